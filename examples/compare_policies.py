@@ -6,7 +6,7 @@ python examples/compare_policies.py [model]
 import sys
 
 from kvreclaim import LLM, demo_model
-from kvreclaim.eval import Answer, Item, Metric, Outcome, TaskOptions, evaluate
+from kvreclaim.eval import Answer, Item, Metric, TaskOptions, TaskScore, evaluate
 
 
 class Copy:
@@ -21,9 +21,9 @@ class Copy:
         half = tuple(20 + (7 * index + 3 * seed + i * i) % 80 for i in range(300))
         return Item(prompt=half, continuation=half)
 
-    def judge(self, item: Item, answer: Answer) -> Outcome:
+    def judge(self, item: Item, answer: Answer) -> TaskScore:
         right = [guess == gold for guess, gold in zip(answer.predicted, item.continuation, strict=True)]
-        return Outcome(points=sum(right), out_of=len(right))
+        return TaskScore(points=sum(right), out_of=len(right))
 
 
 if __name__ == "__main__":

@@ -21,13 +21,13 @@ from rich.table import Table
 from kvreclaim.bench.common import machine
 from kvreclaim.bench.speed.calibrate import engine_of, fit, observe
 from kvreclaim.bench.speed.plan import SpeedPlan
-from kvreclaim.bench.speed.traffic import Served, Timed, draw, replay
+from kvreclaim.bench.speed.traffic import ServedRequest, Timed, draw, replay
 from kvreclaim.bench.speed.watch import Watched
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.plan.cost import Linear
 from kvreclaim.schedule import Footprint
 from kvreclaim.sim.cluster import Cluster
-from kvreclaim.sim.request import Asked, Record
+from kvreclaim.sim.request import RequestRecord, SimRequest
 from kvreclaim.sim.settings import Settings
 
 MEANS = ("ttft_s", "e2e_s", "tpot_s")
@@ -42,7 +42,7 @@ def requests(count: int, rate: float, longest: int, seed: int) -> list[Timed]:
     return found
 
 
-def simulated(llm: LLM, cost: Linear, asked: Sequence[Timed]) -> list[Record]:
+def simulated(llm: LLM, cost: Linear, asked: Sequence[Timed]) -> list[RequestRecord]:
     config = llm.engine.config
     chunk, size = config.max_num_batched_tokens, config.block_size
     settings = Settings(
@@ -54,11 +54,11 @@ def simulated(llm: LLM, cost: Linear, asked: Sequence[Timed]) -> list[Record]:
         footprint=Footprint(block_size=size, max_chunk=chunk),
         enable_prefix_caching=False,
     )
-    given = [Asked(each.arrival_s, each.num_prompt, each.num_output) for each in asked]
+    given = [SimRequest(each.arrival_s, each.num_prompt, each.num_output) for each in asked]
     return Cluster(settings, cost).run(given).records
 
 
-def means(asked: Sequence[Timed], served: Sequence[Served]) -> dict[str, float]:
+def means(asked: Sequence[Timed], served: Sequence[ServedRequest]) -> dict[str, float]:
     both = list(zip(asked, served, strict=True))
     gaps = [(b.end_s - b.first_token_s) / (a.num_output - 1) for a, b in both if a.num_output > 1]
     return {
@@ -68,7 +68,7 @@ def means(asked: Sequence[Timed], served: Sequence[Served]) -> dict[str, float]:
     }
 
 
-def means_of(records: Sequence[Record]) -> dict[str, float]:
+def means_of(records: Sequence[RequestRecord]) -> dict[str, float]:
     values = {name: [getattr(each, name) for each in records] for name in MEANS}
     return {name: fmean(value for value in found if value is not None) for name, found in values.items()}
 

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from kvreclaim.bench import common
 from kvreclaim.bench.common import Columns, Row, cells, markdown
-from kvreclaim.bench.systems.base import Setup
+from kvreclaim.bench.systems.base import SystemSetup
 from kvreclaim.bench.systems.vllm_peer import VllmProcess, kv_bytes_per_token
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.engine.api.llm import LLM
@@ -104,7 +104,7 @@ def _vllm(plan: Plan) -> VllmProcess:
     asked |= {"interval": INTERVAL, "sinks": SINKS, "recent": RECENT}
     try:
         process.load(
-            Setup(plan.model, "bfloat16", plan.threads),
+            SystemSetup(plan.model, "bfloat16", plan.threads),
             max_num_seqs=plan.batch,
             max_model_len=plan.num_tokens,
             max_num_batched_tokens=plan.batch * plan.num_tokens,

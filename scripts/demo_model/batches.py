@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from kvreclaim.eval.chain import HEADER_TOKENS, HOP_TOKENS, ChainTask
-from kvreclaim.eval.example import Example, Kind, Stream
+from kvreclaim.eval.example import Example, Stream, TokenKind
 from kvreclaim.eval.multi_query import MultiQueryTask
 from kvreclaim.eval.recall import ZONES, RecallTask
 from kvreclaim.eval.rsq import MAX_DEPTH, RSQTask
@@ -20,10 +20,18 @@ TRACE_SHARE = (0.35, 0.65)
 CLEAN_SHARE = 0.4  # of the examples: no nodes among the filler
 MAX_NOISE = 0.4
 HEAVY_KINDS = frozenset(
-    {Kind.ASKED, Kind.LOOKUP, Kind.SIBLING, Kind.CARRY, Kind.RETURN, Kind.RESTORE, Kind.STACK}
+    {
+        TokenKind.ASKED,
+        TokenKind.LOOKUP,
+        TokenKind.SIBLING,
+        TokenKind.CARRY,
+        TokenKind.RETURN,
+        TokenKind.RESTORE,
+        TokenKind.STACK,
+    }
 )
 HEAVY_WEIGHT = 3.0
-KIND_NUMBERS = {kind: i for i, kind in enumerate(Kind)}
+KIND_NUMBERS = {kind: i for i, kind in enumerate(TokenKind)}
 
 
 def _draw_filler(rng: random.Random, num_tokens: int) -> int:
@@ -147,4 +155,4 @@ def draw_batch(
 
 def kind_weights() -> torch.Tensor:
     """Return the loss weight of each kind, by number."""
-    return torch.tensor([HEAVY_WEIGHT if kind in HEAVY_KINDS else 1.0 for kind in Kind])
+    return torch.tensor([HEAVY_WEIGHT if kind in HEAVY_KINDS else 1.0 for kind in TokenKind])

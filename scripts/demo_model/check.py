@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvreclaim.eval.demo_tasks import DEMO_TASKS
-from kvreclaim.eval.example import Example, Kind, accuracy, exact_match, progress
+from kvreclaim.eval.example import Example, TokenKind, accuracy, exact_match, progress
 
 GENERATED_AT_ONCE = 16
 
@@ -43,7 +43,7 @@ def check(
     free = []
     for begin in range(0, num_free, GENERATED_AT_ONCE):
         free += generate(network, examples[begin : min(begin + GENERATED_AT_ONCE, num_free)])
-    kinds = sorted({kind for example in examples for kind in example.kinds}, key=list(Kind).index)
+    kinds = sorted({kind for example in examples for kind in example.kinds}, key=list(TokenKind).index)
     scores = {
         "num_examples": num_examples,
         "mean_tokens": mean(len(example.document) for example in examples),

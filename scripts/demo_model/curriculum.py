@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from demo_model.batches import HEAVY_KINDS
-from kvreclaim.eval.example import Kind
+from kvreclaim.eval.example import TokenKind
 
 LENGTHS = (128, 192, 256, 384, 640, 1024, 1536, 2048, 3072, 4096)
 LEAVE_AT = (0.10, 0.15, 0.19, 0.24, 0.29, 0.35, 0.41, 0.48, 0.57)  # share of the budget
-JUDGED = HEAVY_KINDS | {Kind.FIRST, Kind.MARK}
+JUDGED = HEAVY_KINDS | {TokenKind.FIRST, TokenKind.MARK}
 ENOUGH = 0.95
 LAST_ENOUGH = 0.99  # asked of the last length before the rate falls: exact match forgives nothing
 SHORTER_SHARE = 0.3
@@ -21,7 +21,7 @@ DECAY_SHARE = 0.6
 SMOOTHING = 0.9
 MIN_STAGE_STEPS = 25
 
-Right = dict[tuple[str, Kind], float]
+Right = dict[tuple[str, TokenKind], float]
 """(task, kind) -> share of right guesses."""
 
 
@@ -50,7 +50,9 @@ class Curriculum:
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> "Curriculum":
         """The inverse of state_dict."""
-        return cls(**state | {"smoothed": {(task, Kind(kind)): v for task, kind, v in state["smoothed"]}})
+        return cls(
+            **state | {"smoothed": {(task, TokenKind(kind)): v for task, kind, v in state["smoothed"]}}
+        )
 
     @property
     def num_tokens(self) -> int:

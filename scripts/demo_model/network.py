@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from demo_model.batches import draw_batch, kind_weights
-from kvreclaim.eval.example import Kind
+from kvreclaim.eval.example import TokenKind
 from kvreclaim.eval.vocabulary import EOS, PAD, TOKENS
 
 MAX_TOKENS = 4096
@@ -109,7 +109,7 @@ class Trainer:
 
     def step(
         self, rng: random.Random, tasks: Sequence[str], num_tokens: int, lr_scale: float
-    ) -> dict[tuple[str, Kind], float]:
+    ) -> dict[tuple[str, TokenKind], float]:
         """Train on a batch, a row of `num_tokens` for each task; return the share of right guesses."""
         ids, kinds = draw_batch(rng, tasks, num_tokens)
         right = self.backward(ids, kinds)
@@ -117,7 +117,7 @@ class Trainer:
         shares = {}
         for task in dict.fromkeys(tasks):
             rows = torch.tensor([name == task for name in tasks])
-            for i, kind in enumerate(Kind):
+            for i, kind in enumerate(TokenKind):
                 chosen = rows[:, None] & (kinds[:, 1:] == i)
                 if chosen.any():
                     shares[task, kind] = right[chosen].float().mean().item()

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from kvreclaim import demo_model
 from kvreclaim.bench import decode, verify
 from kvreclaim.bench.plans import DecodePlan
-from kvreclaim.bench.systems.base import NAMES, Point, Setup, SkipPoint, random_prompts
-from kvreclaim.bench.systems.ours import Ours
+from kvreclaim.bench.systems.base import NAMES, Point, SkipPoint, SystemSetup, random_prompts
+from kvreclaim.bench.systems.ours import KvreclaimSystem
 from kvreclaim.bench.verify import FormatReferee, Referee, WrongTokensError
 from kvreclaim.cli.main import app
 from kvreclaim.errors import InvalidArgumentError
@@ -53,7 +53,9 @@ def test_decode_writes_rows_for_every_system_and_point(tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_slice_holds_only_decodes_of_every_sequence(name):
     point = Point(180, 3, 64)
-    system = Ours(name, Setup(demo_model(), "float32", 1), [point], config=plan().compression(name))
+    system = KvreclaimSystem(
+        name, SystemSetup(demo_model(), "float32", 1), [point], config=plan().compression(name)
+    )
     session = system.open(point)
     before = system.llm.engine.totals.prompt_tokens
     timed = session.run(16)
@@ -66,7 +68,7 @@ def test_a_slice_holds_only_decodes_of_every_sequence(name):
 
 def test_synthetic_fill_leaves_the_model_as_it_was():
     point = Point(100, 2, 16)
-    system = Ours("kvreclaim-full", Setup(demo_model(), "float32", 1), [point])
+    system = KvreclaimSystem("kvreclaim-full", SystemSetup(demo_model(), "float32", 1), [point])
     prompts = random_prompts(2, 100, 256, seed=3)
     before = system.generate(prompts, 6)
     system.open(point).close()
@@ -77,7 +79,7 @@ def test_prefill_and_synthetic_fill_reach_the_same_context():
     lengths = []
     for fill in ("prefill", "synthetic"):
         point = Point(100, 2, 16, fill)
-        system = Ours("kvreclaim-full", Setup(demo_model(), "float32", 1), [point])
+        system = KvreclaimSystem("kvreclaim-full", SystemSetup(demo_model(), "float32", 1), [point])
         session = system.open(point)
         lengths.append([len(request.sequences[0].token_ids) for request in session.requests])
         session.close()
@@ -91,14 +93,14 @@ def test_prompts_share_no_first_token():
 
 
 def test_a_system_with_other_tokens_is_not_timed(monkeypatch):
-    honest = Ours.generate
+    honest = KvreclaimSystem.generate
 
     def wrong(self, prompts, max_tokens):
         outputs = honest(self, prompts, max_tokens)
         outputs[0][3] = (outputs[0][3] + 1) % 256
         return outputs
 
-    monkeypatch.setattr(Ours, "generate", wrong)
+    monkeypatch.setattr(KvreclaimSystem, "generate", wrong)
     monkeypatch.setattr(decode, "time_point", lambda *_: pytest.fail("timed before it was verified"))
     with pytest.raises(WrongTokensError, match=r"kvreclaim-full in float32"):
         decode.run(plan(systems=("kvreclaim-full",)))
@@ -119,7 +121,7 @@ def test_bf16_rounding_is_within_the_margin_and_a_clear_mistake_is_not():
 
 
 def test_what_exceeds_memory_or_time_is_skipped_with_its_reason(monkeypatch):
-    monkeypatch.setattr(Ours, "new_bytes", lambda *_: 1 << 60)
+    monkeypatch.setattr(KvreclaimSystem, "new_bytes", lambda *_: 1 << 60)
     rows = decode.run(plan(systems=("kvreclaim-full",)), check=False).rows
     assert rows[0]["tokens_per_s"] is None
     assert "GiB" in rows[0]["skipped"]

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from kvreclaim import demo_model
 from kvreclaim.bench import compress, memory, step, together
 from kvreclaim.bench.common import alternate
-from kvreclaim.bench.patches import Clock, timers
+from kvreclaim.bench.patches import PartTimer, timers
 from kvreclaim.bench.plans import CompressPlan, DecodePlan
 from kvreclaim.cli.main import app
 
@@ -43,7 +43,7 @@ def test_step_takes_its_timers_off_again():
         def work(self):
             return 1
 
-    owner, clock = Owner(), Clock()
+    owner, clock = Owner(), PartTimer()
     with timers(clock, [(owner, "work", "part")]):
         assert owner.work() == 1
     assert clock.take()["part"] > 0

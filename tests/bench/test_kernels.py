@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvreclaim.bench import kernels
-from kvreclaim.bench.bandwidth import Machine, measure
+from kvreclaim.bench.bandwidth import MachineSpeed, measure
 from kvreclaim.bench.kernel_cases import (
     attention,
     column_sums,
@@ -22,12 +22,12 @@ from kvreclaim.bench.kernel_cases import (
     triattention,
     write,
 )
-from kvreclaim.bench.kernel_shapes import Filled, Shape
+from kvreclaim.bench.kernel_shapes import Filled, KernelShape
 from kvreclaim.bench.kernels import WrongKernelError
 from kvreclaim.ops import reference
 
-SHAPE = Shape(70, 2, 32, 2, torch.float32, layers=2, turns=2)
-CHUNK = Shape(70, 2, 32, 2, torch.float32, layers=2, queries=9)
+SHAPE = KernelShape(70, 2, 32, 2, torch.float32, layers=2, turns=2)
+CHUNK = KernelShape(70, 2, 32, 2, torch.float32, layers=2, queries=9)
 CASES = [
     attention(SHAPE),
     attention(CHUNK),
@@ -41,7 +41,7 @@ CASES = [
     gather(SHAPE),
     compact(SHAPE, 40),
 ]
-MACHINE = Machine(10.0, 10.0, 100.0)
+MACHINE = MachineSpeed(10.0, 10.0, 100.0)
 RATIOS = {"fp16": 1.0, "int8": 1.91, "fp8_e4m3": 1.91, "int4": 3.556, "turboquant4": 3.657, "kivi4": 3.402}
 FORMATS = list(RATIOS)
 
@@ -95,7 +95,7 @@ def test_bytes_that_must_move():
     case = attention(SHAPE)
     assert case.moved == 2 * 2 * 70 * 2 * 32 * 4  # keys and values, sequences, tokens, KV heads, dims, bytes
     assert triattention(SHAPE).moved == case.moved // 2
-    in_place = compact(Shape(40, 1, 32, 2, torch.float32), 40)
+    in_place = compact(KernelShape(40, 1, 32, 2, torch.float32), 40)
     assert in_place.moved == 0
 
 

@@ -13,7 +13,7 @@ from kvreclaim.bench.speed.traffic import Timed, keep_busy, replay
 from kvreclaim.bench.speed.watch import watching
 from kvreclaim.cli.main import app
 from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.plan.cost import Linear, Load
+from kvreclaim.plan.cost import Linear, StepLoad
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
 
@@ -27,14 +27,14 @@ def test_loads_are_what_was_computed(llm):
     """A prompt of 40 in two chunks, four tokens that read all before them, and the same for two at once."""
     with watching(llm.engine) as seen:
         llm.generate([[7] * 40], GREEDY)
-    chunks = [Load(32, 1, 0, 32 * 16.0), Load(8, 1, 0, 8 * (32 + 4.0))]
-    assert seen.loads == chunks + [Load(1, 1, 40 + n, 0.0, 1) for n in range(1, 5)]
+    chunks = [StepLoad(32, 1, 0, 32 * 16.0), StepLoad(8, 1, 0, 8 * (32 + 4.0))]
+    assert seen.loads == chunks + [StepLoad(1, 1, 40 + n, 0.0, 1) for n in range(1, 5)]
     assert all(second > 0 for second in seen.seconds)
     assert len(seen.seconds) == len(seen.loads)
     with watching(llm.engine) as seen:
         llm.generate([[7] * 10, [8] * 10], GREEDY)
-    assert seen.loads[0] == Load(20, 2, 0, 100.0, 0)
-    assert seen.loads[1:] == [Load(2, 2, 2 * (10 + n), 0.0, 2) for n in range(1, 5)]
+    assert seen.loads[0] == StepLoad(20, 2, 0, 100.0, 0)
+    assert seen.loads[1:] == [StepLoad(2, 2, 2 * (10 + n), 0.0, 2) for n in range(1, 5)]
 
 
 def test_passes_are_not_in_a_steps_time(llm):
@@ -83,7 +83,7 @@ def test_the_command_writes_what_simulations_read(tmp_path):
     result = CliRunner().invoke(app, ["calibrate-speed", *options, "-o", str(out)])
     assert result.exit_code == 0, result.output
     cost = Linear.load(out)
-    assert cost.step_s(Load(1, 1, 100, 0.0, 1)) > 0
+    assert cost.step_s(StepLoad(1, 1, 100, 0.0, 1)) > 0
     assert cost.facts["steps"] >= 50
     assert f"off by {cost.facts['mape']:.1%}" in " ".join(result.output.split())
 
@@ -121,4 +121,4 @@ def test_a_log_becomes_a_calibration(tmp_path):
     where = ["--shape", "Qwen3-8B", "--gpu", "4090", "--num-gpu-blocks", "500"]
     result = CliRunner().invoke(app, ["calibrate-speed", "--log", str(log), *where, "-o", str(out)])
     assert result.exit_code == 0, result.output
-    assert Linear.load(out).step_s(Load(1, 1, 30, 0.0, 1)) == pytest.approx(0.06, rel=0.02)
+    assert Linear.load(out).step_s(StepLoad(1, 1, 30, 0.0, 1)) == pytest.approx(0.06, rel=0.02)

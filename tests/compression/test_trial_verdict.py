@@ -11,19 +11,19 @@ from pydantic import ValidationError
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.spec.traits import footprint
 from kvreclaim.compression.stats import QueryStats
-from kvreclaim.compression.trial import Outcome, Said, Trial
+from kvreclaim.compression.trial import Trial, TrialOutcome, TrialScore
 from kvreclaim.errors import InvalidArgumentError
 
-FULL = Said(once=2.0, once_right=0.5, again=0.5, again_right=0.9)
+FULL = TrialScore(once=2.0, once_right=0.5, again=0.5, again_right=0.9)
 
 
-def outcome(policy: str, fraction: float, once: float, again: float) -> Outcome:
-    return Outcome(
+def outcome(policy: str, fraction: float, once: float, again: float) -> TrialOutcome:
+    return TrialOutcome(
         policy=policy, fraction=fraction, budget=100, once=once, once_right=0, again=again, again_right=0
     )
 
 
-def trial(*outcomes: Outcome, full: Said = FULL) -> Trial:
+def trial(*outcomes: TrialOutcome, full: TrialScore = FULL) -> Trial:
     return Trial(documents=2, tokens=500, full=full, outcomes=outcomes)
 
 

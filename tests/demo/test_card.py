@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from kvreclaim import demo_model
 from kvreclaim.cli.main import app
 from kvreclaim.demo.card.main import present, run_card
-from kvreclaim.demo.card.plan import MIB, CardPlan, Setup
+from kvreclaim.demo.card.plan import MIB, CardPlan, ChainSetup
 from kvreclaim.model_paths import real_gguf
 
 CARD = CardPlan(
@@ -25,10 +25,10 @@ CARD = CardPlan(
     budget=256,
     threads=1,
     setups=(
-        Setup("pool for all of it", kv_cache_dtype="fp32", whole_pool=True),
-        Setup("full cache", kv_cache_dtype="fp32"),
-        Setup("budget", kv_cache_dtype="fp32", policy="lagkv"),
-        Setup("budget and int4", kv_cache_dtype="int4", policy="lagkv"),
+        ChainSetup("pool for all of it", kv_cache_dtype="fp32", whole_pool=True),
+        ChainSetup("full cache", kv_cache_dtype="fp32"),
+        ChainSetup("budget", kv_cache_dtype="fp32", policy="lagkv"),
+        ChainSetup("budget and int4", kv_cache_dtype="int4", policy="lagkv"),
     ),
 )
 TOKEN_BYTES = 4 * 2 * 2 * 32 * 4  # layers, keys and values, KV heads, head dim, bytes of fp32

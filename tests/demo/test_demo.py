@@ -17,7 +17,7 @@ from kvreclaim.demo.main import present, run_demo
 from kvreclaim.demo.report import DemoReport
 from kvreclaim.demo.runs import POLICIES, DemoPlan
 from kvreclaim.eval.chain import ChainTask
-from kvreclaim.eval.example import Kind, accuracy
+from kvreclaim.eval.example import TokenKind, accuracy
 
 SMALL = DemoPlan(
     fractions=(0.25,),
@@ -82,16 +82,16 @@ def test_query_mixture_keeps_the_evidence_at_a_tenth_of_the_cache():
         pairs = list(zip(examples, scored, strict=True))
         return {
             kinds: mean(accuracy(e, s.predicted, kinds) for e, s in pairs)
-            for kinds in ((Kind.LOOKUP,), (Kind.LOOKUP, Kind.RESTORE))
+            for kinds in ((TokenKind.LOOKUP,), (TokenKind.LOOKUP, TokenKind.RESTORE))
         }
 
     full, ours = scores("full", None), scores("query_mixture", 0.1)
-    assert full[Kind.LOOKUP,] >= 0.99
-    assert ours[Kind.LOOKUP,] >= 0.97 * full[Kind.LOOKUP,]
+    assert full[TokenKind.LOOKUP,] >= 0.99
+    assert ours[TokenKind.LOOKUP,] >= 0.97 * full[TokenKind.LOOKUP,]
     for policy in POLICIES.keys() - {"query_mixture", "evict-only"}:
         theirs = scores(policy, 0.1)
-        assert ours[Kind.LOOKUP,] >= theirs[Kind.LOOKUP,], policy
-        assert ours[Kind.LOOKUP, Kind.RESTORE] > theirs[Kind.LOOKUP, Kind.RESTORE], policy
+        assert ours[TokenKind.LOOKUP,] >= theirs[TokenKind.LOOKUP,], policy
+        assert ours[TokenKind.LOOKUP, TokenKind.RESTORE] > theirs[TokenKind.LOOKUP, TokenKind.RESTORE], policy
 
 
 def test_the_format_of_the_cache_can_be_chosen(report):

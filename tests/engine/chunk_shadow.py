@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from kvreclaim.engine.request.chunk_reuse import Source
+from kvreclaim.engine.request.chunk_reuse import ReusedChunk
 from kvreclaim.ops.dense import attend_rows, probabilities
 
 
@@ -57,7 +57,9 @@ class Mixed:
                 kept[span] = new[span]
 
 
-def with_chunks(model, ids: list[int], sources: Sequence[Source], asked_from: int | None = None) -> Mixed:
+def with_chunks(
+    model, ids: list[int], sources: Sequence[ReusedChunk], asked_from: int | None = None
+) -> Mixed:
     """Each chunk computed alone, behind what leads it, with both where they would stand."""
     mixed = Mixed(len(ids), asked_from)
     for source in sources:
@@ -69,7 +71,7 @@ def with_chunks(model, ids: list[int], sources: Sequence[Source], asked_from: in
 
 
 @torch.inference_mode()
-def shadow_logits(model, ids: list[int], sources: Sequence[Source], anew: np.ndarray) -> torch.Tensor:
+def shadow_logits(model, ids: list[int], sources: Sequence[ReusedChunk], anew: np.ndarray) -> torch.Tensor:
     """[computed tokens, V], of a text whose first tokens are a prompt with chunks."""
     places = [*np.flatnonzero(anew), *range(len(anew), len(ids))]
     return with_chunks(model, ids, sources).run(model, ids, places)

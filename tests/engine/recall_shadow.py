@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from shadow import Shadow
 
-from kvreclaim.engine.compact.job import Done
+from kvreclaim.engine.compact.job import CompactionResult
 
 
 class Recalling(Shadow):
@@ -29,7 +29,7 @@ class Recalling(Shadow):
                 if job.seq.seq_id not in llm.engine.lifecycle.sequences:
                     continue  # a companion's
                 history = self.histories[job.seq.seq_id]
-                if isinstance(outcome, Done):
+                if isinstance(outcome, CompactionResult):
                     history.num_exact = min(history.num_exact, job.seq.num_computed)
                     self._follow(history, outcome)
                     table = self._table(job.seq)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim import LLM
-from kvreclaim.engine.compact.job import Done
+from kvreclaim.engine.compact.job import CompactionResult
 from kvreclaim.engine.execute import runner as runner_module
 from kvreclaim.engine.request.request import Scheduled, Sequence
 from kvreclaim.model.attention import AttentionCall, LatentCall
@@ -200,14 +200,14 @@ class Shadow:
                 if job.seq.seq_id not in llm.engine.lifecycle.sequences:
                     continue  # a companion's: what it holds only drafts
                 history = self.histories[job.seq.seq_id]
-                if isinstance(outcome, Done):
+                if isinstance(outcome, CompactionResult):
                     history.num_exact = min(history.num_exact, job.seq.num_computed)
                     self._follow(history, outcome)
             return outcomes
 
         monkeypatch.setattr(llm.engine.compression, "run", watched_run)
 
-    def _follow(self, history: History, done: Done) -> None:
+    def _follow(self, history: History, done: CompactionResult) -> None:
         assert history.live is not None
         if isinstance(done.kept, Tensor):
             history.live = history.live.take_along_dim(done.kept.expand(*history.live.shape[:2], -1), -1)

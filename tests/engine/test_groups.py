@@ -15,7 +15,7 @@ from test_uneven import tokens
 from kvreclaim import LLM, BeamSearchParams, SamplingParams
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.memory.windows.window import Chunk, Window
+from kvreclaim.memory.windows.window import ChunkedWindow, Window
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 GROUPED = tiny.GROUPED
@@ -92,7 +92,7 @@ def test_what_is_held_is_what_the_formula_says(family, make_llm):
     held = []
     params = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True)
     llm.generate(tiny.prompts((90,)), params, on_step=lambda step: held.append(step.blocks_in_use))
-    is_chunk = isinstance(window, Chunk)
+    is_chunk = isinstance(window, ChunkedWindow)
     tables = window.num_blocks * (tiny.CHUNK // 4 if is_chunk else blocks_for(tiny.WINDOW - 1, 4) + 1)
     assert max(held[10:]) <= blocks_for(160, 4) + tables
     assert held[-2] >= blocks_for(158, 4) + tables - window.num_blocks

@@ -16,7 +16,7 @@ from kvreclaim.compression import registry
 from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.compression.policy import LayerView, Signal
 from kvreclaim.compression.registry import make_policy, policy_names
-from kvreclaim.engine.compact.job import Done
+from kvreclaim.engine.compact.job import CompactionResult
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)
 SPECS = tuple(
@@ -39,7 +39,7 @@ def compressed(llm, policy, monkeypatch, *, alone):
         most[0] = max(most[0], len(jobs))
         outcomes = [run([job])[0] for job in jobs] if alone else run(jobs)
         for job, done in zip(jobs, outcomes, strict=True):
-            assert isinstance(done, Done), done
+            assert isinstance(done, CompactionResult), done
             passes.setdefault(job.seq.request_id, []).append((done.kept, done.prompt_slots, done.gone))
         return outcomes
 

@@ -24,7 +24,7 @@ from kvreclaim.engine.serving import process
 from kvreclaim.engine.serving.channel import PIECE, new_bell
 from kvreclaim.engine.serving.messages import EngineSpec
 from kvreclaim.engine.serving.process import ProcessEngine
-from kvreclaim.engine.serving.served import Served
+from kvreclaim.engine.serving.served import ServedModel
 from kvreclaim.errors import EngineDeadError, InvalidArgumentError, RequestTooLongError
 
 Launch = Callable[..., ProcessEngine]
@@ -109,12 +109,12 @@ def test_many_at_once_answer_like_alone(launch: Launch, make_llm, num_blocks: in
 
 
 def test_what_it_serves_is_known_here(launch: Launch, make_llm) -> None:
-    async def main() -> Served:
+    async def main() -> ServedModel:
         async with serving(launch(block_size=8)) as engine:
             assert engine.tokenizer.decode(engine.tokenizer.encode("hello")) == "hello"
             return engine.served
 
-    served, expected = run(main()), Served.of(make_llm(block_size=8))
+    served, expected = run(main()), ServedModel.of(make_llm(block_size=8))
     assert (served.vocab_size, served.max_model_len) == (expected.vocab_size, expected.max_model_len)
     assert (served.num_blocks, served.block_size) == (200, 8)
     by_memory = {"max_signal_bytes": 0}

@@ -11,7 +11,7 @@ from settings import EVICTING, assert_idle
 from kvreclaim import CompressionConfig, SamplingParams
 from kvreclaim.compression.policy import Signal
 from kvreclaim.compression.registry import make_policy
-from kvreclaim.engine.compact.job import Done, Job
+from kvreclaim.engine.compact.job import CompactionJob, CompactionResult
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 from kvreclaim.schedule import EvictionMethod, Pass
 
@@ -144,8 +144,8 @@ def test_everything_back_is_the_full_cache(kernels, packing, make_cold):
     (seq,) = request.sequences
     blocks = tuple(engine.memory.blocks(seq.seq_id))
     plan = Pass(seq.seq_id, EvictionMethod.COMPACT, blocks, blocks, 144, 144, 144, 144, first=True)
-    (done,) = engine.compression.run([Job(seq, request.compressor, plan)])
-    assert isinstance(done, Done), done
+    (done,) = engine.compression.run([CompactionJob(seq, request.compressor, plan)])
+    assert isinstance(done, CompactionResult), done
     assert done.kept.shape[-1] == 144 - 7 * 16
     positions = seq.state.slot_positions
     assert not (positions.diff(dim=-1) > 0).all(), "nothing has moved"

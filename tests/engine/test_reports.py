@@ -10,7 +10,7 @@ from hypothesis import given
 
 from kvreclaim.engine.request.outputs import RequestMetrics
 from kvreclaim.engine.sampling.logprobs import Logprob
-from kvreclaim.engine.serving.messages import Told
+from kvreclaim.engine.serving.messages import EngineUpdate
 from kvreclaim.engine.serving.reports import Reports
 from kvreclaim.engine.serving.stream import OutputDelta, Update
 
@@ -47,7 +47,7 @@ UPDATES = [
 def test_news_cross_whole():
     """A token and its text in one way, everything else in another: nothing is left out in either."""
     news = [(f"request-{i}", Update(**facts)) for i, facts in enumerate(UPDATES)]
-    told = pickle.loads(pickle.dumps(Told(3, news, "its death")))
+    told = pickle.loads(pickle.dumps(EngineUpdate(3, news, "its death")))
     assert (told.num_waiting, told.death, len(told.news)) == (3, "its death", len(news))
     crossed = dict(told.news)
     for name, update in news:

@@ -9,7 +9,7 @@ from recording import Recorder, register
 from settings import assert_idle, small
 
 from kvreclaim import SamplingParams
-from kvreclaim.engine.signals.store import MassStore, QueryStore, Room
+from kvreclaim.engine.signals.store import ByteBudget, MassStore, QueryStore
 from kvreclaim.model.loader import load_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -140,7 +140,7 @@ def facts(tiny_dir):
 
 def test_a_fork_is_a_copy(facts):
     """What happens to the parent's slots, and to the parent, does not touch the child."""
-    store = MassStore(facts, Room())
+    store = MassStore(facts, ByteBudget())
     store.take(1)
     store.reserve(6)
     rows = store.index([1])
@@ -161,7 +161,7 @@ def test_a_fork_is_a_copy(facts):
 
 
 def test_a_store_grows_and_forgets(facts):
-    store = QueryStore(3, facts, Room())
+    store = QueryStore(3, facts, ByteBudget())
     for seq_id in range(5):
         store.begin(seq_id, 0)
         store.row(seq_id)[:] = seq_id + 1

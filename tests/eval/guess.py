@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import tiny
 
-from kvreclaim.eval import Answer, Item, Metric, Outcome
+from kvreclaim.eval import Answer, Item, Metric, TaskScore
 
 SMALL = {"interval": 16, "sinks": 2, "recent": 8, "num_examples": 5, "batch_size": 2}
 POLICIES = ["full", "knorm", "evict-only(knorm)"]
@@ -36,9 +36,9 @@ class Guess:
         (tokens,) = tiny.prompts((length,), seed=1000 * seed + index)
         return Item(tuple(tokens[: length // 2]), tuple(tokens[length // 2 :]))
 
-    def judge(self, item: Item, answer: Answer) -> Outcome:
+    def judge(self, item: Item, answer: Answer) -> TaskScore:
         places = range(0, len(item.continuation), 3)
         right = [answer.predicted[i] % 4 == item.continuation[i] % 4 for i in places]
         found = tuple(i / item.num_tokens for i, ok in zip(places, right, strict=True) if ok)
         lost = tuple(i / item.num_tokens for i, ok in zip(places, right, strict=True) if not ok)
-        return Outcome(sum(right), len(right), found, lost)
+        return TaskScore(sum(right), len(right), found, lost)

@@ -10,7 +10,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval import chain, vocabulary
 from kvreclaim.eval import example as scores
 from kvreclaim.eval.chain import ChainTask
-from kvreclaim.eval.example import Example, Kind, Stream
+from kvreclaim.eval.example import Example, Stream, TokenKind
 
 ASSETS = kvreclaim.demo_model()
 
@@ -119,19 +119,30 @@ def test_kinds_mark_what_they_say(task):
     trace, kinds = example.trace, example.kinds
     forward = {}
     for i, kind in enumerate(kinds):
-        if kind is Kind.LOOKUP:
+        if kind is TokenKind.LOOKUP:
             assert facts[trace[i - 1]] == trace[i]
-        elif kind is Kind.RETURN:
+        elif kind is TokenKind.RETURN:
             assert facts[trace[i]] == trace[i - 1]
-        elif kind is Kind.CARRY:
+        elif kind is TokenKind.CARRY:
             forward[trace[i - 1]] = trace[i]
-        elif kind is Kind.RESTORE and trace[i - 1] != vocabulary.START:
+        elif kind is TokenKind.RESTORE and trace[i - 1] != vocabulary.START:
             assert trace[i] == forward[trace[i - 1]]
-        elif kind is Kind.RESTORE:
+        elif kind is TokenKind.RESTORE:
             assert trace[i] == example.prompt[-3]
-    counts = {kind: kinds.count(kind) for kind in Kind}
-    assert counts[Kind.LOOKUP] == counts[Kind.CARRY] == counts[Kind.RETURN] == counts[Kind.RESTORE] > 0
-    assert counts[Kind.FIRST] == counts[Kind.STOP] == counts[Kind.MARK] - 1 == 2 * counts[Kind.LOOKUP]
+    counts = {kind: kinds.count(kind) for kind in TokenKind}
+    assert (
+        counts[TokenKind.LOOKUP]
+        == counts[TokenKind.CARRY]
+        == counts[TokenKind.RETURN]
+        == counts[TokenKind.RESTORE]
+        > 0
+    )
+    assert (
+        counts[TokenKind.FIRST]
+        == counts[TokenKind.STOP]
+        == counts[TokenKind.MARK] - 1
+        == 2 * counts[TokenKind.LOOKUP]
+    )
 
 
 def test_other_filler_seed_changes_the_filler_and_nothing_else():
@@ -165,13 +176,15 @@ def test_impossible_sizes_are_refused_by_name(dials, named):
 
 def test_gold_scores_one():
     example = ChainTask().sample(3)
-    assert scores.accuracy(example, example.trace, (Kind.LOOKUP, Kind.RESTORE)) == 1.0
+    assert scores.accuracy(example, example.trace, (TokenKind.LOOKUP, TokenKind.RESTORE)) == 1.0
     assert scores.progress(example, example.trace) == 1.0
     assert scores.progress(example, [*example.trace, vocabulary.PAD]) == 1.0
     assert scores.exact_match(example, [*example.trace, vocabulary.PAD])
 
 
-@pytest.mark.parametrize("kind", [k for k in Kind if k not in (Kind.ASKED, Kind.SIBLING, Kind.STACK)])
+@pytest.mark.parametrize(
+    "kind", [k for k in TokenKind if k not in (TokenKind.ASKED, TokenKind.SIBLING, TokenKind.STACK)]
+)
 def test_one_error_costs_its_own_kind_only(kind):
     example = ChainTask().sample(3)
     place = example.kinds.index(kind)
@@ -179,7 +192,7 @@ def test_one_error_costs_its_own_kind_only(kind):
     predicted[place] = vocabulary.UNK
     num = example.kinds.count(kind)
     assert scores.accuracy(example, predicted, (kind,)) == pytest.approx(1 - 1 / num)
-    assert scores.accuracy(example, predicted, set(Kind) - {kind}) == 1.0
+    assert scores.accuracy(example, predicted, set(TokenKind) - {kind}) == 1.0
     assert scores.progress(example, predicted) == place / len(example.trace)
     assert not scores.exact_match(example, predicted)
 
@@ -193,10 +206,10 @@ def test_a_short_generation_is_unfinished_and_not_wrong():
 def test_scores_of_nothing_are_refused():
     example = ChainTask().sample(3)
     with pytest.raises(InvalidArgumentError, match="give one for each"):
-        scores.accuracy(example, example.trace[:-1], (Kind.LOOKUP,))
-    empty = dataclasses.replace(example, trace=(vocabulary.EOS,), kinds=(Kind.MARK,), evidence=(-1,))
+        scores.accuracy(example, example.trace[:-1], (TokenKind.LOOKUP,))
+    empty = dataclasses.replace(example, trace=(vocabulary.EOS,), kinds=(TokenKind.MARK,), evidence=(-1,))
     with pytest.raises(InvalidArgumentError, match="lookup"):
-        scores.accuracy(empty, (vocabulary.EOS,), (Kind.LOOKUP,))
+        scores.accuracy(empty, (vocabulary.EOS,), (TokenKind.LOOKUP,))
 
 
 def test_shipped_tokenizer_round_trips():

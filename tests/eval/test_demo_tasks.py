@@ -15,14 +15,22 @@ from kvreclaim.eval.demo_tasks import (
     MIN_TOKENS,
     calibration_documents,
 )
-from kvreclaim.eval.example import Example, Kind, Stream, accuracy, scatter
+from kvreclaim.eval.example import Example, Stream, TokenKind, accuracy, scatter
 from kvreclaim.eval.multi_query import MultiQueryTask
 from kvreclaim.eval.recall import RecallTask
 from kvreclaim.eval.rsq import MAX_DEPTH, RSQTask
 from kvreclaim.eval.variable_tracking import VariableTrackingTask
 
 SIZES = (MIN_TOKENS, 777, 2048, MAX_TOKENS)
-COPIED = {Kind.KEY, Kind.ASKED, Kind.LOOKUP, Kind.SIBLING, Kind.RETURN, Kind.RESTORE, Kind.STACK}
+COPIED = {
+    TokenKind.KEY,
+    TokenKind.ASKED,
+    TokenKind.LOOKUP,
+    TokenKind.SIBLING,
+    TokenKind.RETURN,
+    TokenKind.RESTORE,
+    TokenKind.STACK,
+}
 OPENERS = {"recall": v.RECALL, "multi_query": v.QUERY, "variable_tracking": v.VARS, "rsq": v.WALK}
 
 all_tasks = pytest.mark.parametrize("name", DEMO_TASKS)
@@ -137,19 +145,19 @@ def test_evidence_is_the_fact_or_the_step_that_decides(name):
         document, start = example.document, len(example.prompt)
         for i, kind in enumerate(example.kinds):
             place, here = example.evidence[i], start + i
-            if kind is Kind.LOOKUP:
+            if kind is TokenKind.LOOKUP:
                 assert document[place - 2 : place] == (v.FACT, document[here - 1])
-            elif kind is Kind.RESTORE and place >= start:
+            elif kind is TokenKind.RESTORE and place >= start:
                 assert document[place - 3] == v.FORWARD
                 assert (
                     document[place - 1] == document[here - 1]
                     or example.trace[i - 3] == document[here - 3] == v.BACKWARD
                 )
-            elif kind in (Kind.STACK, Kind.RETURN) and name == "rsq" and place >= start:
+            elif kind in (TokenKind.STACK, TokenKind.RETURN) and name == "rsq" and place >= start:
                 assert document[place + 1] == document[here - 2]
-            elif kind is Kind.SIBLING:
+            elif kind is TokenKind.SIBLING:
                 assert document[place - 1] == document[here - 3]
-            elif kind is Kind.ASKED:
+            elif kind is TokenKind.ASKED:
                 assert place < start
 
 
@@ -188,14 +196,16 @@ def test_recall_asks_each_third_of_the_walk():
     task = DEMO_TASKS["recall"].make(2048)
     for seed in range(8):
         example = task.sample(seed)
-        walk = [i for i, kind in enumerate(example.kinds) if kind is Kind.CARRY][:-1]  # the last one is END
-        asked = [e - len(example.prompt) for e, _ in evidence_of(example, Kind.RESTORE)]
+        walk = [i for i, kind in enumerate(example.kinds) if kind is TokenKind.CARRY][
+            :-1
+        ]  # the last one is END
+        asked = [e - len(example.prompt) for e, _ in evidence_of(example, TokenKind.RESTORE)]
         cuts = [len(walk) // 3, len(walk) * 2 // 3]
         thirds = [sum(walk.index(i) >= cut for cut in cuts) for i in asked]
         assert sorted(thirds) == sorted([0, 1, 2] * task.asked_per_zone)
 
 
-def evidence_of(example: Example, kind: Kind) -> list[tuple[int, Kind]]:
+def evidence_of(example: Example, kind: TokenKind) -> list[tuple[int, TokenKind]]:
     return [(e, k) for e, k in zip(example.evidence, example.kinds, strict=True) if k is kind]
 
 
@@ -205,7 +215,7 @@ def test_walks_are_deep_and_turn_back():
     depths = []
     for seed in range(20):
         example = task.sample(seed)
-        depths.append(example.kinds.count(Kind.STACK))
+        depths.append(example.kinds.count(TokenKind.STACK))
         assert example.trace.count(v.BACKWARD) >= 5
         assert len(example.trace) <= task.num_trace_tokens
     assert min(depths) >= 3

@@ -10,11 +10,11 @@ from rich.console import Console
 from kvreclaim.eval import EvalReport, EvalRow, Metric, charts
 from kvreclaim.eval.best_mix import best_mix_lines, frontier, mixes
 from kvreclaim.eval.html import render
-from kvreclaim.eval.report import FormatFacts, Header
+from kvreclaim.eval.report import FormatFacts, ReportHeader
 from kvreclaim.eval.show import show_report
 
 KIB = 1024.0
-HEADER = Header(
+HEADER = ReportHeader(
     command="kvreclaim eval",
     version="0",
     model="m",

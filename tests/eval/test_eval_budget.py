@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.eval.budget import Storage
+from kvreclaim.eval.budget import FormatStorage
 from kvreclaim.ops.facts import LayerFacts, ModelFacts, Softmax
 
 LAYER = LayerFacts(num_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32, softmax=Softmax(0.25))
@@ -19,14 +19,14 @@ UNITS = 2 * 2  # layers, KV heads
 
 
 def test_a_share_of_the_bytes_is_that_share_of_the_tokens_in_the_own_dtype():
-    kv = Storage.of("auto", FACTS, 16)
+    kv = FormatStorage.of("auto", FACTS, 16)
     assert kv.token_bytes == kv.reference_bytes == UNITS * (32 + 32) * 2
     assert kv.budget_tokens(0.25, 2000) == 496
-    token = Storage.of("auto", FACTS, 1)
+    token = FormatStorage.of("auto", FACTS, 1)
     assert token.budget_tokens(0.25, 2000) == 500
     assert token.budget_tokens(0.29, 100) == 29  # 0.29 * 100 is 28.999... in floating point
     assert token.budget_tokens(1.0, 37) == 37
-    assert Storage.of("bf16", FACTS, 16) == Storage.of("bfloat16", FACTS, 16) == kv
+    assert FormatStorage.of("bf16", FACTS, 16) == FormatStorage.of("bfloat16", FACTS, 16) == kv
 
 
 @pytest.mark.parametrize(
@@ -42,13 +42,13 @@ def test_a_share_of_the_bytes_is_that_share_of_the_tokens_in_the_own_dtype():
 )
 def test_a_smaller_format_gets_more_tokens(name, unit_bytes, tokens):
     """2,000 tokens of 512 bytes: a quarter of them is 256,000 bytes."""
-    kv = Storage.of(name, FACTS, 16)
+    kv = FormatStorage.of(name, FACTS, 16)
     assert kv.block_bytes == UNITS * unit_bytes
     assert kv.budget_tokens(0.25, 2000) == tokens == 256_000 // (UNITS * unit_bytes) * 16
 
 
 def test_the_open_block_of_kivi4_counts():
-    kv = Storage.of("kivi4", FACTS, 16)
+    kv = FormatStorage.of("kivi4", FACTS, 16)
     assert kv.open_bytes == UNITS * 2048  # bf16
     assert kv.held_bytes(10) == 10 * kv.block_bytes + kv.open_bytes
     assert kv.budget_tokens(0.25, 2000) == (256_000 - kv.open_bytes) // kv.block_bytes * 16
@@ -66,7 +66,7 @@ def test_the_open_block_of_kivi4_counts():
 def test_the_bytes_are_never_exceeded_and_a_block_more_would(
     num_tokens, block_bytes, open_bytes, reference, fraction, block_size
 ):
-    kv = Storage("x", block_size, block_bytes, open_bytes, reference)
+    kv = FormatStorage("x", block_size, block_bytes, open_bytes, reference)
     budget = kv.budget_tokens(fraction, num_tokens)
     allowed = Fraction(str(fraction)) * num_tokens * reference
     blocks = budget // block_size
@@ -79,7 +79,7 @@ def test_the_bytes_are_never_exceeded_and_a_block_more_would(
     ("name", "least"), [("int8", 0.53), ("int4", 0.2813), ("turboquant4", 0.2735), ("kivi4", 0.294)]
 )
 def test_a_format_alone_meets_the_budgets_that_it_fits_into(name, least):
-    kv = Storage.of(name, FACTS, 16)
+    kv = FormatStorage.of(name, FACTS, 16)
     assert kv.meets(least)
     assert kv.meets(1.0)
     assert not kv.meets(0.98 * least)
@@ -87,9 +87,9 @@ def test_a_format_alone_meets_the_budgets_that_it_fits_into(name, least):
 
 @pytest.mark.parametrize("name", ["auto", "bf16", "fp16", "fp32"])
 def test_a_format_that_saves_nothing_never_does(name):
-    assert not Storage.of(name, FACTS, 16).meets(1.0)
+    assert not FormatStorage.of(name, FACTS, 16).meets(1.0)
 
 
 def test_an_unknown_format_is_refused_with_what_there_is():
     with pytest.raises(InvalidArgumentError, match=r"'int3'.*bf16.*int8.*kivi4"):
-        Storage.of("int3", FACTS, 16)
+        FormatStorage.of("int3", FACTS, 16)

@@ -10,7 +10,7 @@ from guess import SMALL, Guess
 from kvreclaim import LLM, CompressionConfig
 from kvreclaim.eval import Answer, TaskOptions, evaluate
 from kvreclaim.eval.journal import JOURNAL
-from kvreclaim.eval.plan import EvalPlan, Setting
+from kvreclaim.eval.plan import EvalPlan, GridColumn
 from kvreclaim.eval.runner import open_runners
 from kvreclaim.ops.formats import FORMATS
 
@@ -114,7 +114,7 @@ def test_the_callers_engine_serves_its_format_and_names_of_one_format_share_an_e
 
 def test_names_are_spelt_out_and_taken_once():
     plan = EvalPlan(policies=["full"], kv_cache_dtypes=["fp8", "fp8_e4m3", "bfloat16"])
-    assert plan.settings() == [Setting("full", 1.0, "fp8_e4m3"), Setting("full", 1.0, "bf16")]
+    assert plan.settings() == [GridColumn("full", 1.0, "fp8_e4m3"), GridColumn("full", 1.0, "bf16")]
 
 
 def test_formats_are_cells_of_their_own_and_what_is_the_same_is_run_once(llm, tmp_path):

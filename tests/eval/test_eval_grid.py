@@ -10,7 +10,7 @@ from guess import POLICIES, SMALL, Guess
 
 from kvreclaim import LLM, CompressionConfig, demo_model
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.eval import Answer, Item, Outcome, evaluate
+from kvreclaim.eval import Answer, Item, TaskScore, evaluate
 from kvreclaim.eval.runner import BatchRunner
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -23,8 +23,8 @@ class Chatter(Guess):
     def item(self, seed: int, index: int) -> Item:
         return Item(tuple(range(1, 40)), max_new_tokens=100)
 
-    def judge(self, item: Item, answer: Answer) -> Outcome:
-        return Outcome(0, 1)
+    def judge(self, item: Item, answer: Answer) -> TaskScore:
+        return TaskScore(0, 1)
 
 
 @pytest.fixture(scope="module")

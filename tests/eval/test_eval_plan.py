@@ -6,7 +6,7 @@ import pytest
 
 from kvreclaim.cli.takes import names_in
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.eval.plan import EvalPlan, Setting
+from kvreclaim.eval.plan import EvalPlan, GridColumn
 
 
 @pytest.mark.parametrize(
@@ -31,9 +31,9 @@ def test_parentheses_must_match(text):
 def test_the_full_cache_is_run_once_whatever_the_budgets():
     plan = EvalPlan(policies=["full", "knorm"], budgets=[0.5, 0.25, 0.5])
     assert plan.settings() == [
-        Setting("full", 1.0, "auto"),
-        Setting("knorm", 0.5, "auto"),
-        Setting("knorm", 0.25, "auto"),
+        GridColumn("full", 1.0, "auto"),
+        GridColumn("knorm", 0.5, "auto"),
+        GridColumn("knorm", 0.25, "auto"),
     ]
 
 

@@ -15,10 +15,10 @@ from rich.console import Console
 
 from kvreclaim.eval import EvalReport, EvalRow, Metric, charts
 from kvreclaim.eval.html import render, write_html
-from kvreclaim.eval.report import Header
+from kvreclaim.eval.report import ReportHeader
 from kvreclaim.eval.show import progress_bar, show_report
 
-HEADER = Header(
+HEADER = ReportHeader(
     command="kvreclaim eval --policies 'a<b>'",
     version="0",
     model="m",

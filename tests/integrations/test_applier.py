@@ -20,7 +20,7 @@ from kvreclaim.integrations.vllm.cells.positions import Positions
 from kvreclaim.integrations.vllm.layouts import CacheViews
 from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.passes import StepMessage
-from kvreclaim.integrations.vllm.tracing import Trace
+from kvreclaim.integrations.vllm.tracing import PassTrace
 from kvreclaim.ops.facts import LayerFacts, ModelFacts, Softmax
 from kvreclaim.ops.key_source import DenseSource
 from kvreclaim.schedule import EvictionMethod, Pass
@@ -145,7 +145,7 @@ def test_requests_are_forgotten_before_passes() -> None:
 def test_a_trace_follows_positions_through_passes() -> None:
     layers = make_layers("plain")
     applier, _ = make_applier(CacheViews(layers, B))
-    applier.trace = trace = Trace(Positions((L, K), torch.device("cpu")))
+    applier.trace = trace = PassTrace(Positions((L, K), torch.device("cpu")))
     Book.write(layers, (1, 2, 3), 24)
     applier.begin(output(make_pass("a", (1, 2, 3), (1, 2), 24)))
     first = trace.take()[0][2]

@@ -10,7 +10,7 @@ from torch import Tensor
 from toy_caches import WRITERS, B, Book, D, K, L, S, make_layers, paired_writer, plain_writer
 
 from kvreclaim.errors import UnsupportedModelError
-from kvreclaim.integrations.vllm.layouts import CacheViews, LayerCache, PackedLayout, StridedLayout
+from kvreclaim.integrations.vllm.layouts import CacheViews, PackedLayout, StridedLayout, VllmLayerCache
 
 
 @pytest.mark.parametrize("make", WRITERS)
@@ -69,7 +69,7 @@ def test_fp8_is_moved_as_bytes_and_read_with_its_scale() -> None:
         plain_writer(cache)(*(x.to(torch.float8_e4m3fn).view(torch.uint8) for x in rows), slots)
 
     cache = torch.zeros(B, K, S, 2 * D, dtype=torch.uint8)
-    layer = LayerCache("fp8", cache, D, torch.float8_e4m3fn, torch.bfloat16, scale, 2.0, write, False)
+    layer = VllmLayerCache("fp8", cache, D, torch.float8_e4m3fn, torch.bfloat16, scale, 2.0, write, False)
     views = CacheViews([layer], B)
     views.prove()
     keys, values = (torch.randn(11, K, D) for _ in range(2))

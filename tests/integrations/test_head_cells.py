@@ -17,18 +17,18 @@ from kvreclaim.integrations.vllm.applier import Applier
 from kvreclaim.integrations.vllm.cells.grid import find_grid
 from kvreclaim.integrations.vllm.cells.heads import HeadTables
 from kvreclaim.integrations.vllm.cells.positions import Positions
-from kvreclaim.integrations.vllm.layouts import CacheViews, LayerCache
+from kvreclaim.integrations.vllm.layouts import CacheViews, VllmLayerCache
 from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.passes import StepMessage
-from kvreclaim.integrations.vllm.tracing import Trace
-from kvreclaim.ops.cell_tables import Cells
+from kvreclaim.integrations.vllm.tracing import PassTrace
+from kvreclaim.ops.cell_tables import CellTable
 from kvreclaim.schedule import EvictionMethod, Pass
 
 POOL = 24
 SETTINGS = CompressionConfig(policy="shares(knorm)", budget=2 * S, interval=S, sinks=2, recent=3)
 
 
-def make_layers(make: str, alternating: bool) -> list[LayerCache]:
+def make_layers(make: str, alternating: bool) -> list[VllmLayerCache]:
     """All layers in one allocation; alternating: KV heads slot by slot."""
     shape = (L, POOL, S, K, 2 * D) if alternating else (L, POOL, K, S, 2 * D)
     whole = torch.randn(shape)
@@ -36,7 +36,9 @@ def make_layers(make: str, alternating: bool) -> list[LayerCache]:
     for n in range(L):
         cache = whole[n].transpose(1, 2) if alternating else whole[n]
         write, packed = WRITERS[make](cache), make != "plain"
-        layers.append(LayerCache(f"layer {n}", cache, D, cache.dtype, cache.dtype, 1.0, 1.0, write, packed))
+        layers.append(
+            VllmLayerCache(f"layer {n}", cache, D, cache.dtype, cache.dtype, 1.0, 1.0, write, packed)
+        )
     return layers
 
 
@@ -52,14 +54,14 @@ class Request:
 
 
 class Walk:
-    def __init__(self, layers: list[LayerCache], settings: CompressionConfig = SETTINGS) -> None:
+    def __init__(self, layers: list[VllmLayerCache], settings: CompressionConfig = SETTINGS) -> None:
         self.layers = layers
         self.views = CacheViews(layers, POOL)
         self.grid = find_grid(self.views)
         self.heads = HeadTables(self.grid, 8, 64)
         self.settings = settings.in_blocks(S)
         self.applier = Applier(Options(self.settings), make_facts(), None, self.views, FakeRows(), self.heads)
-        self.applier.trace = self.trace = Trace(Positions((L, K), torch.device("cpu")))
+        self.applier.trace = self.trace = PassTrace(Positions((L, K), torch.device("cpu")))
         self.free = list(range(1, POOL))
         self.requests: list[Request] = []
 
@@ -184,14 +186,14 @@ def make_heads(fixed: int | None = None) -> HeadTables:
     return HeadTables(find_grid(CacheViews(make_layers("plain", False), POOL)), 4, 32, fixed)
 
 
-def a_pass(heads: HeadTables, counts: list[list[int]], num_blocks: int) -> Cells:
+def a_pass(heads: HeadTables, counts: list[list[int]], num_blocks: int) -> CellTable:
     """Cells 0, 1, ... of some heads."""
     wanted = np.array(counts)
     table = np.zeros((L, K, wanted.max()), dtype=np.int32)
     cells = iter(range(wanted.sum()))
     for at in np.ndindex(wanted.shape):
         table[at][: wanted[at]] = [next(cells) for _ in range(wanted[at])]
-    return Cells(table, wanted, num_blocks, np.zeros((L, K), dtype=np.int64))
+    return CellTable(table, wanted, num_blocks, np.zeros((L, K), dtype=np.int64))
 
 
 def test_queries_are_dealt_to_rows_and_back() -> None:
@@ -268,7 +270,7 @@ def test_without_cells_heads_keep_equally_many() -> None:
     rows = FakeRows()
     settings = replace(SETTINGS, policy="shares(knorm)", protect_prompt=True).in_blocks(S)
     applier = Applier(Options(settings), make_facts(), None, views, rows)
-    applier.trace = trace = Trace(Positions((L, K), torch.device("cpu")))
+    applier.trace = trace = PassTrace(Positions((L, K), torch.device("cpu")))
     one = Pass(
         "a",
         EvictionMethod.CELLS,

@@ -16,7 +16,7 @@ from toy_page import LIMIT_S, ToyPool, feed_of, frame_with, serving, shrunk
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.live import http as page_http
-from kvreclaim.integrations.vllm.live.recorder import Recorder
+from kvreclaim.integrations.vllm.live.recorder import StepRecorder
 from kvreclaim.integrations.vllm.live.server import PageServer
 from kvreclaim.integrations.vllm.page_address import PageAddress
 
@@ -191,7 +191,7 @@ def test_compactions_are_told_before_the_frame(page: PageServer, pool: ToyPool) 
 
 def test_what_was_read_while_a_step_began_is_dropped() -> None:
     pool = ToyPool(4)
-    recorder = Recorder(pool.look, lambda: True, lambda snapshot: None)
+    recorder = StepRecorder(pool.look, lambda: True, lambda snapshot: None)
     recorder.watch(True)
     recorder.passed([shrunk("r", [1, 2], [1], evicted=32)])
     look = pool.look
@@ -220,7 +220,7 @@ def test_a_mistake_of_the_page_does_not_end_the_engine(caplog: pytest.LogCapture
     def broken(told: Any) -> Any:
         raise KeyError("no such thing")
 
-    recorder = Recorder(broken, lambda: False, delivered.append)
+    recorder = StepRecorder(broken, lambda: False, delivered.append)
     recorder.watch(True)
     for _ in range(3):
         recorder.ask()

@@ -11,7 +11,7 @@ import pytest
 
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.registry import policy_names
-from kvreclaim.compression.trial import Outcome, Said, Trial
+from kvreclaim.compression.trial import Trial, TrialOutcome, TrialScore
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.options import Options, is_bounded
 from kvreclaim.testing.toys import model_facts, query_stats
@@ -228,14 +228,14 @@ class TestAuto:
 
     @pytest.fixture
     def file(self, tmp_path) -> str:
-        def outcome(policy: str, once: float) -> Outcome:
-            return Outcome(
+        def outcome(policy: str, once: float) -> TrialOutcome:
+            return TrialOutcome(
                 policy=policy, fraction=0.2, budget=64, once=once, once_right=0, again=1, again_right=0
             )
 
         losses = {"snapkv": 1.0, "knorm(keep=large)": 1.2, "query_mixture": 1.1, "shares(surrogate)": 1.05}
         rows = tuple(outcome(policy, loss) for policy, loss in losses.items())
-        full = Said(once=1, once_right=0, again=1, again_right=0)
+        full = TrialScore(once=1, once_right=0, again=1, again_right=0)
         found = Trial(documents=1, tokens=320, full=full, outcomes=rows)
         path = tmp_path / "trial.safetensors"
         query_stats(model_facts(2)).with_trial(found).save(path)

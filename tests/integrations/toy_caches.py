@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvreclaim.integrations.vllm.layouts import CacheViews, LayerCache
+from kvreclaim.integrations.vllm.layouts import CacheViews, VllmLayerCache
 
 L, B, K, S, D = 2, 9, 2, 8, 16
 
@@ -55,12 +55,12 @@ def transposed_writer(cache: Tensor) -> Any:
 WRITERS = {"plain": plain_writer, "paired": paired_writer, "transposed": transposed_writer}
 
 
-def make_layers(make: str, dtype: torch.dtype = torch.float32) -> list[LayerCache]:
+def make_layers(make: str, dtype: torch.dtype = torch.float32) -> list[VllmLayerCache]:
     layers = []
     for n in range(L):
         cache = torch.randn(B, K, S, 2 * D).to(dtype)
         write = WRITERS[make](cache)
-        layers.append(LayerCache(f"layer {n}", cache, D, dtype, dtype, 1.0, 1.0, write, make != "plain"))
+        layers.append(VllmLayerCache(f"layer {n}", cache, D, dtype, dtype, 1.0, 1.0, write, make != "plain"))
     return layers
 
 
@@ -71,7 +71,7 @@ class Book:
     tokens: list[tuple[Tensor, Tensor]]
 
     @classmethod
-    def write(cls, layers: list[LayerCache], blocks: Sequence[int], num_tokens: int) -> Book:
+    def write(cls, layers: list[VllmLayerCache], blocks: Sequence[int], num_tokens: int) -> Book:
         """Fill the first num_tokens slots of these blocks with random tokens."""
         slots = torch.tensor([block * S + place for block in blocks for place in range(S)])[:num_tokens]
         book = cls([])

@@ -9,7 +9,7 @@ import pytest
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.window_tables import TURN_TOKENS
-from kvreclaim.memory.windows.window import Chunk, Window
+from kvreclaim.memory.windows.window import ChunkedWindow, Window
 
 SIZE = 2
 
@@ -57,8 +57,8 @@ def test_a_sequence_holds_what_its_window_needs(window, chunk):
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("step", [1, 3, 20])
 def test_a_sequence_holds_its_last_chunk(size, step):
-    memory = make(400, Chunk(size, 3))
-    assert [Chunk(8).first_seen(position) for position in (13, 8, 7)] == [8, 8, 0]
+    memory = make(400, ChunkedWindow(size, 3))
+    assert [ChunkedWindow(8).first_seen(position) for position in (13, 8, 7)] == [8, 8, 0]
     run(memory, 0, list(range(61)), chunk=step)
     (table,) = memory.windows.tables(0)
     assert table.first == 61 // size * size // SIZE
@@ -84,7 +84,7 @@ def test_a_sequence_holds_its_last_chunk(size, step):
 )
 def test_hits_within_chunks(num_tokens, cached, expected):
     """S = 2, chunks of 8: blocks from the chunk's start on are needed, and none before."""
-    memory, tokens = make(400, Chunk(8)), list(range(num_tokens))
+    memory, tokens = make(400, ChunkedWindow(8)), list(range(num_tokens))
     run(memory, 0, tokens, chunk=num_tokens)
     entries = memory.table(0).entries
     for i, keep in enumerate(cached):
@@ -95,7 +95,7 @@ def test_hits_within_chunks(num_tokens, cached, expected):
 
 @pytest.mark.parametrize("chunk", [1, 2, 5, 16])
 @pytest.mark.parametrize("length", [1, 7, 40])
-@pytest.mark.parametrize("window", [Window(6, 2), Chunk(8, 2)])
+@pytest.mark.parametrize("window", [Window(6, 2), ChunkedWindow(8, 2)])
 def test_most_blocks_is_reached_and_never_passed(chunk, length, window):
     most = 0
     memory = make(400, window)

@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.memory.tiers.disk import Outcome, Transfer
+from kvreclaim.memory.tiers.disk import Transfer, TransferOutcome
 from kvreclaim.memory.tiers.manager import TieredMemory
 
 Content = tuple[Any, ...]
@@ -160,17 +160,17 @@ class TiersWorld:
         if not self.under_way:
             return
         transfer = self.under_way.pop(number % len(self.under_way))
-        found = Outcome.OK if outcome == "ok" else Outcome.FAILED
+        found = TransferOutcome.OK if outcome == "ok" else TransferOutcome.FAILED
         if transfer.to_disk:
-            if found is Outcome.OK:
+            if found is TransferOutcome.OK:
                 self.disk[transfer.disk_slot] = transfer.name.uid, self.host[transfer.host_slot]
             else:
                 self.disk.pop(transfer.disk_slot, None)
         else:
             there = self.disk.get(transfer.disk_slot)
-            if found is Outcome.OK and (there is None or there[0] != transfer.name.uid):
-                found = Outcome.GONE
-            content = there[1] if found is Outcome.OK and there is not None else ("noise",)
+            if found is TransferOutcome.OK and (there is None or there[0] != transfer.name.uid):
+                found = TransferOutcome.GONE
+            content = there[1] if found is TransferOutcome.OK and there is not None else ("noise",)
             self.host[transfer.host_slot] = content
         disk.finish(transfer.job_id, found)
 

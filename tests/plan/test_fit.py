@@ -7,18 +7,18 @@ import random
 import pytest
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.plan.cost import Linear, Load
+from kvreclaim.plan.cost import Linear, StepLoad
 from kvreclaim.plan.fit import fit_steps
 
 
-def steps(count: int, seed: int = 0) -> list[Load]:
+def steps(count: int, seed: int = 0) -> list[StepLoad]:
     rng = random.Random(seed)
     found = []
     for _ in range(count):
         decodes, chunk = rng.randrange(1, 64), rng.choice([0, 0, rng.randrange(1, 2048)])
         keys = sum(rng.randrange(1, 2000) for _ in range(decodes))
         pairs = chunk * (rng.randrange(2000) + chunk / 2)
-        found.append(Load(decodes + chunk, decodes + (chunk > 0), keys, pairs, decodes))
+        found.append(StepLoad(decodes + chunk, decodes + (chunk > 0), keys, pairs, decodes))
     return found
 
 
@@ -34,11 +34,11 @@ def test_exact_terms_are_found_again():
 
 def test_a_jump_where_a_kernel_changes_is_found():
     """Nine sequences take half as long again as eight, as small matrix products do."""
-    loads = [Load(n, n, 100 * n, 0.0, n) for n in range(1, 65) for _ in range(10)]
+    loads = [StepLoad(n, n, 100 * n, 0.0, n) for n in range(1, 65) for _ in range(10)]
     fitted = fit_steps(loads, [5e-3 + 1e-4 * load.num_seqs + 3e-3 * (load.num_seqs > 8) for load in loads])
     assert fitted.mape < 0.01
     for count, seconds in ((8, 5.8e-3), (9, 8.9e-3), (40, 12e-3)):
-        assert fitted.cost.step_s(Load(count, count, 100 * count, 0.0, count)) == pytest.approx(
+        assert fitted.cost.step_s(StepLoad(count, count, 100 * count, 0.0, count)) == pytest.approx(
             seconds, rel=0.05
         )
 

@@ -8,7 +8,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.kv_bytes import KV_BYTES
 from kvreclaim.plan.cards import all_cards, find_card, price_of
 from kvreclaim.plan.configs import load_shape
-from kvreclaim.plan.cost import Load, WithExperts
+from kvreclaim.plan.cost import StepLoad, WithExperts
 from kvreclaim.plan.roofline import BASE_S, roofline
 from kvreclaim.plan.weights import WEIGHTS
 
@@ -20,10 +20,10 @@ def test_a_dense_model() -> None:
     time = roofline(shape, card, WEIGHTS["bf16"], BF16)
     read = 2 * (shape.num_params - 128_256 * 4096) / (0.8 * 3.35e12)
     keys = 1000 * 131_072 / (0.8 * 3.35e12)
-    assert time.step_s(Load(1, 1, 1000)) == pytest.approx(BASE_S + read + keys)
+    assert time.step_s(StepLoad(1, 1, 1000)) == pytest.approx(BASE_S + read + keys)
     flops = 2 * 6.979321856e9 * 2048 + 4 * 32 * 32 * 128 * 2048 * 1024
     want = BASE_S + flops / (0.6 * 989e12)
-    assert time.step_s(Load(2048, 1, 0, 2048 * 1024)) == pytest.approx(want)
+    assert time.step_s(StepLoad(2048, 1, 0, 2048 * 1024)) == pytest.approx(want)
     two = roofline(shape, card, WEIGHTS["bf16"], BF16, num_cards=2)
     assert two.base - BASE_S - 64 * 10e-6 == pytest.approx(read / 2)
     assert two.token == pytest.approx(64 * 2 * 4096 / 450e9)
@@ -34,11 +34,11 @@ def test_experts_are_read_as_far_as_tokens_touch_them() -> None:
     shape = load_shape("Qwen3-30B-A3B")
     time = roofline(shape, find_card("H100"), WEIGHTS["bf16"], BF16)
     assert isinstance(time, WithExperts)
-    one, many = (time.step_s(Load(n, 1, 0)) - time.base for n in (1, 100))
+    one, many = (time.step_s(StepLoad(n, 1, 0)) - time.base for n in (1, 100))
     assert one == pytest.approx(time.experts * 8 / 128)
     assert many == pytest.approx(time.experts * (1 - (15 / 16) ** 100))
     total = 2 * 2.717908992e9 * 10**5 / (0.6 * 989e12)
-    assert time.step_s(Load(10**5, 1, 0)) == pytest.approx(BASE_S + total)
+    assert time.step_s(StepLoad(10**5, 1, 0)) == pytest.approx(BASE_S + total)
     assert shape.layers[0].experts.touched(1) == pytest.approx(8)
 
 

@@ -7,13 +7,13 @@ from collections import Counter
 from operator import attrgetter
 
 from kvreclaim.schedule.scheduler import Scheduler
-from kvreclaim.schedule.sequence import Sequence, Status
+from kvreclaim.schedule.sequence import ScheduledSequence, Status
 from kvreclaim.schedule.slots_needed import known_growth, own_slots
 from kvreclaim.schedule.step import Admitted, Preempted, StepPlan
 from kvreclaim.schedule.step_builder import StepPlanBuilder
 
 
-class OneTenant(Scheduler[Sequence]):
+class OneTenant(Scheduler[ScheduledSequence]):
     """The order is that of one list. The last to come, or the least important one, is preempted."""
 
     def __init__(self, *args, **options):
@@ -73,7 +73,7 @@ class OneTenant(Scheduler[Sequence]):
                 return
         self._state.compute(seq, num_tokens, step)
 
-    def _preempt(self, seq, step) -> Sequence:
+    def _preempt(self, seq, step) -> ScheduledSequence:
         victim = max(self.running, key=attrgetter("rank")) if self._by_priority else self.running[-1]
         reason = "itself" if victim is seq else "prefill" if seq.is_prefill else "decode"
         group = [other for other in self.running if other.request_id == victim.request_id]

@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 from kvreclaim.memory import MemoryManager
-from kvreclaim.schedule import Scheduler, Sequence, StepDone, StepPlan
+from kvreclaim.schedule import ScheduledSequence, Scheduler, StepDone, StepPlan
 
 SIZE = 16
 
@@ -23,7 +23,7 @@ class Asked:
     num_outputs: int
     arrived: int
     first_token: int | None = None
-    sequences: list[Sequence] = field(default_factory=list)
+    sequences: list[ScheduledSequence] = field(default_factory=list)
 
     @property
     def ended(self) -> bool:
@@ -44,14 +44,14 @@ class Serving:
         **options: Any,
     ) -> None:
         self.memory = MemoryManager(num_blocks, SIZE, **options)
-        self.scheduler: Scheduler[Sequence] = Scheduler(
+        self.scheduler: Scheduler[ScheduledSequence] = Scheduler(
             self.memory,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             policy=policy,
         )
         self.asked: dict[str, Asked] = {}
-        self.sequences: dict[int, Sequence] = {}
+        self.sequences: dict[int, ScheduledSequence] = {}
         self.rows: Counter[str | None] = Counter()
         self.computed: Counter[str] = Counter()
         self.begun: list[str] = []
@@ -69,7 +69,7 @@ class Serving:
         prompt: list[int] | None = None,
         **others: Any,
     ) -> Asked:
-        """prompt: num_prompt tokens that nobody else has where it is not said; others: of Sequence"""
+        """prompt: num_prompt tokens that nobody else has where not given; others: fields of the sequence"""
         name = f"{tenant}-{len(self.asked)}"
         prompt = list(prompt or [1000 + len(self.asked)] * num_prompt)
         num_prompt = len(prompt)
@@ -81,10 +81,10 @@ class Serving:
 
     def _sequence(
         self, asked: Asked, tokens: list[int], max_len: int, priority: int, **others: Any
-    ) -> Sequence:
+    ) -> ScheduledSequence:
         seq_id = next(self._ids)
         first_id = asked.sequences[0].seq_id if asked.sequences else seq_id
-        seq = Sequence(
+        seq = ScheduledSequence(
             seq_id,
             asked.name,
             tokens,
@@ -115,7 +115,7 @@ class Serving:
             self._draw(self.sequences[row.seq_id])
         return plan
 
-    def _draw(self, seq: Sequence) -> None:
+    def _draw(self, seq: ScheduledSequence) -> None:
         if seq.num_uncomputed:
             return
         asked = self.asked[seq.request_id]

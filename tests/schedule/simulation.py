@@ -15,14 +15,14 @@ from typing import Any
 
 from kvreclaim.memory import MemoryManager
 from kvreclaim.memory.prefix.keys import BlockName
-from kvreclaim.memory.tiers.disk import Outcome, Transfer
+from kvreclaim.memory.tiers.disk import Transfer, TransferOutcome
 from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.schedule.budget.compaction import Pass
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 from kvreclaim.schedule.budget.footprint import Footprint
 from kvreclaim.schedule.preemption_cost import PreemptionCostModel
 from kvreclaim.schedule.scheduler import Scheduler
-from kvreclaim.schedule.sequence import Sequence, Status
+from kvreclaim.schedule.sequence import ScheduledSequence, Status
 from kvreclaim.schedule.step import Row as StepRow
 from kvreclaim.schedule.step import StepDone, StepPlan
 
@@ -59,7 +59,7 @@ class ListWorker:
         num_slots = memory.host.pool.num_blocks if isinstance(memory, TieredMemory) else 0
         self.host: list[list[State]] = [[GARBAGE] * self.size for _ in range(num_slots)]
 
-    def prepare(self, plan: StepPlan, sequences: dict[int, Sequence]) -> None:
+    def prepare(self, plan: StepPlan, sequences: dict[int, ScheduledSequence]) -> None:
         """The part of a plan that is done once, whatever becomes of the rest."""
         for lost in plan.preempted:
             row = self.rows.pop(lost.seq_id)
@@ -105,17 +105,17 @@ class ListWorker:
             self.transfers, self.random.randrange(min(6, len(self.transfers) + 1))
         ):
             self.transfers.remove(transfer)
-            outcome = Outcome.FAILED if self.random.random() < 0.05 else Outcome.OK
+            outcome = TransferOutcome.FAILED if self.random.random() < 0.05 else TransferOutcome.OK
             if transfer.to_disk:
-                good = outcome is Outcome.OK and self.random.random() < 0.7
+                good = outcome is TransferOutcome.OK and self.random.random() < 0.7
                 written = self.host[transfer.host_slot] if good else [GARBAGE] * self.size
                 self.file[transfer.disk_slot] = transfer.name, written
-            elif outcome is Outcome.OK:
+            elif outcome is TransferOutcome.OK:
                 name, states = self.file[transfer.disk_slot]
                 if name == transfer.name and GARBAGE not in states:
                     self.host[transfer.host_slot] = states
                 else:
-                    outcome = Outcome.GONE
+                    outcome = TransferOutcome.GONE
             disk.finish(transfer.job_id, outcome)
 
     def store(self) -> None:
@@ -130,7 +130,9 @@ class ListWorker:
                 self.host[slot] = self.block(block)
         self.memory.stored()
 
-    def write(self, seq: Sequence, first: int, num_tokens: int, *, finite: bool = True) -> list[State]:
+    def write(
+        self, seq: ScheduledSequence, first: int, num_tokens: int, *, finite: bool = True
+    ) -> list[State]:
         """Compute tokens into their slots; their states are the sequence's own once they are committed."""
         assert seq.num_computed == first
         table = self.memory.table(seq.seq_id)
@@ -157,7 +159,7 @@ class ListWorker:
         row.live += range(len(row.states), len(row.states) + len(states))
         row.states += states
 
-    def choose(self, done: Pass[int], seq: Sequence) -> tuple[list[int], int] | None:
+    def choose(self, done: Pass[int], seq: ScheduledSequence) -> tuple[list[int], int] | None:
         """Carry out a pass. Returns: the table's entries that go, and prompt slots left, if nothing moves."""
         row = self.rows[done.seq_id]
         assert done.num_tokens == len(row.live)
@@ -210,7 +212,7 @@ class ListWorker:
         self.slots[block * self.size : (block + 1) * self.size] = states
 
 
-def full(seq: Sequence, place: int) -> State:
+def full(seq: ScheduledSequence, place: int) -> State:
     """Of a token computed over its whole context under its salt, which names it."""
     return ("full", seq.cache_salt, hash(tuple(seq.token_ids[: place + 1])))
 
@@ -235,7 +237,7 @@ class World:
     def __init__(
         self,
         random: Random,
-        scheduler: type[Scheduler[Sequence]] = Scheduler,
+        scheduler: type[Scheduler[ScheduledSequence]] = Scheduler,
         num_host_slots: int | None = 0,
         policies: tuple[str, ...] = ("fcfs", "priority", "cache"),
     ) -> None:
@@ -252,7 +254,7 @@ class World:
         )
         self.max_num_seqs = random.choice((1, 3, 6))
         self.policy = random.choice(policies)
-        self.scheduler: Scheduler[Sequence] = scheduler(
+        self.scheduler: Scheduler[ScheduledSequence] = scheduler(
             self.memory,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_chunk,
@@ -261,7 +263,7 @@ class World:
         )
         self.scheduler.in_flight.least_tokens = random.choice((1, 1, 3, 64))
         self.worker = ListWorker(self.memory, random)
-        self.sequences: dict[int, Sequence] = {}
+        self.sequences: dict[int, ScheduledSequence] = {}
         self.asked: dict[str, Ask] = {}
         self.waits_for_fork: dict[str, bool] = {}
         self.plans: list[StepPlan] = []
@@ -309,9 +311,9 @@ class World:
         self.counts["asked"] += 1
         return True
 
-    def _sequence(self, name: str, index: int, tokens: list[int], first_id: int) -> Sequence:
+    def _sequence(self, name: str, index: int, tokens: list[int], first_id: int) -> ScheduledSequence:
         ask = self.asked[name]
-        seq = Sequence(
+        seq = ScheduledSequence(
             seq_id=self.next_id,
             request_id=name,
             token_ids=tokens,
@@ -332,7 +334,7 @@ class World:
         for seq in [seq for seq in self.sequences.values() if seq.request_id == name]:
             self.end(seq)
 
-    def end(self, seq: Sequence) -> None:
+    def end(self, seq: ScheduledSequence) -> None:
         self.scheduler.remove(seq)
         self.sequences.pop(seq.seq_id)
         self.worker.rows.pop(seq.seq_id, None)
@@ -410,7 +412,7 @@ class World:
             return ()
         return (self._token(seq),)
 
-    def _draw(self, seq: Sequence, *, drawn: bool) -> None:
+    def _draw(self, seq: ScheduledSequence, *, drawn: bool) -> None:
         if seq.num_computed < len(seq.token_ids):
             if drawn:
                 self._end_if_long(seq)
@@ -430,15 +432,15 @@ class World:
             one.token_ids.append(self._token(one))
             self._end_if_long(one)
 
-    def _token(self, seq: Sequence) -> int:
+    def _token(self, seq: ScheduledSequence) -> int:
         """Outputs of one prompt often agree for a while, so that contents meet."""
         return Random(f"{seq.token_ids} {seq.index % 2}").randrange(3)
 
-    def _end_if_long(self, seq: Sequence) -> None:
+    def _end_if_long(self, seq: ScheduledSequence) -> None:
         if len(seq.token_ids) >= seq.max_len:
             self.end(seq)
 
-    def _compress(self, sequences: list[Sequence]) -> None:
+    def _compress(self, sequences: list[ScheduledSequence]) -> None:
         passes = self.scheduler.compress(sequences)
         self.counts["passes"] += len(passes)
         for done in passes:

@@ -11,21 +11,25 @@ from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 from kvreclaim.schedule.budget.footprint import Footprint
 from kvreclaim.schedule.companions import Companions
-from kvreclaim.schedule.sequence import Sequence, Status
+from kvreclaim.schedule.sequence import ScheduledSequence, Status
 
 SIZE = 4
 FOOTPRINT = Footprint(EvictionMethod.COMPACT, budget=8, interval=8, block_size=SIZE, max_chunk=16)
 
 
-def sequence(seq_id: int, num_tokens: int = 12, max_len: int = 64) -> Sequence:
-    return Sequence(seq_id, f"r{seq_id}", list(range(num_tokens)), num_tokens, max_len, footprint=FOOTPRINT)
+def sequence(seq_id: int, num_tokens: int = 12, max_len: int = 64) -> ScheduledSequence:
+    return ScheduledSequence(
+        seq_id, f"r{seq_id}", list(range(num_tokens)), num_tokens, max_len, footprint=FOOTPRINT
+    )
 
 
-def companions(num_blocks: int = 20) -> Companions[Sequence]:
+def companions(num_blocks: int = 20) -> Companions[ScheduledSequence]:
     return Companions(MemoryManager(num_blocks, SIZE))
 
 
-def begun(held: Companions[Sequence], owner: Sequence, seq_id: int, num_tokens: int = 0) -> Sequence:
+def begun(
+    held: Companions[ScheduledSequence], owner: ScheduledSequence, seq_id: int, num_tokens: int = 0
+) -> ScheduledSequence:
     """A companion that holds so many tokens."""
     companion = sequence(seq_id, len(owner.token_ids))
     held.begin(owner, companion)
@@ -34,7 +38,7 @@ def begun(held: Companions[Sequence], owner: Sequence, seq_id: int, num_tokens: 
     return companion
 
 
-def written(held: Companions[Sequence], companion: Sequence, num_tokens: int) -> None:
+def written(held: Companions[ScheduledSequence], companion: ScheduledSequence, num_tokens: int) -> None:
     assert held.grow(companion, num_tokens) is not None
     held.memory.release_copy_sources()
     held.commit(companion, num_tokens)
@@ -248,7 +252,7 @@ def test_any_order_leaves_the_pool_as_a_shadow_counts_it(steps, num_blocks):
     assert held.memory.stats().free == num_blocks
 
 
-def _lengths(held: Companions[Sequence], owner: Sequence) -> list[int]:
+def _lengths(held: Companions[ScheduledSequence], owner: ScheduledSequence) -> list[int]:
     companion = held.get(owner)
     table = held.memory.table(companion.seq_id)
     assert table.logical_len == companion.num_computed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvreclaim.schedule import Sequence
+from kvreclaim.schedule import ScheduledSequence
 from kvreclaim.schedule.disk_prefixes import DiskPrefixIndex
 from kvreclaim.schedule.snapshot_key import SnapshotKey
 
@@ -20,7 +20,7 @@ def key(number=0, salt=None, recipe="a", **more):
 
 
 def asker(seq_id, found, most_hit=None):
-    return Sequence(seq_id, str(seq_id), [0] * 12, 12, 20, snapshot_key=found, most_hit=most_hit)
+    return ScheduledSequence(seq_id, str(seq_id), [0] * 12, 12, 20, snapshot_key=found, most_hit=most_hit)
 
 
 def below(wait_s=5.0, is_worth=True):

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 
 from kvreclaim.memory import MemoryManager
 from kvreclaim.memory.tiers.manager import TieredMemory
-from kvreclaim.schedule import EvictionMethod, Footprint, Scheduler, Sequence, StepDone
+from kvreclaim.schedule import EvictionMethod, Footprint, ScheduledSequence, Scheduler, StepDone
 from kvreclaim.schedule.slots_needed import slots_of_fork
 
 SIZE = 4
@@ -56,11 +56,11 @@ def test_what_is_let_in_finds_its_blocks(data):
     num_blocks = 48
     on_host = draw(st.booleans(), label="host")
     memory = TieredMemory(num_blocks, SIZE, num_host_slots=64) if on_host else MemoryManager(num_blocks, SIZE)
-    scheduler: Scheduler[Sequence] = Scheduler(
+    scheduler: Scheduler[ScheduledSequence] = Scheduler(
         memory, max_num_seqs=4, max_num_batched_tokens=footprint.max_chunk, max_snapshot_blocks=num_blocks
     )
     tokens = list(range(at + draw(st.integers(1, 30), label="tail")))
-    first = Sequence(0, "a", list(tokens), len(tokens), len(tokens) + 1, footprint=footprint)
+    first = ScheduledSequence(0, "a", list(tokens), len(tokens), len(tokens) + 1, footprint=footprint)
     scheduler.add(first)
     run(scheduler, first, at, draw)
     hidden = replace(first, seq_id=9, token_ids=tokens[:at], keys=None, snapshot_key=("key",))
@@ -72,7 +72,9 @@ def test_what_is_let_in_finds_its_blocks(data):
     num_left = draw(st.integers(0, num_blocks), label="free")
     assume(num_left <= memory.num_free)
     others = memory.pool.allocate(memory.num_free - num_left)
-    seq = Sequence(1, "b", list(tokens), len(tokens), len(tokens) + 40, first_id=1, footprint=footprint)
+    seq = ScheduledSequence(
+        1, "b", list(tokens), len(tokens), len(tokens) + 40, first_id=1, footprint=footprint
+    )
     fits = -(-slots_of_fork(seq, hidden, memory) // SIZE) <= num_left
     seq.snapshot_key = ("key",)
     scheduler.add(seq)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvreclaim.memory import MemoryManager
-from kvreclaim.schedule import EvictionMethod, Footprint, Scheduler, Sequence, StepDone
+from kvreclaim.schedule import EvictionMethod, Footprint, ScheduledSequence, Scheduler, StepDone
 
 SIZE, CHUNK = 8, 32
 PROMPT = list(range(400))
@@ -27,13 +27,13 @@ class Pair:
 
     def __post_init__(self):
         self.memory = MemoryManager(self.num_blocks, SIZE)
-        self.scheduler: Scheduler[Sequence] = Scheduler(
+        self.scheduler: Scheduler[ScheduledSequence] = Scheduler(
             self.memory, max_num_seqs=4, max_num_batched_tokens=2 * CHUNK
         )
         footprint = Footprint(EvictionMethod.COMPACT, budget=64, interval=8, block_size=SIZE, max_chunk=CHUNK)
-        self.whole = Sequence(0, "whole", PROMPT[:104], 104, 130)
-        self.small = Sequence(1, "small", list(PROMPT), 400, 402, first_id=1, footprint=footprint)
-        self.live: list[Sequence] = []
+        self.whole = ScheduledSequence(0, "whole", PROMPT[:104], 104, 130)
+        self.small = ScheduledSequence(1, "small", list(PROMPT), 400, 402, first_id=1, footprint=footprint)
+        self.live: list[ScheduledSequence] = []
 
     def add(self, seq):
         self.live.append(seq)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 from kvreclaim.schedule.budget.footprint import Footprint
 from kvreclaim.schedule.budget.sparse import SparseRows
-from kvreclaim.schedule.sequence import Sequence
+from kvreclaim.schedule.sequence import ScheduledSequence
 
 SPARSE = SparseRows(tile=4, span=8, first=10, last=5)
 
@@ -36,7 +36,7 @@ def footprints(draw) -> Footprint:
 def test_every_chunk_ends_at_a_multiple_or_at_a_point_of_the_sequences_own(footprint, num_prompt, data):
     """Whatever room steps leave, as long as a span fits into one; and so the chunks between such points are
     the same."""
-    seq = Sequence(0, "r", [0] * (num_prompt + 3), num_prompt, 200, footprint=footprint)
+    seq = ScheduledSequence(0, "r", [0] * (num_prompt + 3), num_prompt, 200, footprint=footprint)
     rows = footprint.sparse_rows(num_prompt)
     for _ in range(1000):
         if not seq.num_uncomputed:

@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 
 from kvreclaim.memory.tiers.manager import TieredMemory
-from kvreclaim.schedule import Scheduler, Sequence
+from kvreclaim.schedule import ScheduledSequence, Scheduler
 from kvreclaim.schedule.preemption_cost import LeastCost, PreemptionCostModel, choose_victims, victim_order
 from kvreclaim.schedule.rates import Rates
 from kvreclaim.schedule.step import StepDone
@@ -51,7 +51,7 @@ class Bench:
 
     def _sequence(self, seq_id, first, index, tokens, priority):
         name = f"r{first}"
-        return Sequence(
+        return ScheduledSequence(
             seq_id, name, tokens, len(tokens), 10_000, index=index, first_id=first, priority=priority
         )
 

@@ -29,10 +29,10 @@ from steering import paused, until
 
 from kvreclaim import LLM, SamplingParams
 from kvreclaim.server.anthropic.fields import (
+    AnthropicTool,
     ConversationFields,
     MessageRequest,
     TextBlock,
-    Tool,
     ToolResultBlock,
     ToolUseBlock,
 )
@@ -287,7 +287,7 @@ def test_no_field_is_missing_here():
     blocks = {
         TextBlock: "text citations",
         ToolUseBlock: "id name input",
-        Tool: "name description input_schema",
+        AnthropicTool: "name description input_schema",
     }
     blocks[ToolResultBlock] = "tool_use_id content is_error"
     for model, names in blocks.items():

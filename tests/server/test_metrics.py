@@ -13,7 +13,7 @@ from running import MODEL, Running, openai_client, running_server
 from steering import assert_empty, halted, until
 
 from kvreclaim import LLM, demo_model
-from kvreclaim.server.metrics.catalogue import CATALOGUE, Kind
+from kvreclaim.server.metrics.catalogue import CATALOGUE, MetricKind
 
 EXPECTED = {
     "gauge": """
@@ -86,7 +86,7 @@ def test_buckets_end_at_the_longest_sequence(counted: Running) -> None:
     bounds = [float(labels["le"]) for labels, _ in rows]
     assert bounds == [1, 2, 5, 10, 20, 50, 100, 200, 500, math.inf]
     for metric in CATALOGUE:
-        if metric.kind is Kind.HISTOGRAM:
+        if metric.kind is MetricKind.HISTOGRAM:
             bounds = metric.bounds(512)
             assert list(bounds) == sorted(set(bounds)), metric.name
 

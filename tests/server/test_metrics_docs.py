@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from kvreclaim.server.logs import QUIET_ROUTES
-from kvreclaim.server.metrics.catalogue import CATALOGUE, Kind, Metric
+from kvreclaim.server.metrics.catalogue import CATALOGUE, MetricKind, MetricSpec
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "observability"
@@ -20,9 +20,9 @@ SUFFIXES = ("_bucket", "_sum", "_count")
 SELECTOR = re.compile(r"([a-z]+:[a-z0-9_]+)(?:\{([^}]*)\})?")
 
 
-def exported_name(metric: Metric) -> str:
+def exported_name(metric: MetricSpec) -> str:
     """As it stands in the text format, where a histogram's samples also end in one of SUFFIXES."""
-    return f"{metric.name}_total" if metric.kind is Kind.COUNTER else metric.name
+    return f"{metric.name}_total" if metric.kind is MetricKind.COUNTER else metric.name
 
 
 EXPORTED = {
@@ -30,7 +30,7 @@ EXPORTED = {
     for metric in CATALOGUE
     for name in (
         [metric.name + suffix for suffix in SUFFIXES]
-        if metric.kind is Kind.HISTOGRAM
+        if metric.kind is MetricKind.HISTOGRAM
         else [exported_name(metric)]
     )
 }
@@ -105,7 +105,7 @@ def test_the_example_fits_together() -> None:
     )
 
 
-def row(metric: Metric) -> str:
+def row(metric: MetricSpec) -> str:
     labels = ",".join(label for label in metric.labels if label not in ("model_name", "engine"))
     return f"| `{exported_name(metric)}{f'{{{labels}}}' if labels else ''}` | {metric.meaning} |"
 

@@ -12,7 +12,7 @@ from exposition import Scrape
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams, demo_model
 from kvreclaim.engine.request.request import Request
-from kvreclaim.engine.serving.served import Served
+from kvreclaim.engine.serving.served import ServedModel
 from kvreclaim.engine.step.engine import StepResult
 from kvreclaim.server.metrics import Metrics
 from kvreclaim.server.metrics.observer import MetricsObserver
@@ -31,7 +31,7 @@ class World:
     token_steps: dict[tuple[str, int], list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.metrics = Metrics(Served.of(self.llm), "m")
+        self.metrics = Metrics(ServedModel.of(self.llm), "m")
         self.observer = MetricsObserver(self.llm.engine, lambda: len(self.steps) * STEP_S)
 
     def add(

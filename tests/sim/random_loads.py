@@ -8,8 +8,8 @@ from typing import Any
 
 from kvreclaim.plan.cost import Linear
 from kvreclaim.schedule import EvictionMethod, Footprint
-from kvreclaim.sim.cluster import Cluster, Outcome
-from kvreclaim.sim.request import Asked
+from kvreclaim.sim.cluster import Cluster, SimulationResult
+from kvreclaim.sim.request import SimRequest
 from kvreclaim.sim.settings import Settings
 
 COST = Linear(base=0.011, token=0.00037, kv=0.0000131, pair=0.0000019, seq=0.00023, compaction=0.0007)
@@ -51,7 +51,7 @@ def random_settings(random: Random) -> Settings:
     )
 
 
-def random_requests(random: Random, count: int, piece: int = 8) -> list[Asked]:
+def random_requests(random: Random, count: int, piece: int = 8) -> list[SimRequest]:
     """Prompts are paths in a small tree, and beginnings of such; an id may have several parents."""
     paths = [[random.randrange(6)] for _ in range(3)]
     asked, now = [], 0.0
@@ -64,7 +64,7 @@ def random_requests(random: Random, count: int, piece: int = 8) -> list[Asked]:
         now += random.choice((0.0, 0.003, 0.05, 0.4)) * random.random()
         more = random.choice((0, 0, 1, 5, 11))
         asked.append(
-            Asked(
+            SimRequest(
                 now,
                 tokens + more,
                 random.choice((1, 2, 9, 30)),
@@ -78,11 +78,11 @@ def random_requests(random: Random, count: int, piece: int = 8) -> list[Asked]:
     return asked
 
 
-def simulate(settings: Settings, requests: list[Asked], **options: Any) -> Outcome:
+def simulate(settings: Settings, requests: list[SimRequest], **options: Any) -> SimulationResult:
     return Cluster(settings, COST, **options).run(requests)
 
 
-def counters(outcome: Outcome) -> dict[str, Any]:
+def counters(outcome: SimulationResult) -> dict[str, Any]:
     """Everything that is counted; no time."""
     timeless = {"scheduled_s": None, "first_token_s": None, "end_s": None}
     return {
@@ -96,7 +96,7 @@ def counters(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def times(outcome: Outcome) -> list[float | None]:
+def times(outcome: SimulationResult) -> list[float | None]:
     return [
         time
         for record in outcome.records

@@ -9,20 +9,20 @@ from random_loads import COST, counters, simulate
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.plan.answer import plan
-from kvreclaim.plan.asked import Asked as AskedOfPlan
+from kvreclaim.plan.asked import PlanRequest as AskedOfPlan
 from kvreclaim.plan.cost import Linear
 from kvreclaim.schedule import EvictionMethod, Footprint
 from kvreclaim.schedule.rates import Rates
 from kvreclaim.sim.cluster import Cluster
-from kvreclaim.sim.options import Machine, Serving
+from kvreclaim.sim.options import ReplicaOptions, Serving
 from kvreclaim.sim.report import report
-from kvreclaim.sim.request import Asked
+from kvreclaim.sim.request import SimRequest
 from kvreclaim.sim.routers import PrefixAware
 from kvreclaim.sim.scenario import Scenario
 from kvreclaim.sim.search import Search
 from kvreclaim.sim.settings import Settings
 from kvreclaim.sim.targets import parse_targets
-from kvreclaim.sim.traces.drawn import Arrivals, Shape
+from kvreclaim.sim.traces.drawn import Arrivals, TrafficShape
 
 ROOMY = Settings(1000, 16, footprint=Footprint())
 
@@ -31,7 +31,7 @@ def test_one_request_by_hand() -> None:
     """Two chunks of a prompt, then decode steps that read one key more each."""
     cost = Linear(base=1.0, token=0.01, kv=0.001, seq=0.1, pair=0.0001)
     settings = replace(ROOMY, max_num_batched_tokens=64, footprint=Footprint(max_chunk=64))
-    [record] = simulate_at(cost, settings, [Asked(5.0, 100, 3)])
+    [record] = simulate_at(cost, settings, [SimRequest(5.0, 100, 3)])
     chunks = [1.1 + 0.64 + 64 * 32 * 1e-4, 1.1 + 0.36 + 36 * (64 + 18) * 1e-4]
     assert record.ttft_s == pytest.approx(sum(chunks))
     decode = [1.1 + 0.01 + 0.101, 1.1 + 0.01 + 0.102]
@@ -44,7 +44,7 @@ def simulate_at(cost, settings, requests):
 
 
 def test_a_thousand_replicas() -> None:
-    asked = [Asked(i * 0.001, 20, 5) for i in range(3000)]
+    asked = [SimRequest(i * 0.001, 20, 5) for i in range(3000)]
     for router in ("rr", "least", "prefix"):
         outcome = simulate(ROOMY, asked, num_replicas=1000, router=router, scrape_s=0.05)
         assert len(outcome.records) == 3000
@@ -55,13 +55,13 @@ def test_a_thousand_replicas() -> None:
 
 
 def test_least_loaded_spares_the_replica_that_is_busy() -> None:
-    long, short = Asked(0.0, 50, 400), [Asked(0.1 + i * 0.4, 50, 2) for i in range(8)]
+    long, short = SimRequest(0.0, 50, 400), [SimRequest(0.1 + i * 0.4, 50, 2) for i in range(8)]
     outcome = simulate(ROOMY, [long, *short], num_replicas=2, router="least")
     assert {record.replica for record in outcome.records[1:]} == {1 - outcome.records[0].replica}
 
 
 def test_a_router_that_looks_seldom_does_not_know_who_has_ended() -> None:
-    asked = [Asked(i * 1.0, 30, 2) for i in range(6)]
+    asked = [SimRequest(i * 1.0, 30, 2) for i in range(6)]
     now = simulate(ROOMY, asked, num_replicas=2, router="least").records
     seldom = simulate(ROOMY, asked, num_replicas=2, router="least", scrape_s=100.0).records
     assert [record.replica for record in now] == [0] * 6
@@ -69,7 +69,9 @@ def test_a_router_that_looks_seldom_does_not_know_who_has_ended() -> None:
 
 
 def test_prefix_aware_finds_more() -> None:
-    asked = [Asked(i * 0.5, 512 * 3 + 5, 3, (i % 5, 100 + i % 5, 200 + i % 5), 512, 1536) for i in range(40)]
+    asked = [
+        SimRequest(i * 0.5, 512 * 3 + 5, 3, (i % 5, 100 + i % 5, 200 + i % 5), 512, 1536) for i in range(40)
+    ]
     hits = {
         name: sum(r.hit_tokens for r in simulate(ROOMY, asked, num_replicas=4, router=name).records)
         for name in ("rr", "prefix")
@@ -79,7 +81,7 @@ def test_prefix_aware_finds_more() -> None:
 
 
 def test_prefix_aware_keeps_a_conversation_where_it_began() -> None:
-    trace = Shape(12, prompt=90, output=20, prefix=64, turns=4, think_s=3.0).trace(Arrivals(0.4))
+    trace = TrafficShape(12, prompt=90, output=20, prefix=64, turns=4, think_s=3.0).trace(Arrivals(0.4))
     homes: dict[str, dict[object, set[int]]] = {}
     for router in ("rr", "prefix"):
         found = homes[router] = {}
@@ -104,7 +106,7 @@ def test_a_prefix_router_remembers_as_much_as_a_replica_holds() -> None:
 
 
 def test_swapping_keeps_what_recomputing_loses() -> None:
-    asked = [Asked(0.0, 60, 100) for _ in range(6)]
+    asked = [SimRequest(0.0, 60, 100) for _ in range(6)]
     tight = Settings(30, 16, footprint=Footprint(), host_blocks=200, bytes_per_block=1000, rates=Rates())
     runs = {
         mode: simulate(replace(tight, preemption_mode=mode, enable_prefix_caching=False), asked)
@@ -117,7 +119,7 @@ def test_swapping_keeps_what_recomputing_loses() -> None:
 
 
 def test_the_host_finds_what_the_pool_has_lost() -> None:
-    asked = [Asked(i * 5.0, 165, 2, (i % 4,), 160, 160) for i in range(12)]
+    asked = [SimRequest(i * 5.0, 165, 2, (i % 4,), 160, 160) for i in range(12)]
     small = Settings(14, 16, footprint=Footprint())
     lost, kept = (simulate(replace(small, host_blocks=n), asked) for n in (0, 100))
     assert sum(record.hit_tokens for record in lost.records) == 0
@@ -125,7 +127,7 @@ def test_the_host_finds_what_the_pool_has_lost() -> None:
 
 
 def test_important_ones_run_first() -> None:
-    asked = [Asked(0.0, 30, 20, priority=i % 2) for i in range(8)]
+    asked = [SimRequest(0.0, 30, 20, priority=i % 2) for i in range(8)]
     alone = replace(ROOMY, max_num_seqs=1, scheduling_policy="priority")
     records = simulate(alone, asked).records
     assert max(r.end_s for r in records[::2]) <= min(r.scheduled_s for r in records[1::2])
@@ -133,13 +135,13 @@ def test_important_ones_run_first() -> None:
 
 def test_a_request_that_fits_nowhere_is_refused() -> None:
     tight = Settings(10, 16, footprint=Footprint())
-    outcome = simulate(tight, [Asked(0.0, 300, 5), Asked(0.0, 30, 5), Asked(0.0, 30, 500)])
+    outcome = simulate(tight, [SimRequest(0.0, 300, 5), SimRequest(0.0, 30, 5), SimRequest(0.0, 30, 500)])
     assert [(asked.num_prompt, asked.num_output) for asked in outcome.refused] == [(300, 5), (30, 500)]
     assert [record.num_output for record in outcome.records] == [5]
 
 
 def test_a_length_that_the_pool_cannot_hold_is_refused_as_the_engine_does() -> None:
-    machine = Machine(model="Llama-3.1-8B", gpu="4090", num_blocks=10)
+    machine = ReplicaOptions(model="Llama-3.1-8B", gpu="4090", num_blocks=10)
     cost = machine.cost(16)
     assert Serving(max_model_len=160).settings(machine, cost).max_model_len == 160
     with pytest.raises(InvalidArgumentError, match=r"max_model_len is 161, .* holds 160 tokens") as refused:
@@ -153,7 +155,7 @@ def test_block_policies_are_refused() -> None:
 
 
 def scenario(**fields) -> Scenario:
-    trace = Shape(200, 400, 50, prefix=64).trace(Arrivals(2.0))
+    trace = TrafficShape(200, 400, 50, prefix=64).trace(Arrivals(2.0))
     cost = Linear(0.02, beyond=2e-4, kv=1e-7, compaction=1e-4, move=1e-5)
     return Scenario(trace, ROOMY, cost, **fields)
 
@@ -213,7 +215,7 @@ def test_search_for_rate_seats_and_budget() -> None:
     assert rate["best"] == max(kept)
     assert min(lost) / rate["best"] < 1.03
     pressed = replace(slow, settings=replace(ROOMY, num_blocks=120, max_num_seqs=64))
-    long = Shape(60, 60, 400).trace(Arrivals(20.0))
+    long = TrafficShape(60, 60, 400).trace(Arrivals(20.0))
     pressed = replace(pressed, trace=long, targets=parse_targets(None))
     seats = Search(pressed, "max_num_seqs").run()
     tried = {row["value"]: row["kept"] for row in seats["tried"]}
@@ -242,6 +244,6 @@ def test_the_same_twice() -> None:
 def test_the_pool_is_that_of_the_plan() -> None:
     said = {"gpu": "4090", "kv_cache_dtype": "int4"}
     planned = plan("Llama-3.1-8B", AskedOfPlan(context=4096, **said)).values
-    machine, serving = Machine(model="Llama-3.1-8B", **said), Serving()
+    machine, serving = ReplicaOptions(model="Llama-3.1-8B", **said), Serving()
     settings = serving.settings(machine, machine.cost(16))
     assert settings.num_blocks == planned["pool_blocks"]

@@ -17,8 +17,8 @@ from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.spec.traits import footprint
 from kvreclaim.plan.cost import Linear
 from kvreclaim.schedule import Footprint
-from kvreclaim.sim.cluster import Cluster, Outcome
-from kvreclaim.sim.request import Asked
+from kvreclaim.sim.cluster import Cluster, SimulationResult
+from kvreclaim.sim.request import SimRequest
 from kvreclaim.sim.settings import Settings
 
 PIECE = 8
@@ -43,7 +43,7 @@ def piece(content: int) -> tuple[int, ...]:
 class Load:
     """Requests as the simulator knows them, and their prompts as the engine does. Times are steps."""
 
-    asked: list[Asked]
+    asked: list[SimRequest]
     prompts: list[list[int]]
 
 
@@ -61,7 +61,7 @@ def random_load(random: Random, count: int) -> Load:
         prompt += Random(f"own {number}").choices(range(2, tiny.VOCAB_SIZE - 1), k=own)
         prompts.append(prompt)
         output = random.choice((1, 3, 20, 60))
-        asked.append(Asked(float(step), len(prompt), output, tuple(path), PIECE, len(path) * PIECE))
+        asked.append(SimRequest(float(step), len(prompt), output, tuple(path), PIECE, len(path) * PIECE))
     return Load(asked, prompts)
 
 
@@ -101,7 +101,7 @@ def serve(load: Load, directory: Path, policy: str, options: dict[str, Any]) -> 
     }
 
 
-def simulated(outcome: Outcome) -> dict[str, Any]:
+def simulated(outcome: SimulationResult) -> dict[str, Any]:
     """The same of a simulation."""
     replica, records = outcome.replicas[0], outcome.records
     return {
@@ -196,7 +196,7 @@ def test_a_published_run(policy, steps, crowded, preemptions, held) -> None:
     """benchmarks/results/memory-26m-short.json: 18 requests of 256 + 1,024 tokens in 320 blocks."""
     chosen = Footprint() if policy is None else footprint(policy)
     cluster = Cluster(Settings(320, max_num_seqs=18, footprint=chosen), Linear(1.0))
-    outcome = cluster.run([Asked(0.0, 256, 1024) for _ in range(18)])
+    outcome = cluster.run([SimRequest(0.0, 256, 1024) for _ in range(18)])
     replica = cluster.replicas[0]
     assert replica.num_steps == steps
     assert replica.running_crowded / replica.crowded_steps == crowded

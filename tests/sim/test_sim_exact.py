@@ -14,7 +14,7 @@ from random_loads import COST, counters, random_requests, random_settings, simul
 from kvreclaim.schedule import Footprint
 from kvreclaim.sim.cluster import Cluster
 from kvreclaim.sim.extents.pool import ExtentPool
-from kvreclaim.sim.request import Asked
+from kvreclaim.sim.request import SimRequest
 from kvreclaim.sim.settings import Settings
 
 
@@ -55,7 +55,9 @@ def test_small_blocks_cost_no_more_than_large_ones(monkeypatch) -> None:
     monkeypatch.setattr(ExtentPool, "_enter", counted)
     random = Random(1)
     requests = [
-        Asked(i * 0.1, 512 * 12 + 100, 40, (*range(random.randrange(4)), *range(100 * i, 100 * i + 9)), 512)
+        SimRequest(
+            i * 0.1, 512 * 12 + 100, 40, (*range(random.randrange(4)), *range(100 * i, 100 * i + 9)), 512
+        )
         for i in range(50)
     ]
     requests = [replace(each, num_ids=512 * len(each.ids)) for each in requests]

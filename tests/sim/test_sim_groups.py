@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvreclaim.memory.windows.window import Chunk, Place, Window, grouping
+from kvreclaim.memory.windows.window import ChunkedWindow, Place, Window, grouping
 from kvreclaim.sim.groups import CONTEXTS, SHAPES, GroupsPlan, held_bytes, hit_rows
 
 
@@ -32,10 +32,10 @@ def test_memory_of_one_sequence(model, ratios):
 
 
 def test_layers_are_put_into_groups_of_as_many_as_have_full_attention():
-    four, eight = Window(4), Chunk(8)
+    four, eight = Window(4), ChunkedWindow(8)
     found = grouping([four, four, None, eight, four, None, four, four])
     assert found.full == (2, 5)
-    assert found.windows == (Window(4, 3), Chunk(8, 1))
+    assert found.windows == (Window(4, 3), ChunkedWindow(8, 1))
     assert found.places == tuple(
         Place(*each) for each in ((1, 0), (1, 1), (0, 0), (4, 0), (2, 0), (0, 1), (2, 1), (3, 0))
     )

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from kvreclaim.cli.main import app
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.sim.options import Machine
+from kvreclaim.sim.options import ReplicaOptions
 from kvreclaim.sim.order import ALONE, COPIES, LPM, WAYS, OrderPlan, cases, ratios, run
 
 PLAN = OrderPlan(requests=1600, load=1.1)
@@ -65,7 +65,7 @@ def test_the_same_seed_gives_the_same_figures() -> None:
 
 
 def test_cold_ones_share_nothing() -> None:
-    case = cases(PLAN, Machine(gpu="H100").cost(16))[0]
+    case = cases(PLAN, ReplicaOptions(gpu="H100").cost(16))[0]
     assert all(asked.num_prompt == 2176 for asked in case.trace.requests)
     assert 0.03 < sum(not asked.ids for asked in case.trace.requests) / PLAN.requests < 0.07
 

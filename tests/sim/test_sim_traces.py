@@ -15,7 +15,7 @@ from kvreclaim.schedule import Footprint
 from kvreclaim.sim.cluster import Cluster
 from kvreclaim.sim.options import Traffic
 from kvreclaim.sim.settings import Settings
-from kvreclaim.sim.traces.drawn import Arrivals, Shape
+from kvreclaim.sim.traces.drawn import Arrivals, TrafficShape
 from kvreclaim.sim.traces.files import read_trace
 
 MOONCAKE = [
@@ -100,7 +100,7 @@ def test_what_cannot_be_read_is_refused(rows, said, tmp_path) -> None:
 
 def test_a_block_size_must_divide_the_pieces() -> None:
     settings = Settings(100, 48, footprint=Footprint(block_size=48))
-    asked = Shape(2, 30, 2, prefix=20).trace(Arrivals(1.0)).requests
+    asked = TrafficShape(2, 30, 2, prefix=20).trace(Arrivals(1.0)).requests
     with pytest.raises(InvalidArgumentError, match="block_size is 48"):
         Cluster(settings, COST).run(asked)
 
@@ -114,7 +114,7 @@ def test_gaps_have_the_mean_and_the_variation_that_were_asked_for() -> None:
 
 
 def test_a_conversation_finds_all_that_was_said_in_full_blocks() -> None:
-    shape = Shape(3, prompt=20, output=12, prefix=34, turns=3, think_s=1.0)
+    shape = TrafficShape(3, prompt=20, output=12, prefix=34, turns=3, think_s=1.0)
     trace = shape.trace(Arrivals(0.001, "even"))
     settings = Settings(400, 8, footprint=Footprint(block_size=8))
     outcome = Cluster(settings, COST, follow=trace.follow()).run(trace.requests)

@@ -11,11 +11,11 @@ from struct import pack
 from kvreclaim.memory.prefix.keys import BlockName, root_uid, uid_of
 from kvreclaim.tiers.file_io import Buffer, FileIO
 from kvreclaim.tiers.namespace import FIELDS, Namespace
-from kvreclaim.tiers.slot_file import Layout, SlotFile
+from kvreclaim.tiers.slot_file import SlotFile, SlotLayout
 
 BLOCK_SIZE = 4
 PAYLOAD = 5000
-LAYOUT = Layout.of(PAYLOAD, BLOCK_SIZE)
+LAYOUT = SlotLayout.of(PAYLOAD, BLOCK_SIZE)
 
 
 def namespace(**changed: str) -> Namespace:

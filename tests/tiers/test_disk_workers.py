@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvreclaim.tiers.jobs import Done
-from kvreclaim.tiers.outcome import Outcome
+from kvreclaim.tiers.jobs import JobResult
+from kvreclaim.tiers.outcome import JobOutcome
 from kvreclaim.tiers.workers import DiskWorkers
 
 from .slot_files import PAYLOAD, FailingIO, chain, empty, open_slots, payload
@@ -39,8 +39,8 @@ class Bench:
         self.workers = DiskWorkers(open_slots(self.directory, io=self.io), clock=self.clock, **options)
         return self.workers
 
-    def results(self, count: int) -> dict[int, Outcome]:
-        found: list[Done] = []
+    def results(self, count: int) -> dict[int, JobOutcome]:
+        found: list[JobResult] = []
         while len(found) < count:
             assert self.workers.wait(LONG_S), f"{len(found)} of {count} results"
             found += self.workers.poll()
@@ -62,7 +62,7 @@ def test_stores_come_back_as_loads(bench: Bench) -> None:
     workers, keys = bench.start(on_done=woken.release), chain(4)
     for slot, key in enumerate(keys):
         workers.submit_store(slot, slot, key, payload(key))
-    assert bench.results(4) == dict.fromkeys(range(4), Outcome.OK)
+    assert bench.results(4) == dict.fromkeys(range(4), JobOutcome.OK)
     outs = [empty() for _ in keys]
     for slot, key in enumerate(keys):
         workers.submit_load(10 + slot, slot, key, outs[slot])
@@ -147,7 +147,7 @@ def test_after_three_failures_nothing_is_written_for_a_while(
         bench.io.write_error = failure if is_on and isinstance(failure, int) else 0
         bench.io.short = 4000 if is_on and failure == "short" else 0
 
-    def store(job_id: int) -> Outcome:
+    def store(job_id: int) -> JobOutcome:
         workers.submit_store(job_id, 1, keys[1], payload(keys[1]))
         return bench.results(1)[job_id]
 
@@ -223,9 +223,9 @@ def test_a_result_says_how_much_and_how_long_without_the_queue(bench: Bench) -> 
     while workers.num_unfinished:
         workers.wait(LONG_S)
     assert workers.poll() == [
-        Done(0, Outcome.OK, 3.0, PAYLOAD),
-        Done(1, Outcome.OK, 0.0, PAYLOAD),
-        Done(2, Outcome.BLANK, 0.0, 0),
+        JobResult(0, JobOutcome.OK, 3.0, PAYLOAD),
+        JobResult(1, JobOutcome.OK, 0.0, PAYLOAD),
+        JobResult(2, JobOutcome.BLANK, 0.0, 0),
     ]
     assert workers.counters.store_seconds == 3.0
 

@@ -10,7 +10,7 @@ import torch
 
 from kvreclaim.tiers.directory import StoreDirectory
 from kvreclaim.tiers.namespace import FIELDS, Namespace
-from kvreclaim.tiers.outcome import Outcome
+from kvreclaim.tiers.outcome import JobOutcome
 from kvreclaim.tiers.prefix_files import PrefixFiles
 from kvreclaim.tiers.prefix_workers import Loaded, PrefixWorkers, Stored
 from kvreclaim.tiers.session_file import SessionFile
@@ -52,7 +52,7 @@ def test_what_is_stored_is_loaded(files):
     workers.store(NAMES[0], content(7))
     (stored,) = results(workers, 1)
     assert isinstance(stored, Stored)
-    assert stored.outcome is Outcome.OK
+    assert stored.outcome is JobOutcome.OK
     assert files.scan() == {NAMES[0]: stored.num_bytes}
     workers.load(NAMES[0], lambda file: file.facts["number"] == 7)
     (loaded,) = results(workers, 1)
@@ -72,12 +72,12 @@ def test_what_is_stored_is_loaded(files):
 def test_the_share_is_a_bound_and_the_oldest_goes(files):
     for number in range(6):
         outcome, _, gone = files.store(NAMES[number], content(number))
-        assert outcome is Outcome.OK
+        assert outcome is JobOutcome.OK
         assert gone == ([NAMES[number - 4]] if number >= 4 else [])
         os.utime(files._path(NAMES[number]), (number, number))  # a disk's clock may be coarse
     assert len(files.scan()) == 4
     assert sum(files.scan().values()) <= 50_000
-    assert files.store(NAMES[7], content(7, 10_000))[0] is Outcome.DROPPED
+    assert files.store(NAMES[7], content(7, 10_000))[0] is JobOutcome.DROPPED
     assert NAMES[5] in files.scan(), "what does not fit takes no other's place"
 
 
@@ -92,15 +92,15 @@ def test_the_size_of_all_is_a_bound(files, tmp_path):
 def test_what_was_half_written_is_removed(files, tmp_path):
     left = tmp_path / files.namespace.hex / f".{NAMES[3]}.prefix.abc"
     left.write_bytes(bytes(60_000))
-    assert files.store(NAMES[0], content())[0] is Outcome.OK
+    assert files.store(NAMES[0], content())[0] is JobOutcome.OK
     assert not left.exists()
 
 
 def test_another_process_has_the_directory(files, tmp_path, monkeypatch):
     monkeypatch.setattr("kvreclaim.tiers.prefix_files.PATIENCE_S", 0.05)
     with StoreDirectory(tmp_path):
-        assert files.store(NAMES[0], content())[0] is Outcome.DROPPED
-    assert files.store(NAMES[0], content())[0] is Outcome.OK
+        assert files.store(NAMES[0], content())[0] is JobOutcome.DROPPED
+    assert files.store(NAMES[0], content())[0] is JobOutcome.OK
 
 
 class Held:
@@ -112,7 +112,7 @@ class Held:
     def store(self, name, file):
         self.begun.set()
         self.free.wait()
-        return Outcome.OK, 1, []
+        return JobOutcome.OK, 1, []
 
     def load(self, name, is_it):
         self.begun.set()
@@ -120,7 +120,7 @@ class Held:
         return content()
 
     def clear(self):
-        return Outcome.OK
+        return JobOutcome.OK
 
 
 def test_what_hangs_is_left_alone_until_it_returns():
@@ -153,8 +153,8 @@ def test_stores_that_wait_are_bounded_and_the_oldest_dropped():
         workers.store(name, content())
     dropped = workers.poll()
     assert [(each.name, each.outcome) for each in dropped] == [
-        (NAMES[1], Outcome.DROPPED),
-        (NAMES[2], Outcome.DROPPED),
+        (NAMES[1], JobOutcome.DROPPED),
+        (NAMES[2], JobOutcome.DROPPED),
     ]
     held.free.set()
     assert [each.name for each in results(workers, 3)] == [NAMES[0], NAMES[3], NAMES[4]]

@@ -16,7 +16,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.prefix.keys import root_uid
 from kvreclaim.tiers import record
 from kvreclaim.tiers.directory import StoreDirectory
-from kvreclaim.tiers.outcome import Outcome
+from kvreclaim.tiers.outcome import JobOutcome
 from kvreclaim.tiers.slot_file import SlotFile
 
 from .slot_files import (
@@ -46,7 +46,7 @@ def test_round_trip_across_a_restart(tmp_path: Path) -> None:
     assert file.num_slots == 8
     assert file.recover() == []
     for slot, key in zip((5, 0, 7), keys, strict=True):
-        assert file.write(slot, key, payload(key)) is Outcome.OK
+        assert file.write(slot, key, payload(key)) is JobOutcome.OK
     file.close()
 
     again = open_slots(tmp_path)
@@ -56,16 +56,16 @@ def test_round_trip_across_a_restart(tmp_path: Path) -> None:
     ]  # fmt: skip
     for each in found:
         out = empty()
-        assert again.read(each.slot, each.record, out) is Outcome.OK
+        assert again.read(each.slot, each.record, out) is JobOutcome.OK
         assert out == payload(each.record)
-    assert again.read(1, keys[0], empty()) is Outcome.BLANK
-    assert again.read(0, keys[0], empty()) is Outcome.OTHER
+    assert again.read(1, keys[0], empty()) is JobOutcome.BLANK
+    assert again.read(0, keys[0], empty()) is JobOutcome.OTHER
     again.close()
 
 
 def test_the_header_byte_for_byte() -> None:
     key = child(child(None, 9, 9, 9, 9), 1, 2, 3, -4)
-    header = record.Header(b"n" * 32, key, 5000, record.XXH3_128, b"c" * 16, 77, 1_700_000_000)
+    header = record.RecordHeader(b"n" * 32, key, 5000, record.XXH3_128, b"c" * 16, 77, 1_700_000_000)
     raw = record.pack(header, record.header_bytes(BLOCK_SIZE))
     assert len(raw) == 4096
     assert raw[:8] == b"KVRT\x01\x00\x00\x00"
@@ -91,11 +91,11 @@ def test_a_header_has_as_many_pages_as_its_tokens_need(block_size: int, pages: i
 @pytest.mark.parametrize("offset", [4, 6])
 def test_a_version_or_flag_of_later_days_is_a_miss(offset: int) -> None:
     key = child(None, 1, 2, 3, 4)
-    header = record.Header(b"n" * 32, key, 5000, record.XXH3_128, b"c" * 16, 1, 1)
+    header = record.RecordHeader(b"n" * 32, key, 5000, record.XXH3_128, b"c" * 16, 1, 1)
     raw = bytearray(record.pack(header, 4096))
     raw[offset] ^= 2
     raw[4092:] = record.CRC.pack(record.zlib.crc32(raw[:4092]))
-    assert record.unpack(raw) is Outcome.VERSION
+    assert record.unpack(raw) is JobOutcome.VERSION
 
 
 def test_every_flipped_byte_is_a_miss(tmp_path: Path) -> None:
@@ -111,8 +111,8 @@ def test_every_flipped_byte_is_a_miss(tmp_path: Path) -> None:
         assert outcome.is_corrupt, f"byte {offset}: {outcome}"
         reasons.add(outcome)
         os.pwrite(file.slots_fd, bytes([byte]), offset)
-    assert reasons == {Outcome.HEADER, Outcome.PAYLOAD}
-    assert file.read(0, key, empty()) is Outcome.OK
+    assert reasons == {JobOutcome.HEADER, JobOutcome.PAYLOAD}
+    assert file.read(0, key, empty()) is JobOutcome.OK
     file.close()
 
 
@@ -128,7 +128,7 @@ def test_a_file_cut_at_any_page_gives_what_is_left(tmp_path: Path) -> None:
             out = empty()
             outcome = file.read(slot, key, out)
             is_whole = slot * LAYOUT.slot + LAYOUT.header + PAYLOAD <= cut
-            assert outcome is (Outcome.OK if is_whole else Outcome.SHORT)
+            assert outcome is (JobOutcome.OK if is_whole else JobOutcome.SHORT)
             assert not is_whole or out == payload(key)
     file.close()
 
@@ -142,7 +142,7 @@ def test_what_was_cut_off_is_not_there_after_a_start(tmp_path: Path) -> None:
     file.close()
     again = open_slots(tmp_path, 4)
     outcomes = [again.read(each.slot, each.record, empty()) for each in again.recover()]
-    assert outcomes[:2] == [Outcome.OK, Outcome.OK]
+    assert outcomes[:2] == [JobOutcome.OK, JobOutcome.OK]
     assert all(outcome.is_corrupt for outcome in outcomes[2:])
     again.close()
 
@@ -180,7 +180,7 @@ def test_an_index_that_tells_of_another_record_leads_to_a_miss(tmp_path: Path) -
     again = open_slots(tmp_path)
     (found,) = again.recover()
     assert found.record == old
-    assert again.read(0, old, empty()) is Outcome.OTHER
+    assert again.read(0, old, empty()) is JobOutcome.OTHER
     again.close()
 
 
@@ -194,7 +194,7 @@ def test_of_equal_keys_the_later_counts_and_orphans_do_not(tmp_path: Path) -> No
     assert [(each.slot, each.record) for each in again.recover()] == [
         (0, keys[0]), (5, keys[1]), (2, keys[2]),
     ]  # fmt: skip
-    assert again.write(6, others[0], payload(others[0])) is Outcome.OK
+    assert again.write(6, others[0], payload(others[0])) is JobOutcome.OK
     again.close()
     last = open_slots(tmp_path)
     assert {each.record: each.seq for each in last.recover()}[others[0]] == 7
@@ -211,8 +211,8 @@ def test_colliding_keys_are_told_apart_by_uid(tmp_path: Path) -> None:
     file.close()
     again = open_slots(tmp_path)
     assert [each.record for each in again.recover()] == [other]
-    assert again.read(2, mine, empty()) is Outcome.OTHER
-    assert again.read(1, child(other, 0, 0, 0, 0, key=b"c" * 32), empty()) is Outcome.OTHER
+    assert again.read(2, mine, empty()) is JobOutcome.OTHER
+    assert again.read(1, child(other, 0, 0, 0, 0, key=b"c" * 32), empty()) is JobOutcome.OTHER
     again.close()
 
 
@@ -230,7 +230,7 @@ def test_another_namespace_reads_nothing(tmp_path: Path) -> None:
     file.close()
     other = open_slots(tmp_path / "b", weights_digest="another")
     os.pwrite(other.slots_fd, raw, 0)
-    assert other.read(0, key, empty()) is Outcome.NAMESPACE
+    assert other.read(0, key, empty()) is JobOutcome.NAMESPACE
     other.close()
 
 
@@ -240,7 +240,7 @@ def test_an_unknown_checksum_is_a_miss(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(record, "XXH3_128", 9)
     file.write(0, key, payload(key))
     monkeypatch.undo()
-    assert file.read(0, key, empty()) is Outcome.VERSION
+    assert file.read(0, key, empty()) is JobOutcome.VERSION
     file.close()
 
 
@@ -251,11 +251,11 @@ def test_a_write_that_fails_leaves_no_record(tmp_path: Path, code: int) -> None:
     file = open_slots(tmp_path, io=io)
     io.write_error = code
     outcome = file.write(0, key, payload(key))
-    assert outcome is (Outcome.IO_ERROR if code == errno.EIO else Outcome.NO_SPACE)
+    assert outcome is (JobOutcome.IO_ERROR if code == errno.EIO else JobOutcome.NO_SPACE)
     io.write_error, io.short = 0, 4000
-    assert file.write(1, key, payload(key)) is Outcome.SHORT
+    assert file.write(1, key, payload(key)) is JobOutcome.SHORT
     io.short, io.read_error = 0, errno.EIO
-    assert file.read(0, key, empty()) is Outcome.IO_ERROR
+    assert file.read(0, key, empty()) is JobOutcome.IO_ERROR
     file.close()
     again = open_slots(tmp_path)
     assert again.recover() == []
@@ -289,9 +289,9 @@ def test_all_is_forgotten(tmp_path: Path) -> None:
     (key,) = chain(1)
     file = open_slots(tmp_path)
     file.write(0, key, payload(key))
-    assert file.clear() is Outcome.OK
-    assert file.read(0, key, empty()) is Outcome.BLANK
-    assert file.write(3, key, payload(key)) is Outcome.OK
+    assert file.clear() is JobOutcome.OK
+    assert file.read(0, key, empty()) is JobOutcome.BLANK
+    assert file.write(3, key, payload(key)) is JobOutcome.OK
     file.close()
     again = open_slots(tmp_path)
     assert [each.slot for each in again.recover()] == [3]
@@ -424,7 +424,7 @@ def test_a_second_process_has_a_file_of_its_own(tmp_path: Path) -> None:
     assert second.recover() == []
     second.write(0, keys[1], payload(keys[1]))
     out = empty()
-    assert first.read(0, keys[0], out) is Outcome.OK
+    assert first.read(0, keys[0], out) is JobOutcome.OK
     assert out == payload(keys[0])
     assert bytes_in(tmp_path) <= size_for(10)
     first.close()
@@ -488,6 +488,6 @@ def test_a_file_in_use_is_not_removed(tmp_path: Path) -> None:
     first = open_slots(tmp_path, 4)
     open_slots(tmp_path, 7, weights_digest="diff").close()
     first.write(3, chain(1)[0], payload(chain(1)[0]))
-    assert first.read(3, chain(1)[0], empty()) is Outcome.OK
+    assert first.read(3, chain(1)[0], empty()) is JobOutcome.OK
     first.close()
     assert bytes_in(tmp_path) <= size_for(7)

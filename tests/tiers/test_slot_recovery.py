@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.prefix.keys import BlockName
-from kvreclaim.tiers.outcome import Outcome
+from kvreclaim.tiers.outcome import JobOutcome
 
 from .slot_files import chain, empty, open_slots, payload, size_for
 
@@ -79,7 +79,7 @@ def test_a_file_is_like_a_dict(steps: list[tuple[str, int, int]]) -> None:
         for what, slot, which in [*steps, ("restart", False, 0)]:
             if what == "write":
                 seq += 1
-                assert file.write(slot, KEYS[which], payload(KEYS[which], seq)) is Outcome.OK
+                assert file.write(slot, KEYS[which], payload(KEYS[which], seq)) is JobOutcome.OK
                 model[slot] = seq, KEYS[which]
             elif what == "torn":  # what a kill in the middle of a write leaves
                 os.pwrite(file.index_fd, bytes(8), slot * file.layout.entry)
@@ -101,8 +101,8 @@ def test_a_file_is_like_a_dict(steps: list[tuple[str, int, int]]) -> None:
                 for key in KEYS:
                     out = empty()
                     outcome = file.read(at, key, out)
-                    assert (outcome is Outcome.OK) == (at in model and model[at][1] == key)
-                    assert outcome is not Outcome.OK or out == payload(key, model[at][0])
+                    assert (outcome is JobOutcome.OK) == (at in model and model[at][1] == key)
+                    assert outcome is not JobOutcome.OK or out == payload(key, model[at][0])
         file.close()
 
 
@@ -131,7 +131,7 @@ def records_after_a_kill(directory: Path) -> int:
     assert len({each.slot for each in found}) == len({each.record.key for each in found}) == len(found)
     for each in found:
         out = empty()
-        assert file.read(each.slot, each.record, out) is Outcome.OK
+        assert file.read(each.slot, each.record, out) is JobOutcome.OK
         assert out == payload(each.record, 1)
     file.close()
     assert sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()) <= size_for(24)

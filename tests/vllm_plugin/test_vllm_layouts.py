@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.integrations.vllm import family
-from kvreclaim.integrations.vllm.layouts import CacheViews, LayerCache, PackedLayout
+from kvreclaim.integrations.vllm.layouts import CacheViews, PackedLayout, VllmLayerCache
 
 attention = family.module("attention")
 
@@ -52,7 +52,7 @@ def cpu_layer(isa: str, block_size: int, dtype: torch.dtype, cache_dtype: str = 
 
 
 def fill(
-    layer: LayerCache, table: tuple[int, ...], size: int, seed: int, exact: Exact
+    layer: VllmLayerCache, table: tuple[int, ...], size: int, seed: int, exact: Exact
 ) -> tuple[Tensor, Tensor]:
     """Random tokens into the table's first slots: keys and values [K, T, D]."""
     noise = torch.Generator().manual_seed(seed)
@@ -151,7 +151,7 @@ def gpu_caches(
     return create_kv_cache_views(raw, spec, B, layout, tensor, kernel_block_size=kernel)
 
 
-def flash_layer(cache: Tensor, dtype: torch.dtype) -> LayerCache:
+def flash_layer(cache: Tensor, dtype: torch.dtype) -> VllmLayerCache:
     """As the GPU backends store: the first D of a slot are its key."""
     size = cache.shape[2]
 
@@ -160,7 +160,7 @@ def flash_layer(cache: Tensor, dtype: torch.dtype) -> LayerCache:
         for part, rows in zip(parts, (keys, values), strict=True):
             part[slots // size, slots % size] = rows.to(cache.dtype)
 
-    return LayerCache("flash", cache, D, cache.dtype, dtype, 1.0, 1.0, write, packed=False)
+    return VllmLayerCache("flash", cache, D, cache.dtype, dtype, 1.0, 1.0, write, packed=False)
 
 
 @pytest.mark.parametrize("layout", list(KVCacheLayout), ids=lambda layout: layout.name)

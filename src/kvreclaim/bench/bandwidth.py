@@ -16,7 +16,7 @@ BUFFER_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineSpeed:
     """read, copy: GB/s (10^9 bytes; a copy counts what it reads and what it writes); flops: fp32 GFLOP/s."""
 
     read_gb_s: float
@@ -26,18 +26,18 @@ class Machine:
     def row(self) -> Row:
         return asdict(self)
 
-    def better(self, other: Machine) -> Machine:
+    def better(self, other: MachineSpeed) -> MachineSpeed:
         """The larger figure of each kind."""
-        return Machine(*(max(pair) for pair in zip(astuple(self), astuple(other), strict=True)))
+        return MachineSpeed(*(max(pair) for pair in zip(astuple(self), astuple(other), strict=True)))
 
 
-def measure(*, device: str = "cpu", buffer_bytes: int = BUFFER_BYTES, repeats: int = 5) -> Machine:
+def measure(*, device: str = "cpu", buffer_bytes: int = BUFFER_BYTES, repeats: int = 5) -> MachineSpeed:
     """The best of several ways to stream, each at its median; threads are torch's."""
     source = torch.ones(buffer_bytes // 8, dtype=torch.int64, device=device)
     target = torch.empty_like(source)
     read = min(median_time(way, device, repeats) for way in _readers(source))
     copy = min(median_time(way, device, repeats) for way in _copiers(source, target))
-    return Machine(source.nbytes / read / 1e9, 2 * source.nbytes / copy / 1e9, _gflop_s(device, repeats))
+    return MachineSpeed(source.nbytes / read / 1e9, 2 * source.nbytes / copy / 1e9, _gflop_s(device, repeats))
 
 
 def median_time(work: Callable[[], object], device: str, repeats: int = 5) -> float:

@@ -21,7 +21,7 @@ SCORES = 1e-3
 """Most by which equal outputs' scores may differ in fp32: sums of hundreds of log-probabilities."""
 
 
-class Both:
+class BeamComparison:
     """The two systems in one dtype."""
 
     def __init__(self, plan: BeamsPlan, dtype: str, width: int) -> None:
@@ -67,7 +67,7 @@ def run(plan: BeamsPlan) -> list[Row]:
     """A row per width. Raises: AssertionError where the two find different outputs in fp32."""
     rows = []
     for width in plan.beams:
-        exact = Both(plan, "float32", width)
+        exact = BeamComparison(plan, "float32", width)
         vocab = exact.llm.loaded.vocab_size
         prompts = random_prompts(plan.rounds + 1, plan.prompt, vocab, 1)
         for (ids, score), (want, expected) in zip(
@@ -75,7 +75,7 @@ def run(plan: BeamsPlan) -> list[Row]:
         ):
             assert ids == want, f"{width} beams: {ids} instead of {want}"
             assert abs(score - expected) < SCORES, f"{width} beams: score {score} instead of {expected}"
-        both = Both(plan, plan.dtype, width)
+        both = BeamComparison(plan, plan.dtype, width)
         ours: list[float] = []
         theirs: list[float] = []
         for turn, prompt in enumerate(prompts):

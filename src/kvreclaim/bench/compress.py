@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from kvreclaim.bench.common import Row, sheet
-from kvreclaim.bench.patches import Clock, timers
+from kvreclaim.bench.patches import PartTimer, timers
 from kvreclaim.bench.plans import CompressPlan, DecodePlan
 from kvreclaim.bench.systems.base import Point
-from kvreclaim.bench.systems.ours import Ours
+from kvreclaim.bench.systems.ours import KvreclaimSystem
 from kvreclaim.compression import compressor as compressor_module
 from kvreclaim.compression import uneven as uneven_module
 
@@ -43,8 +43,8 @@ def _measure(base: DecodePlan, policy: str, context: int, batch: int, intervals:
     steps = intervals * base.interval
     point = Point(context, batch, steps + 16, "synthetic")
     config = base.policy(policy)
-    system = Ours(f"kvreclaim-{policy}", base.setup, [point], config=config, kernels=base.kernels)
-    clock, totals = Clock(), system.llm.engine.totals
+    system = KvreclaimSystem(f"kvreclaim-{policy}", base.setup, [point], config=config, kernels=base.kernels)
+    clock, totals = PartTimer(), system.llm.engine.totals
     with closing(system.open(point)) as session:
         session.run(4)
         before = (totals.compactions, totals.score_s, totals.compact_s)

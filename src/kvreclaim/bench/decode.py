@@ -41,9 +41,9 @@ from rich.console import Console
 
 from kvreclaim.bench.common import Row, alternate, spread, wide_console
 from kvreclaim.bench.plans import AUTO, DecodePlan
-from kvreclaim.bench.systems.base import Point, Session, Setup, SkipPoint, System, random_prompts
+from kvreclaim.bench.systems.base import Point, Session, SkipPoint, System, SystemSetup, random_prompts
 from kvreclaim.bench.systems.vllm_peer import Vllm
-from kvreclaim.bench.verify import Agreement, FormatReferee, Judge, Referee, require_agreement
+from kvreclaim.bench.verify import FormatReferee, Judge, Referee, TokenAgreement, require_agreement
 from kvreclaim.free_memory import free_host_memory_bytes
 
 MEMORY_SHARE = 0.85
@@ -57,13 +57,13 @@ class DecodeResult:
     """rows as in the file; checks: greedy agreement; versions: of vLLM's environment."""
 
     rows: list[Row] = field(default_factory=list)
-    checks: list[Agreement] = field(default_factory=list)
+    checks: list[TokenAgreement] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
 
 
 def verify(
     plan: DecodePlan, console: Console, *, prompt_tokens: int = 96, max_tokens: int = 24
-) -> list[Agreement]:
+) -> list[TokenAgreement]:
     """Greedy tokens of every system, in fp32 and in the dtype that is timed. Raises: WrongTokensError."""
     model = Referee(plan.model)
     referees: dict[str, Judge] = {AUTO: model}
@@ -80,7 +80,7 @@ def verify(
             if plan.compression(name) is not None and dtype != plan.dtype:
                 continue
             console.print(f"verify {name} in {dtype}", style="dim")
-            with closing(plan.make(name, Setup(plan.model, dtype, plan.threads), points)) as system:
+            with closing(plan.make(name, SystemSetup(plan.model, dtype, plan.threads), points)) as system:
                 answers = system.generate(prompts, max_tokens)
             results.append(referees[form].judge(name, dtype, prompts, answers))
     require_agreement(results)
@@ -110,7 +110,7 @@ def run(plan: DecodePlan, console: Console | None = None, *, check: bool = True)
     return result
 
 
-def _facts(plan: DecodePlan, system: System, checks: list[Agreement]) -> Row:
+def _facts(plan: DecodePlan, system: System, checks: list[TokenAgreement]) -> Row:
     """What is said of every row."""
     passed = [check.passed for check in checks if check.system == system.name]
     return {

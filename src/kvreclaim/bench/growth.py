@@ -12,7 +12,7 @@ from kvreclaim.bench.common import Row, alternate, sheet
 from kvreclaim.bench.decode import row_of, speed_of
 from kvreclaim.bench.plans import DecodePlan
 from kvreclaim.bench.systems.base import Point
-from kvreclaim.bench.systems.ours import Ours
+from kvreclaim.bench.systems.ours import KvreclaimSystem
 
 SYSTEM = "kvreclaim-triattention"
 
@@ -26,7 +26,9 @@ def run(plan: DecodePlan, contexts: Sequence[int] = (8192, 65_536), batch: int =
     with ExitStack() as stack:
         sessions = {}
         for point in (Point(context, batch, new_tokens, plan.fill) for context in contexts):
-            system = Ours(SYSTEM, plan.setup, [point], config=plan.compression(SYSTEM), kernels=plan.kernels)
+            system = KvreclaimSystem(
+                SYSTEM, plan.setup, [point], config=plan.compression(SYSTEM), kernels=plan.kernels
+            )
             sessions[point] = stack.enter_context(closing(system.open(point)))
             sessions[point].run(plan.interval)
         runs = {point: partial(speed_of, session, plan.interval) for point, session in sessions.items()}

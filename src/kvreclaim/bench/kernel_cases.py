@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvreclaim.bench.kernel_shapes import BLOCK_SIZE, GROUP, Filled, Shape
+from kvreclaim.bench.kernel_shapes import BLOCK_SIZE, GROUP, Filled, KernelShape
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.rope import RopeLayout
 
@@ -19,7 +19,7 @@ MAX_LAYER_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """One op at one shape.
 
     run:        one layer's call on a filled cache, by layer
@@ -31,7 +31,7 @@ class Case:
     """
 
     op: str
-    shape: Shape
+    shape: KernelShape
     run: Callable[[Filled, int], Tensor | None]
     moved: int
     against: str = "read"
@@ -40,7 +40,7 @@ class Case:
     result: Callable[[Filled, int], Tensor] | None = None
 
 
-def attention(shape: Shape) -> Case:
+def attention(shape: KernelShape) -> KernelCase:
     """Decode (queries 1), the verification of drafts, or a prefill chunk at the end of the context."""
     q = _queries(shape)
 
@@ -51,10 +51,10 @@ def attention(shape: Shape) -> Case:
     flops = int(4 * q.numel() * seen)
     names = {1: "decode attention", **{count: f"verifying attention, {count} new" for count in VERIFIED}}
     op = names.get(shape.queries, f"prefill attention, {shape.queries} new")
-    return Case(op, shape, run, 2 * shape.side_bytes, flops=flops if shape.queries > 1 else 0)
+    return KernelCase(op, shape, run, 2 * shape.side_bytes, flops=flops if shape.queries > 1 else 0)
 
 
-def column_sums(shape: Shape) -> Case:
+def column_sums(shape: KernelShape) -> KernelCase:
     """The attention mass of the same step, a second pass over the keys."""
     plain, q = attention(shape), _queries(shape)
 
@@ -62,10 +62,10 @@ def column_sums(shape: Shape) -> Case:
         return filled.backend.column_sums(q, filled.cache.layers[layer], filled.batch)
 
     op = plain.op.replace("attention", "column sums")
-    return Case(op, shape, run, shape.side_bytes, flops=plain.flops // 2)
+    return KernelCase(op, shape, run, shape.side_bytes, flops=plain.flops // 2)
 
 
-def triattention(shape: Shape) -> Case:
+def triattention(shape: KernelShape) -> KernelCase:
     """Both products of TriAttention for one sequence."""
     heads, bands = shape.kv_heads * GROUP, shape.head_dim // 2
     queries, weights = _fp32((heads, 1, shape.head_dim)), _fp32((heads, bands)).abs()
@@ -75,10 +75,10 @@ def triattention(shape: Shape) -> Case:
     def run(filled: Filled, layer: int) -> Tensor:
         return filled.backend.trig_norm_scores(filled.paged(layer), queries, weights, layout)
 
-    return Case("triattention scores", shape, run, shape.side_bytes)
+    return KernelCase("triattention scores", shape, run, shape.side_bytes)
 
 
-def mixture(shape: Shape) -> Case:
+def mixture(shape: KernelShape) -> KernelCase:
     """16 centres at 5 offsets, the policy's usual."""
     heads = shape.kv_heads * GROUP
     centers = _fp32((heads, CENTERS, OFFSETS, shape.head_dim)).to(shape.device)
@@ -88,19 +88,19 @@ def mixture(shape: Shape) -> Case:
         return filled.backend.mixture_scores(filled.paged(layer), centers, variances, 0.125, slice(None))
 
     products = heads * CENTERS * (OFFSETS + 1)
-    return Case(
+    return KernelCase(
         "mixture scores", shape, run, shape.side_bytes, flops=2 * products * shape.head_dim * shape.context
     )
 
 
-def key_norms(shape: Shape) -> Case:
+def key_norms(shape: KernelShape) -> KernelCase:
     def run(filled: Filled, layer: int) -> Tensor:
         return filled.backend.token_norms(filled.paged(layer), values=False)
 
-    return Case("key norms", shape, run, shape.side_bytes)
+    return KernelCase("key norms", shape, run, shape.side_bytes)
 
 
-def surrogate(shape: Shape) -> Case:
+def surrogate(shape: KernelShape) -> KernelCase:
     """The linear score of keys and values of one sequence."""
     bands = shape.head_dim // 2
     layout = RopeLayout(torch.ones(bands, dtype=torch.float64))
@@ -109,10 +109,10 @@ def surrogate(shape: Shape) -> Case:
     def run(filled: Filled, layer: int) -> Tensor:
         return filled.backend.surrogate_scores(filled.paged(layer), weights, layout)
 
-    return Case("surrogate scores", shape, run, 2 * shape.side_bytes)
+    return KernelCase("surrogate scores", shape, run, 2 * shape.side_bytes)
 
 
-def write(shape: Shape) -> Case:
+def write(shape: KernelShape) -> KernelCase:
     """New tokens of a prefill chunk to their slots; the tokens stay as they were."""
     sources: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -123,18 +123,20 @@ def write(shape: Shape) -> Case:
         filled.backend.write_kv(filled.cache.layers[layer], k, v, filled.slots[0])
 
     moved = 2 * (shape.plain_bytes + shape.side_bytes)
-    return Case("write K/V", shape, run, moved, against="copy", result=_whole)
+    return KernelCase("write K/V", shape, run, moved, against="copy", result=_whole)
 
 
-def gather(shape: Shape) -> Case:
+def gather(shape: KernelShape) -> KernelCase:
     def run(filled: Filled, layer: int) -> None:
         filled.backend.gather_tokens(filled.paged(layer))
 
     copies = 2 * shape.plain_bytes // shape.dtype.itemsize * shape.format.number.itemsize
-    return Case("gather tokens", shape, run, 2 * shape.side_bytes + copies, against="copy", result=_whole)
+    return KernelCase(
+        "gather tokens", shape, run, 2 * shape.side_bytes + copies, against="copy", result=_whole
+    )
 
 
-def compact(shape: Shape, budget: int) -> Case:
+def compact(shape: KernelShape, budget: int) -> KernelCase:
     """One sequence's survivors of a pass, other ones in each layer and head, slide together in place."""
     generator = torch.Generator().manual_seed(3)
     order = torch.rand(shape.layers, shape.kv_heads, shape.context, generator=generator).argsort(-1)
@@ -149,7 +151,9 @@ def compact(shape: Shape, budget: int) -> Case:
         return filled.gather(layer, budget)
 
     moved = int(2 * moving * shape.token_bytes)
-    return Case(f"compact to {budget:,}", shape, run, moved, against="copy", all_layers=True, result=result)
+    return KernelCase(
+        f"compact to {budget:,}", shape, run, moved, against="copy", all_layers=True, result=result
+    )
 
 
 def _whole(filled: Filled, layer: int) -> Tensor:
@@ -160,20 +164,20 @@ def _fp32(size: tuple[int, ...]) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(2))
 
 
-def _queries(shape: Shape) -> Tensor:
+def _queries(shape: KernelShape) -> Tensor:
     """Of a step: [T, H, D]."""
     size = (shape.batch * shape.queries, shape.kv_heads * GROUP, shape.head_dim)
     return _fp32(size).to(shape.device, shape.dtype)
 
 
-def standard(device: str = "cpu", formats: Sequence[str] = ("auto",)) -> Iterator[Case]:
+def standard(device: str = "cpu", formats: Sequence[str] = ("auto",)) -> Iterator[KernelCase]:
     """The cases of `kvreclaim bench kernels`. formats: of K/V under bf16 queries; of fp32 ones
     there are cases only where none is named."""
     for dtype in (torch.bfloat16, torch.float32) if tuple(formats) == ("auto",) else (torch.bfloat16,):
         for head_dim in (64, 128):
             for context, batch in ((1024, 1), (16_384, 8), (65_536, 1)):
                 layers = max(2, min(8, MAX_LAYER_BYTES // (2 * context * batch * 2 * head_dim * 2)))
-                step = Shape(context, batch, head_dim, 2, dtype, layers=layers, device=device)
+                step = KernelShape(context, batch, head_dim, 2, dtype, layers=layers, device=device)
                 for shape in _stored(step, formats):
                     yield attention(shape)
                     if batch > 1:
@@ -181,11 +185,11 @@ def standard(device: str = "cpu", formats: Sequence[str] = ("auto",)) -> Iterato
                     if dtype == torch.bfloat16 and batch > 1:
                         yield column_sums(shape)
     for head_dim in (64, 128):
-        chunk = Shape(8192, 1, head_dim, 2, torch.bfloat16, layers=2, queries=512, device=device)
+        chunk = KernelShape(8192, 1, head_dim, 2, torch.bfloat16, layers=2, queries=512, device=device)
         for shape in _stored(chunk, formats):
             yield from (attention(shape), column_sums(shape))
         for context, turns in ((2176, 16), (32_768, 1)):
-            one = Shape(context, 1, head_dim, 2, torch.bfloat16, turns=turns, device=device)
+            one = KernelShape(context, 1, head_dim, 2, torch.bfloat16, turns=turns, device=device)
             for shape in _stored(one, formats):
                 yield from (triattention(shape), mixture(shape), surrogate(shape), key_norms(shape))
                 yield compact(shape, 2048)
@@ -193,5 +197,5 @@ def standard(device: str = "cpu", formats: Sequence[str] = ("auto",)) -> Iterato
             yield from (write(replace(shape, context=2048)), gather(shape))
 
 
-def _stored(shape: Shape, formats: Sequence[str]) -> list[Shape]:
+def _stored(shape: KernelShape, formats: Sequence[str]) -> list[KernelShape]:
     return [replace(shape, kv_format=name) for name in formats]

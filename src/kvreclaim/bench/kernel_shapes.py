@@ -21,7 +21,7 @@ GROUP = 4
 
 
 @dataclass(frozen=True)
-class Shape:
+class KernelShape:
     """batch sequences of context tokens each, blocks in random order.
 
     dtype:     of queries, and of keys and values before they are stored
@@ -82,7 +82,7 @@ class Filled:
     """One back-end's cache with the shape's keys and values; equal numbers in every back-end."""
 
     backend: Backend
-    shape: Shape
+    shape: KernelShape
     cache: KVCache = field(init=False)
     turn: int = 0
 

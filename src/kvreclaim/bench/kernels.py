@@ -19,10 +19,10 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from kvreclaim.bench.bandwidth import Machine, measure, median_time, timed
+from kvreclaim.bench.bandwidth import MachineSpeed, measure, median_time, timed
 from kvreclaim.bench.common import Row, alternate, sheet, spread
-from kvreclaim.bench.kernel_cases import Case, standard
-from kvreclaim.bench.kernel_shapes import BLOCK_SIZE, Filled, Shape
+from kvreclaim.bench.kernel_cases import KernelCase, standard
+from kvreclaim.bench.kernel_shapes import BLOCK_SIZE, Filled, KernelShape
 from kvreclaim.errors import KVReclaimError
 from kvreclaim.ops import reference
 from kvreclaim.ops.backend import Backend, Need, choose_backend
@@ -41,10 +41,10 @@ def run(
     kernels: str = "auto",
     *,
     device: str = "cpu",
-    cases: Iterable[Case] | None = None,
-    machine: Machine | None = None,
+    cases: Iterable[KernelCase] | None = None,
+    machine: MachineSpeed | None = None,
     repeats: int = 5,
-) -> tuple[list[Row], Machine]:
+) -> tuple[list[Row], MachineSpeed]:
     """Check every case, then time every case. Raises: WrongKernelError naming the first that differs.
 
     Returns: rows with op, shape, kv_cache_dtype, us (of one layer's call; of all layers for compaction),
@@ -54,28 +54,28 @@ def run(
     chosen = list(standard(device) if cases is None else cases)
     errors = {case: check(case, _backend(kernels, case)) for case in chosen}
     before = machine or measure(device=device)
-    rows: dict[Case, Row] = {}
+    rows: dict[KernelCase, Row] = {}
     for group in _groups(chosen):
         rows |= _time(group, kernels, repeats)
     best = before.better(machine or measure(device=device))
     return [_share(rows[case] | {"error": errors[case]}, case, best) for case in chosen], best
 
 
-def _groups(cases: Sequence[Case]) -> list[list[Case]]:
+def _groups(cases: Sequence[KernelCase]) -> list[list[KernelCase]]:
     """Those that differ in their format alone."""
-    found: dict[Any, list[Case]] = {}
+    found: dict[Any, list[KernelCase]] = {}
     for case in cases:
         found.setdefault((case.op, replace(case.shape, kv_format="auto")), []).append(case)
     return list(found.values())
 
 
-def _backend(kernels: str, case: Case) -> Backend:
+def _backend(kernels: str, case: KernelCase) -> Backend:
     shape = case.shape
     need = Need(shape.facts(), BLOCK_SIZE, shape.dtype, torch.device(shape.device), shape.format)
     return choose_backend(kernels, need).backend
 
 
-def check(case: Case, backend: Backend) -> float:
+def check(case: KernelCase, backend: Backend) -> float:
     """Largest difference from the reference, over the reference's largest value, on one layer.
 
     Raises: WrongKernelError above the tolerance, or for a result that is not finite.
@@ -91,7 +91,7 @@ def check(case: Case, backend: Backend) -> float:
     return error
 
 
-def _result(case: Case, backend: Any, shape: Shape) -> Tensor:
+def _result(case: KernelCase, backend: Any, shape: KernelShape) -> Tensor:
     filled, layer = Filled(backend, shape), shape.layers - 1
     returned = case.run(filled, layer)
     found = case.result(filled, layer) if case.result is not None else returned
@@ -105,7 +105,7 @@ def _difference(got: Tensor, wanted: Tensor) -> float:
     return float((got - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30))
 
 
-def _time(cases: list[Case], kernels: str, repeats: int) -> dict[Case, Row]:
+def _time(cases: list[KernelCase], kernels: str, repeats: int) -> dict[KernelCase, Row]:
     """Rows of cases that are timed in turns, by median."""
     backends = {case: _backend(kernels, case) for case in cases}
     rounds = alternate({case: _slice(case, backend) for case, backend in backends.items()}, repeats)
@@ -119,7 +119,7 @@ def _time(cases: list[Case], kernels: str, repeats: int) -> dict[Case, Row]:
     return rows
 
 
-def _slice(case: Case, backend: Backend) -> Callable[[], float]:
+def _slice(case: KernelCase, backend: Backend) -> Callable[[], float]:
     """Seconds of one call (one layer's, if it does one at a time), from at least MIN_SLICE_S of them."""
     shape, filled = case.shape, Filled(backend, case.shape)
     layers = 1 if case.all_layers else shape.layers
@@ -134,7 +134,7 @@ def _slice(case: Case, backend: Backend) -> Callable[[], float]:
     return lambda: timed(lambda: call(times), shape.device) / times / shape.turns / layers
 
 
-def _row(case: Case, backend: Backend, call_s: float) -> Row:
+def _row(case: KernelCase, backend: Backend, call_s: float) -> Row:
     shape = case.shape
     return {
         "op": case.op,
@@ -151,7 +151,7 @@ def _row(case: Case, backend: Backend, call_s: float) -> Row:
     }
 
 
-def _share(row: Row, case: Case, machine: Machine) -> Row:
+def _share(row: Row, case: KernelCase, machine: MachineSpeed) -> Row:
     """The row with what it reaches of the machine's bandwidth and arithmetic."""
     peak = machine.read_gb_s if case.against == "read" else machine.copy_gb_s
     row = row | {f"{case.against}_share": row["gb_s"] / peak}
@@ -161,7 +161,7 @@ def _share(row: Row, case: Case, machine: Machine) -> Row:
     return row
 
 
-def rows_table(rows: list[Row], machine: Machine) -> Table:
+def rows_table(rows: list[Row], machine: MachineSpeed) -> Table:
     """For people."""
     title = (
         f"kernels; read {machine.read_gb_s:.1f}, copy {machine.copy_gb_s:.1f} GB/s, "

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 
 @dataclass(slots=True)
-class Clock:
+class PartTimer:
     """Seconds by part; parts may lie inside each other and each counts the whole of its own time."""
 
     total: dict[str, float] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Clock:
 
 
 @contextmanager
-def timers(clock: Clock, parts: list[tuple[Any, str, str]]) -> Iterator[None]:
+def timers(clock: PartTimer, parts: list[tuple[Any, str, str]]) -> Iterator[None]:
     """While it lasts, every (owner, attribute, part) is on the clock. Owners are modules or instances."""
     with ExitStack() as stack:
         for owner, name, part in parts:
@@ -46,7 +46,7 @@ def timers(clock: Clock, parts: list[tuple[Any, str, str]]) -> Iterator[None]:
 class TimedOps:
     """A back-end whose functions are on the clock, by their names."""
 
-    def __init__(self, backend: Any, clock: Clock) -> None:
+    def __init__(self, backend: Any, clock: PartTimer) -> None:
         self._backend, self._clock = backend, clock
         self._timed: dict[str, Any] = {}
 

@@ -7,7 +7,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvreclaim.bench.systems.base import NAMES, OURS, Fill, Point, Setup, System
+from kvreclaim.bench.systems.base import NAMES, OURS, Fill, Point, System, SystemSetup
 from kvreclaim.checks import check_choice, require
 from kvreclaim.compression.spec.traits import traits
 from kvreclaim.config import AUTO, format_name, format_names
@@ -42,8 +42,8 @@ class ModelPlan:
         )
 
     @property
-    def setup(self) -> Setup:
-        return Setup(self.model, self.dtype, self.threads)
+    def setup(self) -> SystemSetup:
+        return SystemSetup(self.model, self.dtype, self.threads)
 
     def facts(self) -> dict[str, Any]:
         """What every row says of it."""
@@ -204,10 +204,10 @@ class DecodePlan(PeersPlan):
         new_tokens = (self.rounds + 1) * max(self.steps, self.interval) + 8
         return [Point(c, b, new_tokens, self.fill) for c in self.contexts for b in self.batches]
 
-    def make(self, name: str, setup: Setup, points: list[Point]) -> System:
+    def make(self, name: str, setup: SystemSetup, points: list[Point]) -> System:
         """A system by its name, loaded."""
         from kvreclaim.bench.systems.hf import ContinuousBatching, Generate
-        from kvreclaim.bench.systems.ours import Ours
+        from kvreclaim.bench.systems.ours import KvreclaimSystem
         from kvreclaim.bench.systems.vllm_peer import Vllm
 
         if name == "transformers":
@@ -218,7 +218,7 @@ class DecodePlan(PeersPlan):
             assert self.vllm_python is not None, "checked in __post_init__"
             return Vllm(setup, points, python=self.vllm_python, eager=not self.vllm_compile)
         config, form = self.compression(name), self.kv_cache_dtype(name)
-        return Ours(name, setup, points, config=config, kernels=self.kernels, kv_cache_dtype=form)
+        return KvreclaimSystem(name, setup, points, config=config, kernels=self.kernels, kv_cache_dtype=form)
 
     def kv_cache_dtype(self, name: str) -> str:
         """Of one of ours."""

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from kvreclaim.bench.common import Columns, Row, alternate, seconds, sheet, spread
 from kvreclaim.bench.plans import ServePlan
-from kvreclaim.bench.serve_client import Ask, Told, ask_all
+from kvreclaim.bench.serve_client import Ask, StreamedAnswer, ask_all
 from kvreclaim.checks import require
 from kvreclaim.config import SamplingParams
 from kvreclaim.engine.api.llm import LLM
@@ -131,7 +131,7 @@ def _offline(llm: LLM, asks: list[Ask]) -> list[str]:
     return [output.outputs[0].text for output in llm.generate([ask.prompt for ask in asks], params)]
 
 
-def _http(base_url: str, asks: list[Ask]) -> tuple[list[Told], float]:
+def _http(base_url: str, asks: list[Ask]) -> tuple[list[StreamedAnswer], float]:
     return asyncio.run(ask_all(base_url, NAME, asks))
 
 
@@ -153,7 +153,7 @@ def _verify(plan: ServePlan, llm: LLM, base_url: str, *, strict: bool = True) ->
 
 
 def _measure(plan: ServePlan, llm: LLM, base_url: str, num_streams: int) -> Row:
-    answers: list[Told] = []
+    answers: list[StreamedAnswer] = []
     rounds = [_asks(plan, llm, num_streams, seed=plan.seed + turn + 1) for turn in range(plan.rounds)]
     given = {"offline": iter(rounds), "http": iter(rounds)}
 
@@ -177,7 +177,7 @@ def _measure(plan: ServePlan, llm: LLM, base_url: str, num_streams: int) -> Row:
     )
 
 
-def _latency(answers: list[Told]) -> Row:
+def _latency(answers: list[StreamedAnswer]) -> Row:
     """Of the first piece, and between two."""
     waits_s = {
         "ttft": [answer.first_s for answer in answers],

@@ -29,7 +29,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class StreamedAnswer:
     """What came: the whole text, seconds from the request to its first piece, and those between two pieces.
     A piece has one or more tokens."""
 
@@ -64,16 +64,16 @@ class _Stream(asyncio.Protocol):
             seen = b"".join(self.parts)[:300].decode(errors="replace")
             self.ended.set_exception(BrokenStreamError(f"the server ended a stream early; it said {seen!r}."))
 
-    def told(self) -> Told:
+    def told(self) -> StreamedAnswer:
         """Take the answer apart."""
         body = _unchunked(b"".join(self.parts))
         events = [json.loads(line[6:]) for line in body.split(b"\n") if line.startswith(b"data: {")]
         text = "".join(choice["text"] for event in events for choice in event["choices"])
         gaps = [after - before for before, after in pairwise(self.times)]
-        return Told(text, self.times[0] - self.sent, gaps)
+        return StreamedAnswer(text, self.times[0] - self.sent, gaps)
 
 
-async def ask_all(base_url: str, model: str, asks: Sequence[Ask]) -> tuple[list[Told], float]:
+async def ask_all(base_url: str, model: str, asks: Sequence[Ask]) -> tuple[list[StreamedAnswer], float]:
     """Send every request at its time. Returns: answers in order, seconds from the first to the last byte."""
     where = urlsplit(base_url)
     loop = asyncio.get_running_loop()

@@ -12,10 +12,10 @@ from rich.table import Table
 
 from kvreclaim.bench.common import Row, table, text
 from kvreclaim.bench.decode_table import short
-from kvreclaim.bench.patches import Clock, TimedOps, timers
+from kvreclaim.bench.patches import PartTimer, TimedOps, timers
 from kvreclaim.bench.plans import DecodePlan
 from kvreclaim.bench.systems.base import Point
-from kvreclaim.bench.systems.ours import Ours
+from kvreclaim.bench.systems.ours import KvreclaimSystem
 
 PARTS = ("schedule", "batch", "model", "attention", "write K/V", "sample", "commit", "compress", "rest")
 
@@ -32,8 +32,8 @@ def run(plan: DecodePlan) -> list[Row]:
 
 
 def _measure(plan: DecodePlan, name: str, point: Point) -> Row:
-    system = Ours(name, plan.setup, [point], config=plan.compression(name), kernels=plan.kernels)
-    clock, engine = Clock(), system.llm.engine
+    system = KvreclaimSystem(name, plan.setup, [point], config=plan.compression(name), kernels=plan.kernels)
+    clock, engine = PartTimer(), system.llm.engine
     steps = -(-plan.steps // system.multiple) * system.multiple
     runner = engine.runner
     parts = [

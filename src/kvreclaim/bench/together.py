@@ -19,7 +19,7 @@ from rich.table import Table
 from kvreclaim.bench.common import Row, alternate, sheet
 from kvreclaim.bench.plans import CompressPlan
 from kvreclaim.bench.systems.base import Fill, Point
-from kvreclaim.bench.systems.ours import Ours
+from kvreclaim.bench.systems.ours import KvreclaimSystem
 from kvreclaim.compression.policy import Signal
 from kvreclaim.compression.registry import make_policy
 
@@ -38,7 +38,7 @@ def _measure(plan: CompressPlan, policy: str) -> Row:
     fill: Fill = "prefill" if make_policy(policy).needs & OBSERVED else "synthetic"
     point = Point(base.budget + base.interval, together, 2, fill)
     config = base.policy(policy)
-    system = Ours(f"kvreclaim-{policy}", base.setup, [point], config=config, kernels=base.kernels)
+    system = KvreclaimSystem(f"kvreclaim-{policy}", base.setup, [point], config=config, kernels=base.kernels)
     one = replace(point, batch=1)
     cases = {"one": (one, together), "together": (point, together), "alone": (point, 1)}
     times = alternate({name: partial(_time, system, *case) for name, case in cases.items()}, plan.rounds)
@@ -55,7 +55,7 @@ def _measure(plan: CompressPlan, policy: str) -> Row:
     }
 
 
-def _time(system: Ours, point: Point, at_once: int) -> float:
+def _time(system: KvreclaimSystem, point: Point, at_once: int) -> float:
     """Seconds of the passes of every sequence of the point, so many in one call."""
     engine = system.llm.engine
     answers = engine.output_processor

@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import Tensor
 
 from kvreclaim.bench.common import Row, sheet
-from kvreclaim.bench.systems.base import CHUNK, Setup
+from kvreclaim.bench.systems.base import CHUNK, SystemSetup
 from kvreclaim.bench.systems.hf import Generate
 from kvreclaim.config import SamplingParams
 from kvreclaim.engine.api.llm import LLM
@@ -40,7 +40,7 @@ class WrongTokensError(KVReclaimError, RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class TokenAgreement:
     """How one system's tokens compare with the fp32 model's.
 
     exact:       share of tokens before the first that differs from the fp32 output
@@ -79,11 +79,13 @@ class Judge(ABC):
     def gaps(self, prompt: list[int], tokens: list[int]) -> Tensor:
         """Best logit less the drawn token's at each place, over the row's standard deviation: [tokens]."""
 
-    def judge(self, system: str, dtype: str, prompts: list[list[int]], outputs: list[list[int]]) -> Agreement:
+    def judge(
+        self, system: str, dtype: str, prompts: list[list[int]], outputs: list[list[int]]
+    ) -> TokenAgreement:
         """Compare one system's outputs of the prompts, all of the same length."""
         gaps = torch.cat([self.gaps(p, out) for p, out in zip(prompts, outputs, strict=True)])
         exact = [_common(out, self.greedy(p, len(out))) for p, out in zip(prompts, outputs, strict=True)]
-        return Agreement(
+        return TokenAgreement(
             system=system,
             dtype=dtype,
             num_tokens=gaps.numel(),
@@ -97,7 +99,7 @@ class Referee(Judge):
     """The model in fp32 under transformers' own attention."""
 
     def __init__(self, model: Path) -> None:
-        self.system = Generate(Setup(model, "float32", torch.get_num_threads()))
+        self.system = Generate(SystemSetup(model, "float32", torch.get_num_threads()))
         self.model = self.system.model
         self._greedy: dict[tuple[int, ...], list[int]] = {}
 
@@ -143,7 +145,9 @@ class FormatReferee(Judge):
         self.llm.score([prompt], [tokens], observers=[lambda _, told: rows.append(told.clone())])
         return _gaps(torch.cat(rows), tokens)
 
-    def judge(self, system: str, dtype: str, prompts: list[list[int]], outputs: list[list[int]]) -> Agreement:
+    def judge(
+        self, system: str, dtype: str, prompts: list[list[int]], outputs: list[list[int]]
+    ) -> TokenAgreement:
         judged = super().judge(system, dtype, prompts, outputs)
         allowed = MARGIN_STDS
         if dtype != "float32" or self.llm.engine.kv_format.has_open_blocks:
@@ -163,7 +167,7 @@ def _common(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
 
 
-def require_agreement(results: list[Agreement]) -> None:
+def require_agreement(results: list[TokenAgreement]) -> None:
     """Raises: WrongTokensError naming the systems that failed."""
     if wrong := [result for result in results if not result.passed]:
         told = "; ".join(

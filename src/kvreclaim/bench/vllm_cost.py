@@ -19,12 +19,12 @@ from rich.console import Console
 
 from kvreclaim.bench.common import Columns, Row, alternate, cells, markdown
 from kvreclaim.bench.vllm_plan import VllmPlan
-from kvreclaim.bench.vllm_pool import Case, VllmSide, option_of
+from kvreclaim.bench.vllm_pool import PoolCase, VllmSide, option_of
 
 ABSENT, AGAIN, INSTALLED, UNREACHED = "absent", "absent again", "installed", "never reached"
 
 
-CASE = Case(requests=8, prompt=128, output=64, num_blocks=97, budget=1 << 20)
+CASE = PoolCase(requests=8, prompt=128, output=64, num_blocks=97, budget=1 << 20)
 """A pool in which all of them fit twice; a budget beyond every request."""
 
 

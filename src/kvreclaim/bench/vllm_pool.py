@@ -30,7 +30,7 @@ POINTS = 400
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class PoolCase:
     """Requests of (prompt + output) tokens, all sent at once.
 
     num_blocks: as vLLM's --num-gpu-blocks-override, one of them its null block
@@ -50,8 +50,8 @@ class Case:
 
 
 CASES = {
-    "small": Case(requests=10, prompt=800, output=400, num_blocks=130, budget=256, rounds=3),
-    "large": Case(requests=32, prompt=2048, output=2048, num_blocks=769, budget=512),
+    "small": PoolCase(requests=10, prompt=800, output=400, num_blocks=130, budget=256, rounds=3),
+    "large": PoolCase(requests=32, prompt=2048, output=2048, num_blocks=769, budget=512),
 }
 
 
@@ -62,7 +62,9 @@ class VllmSide:
     Raises: SkipPoint where vLLM fails; InvalidArgumentError where the plugin is not what was asked for.
     """
 
-    def __init__(self, plan: VllmPlan, case: Case, option: Row | None = None, *, plugin: bool = True) -> None:
+    def __init__(
+        self, plan: VllmPlan, case: PoolCase, option: Row | None = None, *, plugin: bool = True
+    ) -> None:
         pool_bytes = case.num_blocks * BLOCK_SIZE * kv_bytes_per_token(plan.model, 2)
         self.case, self.process = case, VllmProcess(plan.python, plan.threads, pool_bytes, plugin=plugin)
         self.close = self.process.close
@@ -115,7 +117,7 @@ def run(plan: VllmPlan, console: Console) -> tuple[list[Row], dict[str, str]]:
     return rows, versions
 
 
-def _both(plan: VllmPlan, case: Case, sides: dict[str, VllmSide], console: Console) -> list[Row]:
+def _both(plan: VllmPlan, case: PoolCase, sides: dict[str, VllmSide], console: Console) -> list[Row]:
     def serve(name: str) -> Row:
         answer = sides[name].serve()
         console.print(f"{case.name}, {name}: {answer['elapsed_s']:.1f} s", style="dim")
@@ -132,7 +134,7 @@ def _both(plan: VllmPlan, case: Case, sides: dict[str, VllmSide], console: Conso
     return rows
 
 
-def _row(plan: VllmPlan, case: Case, system: str, answers: Sequence[Row]) -> Row:
+def _row(plan: VllmPlan, case: PoolCase, system: str, answers: Sequence[Row]) -> Row:
     """The first answer's steps, which are every answer's, and the median of the seconds."""
     first = answers[0]
     if len({len(answer["at_s"]) for answer in answers}) != 1:

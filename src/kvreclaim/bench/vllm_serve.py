@@ -38,7 +38,7 @@ LATENCIES = ("ttft", "tpot", "e2el")
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ServeLoad:
     """What comes to each server in a turn.
 
     output, spread: tokens of an answer, from output * (1 - spread) to output * (1 + spread)
@@ -58,7 +58,7 @@ class Load:
         return self.prompt + round(self.output * (1 + self.spread)) + 32  # what text and tokens differ by
 
 
-LOAD = Load()
+LOAD = ServeLoad()
 
 
 def run(plan: VllmPlan, console: Console) -> list[Row]:

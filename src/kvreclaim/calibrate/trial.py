@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 from kvreclaim.checks import require
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.stats import QueryStats
-from kvreclaim.compression.trial import CANDIDATES, FRACTIONS, Outcome, Said, Trial
+from kvreclaim.compression.trial import CANDIDATES, FRACTIONS, Trial, TrialOutcome, TrialScore
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.engine.request.outputs import ScoreOutput
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError, UnsupportedModelError
@@ -83,8 +83,8 @@ def try_candidates(
     engine = _engine_for(llm, cases)
     served, refused = _served(engine, stats, candidates)
     require(bool(served), f"no candidate can run: {'; '.join(refused.values())}")
-    full: list[Said] = []
-    found: dict[_Setting, list[tuple[int, Said]]] = {}
+    full: list[TrialScore] = []
+    found: dict[_Setting, list[tuple[int, TrialScore]]] = {}
     groups = [served[i : i + AT_ONCE] for i in range(0, len(served), AT_ONCE)]
     bar = tqdm(total=len(cases) * len(groups), desc="trial", disable=not show_progress)
     with bar:
@@ -155,7 +155,7 @@ def _config(policy: str, budget: int, stats: QueryStats) -> CompressionConfig:
     return CompressionConfig(policy, budget, INTERVAL, SINKS, recent, stats=stats)
 
 
-def _full(engine: LLM, case: _Case) -> Said:
+def _full(engine: LLM, case: _Case) -> TrialScore:
     """What follows a document in the full cache. The document is computed alone, so that all find it."""
     engine.score([case.prompt], [case.once[:1]])
     return _said(case, *_score(engine, case, [None]))
@@ -163,7 +163,7 @@ def _full(engine: LLM, case: _Case) -> Said:
 
 def _tried(
     engine: LLM, case: _Case, settings: Sequence[_Setting], stats: QueryStats, refused: dict[str, str]
-) -> Iterator[tuple[_Setting, tuple[int, Said]]]:
+) -> Iterator[tuple[_Setting, tuple[int, TrialScore]]]:
     """Budget and outcome of each setting, all in one batch; refused gets policies that fail, and why."""
     budgets = [_budget(engine, case, fraction) for _, fraction in settings]
     policies = [policy for policy, _ in settings]
@@ -191,11 +191,11 @@ def _score(engine: LLM, case: _Case, configs: Sequence[CompressionConfig | None]
     return engine.score([case.prompt] * (2 * count), [case.once, case.again] * count, asked)
 
 
-def _said(case: _Case, once: ScoreOutput, again: ScoreOutput) -> Said:
+def _said(case: _Case, once: ScoreOutput, again: ScoreOutput) -> TrialScore:
     for output in (once, again):
         if output.error is not None:
             raise InvalidArgumentError(f"the trial failed: {output.error}")
-    return Said(
+    return TrialScore(
         once=_nats(once),
         once_right=_right(once, case.once),
         again=_nats(again),
@@ -203,9 +203,9 @@ def _said(case: _Case, once: ScoreOutput, again: ScoreOutput) -> Said:
     )
 
 
-def _outcome(setting: _Setting, rows: Sequence[tuple[int, Said]]) -> Outcome:
+def _outcome(setting: _Setting, rows: Sequence[tuple[int, TrialScore]]) -> TrialOutcome:
     (policy, fraction), (budgets, said) = setting, zip(*rows, strict=True)
-    return Outcome(policy=policy, fraction=fraction, budget=mean(budgets), **dict(_mean(said)))
+    return TrialOutcome(policy=policy, fraction=fraction, budget=mean(budgets), **dict(_mean(said)))
 
 
 def _nats(output: ScoreOutput) -> float:
@@ -216,5 +216,5 @@ def _right(output: ScoreOutput, tokens: list[int]) -> float:
     return mean(float(a == b) for a, b in zip(output.predicted, tokens, strict=True))
 
 
-def _mean(said: Sequence[Said]) -> Said:
-    return Said(**{name: mean(getattr(one, name) for one in said) for name in Said.model_fields})
+def _mean(said: Sequence[TrialScore]) -> TrialScore:
+    return TrialScore(**{name: mean(getattr(one, name) for one in said) for name in TrialScore.model_fields})

@@ -39,7 +39,7 @@ ENGINE = (
 
 
 @dataclass(frozen=True)
-class Files:
+class EvalOutputs:
     """What is written, beside the tables on the terminal."""
 
     out: Path | None = option(None, "Journal (the same command goes on after a stop) and report.")
@@ -75,7 +75,7 @@ def evaluate(
     ],
     engine: Annotated[EngineConfig, Takes(config=EngineConfig, panel=opt.ENGINE, only=ENGINE)],
     sizes: Annotated[TaskOptions, Takes(config=TaskOptions, panel=TASKS)],
-    files: Annotated[Files, Takes(config=Files, panel="output")],
+    files: Annotated[EvalOutputs, Takes(config=EvalOutputs, panel="output")],
     tasks: Annotated[
         str,
         typer.Option(
@@ -112,7 +112,7 @@ def evaluate(
     _report(llm, plan, make_tasks(names_in(tasks), llm, sizes), files)
 
 
-def _report(llm: LLM, plan: EvalPlan, tasks: Sequence[Task], files: Files) -> None:
+def _report(llm: LLM, plan: EvalPlan, tasks: Sequence[Task], files: EvalOutputs) -> None:
     from kvreclaim.bench.common import wide_console
     from kvreclaim.eval.compare import run_plan
     from kvreclaim.eval.show import progress_bar, show_report
@@ -132,7 +132,7 @@ def _report(llm: LLM, plan: EvalPlan, tasks: Sequence[Task], files: Files) -> No
         raise typer.Exit(1)
 
 
-def _write(report: EvalReport, files: Files) -> None:
+def _write(report: EvalReport, files: EvalOutputs) -> None:
     from kvreclaim.eval.html import write_html
 
     writers: tuple[Callable[[Path], None], ...]

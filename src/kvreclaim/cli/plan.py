@@ -10,12 +10,12 @@ from kvreclaim.checks import require
 from kvreclaim.cli.options import DEMO, Figures, model_of
 from kvreclaim.cli.takes import Takes, takes
 from kvreclaim.outputs import write_json
-from kvreclaim.plan.asked import Asked
+from kvreclaim.plan.asked import PlanRequest
 
 
 @takes
 def plan(
-    asked: Annotated[Asked, Takes(config=Asked)],
+    asked: Annotated[PlanRequest, Takes(config=PlanRequest)],
     file: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="As --model.")] = None,
     model: Annotated[
         str | None,

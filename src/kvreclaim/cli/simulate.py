@@ -14,7 +14,7 @@ from rich.table import Table
 from kvreclaim.cli.options import Figures, picture
 from kvreclaim.cli.takes import Takes, takes
 from kvreclaim.outputs import write_json
-from kvreclaim.sim.options import ENGINE, LOAD, MACHINE, Machine, Serving, Traffic, without_compression
+from kvreclaim.sim.options import ENGINE, LOAD, MACHINE, ReplicaOptions, Serving, Traffic, without_compression
 from kvreclaim.sim.routers import ROUTERS
 from kvreclaim.sim.targets import AXES, parse_targets
 
@@ -25,7 +25,7 @@ UNDEFINED = "–"
 @takes
 def simulate(
     traffic: Annotated[Traffic, Takes(config=Traffic, panel=LOAD)],
-    machine: Annotated[Machine, Takes(config=Machine, panel=MACHINE)],
+    machine: Annotated[ReplicaOptions, Takes(config=ReplicaOptions, panel=MACHINE)],
     serving: Annotated[Serving, Takes(config=Serving, panel=ENGINE)],
     replicas: Annotated[int, typer.Option(min=1, max=65_536, help="Engines behind the router.")] = 1,
     router: Annotated[str, typer.Option(help=f"{', '.join(ROUTERS)}.")] = "rr",

@@ -29,7 +29,7 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Said(_Frozen):
+class TrialScore(_Frozen):
     """What the model gave to tokens: nats below certainty, mean over them; share of them it said itself.
 
     The document goes on (`once`), and stretches of it are said again (`again`).
@@ -41,7 +41,7 @@ class Said(_Frozen):
     again_right: float = Field(ge=0, le=1)
 
 
-class Outcome(Said):
+class TrialOutcome(TrialScore):
     """The same under a policy that keeps a fraction of the document; budget in tokens, mean."""
 
     policy: str
@@ -61,8 +61,8 @@ class Trial(_Frozen):
     version: Literal[1] = 1
     documents: PositiveInt
     tokens: PositiveInt
-    full: Said
-    outcomes: tuple[Outcome, ...] = Field(min_length=1)
+    full: TrialScore
+    outcomes: tuple[TrialOutcome, ...] = Field(min_length=1)
     refused: dict[str, str] = {}
 
     @model_validator(mode="after")
@@ -87,7 +87,7 @@ class Trial(_Frozen):
         do so with all of the cache is not judged by it."""
         return self.full.again < self.full.once
 
-    def lost(self, outcome: Outcome) -> float:
+    def lost(self, outcome: TrialOutcome) -> float:
         """Nats per token against the full cache: going on and, if the model reads back, saying again."""
         again = outcome.again - self.full.again if self.reads_back else 0.0
         return outcome.once - self.full.once + again

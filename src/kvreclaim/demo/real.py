@@ -10,7 +10,7 @@ from pathlib import Path
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.config import SamplingParams
 from kvreclaim.corpora import prose
-from kvreclaim.demo.report import Asked, LoadRun, RealReport
+from kvreclaim.demo.report import CodeQuestion, LoadRun, RealReport
 from kvreclaim.demo.runs import OnProgress, generate_batch, load_figures
 from kvreclaim.engine.api.chat import render_chat
 from kvreclaim.engine.api.llm import LLM
@@ -87,7 +87,7 @@ def run_real(model: Path, plan: RealPlan, on_progress: OnProgress) -> RealReport
         batch_size=plan.num_examples,
         recent=plan.recent,
     )
-    talks = Talks(llm, plan, best)
+    talks = Conversations(llm, plan, best)
     on_progress("a conversation")
     asked = talks.ask()
     load = []
@@ -111,7 +111,7 @@ def run_real(model: Path, plan: RealPlan, on_progress: OnProgress) -> RealReport
     )
 
 
-class Talks:
+class Conversations:
     """Conversations about passages of prose with codes in them, with the full cache and under a policy.
 
     num_blocks: of the load's pool
@@ -125,7 +125,7 @@ class Talks:
         whole = plan.num_load * blocks_for(plan.num_load_tokens + plan.num_answer_tokens, plan.block_size)
         self.num_blocks = int(whole * plan.pool_share)
 
-    def ask(self) -> list[Asked]:
+    def ask(self) -> list[CodeQuestion]:
         """The code of each text, asked of the full cache and of ours: the answers as they come."""
         asked = []
         for number in range(self.plan.num_talks):
@@ -137,7 +137,7 @@ class Talks:
                 params = SamplingParams(temperature=0.0, max_tokens=24)
                 out = self.llm.generate([prompt], params, self._compression(fraction, len(prompt)))[0]
                 answers[label(self.policy, fraction)] = out.outputs[0].text.strip()
-            asked.append(Asked(question=question, code=code, answers=answers))
+            asked.append(CodeQuestion(question=question, code=code, answers=answers))
         return asked
 
     def load(self, fraction: float | None) -> LoadRun:

@@ -64,7 +64,7 @@ class LoadRun(PoolRun):
     mean_running: float
 
 
-class Asked(BaseModel):
+class CodeQuestion(BaseModel):
     """A code of a text, asked in a conversation. answers: by policy and budget, as they came."""
 
     question: str
@@ -89,7 +89,7 @@ class RealReport(BaseModel):
     num_talk_tokens: int
     num_load_tokens: int
     rows: list[EvalRow]
-    asked: list[Asked]
+    asked: list[CodeQuestion]
     load: list[LoadRun]
     elapsed_s: float
 

@@ -13,7 +13,7 @@ from kvreclaim.demo.report import LoadRun, PolicyRun
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.engine.request.outputs import RequestOutput, ScoreOutput, StepStats
 from kvreclaim.eval.chain import ChainTask
-from kvreclaim.eval.example import Example, Kind, accuracy, exact_match, progress
+from kvreclaim.eval.example import Example, TokenKind, accuracy, exact_match, progress
 from kvreclaim.eval.runner import timed
 from kvreclaim.memory.blocks import blocks_for
 
@@ -171,14 +171,14 @@ def load_figures(steps: Sequence[StepStats]) -> dict[str, Any]:
 
 
 def _accuracies(examples: Sequence[Example], scored: list[ScoreOutput]) -> dict[str, Any]:
-    def right(*kinds: Kind) -> float:
+    def right(*kinds: TokenKind) -> float:
         return mean(accuracy(e, s.predicted, kinds) for e, s in zip(examples, scored, strict=False))
 
     return {
         "num_scored": len(scored),
-        "accuracy": right(Kind.LOOKUP, Kind.RESTORE),
-        "lookup_accuracy": right(Kind.LOOKUP),
-        "carry_accuracy": right(Kind.RESTORE),
+        "accuracy": right(TokenKind.LOOKUP, TokenKind.RESTORE),
+        "lookup_accuracy": right(TokenKind.LOOKUP),
+        "carry_accuracy": right(TokenKind.RESTORE),
     }
 
 

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from kvreclaim.eval.task import Answer as Answer
     from kvreclaim.eval.task import Item as Item
     from kvreclaim.eval.task import Metric as Metric
-    from kvreclaim.eval.task import Outcome as Outcome
     from kvreclaim.eval.task import Task as Task
+    from kvreclaim.eval.task import TaskScore as TaskScore
 
 _HOMES = {
     "Answer": "task",
@@ -22,9 +22,9 @@ _HOMES = {
     "EvalRow": "report",
     "Item": "task",
     "Metric": "task",
-    "Outcome": "task",
     "Task": "task",
     "TaskOptions": "plan",
+    "TaskScore": "task",
     "evaluate": "compare",
 }
 __all__ = list(_HOMES)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvreclaim.eval.task import Answer, Item, Metric, Outcome
+from kvreclaim.eval.task import Answer, Item, Metric, TaskScore
 from kvreclaim.eval.windows import WindowTask
 
 ROW_BYTES = 64 * 2**20
@@ -26,9 +26,9 @@ class Agreement(WindowTask):
     metric = Metric.AGREEMENT
     compares = True
 
-    def judge(self, item: Item, answer: Answer) -> Outcome:
+    def judge(self, item: Item, answer: Answer) -> TaskScore:
         sums = answer.compared
-        return Outcome(sums["agree"], sums["places"], extra={"kl": sums["kl"] / sums["places"]})
+        return TaskScore(sums["agree"], sums["places"], extra={"kl": sums["kl"] / sums["places"]})
 
 
 class FullRows:

@@ -11,7 +11,7 @@ from kvreclaim.ops.formats import kv_format
 
 
 @dataclass(frozen=True, slots=True)
-class Storage:
+class FormatStorage:
     """What a sequence's K/V take in one format, beside what the full cache takes in the model's own dtype.
 
     block_bytes:     of one block over all layers, scales and centres included
@@ -26,7 +26,7 @@ class Storage:
     reference_bytes: int
 
     @classmethod
-    def of(cls, name: str, facts: ModelFacts, block_size: int) -> Storage:
+    def of(cls, name: str, facts: ModelFacts, block_size: int) -> FormatStorage:
         """The format that --kv-cache-dtype names. Raises: InvalidArgumentError."""
         form, own = kv_format(name, facts.dtype), kv_format(AUTO, facts.dtype)
         return cls(

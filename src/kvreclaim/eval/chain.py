@@ -19,10 +19,10 @@ from itertools import pairwise
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval import vocabulary as v
 from kvreclaim.eval.example import (
+    EvidencePlace,
     Example,
-    Kind,
-    Place,
     SizedTask,
+    TokenKind,
     TraceWriter,
     accuracy,
     in_fact,
@@ -104,10 +104,10 @@ class Hop:
     value: int
     carry: int
     next_carry: int
-    key_place: Place
-    value_place: Place
-    carry_place: Place
-    next_carry_place: Place
+    key_place: EvidencePlace
+    value_place: EvidencePlace
+    carry_place: EvidencePlace
+    next_carry_place: EvidencePlace
 
 
 def walk_out(writer: TraceWriter, path: Sequence[int], carry: int, header_tokens: int) -> list[Hop]:
@@ -119,10 +119,10 @@ def walk_out(writer: TraceWriter, path: Sequence[int], carry: int, header_tokens
     hops = []
     for i, (key, value) in enumerate(pairwise(path)):
         after = next_carry(carry, value)
-        writer.add(v.FORWARD, Kind.MARK)
-        key_place = writer.add(key, Kind.KEY, place)
-        place = writer.add(value, Kind.LOOKUP, in_fact(i, 2))
-        after_place = writer.add(after, Kind.CARRY)
+        writer.add(v.FORWARD, TokenKind.MARK)
+        key_place = writer.add(key, TokenKind.KEY, place)
+        place = writer.add(value, TokenKind.LOOKUP, in_fact(i, 2))
+        after_place = writer.add(after, TokenKind.CARRY)
         writer.close_step()
         hops.append(Hop(key, value, carry, after, key_place, place, carry_place, after_place))
         carry, carry_place = after, after_place
@@ -133,10 +133,10 @@ def _walk_back(writer: TraceWriter, hops: Sequence[Hop]) -> None:
     """Write the backward hops, last one first."""
     place = hops[-1].value_place
     for hop in reversed(hops):
-        writer.add(v.BACKWARD, Kind.MARK)
-        writer.add(hop.value, Kind.KEY, place)
-        place = writer.add(hop.key, Kind.RETURN, hop.key_place)
-        writer.add(hop.carry, Kind.RESTORE, hop.carry_place)
+        writer.add(v.BACKWARD, TokenKind.MARK)
+        writer.add(hop.value, TokenKind.KEY, place)
+        place = writer.add(hop.key, TokenKind.RETURN, hop.key_place)
+        writer.add(hop.carry, TokenKind.RESTORE, hop.carry_place)
         writer.close_step()
 
 
@@ -162,4 +162,4 @@ def next_carry(carry: int, node: int) -> int:
 
 def lookup_accuracy(example: Example, predicted: Sequence[int]) -> float:
     """Share of right successors in forward hops (teacher-forced, see `accuracy`): evidence in the prompt."""
-    return accuracy(example, predicted, (Kind.LOOKUP,))
+    return accuracy(example, predicted, (TokenKind.LOOKUP,))

@@ -9,10 +9,10 @@ from typing import Any
 
 import kvreclaim
 from kvreclaim.engine.api.llm import LLM
-from kvreclaim.eval.grid import Grid, OnProgress
+from kvreclaim.eval.grid import EvalGrid, OnProgress
 from kvreclaim.eval.journal import Journal
 from kvreclaim.eval.plan import EvalPlan, TaskOptions
-from kvreclaim.eval.report import EvalReport, FormatFacts, Header
+from kvreclaim.eval.report import EvalReport, FormatFacts, ReportHeader
 from kvreclaim.eval.rows import make_rows
 from kvreclaim.eval.task import Task
 from kvreclaim.eval.tasks import make_tasks
@@ -67,7 +67,7 @@ def run_plan(
     """
     plan = plan.resolved(llm)
     with Journal(out) as journal:
-        grid = Grid(llm, plan, tasks, journal)
+        grid = EvalGrid(llm, plan, tasks, journal)
         if on_start is not None:
             grid.on_progress = on_start(grid.num_examples)
         grid.run()
@@ -76,10 +76,10 @@ def run_plan(
     return EvalReport(header=_header(grid, command), rows=rows)
 
 
-def _header(grid: Grid, command: str) -> Header:
+def _header(grid: EvalGrid, command: str) -> ReportHeader:
     llm, plan, first = grid.llm, grid.plan, next(iter(grid.runners.values()))
     facts = llm.loaded.facts
-    return Header(
+    return ReportHeader(
         command=command,
         version=kvreclaim.__version__,
         model=facts.name,

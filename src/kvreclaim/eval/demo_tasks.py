@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from kvreclaim.checks import require
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval.chain import HOP_TOKENS, ChainTask
-from kvreclaim.eval.example import Kind, SizedTask, Stream
+from kvreclaim.eval.example import SizedTask, Stream, TokenKind
 from kvreclaim.eval.multi_query import MultiQueryTask
 from kvreclaim.eval.recall import ZONES, RecallTask
 from kvreclaim.eval.rsq import RSQTask
@@ -25,7 +25,7 @@ class DemoTask:
     """A task in any size; `judged` are the kinds of trace tokens that count as its answers."""
 
     name: str
-    judged: frozenset[Kind]
+    judged: frozenset[TokenKind]
     build: Callable[[int], SizedTask]
 
     def make(self, num_tokens: int) -> SizedTask:
@@ -103,11 +103,11 @@ def _rsq(num_tokens: int) -> RSQTask:
 DEMO_TASKS: Mapping[str, DemoTask] = {
     task.name: task
     for task in (
-        DemoTask("chain", frozenset({Kind.LOOKUP, Kind.RESTORE}), _chain),
-        DemoTask("recall", frozenset({Kind.RESTORE}), _recall),
-        DemoTask("multi_query", frozenset({Kind.LOOKUP}), _multi_query),
-        DemoTask("variable_tracking", frozenset({Kind.LOOKUP}), _variable_tracking),
-        DemoTask("rsq", frozenset({Kind.STACK}), _rsq),
+        DemoTask("chain", frozenset({TokenKind.LOOKUP, TokenKind.RESTORE}), _chain),
+        DemoTask("recall", frozenset({TokenKind.RESTORE}), _recall),
+        DemoTask("multi_query", frozenset({TokenKind.LOOKUP}), _multi_query),
+        DemoTask("variable_tracking", frozenset({TokenKind.LOOKUP}), _variable_tracking),
+        DemoTask("rsq", frozenset({TokenKind.STACK}), _rsq),
     )
 }
 """Name -> task."""

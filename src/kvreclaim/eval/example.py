@@ -21,7 +21,7 @@ NOISE_RUN = (4, 24)  # nodes or words in a row where filler is mixed
 NOWHERE = -1
 
 
-class Kind(enum.Enum):
+class TokenKind(enum.Enum):
     """What it takes to predict a token of the trace."""
 
     MARK = "mark"  # which step comes next: `#`, `<`, …, `<eos>`
@@ -57,7 +57,7 @@ class Example:
 
     prompt: tuple[int, ...]
     trace: tuple[int, ...]
-    kinds: tuple[Kind, ...]
+    kinds: tuple[TokenKind, ...]
     evidence: tuple[int, ...]
 
     @property
@@ -66,7 +66,7 @@ class Example:
         return self.prompt + self.trace
 
 
-class Part(enum.Enum):
+class EvidencePart(enum.Enum):
     """Where a token of evidence stands."""
 
     FACT = "fact"
@@ -75,22 +75,22 @@ class Part(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Place:
+class EvidencePlace:
     """A token of evidence: of fact `index` the token `offset`, or token `index` of header or trace."""
 
-    part: Part
+    part: EvidencePart
     index: int
     offset: int = 0
 
 
-def in_fact(index: int, offset: int) -> Place:
+def in_fact(index: int, offset: int) -> EvidencePlace:
     """Token `offset` (0 is `@`) of fact `index`."""
-    return Place(Part.FACT, index, offset)
+    return EvidencePlace(EvidencePart.FACT, index, offset)
 
 
-def in_header(index: int) -> Place:
+def in_header(index: int) -> EvidencePlace:
     """Token `index` of the header."""
-    return Place(Part.HEADER, index)
+    return EvidencePlace(EvidencePart.HEADER, index)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,34 +156,34 @@ class TraceWriter:
     num_filler: int
     follower: dict[int, int]
     tokens: list[int] = field(default_factory=list)
-    kinds: list[Kind] = field(default_factory=list)
-    places: list[Place | None] = field(default_factory=list)
+    kinds: list[TokenKind] = field(default_factory=list)
+    places: list[EvidencePlace | None] = field(default_factory=list)
 
-    def add(self, token: int, kind: Kind, place: Place | None = None) -> Place:
+    def add(self, token: int, kind: TokenKind, place: EvidencePlace | None = None) -> EvidencePlace:
         """Write one token and return its own place."""
         self.tokens.append(token)
         self.kinds.append(kind)
         self.places.append(place)
-        return Place(Part.TRACE, len(self.tokens) - 1)
+        return EvidencePlace(EvidencePart.TRACE, len(self.tokens) - 1)
 
     def close_step(self) -> None:
         """Write the step's filler words and its stop."""
         words = v.filler_run(self.word, self.num_filler, self.follower)
         for i, word in enumerate(words):
-            self.add(word, Kind.FILLER if i else Kind.FIRST)
+            self.add(word, TokenKind.FILLER if i else TokenKind.FIRST)
         self.word = words[-1]
-        self.add(v.STOP, Kind.STOP)
+        self.add(v.STOP, TokenKind.STOP)
 
     def finish(self, body: "Body", header: Sequence[int]) -> Example:
         """Write `<eos>`; return the example that this trace makes with its prompt."""
-        self.add(v.EOS, Kind.MARK)
+        self.add(v.EOS, TokenKind.MARK)
         num_body = len(body.tokens)
-        starts = {Part.HEADER: num_body, Part.TRACE: num_body + len(header)}
+        starts = {EvidencePart.HEADER: num_body, EvidencePart.TRACE: num_body + len(header)}
 
-        def position(place: Place | None) -> int:
+        def position(place: EvidencePlace | None) -> int:
             if place is None:
                 return NOWHERE
-            if place.part is Part.FACT:
+            if place.part is EvidencePart.FACT:
                 return body.starts[place.index] + place.offset
             return starts[place.part] + place.index
 
@@ -238,7 +238,7 @@ def _filler(rng: random.Random, num_tokens: int, follower: dict[int, int], noise
     return tokens
 
 
-def accuracy(example: Example, predicted: Sequence[int], kinds: Collection[Kind]) -> float:
+def accuracy(example: Example, predicted: Sequence[int], kinds: Collection[TokenKind]) -> float:
     """Return the share of the trace's tokens of these kinds that are right.
 
     predicted: teacher-forced argmax, aligned with the trace: `predicted[i]` is the guess for `trace[i]`,

@@ -18,7 +18,7 @@ from kvreclaim.compression.policy import CompressionPolicy
 from kvreclaim.compression.registry import make_policy
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.engine.api.llm import LLM
-from kvreclaim.eval.plan import EvalPlan, Setting
+from kvreclaim.eval.plan import EvalPlan, GridColumn
 from kvreclaim.eval.task import Task
 
 SAMPLES_PER_TENSOR = 1024
@@ -46,7 +46,12 @@ def run_identity(llm: LLM, plan: EvalPlan, stats: QueryStats | None) -> dict[str
 
 
 def cell_identity(
-    run: Mapping[str, Any], first: Mapping[str, Any], plan: EvalPlan, setting: Setting, task: Task, seed: int
+    run: Mapping[str, Any],
+    first: Mapping[str, Any],
+    plan: EvalPlan,
+    setting: GridColumn,
+    task: Task,
+    seed: int,
 ) -> dict[str, Any]:
     """All that decides the results of one cell, its number of examples aside: more can be added later.
 

@@ -10,7 +10,7 @@ from kvreclaim.engine.api.llm import LLM
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 from kvreclaim.eval.fingerprint import cell_identity, run_identity
 from kvreclaim.eval.journal import Journal, cell_key
-from kvreclaim.eval.plan import FULL, EvalPlan, Setting
+from kvreclaim.eval.plan import FULL, EvalPlan, GridColumn
 from kvreclaim.eval.results import Result
 from kvreclaim.eval.rows import Cells, Problem
 from kvreclaim.eval.runner import BatchRunner, CellError, open_runners
@@ -20,7 +20,7 @@ OnProgress = Callable[[str, int], None]
 
 
 @dataclass(eq=False)
-class Grid:
+class EvalGrid:
     """A plan on a model, half done or done.
 
     on_progress: told (what is being done, examples that are now done)
@@ -31,7 +31,7 @@ class Grid:
     tasks: Sequence[Task]
     journal: Journal
     on_progress: OnProgress = lambda label, advance: None
-    _problems: dict[tuple[Setting, str], Problem] = field(default_factory=dict, init=False)
+    _problems: dict[tuple[GridColumn, str], Problem] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         names = [task.name for task in self.tasks]
@@ -69,7 +69,7 @@ class Grid:
                 found[setting, task.name] = by_seed
         return found
 
-    def problems(self) -> dict[tuple[Setting, str], Problem]:
+    def problems(self) -> dict[tuple[GridColumn, str], Problem]:
         """Of the settings that could not be run, or not as they should."""
         return {
             (setting, task.name): problem
@@ -78,7 +78,7 @@ class Grid:
             if (problem := self._problems.get((self._as_run(setting), task.name))) is not None
         }
 
-    def _as_run(self, setting: Setting) -> Setting:
+    def _as_run(self, setting: GridColumn) -> GridColumn:
         """The full cache in place of a policy that would never be asked, since the format alone meets the
         budget."""
         alone = self.runners[setting.kv_cache_dtype].storage.meets(setting.fraction)
@@ -99,7 +99,7 @@ class Grid:
             yield numbers[:size], items[:size]
             first += size
 
-    def _run_batch(self, setting: Setting, task: Task, seed: int, items: dict[int, Item]) -> None:
+    def _run_batch(self, setting: GridColumn, task: Task, seed: int, items: dict[int, Item]) -> None:
         label = f"{task.name}: {setting.label}"
         setting = self._as_run(setting)
         about = self._about(setting, task, seed)
@@ -117,7 +117,7 @@ class Grid:
                 self._problems[setting, task.name] = Problem("refused", str(error))
         self.on_progress(label, len(items))
 
-    def _about(self, setting: Setting, task: Task, seed: int) -> dict[str, Any]:
+    def _about(self, setting: GridColumn, task: Task, seed: int) -> dict[str, Any]:
         run = self.identities[setting.kv_cache_dtype]
         first = self.identities[self.plan.kv_cache_dtypes[0]]
         return cell_identity(run, first, self.plan, setting, task, seed)

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvreclaim.checks import parse_json
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.eval.task import Answer, Item, Outcome, PlainTask
+from kvreclaim.eval.task import Answer, Item, PlainTask, TaskScore
 from kvreclaim.eval.text.base import final_part
 from kvreclaim.eval.text.prose import Encoder
 
@@ -54,10 +54,10 @@ class JsonlTask(PlainTask):
         prompt, answers = self.questions[index]
         return Item(self.encode(prompt), max_new_tokens=self.max_new_tokens, payload=answers)
 
-    def judge(self, item: Item, answer: Answer) -> Outcome:
+    def judge(self, item: Item, answer: Answer) -> TaskScore:
         text = final_part(answer.text)
         right = any(self._says(text, accepted) for accepted in item.payload)
-        return Outcome(points=float(right), out_of=1)
+        return TaskScore(points=float(right), out_of=1)
 
     def _says(self, text: str, accepted: str) -> bool:
         articles = not normalise(accepted)  # an answer such as "A" is nothing but one

@@ -11,8 +11,8 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval import vocabulary as v
 from kvreclaim.eval.example import (
     Example,
-    Kind,
     SizedTask,
+    TokenKind,
     TraceWriter,
     check_room,
     in_fact,
@@ -54,8 +54,8 @@ class MultiQueryTask(SizedTask):
         header = [v.QUERY, *(facts[i][0] for i in asked), v.GO, v.FIRST_LENGTH + num_filler, word, v.STOP]
         writer = TraceWriter(word, num_filler, follower)
         for number, i in enumerate(asked):
-            writer.add(v.ASK_VALUE, Kind.MARK)
-            writer.add(facts[i][0], Kind.ASKED, in_header(1 + number))
-            writer.add(facts[i][1], Kind.LOOKUP, in_fact(i, 2))
+            writer.add(v.ASK_VALUE, TokenKind.MARK)
+            writer.add(facts[i][0], TokenKind.ASKED, in_header(1 + number))
+            writer.add(facts[i][1], TokenKind.LOOKUP, in_fact(i, 2))
             writer.close_step()
         return self.assemble(rng, writer, facts, header, self.num_tokens)

@@ -32,7 +32,7 @@ def is_full(policy: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class GridColumn:
     """One column of the grid: a policy at a share of the full cache's bytes, in one KV format, behind prompts
     that are computed in one way."""
 
@@ -139,10 +139,10 @@ class EvalPlan:
         best = llm.resolved(CompressionConfig(stats=self.stats)).policy
         return replace(self, policies=[best if policy == AUTO else policy for policy in self.policies])
 
-    def settings(self) -> list[Setting]:
+    def settings(self) -> list[GridColumn]:
         """All columns; the full cache once for each KV format."""
         return [
-            Setting(policy, float(fraction), dtype, method, reuse)
+            GridColumn(policy, float(fraction), dtype, method, reuse)
             for dtype in self.kv_cache_dtypes
             for method in self.sparse_prefill
             for reuse in self.chunk_reuse
@@ -151,7 +151,7 @@ class EvalPlan:
         ]
 
     def compression(
-        self, setting: Setting, budget: int, stats: QueryStats | None
+        self, setting: GridColumn, budget: int, stats: QueryStats | None
     ) -> CompressionConfig | None:
         """The configuration of one sequence; None for the full cache. Raises: InvalidArgumentError."""
         from kvreclaim.compression.config import CompressionConfig

@@ -16,7 +16,7 @@ from itertools import pairwise
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval import vocabulary as v
 from kvreclaim.eval.chain import Hop, walk_out
-from kvreclaim.eval.example import Example, Kind, SizedTask, TraceWriter, check_room, in_header, scatter
+from kvreclaim.eval.example import Example, SizedTask, TokenKind, TraceWriter, check_room, in_header, scatter
 
 ZONES = 3
 
@@ -102,7 +102,7 @@ class RecallTask(SizedTask):
 
 def _ask(writer: TraceWriter, hop: Hop, number: int) -> None:
     """Write one question, the `number`-th of the header's list, and its answer."""
-    writer.add(v.ASK_CARRY, Kind.MARK)
-    writer.add(hop.value, Kind.ASKED, in_header(1 + number))
-    writer.add(hop.next_carry, Kind.RESTORE, hop.next_carry_place)
+    writer.add(v.ASK_CARRY, TokenKind.MARK)
+    writer.add(hop.value, TokenKind.ASKED, in_header(1 + number))
+    writer.add(hop.next_carry, TokenKind.RESTORE, hop.next_carry_place)
     writer.close_step()

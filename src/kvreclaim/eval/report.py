@@ -112,7 +112,7 @@ class FormatFacts(BaseModel):
     kernels: str
 
 
-class Header(BaseModel):
+class ReportHeader(BaseModel):
     """What was measured, and on what."""
 
     command: str
@@ -138,7 +138,7 @@ class Header(BaseModel):
 class EvalReport(BaseModel):
     """Header and rows."""
 
-    header: Header
+    header: ReportHeader
     rows: list[EvalRow]
 
     @property

@@ -12,7 +12,7 @@ from kvreclaim.engine.request.outputs import RequestMetrics
 class Result(BaseModel):
     """Figures of one example.
 
-    points, out_of, found, lost, extra: as in task.Outcome
+    points, out_of, found, lost, extra: as in task.TaskScore
     num_tokens, budget:  final length and budget, tokens
     full_blocks:         blocks that the full cache of this sequence takes
     answer_blocks:       most blocks that its table held behind the prompt; peak_blocks: at any time

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvreclaim.compression.registry import make_policy
-from kvreclaim.eval.budget import Storage
+from kvreclaim.eval.budget import FormatStorage
 from kvreclaim.eval.intervals import Array, Interval, bootstrap, ratio_interval
-from kvreclaim.eval.plan import EvalPlan, Setting
+from kvreclaim.eval.plan import EvalPlan, GridColumn
 from kvreclaim.eval.report import EvalRow
 from kvreclaim.eval.results import Result
 from kvreclaim.eval.task import Metric, Task
@@ -20,7 +20,7 @@ from kvreclaim.eval.task import Metric, Task
 NUM_BINS = 10
 ALONE = "the format alone meets the budget: this is the full cache"
 BySeed = Mapping[int, Sequence[Result]]
-Cells = dict[tuple[Setting, str], BySeed]
+Cells = dict[tuple[GridColumn, str], BySeed]
 Rows = NDArray[np.int64]
 
 
@@ -36,8 +36,8 @@ def make_rows(
     plan: EvalPlan,
     tasks: Sequence[Task],
     cells: Cells,
-    problems: Mapping[tuple[Setting, str], Problem],
-    storages: Mapping[str, Storage],
+    problems: Mapping[tuple[GridColumn, str], Problem],
+    storages: Mapping[str, FormatStorage],
 ) -> list[EvalRow]:
     """A row for each setting on each task, in the order of the plan. storages: by KV format."""
     rows = []
@@ -70,7 +70,7 @@ def make_rows(
     return rows
 
 
-def _is_baseline(setting: Setting, plan: EvalPlan) -> bool:
+def _is_baseline(setting: GridColumn, plan: EvalPlan) -> bool:
     first = plan.kv_cache_dtypes[0], plan.sparse_prefill[0], plan.chunk_reuse[0]
     own = setting.kv_cache_dtype, setting.sparse_prefill, setting.chunk_reuse
     return setting.is_full and own == first
@@ -80,7 +80,7 @@ def _flat(by_seed: BySeed) -> list[Result]:
     return [result for results in by_seed.values() for result in results]
 
 
-def _distrust(plan: EvalPlan, setting: Setting, by_seed: BySeed, *, alone: bool) -> Problem | None:
+def _distrust(plan: EvalPlan, setting: GridColumn, by_seed: BySeed, *, alone: bool) -> Problem | None:
     """What makes figures worthless: a policy that was never asked (though the format alone did not do), a
     sequence computed twice."""
     results = _flat(by_seed)
@@ -109,7 +109,7 @@ def _distrust(plan: EvalPlan, setting: Setting, by_seed: BySeed, *, alone: bool)
     return None
 
 
-def _note(setting: Setting, by_seed: BySeed) -> str | None:
+def _note(setting: GridColumn, by_seed: BySeed) -> str | None:
     """What a reader of good figures should still know."""
     results = _flat(by_seed)
     compressed = sum(r.compactions > 0 for r in results)
@@ -121,7 +121,7 @@ def _note(setting: Setting, by_seed: BySeed) -> str | None:
     return "; ".join(notes) or None
 
 
-def _costs(setting: Setting, by_seed: BySeed, storage: Storage) -> dict[str, Any]:
+def _costs(setting: GridColumn, by_seed: BySeed, storage: FormatStorage) -> dict[str, Any]:
     results = _flat(by_seed)
     if not results:
         return {}

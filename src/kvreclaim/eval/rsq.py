@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval import vocabulary as v
 from kvreclaim.eval.example import (
+    EvidencePlace,
     Example,
-    Kind,
-    Place,
     SizedTask,
+    TokenKind,
     TraceWriter,
     check_room,
     in_fact,
@@ -133,39 +133,41 @@ class _Walk:
         self.tree = tree
         self.writer = writer
         self.numbers = {node: i for i, node in enumerate(tree.children)}
-        self.above: dict[int, Place] = {}  # where the trace names a node's parent right before the node
+        self.above: dict[
+            int, EvidencePlace
+        ] = {}  # where the trace names a node's parent right before the node
 
     def run(self, target: int) -> None:
         """Walk from the root to the target, then state the stack."""
         node, place = self.tree.root, ROOT
         while node != target:
             node, place = self._descend(node, place)
-        self.writer.add(v.STACK, Kind.MARK)
-        self.writer.add(target, Kind.KEY, place)
+        self.writer.add(v.STACK, TokenKind.MARK)
+        self.writer.add(target, TokenKind.KEY, place)
         while node != self.tree.root:
-            self.writer.add(v.PARENT, Kind.MARK)
-            self.writer.add(self.tree.parent[node], Kind.STACK, self.above[node])
+            self.writer.add(v.PARENT, TokenKind.MARK)
+            self.writer.add(self.tree.parent[node], TokenKind.STACK, self.above[node])
             node = self.tree.parent[node]
 
-    def _descend(self, node: int, place: Place) -> tuple[int, Place]:
+    def _descend(self, node: int, place: EvidencePlace) -> tuple[int, EvidencePlace]:
         """Write the step down from `node`, and the steps back after a leaf; return where they end."""
         children = self.tree.children[node]
-        self.writer.add(v.FORWARD, Kind.MARK)
-        place = self.writer.add(node, Kind.KEY, place)
+        self.writer.add(v.FORWARD, TokenKind.MARK)
+        place = self.writer.add(node, TokenKind.KEY, place)
         reached = children[0] if children else v.END
-        reached_place = self.writer.add(reached, Kind.LOOKUP, in_fact(self.numbers[node], 2))
+        reached_place = self.writer.add(reached, TokenKind.LOOKUP, in_fact(self.numbers[node], 2))
         self.writer.close_step()
         while reached == v.END:
             parent = self.tree.parent[node]
             siblings = [*self.tree.children[parent], v.END]
             index = siblings.index(node) + 1
-            self.writer.add(v.BACKWARD, Kind.MARK)
-            self.writer.add(node, Kind.KEY, place)
-            self.writer.add(v.PARENT, Kind.MARK)
-            place = self.writer.add(parent, Kind.RETURN, self.above[node])
+            self.writer.add(v.BACKWARD, TokenKind.MARK)
+            self.writer.add(node, TokenKind.KEY, place)
+            self.writer.add(v.PARENT, TokenKind.MARK)
+            place = self.writer.add(parent, TokenKind.RETURN, self.above[node])
             reached = siblings[index]
             fact = in_fact(self.numbers[parent], 2 + index)
-            reached_place = self.writer.add(reached, Kind.SIBLING, fact)
+            reached_place = self.writer.add(reached, TokenKind.SIBLING, fact)
             self.writer.close_step()
             node = parent
         self.above[reached] = place

@@ -16,10 +16,10 @@ from kvreclaim.engine.api.pieces import Piece
 from kvreclaim.engine.request.outputs import RequestMetrics, RequestOutput, ScoreOutput
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 from kvreclaim.eval.agreement import Divergence, FullRows
-from kvreclaim.eval.budget import Storage
-from kvreclaim.eval.plan import EvalPlan, Setting
+from kvreclaim.eval.budget import FormatStorage
+from kvreclaim.eval.plan import EvalPlan, GridColumn
 from kvreclaim.eval.results import Result, cost
-from kvreclaim.eval.task import Answer, FreeTask, Item, Outcome, Task
+from kvreclaim.eval.task import Answer, FreeTask, Item, Task, TaskScore
 from kvreclaim.memory.blocks import blocks_for
 
 Out = TypeVar("Out", ScoreOutput, RequestOutput)
@@ -53,7 +53,7 @@ class BatchRunner:
         self,
         llm: LLM,
         plan: EvalPlan,
-        storage: Storage,
+        storage: FormatStorage,
         stats: QueryStats | None,
         first: BatchRunner | None = None,
     ) -> None:
@@ -72,7 +72,7 @@ class BatchRunner:
         most = self._num_blocks // max(self._blocks(item.num_tokens) for item in items)
         return max(1, min(self.plan.batch_size, self.llm.engine.config.max_num_seqs, most))
 
-    def run(self, task: Task, items: Sequence[Item], setting: Setting) -> list[Result]:
+    def run(self, task: Task, items: Sequence[Item], setting: GridColumn) -> list[Result]:
         """Judge every item.
 
         Raises: KVReclaimError where the setting cannot run here; CellError where a request failed.
@@ -95,7 +95,7 @@ class BatchRunner:
                 note = f"not run freely: {error}"
         return [self._result(*each, note) for each in zip(items, said, outcomes, strict=True)]
 
-    def _config(self, item: Item, setting: Setting) -> CompressionConfig | None:
+    def _config(self, item: Item, setting: GridColumn) -> CompressionConfig | None:
         """Of one sequence; tried on the model, so that what cannot run is refused before anything does."""
         budget = self.storage.budget_tokens(setting.fraction, item.num_tokens)
         config = self.plan.compression(setting, budget, self.stats)
@@ -109,8 +109,8 @@ class BatchRunner:
         items: Sequence[Item],
         freely: list[_Said],
         said: list[_Said],
-        outcomes: list[Outcome],
-    ) -> tuple[list[_Said], list[Outcome]]:
+        outcomes: list[TaskScore],
+    ) -> tuple[list[_Said], list[TaskScore]]:
         """The same with figures of free generation; speed is that of generating, memory that of scoring."""
         said = [replace(f, metrics=s.metrics) for s, f in zip(said, freely, strict=True)]
         outcomes = [
@@ -124,7 +124,7 @@ class BatchRunner:
         items: Sequence[Item],
         configs: list[CompressionConfig | None],
         watchers: list[Divergence] | None,
-        setting: Setting,
+        setting: GridColumn,
     ) -> list[_Said]:
         outs, elapsed_s = self._timed_scores(items, configs, watchers, setting)
         sums = [{}] * len(items) if watchers is None else [watcher.sums() for watcher in watchers]
@@ -144,7 +144,7 @@ class BatchRunner:
         items: Sequence[Item],
         configs: list[CompressionConfig | None],
         watchers: Sequence[Observer] | None,
-        setting: Setting,
+        setting: GridColumn,
     ) -> tuple[list[ScoreOutput], float]:
         prompts, how = _prompts(items, setting)
         texts = [list(item.continuation) for item in items]
@@ -167,7 +167,7 @@ class BatchRunner:
         return [self._rows[item] for item in items]
 
     def _generate(
-        self, items: Sequence[Item], configs: list[CompressionConfig | None], setting: Setting
+        self, items: Sequence[Item], configs: list[CompressionConfig | None], setting: GridColumn
     ) -> list[_Said]:
         params = [
             SamplingParams(
@@ -214,7 +214,7 @@ class BatchRunner:
     def _blocks(self, num_tokens: int) -> int:
         return blocks_for(num_tokens, self.llm.engine.config.block_size)
 
-    def _result(self, item: Item, said: _Said, outcome: Outcome, note: str | None) -> Result:
+    def _result(self, item: Item, said: _Said, outcome: TaskScore, note: str | None) -> Result:
         if (read := said.metrics.prefill_share) is not None:
             outcome = replace(outcome, extra={**outcome.extra, "prefill_read": read})
         if reused := said.metrics.num_reused_tokens:
@@ -241,7 +241,7 @@ def open_runners(llm: LLM, plan: EvalPlan) -> dict[str, BatchRunner]:
     engines = {llm.engine.kv_format.name: llm}
     runners: dict[str, BatchRunner] = {}
     for name in plan.kv_cache_dtypes:
-        storage = Storage.of(name, facts, config.block_size)
+        storage = FormatStorage.of(name, facts, config.block_size)
         if storage.name not in engines:
             engines[storage.name] = llm.sibling(kv_cache_dtype=storage.name)
         first = next(iter(runners.values()), None)
@@ -249,7 +249,7 @@ def open_runners(llm: LLM, plan: EvalPlan) -> dict[str, BatchRunner]:
     return runners
 
 
-def _prompts(items: Sequence[Item], setting: Setting) -> tuple[list[Prompt], ChunkReuse | None]:
+def _prompts(items: Sequence[Item], setting: GridColumn) -> tuple[list[Prompt], ChunkReuse | None]:
     """As the engine gets them: whole, or in pieces. Raises: InvalidArgumentError for prompts without chunks
     where these are to be reused."""
     how = chunk_reuse_of(setting.chunk_reuse)

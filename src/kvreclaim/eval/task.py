@@ -62,7 +62,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TaskScore:
     """The verdict on one example; a row's value comes from sum(points) / sum(out_of).
 
     found, lost: where the evidence of right and of wrong answers lay, as shares of the sequence in [0, 1]
@@ -110,7 +110,7 @@ class Task(Protocol):
         """Example number index of a seed."""
         ...
 
-    def judge(self, item: Item, answer: Answer) -> Outcome:
+    def judge(self, item: Item, answer: Answer) -> TaskScore:
         """The verdict on what was said."""
         ...
 
@@ -131,5 +131,5 @@ class FreeTask(Protocol):
     """A scored task whose continuation can also be generated freely."""
 
     def judge_free(self, item: Item, answer: Answer) -> Mapping[str, float]:
-        """Further figures of an answer that was generated (Outcome.extra)."""
+        """Further figures of an answer that was generated (TaskScore.extra)."""
         ...

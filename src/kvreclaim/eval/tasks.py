@@ -19,7 +19,7 @@ from kvreclaim.eval.task import Task
 from kvreclaim.eval.text.base import TextTask
 from kvreclaim.eval.text.codes import TextMultiQuery, TextRecall
 from kvreclaim.eval.text.forced import ForcedTask
-from kvreclaim.eval.text.needles import Assignments, Needles, Table
+from kvreclaim.eval.text.needles import Assignments, CodeTable, Needles
 from kvreclaim.eval.text.prose import Encoder
 from kvreclaim.eval.text.variables import TextVariableTracking
 from kvreclaim.eval.text.walk import DEFAULT_STEPS, TextRSQ
@@ -35,7 +35,7 @@ TEXT_TASKS: Mapping[str, type[TextTask]] = MappingProxyType(
     }
 )
 FORCED_TASKS: Mapping[str, type[ForcedTask]] = MappingProxyType(
-    {"needles": Needles, "table": Table, "assignments": Assignments}
+    {"needles": Needles, "table": CodeTable, "assignments": Assignments}
 )
 KNOWN, CHUNKS = "known", "chunks"
 NUM_CHUNKS = 8

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvreclaim.eval.demo_tasks import DEMO_TASKS, DemoTask
 from kvreclaim.eval.example import Example, exact_match, progress
-from kvreclaim.eval.task import SEED_STRIDE, Answer, Item, Outcome, PlainTask
+from kvreclaim.eval.task import SEED_STRIDE, Answer, Item, PlainTask, TaskScore
 from kvreclaim.eval.vocabulary import TOKEN_IDS
 
 
@@ -36,7 +36,7 @@ class TraceTask(PlainTask):
         example: Example = self._source().make(self.num_tokens).sample(seed * SEED_STRIDE + index)
         return Item(example.prompt, example.trace, payload=example)
 
-    def judge(self, item: Item, answer: Answer) -> Outcome:
+    def judge(self, item: Item, answer: Answer) -> TaskScore:
         example: Example = item.payload
         judged = self._source().judged
         found: list[float] = []
@@ -50,7 +50,7 @@ class TraceTask(PlainTask):
             right += gold == guess
             if position >= 0:
                 (found if gold == guess else lost).append(position / item.num_tokens)
-        return Outcome(right, asked, tuple(found), tuple(lost))
+        return TaskScore(right, asked, tuple(found), tuple(lost))
 
     def judge_free(self, item: Item, answer: Answer) -> Mapping[str, float]:
         """exact_match, and progress: the share of the trace before the first error."""

@@ -18,8 +18,8 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval import vocabulary as v
 from kvreclaim.eval.example import (
     Example,
-    Kind,
     SizedTask,
+    TokenKind,
     TraceWriter,
     check_room,
     in_fact,
@@ -82,10 +82,10 @@ class VariableTrackingTask(SizedTask):
         writer = TraceWriter(word, num_filler, follower)
         fact = 0
         for number, chain in enumerate(asked):
-            writer.add(v.LIST, Kind.MARK)
-            writer.add(chain[0], Kind.ASKED, in_header(1 + number))
+            writer.add(v.LIST, TokenKind.MARK)
+            writer.add(chain[0], TokenKind.ASKED, in_header(1 + number))
             for token in chain[1:]:
-                writer.add(token, Kind.LOOKUP, in_fact(fact, 2))
+                writer.add(token, TokenKind.LOOKUP, in_fact(fact, 2))
                 fact += 1
             writer.close_step()
         return self.assemble(rng, writer, facts, header, self.num_tokens)

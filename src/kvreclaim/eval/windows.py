@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvreclaim.eval.passages import Passages, spread_order
-from kvreclaim.eval.task import SEED_STRIDE, Answer, Item, Metric, Outcome
+from kvreclaim.eval.task import SEED_STRIDE, Answer, Item, Metric, TaskScore
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class RandomWindows:
         return _cut(tokens, self.num_tokens - self.num_tokens // 2)
 
 
-class Windows(Protocol):
+class WindowExamples(Protocol):
     """Examples without verdicts; the methods are those of Task."""
 
     @property
@@ -98,7 +98,7 @@ class Windows(Protocol):
 class WindowTask:
     """A task whose examples are windows, scored over their ends."""
 
-    windows: Windows
+    windows: WindowExamples
     name: str
     compares = False
 
@@ -124,9 +124,9 @@ class Perplexity(WindowTask):
 
     metric = Metric.PERPLEXITY
 
-    def judge(self, item: Item, answer: Answer) -> Outcome:
+    def judge(self, item: Item, answer: Answer) -> TaskScore:
         nll = -sum(answer.logprobs)
-        return Outcome(nll, len(answer.logprobs), extra={"nll": nll / len(answer.logprobs)})
+        return TaskScore(nll, len(answer.logprobs), extra={"nll": nll / len(answer.logprobs)})
 
 
 def _cut(tokens: tuple[int, ...], num_scored: int) -> Item:

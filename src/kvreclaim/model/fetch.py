@@ -42,7 +42,7 @@ HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 """What is taken of a hub model: no pickles, no code."""
 
 
-class Source(Protocol):
+class ModelSource(Protocol):
     """Something that a model's directory can be made of."""
 
     @property
@@ -178,7 +178,7 @@ SMOLLM2 = PackagedModel(
 )
 
 
-def source_from(text: str | None) -> Source:
+def source_from(text: str | None) -> ModelSource:
     """None: the default; a path that ends in .gguf; else a hub id. Raises: FetchError."""
     if text is None:
         return SMOLLM2
@@ -195,7 +195,7 @@ def source_from(text: str | None) -> Source:
     return HubModel(text)
 
 
-def fetch_model(source: Source = SMOLLM2, output: Path | None = None, say: Say = print) -> Path:
+def fetch_model(source: ModelSource = SMOLLM2, output: Path | None = None, say: Say = print) -> Path:
     """The directory of a model, made if it is not there: config, safetensors, tokenizer, chat template.
 
     Args:
@@ -233,7 +233,7 @@ def fetch_model(source: Source = SMOLLM2, output: Path | None = None, say: Say =
     return target
 
 
-def _is_there(target: Path, source: Source) -> bool:
+def _is_there(target: Path, source: ModelSource) -> bool:
     """Whether the model need not be made. Raises: FetchError where something else is in its place."""
     if not os.path.lexists(target) or (target.is_dir() and not any(target.iterdir())):
         return False
@@ -261,7 +261,7 @@ def _name_weights(directory: Path) -> None:
         os.replace(written, index)
 
 
-def _add_statistics(directory: Path, source: Source) -> None:
+def _add_statistics(directory: Path, source: ModelSource) -> None:
     shipped, own = shipped_statistics(source.name), directory / STATS_FILE
     if not isinstance(source, PackagedModel) or not shipped.is_file():
         return
@@ -279,7 +279,7 @@ def _version(statistics: Path) -> int:
         return sys.maxsize
 
 
-def _put(directory: Path, target: Path, source: Source) -> None:
+def _put(directory: Path, target: Path, source: ModelSource) -> None:
     """Move what is whole to its place, unless another process has put the same there meanwhile."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if not moved(directory, target) and not _is_there(target, source):

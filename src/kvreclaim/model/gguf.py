@@ -82,7 +82,7 @@ def _write_ends(ends: frozenset[int], config: Any, directory: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Header:
+class GgufHeader:
     """What transformers does not tell of a GGUF file.
 
     rule:        how text is cut into words
@@ -109,18 +109,18 @@ def _opened(file: Path) -> tuple[GgufIndex, Tokenizer, PreTrainedModel]:
     return index, tokenizer, model
 
 
-def header_of(index: GgufIndex) -> Header:
+def header_of(index: GgufIndex) -> GgufHeader:
     """What an index says of it."""
     turning = [name for name in index.tensors if name.startswith("rope_")]
     kind = index.fields.get(f"{index.fields.get('general.architecture', '')}.rope.scaling.type", "none")
-    return Header(
+    return GgufHeader(
         rule=index.fields.get("tokenizer.ggml.pre", "default"),
         num_weights=sum(prod(t.shape) for t in index.tensors.values() if t.name not in turning),
         rotation=turning[0] if turning else None if kind == "none" else kind,
     )
 
 
-def _check_whole(name: str, header: Header, model: PreTrainedModel, missing: Set[str]) -> None:
+def _check_whole(name: str, header: GgufHeader, model: PreTrainedModel, missing: Set[str]) -> None:
     """Refuse what transformers would fill with random numbers or leave out, since the model would be another.
 
     Raises: FetchError.
@@ -137,7 +137,7 @@ def _check_whole(name: str, header: Header, model: PreTrainedModel, missing: Set
     refuse_rotation(name, header, model.config)
 
 
-def refuse_rotation(name: str, header: Header, config: Any) -> None:
+def refuse_rotation(name: str, header: GgufHeader, config: Any) -> None:
     """Raises: FetchError where a file scales its rotary positions and transformers' config of it does not."""
     rotation: Any = config.get_text_config().rope_parameters or {}  # one dict, or one for each layer type
     each = [part for part in rotation.values() if isinstance(part, dict)] or [rotation]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Cells:
+class CellTable:
     """Where a pass has put the tokens of each head. Never changed, so forks share it.
 
     table:        [L, K, W] int32 cells, the first `counts` of each row; the rest is padding
@@ -31,7 +31,7 @@ class Cells:
     prompt_slots: np.ndarray
 
 
-def append_cells(cells: Cells, appended: np.ndarray) -> np.ndarray:
+def append_cells(cells: CellTable, appended: np.ndarray) -> np.ndarray:
     """[L, K, W] int32: the cells of each head in token order, padded with cells of the sequence.
 
     appended: [L, K, blocks] int32, each head's own cells of the blocks that came after the pass

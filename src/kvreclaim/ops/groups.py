@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from kvreclaim.checks import require
 from kvreclaim.config import EngineConfig
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
-from kvreclaim.memory.windows.window import Chunk, Place, Window, grouping
+from kvreclaim.memory.windows.window import ChunkedWindow, Place, Window, grouping
 from kvreclaim.ops.backend import Backend, Choice, Need
 from kvreclaim.ops.facts import ModelFacts, Softmax
 from kvreclaim.ops.formats import kv_format
@@ -90,7 +90,7 @@ def layer_groups(model: ModelFacts, config: EngineConfig) -> LayerGroups:
     widest = max((window.num_tokens for window in windows if window is not None), default=None)
     together = LayerGroups(model, model, (), tuple(Place(0, n) for n in range(model.num_layers)))
     parts = _parts(model, config)
-    if chunk := next((window for window in windows if isinstance(window, Chunk)), None):
+    if chunk := next((window for window in windows if isinstance(window, ChunkedWindow)), None):
         _check_chunks(chunk, windows, model, config)
     if widest is None or config.disable_hybrid_kv_cache_manager:
         _check_not_skipped(config, "share one block table")
@@ -144,12 +144,12 @@ def _parts(model: ModelFacts, config: EngineConfig) -> int:
 
 def _window(softmax: Softmax) -> Window | None:
     if softmax.chunk is not None:
-        return Chunk(softmax.chunk)
+        return ChunkedWindow(softmax.chunk)
     return None if softmax.window is None else Window(softmax.window)
 
 
 def _check_chunks(
-    chunk: Chunk, windows: Sequence[Window | None], model: ModelFacts, config: EngineConfig
+    chunk: ChunkedWindow, windows: Sequence[Window | None], model: ModelFacts, config: EngineConfig
 ) -> None:
     """Chunks need tables of their own, which begin where a chunk does."""
     what = f"layers of {model.name!r} attend within {chunk} tokens"

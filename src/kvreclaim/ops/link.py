@@ -14,7 +14,7 @@ Fetch = Callable[[int, int], None]
 """(turn, buffer): bring what a turn needs into a buffer."""
 
 
-class Link(Protocol):
+class HostLink(Protocol):
     """Turns 0, 1, 2, ... of a step, each in one of num_buffers buffers."""
 
     num_buffers: int

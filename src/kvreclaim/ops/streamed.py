@@ -19,7 +19,7 @@ from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.facts import LayerFacts
 from kvreclaim.ops.formats import KVFormat
 from kvreclaim.ops.kv_cache import KVCache, LayerCache
-from kvreclaim.ops.link import DirectLink, Link, StreamLink
+from kvreclaim.ops.link import DirectLink, HostLink, StreamLink
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ RUN_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class StreamedBlocks:
     """Blocks of a step as they lie in a buffer, in this order.
 
     ids:      [n] int64 on the host, in the host cache; first those that hold tokens already
@@ -41,7 +41,7 @@ class Piece:
     written: Tensor
 
     @classmethod
-    def of(cls, ids: np.ndarray, num_held: int, written: np.ndarray) -> Piece:
+    def of(cls, ids: np.ndarray, num_held: int, written: np.ndarray) -> StreamedBlocks:
         return cls(
             torch.from_numpy(ids.astype(np.int64)), num_held, torch.from_numpy(written.astype(np.int64))
         )
@@ -99,7 +99,7 @@ class StreamedLayers:
         allocate: Callable[[int], KVCache],
         layers: Sequence[LayerCache],
         counts: StreamCounts,
-        link: Link | None = None,
+        link: HostLink | None = None,
     ) -> None:
         self.ops, self.host, self.counts = ops, host, counts
         self.bytes_per_layer = host.bytes_per_block // host.num_layers
@@ -112,7 +112,7 @@ class StreamedLayers:
         self.link = link
         self.capacity = 0
         self._buffers: list[tuple[LayerCache, ...]] = []
-        self._pieces: list[Piece] = []
+        self._pieces: list[StreamedBlocks] = []
         self._order: list[tuple[int, int]] = []
         self._locals: list[Tensor] = []
         self._staged: list[Tensor] = []
@@ -128,7 +128,7 @@ class StreamedLayers:
             into[0].copy_(plane[layer].index_select(0, ids))
         return replace(found.layers[0], softmax=self._softmaxes[layer]), torch.arange(len(ids))
 
-    def begin(self, pieces: list[Piece]) -> None:
+    def begin(self, pieces: list[StreamedBlocks]) -> None:
         """Make room for these pieces of all layers; what comes first is on its way then."""
         self._grow(max((len(piece.ids) for piece in pieces), default=0))
         self._pieces = pieces

@@ -16,7 +16,7 @@ NUM_STATES = 5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Cells:
+class BlockCells:
     """C cells of `group` blocks each; the last one may have fewer.
 
     state, owner: [C] uint8, uint16, of most of the blocks that are not free; owner 0: nobody alone, else
@@ -44,11 +44,11 @@ def group_size(num_blocks: int) -> int:
     return -(-num_blocks // MAX_CELLS)
 
 
-def to_cells(state: NDArray[np.uint8], owner: NDArray[np.int32], num_owners: int) -> Cells:
+def to_cells(state: NDArray[np.uint8], owner: NDArray[np.int32], num_owners: int) -> BlockCells:
     """Args: state, owner: [B] of PoolView; num_owners: requests that owner may name."""
     group = group_size(len(state))
     if group == 1:
-        return Cells(1, state, (owner + 1).astype(np.uint16), None)
+        return BlockCells(1, state, (owner + 1).astype(np.uint16), None)
     num_cells = -(-len(state) // group)
     cell = np.arange(len(state)) // group
     counts = _count(cell, state, num_cells, NUM_STATES)
@@ -57,7 +57,7 @@ def to_cells(state: NDArray[np.uint8], owner: NDArray[np.int32], num_owners: int
     per_kind[:, FREE] = 0
     most = per_kind.argmax(1)  # FREE, the first, where all are 0
     owned = most >= NUM_STATES
-    return Cells(
+    return BlockCells(
         group,
         np.where(owned, IN_USE, most).astype(np.uint8),
         np.where(owned, most - NUM_STATES + 1, 0).astype(np.uint16),

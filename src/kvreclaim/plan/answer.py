@@ -6,24 +6,24 @@ from pathlib import Path
 
 from kvreclaim.compression.spec.traits import footprint
 from kvreclaim.kv_bytes import kv_bytes
-from kvreclaim.plan.asked import Asked
+from kvreclaim.plan.asked import PlanRequest
 from kvreclaim.plan.configs import load_shape
 from kvreclaim.plan.demand import Cache
 from kvreclaim.plan.fits import check_fits
 from kvreclaim.plan.on_sequences import on_load, on_model, on_request
-from kvreclaim.plan.sections import Answer
+from kvreclaim.plan.sections import PlanReport
 from kvreclaim.plan.weights import dtype_of
 from kvreclaim.schedule.budget.footprint import Footprint
 
 
-def plan(model: str | Path, asked: Asked) -> Answer:
+def plan(model: str | Path, asked: PlanRequest) -> PlanReport:
     """Answer what was asked. Raises: InvalidArgumentError, UnsupportedModelError."""
     shape = load_shape(model)
     auto = asked.kv_cache_dtype == "auto"
     form = kv_bytes(asked.kv_cache_dtype, dtype_of(shape) if auto else "bf16")
     cache = Cache(shape, form, _footprint(asked))
     check_fits(cache, asked.compression)
-    answer = Answer()
+    answer = PlanReport()
     on_model(answer, cache, asked)
     if asked.context is not None:
         on_request(answer, cache, asked, asked.context)
@@ -40,7 +40,7 @@ def plan(model: str | Path, asked: Asked) -> Answer:
     return answer
 
 
-def _footprint(asked: Asked) -> Footprint:
+def _footprint(asked: PlanRequest) -> Footprint:
     size, chunk = asked.block_size, asked.max_num_batched_tokens
     if asked.compression is None:
         return Footprint(block_size=size, max_chunk=chunk)

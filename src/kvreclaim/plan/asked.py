@@ -13,7 +13,7 @@ SEQUENCES, CARD, TRACE = "sequences", "card", "trace"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class PlanRequest:
     """Raises: InvalidArgumentError."""
 
     context: int | None = option(None, "Tokens of one sequence.", low=1, panel=SEQUENCES)

@@ -15,10 +15,10 @@ import numpy as np
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.plan.cards import Card
-from kvreclaim.plan.cost import Linear, Load
+from kvreclaim.plan.cost import Linear, StepLoad
 from kvreclaim.plan.demand import Cache
 from kvreclaim.plan.lengths import Lengths
-from kvreclaim.plan.pool import Pool, make_pool
+from kvreclaim.plan.pool import CardPool, make_pool
 from kvreclaim.plan.recompute import blocks_while_decoding, prefill_seconds
 from kvreclaim.plan.roofline import BASE_S, roofline
 from kvreclaim.plan.weights import WeightFormat
@@ -131,7 +131,7 @@ class Chooser:
         why = f"{worst} binds, {load} what one has"
         return Bound(card, num, ceil(shares[worst]), why, worst, shares, pool.num_blocks)
 
-    def _pool(self, card: Card, memory_bytes: int | None, num_cards: int) -> Pool:
+    def _pool(self, card: Card, memory_bytes: int | None, num_cards: int) -> CardPool:
         rows = 3 * self.max_num_seqs if self.cache.form.has_open_blocks else 0
         return make_pool(
             self.cache,
@@ -157,7 +157,7 @@ class Chooser:
 
     def _too_slow(self, time: Linear) -> tuple[str, Resource] | None:
         """A target that one request alone in the machine misses."""
-        slo, reading = self.slo, time.step_s(Load(1, 1, 0)) - BASE_S
+        slo, reading = self.slo, time.step_s(StepLoad(1, 1, 0)) - BASE_S
         if slo.tpot is not None and reading > slo.tpot:
             return (
                 f"reading the weights alone takes {reading * 1e3:.1f} ms a step, and {slo.tpot * 1e3:g} are "
@@ -174,7 +174,7 @@ class Chooser:
             )
         return None
 
-    def _shares(self, time: Linear, pool: Pool) -> dict[Resource, float]:
+    def _shares(self, time: Linear, pool: CardPool) -> dict[Resource, float]:
         """Of one replica's seconds, what is needed at least. compute: the products of all tokens. bandwidth:
         keys of every decoded token, and weights once a step of max_num_seqs sequences. memory: the same, with
         only as many sequences to a step as the pool holds."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvreclaim.checks import is_int, require
 from kvreclaim.errors import UnsupportedModelError
-from kvreclaim.plan.families import COMPOSITE, DEFAULTS, EXPERTS, FAMILIES, TELLING, Family, Switch
+from kvreclaim.plan.families import COMPOSITE, DEFAULTS, EXPERTS, FAMILIES, TELLING, ModelFamily, Switch
 from kvreclaim.plan.shapes import Experts, LayerShape
 
 _MOST_LAYERS = 1024
@@ -28,7 +28,7 @@ class ConfigReader:
         return str(self.config.get("model_type"))
 
     @property
-    def family(self) -> Family:
+    def family(self) -> ModelFamily:
         found = FAMILIES.get(self.kind)
         if found is None:
             raise UnsupportedModelError(

@@ -17,7 +17,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class StepLoad:
     """A step.
 
     num_tokens:    that are computed
@@ -37,7 +37,7 @@ class Load:
 class StepTime(Protocol):
     """Seconds. With only the keys that are read differing, a step's time is affine in them."""
 
-    def step_s(self, load: Load) -> float:
+    def step_s(self, load: StepLoad) -> float:
         """Of a step."""
         ...
 
@@ -72,7 +72,7 @@ class Linear:
     move: float = 0.0
     facts: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
-    def step_s(self, load: Load) -> float:
+    def step_s(self, load: StepLoad) -> float:
         more = load.num_tokens - self.knee
         return (
             self.base
@@ -136,7 +136,7 @@ class WithExperts(Linear):
     missed: float
     flop: float
 
-    def step_s(self, load: Load) -> float:
+    def step_s(self, load: StepLoad) -> float:
         read = self.experts * (1.0 - self.missed**load.num_tokens)
         more = max(read, self.flop * load.num_tokens - self.dense)
         return (
@@ -158,7 +158,7 @@ class Stepped(Linear):
     knots: tuple[float, ...]
     more: tuple[float, ...]
 
-    def step_s(self, load: Load) -> float:
+    def step_s(self, load: StepLoad) -> float:
         # Linear's own terms, here again: this is called for every step, and super() costs as much as they.
         tokens, knots, more = load.num_tokens, self.knots, self.more
         above = tokens - self.knee

@@ -15,7 +15,7 @@ Windows = Literal["none", "all", "types", "from_layer", "all_if_used", "types_if
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class ModelFamily:
     """Parts of a layer.
 
     qkv_bias, o_bias, mlp_bias: biases
@@ -52,22 +52,22 @@ class Family:
 
 _ALL_BIASED: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
+FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
     {
-        "llama": Family(**_ALL_BIASED, mlp_bias="mlp_bias"),
-        "mistral": Family(windows="all"),
-        "ministral": Family(windows="types"),
-        "mixtral": Family(windows="all", experts=True),
-        "qwen2": Family(qkv_bias=True, windows="from_layer"),
-        "qwen3": Family(**_ALL_BIASED, qk_norm="head", windows="from_layer"),
-        "qwen3_moe": Family(**_ALL_BIASED, qk_norm="head", windows="all_if_used", experts=True),
-        "gemma": Family(**_ALL_BIASED),
-        "gemma2": Family(**_ALL_BIASED, norms=4, windows="types", pattern=2),
-        "gemma3_text": Family(
+        "llama": ModelFamily(**_ALL_BIASED, mlp_bias="mlp_bias"),
+        "mistral": ModelFamily(windows="all"),
+        "ministral": ModelFamily(windows="types"),
+        "mixtral": ModelFamily(windows="all", experts=True),
+        "qwen2": ModelFamily(qkv_bias=True, windows="from_layer"),
+        "qwen3": ModelFamily(**_ALL_BIASED, qk_norm="head", windows="from_layer"),
+        "qwen3_moe": ModelFamily(**_ALL_BIASED, qk_norm="head", windows="all_if_used", experts=True),
+        "gemma": ModelFamily(**_ALL_BIASED),
+        "gemma2": ModelFamily(**_ALL_BIASED, norms=4, windows="types", pattern=2),
+        "gemma3_text": ModelFamily(
             **_ALL_BIASED, qk_norm="head", norms=4, windows="types", pattern=("sliding_window_pattern", 6)
         ),
-        "phi3": Family(windows="all"),
-        "gpt_oss": Family(
+        "phi3": ModelFamily(windows="all"),
+        "gpt_oss": ModelFamily(
             **_ALL_BIASED,
             windows="types",
             pattern=2,
@@ -76,19 +76,21 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             router_bias=True,
             expert_bias=True,
         ),
-        "deepseek_v2": Family(
+        "deepseek_v2": ModelFamily(
             o_bias="attention_bias", mlp_bias="mlp_bias", latent=True, experts=True, shared="n_shared_experts"
         ),
-        "deepseek_v3": Family(o_bias="attention_bias", latent=True, experts=True, shared="n_shared_experts"),
-        "glm4": Family(qkv_bias="attention_bias", norms=4),
-        "olmo2": Family(**_ALL_BIASED, qk_norm="full"),
-        "olmo3": Family(**_ALL_BIASED, qk_norm="full", windows="types", pattern=4),
-        "smollm3": Family(**_ALL_BIASED, mlp_bias="mlp_bias", windows="types_if_used"),
-        "llama4_text": Family(
+        "deepseek_v3": ModelFamily(
+            o_bias="attention_bias", latent=True, experts=True, shared="n_shared_experts"
+        ),
+        "glm4": ModelFamily(qkv_bias="attention_bias", norms=4),
+        "olmo2": ModelFamily(**_ALL_BIASED, qk_norm="full"),
+        "olmo3": ModelFamily(**_ALL_BIASED, qk_norm="full", windows="types", pattern=4),
+        "smollm3": ModelFamily(**_ALL_BIASED, mlp_bias="mlp_bias", windows="types_if_used"),
+        "llama4_text": ModelFamily(
             **_ALL_BIASED, windows="chunks", experts=True, dense="intermediate_size_mlp", shared=1
         ),
-        "granite": Family(**_ALL_BIASED, mlp_bias="mlp_bias"),
-        "seed_oss": Family(qkv_bias="attention_bias", o_bias="attention_out_bias", mlp_bias="mlp_bias"),
+        "granite": ModelFamily(**_ALL_BIASED, mlp_bias="mlp_bias"),
+        "seed_oss": ModelFamily(qkv_bias="attention_bias", o_bias="attention_out_bias", mlp_bias="mlp_bias"),
     }
 )
 

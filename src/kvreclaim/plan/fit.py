@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvreclaim.checks import require
-from kvreclaim.plan.cost import Load, Stepped
+from kvreclaim.plan.cost import StepLoad, Stepped
 
 Array = NDArray[np.float64]
 
@@ -64,7 +64,7 @@ class Fitted:
     num_steps: int
 
 
-def fit_steps(loads: Sequence[Load], seconds: Sequence[float], **facts: Any) -> Fitted:
+def fit_steps(loads: Sequence[StepLoad], seconds: Sequence[float], **facts: Any) -> Fitted:
     """Least squares of relative errors, no term but `seq` below zero; of KNEES the one that fits best. What
     that leaves is told at KNOTS, as far as steps of so many tokens were seen.
 
@@ -88,7 +88,7 @@ def fit_steps(loads: Sequence[Load], seconds: Sequence[float], **facts: Any) -> 
     return Fitted(_fitted(loads, times, told), mape, sum_error, len(loads))
 
 
-def _fitted(loads: Sequence[Load], times: Array, facts: dict[str, Any]) -> Stepped:
+def _fitted(loads: Sequence[StepLoad], times: Array, facts: dict[str, Any]) -> Stepped:
     """In turns: the terms to what the knots leave, the knots to what the terms leave."""
     tables = {knee: _table(loads, knee) for knee in KNEES}
     hats = _hats(np.array([load.num_tokens for load in loads]))
@@ -113,7 +113,7 @@ def _hats(tokens: Array) -> Array:
     return np.stack([np.interp(tokens, KNOTS, row) for row in eye], axis=1)
 
 
-def _table(loads: Sequence[Load], knee: int) -> Array:
+def _table(loads: Sequence[StepLoad], knee: int) -> Array:
     """[steps, terms]"""
     rows = [
         (

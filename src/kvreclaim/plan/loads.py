@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.plan.cost import Load
-from kvreclaim.schedule import Row, Sequence
+from kvreclaim.plan.cost import StepLoad
+from kvreclaim.schedule import Row, ScheduledSequence
 
 
-def load_of(rows: Iterable[Row], sequences: Mapping[int, Sequence], memory: MemoryManager) -> Load:
+def load_of(
+    rows: Iterable[Row], sequences: Mapping[int, ScheduledSequence], memory: MemoryManager
+) -> StepLoad:
     """Between `schedule` and `done`: tables have the slots that were computed before."""
     num_tokens = num_seqs = keys = decodes = 0
     pairs = 0.0
@@ -22,9 +24,9 @@ def load_of(rows: Iterable[Row], sequences: Mapping[int, Sequence], memory: Memo
             decodes += 1
         else:
             pairs += row.num_tokens * (held + row.num_tokens / 2)
-    return Load(num_tokens, num_seqs, keys, pairs, decodes)
+    return StepLoad(num_tokens, num_seqs, keys, pairs, decodes)
 
 
-def keys_read(seq: Sequence, held: int) -> int:
+def keys_read(seq: ScheduledSequence, held: int) -> int:
     """By one query of a sequence that holds so many."""
     return min(held, seq.footprint.budget) if seq.reads_sparsely else held

@@ -7,19 +7,19 @@ from pathlib import Path
 
 from kvreclaim.checks import require
 from kvreclaim.plan import words
-from kvreclaim.plan.asked import Asked
+from kvreclaim.plan.asked import PlanRequest
 from kvreclaim.plan.cards import Card, find_card
-from kvreclaim.plan.cost import Linear, Load
+from kvreclaim.plan.cost import Linear, StepLoad
 from kvreclaim.plan.demand import Cache
-from kvreclaim.plan.pool import Fit, Pool, activation_bytes, binds, card_memory, fit, make_pool
+from kvreclaim.plan.pool import CardPool, Fit, activation_bytes, binds, card_memory, fit, make_pool
 from kvreclaim.plan.roofline import roofline
-from kvreclaim.plan.sections import Answer, Section
+from kvreclaim.plan.sections import PlanReport, Section
 from kvreclaim.plan.weights import WeightBytes, WeightFormat, weight_bytes, weight_format
 
 GIB = 1 << 30
 
 
-def on_card(answer: Answer, cache: Cache, asked: Asked) -> None:
+def on_card(answer: PlanReport, cache: Cache, asked: PlanRequest) -> None:
     """Blocks, the longest context, sequences at once, what binds; then what a trace's lengths say."""
     card = None if asked.gpu is None else find_card(asked.gpu).overridden(price=asked.price)
     require(
@@ -67,7 +67,7 @@ def on_card(answer: Answer, cache: Cache, asked: Asked) -> None:
         preempted(answer, cache, asked, time, pool)
 
 
-def pool_of(cache: Cache, asked: Asked, memory_bytes: int, weights: WeightFormat) -> Pool:
+def pool_of(cache: Cache, asked: PlanRequest, memory_bytes: int, weights: WeightFormat) -> CardPool:
     other = None if asked.other_gib is None else round(asked.other_gib * GIB)
     return make_pool(
         cache,
@@ -80,7 +80,7 @@ def pool_of(cache: Cache, asked: Asked, memory_bytes: int, weights: WeightFormat
     )
 
 
-def step_time(cache: Cache, asked: Asked, card: Card | None, weights: WeightFormat) -> Linear | None:
+def step_time(cache: Cache, asked: PlanRequest, card: Card | None, weights: WeightFormat) -> Linear | None:
     """Calibrated, or by the data sheet; None where there is neither."""
     if asked.calibration is not None:
         return Linear.load(Path(asked.calibration))
@@ -99,20 +99,25 @@ def step_time(cache: Cache, asked: Asked, card: Card | None, weights: WeightForm
     )
 
 
-def _title(cache: Cache, asked: Asked, what: str, weights: WeightFormat) -> str:
+def _title(cache: Cache, asked: PlanRequest, what: str, weights: WeightFormat) -> str:
     many = "" if asked.tensor_parallel_size == 1 else f"{asked.tensor_parallel_size} x "
     cut = "" if asked.compression is None else f", {asked.compression}"
     return f"{many}{what}, weights in {weights.name}, cache in {cache.form.name}{cut}"
 
 
-def _length(cache: Cache, asked: Asked) -> int:
+def _length(cache: Cache, asked: PlanRequest) -> int:
     """Of the sequences that are counted: those asked about, else the longest that the model has positions
     for."""
     return asked.context or asked.prefix + asked.own or cache.shape.max_position
 
 
 def _memory(
-    section: Section, cache: Cache, asked: Asked, card: Card | None, pool: Pool, weights: WeightFormat
+    section: Section,
+    cache: Cache,
+    asked: PlanRequest,
+    card: Card | None,
+    pool: CardPool,
+    weights: WeightFormat,
 ) -> None:
     sizes = weight_bytes(cache.shape, weights)
     estimated = " (estimated)" if asked.other_gib is None else ""
@@ -148,7 +153,7 @@ def _counted(sizes: WeightBytes, weights: WeightFormat) -> str:
     )
 
 
-def _sequences(section: Section, cache: Cache, asked: Asked, pool: Pool, found: Fit) -> None:
+def _sequences(section: Section, cache: Cache, asked: PlanRequest, pool: CardPool, found: Fit) -> None:
     limit = cache.shape.max_position
     if found.max_tokens is None:
         section.row("longest sequence", f"as long as it likes; the model has {limit:,} positions")
@@ -175,7 +180,7 @@ def _because(time: Linear | None, found: Fit, held: int) -> str:
         return ": not one such sequence fits"
     if time is None:
         return "; name a --gpu to compare with its bandwidth and FLOP/s"
-    step, keys = time.step_s(Load(num, num, num * held)), time.kv * num * held
+    step, keys = time.step_s(StepLoad(num, num, num * held)), time.kv * num * held
     return (
         f": a step of {num:,} takes {1e3 * step:.1f} ms, of which {1e3 * keys:.1f} read keys and values "
         f"({_source(time)})"

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvreclaim.plan.asked import Asked
+from kvreclaim.plan.asked import PlanRequest
 from kvreclaim.plan.cards import Card, all_cards, find_card
 from kvreclaim.plan.choose import Bound, Chooser, parse_slo
 from kvreclaim.plan.demand import Cache
 from kvreclaim.plan.lengths import read_lengths
 from kvreclaim.plan.on_card import GIB
 from kvreclaim.plan.roofline import ERROR
-from kvreclaim.plan.sections import Answer
+from kvreclaim.plan.sections import PlanReport
 from kvreclaim.plan.weights import weight_format
 
 
-def on_cards(answer: Answer, cache: Cache, asked: Asked) -> None:
+def on_cards(answer: PlanReport, cache: Cache, asked: PlanRequest) -> None:
     """Lower bounds of every card, the cheapest first; those that will not do, with the reason."""
     assert asked.trace is not None
     assert asked.slo is not None
@@ -42,7 +42,7 @@ def on_cards(answer: Answer, cache: Cache, asked: Asked) -> None:
     answer.set(cards=[_values(bound) for bound in bounds])
 
 
-def _wanted(asked: Asked) -> list[Card]:
+def _wanted(asked: PlanRequest) -> list[Card]:
     assert asked.cards is not None
     named = asked.cards.strip().lower() != "all"
     found = [find_card(name) for name in asked.cards.split(",")] if named else list(all_cards())

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kvreclaim.kv_bytes import KVBytes
 from kvreclaim.plan import words
-from kvreclaim.plan.asked import Asked
+from kvreclaim.plan.asked import PlanRequest
 from kvreclaim.plan.demand import Cache, shared_load
-from kvreclaim.plan.sections import Answer, Section
+from kvreclaim.plan.sections import PlanReport, Section
 from kvreclaim.plan.shapes import LayerShape, ModelShape
 from kvreclaim.plan.weights import weight_bytes, weight_format
 
@@ -14,7 +14,7 @@ RESERVED = 4096
 """Tokens that a server without paging is taken to reserve for each sequence."""
 
 
-def on_model(answer: Answer, cache: Cache, asked: Asked) -> None:
+def on_model(answer: PlanReport, cache: Cache, asked: PlanRequest) -> None:
     shape = cache.shape
     section = answer.section(shape.name)
     section.row("layers", ", ".join(f"{count} x {_layer(kind)}" for kind, count in shape.kinds()))
@@ -79,7 +79,7 @@ def _unit(kind: LayerShape, count: int, form: KVBytes, size: int) -> str:
     )
 
 
-def on_request(answer: Answer, cache: Cache, asked: Asked, context: int) -> None:
+def on_request(answer: PlanReport, cache: Cache, asked: PlanRequest, context: int) -> None:
     size, held = cache.block_size, cache.held(context)
     blocks, prompt = cache.blocks(context), cache.prompt_blocks(context)
     slots = blocks * size
@@ -142,7 +142,7 @@ def _budget(section: Section, cache: Cache, context: int) -> None:
     section.step(f"in a prompt of {context:,} at most {peak_slots:,} tokens: {peak:,} blocks")
 
 
-def _reserved(shape: ModelShape, asked: Asked, longest: int) -> int:
+def _reserved(shape: ModelShape, asked: PlanRequest, longest: int) -> int:
     """Tokens that are set aside for each sequence where there is no paging."""
     if asked.max_model_len is not None:
         return asked.max_model_len
@@ -150,7 +150,7 @@ def _reserved(shape: ModelShape, asked: Asked, longest: int) -> int:
     return usual if longest <= usual else max(longest, shape.max_position)
 
 
-def on_load(answer: Answer, cache: Cache, asked: Asked, sequences: int) -> None:
+def on_load(answer: PlanReport, cache: Cache, asked: PlanRequest, sequences: int) -> None:
     prefix, own, size = asked.prefix, asked.own, cache.block_size
     load = shared_load(cache, sequences, prefix, own)
     each = cache.block_bytes

@@ -7,7 +7,7 @@ from typing import Literal
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.plan.cards import Card
-from kvreclaim.plan.cost import Linear, Load
+from kvreclaim.plan.cost import Linear, StepLoad
 from kvreclaim.plan.demand import Cache
 from kvreclaim.plan.weights import WeightFormat, weight_bytes
 
@@ -21,7 +21,7 @@ LEAST_ACTIVATION = 70 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class CardPool:
     """Memory of one card (of each, where there are several), and its blocks.
 
     open_bytes: rows for blocks that are not full, of formats that have them
@@ -81,12 +81,12 @@ def make_pool(
     other_bytes: int | None = None,
     num_cards: int = 1,
     open_rows: int = 0,
-) -> Pool:
+) -> CardPool:
     """num_cards: tensor parallel; weights and KV heads are divided, a latent is not."""
     heads = min(layer.num_kv_heads for layer in cache.shape.layers)
     parts = min(num_cards, heads)
     row_bytes = cache.form.open_row_bytes(cache.shape.layers, cache.block_size)
-    return Pool(
+    return CardPool(
         memory_bytes=memory_bytes,
         utilization=utilization,
         weight_bytes=-(-weight_bytes(cache.shape, weights).total // num_cards),
@@ -114,7 +114,7 @@ class Fit:
     prompt_fits: bool
 
 
-def fit(cache: Cache, pool: Pool, each: int, *, prefix: int = 0) -> Fit:
+def fit(cache: Cache, pool: CardPool, each: int, *, prefix: int = 0) -> Fit:
     """Sequences of `each` tokens, a shared prefix of them counted once where nothing is evicted."""
     blocks = cache.blocks(each)
     full = prefix // cache.block_size if blocks * cache.block_size >= each else 0
@@ -143,8 +143,8 @@ def binds(time: Linear, found: Fit, held: int) -> Binds:
     if num == 0:
         return "memory"
     keys = time.kv * num * held
-    read = time.step_s(Load(1, 1, 0))
-    longer = time.step_s(Load(num, num, 0))
+    read = time.step_s(StepLoad(1, 1, 0))
+    longer = time.step_s(StepLoad(num, num, 0))
     knee = getattr(time, "dense", time.base) / getattr(time, "flop", time.beyond or 1e-30)
     if num >= knee and longer - read >= keys:
         return "compute"

@@ -8,11 +8,11 @@ import numpy as np
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.plan.asked import Asked
+from kvreclaim.plan.asked import PlanRequest
 from kvreclaim.plan.cost import Linear
 from kvreclaim.plan.demand import Cache
 from kvreclaim.plan.lengths import read_lengths
-from kvreclaim.plan.pool import Pool
+from kvreclaim.plan.pool import CardPool
 from kvreclaim.plan.recompute import (
     blocks_while_decoding,
     longest_blocks,
@@ -21,10 +21,12 @@ from kvreclaim.plan.recompute import (
     sequences_at_once,
 )
 from kvreclaim.plan.roofline import DATA_SHEET
-from kvreclaim.plan.sections import Answer
+from kvreclaim.plan.sections import PlanReport
 
 
-def preempted(answer: Answer, cache: Cache, asked: Asked, time: Linear | None, pool: Pool) -> None:
+def preempted(
+    answer: PlanReport, cache: Cache, asked: PlanRequest, time: Linear | None, pool: CardPool
+) -> None:
     """max_num_seqs from a bound on recompute, and from the lengths of a trace."""
     if time is None:
         raise InvalidArgumentError(

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.plan.cost import Linear, Load, WithExperts
+from kvreclaim.plan.cost import Linear, StepLoad, WithExperts
 from kvreclaim.plan.lengths import Lengths
 from kvreclaim.plan.roofline import DATA_SHEET
 from kvreclaim.schedule.budget.account import Account
@@ -35,7 +35,7 @@ def prefill_seconds(time: Linear, num_tokens: int, chunk: int) -> float:
     total = 0.0
     for start in range(0, num_tokens, chunk):
         size = min(chunk, num_tokens - start)
-        total += time.step_s(Load(size, 1, 0, size * (start + size / 2)))
+        total += time.step_s(StepLoad(size, 1, 0, size * (start + size / 2)))
     return total
 
 

@@ -22,7 +22,7 @@ class Section:
 
 
 @dataclass(slots=True)
-class Answer:
+class PlanReport:
     """values: everything by name, for programs; sections: for people."""
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Answer:
         self.values.update(values)
 
 
-def lines(answer: Answer, *, explain: bool = False) -> list[str]:
+def lines(answer: PlanReport, *, explain: bool = False) -> list[str]:
     """The sections as text, with the arithmetic under each where it is wanted."""
     out: list[str] = []
     width = max(len(label) for section in answer.sections for label, _ in section.rows)

@@ -13,7 +13,7 @@ from itertools import groupby
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.kv_bytes import KVBytes
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.memory.windows.window import Chunk, Window
+from kvreclaim.memory.windows.window import ChunkedWindow, Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class LayerShape:
         """What it needs of a sequence; None: all."""
         if self.window is None:
             return None
-        return Chunk(self.window) if self.chunked else Window(self.window)
+        return ChunkedWindow(self.window) if self.chunked else Window(self.window)
 
     @property
     def num_params(self) -> int:
@@ -189,7 +189,7 @@ class ModelShape:
         for layer in self.layers:
             blocks = blocks_for(num_tokens, block_size)
             if layer.chunked and layer.window is not None:
-                blocks = Chunk(layer.window).most_blocks(num_tokens, max_chunk, block_size)
+                blocks = ChunkedWindow(layer.window).most_blocks(num_tokens, max_chunk, block_size)
             elif layer.window is not None:
                 seen = blocks_for(min(layer.window - 1 + max_chunk, num_tokens), block_size) + 1
                 blocks = min(blocks, seen)

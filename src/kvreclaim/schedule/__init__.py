@@ -5,7 +5,7 @@ from kvreclaim.schedule.budget.compaction import Pass
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 from kvreclaim.schedule.budget.footprint import Footprint
 from kvreclaim.schedule.scheduler import Scheduler
-from kvreclaim.schedule.sequence import Sequence, Status
+from kvreclaim.schedule.sequence import ScheduledSequence, Status
 from kvreclaim.schedule.step import Admitted, Preempted, Row, StepDone, StepPlan
 
 __all__ = [
@@ -16,8 +16,8 @@ __all__ = [
     "Pass",
     "Preempted",
     "Row",
+    "ScheduledSequence",
     "Scheduler",
-    "Sequence",
     "Status",
     "StepDone",
     "StepPlan",

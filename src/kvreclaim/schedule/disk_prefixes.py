@@ -11,7 +11,7 @@ from kvreclaim.schedule.snapshot_key import SnapshotKey
 
 
 @dataclass(slots=True)
-class Asked:
+class PendingLookup:
     """Of one sequence that waits: for what, until when, and whether it has been told that it misses."""
 
     key: SnapshotKey
@@ -37,7 +37,7 @@ class DiskPrefixIndex(Generic[Seq]):
         self._wait_s, self._is_worth, self._clock = wait_s, is_worth, clock
         self._known: dict[str, int] = {}
         self._coming: set[SnapshotKey] = set()
-        self._asked: dict[int, Asked] = {}
+        self._asked: dict[int, PendingLookup] = {}
         self._wanted: list[SnapshotKey] = []
 
     def __contains__(self, key: SnapshotKey) -> bool:
@@ -92,7 +92,7 @@ class DiskPrefixIndex(Generic[Seq]):
                 return False
             self._coming.add(key)
             self._wanted.append(key)
-        self._asked[seq.seq_id] = Asked(key, self._clock() + self._wait_s(num_tokens))
+        self._asked[seq.seq_id] = PendingLookup(key, self._clock() + self._wait_s(num_tokens))
         return True
 
     def must_wait(self, seq_id: int) -> bool:
@@ -123,5 +123,5 @@ class DiskPrefixIndex(Generic[Seq]):
         self._coming.discard(key)
         return is_wanted
 
-    def _is_waiting(self, asked: Asked) -> bool:
+    def _is_waiting(self, asked: PendingLookup) -> bool:
         return asked.key in self._coming and self._clock() < asked.deadline

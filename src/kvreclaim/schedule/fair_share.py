@@ -11,7 +11,7 @@ from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.schedule.preemption_cost import VictimOrder, choose_victims
 from kvreclaim.schedule.queue import Seq, Tenant
-from kvreclaim.schedule.sequence import Sequence
+from kvreclaim.schedule.sequence import ScheduledSequence
 
 FRACTION = 32
 """A tenant's prompts may have at least this part of a step, however short those of another one are."""
@@ -177,12 +177,12 @@ def _last(running: list[Seq], tenant: Tenant) -> Seq:
     return running[max(own)[1]]
 
 
-def kept_seats(running: Iterable[Sequence]) -> int:
+def kept_seats(running: Iterable[ScheduledSequence]) -> int:
     """That nobody else may take."""
     return sum(seq.kept_seats for seq in running)
 
 
-def _num_units(running: Iterable[Sequence]) -> Counter[Tenant]:
+def _num_units(running: Iterable[ScheduledSequence]) -> Counter[Tenant]:
     """Of each tenant, those that give way alone; sequences that run together are one."""
     units = {(seq.tenant, seq.first_id if seq.together else seq.seq_id) for seq in running}
     return Counter(tenant for tenant, _ in units)

@@ -6,7 +6,7 @@ from typing import Generic
 
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.schedule.queue import Seq
-from kvreclaim.schedule.sequence import Awaited, Sequence, Status
+from kvreclaim.schedule.sequence import Awaited, ScheduledSequence, Status
 from kvreclaim.schedule.state import State
 
 LEAST_SHARED = 64
@@ -51,7 +51,7 @@ class InFlight(Generic[Seq]):
             return False
         return awaited.as_snapshot or self.state.memory.publishes(owner.seq_id)
 
-    def _gets_on(self, owner: Sequence) -> bool:
+    def _gets_on(self, owner: ScheduledSequence) -> bool:
         return owner.status is Status.RUNNING and self.state.num_steps - owner.last_step <= 1
 
     def _find(self, seq: Seq) -> Awaited | None:

@@ -12,7 +12,7 @@ from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.schedule.queue import Seq
 from kvreclaim.schedule.rates import Rates
-from kvreclaim.schedule.sequence import Sequence
+from kvreclaim.schedule.sequence import ScheduledSequence
 
 PREEMPTION_MODES = ("auto", "swap", "recompute")
 VICTIM_POLICIES = ("auto", "last", "priority", "lru", "cost")
@@ -76,7 +76,7 @@ class PreemptionCostModel:
         return moved if self.mode == "swap" else min(moved, again)
 
 
-Group = ListLike[Sequence]
+Group = ListLike[ScheduledSequence]
 """Running sequences that give way together, in the order of admission."""
 
 VictimOrder = Callable[[Group, int], tuple[float, ...]]
@@ -84,7 +84,7 @@ VictimOrder = Callable[[Group, int], tuple[float, ...]]
 order of admission."""
 
 
-def choose_victims(order: VictimOrder, running: Iterable[Seq], needy: Sequence) -> list[Seq]:
+def choose_victims(order: VictimOrder, running: Iterable[Seq], needy: ScheduledSequence) -> list[Seq]:
     """The group that gives way to one that needs blocks, in the order of admission.
 
     The outputs of a request give way together: one alone frees only what it does not share with the others.

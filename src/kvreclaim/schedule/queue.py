@@ -9,9 +9,9 @@ from itertools import chain
 from operator import attrgetter
 from typing import Generic, Protocol, TypeVar
 
-from kvreclaim.schedule.sequence import Sequence
+from kvreclaim.schedule.sequence import ScheduledSequence
 
-Seq = TypeVar("Seq", bound=Sequence)
+Seq = TypeVar("Seq", bound=ScheduledSequence)
 Tenant = str | None
 WINDOW = 128
 """Of a line, so many are put in another order at a time."""

@@ -26,13 +26,13 @@ class Awaited:
     """Leading tokens that a running sequence computes and another one waits for. as_snapshot: what a pass
     leaves of them, not their blocks"""
 
-    owner: Sequence
+    owner: ScheduledSequence
     num_tokens: int
     as_snapshot: bool = False
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class ScheduledSequence:
     """One output in the making. The scheduler changes num_computed, account and status, nobody else.
 
     token_ids:    prompt, then what was generated (or is given); whoever draws tokens appends them

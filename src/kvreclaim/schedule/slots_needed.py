@@ -8,10 +8,10 @@ from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.memory.tiers.manager import TieredMemory
-from kvreclaim.schedule.sequence import Sequence
+from kvreclaim.schedule.sequence import ScheduledSequence
 
 
-def own_slots(seq: Sequence, match: PrefixMatch, memory: MemoryManager) -> int:
+def own_slots(seq: ScheduledSequence, match: PrefixMatch, memory: MemoryManager) -> int:
     """That it takes itself besides the blocks of its match."""
     if isinstance(memory, TieredMemory) and memory.is_parked(seq.seq_id):
         return _slots_to_resume(seq, match, memory)
@@ -27,7 +27,7 @@ def own_slots(seq: Sequence, match: PrefixMatch, memory: MemoryManager) -> int:
     return slots + len(match.lower) * memory.block_size + _slots_of_followers(seq, memory.block_size)
 
 
-def _slots_of_followers(seq: Sequence, size: int) -> int:
+def _slots_of_followers(seq: ScheduledSequence, size: int) -> int:
     """Of those that will fork from it: what comes behind the common tokens, all where passes make blocks
     their own."""
     slots = 0
@@ -41,14 +41,14 @@ def _slots_of_followers(seq: Sequence, size: int) -> int:
     return slots
 
 
-def _becomes_own(seq: Sequence) -> bool:
+def _becomes_own(seq: ScheduledSequence) -> bool:
     """Whether passes will make blocks its own that it shares with others."""
     first_pass = seq.footprint.first_pass(seq.num_prompt)
     moves = seq.footprint.eviction_method.moves and seq.footprint.bounded
     return moves and first_pass is not None and first_pass < seq.max_len
 
 
-def slots_of_fork(seq: Sequence, snapshot: Sequence, memory: MemoryManager) -> int:
+def slots_of_fork(seq: ScheduledSequence, snapshot: ScheduledSequence, memory: MemoryManager) -> int:
     """Slots that a fork of a snapshot takes: those behind the shared blocks, with a copy of the last one, or
     all that it will hold, if its blocks become its own at a later pass; and those of the snapshot, where it
     has to come back first."""
@@ -64,7 +64,7 @@ def slots_of_fork(seq: Sequence, snapshot: Sequence, memory: MemoryManager) -> i
     return slots if parked is None else slots + len(parked.held) * size
 
 
-def _slots_to_resume(seq: Sequence, match: PrefixMatch, memory: TieredMemory) -> int:
+def _slots_to_resume(seq: ScheduledSequence, match: PrefixMatch, memory: TieredMemory) -> int:
     """Of one that comes back as it was, with those that come back with it: what they held, their next tokens,
     and what they will take for sure."""
     size, growth = memory.block_size, 0
@@ -83,7 +83,7 @@ def _slots_to_resume(seq: Sequence, match: PrefixMatch, memory: TieredMemory) ->
     return (memory.num_to_resume(seq.seq_id, match, others) + growth) * size
 
 
-def _copied_at_first_pass(seq: Sequence, held: int, memory: MemoryManager) -> int:
+def _copied_at_first_pass(seq: ScheduledSequence, held: int, memory: MemoryManager) -> int:
     """Blocks that its first pass takes when it holds so many: it writes none that others read."""
     if seq.account.compactions or not _becomes_own(seq):
         return 0
@@ -91,7 +91,7 @@ def _copied_at_first_pass(seq: Sequence, held: int, memory: MemoryManager) -> in
     return max(0, kept - (held - memory.num_shared_of(seq.seq_id)))
 
 
-def known_growth(running: Iterable[Sequence], memory: MemoryManager, *, prompts: bool) -> int:
+def known_growth(running: Iterable[ScheduledSequence], memory: MemoryManager, *, prompts: bool) -> int:
     """Slots that running sequences will still take and whose number is known: up to the next pass, that one
     included, of those whose blocks then come back. Admitting into them would only preempt somebody soon.
 

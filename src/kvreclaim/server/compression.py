@@ -7,7 +7,7 @@ import dataclasses
 from kvreclaim.checks import require
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.config import AUTO
-from kvreclaim.engine.serving.served import Served
+from kvreclaim.engine.serving.served import ServedModel
 from kvreclaim.errors import KVReclaimError
 from kvreclaim.server.config import ServerConfig
 from kvreclaim.server.errors import ApiError
@@ -15,7 +15,7 @@ from kvreclaim.server.fields import KVCompression
 
 
 def compression_of(
-    given: KVCompression | None, served: Served, limits: ServerConfig
+    given: KVCompression | None, served: ServedModel, limits: ServerConfig
 ) -> CompressionConfig | None:
     """None takes the server's own settings. What is left out comes from these, if they are of the same
     policy; statistics always do. Raises: ApiError 400."""

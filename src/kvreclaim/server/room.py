@@ -10,7 +10,7 @@ from kvreclaim.server.config import ServerConfig
 from kvreclaim.server.errors import ApiError
 
 
-class Room:
+class ConcurrencyLimiter:
     """Counts outputs, prompts × n, from when they are queued until they have ended."""
 
     def __init__(self, config: ServerConfig) -> None:

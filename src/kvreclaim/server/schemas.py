@@ -9,13 +9,13 @@ from pydantic import BaseModel, ConfigDict
 Responses = dict[int | str, dict[str, Any]]
 
 
-class Shape(BaseModel):
+class ResponseSchema(BaseModel):
     """What an answer looks like; tests hold the answers against it."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class KVCacheUsage(Shape):
+class KVCacheUsage(ResponseSchema):
     policy: str | None
     budget: int | None
     tokens_evicted: int

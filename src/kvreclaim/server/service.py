@@ -26,7 +26,7 @@ from kvreclaim.server.compression import compression_of
 from kvreclaim.server.config import ServerConfig
 from kvreclaim.server.errors import ApiError, failed
 from kvreclaim.server.fields import KVCompression
-from kvreclaim.server.room import Room
+from kvreclaim.server.room import ConcurrencyLimiter
 from kvreclaim.server.tenants import Tenant
 from kvreclaim.server.vocabulary import Vocabulary
 from kvreclaim.server.workers import Workers, default_threads
@@ -50,7 +50,7 @@ class Service:
         self.started_s = time.time()
         self.streams_of: dict[str, list[RequestStream]] = {}
         self.workers = Workers(default_threads())
-        self.room = Room(config)
+        self.room = ConcurrencyLimiter(config)
         self.plain: PlainText | None = None
         if engine.tokenizer is not None:
             self.plain = PlainText(engine.tokenizer, allow=config.allow_special_tokens_in_text)

@@ -21,7 +21,7 @@ class Version(BaseModel):
     version: str
 
 
-class Load(BaseModel):
+class ServerLoad(BaseModel):
     """Requests and blocks at this moment.
 
     server_load: requests that are running or waiting (vLLM's field)
@@ -53,16 +53,16 @@ async def version() -> Version:
 
 
 @router.get("/load", responses={401: {"model": OpenAIError}, 503: {"model": OpenAIError}})
-async def load(service: ServiceDep) -> Load:
+async def load(service: ServiceDep) -> ServerLoad:
     """Read between two steps, so that the figures belong together."""
     return await service.engine.call(load_of)
 
 
-def load_of(host: EngineCore) -> Load:
+def load_of(host: EngineCore) -> ServerLoad:
     """Now."""
     engine = host.engine
     stats, scheduler = engine.memory.stats(), engine.scheduler
-    return Load(
+    return ServerLoad(
         server_load=len(engine.requests),
         num_requests_running=len(scheduler.running),
         num_requests_waiting=len(scheduler.waiting),

@@ -21,7 +21,7 @@ class Spelling(NamedTuple):
     special: bool = False
 
 
-class Place(NamedTuple):
+class TokenPlace(NamedTuple):
     """Where a token stands.
 
     offset: characters before it
@@ -90,13 +90,13 @@ class TokenPlaces:
         self._length = 0
         self._first = True
 
-    def append(self, token_id: int) -> Place:
+    def append(self, token_id: int) -> TokenPlace:
         first, before = self._first, self._length
         own, piece = self.vocabulary.spelling(token_id, first=first), self._stream.step(token_id)
         self._length += len(piece)
         self._first = first and own.special
         # A token may end a piece that broken characters before it begin.
-        return Place(own, self._length - len(own.text) if piece.endswith(own.text) else before, first)
+        return TokenPlace(own, self._length - len(own.text) if piece.endswith(own.text) else before, first)
 
 
 class Continuation:

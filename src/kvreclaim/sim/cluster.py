@@ -13,16 +13,16 @@ from kvreclaim.memory.stats import MemoryStats
 from kvreclaim.plan.cost import StepTime
 from kvreclaim.sim.content import Links
 from kvreclaim.sim.replica import Replica
-from kvreclaim.sim.request import Asked, Record
+from kvreclaim.sim.request import RequestRecord, SimRequest
 from kvreclaim.sim.routers import Router, make_router
 from kvreclaim.sim.settings import Settings
 
-Follow = Callable[[Asked, Record], Asked | None]
+Follow = Callable[[SimRequest, RequestRecord], SimRequest | None]
 """The next request of a conversation, given the last one and what became of it. arrival_s: when it comes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class ClusterSample:
     """All replicas together at a moment: blocks in use, requests that run and that wait; prompt tokens found,
     and asked for, since the beginning."""
 
@@ -35,14 +35,14 @@ class Sample:
 
 
 @dataclass(slots=True)
-class Outcome:
+class SimulationResult:
     """What came of a simulation. refused: requests that no replica could ever run; why: how many of them, by
     the reason."""
 
-    records: list[Record]
-    refused: list[Asked]
+    records: list[RequestRecord]
+    refused: list[SimRequest]
     replicas: list[Replica]
-    samples: list[Sample]
+    samples: list[ClusterSample]
     makespan_s: float = 0.0
     memory: list[MemoryStats] = field(default_factory=list)
     why: Counter[str] = field(default_factory=Counter)
@@ -86,10 +86,10 @@ class Cluster:
         self._next_look_s = scrape_s
         self._sample_s = sample_s
         self._next_sample_s = 0.0
-        self._later: list[tuple[float, int, Asked]] = []
-        self._out = Outcome([], [], self.replicas, [])
+        self._later: list[tuple[float, int, SimRequest]] = []
+        self._out = SimulationResult([], [], self.replicas, [])
 
-    def run(self, requests: Iterable[Asked], *, until_s: float = inf) -> Outcome:
+    def run(self, requests: Iterable[SimRequest], *, until_s: float = inf) -> SimulationResult:
         """Serve all requests, which come in the order of their arrival, to their ends, or up to a time: what
         has not happened by then has no time in its record."""
         coming, out = iter(requests), self._out
@@ -117,11 +117,11 @@ class Cluster:
         out.records.sort(key=lambda record: record.number)
         return out
 
-    def _next(self, coming: Iterator[Asked]) -> Asked | None:
+    def _next(self, coming: Iterator[SimRequest]) -> SimRequest | None:
         found = next(coming, None)
         return self._earlier(found) if self._later else found
 
-    def _earlier(self, upcoming: Asked | None) -> Asked | None:
+    def _earlier(self, upcoming: SimRequest | None) -> SimRequest | None:
         """Of the next one from outside and those that answers have led to; the other waits."""
         if upcoming is None:
             return heappop(self._later)[2] if self._later else None
@@ -131,7 +131,7 @@ class Cluster:
             return found
         return upcoming
 
-    def _arrive(self, asked: Asked) -> None:
+    def _arrive(self, asked: SimRequest) -> None:
         number, now = next(self._numbers), asked.arrival_s
         known: list[int] = []
         if self.needs_prefix:
@@ -184,10 +184,10 @@ class Cluster:
             self._out.samples.append(self._sample(now))
             self._next_sample_s = (floor(now / self._sample_s) + 1) * self._sample_s
 
-    def _sample(self, now: float) -> Sample:
+    def _sample(self, now: float) -> ClusterSample:
         replicas = self.replicas
         stats = [replica.memory.stats() for replica in replicas]
-        return Sample(
+        return ClusterSample(
             now,
             sum(each.in_use for each in stats),
             sum(len(replica.scheduler.running) for replica in replicas),

@@ -15,7 +15,7 @@ from kvreclaim.checks import require
 from kvreclaim.plan.cost import Linear
 from kvreclaim.sim.cluster import Cluster
 from kvreclaim.sim.log import Logged
-from kvreclaim.sim.request import Asked, Record
+from kvreclaim.sim.request import RequestRecord, SimRequest
 from kvreclaim.sim.settings import Settings
 
 Array = NDArray[np.float64]
@@ -95,8 +95,8 @@ class _Problem:
 
 
 def simulate_log(
-    asked: Sequence[Asked], settings: Settings, cost: Linear, until_s: float = inf
-) -> list[Record]:
+    asked: Sequence[SimRequest], settings: Settings, cost: Linear, until_s: float = inf
+) -> list[RequestRecord]:
     """All requests on one engine, or what came of them by until_s. Raises: InvalidArgumentError if one of
     them can never run there."""
     out = Cluster(settings, cost).run(asked, until_s=until_s)

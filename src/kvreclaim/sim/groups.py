@@ -12,7 +12,7 @@ from typing import Any, Final
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.window_tables import Windows, WindowTable
-from kvreclaim.memory.windows.window import Chunk, Window, grouping
+from kvreclaim.memory.windows.window import ChunkedWindow, Window, grouping
 from kvreclaim.options import check_options, option
 
 Row = dict[str, Any]
@@ -20,7 +20,7 @@ SIZE: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class GroupShape:
     """A model's layers: so many, every `pattern`-th with full attention, and bytes of a token in a layer."""
 
     num_layers: int
@@ -35,11 +35,11 @@ class Shape:
 
 SHAPES: Final = MappingProxyType(
     {
-        "gpt-oss-20b": Shape(24, 2, Window(128), 2 * 8 * 64 * 2),
-        "gemma-2-9b": Shape(42, 2, Window(4096), 2 * 8 * 256 * 2),
-        "gemma-3-4b": Shape(34, 6, Window(1024), 2 * 4 * 256 * 2),
-        "gemma-3-27b": Shape(62, 6, Window(1024), 2 * 16 * 128 * 2),
-        "llama-4-scout": Shape(48, 4, Chunk(8192), 2 * 8 * 128 * 2),
+        "gpt-oss-20b": GroupShape(24, 2, Window(128), 2 * 8 * 64 * 2),
+        "gemma-2-9b": GroupShape(42, 2, Window(4096), 2 * 8 * 256 * 2),
+        "gemma-3-4b": GroupShape(34, 6, Window(1024), 2 * 4 * 256 * 2),
+        "gemma-3-27b": GroupShape(62, 6, Window(1024), 2 * 16 * 128 * 2),
+        "llama-4-scout": GroupShape(48, 4, ChunkedWindow(8192), 2 * 8 * 128 * 2),
     }
 )
 """In bf16, from their configurations."""
@@ -65,7 +65,7 @@ class GroupsPlan:
         check_options(self)
 
 
-def held_bytes(shape: Shape, num_tokens: int, *, grouped: bool) -> int:
+def held_bytes(shape: GroupShape, num_tokens: int, *, grouped: bool) -> int:
     """Of one sequence of so many tokens, while its last one is computed, as the memory manager counts its
     blocks."""
     found = grouping(shape.windows) if grouped else None
@@ -118,7 +118,7 @@ class Talk:
 
 
 @dataclass(slots=True)
-class Talks:
+class GroupConversations:
     """All of them over one memory, AT_ONCE at a time."""
 
     plan: GroupsPlan
@@ -186,15 +186,15 @@ def hit_rows(plan: GroupsPlan, occupancies: Sequence[float] = (0.25, 0.5, 0.9)) 
     for name in ("gpt-oss-20b", "gemma-3-4b"):
         found = grouping(SHAPES[name].windows)
         assert found is not None, f"{name} has windows"
-        endless = Talks(plan, MemoryManager(ENDLESS, SIZE, windows=found.windows))
+        endless = GroupConversations(plan, MemoryManager(ENDLESS, SIZE, windows=found.windows))
         most = endless.run()
         kept = sum(_kept(talk, found.windows) for talk in endless.talks)
         for occupancy in occupancies:
             num_blocks = int(kept / occupancy)
-            ours = Talks(plan, MemoryManager(num_blocks, SIZE, windows=found.windows)).run()
+            ours = GroupConversations(plan, MemoryManager(num_blocks, SIZE, windows=found.windows)).run()
             memory = MemoryManager(num_blocks, SIZE, windows=found.windows)
             memory.windows = LastOut(memory.pool, SIZE, found.windows)
-            others = Talks(plan, memory).run()
+            others = GroupConversations(plan, memory).run()
             rows.append(
                 {"model": name, "occupancy": occupancy, "blocks": num_blocks, "hit_tokens": ours}
                 | {"share": ours / most, "share_last_out": others / most, "most": most}

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvreclaim.checks import parse_json
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.sim.request import Asked
+from kvreclaim.sim.request import SimRequest
 
 LINES = ("input_toks", "output_toks", "queued_ts", "first_token_ts", "last_token_ts")
 LISTS = ("input_lens", "output_lens", "start_times", "ttfts", "itls")
@@ -31,8 +31,8 @@ class Logged:
     end_s: float
 
     @property
-    def asked(self) -> Asked:
-        return Asked(self.arrival_s, self.num_prompt, self.num_output)
+    def asked(self) -> SimRequest:
+        return SimRequest(self.arrival_s, self.num_prompt, self.num_output)
 
     @property
     def ttft_s(self) -> float:

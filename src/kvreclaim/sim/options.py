@@ -22,7 +22,7 @@ from kvreclaim.schedule.budget.lengths import longest_sequence
 from kvreclaim.schedule.rates import Rates
 from kvreclaim.schedule.scheduler import POLICIES
 from kvreclaim.sim.settings import Settings
-from kvreclaim.sim.traces.drawn import ARRIVALS, Arrivals, Shape
+from kvreclaim.sim.traces.drawn import ARRIVALS, Arrivals, TrafficShape
 from kvreclaim.sim.traces.files import FORMATS, read_trace
 from kvreclaim.sim.traces.trace import Trace
 
@@ -31,7 +31,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class ReplicaOptions:
     """Of one replica. Raises: InvalidArgumentError."""
 
     model: str = option(
@@ -155,7 +155,7 @@ class Serving:
             return Footprint(block_size=size, max_chunk=chunk)
         return footprint(self.compression, block_size=size, max_chunk=chunk)
 
-    def settings(self, machine: Machine, cost: Linear) -> Settings:
+    def settings(self, machine: ReplicaOptions, cost: Linear) -> Settings:
         """Of each replica."""
         per_block, footprint = machine.bytes_per_block(self.block_size), self.footprint()
         num_blocks, longest = machine.pool(footprint, self.max_num_seqs), self.max_model_len
@@ -234,7 +234,7 @@ class Traffic:
             return (trace if times is None else times.over(trace)).sped(self.speed)
         assert times is not None, "checked"
         assert self.requests is not None, "checked"
-        shape = Shape(
+        shape = TrafficShape(
             self.requests,
             self.prompt,
             self.output,

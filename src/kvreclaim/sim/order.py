@@ -9,14 +9,14 @@ from random import Random
 from typing import Any, Final
 
 from kvreclaim.options import check_options, option
-from kvreclaim.plan.cost import Linear, Load
+from kvreclaim.plan.cost import Linear, StepLoad
 from kvreclaim.schedule.budget.footprint import Footprint
 from kvreclaim.schedule.cache_first import CacheFirst
 from kvreclaim.sim.cluster import Cluster
-from kvreclaim.sim.options import Machine
-from kvreclaim.sim.request import Asked, Record
+from kvreclaim.sim.options import ReplicaOptions
+from kvreclaim.sim.request import RequestRecord, SimRequest
 from kvreclaim.sim.settings import Settings
-from kvreclaim.sim.traces.drawn import Arrivals, Shape
+from kvreclaim.sim.traces.drawn import Arrivals, TrafficShape
 from kvreclaim.sim.traces.trace import Trace
 
 Row = dict[str, Any]
@@ -68,26 +68,26 @@ class OrderPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class OrderCase:
     """A trace, and which of its requests are cold: nobody has sent their beginning before."""
 
     name: str
     trace: Trace
-    is_cold: Callable[[Record], bool] = field(compare=False)
+    is_cold: Callable[[RequestRecord], bool] = field(compare=False)
 
 
 def run(plan: OrderPlan) -> list[Row]:
     """Returns: a row per trace and way: prompt tokens asked for and computed (after a preemption
     again), waits, and seconds to the first token of cold and warm requests, median and p99."""
-    cost = Machine(gpu=plan.gpu).cost(SIZE)
+    cost = ReplicaOptions(gpu=plan.gpu).cost(SIZE)
     return [row for case in cases(plan, cost) for row in run_case(plan, case, cost)]
 
 
-def run_case(plan: OrderPlan, case: Case, cost: Linear) -> list[Row]:
+def run_case(plan: OrderPlan, case: OrderCase, cost: Linear) -> list[Row]:
     return [{"trace": case.name, "way": way, **_served(plan, case, cost, way)} for way in WAYS]
 
 
-def _served(plan: OrderPlan, case: Case, cost: Linear, way: str) -> Row:
+def _served(plan: OrderPlan, case: OrderCase, cost: Linear, way: str) -> Row:
     policy = "cache" if way in (LPM, "cache") else "fcfs"
     cluster = Cluster(plan.settings(policy), cost, follow=case.trace.follow())
     scheduler = cluster.replicas[0].scheduler
@@ -123,7 +123,7 @@ def _at(found: list[float], share: float) -> float:
     return found[min(len(found) - 1, int(share * len(found)))]
 
 
-def cases(plan: OrderPlan, cost: Linear) -> list[Case]:
+def cases(plan: OrderPlan, cost: Linear) -> list[OrderCase]:
     """Templates behind a system prompt, with some that share nothing; conversations; the same prompt from
     several at once."""
     return [_templates(plan, cost), _conversations(plan, cost), _copies(plan, cost)]
@@ -132,12 +132,12 @@ def cases(plan: OrderPlan, cost: Linear) -> list[Case]:
 def _rate(plan: OrderPlan, cost: Linear, computed: float, seats: float = 32) -> float:
     """Requests a second, each of which computes so many prompt tokens, and its output beside others."""
     chunk, held = plan.max_num_batched_tokens, SYSTEM + TEMPLATE + TAIL
-    fill = cost.step_s(Load(chunk, 1, held, chunk * held / 2, 1)) / chunk
-    step = cost.step_s(Load(round(seats), round(seats), round(seats * held), 0.0, round(seats)))
+    fill = cost.step_s(StepLoad(chunk, 1, held, chunk * held / 2, 1)) / chunk
+    step = cost.step_s(StepLoad(round(seats), round(seats), round(seats * held), 0.0, round(seats)))
     return plan.load / (computed * fill + OUTPUT * step / seats)
 
 
-def _templates(plan: OrderPlan, cost: Linear) -> Case:
+def _templates(plan: OrderPlan, cost: Linear) -> OrderCase:
     random, length = Random(plan.seed), SYSTEM + TEMPLATE
     mean = TAIL + COLD_SHARE * length
     times = Arrivals(_rate(plan, cost, mean), "gamma", 3.0, seed=plan.seed).times(plan.requests)
@@ -145,31 +145,35 @@ def _templates(plan: OrderPlan, cost: Linear) -> Case:
     for number, time in enumerate(times):
         if random.random() < COLD_SHARE:
             cold.add(number)
-            asked.append(Asked(time, length + TAIL, OUTPUT))
+            asked.append(SimRequest(time, length + TAIL, OUTPUT))
         else:
             template = f"template {random.randrange(TEMPLATES)}"
-            asked.append(Asked(time, length + TAIL, OUTPUT, ("system", template), SYSTEM, length))
-    return Case("templates", Trace(asked, knows_content=True), lambda record: record.number in cold)
+            asked.append(SimRequest(time, length + TAIL, OUTPUT, ("system", template), SYSTEM, length))
+    return OrderCase("templates", Trace(asked, knows_content=True), lambda record: record.number in cold)
 
 
-def _conversations(plan: OrderPlan, cost: Linear, turns: int = 5) -> Case:
-    shape = Shape(plan.requests // turns, 400, OUTPUT, turns=turns, think_s=2.0, vary=0.5, seed=plan.seed)
+def _conversations(plan: OrderPlan, cost: Linear, turns: int = 5) -> OrderCase:
+    shape = TrafficShape(
+        plan.requests // turns, 400, OUTPUT, turns=turns, think_s=2.0, vary=0.5, seed=plan.seed
+    )
     rate = _rate(plan, cost, 600) / turns
     trace = shape.trace(Arrivals(rate, "poisson", seed=plan.seed))
     firsts = {asked.session: asked.num_prompt for asked in trace.requests}
-    return Case("conversations", trace, lambda record: record.num_prompt == firsts[record.session])
+    return OrderCase("conversations", trace, lambda record: record.num_prompt == firsts[record.session])
 
 
-def _copies(plan: OrderPlan, cost: Linear) -> Case:
+def _copies(plan: OrderPlan, cost: Linear) -> OrderCase:
     length, groups = SYSTEM + TEMPLATE, plan.requests // COPIES
     rate = _rate(plan, cost, length / COPIES) / COPIES
     times = Arrivals(rate, "poisson", seed=plan.seed).times(groups)
     asked = [
-        Asked(time, length, OUTPUT, (f"prompt {group}",), length, length)
+        SimRequest(time, length, OUTPUT, (f"prompt {group}",), length, length)
         for group, time in enumerate(times)
         for _ in range(COPIES)
     ]
-    return Case("eight alike", Trace(asked, knows_content=True), lambda record: not record.number % COPIES)
+    return OrderCase(
+        "eight alike", Trace(asked, knows_content=True), lambda record: not record.number % COPIES
+    )
 
 
 def ratios(rows: list[Row]) -> list[Row]:

@@ -9,13 +9,13 @@ from math import sqrt
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.tiers.manager import TieredMemory
-from kvreclaim.plan.cost import Load, StepTime
+from kvreclaim.plan.cost import StepLoad, StepTime
 from kvreclaim.plan.loads import keys_read, load_of
 from kvreclaim.schedule import Footprint, Pass, StepDone, StepPlan
 from kvreclaim.schedule.budget.lengths import excess_slots
 from kvreclaim.sim.content import Links
 from kvreclaim.sim.fast_forward import leap, leap_length
-from kvreclaim.sim.request import Asked, Record, Simulated
+from kvreclaim.sim.request import RequestRecord, SimRequest, Simulated
 from kvreclaim.sim.settings import Settings
 
 SCATTER = 2654435761
@@ -84,7 +84,7 @@ class Replica:
     def is_busy(self) -> bool:
         return self.leap is not None or self._plan is not None
 
-    def sequence(self, number: int, asked: Asked, arrival_s: float) -> Simulated | str:
+    def sequence(self, number: int, asked: SimRequest, arrival_s: float) -> Simulated | str:
         """A request as this engine would take it, or why it can never run here."""
         settings, footprint = self.settings, self._footprint(number)
         prompt, blocks = asked.num_prompt, settings.num_blocks
@@ -104,7 +104,9 @@ class Replica:
             footprint=footprint,
             priority=asked.priority,
             asked=asked,
-            record=Record(number, self.number, arrival_s, prompt, limit - prompt, session=asked.session),
+            record=RequestRecord(
+                number, self.number, arrival_s, prompt, limit - prompt, session=asked.session
+            ),
         )
 
     def _footprint(self, number: int) -> Footprint:
@@ -158,8 +160,8 @@ class Replica:
             read = keys_read(seq, held)
             keys += read
             growing += keys_read(seq, held + 1) - read
-        first = self.cost.step_s(Load(len(running), len(running), keys, 0.0, len(running)))
-        second = self.cost.step_s(Load(len(running), len(running), keys + growing, 0.0, len(running)))
+        first = self.cost.step_s(StepLoad(len(running), len(running), keys, 0.0, len(running)))
+        second = self.cost.step_s(StepLoad(len(running), len(running), keys + growing, 0.0, len(running)))
         self.leap = Leap(start, steps, first, second - first)
         return self.leap.end_s(steps)
 

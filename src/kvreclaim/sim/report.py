@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from kvreclaim.memory.prefix.index import MISS_REASONS
-from kvreclaim.sim.cluster import Outcome
-from kvreclaim.sim.request import Record
+from kvreclaim.sim.cluster import SimulationResult
+from kvreclaim.sim.request import RequestRecord
 from kvreclaim.sim.scenario import Scenario
 
 PERCENTILES = (50, 90, 99)
@@ -56,7 +56,7 @@ def distribution(values: Iterable[float]) -> dict[str, float]:
     return found | {f"p{p}": float(x) for p, x in zip(PERCENTILES, at, strict=True)}
 
 
-def spread(records: Sequence[Record]) -> dict[str, dict[str, float]]:
+def spread(records: Sequence[RequestRecord]) -> dict[str, dict[str, float]]:
     """Of requests: to the first token, between tokens behind it, to the end, in the queue. In seconds."""
     return {
         "ttft_s": distribution(r.ttft_s for r in records),
@@ -66,7 +66,7 @@ def spread(records: Sequence[Record]) -> dict[str, dict[str, float]]:
     }
 
 
-def describe(scenario: Scenario, outcome: Outcome, wall_s: float) -> dict[str, Any]:
+def describe(scenario: Scenario, outcome: SimulationResult, wall_s: float) -> dict[str, Any]:
     """Everything that was counted."""
     records, settings, trace = outcome.records, scenario.settings, scenario.trace
     replicas = outcome.replicas
@@ -106,7 +106,7 @@ def describe(scenario: Scenario, outcome: Outcome, wall_s: float) -> dict[str, A
     }
 
 
-def _busy(outcome: Outcome) -> float:
+def _busy(outcome: SimulationResult) -> float:
     """Share of the time in which replicas computed."""
     whole = outcome.makespan_s * len(outcome.replicas)
     return sum(each.busy_s for each in outcome.replicas) / whole if whole else 0.0
@@ -116,7 +116,7 @@ def _per_s(amount: float, seconds: float) -> float | None:
     return amount / seconds if seconds else None
 
 
-def _preemptions(outcome: Outcome) -> dict[str, Any]:
+def _preemptions(outcome: SimulationResult) -> dict[str, Any]:
     records = outcome.records
     return {
         "preemptions": outcome.preemptions.total(),
@@ -127,7 +127,7 @@ def _preemptions(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _hits(outcome: Outcome, *, knows: bool) -> dict[str, Any]:
+def _hits(outcome: SimulationResult, *, knows: bool) -> dict[str, Any]:
     """hit_rate: of all prompt tokens, those that need not be computed; None where the trace does not tell
     which prompts are alike."""
     asked = sum(each.prefix_query_tokens for each in outcome.memory)
@@ -142,7 +142,7 @@ def _hits(outcome: Outcome, *, knows: bool) -> dict[str, Any]:
     }
 
 
-def goodput(scenario: Scenario, outcome: Outcome) -> dict[str, Any] | None:
+def goodput(scenario: Scenario, outcome: SimulationResult) -> dict[str, Any] | None:
     """Requests that kept every target; None without targets. A refused one has kept none."""
     targets = scenario.targets
     if not targets:
@@ -156,7 +156,7 @@ def goodput(scenario: Scenario, outcome: Outcome) -> dict[str, Any] | None:
     }
 
 
-def money(scenario: Scenario, outcome: Outcome) -> dict[str, Any] | None:
+def money(scenario: Scenario, outcome: SimulationResult) -> dict[str, Any] | None:
     """Dollars; None where no price is known."""
     if scenario.price is None:
         return None
@@ -171,7 +171,7 @@ def money(scenario: Scenario, outcome: Outcome) -> dict[str, Any] | None:
     }
 
 
-def timeline(outcome: Outcome) -> dict[str, Sequence[float | None]]:
+def timeline(outcome: SimulationResult) -> dict[str, Sequence[float | None]]:
     """All replicas together: blocks in use, running and waiting requests; of the prompt tokens asked for in
     the last 16 samples, the share that was found."""
     samples, rates = outcome.samples, []

@@ -10,7 +10,7 @@ from kvreclaim.sim.content import TraceTokens
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SimRequest:
     """A request before it is sent.
 
     arrival_s:  since the beginning; of one that another one triggers, when it was sent
@@ -41,7 +41,7 @@ class Asked:
 
 
 @dataclass(slots=True)
-class Record:
+class RequestRecord:
     """What became of a request. Times in seconds since the beginning; None: it has not come to that."""
 
     number: int
@@ -79,9 +79,9 @@ class Record:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Simulated(schedule.Sequence):
+class Simulated(schedule.ScheduledSequence):
     """A request's only output, while it waits or runs. computed: tokens computed since it began anew last."""
 
-    asked: Asked
-    record: Record
+    asked: SimRequest
+    record: RequestRecord
     most_computed: int = field(default=0)

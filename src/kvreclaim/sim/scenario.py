@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from time import perf_counter
 
-from kvreclaim.plan.cost import Linear, Load
-from kvreclaim.sim.cluster import Cluster, Outcome
+from kvreclaim.plan.cost import Linear, StepLoad
+from kvreclaim.sim.cluster import Cluster, SimulationResult
 from kvreclaim.sim.settings import Settings
 from kvreclaim.sim.targets import NONE, Targets
 from kvreclaim.sim.traces.trace import Trace
@@ -29,7 +29,7 @@ class Scenario:
     targets: Targets = NONE
     price: float | None = None
 
-    def run(self, *, sampled: bool = False) -> tuple[Outcome, float]:
+    def run(self, *, sampled: bool = False) -> tuple[SimulationResult, float]:
         """Returns: what came of it, and the seconds that it took."""
         cluster = Cluster(
             self.settings,
@@ -50,7 +50,7 @@ class Scenario:
                 gc.enable()
         return outcome, perf_counter() - started
 
-    def utilisation(self, outcome: Outcome) -> float:
+    def utilisation(self, outcome: SimulationResult) -> float:
         """Offered work over what the replicas can do: prompts in full chunks, answers in the largest batch
         that seats and pool allow at their mean length."""
         records, settings = outcome.records, self.settings
@@ -60,8 +60,10 @@ class Scenario:
         kept = settings.footprint.most_tokens
         held = fmean(min(r.num_prompt + r.num_output / 2, kept or float("inf")) for r in records)
         seats = max(1.0, min(settings.max_num_seqs, settings.num_blocks * settings.block_size / held))
-        decode = self.cost.step_s(Load(round(seats), round(seats), round(seats * held), 0.0, round(seats)))
-        prefill = self.cost.step_s(Load(chunk, 1, 0, chunk * held / 2, 0)) - self.cost.step_s(Load())
+        decode = self.cost.step_s(
+            StepLoad(round(seats), round(seats), round(seats * held), 0.0, round(seats))
+        )
+        prefill = self.cost.step_s(StepLoad(chunk, 1, 0, chunk * held / 2, 0)) - self.cost.step_s(StepLoad())
         work = sum(
             (r.num_prompt - r.hit_tokens) / chunk * prefill + r.num_output / seats * decode for r in records
         )

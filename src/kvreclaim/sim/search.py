@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvreclaim.checks import check_choice, require
-from kvreclaim.plan.cost import Load
+from kvreclaim.plan.cost import StepLoad
 from kvreclaim.sim.report import distribution
-from kvreclaim.sim.request import Asked
+from kvreclaim.sim.request import SimRequest
 from kvreclaim.sim.scenario import Scenario
 from kvreclaim.sim.targets import AXES
 
@@ -20,7 +20,7 @@ PRECISION = 1.02
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class SearchPoint:
     """One value and what came of it. why: the first target that was not kept; empty: all were."""
 
     value: float
@@ -38,7 +38,7 @@ class Search:
     def __init__(self, scenario: Scenario, axis: str) -> None:
         check_choice("search", axis, AXES)
         self.scenario, self.axis = scenario, axis
-        self.tried: list[Tried] = []
+        self.tried: list[SearchPoint] = []
         self.why_none = ""
         if axis != "max_num_seqs":
             require(
@@ -95,17 +95,17 @@ class Search:
                 )
         return None
 
-    def _least_tpot_s(self, asked: Asked) -> float:
+    def _least_tpot_s(self, asked: SimRequest) -> float:
         """Of a step that decodes this request alone."""
         keys = min(asked.num_prompt, self.scenario.settings.footprint.budget or asked.num_prompt)
-        return self.scenario.cost.step_s(Load(1, 1, keys, 0.0, 1)) if asked.num_output > 1 else 0.0
+        return self.scenario.cost.step_s(StepLoad(1, 1, keys, 0.0, 1)) if asked.num_output > 1 else 0.0
 
-    def _least_ttft_s(self, asked: Asked) -> float:
+    def _least_ttft_s(self, asked: SimRequest) -> float:
         """Of computing its prompt in whole chunks."""
         cost, chunk = self.scenario.cost, self.scenario.settings.max_num_batched_tokens
         whole, rest = divmod(asked.num_prompt, chunk)
-        seconds = whole * cost.step_s(Load(chunk, 1))
-        return seconds + (cost.step_s(Load(rest, 1)) if rest else 0.0)
+        seconds = whole * cost.step_s(StepLoad(chunk, 1))
+        return seconds + (cost.step_s(StepLoad(rest, 1)) if rest else 0.0)
 
     def _least(self, fails: int, keeps: int) -> int:
         while keeps - fails > 1:
@@ -168,7 +168,7 @@ class Search:
         preempted = sum(record.preemptions > 0 for record in records)
         if self.axis == "max_num_seqs" and preempted > PREEMPTED * len(records):
             why = why or f"{preempted} of {len(records)} requests are preempted"
-        self.tried.append(Tried(value, why, p99))
+        self.tried.append(SearchPoint(value, why, p99))
         return not why
 
     def _with(self, value: float) -> Scenario:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from kvreclaim.checks import require
-from kvreclaim.sim.request import Record
+from kvreclaim.sim.request import RequestRecord
 
 AXES = ("replicas", "max_num_seqs", "budget", "rate")
 """What can be sought."""
@@ -25,7 +25,7 @@ class Targets:
     def __bool__(self) -> bool:
         return any(each is not None for each in (self.ttft_s, self.tpot_s, self.e2e_s))
 
-    def kept_by(self, record: Record) -> bool:
+    def kept_by(self, record: RequestRecord) -> bool:
         """Whether a request that has ended kept all of them."""
         return (
             (self.ttft_s is None or record.ttft_s <= self.ttft_s)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvreclaim.memory.prefix.keys import BlockName
-from kvreclaim.tiers.outcome import Outcome
+from kvreclaim.tiers.outcome import JobOutcome
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class TierJob:
     """buffer: what a store writes, or where a load goes; submitted_at, started_at: of the workers' clock."""
 
     job_id: int
@@ -22,11 +22,11 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class JobResult:
     """A job's result. seconds: since it left the queue, 0 if it never did; num_bytes: of payload moved."""
 
     job_id: int
-    outcome: Outcome
+    outcome: JobOutcome
     seconds: float
     num_bytes: int
 
@@ -46,16 +46,18 @@ class DiskCounters:
     io_errors: int = 0
     dropped: int = 0
 
-    def count(self, job: Job, outcome: Outcome, seconds: float) -> None:
-        if outcome is Outcome.OK and job.is_store:
+    def count(self, job: TierJob, outcome: JobOutcome, seconds: float) -> None:
+        if outcome is JobOutcome.OK and job.is_store:
             self.stores += 1
             self.stored_bytes += job.buffer.nbytes
             self.store_seconds += seconds
-        elif outcome is Outcome.OK:
+        elif outcome is JobOutcome.OK:
             self.loads += 1
             self.loaded_bytes += job.buffer.nbytes
             self.load_seconds += seconds
-        elif outcome in (Outcome.NO_SPACE, Outcome.IO_ERROR) or (job.is_store and outcome is Outcome.SHORT):
+        elif outcome in (JobOutcome.NO_SPACE, JobOutcome.IO_ERROR) or (
+            job.is_store and outcome is JobOutcome.SHORT
+        ):
             self.io_errors += 1
         elif outcome.is_corrupt:
             self.corrupt += 1

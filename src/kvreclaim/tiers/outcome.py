@@ -6,7 +6,7 @@ import errno
 from enum import StrEnum
 
 
-class Outcome(StrEnum):
+class JobOutcome(StrEnum):
     """OK, or the one reason why not."""
 
     OK = "ok"
@@ -50,19 +50,19 @@ class Outcome(StrEnum):
 
 CORRUPT = frozenset(
     {
-        Outcome.SHORT,
-        Outcome.BLANK,
-        Outcome.HEADER,
-        Outcome.VERSION,
-        Outcome.NAMESPACE,
-        Outcome.OTHER,
-        Outcome.LENGTH,
-        Outcome.PAYLOAD,
+        JobOutcome.SHORT,
+        JobOutcome.BLANK,
+        JobOutcome.HEADER,
+        JobOutcome.VERSION,
+        JobOutcome.NAMESPACE,
+        JobOutcome.OTHER,
+        JobOutcome.LENGTH,
+        JobOutcome.PAYLOAD,
     }
 )
-FAILURES = frozenset({Outcome.SHORT, Outcome.NO_SPACE, Outcome.IO_ERROR})
+FAILURES = frozenset({JobOutcome.SHORT, JobOutcome.NO_SPACE, JobOutcome.IO_ERROR})
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
-def outcome_of(error: OSError) -> Outcome:
-    return Outcome.NO_SPACE if error.errno in NO_SPACE else Outcome.IO_ERROR
+def outcome_of(error: OSError) -> JobOutcome:
+    return JobOutcome.NO_SPACE if error.errno in NO_SPACE else JobOutcome.IO_ERROR

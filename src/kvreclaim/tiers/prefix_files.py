@@ -18,7 +18,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.tiers.directory import NAMESPACE_DIR, StoreDirectory
 from kvreclaim.tiers.file_io import FileIO
 from kvreclaim.tiers.namespace import Namespace
-from kvreclaim.tiers.outcome import Outcome, outcome_of
+from kvreclaim.tiers.outcome import JobOutcome, outcome_of
 from kvreclaim.tiers.session_file import SessionFile, save_whole
 
 SUFFIX: Final = ".prefix"
@@ -77,7 +77,7 @@ class PrefixFiles:
             }
         return {}
 
-    def store(self, name: str, file: SessionFile) -> tuple[Outcome, int, list[str]]:
+    def store(self, name: str, file: SessionFile) -> tuple[JobOutcome, int, list[str]]:
         """Returns: what came of it, the bytes it takes, and the names of this namespace's that made room."""
         packed, gone = file.pack(), list[str]()
         num_bytes = pages(packed.num_bytes)
@@ -85,34 +85,34 @@ class PrefixFiles:
             with StoreDirectory(self.directory, PATIENCE_S):
                 self._remove_left_over()
                 if num_bytes > self._room():
-                    return Outcome.DROPPED, num_bytes, gone
+                    return JobOutcome.DROPPED, num_bytes, gone
                 gone = self._make_room(num_bytes)
                 save_whole(packed, self._path(name), self.io)
         except InvalidArgumentError:  # another process has the directory
-            return Outcome.DROPPED, num_bytes, gone
+            return JobOutcome.DROPPED, num_bytes, gone
         except OSError as error:
             return outcome_of(error), num_bytes, gone
         except ValueError:  # the disk takes nothing more
-            return Outcome.SHORT, num_bytes, gone
-        return Outcome.OK, num_bytes, gone
+            return JobOutcome.SHORT, num_bytes, gone
+        return JobOutcome.OK, num_bytes, gone
 
-    def load(self, name: str, is_it: Callable[[SessionFile], bool]) -> SessionFile | Outcome:
+    def load(self, name: str, is_it: Callable[[SessionFile], bool]) -> SessionFile | JobOutcome:
         """The file if it is whole, of this engine, and the one that is meant; one that is not is removed."""
         path = self._path(name)
         try:
             if not stat.S_ISREG(os.lstat(path).st_mode):
-                return Outcome.HEADER
+                return JobOutcome.HEADER
             file = SessionFile.load(path, self.namespace.fields, self.io)
             if is_it(file):
                 self.touch(name)
                 return file
-            outcome = Outcome.OTHER
+            outcome = JobOutcome.OTHER
         except FileNotFoundError:
-            return Outcome.BLANK
+            return JobOutcome.BLANK
         except OSError as error:
             return outcome_of(error)
         except (InvalidArgumentError, MemoryError):
-            outcome = Outcome.PAYLOAD
+            outcome = JobOutcome.PAYLOAD
         self.remove(name)
         return outcome
 
@@ -126,7 +126,7 @@ class PrefixFiles:
         with suppress(OSError):
             os.unlink(self._path(name))
 
-    def clear(self) -> Outcome:
+    def clear(self) -> JobOutcome:
         """Remove all of this namespace's."""
         try:
             for path in self._folder.iterdir():
@@ -134,7 +134,7 @@ class PrefixFiles:
                     path.unlink(missing_ok=True)
         except OSError as error:
             return outcome_of(error)
-        return Outcome.OK
+        return JobOutcome.OK
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}{SUFFIX}"

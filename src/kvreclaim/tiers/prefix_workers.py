@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from threading import Condition, Thread
 
-from kvreclaim.tiers.outcome import Outcome
+from kvreclaim.tiers.outcome import JobOutcome
 from kvreclaim.tiers.prefix_files import PrefixFiles
 from kvreclaim.tiers.session_file import SessionFile
 from kvreclaim.tiers.workers import DEADLINE_S, MAX_QUEUED_BYTES
@@ -42,7 +42,7 @@ class Stored:
     """A name whose file is there, or not; gone: names that made room for it."""
 
     name: str
-    outcome: Outcome
+    outcome: JobOutcome
     num_bytes: int
     gone: list[str] = field(default_factory=list)
 
@@ -63,7 +63,7 @@ class _Task:
     as long as there are threads; num_bytes: that it holds."""
 
     do: Callable[[], Stored | Loaded | None]
-    result: Callable[[Outcome], Stored | Loaded] | None = None
+    result: Callable[[JobOutcome], Stored | Loaded] | None = None
     num_bytes: int = 0
     started_at: float = 0.0
 
@@ -126,7 +126,7 @@ class PrefixWorkers:
         """Write a file, whose tensors nobody changes any more."""
         num_bytes = sum(tensor.nbytes for tensor in file.tensors.values())
 
-        def dropped(outcome: Outcome) -> Stored:
+        def dropped(outcome: JobOutcome) -> Stored:
             self._counters.dropped += 1
             return Stored(name, outcome, 0)
 
@@ -136,7 +136,7 @@ class PrefixWorkers:
             while sum(task.num_bytes for task in queue) > self.max_queued_bytes:
                 oldest = next(task for task in queue if task.num_bytes)
                 queue.remove(oldest)
-                self._give_up(oldest, Outcome.DROPPED)
+                self._give_up(oldest, JobOutcome.DROPPED)
 
     def load(self, name: str, is_it: Callable[[SessionFile], bool]) -> None:
         """Read a file that may be the one that is meant."""
@@ -157,8 +157,8 @@ class PrefixWorkers:
     def clear(self) -> None:
         """Remove all files, those of stores that are under way included."""
         with self._changed:
-            self._cancel("load", Outcome.DROPPED)
-            self._cancel("store", Outcome.DROPPED)
+            self._cancel("load", JobOutcome.DROPPED)
+            self._cancel("store", JobOutcome.DROPPED)
             self._num_clearing += 1
             self._submit("store", _Task(self._clear))
 
@@ -167,7 +167,7 @@ class PrefixWorkers:
         with self._changed:
             for kind in self._queues:
                 if self._is_stuck(kind):
-                    self._cancel(kind, Outcome.OFF)
+                    self._cancel(kind, JobOutcome.OFF)
             done = list(self._done)
             self._done.clear()
             return done
@@ -182,10 +182,10 @@ class PrefixWorkers:
         end = time.monotonic() + timeout
         with self._changed:
             self._is_closing = True
-            self._cancel("load", Outcome.OFF)
+            self._cancel("load", JobOutcome.OFF)
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._queues["store"], timeout / 2)
-            self._cancel("store", Outcome.OFF)
+            self._cancel("store", JobOutcome.OFF)
             self._queues["store"].clear()
             self._changed.notify_all()
         for thread in self._threads:
@@ -195,7 +195,7 @@ class PrefixWorkers:
 
     def _submit(self, kind: str, task: _Task) -> None:
         if self._is_closing or (task.result is not None and self._is_stuck(kind)):
-            self._give_up(task, Outcome.OFF)
+            self._give_up(task, JobOutcome.OFF)
         else:
             self._queues[kind].append(task)
         self._changed.notify_all()
@@ -204,14 +204,14 @@ class PrefixWorkers:
         running = self._running.get(kind)
         return running is not None and running.started_at < self._clock() - self.deadline_s
 
-    def _cancel(self, kind: str, outcome: Outcome) -> None:
+    def _cancel(self, kind: str, outcome: JobOutcome) -> None:
         """Give up what waits and may be."""
         queue = self._queues[kind]
         for task in [task for task in queue if task.result is not None]:
             queue.remove(task)
             self._give_up(task, outcome)
 
-    def _give_up(self, task: _Task, outcome: Outcome) -> None:
+    def _give_up(self, task: _Task, outcome: JobOutcome) -> None:
         if task.result is not None:
             self._done.append(task.result(outcome))
 
@@ -230,7 +230,7 @@ class PrefixWorkers:
                 result = task.do()
             except Exception:  # the thread must go on, and the task must end
                 LOGGER.exception("a compressed prefix could not be moved to or from disk")
-                result = None if task.result is None else task.result(Outcome.IO_ERROR)
+                result = None if task.result is None else task.result(JobOutcome.IO_ERROR)
             with self._changed:
                 del self._running[kind]
                 if result is not None:
@@ -243,7 +243,7 @@ class PrefixWorkers:
         with self._changed:
             counters = self._counters
             counters.removed += len(gone)
-            if outcome is Outcome.OK:
+            if outcome is JobOutcome.OK:
                 self._gate.succeeded()
                 counters.stores += 1
                 counters.stored_bytes += num_bytes
@@ -252,7 +252,7 @@ class PrefixWorkers:
                 self._gate.failed(outcome)
                 counters.io_errors += 1
                 if not self._gate.is_open:
-                    self._cancel("store", Outcome.READ_ONLY)
+                    self._cancel("store", JobOutcome.READ_ONLY)
             else:
                 counters.dropped += 1
         return Stored(name, outcome, num_bytes, gone)
@@ -268,15 +268,15 @@ class PrefixWorkers:
                 counters.loaded_bytes += sum(tensor.nbytes for tensor in found.tensors.values())
                 counters.load_seconds += seconds
                 return Loaded(name, found, is_gone=False, seconds=seconds)
-            counters.lost += found is Outcome.BLANK
+            counters.lost += found is JobOutcome.BLANK
             counters.io_errors += found.is_failure
-            counters.corrupt += found.is_corrupt and found is not Outcome.BLANK
+            counters.corrupt += found.is_corrupt and found is not JobOutcome.BLANK
         return Loaded(name, None, is_gone=found.is_corrupt)
 
     def _clear(self) -> None:
         outcome = self.files.clear()
         with self._changed:
             self._num_clearing -= 1
-            if outcome is not Outcome.OK:
+            if outcome is not JobOutcome.OK:
                 LOGGER.warning("files of compressed prefixes could not be removed: %s", outcome.value)
                 self._counters.io_errors += 1

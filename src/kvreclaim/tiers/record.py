@@ -21,7 +21,7 @@ from typing import Final
 from xxhash import xxh3_128_digest
 
 from kvreclaim.memory.prefix.keys import BlockName
-from kvreclaim.tiers.outcome import Outcome
+from kvreclaim.tiers.outcome import JobOutcome
 
 PAGE: Final = 4096
 MAGIC: Final = b"KVRT"
@@ -34,7 +34,7 @@ CRC = Struct("<I")
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class RecordHeader:
     """namespace: 32 bytes; checksum: 16 bytes of the given kind over the payload's payload_len bytes;
     seq: greater in what was written later; written_at: Unix seconds."""
 
@@ -66,7 +66,7 @@ def header_bytes(block_size: int) -> int:
     return page_bytes(HEAD.size + block_size * TOKEN_BYTES + CRC.size)
 
 
-def pack(header: Header, size: int) -> bytes:
+def pack(header: RecordHeader, size: int) -> bytes:
     """The header in `size` bytes: header_bytes or entry_bytes of its number of tokens."""
     r = header.record
     assert len(r.key) == len(r.parent) == len(header.namespace) == 32, "digests of a record have 32 bytes"
@@ -93,19 +93,19 @@ def pack(header: Header, size: int) -> bytes:
     return padded + CRC.pack(zlib.crc32(padded))
 
 
-def unpack(raw: bytes | bytearray | memoryview) -> Header | Outcome:
+def unpack(raw: bytes | bytearray | memoryview) -> RecordHeader | JobOutcome:
     """The header in exactly these bytes, or why there is none."""
     end = len(raw) - CRC.size
     if bytes(raw[:4]) != MAGIC:
-        return Outcome.BLANK if not any(raw[:4]) else Outcome.HEADER
+        return JobOutcome.BLANK if not any(raw[:4]) else JobOutcome.HEADER
     if zlib.crc32(memoryview(raw)[:end]) != CRC.unpack_from(raw, end)[0]:
-        return Outcome.HEADER
+        return JobOutcome.HEADER
     (_, version, flags, namespace, key, parent, uid, parent_uid, depth, num_tokens, payload_len, kind,
      digest, seq, written_at) = HEAD.unpack_from(raw)  # fmt: skip
     if version != VERSION or flags:
-        return Outcome.VERSION
+        return JobOutcome.VERSION
     stop = HEAD.size + num_tokens * TOKEN_BYTES
     if stop > end:
-        return Outcome.LENGTH
+        return JobOutcome.LENGTH
     record = BlockName(key, parent, uid, parent_uid, depth, bytes(raw[HEAD.size : stop]))
-    return Header(namespace, record, payload_len, kind, digest, seq, written_at)
+    return RecordHeader(namespace, record, payload_len, kind, digest, seq, written_at)

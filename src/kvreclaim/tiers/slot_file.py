@@ -17,8 +17,8 @@ from kvreclaim.tiers import record
 from kvreclaim.tiers.directory import SIZE_FIELD, StoreDirectory
 from kvreclaim.tiers.file_io import FileIO
 from kvreclaim.tiers.namespace import Namespace
-from kvreclaim.tiers.outcome import Outcome, outcome_of
-from kvreclaim.tiers.record import Header
+from kvreclaim.tiers.outcome import JobOutcome, outcome_of
+from kvreclaim.tiers.record import RecordHeader
 from kvreclaim.tiers.recovery import Recovered, usable
 
 UNKNOWN: Final = bytes(8)
@@ -30,7 +30,7 @@ CHUNK_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class SlotLayout:
     """Lengths in bytes of a slot's parts.
 
     payload: of a block; header: in front of it; entry: of the header in the index; slot: header, payload and
@@ -43,7 +43,7 @@ class Layout:
     slot: int
 
     @classmethod
-    def of(cls, bytes_per_block: int, block_size: int) -> Layout:
+    def of(cls, bytes_per_block: int, block_size: int) -> SlotLayout:
         header = record.header_bytes(block_size)
         slot = header + record.page_bytes(bytes_per_block)
         return cls(bytes_per_block, header, record.entry_bytes(block_size), slot)
@@ -67,7 +67,7 @@ class SlotFile:
         self,
         fds: tuple[int, int],
         namespace: Namespace,
-        layout: Layout,
+        layout: SlotLayout,
         num_slots: int,
         num_old: int,
         io: FileIO,
@@ -104,7 +104,7 @@ class SlotFile:
             a disk without the space, all of which is set aside here.
         """
         check_int("size_bytes", size_bytes, 1, field=SIZE_FIELD)
-        layout, io = Layout.of(bytes_per_block, block_size), FileIO() if io is None else io
+        layout, io = SlotLayout.of(bytes_per_block, block_size), FileIO() if io is None else io
         with StoreDirectory(directory) as place:
             fds = place.take(namespace)
             try:
@@ -127,7 +127,7 @@ class SlotFile:
                 raise
         return cls(fds, namespace, layout, num_slots, num_old, io)
 
-    def write(self, slot: int, key: BlockName, payload: memoryview) -> Outcome:
+    def write(self, slot: int, key: BlockName, payload: memoryview) -> JobOutcome:
         """Put a record into a slot, whatever was there. If it fails, the slot holds no record, the one before
         or this one, whole in any case."""
         layout = self.layout
@@ -136,7 +136,7 @@ class SlotFile:
             self._seq += 1
             seq = self._seq
         digest = record.checksum(payload)
-        header = Header(
+        header = RecordHeader(
             self.namespace.digest, key, layout.payload, record.XXH3_128, digest, seq, int(time.time())
         )
         try:
@@ -144,13 +144,13 @@ class SlotFile:
             head = record.pack(header, layout.header)
             num_written = self.io.pwritev(self.slots_fd, [head, payload], slot * layout.slot)
             if num_written < layout.header + layout.payload:
-                return Outcome.SHORT
+                return JobOutcome.SHORT
             self._put_entry(slot, record.pack(header, layout.entry))
         except OSError as error:
             return outcome_of(error)
-        return Outcome.OK
+        return JobOutcome.OK
 
-    def read(self, slot: int, key: BlockName, out: memoryview) -> Outcome:
+    def read(self, slot: int, key: BlockName, out: memoryview) -> JobOutcome:
         """Fill out from a slot if it holds exactly this record; else out's content means nothing."""
         layout = self.layout
         assert out.nbytes == layout.payload, f"{out.nbytes} bytes for a block of {layout.payload}"
@@ -160,23 +160,23 @@ class SlotFile:
         except OSError as error:
             return outcome_of(error)
         if num_read < layout.header + layout.payload:
-            return Outcome.SHORT
+            return JobOutcome.SHORT
         header = self._mine(record.unpack(raw))
-        if isinstance(header, Outcome):
+        if isinstance(header, JobOutcome):
             return header
         if header.record != key:
-            return Outcome.OTHER
-        return Outcome.OK if record.checksum(out) == header.checksum else Outcome.PAYLOAD
+            return JobOutcome.OTHER
+        return JobOutcome.OK if record.checksum(out) == header.checksum else JobOutcome.PAYLOAD
 
-    def _mine(self, header: Header | Outcome) -> Header | Outcome:
+    def _mine(self, header: RecordHeader | JobOutcome) -> RecordHeader | JobOutcome:
         """The header if its record can be one of this file's."""
-        if isinstance(header, Outcome):
+        if isinstance(header, JobOutcome):
             return header
         if header.namespace != self.namespace.digest:
-            return Outcome.NAMESPACE
+            return JobOutcome.NAMESPACE
         if header.checksum_kind != record.XXH3_128:
-            return Outcome.VERSION
-        return header if header.payload_len == self.layout.payload else Outcome.LENGTH
+            return JobOutcome.VERSION
+        return header if header.payload_len == self.layout.payload else JobOutcome.LENGTH
 
     def _put_entry(self, slot: int, entry: bytes) -> None:
         self.io.pwritev(self.index_fd, [entry], slot * self.layout.entry)
@@ -204,20 +204,20 @@ class SlotFile:
             entry = chunk[(slot - first) * size :][:size]
             if entry[: len(FREE)] == FREE:
                 continue
-            known: Header | Outcome | bytes = self._mine(record.unpack(entry))
-            if isinstance(known, Outcome):
+            known: RecordHeader | JobOutcome | bytes = self._mine(record.unpack(entry))
+            if isinstance(known, JobOutcome):
                 is_complete = False
                 known = self._whole_record(slot)
                 new = known if isinstance(known, bytes) else record.pack(known, size)
                 entry[: len(new)] = new
-            if isinstance(known, Header):
+            if isinstance(known, RecordHeader):
                 found.append(Recovered(slot, known.record, known.seq, known.written_at))
         if not is_complete:
             with suppress(OSError):
                 self.io.pwritev(self.index_fd, [chunk], first * size)
         return found
 
-    def _whole_record(self, slot: int) -> Header | bytes:
+    def _whole_record(self, slot: int) -> RecordHeader | bytes:
         """The header of a slot whose payload is as it says, or FREE; UNKNOWN if the disk fails."""
         if slot >= self._num_old:
             return FREE
@@ -228,14 +228,14 @@ class SlotFile:
         except OSError:
             return UNKNOWN
         header = self._mine(record.unpack(raw))
-        if isinstance(header, Outcome):
+        if isinstance(header, JobOutcome):
             return FREE
         outcome = self.read(slot, header.record, memoryview(bytearray(layout.payload)))
-        if outcome is Outcome.OK:
+        if outcome is JobOutcome.OK:
             return header
         return FREE if outcome.is_corrupt else UNKNOWN
 
-    def clear(self) -> Outcome:
+    def clear(self) -> JobOutcome:
         """Let the disk forget all records. What is being read meanwhile is a miss."""
         try:
             for fd, size in ((self.index_fd, self.layout.entry), (self.slots_fd, self.layout.slot)):
@@ -243,16 +243,16 @@ class SlotFile:
                 self.io.allocate(fd, self.num_slots * size)
         except OSError as error:
             return outcome_of(error)
-        return Outcome.OK
+        return JobOutcome.OK
 
-    def sync(self) -> Outcome:
+    def sync(self) -> JobOutcome:
         """Let what was written survive a power failure."""
         try:
             self.io.sync(self.slots_fd)
             self.io.sync(self.index_fd)
         except OSError as error:
             return outcome_of(error)
-        return Outcome.OK
+        return JobOutcome.OK
 
     def close(self) -> None:
         """Give the file up for other processes. No read or write may be under way."""
@@ -260,7 +260,7 @@ class SlotFile:
         os.close(self.index_fd)
 
 
-def _set_aside(io: FileIO, fds: tuple[int, int], layout: Layout, num_slots: int, path: str) -> None:
+def _set_aside(io: FileIO, fds: tuple[int, int], layout: SlotLayout, num_slots: int, path: str) -> None:
     """Give both files their length, on disk as well; on failure the length that they had."""
     lengths = [os.fstat(fd).st_size for fd in fds]
     wanted = [num_slots * layout.slot, num_slots * layout.entry]

@@ -12,8 +12,8 @@ from threading import Condition, Thread
 from typing import Final
 
 from kvreclaim.memory.prefix.keys import BlockName
-from kvreclaim.tiers.jobs import DiskCounters, Done, Job
-from kvreclaim.tiers.outcome import Outcome
+from kvreclaim.tiers.jobs import DiskCounters, JobResult, TierJob
+from kvreclaim.tiers.outcome import JobOutcome
 from kvreclaim.tiers.slot_file import SlotFile
 from kvreclaim.tiers.write_gate import WriteGate
 
@@ -75,12 +75,12 @@ class DiskWorkers:
         self._clock = clock
         self._gate = WriteGate(clock)
         self._changed = Condition()
-        self._loads: deque[Job] = deque()
-        self._stores: deque[Job] = deque()
+        self._loads: deque[TierJob] = deque()
+        self._stores: deque[TierJob] = deque()
         self._queued_bytes = 0
-        self._unfinished: dict[int, Job] = {}
-        self._running: set[Job] = set()
-        self._done: deque[Done] = deque()
+        self._unfinished: dict[int, TierJob] = {}
+        self._running: set[TierJob] = set()
+        self._done: deque[JobResult] = deque()
         self._counters = DiskCounters()
         self._was_off = self._is_closing = self._is_closed = False
         self._is_clear_due = self._is_clearing = False
@@ -121,14 +121,14 @@ class DiskWorkers:
         with self._changed:
             job = self._submitted(job_id, True, slot, key, payload)
             if not self._gate.is_open:
-                self._finish(job, Outcome.READ_ONLY)
+                self._finish(job, JobOutcome.READ_ONLY)
             elif self._is_closing or self._check_off():
-                self._finish(job, Outcome.OFF)
+                self._finish(job, JobOutcome.OFF)
             else:
                 self._stores.append(job)
                 self._queued_bytes += payload.nbytes
                 while self._queued_bytes > self.max_queued_bytes:
-                    self._finish(self._next_store(), Outcome.DROPPED)
+                    self._finish(self._next_store(), JobOutcome.DROPPED)
             self._changed.notify_all()
 
     def submit_load(self, job_id: int, slot: int, key: BlockName, out: memoryview) -> None:
@@ -136,7 +136,7 @@ class DiskWorkers:
         with self._changed:
             job = self._submitted(job_id, False, slot, key, out)
             if self._is_closing or self._check_off():
-                self._finish(job, Outcome.OFF)
+                self._finish(job, JobOutcome.OFF)
             else:
                 self._loads.append(job)
             self._changed.notify_all()
@@ -146,7 +146,7 @@ class DiskWorkers:
         jobs that are submitted later come after."""
         with self._changed:
             self._cancel_loads()
-            self._cancel_stores(Outcome.DROPPED)
+            self._cancel_stores(JobOutcome.DROPPED)
             self._is_clear_due = True
             self._changed.notify_all()
 
@@ -156,13 +156,15 @@ class DiskWorkers:
         with self._changed:
             return self._is_clear_due or self._is_clearing
 
-    def _submitted(self, job_id: int, is_store: bool, slot: int, key: BlockName, buffer: memoryview) -> Job:
+    def _submitted(
+        self, job_id: int, is_store: bool, slot: int, key: BlockName, buffer: memoryview
+    ) -> TierJob:
         assert job_id not in self._unfinished, f"job {job_id} is under way"
         assert 0 <= slot < self.slot_file.num_slots, f"slot {slot} of {self.slot_file.num_slots}"
-        job = self._unfinished[job_id] = Job(job_id, is_store, slot, key, buffer, self._clock())
+        job = self._unfinished[job_id] = TierJob(job_id, is_store, slot, key, buffer, self._clock())
         return job
 
-    def poll(self) -> list[Done]:
+    def poll(self) -> list[JobResult]:
         """The results since the last time."""
         with self._changed:
             done = list(self._done)
@@ -198,29 +200,29 @@ class DiskWorkers:
             )
         if is_off:
             self._cancel_loads()
-            self._cancel_stores(Outcome.OFF)
+            self._cancel_stores(JobOutcome.OFF)
         return is_off
 
     def _cancel_loads(self) -> None:
         while self._loads:
-            self._finish(self._loads.popleft(), Outcome.OFF)
+            self._finish(self._loads.popleft(), JobOutcome.OFF)
 
-    def _cancel_stores(self, outcome: Outcome) -> None:
+    def _cancel_stores(self, outcome: JobOutcome) -> None:
         while self._stores:
             self._finish(self._next_store(), outcome)
 
-    def _next_store(self) -> Job:
+    def _next_store(self) -> TierJob:
         job = self._stores.popleft()
         self._queued_bytes -= job.buffer.nbytes
         return job
 
-    def _finish(self, job: Job, outcome: Outcome) -> None:
+    def _finish(self, job: TierJob, outcome: JobOutcome) -> None:
         """Give a job its result; the lock is held."""
         seconds = 0.0 if job.started_at is None else self._clock() - job.started_at
         del self._unfinished[job.job_id]
         self._counters.count(job, outcome, seconds)
-        num_bytes = job.buffer.nbytes if outcome is Outcome.OK else 0
-        self._done.append(Done(job.job_id, outcome, seconds, num_bytes))
+        num_bytes = job.buffer.nbytes if outcome is JobOutcome.OK else 0
+        self._done.append(JobResult(job.job_id, outcome, seconds, num_bytes))
 
     def close(self, timeout: float = 5.0) -> bool:
         """Take no more jobs, give up waiting loads, finish waiting stores in half of the time, let what was
@@ -235,7 +237,7 @@ class DiskWorkers:
             self._cancel_loads()
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._stores, timeout / 2)
-            self._cancel_stores(Outcome.OFF)
+            self._cancel_stores(JobOutcome.OFF)
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
         hanging = sum(thread.is_alive() for thread in self._threads)
@@ -251,14 +253,14 @@ class DiskWorkers:
 
     def _run(self, stores: bool) -> None:
         while (task := self._next_task(stores)) is not None:
-            if isinstance(task, Job):
+            if isinstance(task, TierJob):
                 self._carry_out(task)
             elif isinstance(task, Clear):
                 self._cleared(self.slot_file.clear())
             else:
                 self._synced(self.slot_file.sync())
 
-    def _next_task(self, stores: bool) -> Job | Sync | Clear | None:
+    def _next_task(self, stores: bool) -> TierJob | Sync | Clear | None:
         """Wait for something to do; None at the end."""
         with self._changed:
             while True:
@@ -285,19 +287,19 @@ class DiskWorkers:
             return False
         return self._clock() >= self._next_sync or (self._is_closing and not self._stores)
 
-    def _started(self, job: Job) -> Job:
+    def _started(self, job: TierJob) -> TierJob:
         job.started_at = self._clock()
         self._running.add(job)
         self._changed.notify_all()
         return job
 
-    def _carry_out(self, job: Job) -> None:
+    def _carry_out(self, job: TierJob) -> None:
         move = self.slot_file.write if job.is_store else self.slot_file.read
         try:
             outcome = move(job.slot, job.key, job.buffer)
         except Exception:  # the thread must go on, and the job must end
             LOGGER.exception("job %d on slot %d of the disk has failed", job.job_id, job.slot)
-            outcome = Outcome.IO_ERROR
+            outcome = JobOutcome.IO_ERROR
         with self._changed:
             self._running.remove(job)
             self._finish(job, outcome)
@@ -310,30 +312,30 @@ class DiskWorkers:
             except Exception:  # the thread must go on
                 LOGGER.exception("nobody could be told of job %d", job.job_id)
 
-    def _written(self, outcome: Outcome) -> None:
+    def _written(self, outcome: JobOutcome) -> None:
         """What a store says of the disk; the lock is held."""
-        if outcome is Outcome.OK:
+        if outcome is JobOutcome.OK:
             self._gate.succeeded()
             if self._next_sync is None:
                 self._next_sync = self._clock() + self.sync_interval_s
         else:
             self._failed(outcome)
 
-    def _failed(self, outcome: Outcome) -> None:
+    def _failed(self, outcome: JobOutcome) -> None:
         self._gate.failed(outcome)
         if not self._gate.is_open:
-            self._cancel_stores(Outcome.READ_ONLY)
+            self._cancel_stores(JobOutcome.READ_ONLY)
 
-    def _cleared(self, outcome: Outcome) -> None:
+    def _cleared(self, outcome: JobOutcome) -> None:
         with self._changed:
             self._is_clearing = False
-            if outcome is not Outcome.OK:
+            if outcome is not JobOutcome.OK:
                 LOGGER.warning("the file of blocks could not be made anew: %s", outcome.value)
                 self._counters.io_errors += 1
             self._changed.notify_all()
 
-    def _synced(self, outcome: Outcome) -> None:
-        if outcome is not Outcome.OK:
+    def _synced(self, outcome: JobOutcome) -> None:
+        if outcome is not JobOutcome.OK:
             with self._changed:
                 self._counters.io_errors += 1
                 self._failed(outcome)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.weights.packed import Grid, PackedRows, nibbles
+from kvreclaim.weights.packed import CodeRule, PackedRows, nibbles
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Nibble i of a word holds this one of its eight columns."""
@@ -30,7 +30,9 @@ def awq_rows(read: Read, first: int, last: int) -> PackedRows:
     codes = nibbles(read("qweight")[:, words])[..., order].flatten(-2).T.contiguous()
     zeros = nibbles(read("qzeros")[:, words])[..., order].flatten(-2).T.contiguous()
     scales = read("scales")[:, first:last].T.contiguous()
-    return PackedRows(codes, 4, Grid.ZERO, codes.shape[1] // scales.shape[1], stored_scales(scales), zeros)
+    return PackedRows(
+        codes, 4, CodeRule.ZERO, codes.shape[1] // scales.shape[1], stored_scales(scales), zeros
+    )
 
 
 def gptq_rows(read: Read, first: int, last: int, *, is_v1: bool) -> PackedRows:
@@ -41,8 +43,8 @@ def gptq_rows(read: Read, first: int, last: int, *, is_v1: bool) -> PackedRows:
     group = codes.shape[1] // scales.shape[1]
     zeros = zeros + 1 if is_v1 else zeros
     if bool((zeros == 8).all()):
-        return PackedRows(codes, 4, Grid.SCALE, group, scales)
-    return PackedRows(codes, 4, Grid.ZERO, group, scales, zeros)
+        return PackedRows(codes, 4, CodeRule.SCALE, group, scales)
+    return PackedRows(codes, 4, CodeRule.ZERO, group, scales, zeros)
 
 
 def compressed_rows(read: Read, first: int, last: int, *, is_symmetric: bool) -> PackedRows:
@@ -54,10 +56,10 @@ def compressed_rows(read: Read, first: int, last: int, *, is_symmetric: bool) ->
     scales = stored_scales(read("weight_scale")[first:last])
     group = columns // scales.shape[1]
     if is_symmetric:
-        return PackedRows(codes, 4, Grid.SCALE, group, scales)
+        return PackedRows(codes, 4, CodeRule.SCALE, group, scales)
     words = read("weight_zero_point")[first // WORD : last // WORD]
     zeros = nibbles(words).movedim(-1, 1).flatten(0, 1).contiguous()
-    return PackedRows(codes, 4, Grid.ZERO, group, scales, zeros)
+    return PackedRows(codes, 4, CodeRule.ZERO, group, scales, zeros)
 
 
 def nf4_rows(read: Read, first: int, last: int, *, state: Mapping[str, Any], columns: int) -> PackedRows:
@@ -83,7 +85,7 @@ def nf4_rows(read: Read, first: int, last: int, *, state: Mapping[str, Any], col
         absmax = levels[absmax.long()] * sizes[place] + float(state["nested_offset"])
     table = read("weight.quant_map")[:].float()
     scales = absmax.float().view(last - first, columns // block)
-    return PackedRows(codes, 4, Grid.SCALE, block, scales, table=table)
+    return PackedRows(codes, 4, CodeRule.SCALE, block, scales, table=table)
 
 
 def stored_scales(scales: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvreclaim.weights.packed import Grid, PackedRows
+from kvreclaim.weights.packed import CodeRule, PackedRows
 
 IQ4 = [-127.0, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
 """What the codes of IQ4_NL and IQ4_XS stand for."""
@@ -33,33 +33,33 @@ def _row(quants: Tensor, bits: int) -> Tensor:
 def _q4_0(blocks: Tensor) -> PackedRows:
     """d, 16 bytes: (q - 8) d."""
     codes = _fields(blocks[..., 2:], 4).flatten(1)
-    return PackedRows(codes, 4, Grid.SCALE, 32, _halfs(blocks[..., :2])[..., 0])
+    return PackedRows(codes, 4, CodeRule.SCALE, 32, _halfs(blocks[..., :2])[..., 0])
 
 
 def _q4_1(blocks: Tensor) -> PackedRows:
     """d, m, 16 bytes: q d + m."""
     d, m = _halfs(blocks[..., :4]).unbind(-1)
     codes = _fields(blocks[..., 4:], 4).flatten(1)
-    return PackedRows(codes, 4, Grid.MIN, 32, d.contiguous(), m.contiguous())
+    return PackedRows(codes, 4, CodeRule.MIN, 32, d.contiguous(), m.contiguous())
 
 
 def _q5_0(blocks: Tensor) -> PackedRows:
     """d, 4 bytes of fifth bits, 16 bytes: (q - 16) d."""
     codes = _fields(blocks[..., 6:], 4) | _row(blocks[..., 2:6], 1) << 4
-    return PackedRows(codes.flatten(1), 5, Grid.SCALE, 32, _halfs(blocks[..., :2])[..., 0])
+    return PackedRows(codes.flatten(1), 5, CodeRule.SCALE, 32, _halfs(blocks[..., :2])[..., 0])
 
 
 def _q5_1(blocks: Tensor) -> PackedRows:
     """d, m, 4 bytes of fifth bits, 16 bytes: q d + m."""
     d, m = _halfs(blocks[..., :4]).unbind(-1)
     codes = _fields(blocks[..., 8:], 4) | _row(blocks[..., 4:8], 1) << 4
-    return PackedRows(codes.flatten(1), 5, Grid.MIN, 32, d.contiguous(), m.contiguous())
+    return PackedRows(codes.flatten(1), 5, CodeRule.MIN, 32, d.contiguous(), m.contiguous())
 
 
 def _q8_0(blocks: Tensor) -> PackedRows:
     """d, 32 signed bytes: q d."""
     codes = blocks[..., 2:].contiguous().view(torch.int8).flatten(1)
-    return PackedRows(codes, 8, Grid.SCALE, 32, _halfs(blocks[..., :2])[..., 0])
+    return PackedRows(codes, 8, CodeRule.SCALE, 32, _halfs(blocks[..., :2])[..., 0])
 
 
 def _q2_k(blocks: Tensor) -> PackedRows:
@@ -67,7 +67,7 @@ def _q2_k(blocks: Tensor) -> PackedRows:
     s = blocks[..., :16]
     codes = _fields(blocks[..., 16:80].unflatten(-1, (2, 32)), 2).flatten(1)
     scales = torch.stack([s & 15, s >> 4], -1).flatten(1, 2)
-    return PackedRows(codes, 2, Grid.SUPER, 16, scales, supers=_halfs(blocks[..., 80:]))
+    return PackedRows(codes, 2, CodeRule.SUPER, 16, scales, supers=_halfs(blocks[..., 80:]))
 
 
 def _q3_k(blocks: Tensor) -> PackedRows:
@@ -76,7 +76,7 @@ def _q3_k(blocks: Tensor) -> PackedRows:
     codes = (low | _fields(blocks[..., :32], 1) << 2).flatten(1)
     scales = _fields(blocks[..., 96:104], 4) | _fields(blocks[..., 104:108], 2) << 4
     scales = (scales.view(torch.int8) - 32).flatten(1)
-    return PackedRows(codes, 3, Grid.SIGNED, 16, scales, supers=_halfs(blocks[..., 108:])[..., 0])
+    return PackedRows(codes, 3, CodeRule.SIGNED, 16, scales, supers=_halfs(blocks[..., 108:])[..., 0])
 
 
 def _scales_and_mins(s: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def _q4_k(blocks: Tensor) -> PackedRows:
     """d, dmin, 12 bytes of 6-bit scales and mins, 128 bytes; sub-blocks of 32."""
     codes = _fields(blocks[..., 16:].unflatten(-1, (4, 32)), 4).flatten(1)
     scales = _scales_and_mins(blocks[..., 4:16])
-    return PackedRows(codes, 4, Grid.SUPER, 32, scales, supers=_halfs(blocks[..., :4]))
+    return PackedRows(codes, 4, CodeRule.SUPER, 32, scales, supers=_halfs(blocks[..., :4]))
 
 
 def _q5_k(blocks: Tensor) -> PackedRows:
@@ -99,7 +99,7 @@ def _q5_k(blocks: Tensor) -> PackedRows:
     low = _fields(blocks[..., 48:].unflatten(-1, (4, 32)), 4).flatten(-2)
     codes = (low | _fields(blocks[..., 16:48], 1) << 4).flatten(1)
     scales = _scales_and_mins(blocks[..., 4:16])
-    return PackedRows(codes, 5, Grid.SUPER, 32, scales, supers=_halfs(blocks[..., :4]))
+    return PackedRows(codes, 5, CodeRule.SUPER, 32, scales, supers=_halfs(blocks[..., :4]))
 
 
 def _q6_k(blocks: Tensor) -> PackedRows:
@@ -107,13 +107,13 @@ def _q6_k(blocks: Tensor) -> PackedRows:
     low = _fields(blocks[..., :128].unflatten(-1, (2, 64)), 4)  # halves of 128 columns
     codes = (low | _fields(blocks[..., 128:192].unflatten(-1, (2, 32)), 2) << 4).flatten(1)
     scales = blocks[..., 192:208].contiguous().view(torch.int8).flatten(1)
-    return PackedRows(codes, 6, Grid.SIGNED, 16, scales, supers=_halfs(blocks[..., 208:])[..., 0])
+    return PackedRows(codes, 6, CodeRule.SIGNED, 16, scales, supers=_halfs(blocks[..., 208:])[..., 0])
 
 
 def _iq4_nl(blocks: Tensor) -> PackedRows:
     """d, 16 bytes: d table[q]."""
     codes = _fields(blocks[..., 2:], 4).flatten(1)
-    return PackedRows(codes, 4, Grid.SCALE, 32, _halfs(blocks[..., :2])[..., 0], table=torch.tensor(IQ4))
+    return PackedRows(codes, 4, CodeRule.SCALE, 32, _halfs(blocks[..., :2])[..., 0], table=torch.tensor(IQ4))
 
 
 def _iq4_xs(blocks: Tensor) -> PackedRows:
@@ -121,7 +121,7 @@ def _iq4_xs(blocks: Tensor) -> PackedRows:
     codes = _fields(blocks[..., 8:].unflatten(-1, (8, 16)), 4).flatten(1)
     a = (_row(blocks[..., 4:8], 4) | _row(blocks[..., 2:4], 2) << 4).view(torch.int8) - 32
     scales = (_halfs(blocks[..., :2]).float() * a).flatten(1)
-    return PackedRows(codes, 4, Grid.SCALE, 32, scales, table=torch.tensor(IQ4))
+    return PackedRows(codes, 4, CodeRule.SCALE, 32, scales, table=torch.tensor(IQ4))
 
 
 @dataclass(frozen=True)

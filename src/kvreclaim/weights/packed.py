@@ -11,7 +11,7 @@ from torch import Tensor
 SUPER_COLUMNS = 256
 
 
-class Grid(Enum):
+class CodeRule(Enum):
     """What number a code q stands for; s, z and m are those of its row and group of columns.
 
     SCALE   s (q - c): c the middle code, 0 of 8 bits (q signed); s table[q], with a table
@@ -29,7 +29,7 @@ class Grid(Enum):
 
     @property
     def has_supers(self) -> bool:
-        return self in (Grid.SUPER, Grid.SIGNED)
+        return self in (CodeRule.SUPER, CodeRule.SIGNED)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +46,7 @@ class PackedRows:
 
     codes: Tensor
     bits: int
-    grid: Grid
+    grid: CodeRule
     group: int
     scales: Tensor
     offsets: Tensor | None = None
@@ -59,20 +59,20 @@ class PackedRows:
         return replace(self, **{name: x[rows] for name, x in parts.items() if x is not None})
 
     def dequantised(self) -> Tensor:
-        """[N, K] fp32, by the formulas of Grid."""
+        """[N, K] fp32, by the formulas of CodeRule."""
         codes = self.codes.float() if self.table is None else self.table[self.codes.long()]
-        if self.grid is Grid.SUPER:
+        if self.grid is CodeRule.SUPER:
             d, e = (self._wide(x, SUPER_COLUMNS) for x in _given(self.supers).unbind(-1))
             a, b = (self._wide(x, self.group) for x in self.scales.unbind(-1))
             return d * a * codes - e * b
         scales = self._wide(self.scales, self.group)
-        if self.grid is Grid.SIGNED:
+        if self.grid is CodeRule.SIGNED:
             scales = self._wide(_given(self.supers), SUPER_COLUMNS) * scales
-        if self.grid in (Grid.SCALE, Grid.SIGNED):
+        if self.grid in (CodeRule.SCALE, CodeRule.SIGNED):
             centre = 0 if self.table is not None or self.bits == 8 else 2 ** (self.bits - 1)
             return (codes - centre) * scales
         offsets = self._wide(_given(self.offsets), self.group)
-        return (codes - offsets) * scales if self.grid is Grid.ZERO else codes * scales + offsets
+        return (codes - offsets) * scales if self.grid is CodeRule.ZERO else codes * scales + offsets
 
     @staticmethod
     def _wide(x: Tensor, group: int) -> Tensor:

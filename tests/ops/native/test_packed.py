@@ -13,7 +13,7 @@ from kvreclaim.ops.native.decoder import Norm, Projection
 from kvreclaim.ops.native.norm import rms_norm
 from kvreclaim.ops.native.packed import ACTIVATIONS, packed_linear, unpack_rows
 from kvreclaim.ops.packed import PackedMatrix
-from kvreclaim.weights.packed import Grid, PackedRows
+from kvreclaim.weights.packed import CodeRule, PackedRows
 from kvreclaim.weights.random_rows import KINDS, random_rows
 
 ROWS = (1, 2, 3, 5, 8, 9, 21)
@@ -103,7 +103,7 @@ def test_every_cpu_rounds_alike(isa: str, activations: str) -> None:
     """To the very integers: ties too, which a fused multiply and add would round in another way."""
     codes = torch.eye(32, dtype=torch.uint8)
     ones, none = torch.ones(32, 1), torch.zeros(32, 1, dtype=torch.uint8)
-    matrix = PackedMatrix([PackedRows(codes, 4, Grid.ZERO, 32, ones, none)], 32)
+    matrix = PackedMatrix([PackedRows(codes, 4, CodeRule.ZERO, 32, ones, none)], 32)
     x = random_x(2000, 32)
     step = x.abs().amax(1, keepdim=True) / STEPS[activations]
     got = packed_linear(x, [matrix], activations=activations)
@@ -128,7 +128,7 @@ def test_one_product_by_hand() -> None:
     zeros, scales = torch.full((1, 1), 8, dtype=torch.uint8), torch.tensor([[0.1]])
     x = torch.zeros(1, 32)
     x[0, :4] = torch.tensor([1.27, -0.5, 0.3, 0.0])
-    matrix = PackedMatrix([PackedRows(codes, 4, Grid.ZERO, 32, scales, zeros)], 1)
+    matrix = PackedMatrix([PackedRows(codes, 4, CodeRule.ZERO, 32, scales, zeros)], 1)
     for activations in ACTIVATIONS:
         assert packed_linear(x, [matrix], activations=activations).item() == pytest.approx(-1.225, abs=1e-6)
 

@@ -27,7 +27,7 @@ from kvreclaim import LLM, CompressionConfig, SamplingParams, demo_model
 from kvreclaim.page.frames import Compaction
 from kvreclaim.page.view import IN_USE
 from kvreclaim.page.viewer import MAX_PENDING, MAX_VIEWERS, Viewer
-from kvreclaim.server.page.snapshot import Recorder
+from kvreclaim.server.page.snapshot import CompactionRecorder
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "page_examples.py"
 EXAMPLES = json.loads((files("kvreclaim.server.page") / "examples.json").read_bytes())
@@ -79,7 +79,7 @@ def complete(server: Running, **fields: Any) -> dict[str, Any]:
 
 
 def is_watched(server: Running) -> bool:
-    return any(isinstance(observer, Recorder) for observer in server.service.engine.host.observers)
+    return any(isinstance(observer, CompactionRecorder) for observer in server.service.engine.host.observers)
 
 
 class Outside(HTMLParser):

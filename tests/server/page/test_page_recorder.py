@@ -8,7 +8,7 @@ from kvreclaim import LLM, CompressionConfig, SamplingParams, demo_model
 from kvreclaim.eval.demo_tasks import DEMO_TASKS
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.page.frames import Compaction
-from kvreclaim.server.page.snapshot import Recorder
+from kvreclaim.server.page.snapshot import CompactionRecorder
 
 
 def changes(engine_memory: MemoryManager, patch: pytest.MonkeyPatch) -> list[tuple[set[int], set[int]]]:
@@ -26,9 +26,9 @@ def changes(engine_memory: MemoryManager, patch: pytest.MonkeyPatch) -> list[tup
     return seen
 
 
-def run(llm: LLM) -> tuple[list[Compaction], Recorder]:
+def run(llm: LLM) -> tuple[list[Compaction], CompactionRecorder]:
     """Two requests, one of two outputs; snapshots after every step."""
-    engine, recorder, told = llm.engine, Recorder(), []
+    engine, recorder, told = llm.engine, CompactionRecorder(), []
     compressor = llm.compressor(CompressionConfig("query_mixture", budget=512, recent=64, interval=64))
     for index, n in enumerate((1, 2)):
         prompt = list(DEMO_TASKS["recall"].make(1024).sample(index).prompt)
@@ -67,7 +67,7 @@ def test_what_happened_before_somebody_watched_is_not_told() -> None:
     engine.add_request("r", prompt, params, compressor)
     while engine.totals.compactions < 2:
         engine.step()
-    recorder = Recorder()
+    recorder = CompactionRecorder()
     before = engine.totals.compactions
     while engine.totals.compactions == before:
         recorder.stepped(engine, engine.step())

@@ -13,7 +13,7 @@ from kvreclaim.engine.api.llm import LLM
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class LosslessRun:
     """One run. rate: tokens per second; device_blocks: in use on the device at most; moved: bytes from the
     host; drafted, accepted: tokens; rounds: of drafts."""
 
@@ -36,7 +36,9 @@ def documentation(llm: LLM, length: int, count: int) -> list[list[int]]:
     return [(text * (1 + length // len(text)))[n * step : n * step + length] for n in range(count)]
 
 
-def draw(llm: LLM, prompts: list[list[int]], config: CompressionConfig | None, num_tokens: int) -> Drawn:
+def draw(
+    llm: LLM, prompts: list[list[int]], config: CompressionConfig | None, num_tokens: int
+) -> LosslessRun:
     """num_tokens greedy tokens behind each prompt; the time starts when the last prompt is there."""
     engine, params = llm.engine, SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     requests = [llm._add(prompt, params, config) for prompt in prompts]
@@ -52,7 +54,7 @@ def draw(llm: LLM, prompts: list[list[int]], config: CompressionConfig | None, n
         blocks = max(blocks, pool.num_in_use)
     elapsed_s = perf_counter() - started
     tokens = [request.sequences[0].token_ids[len(request.prompt_token_ids) :] for request in requests]
-    return Drawn(
+    return LosslessRun(
         tokens,
         (sum(map(len, tokens)) - seen) / elapsed_s if elapsed_s else 0.0,
         blocks,

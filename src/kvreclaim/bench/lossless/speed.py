@@ -13,7 +13,7 @@ from rich.table import Table
 
 from kvreclaim import demo_model, real_model
 from kvreclaim.bench.common import Row, alternate, sheet
-from kvreclaim.bench.lossless.drawing import Drawn, documentation, draw
+from kvreclaim.bench.lossless.drawing import LosslessRun, documentation, draw
 from kvreclaim.bench.lossless.plan import DEMO, LosslessPlan
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.engine.api.llm import LLM
@@ -66,7 +66,7 @@ def _measure(plan: LosslessPlan, context: int, batch: int, console: Console, own
         llm = hosted if "host" in name else pool
         assert llm is not None, "made where it is asked for"
         runs[name] = partial(draw, llm, prompts, _config(plan, name), plan.tokens)
-    times: dict[str, list[Drawn]] = {}
+    times: dict[str, list[LosslessRun]] = {}
     for _ in range(plan.rounds):
         for name, found in alternate(runs, 1).items():
             times.setdefault(name, []).extend(found)
@@ -74,7 +74,7 @@ def _measure(plan: LosslessPlan, context: int, batch: int, console: Console, own
     return [_row(plan, context, batch, name, times) for name in plan.systems]
 
 
-def _row(plan: LosslessPlan, context: int, batch: int, name: str, times: dict[str, list[Drawn]]) -> Row:
+def _row(plan: LosslessPlan, context: int, batch: int, name: str, times: dict[str, list[LosslessRun]]) -> Row:
     every, full = times[name], times["full"]
     one = every[-1]
     pairs = zip(every, full, strict=True)

@@ -12,8 +12,8 @@ from rich.table import Table
 from kvreclaim.bench.bandwidth import measure
 from kvreclaim.bench.common import Row, alternate, sheet
 from kvreclaim.bench.packed.plan import PackedPlan
-from kvreclaim.bench.systems.base import Point, Setup
-from kvreclaim.bench.systems.ours import Ours
+from kvreclaim.bench.systems.base import Point, SystemSetup
+from kvreclaim.bench.systems.ours import KvreclaimSystem
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.extension import native
 
@@ -27,7 +27,7 @@ def run(plan: PackedPlan) -> list[Row]:
         for context, batch in product(plan.contexts, plan.batches)
     ]
     systems = {
-        path.name: Ours("kvreclaim-full", Setup(path, plan.dtype, plan.threads), points)
+        path.name: KvreclaimSystem("kvreclaim-full", SystemSetup(path, plan.dtype, plan.threads), points)
         for path in (plan.model, *plan.packed)
     }
     before, rows = measure(), []

@@ -10,7 +10,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import functional
 
-from kvreclaim.bench.bandwidth import Machine, measure, timed
+from kvreclaim.bench.bandwidth import MachineSpeed, measure, timed
 from kvreclaim.bench.common import Row, alternate, sheet
 from kvreclaim.bench.packed.plan import ACTIVATIONS, FORMATS, PackedPlan
 from kvreclaim.ops.extension import native
@@ -27,7 +27,7 @@ LOST = {"int8": 2e-2, "int16": 2e-4}
 Product = Callable[[int], Tensor]
 
 
-def run(plan: PackedPlan) -> tuple[list[Row], Machine]:
+def run(plan: PackedPlan) -> tuple[list[Row], MachineSpeed]:
     """A row per number of rows, format and activations. Raises: AssertionError for a wrong product."""
     check(plan)
     before, rows = measure(), []
@@ -110,7 +110,7 @@ def _slice(product: Product, count: int, nbytes: int) -> Callable[[], float]:
     return lambda: timed(lambda: through(times), "cpu") / times / count
 
 
-def products_table(rows: list[Row], machine: Machine) -> Table:
+def products_table(rows: list[Row], machine: MachineSpeed) -> Table:
     columns = {
         "format": "{format}",
         "activations": "{activations}",

@@ -27,7 +27,7 @@ class Timed:
 
 
 @dataclass(slots=True)
-class Served:
+class ServedRequest:
     """What became of one, in seconds from the beginning."""
 
     first_token_s: float
@@ -56,7 +56,7 @@ def keep_busy(llm: LLM, seconds: float, *, longest: int, rng: random.Random) -> 
         engine.abort(request_id)
 
 
-def replay(llm: LLM, requests: Sequence[Timed], rng: random.Random) -> list[Served]:
+def replay(llm: LLM, requests: Sequence[Timed], rng: random.Random) -> list[ServedRequest]:
     """Serve requests that come at their times, in that order, in real time."""
     engine = llm.engine
     prompts = [_prompt(llm, timed.num_prompt, rng) for timed in requests]
@@ -75,7 +75,7 @@ def replay(llm: LLM, requests: Sequence[Timed], rng: random.Random) -> list[Serv
         now = perf_counter() - began
         for request in touched:
             _note(request, now, first, end)
-    return [Served(first[str(number)], end[str(number)]) for number in range(len(requests))]
+    return [ServedRequest(first[str(number)], end[str(number)]) for number in range(len(requests))]
 
 
 def _note(request: Request, now: float, first: dict[str, float], end: dict[str, float]) -> None:

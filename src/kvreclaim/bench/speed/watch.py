@@ -9,7 +9,7 @@ from time import perf_counter
 from unittest.mock import patch
 
 from kvreclaim.engine.step.engine import Engine, StepResult
-from kvreclaim.plan.cost import Load
+from kvreclaim.plan.cost import StepLoad
 from kvreclaim.plan.loads import load_of
 from kvreclaim.schedule import StepPlan
 
@@ -21,7 +21,7 @@ class Watched:
     passes, pass_s: of compression: how many, seconds of all
     """
 
-    loads: list[Load] = field(default_factory=list)
+    loads: list[StepLoad] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     passes: int = 0
     pass_s: float = 0.0

@@ -27,7 +27,7 @@ class SkipPoint(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class SystemSetup:
     """What all systems of a run share. model: a directory; dtype: "bfloat16" or "float32"."""
 
     model: Path

@@ -20,7 +20,7 @@ from transformers import (
     __version__,
 )
 
-from kvreclaim.bench.systems.base import CHUNK, Point, Session, Setup, SkipPoint, Slice, System
+from kvreclaim.bench.systems.base import CHUNK, Point, Session, SkipPoint, Slice, System, SystemSetup
 from kvreclaim.memory.blocks import blocks_for
 
 REQUEST_TIMEOUT_S = 600.0
@@ -31,7 +31,7 @@ CACHE = "cache" if Version(__version__) >= Version("5.24") else "past_key_values
 class _Transformers(System):
     """What both ways of generating share: the model with SDPA attention."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: SystemSetup) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(
             setup.model, dtype=getattr(torch, setup.dtype), attn_implementation="sdpa"
         ).eval()

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 
-from kvreclaim.bench.systems.base import CHUNK, Point, Session, Setup, SkipPoint, Slice, System
+from kvreclaim.bench.systems.base import CHUNK, Point, Session, SkipPoint, Slice, System, SystemSetup
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.config import SamplingParams
 from kvreclaim.engine.api.llm import LLM
@@ -24,13 +24,13 @@ BLOCK_SIZE = 16
 PROMPT_STEPS = 1 << 20
 
 
-class Ours(System):
+class KvreclaimSystem(System):
     """One policy with its own pool, large enough for the largest of `points`."""
 
     def __init__(
         self,
         name: str,
-        setup: Setup,
+        setup: SystemSetup,
         points: list[Point],
         *,
         config: CompressionConfig | None = None,
@@ -96,7 +96,7 @@ class Ours(System):
 class OurSession(Session):
     """Requests that stay in the engine, decoding only when told to."""
 
-    def __init__(self, system: Ours, point: Point) -> None:
+    def __init__(self, system: KvreclaimSystem, point: Point) -> None:
         self.engine = system.llm.engine
         self.name = system.name
         prompts = point.prompts(system.llm.loaded.vocab_size)

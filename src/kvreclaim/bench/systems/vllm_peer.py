@@ -19,10 +19,10 @@ from kvreclaim.bench.systems.base import (
     CHUNK,
     Point,
     Session,
-    Setup,
     SkipPoint,
     Slice,
     System,
+    SystemSetup,
     random_prompts,
 )
 from kvreclaim.errors import InvalidArgumentError
@@ -72,7 +72,7 @@ class VllmProcess:
             raise SkipPoint(f"vLLM failed: {answer['error']}")
         return answer
 
-    def load(self, setup: Setup, *, max_num_seqs: int, **options: Any) -> Row:
+    def load(self, setup: SystemSetup, *, max_num_seqs: int, **options: Any) -> Row:
         """Start the engine, eager where not said. options: vLLM's own. Returns: its facts."""
         usual = {"model": str(setup.model), "dtype": setup.dtype, "enforce_eager": True}
         usual |= {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max(CHUNK, max_num_seqs)}
@@ -151,7 +151,7 @@ class Vllm(System):
 
     name = "vllm"
 
-    def __init__(self, setup: Setup, points: list[Point], *, python: Path, eager: bool = True) -> None:
+    def __init__(self, setup: SystemSetup, points: list[Point], *, python: Path, eager: bool = True) -> None:
         itemsize = 4 if setup.dtype == "float32" else 2
         num_blocks = max(point.batch * (blocks_for(point.max_len, BLOCK_SIZE) + 1) for point in points) + 1
         self.block_bytes = BLOCK_SIZE * kv_bytes_per_token(setup.model, itemsize)

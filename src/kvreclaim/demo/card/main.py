@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvreclaim.bench.common import machine
-from kvreclaim.demo.card.plan import MIB, REFUSED, CardPlan, CardReport, CardRun, Setup
+from kvreclaim.demo.card.plan import MIB, REFUSED, CardPlan, CardReport, CardRun, ChainSetup
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.outputs import write_json, writing
 
@@ -42,7 +42,7 @@ def run_card(plan: CardPlan, console: Console, *, command: str) -> CardReport:
     )
 
 
-def run_alone(plan: CardPlan, setup: Setup) -> CardRun:
+def run_alone(plan: CardPlan, setup: ChainSetup) -> CardRun:
     """One setup in a process with the card's limit. Raises: InvalidArgumentError for a model that cannot be
     loaded; RuntimeError where the process ends with an error of ours."""
     said = {"plan": asdict(plan) | {"model": str(plan.model), "setups": []}, "setup": asdict(setup)}

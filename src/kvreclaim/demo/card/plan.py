@@ -17,7 +17,7 @@ REFUSED = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class ChainSetup:
     """One way of running the chain. whole_pool: blocks for the whole chain are asked for, fit or not"""
 
     name: str
@@ -30,11 +30,11 @@ POLICY = "lagkv"
 """The best without calibration (docs/evidence.md); statistics would belong to one rotation and packing."""
 
 SETUPS = (
-    Setup("pool for all of it", whole_pool=True),
-    Setup("full cache"),
-    Setup("budget", policy=POLICY),
-    Setup("int4", kv_cache_dtype="int4"),
-    Setup("budget and int4", kv_cache_dtype="int4", policy=POLICY),
+    ChainSetup("pool for all of it", whole_pool=True),
+    ChainSetup("full cache"),
+    ChainSetup("budget", policy=POLICY),
+    ChainSetup("int4", kv_cache_dtype="int4"),
+    ChainSetup("budget and int4", kv_cache_dtype="int4", policy=POLICY),
 )
 
 
@@ -61,7 +61,7 @@ class CardPlan:
     interval: int = 128
     every: int = 128
     threads: int | None = None
-    setups: tuple[Setup, ...] = SETUPS
+    setups: tuple[ChainSetup, ...] = SETUPS
 
     @property
     def limit_bytes(self) -> int:
@@ -69,7 +69,7 @@ class CardPlan:
         return int(self.card_bytes * self.utilization) - self.runtime_bytes
 
 
-class Sample(BaseModel):
+class ChainSample(BaseModel):
     """tokens: of the chain so far; block_bytes: of blocks in use"""
 
     tokens: int
@@ -101,7 +101,7 @@ class CardRun(BaseModel):
     elapsed_s: float = 0.0
     tokens_evicted: int = 0
     blocks_freed: int = 0
-    samples: list[Sample] = []
+    samples: list[ChainSample] = []
 
     @property
     def tokens_per_s(self) -> float:

@@ -19,7 +19,7 @@ import torch
 from kvreclaim import demo_model
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.config import SamplingParams
-from kvreclaim.demo.card.plan import REFUSED, CardPlan, CardRun, Sample, Setup
+from kvreclaim.demo.card.plan import REFUSED, CardPlan, CardRun, ChainSample, ChainSetup
 from kvreclaim.engine.api.chat import render_chat
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.engine.request.outputs import RequestOutput, StepStats
@@ -44,13 +44,13 @@ def main() -> None:
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
     try:
-        print(run_limited(plan, Setup(**said["setup"])).model_dump_json(), flush=True)
+        print(run_limited(plan, ChainSetup(**said["setup"])).model_dump_json(), flush=True)
     except InvalidArgumentError as error:
         print(error, file=sys.stderr)
         sys.exit(REFUSED)
 
 
-def run_limited(plan: CardPlan, setup: Setup) -> CardRun:
+def run_limited(plan: CardPlan, setup: ChainSetup) -> CardRun:
     """The chain, or why it does not come to its end. The limit stays on this process."""
     base = _taken_by_libraries(plan.model)
     most = base + plan.limit_bytes
@@ -93,7 +93,7 @@ def _taken_by_libraries(model: Path) -> int:
     return taken
 
 
-def _load(plan: CardPlan, setup: Setup) -> LLM:
+def _load(plan: CardPlan, setup: ChainSetup) -> LLM:
     known = read_config(plan.model).max_position_embeddings
     compression = None
     if setup.policy is not None:
@@ -125,7 +125,7 @@ def _run(plan: CardPlan, llm: LLM, base: int, found: CardRun) -> None:
     def sample(tokens: int, blocks: int) -> None:
         found.peak_bytes = max(found.peak_bytes, taken_bytes() - base)
         found.samples.append(
-            Sample(
+            ChainSample(
                 tokens=tokens,
                 elapsed_s=time.perf_counter() - started,
                 block_bytes=blocks * found.bytes_per_block,

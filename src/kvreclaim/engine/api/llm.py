@@ -30,7 +30,7 @@ from kvreclaim.engine.request.outputs import EngineTotals, RequestOutput, ScoreO
 from kvreclaim.engine.request.request import Request
 from kvreclaim.engine.request.sizing import choose_limits
 from kvreclaim.engine.request.spec import RequestSpec
-from kvreclaim.engine.speculative.load import Draft, load_draft
+from kvreclaim.engine.speculative.load import DraftModel, load_draft
 from kvreclaim.engine.step.engine import Engine
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 from kvreclaim.memory.prefix.tree import PrefixNode, prefix_tree
@@ -106,7 +106,7 @@ class LLM:
         stats_file: Path,
         config: EngineConfig,
         compression: CompressionConfig | None,
-        draft: Draft | None = None,
+        draft: DraftModel | None = None,
     ) -> None:
         """draft: of another engine, whose weights may serve this one, too"""
         self.loaded, self.stats_file, self._asked = loaded, stats_file, config

@@ -11,7 +11,7 @@ from kvreclaim.engine.request.request import Scheduled, Sequence
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import BatchArrays
-from kvreclaim.ops.cell_tables import Cells, append_cells
+from kvreclaim.ops.cell_tables import CellTable, append_cells
 from kvreclaim.ops.cells import CellBatch, cell_batch, cell_layers, natural_cells
 from kvreclaim.ops.kv_cache import KVCache
 
@@ -25,7 +25,7 @@ def head_cells(seq: Sequence, memory: MemoryManager, cache: KVCache) -> np.ndarr
     return seq.cell_cache[1]
 
 
-def grown_cells(cells: Cells | None, blocks: np.ndarray, cache: KVCache) -> np.ndarray:
+def grown_cells(cells: CellTable | None, blocks: np.ndarray, cache: KVCache) -> np.ndarray:
     """[L, K, W] int32: the cells of each head in token order, padded with cells of the sequence.
 
     cells: where the last pass has put them; blocks: [blocks] int64, the table with what was appended since
@@ -35,7 +35,7 @@ def grown_cells(cells: Cells | None, blocks: np.ndarray, cache: KVCache) -> np.n
     return append_cells(cells, natural_cells(cache, blocks[cells.num_blocks :]))
 
 
-def head_lengths(cells: Cells | None, num_slots: int, cache: KVCache) -> np.ndarray:
+def head_lengths(cells: CellTable | None, num_slots: int, cache: KVCache) -> np.ndarray:
     """[L, K] int64: tokens of each head when the sequence is num_slots long."""
     if cells is None:
         return np.full((cache.num_layers, cache.num_kv_heads), num_slots)

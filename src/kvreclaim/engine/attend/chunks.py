@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvreclaim.engine.request.chunk_reuse import Reuse, Source
+from kvreclaim.engine.request.chunk_reuse import Reuse, ReusedChunk
 from kvreclaim.engine.request.request import Scheduled
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.attention import AttentionCall
@@ -69,7 +69,7 @@ def _parted(run: range, reuse: Reuse) -> list[range]:
     return [range(run.start, at), range(at, run.stop)]
 
 
-class Bringer:
+class ChunkLoader:
     """Writes the keys and values of chunks to where a prompt has them."""
 
     def __init__(self, memory: MemoryManager, cache: KVCache, ops: Backend, facts: ModelFacts) -> None:
@@ -95,7 +95,7 @@ class Bringer:
         source = next(each for each in reuse.sources if each.start <= at < each.stop)
         self._copy(item, reuse, source, at, at + 1)
 
-    def _copy(self, item: Scheduled, reuse: Reuse, source: Source, first: int, last: int) -> None:
+    def _copy(self, item: Scheduled, reuse: Reuse, source: ReusedChunk, first: int, last: int) -> None:
         match = self.memory.match_prefix(source.keys)
         there = source.origin + len(match.entries) * self.cache.block_size
         if there < last:
@@ -122,7 +122,7 @@ class Bringer:
             self.ops.write_kv(layer, turned.transpose(0, 1), v.transpose(0, 1), mapping)
 
 
-class Scout:
+class AttentionProbe:
     """Sums up what the tokens behind the last chunk attend to, of prompts whose reuse is only tried."""
 
     def __init__(

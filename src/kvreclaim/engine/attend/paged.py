@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from kvreclaim.engine.attend.latent import latent_parts
-from kvreclaim.engine.attend.parts import Part, attend_all
+from kvreclaim.engine.attend.parts import AttentionPart, attend_all
 from kvreclaim.engine.signals.signals import Observer
 from kvreclaim.memory.windows.window import Place
 from kvreclaim.model.attention import AttentionCall, LatentCall
@@ -33,7 +33,7 @@ class PagedKVBatch:
     places: tuple[Place, ...]
     batches: tuple[AttentionBatch, ...]
     observer: Observer | None = None
-    parts: tuple[Part, ...] = ()
+    parts: tuple[AttentionPart, ...] = ()
 
     @property
     def batch(self) -> AttentionBatch:

@@ -17,7 +17,7 @@ from kvreclaim.ops.cells import CellBatch
 from kvreclaim.ops.kv_cache import KVCache, LayerCache
 
 
-class Part(Protocol):
+class AttentionPart(Protocol):
     """Some sequences of a step."""
 
     @property
@@ -30,7 +30,7 @@ class Part(Protocol):
         ...
 
 
-def attend_all(parts: tuple[Part, ...], call: AttentionCall) -> Tensor:
+def attend_all(parts: tuple[AttentionPart, ...], call: AttentionCall) -> Tensor:
     """[T, H, Dv] of a step that these parts make up."""
     if len(parts) == 1:
         return parts[0].attend(call, call.q)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvreclaim.compression.prefill.method import Tiles
 from kvreclaim.engine.attend.cell_tables import head_cells, head_lengths
-from kvreclaim.engine.attend.parts import HeadPart, Part, head_order
+from kvreclaim.engine.attend.parts import AttentionPart, HeadPart, head_order
 from kvreclaim.engine.request.request import Scheduled
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.attention import AttentionCall
@@ -51,7 +51,7 @@ class SparsePart:
     def __init__(
         self,
         item: Scheduled,
-        dense: Part,
+        dense: AttentionPart,
         memory: MemoryManager,
         cache: KVCache,
         ops: Backend,

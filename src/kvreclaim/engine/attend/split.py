@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.engine.attend.cell_tables import uneven_part
-from kvreclaim.engine.attend.parts import HeadPart, Part, PlainPart
+from kvreclaim.engine.attend.parts import AttentionPart, HeadPart, PlainPart
 from kvreclaim.engine.attend.prefill import SparsePart, sparse_tokens
 from kvreclaim.engine.attend.reads import SparseReads
 from kvreclaim.engine.request.request import Scheduled
@@ -28,17 +28,17 @@ def split(
     cache: KVCache,
     ops: Backend,
     digests: DigestStore,
-) -> tuple[Part, ...]:
+) -> tuple[AttentionPart, ...]:
     """The parts of a step; () if all its sequences have one table for all layers and heads."""
     if not any(has_head_tables(item) for item in step):
         return ()
     members: dict[Compressor | bool, list[int]] = {}
-    parts: list[Part] = []
+    parts: list[AttentionPart] = []
 
-    def even(places: list[int]) -> Part:
+    def even(places: list[int]) -> AttentionPart:
         return PlainPart(ops, cache, batch.part(places), batch.rows_of(places))
 
-    def uneven(places: list[int]) -> Part:
+    def uneven(places: list[int]) -> AttentionPart:
         return uneven_part([step[i] for i in places], batch.rows_of(places), memory, cache, ops)
 
     for i, item in enumerate(step):

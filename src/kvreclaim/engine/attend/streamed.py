@@ -15,7 +15,7 @@ from kvreclaim.memory.windows.window import Place
 from kvreclaim.model.attention import AttentionCall, LatentCall
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
-from kvreclaim.ops.streamed import Piece, StreamedLayers
+from kvreclaim.ops.streamed import StreamedBlocks, StreamedLayers
 
 Watch = Callable[[AttentionCall], None]
 PIECE_BYTES = 1 << 22
@@ -127,7 +127,7 @@ class StreamedBatches:
             num_bytes += num_blocks * self.stream.bytes_per_layer
         return [sorted(members) for members in groups]
 
-    def _piece(self, sequences: list[SequenceSlots]) -> tuple[Piece, tuple[SequenceSlots, ...]]:
+    def _piece(self, sequences: list[SequenceSlots]) -> tuple[StreamedBlocks, tuple[SequenceSlots, ...]]:
         """Every block once, those that hold something first, and the sequences over the places of blocks."""
         size = self.stream.host.block_size
         spans = [
@@ -149,7 +149,7 @@ class StreamedBatches:
             replace(s, block_ids=self._names[s.block_ids[:end]])
             for s, (_, _, end) in zip(sequences, spans, strict=True)
         )
-        return Piece.of(ids, len(held), self._names[np.concatenate(written)]), slots
+        return StreamedBlocks.of(ids, len(held), self._names[np.concatenate(written)]), slots
 
 
 def _rows(members: list[int], starts: np.ndarray, device: torch.device) -> slice | Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from kvreclaim.engine.request.request import Scheduled, Sequence
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.memory.windows.window import Chunk, Window
+from kvreclaim.memory.windows.window import ChunkedWindow, Window
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.groups import LayerGroups
 
@@ -39,7 +39,7 @@ def _parts(
     first = memory.windows.tables(seq_id)[n].first * memory.block_size
     start = memory.table(seq_id).logical_len
     end = start + item.num_tokens
-    while isinstance(window, Chunk) and (border := first + window.num_tokens) < end:
+    while isinstance(window, ChunkedWindow) and (border := first + window.num_tokens) < end:
         num_blocks = window.num_tokens // memory.block_size * parts
         yield ids[:, :num_blocks], border - start, window.num_tokens
         ids, first, start = ids[:, num_blocks:], border, border

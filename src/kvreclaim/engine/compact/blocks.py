@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvreclaim.engine.compact.job import Done, Job
+from kvreclaim.engine.compact.job import CompactionJob, CompactionResult
 from kvreclaim.engine.compact.pages import Pages
 
 
@@ -14,16 +14,16 @@ class Blocks:
     def __init__(self, pages: Pages) -> None:
         self.pages = pages
 
-    def choose(self, jobs: list[Job]) -> list[list[int]]:
+    def choose(self, jobs: list[CompactionJob]) -> list[list[int]]:
         """The table entries of each that go."""
         questions = [self.pages.question(job) for job in jobs]
         return jobs[0].compressor.choose_blocks(questions, self.pages.cache.block_size)
 
-    def apply(self, job: Job, choice: list[int]) -> Done:
+    def apply(self, job: CompactionJob, choice: list[int]) -> CompactionResult:
         pages, size = self.pages, self.pages.cache.block_size
         stays = torch.ones(job.plan.num_tokens, dtype=torch.bool)
         for index in choice:
             stays[index * size : (index + 1) * size] = False
         kept = stays.nonzero()[None, None, :, 0].to(pages.cache.device)
         pages.moved(job, kept)
-        return Done(kept, tuple(choice), int(stays[: job.plan.prompt_slots].sum()))
+        return CompactionResult(kept, tuple(choice), int(stays[: job.plan.prompt_slots].sum()))

@@ -15,10 +15,10 @@ from torch import Tensor
 from kvreclaim.compression.policy import Signal
 from kvreclaim.compression.uneven import HeadsQuestion, UnevenChoice, choose_uneven, prompt_left
 from kvreclaim.engine.attend.cell_tables import grown_cells, head_lengths
-from kvreclaim.engine.compact.job import Done, Job
+from kvreclaim.engine.compact.job import CompactionJob, CompactionResult
 from kvreclaim.engine.compact.pages import Pages
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.ops.cell_tables import Cells, assign_cells, join_moves
+from kvreclaim.ops.cell_tables import CellTable, assign_cells, join_moves
 from kvreclaim.ops.cells import cell_layers, cell_view, natural_cells
 from kvreclaim.ops.key_source import KeySource, PagedSource
 from kvreclaim.ops.kv_cache import PagedTokens
@@ -34,12 +34,12 @@ class UnevenPass:
         self.pages = pages
         self.cells = cell_view(pages.cache)
 
-    def choose(self, jobs: list[Job]) -> list[UnevenChoice]:
+    def choose(self, jobs: list[CompactionJob]) -> list[UnevenChoice]:
         """The kept slots of every head, `budget` tokens on average."""
         questions = [self._question(job) for job in jobs]
         return choose_uneven(jobs[0].compressor, questions, self.pages.cache.block_size)
 
-    def _question(self, job: Job) -> HeadsQuestion:
+    def _question(self, job: CompactionJob) -> HeadsQuestion:
         pages, cells = self.pages, job.seq.state.cells
         tokens = head_lengths(cells, job.num_slots, pages.cache)
         blocks, present = pages.index(job), grown_cells(cells, np.array(job.plan.source_ids), pages.cache)
@@ -78,7 +78,7 @@ class UnevenPass:
             own_signals,
         )
 
-    def _positions(self, job: Job, tokens: np.ndarray) -> Callable[[int, int], Tensor]:
+    def _positions(self, job: CompactionJob, tokens: np.ndarray) -> Callable[[int, int], Tensor]:
         """(layer, head) -> [T] int32 logical positions of the head's tokens [L, K]."""
         known, end, device = job.seq.state.head_positions, job.plan.logical_len, self.pages.cache.device
 
@@ -91,7 +91,7 @@ class UnevenPass:
 
         return of
 
-    def apply(self, job: Job, choice: UnevenChoice) -> Done:
+    def apply(self, job: CompactionJob, choice: UnevenChoice) -> CompactionResult:
         """Move each head's survivors into its cells of the new table. Heads are gathered whole before they
         are written, a few at a time."""
         cache, state, kept = self.pages.cache, job.seq.state, choice.kept
@@ -110,7 +110,7 @@ class UnevenPass:
                 [cells[at][: wanted[at]] for at in heads],
             )
         prompt_slots = prompt_left(kept, _prompt_slots(job, tokens.shape))
-        state.cells = Cells(cells, wanted, len(job.plan.target_ids), prompt_slots)
+        state.cells = CellTable(cells, wanted, len(job.plan.target_ids), prompt_slots)
         if Signal.POSITIONS in job.compressor.policy.needs:
             of = self._positions(job, tokens)
             state.head_positions = [
@@ -118,7 +118,7 @@ class UnevenPass:
             ]
         state.rounded += choice.moved
         job.seq.cell_cache = None
-        return Done(kept)
+        return CompactionResult(kept)
 
     def _move(self, source: list[np.ndarray], kept: list[Tensor], target: list[np.ndarray]) -> None:
         """Move several heads at once: the slots kept of each one's source cells fill its target cells."""
@@ -128,7 +128,7 @@ class UnevenPass:
             self.pages.signals.scores.compact_cells(slots, sources, targets)
 
 
-def _prompt_slots(job: Job, shape: tuple[int, ...]) -> np.ndarray:
+def _prompt_slots(job: CompactionJob, shape: tuple[int, ...]) -> np.ndarray:
     """[L, K] leading slots of each head that hold prompt tokens, before a pass."""
     cells = job.seq.state.cells
     return (

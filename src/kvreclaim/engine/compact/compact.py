@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvreclaim.engine.compact.job import Done, Job
+from kvreclaim.engine.compact.job import CompactionJob, CompactionResult
 from kvreclaim.engine.compact.pages import Pages
 from kvreclaim.ops.turning import turn_moved_keys
 
@@ -17,11 +17,11 @@ class Compact:
         self.pages = pages
         self.rotations = [layer.rope for layer in pages.facts.layers if layer.rope is not None]
 
-    def choose(self, jobs: list[Job]) -> list[Tensor]:
+    def choose(self, jobs: list[CompactionJob]) -> list[Tensor]:
         """[L | 1, K | 1, M] int64 kept slots of each."""
         return jobs[0].compressor.choose_all([self.pages.question(job) for job in jobs])
 
-    def apply(self, job: Job, choice: Tensor) -> Done:
+    def apply(self, job: CompactionJob, choice: Tensor) -> CompactionResult:
         pages = self.pages
         source = pages.index(job)
         target = torch.tensor(job.plan.target_ids, device=source.device)
@@ -31,4 +31,4 @@ class Compact:
         if job.compressor.policy.cache_relative:
             turn_moved_keys(pages.backend, pages.cache, choice, target, self.rotations)
         pages.moved(job, choice)
-        return Done(choice)
+        return CompactionResult(choice)

@@ -14,7 +14,7 @@ from kvreclaim.schedule import Pass
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Job:
+class CompactionJob:
     """A pass to be carried out. Where survivors move, the sequence's table is the new one already; the bytes
     of the source blocks stay as they are until every job of the round has chosen."""
 
@@ -34,7 +34,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Done:
+class CompactionResult:
     """A pass whose bytes, signals and tensors of state are done.
 
     kept:         the live slots that stay, ascending: [L | 1, K | 1, M] int64, or [n] of each layer and head
@@ -51,10 +51,10 @@ class Done:
 class PassMethod(Protocol):
     """One way of compressing. What choose finds is for apply alone to understand."""
 
-    def choose(self, jobs: list[Job]) -> list[Any]:
+    def choose(self, jobs: list[CompactionJob]) -> list[Any]:
         """What stays of sequences that share a compressor. Changes nothing."""
         ...
 
-    def apply(self, job: Job, choice: Any) -> Done:
+    def apply(self, job: CompactionJob, choice: Any) -> CompactionResult:
         """Carry it out."""
         ...

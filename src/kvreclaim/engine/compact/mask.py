@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvreclaim.engine.compact.job import Done, Job
+from kvreclaim.engine.compact.job import CompactionJob, CompactionResult
 from kvreclaim.engine.compact.pages import Pages
 
 
@@ -15,12 +15,12 @@ class Mask:
     def __init__(self, pages: Pages) -> None:
         self.pages = pages
 
-    def choose(self, jobs: list[Job]) -> list[Tensor]:
+    def choose(self, jobs: list[CompactionJob]) -> list[Tensor]:
         """[L | 1, K | 1, M] int64 of each: which of its live slots stay."""
         questions = [self.pages.question(job, self._live_slots(job)) for job in jobs]
         return jobs[0].compressor.choose_all(questions)
 
-    def apply(self, job: Job, choice: Tensor) -> Done:
+    def apply(self, job: CompactionJob, choice: Tensor) -> CompactionResult:
         size = self.pages.cache.block_size
         live, mask = self._live_slots(job), self._grown_mask(job)
         layers, heads, num_slots = mask.shape
@@ -33,16 +33,16 @@ class Mask:
         per_block = mask[..., : full * size].view(layers, heads, full, size)
         empty = per_block.all(-1).flatten(0, 1).all(0).nonzero().flatten().tolist()
         gone = tuple(index for index in empty if held[index] is not None)
-        return Done(choice, gone)
+        return CompactionResult(choice, gone)
 
-    def _live_slots(self, job: Job) -> Tensor | None:
+    def _live_slots(self, job: CompactionJob) -> Tensor | None:
         """[L, K, live] int64 slots still attended; None: all of them, nothing has been evicted."""
         if job.seq.state.evicted is None:
             return None
         mask = self._grown_mask(job)
         return (~mask).nonzero()[:, 2].view(*mask.shape[:2], -1)
 
-    def _grown_mask(self, job: Job) -> Tensor:
+    def _grown_mask(self, job: CompactionJob) -> Tensor:
         """The eviction mask over all slots written so far: [L, K, slots]."""
         cache, evicted = self.pages.cache, job.seq.state.evicted
         shape = (cache.num_layers, cache.num_kv_heads, job.num_slots)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvreclaim.compression.compressor import Question
+from kvreclaim.compression.compressor import PassInput
 from kvreclaim.compression.policy import LayerSignals, Signal
-from kvreclaim.engine.compact.job import Job
+from kvreclaim.engine.compact.job import CompactionJob
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.ops.backend import Backend
@@ -29,11 +29,11 @@ class Pages:
     facts: ModelFacts
     signals: Signals
 
-    def index(self, job: Job) -> Tensor:
+    def index(self, job: CompactionJob) -> Tensor:
         """[blocks] int64 on the device: the table before the pass."""
         return torch.tensor(job.plan.source_ids, device=self.cache.device)
 
-    def question(self, job: Job, live: Tensor | None = None) -> Question:
+    def question(self, job: CompactionJob, live: Tensor | None = None) -> PassInput:
         """What a compressor is asked about the live tokens; positions, if a sliding window asks for them.
 
         live: [L, K, T] int64 slots still attended, where evicted ones stayed in place; None: all slots
@@ -52,7 +52,7 @@ class Pages:
         positions = self.positions(job) if self._needs_positions(job) else None
         if positions is not None and live is not None:
             positions = positions.take_along_dim(live, -1)
-        return Question(
+        return PassInput(
             source,
             job.plan.num_tokens,
             job.plan.prompt_slots,
@@ -63,7 +63,7 @@ class Pages:
         )
 
     def _signals(
-        self, job: Job, layer: int, source: Callable[[int], KeySource], live: Tensor | None
+        self, job: CompactionJob, layer: int, source: Callable[[int], KeySource], live: Tensor | None
     ) -> LayerSignals:
         found = self.signals.of(job.seq, layer, job.num_slots, source, live)
         if Signal.TOKEN_SCORES not in job.compressor.policy.needs or job.seq.state.cells is not None:
@@ -72,7 +72,7 @@ class Pages:
         scores = self.signals.scores.of(layer, self.index(job), job.num_slots)
         return replace(found, token_scores=scores if live is None else scores.take_along_dim(live[layer], -1))
 
-    def moved(self, job: Job, kept: Tensor) -> None:
+    def moved(self, job: CompactionJob, kept: Tensor) -> None:
         """The kept slots [L | 1, K | 1, M] are slots 0 .. M - 1 now; their positions and signals follow."""
         if self._needs_positions(job) or Signal.POSITIONS in job.compressor.policy.needs:
             positions = self.positions(job)
@@ -80,14 +80,14 @@ class Pages:
             job.seq.state.slot_positions = positions.take_along_dim(every_head, -1)
         self.signals.compacted(job.seq, kept)
 
-    def _needs_positions(self, job: Job) -> bool:
+    def _needs_positions(self, job: CompactionJob) -> bool:
         """Whether a sliding window, or a policy beside recall, goes by positions that slots do not tell."""
         if job.compressor.recall is not None:
             return True
         windows = any(layer.softmax.window is not None for layer in self.facts.layers)
         return windows and not job.compressor.policy.cache_relative
 
-    def positions(self, job: Job) -> Tensor:
+    def positions(self, job: CompactionJob) -> Tensor:
         """[L, K, slots] int32 logical position of every slot."""
         layers = range(self.cache.num_layers)
         return torch.stack([self.signals.positions(job.seq, layer, job.num_slots) for layer in layers])

@@ -10,7 +10,7 @@ from kvreclaim.compression.compressor import Compressor
 from kvreclaim.engine.compact.blocks import Blocks
 from kvreclaim.engine.compact.cells import UnevenPass
 from kvreclaim.engine.compact.compact import Compact
-from kvreclaim.engine.compact.job import Done, Job, PassMethod
+from kvreclaim.engine.compact.job import CompactionJob, CompactionResult, PassMethod
 from kvreclaim.engine.compact.mask import Mask
 from kvreclaim.engine.compact.pages import Pages
 from kvreclaim.engine.compact.recall_pass import RecallPass
@@ -37,7 +37,7 @@ class CompressionPass:
         }
         self._recall = None if recalls is None else RecallPass(pages, recalls)
 
-    def run(self, jobs: ListLike[Job]) -> list[Done | Exception]:
+    def run(self, jobs: ListLike[CompactionJob]) -> list[CompactionResult | Exception]:
         """Carry planned passes out.
 
         Returns: for each what was done, or the error after which its request must end. One's error does not
@@ -46,7 +46,7 @@ class CompressionPass:
         started = time.perf_counter()
         choices = self._choose(jobs)
         scored = time.perf_counter()
-        outcomes: list[Done | Exception] = [
+        outcomes: list[CompactionResult | Exception] = [
             choice if isinstance(choice, Exception) else _tried(self._way(job.compressor).apply, job, choice)
             for job, choice in zip(jobs, choices, strict=True)
         ]
@@ -63,7 +63,7 @@ class CompressionPass:
         assert self._recall is not None, "a request with recall was refused"
         return self._recall
 
-    def _choose(self, jobs: ListLike[Job]) -> list[Any]:
+    def _choose(self, jobs: ListLike[CompactionJob]) -> list[Any]:
         """What stays of each, or its error. Where those that share a compressor fail together, each is asked
         alone."""
         members: dict[Compressor, list[int]] = {}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvreclaim.compression.recall.digest import digests_of
 from kvreclaim.compression.recall.packing import order_of
-from kvreclaim.engine.compact.job import Done, Job
+from kvreclaim.engine.compact.job import CompactionJob, CompactionResult
 from kvreclaim.engine.compact.pages import Pages
 from kvreclaim.engine.compact.recall_choice import best_pages, ranked
 from kvreclaim.engine.compact.recall_state import PageTable, Waiting
@@ -40,7 +40,7 @@ class _Losers:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Packed:
+class _PackedPages:
     """New pages, in the order of (layer, head): at [U, 3] (layer, head, n-th of it), slots [U, S]; waits
     [L, K, n] slots."""
 
@@ -49,7 +49,7 @@ class _Packed:
     waits: Tensor
 
 
-def recall_of(job: Job) -> Recall:
+def recall_of(job: CompactionJob) -> Recall:
     """How the sequence's evicted tokens come back."""
     recall = job.compressor.recall
     assert recall is not None, f"sequence {job.seq.seq_id} does not recall"
@@ -63,7 +63,7 @@ class RecallPass:
         self.pages, self.recalls = pages, recalls
         self.size = pages.cache.block_size
 
-    def choose(self, jobs: list[Job]) -> list[Tensor]:
+    def choose(self, jobs: list[CompactionJob]) -> list[Tensor]:
         """[L, K, B - R S] int64 kept slots of each: recalled tokens are candidates like any other."""
         for job in jobs:
             self._sync(job)
@@ -71,7 +71,7 @@ class RecallPass:
         keep = compressor.budget - recall_of(jobs[0]).slots(self.size)
         return compressor.choose_all([self.pages.question(job) for job in jobs], keep=keep)
 
-    def apply(self, job: Job, choice: Tensor) -> Done:
+    def apply(self, job: CompactionJob, choice: Tensor) -> CompactionResult:
         pages, seq_id = self.pages, job.seq.seq_id
         heads = pages.cache.num_layers, pages.cache.num_kv_heads
         recall = recall_of(job)
@@ -95,9 +95,9 @@ class RecallPass:
         self.recalls.write_back(seq_id, target[first:], fresh | moved)
         pages.moved(job, choice)
         self._sync(job, kept.shape[-1])
-        return Done(choice)
+        return CompactionResult(choice)
 
-    def _sync(self, job: Job, num_survivors: int | None = None) -> None:
+    def _sync(self, job: CompactionJob, num_survivors: int | None = None) -> None:
         """Positions of recalled tokens stand in the sequence's state as the pages are now."""
         seq, table = job.seq, self.recalls.tables.get(job.seq.seq_id)
         if table is None:
@@ -107,7 +107,7 @@ class RecallPass:
         count = known.shape[-1] - back.shape[-1] if num_survivors is None else num_survivors
         seq.state.slot_positions = torch.cat([known[..., :count], back.to(known.device)], -1)
 
-    def _losers(self, job: Job, kept: Tensor, source: Tensor, table: PageTable | None) -> _Losers:
+    def _losers(self, job: CompactionJob, kept: Tensor, source: Tensor, table: PageTable | None) -> _Losers:
         recalls, size, num_tokens = self.recalls, self.size, job.num_slots
         blocks = torch.cat([source, recalls.staging[:1]])
         num_slots = len(blocks) * size
@@ -134,7 +134,7 @@ class RecallPass:
             positions[..., start : start + count] = waiting.positions.to(positions.device)
         return _Losers(cells, positions, packed, intact)
 
-    def _pack(self, job: Job, losers: _Losers, source: Tensor) -> _Packed:
+    def _pack(self, job: CompactionJob, losers: _Losers, source: Tensor) -> _PackedPages:
         """Which losers share a page; the newest of them, less than a page, wait."""
         size, count = self.size, losers.packed.sum(-1)
         left = int(count[0, 0]) % size
@@ -155,9 +155,11 @@ class RecallPass:
         most = int(pages.max())
         order = torch.stack(orders)[..., : most * size].unflatten(-1, (most, size))
         valid = torch.arange(most, device=pages.device) < pages[..., None]
-        return _Packed(valid.nonzero(), order[valid], waits)
+        return _PackedPages(valid.nonzero(), order[valid], waits)
 
-    def _store(self, job: Job, table: PageTable, losers: _Losers, packed: _Packed) -> PageTable:
+    def _store(
+        self, job: CompactionJob, table: PageTable, losers: _Losers, packed: _PackedPages
+    ) -> PageTable:
         """Copy losers out of the cache. Returns: the table with the new pages; pages some of whose tokens won
         are gone, and others have their places."""
         recalls, device = self.recalls, packed.at.device
@@ -199,7 +201,7 @@ class RecallPass:
     def _copy_out(
         self,
         losers: _Losers,
-        packed: _Packed,
+        packed: _PackedPages,
         rows: Tensor,
         table: PageTable,
         at: tuple[Tensor, ...],
@@ -227,7 +229,9 @@ class RecallPass:
                 keys, values = unit_tokens(backend, cache, targets[: pages.stop - start])
                 table.digests.put(tuple(x[pages] for x in at), digests_of(keys, values, digest))
 
-    def _come_back(self, job: Job, table: PageTable, losers: _Losers, kept: Tensor, source: Tensor) -> Tensor:
+    def _come_back(
+        self, job: CompactionJob, table: PageTable, losers: _Losers, kept: Tensor, source: Tensor
+    ) -> Tensor:
         """Choose the pages that are back from now on. Returns: [L, K, R] bool, blocks that hold others."""
         pages, recall, seq = self.pages, recall_of(job), job.seq
         found = []

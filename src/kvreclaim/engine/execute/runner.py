@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvreclaim.engine.attend.block_rows import block_row, slots_are_positions
 from kvreclaim.engine.attend.paged import PagedKVBatch
-from kvreclaim.engine.attend.parts import Part
+from kvreclaim.engine.attend.parts import AttentionPart
 from kvreclaim.engine.attend.split import has_head_tables, split
 from kvreclaim.engine.attend.streamed import StreamedBatches
 from kvreclaim.engine.attend.windows import window_batches
@@ -156,7 +156,7 @@ class ModelRunner:
             if logits is None:
                 batch = AttentionBatch.build(tuple(inputs.slots), self.cache.block_size, self.device)
                 observer = self.signals.observe(runs, batch) if watched else None
-                parts: tuple[Part, ...] = ()
+                parts: tuple[AttentionPart, ...] = ()
                 if special:
                     parts = split(runs, batch, self.memory, self.cache, self.ops, self.signals.digests)
                 logits = self._paged(step, inputs, batch, observer, extensions.hooks(runs, batch), parts)
@@ -174,7 +174,7 @@ class ModelRunner:
         batch: AttentionBatch,
         observer: Observer | None,
         hooks: tuple[AttentionHook, ...],
-        parts: tuple[Part, ...],
+        parts: tuple[AttentionPart, ...],
     ) -> Tensor:
         """The logits over the pool's blocks.
 

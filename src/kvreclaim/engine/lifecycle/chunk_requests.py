@@ -12,10 +12,10 @@ from torch import Tensor
 from kvreclaim.checks import require
 from kvreclaim.chunks import ChunkReuse, Chunks
 from kvreclaim.config import SamplingParams
-from kvreclaim.engine.attend.chunks import Bringer, Scout, expanded, has_chunks
+from kvreclaim.engine.attend.chunks import AttentionProbe, ChunkLoader, expanded, has_chunks
 from kvreclaim.engine.extension import AttentionHook, Extension
 from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
-from kvreclaim.engine.request.chunk_reuse import Reuse, Source
+from kvreclaim.engine.request.chunk_reuse import Reuse, ReusedChunk
 from kvreclaim.engine.request.request import Request, Scheduled
 from kvreclaim.engine.signals.needs import chunk_salt
 from kvreclaim.model.loader import LoadedModel
@@ -80,8 +80,8 @@ class ChunkedPrompts(Extension):
     ) -> None:
         self.loaded, self.facts, self.cache, self.backend = loaded, facts, cache, backend
         self.memory, self.lifecycle, self.add = lifecycle.memory, lifecycle, add
-        self._bringer = Bringer(self.memory, cache, backend, facts)
-        self._scout: Scout | None = None
+        self._bringer = ChunkLoader(self.memory, cache, backend, facts)
+        self._scout: AttentionProbe | None = None
         self._making: list[tuple[Request, Iterator[None]]] = []
         self._is_proven = False
 
@@ -103,7 +103,9 @@ class ChunkedPrompts(Extension):
         anew = np.ones(len(tokens), dtype=bool)
         for a, b in spans:
             anew[a : a - lead + (lead + b - a - 1) // size * size] = False
-        sources = (Source(a, b, lead, self.memory.keys(tokens[:lead] + tokens[a:b], salt)) for a, b in spans)
+        sources = (
+            ReusedChunk(a, b, lead, self.memory.keys(tokens[:lead] + tokens[a:b], salt)) for a, b in spans
+        )
         return Reuse(tuple(sources), anew)
 
     def begin(self, request: Request, how: ChunkReuse) -> None:
@@ -130,7 +132,7 @@ class ChunkedPrompts(Extension):
     def attend(self, runs: list[Scheduled], batch: AttentionBatch | None) -> list[AttentionHook]:
         if batch is None or not any(has_chunks(item) for item in runs):
             return []
-        self._scout = Scout(runs, batch, self.cache, self.backend)
+        self._scout = AttentionProbe(runs, batch, self.cache, self.backend)
         return [self._scout.see] if self._scout else []
 
     def attended(self, step: list[Scheduled]) -> None:
@@ -214,6 +216,6 @@ class ChunkedPrompts(Extension):
         return found
 
 
-def alone(tokens: list[int], source: Source) -> list[int]:
+def alone(tokens: list[int], source: ReusedChunk) -> list[int]:
     """The text that a chunk of a prompt is computed in."""
     return tokens[: source.lead] + tokens[source.start : source.stop]

@@ -9,7 +9,7 @@ import torch
 
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.offload.stats import DiskStats, SlotStats
-from kvreclaim.memory.tiers.disk import Outcome
+from kvreclaim.memory.tiers.disk import TransferOutcome
 from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.formats import KVFormat
@@ -17,7 +17,7 @@ from kvreclaim.schedule.rates import Rates
 from kvreclaim.tiers.host import HostSlots
 from kvreclaim.tiers.jobs import DiskCounters
 from kvreclaim.tiers.namespace import Namespace, weights_digest
-from kvreclaim.tiers.outcome import Outcome as Ended
+from kvreclaim.tiers.outcome import JobOutcome as Ended
 from kvreclaim.tiers.record import VERSION
 from kvreclaim.tiers.slot_file import SlotFile
 from kvreclaim.tiers.workers import DiskWorkers
@@ -134,10 +134,10 @@ class Disk:
         for done in self.workers.poll():
             is_load = done.job_id in self._loads
             self._loads.discard(done.job_id)
-            outcome = Outcome.OK if done.outcome is Ended.OK else Outcome.FAILED
+            outcome = TransferOutcome.OK if done.outcome is Ended.OK else TransferOutcome.FAILED
             if is_load and done.outcome.is_corrupt:
-                outcome = Outcome.GONE
-            if is_load and outcome is Outcome.OK:
+                outcome = TransferOutcome.GONE
+            if is_load and outcome is TransferOutcome.OK:
                 self.rates.note("disk_in_s", done.seconds, done.num_bytes)
             self.tier.finish(done.job_id, outcome)
 

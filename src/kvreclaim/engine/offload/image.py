@@ -18,7 +18,7 @@ from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.prefix.keys import BlockKeys
 from kvreclaim.memory.tiers.parked import Parked
 from kvreclaim.ops.blocks_io import bytes_per_block, read_blocks
-from kvreclaim.ops.cell_tables import Cells
+from kvreclaim.ops.cell_tables import CellTable
 from kvreclaim.ops.cells import blocks_of
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.schedule.budget.account import Account
@@ -28,7 +28,7 @@ HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Aside:
+class SideState:
     """What a sequence has besides its blocks, on the host.
 
     blocks:   ids of its table, by which its cells name blocks
@@ -52,7 +52,7 @@ class Image:
     exact_len: int
     account: Account
     state: CompressionState
-    aside: Aside
+    aside: SideState
     blocks: Tensor
     beside: Tensor | None
 
@@ -78,11 +78,13 @@ def image_of(seq: Sequence, memory: MemoryManager, cache: KVCache, signals: Sign
     blocks, beside = _bytes_of(cache.planes, held), None
     if signals.scores is not None:
         beside = _bytes_of(signals.scores.planes, held)
-    aside = Aside(signals.copy_of(seq.seq_id, table.physical_len), table.block_ids, row)
+    aside = SideState(signals.copy_of(seq.seq_id, table.physical_len), table.block_ids, row)
     return _image(seq, table, aside, cache, blocks, beside)
 
 
-def image_of_parked(seq: Sequence, parked: Parked, aside: Aside, cache: KVCache, slots: HostSlots) -> Image:
+def image_of_parked(
+    seq: Sequence, parked: Parked, aside: SideState, cache: KVCache, slots: HostSlots
+) -> Image:
     """Of one that lies on the host."""
     rows = torch.tensor(parked.held, dtype=torch.int64)
     beside = None if slots.beside is None else slots.beside[rows]
@@ -96,7 +98,7 @@ def _bytes_of(planes: ListLike[Tensor], blocks: list[int]) -> Tensor:
 
 
 def _image(
-    seq: Sequence, table: BlockTable, aside: Aside, cache: KVCache, blocks: Tensor, beside: Tensor | None
+    seq: Sequence, table: BlockTable, aside: SideState, cache: KVCache, blocks: Tensor, beside: Tensor | None
 ) -> Image:
     used = aside.blocks[: blocks_for(table.physical_len, cache.block_size)]
     supply = iter(range(len(used)))
@@ -125,7 +127,9 @@ def moved(state: CompressionState, device: torch.device) -> CompressionState:
     return replace(state, evicted=there(state.evicted), slot_positions=there(state.slot_positions))
 
 
-def renamed(cells: Cells, old: ListLike[int | None], new: ListLike[int | None], cache: KVCache) -> Cells:
+def renamed(
+    cells: CellTable, old: ListLike[int | None], new: ListLike[int | None], cache: KVCache
+) -> CellTable:
     """The same cells of other blocks."""
     names = np.zeros(cache.num_blocks, dtype=np.int64)
     for before, after in zip(old[: cells.num_blocks], new, strict=False):

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvreclaim.engine.offload.image import Aside, Image
+from kvreclaim.engine.offload.image import Image, SideState
 from kvreclaim.engine.request.compression_state import CompressionState
 from kvreclaim.engine.signals.signals import ParkedSignals
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.blocks_io import bytes_per_block
-from kvreclaim.ops.cell_tables import Cells
+from kvreclaim.ops.cell_tables import CellTable
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.schedule.budget.account import Account
 from kvreclaim.schedule.snapshot_key import SnapshotKey
@@ -99,7 +99,7 @@ class _Reading:
             exact,
             account,
             self._state(entries, num_blocks),
-            Aside(self._signals(physical), ids, self._open_row()),
+            SideState(self._signals(physical), ids, self._open_row()),
             blocks,
             self._of("beside", torch.uint8, (num_blocks, None)),
         )
@@ -119,7 +119,7 @@ class _Reading:
             heads = [[next(parts) for _ in row] for row in counts]
         return CompressionState(evicted, positions, cells, heads, int(self.facts["rounded"]))
 
-    def _cells(self, num_blocks: int) -> Cells | None:
+    def _cells(self, num_blocks: int) -> CellTable | None:
         table = self._of("cells.table", torch.int32, (*self.per_head, None))
         if table is None:
             return None
@@ -133,7 +133,7 @@ class _Reading:
         assert prompt_slots is not None, "they come with the table"
         _require(int(counts.max()) <= table.shape[-1] and int(counts.sum()) == limit, "cells")
         named = _named(table.numpy(), self.cache, held)
-        return Cells(named, counts.numpy(), held, prompt_slots.numpy())
+        return CellTable(named, counts.numpy(), held, prompt_slots.numpy())
 
     def _signals(self, physical: int) -> ParkedSignals:
         queries = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvreclaim.engine.offload.image import HOST, Aside, moved, renamed
+from kvreclaim.engine.offload.image import HOST, SideState, moved, renamed
 from kvreclaim.engine.request.request import Sequence
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.memory.tiers.manager import TieredMemory
@@ -17,7 +17,7 @@ class Parking:
     def __init__(self, memory: TieredMemory, cache: KVCache, signals: Signals) -> None:
         self.memory, self.cache, self.signals = memory, cache, signals
         self._rows: dict[int, tuple[Tensor, Tensor]] = {}
-        self._aside: dict[int, Aside] = {}
+        self._aside: dict[int, SideState] = {}
 
     def park(self, seq: Sequence) -> None:
         """To be called before anything is moved or written for the step in which it was parked."""
@@ -27,15 +27,15 @@ class Parking:
             row = self.cache.open.copy_of(parked.tail)
         table = parked.table
         signals = self.signals.park(seq.seq_id, table.physical_len)
-        self._aside[seq.seq_id] = Aside(signals, table.block_ids, row)
+        self._aside[seq.seq_id] = SideState(signals, table.block_ids, row)
         seq.state = moved(seq.state, HOST)
         seq.row_cache = seq.cell_cache = None
 
-    def enter(self, seq_id: int, aside: Aside) -> None:
+    def enter(self, seq_id: int, aside: SideState) -> None:
         """Of a sequence that comes from elsewhere, whose state is on the host."""
         self._aside[seq_id] = aside
 
-    def aside(self, seq_id: int) -> Aside:
+    def aside(self, seq_id: int) -> SideState:
         """Of one that is parked."""
         return self._aside[seq_id]
 

@@ -22,7 +22,7 @@ from kvreclaim.engine.request.sizing import load_wait, prefix_worth
 from kvreclaim.schedule.disk_prefixes import DiskPrefixIndex
 from kvreclaim.schedule.snapshot_key import SnapshotKey
 from kvreclaim.tiers.namespace import Namespace
-from kvreclaim.tiers.outcome import Outcome
+from kvreclaim.tiers.outcome import JobOutcome
 from kvreclaim.tiers.prefix_files import PrefixFiles
 from kvreclaim.tiers.prefix_workers import Loaded, PrefixWorkers, Stored
 from kvreclaim.tiers.session_file import SessionFile
@@ -136,7 +136,7 @@ class Prefixes:
             if isinstance(done, Stored):
                 self._storing.discard(done.name)
                 self.below.forget(done.gone)
-                if done.outcome is Outcome.OK:
+                if done.outcome is JobOutcome.OK:
                     self.below.know([(done.name, done.num_bytes)])
             else:
                 self._take(done)

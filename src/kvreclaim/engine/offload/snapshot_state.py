@@ -21,7 +21,7 @@ from kvreclaim.schedule.snapshot_key import SnapshotKey
 logger = logging.getLogger(__name__)
 
 
-class Files(Protocol):
+class SnapshotFiles(Protocol):
     """Where they are kept on disk (engine/offload/prefixes.py)."""
 
     def made(self, hidden: Sequence) -> None: ...
@@ -50,9 +50,9 @@ class SnapshotStore(Extension):
         self.scheduler, self.signals, self._new_id = scheduler, signals, new_id
         self.held: dict[int, Sequence] = {}
         self.parking, self.moves = parking, moves
-        self.files: Files | None = None
+        self.files: SnapshotFiles | None = None
 
-    def keep_files(self, files: Files) -> None:
+    def keep_files(self, files: SnapshotFiles) -> None:
         """Compressed prefixes are kept on disk, too."""
         self.files = files
 

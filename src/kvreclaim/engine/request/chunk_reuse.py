@@ -10,7 +10,7 @@ from kvreclaim.memory.prefix.keys import BlockKeys
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Source:
+class ReusedChunk:
     """A chunk that stands at start .. stop - 1 of a prompt.
 
     lead: tokens of the prompt's beginning behind which it was computed
@@ -37,7 +37,7 @@ class Reuse:
             behind the last chunk, in `layers`; None where nobody asks
     """
 
-    sources: tuple[Source, ...]
+    sources: tuple[ReusedChunk, ...]
     anew: np.ndarray
     scores: np.ndarray | None = None
     layers: range = range(0)

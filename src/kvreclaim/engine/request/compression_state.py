@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from kvreclaim.compression.uneven import Heads
-from kvreclaim.ops.cell_tables import Cells
+from kvreclaim.ops.cell_tables import CellTable
 
 
 @dataclass(slots=True, eq=False)
@@ -24,7 +24,7 @@ class CompressionState:
 
     evicted: Tensor | None = None
     slot_positions: Tensor | None = None
-    cells: Cells | None = None
+    cells: CellTable | None = None
     head_positions: Heads | None = None
     rounded: int = 0
 

@@ -40,7 +40,7 @@ FULL_ROUNDS = 8
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Sequence(schedule.Sequence):
+class Sequence(schedule.ScheduledSequence):
     """One output in the making, with what its tokens and text are made from.
 
     state:      what its way of compressing remembers
@@ -78,7 +78,7 @@ class Sequence(schedule.Sequence):
 
     def reset(self) -> None:
         """Forget what was computed (preemption by recompute); the tokens stay known."""
-        schedule.Sequence.reset(self)
+        schedule.ScheduledSequence.reset(self)
         self.state = CompressionState()
         self.row_cache = None
         self.cell_cache = None

@@ -17,20 +17,22 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SampledToken:
     """A token, and the log-probabilities asked for."""
 
     token: int
     logprobs: dict[int, Logprob] | None = None
 
 
-def draw(logits: Tensor, best: list[int], rows: list[int], asked: list[SampleRow]) -> list[Drawn | Exception]:
+def draw(
+    logits: Tensor, best: list[int], rows: list[int], asked: list[SampleRow]
+) -> list[SampledToken | Exception]:
     """A token for each ask from its row of logits [R, V]; best: [R] the rows' argmax, which is all that
     most greedy asks need.
 
     An ask that cannot be met gives its error; the others get the tokens that they would have had.
     """
-    found: list[Drawn | Exception] = [Drawn(best[row]) for row in rows]
+    found: list[SampledToken | Exception] = [SampledToken(best[row]) for row in rows]
     noises: dict[int, Tensor | None] = {}
     for i, ask in enumerate(asked):
         if not ask.is_argmax:
@@ -39,7 +41,7 @@ def draw(logits: Tensor, best: list[int], rows: list[int], asked: list[SampleRow
             except Exception as error:
                 found[i] = error
 
-    def drawn(places: list[int]) -> list[Drawn | Exception]:
+    def drawn(places: list[int]) -> list[SampledToken | Exception]:
         chosen = logits[[rows[i] for i in places]].float()
         return _sample(chosen, [asked[i] for i in places], [noises[i] for i in places])
 
@@ -58,7 +60,9 @@ def draw(logits: Tensor, best: list[int], rows: list[int], asked: list[SampleRow
 
 
 @torch.inference_mode()
-def _sample(logits: Tensor, rows: list[SampleRow], noises: list[Tensor | None]) -> list[Drawn | Exception]:
+def _sample(
+    logits: Tensor, rows: list[SampleRow], noises: list[Tensor | None]
+) -> list[SampledToken | Exception]:
     """A token for each row of logits [N, V] fp32, which change, from noise that has been drawn; an error for
     a row of which no token may come."""
     logprobs = _raw_logprobs(logits, rows)
@@ -70,8 +74,8 @@ def _sample(logits: Tensor, rows: list[SampleRow], noises: list[Tensor | None]) 
         chosen = logits if len(noisy) == len(rows) else logits[noisy]
         best[noisy] = _draw(chosen, [rows[i] for i in noisy], noise)
     tokens = best.tolist()
-    found: list[Drawn | Exception] = [
-        Drawn(tokens[i], _report(logprobs, i, tokens[i], row)) for i, row in enumerate(rows)
+    found: list[SampledToken | Exception] = [
+        SampledToken(tokens[i], _report(logprobs, i, tokens[i], row)) for i, row in enumerate(rows)
     ]
     if restricted := [i for i, row in enumerate(rows) if row.is_restricted]:
         values = logits[restricted, best[restricted]].tolist()

@@ -23,8 +23,17 @@ from typing import Any
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.engine.serving.channel import Channel, ChannelClosedError
 from kvreclaim.engine.serving.core import EngineCore
-from kvreclaim.engine.serving.messages import Abort, Add, Answer, Call, EngineSpec, Ready, Stop, Told
-from kvreclaim.engine.serving.served import Served
+from kvreclaim.engine.serving.messages import (
+    Abort,
+    Add,
+    Call,
+    CallReply,
+    EngineSpec,
+    EngineUpdate,
+    Ready,
+    Stop,
+)
+from kvreclaim.engine.serving.served import ServedModel
 from kvreclaim.errors import EngineDeadError, KVReclaimError
 
 logger = logging.getLogger(__name__)
@@ -34,7 +43,7 @@ MANY, GATHER_S = 8, 0.008
 for one token of each as for two, on a core that the engine may share."""
 
 
-class Child:
+class EngineProcess:
     """Steps for as long as there is work, and waits for messages where there is none."""
 
     def __init__(self, channel: Channel, host: EngineCore) -> None:
@@ -100,7 +109,7 @@ class Child:
         if not self._channel.pending and (self._host.num_news or died):
             self._told_s = now
             self._told_death = self._host.death is not None
-            self._channel.send(Told(self._host.num_waiting, self._host.take(), self._host.death))
+            self._channel.send(EngineUpdate(self._host.num_waiting, self._host.take(), self._host.death))
 
     def _finish(self) -> bool:
         """The last words, however slow the other side takes them."""
@@ -174,7 +183,7 @@ class Child:
         except BaseException as raised:
             self._host.die(raised)
             error = self._dead()
-        self._channel.send(Answer(ticket, self._host.num_waiting, value, error))
+        self._channel.send(CallReply(ticket, self._host.num_waiting, value, error))
 
     def _dead(self) -> EngineDeadError:
         return EngineDeadError(f"the engine has stopped ({self._host.death}); restart the server.")
@@ -206,10 +215,10 @@ def main() -> None:
                 logger.exception("the engine did not start")
             _send_whole(channel, Ready(None, _plain(error)))
             return
-        _send_whole(channel, Ready(Served.of(host.llm)))
+        _send_whole(channel, Ready(ServedModel.of(host.llm)))
     except ChannelClosedError:
         return
-    Child(channel, host).run()
+    EngineProcess(channel, host).run()
 
 
 def _first(channel: Channel) -> EngineSpec:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvreclaim.engine.request.spec import RequestSpec
-from kvreclaim.engine.serving.core import EngineCore, News
-from kvreclaim.engine.serving.served import Served
+from kvreclaim.engine.serving.core import EngineCore, EngineOutputs
+from kvreclaim.engine.serving.served import ServedModel
 from kvreclaim.engine.serving.stream import RequestStream, Update
 from kvreclaim.errors import EngineDeadError
 from kvreclaim.model.loader import Tokenizer
@@ -36,7 +36,7 @@ class EngineClient(ABC):
 
     @property
     @abstractmethod
-    def served(self) -> Served:
+    def served(self) -> ServedModel:
         """What there is to know of the engine."""
 
     @property
@@ -122,7 +122,7 @@ class EngineClient(ABC):
         if self.death is not None:
             raise EngineDeadError(f"the engine has stopped ({self.death}); restart the server.")
 
-    def _deliver(self, news: News) -> None:
+    def _deliver(self, news: EngineOutputs) -> None:
         """Wake the readers."""
         for request_id, update in news:
             stream = self._streams.get(request_id)

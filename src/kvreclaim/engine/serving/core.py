@@ -19,7 +19,7 @@ from kvreclaim.engine.step.engine import Engine, StepResult
 
 logger = logging.getLogger(__name__)
 
-News = list[tuple[str, Update]]
+EngineOutputs = list[tuple[str, Update]]
 """Updates by the ids of their requests, each request once."""
 
 
@@ -114,7 +114,7 @@ class EngineCore:
             self._tell("ended", request)
         self._cursors.clear()
 
-    def take(self) -> News:
+    def take(self) -> EngineOutputs:
         """What is new since the last call."""
         news, self._news = self._news, {}
         return list(news.items())
@@ -171,14 +171,14 @@ class Cursor:
 
     request: Request
     begun: bool = False
-    places: list[Place] = field(default_factory=list)
+    places: list[OutputProgress] = field(default_factory=list)
 
     def advance(self) -> Update:
         """Everything that is new since the last call."""
         request, finished = self.request, self.request.finished
         if len(self.places) < len(shown := request.shown):
             num_prompt = len(request.prompt_token_ids)
-            self.places += [Place(seq, num_prompt) for seq in shown[len(self.places) :]]
+            self.places += [OutputProgress(seq, num_prompt) for seq in shown[len(self.places) :]]
         deltas = {place.seq.index: place.advance() for place in self.places if not place.ended}
         if self.begun and not finished:
             return Update(deltas, error=request.error)
@@ -189,7 +189,7 @@ class Cursor:
 
 
 @dataclass(slots=True)
-class Place:
+class OutputProgress:
     """How far one output has been passed on: so many of its tokens, characters and reports."""
 
     seq: Output

@@ -9,8 +9,8 @@ from typing import Any
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.engine.request.spec import RequestSpec
-from kvreclaim.engine.serving.core import EngineCore, News
-from kvreclaim.engine.serving.served import Served
+from kvreclaim.engine.serving.core import EngineCore, EngineOutputs
+from kvreclaim.engine.serving.served import ServedModel
 from kvreclaim.engine.serving.stream import OutputDelta, Update
 
 
@@ -41,7 +41,7 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Queue requests, all or none; an Answer follows."""
+    """Queue requests, all or none; a CallReply follows."""
 
     ticket: int
     news: Sequence[RequestSpec]
@@ -54,7 +54,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Run a module's function between two steps; an Answer follows."""
+    """Run a module's function between two steps; a CallReply follows."""
 
     ticket: int
     function: Callable[[EngineCore], Any]
@@ -70,12 +70,12 @@ class Stop:
 class Ready:
     """The engine serves; error: it never will."""
 
-    served: Served | None
+    served: ServedModel | None
     error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CallReply:
     """To the message of this ticket. num_waiting: in the engine's queue."""
 
     ticket: int
@@ -85,18 +85,18 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class EngineUpdate:
     """What is new of the requests. death: why the engine cannot go on."""
 
     num_waiting: int
-    news: News
+    news: EngineOutputs
     death: str | None
 
-    def __reduce__(self) -> tuple[Callable[..., Told], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., EngineUpdate], tuple[Any, ...]]:
         """At most steps a request's news are one token and its text: rows cross at a third of objects'
         cost. The order among requests is not kept."""
         rows: list[Row] = []
-        others: News = []
+        others: EngineOutputs = []
         for request_id, update in self.news:
             row = row_of(request_id, update)
             if row is None:
@@ -120,6 +120,6 @@ def row_of(request_id: str, update: Update) -> Row | None:
     return request_id, delta.index, delta.text, delta.token_ids
 
 
-def _told(num_waiting: int, rows: list[Row], others: News, death: str | None) -> Told:
+def _told(num_waiting: int, rows: list[Row], others: EngineOutputs, death: str | None) -> EngineUpdate:
     news = [(name, Update({index: OutputDelta(index, text, ids)})) for name, index, text, ids in rows]
-    return Told(num_waiting, news + others, death)
+    return EngineUpdate(num_waiting, news + others, death)

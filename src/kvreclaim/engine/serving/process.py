@@ -18,8 +18,17 @@ from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.serving.channel import Channel, ChannelClosedError, new_bell, ring
 from kvreclaim.engine.serving.client import EngineClient
 from kvreclaim.engine.serving.core import EngineCore
-from kvreclaim.engine.serving.messages import Abort, Add, Answer, Call, EngineSpec, Ready, Stop, Told
-from kvreclaim.engine.serving.served import Served
+from kvreclaim.engine.serving.messages import (
+    Abort,
+    Add,
+    Call,
+    CallReply,
+    EngineSpec,
+    EngineUpdate,
+    Ready,
+    Stop,
+)
+from kvreclaim.engine.serving.served import ServedModel
 from kvreclaim.errors import EngineDeadError
 from kvreclaim.model.loader import Tokenizer, load_tokenizer
 
@@ -58,7 +67,7 @@ class ProcessEngine(EngineClient):
         self,
         process: subprocess.Popen[bytes],
         channel: Channel,
-        served: Served,
+        served: ServedModel,
         tokenizer: Tokenizer | None,
         wakers: Wakers,
     ) -> None:
@@ -109,7 +118,7 @@ class ProcessEngine(EngineClient):
             raise
 
     @property
-    def served(self) -> Served:
+    def served(self) -> ServedModel:
         return self._served
 
     def start(self) -> None:
@@ -205,13 +214,13 @@ class ProcessEngine(EngineClient):
             return
         for message in messages:
             self._queued = message.num_waiting
-            if isinstance(message, Told):
+            if isinstance(message, EngineUpdate):
                 self.death = self.death or message.death
                 self._deliver(message.news)
             else:
                 self._take(message)
 
-    def _take(self, answer: Answer) -> None:
+    def _take(self, answer: CallReply) -> None:
         asked = self._asked.get(answer.ticket)
         if asked is None or asked.done():
             return

@@ -37,7 +37,7 @@ class Auto:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedModel:
     """An engine's model and limits.
 
     name:        of the model, for messages
@@ -59,7 +59,7 @@ class Served:
     kv_format: str
 
     @classmethod
-    def of(cls, llm: LLM) -> Served:
+    def of(cls, llm: LLM) -> ServedModel:
         """May read the file of statistics."""
         engine = llm.engine
         return cls(

@@ -17,8 +17,8 @@ from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.serving.client import EngineClient
-from kvreclaim.engine.serving.core import EngineCore, EngineObserver, News
-from kvreclaim.engine.serving.served import Served
+from kvreclaim.engine.serving.core import EngineCore, EngineObserver, EngineOutputs
+from kvreclaim.engine.serving.served import ServedModel
 
 T = TypeVar("T")
 
@@ -38,13 +38,13 @@ class AsyncEngine(EngineClient):
         self.llm = llm
         self.host = EngineCore(llm, observers)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._outbox: deque[News] = deque()
+        self._outbox: deque[EngineOutputs] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._serve, name="kvreclaim-engine", daemon=True)
 
     @cached_property
-    def served(self) -> Served:  # it may read a file: once, when somebody asks
-        return Served.of(self.llm)
+    def served(self) -> ServedModel:  # it may read a file: once, when somebody asks
+        return ServedModel.of(self.llm)
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()

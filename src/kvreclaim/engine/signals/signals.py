@@ -19,7 +19,7 @@ from kvreclaim.engine.request.request import Scheduled, Sequence
 from kvreclaim.engine.signals.late import LateRows, LateSignals
 from kvreclaim.engine.signals.needs import is_watched, signal_bytes, window_of, windows_of
 from kvreclaim.engine.signals.slot_scores import SlotScores, score_bytes
-from kvreclaim.engine.signals.store import DigestStore, MassStore, QueryStore, Room
+from kvreclaim.engine.signals.store import ByteBudget, DigestStore, MassStore, QueryStore
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.model.capture import capture_queries, read_again
 from kvreclaim.model.inputs import hand_out_inputs
@@ -83,7 +83,7 @@ class Signals:
         self.cache = cache
         self.backend = backend
         self._queries: dict[int, QueryStore] = {}
-        self.room = Room(max_bytes)
+        self.room = ByteBudget(max_bytes)
         self._mass = MassStore(facts, self.room)
         self.digests = DigestStore(facts, cache.number, self.room)
         self.scores: SlotScores | None = None

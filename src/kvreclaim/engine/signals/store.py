@@ -10,7 +10,7 @@ from torch import Tensor
 from kvreclaim.ops.facts import ModelFacts
 
 
-class Room:
+class ByteBudget:
     """Bytes that all stores may hold together, a store that is being copied into a larger one twice.
 
     limit: None for no limit
@@ -41,7 +41,9 @@ class RowStore:
     Without a row nothing is allocated; when the last one is dropped the memory goes back.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, room: Room) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, room: ByteBudget
+    ) -> None:
         self.tensor = torch.zeros((0, *shape), dtype=dtype, device=device)
         self._room = room
         self._rows: dict[int, int] = {}
@@ -104,7 +106,7 @@ class QueryStore(RowStore):
     The query at position p lies at p % window, so neither chunks nor compactions move anything.
     """
 
-    def __init__(self, window: int, facts: ModelFacts, room: Room) -> None:
+    def __init__(self, window: int, facts: ModelFacts, room: ByteBudget) -> None:
         layer = facts.layers[0]
         shape = (facts.num_layers, window, layer.num_heads, layer.head_dim)
         super().__init__(shape, facts.dtype, facts.device, room)
@@ -161,7 +163,7 @@ class QueryStore(RowStore):
 class MassStore(RowStore):
     """The attention that each slot has received: [rows, L, K, slots] fp32; slots double when they run out."""
 
-    def __init__(self, facts: ModelFacts, room: Room) -> None:
+    def __init__(self, facts: ModelFacts, room: ByteBudget) -> None:
         shape = (facts.num_layers, facts.layers[0].num_kv_heads, 0)
         super().__init__(shape, torch.float32, facts.device, room)
 
@@ -205,7 +207,7 @@ class DigestStore(RowStore):
     gathered keys: rounded, they would not be bounds. Blocks double when they run out. What it holds follows
     from the cache, so a fork begins anew."""
 
-    def __init__(self, facts: ModelFacts, dtype: torch.dtype, room: Room) -> None:
+    def __init__(self, facts: ModelFacts, dtype: torch.dtype, room: ByteBudget) -> None:
         layer = facts.layers[0]
         shape = (facts.num_layers, 2, layer.num_kv_heads, 0, layer.head_dim)
         super().__init__(shape, dtype, facts.device, room)

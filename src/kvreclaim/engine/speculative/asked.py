@@ -17,7 +17,7 @@ from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 QUERIES = frozenset({Signal.RECENT_QUERIES, Signal.ATTENTION_MASS})
 
 
-class Asked:
+class CompanionQueries:
     """The queries of one step's owners whose companions' policies ask for queries or attention, layer by
     layer, until their tokens have been copied. Scores that are computed with tokens go beside their slots."""
 

@@ -18,7 +18,7 @@ LEAST_CONFIDENCE = 0.3
 
 
 @dataclass(slots=True, eq=False)
-class Draft:
+class CompanionDraft:
     """One sequence that drafts: its companion has room for `most` tokens behind what it holds, `first` of
     them.
 
@@ -48,7 +48,7 @@ class Draft:
         self.confidence *= verify.belief(probability)
 
 
-def draft_all(drafts: list[Draft], runner: ModelRunner, eos_token_ids: frozenset[int]) -> None:
+def draft_all(drafts: list[CompanionDraft], runner: ModelRunner, eos_token_ids: frozenset[int]) -> None:
     """Draw for all of them together, until none goes on. A token is drawn with the noise with which the owner
     will draw in its place (a copy of its generator), so that both say the same where they think alike."""
     for draft in drafts:
@@ -62,12 +62,14 @@ def draft_all(drafts: list[Draft], runner: ModelRunner, eos_token_ids: frozenset
             going = [draft for draft in _drawn(going, logits, eos_token_ids) if draft.goes_on]
 
 
-def _next_of(draft: Draft) -> Scheduled:
+def _next_of(draft: CompanionDraft) -> Scheduled:
     companion, place = draft.companion, draft.companion.num_computed + len(draft.tokens)
     return Scheduled(companion, Row(companion.seq_id, place, 1, exact=False))
 
 
-def _drawn(going: list[Draft], logits: Tensor, eos_token_ids: frozenset[int]) -> list[Draft]:
+def _drawn(
+    going: list[CompanionDraft], logits: Tensor, eos_token_ids: frozenset[int]
+) -> list[CompanionDraft]:
     """Give each its token. Returns: those whose logits are numbers."""
     best = logits.max(-1)
     sound = best.values.isfinite().tolist()

@@ -15,7 +15,7 @@ from kvreclaim.engine.execute.runner import ModelRunner
 from kvreclaim.engine.request.request import Request, Scheduled, Sequence
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.signals.signals import Signals
-from kvreclaim.engine.speculative.load import Draft
+from kvreclaim.engine.speculative.load import DraftModel
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.ops.backend import Need, choose_backend
 from kvreclaim.ops.formats.format import plain_format
@@ -50,7 +50,7 @@ class DraftCache:
     """A draft model over a pool of its own. A round writes drafts and commits nothing; the next one commits
     what the target has said, too, so that nothing is ever taken back."""
 
-    def __init__(self, draft: Draft) -> None:
+    def __init__(self, draft: DraftModel) -> None:
         self.loaded, config = draft.loaded, draft.config
         facts, size = self.loaded.facts, config.block_size
         assert config.num_blocks is not None, "chosen"

@@ -12,7 +12,7 @@ from kvreclaim.engine.request.request import Sequence
 from kvreclaim.engine.sampling.sampler import draw
 from kvreclaim.engine.speculative.draft_cache import DraftCache
 from kvreclaim.engine.speculative.drafter import Drafter
-from kvreclaim.engine.speculative.load import Draft
+from kvreclaim.engine.speculative.load import DraftModel
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.formats import KVFormat
@@ -43,7 +43,7 @@ class DraftModelDrafter(Drafter):
     """
 
     def __init__(
-        self, limit: int, memory: MemoryManager, form: KVFormat, *, target: LoadedModel, draft: Draft
+        self, limit: int, memory: MemoryManager, form: KVFormat, *, target: LoadedModel, draft: DraftModel
     ) -> None:
         super().__init__(limit, memory, form)
         self.cache = DraftCache(draft)

@@ -19,7 +19,7 @@ from kvreclaim.ops.streamed import StreamedLayers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class CopyRange:
     """num_tokens of an owner's from `first` on, for which its companion has room behind what it holds."""
 
     owner: Sequence
@@ -29,7 +29,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Store:
+class CompanionCache:
     """A cache and who knows what lies where in it. stream: where it lies in host memory."""
 
     memory: MemoryManager
@@ -53,18 +53,20 @@ class Store:
         return self.layers[layer], ids
 
 
-class Feeding:
+class CompanionCopier:
     """Copies pieces, those of all sequences together: a gather and a write for each layer.
 
     A copy is decoded and coded again where the format codes: what a companion holds is a draft's business,
     and nothing that is answered depends on it.
     """
 
-    def __init__(self, full: Store, compressed: Store, backend: Backend, signals: Signals) -> None:
+    def __init__(
+        self, full: CompanionCache, compressed: CompanionCache, backend: Backend, signals: Signals
+    ) -> None:
         self.full, self.compressed, self.backend, self.signals = full, compressed, backend, signals
 
     @torch.inference_mode()
-    def copy(self, pieces: list[Piece]) -> None:
+    def copy(self, pieces: list[CopyRange]) -> None:
         """Every owner's slots are its positions: nothing of a full cache is evicted."""
         size, device = self.full.memory.block_size, self.compressed.layers[0].cache.device
         source = np.concatenate([self.full.slots(p.owner, p.first, p.num_tokens) for p in pieces])

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 from kvreclaim.compression.policy import Signal
 from kvreclaim.compression.signal_needs import needs_of
-from kvreclaim.engine.compact.job import Job
+from kvreclaim.engine.compact.job import CompactionJob
 from kvreclaim.engine.compact.passes import CompressionPass
 from kvreclaim.engine.execute.runner import ModelRunner
 from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
 from kvreclaim.engine.request.outputs import RequestMetrics
 from kvreclaim.engine.request.request import Request, Scheduled, Sequence, Verify
-from kvreclaim.engine.speculative.asked import QUERIES, Asked
-from kvreclaim.engine.speculative.feeding import Feeding, Piece
+from kvreclaim.engine.speculative.asked import QUERIES, CompanionQueries
+from kvreclaim.engine.speculative.feeding import CompanionCopier, CopyRange
 from kvreclaim.schedule import Row, Status
 from kvreclaim.schedule.budget.ledger import take_choice
 from kvreclaim.schedule.companions import Companions
@@ -26,7 +26,7 @@ Pair = tuple[Sequence, Sequence]
 """An owner and its companion."""
 
 
-class Following:
+class CompanionTracker:
     """How companions begin and keep up.
 
     In the pool of its owner a companion begins where the prompt ends, as a fork of it: it shares all blocks,
@@ -43,11 +43,11 @@ class Following:
         runner: ModelRunner,
         compression: CompressionPass,
         companions: Companions[Sequence],
-        feeding: Feeding,
+        feeding: CompanionCopier,
     ) -> None:
         self.lifecycle, self.runner, self.compression = lifecycle, runner, compression
         self.companions, self.feeding = companions, feeding
-        self.asked = Asked(runner.signals)
+        self.asked = CompanionQueries(runner.signals)
         self._forks = companions.memory is lifecycle.memory
         self._unborn: dict[int, Sequence] = {}
 
@@ -136,7 +136,7 @@ class Following:
             )
             if gap <= 0 or companion.status is not Status.RUNNING:
                 continue
-            piece = Piece(owner, companion, companion.num_computed, min(gap, until))
+            piece = CopyRange(owner, companion, companion.num_computed, min(gap, until))
             if self.has_room(companion, piece.num_tokens):
                 pieces.append(piece)
             else:
@@ -179,7 +179,7 @@ class Following:
             if plan is None:
                 self.leave(owner.seq_id)
             else:
-                jobs.append(Job(companion, compressor, plan))
+                jobs.append(CompactionJob(companion, compressor, plan))
                 owners.append(owner)
         outcomes = self.compression.run(jobs) if jobs else []
         for job, owner, outcome in zip(jobs, owners, outcomes, strict=True):

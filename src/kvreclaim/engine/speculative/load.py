@@ -15,7 +15,7 @@ from kvreclaim.ops.formats.format import plain_format
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Draft:
+class DraftModel:
     """A draft model. name: as speculative_config calls it; config: the limits of its cache."""
 
     name: str
@@ -29,7 +29,9 @@ class Draft:
         return self.config.num_blocks * _block_bytes(self.loaded.facts, self.config)
 
 
-def load_draft(config: EngineConfig, target: LoadedModel, known: Draft | None = None) -> Draft | None:
+def load_draft(
+    config: EngineConfig, target: LoadedModel, known: DraftModel | None = None
+) -> DraftModel | None:
     """The draft model that a config asks for, on the target's device and in its dtype, with limits chosen
     from the memory that is free; None where it asks for none.
 
@@ -60,7 +62,7 @@ def load_draft(config: EngineConfig, target: LoadedModel, known: Draft | None = 
         "layers, cannot hold; name another one.",
         speculation.WHERE,
     )
-    return Draft(said.model, loaded, draft_limits(config, target.facts, loaded.facts))
+    return DraftModel(said.model, loaded, draft_limits(config, target.facts, loaded.facts))
 
 
 def check_same_tokens(target: LoadedModel, draft: LoadedModel) -> None:

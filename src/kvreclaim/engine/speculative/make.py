@@ -6,14 +6,14 @@ from kvreclaim import speculation
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.speculative.draft_model import DraftModelDrafter
 from kvreclaim.engine.speculative.drafter import Drafter, NgramDrafter
-from kvreclaim.engine.speculative.load import Draft
+from kvreclaim.engine.speculative.load import DraftModel
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.formats import KVFormat
 
 
 def make_drafter(
-    config: EngineConfig, memory: MemoryManager, form: KVFormat, target: LoadedModel, draft: Draft | None
+    config: EngineConfig, memory: MemoryManager, form: KVFormat, target: LoadedModel, draft: DraftModel | None
 ) -> Drafter | None:
     """None where nothing is guessed. draft: what load_draft has found for this config"""
     said = speculation.from_json(config.speculative_config)

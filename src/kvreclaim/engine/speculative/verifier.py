@@ -12,9 +12,9 @@ from kvreclaim.compression.signal_needs import needs_of
 from kvreclaim.engine.extension import AttentionHook, Extension
 from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
 from kvreclaim.engine.request.request import Scheduled, Sequence, Verify
-from kvreclaim.engine.speculative.companion_drafts import Draft, draft_all
+from kvreclaim.engine.speculative.companion_drafts import CompanionDraft, draft_all
 from kvreclaim.engine.speculative.drafter import most_drafts
-from kvreclaim.engine.speculative.following import Following, adjust, is_owner, verify_of
+from kvreclaim.engine.speculative.following import CompanionTracker, adjust, is_owner, verify_of
 from kvreclaim.ops.batch import AttentionBatch
 
 
@@ -33,12 +33,12 @@ class Verifier(Extension):
 
     rank = 50
 
-    def __init__(self, lifecycle: Lifecycle, following: Following) -> None:
+    def __init__(self, lifecycle: Lifecycle, following: CompanionTracker) -> None:
         self.lifecycle, self.following = lifecycle, following
         self.companions, self.runner = following.companions, following.runner
         self._eos_token_ids = lifecycle.loaded.eos_token_ids
         self._readers: dict[int, Sequence] = {}
-        self._drafts: dict[int, Draft] = {}
+        self._drafts: dict[int, CompanionDraft] = {}
 
     def most_hit(self, verify: Verify) -> int | None:
         """Leading tokens that a prefix hit may cover; None: any number.
@@ -70,7 +70,7 @@ class Verifier(Extension):
     def propose(self, running: ListLike[Sequence]) -> None:
         """Draft for every owner whose companion has come as far as itself."""
         self.following.forget_gone()
-        drafts: list[Draft] = []
+        drafts: list[CompanionDraft] = []
         try:
             for owner in filter(is_owner, running):
                 drafts += self._begin(owner)
@@ -85,7 +85,7 @@ class Verifier(Extension):
         for draft in drafts:
             self._end(draft)
 
-    def _begin(self, owner: Sequence) -> list[Draft]:
+    def _begin(self, owner: Sequence) -> list[CompanionDraft]:
         """A draft with room for its tokens, or none."""
         verify = verify_of(owner)
         memory, form = self.lifecycle.memory, self.runner.cache.format
@@ -99,7 +99,7 @@ class Verifier(Extension):
         most = most_drafts(companion, most, self.companions.memory, form)
         while most and not self.following.has_room(companion, most):
             most //= 2
-        draft = Draft(owner, companion, most, companion.num_computed)
+        draft = CompanionDraft(owner, companion, most, companion.num_computed)
         if not most:
             self._end(draft)
         return [draft] if most else []
@@ -116,7 +116,7 @@ class Verifier(Extension):
         self.companions.fork(owner, reader, owner)
         return reader
 
-    def _end(self, draft: Draft) -> None:
+    def _end(self, draft: CompanionDraft) -> None:
         """What a companion wrote while it drafted is overwritten when it follows."""
         companion = draft.companion
         del companion.token_ids[companion.num_computed + 1 :]

@@ -38,9 +38,9 @@ from kvreclaim.engine.request.sizing import max_open_snapshots
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.sampling.beam_search import BeamSearch
 from kvreclaim.engine.signals.signals import Signals
-from kvreclaim.engine.speculative.feeding import Feeding, Store
-from kvreclaim.engine.speculative.following import Following
-from kvreclaim.engine.speculative.load import Draft
+from kvreclaim.engine.speculative.feeding import CompanionCache, CompanionCopier
+from kvreclaim.engine.speculative.following import CompanionTracker
+from kvreclaim.engine.speculative.load import DraftModel
 from kvreclaim.engine.speculative.make import make_drafter
 from kvreclaim.engine.speculative.verifier import Verifier
 from kvreclaim.engine.step.assembly import (
@@ -105,7 +105,7 @@ class Engine:
     longest:       that any request may have
     """
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig, draft: Draft | None = None) -> None:
+    def __init__(self, loaded: LoadedModel, config: EngineConfig, draft: DraftModel | None = None) -> None:
         if config.num_blocks is None or config.max_model_len is None:
             raise InvalidArgumentError("num_blocks and max_model_len are None; the engine needs both set.")
         self.loaded, self.config = loaded, config
@@ -191,9 +191,11 @@ class Engine:
             )
         companions: Companions[Seq] = Companions(runner.memory)
         self.scheduler.take_in(companions)
-        full = Store(self.memory, self.runner.layers, self.runner.stream)
-        feeding = Feeding(full, Store(runner.memory, runner.layers), self.backend, self.signals)
-        following = Following(self.lifecycle, runner, compression, companions, feeding)
+        full = CompanionCache(self.memory, self.runner.layers, self.runner.stream)
+        feeding = CompanionCopier(
+            full, CompanionCache(runner.memory, runner.layers), self.backend, self.signals
+        )
+        following = CompanionTracker(self.lifecycle, runner, compression, companions, feeding)
         return self.extensions.add(Verifier(self.lifecycle, following))
 
     def bound(self, compressor: Compressor | None, said: int | None) -> None:

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvreclaim.engine.compact.job import Job
+from kvreclaim.engine.compact.job import CompactionJob
 from kvreclaim.engine.compact.passes import CompressionPass
 from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
 from kvreclaim.engine.request.outputs import FinishReason
 from kvreclaim.engine.request.request import Beams, Request, Scheduled, Sequence
 from kvreclaim.engine.sampling.logprobs import report_prompt
 from kvreclaim.engine.sampling.processors import SampleRow
-from kvreclaim.engine.sampling.sampler import Drawn, draw
+from kvreclaim.engine.sampling.sampler import SampledToken, draw
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.schedule import Pass
 
@@ -107,7 +107,7 @@ class OutputProcessor:
             self.totals.speculation.note(item.row.num_drafts, accepted)
         return stand
 
-    def _agrees(self, item: Scheduled, depth: int, drawn: Drawn | Exception) -> bool:
+    def _agrees(self, item: Scheduled, depth: int, drawn: SampledToken | Exception) -> bool:
         """Take a token. Whether the sequence goes on, and its next draft is this token."""
         seq = item.seq
         if isinstance(drawn, Exception):
@@ -218,13 +218,13 @@ class OutputProcessor:
                 for extension in self.lifecycle.extensions:
                     extension.compressed(job.seq, plan)
 
-    def _job(self, plan: Pass[int]) -> Job:
+    def _job(self, plan: Pass[int]) -> CompactionJob:
         seq, size = self.lifecycle.sequences[plan.seq_id], self.lifecycle.memory.block_size
         assert seq.request.compressor is not None, f"sequence {seq.seq_id} has no compression"
         self.totals.compactions += 1
         self.totals.tokens_evicted += plan.num_tokens - plan.keep
         self.totals.blocks_perfect += blocks_for(plan.num_tokens, size) - blocks_for(plan.keep, size)
-        return Job(seq, seq.request.compressor, plan)
+        return CompactionJob(seq, seq.request.compressor, plan)
 
     def _note_prompt(self, seq: Sequence, positions: range, logits: Tensor) -> None:
         """The prompt tokens that these positions predict; logits [len(positions), V]."""
@@ -274,7 +274,7 @@ class OutputProcessor:
             return [seq]
         return [seq, *self.lifecycle.fork(seq)] if seq.finish_reason is None else []
 
-    def _take_token(self, seq: Sequence, drawn: Drawn | Exception) -> None:
+    def _take_token(self, seq: Sequence, drawn: SampledToken | Exception) -> None:
         if isinstance(drawn, Exception):
             self.lifecycle.fail(seq.request, drawn, "drawing a token of")
             return
@@ -282,7 +282,7 @@ class OutputProcessor:
             if (reason := self._append_token(seq, drawn)) is not None:
                 self.lifecycle.end(seq, reason)
 
-    def _append_token(self, seq: Sequence, drawn: Drawn) -> FinishReason | None:
+    def _append_token(self, seq: Sequence, drawn: SampledToken) -> FinishReason | None:
         """Append a token. Returns: why the output ends with it; None: it goes on."""
         request, params, token = seq.request, seq.request.params, drawn.token
         if drawn.logprobs is not None:

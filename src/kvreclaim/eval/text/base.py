@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvreclaim.eval.task import Answer, Item, Outcome, PlainTask
-from kvreclaim.eval.text.prose import Encoder, Question, fit
+from kvreclaim.eval.task import Answer, Item, PlainTask, TaskScore
+from kvreclaim.eval.text.prose import Encoder, ProseQuestion, fit
 
 END_OF_THOUGHT = "</think>"
 
@@ -40,18 +40,18 @@ class TextTask(PlainTask):
         }
 
     def item(self, seed: int, index: int) -> Item:
-        def write(num_sentences: int) -> Question:
+        def write(num_sentences: int) -> ProseQuestion:
             return self.write(random.Random(f"{self.name}:{seed}:{index}"), index, num_sentences)
 
         question, tokens = fit(write, self.encode, self.num_tokens - self.max_new_tokens, self.name)
         return Item(tokens, max_new_tokens=self.max_new_tokens, payload=question)
 
-    def judge(self, item: Item, answer: Answer) -> Outcome:
-        question: Question = item.payload
+    def judge(self, item: Item, answer: Answer) -> TaskScore:
+        question: ProseQuestion = item.payload
         marks = self.mark(question, final_part(answer.text))
         share = len(item.prompt) / item.num_tokens
         placed = list(zip(question.evidence, marks, strict=True)) if question.evidence else []
-        return Outcome(
+        return TaskScore(
             points=sum(marks),
             out_of=len(marks),
             found=tuple(place * share for place, right in placed if right),
@@ -60,14 +60,14 @@ class TextTask(PlainTask):
         )
 
     @abstractmethod
-    def write(self, rng: random.Random, index: int, num_sentences: int) -> Question:
+    def write(self, rng: random.Random, index: int, num_sentences: int) -> ProseQuestion:
         """The prompt of this example with so much filler; the rest of it must not depend on the filler."""
 
     @abstractmethod
-    def mark(self, question: Question, text: str) -> list[bool]:
+    def mark(self, question: ProseQuestion, text: str) -> list[bool]:
         """Which parts of the answer the text gives."""
 
-    def extra(self, question: Question, text: str) -> Mapping[str, float]:
+    def extra(self, question: ProseQuestion, text: str) -> Mapping[str, float]:
         """Further figures."""
         return {}
 

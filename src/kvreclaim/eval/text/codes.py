@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from kvreclaim.eval.text.base import TextTask
-from kvreclaim.eval.text.prose import Question, framed, spread
+from kvreclaim.eval.text.prose import ProseQuestion, framed, spread
 
 COLOURS = ("red", "blue", "green", "yellow", "white", "black", "brown", "grey", "orange", "purple")
 THINGS = ("lighthouse", "windmill", "tower", "bridge", "cabin", "chapel", "barn", "mill", "gate", "cellar")
@@ -39,16 +39,16 @@ class TextRecall(TextTask):
     num_facts: int = 12
     name = "recall"
 
-    def write(self, rng: random.Random, index: int, num_sentences: int) -> Question:
+    def write(self, rng: random.Random, index: int, num_sentences: int) -> ProseQuestion:
         facts = draw_facts(rng, self.num_facts)
         depths = [rng.uniform(*ZONES[index % len(ZONES)]), *(rng.random() for _ in facts[1:])]
         story, places = spread(rng, [fact_text(*fact) for fact in facts], depths, num_sentences)
         name, code = facts[0]
         tail = f"\n\nWhat is the access code of {name}? Answer with the code alone."
         text, evidence = framed(HEAD, story, tail, places[:1])
-        return Question(text, (code,), evidence)
+        return ProseQuestion(text, (code,), evidence)
 
-    def mark(self, question: Question, text: str) -> list[bool]:
+    def mark(self, question: ProseQuestion, text: str) -> list[bool]:
         found = _CODE.search(text.replace(",", ""))
         return [found is not None and found.group() == question.answer[0]]
 
@@ -62,7 +62,7 @@ class TextMultiQuery(TextTask):
     num_asked: int = 4
     name = "multi_query"
 
-    def write(self, rng: random.Random, index: int, num_sentences: int) -> Question:
+    def write(self, rng: random.Random, index: int, num_sentences: int) -> ProseQuestion:
         facts = draw_facts(rng, self.num_facts)
         depths = [rng.random() for _ in facts]
         story, places = spread(rng, [fact_text(*fact) for fact in facts], depths, num_sentences)
@@ -70,8 +70,8 @@ class TextMultiQuery(TextTask):
         names = "; ".join(name for name, _ in asked)
         tail = f"\n\nWhat are the access codes of these: {names}? Answer with one line `name: code` for each."
         text, evidence = framed(HEAD, story, tail, places[: self.num_asked])
-        return Question(text, tuple(code for _, code in asked), evidence)
+        return ProseQuestion(text, tuple(code for _, code in asked), evidence)
 
-    def mark(self, question: Question, text: str) -> list[bool]:
+    def mark(self, question: ProseQuestion, text: str) -> list[bool]:
         said = set(_CODE.findall(text))
         return [code in said for code in question.answer]

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval.passages import Passages, woven
-from kvreclaim.eval.task import SEED_STRIDE, Answer, Item, Outcome, PlainTask
+from kvreclaim.eval.task import SEED_STRIDE, Answer, Item, PlainTask, TaskScore
 from kvreclaim.model.loader import Tokenizer
 
 HEAD = "Read these texts. Access codes are told in them.\n\n"
@@ -101,11 +101,11 @@ class ForcedTask(PlainTask):
         )
         return Item(prompt, continuation, chunks=chunks, payload=verdicts)
 
-    def judge(self, item: Item, answer: Answer) -> Outcome:
+    def judge(self, item: Item, answer: Answer) -> TaskScore:
         verdicts: tuple[Verdict, ...] = item.payload
         right = [answer.predicted[v.place] == item.continuation[v.place] for v in verdicts]
         nll = -sum(answer.logprobs[v.place] for v in verdicts) / len(verdicts)
-        return Outcome(
+        return TaskScore(
             points=sum(right),
             out_of=len(right),
             found=tuple(v.evidence for v, ok in zip(verdicts, right, strict=True) if ok),

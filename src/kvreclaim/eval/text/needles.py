@@ -27,7 +27,7 @@ class Needles(ForcedTask):
 
 
 @dataclass(frozen=True)
-class Table(ForcedTask):
+class CodeTable(ForcedTask):
     """A table of many lines "the {colour} {thing}: {code}" in one place of the passage; some are asked."""
 
     num_facts: int = 40

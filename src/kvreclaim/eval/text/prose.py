@@ -34,7 +34,7 @@ _ENDINGS = _words(
 
 
 @dataclass(frozen=True)
-class Question:
+class ProseQuestion:
     """A prompt with its answer.
 
     text:     the whole prompt
@@ -97,8 +97,8 @@ def framed(head: str, story: str, tail: str, places: Sequence[float]) -> tuple[s
 
 
 def fit(
-    write: Callable[[int], Question], encode: Encoder, most: int, what: str
-) -> tuple[Question, tuple[int, ...]]:
+    write: Callable[[int], ProseQuestion], encode: Encoder, most: int, what: str
+) -> tuple[ProseQuestion, tuple[int, ...]]:
     """The longest prompt of at most `most` tokens that write(number of filler sentences) gives.
 
     Raises: InvalidArgumentError if the prompt without filler is too long.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from kvreclaim.eval.text.base import TextTask
-from kvreclaim.eval.text.prose import Question, framed, spread
+from kvreclaim.eval.text.prose import ProseQuestion, framed, spread
 
 _NAME = re.compile(r"\b[A-Z]{5}\b")
 
@@ -26,7 +26,7 @@ class TextVariableTracking(TextTask):
     num_hops: int = 4
     name = "variable_tracking"
 
-    def write(self, rng: random.Random, index: int, num_sentences: int) -> Question:
+    def write(self, rng: random.Random, index: int, num_sentences: int) -> ProseQuestion:
         length = self.num_hops + 1
         names = _draw_names(rng, self.num_chains * length)
         values = rng.sample(range(10_000, 100_000), self.num_chains)
@@ -40,9 +40,9 @@ class TextVariableTracking(TextTask):
         head = "Read the text. Among its sentences are assignments of variables; follow them.\n\n"
         tail = f"\n\nWhich variables have the value {values[0]}? Answer with their names alone, all of them."
         text, evidence = framed(head, story, tail, places[:length])
-        return Question(text, tuple(names[:length]), evidence)
+        return ProseQuestion(text, tuple(names[:length]), evidence)
 
-    def mark(self, question: Question, text: str) -> list[bool]:
+    def mark(self, question: ProseQuestion, text: str) -> list[bool]:
         said = set(_NAME.findall(text))
         return [name in said for name in question.answer]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvreclaim.eval.text.base import TextTask
-from kvreclaim.eval.text.prose import Question
+from kvreclaim.eval.text.prose import ProseQuestion
 
 DEFAULT_STEPS = 8
 Graph = dict[int, list[int]]
@@ -67,7 +67,7 @@ class TextRSQ(TextTask):
     def identity(self) -> Mapping[str, Any]:
         return {**super().identity, "steps": self.steps}
 
-    def write(self, rng: random.Random, index: int, num_sentences: int) -> Question:
+    def write(self, rng: random.Random, index: int, num_sentences: int) -> ProseQuestion:
         graph = draw_graph(rng, self.steps // 2 + 3)
         start = rng.choice(sorted(graph))
         walk = Walk((start,), (start,))
@@ -75,12 +75,12 @@ class TextRSQ(TextTask):
             walk = walk.step(graph)
         neighbours = "\n".join(f"{node}: {', '.join(map(str, graph[node]))}" for node in sorted(graph))
         text = RULES.format(neighbours=neighbours, start=start, steps=self.steps)
-        return Question(text, (_nodes(walk.stack), str(walk.stack[-1]), _nodes(walk.visited)))
+        return ProseQuestion(text, (_nodes(walk.stack), str(walk.stack[-1]), _nodes(walk.visited)))
 
-    def mark(self, question: Question, text: str) -> list[bool]:
+    def mark(self, question: ProseQuestion, text: str) -> list[bool]:
         return [last_list(text, "stack") == question.answer[0]]
 
-    def extra(self, question: Question, text: str) -> Mapping[str, float]:
+    def extra(self, question: ProseQuestion, text: str) -> Mapping[str, float]:
         current = _CURRENT.findall(text)
         return {
             "parsed": float(last_list(text, "stack") is not None),

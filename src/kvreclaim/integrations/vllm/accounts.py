@@ -11,7 +11,7 @@ from kvreclaim.schedule import Account, Footprint
 from kvreclaim.schedule.budget import ledger
 
 
-class Request(Protocol):
+class VllmRequest(Protocol):
     """What is read of vLLM's request. num_computed_tokens counts the steps in flight; without speculative
     decoding none of these tokens is taken back."""
 
@@ -23,7 +23,7 @@ class Request(Protocol):
     sampling_params: Any
 
 
-class Pool(ledger.Pool[str], Protocol):
+class PlacedPool(ledger.LedgerPool[str], Protocol):
     """The block pool and the tables of all requests, without the places of blocks given back.
 
     num_blocks: blocks that requests can have
@@ -37,7 +37,7 @@ class Pool(ledger.Pool[str], Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Record:
+class RequestAccount:
     """A request: how it is compressed (None: not at all), its cache, and what it has given back so far, also
     before a preemption, with which its account begins anew."""
 

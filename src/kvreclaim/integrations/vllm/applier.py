@@ -19,12 +19,12 @@ from kvreclaim.compression.uneven import Heads
 from kvreclaim.integrations.vllm.cells.heads import HeadTables
 from kvreclaim.integrations.vllm.cells.passes import UnevenPasses
 from kvreclaim.integrations.vllm.cells.positions import Positions, as_heads
-from kvreclaim.integrations.vllm.clocks import Clock, DeviceClock, HostClock
+from kvreclaim.integrations.vllm.clocks import DeviceClock, HostClock, PassClock
 from kvreclaim.integrations.vllm.layouts import CacheViews
 from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.passes import StepMessage
 from kvreclaim.integrations.vllm.staging import BLOCK_SIZE, Stage, staged_layer
-from kvreclaim.integrations.vllm.tracing import Trace
+from kvreclaim.integrations.vllm.tracing import PassTrace
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops import reference
 from kvreclaim.ops.backend import Backend, Need, choose_backend
@@ -36,7 +36,7 @@ from kvreclaim.schedule.budget.protection import kept_prompt_slots
 logger = logging.getLogger("vllm.kvreclaim")
 
 
-class Rows(Protocol):
+class RunnerRows(Protocol):
     """A runner's block tables, and how far each request's slots lie before its positions."""
 
     @property
@@ -54,7 +54,7 @@ class Rows(Protocol):
 
 
 @dataclass(slots=True)
-class Figures:
+class WorkerFigures:
     """Sums since the start, of this worker. seconds: of the passes whose end has been seen."""
 
     tokens_evicted: int = 0
@@ -81,7 +81,7 @@ class Applier:
         facts: ModelFacts,
         stats: tuple[LayerStats, ...] | None,
         views: CacheViews,
-        rows: Rows,
+        rows: RunnerRows,
         heads: HeadTables | None = None,
     ) -> None:
         self.options, self.facts, self.stats = options, facts, stats
@@ -97,9 +97,9 @@ class Applier:
         self.prompts: dict[str, int] = {}
         self.compressor = lru_cache(MAX_KEPT)(self._compressor)
         """Of these settings; the last 16 are kept."""
-        self.clock: Clock = DeviceClock() if facts.device.type == "cuda" else HostClock()
-        self.figures = Figures()
-        self.trace: Trace | None = None
+        self.clock: PassClock = DeviceClock() if facts.device.type == "cuda" else HostClock()
+        self.figures = WorkerFigures()
+        self.trace: PassTrace | None = None
         self.compressor(options.settings)
 
     def begin(self, scheduler_output: Any) -> None:

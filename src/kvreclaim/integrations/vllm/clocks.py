@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-class Clock(Protocol):
+class PassClock(Protocol):
     """One start and stop around the passes of a step; in between, flags."""
 
     def start(self) -> None: ...

@@ -15,7 +15,7 @@ _V33 = "kvreclaim.integrations.vllm.v0_33"
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class VllmFamily:
     """The modules that serve one minor version of vLLM. Where two versions agree, both name the older one's.
 
     package:    has expected.txt, what this version was seen to be
@@ -43,17 +43,17 @@ class Family:
 
 
 FAMILIES = {
-    "0.32": Family(_V32, f"{_V32}.pool_check"),
-    "0.33": Family(_V33, f"{_V33}.pool_check"),
+    "0.32": VllmFamily(_V32, f"{_V32}.pool_check"),
+    "0.33": VllmFamily(_V33, f"{_V33}.pool_check"),
 }
 
 
 def module(side: str) -> ModuleType:
-    """The module of a side, a field of Family, for the installed vLLM. Raises: UnsupportedVllmError."""
+    """The module of a side, a field of VllmFamily, for the installed vLLM. Raises: UnsupportedVllmError."""
     return import_module(getattr(find_family(), side))
 
 
-def find_family() -> Family:
+def find_family() -> VllmFamily:
     """Of the installed vLLM. Raises: UnsupportedVllmError."""
     import vllm
 
@@ -67,7 +67,7 @@ def is_known() -> bool:
     return _minor(vllm.__version__) in FAMILIES
 
 
-def family_of(vllm_version: str) -> Family:
+def family_of(vllm_version: str) -> VllmFamily:
     """Raises: UnsupportedVllmError."""
     family = FAMILIES.get(_minor(vllm_version))
     if family is None:

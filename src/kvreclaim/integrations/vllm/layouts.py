@@ -1,6 +1,6 @@
 """Where keys and values lie in the blocks of the host engine's cache: read in token order, moved in place.
 
-Nothing here knows the host's classes: a LayerCache says what one of its attention layers offers.
+Nothing here knows the host's classes: a VllmLayerCache says what one of its attention layers offers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Write = Callable[[Tensor, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayerCache:
+class VllmLayerCache:
     """The cache of one attention layer, as its backend sees it.
 
     name:     of the layer, for messages, with that of its backend
@@ -60,7 +60,7 @@ class LayerCache:
         return self.cache.shape[2]
 
 
-class Layout(Protocol):
+class CacheLayout(Protocol):
     """One layer's order.
 
     gather:  keys (part 0) or values (part 1), [K, T, D] as stored; a copy
@@ -125,7 +125,7 @@ class CacheViews:
     Raises: UnsupportedModelError if a backend's order inside a block is not understood.
     """
 
-    def __init__(self, layers: Sequence[LayerCache], num_blocks: int) -> None:
+    def __init__(self, layers: Sequence[VllmLayerCache], num_blocks: int) -> None:
         self.layers = tuple(layers)
         self.num_blocks = num_blocks
         blocks = {layer.cache.shape[0] for layer in layers}
@@ -137,7 +137,7 @@ class CacheViews:
             )
         self.block_size = layers[0].block_size * self.ratio
         self.device = layers[0].cache.device
-        self.layouts: tuple[Layout, ...] = tuple(_layout(layer) for layer in layers)
+        self.layouts: tuple[CacheLayout, ...] = tuple(_layout(layer) for layer in layers)
 
     def block_ids(self, ids: Sequence[int]) -> Tensor:
         """[blocks * ratio] int64 on the device: a block table's ids as the backends count. No host sync."""
@@ -200,7 +200,7 @@ class CacheViews:
                     )
 
 
-def _layout(layer: LayerCache) -> Layout:
+def _layout(layer: VllmLayerCache) -> CacheLayout:
     """How to address one layer. The element size is all that a move needs: fp8 is moved as bytes."""
     if not layer.packed:
         return StridedLayout(layer.cache[..., : layer.head_dim], layer.cache[..., layer.head_dim :])
@@ -213,7 +213,7 @@ def _layout(layer: LayerCache) -> Layout:
     return PackedLayout(raw, order)
 
 
-def _learn(layer: LayerCache) -> Tensor:
+def _learn(layer: VllmLayerCache) -> Tensor:
     """[2, S, D]: where element (key or value, slot, dim) lies in a (block, head). Found by writing each
     element's own number, a digit at a time. The block is restored.
 
@@ -255,7 +255,7 @@ def _strided(raw: Tensor, order: Tensor) -> Tensor | None:
     )
 
 
-def write_tokens(layer: LayerCache, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+def write_tokens(layer: VllmLayerCache, keys: Tensor, values: Tensor, slots: Tensor) -> None:
     """Store small numbers [T, K, D] such that they are in the cache as they are, whatever the scales."""
     scaled = [
         (x * (scale[:, None] if isinstance(scale, Tensor) and scale.ndim else scale)).to(layer.compute)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.integrations.vllm.accounts import Caps, Forecast, Pool, Record, Request
+from kvreclaim.integrations.vllm.accounts import Caps, Forecast, PlacedPool, RequestAccount, VllmRequest
 from kvreclaim.integrations.vllm.options import Options, plain_footprint
 from kvreclaim.integrations.vllm.passes import StepMessage, Totals
 from kvreclaim.memory.blocks import blocks_for
@@ -35,19 +35,19 @@ class Ledger:
         max_chunk:  tokens that one step computes at most
     """
 
-    def __init__(self, options: Options, pool: Pool, block_size: int, max_chunk: int) -> None:
+    def __init__(self, options: Options, pool: PlacedPool, block_size: int, max_chunk: int) -> None:
         self.options = options
         self.pool = pool
         self.block_size = block_size
         self.max_chunk = max_chunk
         self.totals = Totals()
-        self.records: dict[str, Record] = {}
+        self.records: dict[str, RequestAccount] = {}
         self._plain = plain_footprint(block_size, max_chunk)
         self._forecasts: dict[int, Forecast] = {}
         self._passes: list[Pass[str]] = []
         self._lacking: set[str] = set()
 
-    def compress(self, running: Sequence[Request]) -> list[Pass[str]]:
+    def compress(self, running: Sequence[VllmRequest]) -> list[Pass[str]]:
         """Shrink every request that is due, in order; pool and tables are changed at return. Called once
         before each step. A request whose pass lacks blocks computes nothing before it: `may_go_on`.
 
@@ -66,7 +66,7 @@ class Ledger:
                 self._lacking.add(request.request_id)
         return self._passes
 
-    def may_go_on(self, request: Request) -> bool:
+    def may_go_on(self, request: VllmRequest) -> bool:
         """Whether a running request may compute its next tokens. No: its pass lacks blocks because others
         read the ones that it has; somebody is to be preempted, then it is asked again."""
         if request.request_id in self._lacking:
@@ -75,7 +75,7 @@ class Ledger:
             self._lacking.remove(request.request_id)
         return True
 
-    def _pass(self, request: Request, record: Record) -> bool:
+    def _pass(self, request: VllmRequest, record: RequestAccount) -> bool:
         """Carry out the pass of a request that is due. Returns: whether there were blocks for it."""
         lengths = request.num_computed_tokens, request.num_prompt_tokens
         done = compress(request.request_id, *lengths, record.footprint, record.account, self.pool)
@@ -111,7 +111,7 @@ class Ledger:
         """The request is over; its id may be used again."""
         self.records.pop(request_id, None)
 
-    def figures(self, request: Request) -> dict[str, int] | None:
+    def figures(self, request: VllmRequest) -> dict[str, int] | None:
         """What compression has done to the request so far, also before a preemption; None: it is off."""
         record = self._record(request)
         if record.settings is None:
@@ -119,7 +119,7 @@ class Ledger:
         live = request.num_computed_tokens - record.account.num_evicted
         return asdict(record.counts) | {"kv_tokens": live}
 
-    def caps(self, request: Request) -> Caps | None:
+    def caps(self, request: VllmRequest) -> Caps | None:
         """None: it may come to hold its whole length."""
         footprint = self._record(request).footprint
         if not footprint.bounded or request.resumable:
@@ -129,7 +129,7 @@ class Ledger:
             settled=self._blocks(min(request.num_tokens, footprint.decode_cap)),
         )
 
-    def room(self, request: Request, running: Sequence[Request]) -> int | None:
+    def room(self, request: VllmRequest, running: Sequence[VllmRequest]) -> int | None:
         """Blocks to leave free when the request is admitted, so that it costs nobody a preemption later.
 
         A forecast from the lengths so far, not from max_tokens: most answers end long before, and who may
@@ -152,7 +152,7 @@ class Ledger:
         forecast.num_seen = len(running)
         return None if forecast.missing + caps.settled > self.pool.num_free else forecast.growth
 
-    def _look_ahead(self, other: Request, each: int, forecast: Forecast) -> None:
+    def _look_ahead(self, other: VllmRequest, each: int, forecast: Forecast) -> None:
         """Add a running request that decodes at most `each` blocks further in the time."""
         caps = self.caps(other)
         if caps is None:
@@ -168,13 +168,13 @@ class Ledger:
         footprint = self.options.settings.in_blocks(self.block_size).footprint(self._plain)
         return self._blocks(footprint.slots_needed(num_tokens, num_tokens))
 
-    def _record(self, request: Request) -> Record:
+    def _record(self, request: VllmRequest) -> RequestAccount:
         record = self.records.get(request.request_id)
         if record is None:
             record = self.records[request.request_id] = self._open(request)
         return record
 
-    def _open(self, request: Request) -> Record:
+    def _open(self, request: VllmRequest) -> RequestAccount:
         """Settings that cannot be read were refused before the request came here; an exception would end the
         engine for everybody."""
         params = request.sampling_params
@@ -184,9 +184,9 @@ class Ledger:
             logger.error("request %s is not compressed: %s", request.request_id, error)
             settings = None
         if settings is None:
-            return Record(None, self._plain)
+            return RequestAccount(None, self._plain)
         settings = settings.in_blocks(self.block_size)
-        return Record(settings, settings.footprint(self._plain))
+        return RequestAccount(settings, settings.footprint(self._plain))
 
     def _held(self, request_id: str) -> int:
         """Blocks of a request that is not new."""

@@ -13,7 +13,7 @@ from kvreclaim.schedule.budget.compaction import Pass
 
 
 @dataclass(slots=True)
-class Trace:
+class PassTrace:
     """Costs a copy to the host per pass.
 
     positions: of the slots after each request's last pass

@@ -18,7 +18,7 @@ from kvreclaim.integrations.vllm.layouts import CacheViews
 from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.refusals import refuse_groups, refuse_layers
 from kvreclaim.integrations.vllm.scratch import cells_bytes, scratch_bytes
-from kvreclaim.integrations.vllm.tracing import Trace
+from kvreclaim.integrations.vllm.tracing import PassTrace
 
 if TYPE_CHECKING:
     from kvreclaim.integrations.vllm.v0_32 import attention, cells_side, probing, worker_side
@@ -84,7 +84,7 @@ class WorkerHooks:
     def kvreclaim_trace(self, on: bool) -> None:
         """Record which positions passes keep, of requests whose first pass is still to come."""
         applier = self._applier()
-        applier.trace = Trace(Positions(applier.shape, torch.device("cpu"))) if on else None
+        applier.trace = PassTrace(Positions(applier.shape, torch.device("cpu"))) if on else None
 
     def kvreclaim_take_trace(self) -> list[tuple[str, int, torch.Tensor]]:
         """(request, position of the next query, positions kept [L, K, keep] int32) of every pass since the

@@ -13,7 +13,7 @@ from kvreclaim.memory.prefix.keys import BlockKey, BlockKeys, BlockName, root_ui
 from kvreclaim.memory.tiers.tier import Tier
 
 
-class Outcome(Enum):
+class TransferOutcome(Enum):
     """What became of a transfer. GONE: the file holds something else there, or damaged bytes."""
 
     OK = "ok"
@@ -41,7 +41,7 @@ class _Store:
 
     transfer: Transfer
     parent: Link | _Store
-    outcome: Outcome | None = None
+    outcome: TransferOutcome | None = None
     entry: Entry | None = None
     children: list[_Store] = field(default_factory=list)
     is_wanted: bool = True
@@ -64,7 +64,7 @@ class Loading:
     held: list[int]
     deadline: float
     transfers: list[Transfer] = field(default_factory=list)
-    outcomes: list[Outcome | None] = field(default_factory=list)
+    outcomes: list[TransferOutcome | None] = field(default_factory=list)
     linked: list[Entry] = field(default_factory=list)
     after: Loading | None = None
     ended: bool = False
@@ -146,7 +146,7 @@ class DiskTier:
         out, self._out = self._out, []
         return out
 
-    def finish(self, job_id: int, outcome: Outcome) -> None:
+    def finish(self, job_id: int, outcome: TransferOutcome) -> None:
         """A transfer has ended."""
         if job_id in self._stores:
             self._finish_store(self._stores.pop(job_id), outcome)
@@ -160,7 +160,7 @@ class DiskTier:
             if not loading.is_broken:
                 self._break(loading, len(loading.linked))
         for transfer in self.take_transfers():
-            self.finish(transfer.job_id, Outcome.FAILED)
+            self.finish(transfer.job_id, TransferOutcome.FAILED)
         self._is_reset = True
 
     def take_reset(self) -> bool:
@@ -195,7 +195,7 @@ class DiskTier:
             if store is not None:
                 store.is_wanted = False
 
-    def _finish_store(self, store: _Store, outcome: Outcome) -> None:
+    def _finish_store(self, store: _Store, outcome: TransferOutcome) -> None:
         store.outcome = outcome
         self.host.pool.release([store.transfer.host_slot])
         parent = store.parent
@@ -209,7 +209,7 @@ class DiskTier:
         pool, transfer = self.tier.pool, store.transfer
         parent = store.parent.entry if isinstance(store.parent, _Store) else store.parent
         if (
-            store.outcome is Outcome.OK
+            store.outcome is TransferOutcome.OK
             and store.is_wanted
             and parent is not None
             and pool.index.is_live(parent)
@@ -217,7 +217,7 @@ class DiskTier:
             entry = pool.enter(transfer.disk_slot, parent, BlockKey(transfer.name.key, transfer.name.tokens))
             store.entry = entry
             self.num_stored += entry is not None
-        self.num_failed += store.outcome is not Outcome.OK
+        self.num_failed += store.outcome is not TransferOutcome.OK
         del self._storing[transfer.name.uid]
         children, store.children = store.children, []
         for child in children:
@@ -262,13 +262,13 @@ class DiskTier:
         self.host.pool.release(reversed([*loading.held, *(entry.block for entry in loading.linked)]))
         loading.held.clear()
 
-    def _finish_load(self, loading: Loading, place: int, outcome: Outcome) -> None:
+    def _finish_load(self, loading: Loading, place: int, outcome: TransferOutcome) -> None:
         transfer = loading.transfers[place]
         loading.outcomes[place] = outcome
-        if outcome is Outcome.GONE:
+        if outcome is TransferOutcome.GONE:
             self.num_gone += 1
             self.tier.pool.unindex(transfer.disk_slot)
-        self.num_failed += outcome is Outcome.FAILED
+        self.num_failed += outcome is TransferOutcome.FAILED
         self.tier.pool.release([transfer.disk_slot])
         if loading.is_broken:
             self._drop_load(transfer)
@@ -288,7 +288,7 @@ class DiskTier:
             if outcome is None:
                 return
             entry, parent = None, self._parent_above(loading)
-            if outcome is Outcome.OK and parent is not None:
+            if outcome is TransferOutcome.OK and parent is not None:
                 entry = pool.enter(transfer.host_slot, parent, loading.keys[loading.first + place])
             if entry is None:
                 self._break(loading, place)

@@ -52,7 +52,7 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk(Window):
+class ChunkedWindow(Window):
     """Layers that attend within chunks of num_tokens, a multiple of the block size (Llama 4): a chunk's first
     token sees nothing before itself."""
 

@@ -27,7 +27,7 @@ NF4_STATE = "weight.quant_state.bitsandbytes__"
 Rows = Callable[[int, int], PackedRows]
 
 
-class Files:
+class SafetensorsFiles:
     """The tensors of a directory's safetensors files, by name. A file is open only while it is read, so that
     what was read of it leaves the memory."""
 
@@ -70,7 +70,7 @@ class Files:
 class _Slices:
     """One tensor; slicing it reads the file."""
 
-    files: Files
+    files: SafetensorsFiles
     name: str
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -83,7 +83,7 @@ class _Slices:
 class Layer:
     """A linear layer of a checkpoint: `stem` is the name of the module."""
 
-    files: Files
+    files: SafetensorsFiles
     stem: str
     shape: tuple[int, int]
 
@@ -288,7 +288,7 @@ def _refused(name: str, what: str, allowed: str) -> UnsupportedModelError:
 class CheckpointSource:
     """A WeightSource over safetensors."""
 
-    files: Files
+    files: SafetensorsFiles
     scheme: Scheme
     _taken: set[str] = field(default_factory=set)
 
@@ -328,7 +328,7 @@ def checkpoint_source(name: str, settings: Mapping[str, Any]) -> CheckpointSourc
     """
     scheme = scheme_of(settings, name)
     config = cached_file(name, "config.json")
-    files = Files(Path(str(config)).parent)
+    files = SafetensorsFiles(Path(str(config)).parent)
     if not files.places:
         raise InvalidArgumentError(
             f"model {name!r} has no loadable safetensors weights; convert the checkpoint to safetensors."

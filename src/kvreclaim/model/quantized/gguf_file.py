@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from kvreclaim.errors import FetchError, InvalidArgumentError, UnsupportedModelError
-from kvreclaim.model.gguf import Header, check_packages, cut_as_trained, header_of, refuse_rotation
+from kvreclaim.model.gguf import GgufHeader, check_packages, cut_as_trained, header_of, refuse_rotation
 from kvreclaim.model.gguf_index import GgufIndex, GgufTensor
 from kvreclaim.model.quantized.gguf_fields import gguf_fields
 from kvreclaim.model.quantized.source import in_pieces
@@ -81,7 +81,7 @@ class GgufSource:
         kinds = {tensor.kind for tensor in self.index.tensors.values()}
         return "gguf " + " ".join(sorted(kinds & FORMATS.keys()))
 
-    def header(self) -> Header:
+    def header(self) -> GgufHeader:
         return header_of(self.index)
 
     def packed(self, name: str, shape: tuple[int, int]) -> PackedMatrix | None:

@@ -14,7 +14,7 @@ ROWS_AT_ONCE = 4096
 """Of an embedding that is searched."""
 
 
-class _Packed(nn.Module):
+class _PackedModule(nn.Module):
     """What holds a packed matrix; its bytes are buffers, for whoever reads a model's tensors."""
 
     def __init__(self, matrix: PackedMatrix, dtype: torch.dtype, products: Products) -> None:
@@ -28,7 +28,7 @@ class _Packed(nn.Module):
         return f"{size.in_features} -> {size.out_features}, {size.bits} bits ({size.grid.name.lower()})"
 
 
-class PackedLinear(_Packed):
+class PackedLinear(_PackedModule):
     """nn.Linear over a packed weight: y = x W^T + bias, of x's dtype."""
 
     def __init__(
@@ -43,7 +43,7 @@ class PackedLinear(_Packed):
         return how.ops.packed_linear(input, [self.matrix], self.bias, activations=how.activations)
 
 
-class PackedEmbedding(_Packed):
+class PackedEmbedding(_PackedModule):
     """nn.Embedding over a packed weight [N, K]: rows become numbers when they are asked for.
 
     scale: multiplies rows, a number, of models that have it (Gemma)
@@ -74,7 +74,7 @@ def embeddings_of(module: nn.Module) -> Tensor:
 
 def describe_packed(model: nn.Module) -> str | None:
     """One line that says what of a model is packed, and how it is multiplied; None of a model without."""
-    found = [module for module in model.modules() if isinstance(module, _Packed)]
+    found = [module for module in model.modules() if isinstance(module, _PackedModule)]
     linears = [module for module in found if isinstance(module, PackedLinear)]
     if not found:
         return None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.kv_bytes import GROUP
-from kvreclaim.ops.formats.affine import CHANNEL_GRID, KEY_GRID, VALUE_GRID, Grid, Groups
+from kvreclaim.ops.formats.affine import CHANNEL_GRID, KEY_GRID, VALUE_GRID, CodeGrid, Groups
 from kvreclaim.ops.formats.codecs import FP8_MAX, round_trip
 from kvreclaim.ops.formats.format import FORMATS
 from kvreclaim.ops.formats.hadamard import rotate
@@ -47,11 +47,11 @@ def fp8_steps(x: Tensor) -> Tensor:
     return torch.maximum(x.abs() / 16, x.abs().amax(-1, keepdim=True) / FP8_MAX / 1024)
 
 
-def by_groups(grid: Grid, x: Tensor) -> Tensor:
+def by_groups(grid: CodeGrid, x: Tensor) -> Tensor:
     return Groups.encode(x, grid).decode(grid)
 
 
-def group_steps(grid: Grid, x: Tensor) -> Tensor:
+def group_steps(grid: CodeGrid, x: Tensor) -> Tensor:
     parts = []
     for part in x.split(GROUP, -1):
         least, most = part.amin(-1, keepdim=True), part.amax(-1, keepdim=True)

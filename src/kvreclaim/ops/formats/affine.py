@@ -27,7 +27,7 @@ def bounded(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class CodeGrid:
     """Which scales and centres a group may have.
 
     scale:     the codes of s
@@ -78,12 +78,12 @@ def _half(least: Tensor, most: Tensor) -> Tensor:
     return half.masked_fill(least != most, 0.0)
 
 
-KEY_GRID = Grid(scales.INT4, steps=3, reach=40.5, low=-128, high=127, has_zero=True)
+KEY_GRID = CodeGrid(scales.INT4, steps=3, reach=40.5, low=-128, high=127, has_zero=True)
 """int4's groups, keys and values. reach is such that z still fits after s has been rounded down:
 3 * 40.5 * 2^(1/16) = 126.9."""
-CHANNEL_GRID = Grid(scales.KIVI_KEYS, steps=3, reach=40.5, low=-128, high=127, has_zero=True)
+CHANNEL_GRID = CodeGrid(scales.KIVI_KEYS, steps=3, reach=40.5, low=-128, high=127, has_zero=True)
 """kivi4's sealed keys: the tokens of a block in one channel."""
-VALUE_GRID = Grid(scales.KIVI_VALUES, steps=2, reach=7.5, low=-16, high=15, has_zero=False)
+VALUE_GRID = CodeGrid(scales.KIVI_VALUES, steps=2, reach=7.5, low=-16, high=15, has_zero=False)
 """kivi4's values: 13 bits a group. Zeros are n = 8, z = -1."""
 
 
@@ -99,14 +99,14 @@ class Groups:
     z: Tensor
 
     @classmethod
-    def encode(cls, x: Tensor, grid: Grid) -> Groups:
+    def encode(cls, x: Tensor, grid: CodeGrid) -> Groups:
         """[..., D] numbers."""
         parts = [grid.encode(part) for part in x.split(GROUP, -1)]
         n = torch.cat([part[0] for part in parts], -1)
         s, z = (torch.stack([part[i] for part in parts], -1) for i in (1, 2))
         return cls(n.to(torch.uint8), s.to(torch.uint8), z.to(torch.uint8))
 
-    def decode(self, grid: Grid) -> Tensor:
+    def decode(self, grid: CodeGrid) -> Tensor:
         """[..., D] fp32."""
         parts = zip(self.n.split(GROUP, -1), self.s.unbind(-1), self.z.unbind(-1), strict=True)
         return torch.cat([grid.decode(n, s, z) for n, s, z in parts], -1)

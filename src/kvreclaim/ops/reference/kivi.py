@@ -23,7 +23,7 @@ from kvreclaim.ops.formats.open_blocks import OpenBlocks
 from kvreclaim.ops.kv_cache import KVCache, LayerCache
 
 
-class Layout(Protocol):
+class UnitLayout(Protocol):
     """How a back-end lays out the bytes of units. Blocks: [n] int64 of this cache, all heads."""
 
     def load(self, layer: LayerCache, blocks: Tensor) -> Units:
@@ -70,7 +70,7 @@ def geometry_of(cache: KVCache) -> Geometry:
     return Geometry(cache.shape.k_dim, cache.shape.v_dim, cache.block_size)
 
 
-def write(layer: LayerCache, k: Tensor, v: Tensor, slots: Tensor, layout: Layout) -> None:
+def write(layer: LayerCache, k: Tensor, v: Tensor, slots: Tensor, layout: UnitLayout) -> None:
     """reference.write_kv: keys [T, K, D] and values [T, K, Dv] to slots [T], in the order of their blocks:
     a block's slots are written from the first on, in any number of writes. Numbers are rounded to bf16."""
     cache = layer.cache
@@ -92,7 +92,7 @@ def write(layer: LayerCache, k: Tensor, v: Tensor, slots: Tensor, layout: Layout
         layout.store(layer, plan.sealed, kivi_codec.seal(full_k, full_v))
 
 
-def copy_rows(cache: KVCache, pairs: list[tuple[int, int]], layout: Layout) -> None:
+def copy_rows(cache: KVCache, pairs: list[tuple[int, int]], layout: UnitLayout) -> None:
     """What copying the bytes of blocks (source, target) leaves to do: blocks that are not full lie in rows.
 
     The targets are open in every layer, whatever their sources are by now: a pass that failed may have sealed
@@ -103,7 +103,7 @@ def copy_rows(cache: KVCache, pairs: list[tuple[int, int]], layout: Layout) -> N
         layout.mark_open(layer, targets)
 
 
-def compact(cache: KVCache, kept: Tensor, source_ids: Tensor, target_ids: Tensor, layout: Layout) -> None:
+def compact(cache: KVCache, kept: Tensor, source_ids: Tensor, target_ids: Tensor, layout: UnitLayout) -> None:
     """reference.compact. Of a last target that is not full the tokens go to a row, in bf16."""
     size, num_kept = cache.block_size, kept.shape[-1]
     tail = num_kept % size
@@ -156,7 +156,7 @@ class _Survivors:
             store[row, layer, :, : tail.shape[1]] = tail
 
 
-def _survivors(layer: LayerCache, slots: Tensor, source_ids: Tensor, layout: Layout) -> _Survivors:
+def _survivors(layer: LayerCache, slots: Tensor, source_ids: Tensor, layout: UnitLayout) -> _Survivors:
     """slots: [K, M] int64 of the old table."""
     cache, shape, size = layer.cache, layer.cache.shape, layer.cache.block_size
     units = layout.load(layer, source_ids)

@@ -24,7 +24,7 @@ LEVELS = 4096
 BOUNDARIES = LEVELS + 16
 
 
-class Layout(NamedTuple):
+class KernelLayout(NamedTuple):
     """A compile-time argument.
 
     FORMAT:       FORMAT_IDS, 0 for plain formats
@@ -52,11 +52,11 @@ class Layout(NamedTuple):
     UNIT_HEADS: int = 1
 
 
-class Store(NamedTuple):
+class LayerPlanes(NamedTuple):
     """One layer's planes and, of coded formats, the tables that turn codes into numbers; what a format has
     not is k.
 
-    k, v:       rows of Layout.D and DV numbers or codes, [B * K * S, ...]
+    k, v:       rows of KernelLayout.D and DV numbers or codes, [B * K * S, ...]
     params:     uint8
     table:      fp32; see `table`
     k_signs, v_signs: [D], [DV] fp32 of a rotated format
@@ -77,7 +77,7 @@ class Store(NamedTuple):
     num_blocks: int = 0
 
 
-class Rows(NamedTuple):
+class StridedRows(NamedTuple):
     """x: [T, heads, D], rows of D in any strides."""
 
     x: Tensor
@@ -85,27 +85,27 @@ class Rows(NamedTuple):
     stride_h: int
 
 
-def rows_in(x: Tensor) -> Rows:
-    return Rows(x, x.stride(0), x.stride(1))
+def rows_in(x: Tensor) -> StridedRows:
+    return StridedRows(x, x.stride(0), x.stride(1))
 
 
-def layout_of(cache: KVCache) -> Layout:
+def layout_of(cache: KVCache) -> KernelLayout:
     """Made once per cache."""
     return cache.cached("triton.layout", _layout)
 
 
-def store_of(layer: LayerCache) -> Store:
+def store_of(layer: LayerCache) -> LayerPlanes:
     """Made once per layer."""
     return layer.cached("triton.store", _store)
 
 
-def _layout(cache: KVCache) -> Layout:
+def _layout(cache: KVCache) -> KernelLayout:
     shape, form = cache.shape, cache.format
     size, origin = shape.block_size, cache.origin or shape
     coded = not form.is_plain
     by_unit = form.has_open_blocks
     params = form.unit_params(shape.k_dim, shape.v_dim, size if by_unit else 1)
-    return Layout(
+    return KernelLayout(
         FORMAT=FORMAT_IDS[form.name] if coded else 0,
         KV_HEADS=shape.num_kv_heads,
         S=size,
@@ -128,11 +128,11 @@ def _log2(power: int) -> int:
     return power.bit_length() - 1
 
 
-def _store(layer: LayerCache) -> Store:
+def _store(layer: LayerCache) -> LayerPlanes:
     cache = layer.cache
     shape, form, device = cache.shape, cache.format, cache.device
     k, v = layer.planes[:2]
-    store = Store(k, v, k, k, k, k, k, k, k)
+    store = LayerPlanes(k, v, k, k, k, k, k, k, k)
     if form.is_plain:
         return store
     store = store._replace(params=layer.planes[2], table=table(form, device))

@@ -14,7 +14,7 @@ from kvreclaim.schedule.budget.compaction import Pass, plan_compaction
 from kvreclaim.schedule.budget.footprint import Footprint
 
 
-class Pool(Protocol[Id]):
+class LedgerPool(Protocol[Id]):
     """The block pool and the tables of all sequences. num_free: blocks held by nobody."""
 
     @property
@@ -38,7 +38,12 @@ class Runs(Protocol):
 
 
 def compress(
-    seq_id: Id, num_computed: int, num_prompt: int, footprint: Footprint, account: Account, pool: Pool[Id]
+    seq_id: Id,
+    num_computed: int,
+    num_prompt: int,
+    footprint: Footprint,
+    account: Account,
+    pool: LedgerPool[Id],
 ) -> Pass[Id] | None:
     """Bring a sequence that is due back to its budget; account, pool and table are changed at return.
 
@@ -94,7 +99,7 @@ def take_choice(
 
 
 def _in_blocks(
-    seq_id: Id, live: int, keep: int, footprint: Footprint, pool: Pool[Id]
+    seq_id: Id, live: int, keep: int, footprint: Footprint, pool: LedgerPool[Id]
 ) -> tuple[tuple[int, ...], Shrunk | None]:
     """Returns: the blocks before, a hole named after another one, and those afterwards; None: some lack."""
     table = pool.table_state(seq_id)

@@ -25,7 +25,7 @@ PING_S = 10.0
 PING = event({"type": "ping"}, "ping")
 
 
-class Answer:
+class AnthropicResponse:
     """One request to /v1/messages that has been checked."""
 
     def __init__(self, body: MessageRequest, service: Service, request_id: str, prompt: RequestSpec) -> None:

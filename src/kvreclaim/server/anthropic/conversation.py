@@ -8,11 +8,11 @@ from itertools import groupby
 from typing import Any
 
 from kvreclaim.server.anthropic.fields import (
+    AnthropicTool,
     AnyBlock,
     Block,
     ConversationFields,
     TextBlock,
-    Tool,
     ToolResultBlock,
     ToolUseBlock,
 )
@@ -82,7 +82,7 @@ class Writer:
         results = [(where, block) for where, block in located if isinstance(block, ToolResultBlock)]
         return [self._result(block, where, names) for where, block in results]
 
-    def _tool(self, tool: Tool, where: str) -> dict[str, Any]:
+    def _tool(self, tool: AnthropicTool, where: str) -> dict[str, Any]:
         function: dict[str, Any] = {"name": self._piece(tool.name)}
         if tool.description is not None:
             function["description"] = self._same(tool.description)

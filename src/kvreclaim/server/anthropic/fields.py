@@ -63,12 +63,12 @@ AnyBlocks = Annotated[
 ]
 
 
-class Message(Fields):
+class AnthropicMessage(Fields):
     role: Literal["user", "assistant", "system"]
     content: Annotated[AnyBlocks, Field(min_length=1)]
 
     @model_validator(mode="after")
-    def _check_blocks(self) -> Message:
+    def _check_blocks(self) -> AnthropicMessage:
         allowed = BLOCKS_OF_ROLE[self.role]
         for index, block in enumerate(self.content):
             if block.type not in allowed:
@@ -77,7 +77,7 @@ class Message(Fields):
         return self
 
 
-class Tool(Block):
+class AnthropicTool(Block):
     """type: only tools that the client runs itself are there to be called"""
 
     type: Literal["custom"] | None = None
@@ -105,9 +105,9 @@ class ConversationFields(Fields):
     """What makes the prompt: all that count_tokens takes."""
 
     model: str
-    messages: Annotated[Listed[Message], Field(min_length=1)]
+    messages: Annotated[Listed[AnthropicMessage], Field(min_length=1)]
     system: TextBlocks | None = None
-    tools: Annotated[Listed[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[Listed[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     cache_control: CacheControl | None = None

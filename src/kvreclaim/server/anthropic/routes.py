@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.engine.request.spec import RequestSpec
-from kvreclaim.server.anthropic.answer import Answer
+from kvreclaim.server.anthropic.answer import AnthropicResponse
 from kvreclaim.server.anthropic.fields import ConversationFields, MessageRequest
 from kvreclaim.server.anthropic.prompt import Rendered, check_size, render
 from kvreclaim.server.anthropic.schemas import ERRORS, STREAMED, TokensCount
@@ -48,7 +48,7 @@ async def create_message(
         compress_at=_compress_at(body, rendered, compression or service.engine.served.compression),
         may_end_early=True,
     )
-    answer = Answer(body, service, request_id_of(request.scope), prompt)
+    answer = AnthropicResponse(body, service, request_id_of(request.scope), prompt)
     if body.stream:
         return await stream_events(answer.events(), request)
     return await answer_json(answer.message(), request)

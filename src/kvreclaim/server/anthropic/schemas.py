@@ -6,21 +6,21 @@ from typing import Any, Literal
 
 from kvreclaim.server import schemas
 from kvreclaim.server.errors import AnthropicError
-from kvreclaim.server.schemas import KVCacheUsage, Shape
+from kvreclaim.server.schemas import KVCacheUsage, ResponseSchema
 
 
-class TokensCount(Shape):
+class TokensCount(ResponseSchema):
     input_tokens: int
 
 
-class CacheCreation(Shape):
+class CacheCreation(ResponseSchema):
     """Tokens by the time for which they are retained."""
 
     ephemeral_5m_input_tokens: int
     ephemeral_1h_input_tokens: int
 
 
-class MessageUsage(Shape):
+class MessageUsage(ResponseSchema):
     """The three counts of input sum to the prompt."""
 
     input_tokens: int
@@ -31,12 +31,12 @@ class MessageUsage(Shape):
     kv_cache: KVCacheUsage
 
 
-class AnsweredText(Shape):
+class AnsweredText(ResponseSchema):
     type: Literal["text"]
     text: str
 
 
-class AnsweredToolUse(Shape):
+class AnsweredToolUse(ResponseSchema):
     type: Literal["tool_use"]
     id: str
     name: str
@@ -48,7 +48,7 @@ StopReason = Literal[
 ]
 
 
-class AnsweredMessage(Shape):
+class AnsweredMessage(ResponseSchema):
     id: str
     type: Literal["message"]
     role: Literal["assistant"]

@@ -8,7 +8,7 @@ from contextlib import suppress
 from prometheus_client import generate_latest
 
 from kvreclaim.engine.serving.client import EngineClient
-from kvreclaim.engine.serving.served import Served
+from kvreclaim.engine.serving.served import ServedModel
 from kvreclaim.errors import EngineDeadError
 from kvreclaim.server.metrics.collector import MetricsCollector, registry_of
 from kvreclaim.server.metrics.http import HttpCounts
@@ -24,7 +24,7 @@ class Metrics:
     http: to be told by the server
     """
 
-    def __init__(self, served: Served, model_name: str, engine_pid: int | None = None) -> None:
+    def __init__(self, served: ServedModel, model_name: str, engine_pid: int | None = None) -> None:
         self.http = HttpCounts()
         self._collector = MetricsCollector(served, self.http, model_name)
         self.registry = registry_of(self._collector, engine_pid)

@@ -33,18 +33,18 @@ OUTPUTS = (1.0, 2.0, 5.0, 10.0, 20.0)
 PREEMPTIONS = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)
 
 
-class Kind(Enum):
+class MetricKind(Enum):
     GAUGE = "gauge"
     COUNTER = "counter"
     HISTOGRAM = "histogram"
 
 
 @dataclass(frozen=True, slots=True)
-class Metric:
+class MetricSpec:
     """buckets: upper bounds of a histogram; None: 1, 2, 5, 10, ... up to the longest sequence"""
 
     name: str
-    kind: Kind
+    kind: MetricKind
     meaning: str
     labels: tuple[str, ...] = ENGINE_LABELS
     buckets: tuple[float, ...] | None = ()
@@ -60,16 +60,16 @@ def one_two_five(largest: int) -> tuple[float, ...]:
     return tuple(bound for bound in series if bound <= largest)
 
 
-def _gauge(name: str, meaning: str, *labels: str) -> Metric:
-    return Metric(name, Kind.GAUGE, meaning, (*ENGINE_LABELS, *labels))
+def _gauge(name: str, meaning: str, *labels: str) -> MetricSpec:
+    return MetricSpec(name, MetricKind.GAUGE, meaning, (*ENGINE_LABELS, *labels))
 
 
-def _counter(name: str, meaning: str, *labels: str) -> Metric:
-    return Metric(name, Kind.COUNTER, meaning, (*ENGINE_LABELS, *labels))
+def _counter(name: str, meaning: str, *labels: str) -> MetricSpec:
+    return MetricSpec(name, MetricKind.COUNTER, meaning, (*ENGINE_LABELS, *labels))
 
 
-def _histogram(name: str, meaning: str, buckets: tuple[float, ...] | None) -> Metric:
-    return Metric(name, Kind.HISTOGRAM, meaning, ENGINE_LABELS, buckets)
+def _histogram(name: str, meaning: str, buckets: tuple[float, ...] | None) -> MetricSpec:
+    return MetricSpec(name, MetricKind.HISTOGRAM, meaning, ENGINE_LABELS, buckets)
 
 
 GAUGES = (
@@ -216,15 +216,15 @@ COUNTERS = (
 )
 
 HTTP_COUNTERS = (
-    Metric(
+    MetricSpec(
         "http_requests",
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         "Responses by route, method and status class (2xx to 5xx), as in vLLM.",
         HTTP_LABELS,
     ),
-    Metric(
+    MetricSpec(
         "kvreclaim:http_responses",
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         "Responses by route, method and status; 499: the client left early.",
         HTTP_LABELS,
     ),

@@ -15,15 +15,15 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from kvreclaim.engine.serving.served import Served
+from kvreclaim.engine.serving.served import ServedModel
 from kvreclaim.server.metrics.catalogue import (
     COUNTERS,
     ENGINE_LABELS,
     GAUGES,
     HISTOGRAMS,
     HTTP_COUNTERS,
-    Kind,
-    Metric,
+    MetricKind,
+    MetricSpec,
 )
 from kvreclaim.server.metrics.http import HttpCounts
 from kvreclaim.server.metrics.observer import Counted, Histogram
@@ -36,7 +36,7 @@ class MetricsCollector(Collector):
     model_name: the label's value
     """
 
-    def __init__(self, served: Served, http: HttpCounts, model_name: str) -> None:
+    def __init__(self, served: ServedModel, http: HttpCounts, model_name: str) -> None:
         self.counted: Counted | None = None
         self._http = http
         self._labels = (model_name, "0")
@@ -59,8 +59,8 @@ class MetricsCollector(Collector):
             yield family
         yield InfoMetricFamily("vllm:cache_config", "The engine's configuration.", self._config)
 
-    def _family(self, metric: Metric, values: Values) -> Family:
-        kind = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+    def _family(self, metric: MetricSpec, values: Values) -> Family:
+        kind = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
         family = kind(metric.name, metric.meaning, labels=metric.labels)
         rows = values.items() if isinstance(values, Mapping) else [((), values)]
         for labels, value in rows:
@@ -68,7 +68,7 @@ class MetricsCollector(Collector):
             family.add_metric((*self._labels, *own), value)
         return family
 
-    def _histogram(self, metric: Metric, histogram: Histogram) -> Family:
+    def _histogram(self, metric: MetricSpec, histogram: Histogram) -> Family:
         family = HistogramMetricFamily(metric.name, metric.meaning, labels=ENGINE_LABELS)
         bounds, buckets, seen = (*histogram.bounds, float("inf")), [], 0
         for bound, count in zip(bounds, histogram.counts, strict=True):

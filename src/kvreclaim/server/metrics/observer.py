@@ -40,7 +40,7 @@ class Histogram:
 
 
 @dataclass(slots=True)
-class Progress:
+class RequestProgress:
     """How far a request's outputs had come when last seen: their lengths, and when their last token came
     (None: none yet); `ended` has the places of those that are done."""
 
@@ -51,7 +51,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class EngineFigures:
     """The engine's own figures at the end of a step. Figures of one snapshot belong together."""
 
     num_running: int
@@ -89,12 +89,12 @@ class MetricsObserver:
         self.figures = _read(engine)
         self._longest = engine.longest
         self.histograms = {m.name: Histogram.empty(m.bounds(engine.longest)) for m in HISTOGRAMS}
-        self._progress: dict[str, Progress] = {}
+        self._progress: dict[str, RequestProgress] = {}
         self._gaps = self.histograms["vllm:inter_token_latency_seconds"]
 
     def added(self, engine: Engine, request: Request) -> None:
         lengths = [len(seq.token_ids) for seq in request.sequences]
-        self._progress[request.request_id] = Progress(lengths, [None] * len(lengths))
+        self._progress[request.request_id] = RequestProgress(lengths, [None] * len(lengths))
         self._take(engine)
 
     def stepped(self, engine: Engine, result: StepResult) -> None:
@@ -138,7 +138,9 @@ class MetricsObserver:
         self.blocks_taken += max(-net, 0)
         self.figures = figures
 
-    def _advance(self, request: Request, progress: Progress, now: float, before: dict[float, int]) -> None:
+    def _advance(
+        self, request: Request, progress: RequestProgress, now: float, before: dict[float, int]
+    ) -> None:
         """Note the request's new tokens and ended outputs. before: for each time at which outputs got the
         token before their newest one, how many did: most share the step."""
         lengths, times = progress.lengths, progress.times
@@ -163,7 +165,7 @@ class MetricsObserver:
         for last, count in before.items():
             self._gaps.observe(now - last, count)
 
-    def _begin(self, request: Request, progress: Progress) -> None:
+    def _begin(self, request: Request, progress: RequestProgress) -> None:
         """An output got its first token."""
         metrics = request.metrics
         assert metrics.ttft_s is not None, f"request {request.request_id} has tokens but no first one"
@@ -213,9 +215,9 @@ class MetricsObserver:
         self.histograms[name].observe(value)
 
 
-def _read(engine: Engine) -> Figures:
+def _read(engine: Engine) -> EngineFigures:
     scheduler = engine.scheduler
-    return Figures(len(scheduler.running), len(scheduler.waiting), engine.memory.stats())
+    return EngineFigures(len(scheduler.running), len(scheduler.waiting), engine.memory.stats())
 
 
 def count(host: EngineCore) -> Counted:

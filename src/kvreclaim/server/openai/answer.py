@@ -32,7 +32,7 @@ REPORT_SIZE = 8
 Updates = AsyncGenerator[tuple[int, Update], None]
 
 
-class Answer(ABC):
+class OpenAIResponse(ABC):
     """One HTTP request's way through the engine.
 
     kind, chunk_kind: `object` of the whole answer and of a chunk

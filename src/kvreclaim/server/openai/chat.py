@@ -18,9 +18,9 @@ from kvreclaim.server.bodies import BodyRoute
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import Fields, described
 from kvreclaim.server.ids import request_id_of
-from kvreclaim.server.openai.answer import Answer, scores_of
+from kvreclaim.server.openai.answer import OpenAIResponse, scores_of
 from kvreclaim.server.openai.beams import beams_of
-from kvreclaim.server.openai.documents import Place, reuse_of, within_chat
+from kvreclaim.server.openai.documents import DocumentPlaces, reuse_of, within_chat
 from kvreclaim.server.openai.fields import MAX_LOGPROBS, GenerationFields
 from kvreclaim.server.openai.logprobs import chat_logprobs
 from kvreclaim.server.openai.messages import ConversationOptions, Messages, render, rendered
@@ -98,12 +98,12 @@ def _encoded(body: ChatRequest, service: Service, *, with_tools: bool) -> tuple[
     """The prompt's tokens, and where documents stand among them."""
     if body.documents is None:
         return render(body.messages, body, service, with_tools=with_tools), None
-    place = Place()
+    place = DocumentPlaces()
     text = rendered(body.messages, body, service, with_tools=with_tools, change=place.marked)
     return within_chat(body.documents, text, place.mark, reuse_of(body.chunk_reuse), service)
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(OpenAIResponse):
     """Choices with a `message`, or in chunks a `delta` whose first has the role."""
 
     route = "/v1/chat/completions"

@@ -17,7 +17,7 @@ from kvreclaim.server.bodies import BodyRoute
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import refusal
 from kvreclaim.server.ids import request_id_of
-from kvreclaim.server.openai.answer import Answer, scores_of
+from kvreclaim.server.openai.answer import OpenAIResponse, scores_of
 from kvreclaim.server.openai.beams import beams_of
 from kvreclaim.server.openai.documents import before_prompt, num_chars, reuse_of
 from kvreclaim.server.openai.fields import MAX_LOGPROBS, GenerationFields
@@ -110,7 +110,7 @@ async def _prompts(body: CompletionRequest, service: Service, tenant: Tenant) ->
     return bounded(prompts, service)
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(OpenAIResponse):
     """Choices with `text`; with echo the prompt comes first, in text, tokens and log-probabilities."""
 
     route = "/v1/completions"

@@ -96,7 +96,7 @@ def within_chat(
     return laid_out([before, *chunks, after], how, _no_text)
 
 
-class Place:
+class DocumentPlaces:
     """Where documents stand in a conversation: before the text of the last message of a user."""
 
     def __init__(self) -> None:

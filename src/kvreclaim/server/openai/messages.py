@@ -39,7 +39,7 @@ class ToolCallMessage(Fields):
     function: FunctionCall
 
 
-class Message(Fields):
+class RequestMessage(Fields):
     """Of any role. What an answer's message has besides may be sent back as long as it is null."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -62,7 +62,7 @@ class FunctionDefinition(Fields):
     strict: Literal[False] | None = None
 
 
-class Tool(Fields):
+class FunctionTool(Fields):
     type: Literal["function"]
     function: FunctionDefinition
 
@@ -74,8 +74,8 @@ NAMED = {
 }
 """Fields of the request by the argument that a template refuses; all others are about the messages."""
 
-Messages = Annotated[Listed[Message], Field(min_length=1)]
-Tools = Annotated[Listed[Tool], Field(min_length=1, max_length=MAX_TOOLS)]
+Messages = Annotated[Listed[RequestMessage], Field(min_length=1)]
+Tools = Annotated[Listed[FunctionTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
 class ConversationOptions(Fields):
@@ -88,7 +88,11 @@ class ConversationOptions(Fields):
 
 
 def render(
-    messages: Sequence[Message], options: ConversationOptions, service: Service, *, with_tools: bool = True
+    messages: Sequence[RequestMessage],
+    options: ConversationOptions,
+    service: Service,
+    *,
+    with_tools: bool = True,
 ) -> list[int]:
     """Token ids of the prompt. Raises: ApiError naming the field."""
     text = rendered(messages, options, service, with_tools=with_tools)
@@ -97,7 +101,7 @@ def render(
 
 
 def rendered(
-    messages: Sequence[Message],
+    messages: Sequence[RequestMessage],
     options: ConversationOptions,
     service: Service,
     *,
@@ -139,7 +143,7 @@ def rendered(
     return text
 
 
-def _for_template(message: Message, developer: str) -> dict[str, Any]:
+def _for_template(message: RequestMessage, developer: str) -> dict[str, Any]:
     """Text in one piece (templates of text models take nothing else), arguments as objects."""
     content = message.content
     if not isinstance(content, str):
@@ -155,7 +159,7 @@ def _for_template(message: Message, developer: str) -> dict[str, Any]:
     return made
 
 
-def _num_chars(message: Message) -> int:
+def _num_chars(message: RequestMessage) -> int:
     content = message.content or ""
     return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
 
@@ -169,7 +173,7 @@ def _call(call: ToolCallMessage) -> dict[str, Any]:
     }
 
 
-def _check_calls(messages: Sequence[Message]) -> None:
+def _check_calls(messages: Sequence[RequestMessage]) -> None:
     """Calls belong to the assistant, are JSON, and each answer to one of them."""
     known: set[str] = set()
     for place, message in enumerate(messages):

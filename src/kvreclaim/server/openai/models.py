@@ -9,13 +9,13 @@ from fastapi import APIRouter, Query
 from pydantic import Field
 
 from kvreclaim.server.openai.schemas import ERRORS
-from kvreclaim.server.schemas import Responses, Shape
+from kvreclaim.server.schemas import Responses, ResponseSchema
 from kvreclaim.server.service import Service, ServiceDep
 
 router = APIRouter(tags=["openai"])
 
 
-class Model(Shape):
+class Model(ResponseSchema):
     """OpenAI's fields, Anthropic's, and vLLM's max_model_len."""
 
     id: str
@@ -30,7 +30,7 @@ class Model(Shape):
     max_input_tokens: int
 
 
-class ModelList(Shape):
+class ModelList(ResponseSchema):
     object: Literal["list"] = "list"
     data: list[Model]
     has_more: bool
@@ -38,7 +38,7 @@ class ModelList(Shape):
     last_id: str | None
 
 
-class Page(Shape):
+class Page(ResponseSchema):
     """Anthropic's way to turn pages; limit None gives all."""
 
     limit: int | None = Field(None, ge=1, le=1000)

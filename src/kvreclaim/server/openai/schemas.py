@@ -8,23 +8,23 @@ from pydantic import BaseModel
 
 from kvreclaim.server import schemas
 from kvreclaim.server.errors import OpenAIError
-from kvreclaim.server.schemas import KVCacheUsage, Responses, Shape
+from kvreclaim.server.schemas import KVCacheUsage, Responses, ResponseSchema
 
 
-class CachedByTier(Shape):
+class CachedByTier(ResponseSchema):
     device: int
     host: int
     disk: int
 
 
-class PromptTokensDetails(Shape):
+class PromptTokensDetails(ResponseSchema):
     """cached_tokens_by_tier: there if some of them came from host or disk; its sum is cached_tokens."""
 
     cached_tokens: int
     cached_tokens_by_tier: CachedByTier | None = None
 
 
-class Usage(Shape):
+class Usage(ResponseSchema):
     """kv_cache is there once the request has ended."""
 
     prompt_tokens: int
@@ -34,7 +34,7 @@ class Usage(Shape):
     kv_cache: KVCacheUsage | None = None
 
 
-class PromptLogprob(Shape):
+class PromptLogprob(ResponseSchema):
     logprob: float
     rank: int
     decoded_token: str
@@ -44,14 +44,14 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 FinishReason = Literal["stop", "length", "abort"]
 
 
-class CompletionLogprobs(Shape):
+class CompletionLogprobs(ResponseSchema):
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
-class CompletionChoice(Shape):
+class CompletionChoice(ResponseSchema):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
@@ -64,7 +64,7 @@ class CompletionChoice(Shape):
     sequences_scores: float | None = None
 
 
-class Completion(Shape):
+class Completion(ResponseSchema):
     """Also the shape of a chunk."""
 
     id: str
@@ -75,7 +75,7 @@ class Completion(Shape):
     usage: Usage | None = None
 
 
-class TokenLogprob(Shape):
+class TokenLogprob(ResponseSchema):
     token: str
     bytes: list[int]
     logprob: float
@@ -85,16 +85,16 @@ class ChatTokenLogprob(TokenLogprob):
     top_logprobs: list[TokenLogprob]
 
 
-class ChatLogprobs(Shape):
+class ChatLogprobs(ResponseSchema):
     content: list[ChatTokenLogprob]
 
 
-class CalledFunction(Shape):
+class CalledFunction(ResponseSchema):
     name: str
     arguments: str
 
 
-class AnsweredCall(Shape):
+class AnsweredCall(ResponseSchema):
     """index only in chunks."""
 
     index: int | None = None
@@ -103,13 +103,13 @@ class AnsweredCall(Shape):
     function: CalledFunction
 
 
-class ChatMessage(Shape):
+class ChatMessage(ResponseSchema):
     role: Literal["assistant"] | None = None
     content: str | None = None
     tool_calls: list[AnsweredCall] | None = None
 
 
-class ChatChoice(Shape):
+class ChatChoice(ResponseSchema):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
@@ -120,7 +120,7 @@ class ChatChoice(Shape):
     sequences_scores: float | None = None
 
 
-class ChatChunkChoice(Shape):
+class ChatChunkChoice(ResponseSchema):
     index: int
     delta: ChatMessage
     logprobs: ChatLogprobs | None
@@ -129,7 +129,7 @@ class ChatChunkChoice(Shape):
     token_ids: list[int] | None = None
 
 
-class ChatCompletion(Shape):
+class ChatCompletion(ResponseSchema):
     id: str
     object: Literal["chat.completion"]
     created: int
@@ -140,7 +140,7 @@ class ChatCompletion(Shape):
     usage: Usage
 
 
-class ChatCompletionChunk(Shape):
+class ChatCompletionChunk(ResponseSchema):
     id: str
     object: Literal["chat.completion.chunk"]
     created: int

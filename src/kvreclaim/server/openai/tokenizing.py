@@ -31,7 +31,7 @@ class TokenizeRequest(ConversationOptions):
     return_token_strs: bool | None = None
 
 
-class Tokens(BaseModel):
+class TokenizeResponse(BaseModel):
     count: int
     max_model_len: int
     tokens: list[int]
@@ -50,17 +50,19 @@ class Text(BaseModel):
 OF_MESSAGES = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
 
-@router.post("/tokenize", responses=TEXT_ERRORS, response_model=Tokens)
+@router.post("/tokenize", responses=TEXT_ERRORS, response_model=TokenizeResponse)
 async def tokenize(body: TokenizeRequest, service: ServiceDep, tenant: TenantDep) -> Response:
     """Token ids of a text, or of a conversation through the chat template."""
     if body.model is not None:
         service.check_model(body.model)
 
-    def work() -> Tokens:
+    def work() -> TokenizeResponse:
         ids, strings = _ids(body, service), None
         if body.return_token_strs:
             strings = [str(token) for token in service.tokenizer.convert_ids_to_tokens(ids)]
-        return Tokens(count=len(ids), max_model_len=service.max_model_len, tokens=ids, token_strs=strings)
+        return TokenizeResponse(
+            count=len(ids), max_model_len=service.max_model_len, tokens=ids, token_strs=strings
+        )
 
     size = len(body.prompt) if body.prompt is not None else None
     return await _written(work, service, tenant, size)

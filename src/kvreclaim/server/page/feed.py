@@ -18,7 +18,7 @@ from kvreclaim.server.service import Service
 logger = logging.getLogger(__name__)
 
 
-class Feed:
+class EngineFeed:
     """Reads the engine five times a second while somebody watches, and not at all otherwise."""
 
     def __init__(self, service: Service) -> None:

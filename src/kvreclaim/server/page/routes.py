@@ -19,7 +19,7 @@ from kvreclaim.errors import KVReclaimError
 from kvreclaim.page.files import INDEX, StaticFile, static_files
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.events import stream_events
-from kvreclaim.server.page.feed import Feed
+from kvreclaim.server.page.feed import EngineFeed
 from kvreclaim.server.service import Service, service_of
 
 CONTROL = f"evict-only({Wrapper.default_inner})"
@@ -40,7 +40,9 @@ def install_page(app: FastAPI, service: Service) -> None:
     folder = files("kvreclaim.server.page")
     static = static_files(read_only=False)
     examples: dict[str, Any] = json.loads((folder / "examples.json").read_bytes())
-    app.state.page_feed = Feed(service)  # no route may hold the service: FastAPI remembers routes for ever
+    app.state.page_feed = EngineFeed(
+        service
+    )  # no route may hold the service: FastAPI remembers routes for ever
 
     @router.get("/")
     async def index(request: Request) -> Response:
@@ -54,7 +56,7 @@ def install_page(app: FastAPI, service: Service) -> None:
 
     @router.get("/page/feed")
     async def events(request: Request) -> Response:
-        feed: Feed = request.app.state.page_feed
+        feed: EngineFeed = request.app.state.page_feed
         feed.check_room()
         return await stream_events(feed.watch(), request)
 

@@ -13,7 +13,7 @@ from kvreclaim.engine.step.engine import Engine, StepResult
 from kvreclaim.page.frames import Compaction, Snapshot, compaction_of
 
 
-class Recorder:
+class CompactionRecorder:
     """Notes compactions as they happen, while somebody watches. Lives where the engine runs."""
 
     def __init__(self) -> None:
@@ -81,15 +81,15 @@ def tiers_of(engine: Engine, num_hit: int) -> dict[str, Any] | None:
 def begin(host: EngineCore) -> None:
     """Compactions from here on count."""
     end(host)
-    host.observers = (*host.observers, Recorder())
+    host.observers = (*host.observers, CompactionRecorder())
 
 
 def take(host: EngineCore) -> Snapshot:
     """The engine now, with the compactions since the last one."""
-    recorder = next(each for each in host.observers if isinstance(each, Recorder))
+    recorder = next(each for each in host.observers if isinstance(each, CompactionRecorder))
     return recorder.take(host.engine)
 
 
 def end(host: EngineCore) -> None:
     """Nobody watches any more."""
-    host.observers = tuple(each for each in host.observers if not isinstance(each, Recorder))
+    host.observers = tuple(each for each in host.observers if not isinstance(each, CompactionRecorder))

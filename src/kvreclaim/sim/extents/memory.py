@@ -17,7 +17,7 @@ from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.memory.stats import MemoryStats
 from kvreclaim.sim.content import Links, TraceKeys, TraceTokens
 from kvreclaim.sim.extents.pool import ExtentPool
-from kvreclaim.sim.extents.run import ROOT, Run, Table
+from kvreclaim.sim.extents.run import ROOT, Run, RunTable
 
 _SOME = Growth((0,), ())
 
@@ -104,7 +104,7 @@ class ExtentMemory(MemoryManager):
         self._refuse_known(seq_id)
         assert isinstance(match, ExtentMatch), "another memory's match"
         self._count(match)
-        table = Table(cast(TraceKeys, match.keys), ROOT if self._enabled else None, priority)
+        table = RunTable(cast(TraceKeys, match.keys), ROOT if self._enabled else None, priority)
         for run, num_blocks in match.pieces:
             self.pool.hold(run, num_blocks, table)
         if table.runs:
@@ -186,7 +186,7 @@ class ExtentMemory(MemoryManager):
         self._freed += freed
         return Shrunk((), freed)
 
-    def _drop_all_but(self, table: Table, own: int, strip: int) -> int:
+    def _drop_all_but(self, table: RunTable, own: int, strip: int) -> int:
         """Give back, last first, what is neither of the first `own` blocks of this table alone that nobody
         finds, nor of the last `strip` that somebody could find. Returns: blocks that nobody holds now."""
         pool, runs, kept = self.pool, table.runs, []

@@ -6,7 +6,7 @@ from itertools import count
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.prefix.index import COLD, EVICTED, NUM_REMEMBERED
-from kvreclaim.sim.extents.run import ROOT, Link, Node, Run, RunQueue, Table
+from kvreclaim.sim.extents.run import ROOT, Link, Node, Run, RunQueue, RunTable
 
 
 class Evicted:
@@ -83,7 +83,7 @@ class ExtentPool:
         if in_use > self.peak_in_use:
             self.peak_in_use = in_use
 
-    def hold(self, run: Run, num_blocks: int, table: Table) -> None:
+    def hold(self, run: Run, num_blocks: int, table: RunTable) -> None:
         """A request was found in the first blocks of a run, which are its table's from now on."""
         if num_blocks < run.count:
             run = self.split(run, num_blocks)
@@ -95,7 +95,7 @@ class ExtentPool:
         run.holders.append(table)
         table.runs.append(run)
 
-    def drop(self, run: Run, table: Table) -> int:
+    def drop(self, run: Run, table: RunTable) -> int:
         """A table holds a run no more. Returns: blocks that nobody holds now."""
         run.holders.remove(table)
         if run.holders:
@@ -161,7 +161,7 @@ class ExtentPool:
         there = node is not None and node.at(place) is not None
         return EVICTED if there or (number, place) in self.evicted else COLD
 
-    def enter(self, table: Table, num_blocks: int) -> None:
+    def enter(self, table: RunTable, num_blocks: int) -> None:
         """The next full blocks of a table can be found from now on, as far as no equal ones can."""
         numbers, counts = table.keys.groups
         while num_blocks:
@@ -180,7 +180,7 @@ class ExtentPool:
             table.num_entries += done
             num_blocks -= done
 
-    def _enter(self, table: Table, number: int, chain: Link, wanted: int) -> int:
+    def _enter(self, table: RunTable, number: int, chain: Link, wanted: int) -> int:
         """Some of the blocks that belong from table.place on. Returns: how many."""
         self.version += 1
         node, place = self.nodes.get(number), table.place

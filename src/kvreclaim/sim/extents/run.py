@@ -29,7 +29,7 @@ class Run:
         self, node: Node | None, start: int, count: int, epoch: int = -1, parent: Link = ROOT
     ) -> None:
         self.node, self.start, self.count, self.epoch, self.parent = node, start, count, epoch, parent
-        self.holders: list[Table] = []
+        self.holders: list[RunTable] = []
         self.before = self.after = self
 
     @property
@@ -71,7 +71,7 @@ class Node:
 
 
 @dataclass(slots=True, eq=False)
-class Table:
+class RunTable:
     """The blocks of one sequence: runs, then `room` of its own that no hit finds, the last ones maybe empty.
 
     chain:         what its next full block follows; None: its blocks are found no more

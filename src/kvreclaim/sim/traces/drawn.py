@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from kvreclaim.checks import check_choice, check_int, check_number
-from kvreclaim.sim.request import Asked
+from kvreclaim.sim.request import SimRequest
 from kvreclaim.sim.traces.trace import Trace
 
 ARRIVALS = ("poisson", "gamma", "even")
@@ -55,7 +55,7 @@ class Arrivals:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class TrafficShape:
     """Requests or conversations, all alike.
 
     count:      of them
@@ -85,14 +85,14 @@ class Shape:
     def trace(self, arrivals: Arrivals) -> Trace:
         """Conversations begin at these arrivals."""
         random, firsts = Random(self.seed), []
-        later: dict[int | None, list[Asked]] = {}
+        later: dict[int | None, list[SimRequest]] = {}
         for session, time in enumerate(arrivals.times(self.count)):
             turns = self._turns(session, random)
             firsts.append(replace(turns[0], arrival_s=time))
             later[session] = turns[1:]
         return Trace(firsts, knows_content=True, later=later if self.turns > 1 else {}, name="drawn")
 
-    def _turns(self, session: int, random: Random) -> list[Asked]:
+    def _turns(self, session: int, random: Random) -> list[SimRequest]:
         said, found = self.prefix, []
         ids: tuple[str, ...] = ("prefix",) if self.prefix else ()
         for _ in range(self.turns):
@@ -101,7 +101,7 @@ class Shape:
             think = random.expovariate(1 / self.think_s) if self.think_s else 0.0
             tail = ("session", session) if self.turns > 1 else None
             found.append(
-                Asked(
+                SimRequest(
                     think,
                     said,
                     output,

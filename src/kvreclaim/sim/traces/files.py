@@ -12,7 +12,7 @@ from typing import Any
 
 from kvreclaim.checks import check_choice, is_int, parse_json, require
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.sim.request import Asked
+from kvreclaim.sim.request import SimRequest
 from kvreclaim.sim.traces.trace import Trace
 
 MOONCAKE_PIECE = 512
@@ -58,7 +58,7 @@ def _mooncake(lines: list[str], piece: int) -> Trace:
     return Trace([_hashed(row, number, piece) for number, row in _objects(lines)], knows_content=True)
 
 
-def _hashed(row: Mapping[str, Any], number: int, piece: int) -> Asked:
+def _hashed(row: Mapping[str, Any], number: int, piece: int) -> SimRequest:
     prompt, ids = _count(row, "input_length", number), _ids(row, "hash_ids", number)
     require(
         len(ids) in (0, -(-prompt // piece)),
@@ -68,7 +68,7 @@ def _hashed(row: Mapping[str, Any], number: int, piece: int) -> Asked:
     )
     output = max(1, _count(row, "output_length", number, least=0))
     arrival = _number(row, "timestamp", number) / 1000
-    return Asked(arrival, prompt, output, ids, piece, prompt if ids else 0)
+    return SimRequest(arrival, prompt, output, ids, piece, prompt if ids else 0)
 
 
 def _azure(lines: list[str], piece: int) -> Trace:
@@ -82,7 +82,7 @@ def _azure(lines: list[str], piece: int) -> Trace:
             "trace",
         )
         prompt, output = (_digits(row[name], name, number) for name in ("ContextTokens", "GeneratedTokens"))
-        asked.append(Asked(_date_s(row["TIMESTAMP"], number), max(1, prompt), max(1, output)))
+        asked.append(SimRequest(_date_s(row["TIMESTAMP"], number), max(1, prompt), max(1, output)))
     return Trace(asked, knows_content=False)
 
 
@@ -105,7 +105,7 @@ def _date_s(text: str, number: int) -> float:
 
 def _aiperf(lines: list[str], piece: int) -> Trace:
     """As mooncake, with session_id and delay (ms): a session's next turn comes so long after the answer."""
-    turns: dict[Any, list[Asked]] = {}
+    turns: dict[Any, list[SimRequest]] = {}
     alone = []
     for number, row in _objects(lines):
         require(
@@ -129,7 +129,7 @@ def _aiperf(lines: list[str], piece: int) -> Trace:
 def _own(lines: list[str], piece: int) -> Trace:
     """prompt_tokens, output_tokens, arrival_s; optional: ids and piece (what the prompt begins with), session
     (turns of one share their text; each comes think_s after the last answer), priority."""
-    turns: dict[Any, list[Asked]] = {}
+    turns: dict[Any, list[SimRequest]] = {}
     alone, knows = [], False
     for number, row in _objects(lines):
         strange = sorted(row.keys() - _OWN)
@@ -137,7 +137,7 @@ def _own(lines: list[str], piece: int) -> Trace:
         prompt = _count(row, "prompt_tokens", number)
         size = _count({"piece": piece, **row}, "piece", number)
         ids, session = _ids(row, "ids", number), _name(row, "session", number)
-        asked = Asked(
+        asked = SimRequest(
             _number(row, "arrival_s", number) if "arrival_s" in row else 0.0,
             prompt,
             _count(row, "output_tokens", number),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from kvreclaim.checks import require
-from kvreclaim.sim.request import Asked, Record
+from kvreclaim.sim.request import RequestRecord, SimRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,9 +16,9 @@ class Trace:
     later:         by session, its further turns in their order; arrival_s: seconds after the answer before
     """
 
-    requests: list[Asked]
+    requests: list[SimRequest]
     knows_content: bool
-    later: Mapping[int | None, list[Asked]] = field(default_factory=dict)
+    later: Mapping[int | None, list[SimRequest]] = field(default_factory=dict)
     name: str = ""
     form: str = ""
 
@@ -51,7 +51,7 @@ class Follower:
     def __init__(self, trace: Trace) -> None:
         self._left = {session: list(reversed(turns)) for session, turns in trace.later.items()}
 
-    def __call__(self, asked: Asked, record: Record) -> Asked | None:
+    def __call__(self, asked: SimRequest, record: RequestRecord) -> SimRequest | None:
         left = self._left.get(asked.session) if asked.session is not None else None
         if not left:
             return None

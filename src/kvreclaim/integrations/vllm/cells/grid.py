@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.errors import UnsupportedModelError
-from kvreclaim.integrations.vllm.layouts import CacheViews, Layout, PackedLayout, StridedLayout
+from kvreclaim.integrations.vllm.layouts import CacheLayout, CacheViews, PackedLayout, StridedLayout
 
 MAX_ENTRIES = 2**31 - 1
 """Tables are int32 in every back-end."""
@@ -39,7 +39,7 @@ class CellGrid:
     num_heads: int
     block_size: int
     view: Tensor
-    layout: Layout
+    layout: CacheLayout
 
     @property
     def num_layers(self) -> int:
@@ -100,7 +100,7 @@ def _as_cells(cache: Tensor, entries: int, unit: int) -> Tensor:
     return cache.as_strided(shape, strides, cache.storage_offset())
 
 
-def _cell_layout(layout: Layout, entries: int, unit: int) -> Layout:
+def _cell_layout(layout: CacheLayout, entries: int, unit: int) -> CacheLayout:
     if isinstance(layout, StridedLayout):
         return StridedLayout(_as_cells(layout.keys, entries, unit), _as_cells(layout.values, entries, unit))
     assert isinstance(layout, PackedLayout), type(layout)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvreclaim.integrations.vllm.cells.grid import CellGrid
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.ops.cell_tables import Cells
+from kvreclaim.ops.cell_tables import CellTable
 from kvreclaim.ops.moving import move
 
 MAX_ENTRIES = 1 << 23
@@ -70,7 +70,7 @@ class HeadTables:
         self.grid = grid
         self.fixed = fixed
         self.rows: dict[str, int] = {}
-        self.held: dict[str, Cells] = {}
+        self.held: dict[str, CellTable] = {}
         device, (layers, heads) = grid.device, grid.shape
         self._free: list[int] = []
         self._table = torch.zeros((1, layers, heads, 1), dtype=torch.int32, device=device)
@@ -86,7 +86,7 @@ class HeadTables:
         self._order = torch.zeros(max_tokens * heads, dtype=torch.int64, device=device)
         self._next: tuple[Tensor, int] | None = None
 
-    def put(self, request_id: str, cells: Cells) -> None:
+    def put(self, request_id: str, cells: CellTable) -> None:
         """From now on the request's heads lie in these cells and in what is appended to its table."""
         self.held[request_id] = cells
         row = self.rows.get(request_id)

@@ -22,7 +22,7 @@ from kvreclaim.integrations.vllm.cells.positions import HeadPositions, Positions
 from kvreclaim.integrations.vllm.layouts import CacheViews
 from kvreclaim.integrations.vllm.staging import CacheSource, Stage
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.ops.cell_tables import Cells, append_cells, assign_cells, join_moves
+from kvreclaim.ops.cell_tables import CellTable, append_cells, assign_cells, join_moves
 from kvreclaim.ops.key_source import KeySource
 from kvreclaim.schedule.budget.compaction import Pass
 
@@ -92,7 +92,7 @@ class UnevenPasses:
     def _as_backend(self, block: int) -> np.ndarray:
         return block * self.views.ratio + np.arange(self.views.ratio)
 
-    def _move(self, asked: _Asked, kept: Heads, blocks: np.ndarray) -> Cells:
+    def _move(self, asked: _Asked, kept: Heads, blocks: np.ndarray) -> CellTable:
         """Heads are read whole before they are written, a few at a time."""
         size = self.grid.block_size
         wanted = np.array([[len(slots) // size for slots in rows] for rows in kept])
@@ -107,7 +107,7 @@ class UnevenPasses:
                 size,
             )
             self.grid.layout.compact(slots[None], sources, targets)
-        return Cells(table, wanted, len(blocks), asked.prompt_left(kept))
+        return CellTable(table, wanted, len(blocks), asked.prompt_left(kept))
 
 
 class _Asked:
@@ -122,7 +122,7 @@ class _Asked:
         one: Pass[str],
         full: int,
         blocks: Tensor,
-        held: Cells | None,
+        held: CellTable | None,
         positions: Positions | None,
     ) -> None:
         self.owner, self.one, self.full, self.blocks, self.held = owner, one, full, blocks, held

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 
-from kvreclaim.integrations.vllm.live.recorder import Recorder
+from kvreclaim.integrations.vllm.live.recorder import StepRecorder
 from kvreclaim.page.frames import Compaction, Snapshot, frame_event
 from kvreclaim.page.viewer import MAX_VIEWERS, PERIOD_S, QUIET_S, Viewer
 
@@ -20,7 +20,7 @@ IDLE_S = 0.1
 """How often it is looked whether requests have ended meanwhile."""
 
 
-class Feed:
+class PluginFeed:
     """Lives in the page's loop. num_blocks: of the pool."""
 
     def __init__(self, num_blocks: int) -> None:
@@ -30,7 +30,7 @@ class Feed:
         self._frame: bytes | None = None
         self._came: asyncio.Queue[Snapshot] = asyncio.Queue()
         self._untold: list[Compaction] = []
-        self.recorder: Recorder | None = None
+        self.recorder: StepRecorder | None = None
 
     @property
     def is_full(self) -> bool:
@@ -79,7 +79,7 @@ class Feed:
             recorder.watch(False)
             self._task = self._frame = None
 
-    async def _show(self, recorder: Recorder) -> None:
+    async def _show(self, recorder: StepRecorder) -> None:
         last, sent_s = b"", 0.0
         while self._viewers:
             snapshot = await self._next(recorder)
@@ -98,7 +98,7 @@ class Feed:
             spent_s = time.perf_counter() - began_s + (snapshot.look_s if snapshot else 0.0)
             await asyncio.sleep(max(PERIOD_S, spent_s / SHARE))
 
-    async def _next(self, recorder: Recorder) -> Snapshot | None:
+    async def _next(self, recorder: StepRecorder) -> Snapshot | None:
         """The pool after the next step, or as it is while there is none; None if neither comes in QUIET_S."""
         while not self._came.empty():  # of a step before; what it told is kept
             self._came.get_nowait()

@@ -14,7 +14,7 @@ from contextlib import aclosing, suppress
 from http import HTTPStatus
 from typing import Any
 
-from kvreclaim.integrations.vllm.live.feed import Feed
+from kvreclaim.integrations.vllm.live.feed import PluginFeed
 from kvreclaim.page.files import HEADERS, INDEX, static_files
 from kvreclaim.page.hosts import is_own
 
@@ -40,7 +40,7 @@ class PageHttp:
     host:     the name or address that the operator gave; the page may be called by it
     """
 
-    def __init__(self, feed: Feed, settings: Mapping[str, Any], host: str) -> None:
+    def __init__(self, feed: PluginFeed, settings: Mapping[str, Any], host: str) -> None:
         self._feed = feed
         self._settings = json.dumps(settings).encode()
         self._static = static_files(read_only=True)

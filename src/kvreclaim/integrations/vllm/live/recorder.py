@@ -25,7 +25,7 @@ Look = Callable[[list[Compaction]], Snapshot]
 """Reads the pool as it is, for a snapshot with these compactions."""
 
 
-class Recorder:
+class StepRecorder:
     """Args:
     look:    in the scheduler's thread between two steps, or in any while no request is there
     is_idle: whether no request is there; from any thread

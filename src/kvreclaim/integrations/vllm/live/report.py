@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
-from kvreclaim.integrations.vllm.accounts import Pool
+from kvreclaim.integrations.vllm.accounts import PlacedPool
 from kvreclaim.integrations.vllm.passes import Totals
 
 logger = logging.getLogger("vllm.kvreclaim")
@@ -18,7 +18,7 @@ EVERY = 1000
 class Report:
     """Knows the totals of a ledger, which go on elsewhere, and what requests have had of its pool."""
 
-    def __init__(self, totals: Totals, pool: Pool, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, totals: Totals, pool: PlacedPool, clock: Callable[[], float] = time.monotonic) -> None:
         self._totals = totals
         self._pool = pool
         self._clock = clock

@@ -11,9 +11,9 @@ from threading import Thread
 from typing import Any
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.integrations.vllm.live.feed import Feed
+from kvreclaim.integrations.vllm.live.feed import PluginFeed
 from kvreclaim.integrations.vllm.live.http import MAX_HEAD_BYTES, PageHttp
-from kvreclaim.integrations.vllm.live.recorder import Look, Recorder
+from kvreclaim.integrations.vllm.live.recorder import Look, StepRecorder
 from kvreclaim.integrations.vllm.page_address import PageAddress
 from kvreclaim.page.frames import Snapshot
 
@@ -28,7 +28,7 @@ class PageServer:
     Args:
         address:  where
         settings: see PageHttp; num_blocks among them
-        look, is_idle: see Recorder
+        look, is_idle: see StepRecorder
 
     recorder: to be told of every step
     url:      of the page
@@ -44,9 +44,9 @@ class PageServer:
         self.url = f"http://{f'[{address.host}]' if ':' in address.host else address.host}:{port}/"
         self._loop = asyncio.new_event_loop()
         self._stopped = asyncio.Event()
-        self._feed = Feed(settings["num_blocks"])
+        self._feed = PluginFeed(settings["num_blocks"])
         self._http = PageHttp(self._feed, settings, address.host)
-        self.recorder = self._feed.recorder = Recorder(look, is_idle, self._deliver)
+        self.recorder = self._feed.recorder = StepRecorder(look, is_idle, self._deliver)
         self._thread = Thread(target=self._serve, name="kvreclaim-page", daemon=True)
         self._thread.start()
         logger.info("kvreclaim: the block pool is shown at %s", self.url)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvreclaim.integrations.vllm.accounts import Request
+from kvreclaim.integrations.vllm.accounts import VllmRequest
 from kvreclaim.integrations.vllm.ledger import Ledger
 from kvreclaim.integrations.vllm.live.report import Report
 from kvreclaim.schedule import Pass
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Tokens:
+class TokenTotals:
     """Sums since the start. Of prompts those that were found in the prefix cache, too, are counted."""
 
     prompt: int = 0
@@ -25,20 +25,20 @@ class Tokens:
     hit: int = 0
 
 
-class Progress:
+class TokenProgress:
     """Tokens by request, seen now and then: what each has come further by since. The prompt of a request that
     is preempted is computed anew."""
 
     def __init__(self) -> None:
-        self.tokens = Tokens()
+        self.tokens = TokenTotals()
         self._seen: dict[str, tuple[int, int]] = {}
 
-    def look(self, requests: Mapping[str, Request]) -> None:
+    def look(self, requests: Mapping[str, VllmRequest]) -> None:
         """O(requests)."""
         for request in requests.values():
             self._seen[request.request_id] = self._add(request)
 
-    def freeing(self, request: Request) -> None:
+    def freeing(self, request: VllmRequest) -> None:
         """Its blocks go."""
         self._seen[request.request_id] = 0, self._add(request)[1]
 
@@ -46,7 +46,7 @@ class Progress:
         """It has given its blocks back, and does not come again."""
         self._seen.pop(request_id, None)
 
-    def _add(self, request: Request) -> tuple[int, int]:
+    def _add(self, request: VllmRequest) -> tuple[int, int]:
         prompt = min(request.num_computed_tokens, request.num_prompt_tokens)
         output = request.num_tokens - request.num_prompt_tokens
         before = self._seen.get(request.request_id, (0, 0))
@@ -55,7 +55,7 @@ class Progress:
         return prompt, output
 
 
-class Sights:
+class StepObserver:
     """Called in the scheduler's thread. Without a page what it costs a step is a comparison.
 
     Args:
@@ -65,7 +65,7 @@ class Sights:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._report = Report(ledger.totals, ledger.pool)
-        self.progress = Progress()
+        self.progress = TokenProgress()
         self.page: PageServer | None = None
 
     def begin_step(self) -> None:
@@ -73,7 +73,7 @@ class Sights:
         if self.page is not None:
             self.page.recorder.begin_step()
 
-    def passed(self, passes: Sequence[Pass[str]], running: Iterable[Request]) -> None:
+    def passed(self, passes: Sequence[Pass[str]], running: Iterable[VllmRequest]) -> None:
         """The passes of a step have been planned."""
         if passes:
             self._report.passed(request.request_id for request in running)
@@ -85,7 +85,7 @@ class Sights:
         if self.page is not None:
             self.page.recorder.end_step()
 
-    def freeing(self, request: Request) -> None:
+    def freeing(self, request: VllmRequest) -> None:
         """It is about to lose its blocks: ended, or preempted."""
         self._report.ending(request.request_id)
         if self.page is not None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kvreclaim.integrations.vllm.layouts import LayerCache, Write
+from kvreclaim.integrations.vllm.layouts import VllmLayerCache, Write
 from kvreclaim.integrations.vllm.v0_32 import probing
 
 FP8 = {
@@ -19,7 +19,7 @@ PACKED_BACKENDS = frozenset({"CPU_ATTN"})
 """Backends with an order of their own inside a block; all others keep keys in [..., :D], values behind."""
 
 
-def layer_caches(runner: Any) -> tuple[LayerCache, ...]:
+def layer_caches(runner: Any) -> tuple[VllmLayerCache, ...]:
     """The caches of all attention layers, in the order of the layers."""
     return tuple(_layer_cache(layer, runner.model_config.dtype) for layer in probing.attention_layers(runner))
 
@@ -29,7 +29,7 @@ def num_blocks(runner: Any) -> int:
     return int(runner.kv_cache_config.num_blocks)
 
 
-def _layer_cache(layer: Any, dtype: torch.dtype) -> LayerCache:
+def _layer_cache(layer: Any, dtype: torch.dtype) -> VllmLayerCache:
     backend, cache = layer.attn_backend.get_name(), layer.kv_cache
     stored = FP8.get(layer.kv_cache_dtype)
     on_host = cache.device.type == "cpu"
@@ -37,7 +37,7 @@ def _layer_cache(layer: Any, dtype: torch.dtype) -> LayerCache:
     if stored is not None:  # the CPU backend takes its scales from the host's copies
         k_scale = layer._k_scale_float if on_host else layer._k_scale
         v_scale = layer._v_scale_float if on_host else layer._v_scale
-    return LayerCache(
+    return VllmLayerCache(
         name=f"{layer.layer_name} ({backend}{f', isa {layer.isa}' if hasattr(layer, 'isa') else ''})",
         cache=cache,
         head_dim=layer.head_size,

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvreclaim.integrations.vllm.ledger import Ledger
 from kvreclaim.integrations.vllm.live.recorder import FIRST_BLOCK
-from kvreclaim.integrations.vllm.live.sights import Sights
+from kvreclaim.integrations.vllm.live.sights import StepObserver
 from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.page.frames import Compaction, Snapshot
 from kvreclaim.page.sharing import share_tree
@@ -48,7 +48,7 @@ def open_page(scheduler: Any, options: Options, vllm_config: Any) -> PageServer 
     )
 
 
-def look(scheduler: Any, sights: Sights, told: list[Compaction]) -> Snapshot:
+def look(scheduler: Any, sights: StepObserver, told: list[Compaction]) -> Snapshot:
     """The pool now. O(blocks + requests)."""
     began_s = time.perf_counter()
     sights.progress.look(scheduler.requests)

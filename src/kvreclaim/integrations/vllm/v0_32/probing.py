@@ -33,7 +33,7 @@ class Recorded:
     keys: Tensor
 
 
-class Recorder:
+class AttentionRecorder:
     """Stands in for an attention implementation: keeps queries and keys, answers each token with its own
     value, and never touches the cache. Everything else is the implementation's own."""
 
@@ -140,10 +140,10 @@ def record(runner: Any, layers: Sequence[Attention]) -> list[Recorded]:
 
 
 @contextmanager
-def _recording(layers: Sequence[Attention]) -> Iterator[list[Recorder]]:
+def _recording(layers: Sequence[Attention]) -> Iterator[list[AttentionRecorder]]:
     """Recorders in place of the layers' implementations, and queries as the model makes them."""
     before = [(layer.impl, layer.query_quant) for layer in layers]
-    recorders = [Recorder(layer.impl) for layer in layers]
+    recorders = [AttentionRecorder(layer.impl) for layer in layers]
     try:
         for layer, recorder in zip(layers, recorders, strict=True):
             layer.impl, layer.query_quant = recorder, None

@@ -16,7 +16,7 @@ from vllm.v1.request import RequestStatus
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm import signatures
 from kvreclaim.integrations.vllm.ledger import Ledger
-from kvreclaim.integrations.vllm.live.sights import Sights
+from kvreclaim.integrations.vllm.live.sights import StepObserver
 from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.refusals import refuse_groups, refuse_scheduler
 from kvreclaim.integrations.vllm.v0_32 import looking
@@ -27,8 +27,8 @@ FIGURES = "kvreclaim"
 RUNNING = RequestStatus.RUNNING
 
 
-class Pool:
-    """vLLM's block pool and the tables of its one KV cache group, as accounts.Pool.
+class VllmPool:
+    """vLLM's block pool and the tables of its one KV cache group, as an accounts.PlacedPool.
 
     A table keeps its length: the place of a block given back holds the null block, behind the blocks that are
     left, so that "blocks missing = ceil(tokens / block size) - length of the table" stays right for vLLM.
@@ -119,7 +119,7 @@ class SchedulerHooks:
     """
 
     reclaim: Ledger
-    sights: Sights
+    sights: StepObserver
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         """Raises: UnsupportedVllmError, InvalidArgumentError, UnsupportedModelError."""
@@ -131,12 +131,12 @@ class SchedulerHooks:
         manager: Any = self.kv_cache_manager  # type: ignore[attr-defined]
         block_size = manager.coordinator.single_type_managers[0].block_size
         max_chunk = self.max_num_scheduled_tokens  # type: ignore[attr-defined]
-        self.reclaim = Ledger(options, Pool(manager), block_size, max_chunk)
+        self.reclaim = Ledger(options, VllmPool(manager), block_size, max_chunk)
         manager.__class__ = ReclaimKVCacheManager
         manager.reclaim, manager.scheduler = self.reclaim, self
         self._reported = replace(self.reclaim.totals)
         self._check_pool()
-        self.sights = Sights(self.reclaim)
+        self.sights = StepObserver(self.reclaim)
         self.sights.page = looking.open_page(self, options, vllm_config)
 
     def _check_pool(self) -> None:

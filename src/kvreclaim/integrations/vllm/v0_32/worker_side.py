@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
-from kvreclaim.integrations.vllm.applier import Applier, Rows
+from kvreclaim.integrations.vllm.applier import Applier, RunnerRows
 from kvreclaim.integrations.vllm.cells.heads import HeadTables
 
 
@@ -22,12 +22,12 @@ def is_v2(runner: Any) -> bool:
     return bool(runner.vllm_config.use_v2_model_runner)
 
 
-def rows_of(runner: Any, heads: HeadTables | None) -> Rows:
+def rows_of(runner: Any, heads: HeadTables | None) -> RunnerRows:
     """The adapter to the runner's block tables, which says who is in a step to heads that have their own."""
     if is_v2(runner):
         from kvreclaim.integrations.vllm.v0_32.v2_side import V2Rows
 
-        rows: Rows = V2Rows(runner, heads)
+        rows: RunnerRows = V2Rows(runner, heads)
         return rows
     return V1Rows(runner, heads)
 
