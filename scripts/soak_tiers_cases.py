@@ -52,7 +52,6 @@ class Case:
             n=self.n,
             seed=self.seed,
             ignore_eos=True,
-            cache_salt=self.salt,
             logprobs=logprobs,
         )
 
@@ -118,9 +117,12 @@ class Oracle:
         """Tokens, and for each by how much it was likelier than the next one."""
         if number not in self._known:
             case = self.cases[number]
-            (output,) = self.llm.generate(
-                [list(case.prompt)], case.params(2), case.compression(), compress_at=case.compress_at
-            )
+            prompt = {
+                "prompt_token_ids": list(case.prompt),
+                "cache_salt": case.salt,
+                "compress_at": case.compress_at,
+            }
+            (output,) = self.llm.generate(prompt, case.params(2), case.compression())
             assert output.error is None, output.error
             (first, *_) = output.outputs
             assert first.logprobs is not None, "they were asked for"

@@ -106,7 +106,12 @@ class Phase:
         case, config = self.cases[number], self.cases[number].compression()
         compressor = None if config is None else self.llm.compressor(config)
         request = self.engine.add_request(
-            str(place), list(case.prompt), case.params(), compressor, compress_at=case.compress_at
+            str(place),
+            list(case.prompt),
+            case.params(),
+            compressor,
+            cache_salt=case.salt,
+            compress_at=case.compress_at,
         )
         leaves = self.engine.totals.steps + self.rng.randrange(12) if self.rng.random() < 0.06 else None
         self._running[request.request_id] = place, number, request, leaves

@@ -26,7 +26,6 @@ class BeamSearchParams:
                     would suit it best
     num_return_sequences: the best so many of beam_width come back
     ignore_eos:     the model ends no output
-    cache_salt:     prefix blocks are shared only among requests with the same salt
     """
 
     beam_width: int = option(4, low=1)
@@ -35,7 +34,6 @@ class BeamSearchParams:
     early_stopping: EarlyStopping = False
     num_return_sequences: int = option(1, low=1)
     ignore_eos: bool = option(False)
-    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -50,18 +48,10 @@ class BeamSearchParams:
             "more than that come out of the search: lower it, or raise beam_width.",
             "num_return_sequences",
         )
-        require(
-            self.cache_salt is None or isinstance(self.cache_salt, str),
-            f"cache_salt is {self.cache_salt!r}; pass a string or None.",
-            "cache_salt",
-        )
 
     @property
     def sampling(self) -> SamplingParams:
         """What else of a request goes by these."""
         return SamplingParams(
-            n=self.num_return_sequences,
-            max_tokens=self.max_tokens,
-            ignore_eos=self.ignore_eos,
-            cache_salt=self.cache_salt,
+            n=self.num_return_sequences, max_tokens=self.max_tokens, ignore_eos=self.ignore_eos
         )

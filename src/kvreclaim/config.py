@@ -394,8 +394,6 @@ class SamplingParams:
         typed_as=list[str],
         kw_only=True,
     )
-    cache_salt: str | None = field(default=None, kw_only=True)
-    sparse_prefill: str | None = field(default=None, kw_only=True)
     stop_strings: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -447,16 +445,6 @@ class SamplingParams:
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
             f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}; lower it.",
             "min_tokens",
-        )
-        require(
-            self.cache_salt is None or isinstance(self.cache_salt, str),
-            f"cache_salt is {self.cache_salt!r}; pass a string or None.",
-            "cache_salt",
-        )
-        require(
-            "\x00" not in (self.cache_salt or ""),
-            "cache_salt holds the character NUL, which sets apart what is not computed exactly; drop it.",
-            "cache_salt",
         )
 
 

@@ -48,3 +48,8 @@ def assert_idle(llm) -> None:
     assert not llm.engine.has_unfinished
     assert not llm.engine.scheduler.waiting
     assert not llm.engine.scheduler.running
+
+
+def with_options(prompts, **options):
+    """The prompts, token ids each, with these options beside them."""
+    return [{"prompt_token_ids": prompt, **options} for prompt in prompts]

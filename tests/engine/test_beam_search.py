@@ -335,7 +335,6 @@ def test_beams_that_give_way_are_the_same_in_every_format(make_llm, monkeypatch,
         ({"beam_width": 2, "num_return_sequences": 3}, "num_return_sequences is 3"),
         ({"early_stopping": "always"}, "'always'"),
         ({"length_penalty": float("nan")}, "length_penalty"),
-        ({"cache_salt": 3}, "cache_salt"),
     ],
 )
 def test_parameters_that_mean_nothing_are_refused(fields, words):

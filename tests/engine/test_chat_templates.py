@@ -128,5 +128,5 @@ def test_the_demo_model_sees_tools_and_calls_as_unknown_words(demo):
 
 def test_chat_answers_what_generate_answers(tiny_dir):
     llm = LLM(tiny_dir("llama"), dtype="float32", num_blocks=50)
-    out = llm.chat([USER], GREEDY, chat_template="{{ messages[0].content }}")
+    (out,) = llm.chat([USER], GREEDY, chat_template="{{ messages[0].content }}")
     assert out.outputs[0].token_ids == llm.generate("the end", GREEDY)[0].outputs[0].token_ids

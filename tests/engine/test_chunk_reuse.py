@@ -13,7 +13,7 @@ from settings import assert_idle, small
 
 from kvreclaim import Chunk, ChunkReuse, SamplingParams
 from kvreclaim.chunks import SELECTIONS
-from kvreclaim.engine.api.pieces import laid_out
+from kvreclaim.engine.api.prompts import laid_out
 from kvreclaim.engine.lifecycle import chunk_requests as chunked
 from kvreclaim.engine.lifecycle.chunk_requests import squared_change
 from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
@@ -35,6 +35,10 @@ def tokens(outputs):
 
 def logprobs(outputs):
     return [[next(iter(step.values())).logprob for step in out.outputs[0].logprobs] for out in outputs]
+
+
+def reusing(how, prompt=PROMPT):
+    return {"prompt": prompt, "chunk_reuse": how}
 
 
 def run(llm, how, prompt=PROMPT, params=GREEDY, until=lambda request: request.finished):
@@ -84,7 +88,7 @@ def test_computing_all_anew_is_the_whole_prompt(family, make_llm):
     whole = make_llm(family, **SMALL).generate([A + B + C + ASKED], GREEDY)
     for how in (ChunkReuse(share=1.0), ChunkReuse(select="all")):
         llm = make_llm(family, **SMALL)
-        found = llm.generate(PROMPT, GREEDY, chunk_reuse=how)
+        found = llm.generate(reusing(how), GREEDY)
         assert tokens(found) == tokens(whole)
         near(found, whole)
         assert found[0].metrics.num_reused_tokens == 0
@@ -162,12 +166,12 @@ def test_chunks_are_computed_once_in_whatever_order(make_llm):
     llm = make_llm(**SMALL)
     llm.generate(PROMPT, GREEDY)
     before = llm.engine.totals.prompt_tokens
-    shuffled = [Chunk(C), Chunk(B), Chunk(A), ASKED]
-    warm = llm.generate(shuffled, GREEDY, chunk_reuse=ChunkReuse(select="none"))
+    prompt = reusing(ChunkReuse(select="none"), [Chunk(C), Chunk(B), Chunk(A), ASKED])
+    warm = llm.generate(prompt, GREEDY)
     assert llm.engine.totals.prompt_tokens - before == 174 + 40, (
         "the prompt, and A, which was computed as a first"
     )
-    near(warm, make_llm(**SMALL).generate(shuffled, GREEDY, chunk_reuse=ChunkReuse(select="none")))
+    near(warm, make_llm(**SMALL).generate(prompt, GREEDY))
 
 
 def test_how_a_prompt_is_cut_and_who_is_beside_change_nothing(make_llm):
@@ -202,7 +206,7 @@ def test_forks_and_compression(make_llm):
     assert len(tokens(llm.generate(PROMPT, many))) == 3
     config = small("knorm", budget=64, interval=16)
     how = ChunkReuse(select="first", share=1.0)
-    found = make_llm(**SMALL).generate(PROMPT, GREEDY, config, chunk_reuse=how)
+    found = make_llm(**SMALL).generate(reusing(how), GREEDY, config)
     whole = make_llm(**SMALL).generate([A + B + C + ASKED], GREEDY, config)
     assert found[0].metrics.compactions == whole[0].metrics.compactions > 1
     near(found, whole)
@@ -258,7 +262,7 @@ def test_a_trial_needs_room_for_the_whole_prompt(make_llm):
     llm, config = make_llm(num_blocks=20, **SMALL), small("knorm", budget=48, interval=16)
     with pytest.raises(RequestTooLongError, match="needs 175 slots, but the pool holds 160"):
         llm.generate(PROMPT, GREEDY, config)
-    (found,) = llm.generate(PROMPT, GREEDY, config, chunk_reuse=ChunkReuse(select="first"))
+    (found,) = llm.generate(reusing(ChunkReuse(select="first")), GREEDY, config)
     assert found.error is None
     assert_idle(llm)
 

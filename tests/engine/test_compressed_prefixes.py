@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import tiny
-from settings import assert_idle
+from settings import assert_idle, with_options
 
 from kvreclaim import CompressionConfig, SamplingParams
 from kvreclaim.errors import InvalidArgumentError
@@ -40,9 +40,14 @@ def told(outputs):
     ]
 
 
+def at_document(prompts, **options):
+    """The prompts, compressed behind the document."""
+    return with_options(prompts, **{"compress_at": len(DOCUMENT), **options})
+
+
 def one_by_one(llm, compression):
     """The answers, and the prompt tokens that each one found."""
-    outputs = [llm.generate(prompt, PARAMS, compression, compress_at=len(DOCUMENT))[0] for prompt in PROMPTS]
+    outputs = [llm.generate(prompt, PARAMS, compression)[0] for prompt in at_document(PROMPTS)]
     llm.engine.memory.check()
     return told(outputs), [output.metrics.num_cached_tokens for output in outputs]
 
@@ -88,9 +93,9 @@ def test_together_they_take_the_memory_of_one(make_llm):
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     compression = config("knorm", budget=64)
     llm = make_llm()
-    llm.generate(prompts[0], params, compression, compress_at=len(DOCUMENT))
+    llm.generate(at_document(prompts[:1]), params, compression)
     llm.engine.memory.pool.reset_peak()
-    outputs = llm.generate(prompts, params, compression, compress_at=len(DOCUMENT))
+    outputs = llm.generate(at_document(prompts), params, compression)
     assert all(output.metrics.num_cached_tokens == len(DOCUMENT) for output in outputs)
     assert llm.engine.memory.stats().peak_in_use <= 4 + 10
     idle(llm)
@@ -98,22 +103,17 @@ def test_together_they_take_the_memory_of_one(make_llm):
 
 def test_what_differs_does_not_find_it(make_llm):
     llm = make_llm()
-    llm.generate(PROMPTS[0], PARAMS, config("knorm"), compress_at=len(DOCUMENT))
+    llm.generate(at_document(PROMPTS[:1]), PARAMS, config("knorm"))
     others = (
-        (PROMPTS[1], PARAMS, config("knorm", budget=48), len(DOCUMENT)),
-        (PROMPTS[1], PARAMS, config("keydiff"), len(DOCUMENT)),
-        (PROMPTS[1], PARAMS, config("knorm"), len(DOCUMENT) - 1),
-        ([DOCUMENT[0] ^ 1, *PROMPTS[1][1:]], PARAMS, config("knorm"), len(DOCUMENT)),
-        (
-            PROMPTS[1],
-            SamplingParams(temperature=0.0, max_tokens=4, cache_salt="a"),
-            config("knorm"),
-            len(DOCUMENT),
-        ),
+        (PROMPTS[1], config("knorm", budget=48), {}),
+        (PROMPTS[1], config("keydiff"), {}),
+        (PROMPTS[1], config("knorm"), {"compress_at": len(DOCUMENT) - 1}),
+        ([DOCUMENT[0] ^ 1, *PROMPTS[1][1:]], config("knorm"), {}),
+        (PROMPTS[1], config("knorm"), {"cache_salt": "a"}),
     )
-    for prompt, params, compression, at in others:
+    for prompt, compression, options in others:
         before = llm.engine.scheduler.snapshots.num_hits
-        llm.generate(prompt, params, compression, compress_at=at)
+        llm.generate(at_document([prompt], **options), PARAMS, compression)
         assert llm.engine.scheduler.snapshots.num_hits == before
     idle(llm)
 
@@ -155,8 +155,9 @@ def test_one_that_gives_way_to_another_is_moved_at_once(make_llm):
             engine.memory.pool.clear_index()
     assert moved >= 2
     for prompt in prompts:
-        (output,) = llm.generate(prompt, PARAMS, compression, compress_at=150)
-        (expected,) = alone.generate(prompt, PARAMS, compression, compress_at=150)
+        asked = with_options([prompt], compress_at=150)
+        (output,) = llm.generate(asked, PARAMS, compression)
+        (expected,) = alone.generate(asked, PARAMS, compression)
         assert output.metrics.num_cached_tokens == 150
         assert output.outputs[0].token_ids == expected.outputs[0].token_ids
     idle(llm)
@@ -172,7 +173,7 @@ def test_more_documents_than_rows_for_open_blocks(host, make_llm):
     for question in ([5, 6], [7, 8, 9]):
         prompts = [document + question for document in documents]
         expected, answers = (
-            one.generate(prompts, PARAMS, compression, compress_at=90) for one in (alone, llm)
+            one.generate(with_options(prompts, compress_at=90), PARAMS, compression) for one in (alone, llm)
         )
         assert [tokens for tokens, _ in told(answers)] == [tokens for tokens, _ in told(expected)]
         llm.engine.memory.check()
@@ -183,6 +184,6 @@ def test_more_documents_than_rows_for_open_blocks(host, make_llm):
 def test_refusals(make_llm):
     llm = make_llm()
     with pytest.raises(InvalidArgumentError, match="compress_at is 200, but the prompt has 157 tokens"):
-        llm.generate(PROMPTS[0], PARAMS, config("knorm"), compress_at=200)
+        llm.generate(at_document(PROMPTS[:1], compress_at=200), PARAMS, config("knorm"))
     with pytest.raises(InvalidArgumentError, match="compression evicts nothing"):
-        llm.generate(PROMPTS[0], PARAMS, compress_at=20)
+        llm.generate(at_document(PROMPTS[:1], compress_at=20), PARAMS)

@@ -7,6 +7,7 @@ import json
 import pytest
 import tiny
 from safetensors import safe_open
+from settings import with_options
 
 from kvreclaim import CompressionConfig, SamplingParams
 from kvreclaim.errors import InvalidArgumentError
@@ -32,8 +33,9 @@ def config(policy="knorm", **fields):
     return CompressionConfig(policy, **{"budget": 48, "interval": 16, "sinks": 2, "recent": 4, **fields})
 
 
-def ask(llm, prompt, compression=None, params=PARAMS):
-    (output,) = llm.generate(prompt, params, compression or config(), compress_at=AT)
+def ask(llm, prompt, compression=None, params=PARAMS, salt=None):
+    prompts = with_options([prompt], compress_at=AT, cache_salt=salt)
+    (output,) = llm.generate(prompts, params, compression or config())
     assert output.error is None
     one = output.outputs[0]
     logprobs = [entry.logprob for entries in one.logprobs or () for entry in entries.values()]
@@ -42,7 +44,8 @@ def ask(llm, prompt, compression=None, params=PARAMS):
 
 
 def saved(llm, path, compression=None, **more):
-    return llm.save_session(DOCUMENT, path, compression=compression or config(), compress_at=AT, **more)
+    (prompt,) = with_options([DOCUMENT], compress_at=AT, **more)
+    return llm.save_session(prompt, path, compression=compression or config())
 
 
 @pytest.mark.parametrize("form", ["fp32", "int4", "kivi4"])
@@ -108,16 +111,15 @@ def test_wherever_it_lies(host, tmp_path, make_llm):
 
 
 def test_a_salt_is_asked_for_again(tmp_path, make_llm):
-    salted = SamplingParams(temperature=0.0, max_tokens=4, cache_salt="red")
     llm = make_llm()
-    ask(llm, PROMPTS[0], params=salted)
+    ask(llm, PROMPTS[0], salt="red")
     with pytest.raises(InvalidArgumentError, match="nothing is cached"):
         saved(llm, tmp_path / "a.session")
     saved(llm, tmp_path / "a.session", cache_salt="red")
     llm = make_llm()
     llm.load_session(tmp_path / "a.session", cache_salt="red")
     assert ask(llm, PROMPTS[1])[1] == 0
-    assert ask(llm, PROMPTS[1], params=salted)[1] == AT
+    assert ask(llm, PROMPTS[1], salt="red")[1] == AT
 
 
 def test_a_damaged_file_changes_nothing(tmp_path, make_llm):
@@ -166,7 +168,7 @@ def test_refusals(tmp_path, make_llm):
     with pytest.raises(InvalidArgumentError, match="compression is given without compress_at"):
         llm.save_session(DOCUMENT, tmp_path / "b.session", compression=config())
     with pytest.raises(InvalidArgumentError, match="compression evicts nothing"):
-        llm.save_session(DOCUMENT, tmp_path / "b.session", compress_at=AT)
+        llm.save_session(*with_options([DOCUMENT], compress_at=AT), tmp_path / "b.session")
     with pytest.raises(InvalidArgumentError, match="takes 3 blocks, but compressed prefixes may have 2"):
         make_llm(num_blocks=10, max_model_len=150).load_session(tmp_path / "a.session")
     with pytest.raises(InvalidArgumentError, match="nothing is cached"):
@@ -180,7 +182,7 @@ def test_others_make_room(tmp_path, make_llm):
     saved(llm, tmp_path / "a.session")
     small = make_llm(num_blocks=30, prefix_snapshot_fraction=0.12)
     other = tiny.prompts((150,), seed=3)[0]
-    small.generate([*other, 5], PARAMS, config(), compress_at=150)
+    small.generate(with_options([[*other, 5]], compress_at=150), PARAMS, config())
     small.load_session(tmp_path / "a.session")
     small.engine.memory.check()
     assert len(small.engine.scheduler.snapshots) == 1

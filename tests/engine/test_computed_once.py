@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import tiny
-from settings import assert_idle
+from settings import assert_idle, with_options
 
 from kvreclaim import CompressionConfig, SamplingParams
 
@@ -14,8 +14,8 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 ENOUGH = 1 << 30
 
 
-def answers(llm, prompts, **options):
-    outputs = llm.generate(prompts, PARAMS, **options)
+def answers(llm, prompts, compression=None, **options):
+    outputs = llm.generate(with_options(prompts, **options), PARAMS, compression)
     assert all(output.error is None for output in outputs)
     return [output.outputs[0].token_ids for output in outputs]
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import tiny
 from breaking import POISON, answers, break_every_third
-from settings import assert_idle, small
+from settings import assert_idle, small, with_options
 
 from kvreclaim import LLM, BeamSearchParams, CompressionConfig, SamplingParams
 from kvreclaim.chunks import Chunk
@@ -208,9 +208,9 @@ def test_what_a_request_cannot_ask_of_it(make_llm, tmp_path):
     for config in (small("knorm"), small("quest", budget=32, sinks=0, recent=1), small("ada_kv")):
         with pytest.raises(InvalidArgumentError, match=r"keeps its survivors on the device.*verify=True"):
             host.generate(PROMPTS, GREEDY, config)
-    sparse = SamplingParams(sparse_prefill="a_shape")
+    sparse = with_options(PROMPTS, sparse_prefill="a_shape")
     with pytest.raises(InvalidArgumentError, match="compute prompts dense"):
-        host.generate(PROMPTS, sparse)
+        host.generate(sparse)
     with pytest.raises(InvalidArgumentError, match="chunks cannot be reused"):
         host.generate([Chunk(PROMPTS[0]), Chunk(PROMPTS[1]), [1, 2]], GREEDY)
     with pytest.raises(InvalidArgumentError, match="sessions are not saved"):

@@ -6,7 +6,7 @@ import odd_policies
 import pytest
 import tiny
 from score_shadow import ScoreShadow
-from settings import assert_idle, small
+from settings import assert_idle, small, with_options
 from shadow import Shadow
 from signal_shadow import SignalShadow
 from sparse_shadow import SparseShadow
@@ -258,7 +258,7 @@ def test_compressed_prefixes_bring_their_windows(make_llm, monkeypatch):
     (prompt,) = tiny.prompts((60,), seed=6)
     config = small("knorm", budget=24, interval=8)
     for tail in ([1, 2], [3, 4, 5]):
-        llm.generate([[*prompt, *tail]], GREEDY, config, compress_at=60)
+        llm.generate(with_options([[*prompt, *tail]], compress_at=60), GREEDY, config)
     assert llm.engine.scheduler.snapshots.num_hits == 1
     assert shadow.worst <= 1e-5
 

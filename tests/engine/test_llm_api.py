@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields
+from pathlib import Path
+
 import pytest
 import tiny
 
 import kvreclaim
-from kvreclaim import InvalidArgumentError, SamplingParams
+from kvreclaim import Chunk, ChunkReuse, CompressionConfig, InvalidArgumentError, SamplingParams
+from kvreclaim.engine.api.prompts import PROMPT_OPTIONS
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
 
@@ -22,19 +27,58 @@ def test_prompts_may_be_mappings(make_llm) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "message"),
+    ("prompt", "field"),
     [
-        ({}, "the keys of nothing; pass one of 'prompt' or 'prompt_token_ids'"),
-        ({"text": "a"}, "the keys 'text'; pass one of"),
-        ({"prompt": "a", "prompt_token_ids": [1]}, "the keys 'prompt', 'prompt_token_ids'; pass one of"),
-        ({"prompt_token_ids": "a"}, "prompt_token_ids is a str; pass a list of token ids"),
-        ({"prompt": [1]}, "prompt is a list; pass text"),
+        ({}, "prompt"),
+        ({"text": "a"}, "prompt"),
+        ({"prompt": "a", "prompt_token_ids": [1]}, "prompt"),
+        ({"prompt_token_ids": "a"}, "prompt"),
+        ({"prompt": [1]}, "prompt"),
+        ({"prompt": "a", "priority": 1}, "prompt"),
+        ({"prompt": "a", "cache_salt": 5}, "cache_salt"),
+        ({"prompt": "a", "cache_salt": "\x00"}, "cache_salt"),
+        ({"prompt": "a", "chunk_reuse": ChunkReuse()}, "chunk_reuse"),
+        ({"prompt": [Chunk("a"), "b"], "chunk_reuse": "none"}, "chunk_reuse"),
     ],
 )
-def test_what_a_mapping_must_hold_is_said(make_llm, prompt, message) -> None:
-    with pytest.raises(InvalidArgumentError, match=message) as said:
+def test_what_a_mapping_must_hold_is_said(make_llm, prompt, field) -> None:
+    with pytest.raises(InvalidArgumentError) as said:
         make_llm("llama").generate([prompt], GREEDY)
-    assert said.value.field == "prompt"
+    assert said.value.field == field
+
+
+def test_chat_answers_each_conversation(make_llm) -> None:
+    """One or several, each with options of its own, as their rendered prompts are answered."""
+    llm = make_llm("llama")
+    talks = [[{"role": "user", "content": text}] for text in ("end", "stop")]
+    texts = ["user: end\nassistant: ", "user: stop\nassistant: "]
+    params = [GREEDY, SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)]
+    expected = [out.outputs[0].token_ids for out in llm.generate(texts, params)]
+    assert [out.outputs[0].token_ids for out in llm.chat(talks, params)] == expected
+    assert [out.outputs[0].token_ids for out in llm.chat(talks[0], params[0])] == expected[:1]
+    with pytest.raises(InvalidArgumentError) as said:
+        llm.chat(talks, params[:1])
+    assert said.value.field == "sampling_params"
+    for empty in ([], [[]]):
+        with pytest.raises(InvalidArgumentError) as said:
+            llm.chat(empty)
+        assert said.value.field == "messages"
+
+
+def test_the_page_names_every_option() -> None:
+    """docs/api.md, in the order that positional arguments have."""
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    rows = [line.split("|")[3] for line in page.split("## Python")[1].splitlines() if line.startswith("| ")]
+    named = [re.findall(r"`(\w+)`", row) for row in rows[1:4]]
+    assert named[0] == [each.name for each in fields(SamplingParams) if each.init]
+    assert {*named[1]} == {each.name for each in fields(CompressionConfig)} - {"auto_budget"}
+    assert {*named[2]} == {"prompt", "prompt_token_ids", *PROMPT_OPTIONS}
+
+
+def test_the_pages_example_runs(capsys) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text().split("## Python")[1]
+    exec(page.split("```python")[1].split("```")[0], {})
+    assert " 2 " in capsys.readouterr().out
 
 
 def test_it_closes_at_the_end_of_a_with(make_llm, monkeypatch) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+from settings import with_options
 
 from kvreclaim import CompressionConfig, SamplingParams
 from kvreclaim.tiers.file_io import FileIO
@@ -55,10 +56,12 @@ def config(policy="knorm", **fields):
     return CompressionConfig(policy, **{"budget": 32, "interval": 16, "sinks": 2, "recent": 4, **fields})
 
 
-def ask(llm, prompt, compression=None, params=PARAMS, at=None):
+def ask(llm, prompt, compression=None, params=PARAMS, at=None, salt=None):
     """Tokens and log-probabilities, and the request's figures."""
     at = len(DOCUMENT) if at is None else at
-    (output,) = llm.generate(prompt, params, compression or config(), compress_at=at)
+    (output,) = llm.generate(
+        with_options([prompt], compress_at=at, cache_salt=salt), params, compression or config()
+    )
     assert output.error is None
     one = output.outputs[0]
     logprobs = [entry.logprob for entries in one.logprobs or () for entry in entries.values()]
@@ -133,7 +136,8 @@ llm = LLM(directory, dtype="float32", device="cpu", num_blocks=200, kv_offloadin
           kv_offloading_disk_path=disk, kv_offloading_disk_size=float(size), kv_load_policy="wait_complete")
 params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 compression = CompressionConfig("knorm", budget=32, interval=16, sinks=2, recent=4)
-(output,) = llm.generate(document + questions[1], params, compression, compress_at=len(document))
+prompt = {"prompt_token_ids": document + questions[1], "compress_at": len(document)}
+(output,) = llm.generate(prompt, params, compression)
 llm.close()
 print(json.dumps([output.outputs[0].token_ids, output.metrics.num_disk_tokens]))
 """
@@ -180,14 +184,14 @@ def test_a_foreign_file_under_its_name(tmp_path, make_llm):
     filled(tmp_path, make_llm)
     (path,) = files(tmp_path)
     others = (
-        ([DOCUMENT[0] ^ 1, *PROMPTS[0][1:]], config(), PARAMS),
-        (PROMPTS[0], config(budget=48), PARAMS),
-        (PROMPTS[0], config("knorm", sinks=3), PARAMS),
-        (PROMPTS[0], config(), SamplingParams(temperature=0.0, max_tokens=4, cache_salt="red")),
+        ([DOCUMENT[0] ^ 1, *PROMPTS[0][1:]], config(), None),
+        (PROMPTS[0], config(budget=48), None),
+        (PROMPTS[0], config("knorm", sinks=3), None),
+        (PROMPTS[0], config(), "red"),
     )
-    for prompt, compression, params in others:
+    for prompt, compression, salt in others:
         llm = make_llm(**tiers(tmp_path))
-        ask(llm, prompt, compression, params)
+        ask(llm, prompt, compression, salt=salt)
         assert counters(llm).loads == 0
         llm.close()
         (other,) = set(files(tmp_path)) - {path}
@@ -217,18 +221,14 @@ def test_what_differs_finds_nothing(tmp_path, make_llm):
 
 
 def test_salts_never_meet(tmp_path, make_llm):
-    salted = {
-        salt: SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, cache_salt=salt)
-        for salt in (None, "", "red", "green")
-    }
     llm = make_llm(**tiers(tmp_path))
-    ask(llm, PROMPTS[0], params=salted["red"])
+    ask(llm, PROMPTS[0], salt="red")
     llm.close()
     (path,) = files(tmp_path)
     assert b"red" not in path.read_bytes()
     llm = make_llm(**tiers(tmp_path))
     for salt, found in ((None, 0), ("", 0), ("green", 0), ("red", len(DOCUMENT))):
-        assert ask(llm, PROMPTS[1], params=salted[salt])[1].num_disk_tokens == found
+        assert ask(llm, PROMPTS[1], salt=salt)[1].num_disk_tokens == found
     llm.close()
 
 

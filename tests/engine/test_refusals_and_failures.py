@@ -75,7 +75,6 @@ def test_a_mistake_in_one_prompt_names_it_and_leaves_no_trace(make_llm):
         {"bad_words": [""]},
         {"presence_penalty": 3.0},
         {"repetition_penalty": 0.0},
-        {"cache_salt": 5},
         {"temperature": "hot"},
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
-from settings import assert_idle, small
+from settings import assert_idle, small, with_options
 
 from kvreclaim import CompressionConfig, SamplingParams
 from kvreclaim.engine.request.outputs import RequestOutput
@@ -187,7 +187,7 @@ def test_a_stream_copies_nothing_that_it_has_said(make_llm):
 
 def test_chat_uses_the_template(make_llm):
     llm = make_llm()
-    out = llm.chat([{"role": "user", "content": "end"}], GREEDY)
+    (out,) = llm.chat([{"role": "user", "content": "end"}], GREEDY)
     assert llm.tokenizer.decode(out.prompt_token_ids) == "user: end\nassistant: "
 
 
@@ -203,9 +203,9 @@ def test_priority_of_limits(make_llm):
 def test_salts_isolate_prefixes(make_llm):
     llm = make_llm(block_size=8)
     prompt = tiny.prompts((40,))
+    params = SamplingParams(temperature=0.0, max_tokens=1)
 
     def cached(salt):
-        params = SamplingParams(temperature=0.0, max_tokens=1, cache_salt=salt)
-        return llm.generate(prompt, params)[0].metrics.num_cached_tokens
+        return llm.generate(with_options(prompt, cache_salt=salt), params)[0].metrics.num_cached_tokens
 
     assert [cached("a"), cached("b"), cached(None), cached("a"), cached("b")] == [0, 0, 0, 32, 32]

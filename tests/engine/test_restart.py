@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import tiny
 from safetensors.torch import load_file, save_file
-from settings import assert_idle
+from settings import assert_idle, with_options
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams
 from kvreclaim.errors import InvalidArgumentError
@@ -35,9 +35,9 @@ def tiers(directory, **options):
     return defaults | options
 
 
-def asked(llm, params=PARAMS, **more):
+def asked(llm, params=PARAMS, salt=None, **more):
     """Tokens and log-probabilities, and how many blocks of the prompts were hit."""
-    outputs = llm.generate(PROMPTS, params, **more)
+    outputs = llm.generate(with_options(PROMPTS, cache_salt=salt), params, **more)
     assert all(output.error is None for output in outputs)
     assert_idle(llm)
     hits = sum(output.metrics.num_cached_tokens for output in outputs) // 16
@@ -141,17 +141,13 @@ def test_one_weight_differs(tmp_path, make_llm, calibrated_dir):
 
 
 def test_salts_never_meet(tmp_path, make_llm):
-    salted = {
-        salt: SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=0, cache_salt=salt)
-        for salt in (None, "", "a")
-    }
     llm = make_llm(**tiers(tmp_path))
-    asked(llm, salted["a"])
+    asked(llm, salt="a")
     closed(llm)
     llm = make_llm(**tiers(tmp_path))
-    assert asked(llm, salted[""])[1] == 0
-    assert asked(llm, salted[None])[1] == 0
-    assert asked(llm, salted["a"])[1] >= 0.95 * FULL_BLOCKS
+    assert asked(llm, salt="")[1] == 0
+    assert asked(llm)[1] == 0
+    assert asked(llm, salt="a")[1] >= 0.95 * FULL_BLOCKS
     closed(llm)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import tiny
-from settings import assert_idle
+from settings import assert_idle, with_options
 
 from kvreclaim import SamplingParams
 from kvreclaim.errors import InvalidArgumentError
@@ -15,8 +15,8 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprob
 FULL = 160 // 16 * 16
 
 
-def answer(llm, prompt=PROMPT, params=PARAMS):
-    (output,) = llm.generate(prompt, params)
+def answer(llm, prompt=PROMPT, params=PARAMS, salt=None):
+    (output,) = llm.generate(with_options([prompt], cache_salt=salt), params)
     assert output.error is None
     assert_idle(llm)
     one = output.outputs[0]
@@ -75,16 +75,15 @@ def test_out_of_every_tier(tmp_path, make_llm):
 
 
 def test_a_salt_is_asked_for_again(tmp_path, make_llm):
-    salted = SamplingParams(temperature=0.0, max_tokens=4, cache_salt="a", logprobs=0)
     llm = make_llm()
-    answer(llm, PROMPT, salted)
+    answer(llm, salt="a")
     with pytest.raises(InvalidArgumentError, match="nothing of these 133 tokens is cached"):
         llm.save_session(PROMPT, tmp_path / "a.session")
-    llm.save_session(PROMPT, tmp_path / "a.session", cache_salt="a")
+    llm.save_session(*with_options([PROMPT], cache_salt="a"), tmp_path / "a.session")
     llm = make_llm()
     llm.load_session(tmp_path / "a.session", cache_salt="a")
     assert answer(llm, PROMPT)[2].metrics.num_cached_tokens == 0
-    assert answer(llm, PROMPT, salted)[2].metrics.num_cached_tokens == 128
+    assert answer(llm, salt="a")[2].metrics.num_cached_tokens == 128
 
 
 def test_a_damaged_file_changes_nothing(tmp_path, make_llm):

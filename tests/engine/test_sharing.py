@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tiny
+from settings import with_options
 
 from kvreclaim import CompressionConfig, SamplingParams
 from kvreclaim.engine.serving.sharing import who_shares
@@ -83,7 +84,7 @@ def test_afterwards_it_is_only_cached(busy) -> None:
 def test_salts_stand_apart(make_llm) -> None:
     llm = make_llm()
     for salt in (None, "a"):
-        llm.generate(SYSTEM, SamplingParams(temperature=0.0, max_tokens=1, cache_salt=salt))
+        llm.generate(with_options([SYSTEM], cache_salt=salt), SamplingParams(temperature=0.0, max_tokens=1))
     assert sorted(str(node.salt) for node in llm.prefix_tree()) == ["None", "a"]
 
 

@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 from prefill_shadow import PrefillShadow
-from settings import assert_idle, small
+from settings import assert_idle, small, with_options
 
 from kvreclaim import SamplingParams
 from kvreclaim.calibrate.prefill_patterns import find_patterns
@@ -17,8 +17,7 @@ from kvreclaim.compression.prefill.per_head import Patterns
 from kvreclaim.errors import InvalidArgumentError
 
 POOLED = "pooled(alpha=0.9, rows=16, first=24, last=6, layers=0, block=8, sinks=1, local=1)"
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0, sparse_prefill=POOLED)
-DENSE = replace(GREEDY, sparse_prefill="dense")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
 LENGTHS = (150, 9, 83)
 SMALL = {"block_size": 8, "max_num_batched_tokens": 48, "max_num_seqs": 8}
 EVERY_WAY = (
@@ -43,9 +42,13 @@ def logprobs(outputs):
     return [[next(iter(step.values())).logprob for step in out.outputs[0].logprobs] for out in outputs]
 
 
-def check_shadow(llm, monkeypatch, config=None, params=GREEDY, lengths=LENGTHS, off=1e-5):
+def by(method, prompts):
+    return with_options(prompts, sparse_prefill=method)
+
+
+def check_shadow(llm, monkeypatch, config=None, method=POOLED, lengths=LENGTHS, off=1e-5):
     shadow = PrefillShadow(llm, monkeypatch)
-    outputs = llm.generate(tiny.prompts(lengths, seed=3), params, config)
+    outputs = llm.generate(by(method, tiny.prompts(lengths, seed=3)), GREEDY, config)
     assert [out.error for out in outputs] == [None] * len(lengths)
     assert shadow.worst <= off, f"attention is off by {shadow.worst:.2e} in {shadow.num_calls} calls"
     assert shadow.prefill_tiles > 0
@@ -74,7 +77,7 @@ def test_beside_every_way_of_compressing(policy, make_llm, monkeypatch):
 def test_formats(form, kernels, make_llm, monkeypatch):
     llm = make_llm("qwen3", kv_cache_dtype=form, kernels=kernels, block_size=16, max_num_batched_tokens=80)
     method = POOLED.replace("block=8", "block=16")
-    check_shadow(llm, monkeypatch, params=replace(GREEDY, sparse_prefill=method), off=1e-4)
+    check_shadow(llm, monkeypatch, method=method, off=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -94,10 +97,11 @@ def test_what_covers_everything_is_dense(method, kernels, make_llm):
     prompts = tiny.prompts((430, 90), seed=1)
     llm = make_llm(kernels=kernels, max_num_batched_tokens=300, max_num_seqs=8)
     method = f"{method.rstrip(')')}{', ' if '(' in method else '('}first=0, last=1, layers=0)"
-    sparse = llm.generate(prompts, replace(GREEDY, sparse_prefill=method))
+    sparse = llm.generate(by(method, prompts), GREEDY)
     assert [out.metrics.prefill_share for out in sparse] == [None, None]
-    assert llm.generate(prompts, DENSE)[0].metrics.num_cached_tokens == 416
-    dense = make_llm(kernels=kernels, max_num_batched_tokens=300, max_num_seqs=8).generate(prompts, DENSE)
+    assert llm.generate(by("dense", prompts), GREEDY)[0].metrics.num_cached_tokens == 416
+    plain = make_llm(kernels=kernels, max_num_batched_tokens=300, max_num_seqs=8)
+    dense = plain.generate(prompts, GREEDY)
     assert tokens(sparse) == tokens(dense)
     assert logprobs(sparse) == logprobs(dense)
 
@@ -108,9 +112,7 @@ def test_tiles_that_read_everything_give_the_bits_of_dense_layers(kernels, make_
     prompts = tiny.prompts((430, 90), seed=1)
     llm = make_llm(kernels=kernels, max_num_batched_tokens=300, max_num_seqs=8, enable_prefix_caching=False)
     text = "pooled(alpha=1e-30, first=0, last=1, layers={}, block=16)"
-    sparse, dense = (
-        llm.generate(prompts, replace(GREEDY, sparse_prefill=text.format(layers))) for layers in (0, 9)
-    )
+    sparse, dense = (llm.generate(by(text.format(layers), prompts), GREEDY) for layers in (0, 9))
     assert [out.metrics.prefill_share for out in (*sparse, *dense)] == [1.0] * 4
     assert tokens(sparse) == tokens(dense)
     assert logprobs(sparse) == logprobs(dense)
@@ -128,8 +130,8 @@ def test_tiles_that_read_everything_give_the_bits_of_dense_layers(kernels, make_
 )
 def test_how_a_prompt_is_cut_changes_nothing(method, make_llm):
     """Neither chunks, nor prefix hits, nor a preemption, nor company."""
-    prompts = tiny.prompts((150, 210, 330), seed=7)
-    params = replace(GREEDY, sparse_prefill=method, max_tokens=60)
+    bare = tiny.prompts((150, 210, 330), seed=7)
+    prompts, params = by(method, bare), replace(GREEDY, max_tokens=60)
     sizes = {"block_size": 8, "num_blocks": 200, "max_num_seqs": 8, "max_model_len": 400}
     whole = make_llm(max_num_batched_tokens=2048, **sizes)
     calm = whole.generate(prompts, params)
@@ -137,7 +139,8 @@ def test_how_a_prompt_is_cut_changes_nothing(method, make_llm):
     warm = whole.generate(prompts, params)
     assert [out.metrics.num_cached_tokens for out in warm] >= [128, 192, 320]
     chunked = make_llm(max_num_batched_tokens=80, **sizes)
-    beside = chunked.generate([*prompts, *tiny.prompts((30, 60), seed=9)], [*[params] * 3, DENSE, params])
+    dense, sparse = tiny.prompts((30, 60), seed=9)
+    beside = chunked.generate([*prompts, dense, *by(method, [sparse])], params)
     tight = make_llm(max_num_batched_tokens=80, **sizes | {"num_blocks": 58}).generate(prompts, params)
     assert sum(out.metrics.preemptions for out in tight) > 0
     for other in (warm, beside[:3], tight):
@@ -145,32 +148,32 @@ def test_how_a_prompt_is_cut_changes_nothing(method, make_llm):
         torch.testing.assert_close(
             torch.tensor(logprobs(other)), torch.tensor(logprobs(calm)), atol=1e-4, rtol=0
         )
-    assert tokens(calm) != tokens(whole.generate(prompts, DENSE)), "the blocks that are left out matter"
+    assert tokens(calm) != tokens(whole.generate(bare, params)), "the blocks that are left out matter"
 
 
 def test_each_method_finds_its_own_prefixes_alone(make_llm):
     """Whoever asks for another one, or for none, computes, and the exact index holds nothing of it."""
     prompt = tiny.prompts((150,), seed=7)
     llm = make_llm(**SMALL)
-    other = replace(GREEDY, sparse_prefill=POOLED.replace("0.9", "0.5"))
-    cold = {params: tokens(make_llm(**SMALL).generate(prompt, params)) for params in (GREEDY, DENSE, other)}
-    for params in (GREEDY, DENSE, other, DENSE, GREEDY, other):
-        seen = params in cold and cold[params] is None
-        (out,) = llm.generate(prompt, params)
+    methods = POOLED, "dense", POOLED.replace("0.9", "0.5")
+    cold = {method: tokens(make_llm(**SMALL).generate(by(method, prompt), GREEDY)) for method in methods}
+    for method in (*methods, methods[1], methods[0], methods[2]):
+        seen = cold[method] is None
+        (out,) = llm.generate(by(method, prompt), GREEDY)
         assert (out.metrics.num_cached_tokens > 0) == seen
         if not seen:
-            assert tokens([out]) == cold[params]
-            cold[params] = None
-    salted = replace(DENSE, cache_salt="pooled")
-    assert llm.generate(prompt, salted)[0].metrics.num_cached_tokens == 0
+            assert tokens([out]) == cold[method]
+            cold[method] = None
+    (out,) = llm.generate(with_options(prompt, cache_salt="pooled"), GREEDY)
+    assert out.metrics.num_cached_tokens == 0
 
 
 def test_the_engine_says_it_for_all_and_a_request_for_itself(make_llm):
     prompt = tiny.prompts((150,), seed=7)
     llm = make_llm(sparse_prefill=POOLED, **SMALL)
-    plain = replace(GREEDY, sparse_prefill=None)
-    assert tokens(llm.generate(prompt, plain)) == tokens(make_llm(**SMALL).generate(prompt, GREEDY))
-    assert llm.generate(prompt, DENSE)[0].metrics.prefill_share is None
+    asked = make_llm(**SMALL).generate(by(POOLED, prompt), GREEDY)
+    assert tokens(llm.generate(prompt, GREEDY)) == tokens(asked)
+    assert llm.generate(by("dense", prompt), GREEDY)[0].metrics.prefill_share is None
 
 
 @pytest.mark.parametrize(
@@ -190,7 +193,7 @@ def test_the_engine_says_it_for_all_and_a_request_for_itself(make_llm):
 def test_what_cannot_be_served_is_refused(method, params, config, said, make_llm):
     llm = make_llm(**SMALL)
     with pytest.raises(InvalidArgumentError, match=said):
-        llm.generate(tiny.prompts((20,)), replace(GREEDY, sparse_prefill=method, **params), config)
+        llm.generate(by(method, tiny.prompts((20,))), replace(GREEDY, **params), config)
     assert_idle(llm)
 
 
@@ -207,10 +210,11 @@ def test_layers_with_windows_in_the_same_table_are_refused(make_llm):
 
 def test_triton_kernels(make_llm):
     """In Triton's interpreter: the tables are those of any other batch over cells."""
-    params = replace(GREEDY, sparse_prefill=POOLED.replace("block=8", "block=16"), max_tokens=3)
+    prompts = by(POOLED.replace("block=8", "block=16"), tiny.prompts((100,), seed=7))
+    params = replace(GREEDY, max_tokens=3)
     sizes = {"num_blocks": 20, "max_num_batched_tokens": 64, "max_num_seqs": 4}
     found = [
-        make_llm("qwen3", kernels=kernels, **sizes).generate(tiny.prompts((100,), seed=7), params)
+        make_llm("qwen3", kernels=kernels, **sizes).generate(prompts, params)
         for kernels in ("reference", "triton")
     ]
     assert found[0][0].metrics.prefill_share == found[1][0].metrics.prefill_share < 1
@@ -248,12 +252,12 @@ class TestPatterns:
             path = tmp_path / f"{name}.json"
             Patterns(llm.engine.groups.facts.fingerprint, (shape, top), heads).save(path)
             method = f"minference(heads='{path}', {common})"
-            answers[name] = llm.generate(prompts, replace(GREEDY, sparse_prefill=method))
+            answers[name] = llm.generate(by(method, prompts), GREEDY)
         for name, method in (
             ("a", f"a_shape(sinks=64, local=64, {common})"),
             ("b", f"block_sparse(top=2, {common})"),
         ):
-            alone = llm.generate(prompts, replace(GREEDY, sparse_prefill=method))
+            alone = llm.generate(by(method, prompts), GREEDY)
             assert tokens(alone) == tokens(answers[name])
             assert alone[0].metrics.prefill_share == answers[name][0].metrics.prefill_share
         shares = [answers[name][0].metrics.prefill_share for name in ("a", "b", "mixed")]
@@ -269,7 +273,7 @@ class TestPatterns:
             (method, "is given 'local'"),
         ):
             with pytest.raises(InvalidArgumentError, match=said):
-                llm.generate(tiny.prompts((20,)), replace(GREEDY, sparse_prefill=text))
+                llm.generate(by(text, tiny.prompts((20,))), GREEDY)
 
     def test_documents_shorter_than_what_is_read_tell_nothing(self, llm):
         with pytest.raises(InvalidArgumentError, match="the longest has 100 tokens, and each reads 128"):

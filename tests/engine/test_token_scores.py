@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 from score_shadow import ScoreShadow
-from settings import assert_idle, small
+from settings import assert_idle, small, with_options
 from transformers import AutoModelForCausalLM
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams
@@ -142,8 +142,9 @@ def test_blocks_without_scores_or_with_others_are_no_hit(make_llm, tiny_dir):
     prompts = tiny.prompts((70,), seed=3)
     other = calibrate(llm.loaded, tiny.prompts((150,), seed=6), kvzap="linear")
 
-    def cached(settings, params=GREEDY):
-        return llm.generate(prompts, params, settings)[0].metrics.num_cached_tokens
+    def cached(settings, salt=None):
+        asked = with_options(prompts, cache_salt=salt)
+        return llm.generate(asked, GREEDY, settings)[0].metrics.num_cached_tokens
 
     llm.generate(prompts, GREEDY)
     assert cached(config()) == 0
@@ -151,8 +152,7 @@ def test_blocks_without_scores_or_with_others_are_no_hit(make_llm, tiny_dir):
     assert cached(config("shares(kvzap)")) == 64
     assert cached(config("shares(kvzap)", stats=other)) == 64
     assert cached(config("knorm")) == 64
-    salted = SamplingParams(temperature=0.0, max_tokens=4, cache_salt="mine")
-    assert [cached(config(), salted) for _ in range(2)] == [0, 64]
+    assert [cached(config(), "mine") for _ in range(2)] == [0, 64]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

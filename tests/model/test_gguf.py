@@ -57,7 +57,7 @@ def test_text_comes_back_and_digits_are_cut_off(converted) -> None:
 
 def test_it_chats(converted) -> None:
     llm = LLM(converted[1], device="cpu", num_blocks=64)
-    answer = llm.chat([{"role": "user", "content": "stop"}], SamplingParams(temperature=0.0, max_tokens=4))
+    (answer,) = llm.chat([{"role": "user", "content": "stop"}], SamplingParams(temperature=0.0, max_tokens=4))
     assert answer.metrics.num_prompt_tokens == len(llm.tokenizer.encode("user: stop\nassistant: "))
     assert answer.metrics.num_generated_tokens >= 1
 

@@ -56,7 +56,7 @@ def client(tiny_server: Running) -> Iterator[openai.OpenAI]:
 
 def expected_text(oracle: LLM, **params) -> list[str]:
     settings = SamplingParams(**{"temperature": 0.0, "max_tokens": 20, **params})
-    return [output.text for output in oracle.chat(MESSAGES, settings).outputs]
+    return [output.text for output in oracle.chat(MESSAGES, settings)[0].outputs]
 
 
 def test_the_answer_is_the_engines(client: openai.OpenAI, tiny_oracle: LLM):
@@ -66,7 +66,7 @@ def test_the_answer_is_the_engines(client: openai.OpenAI, tiny_oracle: LLM):
     assert choice.message.content == expected_text(tiny_oracle)[0]
     assert choice.finish_reason == "length"
     assert answer.usage.completion_tokens == 20
-    assert answer.usage.prompt_tokens == len(tiny_oracle.chat(MESSAGES).prompt_token_ids)
+    assert answer.usage.prompt_tokens == len(tiny_oracle.chat(MESSAGES)[0].prompt_token_ids)
     assert answer.usage.prompt_tokens_details.cached_tokens is not None
 
 

@@ -246,7 +246,9 @@ def check_compress_at(server: Talker) -> None:
     prompt = [41 + i % 90 for i in range(120)]
     extra = {"kv_compression": COMPRESSION, "compress_at": 110}
     expected = server.oracle.generate(
-        [prompt], SamplingParams(**GREEDY), CompressionConfig(**COMPRESSION), compress_at=110
+        {"prompt_token_ids": prompt, "compress_at": 110},
+        SamplingParams(**GREEDY),
+        CompressionConfig(**COMPRESSION),
     )[0]
     for cached in (0, 110):
         given = server.completion(prompt=prompt, **GREEDY, **extra)

@@ -70,7 +70,7 @@ def test_streamed_figures_are_those_of_the_whole_answer(client: openai.OpenAI, s
 def test_of_a_chat(client: openai.OpenAI, tiny_oracle: LLM):
     messages = [{"role": "user", "content": PROMPT}]
     params = SamplingParams(temperature=0.0, max_tokens=24, logprobs=2)
-    output = tiny_oracle.chat(messages, params).outputs[0]
+    output = tiny_oracle.chat(messages, params)[0].outputs[0]
     asked = {**GREEDY, "messages": messages, "logprobs": True, "top_logprobs": 2}
     choice = client.chat.completions.create(**asked).choices[0]
     assert len(choice.logprobs.content) == 24

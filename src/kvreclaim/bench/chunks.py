@@ -19,7 +19,7 @@ from kvreclaim.bench.systems.base import text_tokens
 from kvreclaim.chunks import WHOLE, Chunk, ChunkReuse, chunk_reuse_of
 from kvreclaim.config import SamplingParams
 from kvreclaim.engine.api.llm import LLM
-from kvreclaim.engine.api.pieces import Piece
+from kvreclaim.engine.api.prompts import Piece
 from kvreclaim.engine.request.outputs import RequestOutput
 
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=0)
@@ -57,7 +57,7 @@ class Documents:
 
     def _timed(self, llm: LLM, prompt: Any, how: ChunkReuse | None) -> tuple[float, RequestOutput]:
         started = perf_counter()
-        (output,) = llm.generate(prompt, SAMPLING, chunk_reuse=how)
+        (output,) = llm.generate(prompt if how is None else {"prompt": prompt, "chunk_reuse": how}, SAMPLING)
         elapsed_s = perf_counter() - started
         assert output.error is None, f"{how}: {output.error}"
         assert output.metrics.num_gone_tokens == 0, "chunks have left the cache"
@@ -98,7 +98,8 @@ def check(plan: ChunksPlan) -> None:
     documents = Documents(replace(plan, dtype="float32", chunk_tokens=min(128, plan.chunk_tokens)))
     pieces: list[Piece] = [documents.head, *map(Chunk, documents.chunks), documents.asked]
     whole = [*documents.head, *chain(*documents.chunks), *documents.asked]
-    (near,) = documents.llm.generate(pieces, SAMPLING, chunk_reuse=ChunkReuse(share=1.0))
+    anew = {"prompt": pieces, "chunk_reuse": ChunkReuse(share=1.0)}
+    (near,) = documents.llm.generate(anew, SAMPLING)
     (true,) = documents.bare.generate([whole], SAMPLING)
     (said,), (wanted,) = (out.outputs[0].logprobs or ({},) for out in (near, true))
     assert said.keys() == wanted.keys(), f"token {list(said)} instead of {list(wanted)}"

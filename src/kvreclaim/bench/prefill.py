@@ -45,9 +45,9 @@ class Prompts:
 
     def run(self, length: int, method: str) -> tuple[float, float, int, float]:
         """Seconds, the share of the tokens that were read, the token that follows and its log-probability."""
-        params = replace(SAMPLING, sparse_prefill=method)
+        prompt = {"prompt_token_ids": self.tokens[:length], "sparse_prefill": method}
         started = perf_counter()
-        (output,) = self.llm.generate([self.tokens[:length]], params)
+        (output,) = self.llm.generate(prompt, SAMPLING)
         elapsed_s = perf_counter() - started
         assert output.error is None, f"{method}: {output.error}"
         (token,), share = output.outputs[0].token_ids, output.metrics.prefill_share

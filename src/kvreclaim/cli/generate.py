@@ -71,28 +71,32 @@ def generate(
     hide_progress_bars()
     options = asdict(engine) | {"max_num_seqs": 1}
     with closing(LLM(opt.model_of(model), dtype=dtype, device=device, **options)) as llm:
-        asked = render_chat(llm.loaded, [{"role": "user", "content": prompt}]) if chat else prompt
+        asked: dict[str, Any] = {"prompt": prompt, "compress_at": compress_at}
+        if chat:
+            messages = [{"role": "user", "content": asked.pop("prompt")}]
+            asked["prompt_token_ids"] = render_chat(llm.loaded, messages)
         if session is not None and session.exists():
             typer.echo(f"{llm.load_session(session).num_tokens} tokens are restored", err=True)
-        answered = _stream(llm, asked, params, compression, compress_at)
+        answered = _stream(llm, asked, params, compression)
         if session is not None:
-            how = {} if compress_at is None else {"compression": compression, "compress_at": compress_at}
-            typer.echo(f"{llm.save_session(answered, session, **how).num_tokens} tokens are saved", err=True)
+            kept = {"prompt_token_ids": answered, "compress_at": compress_at}
+            config = None if compress_at is None else compression
+            info = llm.save_session(kept, session, compression=config)
+            typer.echo(f"{info.num_tokens} tokens are saved", err=True)
 
 
 def _stream(
     llm: LLM,
-    prompt: str | list[int],
+    prompt: dict[str, Any],
     params: SamplingParams,
     compression: CompressionConfig | None,
-    compress_at: int | None,
 ) -> list[int]:
     """Returns: the tokens of prompt and answer."""
     from rich.console import Console
 
     printed = 0
     last: RequestOutput | None = None
-    for last in llm.stream(prompt, params, compression, compress_at=compress_at):
+    for last in llm.stream(prompt, params, compression):
         if last.metrics.num_generated_tokens <= 1:
             typer.echo(llm.engine.kernels, err=True)
         text = last.outputs[0].text

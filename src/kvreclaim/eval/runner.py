@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from kvreclaim.chunks import Chunk, ChunkReuse, chunk_reuse_of
+from kvreclaim.chunks import Chunk, chunk_reuse_of
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.config import SamplingParams
-from kvreclaim.engine.api.llm import LLM, Observer, Prompt
-from kvreclaim.engine.api.pieces import Piece
+from kvreclaim.engine.api.llm import LLM, Observer
+from kvreclaim.engine.api.prompts import Piece
 from kvreclaim.engine.request.outputs import RequestMetrics, RequestOutput, ScoreOutput
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 from kvreclaim.eval.agreement import Divergence, FullRows
@@ -146,14 +146,9 @@ class BatchRunner:
         watchers: Sequence[Observer] | None,
         setting: GridColumn,
     ) -> tuple[list[ScoreOutput], float]:
-        prompts, how = _prompts(items, setting)
+        prompts = _prompts(items, setting)
         texts = [list(item.continuation) for item in items]
-        method = setting.sparse_prefill
-        return timed(
-            lambda: self.llm.score(
-                prompts, texts, configs, observers=watchers, sparse_prefill=method, chunk_reuse=how
-            )
-        )
+        return timed(lambda: self.llm.score(prompts, texts, configs, observers=watchers))
 
     def full_rows(self, items: Sequence[Item]) -> list[FullRows]:
         """The full cache's distributions, kept until other items come."""
@@ -174,12 +169,11 @@ class BatchRunner:
                 temperature=0.0,
                 max_tokens=len(item.continuation) or item.max_new_tokens,
                 ignore_eos=bool(item.continuation),
-                sparse_prefill=setting.sparse_prefill,
             )
             for item in items
         ]
-        prompts, how = _prompts(items, setting)
-        outs, elapsed_s = timed(lambda: self.llm.generate(prompts, params, configs, chunk_reuse=how))
+        prompts = _prompts(items, setting)
+        outs, elapsed_s = timed(lambda: self.llm.generate(prompts, params, configs))
         return [
             _Said(
                 Answer(text=out.outputs[0].text, token_ids=tuple(out.outputs[0].token_ids)),
@@ -200,9 +194,9 @@ class BatchRunner:
         self.llm.engine.memory.reset_prefix_cache()
         self._cached = frozenset()
         if 2 * sum(self._blocks(item.num_tokens) for item in items) <= self._num_blocks:
-            texts = [list(item.prompt) for item in items]
-            first = self.plan.sparse_prefill[0]
-            self.llm.score(texts, [[0]] * len(items), None, sparse_prefill=first)
+            first = {"sparse_prefill": self.plan.sparse_prefill[0]}
+            texts = [{"prompt_token_ids": list(item.prompt), **first} for item in items]
+            self.llm.score(texts, [[0]] * len(items))
             self._cached = prompts
 
     @property
@@ -249,18 +243,18 @@ def open_runners(llm: LLM, plan: EvalPlan) -> dict[str, BatchRunner]:
     return runners
 
 
-def _prompts(items: Sequence[Item], setting: GridColumn) -> tuple[list[Prompt], ChunkReuse | None]:
+def _prompts(items: Sequence[Item], setting: GridColumn) -> list[dict[str, Any]]:
     """As the engine gets them: whole, or in pieces. Raises: InvalidArgumentError for prompts without chunks
     where these are to be reused."""
-    how = chunk_reuse_of(setting.chunk_reuse)
+    how, method = chunk_reuse_of(setting.chunk_reuse), {"sparse_prefill": setting.sparse_prefill}
     if how is None:
-        return [list(item.prompt) for item in items], None
+        return [{"prompt_token_ids": list(item.prompt), **method} for item in items]
     if not all(item.chunks for item in items):
         raise InvalidArgumentError(
             f"chunk reuse {setting.chunk_reuse} is for prompts with chunks, and this task has none; take "
             "needles:chunks, table:chunks or assignments:chunks, or whole."
         )
-    return [_pieces(item) for item in items], how
+    return [{"prompt": _pieces(item), "chunk_reuse": how, **method} for item in items]
 
 
 def _pieces(item: Item) -> list[Piece]:

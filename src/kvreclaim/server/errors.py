@@ -60,6 +60,7 @@ ENGINE_FIELDS = {"compression": "kv_compression"} | {
         "allowed_token_ids",
         "bad_words",
         "prompt_logprobs",
+        "cache_salt",
         "compress_at",
         "beam_width",
     )

@@ -12,18 +12,18 @@ from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import SAMPLING
 from kvreclaim.server.tenants import Tenant
 
-SHARED = (*SAMPLING, "logit_bias", "sparse_prefill")
+SHARED = (*SAMPLING, "logit_bias")
 """Fields of SamplingParams that have the same name in both dialects."""
 
 
-def sampling_of(given: Mapping[str, Any], cache_salt: str | None, fields: Container[str]) -> SamplingParams:
+def sampling_of(given: Mapping[str, Any], fields: Container[str]) -> SamplingParams:
     """given: SamplingParams' fields as the request has them; None is left out, and a max_tokens left out is
     as many as fit. fields: the request's own names, one of which the refusal names. Raises: ApiError 400."""
     settings = {name: value for name, value in given.items() if value is not None}
     if isinstance(bias := settings.get("logit_bias"), Mapping):
         settings["logit_bias"] = _logit_bias(bias)
     try:
-        return SamplingParams(**{"max_tokens": None, **settings}, cache_salt=cache_salt)
+        return SamplingParams(**{"max_tokens": None, **settings})
     except InvalidArgumentError as error:
         raise ApiError(400, str(error), error.field if error.field in fields else None) from error
 

@@ -152,7 +152,9 @@ def _save(
     compress_at: int | None,
 ) -> SessionInfo:
     return host.llm.save_session(
-        tokens, path, cache_salt=salt, compression=compression, compress_at=compress_at
+        {"prompt_token_ids": tokens, "cache_salt": salt, "compress_at": compress_at},
+        path,
+        compression=compression,
     )
 
 

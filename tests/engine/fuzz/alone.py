@@ -63,12 +63,11 @@ class Question:
             num_return_sequences=width,
             max_tokens=self.max_tokens,
             ignore_eos=True,
-            cache_salt=self.salt,
         )
 
     def params(self) -> SamplingParams:
         if self.beams is not None:
-            return replace(self.beams.sampling, sparse_prefill=self.sparse)
+            return self.beams.sampling
         greedy = self.kind in ("greedy", "score", "prompt_logprobs")
         return SamplingParams(
             n=3 if self.kind == "many" else 1,
@@ -79,8 +78,6 @@ class Question:
             stop_token_ids=list(self.stop) or None,
             logprobs=0,
             prompt_logprobs=0 if self.kind == "prompt_logprobs" else None,
-            cache_salt=self.salt,
-            sparse_prefill=self.sparse,
             **LIMITS.get(self.limits, {}),
         )
 

@@ -223,6 +223,8 @@ class Machine:
             self.compressor(llm, question),
             continuation=list(question.continuation) or None,
             compress_at=question.compress_at,
+            cache_salt=question.salt,
+            sparse_prefill=question.sparse,
             beams=question.beams,
         )
 

@@ -142,6 +142,8 @@ class World:
                 retention=(Retention(ask.retention, 3600.0),) if ask.retention else (),
                 tenant=ask.tenant,
                 compress_at=question.compress_at,
+                cache_salt=question.salt,
+                sparse_prefill=question.sparse,
                 beams=question.beams,
                 chunks=chunks,
             )

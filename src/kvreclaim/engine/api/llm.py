@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -17,19 +17,17 @@ from tqdm.auto import tqdm
 
 from kvreclaim.beams import BeamSearchParams
 from kvreclaim.checks import require
-from kvreclaim.chunks import Chunk, ChunkReuse
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.config import EngineConfig, SamplingParams
 from kvreclaim.engine.api.chat import Message, render_chat
 from kvreclaim.engine.api.compressors import Compressors
-from kvreclaim.engine.api.pieces import Piece, laid_out
+from kvreclaim.engine.api.prompts import Prompt, as_list, request_of
 from kvreclaim.engine.offload.session import SessionInfo
 from kvreclaim.engine.offload.stats import TierStats
 from kvreclaim.engine.request.outputs import EngineTotals, RequestOutput, ScoreOutput, StepStats
 from kvreclaim.engine.request.request import Request
 from kvreclaim.engine.request.sizing import choose_limits
-from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.speculative.load import DraftModel, load_draft
 from kvreclaim.engine.step.engine import Engine
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
@@ -38,9 +36,6 @@ from kvreclaim.memory.stats import MemoryStats
 from kvreclaim.model.loader import LoadedModel, Tokenizer, load_model
 from kvreclaim.model_paths import statistics_beside
 
-Prompt = str | list[int] | Sequence[Piece] | Mapping[str, Any]
-"""Text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of pieces of text and ids, some of
-which are chunks: [Chunk(text), question]."""
 OnStep = Callable[[StepStats], None]
 Observer = Callable[[int, Tensor], None]
 T = TypeVar("T")
@@ -177,37 +172,29 @@ class LLM:
         compression: CompressionConfig | Sequence[CompressionConfig | None] | None = None,
         *,
         priority: int | Sequence[int] = 0,
-        compress_at: int | Sequence[int | None] | None = None,
-        chunk_reuse: ChunkReuse | Sequence[ChunkReuse] | None = None,
         use_tqdm: bool = False,
         on_step: OnStep | None = None,
     ) -> list[RequestOutput]:
         """Generate for each prompt; outputs come in the order of the prompts.
 
         Args:
-            prompts:         text, token ids, or pieces some of which are chunks; one or several
+            prompts:         text, token ids, pieces some of which are chunks, or a mapping with one of these
+                             and options of the prompt: {"prompt": text, "cache_salt": salt}; one or several.
+                             docs/api.md lists the options
             sampling_params: one, or one per prompt
             compression:     one, or one per prompt; None takes the LLM's own
             priority:        one, or one per prompt; under scheduling_policy "priority" a lower one is first
-            compress_at:     one, or one per prompt: tokens of the prompt behind which it is compressed at
-                             once; what is left is kept, and prompts that begin with the same tokens and say
-                             the same begin there: a document is compressed once for many questions
-            chunk_reuse:     one, or one per prompt: how chunks are reused, which is lossy
             on_step:         called with each step's figures
 
         Raises: InvalidArgumentError, RequestTooLongError before anything has run, naming the prompt.
         A request that fails while it runs ends with finish_reason "error" and does not raise.
         """
-        batch = _as_list(prompts)
+        batch = as_list(prompts)
         given = SamplingParams() if sampling_params is None else sampling_params
         params = _one_each(given, len(batch), "sampling_params")
         configs = _one_each(compression, len(batch), "compression")
         ranks = _one_each(priority, len(batch), "priority")
-        points: list[int | None] = _one_each(compress_at, len(batch), "compress_at")
-        hows: list[ChunkReuse | None] = _one_each(chunk_reuse, len(batch), "chunk_reuse")
-        requests = self._add_all(
-            prompt=batch, params=params, config=configs, priority=ranks, compress_at=points, chunk_reuse=hows
-        )
+        requests = self._add_all(prompt=batch, params=params, compression=configs, priority=ranks)
         self._run(requests, use_tqdm, on_step)
         return [request.output() for request in requests]
 
@@ -218,7 +205,6 @@ class LLM:
         compression: CompressionConfig | Sequence[CompressionConfig | None] | None = None,
         *,
         priority: int | Sequence[int] = 0,
-        chunk_reuse: ChunkReuse | Sequence[ChunkReuse] | None = None,
         use_tqdm: bool = False,
         on_step: OnStep | None = None,
     ) -> list[RequestOutput]:
@@ -229,33 +215,46 @@ class LLM:
 
         Raises: InvalidArgumentError, RequestTooLongError before anything has run, naming the prompt.
         """
-        batch = _as_list(prompts)
+        batch = as_list(prompts)
         given = BeamSearchParams() if params is None else params
         beams = _one_each(given, len(batch), "params")
         for each in beams:
             _check_type(each, BeamSearchParams, "params")
         configs = _one_each(compression, len(batch), "compression")
         ranks = _one_each(priority, len(batch), "priority")
-        hows: list[ChunkReuse | None] = _one_each(chunk_reuse, len(batch), "chunk_reuse")
         sampling = [each.sampling for each in beams]
         requests = self._add_all(
-            prompt=batch, params=sampling, config=configs, priority=ranks, beams=beams, chunk_reuse=hows
+            prompt=batch, params=sampling, compression=configs, priority=ranks, beams=beams
         )
         self._run(requests, use_tqdm, on_step)
         return [request.output() for request in requests]
 
     def chat(
         self,
-        messages: Sequence[Message],
-        sampling_params: SamplingParams | None = None,
-        compression: CompressionConfig | None = None,
-        **how: Any,
-    ) -> RequestOutput:
-        """Generate the assistant's turn of one conversation, through the tokenizer's chat template.
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        compression: CompressionConfig | Sequence[CompressionConfig | None] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
+        use_tqdm: bool = False,
+        on_step: OnStep | None = None,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """Generate the assistant's next turn of a conversation, or of each of several, through the
+        tokenizer's chat template. Other arguments as `generate` has them, one or one per conversation.
 
-        how: keyword arguments of render_chat (tools, chat_template, ...)
+        template: keyword arguments of render_chat (tools, chat_template, ...), for all conversations
         """
-        return self.generate(render_chat(self.loaded, messages, **how), sampling_params, compression)[0]
+        several = isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], (list, tuple))
+        conversations: Sequence[Any] = messages if several else [messages]
+        return self.generate(
+            [render_chat(self.loaded, each, **template) for each in conversations],
+            sampling_params,
+            compression,
+            priority=priority,
+            use_tqdm=use_tqdm,
+            on_step=on_step,
+        )
 
     def stream(
         self,
@@ -263,13 +262,12 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         compression: CompressionConfig | None = None,
         *,
-        compress_at: int | None = None,
-        chunk_reuse: ChunkReuse | None = None,
+        priority: int = 0,
     ) -> Iterator[RequestOutput]:
         """Yield the request's outputs so far after each token; closing the iterator aborts it. Arguments as
         `generate` has them."""
         params = SamplingParams() if sampling_params is None else sampling_params
-        request = self._add(prompt, params, compression, compress_at=compress_at, chunk_reuse=chunk_reuse)
+        request = self._add(prompt, params, compression, priority=priority)
         seen = 0
         try:
             while not request.finished:
@@ -289,8 +287,6 @@ class LLM:
         continuations: Sequence[list[int]],
         compression: CompressionConfig | Sequence[CompressionConfig | None] | None = None,
         *,
-        sparse_prefill: str | None = None,
-        chunk_reuse: ChunkReuse | Sequence[ChunkReuse] | None = None,
         use_tqdm: bool = False,
         observers: Sequence[Observer | None] | None = None,
     ) -> list[ScoreOutput]:
@@ -299,8 +295,6 @@ class LLM:
         The cache is compressed at exactly the points at which generating the continuation would have
         compressed it; between two of them the tokens are computed in one go.
 
-        sparse_prefill: how the prompts are computed; None: as the engine says
-        chunk_reuse: how chunks are reused
         observers: one per prompt or None, told the whole log-probability rows as they come (see Scores);
                    nothing of them is kept here
         """
@@ -311,12 +305,10 @@ class LLM:
         if not all(continuations):
             raise InvalidArgumentError("a continuation is empty; pass at least one token to score.")
         configs = _one_each(compression, len(prompts), "compression")
-        each = SamplingParams(temperature=0.0, max_tokens=1, sparse_prefill=sparse_prefill)
-        params = [each] * len(prompts)
+        params = [SamplingParams(temperature=0.0, max_tokens=1)] * len(prompts)
         watching: list[Observer | None] = _one_each(observers, len(prompts), "observers")
-        hows: list[ChunkReuse | None] = _one_each(chunk_reuse, len(prompts), "chunk_reuse")
         requests = self._add_all(
-            prompt=prompts, params=params, config=configs, continuation=continuations, chunk_reuse=hows
+            prompt=prompts, params=params, compression=configs, continuation=continuations
         )
         for request, observer in zip(requests, watching, strict=True):
             if request.scores is not None:
@@ -342,29 +334,28 @@ class LLM:
         prompt: Prompt,
         path: str | os.PathLike[str],
         *,
-        cache_salt: str | None = None,
         compression: CompressionConfig | None = None,
-        compress_at: int | None = None,
     ) -> SessionInfo:
         """Write what is cached of a prompt to a file: its leading full blocks, wherever they lie. Of a prompt
         with its answer: output.prompt_token_ids + output.outputs[0].token_ids.
 
-        compress_at: instead, what compression has left of so many leading tokens (compress_at of generate);
-                     compression: as it was said there, None for the engine's own
+        prompt:      with compress_at: instead, what compression has left of so many leading tokens
+        compression: of such a prompt, as it was when the prompt was computed; None for the engine's own
 
         Raises: InvalidArgumentError if nothing is, OSError.
         """
-        tokens, config = self._tokens(_unwrapped(prompt)), compression or self.compression
-        if compress_at is None:
+        spec = request_of(prompt, self._encode, params=SamplingParams())
+        tokens, salt, config = spec.prompt_token_ids, spec.cache_salt, compression or self.compression
+        if spec.compress_at is None:
             require(
                 compression is None,
                 "compression is given without compress_at: only what is compressed at a place of the prompt "
                 "can be saved; say where, or leave compression out.",
                 "compress_at",
             )
-            return self.engine.sessions.save(tokens, path, cache_salt)
+            return self.engine.sessions.save(tokens, path, salt)
         compressor = None if config is None else self.compressor(config)
-        return self.engine.sessions.save_compressed(tokens, path, cache_salt, compressor, compress_at)
+        return self.engine.sessions.save_compressed(tokens, path, salt, compressor, spec.compress_at)
 
     def load_session(self, path: str | os.PathLike[str], *, cache_salt: str | None = None) -> SessionInfo:
         """Read such a file: prompts that begin so, and have this salt, are found in the cache from now on. Of
@@ -399,41 +390,18 @@ class LLM:
         self,
         prompt: Prompt,
         params: SamplingParams,
-        config: CompressionConfig | None,
-        priority: int = 0,
-        continuation: list[int] | None = None,
-        compress_at: int | None = None,
-        beams: BeamSearchParams | None = None,
-        chunk_reuse: ChunkReuse | None = None,
+        compression: CompressionConfig | None,
+        **asked: Any,
     ) -> Request:
+        """asked: RequestSpec's other fields"""
         _check_type(params, SamplingParams, "sampling_params")
-        if chunk_reuse is not None:
-            _check_type(chunk_reuse, ChunkReuse, "chunk_reuse")
-        config = config if config is not None else self.compression
+        config = compression if compression is not None else self.compression
         compressor = self.compressor(config) if config is not None else None
-        prompt = _unwrapped(prompt)
-        text = prompt if isinstance(prompt, str) else None
-        chunks = None
-        if _has_chunks(prompt):
-            tokens, chunks = laid_out(prompt, chunk_reuse or ChunkReuse(), self._encode)  # type: ignore[arg-type]
-        else:
-            tokens = self._tokens(prompt)
-        spec = RequestSpec(
-            request_id=f"request-{next(self._ids)}",
-            prompt_token_ids=tokens,
-            params=params,
-            prompt=text,
-            compression=config,
-            continuation=continuation,
-            priority=priority,
-            compress_at=compress_at,
-            beams=beams,
-            chunks=chunks,
+        request_id = f"request-{next(self._ids)}"
+        spec = request_of(
+            prompt, self._encode, request_id=request_id, params=params, compression=config, **asked
         )
         return self.engine.add(spec, compressor)
-
-    def _tokens(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)  # type: ignore[arg-type]
 
     def _encode(self, text: str, begins: bool) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=begins))
@@ -463,50 +431,11 @@ class LLM:
                     self.engine.abort(request.request_id)
 
 
-def _has_chunks(prompt: object) -> bool:
-    """Whether it is a list of pieces some of which are chunks."""
-    return isinstance(prompt, (list, tuple)) and any(isinstance(piece, Chunk) for piece in prompt)
-
-
-def _unwrapped(prompt: Prompt) -> str | list[int] | Sequence[Piece]:
-    """What a mapping holds as prompt. Raises: InvalidArgumentError."""
-    if not isinstance(prompt, Mapping):
-        return prompt
-    names = ("prompt", "prompt_token_ids")
-    if len(prompt) != 1 or (name := next(iter(prompt))) not in names:
-        raise InvalidArgumentError(
-            f"a prompt has the keys {', '.join(map(repr, prompt)) or 'of nothing'}; pass one of "
-            f"{' or '.join(map(repr, names))}.",
-            field="prompt",
-        )
-    value: str | list[int] = prompt[name]
-    if isinstance(value, str) != (name == "prompt"):
-        allowed = "text" if name == "prompt" else "a list of token ids"
-        raise InvalidArgumentError(f"{name} is a {type(value).__name__}; pass {allowed}.", field="prompt")
-    return value
-
-
-def _as_list(prompts: Any) -> list[Prompt]:
-    """Prompts as a list of single ones. Raises: InvalidArgumentError."""
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    if isinstance(prompts, (list, tuple)):
-        if _has_chunks(prompts):
-            return [prompts]
-        if prompts and not any(isinstance(p, (str, list, tuple, Mapping)) for p in prompts):
-            return [list(prompts)]
-        if all(isinstance(p, (str, list, tuple, Mapping)) for p in prompts):
-            return list(prompts)
-    raise InvalidArgumentError(
-        f"prompts is a {type(prompts).__name__} ({str(prompts)[:40]}); pass text, a list of token ids, or a "
-        "list of these (a tensor: .tolist())."
-    )
-
-
 def _check_type(value: Any, allowed: type, name: str) -> None:
     if not isinstance(value, allowed):
         raise InvalidArgumentError(
-            f"{name} is a {type(value).__name__} ({str(value)[:40]}); pass {allowed.__name__}(...)."
+            f"{name} is a {type(value).__name__} ({str(value)[:40]}); pass {allowed.__name__}(...).",
+            field=name,
         )
 
 
@@ -515,6 +444,7 @@ def _one_each(value: T | Sequence[T], count: int, name: str) -> list[T]:
         return [value] * count  # type: ignore[list-item]
     if len(value) != count:
         raise InvalidArgumentError(
-            f"{name} has {len(value)} entries for {count} prompts; pass one, or one each."
+            f"{name} has {len(value)} entries for {count} prompts; pass one, or one each.",
+            field=name,
         )
     return list(value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ from kvreclaim.ops.rope import rotate
 
 LATE = (0.6, 0.85)
 """Depths, as shares of the layers, between which a question's attention tells what it needs."""
-BEFORE = SamplingParams(temperature=0.0, max_tokens=1, sparse_prefill="dense")
+BEFORE = SamplingParams(temperature=0.0, max_tokens=1)
 PROOF = 96
 OFF = 1e-4
 
@@ -157,22 +156,19 @@ class ChunkedPrompts(Extension):
         """Wherever it pauses, the request's children have to end first."""
         reuse, tokens = request.reuse, request.prompt_token_ids
         assert reuse is not None, f"request {request.request_id} reuses nothing"
-        params = replace(BEFORE, cache_salt=request.params.cache_salt)
         for number, source in enumerate(reuse.sources):
             missing = (source.stop - source.origin - 1) // self.memory.block_size
             match = self.memory.match_prefix(source.keys)
             self.memory.refresh(match)
             if len(match.entries) < missing:
                 name = f"{request.request_id}/chunk-{number}"
-                self.add(name, alone(tokens, source), params, request, None)
+                self.add(name, alone(tokens, source), BEFORE, request, None)
         yield
-        yield from self._choose(request, reuse, how, params)
+        yield from self._choose(request, reuse, how)
         for source in reuse.sources:  # what the trial has left free goes first
             self.memory.refresh(self.memory.match_prefix(source.keys))
 
-    def _choose(
-        self, request: Request, reuse: Reuse, how: ChunkReuse, params: SamplingParams
-    ) -> Iterator[None]:
+    def _choose(self, request: Request, reuse: Reuse, how: ChunkReuse) -> Iterator[None]:
         """Mark what is computed anew though it could be reused. It may pause once, for a trial."""
         tokens = request.prompt_token_ids
         places = np.flatnonzero(~reuse.anew)
@@ -190,7 +186,7 @@ class ChunkedPrompts(Extension):
                 scores *= self._deviations(tokens, reuse)
             if how.tries:
                 trial = Reuse(reuse.sources, reuse.anew.copy(), np.zeros(len(tokens), np.float32), self._late)
-                self.add(f"{request.request_id}/trial", tokens, params, request, trial)
+                self.add(f"{request.request_id}/trial", tokens, BEFORE, request, trial)
                 yield
                 assert trial.scores is not None
                 scores *= trial.scores if how.select == "question" else np.sqrt(trial.scores)

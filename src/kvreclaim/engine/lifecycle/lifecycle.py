@@ -71,7 +71,7 @@ class Lifecycle:
         seq = self._new_sequence(request, 0, token_ids, footprint)
         seq.seats = request.num_seats
         if footprint.compress_at and request.compressor is not None:
-            salt = prefix_salt(request.params.cache_salt, None, request.sparse_prefill)
+            salt = prefix_salt(request.spec.cache_salt, None, request.sparse_prefill)
             seq.snapshot_key = snapshot_key(token_ids, salt, request.compressor, footprint)
         seq.most_hit = most_hit
         if request.lacks_prompt_logprobs:
@@ -324,7 +324,7 @@ class Lifecycle:
             footprint=footprint,
             priority=request.spec.priority,
             tenant=request.spec.tenant,
-            cache_salt=params.cache_salt if is_plain else salt_of(request),
+            cache_salt=request.spec.cache_salt if is_plain else salt_of(request),
             lasting=is_plain or Signal.TOKEN_SCORES not in needs_of(compressor_of(request)),
             request=request,
             generator=generator,
@@ -357,10 +357,10 @@ def make_scheduler(
 
 def salt_of(request: Request) -> str | None:
     """Names those who may find what the request computes: a chunk is found by prompts that reuse it."""
-    params = request.params
+    salt = request.spec.cache_salt
     if request.parent is not None and request.reuse is None:
-        return chunk_salt(params.cache_salt)
-    return prefix_salt(params.cache_salt, compressor_of(request), request.sparse_prefill)
+        return chunk_salt(salt)
+    return prefix_salt(salt, compressor_of(request), request.sparse_prefill)
 
 
 def compressor_of(request: Request) -> Compressor | None:

@@ -25,7 +25,8 @@ class RequestSpec:
     compress_at:  tokens of the prompt behind which it is compressed, whatever is due; what that leaves is
                   kept for requests that begin with the same tokens and say the same
     beams:        search instead of drawing; params are then its `sampling`
-    sparse_prefill: a method, whatever params say
+    cache_salt:   prefix blocks are shared only among requests with the same salt
+    sparse_prefill: how the prompt is computed, by name or as a method; None: as the engine says
     chunks:       parts of the prompt that are computed alone first, unless they have been, and reused
     may_end_early: where the pool cannot hold max_tokens, outputs end where it ends; else that is refused
     """
@@ -41,7 +42,8 @@ class RequestSpec:
     tenant: str | None = None
     compress_at: int | None = None
     beams: BeamSearchParams | None = None
-    sparse_prefill: SparsePrefill | None = None
+    cache_salt: str | None = None
+    sparse_prefill: str | SparsePrefill | None = None
     chunks: Chunks | None = None
     may_end_early: bool = False
 

@@ -153,7 +153,7 @@ class DraftCache:
             request=request,
             generator=None if seq.generator is None else torch.Generator(seq.generator.device),
         )
-        match = self.memory.match_prefix(self.memory.keys(own.token_ids, seq.request.params.cache_salt))
+        match = self.memory.match_prefix(self.memory.keys(own.token_ids, seq.request.spec.cache_salt))
         self.memory.admit(seq.seq_id, match)
         own.num_computed = match.num_tokens
         return Mirror(own, len(own.token_ids), match.num_tokens, self._round)

@@ -15,7 +15,7 @@ from kvreclaim.beams import BeamSearchParams
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.prefill.method import SparsePrefill
 from kvreclaim.compression.prefill.registry import make_method
-from kvreclaim.config import EngineConfig, SamplingParams
+from kvreclaim.config import DENSE, EngineConfig, SamplingParams
 from kvreclaim.engine.compact.pages import Pages
 from kvreclaim.engine.compact.passes import CompressionPass
 from kvreclaim.engine.compact.recall_refresh import RecallExtension
@@ -67,6 +67,7 @@ from kvreclaim.engine.step.validation import (
     check_prompt,
     check_recall,
     check_reuse,
+    check_salt,
     check_sparse_prefill,
     checked_bad_words,
 )
@@ -293,6 +294,7 @@ class Engine:
             raise InvalidArgumentError(f"request id {spec.request_id!r} is in use; pass another one.")
         check_prompt(tokens, params, config, self.loaded, scored=scored)
         bad_words = checked_bad_words(params, self.loaded)
+        check_salt(spec.cache_salt)
         check_priority(spec.priority, config)
         method = self._prefill_method(spec)
         if config.full_cache_host_size:
@@ -347,8 +349,8 @@ class Engine:
 
     def _prefill_method(self, spec: RequestSpec) -> SparsePrefill | None:
         """How the prompt is computed: as the request says, or the engine."""
-        said = spec.params.sparse_prefill
-        return spec.sparse_prefill or (self._sparse_prefill if said is None else make_method(said))
+        said = self._sparse_prefill if spec.sparse_prefill is None else spec.sparse_prefill
+        return make_method(said) if isinstance(said, str) else said
 
     def _verify(
         self, spec: RequestSpec, verified: Compressor, method: SparsePrefill | None, num_tokens: int
@@ -377,7 +379,7 @@ class Engine:
         check_reuse(
             compressor, spec.params, method, self.groups, self.kv_format, self.config, spec.compress_at
         )
-        reuse = self.chunked.reuse_of(list(prompt), chunks, spec.params.cache_salt)
+        reuse = self.chunked.reuse_of(list(prompt), chunks, spec.cache_salt)
         if reuse is not None and chunks.reuse.tries:
             whole = footprint_of(None, self.config, prompt, None, self.groups)
             check_length(len(prompt), len(prompt), whole, self._admitting, policy="full")
@@ -400,6 +402,8 @@ class Engine:
             RequestSpec(request_id=name, prompt_token_ids=tokens, params=params),
             priority=parent.spec.priority,
             tenant=parent.spec.tenant,
+            cache_salt=parent.spec.cache_salt,
+            sparse_prefill=DENSE,
         )
         child = self.add(spec, parent=parent, trial=trial)
         parent.children.append(child)

@@ -82,6 +82,20 @@ def checked_bad_words(params: SamplingParams, loaded: LoadedModel) -> tuple[tupl
     return tuple(found)
 
 
+def check_salt(cache_salt: str | None) -> None:
+    """Raise InvalidArgumentError for a cache salt that is no text, or that holds what sets caches apart."""
+    require(
+        cache_salt is None or isinstance(cache_salt, str),
+        f"cache_salt is {cache_salt!r}; pass a string or None.",
+        "cache_salt",
+    )
+    require(
+        "\x00" not in (cache_salt or ""),
+        "cache_salt holds the character NUL, which sets apart what is not computed exactly; drop it.",
+        "cache_salt",
+    )
+
+
 def check_priority(priority: int, config: EngineConfig) -> None:
     """Raise InvalidArgumentError for a priority that is no integer, or that nothing would go by."""
     if not is_int(priority):

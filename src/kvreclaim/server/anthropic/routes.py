@@ -33,7 +33,7 @@ async def create_message(
         request.scope["state"]["user"] = body.metadata.user_id
     given = {name: getattr(body, name) for name in (*SHARED, "max_tokens")}
     given["stop"] = body.stop_sequences
-    params = sampling_of(given, tenant.salt(body.cache_salt), MessageRequest.model_fields)
+    params = sampling_of(given, MessageRequest.model_fields)
     compression = service.compression(body.kv_compression)
     check_priority(body.priority, tenant, service.config)
     service.check_room(tenant.name)
@@ -45,6 +45,8 @@ async def create_message(
         priority=body.priority,
         retention=rendered.breakpoints,
         tenant=tenant.name,
+        cache_salt=tenant.salt(body.cache_salt),
+        sparse_prefill=body.sparse_prefill,
         compress_at=_compress_at(body, rendered, compression or service.engine.served.compression),
         may_end_early=True,
     )

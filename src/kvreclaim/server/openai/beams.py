@@ -6,7 +6,6 @@ from kvreclaim.beams import BeamSearchParams
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.openai.fields import GenerationFields
-from kvreclaim.server.tenants import Tenant
 
 ONLY_HERE = ("beam_width", "length_penalty", "early_stopping")
 DRAWN = (
@@ -36,7 +35,7 @@ HARMLESS = {"skip_special_tokens": True}
 """The values that change nothing; False of the others."""
 
 
-def beams_of(fields: GenerationFields, max_tokens: int, tenant: Tenant) -> BeamSearchParams | None:
+def beams_of(fields: GenerationFields, max_tokens: int) -> BeamSearchParams | None:
     """The search that a request asks for; None: it asks for none. Raises: ApiError naming the field."""
     if not fields.use_beam_search:
         for name in ONLY_HERE:
@@ -59,7 +58,6 @@ def beams_of(fields: GenerationFields, max_tokens: int, tenant: Tenant) -> BeamS
             beam_width=fields.beam_width or wanted,
             num_return_sequences=wanted,
             max_tokens=max_tokens,
-            cache_salt=tenant.salt(fields.cache_salt),
             **{name: value for name, value in given.items() if value is not None},
         )
     except InvalidArgumentError as error:

@@ -80,13 +80,9 @@ def _check(body: ChatRequest) -> None:
 
 async def _prompt(body: ChatRequest, service: Service, tenant: Tenant) -> RequestSpec:
     limit = body.max_completion_tokens or body.max_tokens
-    beams = beams_of(body, limit or service.longest, tenant)
+    beams = beams_of(body, limit or service.longest)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = (
-        sampling_params(body, tenant, max_tokens=limit, logprobs=logprobs)
-        if beams is None
-        else beams.sampling
-    )
+    params = sampling_params(body, max_tokens=limit, logprobs=logprobs) if beams is None else beams.sampling
     with_tools = body.tool_choice != "none"
     work = partial(_encoded, body, service, with_tools=with_tools)
     ids, chunks = await service.workers.run(tenant.name, work)

@@ -88,8 +88,8 @@ async def _prompts(body: CompletionRequest, service: Service, tenant: Tenant) ->
     more = {"max_tokens": max(1, limit), "logprobs": body.logprobs}
     if body.echo and body.logprobs is not None:
         more["prompt_logprobs"] = body.logprobs
-    beams = beams_of(body, max(1, limit), tenant)
-    params = sampling_params(body, tenant, **more) if beams is None else beams.sampling
+    beams = beams_of(body, max(1, limit))
+    params = sampling_params(body, **more) if beams is None else beams.sampling
     special = body.add_special_tokens is not False
 
     def encode() -> list[tuple[list[int], Chunks | None]]:

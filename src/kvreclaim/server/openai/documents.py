@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from kvreclaim.chunks import Chunk, ChunkReuse, Chunks
-from kvreclaim.engine.api.pieces import Piece, laid_out
+from kvreclaim.engine.api.prompts import Piece, laid_out
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.options import settings_of
 from kvreclaim.server.errors import ApiError

@@ -54,10 +54,10 @@ def check_options(fields: GenerationFields, service: Service, scope: Scope) -> N
         scope["state"]["user"] = users.pop()
 
 
-def sampling_params(fields: GenerationFields, tenant: Tenant, **more: Any) -> SamplingParams:
+def sampling_params(fields: GenerationFields, **more: Any) -> SamplingParams:
     """more: of SamplingParams, where the dialect has names of its own. Raises: ApiError naming the field."""
     given = {name: getattr(fields, name) for name in SAMPLING} | more
-    return sampling_of(given, tenant.salt(fields.cache_salt), type(fields).model_fields)
+    return sampling_of(given, type(fields).model_fields)
 
 
 def engine_prompt(
@@ -79,6 +79,8 @@ def engine_prompt(
         priority=fields.priority,
         retention=_retention(fields, len(token_ids)),
         tenant=tenant.name,
+        cache_salt=tenant.salt(fields.cache_salt),
+        sparse_prefill=fields.sparse_prefill,
         compress_at=fields.compress_at,
         beams=beams,
         chunks=chunks,
