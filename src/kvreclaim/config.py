@@ -10,7 +10,19 @@ from typing import Any
 
 from kvreclaim import speculation
 from kvreclaim.checks import check_choice, check_int, check_number, parse_json, require
-from kvreclaim.options import check_options, option
+from kvreclaim.options import (
+    CACHING,
+    COMPRESSION,
+    FIRST,
+    LIMITS,
+    MEMORY,
+    MODEL,
+    OBSERVABILITY,
+    OFFLOAD,
+    SPECULATION,
+    check_options,
+    option,
+)
 
 AUTO = "auto"
 DENSE = "dense"
@@ -25,7 +37,6 @@ SKIPPED_LAYERS = ("sliding_window",)
 MAX_COUNT = (1 << 31) - 1
 MAX_SEED = (1 << 64) - 1
 MAX_BIAS = 100.0
-TIERS = "KV cache beyond the pool"
 
 
 def format_name(name: object) -> str:
@@ -69,185 +80,213 @@ class EngineConfig:
     it stands for; kernels that cannot run where "auto" would take them are left out, which is said.
     """
 
-    block_size: int = option(16, "Tokens of a block.", low=1)
+    block_size: int = option(16, "Tokens per block.", low=1, panel=MEMORY)
     num_blocks: int | None = option(
         None,
-        "Of the pool; as many as all sequences could fill, within the memory's fraction, where not said.",
+        "Number of blocks in the pool. Default: enough for every sequence, within --kv-memory-fraction.",
         low=1,
         flags=("--num-blocks", "--num-gpu-blocks-override"),
+        panel=MEMORY,
     )
-    max_num_seqs: int = option(64, "Sequences that run at once.", low=1)
-    max_num_batched_tokens: int = option(2048, "Tokens computed in one step.", low=1)
+    max_num_seqs: int = option(64, "Maximum number of sequences in one step.", low=1, panel=LIMITS)
+    max_num_batched_tokens: int = option(2048, "Maximum number of tokens in one step.", low=1, panel=LIMITS)
     max_model_len: int | None = option(
         None,
-        "Tokens of the longest sequence, prompt and output; where not said, the model's own limit, or what "
-        "the pool holds.",
+        "Maximum length of a sequence, prompt and output. Default: the model's limit, or what the pool "
+        "holds.",
         low=1,
+        panel=FIRST,
     )
     disable_hybrid_kv_cache_manager: bool | None = option(
         None,
-        "All layers share one block table, also where layers with sliding windows could hold their windows "
-        "alone, in tables of their own; where not said, they do unless something else asked for excludes it.",
+        "Give all layers one block table, sliding-window layers too. Default: only if another option needs "
+        "it.",
+        panel=MEMORY,
     )
-    enable_prefix_caching: bool = option(True, "Share the blocks of equal prefixes.")
+    enable_prefix_caching: bool = option(True, "Share the blocks of equal prefixes.", panel=CACHING)
     kv_memory_fraction: float = option(
         0.5,
-        "Of the free memory, for blocks at most.",
+        "Largest fraction of free memory used for the KV pool.",
         low=0.01,
         high=0.95,
+        panel=FIRST,
     )
     max_signal_bytes: int | None = option(
         None,
-        "Beside the blocks, for what policies ask to be kept of running sequences: queries, attention, "
-        "digests; a fifth of the free memory, and no more than the blocks leave, where not said.",
+        "Memory for the queries, attention and digests that policies keep of running sequences. Default: a "
+        "fifth of the free memory, and no more than the pool leaves.",
         low=0,
+        panel=COMPRESSION,
     )
-    seed: int = option(0, "Of requests that bring none.", low=0)
+    seed: int = option(0, "Seed for requests without one.", low=0, panel=MODEL)
     scheduling_policy: str = option(
         "fcfs",
-        "Who runs first: fcfs; priority (the lowest number); or cache (priority, and of equal ones who has "
-        "most of its prompt in the cache, as long as nobody waits much longer for that).",
+        "Queue order: fcfs, priority (lowest number first), or cache (priority, then the longest cached "
+        "prefix, within a bound on waiting).",
         choices=("fcfs", "priority", "cache"),
+        panel=LIMITS,
     )
     eviction_policy: str = option(
-        "lru", "Which cached block is used again first: lru, slru, lfu, priority or gdsf."
+        "lru", "Eviction order of cached blocks: lru, slru, lfu, priority or gdsf.", panel=CACHING
     )
     spread_compression: bool = option(
-        True, "Requests that arrive together are compressed at different steps, each by its prompt's hash."
+        True,
+        "Compress requests that arrive together at different steps, spread by the hash of their prompts.",
+        panel=COMPRESSION,
     )
     prefix_snapshot_fraction: float = option(
         0.25,
-        "Of all blocks, and of the disk's size, there half at most, so much for what compression left of "
-        "prompts' beginnings (compress_at), kept for requests that begin so, too.",
+        "Largest share of the pool (and of the disk, there half at most) for cached compressed prefixes.",
         low=0.0,
         high=1.0,
+        panel=CACHING,
     )
-    max_pinned_fraction: float = option(0.5, "Of all blocks, at most so many pinned.", low=0.0, high=1.0)
+    max_pinned_fraction: float = option(
+        0.5, "Largest share of the pool for pinned blocks.", low=0.0, high=1.0, panel=CACHING
+    )
     kv_cache_metrics_sample: float = option(
-        0.01, "Share of the blocks whose time in the pool is measured.", low=0.0, high=1.0
+        0.01,
+        "Share of the blocks whose residency time is measured.",
+        low=0.0,
+        high=1.0,
+        panel=OBSERVABILITY,
     )
     kernels: str = option(
-        "auto", "auto (native on a CPU, triton on CUDA), native, triton or reference.", choices=KERNELS
+        "auto",
+        "Kernels: auto (native on CPU, triton on CUDA), native, triton or reference.",
+        choices=KERNELS,
+        panel=MODEL,
     )
     quantized_activations: str = option(
         "auto",
-        "What products with packed weights take: auto (int16 on a CPU, the model's dtype on a GPU), int16 "
-        "(15 bits, a scale per 32 numbers), int8 or exact (fp32).",
+        "Activation format for packed weights: auto (int16 on CPU, the model's dtype on GPU), int16 (15 "
+        "bits, one scale per 32 values), int8 or exact (fp32).",
         choices=("auto", "int16", "int8", "exact"),
+        panel=MODEL,
     )
     hf_overrides: str | None = option(
         None,
-        "JSON of fields that replace those of the model's config.json, such as rope_parameters and "
-        "max_position_embeddings for contexts longer than it says.",
+        "JSON that overrides fields of the model's config.json, such as rope_parameters and "
+        "max_position_embeddings for longer contexts.",
+        panel=MODEL,
     )
     kv_cache_dtype: str = option(
-        "auto", "auto (the model's own), fp32, bf16, fp16, fp8_e4m3 (fp8), int8, int4, kivi4 or turboquant4."
+        "auto",
+        "KV cache format: auto (the model's dtype), fp32, bf16, fp16, fp8_e4m3 (fp8), int8, int4, kivi4 or "
+        "turboquant4.",
+        panel=FIRST,
     )
     kv_cache_dtype_skip_layers: tuple[str, ...] = option(
         (),
-        "sliding_window: layers with windows keep the model's dtype; kv_cache_dtype is that of the others.",
+        "Layers that keep the model's dtype: sliding_window.",
         typed_as=list[str],
+        panel=MEMORY,
     )
     kv_offloading_size: float = option(
         0.0,
-        "GiB of host memory for blocks that the pool gives back: prefixes are found there again, preempted "
-        "sequences kept; 0 for none.",
+        "GiB of host memory for evicted prefixes and swapped sequences. 0: none.",
         low=0.0,
         high=float(1 << 20),
         flags=("--kv-offloading-size", "--hicache-size"),
-        panel=TIERS,
+        panel=OFFLOAD,
     )
     full_cache_host_size: float = option(
         0.0,
-        "GiB of host memory in which the KV cache lies, streamed to the device layer by layer in each step; "
-        "0: it lies in the pool. num_blocks is then that of compressed caches on the device.",
+        "GiB of host memory for the full KV cache, which is then streamed to the device layer by layer. "
+        "--num-blocks then counts the blocks of compressed caches on the device. 0: the cache is in the "
+        "pool.",
         low=0.0,
         high=float(1 << 20),
-        panel=TIERS,
+        panel=OFFLOAD,
     )
     preemption_mode: str = option(
         "auto",
-        "A sequence that gives way is moved to the host and back (swap, or offload) or computed again "
-        "(recompute); auto: whichever takes less time here.",
+        "What happens to a preempted sequence: swap (or offload) moves it to the host, recompute computes "
+        "it again, auto takes the faster.",
         choices=("auto", "swap", "offload", "recompute"),
-        panel=TIERS,
+        panel=OFFLOAD,
     )
     swap_space: float | None = option(
         None,
-        "GiB of kv_offloading_size that sequences that gave way may take; half of it where not said.",
+        "GiB of --kv-offloading-size that preempted sequences may use. Default: half.",
         low=0.0,
         high=float(1 << 20),
-        panel=TIERS,
+        panel=OFFLOAD,
     )
     preemption_victim: str = option(
         "auto",
-        "Who gives way when blocks are lacking: last (come), (lowest) priority, lru (computed longest ago) "
-        "or (least) cost to bring back; auto: last, or priority under that scheduling policy.",
+        "Which sequence to preempt: last (the newest), priority (the lowest), lru (computed least "
+        "recently), cost (cheapest to resume), auto (last, or priority under that queue order).",
         choices=("auto", "last", "priority", "lru", "cost"),
-        panel=TIERS,
+        panel=LIMITS,
     )
     kv_offloading_write_policy: str = option(
         "write_through",
-        "Full blocks go to the host at once (write_through), or when they are met the second time "
+        "When full blocks are copied to the host: at once (write_through), or on their second use "
         "(write_through_selective).",
         choices=("write_through", "write_through_selective"),
-        panel=TIERS,
+        panel=OFFLOAD,
     )
     kv_offload_decode: bool = option(
-        True, "Blocks with generated tokens go to the host, too, not prompts' alone.", panel=TIERS
+        True, "Copy blocks with generated tokens to the host too, not only prompts.", panel=OFFLOAD
     )
     kv_offloading_disk_path: str | None = option(
         None,
-        "Directory of a file below the host's memory, in which prefixes outlive the process; token ids stand "
-        "in it.",
-        panel=TIERS,
+        "Directory for prefixes on disk, which survive the process. The files contain token ids.",
+        panel=OFFLOAD,
     )
     kv_offloading_disk_size: float = option(
-        4.0, "GiB that the file may take, made at once.", low=1e-6, high=float(1 << 20), panel=TIERS
+        4.0,
+        "GiB of the file on disk, allocated at start.",
+        low=1e-6,
+        high=float(1 << 20),
+        panel=OFFLOAD,
     )
     kv_load_policy: str = option(
         "timeout",
-        "What a request does while its prefix is read from disk: it waits for some time (timeout), until all "
-        "is there (wait_complete), not at all (best_effort), or computes meanwhile (race). wait_complete "
-        "loads always, the others where that is faster than computing.",
+        "What a request does while its prefix is read from disk: wait up to --kv-load-timeout (timeout), "
+        "wait until it is read (wait_complete), not wait (best_effort), or compute meanwhile (race). Only "
+        "wait_complete loads what is faster to compute.",
         choices=("timeout", "wait_complete", "best_effort", "race"),
-        panel=TIERS,
+        panel=OFFLOAD,
     )
     kv_load_timeout: float = option(
         1.0,
-        "Seconds that kv_load_policy timeout waits, and a quarter of a second more per 1,000 tokens.",
+        "Seconds to wait under --kv-load-policy timeout, plus 0.25 s per 1,000 tokens.",
         low=0.0,
         high=3600.0,
-        panel=TIERS,
+        panel=OFFLOAD,
     )
     kv_offloading_disk_write_policy: str = option(
         "write_through",
-        "Blocks go from the host to disk at once (write_through), or when they are met the second time "
-        "(write_through_selective), which spares the disk.",
+        "When blocks are written from the host to disk: at once (write_through), or on their second use "
+        "(write_through_selective), which writes less.",
         choices=("write_through", "write_through_selective"),
-        panel=TIERS,
+        panel=OFFLOAD,
     )
     kv_offloading_eviction_policy: str = option(
-        "slru", "Which block on the host makes way first: lru, slru, lfu, priority or gdsf.", panel=TIERS
+        "slru", "Eviction order of blocks on the host: lru, slru, lfu, priority or gdsf.", panel=OFFLOAD
     )
     kv_recall_size: float = option(
         0.0,
-        "GiB of host memory for the evicted tokens of requests with recall; beyond it the pages that promise "
-        "least go for good. 0: no recall.",
+        "GiB of host memory for evicted tokens that requests with recall may bring back. When it is full, "
+        "the least promising pages are dropped. 0: no recall.",
         low=0.0,
         high=float(1 << 20),
-        panel=TIERS,
+        panel=COMPRESSION,
     )
     speculative_config: str | None = option(
         None,
-        "JSON of how tokens are guessed that the model then checks, several at once, such as "
-        '\'{"method": "ngram", "num_speculative_tokens": 8}\'; the output stays what it is.',
+        "JSON that configures speculative decoding, such as "
+        '\'{"method": "ngram", "num_speculative_tokens": 8}\'. The output does not change.',
+        panel=SPECULATION,
     )
-    enforce_eager: bool = option(False, "On CUDA, no CUDA graphs.")
+    enforce_eager: bool = option(False, "Use no CUDA graphs.", panel=MODEL)
     sparse_prefill: str = option(
         DENSE,
-        "How long prompts are computed: dense, or reading some of the blocks before them, which is lossy: "
-        "pooled, a_shape, block_sparse or minference, with options as in pooled(alpha=0.1).",
+        "How long prompts are computed: dense, or with sparse attention, which is lossy: pooled, a_shape, "
+        "block_sparse or minference, with options as in pooled(alpha=0.1).",
+        panel=COMPRESSION,
     )
 
     def __post_init__(self) -> None:
@@ -464,59 +503,73 @@ BUDGETS = tuple(32 * each for each in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96
 
 @dataclass(frozen=True)
 class CompressionSettings:
-    """What compression.CompressionConfig is told, as far as it can be said without torch.
+    """The part of compression.CompressionConfig that needs no torch.
 
     Whole numbers are checked here, the rest where policies are known. Raises: InvalidArgumentError.
     """
 
     policy: str = option(
         AUTO,
-        "Which tokens stay: a policy, or auto (also where only a budget or the like is said), the one that "
-        "calibration found best for the model; the KV cache stays whole where nothing is said.",
+        "Compression policy: a name, or auto, the one that calibration found best for the model. Default: "
+        "no compression; auto if another compression option is given.",
         flags=("--kv-compression",),
+        panel=FIRST,
     )
     budget: int = option(
         2048,
-        "Tokens kept per layer and KV head; auto, with verify: as few as drafts get on with.",
+        "Tokens to keep per layer and KV head. auto, with --verify: as few as drafting allows.",
         low=1,
         high=MAX_COUNT,
         unit=" tokens",
         flags=("--kv-budget",),
         typed_as=str,
         also=(AUTO,),
+        panel=FIRST,
     )
     interval: int = option(
         128,
-        "Tokens over the budget at which the next compression runs.",
+        "Compress again when a sequence is this many tokens over the budget.",
         low=1,
         high=MAX_COUNT,
         unit=" token",
         flags=("--kv-compression-interval",),
     )
     sinks: int = option(
-        4, "First tokens, never evicted.", low=0, high=MAX_COUNT, unit=" tokens", flags=("--kv-sinks",)
+        4,
+        "First tokens that are never evicted.",
+        low=0,
+        high=MAX_COUNT,
+        unit=" tokens",
+        flags=("--kv-sinks",),
     )
     recent: int = option(
-        128, "Last tokens, never evicted.", low=0, high=MAX_COUNT, unit=" tokens", flags=("--kv-recent",)
+        128,
+        "Last tokens that are never evicted.",
+        low=0,
+        high=MAX_COUNT,
+        unit=" tokens",
+        flags=("--kv-recent",),
     )
     protect_prompt: bool = option(
-        False, "Prompt tokens go only if there is no other way.", flags=("--kv-protect-prompt",)
+        False,
+        "Evict prompt tokens only if the budget cannot be met otherwise.",
+        flags=("--kv-protect-prompt",),
     )
     mode: str | None = option(
         None,
-        "Who shares a kept set: union, per_head or per_layer_head; the policy's own where not said.",
+        "Which heads keep the same tokens: union (all), per_head or per_layer_head. Default: the policy's "
+        "own.",
         flags=("--kv-compression-mode",),
     )
     verify: bool = option(
         False,
-        "The compressed cache only drafts, and the full one, which is kept too, verifies: the output is that "
-        "of the full cache.",
+        "Draft from the compressed cache and verify with the full one. The output is that of the full cache.",
         flags=("--verify",),
         kw_only=True,
     )
     verify_tokens: int = option(
         16,
-        "Drafted at most between two verifications.",
+        "Maximum number of draft tokens between two verifications.",
         low=1,
         high=64,
         unit=" token",
@@ -525,14 +578,14 @@ class CompressionSettings:
     )
     stats: object = option(
         None,
-        "File of query statistics; the one beside the weights where not said.",
+        "File of query statistics. Default: the one beside the weights.",
         flags=("--kv-compression-stats",),
         typed_as=str,
     )
     recall: str | None = option(
         None,
-        "Evicted tokens wait in host memory (kv_recall_size) and come back when queries want them: at passes "
-        "alone (pass), every N tokens too (tokens:N), or for every token (query); with options as in "
+        "Keep evicted tokens in host memory (--kv-recall-size) and bring them back when queries need them: "
+        "at compressions (pass), every N tokens too (tokens:N), or at every token (query). Options as in "
         "query(blocks=8).",
         flags=("--kv-recall", "--recall"),
         kw_only=True,

@@ -14,6 +14,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from kvreclaim.checks import check_bool, check_choice, check_int, check_number
 
 KEY = "option"
+FIRST, MODEL, MEMORY, COMPRESSION = "Options", "Model", "Memory", "Compression"
+CACHING, OFFLOAD, SPECULATION = "Prefix caching", "Offload", "Speculation"
+LIMITS, OBSERVABILITY = "Limits and scheduling", "Observability"
+"""Panels of the help texts; FIRST is typer's own, which comes first."""
 LARGEST = (1 << 63) - 1
 """Of an int that says no greatest value: more overflows what it is taken for."""
 

@@ -34,9 +34,9 @@ _COLUMNS = (
 class Reading:
     """What is read of the text."""
 
-    max_tokens: int = option(25_600, "Tokens of the text that are read.", low=1)
-    trial: int = option(3, "Documents held out of them to try the candidates on; 0: no trial.", low=0)
-    candidates: tuple[str, ...] = option((), "Policies to try; more or others than those tried anyway.")
+    max_tokens: int = option(25_600, "Maximum number of tokens to read from the text.", low=1)
+    trial: int = option(3, "Documents to hold out for the trial of the candidates; 0: no trial.", low=0)
+    candidates: tuple[str, ...] = option((), "More policies to try, besides the standard ones.")
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -46,18 +46,16 @@ class Reading:
 class Measuring:
     """What is kept of the queries, as compression.Clustering checks it."""
 
-    num_centers: int = option(16, "Query centres per head; 0 keeps moments only.", flags=("--centers",))
-    shared_centers: bool = option(False, "Centres per KV head instead, for all its query heads.")
-    min_weight: float = option(0.0, "Drop centres of a smaller share of the queries.")
-    min_distance: float = option(0.0, "Pool centres closer than this share of the spread.")
-    seed: int = option(0, "Of the clusters' start.")
-    surrogate: bool = option(True, "Say the text twice, and learn which tokens and heads it needs.")
+    num_centers: int = option(16, "Query centers per head; 0 keeps only moments.", flags=("--centers",))
+    shared_centers: bool = option(False, "Share centers among the query heads of a KV head.")
+    min_weight: float = option(0.0, "Drop centers with a smaller share of the queries.")
+    min_distance: float = option(0.0, "Merge centers closer than this share of the spread.")
+    seed: int = option(0, "Seed of the clustering.")
+    surrogate: bool = option(True, "Repeat the text and learn which tokens and heads the repetition needs.")
     kvzap: str | None = option(
-        None, "Weights of hidden states: linear or mlp fits them, else a directory of published ones."
+        None, "Score weights on hidden states: fit them (linear or mlp), or load them from a directory."
     )
-    max_points: int = option(
-        4096, "Queries per head, evenly over the text, that centres are found among.", low=1
-    )
+    max_points: int = option(4096, "Queries per head that are clustered, evenly spaced over the text.", low=1)
 
 
 @takes
@@ -65,23 +63,24 @@ def calibrate(
     reading: Annotated[Reading, Takes(config=Reading)],
     measuring: Annotated[dict[str, Any], Takes(config=Measuring, build=dict)],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The .safetensors file to write.")
+        Path | None, typer.Option("--output", "-o", help="Write the statistics to this .safetensors file.")
     ] = None,
     show: Annotated[
-        Path | None, typer.Option(help="Print what such a file says of the trial, and measure nothing.")
+        Path | None, typer.Option(help="Print the trial in this statistics file, and measure nothing.")
     ] = None,
     sparse_prefill: Annotated[
         Path | None,
-        typer.Option(
-            help="Instead, write a pattern of sparse prefill for each head to this file.", callback=writable
-        ),
+        typer.Option(help="Write a sparse-prefill pattern per head to this file instead.", callback=writable),
     ] = None,
-    budget: Annotated[int, typer.Option(help="Of these patterns: tokens that each reads.", min=128)] = 2048,
+    budget: Annotated[
+        int, typer.Option(help="Tokens that each sparse-prefill pattern reads.", min=128)
+    ] = 2048,
     text: Annotated[
         Path | None,
         typer.Option(
-            help='UTF-8 text; a line "---" begins a new document. Where not said: documentation inside '
-            "Python's standard library."
+            help='UTF-8 text file; a line "---" begins a new document. Default: '
+            "documentation inside Python's "
+            "standard library."
         ),
     ] = None,
     model: ModelOption = None,
@@ -89,14 +88,17 @@ def calibrate(
         bool | None,
         typer.Option(
             "--covariance/--no-covariance",
-            help="Keep the covariance of the queries (expected_attention); where not said, up to 128 MiB.",
+            help="Keep the covariance of the queries, for expected_attention. Default: if it takes at most "
+            "128 MiB.",
         ),
     ] = None,
-    half: Annotated[bool, typer.Option("--half", help="Write centres in fp16: half the file.")] = False,
+    half: Annotated[
+        bool, typer.Option("--half", help="Write centers in fp16, which halves the file.")
+    ] = False,
     dtype: DType = "auto",
     device: Device = "auto",
 ) -> None:
-    """Measure a model once for the policies that read statistics, and find the policy that is best for it."""
+    """Measure a model's query statistics for the policies that use them, and find its best policy."""
     from kvreclaim.compression.stats import QueryStats
     from kvreclaim.engine.api.llm import LLM
     from kvreclaim.model.loader import hide_progress_bars

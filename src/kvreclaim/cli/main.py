@@ -59,7 +59,7 @@ def _main(
         ),
     ] = False,
 ) -> None:
-    """Options of every command."""
+    """Options for every command."""
 
 
 @app.command()
@@ -67,13 +67,11 @@ def _main(
 def demo(
     engine: Annotated[EngineConfig, KVCacheDType],
     json_file: Figures = None,
-    out: Annotated[Path, typer.Option(help="Directory of the chart.", callback=folder)] = Path("demo_out"),
-    threads: Annotated[
-        int, typer.Option(min=1, help="CPU threads of the demo model, which is too small for more.")
-    ] = 1,
+    out: Annotated[Path, typer.Option(help="Directory for the chart.", callback=folder)] = Path("demo_out"),
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads for the demo model.")] = 1,
 ) -> None:
-    """Show what eviction, compaction and learned scores do to memory and accuracy: on the demo model, then on
-    the real one, if `kvreclaim fetch` has brought it."""
+    """Show what eviction, compaction and learned scores do to memory and accuracy, on the demo model and on
+    the model that `kvreclaim fetch` downloaded."""
     import torch
 
     from kvreclaim.demo.main import add_real, present, run_demo
@@ -107,18 +105,23 @@ def demo_24gb(
     model: Annotated[
         Path | None,
         typer.Option(
-            help="A .gguf file, or a directory with packed weights; else what `kvreclaim fetch` brought."
+            help="A .gguf file, or a directory with packed weights. Default: "
+            "what `kvreclaim fetch` downloaded."
         ),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1024, help="Of the chain.")] = 32_768,
-    budget: Annotated[int, typer.Option(min=64, help="Tokens that compression keeps for each head.")] = 2048,
-    card_mib: Annotated[int, typer.Option(min=1, help="Of the card: 24 GiB over 64.")] = 384,
+    tokens: Annotated[int, typer.Option(min=1024, help="Length of the chain of thought in tokens.")] = 32_768,
+    budget: Annotated[int, typer.Option(min=64, help="Tokens to keep per head.")] = 2048,
+    card_mib: Annotated[
+        int, typer.Option(min=1, help="Simulated card memory in MiB; 384 is 24 GiB / 64.")
+    ] = 384,
     threads: Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads.")] = None,
-    out: Annotated[Path, typer.Option(help="The chart.", callback=picture)] = Path("demo_out/24gb.png"),
+    out: Annotated[Path, typer.Option(help="Image file for the chart.", callback=picture)] = Path(
+        "demo_out/24gb.png"
+    ),
     json_file: Figures = None,
 ) -> None:
-    """Live through the story of a 4-bit model on a 24 GB card at a 64th of its size: one long chain of
-    thought in a process that gets no more memory: with the full cache, a budget, int4, and both."""
+    """Run a 4-bit model against a simulated 24 GB limit at 1/64 scale: one long chain of thought with the
+    full cache, with a budget, with int4, and with both."""
     from kvreclaim.bench.common import wide_console
     from kvreclaim.demo.card.main import present, run_card
     from kvreclaim.demo.card.plan import MIB, CardPlan

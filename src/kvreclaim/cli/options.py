@@ -12,24 +12,28 @@ from kvreclaim import demo_model, real_model
 from kvreclaim.cli.takes import Takes
 from kvreclaim.config import CompressionSettings, EngineConfig
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.options import COMPRESSION, MODEL
 from kvreclaim.outputs import check_writable
 
 if TYPE_CHECKING:
     from kvreclaim import CompressionConfig
 
 PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp")
-ENGINE, SAMPLING, COMPRESSION = "engine", "sampling", "KV compression"
+SAMPLING = "Sampling"
 
 DEMO = "demo"
 ModelOption = Annotated[
     str | None,
     typer.Option(
-        help=f"Local directory, hub id, or {DEMO} (the demo model); where none is named: what `kvreclaim "
-        "fetch` brought, else the demo model."
+        help=f"Model: a directory, a .gguf file, a hub id, or {DEMO} for the "
+        "demo model. Default: the model that "
+        "`kvreclaim fetch` downloaded, else the demo model."
     ),
 ]
-DType = Annotated[str, typer.Option(rich_help_panel=ENGINE, help="auto, float32, bfloat16 or float16.")]
-Device = Annotated[str, typer.Option(rich_help_panel=ENGINE, help="auto, cpu or cuda.")]
+DType = Annotated[
+    str, typer.Option(rich_help_panel=MODEL, help="Model dtype: auto, float32, bfloat16 or float16.")
+]
+Device = Annotated[str, typer.Option(rich_help_panel=MODEL, help="Device: auto, cpu or cuda.")]
 
 
 def writable(path: Path | None) -> Path | None:
@@ -56,7 +60,7 @@ def picture(path: Path | None) -> Path | None:
 
 
 Figures = Annotated[
-    Path | None, typer.Option("--json", help="Write all figures to this file.", callback=writable)
+    Path | None, typer.Option("--json", help="Write all results to this JSON file.", callback=writable)
 ]
 
 
@@ -83,4 +87,4 @@ def compression_of(**settings: Any) -> CompressionConfig | None:
 
 
 Compression = Takes(config=CompressionSettings, panel=COMPRESSION, unset=True, build=compression_of)
-KVCacheDType = Takes(config=EngineConfig, panel=ENGINE, only=("kv_cache_dtype",))
+KVCacheDType = Takes(config=EngineConfig, only=("kv_cache_dtype",))

@@ -16,19 +16,19 @@ from kvreclaim.plan.asked import PlanRequest
 @takes
 def plan(
     asked: Annotated[PlanRequest, Takes(config=PlanRequest)],
-    file: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="As --model.")] = None,
+    file: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Same as --model.")] = None,
     model: Annotated[
         str | None,
         typer.Option(
-            help="Directory with a config.json, such a file, a .gguf file, a model whose config comes along, "
-            f"such as Qwen/Qwen3-32B, or {DEMO}; where none is named: what `kvreclaim fetch` brought, else "
-            f"{DEMO}."
+            help="Model: a config.json, its directory, a .gguf file, a bundled "
+            "name such as Qwen/Qwen3-32B, or "
+            f"{DEMO}. Default: the model that `kvreclaim fetch` downloaded, else {DEMO}."
         ),
     ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Print the arithmetic line by line.")] = False,
     json_file: Figures = None,
 ) -> None:
-    """Say what a model takes and what a card holds, without weights, torch or a GPU."""
+    """Estimate memory and concurrency from a config.json, without weights, torch or a GPU."""
     from kvreclaim.plan.answer import plan as answer_of
     from kvreclaim.plan.sections import lines
 

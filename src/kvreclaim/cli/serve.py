@@ -16,23 +16,28 @@ from kvreclaim.cli import options as opt
 from kvreclaim.cli.takes import Takes, takes
 from kvreclaim.config import EngineConfig
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.options import OBSERVABILITY
 from kvreclaim.server.config import ServerConfig
 
-SERVER = "server"
+SERVER = "Server"
 logger = logging.getLogger(__name__)
 
 
 @takes
 def serve(
-    config: Annotated[dict[str, Any], Takes(config=ServerConfig, panel=SERVER, build=dict)],
-    engine: Annotated[EngineConfig, Takes(config=EngineConfig, panel=opt.ENGINE)],
-    compression: Annotated[Any, opt.Compression],
     model: opt.ModelOption = None,
+    *,
+    config: Annotated[dict[str, Any], Takes(config=ServerConfig, panel=SERVER, build=dict)],
+    engine: Annotated[EngineConfig, Takes(config=EngineConfig)],
+    compression: Annotated[Any, opt.Compression],
     log_level: Annotated[
-        str, typer.Option(rich_help_panel=SERVER, help="debug, info, warning or error.")
+        str, typer.Option(rich_help_panel=OBSERVABILITY, help="Log level: debug, info, warning or error.")
     ] = "info",
     log_format: Annotated[
-        str, typer.Option(rich_help_panel=SERVER, help="json, text, or auto: text on a terminal.")
+        str,
+        typer.Option(
+            rich_help_panel=OBSERVABILITY, help="Log format: json, text, or auto (text on a terminal)."
+        ),
     ] = "auto",
     dtype: opt.DType = "auto",
     device: opt.Device = "auto",

@@ -27,25 +27,32 @@ def simulate(
     traffic: Annotated[Traffic, Takes(config=Traffic, panel=LOAD)],
     machine: Annotated[ReplicaOptions, Takes(config=ReplicaOptions, panel=MACHINE)],
     serving: Annotated[Serving, Takes(config=Serving, panel=ENGINE)],
-    replicas: Annotated[int, typer.Option(min=1, max=65_536, help="Engines behind the router.")] = 1,
-    router: Annotated[str, typer.Option(help=f"{', '.join(ROUTERS)}.")] = "rr",
+    replicas: Annotated[
+        int, typer.Option(min=1, max=65_536, help="Number of engine replicas behind the router.")
+    ] = 1,
+    router: Annotated[str, typer.Option(help=f"Router: {', '.join(ROUTERS)}.")] = "rr",
     scrape: Annotated[
         float,
-        typer.Option(min=0.0, max=1e9, help="Seconds that what the router knows of replicas may be old."),
+        typer.Option(min=0.0, max=1e9, help="Seconds between the router's updates on its replicas."),
     ] = 0.0,
-    slo: Annotated[str | None, typer.Option(help="Targets: ttft=2s,tpot=60ms,e2e=30s, any of them.")] = None,
+    slo: Annotated[
+        str | None, typer.Option(help="Latency targets, such as ttft=2s,tpot=60ms,e2e=30s.")
+    ] = None,
     search: Annotated[
-        str | None, typer.Option(help=f"Seek the best with which 99 of 100 keep them: {', '.join(AXES)}.")
+        str | None,
+        typer.Option(help=f"Find the best value at which 99 % of requests meet --slo: {', '.join(AXES)}."),
     ] = None,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Beside it the same without compression.")
+        bool, typer.Option("--compare", help="Compare with the same run without compression.")
     ] = False,
     chart: Annotated[
-        Path | None, typer.Option(help="Pool, queue and hits over time, as an image.", callback=picture)
+        Path | None,
+        typer.Option(help="Image file for a chart of pool, queue and hits over time.", callback=picture),
     ] = None,
     json_file: Figures = None,
 ) -> None:
-    """Serve a trace in virtual time: latencies, hits, preemptions, blocks, money; or seek what it takes."""
+    """Simulate serving a trace: latencies, hits, preemptions, blocks and cost. Or search for what meets
+    latency targets."""
     from kvreclaim.sim.report import report
     from kvreclaim.sim.scenario import Scenario
     from kvreclaim.sim.search import Search

@@ -74,26 +74,27 @@ class EvalPlan:
 
     policies: Sequence[str] = option(
         ("full", "streaming_llm", "knorm", "triattention", "query_mixture"),
-        "Comma-separated; wrappers and options too: protect(knorm),h2o.",
+        "Policies, comma-separated, with wrappers and options, such as protect(knorm),h2o.",
     )
     budgets: Sequence[float] = option(
-        (0.5, 0.25, 0.1), "Shares of the full cache's bytes in the model's dtype."
+        (0.5, 0.25, 0.1), "Budgets as shares of the full cache's bytes in the model's dtype, comma-separated."
     )
     kv_cache_dtypes: Sequence[str] = option(
         (AUTO,),
-        "KV formats, comma-separated; all are compared with the first's full cache.",
+        "KV cache formats, comma-separated; all are compared with the full cache in the first.",
         flags=("--kv-cache-dtype",),
     )
     sparse_prefill: Sequence[str] = option(
-        (DENSE,), "Ways of computing prompts, comma-separated: dense,pooled,pooled(alpha=0.3)."
+        (DENSE,), "Sparse-prefill methods, comma-separated, such as dense,pooled,pooled(alpha=0.3)."
     )
     chunk_reuse: Sequence[str] = option(
-        (WHOLE,), "Of tasks with chunks, comma-separated: whole,question(share=0.15),random."
+        (WHOLE,),
+        "Chunk reuse in tasks with chunks, comma-separated, such as whole,question(share=0.15),random.",
     )
-    seeds: Sequence[int] = option((0,), "Each draws other examples.")
-    num_examples: int = option(16, "Of each cell, per seed.", low=1)
-    free_running: bool = option(False, "Also generate gold traces: exact match, decode speed.")
-    batch_size: int = option(16, "Examples at once.", low=1)
+    seeds: Sequence[int] = option((0,), "Seeds, comma-separated; each draws other examples.")
+    num_examples: int = option(16, "Examples per cell and seed.", low=1)
+    free_running: bool = option(False, "Also generate the gold traces, for exact match and decode speed.")
+    batch_size: int = option(16, "Examples per batch.", low=1)
     interval: int = 128
     sinks: int = 4
     recent: int = 64
@@ -181,10 +182,10 @@ class TaskOptions:
     max_new_tokens: None takes each task's own
     """
 
-    num_tokens: int = option(2048, "Most tokens of a sequence.", low=16)
-    dialect: str = option("auto", "auto, demo or text.", choices=DIALECTS)
-    text: Path | None = option(None, "UTF-8 text of perplexity and agreement.")
-    max_new_tokens: int | None = option(None, "Of a generated answer.", low=1)
+    num_tokens: int = option(2048, "Maximum length of a sequence in tokens.", low=16)
+    dialect: str = option("auto", "Dialect of the tasks: auto, demo or text.", choices=DIALECTS)
+    text: Path | None = option(None, "UTF-8 text file for perplexity and agreement.")
+    max_new_tokens: int | None = option(None, "Maximum number of tokens per generated answer.", low=1)
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -9,45 +9,49 @@ from kvreclaim.config import format_name
 from kvreclaim.options import check_options, option
 from kvreclaim.plan.roofline import BANDWIDTH_SHARE, FLOPS_SHARE
 
-SEQUENCES, CARD, TRACE = "sequences", "card", "trace"
+SEQUENCES, CARD, TRACE = "Sequences", "Card", "Trace"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
     """Raises: InvalidArgumentError."""
 
-    context: int | None = option(None, "Tokens of one sequence.", low=1, panel=SEQUENCES)
-    sequences: int | None = option(None, "So many sequences at once.", low=1, panel=SEQUENCES)
-    prefix: int = option(0, "Tokens that they share, at their beginning.", low=0, panel=SEQUENCES)
-    own: int = option(0, "Tokens that each has behind them, prompt and output.", low=0, panel=SEQUENCES)
+    context: int | None = option(None, "Length of one sequence in tokens.", low=1, panel=SEQUENCES)
+    sequences: int | None = option(None, "Number of sequences at once.", low=1, panel=SEQUENCES)
+    prefix: int = option(0, "Tokens of a prefix that all sequences share.", low=0, panel=SEQUENCES)
+    own: int = option(
+        0, "Tokens of each sequence after the shared prefix, prompt and output.", low=0, panel=SEQUENCES
+    )
     max_model_len: int | None = option(
         None,
-        "Tokens that a server without paging reserves for each sequence; 4096, or the model's limit where a "
-        "sequence is longer, where not said.",
+        "Tokens that a server without paging reserves per sequence. Default: 4096, or the model's limit if "
+        "a sequence is longer.",
         low=1,
         panel=SEQUENCES,
     )
-    kv_cache_dtype: str = option("auto", "Format of the KV cache, as for `serve`.", panel=SEQUENCES)
+    kv_cache_dtype: str = option("auto", "KV cache format, as for `kvreclaim serve`.", panel=SEQUENCES)
     compression: str | None = option(
         None,
-        "Policy and budget, such as triattention:budget=512,interval=128; none where not said.",
+        "Policy and budget, such as triattention:budget=512,interval=128. Default: no compression.",
         panel=SEQUENCES,
     )
-    block_size: int = option(16, "Tokens of a block.", low=1, panel=SEQUENCES)
-    max_num_batched_tokens: int = option(2048, "Tokens computed in one step.", low=1, panel=SEQUENCES)
-    gpu: str | None = option(None, "Card: A100, H100, 4090 and so on.", panel=CARD)
+    block_size: int = option(16, "Tokens per block.", low=1, panel=SEQUENCES)
+    max_num_batched_tokens: int = option(
+        2048, "Maximum number of tokens in one step.", low=1, panel=SEQUENCES
+    )
+    gpu: str | None = option(None, "Card, such as A100, H100 or 4090.", panel=CARD)
     memory_bytes: int | None = option(
-        None, "Of the card, where it is another than the table's, or not known.", low=1, panel=CARD
+        None, "Memory of the card in bytes, if it differs from the table or is not in it.", low=1, panel=CARD
     )
     weights: str = option(
         "auto",
-        "auto (as the config says), bf16, fp8, int8, awq4, gptq4, gptq8, nf4, nvfp4, mxfp4, or the bits of a "
-        "linear weight with its scales, such as 4.5.",
+        "Weight format: auto (from the config), bf16, fp8, int8, awq4, gptq4, gptq8, nf4, nvfp4, mxfp4, or "
+        "the bits of a linear weight with its scales, such as 4.5.",
         panel=CARD,
     )
     utilization: float = option(
         0.92,
-        "Share of the memory that the engine may take.",
+        "Share of the memory that the engine may use.",
         low=0.01,
         high=1.0,
         flags=("--utilization", "--utilisation", "--gpu-memory-utilization"),
@@ -55,41 +59,47 @@ class PlanRequest:
     )
     other_gib: float | None = option(
         None,
-        "GiB beside weights and blocks: activations, graphs; estimated where not said.",
+        "GiB for activations, graphs and the like. Default: an estimate.",
         low=0.0,
         high=1e6,
         panel=CARD,
     )
-    tensor_parallel_size: int = option(1, "Cards that share one model.", low=1, high=64, panel=CARD)
-    max_num_seqs: int = option(256, "Sequences that a server runs at once.", low=1, panel=CARD)
+    tensor_parallel_size: int = option(1, "Number of cards per model.", low=1, high=64, panel=CARD)
+    max_num_seqs: int = option(256, "Maximum number of sequences in one step.", low=1, panel=CARD)
     calibration: str | None = option(
-        None, "File of `kvreclaim calibrate-speed`; the card's data sheet where not said.", panel=CARD
+        None, "File of `kvreclaim calibrate-speed`. Default: the card's data sheet.", panel=CARD
     )
     bandwidth_share: float = option(
-        BANDWIDTH_SHARE, "Of the data sheet's bandwidth that is reached.", low=0.01, high=1.0, panel=CARD
+        BANDWIDTH_SHARE,
+        "Share of the data sheet's bandwidth that is reached.",
+        low=0.01,
+        high=1.0,
+        panel=CARD,
     )
     flops_share: float = option(
-        FLOPS_SHARE, "Of the data sheet's FLOP/s that are reached.", low=0.01, high=1.0, panel=CARD
+        FLOPS_SHARE, "Share of the data sheet's FLOP/s that is reached.", low=0.01, high=1.0, panel=CARD
     )
     price: float | None = option(
-        None, "Dollars an hour of one card, where the table's is old.", low=0.0, high=1e6, panel=CARD
+        None, "Dollars per hour and card. Default: the table's price.", low=0.0, high=1e6, panel=CARD
     )
     trace: str | None = option(
-        None, "File of requests: Azure's CSV, or JSON lines such as Mooncake's.", panel=TRACE
+        None, "File of requests: Azure's CSV, or JSON lines like Mooncake's.", panel=TRACE
     )
-    first: int | None = option(None, "Of the trace, only so many requests.", low=1, panel=TRACE)
+    first: int | None = option(None, "Use only this many requests of the trace.", low=1, panel=TRACE)
     recompute_p99_ms: float | None = option(
         None,
-        "How many sequences may run so that at p99 none waits longer for being computed again; with --trace "
-        "and a card.",
+        "Find how many sequences may run if recomputing a preempted one may take this long at p99. Needs "
+        "--trace and a card.",
         low=0.1,
         high=1e9,
         panel=TRACE,
     )
     cards: str | None = option(
-        None, "Cards that are compared for the trace: all, or names with commas.", panel=TRACE
+        None, "Cards to compare for the trace: all, or names, comma-separated.", panel=TRACE
     )
-    slo: str | None = option(None, "Targets at p99, such as ttft=2s,tpot=60ms; with --cards.", panel=TRACE)
+    slo: str | None = option(
+        None, "Latency targets at p99, such as ttft=2s,tpot=60ms. Needs --cards.", panel=TRACE
+    )
 
     def __post_init__(self) -> None:
         check_options(self)

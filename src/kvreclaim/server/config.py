@@ -7,7 +7,16 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvreclaim.checks import require
-from kvreclaim.options import check_options, option
+from kvreclaim.options import (
+    CACHING,
+    COMPRESSION,
+    FIRST,
+    LIMITS,
+    MODEL,
+    OBSERVABILITY,
+    check_options,
+    option,
+)
 from kvreclaim.server.tool_calls import PARSERS
 
 MAX_INT32 = (1 << 31) - 1
@@ -25,89 +34,151 @@ class ServerConfig:
     tool_call_parser:  a name in server/tool_calls.py; None: answers are all text
     """
 
-    served_model_name: tuple[str, ...] = option((), "Names in the API; the model's own.", typed_as=list[str])
-    host: str = option("127.0.0.1", "Address to listen on.")
-    port: int = option(8000, "Port; 0 takes a free one.", low=0)
+    served_model_name: tuple[str, ...] = option(
+        (), "Model names in the API. Default: the model's own.", typed_as=list[str], panel=FIRST
+    )
+    host: str = option("127.0.0.1", "Address to listen on.", panel=FIRST)
+    port: int = option(8000, "Port to listen on; 0 takes a free one.", low=0, panel=FIRST)
     api_keys: tuple[str, ...] = option(
-        (), "One per tenant.", flags=("--api-key",), env="KVRECLAIM_API_KEY", typed_as=list[str]
+        (),
+        "API key to accept; give one per tenant. Default: no key is needed.",
+        flags=("--api-key",),
+        env="KVRECLAIM_API_KEY",
+        typed_as=list[str],
+        panel=FIRST,
     )
     operator_key: str | None = option(
-        None, "May read metrics, load and the page, too.", env="KVRECLAIM_OPERATOR_KEY"
+        None, "API key that may also read metrics, load and the page.", env="KVRECLAIM_OPERATOR_KEY"
     )
     tenant_secret: str | None = option(
         None,
-        "Makes the names of tenants in logs from their keys; at random at each start where not said.",
+        "Secret from which tenants' names in logs and caches are derived. Default: random at each start.",
         env="KVRECLAIM_TENANT_SECRET",
     )
     allowed_hosts: tuple[str, ...] = option(
-        (), "Host headers to accept, * for all; without keys own names and addresses.", typed_as=list[str]
+        (),
+        "Host headers to accept; * accepts all. Default: with API keys all, without them own names and "
+        "addresses.",
+        typed_as=list[str],
     )
     max_body_bytes: int | None = option(
-        None, "Larger bodies are refused unread; by the model's length where not said.", low=1024
+        None,
+        "Maximum size of a request body. Default: what the model's context needs.",
+        low=1024,
+        panel=LIMITS,
     )
     body_timeout_s: float = option(
-        60.0, "Seconds for a body to come.", low=0.1, high=86_400.0, flags=("--body-timeout",)
+        60.0,
+        "Seconds to wait for a request body.",
+        low=0.1,
+        high=86_400.0,
+        flags=("--body-timeout",),
+        panel=LIMITS,
     )
     headers_timeout_s: float = option(
-        10.0, "Seconds for a request's headers to come.", low=0.1, high=86_400.0, flags=("--headers-timeout",)
+        10.0,
+        "Seconds to wait for a request's headers.",
+        low=0.1,
+        high=86_400.0,
+        flags=("--headers-timeout",),
+        panel=LIMITS,
     )
     keep_alive_timeout_s: int = option(
-        5, "Seconds that a connection may be idle.", low=1, flags=("--keep-alive-timeout",)
+        5,
+        "Seconds after which an idle connection is closed.",
+        low=1,
+        flags=("--keep-alive-timeout",),
+        panel=LIMITS,
     )
-    max_connections: int = option(1024, "Open connections.", low=1)
-    max_connections_per_address: int = option(128, "Open connections of one client; a proxy is one.", low=1)
-    max_n: int = option(64, "Outputs per request.", low=1)
-    max_queue_len: int = option(1024, "Waiting requests; more get a 429.", low=1)
-    max_outputs_per_request: int = option(1024, "Prompts times n of one request.", low=1)
+    max_connections: int = option(1024, "Maximum number of open connections.", low=1, panel=LIMITS)
+    max_connections_per_address: int = option(
+        128,
+        "Maximum number of open connections per client address; a proxy counts as one.",
+        low=1,
+        panel=LIMITS,
+    )
+    max_n: int = option(64, "Maximum number of outputs per prompt (n).", low=1, panel=LIMITS)
+    max_queue_len: int = option(
+        1024, "Maximum number of waiting requests; further ones get a 429.", low=1, panel=LIMITS
+    )
+    max_outputs_per_request: int = option(
+        1024, "Maximum number of outputs per request: prompts times n.", low=1, panel=LIMITS
+    )
     max_logprobs_per_request: int = option(
         1 << 16,
-        "Log-probabilities of one answer: tokens times (logprobs + 1), of prompts and outputs.",
+        "Maximum number of log-probabilities per answer: tokens of prompts and outputs times (logprobs + 1).",
         low=1,
+        panel=LIMITS,
     )
     max_concurrent_requests_per_key: int | None = option(
-        None, "POST requests of one API key at once; more get a 429.", low=1
+        None,
+        "Maximum number of POST requests in flight per API key; further ones get a 429.",
+        low=1,
+        panel=LIMITS,
     )
     max_concurrent_outputs_per_key: int | None = option(
         None,
-        "Prompts times n of one API key that wait or run; half of --max-queue-len where not said and there "
-        "are several keys.",
+        "Maximum number of outputs in flight per API key: prompts times n. Default: half of --max-queue-len "
+        "if there are several keys.",
         low=1,
+        panel=LIMITS,
     )
     min_priority: int = option(
         0,
-        "Least, so most urgent, priority that a request may ask for; the operator's may ask for any.",
+        "Most urgent priority (lowest number) that a request may ask for. The operator may ask for any.",
         low=-MAX_INT32 - 1,
         high=MAX_INT32,
+        panel=LIMITS,
     )
-    client_kv_compression: bool = option(True, "Requests may say kv_compression.")
-    min_kv_compression_interval: int = option(16, "Tokens that a request may ask for.", low=1)
-    max_kv_budget: int | None = option(None, "Tokens that a request may ask for.", low=1)
-    max_kv_query_window: int = option(64, "Queries that a request's policy may look back on.", low=0)
-    default_max_tokens: int = option(16, "Of a completion that names no limit.", low=1)
+    client_kv_compression: bool = option(
+        True, "Let requests choose their own kv_compression.", panel=COMPRESSION
+    )
+    min_kv_compression_interval: int = option(
+        16, "Smallest interval that a request may ask for.", low=1, panel=LIMITS
+    )
+    max_kv_budget: int | None = option(
+        None, "Largest budget in tokens that a request may ask for.", low=1, panel=LIMITS
+    )
+    max_kv_query_window: int = option(
+        64, "Most queries that a policy of a request may look back on.", low=0, panel=LIMITS
+    )
+    default_max_tokens: int = option(16, "max_tokens of completions that do not set it.", low=1, panel=LIMITS)
     slot_save_path: str | None = option(
         None,
-        "Directory in which clients may save sessions (POST /slots/NAME?action=save), a folder for each key.",
+        "Directory in which clients may save sessions (POST /slots/NAME?action=save), one folder per API "
+        "key.",
+        panel=CACHING,
     )
-    max_saved_slots: int = option(64, "Sessions that one key may have saved.", low=1)
+    max_saved_slots: int = option(64, "Maximum number of saved sessions per API key.", low=1, panel=LIMITS)
     shutdown_timeout_s: float = option(
         30.0,
-        "Seconds for running requests after SIGTERM.",
+        "Seconds that running requests may take to finish after SIGTERM.",
         low=0.0,
         high=86_400.0,
         flags=("--shutdown-timeout",),
+        panel=LIMITS,
     )
     allow_special_tokens_in_text: bool = option(
-        False, "What spells a control token in messages, tools and template variables is one."
+        False,
+        "Read control tokens that are spelled in messages, tools and template variables as control tokens.",
+        panel=MODEL,
     )
-    chat_template: str | None = option(None, "Jinja file instead of the model's own.", typed_as=Path)
+    chat_template: str | None = option(
+        None, "File with a Jinja chat template. Default: the model's own.", typed_as=Path, panel=MODEL
+    )
     tool_call_parser: str | None = option(
-        None, "How the model writes tool calls: hermes.", choices=tuple(PARSERS)
+        None, "Format of the model's tool calls: hermes.", choices=tuple(PARSERS), panel=MODEL
     )
-    engine_process: bool = option(True, "The engine in a process of its own; else in a thread.")
-    log_prompts: bool = option(False, "Prompts and answers too.")
-    otlp_traces_endpoint: str | None = option(None, "Where spans are sent, OTLP over HTTP.")
+    engine_process: bool = option(True, "Run the engine in a process of its own, not in a thread.")
+    log_prompts: bool = option(False, "Log prompts and answers too.", panel=OBSERVABILITY)
+    otlp_traces_endpoint: str | None = option(
+        None, "URL to send traces to, as OTLP over HTTP.", panel=OBSERVABILITY
+    )
     trust_traceparent: bool = option(
-        False, "Clients' traceparent is the parent of spans and says whether they are sent; else a link."
+        False,
+        "Make a client's traceparent the parent of its spans and let it decide on sampling; otherwise link "
+        "it.",
+        panel=OBSERVABILITY,
     )
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ from kvreclaim.sim.traces.drawn import ARRIVALS, Arrivals, TrafficShape
 from kvreclaim.sim.traces.files import FORMATS, read_trace
 from kvreclaim.sim.traces.trace import Trace
 
-MACHINE, LOAD, ENGINE = "machine", "load", "engine"
+MACHINE, LOAD, ENGINE = "Machine", "Load", "Engine"
 GIB = 2**30
 
 
@@ -35,33 +35,35 @@ class ReplicaOptions:
     """Of one replica. Raises: InvalidArgumentError."""
 
     model: str = option(
-        "meta-llama/Llama-3.1-8B", "A config.json, its directory, a .gguf file, or one of the bundled names."
+        "meta-llama/Llama-3.1-8B", "Model: a config.json, its directory, a .gguf file, or a bundled name."
     )
-    gpu: str | None = option(None, "The card: H100, 4090 and so on.")
-    tensor_parallel_size: int = option(1, "Cards of a replica.", low=1, high=64)
-    weights: str = option("auto", "As they are stored: auto (the checkpoint's), bf16, fp8, awq4 and so on.")
-    kv_cache_dtype: str = option("auto", "Format of the KV cache.")
-    memory_bytes: int | None = option(None, "That a card has, where the data sheet is wrong.", low=1)
+    gpu: str | None = option(None, "Card, such as H100 or 4090.")
+    tensor_parallel_size: int = option(1, "Number of cards per replica.", low=1, high=64)
+    weights: str = option("auto", "Weight format: auto (the checkpoint's), bf16, fp8, awq4 and so on.")
+    kv_cache_dtype: str = option("auto", "KV cache format.")
+    memory_bytes: int | None = option(None, "Memory of a card in bytes. Default: the data sheet's.", low=1)
     utilization: float = option(
         0.92,
-        "Share of the memory that is used.",
+        "Share of the memory that the engine may use.",
         low=0.01,
         high=1.0,
         flags=("--utilization", "--utilisation", "--gpu-memory-utilization"),
     )
     other_gib: float | None = option(
-        None, "Activations, graphs and the like, on each card; estimated where not said.", low=0.0, high=1e6
+        None, "GiB per card for activations, graphs and the like. Default: an estimate.", low=0.0, high=1e6
     )
     num_blocks: int | None = option(
         None,
-        "Of the pool, where it is known; else what weights and the rest leave.",
+        "Number of blocks in the pool. Default: what the weights and the rest leave.",
         low=1,
         flags=("--num-blocks", "--num-gpu-blocks-override"),
     )
     calibration: Path | None = option(
-        None, "Step times that `kvreclaim calibrate-speed` measured; else the card's data sheet stands in."
+        None, "Step times from `kvreclaim calibrate-speed`. Default: the card's data sheet."
     )
-    price: float | None = option(None, "Dollars an hour of a card; else the lowest known.", low=0.0, high=1e6)
+    price: float | None = option(
+        None, "Dollars per hour and card. Default: the lowest known price.", low=0.0, high=1e6
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -126,23 +128,29 @@ class ReplicaOptions:
 class Serving:
     """The engine's settings, as `kvreclaim serve` has them. Raises: InvalidArgumentError."""
 
-    block_size: int = option(16, "Tokens of a block.", low=1)
-    max_num_seqs: int = option(256, "Sequences that run at once.", low=1)
-    max_num_batched_tokens: int = option(2048, "Tokens computed in one step.", low=1)
-    max_model_len: int | None = option(None, "Tokens of the longest sequence.", low=1)
+    block_size: int = option(16, "Tokens per block.", low=1)
+    max_num_seqs: int = option(256, "Maximum number of sequences in one step.", low=1)
+    max_num_batched_tokens: int = option(2048, "Maximum number of tokens in one step.", low=1)
+    max_model_len: int | None = option(None, "Maximum length of a sequence.", low=1)
     compression: str | None = option(
-        None, "Of every request: triattention:budget=1024,interval=128 and the like; nothing is evicted else."
+        None, "Compression of every request, such as triattention:budget=1024,interval=128. Default: none."
     )
-    spread_compression: bool = option(True, "Requests are compressed at different steps.")
+    spread_compression: bool = option(True, "Compress requests that arrive together at different steps.")
     enable_prefix_caching: bool = option(True, "Share the blocks of equal prefixes.")
-    scheduling_policy: str = option("fcfs", "fcfs, priority or cache.", choices=POLICIES)
-    eviction_policy: str = option("lru", "Which cached block is used again first.")
-    preemption_mode: str = option("auto", "auto, swap or recompute.", choices=("auto", "swap", "recompute"))
+    scheduling_policy: str = option("fcfs", "Queue order: fcfs, priority or cache.", choices=POLICIES)
+    eviction_policy: str = option("lru", "Eviction order of cached blocks.")
+    preemption_mode: str = option(
+        "auto",
+        "What happens to a preempted sequence: auto, swap or recompute.",
+        choices=("auto", "swap", "recompute"),
+    )
     preemption_victim: str = option(
-        "auto", "Who gives way.", choices=("auto", "last", "priority", "lru", "cost")
+        "auto",
+        "Which sequence to preempt: auto, last, priority, lru or cost.",
+        choices=("auto", "last", "priority", "lru", "cost"),
     )
     kv_offloading_size: float = option(
-        0.0, "GiB of host memory of a replica for blocks that the pool gives back.", low=0.0, high=1e6
+        0.0, "GiB of host memory per replica for evicted prefixes and swapped sequences.", low=0.0, high=1e6
     )
 
     def __post_init__(self) -> None:
@@ -189,21 +197,25 @@ class Serving:
 class Traffic:
     """Requests: a file's, or drawn. Raises: InvalidArgumentError."""
 
-    trace: Path | None = option(None, "File of requests; without one they are drawn.")
-    format: str = option("auto", "Of the file.", choices=("auto", *FORMATS))
-    piece: int = option(512, "Tokens that a hash id of the file stands for.", low=1)
-    requests: int | None = option(None, "Only the first so many; of drawn ones, how many.", low=1)
-    speed: float = option(1.0, "Times as many requests a second as the file has.", low=1e-6, high=1e6)
-    rate: float | None = option(None, "Requests a second, in place of the file's times.", low=1e-9, high=1e9)
-    arrivals: str = option("poisson", "How they come at that rate.", choices=ARRIVALS)
-    burstiness: float = option(2.0, "Of gamma: 1 is poisson, more comes in bursts.", low=0.01, high=100.0)
-    prompt: int = option(1024, "Tokens of a drawn prompt, or of each turn's question.", low=1)
-    output: int = option(256, "Tokens of a drawn answer.", low=1)
-    prefix: int = option(0, "Tokens that all drawn prompts begin with.", low=0)
-    vary: float = option(0.0, "Coefficient of variation of drawn lengths.", low=0.0, high=10.0)
-    turns: int = option(1, "Of a drawn conversation.", low=1)
+    trace: Path | None = option(None, "File of requests. Default: random requests.")
+    format: str = option(
+        "auto", f"Format of the file: auto, {', '.join(FORMATS)}.", choices=("auto", *FORMATS)
+    )
+    piece: int = option(512, "Tokens per hash id in the file.", low=1)
+    requests: int | None = option(None, "Number of requests; of a file, the first ones.", low=1)
+    speed: float = option(1.0, "Speed-up factor of the arrivals.", low=1e-6, high=1e6)
+    rate: float | None = option(None, "Requests per second, instead of the file's times.", low=1e-9, high=1e9)
+    arrivals: str = option(
+        "poisson", f"Distribution of arrivals at --rate: {', '.join(ARRIVALS)}.", choices=ARRIVALS
+    )
+    burstiness: float = option(2.0, "Burstiness of gamma arrivals; 1 is poisson.", low=0.01, high=100.0)
+    prompt: int = option(1024, "Tokens of a random prompt, or of each turn's question.", low=1)
+    output: int = option(256, "Tokens of a random answer.", low=1)
+    prefix: int = option(0, "Tokens of a prefix that all random prompts share.", low=0)
+    vary: float = option(0.0, "Coefficient of variation of random lengths.", low=0.0, high=10.0)
+    turns: int = option(1, "Turns per random conversation.", low=1)
     think: float = option(0.0, "Mean seconds from an answer to the next question.", low=0.0, high=1e9)
-    seed: int = option(0, "Of everything that is drawn.", low=0)
+    seed: int = option(0, "Seed of everything that is random.", low=0)
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -82,7 +82,7 @@ class Machine:
         for file in path.glob("token*"):  # of more ids than this model has
             file.unlink()
         words = {f"t{token}": token for token in range(FIRST_SPECIAL)}
-        backend = Tokenizer(models.WordLevel(words))
+        backend = Tokenizer(models.WordLevel(words, unk_token="t0"))
         backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(path)
         how = {"dtype": "float32", "device": "cpu", "block_size": BLOCK_SIZE, "num_blocks": 256}
