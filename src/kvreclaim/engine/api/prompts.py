@@ -93,10 +93,11 @@ def _divided(prompt: Prompt) -> tuple[Any, dict[str, Any]]:
     allowed = "token ids" if name == "prompt_token_ids" else "text, or a list of pieces with chunks"
     if not (isinstance(content, (list, tuple)) if name == "prompt_token_ids" else _is_prompt(content)):
         raise InvalidArgumentError(f"{name} is a {type(content).__name__}; pass {allowed}.", field="prompt")
-    if not isinstance(options.get("chunk_reuse"), ChunkReuse | None):
-        raise InvalidArgumentError(
-            f"chunk_reuse is {options['chunk_reuse']!r}; pass ChunkReuse(...).", field="chunk_reuse"
-        )
+    for option, kind in (("chunk_reuse", ChunkReuse), ("sparse_prefill", str)):
+        if not isinstance(options.get(option), kind | None):
+            raise InvalidArgumentError(
+                f"{option} is {options[option]!r}; pass a {kind.__name__}, or leave it out.", field=option
+            )
     return content, options
 
 
