@@ -10,6 +10,7 @@ from typing import Any
 
 from kvreclaim import speculation
 from kvreclaim.checks import check_choice, check_int, check_number, parse_json, require
+from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.options import (
     CACHING,
     COMPRESSION,
@@ -311,30 +312,24 @@ class EngineConfig:
             "preemption_mode",
         )
         require(
-            not (self.full_cache_host_size and self.kv_offloading_size),
-            f"full_cache_host_size is {self.full_cache_host_size:g} and kv_offloading_size "
-            f"{self.kv_offloading_size:g}, but there are no tiers below a cache that lies in host memory "
-            "itself; leave one of them out.",
-            "full_cache_host_size",
-        )
-        require(
-            not (self.full_cache_host_size and self.kv_recall_size),
-            f"full_cache_host_size is {self.full_cache_host_size:g}, kv_recall_size {self.kv_recall_size:g}, "
-            "but a cache that lies in host memory loses nothing that could be recalled; leave one out.",
-            "kv_recall_size",
-        )
-        require(
             self.kv_offloading_size > 0 or self.kv_offloading_disk_path is None,
             "kv_offloading_disk_path is set, but kv_offloading_size is 0: blocks go to disk from host "
             "memory; give some GiB of that, too.",
             "kv_offloading_disk_path",
         )
-        require(
-            self.enable_prefix_caching or self.kv_offloading_disk_path is None,
-            "kv_offloading_disk_path is set, but enable_prefix_caching is off: the disk holds prefixes; "
-            "switch it on, or leave the path out.",
-            "kv_offloading_disk_path",
-        )
+        refuse(self.features())
+
+    def features(self) -> dict[Feature, str]:
+        """What is on, for the compatibility table."""
+        on = {
+            Feature.HOST_CACHE: f"{self.full_cache_host_size:g}" if self.full_cache_host_size else None,
+            Feature.OFFLOADING: f"{self.kv_offloading_size:g}" if self.kv_offloading_size else None,
+            Feature.RECALL_SIZE: f"{self.kv_recall_size:g}" if self.kv_recall_size else None,
+            Feature.DISK: self.kv_offloading_disk_path,
+            Feature.NO_PREFIX_CACHE: None if self.enable_prefix_caching else "False",
+            Feature.DRAFTS: self.speculative_config,
+        }
+        return {feature: str(said) for feature, said in on.items() if said is not None}
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:

@@ -43,7 +43,7 @@ TRACE = Path(__file__).parents[1] / "sim" / "data" / "vllm-run-4090" / "requests
         (["--gpu", "4090", "--calibration", "no-such"], "is no file"),
         (["--utilization", "2"], "utilization is 2.0"),
         (["--model", "Llama-3.1-70B", "--gpu", "4090"], "has no room for a block of 5,242,880 bytes"),
-        (["--model", "Phi-3-mini-4k-instruct", "--compression", "ada_kv"], "mini-4k-instruct has none"),
+        (["--model", "Phi-3-mini-4k-instruct", "--compression", "ada_kv"], "mini-4k-instruct is one"),
         (
             ["--compression", "streaming_llm(positions=cache)", "--kv-cache-dtype", "int8"],
             "turns keys to new positions at every pass",

@@ -138,7 +138,7 @@ def _served(
     for policy in dict.fromkeys(candidates):
         config = CompressionConfig(policy, stats=stats)
         try:
-            engine.engine.signals.check(engine.compressor(config), scored=True)
+            engine.engine.check_compression(engine.compressor(config), scored=True)
             served.append(policy)
         except (InvalidArgumentError, UnsupportedModelError) as error:
             refused[policy] = str(error)

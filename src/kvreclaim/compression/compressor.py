@@ -22,7 +22,6 @@ from kvreclaim.compression.policy import (
 from kvreclaim.compression.refusals import (
     STATISTICS,
     check_policy,
-    check_recall,
     layer_stats,
     require_centers,
 )
@@ -92,9 +91,8 @@ class Compressor:
         self.policy: CompressionPolicy = config.make_policy()
         self.mode = self.policy.default_mode if config.mode is None else Mode(config.mode)
         self.recall = config.recalled
-        check_policy(self.policy, facts)
+        check_policy(self.policy, facts, self.recall)
         if self.recall is not None:
-            check_recall(self.policy, self.recall, facts)
             self.mode = Mode.PER_LAYER_HEAD
         self.rules = Rules(sinks=config.sinks, recent=config.recent, protect_prompt=config.protect_prompt)
         self.stats: tuple[LayerStats, ...] | None = None

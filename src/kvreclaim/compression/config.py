@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvreclaim.checks import check_choice, require
+from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.policy import CompressionPolicy, Mode
 from kvreclaim.compression.registry import make_policy
 from kvreclaim.compression.spec.recall import parse_recall
@@ -72,22 +73,14 @@ class CompressionConfig(CompressionSettings):
         object.__setattr__(self, "options", dict(self.options))
         recall = self.recalled
         require(
-            recall is None or not self.verify,
-            "verify is set beside recall, but a cache that only drafts has no cold pages; leave one out.",
-            "recall",
-        )
-        require(
             recall is None or self.mode in (None, Mode.PER_LAYER_HEAD),
             f"mode is {self.mode!r}, but under recall each KV head holds its own tokens; leave mode, or "
             "recall, out.",
             "recall",
         )
-        require(
-            recall is None or not self.protect_prompt,
-            "protect_prompt goes by the leading slots, and recalled tokens stand behind others; leave it or "
-            "recall out.",
-            "recall",
-        )
+        if recall is not None:
+            on = {Feature.VERIFY: self.verify, Feature.PROTECT_PROMPT: self.protect_prompt}
+            refuse({Feature.RECALL: repr(recall.mode)} | {each: "" for each, is_on in on.items() if is_on})
         if self.policy == AUTO:
             require(not self.options, "options belong to a policy, and policy is 'auto'; name one, or none.")
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.config import StatsSource
 from kvreclaim.compression.policy import CompressionPolicy, Signal
 from kvreclaim.compression.stats import RECALIBRATE, LayerStats, QueryStats
@@ -21,98 +22,84 @@ _PARTS = {
 STATISTICS = frozenset({Signal.QUERY_STATS, *_PARTS})
 
 
-def check_policy(policy: CompressionPolicy, facts: ModelFacts) -> None:
-    """Raise InvalidArgumentError if the policy's way of compressing does not go with the model, or with
+_SIGNALS = {
+    Signal.TOKEN_SCORES: Feature.TOKEN_SCORES,
+    Signal.ATTENTION_MASS: Feature.ATTENTION_MASS,
+    Signal.RECENT_QUERIES: Feature.RECENT_QUERIES,
+    Signal.FUTURE_QUERIES: Feature.FUTURE_QUERIES,
+    Signal.READ_AGAIN: Feature.READS_AGAIN,
+    Signal.OUTPUT_PROJECTION: Feature.OUTPUT_PROJECTION,
+}
+
+
+def policy_features(policy: CompressionPolicy) -> dict[Feature, str]:
+    """What a policy is, for the compatibility table."""
+    method = policy.eviction_method
+    has = {
+        Feature.KEEPS_ALL: method.keeps_all,
+        Feature.KEEPS_BLOCKS: not method.reclaims,
+        Feature.READS_SPARSELY: method.sparse_reads,
+        Feature.MASKS: not method.shortens,
+        Feature.WHOLE_BLOCKS: method.whole_blocks,
+        Feature.UNEQUAL_HEADS: method.uneven,
+        Feature.NOT_COMPACTED: not method.equal_heads,
+        Feature.CACHE_POSITIONS: policy.cache_relative,
+        Feature.PROMPT_ONLY: policy.prompt_only,
+        Feature.EVERY_PASS: not policy.prompt_only,
+        **{feature: signal in policy.needs for signal, feature in _SIGNALS.items()},
+    }
+    return {feature: policy.name for feature, holds in has.items() if holds}
+
+
+def format_features(kv_format: KVFormat) -> dict[Feature, str]:
+    """What a format of the KV cache is, for the compatibility table."""
+    has = {
+        Feature.QUANTISED: not kv_format.is_plain,
+        Feature.ROTATED: kv_format.is_rotated,
+        Feature.OPEN_BLOCKS: kv_format.has_open_blocks,
+    }
+    return {feature: kv_format.name for feature, holds in has.items() if holds}
+
+
+def model_features(facts: ModelFacts) -> dict[Feature, str]:
+    """What layers that share one block table are, for the compatibility table."""
+    layers, name = facts.layers, repr(facts.name)
+    windowed = [n for n, layer in zip(facts.ids, layers, strict=True) if layer.softmax.window is not None]
+    found: dict[Feature, str | None] = {
+        Feature.SHARED_WINDOWS: f"layer {windowed[0]} of {name}" if windowed else None,
+        Feature.WINDOWS: name if windowed or any(layer.softmax.chunk for layer in layers) else None,
+        Feature.LATENT: name if any(layer.latent for layer in layers) else None,
+        Feature.UNEQUAL_LAYERS: (
+            name
+            if len({(each.num_kv_heads, each.head_dim, each.v_head_dim) for each in layers}) > 1
+            else None
+        ),
+        Feature.UNKNOWN_ROTATION: f"{name} ({problem})" if (problem := rotation_problem(facts)) else None,
+    }
+    return {feature: text for feature, text in found.items() if text is not None}
+
+
+def check_policy(policy: CompressionPolicy, facts: ModelFacts, recall: Recall | None = None) -> None:
+    """Raise InvalidArgumentError if the policy, or recall beside it, does not go with the model, or with
     itself."""
-    if policy.eviction_method.uneven or policy.eviction_method.sparse_reads:
-        _refuse_layers(policy, facts)
-    if policy.eviction_method.uneven:
-        _check_uneven(policy)
-    if policy.cache_relative and not policy.eviction_method.equal_heads:
-        raise InvalidArgumentError(
-            f"policy {policy.name} takes a token's slot for its position, which goes with equal counts that "
-            "slide together alone; let its eviction_method be COMPACT."
-        )
-    if policy.cache_relative or policy.needs & STATISTICS:
-        _check_rotation(policy, facts)
-    if Signal.OUTPUT_PROJECTION in policy.needs and any(layer.latent for layer in facts.layers):
-        raise InvalidArgumentError(
-            f"policy {policy.name} needs the output projection of each query head, as critical does to weigh "
-            f"values, and {facts.name!r} keeps one latent for all heads; use a policy without critical."
-        )
-
-
-def check_recall(policy: CompressionPolicy, recall: Recall, facts: ModelFacts) -> None:
-    """Raise InvalidArgumentError where evicted tokens of this policy or model cannot come back."""
-    name, problem = policy.name, None
-    if not policy.eviction_method.equal_heads:
-        problem = f"policy {name} does not slide equal numbers of tokens together; use one that does"
-    elif policy.cache_relative:
-        problem = f"policy {name} turns keys to their slots, which a page has not; use positions=original"
-    elif policy.prompt_only:
-        problem = f"policy {name} compresses the prompt alone, and no later pass weighs what came back; use "
-        problem += "when=always, or another policy"
-    elif Signal.TOKEN_SCORES in policy.needs:
-        problem = f"policy {name} keeps scores by slot, which do not follow tokens to the host; use surrogate"
-    elif any(layer.softmax.window is not None or layer.softmax.chunk is not None for layer in facts.layers):
-        problem = (
-            f"{facts.name!r} has layers with sliding windows, whose tokens never come back; leave it out"
-        )
-    elif any(layer.latent for layer in facts.layers):
-        problem = f"{facts.name!r} caches latents, of which there are no digests; leave it out"
-    elif len({(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in facts.layers}) > 1:
-        problem = f"{facts.name!r} has layers of unequal heads; leave it out"
-    if problem is not None:
-        raise InvalidArgumentError(f"recall {recall.mode!r} is refused: {problem}.", field="compression")
-    if recall.needs_mixture:
+    recalls = {} if recall is None else {Feature.RECALL: repr(recall.mode)}
+    refuse(policy_features(policy) | model_features(facts) | recalls)
+    if policy.cache_relative or policy.needs & STATISTICS or (recall is not None and recall.needs_mixture):
         _check_rotation(policy, facts)
 
 
-def refuse_format(policy: CompressionPolicy, kv_format: KVFormat, *, recalls: bool = False) -> None:
-    """Raise InvalidArgumentError if the policy, or recall, does not go with this format of the KV cache."""
-    if recalls and kv_format.has_open_blocks:
-        raise InvalidArgumentError(
-            f"recall is refused in {kv_format.name}, whose scales are of a block, not of its tokens; use "
-            "kv_cache_dtype turboquant4, int4, int8, fp8 or a plain format.",
-            field="compression",
-        )
-    if policy.cache_relative and not kv_format.is_plain:
-        raise InvalidArgumentError(
-            f"policy {policy.name} turns keys to new positions at every pass, and in {kv_format.name} each "
-            "turn would round them anew; use positions=original, or kv_cache_dtype bf16, fp16 or fp32."
-        )
-
-
-def _refuse_layers(policy: CompressionPolicy, facts: ModelFacts) -> None:
-    odd = [n for n, layer in enumerate(facts.layers) if layer.softmax.window is not None]
-    if not odd:
-        return
-    what = (
-        "keeps unequal numbers of tokens per head"
-        if policy.eviction_method.uneven
-        else "reads some blocks per head"
-    )
-    raise InvalidArgumentError(
-        f"policy {policy.name} {what}, which is not served for layers with a sliding window that share the "
-        f"others' block table, and layer {odd[0]} of {facts.name!r} is one; use a policy with equal counts, "
-        "such as query_mixture or snapkv, or, if other layers have full attention, start without "
-        "disable_hybrid_kv_cache_manager and kv_offloading_size."
-    )
-
-
-def _check_uneven(policy: CompressionPolicy) -> None:
-    if Signal.ATTENTION_MASS in policy.needs:
-        raise InvalidArgumentError(
-            f"policy {policy.name} keeps unequal numbers of tokens per head, for which no attention mass is "
-            "kept; rank tokens by recent queries, statistics or keys instead."
-        )
+def rotation_problem(facts: ModelFacts) -> str | None:
+    """Why the rotation of keys is not known; None: it is."""
+    unknown = [n for n, layer in zip(facts.ids, facts.layers, strict=True) if layer.rope is None]
+    if facts.rope_problem is None and not unknown:
+        return None
+    return facts.rope_problem or f"no rotation is known for layer {unknown[0]}"
 
 
 def _check_rotation(policy: CompressionPolicy, facts: ModelFacts) -> None:
-    unknown = [n for n, layer in enumerate(facts.layers) if layer.rope is None]
-    if facts.rope_problem is None and not unknown:
+    reason = rotation_problem(facts)
+    if reason is None:
         return
-    reason = facts.rope_problem or f"no rotation is known for layer {unknown[0]}"
     raise InvalidArgumentError(
         f"policy {policy.name} needs the rotation of {facts.name!r}, which is not known ({reason}); "
         "use a policy that needs none, such as knorm or streaming_llm."

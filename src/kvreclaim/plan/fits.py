@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.spec.grammar import Spec, Value, parse_spec
-from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.plan.demand import Cache
 
 
@@ -12,20 +12,17 @@ def check_fits(cache: Cache, compression: str | None) -> None:
     if compression is None:
         return
     policy, _, _ = compression.partition(":")
-    method = cache.footprint.eviction_method
-    if all(layer.window for layer in cache.shape.layers) and (method.uneven or method.sparse_reads):
-        raise InvalidArgumentError(
-            f"policy {policy} keeps or reads unequal tokens per head, which is served for layers with full "
-            f"attention, and {cache.shape.name} has none; use a policy with equal counts, such as "
-            "query_mixture or snapkv.",
-            field="compression",
-        )
-    if not cache.form.is_plain and _turns_keys(parse_spec(policy)):
-        raise InvalidArgumentError(
-            f"policy {policy} turns keys to new positions at every pass, and in {cache.form.name} each turn "
-            "would round them anew; use positions=original, or kv_cache_dtype bf16, fp16 or fp32.",
-            field="kv_cache_dtype",
-        )
+    method, name = cache.footprint.eviction_method, cache.shape.name
+    found = {
+        Feature.UNEQUAL_HEADS: policy if method.uneven else None,
+        Feature.READS_SPARSELY: policy if method.sparse_reads else None,
+        Feature.SHARED_WINDOWS: (
+            f"every layer of {name}" if all(layer.window for layer in cache.shape.layers) else None
+        ),
+        Feature.CACHE_POSITIONS: policy if _turns_keys(parse_spec(policy)) else None,
+        Feature.QUANTISED: None if cache.form.is_plain else cache.form.name,
+    }
+    refuse({feature: said for feature, said in found.items() if said is not None})
 
 
 def _turns_keys(value: Value) -> bool:

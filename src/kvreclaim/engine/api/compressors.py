@@ -11,9 +11,10 @@ from threading import Lock, RLock
 
 from torch import Tensor
 
+from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.config import MAX_KEPT, CompressionConfig, StatsSource
-from kvreclaim.compression.refusals import STATISTICS, refuse_format
+from kvreclaim.compression.refusals import STATISTICS, format_features, policy_features
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.config import AUTO
 from kvreclaim.ops.facts import ModelFacts
@@ -88,7 +89,8 @@ class Compressors:
         config = self.resolved(config)
         policy, source = config.make_policy(), self._source(config)
         recall = config.recalled
-        refuse_format(policy, self._kv_format, recalls=recall is not None)
+        recalls = {} if recall is None else {Feature.RECALL: repr(recall.mode)}
+        refuse(policy_features(policy) | format_features(self._kv_format) | recalls)
         needs_stats = policy.needs & STATISTICS or (recall is not None and recall.needs_mixture)
         stats = self._read(source) if source is not None and needs_stats else None
         served = replace(config, stats=source).in_blocks(self._block_size)

@@ -31,8 +31,6 @@ from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.ops.key_source import KeySource
 from kvreclaim.ops.kv_cache import KVCache
 
-QUERIES = frozenset({Signal.RECENT_QUERIES, Signal.FUTURE_QUERIES})
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Observer:
@@ -90,8 +88,8 @@ class Signals:
         self._passes: dict[int, dict[Signal, list[Tensor]]] = {}
         self._projections: tuple[Tensor, ...] | None = None
 
-    def check(self, compressor: Compressor | None, *, scored: bool) -> None:
-        """Raise InvalidArgumentError if a request's policy needs what this model or request cannot give."""
+    def check(self, compressor: Compressor | None) -> None:
+        """Raise InvalidArgumentError if a request's policy needs more signals than there is room for."""
         needs = needs_of(compressor)
         if compressor is None:
             return
@@ -102,26 +100,13 @@ class Signals:
         problems = {
             f"keeps {least} bytes of signals for a sequence, but max_signal_bytes is {limit} for all; lower "
             "its window or budget, or raise max_signal_bytes": limit is not None and least > limit,
-            "needs the whole text, the tokens to come included; use LLM.score, which is given it, or another "
-            "policy": Signal.FUTURE_QUERIES in needs and not scored,
             f"needs recent queries, but its query_window is {policy.query_window}; it must be at least 1": (
                 Signal.RECENT_QUERIES in needs and policy.query_window < 1
             ),
-            "needs queries at their positions, but turns keys to positions relative to the cache, where the "
-            "two no longer fit; keep the original positions": needs & QUERIES and policy.cache_relative,
             f"keeps {scores} bytes of scores beside the slots of all blocks, more than the {self.room.used} "
             f"that are taken leave of max_signal_bytes, {limit}; raise it, or lower num_blocks": (
                 not self.room.fits(scores)
             ),
-            "turns keys to positions relative to the cache, of which layers with sliding windows in tables "
-            "of their own know nothing; keep the original positions (positions=original), or start with "
-            "disable_hybrid_kv_cache_manager": self._has_groups and policy.cache_relative,
-            "needs the prompt read again, which the layers with sliding windows no longer hold; use another "
-            "policy, or start with disable_hybrid_kv_cache_manager": (
-                self._has_groups and Signal.READ_AGAIN in needs
-            ),
-            "needs the prompt read again, which is there whole for a first pass at its end alone; let it be "
-            "prompt_only": Signal.READ_AGAIN in needs and not policy.prompt_only,
         }
         for problem, holds in problems.items():
             require(not holds, f"policy {policy.name} {problem}.", "compression")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvreclaim.compression.prefill.method import SparsePrefill
 from kvreclaim.compression.prefill.registry import make_method
-from kvreclaim.config import EngineConfig, SamplingParams
+from kvreclaim.config import EngineConfig
 from kvreclaim.engine.compact.pages import Pages
 from kvreclaim.engine.compact.passes import CompressionPass
 from kvreclaim.engine.compact.recalls import STAGING_BLOCKS, Recalls
@@ -49,7 +49,7 @@ def default_prefill(config: EngineConfig, groups: LayerGroups) -> SparsePrefill 
             "a prompt's sparse_prefill, `kvreclaim eval` or `kvreclaim bench prefill`.",
             field="sparse_prefill",
         )
-    check_sparse_prefill(method, None, SamplingParams(), config, groups.facts)
+    check_sparse_prefill(method, config, groups.facts)
     return method
 
 

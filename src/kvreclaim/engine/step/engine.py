@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kvreclaim.beams import BeamSearchParams
+from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.prefill.method import SparsePrefill
 from kvreclaim.compression.prefill.registry import make_method
@@ -53,12 +54,8 @@ from kvreclaim.engine.step.assembly import (
     make_storage,
     private_runner,
 )
-from kvreclaim.engine.step.full_cache import (
-    admitting,
-    check_full_cache,
-    check_kept,
-    check_saved,
-)
+from kvreclaim.engine.step.features import compression_features, engine_features, request_features
+from kvreclaim.engine.step.full_cache import admitting
 from kvreclaim.engine.step.lengths import bounded_by_pool, check_length, output_limit
 from kvreclaim.engine.step.output_processor import CheckedLogits, OutputProcessor
 from kvreclaim.engine.step.validation import (
@@ -66,7 +63,6 @@ from kvreclaim.engine.step.validation import (
     check_priority,
     check_prompt,
     check_recall,
-    check_reuse,
     check_salt,
     check_sparse_prefill,
     checked_bad_words,
@@ -114,7 +110,9 @@ class Engine:
         self.groups = groups = layer_groups(loaded.facts, config)
         self._sparse_prefill = default_prefill(config, groups)
         self.kv_format = form = kv_format(config.kv_cache_dtype, groups.facts.dtype)
-        check_full_cache(config, form, groups, self._sparse_prefill)
+        self.features = engine_features(config, form, groups)
+        sparse = self._sparse_prefill
+        refuse(self.features | ({Feature.SPARSE_PREFILL: sparse.name} if sparse is not None else {}))
         choice = chosen_backend(config, groups, form)
         self.backend = backend = choice.backend
         self.totals = totals = EngineTotals()
@@ -223,12 +221,7 @@ class Engine:
 
         Raises: InvalidArgumentError where layers have tables of their own, or the cache lies in host memory.
         """
-        check_saved(self.config)
-        if self.groups.windows:
-            raise InvalidArgumentError(
-                "sessions are not saved where layers with sliding windows have block tables of their own; "
-                "start with disable_hybrid_kv_cache_manager=True."
-            )
+        refuse(self.features | {Feature.SESSION: ""})
         namespace = namespace_of(self.config, self.loaded, self.kv_format, self.backend.NAME)
         snapshots, config = self.snapshots, self.config
         compressed = CompressedSessions(snapshots, self.memory, self.cache, self.backend, self.tiers, config)
@@ -287,32 +280,32 @@ class Engine:
         """
         config, params, prompt, chunks = self.config, spec.params, spec.prompt_token_ids, spec.chunks
         scored = spec.continuation is not None
-        verified, compressor = (None, None) if compressor is None else divided(compressor)
         tokens = prompt + (spec.continuation or []) if prompt else []
         lengths = len(prompt), len(tokens) - scored  # last: uncomputed
         if spec.request_id in self.requests:
             raise InvalidArgumentError(f"request id {spec.request_id!r} is in use; pass another one.")
-        check_prompt(tokens, params, config, self.loaded, scored=scored)
+        check_prompt(tokens, params, config, self.loaded)
         bad_words = checked_bad_words(params, self.loaded)
         check_salt(spec.cache_salt)
         check_priority(spec.priority, config)
         method = self._prefill_method(spec)
-        if config.full_cache_host_size:
-            check_kept(compressor, method, chunks, config)
+        if asked := request_features(spec, compressor, method):
+            refuse(self.features | asked)
         sparse = None
         if method is not None:
-            sparse = check_sparse_prefill(method, compressor, params, config, self.groups.facts)
+            sparse = check_sparse_prefill(method, config, self.groups.facts)
             method = None if sparse is None else method
-        verify = None if verified is None else self._verify(spec, verified, method, len(tokens))
+        verified, compressor = (None, None) if compressor is None else divided(compressor)
+        verify = None if verified is None else self._verify(spec, verified, len(tokens))
         footprint = footprint_of(compressor, config, prompt, spec.compress_at, self.groups, sparse)
-        reuse = trial if chunks is None else self._reuse(spec, compressor, method)
+        reuse = trial if chunks is None else self._reuse(spec)
         if reuse is not None:
             footprint = replace(footprint, lossy_from=reuse.sources[0].start)
         policy = "full" if compressor is None else compressor.policy.name
         check_length(*lengths, footprint, self._admitting, policy=policy)
         if compressor is not None:
-            self.signals.check(compressor, scored=scored)
-            check_recall(compressor, params, config, self.recalls, spec.compress_at, spec.beams is not None)
+            self.signals.check(compressor)
+            check_recall(compressor, config, self.recalls)
         max_len = output_limit(
             *lengths, params.max_tokens, footprint, self._admitting, may_end_early=spec.may_end_early
         )
@@ -352,33 +345,23 @@ class Engine:
         said = self._sparse_prefill if spec.sparse_prefill is None else spec.sparse_prefill
         return make_method(said) if isinstance(said, str) else said
 
-    def _verify(
-        self, spec: RequestSpec, verified: Compressor, method: SparsePrefill | None, num_tokens: int
-    ) -> Verify:
+    def check_compression(self, compressor: Compressor, *, scored: bool) -> None:
+        """Raise InvalidArgumentError where this engine cannot serve the compression. scored: its text is
+        given whole"""
+        refuse(self.features | compression_features(compressor, scored=scored))
+        self.signals.check(compressor)
+
+    def _verify(self, spec: RequestSpec, verified: Compressor, num_tokens: int) -> Verify:
         """How a compressed cache drafts for the request. Raises: InvalidArgumentError."""
-        others = {
-            "a continuation to be scored": spec.continuation is not None,
-            "a beam search": spec.beams is not None,
-            "compress_at": spec.compress_at is not None,
-            "sparse_prefill": method is not None,
-            "a chunk": spec.chunks is not None,
-        }
         most = num_tokens + (spec.params.max_tokens or 0)
-        prompt = spec.prompt_token_ids
-        verify = verify_of(verified, self.groups, self.config, prompt, most, others=others)
-        self.signals.check(verified, scored=False)
+        verify = verify_of(verified, self.groups, self.config, spec.prompt_token_ids, most)
+        self.signals.check(verified)
         return verify
 
-    def _reuse(
-        self, spec: RequestSpec, compressor: Compressor | None, method: SparsePrefill | None
-    ) -> Reuse | None:
-        """What of the prompt's chunks is reused; None: nothing. Raises: InvalidArgumentError,
-        RequestTooLongError."""
+    def _reuse(self, spec: RequestSpec) -> Reuse | None:
+        """What of the prompt's chunks is reused; None: nothing. Raises: RequestTooLongError."""
         chunks, prompt = spec.chunks, spec.prompt_token_ids
         assert chunks is not None, f"request {spec.request_id} has no chunks"
-        check_reuse(
-            compressor, spec.params, method, self.groups, self.kv_format, self.config, spec.compress_at
-        )
         reuse = self.chunked.reuse_of(list(prompt), chunks, spec.cache_salt)
         if reuse is not None and chunks.reuse.tries:
             whole = footprint_of(None, self.config, prompt, None, self.groups)

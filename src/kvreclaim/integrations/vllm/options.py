@@ -15,9 +15,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from kvreclaim.checks import check_bool, require
+from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.compression.policy import CompressionPolicy, Signal
-from kvreclaim.compression.refusals import STATISTICS
+from kvreclaim.compression.policy import CompressionPolicy
+from kvreclaim.compression.refusals import STATISTICS, policy_features
 from kvreclaim.compression.registry import make_policy
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.config import AUTO
@@ -34,14 +35,6 @@ SUPPORTED = (
 NOT_TAKEN = ("stats", "recall", "verify", "verify_tokens", "auto_budget")
 """Of CompressionConfig what is said elsewhere, or what vLLM's scheduler has no place for."""
 _FIELDS = tuple(field.name for field in fields(CompressionConfig) if field.name not in NOT_TAKEN)
-_MISSING = {
-    Signal.RECENT_QUERIES: "the most recent queries",
-    Signal.ATTENTION_MASS: "the attention that each token has received",
-    Signal.OUTPUT_PROJECTION: "the weights of the output projection",
-    Signal.FUTURE_QUERIES: "the queries still to come",
-    Signal.READ_AGAIN: "the prompt once more",
-    Signal.TOKEN_SCORES: "the score of each token's hidden state",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,20 +201,7 @@ def is_bounded(settings: CompressionConfig) -> bool:
 
 def check_policy(policy: CompressionPolicy) -> None:
     """Raise InvalidArgumentError for a policy that wants what is not to be had inside vLLM."""
-    missing = sorted(policy.needs & _MISSING.keys(), key=lambda signal: signal.value)
-    method = policy.eviction_method
-    reasons = {
-        "evicts whole blocks, and the scheduler cannot know which": method.whole_blocks,
-        "moves nothing, so that no block comes back": not method.shortens,
-        "reads some blocks only, and attention is vLLM's own": method.sparse_reads,
-        "turns keys when they move, and positions are vLLM's own": policy.cache_relative,
-        f"needs {_MISSING[missing[0]] if missing else ''}, which vLLM does not keep": bool(missing),
-    }
-    for reason, holds in reasons.items():
-        require(
-            not holds,
-            f"policy {policy.name!r} {reason}; inside vLLM use {SUPPORTED}.",
-        )
+    refuse(policy_features(policy) | {Feature.VLLM: SUPPORTED})
 
 
 def _best_that_fits(stats: object, where: str) -> str:

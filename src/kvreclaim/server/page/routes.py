@@ -95,7 +95,7 @@ def offered(host: EngineCore) -> list[str]:
     for name in (*first, *policy_names()):
         with suppress(KVReclaimError):
             if name in first or (name != "full" and not issubclass(policy_class(name), Wrapper)):
-                host.engine.signals.check(host.llm.compressor(CompressionConfig(name)), scored=False)
+                host.engine.check_compression(host.llm.compressor(CompressionConfig(name)), scored=False)
                 found.append(name)
     return list(dict.fromkeys(found))
 

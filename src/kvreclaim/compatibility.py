@@ -1,0 +1,427 @@
+"""Which features do not work together, and why: one table for engine, server, CLI, planner, vLLM and docs.
+
+Callers say which features are on, each with what a message calls it; `refuse` raises for the first row of
+the table whose features are all on. scripts/compatibility_page.py writes docs/compatibility.md from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvreclaim.errors import InvalidArgumentError
+
+
+class Feature(StrEnum):
+    """A feature of a request, an engine or a model. A message calls it by what stands in braces in the table:
+    of those of a policy the policy, of the others an option's value or the model's name."""
+
+    # a request
+    VERIFY = "verify mode"
+    RECALL = "recall"
+    RECALL_BETWEEN_PASSES = "recall between passes"
+    SPARSE_PREFILL = "sparse prefill"
+    CHUNK_REUSE = "chunk reuse"
+    COMPRESS_AT = "compress_at"
+    BEAM_SEARCH = "beam search"
+    SEVERAL_OUTPUTS = "n > 1"
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    SCORING = "scoring a continuation"
+    GENERATION = "generating tokens"
+    SESSION = "saved sessions"
+    PROTECT_PROMPT = "protect_prompt"
+    # its policy
+    EVICTS = "a policy that evicts"
+    KEEPS_ALL = "a policy that keeps all tokens"
+    KEEPS_BLOCKS = "a policy that frees no blocks"
+    READS_SPARSELY = "a policy that reads some blocks"
+    MASKS = "a policy that masks tokens in place"
+    WHOLE_BLOCKS = "a policy that evicts whole blocks"
+    UNEQUAL_HEADS = "a policy with unequal heads"
+    NOT_COMPACTED = "a policy without equal heads that are compacted"
+    CACHE_POSITIONS = "a policy with positions relative to the cache"
+    PROMPT_ONLY = "a policy for the prompt alone"
+    EVERY_PASS = "a policy that compresses while decoding"
+    TOKEN_SCORES = "a policy that scores tokens as they are computed"
+    ATTENTION_MASS = "a policy that sums attention"
+    RECENT_QUERIES = "a policy that looks at recent queries"
+    FUTURE_QUERIES = "a policy that needs the text to come"
+    READS_AGAIN = "a policy that reads the prompt again"
+    OUTPUT_PROJECTION = "a policy that needs the output projection"
+    # the engine
+    HOST_CACHE = "full_cache_host_size"
+    OFFLOADING = "kv_offloading_size"
+    RECALL_SIZE = "kv_recall_size"
+    DISK = "kv_offloading_disk_path"
+    NO_PREFIX_CACHE = "enable_prefix_caching=False"
+    DRAFTS = "speculative_config"
+    OPEN_BLOCKS = "a KV format with scales of whole blocks"
+    ROTATED = "a rotated KV format"
+    QUANTISED = "a quantised KV format"
+    VLLM = "the vLLM plugin"
+    # the model
+    WINDOW_TABLES = "sliding windows with block tables of their own"
+    SHARED_WINDOWS = "sliding windows in the block table of all layers"
+    WINDOWS = "sliding windows or chunked attention"
+    ALL_WINDOWS = "sliding windows in all layers"
+    LATENT = "latent attention (MLA)"
+    UNEQUAL_LAYERS = "layers with unequal heads"
+    UNKNOWN_ROTATION = "an unknown rotary embedding"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Features that do not work together. message: {feature} in it is what the caller calls it."""
+
+    features: tuple[Feature, ...]
+    field: str
+    message: str
+
+
+F = Feature
+
+
+def refuse(on: Mapping[Feature, str]) -> None:
+    """Raise InvalidArgumentError for the first row of the table whose features are all on."""
+    for row in TABLE:
+        if all(feature in on for feature in row.features):
+            said = {feature.name.lower(): text for feature, text in on.items()}
+            raise InvalidArgumentError(row.message.format_map(said), field=row.field)
+
+
+def _rows(field: str, template: str, *rows: tuple[tuple[Feature, ...], str]) -> tuple[Refusal, ...]:
+    """Rows whose messages share a frame; `*` in it is the row's own reason and remedy."""
+    return tuple(Refusal(features, field, template.replace("*", reason)) for features, reason in rows)
+
+
+TABLE: tuple[Refusal, ...] = (
+    *_rows(
+        "full_cache_host_size",
+        "full_cache_host_size is {host_cache}, but *.",
+        (
+            (F.HOST_CACHE, F.OPEN_BLOCKS),
+            "kv_cache_dtype {open_blocks} keeps rows of their own beside blocks that are not full, which "
+            "have no places in host memory; use another kv_cache_dtype, or leave the size out",
+        ),
+        (
+            (F.HOST_CACHE, F.WINDOW_TABLES),
+            "layers of {window_tables} with sliding windows have block tables of their own, which have no "
+            "places in host memory; start with disable_hybrid_kv_cache_manager=True, or leave the size out",
+        ),
+        (
+            (F.HOST_CACHE, F.OFFLOADING),
+            "kv_offloading_size is {offloading}, and there are no tiers below a cache that lies in host "
+            "memory itself; leave one of them out",
+        ),
+    ),
+    Refusal(
+        (F.HOST_CACHE, F.RECALL_SIZE),
+        "kv_recall_size",
+        "full_cache_host_size is {host_cache}, kv_recall_size {recall_size}, but a cache that lies in host "
+        "memory loses nothing that could be recalled; leave one out.",
+    ),
+    Refusal(
+        (F.HOST_CACHE, F.SESSION),
+        "full_cache_host_size",
+        "sessions are not saved where full_cache_host_size is set; start without it.",
+    ),
+    Refusal(
+        (F.WINDOW_TABLES, F.SESSION),
+        "disable_hybrid_kv_cache_manager",
+        "sessions are not saved where layers with sliding windows have block tables of their own; start with "
+        "disable_hybrid_kv_cache_manager=True.",
+    ),
+    Refusal(
+        (F.DISK, F.NO_PREFIX_CACHE),
+        "kv_offloading_disk_path",
+        "kv_offloading_disk_path is set, but enable_prefix_caching is off: the disk holds prefixes; switch "
+        "it on, or leave the path out.",
+    ),
+    *_rows(
+        "verify",
+        "verify is True, but *.",
+        (
+            (F.VERIFY, F.HOST_CACHE, F.KEEPS_BLOCKS),
+            "policy {keeps_blocks} holds on the device as much as the full cache, which full_cache_host_size "
+            "moves to the host; name one that gives blocks back",
+        ),
+        (
+            (F.VERIFY, F.HOST_CACHE, F.TOKEN_SCORES),
+            "policy {token_scores} keeps scores beside the slots of the full cache, which lie in host "
+            "memory; use another policy",
+        ),
+        (
+            (F.VERIFY, F.KEEPS_ALL),
+            "policy {keeps_all} evicts nothing, so there is nothing to draft from; name one that does",
+        ),
+        (
+            (F.VERIFY, F.CACHE_POSITIONS),
+            "policy {cache_positions} turns keys to positions relative to the cache, where exact keys do not "
+            "fit; keep the original positions",
+        ),
+        (
+            (F.VERIFY, F.FUTURE_QUERIES),
+            "policy {future_queries} needs the text to come, which nobody knows; use another policy",
+        ),
+        (
+            (F.VERIFY, F.WINDOW_TABLES),
+            "layers of {window_tables} with sliding windows have block tables of their own; start with "
+            "disable_hybrid_kv_cache_manager",
+        ),
+        (
+            (F.VERIFY, F.ALL_WINDOWS),
+            "all layers of {all_windows} have sliding windows, so the full cache holds no more than these; "
+            "leave verify out",
+        ),
+        ((F.VERIFY, F.SCORING), "a continuation to be scored is given; leave one of them out"),
+        ((F.VERIFY, F.BEAM_SEARCH), "a beam search is given; leave one of them out"),
+        ((F.VERIFY, F.COMPRESS_AT), "compress_at is given; leave one of them out"),
+        ((F.VERIFY, F.SPARSE_PREFILL), "sparse_prefill is given; leave one of them out"),
+        ((F.VERIFY, F.CHUNK_REUSE), "a chunk is given; leave one of them out"),
+    ),
+    *_rows(
+        "compression",
+        "policy *.",
+        (
+            (F.CACHE_POSITIONS, F.NOT_COMPACTED),
+            "{cache_positions} takes a token's slot for its position, which goes with equal counts that "
+            "slide together alone; let its eviction_method be COMPACT",
+        ),
+        (
+            (F.UNEQUAL_HEADS, F.ATTENTION_MASS),
+            "{unequal_heads} keeps unequal numbers of tokens per head, for which no attention mass is kept; "
+            "rank tokens by recent queries, statistics or keys instead",
+        ),
+        (
+            (F.UNEQUAL_HEADS, F.SHARED_WINDOWS),
+            "{unequal_heads} keeps unequal numbers of tokens per head, which is not served for layers with a "
+            "sliding window that share the others' block table, and {shared_windows} is one; use a policy "
+            "with equal counts, such as query_mixture or snapkv, or, if other layers have full attention, "
+            "start without disable_hybrid_kv_cache_manager and kv_offloading_size",
+        ),
+        (
+            (F.READS_SPARSELY, F.SHARED_WINDOWS),
+            "{reads_sparsely} reads some blocks per head, which is not served for layers with a sliding "
+            "window that share the others' block table, and {shared_windows} is one; use a policy with equal "
+            "counts, such as query_mixture or snapkv, or, if other layers have full attention, start without "
+            "disable_hybrid_kv_cache_manager and kv_offloading_size",
+        ),
+        (
+            (F.CACHE_POSITIONS, F.QUANTISED),
+            "{cache_positions} turns keys to new positions at every pass, and in {quantised} each turn would "
+            "round them anew; use positions=original, or kv_cache_dtype bf16, fp16 or fp32",
+        ),
+        (
+            (F.OUTPUT_PROJECTION, F.LATENT),
+            "{output_projection} needs the output projection of each query head, as critical does to weigh "
+            "values, and {latent} keeps one latent for all heads; use a policy without critical",
+        ),
+        (
+            (F.FUTURE_QUERIES, F.GENERATION),
+            "{future_queries} needs the whole text, the tokens to come included; use LLM.score, which is "
+            "given it, or another policy",
+        ),
+        *(
+            (
+                (signal, F.CACHE_POSITIONS),
+                "{cache_positions} needs queries at their positions, but turns keys to positions relative to "
+                "the cache, where the two no longer fit; keep the original positions",
+            )
+            for signal in (F.RECENT_QUERIES, F.FUTURE_QUERIES)
+        ),
+        (
+            (F.CACHE_POSITIONS, F.WINDOW_TABLES),
+            "{cache_positions} turns keys to positions relative to the cache, of which layers with sliding "
+            "windows in tables of their own know nothing; keep the original positions (positions=original), "
+            "or start with disable_hybrid_kv_cache_manager",
+        ),
+        (
+            (F.READS_AGAIN, F.WINDOW_TABLES),
+            "{reads_again} needs the prompt read again, which the layers with sliding windows no longer "
+            "hold; use another policy, or start with disable_hybrid_kv_cache_manager",
+        ),
+        (
+            (F.READS_AGAIN, F.EVERY_PASS),
+            "{reads_again} needs the prompt read again, which is there whole for a first pass at its end "
+            "alone; let it be prompt_only",
+        ),
+        (
+            (F.EVICTS, F.HOST_CACHE),
+            "{evicts} keeps its survivors on the device, and full_cache_host_size is {host_cache}, with "
+            "which caches lie in host memory; ask for verify=True, leave the compression out, or start "
+            "without the size",
+        ),
+    ),
+    *_rows(
+        "compression",
+        "recall {recall} is refused: *.",
+        (
+            (F.RECALL, F.NOT_COMPACTED),
+            "policy {not_compacted} does not slide equal numbers of tokens together; use one that does",
+        ),
+        (
+            (F.RECALL, F.CACHE_POSITIONS),
+            "policy {cache_positions} turns keys to their slots, which a page has not; use "
+            "positions=original",
+        ),
+        (
+            (F.RECALL, F.PROMPT_ONLY),
+            "policy {prompt_only} compresses the prompt alone, and no later pass weighs what came back; use "
+            "when=always, or another policy",
+        ),
+        (
+            (F.RECALL, F.TOKEN_SCORES),
+            "policy {token_scores} keeps scores by slot, which do not follow tokens to the host; use "
+            "surrogate",
+        ),
+        (
+            (F.RECALL, F.WINDOWS),
+            "{windows} has layers with sliding windows, whose tokens never come back; leave it out",
+        ),
+        ((F.RECALL, F.LATENT), "{latent} caches latents, of which there are no digests; leave it out"),
+        ((F.RECALL, F.UNEQUAL_LAYERS), "{unequal_layers} has layers of unequal heads; leave it out"),
+        (
+            (F.RECALL, F.OPEN_BLOCKS),
+            "the scales of {open_blocks} are of a block, not of its tokens; use kv_cache_dtype turboquant4, "
+            "int4, int8, fp8 or a plain format",
+        ),
+        (
+            (F.RECALL, F.DRAFTS),
+            "drafts are computed several at once, and each token has pages of its own; start without "
+            "speculative_config",
+        ),
+        (
+            (F.RECALL, F.COMPRESS_AT),
+            "what compress_at leaves is kept for others without its cold pages; leave compress_at out",
+        ),
+    ),
+    *_rows(
+        "compression",
+        "recall {recall_between_passes} is refused: *.",
+        *(
+            (
+                (F.RECALL_BETWEEN_PASSES, shares),
+                "pages that come back between passes would be written into blocks that outputs share; use "
+                "recall pass, or n=1 without beams",
+            )
+            for shares in (F.SEVERAL_OUTPUTS, F.BEAM_SEARCH)
+        ),
+    ),
+    Refusal(
+        (F.RECALL, F.VERIFY),
+        "recall",
+        "verify is set beside recall, but a cache that only drafts has no cold pages; leave one out.",
+    ),
+    Refusal(
+        (F.RECALL, F.PROTECT_PROMPT),
+        "recall",
+        "protect_prompt goes by the leading slots, and recalled tokens stand behind others; leave it or "
+        "recall out.",
+    ),
+    *_rows(
+        "sparse_prefill",
+        "*.",
+        (
+            (F.SPARSE_PREFILL, F.SHARED_WINDOWS),
+            "sparse prefill {sparse_prefill} reads blocks per head, which is not served for layers with a "
+            "sliding window that share the others' block table, and {shared_windows} is one; compute prompts "
+            "dense, or, if other layers have full attention, start without disable_hybrid_kv_cache_manager "
+            "and kv_offloading_size",
+        ),
+        (
+            (F.SPARSE_PREFILL, F.PROMPT_LOGPROBS),
+            "prompt_logprobs is given, but sparse prefill {sparse_prefill} only approximates what they are "
+            "computed from; leave one of them out",
+        ),
+        (
+            (F.SPARSE_PREFILL, F.MASKS),
+            "policy {masks} hides evicted tokens in place, which sparse prefill {sparse_prefill} does not "
+            "look at; use a policy that moves tokens together, or compute prompts dense",
+        ),
+        (
+            (F.SPARSE_PREFILL, F.HOST_CACHE),
+            "sparse prefill {sparse_prefill} reads some blocks of the cache on the device, and "
+            "full_cache_host_size is set, with which whole layers come from host memory; compute prompts "
+            "dense, or start without the size",
+        ),
+    ),
+    *_rows(
+        "prompt",
+        "chunks cannot be reused out of place: *; pass the prompt as one text.",
+        (
+            (F.CHUNK_REUSE, F.HOST_CACHE),
+            "full_cache_host_size is set, and caches that lie in host memory are read layer by layer",
+        ),
+        (
+            (F.CHUNK_REUSE, F.NO_PREFIX_CACHE),
+            "they are kept in the prefix cache, and enable_prefix_caching is False",
+        ),
+        ((F.CHUNK_REUSE, F.UNKNOWN_ROTATION), "the rotation of {unknown_rotation} is not known"),
+        ((F.CHUNK_REUSE, F.WINDOW_TABLES), "{window_tables} has layers with sliding windows or chunks"),
+        ((F.CHUNK_REUSE, F.SHARED_WINDOWS), "{shared_windows} has a sliding window"),
+        (
+            (F.CHUNK_REUSE, F.OPEN_BLOCKS),
+            "keys in {open_blocks} cannot be turned; use another kv_cache_dtype",
+        ),
+        ((F.CHUNK_REUSE, F.ROTATED), "keys in {rotated} cannot be turned; use another kv_cache_dtype"),
+        *(
+            (
+                (F.CHUNK_REUSE, signal),
+                f"policy {{{signal.name.lower()}}} needs signals of every token, and reused ones are not "
+                "computed",
+            )
+            for signal in (F.RECENT_QUERIES, F.ATTENTION_MASS, F.TOKEN_SCORES)
+        ),
+        (
+            (F.CHUNK_REUSE, F.RECALL),
+            "recall goes by the queries of every token, and reused ones are not computed",
+        ),
+        (
+            (F.CHUNK_REUSE, F.COMPRESS_AT),
+            "compress_at is given, and what it leaves would be found by prompts that reuse nothing",
+        ),
+        (
+            (F.CHUNK_REUSE, F.PROMPT_LOGPROBS),
+            "prompt_logprobs of tokens that are not computed are not known",
+        ),
+        (
+            (F.CHUNK_REUSE, F.SPARSE_PREFILL),
+            "sparse prefill {sparse_prefill} reads blocks of computed prompts; use sparse_prefill='dense'",
+        ),
+    ),
+    Refusal(
+        (F.SCORING, F.PROMPT_LOGPROBS),
+        "prompt_logprobs",
+        "prompt_logprobs is given for a continuation that is scored; leave it out, or move the prompt's "
+        "tokens but the first into the continuation.",
+    ),
+    *_rows(
+        "compression",
+        "policy *; inside vLLM use {vllm}.",
+        (
+            (F.VLLM, F.WHOLE_BLOCKS),
+            "{whole_blocks!r} evicts whole blocks, and the scheduler cannot know which",
+        ),
+        ((F.VLLM, F.MASKS), "{masks!r} moves nothing, so that no block comes back"),
+        (
+            (F.VLLM, F.READS_SPARSELY),
+            "{reads_sparsely!r} reads some blocks only, and attention is vLLM's own",
+        ),
+        (
+            (F.VLLM, F.CACHE_POSITIONS),
+            "{cache_positions!r} turns keys when they move, and positions are vLLM's own",
+        ),
+        *(
+            ((F.VLLM, signal), f"{{{signal.name.lower()}!r}} needs {what}, which vLLM does not keep")
+            for signal, what in (
+                (F.ATTENTION_MASS, "the attention that each token has received"),
+                (F.RECENT_QUERIES, "the most recent queries"),
+                (F.OUTPUT_PROJECTION, "the weights of the output projection"),
+                (F.FUTURE_QUERIES, "the queries still to come"),
+                (F.READS_AGAIN, "the prompt once more"),
+                (F.TOKEN_SCORES, "the score of each token's hidden state"),
+            )
+        ),
+    ),
+)
