@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import tiny
 import torch
@@ -104,10 +105,15 @@ SCHEMES: dict[str, tuple[Callable[[Tensor], Written], dict]] = {
 }
 
 
-def write(kind: str, directory: Path, family: str = "llama", settings: dict | None = None) -> PreTrainedModel:
-    """A tiny model quantised in a directory. Returns: the same with the weights as numbers, in fp32."""
+def write(
+    kind: str, directory: Path, family: str = "llama", settings: dict | None = None, **overrides: Any
+) -> PreTrainedModel:
+    """A tiny model quantised in a directory. Returns: the same with the weights as numbers, in fp32.
+
+    overrides: fields of the model's config
+    """
     pack, said = SCHEMES[kind]
-    tiny.save_model(family, directory)
+    tiny.save_model(family, directory, **overrides)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with torch.no_grad():

@@ -70,7 +70,6 @@ def test_the_report_is_written_and_printed(report, tmp_path):
     assert all(policy in text for policy in ("full", "evict-only", "query_mixture", "triattention"))
 
 
-@pytest.mark.slow  # scores six policies on eight sequences of 1,952 tokens: half a minute
 def test_query_mixture_keeps_the_evidence_at_a_tenth_of_the_cache():
     plan = DemoPlan()
     examples = [plan.task.sample(seed) for seed in range(8)]

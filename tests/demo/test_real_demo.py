@@ -15,6 +15,9 @@ from kvreclaim.demo.report import DemoReport
 from kvreclaim.demo.runs import DemoPlan
 from kvreclaim.eval.chain import ChainTask
 
+pytestmark = pytest.mark.slow(
+    "a minute and a half; the language model is in tests/eval/test_real_model.py, too"
+)
 TOY = DemoPlan(
     fractions=(),
     num_scored=1,

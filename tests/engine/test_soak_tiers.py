@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
-@pytest.mark.slow
 def test_tiers_change_no_answer(monkeypatch, tmp_path):
     """Half of the phases are killed; those that are closed leave nothing behind."""
     monkeypatch.syspath_prepend(SCRIPTS)

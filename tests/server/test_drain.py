@@ -20,12 +20,13 @@ import httpx2
 import pytest
 import web
 from steering import LIMIT_S, until
+from typer.testing import CliRunner
 
 from kvreclaim import LLM, SamplingParams, demo_model
+from kvreclaim.cli.main import app
 
 HALTING = Path(__file__).with_name("serve_halting.py")
 FIRST_TOKENS = 20
-KVRECLAIM = Path(sys.executable).parent / "kvreclaim"
 MODEL = "kvreclaim-demo"
 PROMPTS = ["GO wind wave", "GO sky sun", "GO fish"]
 ROUTES = ["/v1/completions", "/v1/chat/completions", "/v1/messages"]
@@ -161,18 +162,18 @@ def alone() -> Callable[[str, int], str]:
     return answer
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "how"),
-    [
-        (signal.SIGTERM, "--engine-process"),
-        (signal.SIGINT, "--engine-process"),
-        (signal.SIGTERM, "--no-engine-process"),
-    ],
+    ("number", "how"), [(signal.SIGTERM, "--engine-process"), (signal.SIGINT, "--no-engine-process")]
 )
 def test_running_answers_are_finished_and_new_requests_refused(alone, tmp_path: Path, number, how) -> None:
+    """A page that watches does not hold it up."""
     num_tokens = 100
-    with served(tmp_path, "--shutdown-timeout", "86400", how) as server:
+    with (
+        served(tmp_path, "--shutdown-timeout", "86400", how) as server,
+        web.stream("GET", f"{server.base_url}/page/feed") as feed,
+    ):
+        lines = feed.iter_lines()
+        next(lines)
         readers = start(server, num_tokens)
         server.process.send_signal(number)
         until(lambda: f"{number.name}: no new requests; {len(readers)} to finish" in server.log.read_text())
@@ -182,6 +183,8 @@ def test_running_answers_are_finished_and_new_requests_refused(alone, tmp_path: 
         for reader in readers:
             assert reader.join().text == alone(reader.prompt, num_tokens)
             assert reader.reason == ("max_tokens" if reader.path == ROUTES[2] else "length")
+        for _ in lines:
+            pass
         assert server.exit_code() == 0
         log = server.log.read_text()
         assert "Traceback" not in log
@@ -198,7 +201,6 @@ def refused(server: Served, path: str) -> bool:
     return answer.status_code == 503 and "shutting down" in answer.json()["error"]["message"]
 
 
-@pytest.mark.slow
 def test_after_the_timeout_answers_end_with_what_they_have(alone, tmp_path: Path) -> None:
     num_tokens = 4000
     with served(tmp_path, "--shutdown-timeout", "0.2") as server:
@@ -218,7 +220,6 @@ def test_after_the_timeout_answers_end_with_what_they_have(alone, tmp_path: Path
 ABORTED = {ROUTES[0]: "abort", ROUTES[1]: "abort", ROUTES[2]: "pause_turn"}
 
 
-@pytest.mark.slow
 def test_a_second_signal_exits_at_once(tmp_path: Path) -> None:
     with served(tmp_path, "--shutdown-timeout", "86400") as server:
         Reader(server, ROUTES[0], PROMPTS[0], 4000, stream=True)
@@ -230,25 +231,11 @@ def test_a_second_signal_exits_at_once(tmp_path: Path) -> None:
         assert "again: exiting at once" in server.log.read_text()
 
 
-@pytest.mark.slow
-def test_a_page_that_watches_does_not_hold_it_up(tmp_path: Path) -> None:
-    with (
-        served(tmp_path, "--shutdown-timeout", "86400") as server,
-        web.stream("GET", f"{server.base_url}/page/feed") as feed,
-    ):
-        lines = feed.iter_lines()
-        next(lines)
-        server.process.terminate()
-        for _ in lines:
-            pass
-        assert server.exit_code() == 0
-
-
-def test_a_port_in_use_is_one_sentence(tmp_path: Path) -> None:
+def test_a_port_in_use_is_one_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = subprocess.run([KVRECLAIM, "serve", "--port", str(port)], capture_output=True, text=True)
-    assert done.returncode == 2
+        done = CliRunner().invoke(app, ["serve", "--port", str(port)])
+    assert done.exit_code == 2
     assert done.stdout == ""
     [sentence] = done.stderr.strip().splitlines()
     assert sentence == (

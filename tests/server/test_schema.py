@@ -54,7 +54,6 @@ def test_every_route_is_described(described) -> None:
     assert {found.ok().path for found in schema.get_all_operations()} >= set(OPERATIONS)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", GenerationMode)
 @pytest.mark.parametrize("path", OPERATIONS)
 def test_no_answer_is_a_surprise(described, path: str, mode: GenerationMode) -> None:

@@ -21,7 +21,6 @@ def options(tmp_path: Path) -> list[str]:
     return [*size, *where, "--kv-load-policy", "wait_complete"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["--engine-process", "--no-engine-process"])
 def test_a_second_server_finds_what_the_first_one_computed(engine: str, tmp_path: Path) -> None:
     """SIGTERM comes right behind the answer, while its blocks are on their way to disk."""

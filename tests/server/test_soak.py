@@ -15,7 +15,6 @@ from kvreclaim.engine.serving.thread import AsyncEngine
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_blocks", "compress"), [(2048, True), (80, False)], ids=["compressing", "preempting"]
 )

@@ -456,7 +456,7 @@ def test_of_many_that_start_at_once_one_has_the_room(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_stays_locked_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvreclaim.tiers.directory.LOCK_PATIENCE_S", 0.0)
+    monkeypatch.setattr(StoreDirectory.__init__, "__defaults__", (0.0,))
     with StoreDirectory(tmp_path), pytest.raises(InvalidArgumentError, match="has been setting up"):
         open_slots(tmp_path)
     open_slots(tmp_path).close()

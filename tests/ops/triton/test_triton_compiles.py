@@ -49,7 +49,6 @@ def compiled(capability: int, what: list[str], cache: Path) -> dict[str, int]:
     return sizes
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("capability", [86, 90])
 def test_kernels_compile(capability: int, tmp_path: Path) -> None:
     sizes = compiled(capability, [], tmp_path)
@@ -57,7 +56,7 @@ def test_kernels_compile(capability: int, tmp_path: Path) -> None:
     assert max(sizes.values()) <= SHARED_BYTES[capability], sizes
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a minute of compiling; plain caches are always compiled for")
 def test_kernels_of_coded_and_latent_caches_compile(tmp_path: Path) -> None:
     sizes = compiled(86, ["formats"], tmp_path)
     assert set(sizes) == (KERNELS | {"encode_kernel"}) - NOT_OF_FORMATS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,17 +90,18 @@ def test_a_model_answers_as_its_weights_as_numbers_do(kind: str, tmp_path: Path,
     """Prompts of more and fewer rows than become numbers first; the GGUF has packed embeddings, too."""
     monkeypatch.setenv("KVRECLAIM_HOME", str(tmp_path / "home"))
     path = tmp_path / ("tiny.gguf" if kind == "gguf" else "")
-    source = tiny_gguf.write(path) if kind == "gguf" else tiny_packed.write(kind, path)
+    write = tiny_gguf.write if kind == "gguf" else partial(tiny_packed.write, kind)
+    source = write(path, num_hidden_layers=1)
     options = {"dtype": "float32", "device": str(DEVICE), "kernels": "triton", "num_blocks": 64}
     llm = LLM(path, quantized_activations="exact", **options)
     assert "exact activations, triton)" in llm.loaded.modules
-    prompts = tiny.prompts((5, 70), seed=1)
-    answers = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
+    prompts = tiny.prompts((5, FEW_ROWS), seed=1)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    answers = llm.generate(prompts, params)
     if kind == "gguf":  # whose source was rounded to bf16
         assert all(answer.error is None for answer in answers)
         llm = LLM(path, device="cpu", dtype="float32", num_blocks=64, quantized_activations="exact")
-        others = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
-        want = [other.outputs[0].token_ids for other in others]
+        want = [other.outputs[0].token_ids for other in llm.generate(prompts, params)]
     else:
         want = [_greedy(source, prompt) for prompt in prompts]
     assert [answer.outputs[0].token_ids for answer in answers] == want
@@ -110,6 +112,6 @@ def test_a_model_answers_as_its_weights_as_numbers_do(kind: str, tmp_path: Path,
 def _greedy(source: Any, prompt: list[int]) -> list[int]:
     with torch.inference_mode():
         found = source.generate(
-            torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
+            torch.tensor([prompt]), max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0
         )
     return found[0, len(prompt) :].tolist()

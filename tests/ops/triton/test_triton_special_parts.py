@@ -33,10 +33,10 @@ def test_an_engine_on_triton(tiny_dir, policy: str, happens: bool) -> None:
             max_num_batched_tokens=24,
         )
         config = CompressionConfig(policy=policy, budget=24, interval=8, sinks=2, recent=6)
-        params = SamplingParams(temperature=0, max_tokens=20, logprobs=0, ignore_eos=True)
-        outputs = llm.generate(tiny.prompts((26, 9), seed=1), params, config)
+        params = SamplingParams(temperature=0, max_tokens=10, logprobs=0, ignore_eos=True)
+        outputs = llm.generate(tiny.prompts((41, 9), seed=1), params, config)
         assert [out.error for out in outputs] == [None, None]
-        assert (outputs[0].metrics.compactions > 1) == happens
+        assert (outputs[0].metrics.compactions > 0) == happens
         found.append(outputs)
     reference, triton = ([out.outputs[0] for out in outputs] for outputs in found)
     assert [out.token_ids for out in triton] == [out.token_ids for out in reference]
