@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import tiny
 
-from kvreclaim import SamplingParams
+from kvreclaim import LLM, SamplingParams
 from kvreclaim.engine.request.spec import RequestSpec
+from kvreclaim.engine.serving.client import EngineClient
 from kvreclaim.engine.serving.stream import RequestStream, Update
 from kvreclaim.engine.serving.thread import AsyncEngine
 
@@ -111,3 +113,41 @@ def run(main: Coroutine[Any, Any, Any]) -> Any:
 def new(name: str, length: int = 9, params: SamplingParams = GREEDY, **fields) -> RequestSpec:
     prompt = tiny.prompts((length,), seed=length)[0]
     return RequestSpec(request_id=name, prompt_token_ids=prompt, params=params, **fields)
+
+
+async def abort_one(engine: EngineClient, name: str, how: str, rng: random.Random) -> None:
+    """Add a request and abort it: before, once or twice while it runs, or by cancelling who adds it."""
+    drawn = SamplingParams(temperature=1.0, n=3, seed=1, max_tokens=20)
+    each = new(name, rng.randrange(1, 60), rng.choice([GREEDY, drawn]))
+    if how == "cancel":
+        task = asyncio.ensure_future(engine.add(each))
+        for _ in range(rng.randrange(4)):
+            await asyncio.sleep(0)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            engine.abort((await task).request_id)
+        return
+    if how == "before":
+        engine.abort(name)
+    stream = await engine.add(each)
+    for _ in range(rng.randrange(6)):
+        if (await stream.next()).finished:
+            break
+    engine.abort(name)
+    if how == "twice":
+        engine.abort(name)
+
+
+def check_alone(alone: LLM, answers: list[dict[int, Answer]], lengths, params, compressions) -> list:
+    """Each answer is what its request gets alone. Returns: the outputs alone."""
+    outputs = []
+    for answer, length, compression in zip(answers, lengths, compressions, strict=True):
+        (output,) = alone.generate(tiny.prompts((length,), seed=length), params, compression)
+        (expected,) = output.outputs
+        assert list(answer) == [0]
+        assert answer[0].token_ids == expected.token_ids
+        assert answer[0].text == expected.text
+        assert [set(report) for report in answer[0].logprobs] == [set(r) for r in expected.logprobs]
+        assert answer[0].finish_reasons == [expected.finish_reason]
+        outputs.append(output)
+    return outputs

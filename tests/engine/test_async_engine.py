@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 import tiny
-from async_reading import GREEDY, LIMIT_S, Answer, Witness, new, read, run, serving
+from async_reading import LIMIT_S, Answer, Witness, abort_one, check_alone, new, read, run, serving
 from settings import assert_idle, small
 
 from kvreclaim import SamplingParams
@@ -35,13 +35,7 @@ def test_many_at_once_answer_like_alone(make_llm, num_blocks) -> None:
             streams = await engine.add_all(news)
             return await asyncio.gather(*(read(stream) for stream in streams))
 
-    for answers, length, compression in zip(run(main()), lengths, compressions, strict=True):
-        [expected] = alone.generate(tiny.prompts((length,), seed=length), params, compression)[0].outputs
-        assert list(answers) == [0]
-        assert answers[0].token_ids == expected.token_ids
-        assert answers[0].text == expected.text
-        assert [set(report) for report in answers[0].logprobs] == [set(r) for r in expected.logprobs]
-        assert answers[0].finish_reasons == [expected.finish_reason]
+    check_alone(alone, run(main()), lengths, params, compressions)
     assert_idle(llm)
     assert (llm.engine.totals.num_preemptions > 0) == (num_blocks == 14)
 
@@ -49,32 +43,11 @@ def test_many_at_once_answer_like_alone(make_llm, num_blocks) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_aborts_at_any_moment_leave_nothing(make_llm, seed) -> None:
     llm, witness, rng = make_llm(num_blocks=60, block_size=8), Witness(), random.Random(seed)
-    drawn = SamplingParams(temperature=1.0, n=3, seed=1, max_tokens=20)
-
-    async def one(engine: AsyncEngine, name: str, how: str) -> None:
-        each = new(name, rng.randrange(1, 60), rng.choice([GREEDY, drawn]))
-        if how == "cancel":
-            task = asyncio.ensure_future(engine.add(each))
-            for _ in range(rng.randrange(4)):
-                await asyncio.sleep(0)
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                engine.abort((await task).request_id)
-            return
-        if how == "before":
-            engine.abort(name)
-        stream = await engine.add(each)
-        for _ in range(rng.randrange(6)):
-            if (await stream.next()).finished:
-                break
-        engine.abort(name)
-        if how == "twice":
-            engine.abort(name)
 
     async def main() -> AsyncEngine:
         async with serving(llm, witness) as engine:
             hows = ["cancel", "before", "twice", "once"]
-            await asyncio.gather(*(one(engine, f"r{i}", rng.choice(hows)) for i in range(60)))
+            await asyncio.gather(*(abort_one(engine, f"r{i}", rng.choice(hows), rng) for i in range(60)))
             await engine.drained()
             await engine.call(lambda _: assert_idle(llm))
             assert engine.num_requests == engine.num_queued == 0

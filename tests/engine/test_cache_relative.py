@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 import tiny
 import torch
+from checking import GREEDY, check_roomy, check_sibling, logprobs, tokens
 from settings import assert_idle, small
 
 from kvreclaim import CompressionConfig, SamplingParams
@@ -20,7 +21,6 @@ from kvreclaim.ops.kv_cache import PagedTokens
 from kvreclaim.ops.rope import RopeLayout, rotate
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, logprobs=0)
 CACHE = {"positions": "cache"}
 FAMILIES = ["llama", "qwen3", "smollm3", "mistral", "gemma2", "deepseek-v3", "llama-yarn"]
 
@@ -41,14 +41,6 @@ class Scattered(CompressionPolicy):
 
 def streaming(**fields) -> CompressionConfig:
     return small("streaming_llm", options=CACHE, **fields)
-
-
-def tokens(outputs):
-    return [output.token_ids for out in outputs for output in out.outputs]
-
-
-def logprobs(outputs):
-    return [[next(iter(step.values())).logprob for step in out.outputs[0].logprobs] for out in outputs]
 
 
 @dataclass
@@ -174,12 +166,7 @@ def test_it_is_another_model_than_original_positions(make_llm):
 
 
 def test_a_length_within_the_budget_changes_no_bit(make_llm):
-    prompts = tiny.prompts((40, 7, 21), seed=1)
-    llm = make_llm(enable_prefix_caching=False)
-    plain = llm.generate(prompts, GREEDY)
-    roomy = llm.generate(prompts, GREEDY, streaming(budget=100))
-    assert tokens(roomy) == tokens(plain)
-    assert logprobs(roomy) == logprobs(plain)
+    check_roomy(make_llm, streaming(budget=100))
 
 
 def test_adding_a_constant_to_all_positions_changes_nothing(make_llm, monkeypatch):
@@ -233,17 +220,7 @@ def test_preemption_forks_and_scoring(make_llm):
 
 
 def test_siblings_that_share_the_prefix_do_not_notice(make_llm):
-    shared = tiny.prompts((64,), seed=9)[0]
-    prompts = [shared + tail for tail in tiny.prompts((6, 6), seed=10)]
-    results = []
-    for neighbour in (None, streaming(budget=40, interval=16)):
-        llm = make_llm(block_size=8, max_num_batched_tokens=128)
-        llm.generate(shared, SamplingParams(temperature=0.0, max_tokens=1))
-        results.append(llm.generate(prompts, GREEDY, [None, neighbour]))
-        assert_idle(llm)
-    assert results[1][1].metrics.compactions > 0
-    assert tokens(results[0][:1]) == tokens(results[1][:1])
-    assert logprobs(results[0][:1]) == logprobs(results[1][:1])
+    assert check_sibling(make_llm, streaming(budget=40, interval=16)).compactions > 0
 
 
 def test_sinks_and_the_latest_tokens_by_hand(make_llm, monkeypatch):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from checking import logprobs, tokens
 from chunk_shadow import shadow_logits, with_chunks
 from settings import assert_idle, small
 
@@ -27,14 +28,6 @@ SMALL = {"block_size": 8, "max_num_batched_tokens": 48, "max_num_seqs": 8}
 HEAD, A, B, C, ASKED = tiny.prompts((14, 40, 75, 50, 9), seed=7)
 PROMPT = [Chunk(A), Chunk(B), Chunk(C), ASKED]
 FAMILIES = ("llama", "qwen3", "glm4", "olmo2", "smollm3", "phi3", "llama-yarn", "deepseek-v3")
-
-
-def tokens(outputs):
-    return [output.token_ids for out in outputs for output in out.outputs]
-
-
-def logprobs(outputs):
-    return [[next(iter(step.values())).logprob for step in out.outputs[0].logprobs] for out in outputs]
 
 
 def reusing(how, prompt=PROMPT):

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 import tiny
-from settings import assert_idle, small
-from shadow import Shadow
+from checking import check_shadow, tokens
+from settings import small
 
 from kvreclaim import SamplingParams
 from kvreclaim.ops.formats import FORMATS
@@ -28,23 +28,14 @@ def make(make_llm):
     return make
 
 
-def check_shadow(llm, config, monkeypatch, params=GREEDY, lengths=(70, 9, 33)):
-    shadow = Shadow(llm, monkeypatch)
-    outputs = llm.generate(tiny.prompts(lengths, seed=3), params, config)
-    assert [out.error for out in outputs] == [None] * len(lengths)
-    assert shadow.worst <= TOLERANCE, f"attention is off by {shadow.worst:.2e} in {shadow.num_calls} calls"
-    assert_idle(llm)
-    return outputs
-
-
-def tokens(outputs):
-    return [output.token_ids for out in outputs for output in out.outputs]
+def check_stored(llm, config, monkeypatch, params=GREEDY, lengths=(70, 9, 33)):
+    return check_shadow(llm, config, monkeypatch, params, lengths, tolerance=TOLERANCE)[1]
 
 
 @pytest.mark.parametrize("kernels", ["reference", "auto"])
 @pytest.mark.parametrize("name", STORED)
 def test_attends_to_what_the_format_makes_of_tokens(name, kernels, make, monkeypatch):
-    check_shadow(make(name, kernels=kernels, enable_prefix_caching=False), None, monkeypatch)
+    check_stored(make(name, kernels=kernels, enable_prefix_caching=False), None, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +48,7 @@ def test_attends_to_what_the_format_makes_of_tokens(name, kernels, make, monkeyp
 )
 def test_compacted_tokens_keep_their_numbers(name, policy, make, monkeypatch):
     llm = make(name, enable_prefix_caching=False)
-    outputs = check_shadow(llm, small(policy, budget=32, interval=16), monkeypatch)
+    outputs = check_stored(llm, small(policy, budget=32, interval=16), monkeypatch)
     assert outputs[0].metrics.compactions >= 3
 
 
@@ -65,7 +56,7 @@ def test_compacted_tokens_keep_their_numbers(name, policy, make, monkeypatch):
 def test_forked_outputs_and_preemption(name, make, monkeypatch):
     llm = make(name, enable_prefix_caching=False, num_blocks=12)
     params = SamplingParams(temperature=1.0, n=3, max_tokens=30, seed=1, ignore_eos=True)
-    outputs = check_shadow(llm, small("evict-only(knorm)"), monkeypatch, params, lengths=(30, 40))
+    outputs = check_stored(llm, small("evict-only(knorm)"), monkeypatch, params, lengths=(30, 40))
     assert all(len(output.token_ids) == 30 for out in outputs for output in out.outputs)
     assert sum(out.metrics.preemptions for out in outputs) > 0
 
@@ -73,7 +64,7 @@ def test_forked_outputs_and_preemption(name, make, monkeypatch):
 @pytest.mark.parametrize("name", CODED)
 def test_latent_caches(name, make, monkeypatch):
     llm = make(name, family="deepseek-v3", enable_prefix_caching=False)
-    check_shadow(llm, small("query_mixture", budget=32, interval=16), monkeypatch)
+    check_stored(llm, small("query_mixture", budget=32, interval=16), monkeypatch)
 
 
 @pytest.mark.parametrize("name", CODED)

@@ -5,6 +5,18 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
+from checking import (
+    GREEDY,
+    check_company,
+    check_forks,
+    check_preemption,
+    check_roomy,
+    check_scoring,
+    check_sibling,
+    check_written_blocks,
+    logprobs,
+    tokens,
+)
 from settings import EVICTING, MOVING, small, takes_every_hit
 
 from kvreclaim import SamplingParams
@@ -13,16 +25,6 @@ from kvreclaim.engine.request.request import Scheduled
 from kvreclaim.ops import reference as ops
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)
-
-
-def tokens(outputs):
-    return [out.outputs[0].token_ids for out in outputs]
-
-
-def logprobs(outputs):
-    return [[next(iter(step.values())).logprob for step in out.outputs[0].logprobs] for out in outputs]
-
 
 def used_blocks(num_tokens, block_size):
     return -(-num_tokens // block_size)
@@ -30,13 +32,7 @@ def used_blocks(num_tokens, block_size):
 
 @pytest.mark.parametrize("policy", EVICTING)
 def test_a_budget_that_is_never_reached_changes_no_bit(policy, make_llm):
-    prompts = tiny.prompts((40, 7, 21), seed=1)
-    llm = make_llm(enable_prefix_caching=False)
-    plain = llm.generate(prompts, GREEDY)
-    roomy = llm.generate(prompts, GREEDY, small(policy, budget=200))
-    assert tokens(roomy) == tokens(plain)
-    assert logprobs(roomy) == logprobs(plain)
-    assert all(out.metrics.tokens_evicted == 0 for out in roomy)
+    check_roomy(make_llm, small(policy, budget=200))
 
 
 @pytest.mark.parametrize("mode", list(Mode))
@@ -109,20 +105,7 @@ def test_a_long_prompt_needs_budget_plus_chunk_slots(policy, make_llm):
 
 @pytest.mark.parametrize("policy", EVICTING)
 def test_a_preempted_compressed_request_gives_the_same_tokens(policy, make_llm):
-    prompts = tiny.prompts((20, 19, 18, 17), seed=7)
-    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (160, 100, 100, 100)]
-    configs = [None, *[small(policy, interval=16)] * 3]  # the first one grows and drives the others out
-    calm = make_llm(block_size=8, max_num_batched_tokens=32).generate(prompts, params, configs)
-    num_blocks = 40 if policy == "evict-only" else 26
-    tight = make_llm(block_size=8, num_blocks=num_blocks, max_num_batched_tokens=32)
-    crowded = tight.generate(prompts, params, configs)
-    assert sum(out.metrics.preemptions for out in crowded) > 0
-    passes = sum(out.metrics.compactions for out in crowded)
-    assert tight.engine.totals.compactions > passes, "nobody was preempted after it was compressed"
-    assert tokens(crowded) == tokens(calm)
-    assert [out.metrics.tokens_evicted for out in crowded] == [out.metrics.tokens_evicted for out in calm]
-    tight.engine.memory.check()
-    assert tight.engine.memory.stats().in_use == 0
+    check_preemption(make_llm, small(policy, interval=16), num_blocks=40 if policy == "evict-only" else 26)
 
 
 def test_admission_leaves_room_for_growth_that_is_known(make_llm):
@@ -142,73 +125,22 @@ def test_admission_leaves_room_for_growth_that_is_known(make_llm):
 
 @pytest.mark.parametrize("policy", EVICTING)
 def test_company_changes_nothing(policy, make_llm):
-    prompts = tiny.prompts((60, 45, 70, 12, 33), seed=8)
-    llm = make_llm(block_size=8, max_num_batched_tokens=24, max_num_seqs=3)
-    alone = [llm.generate(prompt, GREEDY, small(policy))[0] for prompt in prompts]
-    llm.engine.memory.reset_prefix_cache()
-    order = [3, 0, 4, 2, 1]
-    together = llm.generate([prompts[i] for i in order], GREEDY, small(policy))
-    assert tokens(together) == [alone[i].outputs[0].token_ids for i in order]
+    check_company(make_llm, small(policy))
 
 
 @pytest.mark.parametrize("policy", MOVING)
 def test_siblings_of_a_compressed_request_do_not_notice(policy, make_llm):
-    """A sibling shares its prefix blocks; whether the other one compresses changes none of its bits.
-
-    A policy that has to see its prompt computed makes steps of other sizes than no policy, which shows in
-    the last bits of all rows of a step: it is compared with itself moving nothing.
-    """
-    shared = tiny.prompts((64,), seed=9)[0]
-    prompts = [shared + tail for tail in tiny.prompts((6, 6), seed=10)]
-    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)
-    results = []
-    fields = {"budget": 40, "interval": 16}
-    still = None if takes_every_hit(policy) else small(f"evict-only({policy})", **fields)
-    for neighbour in (still, small(policy, **fields)):
-        llm = make_llm(block_size=8, max_num_batched_tokens=128)
-        llm.generate(shared, SamplingParams(temperature=0.0, max_tokens=1))
-        outputs = llm.generate(prompts, params, [None, neighbour])
-        assert outputs[0].metrics.num_cached_tokens == 64
-        assert outputs[1].metrics.num_cached_tokens == 64 or not takes_every_hit(policy)
-        results.append(outputs)
-        llm.engine.memory.check()
-    assert results[1][1].metrics.compactions > 0
-    assert tokens(results[0][:1]) == tokens(results[1][:1])
-    assert logprobs(results[0][:1]) == logprobs(results[1][:1])
+    """A policy that has to see its prompt computed makes steps of other sizes than no policy, which shows in
+    the last bits of all rows of a step: it is compared with itself moving nothing."""
+    fields, hits = {"budget": 40, "interval": 16}, takes_every_hit(policy)
+    still = None if hits else small(f"evict-only({policy})", **fields)
+    metrics = check_sibling(make_llm, small(policy, **fields), still, num_cached=64 if hits else None)
+    assert metrics.compactions > 0
 
 
 @pytest.mark.parametrize("policy", MOVING)
 def test_compressing_never_writes_a_block_that_another_may_read(policy, make_llm, monkeypatch):
-    """The bytes of shared and of indexed blocks are the same before and after every compaction."""
-    llm = make_llm(block_size=8, max_num_batched_tokens=64)
-    memory, cache = llm.engine.memory, llm.engine.cache
-    compact = llm.engine.compression.methods[EvictionMethod.COMPACT]
-    choose, apply = compact.choose, compact.apply
-    due, watched = [], []
-
-    def noted_choose(jobs):
-        due[:] = jobs
-        return choose(jobs)
-
-    def checked_apply(job, choice):
-        due.remove(job)
-        others = {block for later in due for block in later.plan.source_ids}
-        others |= {b for b in range(memory.pool.num_blocks) if memory.pool.refs[b] > 1}
-        held = sorted(others)
-        before = cache.k[:, held].clone(), cache.v[:, held].clone()
-        done = apply(job, choice)
-        assert torch.equal(cache.k[:, held], before[0])
-        assert torch.equal(cache.v[:, held], before[1])
-        watched.append(len(held))
-        return done
-
-    monkeypatch.setattr(compact, "choose", noted_choose)
-    monkeypatch.setattr(compact, "apply", checked_apply)
-    shared = tiny.prompts((64,), seed=9)[0]
-    params = SamplingParams(temperature=1.0, seed=1, n=2, max_tokens=40, ignore_eos=True)
-    prompts = [shared + tail for tail in tiny.prompts((3, 9), seed=10)]
-    llm.generate(prompts, params, small(policy))
-    assert sum(watched) > 0
+    check_written_blocks(make_llm, small(policy), EvictionMethod.COMPACT, monkeypatch)
 
 
 def test_prefix_hits_after_compression_are_exact(make_llm):
@@ -226,17 +158,7 @@ def test_prefix_hits_after_compression_are_exact(make_llm):
 
 
 def test_fork_then_compress_one(make_llm):
-    """Three outputs of one prompt, all of them compressing: the same draws as three requests alone."""
-    prompt = tiny.prompts((50,), seed=12)[0]
-    config = small("query_mixture")
-    params = SamplingParams(temperature=1.0, n=3, seed=4, max_tokens=40, ignore_eos=True)
-    roomy = make_llm(block_size=8, max_num_batched_tokens=64).generate(prompt, params, config)[0]
-    tight_llm = make_llm(block_size=8, num_blocks=11, max_num_batched_tokens=64)
-    tight = tight_llm.generate(prompt, params, config)[0]
-    assert tight.metrics.preemptions > 0
-    assert [o.token_ids for o in tight.outputs] == [o.token_ids for o in roomy.outputs]
-    assert len({tuple(o.token_ids) for o in roomy.outputs}) == 3
-    assert tight_llm.engine.memory.stats().in_use == 0
+    check_forks(make_llm, small("query_mixture"), num_blocks=11)
 
 
 def test_order_of_kept_slots_does_not_matter(make_llm):
@@ -262,12 +184,4 @@ def _next_logits(llm, seq):
 
 @pytest.mark.parametrize("policy", EVICTING)
 def test_scoring_ones_own_output_predicts_it(policy, make_llm):
-    """score() takes the path that generating took: compressed at the same points, seeing the same."""
-    prompts = tiny.prompts((60, 25), seed=14)
-    llm = make_llm(block_size=8, max_num_batched_tokens=64)
-    outputs = llm.generate(prompts, GREEDY, small(policy))
-    scored = llm.score(prompts, tokens(outputs), small(policy))
-    assert [s.predicted for s in scored] == tokens(outputs)
-    torch.testing.assert_close(
-        torch.tensor([s.logprobs for s in scored]), torch.tensor(logprobs(outputs)), atol=1e-4, rtol=0
-    )
+    check_scoring(make_llm, small(policy))

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import tiny
 import torch
+from checking import check_shadow
 from settings import EVICTING, assert_idle, small
-from shadow import Shadow
 from transformers import DeepseekV3Config
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams
@@ -61,15 +61,6 @@ def shared_llm(calibrated_dir) -> Callable[[str], LLM]:
     return llm
 
 
-def check_shadow(llm, config, monkeypatch, params=GREEDY, lengths=(70, 9, 33)):
-    shadow = Shadow(llm, monkeypatch)
-    outputs = llm.generate(tiny.prompts(lengths, seed=3), params, config)
-    assert [out.error for out in outputs] == [None] * len(lengths)
-    assert shadow.worst <= 1e-5, f"attention is off by {shadow.worst:.2e} in {shadow.num_calls} calls"
-    assert_idle(llm)
-    return shadow, outputs
-
-
 @pytest.mark.parametrize("policy", [name for name in SERVED if name != "oracle"])
 @LATENT
 def test_a_budget_that_never_binds_changes_nothing(family, policy, shared_llm, expected) -> None:
@@ -97,7 +88,7 @@ def test_a_budget_that_never_binds_changes_no_score(family, shared_llm) -> None:
 def test_each_layer_attends_exactly_to_what_it_kept(policy, make_llm, monkeypatch) -> None:
     """deepseek-v2's prompts are attended with expanded keys, alone and beside rows that decode."""
     llm = make_llm("deepseek-v2", enable_prefix_caching=False, block_size=8, max_num_batched_tokens=40)
-    shadow, outputs = check_shadow(llm, small(policy, budget=32), monkeypatch)
+    shadow, outputs = check_shadow(llm, small(policy, budget=32), monkeypatch, GREEDY)
     assert outputs[0].metrics.compactions >= 2
     assert shadow.num_passes == sum(out.metrics.compactions for out in outputs)
     assert shadow.num_expanded > 0
@@ -109,7 +100,7 @@ def test_each_layer_attends_exactly_to_what_it_kept(policy, make_llm, monkeypatc
 def test_what_cannot_be_expanded_is_absorbed(make_llm, monkeypatch) -> None:
     """deepseek-v3 here gains nothing by expanding, and masks need the absorbed way."""
     llm = make_llm("deepseek-v3", enable_prefix_caching=False, max_num_batched_tokens=40)
-    shadow, _ = check_shadow(llm, None, monkeypatch)
+    shadow, _ = check_shadow(llm, None, monkeypatch, GREEDY)
     assert shadow.num_expanded == 0
     assert shadow.num_calls > 0
 

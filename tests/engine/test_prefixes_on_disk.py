@@ -8,17 +8,15 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 import tiny
+from disks import GIB, Failing, Held, tiers
 from settings import with_options
 
 from kvreclaim import CompressionConfig, SamplingParams
-from kvreclaim.tiers.file_io import FileIO
 
-GIB = 2**30
 DOCUMENT, *QUESTIONS = tiny.prompts((150, 7, 12), seed=9)
 PROMPTS = [DOCUMENT + question for question in QUESTIONS]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=0)
@@ -36,16 +34,6 @@ POLICIES = (
     "kvzip",
     "r_kv",
 )
-
-
-def tiers(directory, **options):
-    defaults = {
-        "kv_offloading_size": 16e6 / GIB,
-        "kv_offloading_disk_path": str(directory),
-        "kv_offloading_disk_size": 32e6 / GIB,
-        "kv_load_policy": "wait_complete",
-    }
-    return defaults | options
 
 
 def alone(**options):
@@ -244,17 +232,6 @@ def test_every_load_policy(policy, tmp_path, make_llm):
     llm.close()
 
 
-class Held(FileIO):
-    """Reads nothing before it is let."""
-
-    def __init__(self):
-        self.free = threading.Event()
-
-    def preadv(self, fd, buffers, offset):
-        self.free.wait()
-        return super().preadv(fd, buffers, offset)
-
-
 def test_a_disk_that_hangs_holds_nobody_up(tmp_path, make_llm):
     """A request waits as long as it was told; what comes after all lies on the host for the next one."""
     expected = [ask(make_llm(**alone()), prompt)[0] for prompt in PROMPTS]
@@ -276,35 +253,6 @@ def test_a_disk_that_hangs_holds_nobody_up(tmp_path, make_llm):
     assert answer[0] == expected[0][0]
     assert metrics.num_disk_tokens == len(DOCUMENT)
     llm.close()
-
-
-class Failing(FileIO):
-    """Raises an OSError, or writes and reads less, at some of its calls."""
-
-    def __init__(self, number, every):
-        self.number, self.every, self.calls = number, every, 0
-
-    def _fails(self):
-        self.calls += 1
-        return self.calls % self.every == 0
-
-    def pwritev(self, fd, buffers, offset):
-        if self._fails():
-            if self.number is None:
-                return super().pwritev(fd, [b"".join(bytes(each) for each in buffers)[:100]], offset)
-            raise OSError(self.number, os.strerror(self.number))
-        return super().pwritev(fd, buffers, offset)
-
-    def preadv(self, fd, buffers, offset):
-        if self._fails():
-            if self.number is None:
-                return 100
-            raise OSError(self.number, os.strerror(self.number))
-        return super().preadv(fd, buffers, offset)
-
-    def sync(self, fd):
-        if self._fails() and self.number is not None:
-            raise OSError(self.number, os.strerror(self.number))
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, None])

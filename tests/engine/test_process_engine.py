@@ -8,7 +8,7 @@ import random
 import shutil
 import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import process_told as told
 import psutil
 import pytest
 import tiny
-from async_reading import GREEDY, LIMIT_S, Answer, new, read, run
+from async_reading import LIMIT_S, Answer, abort_one, check_alone, new, read, run
 from settings import small
 
 from kvreclaim import LLM, SamplingParams
@@ -97,34 +97,23 @@ def test_many_at_once_answer_like_alone(launch: Launch, make_llm, num_blocks: in
             return [(answer, stream.prompt_logprobs) for answer, stream in zip(answers, streams, strict=True)]
 
     alone = make_llm(num_blocks=400, **limits)
-    for (answers, of_prompt), length, compression in zip(run(main()), lengths, compressions, strict=True):
-        output = alone.generate(tiny.prompts((length,), seed=length), params, compression)[0]
-        [expected] = output.outputs
-        assert list(answers) == [0]
-        assert answers[0].token_ids == expected.token_ids
-        assert answers[0].text == expected.text
-        assert [set(report) for report in answers[0].logprobs] == [set(r) for r in expected.logprobs]
-        assert answers[0].finish_reasons == [expected.finish_reason]
+    answers, of_prompts = zip(*run(main()), strict=True)
+    outputs = check_alone(alone, answers, lengths, params, compressions)
+    for output, of_prompt in zip(outputs, of_prompts, strict=True):
         assert [r and set(r) for r in of_prompt] == [r and set(r) for r in output.prompt_logprobs]
 
 
-def test_what_it_serves_is_known_here(launch: Launch, make_llm) -> None:
-    async def main() -> ServedModel:
-        async with serving(launch(block_size=8)) as engine:
-            assert engine.tokenizer.decode(engine.tokenizer.encode("hello")) == "hello"
-            return engine.served
+def test_what_it_serves_and_refuses_is_the_engines_own(launch: Launch, make_llm) -> None:
+    expected = ServedModel.of(make_llm(block_size=8, max_model_len=64))
 
-    served, expected = run(main()), ServedModel.of(make_llm(block_size=8))
-    assert (served.vocab_size, served.max_model_len) == (expected.vocab_size, expected.max_model_len)
-    assert (served.num_blocks, served.block_size) == (200, 8)
-    by_memory = {"max_signal_bytes": 0}
-    assert served.config | by_memory == expected.config | by_memory
-    assert served.name == expected.name
-
-
-def test_a_refusal_is_the_engines_own(launch: Launch) -> None:
     async def main() -> None:
-        async with serving(launch(max_model_len=64)) as engine:
+        async with serving(launch(block_size=8, max_model_len=64)) as engine:
+            assert engine.tokenizer.decode(engine.tokenizer.encode("hello")) == "hello"
+            served, by_memory = engine.served, {"max_signal_bytes": 0}
+            assert (served.vocab_size, served.max_model_len) == (expected.vocab_size, 64)
+            assert (served.num_blocks, served.block_size) == (200, 8)
+            assert served.config | by_memory == expected.config | by_memory
+            assert served.name == expected.name
             with pytest.raises(RequestTooLongError, match="max_model_len is 64") as refused:
                 await engine.add_all([new("a"), new("b", 65)])
             assert refused.value.field == "prompt"
@@ -143,28 +132,11 @@ def test_a_refusal_is_the_engines_own(launch: Launch) -> None:
 
 def test_aborts_at_any_moment_leave_nothing(launch: Launch) -> None:
     rng = random.Random(0)
-    drawn = SamplingParams(temperature=1.0, n=3, seed=1, max_tokens=20)
-
-    async def one(engine: ProcessEngine, name: str, how: str) -> None:
-        each = new(name, rng.randrange(1, 60), rng.choice([GREEDY, drawn]))
-        if how == "cancel":
-            task = asyncio.ensure_future(engine.add(each))
-            for _ in range(rng.randrange(4)):
-                await asyncio.sleep(0)
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                engine.abort((await task).request_id)
-            return
-        stream = await engine.add(each)
-        for _ in range(rng.randrange(6)):
-            if (await stream.next()).finished:
-                break
-        engine.abort(name)
 
     async def main() -> None:
         async with serving(launch(num_blocks=60, block_size=8)) as engine:
             hows = ["cancel", "once"]
-            await asyncio.gather(*(one(engine, f"r{i}", rng.choice(hows)) for i in range(60)))
+            await asyncio.gather(*(abort_one(engine, f"r{i}", rng.choice(hows), rng) for i in range(60)))
             await engine.drained()
             await engine.abort_all()
             assert await engine.call(told.idle)

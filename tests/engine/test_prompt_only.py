@@ -5,6 +5,7 @@ from __future__ import annotations
 import odd_policies
 import pytest
 import tiny
+from checking import tokens
 from settings import assert_idle, small
 from shadow import Shadow
 
@@ -17,10 +18,6 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprob
 @pytest.fixture(autouse=True)
 def _policies(monkeypatch):
     odd_policies.register(monkeypatch)
-
-
-def tokens(outputs):
-    return [output.token_ids for out in outputs for output in out.outputs]
 
 
 @pytest.mark.parametrize("policy", ["prompt-norm", "snapkv(when=prefill,window=8)", "kvzip"])

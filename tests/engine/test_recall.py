@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
+from checking import check_shadow
 from recall_shadow import RecallShadow
 from settings import EVICTING, assert_idle
 
@@ -42,14 +43,10 @@ def make_cold(make_llm):
     return make
 
 
-def check_shadow(llm, config, monkeypatch, params=GREEDY, lengths=(70, 9, 50), tolerance=TOLERANCE):
-    shadow = RecallShadow(llm, monkeypatch)
-    outputs = llm.generate(tiny.prompts(lengths, seed=3), params, config)
-    assert [out.error for out in outputs] == [None] * len(lengths)
-    assert shadow.worst <= tolerance, f"attention is off by {shadow.worst:.2e} in {shadow.num_calls} calls"
+def check_recall(llm, config, monkeypatch, params=GREEDY, lengths=(70, 9, 50), tolerance=TOLERANCE):
+    shadow, outputs = check_shadow(llm, config, monkeypatch, params, lengths, RecallShadow, tolerance)
     assert shadow.num_passes
     assert shadow.most_back
-    assert_idle(llm)
     recalls = llm.engine.recalls
     assert not recalls.tables
     recalls.pool.check([])
@@ -61,7 +58,7 @@ def check_shadow(llm, config, monkeypatch, params=GREEDY, lengths=(70, 9, 50), t
 def test_attends_to_what_stays_and_what_is_back(policy, mode, make_cold, monkeypatch):
     llm = make_cold()
     fields = {"interval": 32} if make_policy(policy).query_window > 16 else {}
-    check_shadow(llm, small(policy, mode, **fields), monkeypatch)
+    check_recall(llm, small(policy, mode, **fields), monkeypatch)
     assert llm.engine.totals.recall_pages
     assert (
         llm.engine.totals.recall_bytes == llm.engine.totals.recall_pages * llm.engine.recalls.pool.unit_bytes
@@ -83,7 +80,7 @@ def test_attends_to_what_stays_and_what_is_back(policy, mode, make_cold, monkeyp
     ],
 )
 def test_every_option(recall, make_cold, monkeypatch):
-    check_shadow(make_cold(), small("query_mixture", recall), monkeypatch)
+    check_recall(make_cold(), small("query_mixture", recall), monkeypatch)
 
 
 @pytest.mark.parametrize("kernels", ["native", "reference"])
@@ -92,13 +89,13 @@ def test_every_format(kv_format, kernels, make_cold, monkeypatch):
     llm = make_cold(kv_cache_dtype=kv_format, kernels=kernels, block_size=16)
     config = small("snapkv(window=8)", "query", budget=96, interval=32)
     tolerance = TOLERANCE if kv_format == "fp32" else 2e-2
-    check_shadow(llm, config, monkeypatch, lengths=(150, 100), tolerance=tolerance)
+    check_recall(llm, config, monkeypatch, lengths=(150, 100), tolerance=tolerance)
 
 
 @pytest.mark.parametrize("mode", ["pass", "query"])
 @pytest.mark.parametrize("family", ["qwen3", "phi3", "glm4", "olmo2", "qwen3-moe", "gemma3", "llama4"])
 def test_other_families(family, mode, make_cold, monkeypatch):
-    check_shadow(make_cold(family), small("knorm", mode), monkeypatch)
+    check_recall(make_cold(family), small("knorm", mode), monkeypatch)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -172,7 +169,7 @@ def test_forks_share_pages_by_count(make_cold, monkeypatch):
         recalls.pool.check([table.held for table in recalls.tables.values()])
 
     monkeypatch.setattr(llm.engine.recalls, "fork", watched)
-    _, outputs = check_shadow(llm, small("knorm"), monkeypatch, params, lengths=(70, 60))
+    _, outputs = check_recall(llm, small("knorm"), monkeypatch, params, lengths=(70, 60))
     assert any(shared), "no fork had pages"
     assert all(len(one.token_ids) == 40 for out in outputs for one in out.outputs)
 
@@ -259,7 +256,7 @@ def test_abort_frees_pages(make_cold):
 def test_a_bound_drops_the_least_promising_pages(mode, make_cold, monkeypatch):
     unit = make_cold().engine.recalls.pool.unit_bytes
     llm = make_cold(kv_recall_size=60 * unit / 2**30)
-    shadow, _ = check_shadow(llm, small("knorm", mode), monkeypatch, lengths=(70, 64))
+    shadow, _ = check_recall(llm, small("knorm", mode), monkeypatch, lengths=(70, 64))
     assert llm.engine.totals.cold_dropped
     assert shadow.num_passes
 

@@ -6,11 +6,11 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 import tiny
+from disks import GIB, Failing, Held, tiers
 from safetensors.torch import load_file, save_file
 from settings import assert_idle, with_options
 
@@ -19,20 +19,9 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.prefix.keys import sha256
 from kvreclaim.tiers.file_io import FileIO
 
-GIB = 2**30
 PROMPTS = tiny.prompts((150, 97, 260, 40), seed=4)
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
 FULL_BLOCKS = sum((len(prompt) - 1) // 16 for prompt in PROMPTS)
-
-
-def tiers(directory, **options):
-    defaults = {
-        "kv_offloading_size": 16e6 / GIB,
-        "kv_offloading_disk_path": str(directory),
-        "kv_offloading_disk_size": 32e6 / GIB,
-        "kv_load_policy": "wait_complete",
-    }
-    return defaults | options
 
 
 def asked(llm, params=PARAMS, salt=None, **more):
@@ -174,31 +163,6 @@ def test_every_load_policy(policy, tmp_path, make_llm):
         closed(llm)
 
 
-class Failing(FileIO):
-    """Raises an OSError, or writes and reads less, at some of its calls."""
-
-    def __init__(self, number, every):
-        self.number, self.every, self.calls = number, every, 0
-
-    def _fails(self):
-        self.calls += 1
-        return self.calls % self.every == 0
-
-    def pwritev(self, fd, buffers, offset):
-        if self._fails():
-            if self.number is None:
-                return super().pwritev(fd, [b"".join(bytes(each) for each in buffers)[:100]], offset)
-            raise OSError(self.number, os.strerror(self.number))
-        return super().pwritev(fd, buffers, offset)
-
-    def preadv(self, fd, buffers, offset):
-        if self._fails():
-            if self.number is None:
-                return 100
-            raise OSError(self.number, os.strerror(self.number))
-        return super().preadv(fd, buffers, offset)
-
-
 @pytest.mark.parametrize("number", [5, 28, None])  # EIO, ENOSPC, short
 @pytest.mark.parametrize("every", [1, 2, 5])
 def test_a_disk_that_fails_now_and_then(number, every, tmp_path, make_llm):
@@ -294,17 +258,6 @@ def test_a_disk_needs_a_host(tmp_path, make_llm):
         make_llm(kv_offloading_disk_path=str(tmp_path))
     with pytest.raises(InvalidArgumentError, match="enable_prefix_caching is off"):
         make_llm(**tiers(tmp_path, enable_prefix_caching=False))
-
-
-class Held(FileIO):
-    """Reads nothing before it is let."""
-
-    def __init__(self):
-        self.free = threading.Event()
-
-    def preadv(self, fd, buffers, offset):
-        self.free.wait()
-        return super().preadv(fd, buffers, offset)
 
 
 def test_a_race_takes_over_what_has_come(tmp_path, make_llm):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
+from checking import check_forks, tokens
 from recording import Recorder, register
 from settings import assert_idle, small
 
@@ -23,10 +24,6 @@ def recorder(monkeypatch) -> type[Recorder]:
 
 def config(want: str, **fields):
     return small("recorder", options={"want": want, **fields.pop("options", {})}, **fields)
-
-
-def tokens(outputs):
-    return [output.token_ids for out in outputs for output in out.outputs]
 
 
 @pytest.mark.parametrize("want", WATCHED)
@@ -113,15 +110,7 @@ def test_chunks_and_company_change_nothing(want, make_llm):
 
 @pytest.mark.parametrize("want", WATCHED)
 def test_fork_then_compress_one(want, make_llm):
-    """Three outputs of one prompt, all of them compressing: the same draws as with preemption between."""
-    prompt = tiny.prompts((50,), seed=12)[0]
-    params = SamplingParams(temperature=1.0, n=3, seed=4, max_tokens=40, ignore_eos=True)
-    roomy = make_llm(block_size=8, max_num_batched_tokens=64).generate(prompt, params, config(want))
-    tight = make_llm(block_size=8, num_blocks=11, max_num_batched_tokens=64)
-    crowded = tight.generate(prompt, params, config(want))
-    assert crowded[0].metrics.preemptions > 0
-    assert tokens(crowded) == tokens(roomy)
-    assert len(set(map(tuple, tokens(roomy)))) == 3
+    check_forks(make_llm, config(want), num_blocks=11)
 
 
 @pytest.mark.parametrize("want", WATCHED)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import tiny
 import torch
+from checking import logprobs, tokens
 from prefill_shadow import PrefillShadow
 from settings import assert_idle, small, with_options
 
@@ -32,14 +33,6 @@ EVERY_WAY = (
     "quest",
     "streaming_llm(positions=cache)",
 )
-
-
-def tokens(outputs):
-    return [output.token_ids for out in outputs for output in out.outputs]
-
-
-def logprobs(outputs):
-    return [[next(iter(step.values())).logprob for step in out.outputs[0].logprobs] for out in outputs]
 
 
 def by(method, prompts):

