@@ -13,26 +13,21 @@ These features do not work together; all others do. The engine refuses a combina
 request is added. Its message says what to change. The engine, the server, the command line, the planner and \
 the vLLM plugin check the table in `src/kvreclaim/compatibility.py`; after a change there, run \
 `python scripts/compatibility_page.py`. [vllm.md](vllm.md) lists what the plugin refuses of vLLM's options.
-
-| feature | with | why |
-|---|---|---|
 """
 
 
 def page() -> str:
     """The table by feature. Braces stand for what was asked for."""
-    order = list(dict.fromkeys(row.features[0] for row in TABLE))
-    lines, last = [], None
-    for row in sorted(TABLE, key=lambda row: order.index(row.features[0])):
+    by_feature: dict[str, list[str]] = {}
+    for row in TABLE:
         first, *others = row.features
-        lines.append(f"| {'' if first is last else first} | {', '.join(others)} | {_reason(row.message)} |")
-        last = first
-    return HEAD + "\n".join(lines) + "\n"
-
-
-def _reason(message: str) -> str:
-    """The message without its remedy."""
-    return message.split(";")[0].rstrip(".")
+        reason = (row.reason or row.message).split(";")[0].rstrip(".")
+        by_feature.setdefault(first, []).append(f"- {', '.join(others)}: {reason}.")
+    parts = [
+        f"\n**{first}** with\n\n" + "\n".join(rows)
+        for first, rows in by_feature.items()
+    ]
+    return HEAD + "\n".join(parts) + "\n"
 
 
 if __name__ == "__main__":

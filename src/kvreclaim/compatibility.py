@@ -72,11 +72,15 @@ class Feature(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Features that do not work together. message: {feature} in it is what the caller calls it."""
+    """Features that do not work together.
+
+    message: {feature} in it is what the caller calls it; reason: the part of it that rows do not share
+    """
 
     features: tuple[Feature, ...]
     field: str
     message: str
+    reason: str = ""
 
 
 F = Feature
@@ -92,7 +96,7 @@ def refuse(on: Mapping[Feature, str]) -> None:
 
 def _rows(field: str, template: str, *rows: tuple[tuple[Feature, ...], str]) -> tuple[Refusal, ...]:
     """Rows whose messages share a frame; `*` in it is the row's own reason and remedy."""
-    return tuple(Refusal(features, field, template.replace("*", reason)) for features, reason in rows)
+    return tuple(Refusal(features, field, template.replace("*", why), why) for features, why in rows)
 
 
 TABLE: tuple[Refusal, ...] = (
