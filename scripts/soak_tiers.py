@@ -134,7 +134,7 @@ class Soak:
             if verdict not in (None, "tie"):
                 raise WrongError(f"{case}: {verdict}; {said['preemptions']} preemptions")
             kind = "compressed" if case.policy else "full"
-            kind = kind if case.compress_at is None else "compressed at a place"
+            kind = kind if case.compress_prompt_at is None else "compressed at a place"
             outcomes["a tie" if verdict else f"as alone, {kind}"] += 1
 
     def _require_clean(self, number: int, requests: dict[int, int], errors: str) -> None:

@@ -30,9 +30,9 @@ REPEATS = 4
 
 @dataclass(frozen=True)
 class Case:
-    """One request. policy: None for the full cache; budget: of the policy; compress_at: tokens of a document
-    that is compressed once for all who ask about it, so; greedy: with several outputs each is drawn from one
-    token."""
+    """One request. policy: None for the full cache; budget: of the policy; compress_prompt_at: tokens of a
+    document that is compressed once for all who ask about it, so; greedy: with several outputs each is drawn
+    from one token."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -41,7 +41,7 @@ class Case:
     salt: str | None
     policy: str | None
     budget: int
-    compress_at: int | None
+    compress_prompt_at: int | None
     greedy: bool
 
     def params(self, logprobs: int | None = None) -> SamplingParams:
@@ -83,7 +83,7 @@ def _case(rng: random.Random, documents: list[list[int]]) -> Case:
         salt=rng.choice(SALTS),
         policy=POLICIES[number % len(POLICIES)] if at_end else policy,
         budget=48 if at_end else rng.choice((32, 48, 80)),
-        compress_at=len(document) if at_end else None,
+        compress_prompt_at=len(document) if at_end else None,
         greedy=rng.random() < 0.85,
     )
 
@@ -120,7 +120,7 @@ class Oracle:
             prompt = {
                 "prompt_token_ids": list(case.prompt),
                 "cache_salt": case.salt,
-                "compress_at": case.compress_at,
+                "compress_prompt_at": case.compress_prompt_at,
             }
             (output,) = self.llm.generate(prompt, case.params(2), case.compression())
             assert output.error is None, output.error

@@ -111,7 +111,7 @@ class Phase:
             case.params(),
             compressor,
             cache_salt=case.salt,
-            compress_at=case.compress_at,
+            compress_prompt_at=case.compress_prompt_at,
         )
         leaves = self.engine.totals.steps + self.rng.randrange(12) if self.rng.random() < 0.06 else None
         self._running[request.request_id] = place, number, request, leaves

@@ -42,28 +42,28 @@ def refused(config: type, setting: Setting, value: Any) -> str:
 
 @pytest.mark.parametrize(("config", "setting"), ALL)
 def test_a_setting_stays_within_what_its_declaration_says(config: type, setting: Setting) -> None:
-    said, name = setting.said, setting.name
+    spec, name = setting.spec, setting.name
     if setting.optional:
         assert getattr(make(config, setting, None), name) is None
-    if said.choices:
-        assert getattr(make(config, setting, said.choices[-1]), name) == said.choices[-1]
+    if spec.choices:
+        assert getattr(make(config, setting, spec.choices[-1]), name) == spec.choices[-1]
         sentence = refused(config, setting, "nonesuch")
-        assert sentence == f"{name} is 'nonesuch'; it must be one of {', '.join(said.choices)}."
+        assert sentence == f"{name} is 'nonesuch'; it must be one of {', '.join(spec.choices)}."
     elif setting.type is bool:
         assert getattr(make(config, setting, not setting.default), name) is not setting.default
         assert refused(config, setting, 1) == f"{name} is 1; it must be true or false."
     elif setting.type is int:
-        assert getattr(make(config, setting, said.low), name) == said.low
-        below = said.low - 1
-        sentence = f"{name} is {below}; it must be an integer >= {said.low}{said.unit}."
+        assert getattr(make(config, setting, spec.low), name) == spec.low
+        below = spec.low - 1
+        sentence = f"{name} is {below}; it must be an integer >= {spec.low}{spec.unit}."
         assert refused(config, setting, below) == sentence
         assert name in refused(config, setting, True)
     elif setting.type is float:
-        for bound in (said.low, said.high):
+        for bound in (spec.low, spec.high):
             if (name, bound) != ("top_p", 0.0):  # above 0: said by its own sentence
                 assert getattr(make(config, setting, bound), name) == bound
-        for beyond in (said.low - 1, said.high + 1, float("nan")):
-            sentence = f"{name} is {beyond}; it must be a number from {said.low} to {said.high}."
+        for beyond in (spec.low - 1, spec.high + 1, float("nan")):
+            sentence = f"{name} is {beyond}; it must be a number from {spec.low} to {spec.high}."
             assert refused(config, setting, beyond) == sentence
 
 
@@ -88,5 +88,5 @@ def test_names_of_others_for_swapping_and_for_its_room() -> None:
     assert EngineConfig(**dataclasses.asdict(config)) == config
     with pytest.raises(InvalidArgumentError, match="kv_offloading_size is 0"):
         EngineConfig(preemption_mode="offload")
-    flags = settings_of(EngineConfig)["kv_offloading_size"].said.flags
+    flags = settings_of(EngineConfig)["kv_offloading_size"].spec.flags
     assert flags == ("--kv-offloading-size", "--hicache-size")

@@ -11,7 +11,7 @@ from kvreclaim.config import TIERS, EngineConfig
 from kvreclaim.options import settings_of
 
 DOCS = (Path(__file__).parents[1] / "docs" / "tiers.md").read_text(encoding="utf-8")
-OPTIONS = {name: each for name, each in settings_of(EngineConfig).items() if each.said.panel == TIERS}
+OPTIONS = {name: each for name, each in settings_of(EngineConfig).items() if each.spec.panel == TIERS}
 
 
 def rows() -> dict[str, str]:
@@ -22,8 +22,8 @@ def rows() -> dict[str, str]:
 
 
 def flag(name: str) -> str:
-    said = OPTIONS[name].said
-    plain = said.flags[0] if said.flags else f"--{name.replace('_', '-')}"
+    spec = OPTIONS[name].spec
+    plain = spec.flags[0] if spec.flags else f"--{name.replace('_', '-')}"
     return f"--no-{plain[2:]}" if OPTIONS[name].default is True else plain
 
 
@@ -33,15 +33,15 @@ def test_every_option_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_with_its_default(name: str) -> None:
-    said, default = rows()[flag(name)], OPTIONS[name].default
+    default_cell, default = rows()[flag(name)], OPTIONS[name].default
     if name == "swap_space":
-        assert said == "half of the size"
+        assert default_cell == "half of the size"
     elif default is True:
-        assert said == "on"
+        assert default_cell == "on"
     elif isinstance(default, float):
-        assert float(said) == default
+        assert float(default_cell) == default
     else:
-        assert said == ("none" if default is None else default)
+        assert default_cell == ("none" if default is None else default)
 
 
 def test_the_examples_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ class Feature(StrEnum):
     RECALL_BETWEEN_PASSES = "recall between passes"
     SPARSE_PREFILL = "sparse prefill"
     CHUNK_REUSE = "chunk reuse"
-    COMPRESS_AT = "compress_at"
+    COMPRESS_AT = "compress_prompt_at"
     BEAM_SEARCH = "beam search"
     SEVERAL_OUTPUTS = "n > 1"
     PROMPT_LOGPROBS = "prompt_logprobs"
@@ -180,7 +180,7 @@ TABLE: tuple[Refusal, ...] = (
         ),
         ((F.VERIFY, F.SCORING), "a continuation to be scored is given; leave one of them out"),
         ((F.VERIFY, F.BEAM_SEARCH), "a beam search is given; leave one of them out"),
-        ((F.VERIFY, F.COMPRESS_AT), "compress_at is given; leave one of them out"),
+        ((F.VERIFY, F.COMPRESS_AT), "compress_prompt_at is given; leave one of them out"),
         ((F.VERIFY, F.SPARSE_PREFILL), "sparse_prefill is given; leave one of them out"),
         ((F.VERIFY, F.CHUNK_REUSE), "a chunk is given; leave one of them out"),
     ),
@@ -297,8 +297,8 @@ TABLE: tuple[Refusal, ...] = (
         ),
         (
             (F.RECALL, F.COMPRESS_AT),
-            "what compress_at leaves is kept for others without its cold pages; leave compress_at out",
-        ),
+            "what compress_prompt_at leaves is kept for others without its cold pages; leave
+        compress_prompt_at out", ),
     ),
     *_rows(
         "compression",
@@ -383,7 +383,7 @@ TABLE: tuple[Refusal, ...] = (
         ),
         (
             (F.CHUNK_REUSE, F.COMPRESS_AT),
-            "compress_at is given, and what it leaves would be found by prompts that reuse nothing",
+            "compress_prompt_at is given, and what it leaves would be found by prompts that reuse nothing",
         ),
         (
             (F.CHUNK_REUSE, F.PROMPT_LOGPROBS),

@@ -63,22 +63,22 @@ class Setting:
     type: Any
     optional: bool
     default: Any
-    said: Option
+    spec: Option
 
     def check(self, value: object, label: str) -> None:
         """Raises: InvalidArgumentError about `label` unless value is of the type and within the bounds."""
-        said = self.said
-        low, high = said.low, said.high
-        if (value is None and self.optional) or (isinstance(value, str) and value in said.also):
+        spec = self.spec
+        low, high = spec.low, spec.high
+        if (value is None and self.optional) or (isinstance(value, str) and value in spec.also):
             return
-        choices = said.choices or (get_args(self.type) if get_origin(self.type) is Literal else ())
+        choices = spec.choices or (get_args(self.type) if get_origin(self.type) is Literal else ())
         if choices:
             check_choice(label, value, choices)
         elif self.type is bool:
             check_bool(label, value)
         elif self.type is int:
             assert low is not None, f"{self.name} is an int without a least value"
-            check_int(label, value, int(low), said.unit, maximum=LARGEST if high is None else int(high))
+            check_int(label, value, int(low), spec.unit, maximum=LARGEST if high is None else int(high))
         elif self.type is float:
             assert low is not None, f"{self.name} is a float without a least value"
             assert high is not None, f"{self.name} is a float without a greatest value"

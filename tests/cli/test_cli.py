@@ -108,7 +108,7 @@ def test_generate_goes_on_from_a_session(example, tmp_path):
 def test_generate_asks_again_about_what_was_compressed(example, tmp_path):
     prompt = example[0]
     compression = ("--kv-compression", "knorm", "--kv-budget", 48, "--kv-sinks", 2, "--kv-recent", 8)
-    place = ("--compress-at", 64, "--max-tokens", 8)
+    place = ("--compress-prompt-at", 64, "--max-tokens", 8)
     arguments = (*compression, *place, "--session", tmp_path / "a.session")
     first = run("generate", *DEMO, "--prompt", prompt, *arguments)
     assert "64 tokens are saved" in first.stderr

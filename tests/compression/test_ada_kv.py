@@ -71,7 +71,7 @@ def test_scores_are_those_it_wraps():
     assert make_policy("ada_kv").inner == make_policy("snapkv")
 
 
-INNER = ["full", "quest", "paged_eviction", "evict-only", "pyramidkv", "segments", "protect", "critical"]
+INNER = ["full", "quest", "paged_eviction", "evict_only", "pyramidkv", "segments", "protect", "critical"]
 
 
 @pytest.mark.parametrize("inner", [*INNER, "critical(knorm)"])

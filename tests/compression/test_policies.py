@@ -30,7 +30,7 @@ OPTIONS = (
     "pyramidkv(critical(keydiff), beta=3)",
     "ada_kv(keydiff, alpha=0.5)",
     "shares(critical(random), floor=0.1, by=static)",
-    "evict-only(segments(protect(snapkv, first=3), share=1))",
+    "evict_only(segments(protect(snapkv, first=3), share=1))",
 )
 POLICIES = (*registry.policy_names(), *OPTIONS)
 
@@ -127,16 +127,16 @@ def test_recency_is_exact_for_a_million_tokens():
 
 class TestEvictOnly:
     def test_delegates_and_moves_nothing(self):
-        wrapped, inner = make_policy("evict-only(triattention)"), make_policy("triattention")
+        wrapped, inner = make_policy("evict_only(triattention)"), make_policy("triattention")
         view = a_view()
         assert wrapped.eviction_method is EvictionMethod.MASK
         assert (wrapped.needs, wrapped.default_mode) == (inner.needs, inner.default_mode)
         assert torch.equal(wrapped.score(view), inner.score(view))
 
-    @pytest.mark.parametrize("inner", ["full", "evict-only", "evict-only(knorm)"])
+    @pytest.mark.parametrize("inner", ["full", "evict_only", "evict_only(knorm)"])
     def test_refuses_what_it_contradicts(self, inner):
         with pytest.raises(InvalidArgumentError, match="is refused"):
-            make_policy(f"evict-only({inner})")
+            make_policy(f"evict_only({inner})")
 
     def test_bare_wraps_the_default(self):
-        assert make_policy("evict-only") == EvictOnly(make_policy("query_mixture"))
+        assert make_policy("evict_only") == EvictOnly(make_policy("query_mixture"))

@@ -72,7 +72,7 @@ UNFIT = [
     "full",
     "quest",
     "paged_eviction",
-    "evict-only",
+    "evict_only",
     "ada_kv",
     "pyramidkv",
     "streaming_llm(positions=cache)",

@@ -41,7 +41,7 @@ def by_policy(report):
 
 def test_the_same_choice_frees_blocks_only_if_survivors_move(report):
     runs = by_policy(report)
-    stuck, moved = runs["evict-only"], runs["query_mixture"]
+    stuck, moved = runs["evict_only"], runs["query_mixture"]
     assert stuck.tokens_evicted == moved.tokens_evicted > 0
     assert stuck.accuracy == moved.accuracy
     assert stuck.carry_accuracy == moved.carry_accuracy
@@ -67,7 +67,7 @@ def test_the_report_is_written_and_printed(report, tmp_path):
     assert len(written["load"]) == 2
     assert (tmp_path / "out" / "blocks_over_time.png").read_bytes().startswith(b"\x89PNG")
     text = console.export_text()
-    assert all(policy in text for policy in ("full", "evict-only", "query_mixture", "triattention"))
+    assert all(policy in text for policy in ("full", "evict_only", "query_mixture", "triattention"))
 
 
 def test_query_mixture_keeps_the_evidence_at_a_tenth_of_the_cache():
@@ -87,7 +87,7 @@ def test_query_mixture_keeps_the_evidence_at_a_tenth_of_the_cache():
     full, ours = scores("full", None), scores("query_mixture", 0.1)
     assert full[TokenKind.LOOKUP,] >= 0.99
     assert ours[TokenKind.LOOKUP,] >= 0.97 * full[TokenKind.LOOKUP,]
-    for policy in POLICIES.keys() - {"query_mixture", "evict-only"}:
+    for policy in POLICIES.keys() - {"query_mixture", "evict_only"}:
         theirs = scores(policy, 0.1)
         assert ours[TokenKind.LOOKUP,] >= theirs[TokenKind.LOOKUP,], policy
         assert ours[TokenKind.LOOKUP, TokenKind.RESTORE] > theirs[TokenKind.LOOKUP, TokenKind.RESTORE], policy

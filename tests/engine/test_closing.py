@@ -10,8 +10,8 @@ import tiny
 
 from kvreclaim import SamplingParams
 from kvreclaim.engine.serving.channel import Channel
-from kvreclaim.engine.serving.child import EngineProcess
 from kvreclaim.engine.serving.core import EngineCore
+from kvreclaim.engine.serving.engine_process import EngineProcess
 from kvreclaim.engine.serving.messages import Stop
 from kvreclaim.engine.serving.thread import AsyncEngine
 

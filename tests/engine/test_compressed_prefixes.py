@@ -17,7 +17,7 @@ POLICIES = (
     "kvzap",
     "shares(kvzap)",
     "shares(streaming_llm, by=static)",
-    "evict-only(h2o)",
+    "evict_only(h2o)",
     "random",
     "kvzip",
 )
@@ -42,7 +42,7 @@ def told(outputs):
 
 def at_document(prompts, **options):
     """The prompts, compressed behind the document."""
-    return with_options(prompts, **{"compress_at": len(DOCUMENT), **options})
+    return with_options(prompts, **{"compress_prompt_at": len(DOCUMENT), **options})
 
 
 def one_by_one(llm, compression):
@@ -107,7 +107,7 @@ def test_what_differs_does_not_find_it(make_llm):
     others = (
         (PROMPTS[1], config("knorm", budget=48), {}),
         (PROMPTS[1], config("keydiff"), {}),
-        (PROMPTS[1], config("knorm"), {"compress_at": len(DOCUMENT) - 1}),
+        (PROMPTS[1], config("knorm"), {"compress_prompt_at": len(DOCUMENT) - 1}),
         ([DOCUMENT[0] ^ 1, *PROMPTS[1][1:]], config("knorm"), {}),
         (PROMPTS[1], config("knorm"), {"cache_salt": "a"}),
     )
@@ -143,7 +143,9 @@ def test_one_that_gives_way_to_another_is_moved_at_once(make_llm):
     alone = make_llm(prefix_snapshot_fraction=0.0, enable_prefix_caching=False)
     compression, moved = config("knorm"), 0
     for i, prompt in enumerate(prompts):
-        request = engine.add_request(f"r{i}", prompt, PARAMS, llm.compressor(compression), compress_at=150)
+        request = engine.add_request(
+            f"r{i}", prompt, PARAMS, llm.compressor(compression), compress_prompt_at=150
+        )
         while not request.finished:
             before = engine.memory.num_parked
             engine.step()
@@ -155,7 +157,7 @@ def test_one_that_gives_way_to_another_is_moved_at_once(make_llm):
             engine.memory.pool.clear_index()
     assert moved >= 2
     for prompt in prompts:
-        asked = with_options([prompt], compress_at=150)
+        asked = with_options([prompt], compress_prompt_at=150)
         (output,) = llm.generate(asked, PARAMS, compression)
         (expected,) = alone.generate(asked, PARAMS, compression)
         assert output.metrics.num_cached_tokens == 150
@@ -173,7 +175,8 @@ def test_more_documents_than_rows_for_open_blocks(host, make_llm):
     for question in ([5, 6], [7, 8, 9]):
         prompts = [document + question for document in documents]
         expected, answers = (
-            one.generate(with_options(prompts, compress_at=90), PARAMS, compression) for one in (alone, llm)
+            one.generate(with_options(prompts, compress_prompt_at=90), PARAMS, compression)
+            for one in (alone, llm)
         )
         assert [tokens for tokens, _ in told(answers)] == [tokens for tokens, _ in told(expected)]
         llm.engine.memory.check()
@@ -183,7 +186,9 @@ def test_more_documents_than_rows_for_open_blocks(host, make_llm):
 
 def test_refusals(make_llm):
     llm = make_llm()
-    with pytest.raises(InvalidArgumentError, match="compress_at is 200, but the prompt has 157 tokens"):
-        llm.generate(at_document(PROMPTS[:1], compress_at=200), PARAMS, config("knorm"))
+    with pytest.raises(
+        InvalidArgumentError, match="compress_prompt_at is 200, but the prompt has 157 tokens"
+    ):
+        llm.generate(at_document(PROMPTS[:1], compress_prompt_at=200), PARAMS, config("knorm"))
     with pytest.raises(InvalidArgumentError, match="compression evicts nothing"):
-        llm.generate(at_document(PROMPTS[:1], compress_at=20), PARAMS)
+        llm.generate(at_document(PROMPTS[:1], compress_prompt_at=20), PARAMS)

@@ -23,7 +23,7 @@ POLICIES = (
     "h2o",
     "kvzap",
     "shares(kvzap)",
-    "evict-only(h2o)",
+    "evict_only(h2o)",
     "paged_eviction",
     "kvzip",
 )
@@ -34,7 +34,7 @@ def config(policy="knorm", **fields):
 
 
 def ask(llm, prompt, compression=None, params=PARAMS, salt=None):
-    prompts = with_options([prompt], compress_at=AT, cache_salt=salt)
+    prompts = with_options([prompt], compress_prompt_at=AT, cache_salt=salt)
     (output,) = llm.generate(prompts, params, compression or config())
     assert output.error is None
     one = output.outputs[0]
@@ -44,7 +44,7 @@ def ask(llm, prompt, compression=None, params=PARAMS, salt=None):
 
 
 def saved(llm, path, compression=None, **more):
-    (prompt,) = with_options([DOCUMENT], compress_at=AT, **more)
+    (prompt,) = with_options([DOCUMENT], compress_prompt_at=AT, **more)
     return llm.save_session(prompt, path, compression=compression or config())
 
 
@@ -165,10 +165,10 @@ def test_refusals(tmp_path, make_llm):
     llm = make_llm()
     ask(llm, PROMPTS[0])
     saved(llm, tmp_path / "a.session")
-    with pytest.raises(InvalidArgumentError, match="compression is given without compress_at"):
+    with pytest.raises(InvalidArgumentError, match="compression is given without compress_prompt_at"):
         llm.save_session(DOCUMENT, tmp_path / "b.session", compression=config())
     with pytest.raises(InvalidArgumentError, match="compression evicts nothing"):
-        llm.save_session(*with_options([DOCUMENT], compress_at=AT), tmp_path / "b.session")
+        llm.save_session(*with_options([DOCUMENT], compress_prompt_at=AT), tmp_path / "b.session")
     with pytest.raises(InvalidArgumentError, match="takes 3 blocks, but compressed prefixes may have 2"):
         make_llm(num_blocks=10, max_model_len=150).load_session(tmp_path / "a.session")
     with pytest.raises(InvalidArgumentError, match="nothing is cached"):
@@ -182,7 +182,7 @@ def test_others_make_room(tmp_path, make_llm):
     saved(llm, tmp_path / "a.session")
     small = make_llm(num_blocks=30, prefix_snapshot_fraction=0.12)
     other = tiny.prompts((150,), seed=3)[0]
-    small.generate(with_options([[*other, 5]], compress_at=150), PARAMS, config())
+    small.generate(with_options([[*other, 5]], compress_prompt_at=150), PARAMS, config())
     small.load_session(tmp_path / "a.session")
     small.engine.memory.check()
     assert len(small.engine.scheduler.snapshots) == 1

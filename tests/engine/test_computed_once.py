@@ -62,10 +62,11 @@ def test_a_compressed_document_that_several_ask_for_at_once(policy, make_llm):
     compression = CompressionConfig(policy, budget=48, interval=16, sinks=2, recent=4)
     alone = make_llm(enable_prefix_caching=False, prefix_snapshot_fraction=0.0)
     expected = [
-        answers(alone, [prompt], compression=compression, compress_at=len(TEXT))[0] for prompt in PROMPTS
+        answers(alone, [prompt], compression=compression, compress_prompt_at=len(TEXT))[0]
+        for prompt in PROMPTS
     ]
     llm = make_llm()
-    found = answers(llm, PROMPTS, compression=compression, compress_at=len(TEXT))
+    found = answers(llm, PROMPTS, compression=compression, compress_prompt_at=len(TEXT))
     assert found == expected
     assert llm.engine.totals.prompt_tokens == len(TEXT) + sum(map(len, TAILS))
     assert llm.engine.scheduler.snapshots.num_hits == len(PROMPTS) - 1

@@ -26,7 +26,7 @@ POLICIES = (
     "snapkv(window=3)",
     "tova",
     "h2o",
-    "evict-only(knorm)",
+    "evict_only(knorm)",
     "paged_eviction",
     "ada_kv(snapkv(window=3),alpha=0)",
     "pyramidkv(query_mixture)",
@@ -64,7 +64,7 @@ def test_every_policy_over_the_layers_with_full_attention(family, policy, make_l
     assert_idle(llm)
     if policy != "quest":
         assert outputs[0].metrics.compactions >= 2
-        assert outputs[0].metrics.blocks_freed > 0 or policy.startswith("evict-only")
+        assert outputs[0].metrics.blocks_freed > 0 or policy.startswith("evict_only")
 
 
 def test_a_model_of_windows_alone_gives_back_what_lies_behind_them(make_llm, tiny_dir):
@@ -258,7 +258,7 @@ def test_compressed_prefixes_bring_their_windows(make_llm, monkeypatch):
     (prompt,) = tiny.prompts((60,), seed=6)
     config = small("knorm", budget=24, interval=8)
     for tail in ([1, 2], [3, 4, 5]):
-        llm.generate(with_options([[*prompt, *tail]], compress_at=60), GREEDY, config)
+        llm.generate(with_options([[*prompt, *tail]], compress_prompt_at=60), GREEDY, config)
     assert llm.engine.scheduler.snapshots.num_hits == 1
     assert shadow.worst <= 1e-5
 

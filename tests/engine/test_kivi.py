@@ -31,7 +31,7 @@ POLICIES = (
     "pyramidkv(query_mixture)",
     "shares(surrogate)",
     "paged_eviction",
-    "evict-only(knorm)",
+    "evict_only(knorm)",
     "quest",
 )
 
@@ -105,7 +105,7 @@ def test_a_budget_that_is_no_multiple_of_the_block(kivi, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("policy", [None, "query_mixture", "evict-only(knorm)"])
+@pytest.mark.parametrize("policy", [None, "query_mixture", "evict_only(knorm)"])
 def test_forks_and_preemption(policy, kivi, monkeypatch):
     llm = kivi(enable_prefix_caching=False, num_blocks=30)
     check_forks(llm, policy, monkeypatch)

@@ -105,7 +105,7 @@ def test_what_cannot_be_expanded_is_absorbed(make_llm, monkeypatch) -> None:
     assert shadow.num_calls > 0
 
 
-@pytest.mark.parametrize("policy", ["query_mixture", "evict-only"])
+@pytest.mark.parametrize("policy", ["query_mixture", "evict_only"])
 def test_forks_and_preemption(policy, make_llm, monkeypatch) -> None:
     llm = make_llm(
         "deepseek-v2", enable_prefix_caching=False, block_size=8, num_blocks=26, max_num_batched_tokens=48
@@ -114,7 +114,7 @@ def test_forks_and_preemption(policy, make_llm, monkeypatch) -> None:
     shadow, outputs = check_shadow(llm, small(policy, budget=40), monkeypatch, params, (40, 45))
     assert all(len(output.token_ids) == 40 for out in outputs for output in out.outputs)
     assert shadow.num_expanded > 0
-    if policy == "evict-only":
+    if policy == "evict_only":
         assert sum(out.metrics.preemptions for out in outputs) > 0
 
 

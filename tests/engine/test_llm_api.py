@@ -40,7 +40,7 @@ def test_prompts_may_be_mappings(make_llm) -> None:
         ({"prompt": "a", "chunk_reuse": ChunkReuse()}, "chunk_reuse"),
         ({"prompt": [Chunk("a"), "b"], "chunk_reuse": "none"}, "chunk_reuse"),
         ({"prompt": "a", "sparse_prefill": 1}, "sparse_prefill"),
-        ({"prompt": "a", "compress_at": "1"}, "compress_at"),
+        ({"prompt": "a", "compress_prompt_at": "1"}, "compress_prompt_at"),
     ],
 )
 def test_what_a_mapping_must_hold_is_said(make_llm, prompt, field) -> None:

@@ -78,7 +78,7 @@ class ScoreShadow(SignalShadow):
         ("llama", "{}"),
         ("mistral", "{}"),
         ("gemma2", "{}"),
-        ("gemma2", "evict-only({})"),
+        ("gemma2", "evict_only({})"),
         ("gpt-oss", "{}"),
         ("deepseek-v3", "{}"),
     ],

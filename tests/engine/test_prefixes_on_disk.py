@@ -28,7 +28,7 @@ POLICIES = (
     "kvzap",
     "shares(kvzap)",
     "shares(streaming_llm, by=static)",
-    "evict-only(h2o)",
+    "evict_only(h2o)",
     "paged_eviction",
     "random",
     "kvzip",
@@ -48,7 +48,7 @@ def ask(llm, prompt, compression=None, params=PARAMS, at=None, salt=None):
     """Tokens and log-probabilities, and the request's figures."""
     at = len(DOCUMENT) if at is None else at
     (output,) = llm.generate(
-        with_options([prompt], compress_at=at, cache_salt=salt), params, compression or config()
+        with_options([prompt], compress_prompt_at=at, cache_salt=salt), params, compression or config()
     )
     assert output.error is None
     one = output.outputs[0]
@@ -102,7 +102,7 @@ def test_every_policy(policy, kernels, tmp_path, make_llm):
 
 
 @pytest.mark.parametrize("form", ["bf16", "fp8_e4m3", "int8", "int4", "turboquant4", "kivi4"])
-@pytest.mark.parametrize("policy", ["knorm", "shares(streaming_llm, by=static)", "evict-only(h2o)"])
+@pytest.mark.parametrize("policy", ["knorm", "shares(streaming_llm, by=static)", "evict_only(h2o)"])
 def test_every_format(form, policy, tmp_path, make_llm):
     compression = config(policy)
     oracle = make_llm(**alone(kv_cache_dtype=form))
@@ -124,7 +124,7 @@ llm = LLM(directory, dtype="float32", device="cpu", num_blocks=200, kv_offloadin
           kv_offloading_disk_path=disk, kv_offloading_disk_size=float(size), kv_load_policy="wait_complete")
 params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 compression = CompressionConfig("knorm", budget=32, interval=16, sinks=2, recent=4)
-prompt = {"prompt_token_ids": document + questions[1], "compress_at": len(document)}
+prompt = {"prompt_token_ids": document + questions[1], "compress_prompt_at": len(document)}
 (output,) = llm.generate(prompt, params, compression)
 llm.close()
 print(json.dumps([output.outputs[0].token_ids, output.metrics.num_disk_tokens]))
@@ -243,7 +243,9 @@ def test_a_disk_that_hangs_holds_nobody_up(tmp_path, make_llm):
     assert answer[0] == expected[1][0]
     assert metrics.num_disk_tokens == 0
     llm.engine.reset_prefix_cache(external=False)
-    llm.engine.add_request("gone", PROMPTS[0], PARAMS, llm.compressor(config()), compress_at=len(DOCUMENT))
+    llm.engine.add_request(
+        "gone", PROMPTS[0], PARAMS, llm.compressor(config()), compress_prompt_at=len(DOCUMENT)
+    )
     llm.engine.abort("gone")
     held.free.set()
     while prefixes.below.num_coming:

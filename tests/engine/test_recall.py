@@ -20,7 +20,7 @@ TOLERANCE = 1e-5
 MODES = ("pass", "tokens:4", "query")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 RECALLING = tuple(
-    name for name in EVICTING if name != "evict-only" and Signal.TOKEN_SCORES not in make_policy(name).needs
+    name for name in EVICTING if name != "evict_only" and Signal.TOKEN_SCORES not in make_policy(name).needs
 )
 
 
@@ -339,8 +339,8 @@ def test_models_that_it_is_not_for(family, make_cold):
         make_cold(family).generate(tiny.prompts((20,), seed=1), GREEDY, small())
 
 
-def test_compress_at_is_refused(make_cold):
+def test_compress_prompt_at_is_refused(make_cold):
     llm = make_cold()
     (prompt,) = tiny.prompts((70,), seed=3)
-    with pytest.raises(InvalidArgumentError, match="leave compress_at out"):
-        llm.engine.add_request("r", prompt, GREEDY, llm.compressor(small()), compress_at=60)
+    with pytest.raises(InvalidArgumentError, match="leave compress_prompt_at out"):
+        llm.engine.add_request("r", prompt, GREEDY, llm.compressor(small()), compress_prompt_at=60)

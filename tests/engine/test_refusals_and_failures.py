@@ -27,7 +27,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
         ({"max_model_len": 50}, 50, None, "max_model_len is 50"),
         ({"num_blocks": 4}, 64, None, r"pool holds 64 \(4 blocks of 16\).*compress with a budget"),
         ({"num_blocks": 4, "max_num_batched_tokens": 64}, 100, small("knorm"), "lower the budget"),
-        ({"num_blocks": 4}, 64, small("evict-only(knorm)"), "pool holds 64"),
+        ({"num_blocks": 4}, 64, small("evict_only(knorm)"), "pool holds 64"),
     ],
 )
 def test_a_prompt_that_can_never_run_is_refused(arguments, length, config, message, make_llm):
@@ -180,7 +180,7 @@ def test_a_short_prompt_decodes_past_the_pool_if_its_budget_fits(make_llm):
 def test_evicting_before_the_first_block_is_full(make_llm):
     llm = make_llm(block_size=64, num_blocks=20)
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-    (out,) = llm.generate(tiny.prompts((20,)), params, small("evict-only(knorm)", budget=32, interval=16))
+    (out,) = llm.generate(tiny.prompts((20,)), params, small("evict_only(knorm)", budget=32, interval=16))
     assert out.error is None
     assert out.metrics.compactions > 0
 
@@ -244,7 +244,7 @@ def test_any_mix_of_requests_loses_no_block(make_llm):
     llm = make_llm(block_size=8, num_blocks=40, max_num_batched_tokens=48, max_num_seqs=6)
     engine, rng = llm.engine, random.Random(5)
     shared = tiny.prompts((60,))[0]
-    configs = [None, small("query_mixture"), small("evict-only(knorm)"), small("streaming_llm", mode="union")]
+    configs = [None, small("query_mixture"), small("evict_only(knorm)"), small("streaming_llm", mode="union")]
     for i in range(60):
         prompt = shared[: rng.randrange(1, 60)] + tiny.prompts((rng.randrange(1, 30),), seed=i)[0]
         params = SamplingParams(

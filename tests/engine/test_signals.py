@@ -75,7 +75,7 @@ def test_recent_queries_attend_as_transformers_rows_do(family, chunk, window, ma
         torch.testing.assert_close(scores.softmax(-1), want, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("policy", ["recorder", "evict-only(recorder)"])
+@pytest.mark.parametrize("policy", ["recorder", "evict_only(recorder)"])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_signals_follow_their_slots_through_every_pass(family, policy, make_llm, monkeypatch):
     llm = make_llm(family, enable_prefix_caching=False, max_num_batched_tokens=32)
@@ -113,14 +113,14 @@ def test_queries_of_heads_that_keep_unequal_numbers(make_llm, monkeypatch):
     assert shadow.worst <= 1e-5
 
 
-@pytest.mark.parametrize("policy", ["recorder", "evict-only(recorder)"])
+@pytest.mark.parametrize("policy", ["recorder", "evict_only(recorder)"])
 def test_forks_and_preempted_sequences_carry_theirs(policy, make_llm, monkeypatch):
     llm = make_llm(enable_prefix_caching=False, block_size=8, num_blocks=26, max_num_batched_tokens=32)
     shadow = SignalShadow(llm, monkeypatch)
     params = SamplingParams(temperature=1.0, n=3, max_tokens=60, seed=1, ignore_eos=True)
     outputs = llm.generate(tiny.prompts((30, 40), seed=3), params, config("all", policy))
     assert [out.error for out in outputs] == [None] * 2
-    if policy.startswith("evict-only"):
+    if policy.startswith("evict_only"):
         assert sum(out.metrics.preemptions for out in outputs) > 0
     assert shadow.num_checked > 2 * 6
     assert shadow.worst <= 1e-5

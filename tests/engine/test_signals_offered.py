@@ -26,7 +26,7 @@ def config(want: str, policy: str = "recorder", **options):
     return small(policy, options={"want": want, **options})
 
 
-@pytest.mark.parametrize("policy", ["recorder", "evict-only(recorder)"])
+@pytest.mark.parametrize("policy", ["recorder", "evict_only(recorder)"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "glm4", "deepseek-v3"])
 def test_future_queries_attend_as_the_rows_to_come(family, policy, make_llm, calibrated_dir):
     """At the first pass the view holds every key so far: a row to come, cut there and made to sum to one
@@ -61,7 +61,7 @@ def test_future_queries_are_forgotten_with_their_request(make_llm):
     assert llm.engine.signals._passes == {}
 
 
-@pytest.mark.parametrize("policy", ["recorder", "evict-only(recorder)"])
+@pytest.mark.parametrize("policy", ["recorder", "evict_only(recorder)"])
 def test_the_future_is_refused_where_it_is_not_known(policy, make_llm):
     llm = make_llm()
     with pytest.raises(InvalidArgumentError, match=r"needs the whole text.*LLM\.score"):

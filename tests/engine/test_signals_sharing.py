@@ -80,7 +80,7 @@ def test_a_request_that_will_not_be_compressed_reads_every_hit(make_llm):
 
 
 @pytest.mark.parametrize("want", WATCHED)
-@pytest.mark.parametrize("policy", ["recorder", "evict-only(recorder)"])
+@pytest.mark.parametrize("policy", ["recorder", "evict_only(recorder)"])
 def test_preemption_brings_the_same_signals_again(policy, want, make_llm):
     prompts = tiny.prompts((20, 19, 18, 17), seed=7)
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (160, 100, 100, 100)]

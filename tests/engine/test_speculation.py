@@ -21,7 +21,7 @@ WAYS = (
     "knorm",
     "h2o",
     "snapkv(window=4)",
-    "evict-only(knorm)",
+    "evict_only(knorm)",
     "paged_eviction",
     "ada_kv(snapkv)",
     "quest",

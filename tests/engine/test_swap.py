@@ -17,7 +17,7 @@ POLICIES = (
     "kvzap",
     "shares(kvzap)",
     "shares(streaming_llm, by=static)",
-    "evict-only(h2o)",
+    "evict_only(h2o)",
     "paged_eviction",
     "quest",
 )

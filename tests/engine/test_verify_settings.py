@@ -150,7 +150,7 @@ def test_policies_that_cannot_draft(policy, words, make_llm):
 @pytest.mark.parametrize(
     ("policy", "words"),
     [
-        ("evict-only(knorm)", "policy evict-only.* holds on the device as much as the full cache"),
+        ("evict_only(knorm)", "policy evict_only.* holds on the device as much as the full cache"),
         ("quest", "policy quest holds on the device as much as the full cache"),
         ("kvzap", "policy kvzap keeps scores beside the slots of the full cache"),
     ],
@@ -178,7 +178,9 @@ def test_what_else_a_request_may_ask_for(make_llm):
         "a beam search": lambda: llm.beam_search(
             PROMPTS, BeamSearchParams(beam_width=2, max_tokens=8), config
         ),
-        "compress_at": lambda: engine.add_request("r", long, GREEDY, compressor, compress_at=64),
+        "compress_prompt_at": lambda: engine.add_request(
+            "r", long, GREEDY, compressor, compress_prompt_at=64
+        ),
         "a continuation to be scored": lambda: engine.add_request(
             "r", long, SamplingParams(max_tokens=3), compressor, continuation=[1, 2, 3]
         ),

@@ -58,28 +58,28 @@ def test_a_companion_holds_its_owners_bytes_where_the_policy_kept_them(
     llm = verified_of(make_llm(kv_cache_dtype=form, max_num_batched_tokens=40), host)
     config, engine = drafting(policy), llm.engine
     add(llm, config)
-    companions, feeding = engine.verifier.companions, engine.verifier.following.feeding
+    companions, copier = engine.verifier.companions, engine.verifier.tracker.copier
     num_seen = num_evicted = 0
     while engine.has_unfinished:
         engine.step()
-        for owner in running(llm):
-            table = engine.memory.table(owner.seq_id)
-            assert table.physical_len == table.logical_len == owner.num_computed
-            companion = companions.get(owner)
+        for target in running(llm):
+            table = engine.memory.table(target.seq_id)
+            assert table.physical_len == table.logical_len == target.num_computed
+            companion = companions.get(target)
             if companion is None:
                 continue
             num_seen += 1
-            assert companion.num_computed == owner.num_computed
+            assert companion.num_computed == target.num_computed
             table = companions.memory.table(companion.seq_id)
             length = table.physical_len
-            assert length < max(config.budget + config.interval, owner.num_prompt + 1)
-            if owner.num_computed >= owner.num_prompt:
+            assert length < max(config.budget + config.interval, target.num_prompt + 1)
+            if target.num_computed >= target.num_prompt:
                 assert length < config.budget + config.interval
                 assert len(table.block_ids) <= blocks_for(length + config.verify_tokens, 16)
-            num_evicted += owner.num_computed - length
-            layers = feeding.compressed.layers
+            num_evicted += target.num_computed - length
+            layers = copier.compressed.layers
             there = held(engine.backend, layers, companions.memory, companion, length)
-            for layer, (ours, full) in enumerate(zip(there, full_of(llm, owner), strict=True)):
+            for layer, (ours, full) in enumerate(zip(there, full_of(llm, target), strict=True)):
                 kept = engine.signals.positions(companion, layer, length).long()
                 for mine, whole in zip(ours, full, strict=True):
                     assert torch.equal(mine, whole.take_along_dim(kept[..., None], 1))
@@ -182,8 +182,8 @@ def broken(verified: LLM, what: str, monkeypatch) -> None:
     if what == "drafting":
         monkeypatch.setattr(verifying_module, "draft_all", every_second(verifying_module.draft_all, boom))
     elif what == "copying":
-        feeding = verifier.following.feeding
-        monkeypatch.setattr(feeding, "copy", every_second(feeding.copy, boom))
+        copier = verifier.tracker.copier
+        monkeypatch.setattr(copier, "copy", every_second(copier.copy, boom))
     elif what == "choosing":
         monkeypatch.setattr(Knorm, "score_many", every_second(Knorm.score_many, boom))
     elif what == "a draft's pass":
@@ -226,7 +226,7 @@ def test_in_a_small_pool_companions_give_way_and_come_back(make_llm):
     ]
     assert gone > 1
     assert back > 1
-    # owners go at different paces, so others may meet when the pool is full
+    # targets go at different paces, so others may meet when the pool is full
     assert engine.totals.num_preemptions <= plain.engine.totals.num_preemptions + 1
     assert engine.totals.speculation.num_accepted_tokens > 0
     assert engine.totals.speculation.num_failed == 0

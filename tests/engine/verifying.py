@@ -17,7 +17,7 @@ POLICIES = (
     "query_mixture",
     "h2o",
     "kvzap",
-    "evict-only(query_mixture)",
+    "evict_only(query_mixture)",
     "paged_eviction",
     "ada_kv(snapkv)",
     "shares(snapkv)",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvreclaim.cli.takes import names_in
+from kvreclaim.cli.config_options import names_in
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval.plan import EvalPlan, GridColumn
 

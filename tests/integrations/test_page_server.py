@@ -279,10 +279,10 @@ def test_each_rank_has_a_port_of_its_own() -> None:
 
 
 def test_nothing_of_it_is_loaded_unless_it_is_asked_for() -> None:
-    modules = "kvreclaim.integrations.vllm.live.sights, kvreclaim.integrations.vllm.options"
+    modules = "kvreclaim.integrations.vllm.live.step_observer, kvreclaim.integrations.vllm.options"
     loaded = f"import sys, {modules}; print(*(name for name in sys.modules if '.live.' in name))"
     said = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True).stdout
-    assert "live.sights" in said
+    assert "live.step_observer" in said
     for name in ("server", "http", "feed", "recorder"):
         assert f"live.{name}" not in said
 

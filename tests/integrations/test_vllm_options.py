@@ -110,7 +110,7 @@ def test_bad_fields_are_named(fields: dict[str, Any], words: str) -> None:
         ("pyramidkv", "the most recent queries"),
         ("paged_eviction", "evicts whole blocks"),
         ("quest", "reads some blocks only"),
-        ("evict-only(knorm)", "moves nothing"),
+        ("evict_only(knorm)", "moves nothing"),
         ("streaming_llm(positions=cache)", "turns keys"),
     ],
 )

@@ -9,7 +9,7 @@ def test_begins_in_ascending_order():
     assert list(FreeQueue(4)) == [0, 1, 2, 3]
 
 
-def test_takes_the_head_and_appends_at_the_tail():
+def test_config_options_the_head_and_appends_at_the_tail():
     queue = FreeQueue(3)
     assert [queue.pop_front(), queue.pop_front()] == [0, 1]
     queue.push_back(1)

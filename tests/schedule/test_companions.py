@@ -28,11 +28,11 @@ def companions(num_blocks: int = 20) -> Companions[ScheduledSequence]:
 
 
 def begun(
-    held: Companions[ScheduledSequence], owner: ScheduledSequence, seq_id: int, num_tokens: int = 0
+    held: Companions[ScheduledSequence], target: ScheduledSequence, seq_id: int, num_tokens: int = 0
 ) -> ScheduledSequence:
     """A companion that holds so many tokens."""
-    companion = sequence(seq_id, len(owner.token_ids))
-    held.begin(owner, companion)
+    companion = sequence(seq_id, len(target.token_ids))
+    held.begin(target, companion)
     if num_tokens:
         written(held, companion, num_tokens)
     return companion
@@ -46,9 +46,9 @@ def written(held: Companions[ScheduledSequence], companion: ScheduledSequence, n
 
 
 def test_one_that_begins_holds_nothing_and_is_its_owners():
-    held, owner = companions(), sequence(0)
-    companion = begun(held, owner, 10)
-    assert held.get(owner) is companion
+    held, target = companions(), sequence(0)
+    companion = begun(held, target, 10)
+    assert held.get(target) is companion
     assert (len(held), list(held)) == (1, [companion])
     assert companion.status is Status.RUNNING
     table = held.memory.table(10)
@@ -58,19 +58,19 @@ def test_one_that_begins_holds_nothing_and_is_its_owners():
 
 
 def test_what_it_writes_is_nobody_elses_hit():
-    held, owner = companions(), sequence(0)
-    companion = begun(held, owner, 10, 12)
+    held, target = companions(), sequence(0)
+    companion = begun(held, target, 10, 12)
     assert companion.num_computed == 12
     assert held.memory.num_free == 17
-    match = held.memory.match_prefix(held.memory.keys(list(owner.token_ids)))
+    match = held.memory.match_prefix(held.memory.keys(list(target.token_ids)))
     assert match.num_tokens == 0
     held.leave(0)
     assert held.memory.stats().cached == 0
 
 
 def test_a_fork_shares_blocks_lengths_and_what_was_evicted():
-    held, owner, child = companions(), sequence(0), sequence(1)
-    companion = begun(held, owner, 10, 12)
+    held, target, child = companions(), sequence(0), sequence(1)
+    companion = begun(held, target, 10, 12)
     companion.account.num_evicted, companion.account.blocks_freed = 3, 2
     branch = sequence(11)
     held.fork(child, branch, companion)
@@ -86,8 +86,8 @@ def test_a_fork_shares_blocks_lengths_and_what_was_evicted():
 
 
 def test_a_fork_that_grows_leaves_the_others_last_block_alone():
-    held, owner, child = companions(), sequence(0), sequence(1)
-    companion = begun(held, owner, 10, 10)
+    held, target, child = companions(), sequence(0), sequence(1)
+    companion = begun(held, target, 10, 10)
     branch = sequence(11)
     held.fork(child, branch, companion)
     growth = held.grow(branch, 1)
@@ -102,16 +102,16 @@ def test_a_fork_that_grows_leaves_the_others_last_block_alone():
 
 
 def test_a_fork_of_an_exact_owner_shares_its_hits_and_adds_none():
-    held, owner = companions(), sequence(0)
+    held, target = companions(), sequence(0)
     memory = held.memory
-    owner.keys = memory.keys(owner.token_ids)
-    memory.admit(0, memory.match_prefix(owner.keys))
+    target.keys = memory.keys(target.token_ids)
+    memory.admit(0, memory.match_prefix(target.keys))
     memory.grow(0, 12)
     memory.release_copy_sources()
     memory.commit(0, 12)
-    owner.num_computed = 12
+    target.num_computed = 12
     companion = sequence(10)
-    held.fork(owner, companion, owner)
+    held.fork(target, companion, target)
     assert memory.table(10).block_ids == memory.table(0).block_ids
     companion.token_ids += range(50, 58)
     written(held, companion, 8)
@@ -122,8 +122,8 @@ def test_a_fork_of_an_exact_owner_shares_its_hits_and_adds_none():
 
 
 def test_room_that_there_is_not_changes_nothing():
-    held, owner = companions(3), sequence(0)
-    companion = begun(held, owner, 10, 10)
+    held, target = companions(3), sequence(0)
+    companion = begun(held, target, 10, 10)
     assert held.grow(companion, 3) is None
     assert held.memory.table(10).physical_len == 10
     assert (held.memory.num_free, len(held)) == (0, 1)
@@ -131,8 +131,8 @@ def test_room_that_there_is_not_changes_nothing():
 
 
 def test_a_pass_leaves_the_budget_and_gives_room_for_drafts_back_first():
-    held, owner = companions(), sequence(0)
-    companion = begun(held, owner, 10, 16)
+    held, target = companions(), sequence(0)
+    companion = begun(held, target, 10, 16)
     assert companion.is_due
     held.grow(companion, 9)
     assert held.memory.num_free == 20 - blocks_for(25, SIZE)
@@ -148,8 +148,8 @@ def test_a_pass_leaves_the_budget_and_gives_room_for_drafts_back_first():
 
 
 def test_a_pass_over_shared_blocks_without_any_free_one_changes_nothing():
-    held, owner, child = companions(4), sequence(0), sequence(1)
-    companion = begun(held, owner, 10, 16)
+    held, target, child = companions(4), sequence(0), sequence(1)
+    companion = begun(held, target, 10, 16)
     held.fork(child, sequence(11), companion)
     assert held.compress(companion) is None
     assert companion.account.compactions == 0
@@ -158,8 +158,8 @@ def test_a_pass_over_shared_blocks_without_any_free_one_changes_nothing():
 
 
 def test_the_last_one_gives_way_first():
-    held, owners = companions(), [sequence(i) for i in range(3)]
-    ours = [begun(held, owner, 10 + i, 4) for i, owner in enumerate(owners)]
+    held, targets = companions(), [sequence(i) for i in range(3)]
+    ours = [begun(held, target, 10 + i, 4) for i, target in enumerate(targets)]
     for left in (2, 1, 0):
         assert held.give_way()
         assert list(held) == ours[:left]
@@ -170,40 +170,40 @@ def test_the_last_one_gives_way_first():
 
 
 def test_who_comes_back_is_the_last_one_again():
-    held, owners = companions(), [sequence(i) for i in range(2)]
-    for i, owner in enumerate(owners):
-        begun(held, owner, 10 + i, 4)
+    held, targets = companions(), [sequence(i) for i in range(2)]
+    for i, target in enumerate(targets):
+        begun(held, target, 10 + i, 4)
     held.leave(0)
-    again = begun(held, owners[0], 12, 4)
+    again = begun(held, targets[0], 12, 4)
     held.give_way()
     assert held.gone == [again]
 
 
 def test_who_leaves_has_none_and_may_leave_twice():
-    held, owner = companions(), sequence(0)
-    companion = begun(held, owner, 10, 5)
+    held, target = companions(), sequence(0)
+    companion = begun(held, target, 10, 5)
     assert held.leave(0) is companion
-    assert (companion.status, held.get(owner), held.leave(0)) == (Status.ENDED, None, None)
+    assert (companion.status, held.get(target), held.leave(0)) == (Status.ENDED, None, None)
     assert held.gone == []
     assert held.memory.num_free == 20
 
 
 @pytest.mark.parametrize("others", [0, 1, 3])
 def test_room_for_the_first_pass_for_drafts_and_for_everybodys_next_token(others):
-    owner = sequence(99, num_tokens=12)
+    target = sequence(99, num_tokens=12)
     # 12 tokens are below the 16 at which it is compressed; 4 drafts more; a block for each one's next token
     needed = blocks_for(16 + 4, SIZE) + others + 1
     for spare, answer in ((0, True), (-1, False)):
         held = companions(others + needed + spare)
         for i in range(others):
             begun(held, sequence(i), 10 + i, 1)
-        assert held.has_room(owner, FOOTPRINT, 4) is answer
+        assert held.has_room(target, FOOTPRINT, 4) is answer
 
 
 def test_no_more_room_is_asked_for_than_its_owner_will_ever_be_long():
-    held, owner = companions(), sequence(0, num_tokens=5, max_len=6)
+    held, target = companions(), sequence(0, num_tokens=5, max_len=6)
     held = companions(blocks_for(6 + 1, SIZE) + 1)
-    assert held.has_room(owner, FOOTPRINT, 1)
+    assert held.has_room(target, FOOTPRINT, 1)
 
 
 STEPS = st.lists(
@@ -215,18 +215,18 @@ STEPS = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(STEPS, st.integers(4, 24))
 def test_any_order_leaves_the_pool_as_a_shadow_counts_it(steps, num_blocks):
-    """The shadow: by owner, in order, its companion's logical and live tokens."""
+    """The shadow: by target, in order, its companion's logical and live tokens."""
     held, shadow, made = companions(num_blocks), {}, [100]
-    owners = [sequence(i, 40) for i in range(4)]
+    targets = [sequence(i, 40) for i in range(4)]
     for what, who in steps:
-        owner, companion = owners[who], held.get(owners[who])
+        target, companion = targets[who], held.get(targets[who])
         if what == "begin" and companion is None:
             made[0] += 1
-            begun(held, owner, made[0])
+            begun(held, target, made[0])
             shadow[who] = [0, 0]
-        elif what == "fork" and companion is not None and held.get(owners[(who + 1) % 4]) is None:
+        elif what == "fork" and companion is not None and held.get(targets[(who + 1) % 4]) is None:
             made[0] += 1
-            held.fork(owners[(who + 1) % 4], sequence(made[0], 40), companion)
+            held.fork(targets[(who + 1) % 4], sequence(made[0], 40), companion)
             shadow[(who + 1) % 4] = list(shadow[who])
         elif what == "grow" and companion is not None:
             if held.grow(companion, 9) is not None:
@@ -244,7 +244,7 @@ def test_any_order_leaves_the_pool_as_a_shadow_counts_it(steps, num_blocks):
         elif what == "leave":
             assert (held.leave(who) is not None) is (shadow.pop(who, None) is not None)
         held.memory.check()
-        assert {owner.seq_id: _lengths(held, owner) for owner in owners if held.get(owner)} == shadow
+        assert {target.seq_id: _lengths(held, target) for target in targets if held.get(target)} == shadow
         rooms = {b for one in held for b in held.memory.table(one.seq_id).block_ids}
         assert held.memory.num_free == num_blocks - len(rooms)
     for who in range(4):
@@ -252,8 +252,8 @@ def test_any_order_leaves_the_pool_as_a_shadow_counts_it(steps, num_blocks):
     assert held.memory.stats().free == num_blocks
 
 
-def _lengths(held: Companions[ScheduledSequence], owner: ScheduledSequence) -> list[int]:
-    companion = held.get(owner)
+def _lengths(held: Companions[ScheduledSequence], target: ScheduledSequence) -> list[int]:
+    companion = held.get(target)
     table = held.memory.table(companion.seq_id)
     assert table.logical_len == companion.num_computed
     assert companion.num_computed - companion.account.num_evicted == table.physical_len

@@ -93,8 +93,8 @@ def test_another_salt_waits_for_nobody() -> None:
 @pytest.mark.parametrize(
     ("first", "second", "num_waits"),
     [
-        ({}, {"most_hit": 0}, 0),
-        ({"most_hit": 0}, {}, 1),
+        ({}, {"max_prefix_hit": 0}, 0),
+        ({"max_prefix_hit": 0}, {}, 1),
         ({}, {"footprint": Footprint(EvictionMethod.COMPACT, budget=100, window=None)}, 0),
         ({"footprint": Footprint(EvictionMethod.COMPACT, budget=100, interval=16, max_chunk=16)}, {}, 1),
         ({"footprint": Footprint(EvictionMethod.COMPACT, budget=40, interval=16, max_chunk=16)}, {}, 0),

@@ -19,8 +19,10 @@ def key(number=0, salt=None, recipe="a", **more):
     return SnapshotKey(salt, recipe, bytes([number]) * 80, **more)
 
 
-def asker(seq_id, found, most_hit=None):
-    return ScheduledSequence(seq_id, str(seq_id), [0] * 12, 12, 20, snapshot_key=found, most_hit=most_hit)
+def asker(seq_id, found, max_prefix_hit=None):
+    return ScheduledSequence(
+        seq_id, str(seq_id), [0] * 12, 12, 20, snapshot_key=found, max_prefix_hit=max_prefix_hit
+    )
 
 
 def below(wait_s=5.0, is_worth=True):
@@ -73,9 +75,9 @@ def test_what_is_not_asked_for():
     assert not prefixes.ask(asker(1, key()))
     prefixes.know([(key().name, 100), (key(1, is_lasting=False).name, 100)])
     assert not prefixes.ask(asker(2, None))
-    assert not prefixes.ask(asker(3, key(), most_hit=9))
+    assert not prefixes.ask(asker(3, key(), max_prefix_hit=9))
     assert not prefixes.ask(asker(4, key(1, is_lasting=False)))
-    assert prefixes.ask(asker(5, key(), most_hit=10))
+    assert prefixes.ask(asker(5, key(), max_prefix_hit=10))
     unworthy, _ = below(is_worth=False)
     unworthy.know([(key().name, 100)])
     assert not unworthy.ask(asker(1, key()))

@@ -42,14 +42,14 @@ def test_what_is_let_in_finds_its_blocks(data):
         ),
         label="way",
     )
-    budget, at = draw(st.integers(2, 6)) * SIZE, draw(st.integers(13, 40), label="compress_at")
+    budget, at = draw(st.integers(2, 6)) * SIZE, draw(st.integers(13, 40), label="compress_prompt_at")
     footprint = Footprint(
         way,
         budget,
         interval=draw(st.integers(1, 12)),
         block_size=SIZE,
         max_chunk=draw(st.integers(1, 12)),
-        compress_at=at,
+        compress_prompt_at=at,
         prompt_only=draw(st.booleans()),
     )
     assume(at > budget)

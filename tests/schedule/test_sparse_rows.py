@@ -17,7 +17,7 @@ def test_rows_lie_between_multiples_of_the_span():
     assert SPARSE.rows(60) == range(16, 48)
     assert SPARSE.rows(61) == range(16, 56)
     assert SPARSE.rows(20) == range(16, 16)
-    assert SPARSE.rows(20, compress_at=27) == range(16, 24)
+    assert SPARSE.rows(20, compress_prompt_at=27) == range(16, 24)
 
 
 @st.composite

@@ -207,7 +207,7 @@ def test_kv_compression(server: Running):
     assert usage.kv_cache.tokens_evicted > 0
     assert usage.kv_cache.blocks_freed > 0
     assert "kv_compression: budget" in refused(server, kv_compression={"budget": 0})
-    assert "compress_at is 2" in refused(server, compress_at=2)
+    assert "compress_prompt_at is 2" in refused(server, compress_prompt_at=2)
     assert "kv_compression.stats" in refused(server, kv_compression={"stats": "/etc/passwd"})
 
 
@@ -281,7 +281,7 @@ def test_no_field_is_missing_here():
     tested = {name.partition(" ")[0] for name in PROMPTS} | {name for f, _ in PROMPTS.values() for name in f}
     tested |= {name for fields, _ in SAMPLED.values() for name in fields}
     tested |= {"model", "stream", "ignore_eos", "kv_compression", "cache_salt", "priority", "metadata"}
-    tested |= {"compress_at", "sparse_prefill"}
+    tested |= {"compress_prompt_at", "sparse_prefill"}
     assert set(MessageRequest.model_fields) <= tested
     assert set(ConversationFields.model_fields) <= tested
     blocks = {

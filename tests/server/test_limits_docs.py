@@ -28,7 +28,7 @@ def limits() -> dict[str, object]:
     found = {}
     for name, setting in settings_of(ServerConfig).items():
         if LIMIT.fullmatch(name) and name not in ELSEWHERE:
-            flag = setting.said.flags[0] if setting.said.flags else f"--{name.replace('_', '-')}"
+            flag = setting.spec.flags[0] if setting.spec.flags else f"--{name.replace('_', '-')}"
             found[f"--no-{flag[2:]}" if setting.default is True else flag] = setting.default
     return found
 

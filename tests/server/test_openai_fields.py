@@ -242,11 +242,11 @@ def check_kv_compression(server: Talker) -> None:
     assert server.completion(prompt=prompt, **GREEDY)["usage"]["kv_cache"]["blocks_freed"] == 0
 
 
-def check_compress_at(server: Talker) -> None:
+def check_compress_prompt_at(server: Talker) -> None:
     prompt = [41 + i % 90 for i in range(120)]
-    extra = {"kv_compression": COMPRESSION, "compress_at": 110}
+    extra = {"kv_compression": COMPRESSION, "compress_prompt_at": 110}
     expected = server.oracle.generate(
-        {"prompt_token_ids": prompt, "compress_at": 110},
+        {"prompt_token_ids": prompt, "compress_prompt_at": 110},
         SamplingParams(**GREEDY),
         CompressionConfig(**COMPRESSION),
     )[0]

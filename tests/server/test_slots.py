@@ -112,28 +112,28 @@ def test_refusals(tmp_path):
 def test_a_document_is_compressed_once():
     compression = {"policy": "knorm", "budget": 48, "sinks": 2, "recent": 8}
     with server() as running:
-        extra = {"kv_compression": compression, "compress_at": len(PROMPT)}
+        extra = {"kv_compression": compression, "compress_prompt_at": len(PROMPT)}
         first = ask(running, QUESTION, extra_body=extra)
         again = ask(running, [*PROMPT, 3, 4], extra_body=extra)
         assert cached(first) == 0
         assert cached(again) == len(PROMPT)
         with pytest.raises(openai.BadRequestError, match="compression evicts nothing") as error:
-            ask(running, QUESTION, extra_body={"compress_at": 20})
-        assert error.value.param == "compress_at"
+            ask(running, QUESTION, extra_body={"compress_prompt_at": 20})
+        assert error.value.param == "compress_prompt_at"
 
 
 def test_what_was_compressed_is_saved_and_restored(tmp_path):
     compression = {"policy": "knorm", "budget": 48, "sinks": 2, "recent": 8, "interval": 16}
-    extra = {"kv_compression": compression, "compress_at": len(PROMPT)}
+    extra = {"kv_compression": compression, "compress_prompt_at": len(PROMPT)}
     with server(slot_save_path=str(tmp_path)) as running:
         assert post(running, "/slots/0?action=save", SAVE | extra).status_code == 400  # nothing is cached yet
         expected = ask(running, QUESTION, extra_body=extra).choices[0].text
         saved = post(running, "/slots/0?action=save", SAVE | extra).json()
         assert saved["n_saved"] == len(PROMPT)
         refused = {
-            ("save", "compress_at"): SAVE | {"kv_compression": compression},
-            ("save", "compress_at", "evicts nothing"): SAVE | {"compress_at": 10},
-            ("restore", "compress_at"): {"filename": "a.session", "compress_at": 10},
+            ("save", "compress_prompt_at"): SAVE | {"kv_compression": compression},
+            ("save", "compress_prompt_at", "evicts nothing"): SAVE | {"compress_prompt_at": 10},
+            ("restore", "compress_prompt_at"): {"filename": "a.session", "compress_prompt_at": 10},
             ("erase", "kv_compression"): {"filename": "a.session", "kv_compression": compression},
         }
         for (action, field, *words), body in refused.items():

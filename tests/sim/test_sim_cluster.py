@@ -9,8 +9,8 @@ from random_loads import COST, counters, simulate
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.plan.answer import plan
-from kvreclaim.plan.asked import PlanRequest as AskedOfPlan
 from kvreclaim.plan.cost import Linear
+from kvreclaim.plan.plan_request import PlanRequest as AskedOfPlan
 from kvreclaim.schedule import EvictionMethod, Footprint
 from kvreclaim.schedule.rates import Rates
 from kvreclaim.sim.cluster import Cluster

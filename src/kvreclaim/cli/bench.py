@@ -26,8 +26,8 @@ from kvreclaim.bench.tiers.plan import TiersPlan
 from kvreclaim.bench.vllm_plan import VllmPlan
 from kvreclaim.checks import require
 from kvreclaim.cli.bench_options import Json, publish, ready
+from kvreclaim.cli.config_options import ConfigOptions, names_in, usage_errors, with_config
 from kvreclaim.cli.options import picture
-from kvreclaim.cli.takes import Takes, names_in, takes, usage_errors
 from kvreclaim.config import format_names
 from kvreclaim.outputs import write_json
 from kvreclaim.sim.groups import GroupsPlan
@@ -47,7 +47,7 @@ def _decode_plan(**given: Any) -> DecodePlan:
 
 
 @bench_app.command("blocks")
-@takes
+@with_config
 def blocks(json_file: Json = None) -> None:
     """Cost of block operations at 10^3, 10^5 and 10^6 blocks."""
     from kvreclaim.bench import blocks, common
@@ -59,9 +59,11 @@ def blocks(json_file: Json = None) -> None:
 
 
 @bench_app.command("decode")
-@takes
+@with_config
 def decode(
-    plan: Annotated[DecodePlan, Takes(config=DecodePlan, defaults={"systems": SYSTEMS}, build=_decode_plan)],
+    plan: Annotated[
+        DecodePlan, ConfigOptions(config=DecodePlan, defaults={"systems": SYSTEMS}, build=_decode_plan)
+    ],
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Check greedy tokens first.")] = True,
     growth: Annotated[
         bool, typer.Option("--growth", help="Also triattention at 8k and 64k logical tokens.")
@@ -86,8 +88,8 @@ def decode(
 
 
 @bench_app.command("verify")
-@takes
-def verify(plan: Annotated[LosslessPlan, Takes(config=LosslessPlan)], json_file: Json = None) -> None:
+@with_config
+def verify(plan: Annotated[LosslessPlan, ConfigOptions(config=LosslessPlan)], json_file: Json = None) -> None:
     """Verify mode beside the full cache and the lossy one: tokens first, then tokens/s, blocks, bytes."""
     with ready(plan.threads):
         from kvreclaim.bench import common
@@ -102,8 +104,8 @@ def verify(plan: Annotated[LosslessPlan, Takes(config=LosslessPlan)], json_file:
 
 
 @bench_app.command("memory")
-@takes
-def memory(plan: Annotated[MemoryPlan, Takes(config=MemoryPlan)], json_file: Json = None) -> None:
+@with_config
+def memory(plan: Annotated[MemoryPlan, ConfigOptions(config=MemoryPlan)], json_file: Json = None) -> None:
     """Long requests in one pool: how many at once, preemptions, time, peak blocks; beside vLLM."""
     with ready(plan.threads):
         from kvreclaim.bench import common, memory
@@ -113,13 +115,13 @@ def memory(plan: Annotated[MemoryPlan, Takes(config=MemoryPlan)], json_file: Jso
 
 
 @bench_app.command("compress")
-@takes
+@with_config
 def compress(
     base: Annotated[
         DecodePlan,
-        Takes(config=DecodePlan, only=(*SHARED, "budget", "interval")),
+        ConfigOptions(config=DecodePlan, only=(*SHARED, "budget", "interval")),
     ],
-    grid: Annotated[dict[str, Any], Takes(config=CompressPlan, build=dict)],
+    grid: Annotated[dict[str, Any], ConfigOptions(config=CompressPlan, build=dict)],
     json_file: Json = None,
 ) -> None:
     """Cost of one compaction pass (score, select, move), its share of decoding, and of passes together."""
@@ -133,8 +135,8 @@ def compress(
 
 
 @bench_app.command("groups")
-@takes
-def groups(plan: Annotated[GroupsPlan, Takes(config=GroupsPlan)], json_file: Json = None) -> None:
+@with_config
+def groups(plan: Annotated[GroupsPlan, ConfigOptions(config=GroupsPlan)], json_file: Json = None) -> None:
     """Memory of layers with sliding windows in tables of their own, and what conversations hit there."""
     from kvreclaim.bench import groups as shown
     from kvreclaim.sim import groups
@@ -171,8 +173,8 @@ def kernels(
 
 
 @bench_app.command("latent")
-@takes
-def latent(plan: Annotated[LatentPlan, Takes(config=LatentPlan)], json_file: Json = None) -> None:
+@with_config
+def latent(plan: Annotated[LatentPlan, ConfigOptions(config=LatentPlan)], json_file: Json = None) -> None:
     """Prefill at DeepSeek-V3's head dims: absorbed queries, expanded keys, and which of them is taken."""
     with ready(plan.threads):
         from kvreclaim.bench import latent
@@ -182,8 +184,8 @@ def latent(plan: Annotated[LatentPlan, Takes(config=LatentPlan)], json_file: Jso
 
 
 @bench_app.command("order")
-@takes
-def order(plan: Annotated[OrderPlan, Takes(config=OrderPlan)], json_file: Json = None) -> None:
+@with_config
+def order(plan: Annotated[OrderPlan, ConfigOptions(config=OrderPlan)], json_file: Json = None) -> None:
     """First tokens and work under fcfs, longest prefix first and cache, in simulations of three traces."""
     from kvreclaim.bench import order as shown
     from kvreclaim.sim import order
@@ -194,8 +196,8 @@ def order(plan: Annotated[OrderPlan, Takes(config=OrderPlan)], json_file: Json =
 
 
 @bench_app.command("prefix")
-@takes
-def prefix(plan: Annotated[PrefixPlan, Takes(config=PrefixPlan)], json_file: Json = None) -> None:
+@with_config
+def prefix(plan: Annotated[PrefixPlan, ConfigOptions(config=PrefixPlan)], json_file: Json = None) -> None:
     """Prefix hit rates of a block-hash trace, by eviction order and size of the cache."""
     from kvreclaim.bench import common, prefix, prefix_pins
 
@@ -208,8 +210,8 @@ def prefix(plan: Annotated[PrefixPlan, Takes(config=PrefixPlan)], json_file: Jso
 
 
 @bench_app.command("serve")
-@takes
-def serve(plan: Annotated[ServePlan, Takes(config=ServePlan)], json_file: Json = None) -> None:
+@with_config
+def serve(plan: Annotated[ServePlan, ConfigOptions(config=ServePlan)], json_file: Json = None) -> None:
     """Throughput, time to first token and between tokens through HTTP, beside the engine alone."""
     with ready(plan.threads):
         from kvreclaim.bench import serve
@@ -219,11 +221,11 @@ def serve(plan: Annotated[ServePlan, Takes(config=ServePlan)], json_file: Json =
 
 
 @bench_app.command("step")
-@takes
+@with_config
 def step(
     plan: Annotated[
         DecodePlan,
-        Takes(
+        ConfigOptions(
             config=DecodePlan,
             only=("systems", "contexts", "batches", "steps", *SHARED),
             defaults={"systems": ("full", "triattention"), "contexts": (1024, 16384), "batches": (1, 8)},
@@ -241,8 +243,8 @@ def step(
 
 
 @bench_app.command("beams")
-@takes
-def beams(plan: Annotated[BeamsPlan, Takes(config=BeamsPlan)], json_file: Json = None) -> None:
+@with_config
+def beams(plan: Annotated[BeamsPlan, ConfigOptions(config=BeamsPlan)], json_file: Json = None) -> None:
     """Beam search beside transformers' own: equal outputs first, then seconds and blocks."""
     with ready(plan.threads):
         from kvreclaim.bench import beams
@@ -259,9 +261,10 @@ def _prefill_plan(**given: Any) -> PrefillPlan:
 
 
 @bench_app.command("prefill")
-@takes
+@with_config
 def prefill(
-    plan: Annotated[PrefillPlan, Takes(config=PrefillPlan, build=_prefill_plan)], json_file: Json = None
+    plan: Annotated[PrefillPlan, ConfigOptions(config=PrefillPlan, build=_prefill_plan)],
+    json_file: Json = None,
 ) -> None:
     """Sparse prefill beside dense: what reads everything first, then tokens/s and the share that is read."""
     with ready(plan.threads):
@@ -279,9 +282,9 @@ def _chunks_plan(**given: Any) -> ChunksPlan:
 
 
 @bench_app.command("chunks")
-@takes
+@with_config
 def chunks(
-    plan: Annotated[ChunksPlan, Takes(config=ChunksPlan, build=_chunks_plan)], json_file: Json = None
+    plan: Annotated[ChunksPlan, ConfigOptions(config=ChunksPlan, build=_chunks_plan)], json_file: Json = None
 ) -> None:
     """Chunks that are reused out of place: what equals the whole prompt first, then time to first token."""
     with ready(plan.threads):
@@ -292,8 +295,8 @@ def chunks(
 
 
 @bench_app.command("packed")
-@takes
-def packed(plan: Annotated[PackedPlan, Takes(config=PackedPlan)], json_file: Json = None) -> None:
+@with_config
+def packed(plan: Annotated[PackedPlan, ConfigOptions(config=PackedPlan)], json_file: Json = None) -> None:
     """Weights of 4, 6 and 8 bits beside bf16: products, decode, and what rounding the activations costs."""
     with ready(plan.threads):
         from kvreclaim.bench.packed import decode, products, quality
@@ -313,9 +316,9 @@ def packed(plan: Annotated[PackedPlan, Takes(config=PackedPlan)], json_file: Jso
 
 
 @bench_app.command("tiers")
-@takes
+@with_config
 def tiers(
-    plan: Annotated[TiersPlan, Takes(config=TiersPlan)],
+    plan: Annotated[TiersPlan, ConfigOptions(config=TiersPlan)],
     json_file: Json = None,
 ) -> None:
     """Below the pool: hits by tier, first token from device, host and disk, swapping against recomputing."""
@@ -340,8 +343,8 @@ def tiers(
 
 
 @bench_app.command("vllm")
-@takes
-def vllm(plan: Annotated[VllmPlan, Takes(config=VllmPlan)], json_file: Json = None) -> None:
+@with_config
+def vllm(plan: Annotated[VllmPlan, ConfigOptions(config=VllmPlan)], json_file: Json = None) -> None:
     """vLLM with and without the plugin: its pool, `vllm bench serve`, and what it costs for nothing."""
     with ready(plan.threads):
         from kvreclaim.bench import common, vllm_chart, vllm_cost, vllm_pool, vllm_serve

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvreclaim.cli.config_options import usage_errors
 from kvreclaim.cli.options import Figures
-from kvreclaim.cli.takes import usage_errors
 from kvreclaim.outputs import write_json
 
 if TYPE_CHECKING:

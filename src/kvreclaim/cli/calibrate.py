@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kvreclaim.checks import require
+from kvreclaim.cli.config_options import ConfigOptions, with_config
 from kvreclaim.cli.options import Device, DType, ModelOption, model_of, writable
-from kvreclaim.cli.takes import Takes, takes
 from kvreclaim.options import check_options, option
 
 if TYPE_CHECKING:
@@ -58,10 +58,10 @@ class Measuring:
     max_points: int = option(4096, "Queries per head that are clustered, evenly spaced over the text.", low=1)
 
 
-@takes
+@with_config
 def calibrate(
-    reading: Annotated[Reading, Takes(config=Reading)],
-    measuring: Annotated[dict[str, Any], Takes(config=Measuring, build=dict)],
+    reading: Annotated[Reading, ConfigOptions(config=Reading)],
+    measuring: Annotated[dict[str, Any], ConfigOptions(config=Measuring, build=dict)],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the statistics to this .safetensors file.")
     ] = None,

@@ -13,8 +13,8 @@ from rich.table import Table
 from kvreclaim.bench.speed.plan import SpeedPlan
 from kvreclaim.checks import require
 from kvreclaim.cli.bench_options import ready
+from kvreclaim.cli.config_options import ConfigOptions, with_config
 from kvreclaim.cli.options import writable
-from kvreclaim.cli.takes import Takes, takes
 from kvreclaim.options import check_options, option
 
 if TYPE_CHECKING:
@@ -52,10 +52,10 @@ class LogPlan:
         check_options(self)
 
 
-@takes
+@with_config
 def calibrate_speed(
-    here: Annotated[dict[str, Any], Takes(config=SpeedPlan, panel=HERE, unset=True, build=dict)],
-    logged: Annotated[dict[str, Any], Takes(config=LogPlan, panel=LOG, unset=True, build=dict)],
+    here: Annotated[dict[str, Any], ConfigOptions(config=SpeedPlan, panel=HERE, unset=True, build=dict)],
+    logged: Annotated[dict[str, Any], ConfigOptions(config=LogPlan, panel=LOG, unset=True, build=dict)],
     output: Annotated[
         Path,
         typer.Option("--output", "-o", help="Write the step times to this JSON file.", callback=writable),

@@ -13,7 +13,7 @@ import typer
 from kvreclaim.chunks import WHOLE
 from kvreclaim.cli import options as opt
 from kvreclaim.cli.bench_options import command_line
-from kvreclaim.cli.takes import Takes, names_in, takes
+from kvreclaim.cli.config_options import ConfigOptions, names_in, with_config
 from kvreclaim.config import CompressionSettings, EngineConfig
 from kvreclaim.eval.plan import EvalPlan, TaskOptions
 from kvreclaim.memory.blocks import blocks_for
@@ -61,12 +61,12 @@ class EvalOutputs:
         yield from (path for path in (self.out and self.out / f"report.{kind}", named) if path is not None)
 
 
-@takes
+@with_config
 def evaluate(
-    grid: Annotated[dict[str, Any], Takes(config=EvalPlan, panel="Grid", build=dict)],
+    grid: Annotated[dict[str, Any], ConfigOptions(config=EvalPlan, panel="Grid", build=dict)],
     shared: Annotated[
         dict[str, Any],
-        Takes(
+        ConfigOptions(
             config=CompressionSettings,
             panel=COMPRESSION,
             without=("policy", "budget", "verify", "verify_tokens"),
@@ -75,9 +75,9 @@ def evaluate(
             build=dict,
         ),
     ],
-    engine: Annotated[EngineConfig, Takes(config=EngineConfig, only=ENGINE)],
-    sizes: Annotated[TaskOptions, Takes(config=TaskOptions, panel=TASKS)],
-    files: Annotated[EvalOutputs, Takes(config=EvalOutputs, panel="Output")],
+    engine: Annotated[EngineConfig, ConfigOptions(config=EngineConfig, only=ENGINE)],
+    sizes: Annotated[TaskOptions, ConfigOptions(config=TaskOptions, panel=TASKS)],
+    files: Annotated[EvalOutputs, ConfigOptions(config=EvalOutputs, panel="Output")],
     tasks: Annotated[
         str,
         typer.Option(

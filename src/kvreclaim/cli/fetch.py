@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from kvreclaim.cli.takes import takes
+from kvreclaim.cli.config_options import with_config
 from kvreclaim.model_paths import REAL_MODEL, num_bytes_of
 
 
-@takes
+@with_config
 def fetch(
     source: Annotated[
         str | None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvreclaim.cli import options as opt
-from kvreclaim.cli.takes import Takes, takes
+from kvreclaim.cli.config_options import ConfigOptions, with_config
 from kvreclaim.config import EngineConfig, SamplingParams
 from kvreclaim.options import COMPRESSION
 
@@ -31,13 +31,15 @@ OF_MANY = (
 """What matters among several requests only."""
 
 
-@takes
+@with_config
 def generate(
     prompt: Annotated[str, typer.Option(help="Text to continue, or a user message with --chat.")],
-    engine: Annotated[EngineConfig, Takes(config=EngineConfig, without=OF_MANY)],
+    engine: Annotated[EngineConfig, ConfigOptions(config=EngineConfig, without=OF_MANY)],
     params: Annotated[
         SamplingParams,
-        Takes(config=SamplingParams, panel=opt.SAMPLING, defaults={"max_tokens": 256, "temperature": 0.0}),
+        ConfigOptions(
+            config=SamplingParams, panel=opt.SAMPLING, defaults={"max_tokens": 256, "temperature": 0.0}
+        ),
     ],
     compression: Annotated[Any, opt.Compression],
     chat: Annotated[
@@ -52,7 +54,7 @@ def generate(
             callback=opt.writable,
         ),
     ] = None,
-    compress_at: Annotated[
+    compress_prompt_at: Annotated[
         int | None,
         typer.Option(
             help="Compress the prompt after this many tokens. With --session the file holds the compressed "
@@ -72,7 +74,7 @@ def generate(
     hide_progress_bars()
     options = asdict(engine) | {"max_num_seqs": 1}
     with closing(LLM(opt.model_of(model), dtype=dtype, device=device, **options)) as llm:
-        asked: dict[str, Any] = {"prompt": prompt, "compress_at": compress_at}
+        asked: dict[str, Any] = {"prompt": prompt, "compress_prompt_at": compress_prompt_at}
         if chat:
             messages = [{"role": "user", "content": asked.pop("prompt")}]
             asked["prompt_token_ids"] = render_chat(llm.loaded, messages)
@@ -80,8 +82,8 @@ def generate(
             typer.echo(f"{llm.load_session(session).num_tokens} tokens are restored", err=True)
         answered = _stream(llm, asked, params, compression)
         if session is not None:
-            kept = {"prompt_token_ids": answered, "compress_at": compress_at}
-            config = None if compress_at is None else compression
+            kept = {"prompt_token_ids": answered, "compress_prompt_at": compress_prompt_at}
+            config = None if compress_prompt_at is None else compression
             info = llm.save_session(kept, session, compression=config)
             typer.echo(f"{info.num_tokens} tokens are saved", err=True)
 

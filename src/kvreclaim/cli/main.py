@@ -14,6 +14,7 @@ from kvreclaim.cli.bench import bench_app
 from kvreclaim.cli.build_facts import build_facts
 from kvreclaim.cli.calibrate import calibrate
 from kvreclaim.cli.calibrate_speed import calibrate_speed
+from kvreclaim.cli.config_options import with_config
 from kvreclaim.cli.eval import evaluate
 from kvreclaim.cli.fetch import fetch
 from kvreclaim.cli.generate import generate
@@ -21,7 +22,6 @@ from kvreclaim.cli.options import Figures, KVCacheDType, folder, picture
 from kvreclaim.cli.plan import plan
 from kvreclaim.cli.serve import serve
 from kvreclaim.cli.simulate import simulate
-from kvreclaim.cli.takes import takes
 from kvreclaim.config import EngineConfig
 from kvreclaim.errors import InvalidArgumentError
 
@@ -63,7 +63,7 @@ def _main(
 
 
 @app.command()
-@takes
+@with_config
 def demo(
     engine: Annotated[EngineConfig, KVCacheDType],
     json_file: Figures = None,
@@ -100,7 +100,7 @@ def demo(
 
 
 @app.command("demo-24gb")
-@takes
+@with_config
 def demo_24gb(
     model: Annotated[
         Path | None,

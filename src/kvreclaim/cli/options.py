@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvreclaim import demo_model, real_model
-from kvreclaim.cli.takes import Takes
+from kvreclaim.cli.config_options import ConfigOptions
 from kvreclaim.config import CompressionSettings, EngineConfig
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.options import COMPRESSION, MODEL
@@ -86,5 +86,5 @@ def compression_of(**settings: Any) -> CompressionConfig | None:
     return CompressionConfig(**settings) if settings else None
 
 
-Compression = Takes(config=CompressionSettings, panel=COMPRESSION, unset=True, build=compression_of)
-KVCacheDType = Takes(config=EngineConfig, only=("kv_cache_dtype",))
+Compression = ConfigOptions(config=CompressionSettings, panel=COMPRESSION, unset=True, build=compression_of)
+KVCacheDType = ConfigOptions(config=EngineConfig, only=("kv_cache_dtype",))

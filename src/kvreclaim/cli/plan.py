@@ -7,15 +7,15 @@ from typing import Annotated
 import typer
 
 from kvreclaim.checks import require
+from kvreclaim.cli.config_options import ConfigOptions, with_config
 from kvreclaim.cli.options import DEMO, Figures, model_of
-from kvreclaim.cli.takes import Takes, takes
 from kvreclaim.outputs import write_json
-from kvreclaim.plan.asked import PlanRequest
+from kvreclaim.plan.plan_request import PlanRequest
 
 
-@takes
+@with_config
 def plan(
-    asked: Annotated[PlanRequest, Takes(config=PlanRequest)],
+    asked: Annotated[PlanRequest, ConfigOptions(config=PlanRequest)],
     file: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Same as --model.")] = None,
     model: Annotated[
         str | None,

@@ -13,7 +13,7 @@ import typer
 from kvreclaim import demo_model
 from kvreclaim.checks import require
 from kvreclaim.cli import options as opt
-from kvreclaim.cli.takes import Takes, takes
+from kvreclaim.cli.config_options import ConfigOptions, with_config
 from kvreclaim.config import EngineConfig
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.options import OBSERVABILITY
@@ -23,12 +23,12 @@ SERVER = "Server"
 logger = logging.getLogger(__name__)
 
 
-@takes
+@with_config
 def serve(
     model: opt.ModelOption = None,
     *,
-    config: Annotated[dict[str, Any], Takes(config=ServerConfig, panel=SERVER, build=dict)],
-    engine: Annotated[EngineConfig, Takes(config=EngineConfig)],
+    config: Annotated[dict[str, Any], ConfigOptions(config=ServerConfig, panel=SERVER, build=dict)],
+    engine: Annotated[EngineConfig, ConfigOptions(config=EngineConfig)],
     compression: Annotated[Any, opt.Compression],
     log_level: Annotated[
         str, typer.Option(rich_help_panel=OBSERVABILITY, help="Log level: debug, info, warning or error.")

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvreclaim.cli.config_options import ConfigOptions, with_config
 from kvreclaim.cli.options import Figures, picture
-from kvreclaim.cli.takes import Takes, takes
 from kvreclaim.outputs import write_json
 from kvreclaim.sim.options import ENGINE, LOAD, MACHINE, ReplicaOptions, Serving, Traffic, without_compression
 from kvreclaim.sim.routers import ROUTERS
@@ -22,11 +22,11 @@ WIDTH = 110
 UNDEFINED = "–"
 
 
-@takes
+@with_config
 def simulate(
-    traffic: Annotated[Traffic, Takes(config=Traffic, panel=LOAD)],
-    machine: Annotated[ReplicaOptions, Takes(config=ReplicaOptions, panel=MACHINE)],
-    serving: Annotated[Serving, Takes(config=Serving, panel=ENGINE)],
+    traffic: Annotated[Traffic, ConfigOptions(config=Traffic, panel=LOAD)],
+    machine: Annotated[ReplicaOptions, ConfigOptions(config=ReplicaOptions, panel=MACHINE)],
+    serving: Annotated[Serving, ConfigOptions(config=Serving, panel=ENGINE)],
     replicas: Annotated[
         int, typer.Option(min=1, max=65_536, help="Number of engine replicas behind the router.")
     ] = 1,

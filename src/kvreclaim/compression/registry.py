@@ -109,7 +109,7 @@ def make_policy(spec: str, options: Mapping[str, object] | None = None) -> Compr
     """Build the policy that spec names.
 
     Args:
-        spec:    "knorm", "knorm(keep=large)", "evict-only(knorm)", "segments(query_mixture, n=4)"; the
+        spec:    "knorm", "knorm(keep=large)", "evict_only(knorm)", "segments(query_mixture, n=4)"; the
                  grammar is in spec/grammar.py. A wrapper's first argument is the policy it wraps, the others
                  are its options, by name or in their order; without one it wraps its default_inner
         options: fields of the policy (of the innermost one, where there is a wrapper)

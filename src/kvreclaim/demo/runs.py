@@ -18,7 +18,7 @@ from kvreclaim.eval.runner import timed
 from kvreclaim.memory.blocks import blocks_for
 
 POLICIES: dict[str, tuple[str, dict[str, object]]] = {
-    "evict-only": ("evict-only", {}),
+    "evict_only": ("evict_only", {}),
     "streaming_llm": ("streaming_llm", {}),
     "knorm": ("knorm", {}),
     "knorm-large": ("knorm", {"keep": "large"}),

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from kvreclaim.compression.spec.traits import footprint
 from kvreclaim.kv_bytes import kv_bytes
-from kvreclaim.plan.asked import PlanRequest
 from kvreclaim.plan.configs import load_shape
 from kvreclaim.plan.demand import Cache
 from kvreclaim.plan.fits import check_fits
 from kvreclaim.plan.on_sequences import on_load, on_model, on_request
+from kvreclaim.plan.plan_request import PlanRequest
 from kvreclaim.plan.sections import PlanReport
 from kvreclaim.plan.weights import dtype_of
 from kvreclaim.schedule.budget.footprint import Footprint

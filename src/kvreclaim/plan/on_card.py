@@ -7,10 +7,10 @@ from pathlib import Path
 
 from kvreclaim.checks import require
 from kvreclaim.plan import words
-from kvreclaim.plan.asked import PlanRequest
 from kvreclaim.plan.cards import Card, find_card
 from kvreclaim.plan.cost import Linear, StepLoad
 from kvreclaim.plan.demand import Cache
+from kvreclaim.plan.plan_request import PlanRequest
 from kvreclaim.plan.pool import CardPool, Fit, activation_bytes, binds, card_memory, fit, make_pool
 from kvreclaim.plan.roofline import roofline
 from kvreclaim.plan.sections import PlanReport, Section

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvreclaim.plan.asked import PlanRequest
 from kvreclaim.plan.cards import Card, all_cards, find_card
 from kvreclaim.plan.choose import Bound, Chooser, parse_slo
 from kvreclaim.plan.demand import Cache
 from kvreclaim.plan.lengths import read_lengths
 from kvreclaim.plan.on_card import GIB
+from kvreclaim.plan.plan_request import PlanRequest
 from kvreclaim.plan.roofline import ERROR
 from kvreclaim.plan.sections import PlanReport
 from kvreclaim.plan.weights import weight_format

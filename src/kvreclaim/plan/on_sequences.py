@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvreclaim.kv_bytes import KVBytes
 from kvreclaim.plan import words
-from kvreclaim.plan.asked import PlanRequest
 from kvreclaim.plan.demand import Cache, shared_load
+from kvreclaim.plan.plan_request import PlanRequest
 from kvreclaim.plan.sections import PlanReport, Section
 from kvreclaim.plan.shapes import LayerShape, ModelShape
 from kvreclaim.plan.weights import weight_bytes, weight_format

@@ -8,10 +8,10 @@ import numpy as np
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.plan.asked import PlanRequest
 from kvreclaim.plan.cost import Linear
 from kvreclaim.plan.demand import Cache
 from kvreclaim.plan.lengths import read_lengths
+from kvreclaim.plan.plan_request import PlanRequest
 from kvreclaim.plan.pool import CardPool
 from kvreclaim.plan.recompute import (
     blocks_while_decoding,

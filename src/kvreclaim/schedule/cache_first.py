@@ -38,9 +38,9 @@ class CacheFirst(Generic[Seq]):
         """These, the first one first."""
         version = self.state.memory.index_version
         for seq in window:
-            if seq.looked_up != version and self._left:
+            if seq.cached_at_version != version and self._left:
                 self._left -= 1
-                seq.looked_up, seq.num_cached = version, self.state.num_cached(seq)
+                seq.cached_at_version, seq.num_cached = version, self.state.num_cached(seq)
         return sorted(window, key=lambda seq: (seq.priority, self.key(seq), seq.rank))
 
     def key(self, seq: Seq) -> int:

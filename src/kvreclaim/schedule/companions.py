@@ -17,12 +17,12 @@ from kvreclaim.schedule.sequence import Status
 
 
 class Companions(Generic[Seq]):
-    """By the sequence that each one belongs to, its owner; in the order in which they began.
+    """By the sequence that each one belongs to, its target; in the order in which they began.
 
-    Nothing of an owner's answer depends on its companion, so companions give way to everything else: the last
-    one first. An owner without one goes on as it is, and may have another one later.
+    Nothing of a target's answer depends on its companion, so companions give way to everything else: the last
+    one first. A target without one goes on as it is, and may have another one later.
 
-    memory: of the companions' blocks, the owners' own or another one
+    memory: of the companions' blocks, the targets' own or another one
     gone:   that have given way, for whoever keeps more of them to forget
     """
 
@@ -37,35 +37,35 @@ class Companions(Generic[Seq]):
     def __len__(self) -> int:
         return len(self._held)
 
-    def get(self, owner: Seq) -> Seq | None:
-        """The owner's companion."""
-        return self._held.get(owner.seq_id)
+    def get(self, target: Seq) -> Seq | None:
+        """The target's companion."""
+        return self._held.get(target.seq_id)
 
-    def begin(self, owner: Seq, companion: Seq) -> None:
+    def begin(self, target: Seq, companion: Seq) -> None:
         """A companion that holds nothing yet."""
         companion.keys = self.memory.keys(companion.token_ids)
         empty = BlockTable.of_inexact(companion.keys, (), logical_len=0, physical_len=0, exact_len=0)
         self.memory.adopt(companion.seq_id, empty)
-        self._hold(owner, companion)
+        self._hold(target, companion)
 
-    def fork(self, owner: Seq, companion: Seq, parent: Seq) -> None:
+    def fork(self, target: Seq, companion: Seq, parent: Seq) -> None:
         """A companion that shares all blocks and lengths of another one."""
         assert parent.keys is not None, f"sequence {parent.seq_id} has not begun"
         companion.keys = parent.keys.fork(companion.token_ids)
         companion.num_computed, companion.account = parent.num_computed, parent.account.fork()
         self.memory.fork(parent.seq_id, companion.seq_id, companion.keys)
-        self._hold(owner, companion)
+        self._hold(target, companion)
 
-    def _hold(self, owner: Seq, companion: Seq) -> None:
+    def _hold(self, target: Seq, companion: Seq) -> None:
         companion.status = Status.RUNNING
-        self._held[owner.seq_id] = companion
+        self._held[target.seq_id] = companion
 
-    def has_room(self, owner: Seq, footprint: Footprint, num_drafts: int) -> bool:
-        """Whether there are blocks for a companion of this footprint, as far as the owner has come, and for
+    def has_room(self, target: Seq, footprint: Footprint, num_drafts: int) -> bool:
+        """Whether there are blocks for a companion of this footprint, as far as the target has come, and for
         the next token of everybody."""
-        slots = footprint.slots_needed(owner.num_prompt, len(owner.token_ids))
+        slots = footprint.slots_needed(target.num_prompt, len(target.token_ids))
         if footprint.bounded:
-            slots = max(slots, min(footprint.decode_cap, owner.max_len))
+            slots = max(slots, min(footprint.decode_cap, target.max_len))
         spare = len(self._held) + 1
         return blocks_for(slots + num_drafts, self.memory.block_size) + spare <= self.memory.num_free
 
@@ -97,14 +97,14 @@ class Companions(Generic[Seq]):
         """Let the last one go. Returns: whether there was one."""
         if not self._held:
             return False
-        owner_id = next(reversed(self._held))
-        self.gone.append(self._held[owner_id])
-        self.leave(owner_id)
+        target_id = next(reversed(self._held))
+        self.gone.append(self._held[target_id])
+        self.leave(target_id)
         return True
 
-    def leave(self, owner_id: int) -> Seq | None:
-        """An owner has none any more. Returns: the one that it had."""
-        companion = self._held.pop(owner_id, None)
+    def leave(self, target_id: int) -> Seq | None:
+        """A target has none any more. Returns: the one that it had."""
+        companion = self._held.pop(target_id, None)
         if companion is not None:
             companion.status = Status.ENDED
             self.memory.free(companion.seq_id)

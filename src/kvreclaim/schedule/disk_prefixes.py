@@ -85,7 +85,7 @@ class DiskPrefixIndex(Generic[Seq]):
         if key is None or not key.is_lasting or seq.seq_id in self._asked:
             return key in self._coming
         num_bytes, num_tokens = self._known.get(key.name), key.num_tokens
-        if num_bytes is None or (seq.most_hit is not None and seq.most_hit < num_tokens):
+        if num_bytes is None or (seq.max_prefix_hit is not None and seq.max_prefix_hit < num_tokens):
             return False
         if key not in self._coming:
             if not self._is_worth(num_bytes, num_tokens):

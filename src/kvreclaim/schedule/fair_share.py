@@ -184,5 +184,5 @@ def kept_seats(running: Iterable[ScheduledSequence]) -> int:
 
 def _num_units(running: Iterable[ScheduledSequence]) -> Counter[Tenant]:
     """Of each tenant, those that give way alone; sequences that run together are one."""
-    units = {(seq.tenant, seq.first_id if seq.together else seq.seq_id) for seq in running}
+    units = {(seq.tenant, seq.first_id if seq.gang else seq.seq_id) for seq in running}
     return Counter(tenant for tenant, _ in units)

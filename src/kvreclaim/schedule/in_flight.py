@@ -67,9 +67,11 @@ class InFlight(Generic[Seq]):
         return self._blocks(seq)
 
     def _snapshot(self, seq: Seq) -> Awaited | None:
-        at, size = seq.footprint.compress_at, self.state.memory.block_size
+        at, size = seq.footprint.compress_prompt_at, self.state.memory.block_size
         kept = blocks_for(seq.footprint.kept(at), size)
-        if kept > self.state.snapshots.max_blocks or (seq.most_hit is not None and seq.most_hit < at):
+        if kept > self.state.snapshots.max_blocks or (
+            seq.max_prefix_hit is not None and seq.max_prefix_hit < at
+        ):
             return None
         for owner in self.state.running:
             if owner.snapshot_key == seq.snapshot_key:

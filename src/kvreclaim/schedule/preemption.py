@@ -34,7 +34,7 @@ class Preemptor(Generic[Seq]):
     ) -> None:
         """Take the blocks and seats of sequences, given in the order of admission, for one that needs some,
         itself maybe. The last one goes first, so that the first one is in front of those that wait."""
-        if victims[0].together:
+        if victims[0].gang:
             self._preempt_all(victims[0], needy, reason, step)
             return
         swaps = self.preemption.swaps(victims, self.state.memory)

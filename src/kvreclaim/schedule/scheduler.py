@@ -208,8 +208,8 @@ class Scheduler(Generic[Seq]):
                     self.memory.commit(seq.seq_id, num_tokens, exact=row.exact)
                     seq.num_computed += num_tokens
                     seq.draft_ids = []
-                    if seen_from := seq.footprint.seen_from(seq.num_computed):
-                        self.memory.release_out_of_window(seq.seq_id, seen_from)
+                    if window_start := seq.footprint.window_start(seq.num_computed):
+                        self.memory.release_out_of_window(seq.seq_id, window_start)
                     self._state.clock += max(0, min(seq.num_computed, seq.num_prompt) - row.first)
                     seq.last_step = self.num_steps
                     seq.token_ids.extend(done.tokens.get(row.seq_id, ()))

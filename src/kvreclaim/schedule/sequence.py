@@ -41,20 +41,20 @@ class ScheduledSequence:
     max_len:      tokens at which it ends, prompt included
     tenant:       for whom it runs: tenants get fair shares
     seats:        places it takes among the running sequences, those of forks to come included
-    most_hit:     leading tokens that a prefix hit may cover at most; None: as its footprint allows. 0 where
+    max_prefix_hit: leading tokens that a prefix hit may cover at most; None: as its footprint allows. 0 where
                   all of the prompt's rows are wanted
     num_computed: leading tokens whose K/V have been written; the rest is known but not computed
     last_step:    of the scheduler in which it was computed last
     lasting:      its blocks' bytes are all that belongs to them
-    snapshot_key: names all that what a pass at its footprint's compress_at leaves depends on; None: it is not
-                  to be kept, nor found
-    together:     its request's sequences run all or none: nobody else gets the seats of its forks, and one
+    snapshot_key: names all that what a pass at its footprint's compress_prompt_at leaves depends on; None: it
+                  is not to be kept, nor found
+    gang:         its request's sequences run all or none: nobody else gets the seats of its forks, and one
                   that gives way takes the others with it
     followers:    of one of these that is computed again: the others, which fork from it behind their common
                   tokens, fork_at of them
     keys:         by which the prefix index finds its blocks; the scheduler's, of token_ids, which only grow
     arrived_at:   prompt tokens that had been processed, of all sequences, when it came
-    num_cached:   leading tokens that need not be computed, as the index was in its version looked_up
+    num_cached:   leading tokens that need not be computed, as the index was in its version cached_at_version
     awaits:       what a running one is computing for it; num_awaited: times that it has waited for something
     draft_ids:    tokens that are guessed to follow the known ones, for its next step alone
     """
@@ -71,20 +71,20 @@ class ScheduledSequence:
     tenant: str | None = None
     cache_salt: str | None = None
     seats: int = 1
-    most_hit: int | None = None
+    max_prefix_hit: int | None = None
     num_computed: int = 0
     account: Account = field(default_factory=Account)
     status: Status = Status.WAITING
     last_step: int = 0
     lasting: bool = True
     snapshot_key: SnapshotKey | None = None
-    together: bool = False
+    gang: bool = False
     followers: list[Self] = field(default_factory=list)
     fork_at: int = 0
     keys: BlockKeys | None = None
     arrived_at: int = 0
     num_cached: int = 0
-    looked_up: int = -1
+    cached_at_version: int = -1
     awaits: Awaited | None = None
     num_awaited: int = 0
     draft_ids: list[int] = field(default_factory=list)
@@ -97,7 +97,7 @@ class ScheduledSequence:
     @property
     def kept_seats(self) -> int:
         """Of its seats those that nobody else may take, whatever they are waited for."""
-        return self.seats if self.together else 1
+        return self.seats if self.gang else 1
 
     @property
     def num_generated(self) -> int:
@@ -128,7 +128,7 @@ class ScheduledSequence:
     @property
     def is_to_fork(self) -> bool:
         """Whether others may share its blocks before its next step: then its pass comes before they do."""
-        return self.seats > 1 or self.together or bool(self.followers)
+        return self.seats > 1 or self.gang or bool(self.followers)
 
     @property
     def reads_sparsely(self) -> bool:
@@ -171,7 +171,7 @@ class ScheduledSequence:
         limit = self.footprint.hit_limit(self.num_prompt, len(self.token_ids))
         if self.followers:
             limit = min(limit, self.fork_at - 1)
-        return limit if self.most_hit is None else min(limit, self.most_hit)
+        return limit if self.max_prefix_hit is None else min(limit, self.max_prefix_hit)
 
     def reset(self) -> None:
         """Forget what was computed (preemption by recompute); the tokens stay known."""

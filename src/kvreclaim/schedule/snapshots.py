@@ -1,7 +1,7 @@
 """Compressed prefixes: what a pass left of a prompt's beginning, kept for whoever begins so, too.
 
-A snapshot is a hidden sequence. It shares the blocks of the one that it was taken of, and whoever begins with
-it is its fork. It never stands in the prefix index, and nothing behind it does.
+A snapshot is a sequence that never runs. It shares the blocks of the one that it was taken of, and whoever
+begins with it is its fork. It never stands in the prefix index, and nothing behind it does.
 """
 
 from __future__ import annotations
@@ -78,21 +78,21 @@ class Snapshots(Generic[Seq]):
         if (
             found is None
             or found in self._parked
-            or (seq.most_hit is not None and seq.most_hit < found.num_computed)
+            or (seq.max_prefix_hit is not None and seq.max_prefix_hit < found.num_computed)
         ):
             return None
         return found
 
-    def keep(self, parent: Seq, hidden: Seq) -> bool:
-        """Keep what a sequence is now, in a hidden one that bears its key. Returns: whether there is room."""
-        key = hidden.snapshot_key
+    def keep(self, parent: Seq, snapshot: Seq) -> bool:
+        """Keep what a sequence is now, in a snapshot that bears its key. Returns: whether there is room."""
+        key = snapshot.snapshot_key
         if key is None or key in self._held or not self._make_room(self.memory.table(parent.seq_id)):
             return False
         assert parent.keys is not None, f"sequence {parent.seq_id} was not added"
-        hidden.keys = parent.keys.fork(hidden.token_ids)
-        hidden.num_computed, hidden.account = parent.num_computed, parent.account.fork()
-        self.memory.fork(parent.seq_id, hidden.seq_id, hidden.keys)
-        self._held[key] = hidden
+        snapshot.keys = parent.keys.fork(snapshot.token_ids)
+        snapshot.num_computed, snapshot.account = parent.num_computed, parent.account.fork()
+        self.memory.fork(parent.seq_id, snapshot.seq_id, snapshot.keys)
+        self._held[key] = snapshot
         self.num_taken += 1
         return True
 
@@ -107,29 +107,29 @@ class Snapshots(Generic[Seq]):
     def _is_too_much(self, table: BlockTable) -> bool:
         return self.num_blocks + table.num_blocks > self.max_blocks or self.lacks_open(table)
 
-    def enter(self, hidden: Seq, table: BlockTable) -> tuple[int | None, ...] | None:
+    def enter(self, snapshot: Seq, table: BlockTable) -> tuple[int | None, ...] | None:
         """Take in one that was read from disk; the least recently used of those on the host make room.
 
         table: inexact; its block ids stand for any blocks
         Returns: its slots on the host, for the caller to fill; None: there is no room, or it is here already
         """
         assert isinstance(self.memory, TieredMemory), "there is no disk without a host"
-        assert hidden.snapshot_key is not None, "it is found by its key"
-        if hidden.snapshot_key in self._held:
+        assert snapshot.snapshot_key is not None, "it is found by its key"
+        if snapshot.snapshot_key in self._held:
             return None
         parked = [seq for seq in self if self.is_parked(seq) and seq not in self._parked]
-        slots = self.memory.enter_parked(hidden.seq_id, table)
+        slots = self.memory.enter_parked(snapshot.seq_id, table)
         while slots is None and parked:
             self._drop(parked.pop(0))
-            slots = self.memory.enter_parked(hidden.seq_id, table)
+            slots = self.memory.enter_parked(snapshot.seq_id, table)
         if slots is not None:
-            self._held[hidden.snapshot_key] = hidden
+            self._held[snapshot.snapshot_key] = snapshot
         return slots
 
-    def adopt(self, hidden: Seq, table: BlockTable) -> list[int] | None:
+    def adopt(self, snapshot: Seq, table: BlockTable) -> list[int] | None:
         """Take in one that comes from elsewhere, between two steps; the least recently used of those on the
         device are forgotten for it. Returns: its blocks, to be filled at once; None: there is no room."""
-        assert hidden.snapshot_key is not None, "it is found by its key"
+        assert snapshot.snapshot_key is not None, "it is found by its key"
         needed = table.num_blocks
         if needed > self.max_blocks:
             return None
@@ -138,8 +138,8 @@ class Snapshots(Generic[Seq]):
             self._drop(above.pop(0))
         if needed > self.memory.num_free or self._is_too_much(table):
             return None
-        self._held[hidden.snapshot_key] = hidden
-        return self.memory.adopt(hidden.seq_id, table)
+        self._held[snapshot.snapshot_key] = snapshot
+        return self.memory.adopt(snapshot.seq_id, table)
 
     def must_wait(self, seq: Seq) -> bool:
         """Whether one that waits, and has computed nothing, is to go on waiting for what lies on disk."""

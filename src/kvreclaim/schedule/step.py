@@ -32,7 +32,7 @@ class Admitted:
 
     num_loaded: of these, tokens that come from the host
     resumed:    it goes on where it was parked: nothing of it is computed again
-    snapshot:   id of the hidden sequence that it is a fork of; unparked: this has come back for it
+    snapshot:   id of the snapshot that it is a fork of; unparked: this has come back for it
     """
 
     seq_id: int
@@ -58,7 +58,7 @@ class StepPlan:
 
     preempted: sequences whose side state is to be dropped, or kept aside
     failed:    sequences that could not be scheduled, with the error: their requests end
-    parked:    hidden sequences (snapshots) whose side state is to be kept aside; dropped: to be forgotten
+    parked:    snapshots whose side state is to be kept aside; dropped: to be forgotten
     swap_out:  (block, host slot), moved before all else
     swap_in:   (host slot, block), moved next
     copies:    (source, target) blocks, copied together before anything is written; no block is both, and

@@ -61,7 +61,7 @@ ENGINE_FIELDS = {"compression": "kv_compression"} | {
         "bad_words",
         "prompt_logprobs",
         "cache_salt",
-        "compress_at",
+        "compress_prompt_at",
         "beam_width",
     )
 }

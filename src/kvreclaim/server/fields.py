@@ -106,10 +106,10 @@ def mirrors(config: type, names: Iterable[str]) -> Callable[[type[T]], type[T]]:
     def with_settings(body: type[T]) -> type[T]:
         fields: dict[str, Any] = {}
         for setting in (settings_of(config)[name] for name in names):
-            bounds = {"minimum": setting.said.low, "maximum": setting.said.high}
+            bounds = {"minimum": setting.spec.low, "maximum": setting.spec.high}
             extra: dict[str, Any] = {key: bound for key, bound in bounds.items() if bound is not None}
-            described = Field(None, description=setting.said.help, json_schema_extra=extra)
-            also = Literal[setting.said.also] if setting.said.also else None
+            described = Field(None, description=setting.spec.help, json_schema_extra=extra)
+            also = Literal[setting.spec.also] if setting.spec.also else None
             fields[setting.name] = (setting.type | also | None, described)
         return create_model(
             body.__name__, __base__=body, __module__=body.__module__, __doc__=body.__doc__, **fields
@@ -158,7 +158,7 @@ class GeneratingFields(Fields):
     cache_salt: str | None = Field(None, min_length=1)
     priority: int = Field(0, ge=-MAX_INT32 - 1, le=MAX_INT32)
     kv_compression: KVCompression | None = None
-    compress_at: int | None = Field(None, ge=1, le=MAX_INT32)
+    compress_prompt_at: int | None = Field(None, ge=1, le=MAX_INT32)
     sparse_prefill: Literal["dense"] | None = None
 
 

@@ -38,15 +38,20 @@ KEYLESS = "all"
 
 
 class SlotRequest(ConversationOptions):
-    """filename: without a path; prompt or messages: what is to be saved of; compress_at: what compression has
-    left of so many of its tokens, instead of its blocks; kv_compression: as the requests said it"""
+    """What to save or restore.
+
+    filename: without a path
+    prompt or messages: whose blocks are saved
+    compress_prompt_at: saves what compression has left of so many of its tokens instead
+    kv_compression: as the requests gave it
+    """
 
     filename: str = Field(min_length=1, max_length=128)
     prompt: str | Listed[int] | None = None
     messages: Messages | None = None
     cache_salt: str | None = Field(None, min_length=1)
     kv_compression: KVCompression | None = None
-    compress_at: int | None = Field(None, ge=1, le=MAX_INT32)
+    compress_prompt_at: int | None = Field(None, ge=1, le=MAX_INT32)
 
 
 class SlotAnswer(BaseModel):
@@ -87,7 +92,12 @@ async def slots(
     _check_room(path, service)
     tokens = await service.workers.run(tenant.name, partial(_tokens, body, service))
     save = partial(
-        _save, tokens=tokens, path=path, salt=salt, compression=compression, compress_at=body.compress_at
+        _save,
+        tokens=tokens,
+        path=path,
+        salt=salt,
+        compression=compression,
+        compress_prompt_at=body.compress_prompt_at,
     )
     info = await _asked(service, save, body.filename)
     timings = {"save_ms": 1000 * (time.perf_counter() - started)}
@@ -127,17 +137,17 @@ def _tokens(body: SlotRequest, service: Service) -> list[int]:
 
 def _compression(action: str, body: SlotRequest, service: Service) -> CompressionConfig | None:
     """Of what is to be saved. Raises: ApiError 400 where it means nothing."""
-    if body.compress_at is None and body.kv_compression is None:
+    if body.compress_prompt_at is None and body.kv_compression is None:
         return None
-    for name in ("compress_at", "kv_compression"):
+    for name in ("compress_prompt_at", "kv_compression"):
         if action != "save" and getattr(body, name) is not None:
             raise ApiError(400, f"{name} says what to save; with action={action} leave it out.", name)
-    if body.compress_at is None:
+    if body.compress_prompt_at is None:
         raise ApiError(
             400,
-            "kv_compression is given without compress_at: only what is compressed at a place of the prompt "
-            "can be saved; say where, or leave kv_compression out.",
-            "compress_at",
+            "kv_compression is given without compress_prompt_at: only what is compressed at a place of the "
+            "prompt can be saved; say where, or leave kv_compression out.",
+            "compress_prompt_at",
         )
     return service.compression(body.kv_compression)
 
@@ -149,10 +159,10 @@ def _save(
     path: Path,
     salt: str | None,
     compression: CompressionConfig | None,
-    compress_at: int | None,
+    compress_prompt_at: int | None,
 ) -> SessionInfo:
     return host.llm.save_session(
-        {"prompt_token_ids": tokens, "cache_salt": salt, "compress_at": compress_at},
+        {"prompt_token_ids": tokens, "cache_salt": salt, "compress_prompt_at": compress_prompt_at},
         path,
         compression=compression,
     )

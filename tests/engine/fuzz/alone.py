@@ -41,7 +41,7 @@ class Question:
     interval: int
     chunk: int
     kernels: str
-    compress_at: int | None = None
+    compress_prompt_at: int | None = None
     max_len: int | None = None
     sparse: str | None = None
     recall: str | None = None

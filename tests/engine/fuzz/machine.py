@@ -160,18 +160,18 @@ class Machine:
             interval=ask.interval,
             chunk=setup.max_num_batched_tokens,
             kernels=setup.kernels,
-            compress_at=self.compress_at(ask, prompt),
+            compress_prompt_at=self.compress_prompt_at(ask, prompt),
             sparse=ask.sparse,
             recall=ask.recall if ask.policy is not None and setup.recalls and not verify else None,
             verify=verify,
             limits=None if ask.kind in ("beams", "score") else ask.limits,
         )
 
-    def compress_at(self, ask: Ask, prompt: list[int]) -> int | None:
+    def compress_prompt_at(self, ask: Ask, prompt: list[int]) -> int | None:
         """Where that can be."""
-        if ask.policy in (None, "full", "oracle", "quest") or not ask.compress_at:
+        if ask.policy in (None, "full", "oracle", "quest") or not ask.compress_prompt_at:
             return None
-        return ask.compress_at if ask.compress_at < len(prompt) else None
+        return ask.compress_prompt_at if ask.compress_prompt_at < len(prompt) else None
 
     def compressor(self, llm: LLM, question: Question) -> Compressor | None:
         if question.policy is None:
@@ -222,7 +222,7 @@ class Machine:
             question.params(),
             self.compressor(llm, question),
             continuation=list(question.continuation) or None,
-            compress_at=question.compress_at,
+            compress_prompt_at=question.compress_prompt_at,
             cache_salt=question.salt,
             sparse_prefill=question.sparse,
             beams=question.beams,

@@ -21,7 +21,7 @@ POLICIES = (
     "shares(kvzip)",
     "kvzap",
     "shares(kvzap)",
-    "evict-only(kvzap)",
+    "evict_only(kvzap)",
     "r_kv(window=3)",
     "h2o",
     "tova",
@@ -35,8 +35,8 @@ POLICIES = (
     "quest",
     "full",
     "oracle",
-    "evict-only(query_mixture)",
-    "evict-only(h2o)",
+    "evict_only(query_mixture)",
+    "evict_only(h2o)",
     "critical(knorm)",
     "segments(tova, n=2)",
     "protect(knorm, first=3)",
@@ -146,7 +146,7 @@ class Ask:
     fault: str | None = None
     retention: int = 0
     tenant: str | None = None
-    compress_at: int | None = None
+    compress_prompt_at: int | None = None
     sparse: str | None = None
     reuse: str | None = None
     verify: int = 0
@@ -206,7 +206,7 @@ class Habits:
     raises: float
     not_finite: float
     special: float
-    compress_at: int | None
+    compress_prompt_at: int | None
     sparse: tuple[str | None, ...]
     reuse: tuple[str | None, ...]
     recalls: tuple[str | None, ...]
@@ -224,7 +224,7 @@ class Habits:
             raises=random.choice((0.0, 0.02, 0.2)),
             not_finite=random.choice((0.0, 0.0, 0.02)),
             special=random.choice((0.0, 0.05)),
-            compress_at=random.choice((None, 14, 16, 20)),
+            compress_prompt_at=random.choice((None, 14, 16, 20)),
             sparse=random.choice(((None,), (None,), (None, *SPARSE), SPARSE)),
             reuse=random.choice(((None,), (None, *SELECTIONS), SELECTIONS)),
             recalls=random.choice(((None,), (None, *RECALLS), RECALLS)),
@@ -271,7 +271,7 @@ def crowded(random: Random, setup: Setup, operations: list[Operation]) -> tuple[
             reuse=None,
             recall=None,
             verify=random.choice((0, 0, 0, 4)),
-            compress_at=each.compress_at if random.random() < 0.3 else None,
+            compress_prompt_at=each.compress_prompt_at if random.random() < 0.3 else None,
         )
         if isinstance(each, Ask)
         else each
@@ -331,7 +331,7 @@ def random_ask(random: Random, habits: Habits) -> Ask:
         fault=random.choice(("guilty", "poison")) if random.random() < habits.special else None,
         retention=random.choice((0, 0, 0, 8)),
         tenant=random.choice(habits.tenants),
-        compress_at=habits.compress_at if random.random() < 0.8 else None,
+        compress_prompt_at=habits.compress_prompt_at if random.random() < 0.8 else None,
         sparse=random.choice(habits.sparse),
         reuse=random.choice(habits.reuse),
         recall=random.choice(habits.recalls),
@@ -339,19 +339,26 @@ def random_ask(random: Random, habits: Habits) -> Ask:
         limits=random.choice(habits.limits),
     )
     if ask.verify and ask.policy is not None:  # most of what else may be asked for excludes it
-        return replace(ask, compress_at=None, sparse=None, reuse=None, recall=None)
+        return replace(ask, compress_prompt_at=None, sparse=None, reuse=None, recall=None)
     if ask.recall is not None and random.random() < 0.9:  # most of what excludes it is left out
         recall = RECALLS[0] if ask.kind in ("many", "beams") else ask.recall
         policy = ask.policy if ask.policy in RECALLING else random.choice(RECALLING)
         cut = random.choice((20, 27, 27))  # most shorter ones are never compressed
         return replace(
-            ask, cut=cut, recall=recall, policy=policy, max_tokens=14, compress_at=None, reuse=None, verify=0
+            ask,
+            cut=cut,
+            recall=recall,
+            policy=policy,
+            max_tokens=14,
+            compress_prompt_at=None,
+            reuse=None,
+            verify=0,
         )
     if ask.reuse is None:
         return ask
     policy = ask.policy if ask.seed else None  # most of what else may be asked for excludes chunks
     cut = random.choice((ask.cut, 20, 27, 27))  # in a small pool only short prompts have room
-    return replace(ask, cut=cut, policy=policy, compress_at=None, sparse=None)
+    return replace(ask, cut=cut, policy=policy, compress_prompt_at=None, sparse=None)
 
 
 def random_operations(random: Random, num_steps: int) -> list[Operation]:

@@ -86,7 +86,7 @@ ALL_GAVE_WAY = Walk(
             max_tokens=1,
             retention=8,
             tenant="x",
-            compress_at=14,
+            compress_prompt_at=14,
         ),
         Ask(
             text=1,
@@ -98,7 +98,7 @@ ALL_GAVE_WAY = Walk(
             stop=(7, 11, 30),
             retention=8,
             tenant="x",
-            compress_at=14,
+            compress_prompt_at=14,
         ),
     ),
 )
@@ -136,7 +136,7 @@ def test_a_random_walk_over_blocks_in_host_memory(seed, machine, oracle, monkeyp
         preemption_mode="auto",
     )
     operations = tuple(
-        replace(each, policy=None, compress_at=None, sparse=None, reuse=None)
+        replace(each, policy=None, compress_prompt_at=None, sparse=None, reuse=None)
         if isinstance(each, Ask) and i % 5
         else each
         for i, each in enumerate(drawn.operations)
@@ -158,7 +158,14 @@ def test_random_walks_that_verify(on_host, machine, oracle):
             setup = replace(setup, preemption_mode="auto", cold_units=0)
         policies = cycle(POLICIES[seed % 5 :: 3])
         operations = tuple(
-            replace(each, policy=next(policies), verify=1 + i % 7, compress_at=None, sparse=None, reuse=None)
+            replace(
+                each,
+                policy=next(policies),
+                verify=1 + i % 7,
+                compress_prompt_at=None,
+                sparse=None,
+                reuse=None,
+            )
             if isinstance(each, Ask)
             else each
             for i, each in enumerate(drawn.operations)

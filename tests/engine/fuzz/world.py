@@ -141,7 +141,7 @@ class World:
                 priority=ask.priority if self.setup.scheduling_policy != "fcfs" else 0,
                 retention=(Retention(ask.retention, 3600.0),) if ask.retention else (),
                 tenant=ask.tenant,
-                compress_at=question.compress_at,
+                compress_prompt_at=question.compress_prompt_at,
                 cache_salt=question.salt,
                 sparse_prefill=question.sparse,
                 beams=question.beams,

@@ -19,10 +19,10 @@ class EvictOnly(Wrapper):
     Cost: that of inner.
     """
 
-    name = "evict-only"
+    name = "evict_only"
     eviction_method = EvictionMethod.MASK
     unfit = tuple(trait for trait in Trait if trait is not Trait.LIFTS)
     remedy = (
         "wrap a policy that evicts, compacts and keeps equal counts at original positions, such as "
-        "evict-only(query_mixture)"
+        "evict_only(query_mixture)"
     )

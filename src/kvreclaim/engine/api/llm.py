@@ -325,7 +325,7 @@ class LLM:
         blocks, and which running requests hold them. A copy, of this moment; O(cached blocks).
         `node.lines()` draws it.
 
-        Compressed prefixes (compress_at) and what only lies on the host or on disk are not in it.
+        Compressed prefixes (compress_prompt_at) and what only lies on the host or on disk are not in it.
         """
         return prefix_tree(self.engine.memory.pool.index, self.engine.block_holders())
 
@@ -339,23 +339,23 @@ class LLM:
         """Write what is cached of a prompt to a file: its leading full blocks, wherever they lie. Of a prompt
         with its answer: output.prompt_token_ids + output.outputs[0].token_ids.
 
-        prompt:      with compress_at: instead, what compression has left of so many leading tokens
+        prompt:      with compress_prompt_at: instead, what compression has left of so many leading tokens
         compression: of such a prompt, as it was when the prompt was computed; None for the engine's own
 
         Raises: InvalidArgumentError if nothing is, OSError.
         """
         spec = request_of(prompt, self._encode, params=SamplingParams())
         tokens, salt, config = spec.prompt_token_ids, spec.cache_salt, compression or self.compression
-        if spec.compress_at is None:
+        if spec.compress_prompt_at is None:
             require(
                 compression is None,
-                "compression is given without compress_at: only what is compressed at a place of the prompt "
-                "can be saved; say where, or leave compression out.",
-                "compress_at",
+                "compression is given without compress_prompt_at: only what is compressed at a place of the "
+                "prompt can be saved; say where, or leave compression out.",
+                "compress_prompt_at",
             )
             return self.engine.sessions.save(tokens, path, salt)
         compressor = None if config is None else self.compressor(config)
-        return self.engine.sessions.save_compressed(tokens, path, salt, compressor, spec.compress_at)
+        return self.engine.sessions.save_compressed(tokens, path, salt, compressor, spec.compress_prompt_at)
 
     def load_session(self, path: str | os.PathLike[str], *, cache_salt: str | None = None) -> SessionInfo:
         """Read such a file: prompts that begin so, and have this salt, are found in the cache from now on. Of

@@ -61,23 +61,23 @@ class Lifecycle:
         footprint: Footprint,
         *,
         queued: bool = True,
-        most_hit: int | None = None,
+        max_prefix_hit: int | None = None,
     ) -> None:
         """Take the request in, with its first sequence.
 
         queued:   at once, or when `queue` is called
-        most_hit: leading tokens that a prefix hit may cover; None: any number
+        max_prefix_hit: leading tokens that a prefix hit may cover; None: any number
         """
         seq = self._new_sequence(request, 0, token_ids, footprint)
         seq.seats = request.num_seats
-        if footprint.compress_at and request.compressor is not None:
+        if footprint.compress_prompt_at and request.compressor is not None:
             salt = prefix_salt(request.spec.cache_salt, None, request.sparse_prefill)
             seq.snapshot_key = snapshot_key(token_ids, salt, request.compressor, footprint)
-        seq.most_hit = most_hit
+        seq.max_prefix_hit = max_prefix_hit
         if request.lacks_prompt_logprobs:
-            seq.most_hit = 0
+            seq.max_prefix_hit = 0
         elif request.scores is not None:
-            seq.most_hit = seq.num_prompt - 1
+            seq.max_prefix_hit = seq.num_prompt - 1
         self.requests[request.request_id] = request
         if queued:
             self.queue(request)
@@ -329,7 +329,7 @@ class Lifecycle:
             request=request,
             generator=generator,
             detokenizer=detokenizer,
-            together=request.beams is not None,
+            gang=request.beams is not None,
         )
         self.sequences[seq_id] = seq
         request.sequences.append(seq)

@@ -37,21 +37,21 @@ class CompressedSessions:
 
     def __init__(
         self,
-        hidden: SnapshotStore,
+        store: SnapshotStore,
         memory: MemoryManager,
         cache: KVCache,
         backend: Backend,
         tiers: Offload | None,
         config: EngineConfig,
     ) -> None:
-        self.hidden, self.memory, self.cache, self.backend = hidden, memory, cache, backend
+        self.store, self.memory, self.cache, self.backend = store, memory, cache, backend
         self.tiers, self.config = tiers, config
 
     def key_of(
-        self, token_ids: list[int], salt: str | None, compressor: Compressor | None, compress_at: int
+        self, token_ids: list[int], salt: str | None, compressor: Compressor | None, compress_prompt_at: int
     ) -> SnapshotKey:
         """Of what a request leaves whose prompt begins so. Raises: InvalidArgumentError."""
-        footprint = footprint_of(compressor, self.config, [*token_ids, BEYOND], compress_at)
+        footprint = footprint_of(compressor, self.config, [*token_ids, BEYOND], compress_prompt_at)
         assert compressor is not None, "footprint_of refuses a place without a policy that evicts"
         return snapshot_key(token_ids, salt, compressor, footprint)
 
@@ -65,23 +65,23 @@ class CompressedSessions:
         return SessionFile(fields, facts, found.tensors)
 
     def _image(self, key: SnapshotKey) -> Image:
-        seq = self.hidden.scheduler.snapshots.get(key)
+        seq = self.store.scheduler.snapshots.get(key)
         if seq is None:
             raise InvalidArgumentError(
                 f"nothing is cached of these {key.num_tokens} tokens so compressed; generate with them, this "
-                "compression and this compress_at first, and save before others have taken the blocks.",
+                "compression and this compress_prompt_at first, and save before others take the blocks.",
             )
         if self.tiers is not None and self.tiers.memory.is_parked(seq.seq_id):
             tiers, parked = self.tiers, self.tiers.memory.parked(seq.seq_id)
             return image_of_parked(
                 seq, parked, tiers.parking.aside(seq.seq_id), self.cache, tiers.moves.slots
             )
-        return image_of(seq, self.memory, self.cache, self.hidden.signals)
+        return image_of(seq, self.memory, self.cache, self.store.signals)
 
     def _on_disk(self, key: SnapshotKey) -> SessionFile | None:
         """Of the disk tier's, one that lies nowhere else."""
         prefixes = None if self.tiers is None else self.tiers.prefixes
-        is_above = self.hidden.scheduler.snapshots.get(key) is not None
+        is_above = self.store.scheduler.snapshots.get(key) is not None
         if prefixes is None or is_above or key not in prefixes.below:
             return None
         found = prefixes.files.load(key.name, lambda file: is_file_of(key, file))
@@ -104,7 +104,7 @@ class CompressedSessions:
                 f"{os.fspath(path)} holds no compressed session of this engine ({error}); save it again.",
                 field="filename",
             ) from error
-        if self.hidden.scheduler.snapshots.get(key) is None:
+        if self.store.scheduler.snapshots.get(key) is None:
             self._enter(key, image)
         return key.num_tokens
 
@@ -135,7 +135,7 @@ class CompressedSessions:
                 )
 
     def _enter(self, key: SnapshotKey, image: Image) -> None:
-        seq, snapshots = self.hidden.of_key(key, image.state), self.hidden.scheduler.snapshots
+        seq, snapshots = self.store.of_key(key, image.state), self.store.scheduler.snapshots
         seq.keys, seq.account = self.memory.keys(seq.token_ids, key.salt), image.account
         blocks = snapshots.adopt(seq, image.table(seq.keys))
         if blocks is None:
@@ -144,7 +144,7 @@ class CompressedSessions:
                 f"{snapshots.max_blocks}, and {self.memory.num_free} of {self.memory.pool.num_blocks} are "
                 "free; end some requests, or raise prefix_snapshot_fraction or num_blocks."
             )
-        self.hidden.held[seq.seq_id] = seq
+        self.store.held[seq.seq_id] = seq
         try:
             self._fill(seq.seq_id, image, blocks)
             seq.state = moved(image.state, self.cache.device)
@@ -157,7 +157,7 @@ class CompressedSessions:
 
     def _fill(self, seq_id: int, image: Image, blocks: list[int]) -> None:
         """Give blocks their bytes, and the sequence what it has beside them."""
-        signals, places = self.hidden.signals, range(len(blocks))
+        signals, places = self.store.signals, range(len(blocks))
         if self.cache.open is not None:
             self.backend.keep_open(self.cache, set(self.memory.open_blocks()))
         self.backend.prepare_blocks(self.cache, blocks)

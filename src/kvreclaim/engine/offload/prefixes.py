@@ -42,14 +42,14 @@ class Prefixes:
 
     def __init__(
         self,
-        hidden: SnapshotStore,
+        store: SnapshotStore,
         parking: Parking,
         moves: Moves,
         files: PrefixFiles,
         below: DiskPrefixIndex[Sequence],
         store_after: int = 1,
     ) -> None:
-        self.hidden, self.memory, self.signals = hidden, parking.memory, hidden.signals
+        self.store, self.memory, self.signals = store, parking.memory, store.signals
         self.parking, self.slots, self.cache = parking, moves.slots, parking.cache
         self.files, self.below, self.store_after = files, below, store_after
         found = files.scan()
@@ -80,20 +80,20 @@ class Prefixes:
         """Whether something is on its way to or from disk."""
         return bool(self._storing or self._reading)
 
-    def made(self, hidden: Sequence) -> None:
+    def made(self, snapshot: Sequence) -> None:
         """A snapshot has been taken, and lies on the device."""
         if self.store_after <= 1:
-            self._store(hidden)
+            self._store(snapshot)
 
-    def used(self, hidden: Sequence) -> bool:
+    def used(self, snapshot: Sequence) -> bool:
         """A request begins with it. Returns: whether it has come from disk for it."""
-        assert hidden.snapshot_key is not None, "it is found by its key"
-        key, now = hidden.snapshot_key, time.monotonic()
-        is_fresh = hidden.seq_id in self._fresh
-        self._fresh.discard(hidden.seq_id)
+        assert snapshot.snapshot_key is not None, "it is found by its key"
+        key, now = snapshot.snapshot_key, time.monotonic()
+        is_fresh = snapshot.seq_id in self._fresh
+        self._fresh.discard(snapshot.seq_id)
         self.num_hits += is_fresh
         if key not in self.below:
-            self._due.append(hidden)
+            self._due.append(snapshot)
         elif now - self._touched.get(key.name, -TOUCH_S) >= TOUCH_S:
             self._touched[key.name] = now
             self.workers.touch(key.name)
@@ -102,21 +102,21 @@ class Prefixes:
     def flush(self) -> None:
         """Store those that were used in this step and are not on disk; they are on the device."""
         due, self._due = self._due, []
-        for hidden in due:
-            seq_id = hidden.seq_id
-            if seq_id in self.hidden.held and not self.memory.is_parked(seq_id):
-                self._store(hidden)
+        for snapshot in due:
+            seq_id = snapshot.seq_id
+            if seq_id in self.store.held and not self.memory.is_parked(seq_id):
+                self._store(snapshot)
 
-    def _store(self, hidden: Sequence) -> None:
+    def _store(self, snapshot: Sequence) -> None:
         """Copy it to the host, and let a thread write it. A failure leaves it where it is."""
-        key = hidden.snapshot_key
+        key = snapshot.snapshot_key
         if key is None or not key.is_lasting or key in self.below or key.name in self._storing:
             return
         if not self.workers.takes_stores():
             return
         try:
             facts, tensors = record_of(
-                image_of(hidden, self.memory, self.cache, self.signals), key, self.cache
+                image_of(snapshot, self.memory, self.cache, self.signals), key, self.cache
             )
         except Exception:
             logger.exception("a compressed prefix could not be copied to the host; it is not stored")
@@ -157,14 +157,14 @@ class Prefixes:
 
     def _enter(self, key: SnapshotKey, image: Image) -> None:
         """Let an image lie on the host as the snapshot of this key, if there is room."""
-        seq = self.hidden.of_key(key, image.state)
+        seq = self.store.of_key(key, image.state)
         seq.keys, seq.account = self.memory.keys(seq.token_ids, key.salt), image.account
-        slots = self.hidden.scheduler.snapshots.enter(seq, image.table(seq.keys))
+        slots = self.store.scheduler.snapshots.enter(seq, image.table(seq.keys))
         if slots is None:
             return
         self.slots.fill([slot for slot in slots if slot is not None], image.blocks, image.beside)
         self.parking.enter(seq.seq_id, image.aside)
-        self.hidden.held[seq.seq_id] = seq
+        self.store.held[seq.seq_id] = seq
         self._fresh.add(seq.seq_id)
 
     def invalidate(self, key: SnapshotKey) -> None:
@@ -184,16 +184,16 @@ class Prefixes:
 
 
 def make_prefixes(
-    config: EngineConfig, hidden: SnapshotStore, parking: Parking, moves: Moves, namespace: Namespace
+    config: EngineConfig, store: SnapshotStore, parking: Parking, moves: Moves, namespace: Namespace
 ) -> Prefixes:
     """Of an engine with a file below its host slots."""
     assert config.kv_offloading_disk_path is not None, "there is a file"
     files = PrefixFiles(config.kv_offloading_disk_path, namespace, size_bytes(config), share_bytes(config))
     worth = prefix_worth(config, moves.rates)
     below: DiskPrefixIndex[Sequence] = DiskPrefixIndex(load_wait(config), worth, time.monotonic)
-    hidden.scheduler.snapshots.look_below(below)
+    store.scheduler.snapshots.look_below(below)
     store_after = 2 if config.kv_offloading_disk_write_policy == "write_through_selective" else 1
-    return Prefixes(hidden, parking, moves, files, below, store_after)
+    return Prefixes(store, parking, moves, files, below, store_after)
 
 
 def is_file_of(key: SnapshotKey, file: SessionFile) -> bool:

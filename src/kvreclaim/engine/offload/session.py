@@ -71,13 +71,13 @@ class Sessions:
         path: str | os.PathLike[str],
         salt: str | None,
         compressor: Compressor | None,
-        compress_at: int,
+        compress_prompt_at: int,
     ) -> SessionInfo:
         """What compression has left of these tokens at this place, wherever it lies.
 
         Raises: InvalidArgumentError if there is nothing, OSError.
         """
-        key = self.compressed.key_of(token_ids, salt, compressor, compress_at)
+        key = self.compressed.key_of(token_ids, salt, compressor, compress_prompt_at)
         return SessionInfo(key.num_tokens, self.compressed.file_of(key, self.fields).save(path))
 
     def load(self, path: str | os.PathLike[str], salt: str | None) -> SessionInfo:

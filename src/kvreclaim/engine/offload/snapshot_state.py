@@ -1,4 +1,4 @@
-"""Hidden sequences, which hold compressed prefixes, and what belongs to them outside of the memory."""
+"""Compressed prefixes: sequences that never run, and their state outside of the memory."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 class SnapshotFiles(Protocol):
     """Where they are kept on disk (engine/offload/prefixes.py)."""
 
-    def made(self, hidden: Sequence) -> None: ...
+    def made(self, snapshot: Sequence) -> None: ...
 
-    def used(self, hidden: Sequence) -> bool: ...
+    def used(self, snapshot: Sequence) -> bool: ...
 
     def invalidate(self, key: SnapshotKey) -> None: ...
 
@@ -72,7 +72,7 @@ class SnapshotStore(Extension):
         self.drop(plan.dropped)
 
     def compressed(self, seq: Sequence, done: Pass[int]) -> None:
-        if seq.snapshot_key is not None and done.logical_len == seq.footprint.compress_at:
+        if seq.snapshot_key is not None and done.logical_len == seq.footprint.compress_prompt_at:
             self.keep(seq)
 
     def unmoved(self, plan: StepPlan) -> None:
@@ -83,14 +83,14 @@ class SnapshotStore(Extension):
         self.invalidate(seq.snapshot_key)
 
     def keep(self, parent: Sequence) -> None:
-        """Keep what a sequence is, just compressed at its compress_at, for others that begin like it."""
+        """Keep what compression at compress_prompt_at has left of a sequence, for requests that begin so."""
         seq = replace(
             parent,
             seq_id=self._new_id(),
             token_ids=parent.token_ids[: parent.num_computed],
             state=parent.state.fork(),
             keys=None,
-            together=False,
+            gang=False,
             followers=[],
             awaits=None,
             row_cache=None,

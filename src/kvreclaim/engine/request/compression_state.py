@@ -14,7 +14,7 @@ from kvreclaim.ops.cell_tables import CellTable
 class CompressionState:
     """What a way of compressing remembers of one sequence between two passes, besides its Account.
 
-    evicted:        [L, K, slots] bool, only where nothing moves (evict-only)
+    evicted:        [L, K, slots] bool, only where nothing moves (evict_only)
     slot_positions: [L, K, slots] int32 logical positions, only for models with sliding windows
     cells:          where each head's tokens lie, only where heads keep unequal numbers
     head_positions: [n] int32 of each layer and head, logical positions of what the last pass has left there,

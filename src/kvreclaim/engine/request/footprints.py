@@ -19,7 +19,7 @@ def footprint_of(
     compressor: Compressor | None,
     config: EngineConfig,
     prompt: list[int],
-    compress_at: int | None = None,
+    compress_prompt_at: int | None = None,
     groups: LayerGroups | None = None,
     sparse: SparseRows | None = None,
 ) -> Footprint:
@@ -31,7 +31,7 @@ def footprint_of(
     plain = Footprint(block_size=config.block_size, max_chunk=config.max_num_batched_tokens, sparse=sparse)
     if groups is not None:
         plain = replace(plain, windows=groups.windows, trailing=groups.trailing)
-    _check_compress_at(compress_at, compressor, len(prompt))
+    _check_compress_prompt_at(compress_prompt_at, compressor, len(prompt))
     if compressor is None:
         return plain
     settings, recall, least = compressor.config, compressor.recall, config.block_size
@@ -45,23 +45,25 @@ def footprint_of(
         settings.footprint(plain),
         window=window,
         offset=crc32(array("q", prompt).tobytes()) % choices,
-        compress_at=compress_at or 0,
+        compress_prompt_at=compress_prompt_at or 0,
     )
 
 
-def _check_compress_at(compress_at: int | None, compressor: Compressor | None, num_prompt: int) -> None:
-    if compress_at is None:
+def _check_compress_prompt_at(
+    compress_prompt_at: int | None, compressor: Compressor | None, num_prompt: int
+) -> None:
+    if compress_prompt_at is None:
         return
-    check_int("compress_at", compress_at, 1)
+    check_int("compress_prompt_at", compress_prompt_at, 1)
     require(
         compressor is not None and compressor.eviction_method.evicts,
-        f"compress_at is {compress_at}, but the request's compression evicts nothing; give it a policy that "
-        "does, or leave compress_at out.",
-        "compress_at",
+        f"compress_prompt_at is {compress_prompt_at}, but the request's compression evicts nothing; give it "
+        "a policy that does, or leave compress_prompt_at out.",
+        "compress_prompt_at",
     )
     require(
-        compress_at < num_prompt,
-        f"compress_at is {compress_at}, but the prompt has {num_prompt} tokens; it must leave one at least "
-        "to be computed behind it.",
-        "compress_at",
+        compress_prompt_at < num_prompt,
+        f"compress_prompt_at is {compress_prompt_at}, but the prompt has {num_prompt} tokens; it must leave "
+        "one at least to be computed behind it.",
+        "compress_prompt_at",
     )

@@ -20,8 +20,8 @@ VERSION = version("kvreclaim")
 
 
 def recipe_of(compressor: Compressor, footprint: Footprint) -> str:
-    """Everything that decides, in this engine, what is left of given tokens at footprint.compress_at. The
-    offset is not in it: it moves passes behind the prompt only."""
+    """Everything that decides, in this engine, what is left of given tokens at footprint.compress_prompt_at.
+    The offset is not in it: it moves passes behind the prompt only."""
     policy = compressor.policy
     told = {
         "semantics": PASS_SEMANTICS,
@@ -40,7 +40,7 @@ def recipe_of(compressor: Compressor, footprint: Footprint) -> str:
 def snapshot_key(
     token_ids: Sequence[int], salt: str | None, compressor: Compressor, footprint: Footprint
 ) -> SnapshotKey:
-    """Of what a pass at footprint.compress_at leaves of these tokens."""
+    """Of what a pass at footprint.compress_prompt_at leaves of these tokens."""
     recipe = recipe_of(compressor, footprint)
-    tokens = array("q", token_ids[: footprint.compress_at]).tobytes()
+    tokens = array("q", token_ids[: footprint.compress_prompt_at]).tobytes()
     return SnapshotKey(salt, recipe, tokens, is_lasting=" at 0x" not in recipe)

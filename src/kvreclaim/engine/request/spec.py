@@ -22,8 +22,8 @@ class RequestSpec:
     priority:     under scheduling_policy "priority" a lower number runs first; else 0
     retention:    how long the blocks of which leading prompt tokens are worth keeping
     tenant:       for whom: tenants get fair shares of the engine
-    compress_at:  tokens of the prompt behind which it is compressed, whatever is due; what that leaves is
-                  kept for requests that begin with the same tokens and say the same
+    compress_prompt_at: tokens of the prompt behind which it is compressed, whatever is due; what that leaves
+                  is kept for requests that begin with the same tokens and say the same
     beams:        search instead of drawing; params are then its `sampling`
     cache_salt:   prefix blocks are shared only among requests with the same salt
     sparse_prefill: how the prompt is computed, by name or as a method; None: as the engine says
@@ -40,7 +40,7 @@ class RequestSpec:
     priority: int = 0
     retention: tuple[Retention, ...] = ()
     tenant: str | None = None
-    compress_at: int | None = None
+    compress_prompt_at: int | None = None
     beams: BeamSearchParams | None = None
     cache_salt: str | None = None
     sparse_prefill: str | SparsePrefill | None = None

@@ -26,7 +26,7 @@ class CompanionDraft:
                 were as probable have been
     """
 
-    owner: Sequence
+    target: Sequence
     companion: Sequence
     most: int
     first: int
@@ -40,8 +40,8 @@ class CompanionDraft:
 
     def take(self, token: int, probability: float) -> None:
         """The next token."""
-        verify = self.owner.request.verify
-        assert verify is not None, f"sequence {self.owner.seq_id} is not verified"
+        verify = self.target.request.verify
+        assert verify is not None, f"sequence {self.target.seq_id} is not verified"
         self.tokens.append(token)
         self.probabilities.append(probability)
         self.companion.token_ids.append(token)
@@ -49,10 +49,11 @@ class CompanionDraft:
 
 
 def draft_all(drafts: list[CompanionDraft], runner: ModelRunner, eos_token_ids: frozenset[int]) -> None:
-    """Draw for all of them together, until none goes on. A token is drawn with the noise with which the owner
-    will draw in its place (a copy of its generator), so that both say the same where they think alike."""
+    """Draw for all of them together, until none goes on. A token is drawn with the noise with which the
+    target will draw in its place (a copy of its generator), so that both say the same where they think
+    alike."""
     for draft in drafts:
-        draft.companion.generator = _copy_of(draft.owner.generator)
+        draft.companion.generator = _copy_of(draft.target.generator)
     going = [draft for draft in drafts if draft.goes_on]
     with torch_alone():
         while going:

@@ -1,4 +1,4 @@
-"""Companions from begin to end: they follow what their owners compute, and draft what comes next.
+"""Companions from begin to end: they follow what their targets compute, and draft what comes next.
 
 Source: VeriCache (arXiv 2605.17613), self-speculation over a compressed cache; docs/lossless.md.
 """
@@ -13,34 +13,34 @@ from kvreclaim.engine.extension import AttentionHook, Extension
 from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
 from kvreclaim.engine.request.request import Scheduled, Sequence, Verify
 from kvreclaim.engine.speculative.companion_drafts import CompanionDraft, draft_all
+from kvreclaim.engine.speculative.companion_tracker import CompanionTracker, adjust, is_target, verify_of
 from kvreclaim.engine.speculative.drafter import most_drafts
-from kvreclaim.engine.speculative.following import CompanionTracker, adjust, is_owner, verify_of
 from kvreclaim.ops.batch import AttentionBatch
 
 
 class Verifier(Extension):
     """Owners are sequences of requests with `verify`: they keep all tokens and compute as if nothing were
     compressed. Each has a companion, a sequence that the scheduler does not know: what the policy keeps of
-    the owner's tokens, compressed at the points at which the policy alone would compress.
+    the target's tokens, compressed at the points at which the policy alone would compress.
 
-    A round: the companions of all owners draft together (`propose`); the scheduler has each owner compute
+    A round: the companions of all targets draft together (`propose`); the scheduler has each target compute
     its last token and the drafts in one step; what it draws behind them is its answer, as far as the drafts
     agree; then the companion is given the exact keys and values of these tokens, over what it wrote while it
     drafted (`computed`), and is compressed if it is due.
 
-    Where a companion lacks blocks, or anything about it fails, its owner goes on without one.
+    Where a companion lacks blocks, or anything about it fails, its target goes on without one.
     """
 
     rank = 50
 
-    def __init__(self, lifecycle: Lifecycle, following: CompanionTracker) -> None:
-        self.lifecycle, self.following = lifecycle, following
-        self.companions, self.runner = following.companions, following.runner
+    def __init__(self, lifecycle: Lifecycle, tracker: CompanionTracker) -> None:
+        self.lifecycle, self.tracker = lifecycle, tracker
+        self.companions, self.runner = tracker.companions, tracker.runner
         self._eos_token_ids = lifecycle.loaded.eos_token_ids
         self._readers: dict[int, Sequence] = {}
         self._drafts: dict[int, CompanionDraft] = {}
 
-    def most_hit(self, verify: Verify) -> int | None:
+    def max_prefix_hit(self, verify: Verify) -> int | None:
         """Leading tokens that a prefix hit may cover; None: any number.
 
         Nobody sees the queries of tokens that are hit. Attention cannot be added up without them, and a
@@ -53,67 +53,67 @@ class Verifier(Extension):
         return 0 if is_blind else None
 
     def attend(self, runs: list[Scheduled], batch: AttentionBatch | None) -> list[AttentionHook]:
-        """Keep the queries of owners for the policies of their companions."""
+        """Keep the queries of targets for the policies of their companions."""
         if not any(item.seq.request.verify is not None for item in runs):
             return []
-        return self.following.asked.watch(runs, batch)
+        return self.tracker.asked.watch(runs, batch)
 
     def computed(self, sequences: list[Sequence]) -> None:
-        """These have advanced; companions come as far as their owners are."""
-        owners = [seq for seq in sequences if is_owner(seq)]
-        for owner in owners:
-            draft = self._drafts.pop(owner.seq_id, None)
-            if draft is not None and owner.num_computed > draft.first:
-                verify_of(owner).note(draft.probabilities, owner.num_computed - draft.first - 1)
-        self.following.follow(owners)
+        """These have advanced; companions come as far as their targets are."""
+        targets = [seq for seq in sequences if is_target(seq)]
+        for target in targets:
+            draft = self._drafts.pop(target.seq_id, None)
+            if draft is not None and target.num_computed > draft.first:
+                verify_of(target).note(draft.probabilities, target.num_computed - draft.first - 1)
+        self.tracker.follow(targets)
 
     def propose(self, running: ListLike[Sequence]) -> None:
-        """Draft for every owner whose companion has come as far as itself."""
-        self.following.forget_gone()
+        """Draft for every target whose companion has come as far as itself."""
+        self.tracker.forget_gone()
         drafts: list[CompanionDraft] = []
         try:
-            for owner in filter(is_owner, running):
-                drafts += self._begin(owner)
+            for target in filter(is_target, running):
+                drafts += self._begin(target)
             draft_all(drafts, self.runner, self._eos_token_ids)
             for draft in drafts:
-                draft.owner.draft_ids = draft.tokens
-                self._drafts[draft.owner.seq_id] = draft
+                draft.target.draft_ids = draft.tokens
+                self._drafts[draft.target.seq_id] = draft
         except Exception as error:
-            self.following.failed("drafting for %d sequences", len(drafts), error)
-            for owner in filter(is_owner, running):
-                self.leave(owner.seq_id)
+            self.tracker.failed("drafting for %d sequences", len(drafts), error)
+            for target in filter(is_target, running):
+                self.leave(target.seq_id)
         for draft in drafts:
             self._end(draft)
 
-    def _begin(self, owner: Sequence) -> list[CompanionDraft]:
+    def _begin(self, target: Sequence) -> list[CompanionDraft]:
         """A draft with room for its tokens, or none."""
-        verify = verify_of(owner)
+        verify = verify_of(target)
         memory, form = self.lifecycle.memory, self.runner.cache.format
-        most = most_drafts(owner, verify.num_tokens, memory, form)
+        most = most_drafts(target, verify.num_tokens, memory, form)
         companion = (
-            self._reader(owner, most) if verify.eviction_method.sparse_reads else self.companions.get(owner)
+            self._reader(target, most) if verify.eviction_method.sparse_reads else self.companions.get(target)
         )
-        if not most or companion is None or companion.num_computed != owner.num_computed:
+        if not most or companion is None or companion.num_computed != target.num_computed:
             return []
-        companion.token_ids[companion.num_computed :] = owner.token_ids[companion.num_computed :]
+        companion.token_ids[companion.num_computed :] = target.token_ids[companion.num_computed :]
         most = most_drafts(companion, most, self.companions.memory, form)
-        while most and not self.following.has_room(companion, most):
+        while most and not self.tracker.has_room(companion, most):
             most //= 2
-        draft = CompanionDraft(owner, companion, most, companion.num_computed)
+        draft = CompanionDraft(target, companion, most, companion.num_computed)
         if not most:
             self._end(draft)
         return [draft] if most else []
 
-    def _reader(self, owner: Sequence, most: int) -> Sequence | None:
-        """A companion that reads some of the owner's own blocks: a fork of it, as long as it drafts."""
+    def _reader(self, target: Sequence, most: int) -> Sequence | None:
+        """A companion that reads some of the target's own blocks: a fork of it, as long as it drafts."""
         if not most:
             return None
-        reader = self._readers.get(owner.seq_id)
+        reader = self._readers.get(target.seq_id)
         if reader is None:
-            reader = self._readers[owner.seq_id] = self.following.new(owner)
-        reader.token_ids[:], reader.row_cache = owner.token_ids, None
-        adjust(reader, owner)
-        self.companions.fork(owner, reader, owner)
+            reader = self._readers[target.seq_id] = self.tracker.new(target)
+        reader.token_ids[:], reader.row_cache = target.token_ids, None
+        adjust(reader, target)
+        self.companions.fork(target, reader, target)
         return reader
 
     def _end(self, draft: CompanionDraft) -> None:
@@ -123,17 +123,17 @@ class Verifier(Extension):
         self.runner.signals.digests.cut(
             companion.seq_id, companion.num_computed // self.companions.memory.block_size
         )
-        if draft.owner.seq_id in self._readers:
-            self.companions.leave(draft.owner.seq_id)
+        if draft.target.seq_id in self._readers:
+            self.companions.leave(draft.target.seq_id)
 
     # Owners' lives.
 
     def forked(self, parent: Sequence, child: Sequence) -> None:
-        """An owner has been forked; its companion is, too."""
+        """A target has been forked; its companion is, too."""
         companion = self.companions.get(parent)
-        if companion is None or not is_owner(child):
+        if companion is None or not is_target(child):
             return
-        branch = self.following.new(child)
+        branch = self.tracker.new(child)
         branch.state = companion.state.fork()
         self.companions.fork(child, branch, companion)
         self.runner.signals.fork(companion.seq_id, branch.seq_id)
@@ -144,9 +144,9 @@ class Verifier(Extension):
     def released(self, seq_id: int) -> None:
         self.leave(seq_id)
 
-    def leave(self, owner_id: int) -> None:
-        """An owner has lost its blocks, or ended, or its companion is of no use."""
-        self.following.leave(owner_id)
-        self._drafts.pop(owner_id, None)
-        if (reader := self._readers.pop(owner_id, None)) is not None:
+    def leave(self, target_id: int) -> None:
+        """A target has lost its blocks, or ended, or its companion is of no use."""
+        self.tracker.leave(target_id)
+        self._drafts.pop(target_id, None)
+        if (reader := self._readers.pop(target_id, None)) is not None:
             self.runner.signals.drop(reader.seq_id)

@@ -39,8 +39,8 @@ from kvreclaim.engine.request.sizing import max_open_snapshots
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.sampling.beam_search import BeamSearch
 from kvreclaim.engine.signals.signals import Signals
-from kvreclaim.engine.speculative.feeding import CompanionCache, CompanionCopier
-from kvreclaim.engine.speculative.following import CompanionTracker
+from kvreclaim.engine.speculative.companion_copier import CompanionCache, CompanionCopier
+from kvreclaim.engine.speculative.companion_tracker import CompanionTracker
 from kvreclaim.engine.speculative.load import DraftModel
 from kvreclaim.engine.speculative.make import make_drafter
 from kvreclaim.engine.speculative.verifier import Verifier
@@ -297,10 +297,10 @@ class Engine:
             method = None if sparse is None else method
         verified, compressor = (None, None) if compressor is None else divided(compressor)
         verify = None if verified is None else self._verify(spec, verified, len(tokens))
-        footprint = footprint_of(compressor, config, prompt, spec.compress_at, self.groups, sparse)
+        footprint = footprint_of(compressor, config, prompt, spec.compress_prompt_at, self.groups, sparse)
         reuse = trial if chunks is None else self._reuse(spec)
         if reuse is not None:
-            footprint = replace(footprint, lossy_from=reuse.sources[0].start)
+            footprint = replace(footprint, shareable_until=reuse.sources[0].start)
         policy = "full" if compressor is None else compressor.policy.name
         check_length(*lengths, footprint, self._admitting, policy=policy)
         if compressor is not None:
@@ -310,7 +310,7 @@ class Engine:
             *lengths, params.max_tokens, footprint, self._admitting, may_end_early=spec.may_end_early
         )
         beams = None if spec.beams is None else self._beams(spec.beams, prompt, max_len, footprint)
-        if footprint.compress_at:
+        if footprint.compress_prompt_at:
             _ = self.snapshots  # from now on
         unseeded = UNSEEDED + config.seed * 1_000_003 + self._num_added
         request = Request(
@@ -331,8 +331,10 @@ class Engine:
         elif params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
         is_chunked = chunks is not None and reuse is not None
-        most_hit = None if verify is None else self.verifier.most_hit(verify)
-        self.lifecycle.begin(request, list(tokens), footprint, queued=not is_chunked, most_hit=most_hit)
+        max_prefix_hit = None if verify is None else self.verifier.max_prefix_hit(verify)
+        self.lifecycle.begin(
+            request, list(tokens), footprint, queued=not is_chunked, max_prefix_hit=max_prefix_hit
+        )
         if chunks is not None and is_chunked:
             self.chunked.begin(request, chunks.reuse)
         for extension in self.extensions:

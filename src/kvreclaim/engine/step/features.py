@@ -29,7 +29,7 @@ def request_features(
     asked = {
         Feature.SPARSE_PREFILL: method is not None,
         Feature.CHUNK_REUSE: spec.chunks is not None,
-        Feature.COMPRESS_AT: spec.compress_at is not None,
+        Feature.COMPRESS_AT: spec.compress_prompt_at is not None,
         Feature.BEAM_SEARCH: spec.beams is not None,
         Feature.SEVERAL_OUTPUTS: spec.params.n > 1,
         Feature.PROMPT_LOGPROBS: spec.params.prompt_logprobs is not None,

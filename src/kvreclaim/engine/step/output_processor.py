@@ -238,7 +238,7 @@ class OutputProcessor:
             given = request.prompt_token_ids[first : positions.stop + 1]
             known += report_prompt(logits[: len(given)], given, num_top)
             if not request.lacks_prompt_logprobs:
-                seq.most_hit = None
+                seq.max_prefix_hit = None
 
     def _score(self, seq: Sequence, positions: range, logits: Tensor) -> None:
         """The continuation tokens that these positions predict; logits [len(positions), V]."""

@@ -38,8 +38,8 @@ class Footprint:
     max_chunk:  tokens that one step computes at most
     offset:     tokens by which the first pass behind the prompt comes early, below interval, so that requests
                 that arrive together do not fall due together; all later passes keep the distance
-    compress_at: tokens of the prompt behind which a pass lies whatever is due, if it leaves fewer than there
-                are; 0: none. With prompt_only this is its pass
+    compress_prompt_at: tokens of the prompt behind which a pass lies whatever is due, if it leaves fewer than
+                there are; 0: none. With prompt_only this is its pass
     aligned:    what goes is a multiple of the block size, so that later tokens keep their places within
                 blocks, and whoever computes cuts no chunk at a point that is due (inside vLLM); unequal heads
                 then leave a block that is not full where it is
@@ -48,8 +48,8 @@ class Footprint:
                 everything
     sparse:     the prompt is computed sparsely; what follows is no longer what others find
     recall:     how evicted tokens come back, in the last blocks of the budget; None: they do not
-    lossy_from: leading tokens behind which what is computed is nobody else's; None: all is found by others
-    """
+    shareable_until: leading tokens behind which what is computed is nobody else's; None: all is found by
+    others"""
 
     eviction_method: EvictionMethod = EvictionMethod.KEEP
     budget: int = 0
@@ -63,14 +63,14 @@ class Footprint:
     max_chunk: int = 2048
     offset: int = 0
     aligned: bool = False
-    compress_at: int = 0
+    compress_prompt_at: int = 0
     windows: tuple[Window, ...] = ()
     trailing: Window | None = None
     sparse: SparseRows | None = None
-    lossy_from: int | None = None
+    shareable_until: int | None = None
     recall: Recall | None = None
 
-    def seen_from(self, num_computed: int) -> int:
+    def window_start(self, num_computed: int) -> int:
         """Tokens before the first one that a later token sees, of those that may be given back."""
         if self.trailing is None or not self.eviction_method.keeps_all:
             return 0
@@ -108,9 +108,9 @@ class Footprint:
         if not self.eviction_method.evicts:
             return False
         in_prompt = num_computed < num_prompt
-        if self.compress_at and (self.prompt_only or num_computed == self.compress_at):
+        if self.compress_prompt_at and (self.prompt_only or num_computed == self.compress_prompt_at):
             live = num_computed - account.num_evicted
-            at = num_computed == self.compress_at and account.last_computed < num_computed
+            at = num_computed == self.compress_prompt_at and account.last_computed < num_computed
             return at and self.kept(live) < live
         if self.prompt_only:
             worth = num_prompt - self.budget >= (self.block_size if self.aligned else 1)
@@ -120,12 +120,12 @@ class Footprint:
 
     def sparse_rows(self, num_prompt: int) -> range:
         """Tokens of a prompt that read some of the blocks before them."""
-        return range(0) if self.sparse is None else self.sparse.rows(num_prompt, self.compress_at)
+        return range(0) if self.sparse is None else self.sparse.rows(num_prompt, self.compress_prompt_at)
 
     def shared_until(self, num_prompt: int) -> int | None:
         """Leading tokens that are computed as everybody would who is under the same salt; None: all."""
-        if self.lossy_from is not None:
-            return self.lossy_from
+        if self.shareable_until is not None:
+            return self.shareable_until
         return None if self.sparse is None else self.sparse_rows(num_prompt).stop
 
     def tokens_until_pass(self, num_computed: int, num_prompt: int, account: Account) -> int:
@@ -141,9 +141,9 @@ class Footprint:
             return whole if whole > 0 else self.max_chunk
         if not self.eviction_method.evicts:
             return self.max_chunk
-        if num_computed < self.compress_at:
-            until = self.compress_at - num_computed
-            rest = replace(self, compress_at=0)
+        if num_computed < self.compress_prompt_at:
+            until = self.compress_prompt_at - num_computed
+            rest = replace(self, compress_prompt_at=0)
             return min(until, rest._until_pass(num_computed, num_prompt, account))
         if self.prompt_only:
             return prompt_left if prompt_left > 0 else self.max_chunk
@@ -163,12 +163,12 @@ class Footprint:
         """Logical length at which a sequence is compressed for the first time; None: it never is."""
         if not self.eviction_method.evicts:
             return None
-        at = self.compress_at
+        at = self.compress_prompt_at
         if self.prompt_only:
             end = at or num_prompt
             return end if end > self.budget else None
         if at and self.kept(at) < at:
-            return min(at, replace(self, compress_at=0).first_pass(num_prompt) or at)
+            return min(at, replace(self, compress_prompt_at=0).first_pass(num_prompt) or at)
         return min(self.prompt_cap, max(num_prompt, self._due_at(num_prompt, 0)))
 
     def hit_limit(self, num_prompt: int, known: int) -> int:
@@ -213,7 +213,7 @@ class Footprint:
         if self.aligned:
             return known if self.most_tokens is None else min(known, self.most_tokens)
         if self.prompt_only:
-            end = self.compress_at or num_prompt
+            end = self.compress_prompt_at or num_prompt
             return max(end, known - max(0, end - self.budget))
         return max(min(num_prompt, self.prompt_cap), min(known, self.decode_cap))
 

@@ -21,10 +21,10 @@ class SparseRows:
     first: int
     last: int
 
-    def rows(self, num_prompt: int, compress_at: int = 0) -> range:
-        """Those that read sparsely, both ends multiples of the span. Before compress_at, where a prefix is
-        kept for longer prompts too, no tail is spared."""
-        stop = max(num_prompt - self.last, compress_at) // self.span * self.span
+    def rows(self, num_prompt: int, compress_prompt_at: int = 0) -> range:
+        """Those that read sparsely, both ends multiples of the span. Before compress_prompt_at, where a
+        prefix is kept for longer prompts too, no tail is spared."""
+        stop = max(num_prompt - self.last, compress_prompt_at) // self.span * self.span
         return range(self.start, max(self.start, stop))
 
     @property

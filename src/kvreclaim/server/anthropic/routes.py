@@ -47,7 +47,9 @@ async def create_message(
         tenant=tenant.name,
         cache_salt=tenant.salt(body.cache_salt),
         sparse_prefill=body.sparse_prefill,
-        compress_at=_compress_at(body, rendered, compression or service.engine.served.compression),
+        compress_prompt_at=_compress_prompt_at(
+            body, rendered, compression or service.engine.served.compression
+        ),
         may_end_early=True,
     )
     answer = AnthropicResponse(body, service, request_id_of(request.scope), prompt)
@@ -66,17 +68,17 @@ async def count_tokens(
     return TokensCount(input_tokens=len(rendered.token_ids))
 
 
-def _compress_at(
+def _compress_prompt_at(
     body: MessageRequest, rendered: Rendered, compression: CompressionConfig | None
 ) -> int | None:
     """What the request says, else its last cache breakpoint where its cache is compressed: what lies before
     is asked about again, so it is compressed once for all who do."""
     if (
-        body.compress_at is not None
+        body.compress_prompt_at is not None
         or compression is None
         or not compression.make_policy().eviction_method.evicts
     ):
-        return body.compress_at
+        return body.compress_prompt_at
     ends = [point.num_tokens for point in rendered.breakpoints if point.num_tokens < len(rendered.token_ids)]
     return max(ends, default=0) or None
 

@@ -81,7 +81,7 @@ def engine_prompt(
         tenant=tenant.name,
         cache_salt=tenant.salt(fields.cache_salt),
         sparse_prefill=fields.sparse_prefill,
-        compress_at=fields.compress_at,
+        compress_prompt_at=fields.compress_prompt_at,
         beams=beams,
         chunks=chunks,
         may_end_early=limits == [None] * len(limits),

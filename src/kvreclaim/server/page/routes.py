@@ -22,7 +22,7 @@ from kvreclaim.server.events import stream_events
 from kvreclaim.server.page.feed import EngineFeed
 from kvreclaim.server.service import Service, service_of
 
-CONTROL = f"evict-only({Wrapper.default_inner})"
+CONTROL = f"evict_only({Wrapper.default_inner})"
 """The same choice without moving anything: what compaction adds is seen beside it."""
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvreclaim.integrations.vllm.ledger import Ledger
 from kvreclaim.integrations.vllm.live.recorder import FIRST_BLOCK
-from kvreclaim.integrations.vllm.live.sights import StepObserver
+from kvreclaim.integrations.vllm.live.step_observer import StepObserver
 from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.page.frames import Compaction, Snapshot
 from kvreclaim.page.sharing import share_tree

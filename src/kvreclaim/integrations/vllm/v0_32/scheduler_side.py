@@ -16,7 +16,7 @@ from vllm.v1.request import RequestStatus
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm import signatures
 from kvreclaim.integrations.vllm.ledger import Ledger
-from kvreclaim.integrations.vllm.live.sights import StepObserver
+from kvreclaim.integrations.vllm.live.step_observer import StepObserver
 from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.refusals import refuse_groups, refuse_scheduler
 from kvreclaim.integrations.vllm.v0_32 import looking

@@ -16,7 +16,7 @@ from kvreclaim.options import Setting, settings_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Takes:
+class ConfigOptions:
     """Beside a parameter's type, in Annotated: stands for the options of a config.
 
     config:   whose fields they are
@@ -42,15 +42,15 @@ class Takes:
         known = settings_of(self.config)
         unknown = {*self.only, *self.without, *self.defaults} - {*known}
         assert not unknown, f"{self.config.__name__} has no option {unknown}"
-        names = self.only or [name for name in known if known[name].said.help]
+        names = self.only or [name for name in known if known[name].spec.help]
         return [known[name] for name in names if name not in self.without]
 
     def flags(self, setting: Setting) -> tuple[str, ...]:
-        return (not self.own_names and setting.said.flags) or (f"--{setting.name.replace('_', '-')}",)
+        return (not self.own_names and setting.spec.flags) or (f"--{setting.name.replace('_', '-')}",)
 
     def parameter(self, name: str, setting: Setting) -> inspect.Parameter:
         """The option as typer wants it; name: of the parameter that it is part of."""
-        said, kind = setting.said, setting.said.typed_as or setting.type
+        spec, kind = setting.spec, setting.spec.typed_as or setting.type
         default = self.defaults.get(setting.name, setting.default)
         flags = self.flags(setting)
         if default is MISSING:
@@ -59,11 +59,11 @@ class Takes:
             plain = flags[0]
             flags = (f"{plain}/--no-{plain[2:]}",) if default or setting.optional else (plain,)
             kind = bool | None if setting.optional else bool
-        elif said.typed_as is None and _several(setting):
+        elif spec.typed_as is None and _several(setting):
             kind, default = str, ",".join(map(str, default))
         elif self.unset or default in (None, ()):
             kind, default = kind | None, None
-        info = typer.Option(*flags, help=said.help, envvar=said.env, rich_help_panel=said.panel or self.panel)
+        info = typer.Option(*flags, help=spec.help, envvar=spec.env, rich_help_panel=spec.panel or self.panel)
         return inspect.Parameter(
             f"{name}_{setting.name}",
             inspect.Parameter.KEYWORD_ONLY,
@@ -87,7 +87,7 @@ class Takes:
     def _read(self, setting: Setting, value: Any) -> Any:
         """Several values are a list, or one text with commas; where a text may stand for a number, what reads
         as one is one."""
-        if setting.said.also and isinstance(value, str):
+        if setting.spec.also and isinstance(value, str):
             return int(value) if value.lstrip("-").isdecimal() else value
         if not _several(setting) or value is None:
             return value
@@ -101,13 +101,13 @@ def _several(setting: Setting) -> bool:
     return get_origin(setting.type) in (tuple, Sequence)
 
 
-def takes(function: Callable[..., None]) -> Callable[..., None]:
-    """A command of typer with the options of every parameter that has Takes beside its type; the function is
-    called with what these build, and a caller's mistake is one sentence."""
+def with_config(function: Callable[..., None]) -> Callable[..., None]:
+    """A command of typer with the options of every parameter that has ConfigOptions beside its type; the
+    function is called with what these build, and a caller's mistake is one sentence."""
     parameters: list[inspect.Parameter] = []
-    groups: dict[str, Takes] = {}
+    groups: dict[str, ConfigOptions] = {}
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
-        marks = [mark for mark in get_args(parameter.annotation) if isinstance(mark, Takes)]
+        marks = [mark for mark in get_args(parameter.annotation) if isinstance(mark, ConfigOptions)]
         if marks:
             [groups[name]] = marks
             parameters += [marks[0].parameter(name, setting) for setting in marks[0].settings()]

@@ -1,4 +1,4 @@
-"""Companions come as far as their owners are, and are compressed on the way."""
+"""Companions come as far as their targets are, and are compressed on the way."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvreclaim.engine.execute.runner import ModelRunner
 from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
 from kvreclaim.engine.request.outputs import RequestMetrics
 from kvreclaim.engine.request.request import Request, Scheduled, Sequence, Verify
-from kvreclaim.engine.speculative.asked import QUERIES, CompanionQueries
-from kvreclaim.engine.speculative.feeding import CompanionCopier, CopyRange
+from kvreclaim.engine.speculative.companion_copier import CompanionCopier, CopyRange
+from kvreclaim.engine.speculative.companion_queries import QUERIES, CompanionQueries
 from kvreclaim.schedule import Row, Status
 from kvreclaim.schedule.budget.ledger import take_choice
 from kvreclaim.schedule.companions import Companions
@@ -23,16 +23,16 @@ from kvreclaim.schedule.companions import Companions
 logger = logging.getLogger(__name__)
 
 Pair = tuple[Sequence, Sequence]
-"""An owner and its companion."""
+"""A target and its companion."""
 
 
 class CompanionTracker:
     """How companions begin and keep up.
 
-    In the pool of its owner a companion begins where the prompt ends, as a fork of it: it shares all blocks,
+    In the pool of its target a companion begins where the prompt ends, as a fork of it: it shares all blocks,
     costs nothing, and its first pass chooses from the whole full cache. One whose policy adds attention up
     follows from the first token on, and so does every one where full caches lie in host memory: it is given
-    the owner's tokens piece by piece and is compressed in between, as a request that is compressed would be.
+    the target's tokens piece by piece and is compressed in between, as a request that is compressed would be.
     What it is given is exact: keys and values as the full cache has them, over those that it wrote itself
     while it drafted.
     """
@@ -43,10 +43,10 @@ class CompanionTracker:
         runner: ModelRunner,
         compression: CompressionPass,
         companions: Companions[Sequence],
-        feeding: CompanionCopier,
+        copier: CompanionCopier,
     ) -> None:
         self.lifecycle, self.runner, self.compression = lifecycle, runner, compression
-        self.companions, self.feeding = companions, feeding
+        self.companions, self.copier = companions, copier
         self.asked = CompanionQueries(runner.signals)
         self._forks = companions.memory is lifecycle.memory
         self._unborn: dict[int, Sequence] = {}
@@ -54,112 +54,112 @@ class CompanionTracker:
     def follow(self, computed: Iterable[Sequence]) -> None:
         """These have advanced."""
         self.forget_gone()
-        running = [seq for seq in computed if is_owner(seq) and seq.status is Status.RUNNING]
-        owners = [seq for seq in running if not verify_of(seq).eviction_method.sparse_reads]
+        running = [seq for seq in computed if is_target(seq) and seq.status is Status.RUNNING]
+        targets = [seq for seq in running if not verify_of(seq).eviction_method.sparse_reads]
         try:
-            pairs = [(owner, companion) for owner in owners if (companion := self._companion(owner))]
-            self._compress([(owner, companion) for owner, companion in pairs if companion.is_due])
+            pairs = [(target, companion) for target in targets if (companion := self._companion(target))]
+            self._compress([(target, companion) for target, companion in pairs if companion.is_due])
             while pairs:
                 pairs = self._advance(pairs)
         except Exception as error:
-            self.failed("following %d sequences", len(owners), error)
-            for owner in owners:
-                self.leave(owner.seq_id)
+            self.failed("following %d sequences", len(targets), error)
+            for target in targets:
+                self.leave(target.seq_id)
         self.asked.clear()
 
-    def _companion(self, owner: Sequence) -> Sequence | None:
-        """The owner's; a new one if it is time for one and there is room."""
-        verify, companion = verify_of(owner), self.companions.get(owner)
-        if companion is not None and verify.is_short and self._can_begin(owner):
-            self.leave(owner.seq_id)
+    def _companion(self, target: Sequence) -> Sequence | None:
+        """The target's; a new one if it is time for one and there is room."""
+        verify, companion = verify_of(target), self.companions.get(target)
+        if companion is not None and verify.is_short and self._can_begin(target):
+            self.leave(target.seq_id)
             companion = None
         verify.is_short = False
         if companion is None:
-            self._note_prompt(owner)
-            return self._begin(owner) if self._can_begin(owner) else None
-        adjust(companion, owner)
-        companion.token_ids[companion.num_computed :] = owner.token_ids[companion.num_computed :]
+            self._note_prompt(target)
+            return self._begin(target) if self._can_begin(target) else None
+        adjust(companion, target)
+        companion.token_ids[companion.num_computed :] = target.token_ids[companion.num_computed :]
         return companion
 
-    def _can_begin(self, owner: Sequence) -> bool:
+    def _can_begin(self, target: Sequence) -> bool:
         """Whether a companion that begins now has what its policy asks for."""
-        needs = needs_of(verify_of(owner).compressor)
-        from_first = self.asked.begins(owner)
+        needs = needs_of(verify_of(target).compressor)
+        from_first = self.asked.begins(target)
         if Signal.ATTENTION_MASS in needs:
             return from_first or self._forks
         if not self._forks:
             return from_first or not needs & QUERIES
-        return owner.num_computed >= owner.num_prompt
+        return target.num_computed >= target.num_prompt
 
-    def _note_prompt(self, owner: Sequence) -> None:
+    def _note_prompt(self, target: Sequence) -> None:
         """Keep the queries of a prompt that is not through for the companion that is to be forked then."""
-        needs = needs_of(verify_of(owner).compressor)
+        needs = needs_of(verify_of(target).compressor)
         adds_up = Signal.ATTENTION_MASS in needs
-        if self._forks and not adds_up and needs & QUERIES and owner.num_computed < owner.num_prompt:
-            unborn = self._unborn.setdefault(owner.seq_id, self.new(owner))
-            self._tell(owner, unborn, self.asked.first(owner))
+        if self._forks and not adds_up and needs & QUERIES and target.num_computed < target.num_prompt:
+            unborn = self._unborn.setdefault(target.seq_id, self.new(target))
+            self._tell(target, unborn, self.asked.first(target))
 
-    def _begin(self, owner: Sequence) -> Sequence | None:
-        verify = verify_of(owner)
-        if not self.companions.has_room(owner, verify.footprint, verify.num_tokens):
+    def _begin(self, target: Sequence) -> Sequence | None:
+        verify = verify_of(target)
+        if not self.companions.has_room(target, verify.footprint, verify.num_tokens):
             return None
-        companion = self._unborn.pop(owner.seq_id, None) or self.new(owner)
-        companion.token_ids[:] = owner.token_ids
+        companion = self._unborn.pop(target.seq_id, None) or self.new(target)
+        companion.token_ids[:] = target.token_ids
         adds_up = Signal.ATTENTION_MASS in needs_of(verify.compressor)
-        if not self._forks or (adds_up and self.asked.begins(owner)):
-            self.companions.begin(owner, companion)
+        if not self._forks or (adds_up and self.asked.begins(target)):
+            self.companions.begin(target, companion)
             return companion
-        self.companions.fork(owner, companion, owner)
+        self.companions.fork(target, companion, target)
         if needs_of(verify.compressor) & QUERIES:
-            self._tell(owner, companion, self.asked.first(owner))
+            self._tell(target, companion, self.asked.first(target))
         return companion
 
-    def new(self, owner: Sequence) -> Sequence:
+    def new(self, target: Sequence) -> Sequence:
         """A companion that holds nothing and is known to nobody."""
         return Sequence(
             seq_id=self.lifecycle.new_id(),
-            request_id=owner.request_id,
-            token_ids=list(owner.token_ids),
-            num_prompt=owner.num_prompt,
-            max_len=owner.max_len,
-            footprint=verify_of(owner).footprint,
-            request=shadow_of(owner.request, verify_of(owner)),
+            request_id=target.request_id,
+            token_ids=list(target.token_ids),
+            num_prompt=target.num_prompt,
+            max_len=target.max_len,
+            footprint=verify_of(target).footprint,
+            request=shadow_of(target.request, verify_of(target)),
         )
 
     def _advance(self, pairs: list[Pair]) -> list[Pair]:
         """Give each companion its next tokens up to its next pass. Returns: those that are still behind."""
         pieces = []
-        for owner, companion in pairs:
-            gap = owner.num_computed - companion.num_computed
+        for target, companion in pairs:
+            gap = target.num_computed - companion.num_computed
             until = companion.footprint.tokens_until_pass(
                 companion.num_computed, companion.num_prompt, companion.account
             )
             if gap <= 0 or companion.status is not Status.RUNNING:
                 continue
-            piece = CopyRange(owner, companion, companion.num_computed, min(gap, until))
+            piece = CopyRange(target, companion, companion.num_computed, min(gap, until))
             if self.has_room(companion, piece.num_tokens):
                 pieces.append(piece)
             else:
-                self.leave(owner.seq_id)
+                self.leave(target.seq_id)
         if not pieces:
             return []
         self.runner.ready()
-        self.feeding.copy(pieces)
+        self.copier.copy(pieces)
         for piece in pieces:
             self.companions.commit(piece.companion, piece.num_tokens)
-            self._tell(piece.owner, piece.companion, piece.first)
-        left = [(piece.owner, piece.companion) for piece in pieces]
-        self._compress([(owner, companion) for owner, companion in left if companion.is_due])
+            self._tell(piece.target, piece.companion, piece.first)
+        left = [(piece.target, piece.companion) for piece in pieces]
+        self._compress([(target, companion) for target, companion in left if companion.is_due])
         return left
 
-    def _tell(self, owner: Sequence, companion: Sequence, first: int) -> None:
+    def _tell(self, target: Sequence, companion: Sequence, first: int) -> None:
         """What its policy asks to know of the tokens from `first` on, up to where the companion is; of one
-        that holds nothing yet all that the owner has computed."""
+        that holds nothing yet all that the target has computed."""
         slots = None
         if companion.status is Status.RUNNING:
             row = Row(companion.seq_id, first, companion.num_computed - first)
             slots = self.runner.slots(Scheduled(companion, row))
-        self.asked.tell(owner, companion, first, slots)
+        self.asked.tell(target, companion, first, slots)
 
     def has_room(self, companion: Sequence, num_tokens: int) -> bool:
         """Room for so many more tokens, ready to be written."""
@@ -172,27 +172,27 @@ class CompanionTracker:
 
     def _compress(self, due: list[Pair]) -> None:
         """The passes of companions; one that lacks blocks for its pass is given up."""
-        jobs, owners = [], []
-        for owner, companion in due:
+        jobs, targets = [], []
+        for target, companion in due:
             plan, compressor = self.companions.compress(companion), companion.request.compressor
             assert compressor is not None, f"companion {companion.seq_id} has no compression"
             if plan is None:
-                self.leave(owner.seq_id)
+                self.leave(target.seq_id)
             else:
                 jobs.append(CompactionJob(companion, compressor, plan))
-                owners.append(owner)
+                targets.append(target)
         outcomes = self.compression.run(jobs) if jobs else []
-        for job, owner, outcome in zip(jobs, owners, outcomes, strict=True):
+        for job, target, outcome in zip(jobs, targets, outcomes, strict=True):
             if isinstance(outcome, Exception):
-                self.failed("compressing for drafts of request %s", owner.request_id, outcome)
-                self.leave(owner.seq_id)
+                self.failed("compressing for drafts of request %s", target.request_id, outcome)
+                self.leave(target.seq_id)
             elif job.plan.eviction_method.settles_after_choice:
                 account, memory = job.seq.account, self.companions.memory
                 take_choice(job.plan, outcome.gone, outcome.prompt_slots, account, memory)
 
-    def leave(self, owner_id: int) -> None:
-        """An owner has no companion any more, now or later."""
-        for companion in (self.companions.leave(owner_id), self._unborn.pop(owner_id, None)):
+    def leave(self, target_id: int) -> None:
+        """A target has no companion any more, now or later."""
+        for companion in (self.companions.leave(target_id), self._unborn.pop(target_id, None)):
             if companion is not None:
                 self.runner.signals.drop(companion.seq_id)
 
@@ -221,20 +221,20 @@ def shadow_of(request: Request, verify: Verify) -> Request:
     )
 
 
-def adjust(companion: Sequence, owner: Sequence) -> None:
+def adjust(companion: Sequence, target: Sequence) -> None:
     """A budget that chooses itself may be another one by now."""
-    verify = verify_of(owner)
+    verify = verify_of(target)
     if companion.request.compressor is not verify.compressor:
-        companion.footprint, companion.request = verify.footprint, shadow_of(owner.request, verify)
+        companion.footprint, companion.request = verify.footprint, shadow_of(target.request, verify)
 
 
-def is_owner(seq: Sequence) -> bool:
+def is_target(seq: Sequence) -> bool:
     """Whether a compressed cache drafts for it."""
     return seq.request.verify is not None and seq.finish_reason is None
 
 
-def verify_of(owner: Sequence) -> Verify:
-    """Of an owner's request."""
-    verify = owner.request.verify
-    assert verify is not None, f"sequence {owner.seq_id} is not verified"
+def verify_of(target: Sequence) -> Verify:
+    """Of a target's request."""
+    verify = target.request.verify
+    assert verify is not None, f"sequence {target.seq_id} is not verified"
     return verify

@@ -1,6 +1,6 @@
 """The engine's process: one thread that steps, and between two steps does what it is told.
 
-python -m kvreclaim.engine.serving.child FD [BELL]
+python -m kvreclaim.engine.serving.engine_process FD [BELL]
 """
 
 from __future__ import annotations

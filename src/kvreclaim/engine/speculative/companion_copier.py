@@ -20,9 +20,9 @@ from kvreclaim.ops.streamed import StreamedLayers
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyRange:
-    """num_tokens of an owner's from `first` on, for which its companion has room behind what it holds."""
+    """num_tokens of a target's from `first` on, for which its companion has room behind what it holds."""
 
-    owner: Sequence
+    target: Sequence
     companion: Sequence
     first: int
     num_tokens: int
@@ -67,13 +67,13 @@ class CompanionCopier:
 
     @torch.inference_mode()
     def copy(self, pieces: list[CopyRange]) -> None:
-        """Every owner's slots are its positions: nothing of a full cache is evicted."""
+        """Every target's slots are its positions: nothing of a full cache is evicted."""
         size, device = self.full.memory.block_size, self.compressed.layers[0].cache.device
-        source = np.concatenate([self.full.slots(p.owner, p.first, p.num_tokens) for p in pieces])
-        target = [self.compressed.next_slots(p.companion, p.num_tokens) for p in pieces]
+        source = np.concatenate([self.full.slots(p.target, p.first, p.num_tokens) for p in pieces])
+        written = [self.compressed.next_slots(p.companion, p.num_tokens) for p in pieces]
         blocks, places = np.unique(source // size, return_inverse=True)
         rows = torch.from_numpy(places * size + source % size).to(device)
-        ids, mapping = torch.from_numpy(blocks), torch.from_numpy(np.concatenate(target)).to(device)
+        ids, mapping = torch.from_numpy(blocks), torch.from_numpy(np.concatenate(written)).to(device)
         for n, compressed in enumerate(self.compressed.layers):
             full, there = self.full.blocks(n, ids)
             k, v = self.backend.gather_tokens(PagedTokens(full, there.to(device), len(blocks) * size))

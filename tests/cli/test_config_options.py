@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 
 from kvreclaim.bench.plans import CompressPlan, DecodePlan, LatentPlan, MemoryPlan, ServePlan
 from kvreclaim.bench.vllm_plan import VllmPlan
+from kvreclaim.cli.config_options import ConfigOptions, with_config
 from kvreclaim.cli.eval import evaluate
 from kvreclaim.cli.generate import generate
 from kvreclaim.cli.main import app
 from kvreclaim.cli.options import Compression
 from kvreclaim.cli.serve import serve
-from kvreclaim.cli.takes import Takes, takes
 from kvreclaim.config import CompressionSettings, EngineConfig, SamplingParams
 from kvreclaim.eval.plan import EvalPlan, TaskOptions
 from kvreclaim.options import Setting, settings_of
@@ -32,27 +32,27 @@ ALL = [
     pytest.param(config, setting, id=f"{config.__name__}.{setting.name}")
     for config in (*CONFIGS, *PLANS)
     for setting in settings_of(config).values()
-    if setting.said.help
+    if setting.spec.help
 ]
 
 
 def another(setting: Setting) -> Any:
     """A value that is not the default, within the bounds."""
-    said, default = setting.said, setting.default
-    if said.choices:
-        return next(choice for choice in said.choices if choice != default)
+    spec, default = setting.spec, setting.default
+    if spec.choices:
+        return next(choice for choice in spec.choices if choice != default)
     if setting.type is bool:
         return not default
     if setting.type is int:
-        return (said.low if default is None else default) + 1
+        return (spec.low if default is None else default) + 1
     if setting.type is float:
-        return said.low if default == said.high else ((default or 0.0) + said.high) / 2
+        return spec.low if default == spec.high else ((default or 0.0) + spec.high) / 2
     if int in get_args(setting.type):
         return "7"
     return "7.5" if float in get_args(setting.type) else WORDS.get(setting.name, "a-word")
 
 
-def run(group: Takes, *arguments: str) -> Any:
+def run(group: ConfigOptions, *arguments: str) -> Any:
     """What a command gets for these arguments."""
     found: list[Any] = []
 
@@ -61,7 +61,7 @@ def run(group: Takes, *arguments: str) -> Any:
 
     command.__annotations__ = {"config": Annotated[Any, group]}
     small = typer.Typer()
-    small.command()(takes(command))
+    small.command()(with_config(command))
     result = runner.invoke(small, list(arguments))
     assert result.exit_code == 0, result.output
     return found[0]
@@ -69,9 +69,9 @@ def run(group: Takes, *arguments: str) -> Any:
 
 @pytest.mark.parametrize(("config", "setting"), ALL)
 def test_every_option_arrives(config: type, setting: Setting) -> None:
-    group = Takes(config=config, panel="p", build=dict)
+    group = ConfigOptions(config=config, panel="p", build=dict)
     value = another(setting)
-    for flag in setting.said.flags or ("--" + setting.name.replace("_", "-"),):
+    for flag in setting.spec.flags or ("--" + setting.name.replace("_", "-"),):
         spelt = flag if value is not False else "--no-" + flag.removeprefix("--")
         arguments = [spelt] if isinstance(value, bool) else [flag, str(value)]
         got = run(group, *arguments)[setting.name]
@@ -82,21 +82,21 @@ def test_every_option_arrives(config: type, setting: Setting) -> None:
     ("flag", "text", "values"), [("contexts", " 7,9", (7, 9)), ("peers", "a, b,", ("a", "b"))]
 )
 def test_several_values_have_commas(flag: str, text: str, values: tuple) -> None:
-    assert run(Takes(config=DecodePlan, build=dict), f"--{flag}", text)[flag] == values
+    assert run(ConfigOptions(config=DecodePlan, build=dict), f"--{flag}", text)[flag] == values
 
 
 def test_several_values_of_a_command_have_commas() -> None:
-    group = Takes(config=DecodePlan, defaults={"contexts": (1, 2)}, build=dict)
+    group = ConfigOptions(config=DecodePlan, defaults={"contexts": (1, 2)}, build=dict)
     assert run(group)["contexts"] == (1, 2)
 
 
 @pytest.mark.parametrize("config", [EngineConfig, SamplingParams, CompressionSettings])
 def test_without_options_it_is_the_config_as_it_comes(config: type) -> None:
-    assert run(Takes(config=config, panel="p")) == config()
+    assert run(ConfigOptions(config=config, panel="p")) == config()
 
 
 def test_a_command_has_defaults_of_its_own() -> None:
-    group = Takes(config=SamplingParams, panel="p", defaults={"max_tokens": 256, "temperature": 0.0})
+    group = ConfigOptions(config=SamplingParams, panel="p", defaults={"max_tokens": 256, "temperature": 0.0})
     assert run(group) == SamplingParams(max_tokens=256, temperature=0.0)
     assert run(group, "--max-tokens", "3") == SamplingParams(max_tokens=3, temperature=0.0)
 
@@ -123,7 +123,7 @@ def test_a_mistake_is_one_sentence() -> None:
         (
             generate,
             {"engine": EngineConfig, "params": SamplingParams},
-            {"prompt", "chat", "session", "compress_at"},
+            {"prompt", "chat", "session", "compress_prompt_at"},
         ),
     ],
 )

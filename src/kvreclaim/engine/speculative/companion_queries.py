@@ -18,7 +18,7 @@ QUERIES = frozenset({Signal.RECENT_QUERIES, Signal.ATTENTION_MASS})
 
 
 class CompanionQueries:
-    """The queries of one step's owners whose companions' policies ask for queries or attention, layer by
+    """The queries of one step's targets whose companions' policies ask for queries or attention, layer by
     layer, until their tokens have been copied. Scores that are computed with tokens go beside their slots."""
 
     def __init__(self, signals: Signals) -> None:
@@ -61,28 +61,28 @@ class CompanionQueries:
         self, step: list[Scheduled], place: int, batch: AttentionBatch
     ) -> Callable[[AttentionCall], None]:
         verify = step[place].seq.request.verify
-        assert verify is not None, "only owners are watched"
+        assert verify is not None, "only targets are watched"
         return self.signals.score_write(verify.compressor, [place], batch)
 
     def clear(self) -> None:
         """What was seen has been used."""
         self._seen, self._starts = {}, {}
 
-    def first(self, owner: Sequence) -> int:
+    def first(self, target: Sequence) -> int:
         """The position of the first of its rows that was seen; where none was, the one behind all."""
-        return self._starts[owner.seq_id][0] if owner.seq_id in self._starts else owner.num_computed
+        return self._starts[target.seq_id][0] if target.seq_id in self._starts else target.num_computed
 
-    def begins(self, owner: Sequence) -> bool:
+    def begins(self, target: Sequence) -> bool:
         """Whether this step has computed all that there is of it."""
-        return owner.seq_id in self._starts and self._starts[owner.seq_id][0] == 0
+        return target.seq_id in self._starts and self._starts[target.seq_id][0] == 0
 
-    def tell(self, owner: Sequence, companion: Sequence, first: int, slots: SequenceSlots | None) -> None:
+    def tell(self, target: Sequence, companion: Sequence, first: int, slots: SequenceSlots | None) -> None:
         """The tokens from `first` on are the companion's last ones, in these slots. None: it holds none yet,
-        and keeps the queries of all that the owner has computed."""
-        known = self._starts.get(owner.seq_id)
+        and keeps the queries of all that the target has computed."""
+        known = self._starts.get(target.seq_id)
         if known is None or first < known[0]:
             return
         start = known[1] + first - known[0]
-        count = owner.num_computed - first if slots is None else slots.query_len
+        count = target.num_computed - first if slots is None else slots.query_len
         queries = {layer: q[start : start + count] for layer, q in self._seen.items()}
         self.signals.note(companion, first, queries, slots)
