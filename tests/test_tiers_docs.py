@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kvreclaim.config import TIERS, EngineConfig
+from kvreclaim.config import OFFLOAD, EngineConfig
 from kvreclaim.options import settings_of
 
 DOCS = (Path(__file__).parents[1] / "docs" / "tiers.md").read_text(encoding="utf-8")
-OPTIONS = {name: each for name, each in settings_of(EngineConfig).items() if each.spec.panel == TIERS}
+OPTIONS = {name: each for name, each in settings_of(EngineConfig).items() if each.spec.panel == OFFLOAD}
 
 
 def rows() -> dict[str, str]:
