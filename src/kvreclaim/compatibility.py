@@ -297,8 +297,8 @@ TABLE: tuple[Refusal, ...] = (
         ),
         (
             (F.RECALL, F.COMPRESS_AT),
-            "what compress_prompt_at leaves is kept for others without its cold pages; leave
-        compress_prompt_at out", ),
+            "what compress_prompt_at leaves is kept for others without its cold pages; leave it out",
+        ),
     ),
     *_rows(
         "compression",
