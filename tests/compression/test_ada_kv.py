@@ -78,9 +78,3 @@ INNER = ["full", "quest", "paged_eviction", "evict_only", "pyramidkv", "segments
 def test_refuses_scores_that_do_not_compare_between_heads(inner):
     with pytest.raises(InvalidArgumentError, match=r"ada_kv\([\w-]+\) is refused"):
         make_policy(f"ada_kv({inner})")
-
-
-@pytest.mark.parametrize("alpha", [-0.1, 1.1, True, "0.2"])
-def test_safeguard_is_a_share(alpha):
-    with pytest.raises(InvalidArgumentError, match="ada_kv option 'alpha'"):
-        AdaKV(Knorm(), alpha)

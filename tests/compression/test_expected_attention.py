@@ -10,7 +10,6 @@ from kvreclaim.compression.policies.expected_attention import ExpectedAttention
 from kvreclaim.compression.policies.query_mixture import QueryMixture
 from kvreclaim.compression.policy import Signal
 from kvreclaim.compression.stats import LayerStats
-from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.rope import rotate
 
 ROPES = {
@@ -96,21 +95,3 @@ def test_the_exponent_is_the_mean_over_gaussian_queries():
 def test_needs_covariances_only_for_the_quadratic_term():
     assert ExpectedAttention().needs == {Signal.QUERY_STATS, Signal.QUERY_COVARIANCE}
     assert ExpectedAttention(covariance=False).needs == {Signal.QUERY_STATS}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"horizon": 0}, "expected_attention option 'horizon' is 0"),
-        (
-            {"horizon": 1 << 17},
-            "expected_attention option 'horizon' is 131072; it must be an integer <= 65536",
-        ),
-        ({"covariance": 1}, "true or false"),
-        ({"value_norm": "no"}, "true or false"),
-        ({"group": "sum"}, "must be one of mean, max"),
-    ],
-)
-def test_wrong_options_are_named(options, message):
-    with pytest.raises(InvalidArgumentError, match=message):
-        ExpectedAttention(**options)

@@ -95,20 +95,3 @@ def test_refuses_what_ranks_no_tokens_by_position(inner):
     name = make_policy(inner).name
     with pytest.raises(InvalidArgumentError, match=rf"protect\({name}\) is refused: {name} "):
         make_policy(f"protect({inner})")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"first": -1}, "'first' is -1"),
-        ({"last": 2.5}, "'last' is 2.5"),
-        ({"spans": (3, 5)}, "'spans' is 3; it must be a pair"),
-        ({"spans": 3}, "'spans' is 3"),
-        ({"spans": ((5, 3),)}, r"'spans' is \(5, 3\)"),
-        ({"spans": ((1, 2, 3),)}, r"'spans' is \(1, 2, 3\)"),
-        ({"spans": ("12",)}, "'spans' is '12'"),
-    ],
-)
-def test_mistakes_are_named(options, message):
-    with pytest.raises(InvalidArgumentError, match=message):
-        Protect(Knorm(), **options)

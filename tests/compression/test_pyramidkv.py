@@ -84,9 +84,3 @@ def test_refuses_what_it_cannot_count(inner):
     name = make_policy(inner).name
     with pytest.raises(InvalidArgumentError, match=rf"pyramidkv\({name}\) is refused: {name} "):
         make_policy(f"pyramidkv({inner})")
-
-
-@pytest.mark.parametrize("beta", [0.5, 0, True, "20"])
-def test_steepness_is_a_number(beta):
-    with pytest.raises(InvalidArgumentError, match="pyramidkv option 'beta'"):
-        PyramidKV(Knorm(), beta)

@@ -9,7 +9,6 @@ from compression_oracles import layer_facts, layer_view, layout, mixture_scores,
 
 from kvreclaim.compression.policies.query_mixture import QueryMixture
 from kvreclaim.compression.stats import LayerStats
-from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import scoring
 from kvreclaim.ops.facts import Softmax
 from kvreclaim.ops.rope import rotate
@@ -162,18 +161,3 @@ def test_every_form_is_finite_and_leaves_the_protected_at_zero(form):
     assert (scores[:, -2:] == 0).all()
     none = dataclasses.replace(view, candidates=slice(4, 4))
     assert torch.equal(plain(form=form, normalise="candidates").score(none), torch.zeros(2, 9))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"form": "cheap"}, "form"),
-        ({"temperature": 0}, "temperature"),
-        ({"temperature": "hot"}, "temperature"),
-        ({"offsets": ()}, "offsets"),
-        ({"value_norm": 1}, "value_norm"),
-    ],
-)
-def test_wrong_options(options, message):
-    with pytest.raises(InvalidArgumentError, match=message):
-        plain(**options)

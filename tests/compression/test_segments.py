@@ -124,12 +124,3 @@ def test_refuses_what_ranks_no_tokens_by_position(inner):
     name = make_policy(inner).name
     with pytest.raises(InvalidArgumentError, match=rf"segments\({name}\) is refused: {name} "):
         make_policy(f"segments({inner})")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"n": 0}, "'n' is 0"), ({"share": 1.5}, "'share' is 1.5"), ({"n": 2.0}, "'n' is 2.0")],
-)
-def test_mistakes_are_named(options, message):
-    with pytest.raises(InvalidArgumentError, match=message):
-        Segments(Given(), **options)

@@ -21,8 +21,8 @@ from kvreclaim.errors import EngineDeadError, RequestTooLongError
 
 @pytest.mark.parametrize("num_blocks", [400, 14], ids=["roomy", "preempting"])
 def test_many_at_once_answer_like_alone(make_llm, num_blocks) -> None:
-    lengths = [3 + (7 * i) % 60 for i in range(40)]
-    compressions = [small() if i % 3 == 0 and num_blocks > 100 else None for i in range(40)]
+    lengths = [3 + (7 * i) % 60 for i in range(24)]
+    compressions = [small() if i % 3 == 0 and num_blocks > 100 else None for i in range(24)]
     llm = make_llm(num_blocks=num_blocks, max_num_batched_tokens=64, block_size=8)
     alone = make_llm(num_blocks=400, max_num_batched_tokens=64, block_size=8)
     params = SamplingParams(temperature=0.0, max_tokens=40, logprobs=1)

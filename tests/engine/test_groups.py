@@ -300,7 +300,7 @@ def test_prompts_that_end_anywhere_in_a_chunk(make_llm, tiny_dir):
     want = tiny.greedy(tiny_dir("llama4"), prompts, 34)
     for most in (7, 16, 40):
         llm = make_llm("llama4", block_size=4, num_blocks=2000, max_num_batched_tokens=most)
-        for cut in (0, 1, 2, 3, 5, 8):
+        for cut in (0, 1, 3, 8):
             again = [[*prompt, *said[: 4 * cut]] for prompt, said in zip(prompts, want, strict=True)]
             outputs = llm.generate(again, params)
             assert [t[: 34 - 4 * cut] for t in tokens(outputs)] == [said[4 * cut :] for said in want]

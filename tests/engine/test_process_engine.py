@@ -309,8 +309,6 @@ def test_a_model_that_is_none_is_refused_in_the_same_words(launch: Launch, make_
     with pytest.raises(InvalidArgumentError) as refused:
         launch(str(tmp_path / "none"))
     assert str(refused.value) == str(alone.value)
-    with pytest.raises(InvalidArgumentError, match="num_blocks is 0"):
-        launch(num_blocks=0)
 
 
 def test_a_process_that_ends_before_it_serves_is_one_sentence(launch: Launch, monkeypatch) -> None:

@@ -34,8 +34,6 @@ def needles(llm, stats):
         "shares(surrogate)",
         "shares(random, by=static)",
         "surrogate",
-        "random",
-        "triattention",
     ]
     options = TaskOptions(num_tokens=1280)
     report = evaluate(llm, policies, [0.2], ["needles"], options=options, num_examples=2, stats=stats)
@@ -51,10 +49,9 @@ def test_a_fifth_of_the_cache_keeps_the_codes_where_heads_share_it(needles):
     assert needles["shares(surrogate)"].kv_bytes < 0.35 * needles["full"].kv_bytes
 
 
-def test_equal_heads_lose_most_of_them_whatever_ranks_their_tokens(needles):
-    for policy in ("surrogate", "random", "triattention"):
-        assert needles[policy].accuracy < 0.6 * needles["full"].accuracy, policy
-        assert needles[policy].kv_bytes == pytest.approx(needles["shares(surrogate)"].kv_bytes, rel=0.05)
+def test_equal_heads_lose_most_of_them(needles):
+    assert needles["surrogate"].accuracy < 0.6 * needles["full"].accuracy
+    assert needles["surrogate"].kv_bytes == pytest.approx(needles["shares(surrogate)"].kv_bytes, rel=0.05)
 
 
 def test_even_random_tokens_do_better_with_shares_than_the_best_of_equal_heads(needles):
