@@ -586,7 +586,7 @@ class CompressionSettings:
         kw_only=True,
     )
     auto_budget: bool | None = field(default=None, kw_only=True)
-    """That budget was "auto"; set by it."""
+    """Whether budget was "auto"; set by it."""
 
     def __post_init__(self) -> None:
         check_options(self)

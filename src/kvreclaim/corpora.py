@@ -50,7 +50,7 @@ def split(parts: Iterable[str]) -> Texts:
 
 
 def _new_paragraphs(parts: Iterable[str], said: set[str]) -> Iterator[str]:
-    """Those whose words are not in `said`, which grows by them."""
+    """Yield the paragraphs whose words are not in `said`, which grows by them."""
     for part in parts:
         for paragraph in part.split(_PARAGRAPH):
             words = " ".join(paragraph.split())

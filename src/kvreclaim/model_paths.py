@@ -36,12 +36,12 @@ def _home() -> Path:
 
 
 def models_home() -> Path:
-    """Of fetched models."""
+    """Folder of fetched models."""
     return _home() / "models"
 
 
 def gguf_home() -> Path:
-    """Of configs and tokenizers that were read out of GGUF files."""
+    """Folder of configs and tokenizers that were read out of GGUF files."""
     return _home() / "gguf"
 
 
@@ -106,5 +106,5 @@ def write_source(directory: Path, source: str) -> None:
 
 
 def num_bytes_of(directory: Path) -> int:
-    """Of all files below a directory."""
+    """Bytes of all files below a directory."""
     return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())

@@ -19,7 +19,7 @@ CACHING, OFFLOAD, SPECULATION = "Prefix caching", "Offload", "Speculation"
 LIMITS, OBSERVABILITY = "Limits and scheduling", "Observability"
 """Panels of the help texts; FIRST is typer's own, which comes first."""
 LARGEST = (1 << 63) - 1
-"""Of an int that says no greatest value: more overflows what it is taken for."""
+"""Greatest value of an int that declares none: more overflows what it is taken for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

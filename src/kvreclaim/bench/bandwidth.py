@@ -73,7 +73,7 @@ def _copiers(source: Tensor, target: Tensor) -> list[Callable[[], object]]:
 
 
 def _gflop_s(device: str, repeats: int) -> float:
-    """Of a square fp32 matrix product that stays in the caches."""
+    """Measure a square fp32 matrix product that stays in the caches."""
     n = 1024
     a, b = torch.randn(n, n, device=device), torch.randn(n, n, device=device)
     out = torch.empty_like(a)

@@ -57,7 +57,7 @@ def _cpu_info() -> tuple[str, set[str]]:
 
 
 def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
-    """Of Python and those of the packages that are installed."""
+    """Versions of Python and of the installed packages."""
     found = {"python": platform.python_version()}
     for package in packages:
         with suppress(PackageNotFoundError):
@@ -155,7 +155,7 @@ def show(made: Table) -> None:
 
 
 def wide_console(*, stderr: bool = False) -> Console:
-    """As wide as the terminal; where there is none, wide enough for every table."""
+    """A console as wide as the terminal; without a terminal, wide enough for every table."""
     console = Console(stderr=stderr)
     return console if console.is_terminal else Console(stderr=stderr, width=PIPE_WIDTH)
 

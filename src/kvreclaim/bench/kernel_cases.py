@@ -165,7 +165,7 @@ def _fp32(size: tuple[int, ...]) -> Tensor:
 
 
 def _queries(shape: KernelShape) -> Tensor:
-    """Of a step: [T, H, D]."""
+    """Random queries of one step: [T, H, D]."""
     size = (shape.batch * shape.queries, shape.kv_heads * GROUP, shape.head_dim)
     return _fp32(size).to(shape.device, shape.dtype)
 

@@ -62,7 +62,7 @@ def run(
 
 
 def _groups(cases: Sequence[KernelCase]) -> list[list[KernelCase]]:
-    """Those that differ in their format alone."""
+    """Group the cases that differ in their format alone."""
     found: dict[Any, list[KernelCase]] = {}
     for case in cases:
         found.setdefault((case.op, replace(case.shape, kv_format="auto")), []).append(case)

@@ -221,11 +221,11 @@ class DecodePlan(PeersPlan):
         return KvreclaimSystem(name, setup, points, config=config, kernels=self.kernels, kv_cache_dtype=form)
 
     def kv_cache_dtype(self, name: str) -> str:
-        """Of one of ours."""
+        """KV format of a kvreclaim system."""
         return name.partition(":")[2] or AUTO
 
     def compression(self, name: str) -> CompressionConfig | None:
-        """Of a compressing system; None: it keeps the full cache."""
+        """Compression of a system; None: it keeps the full cache."""
         system = name.partition(":")[0]
         return self.policy(system.removeprefix(OURS)) if system.startswith(OURS) else None
 

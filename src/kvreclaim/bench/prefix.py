@@ -22,9 +22,9 @@ from kvreclaim.memory.prefix.index import Entry, Link
 from kvreclaim.memory.prefix.keys import BlockHash, BlockKeys
 
 BY_REQUEST: Final = "by request"
-"""As the engine does: a request holds all its blocks until it ends, then gives them back last first."""
+"""The engine's order: a request holds all its blocks until it ends, then gives them back last first."""
 BY_BLOCK: Final = "by block"
-"""As the figures published with such traces are computed: each block of a prompt is looked up, used and
+"""The order behind figures published with such traces: each block of a prompt is looked up, used and
 given back before the next one. Least recently used order only."""
 BEYOND = -1
 

@@ -178,7 +178,7 @@ def _measure(plan: ServePlan, llm: LLM, base_url: str, num_streams: int) -> Row:
 
 
 def _latency(answers: list[StreamedAnswer]) -> Row:
-    """Of the first piece, and between two."""
+    """Percentiles of the time to the first piece and between two pieces."""
     waits_s = {
         "ttft": [answer.first_s for answer in answers],
         "itl": [gap for answer in answers for gap in answer.gaps_s],

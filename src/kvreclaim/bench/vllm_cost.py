@@ -112,7 +112,7 @@ def spread_of(values: Sequence[float]) -> Row:
 
 
 def cost_table(rows: Sequence[Row]) -> str:
-    """As a document shows it."""
+    """The table for a document, in Markdown."""
     return markdown(COLUMNS, cells(COLUMNS, rows))
 
 

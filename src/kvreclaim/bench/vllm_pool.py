@@ -196,7 +196,7 @@ COLUMNS: Columns = {
 
 
 def pool_table(rows: Sequence[Row]) -> str:
-    """As a document shows it."""
+    """The table for a document, in Markdown."""
     return markdown(COLUMNS, cells(COLUMNS, rows))
 
 

@@ -124,7 +124,7 @@ def _turn(plan: VllmPlan, server: VllmServer, seeds: Iterator[int], texts: Path 
 def _arguments(
     plan: VllmPlan, seed: int, texts: Path | None, *, requests: int = LOAD.requests, output: int = LOAD.output
 ) -> list[str]:
-    """Of `vllm bench serve`."""
+    """Arguments of `vllm bench serve`."""
     common = ["--seed", str(seed), "--num-prompts", str(requests), "--request-rate", str(plan.rate)]
     common += ["--ignore-eos", "--temperature", "0", "--percentile-metrics", ",".join(LATENCIES)]
     common += ["--metric-percentiles", "99", "--goodput", *plan.goodput]
@@ -240,5 +240,5 @@ COLUMNS: Columns = {
 
 
 def serve_table(rows: Sequence[Row]) -> str:
-    """As a document shows it: latencies are median and 99th percentile."""
+    """The table for a document, in Markdown: latencies are median and 99th percentile."""
     return markdown(COLUMNS, cells(COLUMNS, rows))

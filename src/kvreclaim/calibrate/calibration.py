@@ -29,7 +29,8 @@ from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.facts import ModelFacts
 
 PIECE_TOKENS = 1024
-"""Of a document that is said twice; a longer one is cut. More cost more per token and tell nothing new."""
+"""Length of a document that is said twice; a longer one is cut. More cost more per token and tell nothing
+new."""
 FITTED = {"linear": 0, "mlp": UNITS}
 """Forms of kvzap that calibration fits, by their hidden units."""
 MAX_UNKNOWN = 0.1

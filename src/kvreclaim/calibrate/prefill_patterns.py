@@ -20,7 +20,7 @@ from kvreclaim.ops.facts import ModelFacts
 
 BLOCK = 64
 ROWS = 8
-"""Of a tile, whose attention is looked at."""
+"""Rows of a tile whose attention is looked at."""
 
 
 def candidates(budget: int, span: int) -> tuple[SparsePrefill, ...]:

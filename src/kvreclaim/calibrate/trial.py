@@ -25,7 +25,8 @@ AT_ONCE = 4
 STRETCH, SAID_AGAIN = 32, 8
 """Tokens of a stretch that is said again, and one in how many tokens is in one."""
 LEAST_TOKENS, MOST_TOKENS = 320, 2304
-"""Of a document: a tenth of less has no room beside sinks and recent tokens, and more tells little more."""
+"""Bounds of a document's length: a tenth of less has no room beside sinks and recent tokens, and more tells
+little more."""
 
 
 _Setting = tuple[str, float]
@@ -47,7 +48,7 @@ def window(facts: ModelFacts) -> int:
 
 
 def num_tokens(length: int, num_settings: int) -> int:
-    """That a trial computes of a document: it once, what follows it under every setting."""
+    """Tokens that a trial computes for a document: the document once, what follows it under every setting."""
     case = _cut([0] * length)
     return len(case.prompt) + num_settings * (len(case.once) + len(case.again))
 
@@ -133,7 +134,7 @@ def _engine_for(llm: LLM, cases: Sequence[_Case]) -> LLM:
 def _served(
     engine: LLM, stats: QueryStats, candidates: Sequence[str]
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Those that the model can have, each once, and why not the others."""
+    """The policies that the model can serve, each once, and why not the others."""
     served, refused = [], {}
     for policy in dict.fromkeys(candidates):
         config = CompressionConfig(policy, stats=stats)
@@ -185,7 +186,7 @@ def _tried(
 
 
 def _score(engine: LLM, case: _Case, configs: Sequence[CompressionConfig | None]) -> list[ScoreOutput]:
-    """Of each setting the document going on, and said again."""
+    """Score the document going on, and said again, under each setting."""
     count = len(configs)
     asked = [config for config in configs for _ in range(2)]
     return engine.score([case.prompt] * (2 * count), [case.once, case.again] * count, asked)

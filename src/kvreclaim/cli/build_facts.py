@@ -14,7 +14,7 @@ _BUILD_FILE = Path(__file__).parents[1] / "build.json"
 
 @dataclass(frozen=True)
 class NativeFacts:
-    """Of the compiled extension."""
+    """Facts of the compiled extension."""
 
     compiler: str
     compiled_isas: tuple[str, ...]
@@ -25,11 +25,12 @@ class NativeFacts:
 
 @dataclass(frozen=True)
 class BuildFacts:
-    """Of this installation."""
+    """Facts of this installation."""
 
     version: str
     commit: str
-    """Of the sources, as found when they were packed or compiled; UNKNOWN if neither was in a checkout."""
+    """Commit of the sources, as found when they were packed or compiled; UNKNOWN if neither was in a
+    checkout."""
     python: str
     torch: str
     native: NativeFacts | None
@@ -37,7 +38,7 @@ class BuildFacts:
     """Why there are no native kernels; None if there are."""
 
     def lines(self) -> list[str]:
-        """As `kvreclaim --version` prints them."""
+        """The lines that `kvreclaim --version` prints."""
         if self.native is None:
             kernels = [f"native extension: not built: reference kernels ({self.reason})"]
         else:
@@ -56,7 +57,7 @@ class BuildFacts:
 
 
 def build_facts() -> BuildFacts:
-    """Of the installation that this process runs. Loads torch."""
+    """Facts of the installation that this process runs. Loads torch."""
     import torch
 
     from kvreclaim.ops.extension import native, unavailable_reason

@@ -47,13 +47,13 @@ def writable(path: Path | None) -> Path | None:
 
 
 def folder(path: Path) -> Path:
-    """Of files that are written: as writable."""
+    """Check a folder that files are written to, as `writable` does."""
     writable(path / "file")
     return path
 
 
 def picture(path: Path | None) -> Path | None:
-    """As writable, in a format that charts are drawn in."""
+    """Check a file that a chart is written to: writable, and in a format that charts are drawn in."""
     if path is not None and path.suffix.lower() not in PICTURES:
         raise typer.BadParameter(f"{str(path)!r} is no image; end its name with {', '.join(PICTURES)}.")
     return writable(path)

@@ -18,7 +18,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.facts import ModelFacts
 
 FRACTIONS = (0.4, 0.2, 0.1, 0.05)
-"""Of the text that all heads keep together, for which the shares are measured."""
+"""Fractions of the text that all heads keep together, for which the shares are measured."""
 
 
 class SharesFit:

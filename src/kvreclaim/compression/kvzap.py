@@ -21,9 +21,9 @@ from kvreclaim.ops.facts import ModelFacts
 UNITS = 128
 """Hidden units of the form that is not linear, as far as we fit it ourselves."""
 _RIDGE = 0.03
-"""Of the mean variance of an input."""
+"""The ridge, as a share of the mean variance of an input."""
 _STEPS, _BATCH, _RATE, _DECAY = 300, 512, 3e-3, 0.1
-"""Of the fit of hidden units; after more steps it knows the text by heart."""
+"""Settings of the fit of hidden units; after more steps it knows the text by heart."""
 
 
 def token_scores(hidden: Tensor, stats: LayerStats) -> Tensor:

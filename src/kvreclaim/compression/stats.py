@@ -181,7 +181,7 @@ class QueryStats:
         return QueryStats(self.metadata, **{name: t.to(device) for name, t in self._present().items()})
 
     def shard(self, heads: slice, kv_heads: slice) -> QueryStats:
-        """Of some query heads and the KV heads that they read, for whoever holds only these; views.
+        """Statistics of some query heads and the KV heads that they read: views.
 
         kv_heads: may hold a KV head whose query heads are not all in `heads`
         """

@@ -18,7 +18,8 @@ from kvreclaim.ops.rope import RopeLayout, to_bands
 
 CHUNK_TOKENS = 2048
 MAX_COVARIANCE_BYTES = 128 << 20
-"""Of the covariance by default: an 8 B model (36 layers, 32 heads of 128) takes 72 MiB, a 70 B one 320."""
+"""Limit of the covariance by default: an 8 B model (36 layers, 32 heads of 128) takes 72 MiB, a 70 B one
+320."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ CANDIDATES = (
 """What is tried where nothing else is asked for; of equals the first is taken. The last three keep equal
 heads: what a server without unequal ones, or a model without shares, can have."""
 FRACTIONS = (0.2, 0.1)
-"""Of a document that stays."""
+"""Fractions of a document that stay."""
 
 
 class _Frozen(BaseModel):

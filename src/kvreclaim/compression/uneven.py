@@ -172,7 +172,7 @@ def _scores(compressor: Compressor, questions: Sequence[HeadsQuestion], firsts: 
 
 
 def _view(compressor: Compressor, layer: int, question: HeadsQuestion, first: int) -> LayerView:
-    """Of all heads."""
+    """The view of all heads of a layer."""
     return LayerView(
         layer,
         question.source(layer, None),
@@ -189,7 +189,7 @@ def _view(compressor: Compressor, layer: int, question: HeadsQuestion, first: in
 def _head_view(
     compressor: Compressor, layer: int, head: int, question: HeadsQuestion, first: int, signals: LayerSignals
 ) -> LayerView:
-    """Of one head. signals: of all heads of the layer"""
+    """The view of one head. signals: of all heads of the layer"""
     source = question.source(layer, head)
     known = head_signals(signals, head, compressor.facts.layers[layer].num_kv_heads)
     facts, stats = compressor.of_head(layer, head)

@@ -53,11 +53,11 @@ class RealPlan:
 
     @property
     def shares(self) -> tuple[float | None, ...]:
-        """Of the full cache, and of what is compared with it."""
+        """Shares to compare: None for the full cache, then the fractions."""
         return (None, *self.fractions)
 
     def budget(self, fraction: float | None, num_tokens: int) -> int | None:
-        """That share of so many tokens, in whole blocks."""
+        """Tokens of this share, in whole blocks."""
         if fraction is None:
             return None
         return int(num_tokens * fraction) // self.block_size * self.block_size
@@ -180,5 +180,5 @@ class Conversations:
 
 
 def label(policy: str, fraction: float | None) -> str:
-    """As the tables name it."""
+    """The name of a column in the tables."""
     return "full" if fraction is None else f"{policy} {fraction:.0%}"

@@ -183,7 +183,7 @@ def _accuracies(examples: Sequence[Example], scored: list[ScoreOutput]) -> dict[
 
 
 def _progress(examples: Sequence[Example], outputs: list[RequestOutput]) -> dict[str, Any]:
-    """Of free-running generation: how far it was right, and what it evicted."""
+    """How far free-running generation was right, and what it evicted."""
     pairs = [(e, out.outputs[0].token_ids) for e, out in zip(examples, outputs, strict=False)]
     perfect = sum(out.metrics.blocks_perfect for out in outputs)
     freed = sum(out.metrics.blocks_freed for out in outputs)

@@ -39,7 +39,7 @@ class FormatStorage:
 
     @property
     def token_bytes(self) -> float:
-        """Of one token over all layers, in a full block."""
+        """Bytes of one token over all layers, in a full block."""
         return self.block_bytes / self.block_size
 
     def budget_tokens(self, fraction: float, num_tokens: int) -> int:
@@ -56,5 +56,5 @@ class FormatStorage:
         return self.block_bytes <= allowed and self.block_bytes < self.reference_bytes * self.block_size
 
     def held_bytes(self, num_blocks: float) -> float:
-        """Of a sequence that holds so many blocks."""
+        """Bytes of a sequence that holds so many blocks."""
         return num_blocks * self.block_bytes + self.open_bytes

@@ -75,7 +75,7 @@ def cell_identity(
 
 
 def weights_digest(llm: LLM) -> str:
-    """Of the weights, from up to SAMPLES_PER_TENSOR evenly spaced numbers of each tensor: training or
+    """Digest of the weights, from up to SAMPLES_PER_TENSOR evenly spaced numbers of each tensor: training or
     fine-tuning changes nearly all of them, and a large model is not read whole."""
     digest = hashlib.sha256()
     for name, tensor in sorted(llm.loaded.model.state_dict().items()):
@@ -97,7 +97,8 @@ def stats_digest(stats: QueryStats) -> str:
 
 @cache
 def code_digest() -> str:
-    """Of the package's own sources and its compiled kernels: a changed policy never meets its old figures."""
+    """Digest of the package's own sources and its compiled kernels: a changed policy never meets its old
+    figures."""
     digest = hashlib.sha256()
     for file in sorted(PACKAGE.rglob("*.py")):
         digest.update(str(file.relative_to(PACKAGE)).encode() + file.read_bytes())
@@ -109,7 +110,7 @@ def code_digest() -> str:
 
 @cache
 def policy_digest(spec: str) -> str:
-    """Of the source files of the policies in a spec, wherever they were installed from."""
+    """Digest of the source files of the policies in a spec, wherever they were installed from."""
     digest = hashlib.sha256()
     for policy in _all_policies(make_policy(spec)):
         file = inspect.getsourcefile(type(policy))

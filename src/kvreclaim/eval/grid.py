@@ -70,7 +70,7 @@ class EvalGrid:
         return found
 
     def problems(self) -> dict[tuple[GridColumn, str], Problem]:
-        """Of the settings that could not be run, or not as they should."""
+        """Problems of the columns that could not be run, or not as they should."""
         return {
             (setting, task.name): problem
             for task in self.tasks

@@ -26,7 +26,7 @@ class Interval:
 
 
 def wilson(successes: float, trials: int) -> Interval:
-    """Of a share of independent trials. Source: Wilson, JASA 22 (1927) 209-212."""
+    """Wilson interval of a share of independent trials. Source: Wilson, JASA 22 (1927) 209-212."""
     share, z2 = successes / trials, Z95**2
     centre = (share + z2 / (2 * trials)) / (1 + z2 / trials)
     half = Z95 * sqrt(share * (1 - share) / trials + z2 / (4 * trials**2)) / (1 + z2 / trials)
@@ -36,7 +36,7 @@ def wilson(successes: float, trials: int) -> Interval:
 
 
 def ratio_interval(points: Array, out_of: Array) -> Interval | None:
-    """Of sum(points) / sum(out_of), points in [0, out_of], over examples [n].
+    """Interval of sum(points) / sum(out_of), points in [0, out_of], over examples [n].
 
     Wilson where each example is one verdict, and where all of them are right or all of them are wrong,
     which the bootstrap would call certain (an example then counts as one trial); else the bootstrap.

@@ -72,7 +72,7 @@ def normalise(text: str, *, articles: bool = False) -> str:
 
 
 def read_questions(path: Path) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Of one file, or of all *.jsonl of a directory in the order of their names.
+    """Read the questions of one file, or of all *.jsonl of a directory in the order of their names.
 
     Raises: InvalidArgumentError naming file and line.
     """

@@ -68,7 +68,7 @@ class Passages:
 
     @cached_property
     def digest(self) -> str:
-        """Of all that decides the windows."""
+        """Digest of all that decides the windows."""
         return hashlib.sha256(repr((self.tokens, self.prefix)).encode()).hexdigest()[:24]
 
     def check_room(self, num_tokens: int) -> int:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FULL = "full"
 DIALECTS = ("auto", "demo", "text")
 UNSHARED = ("policy", "budget", "stats", "verify", "verify_tokens")
-"""Of CompressionSettings those that differ between cells, or that a scored text has no use for."""
+"""Fields of CompressionSettings that differ between cells, or that a scored text has no use for."""
 SHARED = tuple(name for name in settings_of(CompressionSettings) if name not in UNSHARED)
 
 

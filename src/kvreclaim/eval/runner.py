@@ -96,7 +96,8 @@ class BatchRunner:
         return [self._result(*each, note) for each in zip(items, said, outcomes, strict=True)]
 
     def _config(self, item: Item, setting: GridColumn) -> CompressionConfig | None:
-        """Of one sequence; tried on the model, so that what cannot run is refused before anything does."""
+        """The compression of one sequence; tried on the model, so that what cannot run is refused before
+        anything does."""
         budget = self.storage.budget_tokens(setting.fraction, item.num_tokens)
         config = self.plan.compression(setting, budget, self.stats)
         if config is not None:
@@ -244,8 +245,8 @@ def open_runners(llm: LLM, plan: EvalPlan) -> dict[str, BatchRunner]:
 
 
 def _prompts(items: Sequence[Item], setting: GridColumn) -> list[dict[str, Any]]:
-    """As the engine gets them: whole, or in pieces. Raises: InvalidArgumentError for prompts without chunks
-    where these are to be reused."""
+    """The prompts as the engine gets them: whole, or in pieces. Raises: InvalidArgumentError for prompts
+    without chunks where these are to be reused."""
     how, method = chunk_reuse_of(setting.chunk_reuse), {"sparse_prefill": setting.sparse_prefill}
     if how is None:
         return [{"prompt_token_ids": list(item.prompt), **method} for item in items]

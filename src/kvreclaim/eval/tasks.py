@@ -42,7 +42,7 @@ NUM_CHUNKS = 8
 TEXTS: Mapping[str, Callable[[], texts.Texts]] = MappingProxyType({"prose": texts.prose, "code": texts.code})
 OWN = "own"
 NUM_SCORED = 512
-"""Of a window of a built-in text, where it has twice as many tokens."""
+"""Scored tokens of a window of a built-in text, where it has twice as many tokens."""
 ANY_MODEL = (
     *(f"perplexity[:{name}]" for name in TEXTS),
     *(f"agreement[:{name}]" for name in (*TEXTS, OWN)),
@@ -104,7 +104,7 @@ def _make(name: str, llm: LLM, options: TaskOptions) -> Task:
 
 
 def _windows(name: str, llm: LLM, options: TaskOptions) -> TextWindows:
-    """Of a built-in text, or of the file in the options."""
+    """Windows of a built-in text, or of the file in the options."""
     if name:
         scored = min(NUM_SCORED, options.num_tokens // 2)
         return TextWindows(_built_in(name, llm), options.num_tokens, scored)

@@ -53,7 +53,7 @@ class BlockTable:
         physical_len: int,
         exact_len: int,
     ) -> BlockTable:
-        """Of a sequence that something lossy has happened to elsewhere."""
+        """The table of a sequence that something lossy has happened to elsewhere."""
         table = cls(keys, None, list(block_ids), logical_len, physical_len, exact=False)
         table._exact_len, table._num_holes = exact_len, table.block_ids.count(None)
         return table

@@ -164,7 +164,7 @@ class MemoryManager:
         return match if not self.windows.windows else self._behind_windows(match)
 
     def _behind_windows(self, match: PrefixMatch) -> PrefixMatch:
-        """As much of a match as every window can go on behind."""
+        """Cut a match to what every window can go on behind."""
         length = self.windows.fit(match.entries)
         entries, miss = match.entries[:length], match.miss if length == len(match.entries) else WINDOW
         return PrefixMatch(match.keys, entries, miss, windows=self.windows.hits(entries))
@@ -225,7 +225,7 @@ class MemoryManager:
             self.windows.begin(seq_id, match.entries, match.windows, match.keys.num_tokens, priority)
 
     def refresh(self, match: PrefixMatch) -> None:
-        """As if a sequence had just begun with the match and ended: its blocks are reused later."""
+        """Renew a match as if a sequence had just begun with it and ended: its blocks are reused later."""
         self.pool.hit(match.block_ids, 0)
         self.pool.release(reversed(match.block_ids))
 
@@ -401,7 +401,7 @@ class MemoryManager:
         return memory_stats(self.pool, self.prefix, self._freed_by_compression, self._cow_copies)
 
     def drain_residency(self) -> list[BlockResidency]:
-        """Of the sampled cached blocks that were reused since the last call, the last 8,192."""
+        """The last 8,192 sampled cached blocks that were reused since the last call."""
         return self.pool.residency.drain()
 
     def check(self) -> None:

@@ -137,7 +137,7 @@ class BlockPool:
         return freed
 
     def release_first(self, blocks: Iterable[int]) -> int:
-        """As release, of blocks that are to be reused before all others that are cached."""
+        """Release blocks that are to be reused before all others that are cached."""
         freed = 0
         for block in blocks:
             if self.refs[block] > 1 or not self.marks[block]:
@@ -180,7 +180,7 @@ class BlockPool:
         return self.index.add(parent, key, block)
 
     def demote(self, blocks: Iterable[int]) -> None:
-        """Of these, those that are queued are to be reused before all others that are cached."""
+        """Reuse those of these blocks that are queued before all others that are cached."""
         for block in blocks:
             if self.refs[block] == 0 and self.marks[block] and block in self.free_queue:
                 self.free_queue.remove(block)

@@ -42,7 +42,7 @@ class PrefixMatch:
 
     @property
     def num_tokens(self) -> int:
-        """That need not be computed."""
+        """Tokens that need not be computed."""
         return (len(self.entries) + len(self.lower)) * self.keys.block_size
 
 

@@ -61,18 +61,18 @@ class Windows:
         return self._tables[seq_id]
 
     def num_blocks(self, seq_id: int) -> int:
-        """Of the pool that a sequence holds here."""
+        """Blocks of the pool that a sequence holds here."""
         return sum(
             window.num_blocks * len(table.rows)
             for window, table in zip(self.windows, self._tables.get(seq_id, ()), strict=False)
         )
 
     def blocks(self, seq_id: int) -> list[int]:
-        """That a sequence holds here."""
+        """Blocks that a sequence holds here."""
         return [block for table in self._tables.get(seq_id, ()) for block in table.blocks()]
 
     def every_block(self) -> Iterator[int]:
-        """Of all sequences, one for each reference; for checks."""
+        """Blocks of all sequences, one for each reference; for checks."""
         return (block for seq_id in self._tables for block in self.blocks(seq_id))
 
     # Hits.
@@ -90,7 +90,7 @@ class Windows:
         return RowKey(entries[i].serial, n) in self._pool.rows
 
     def hits(self, entries: Sequence[Entry]) -> tuple[tuple[Row, ...], ...]:
-        """Of each window the rows that a sequence which begins with these entries sees; fit has said yes."""
+        """For each window the rows that a sequence sees which begins with these entries; fit has said yes."""
         found = []
         for n, window in enumerate(self.windows):
             first = window.first_entry(len(entries), self._size)

@@ -24,7 +24,7 @@ OnCached = Callable[[int], tuple[Tensor, Tensor]]
 NEAR = 64
 """Tokens back; what a query pays those is not asked for: every text reads what it has just said."""
 NOW = 3 / 4
-"""Of a first copy: where a compression is imagined, so that the rest of it goes on from there."""
+"""Share of a first copy behind which a compression is imagined, so that the rest of it goes on from there."""
 _TILE, _LEAST_ROWS = 1 << 21, 32
 """Logits at once on a CPU, whose 8 MiB stay near the core; rows of them that are worth a product."""
 REREAD_TOKENS = 1024

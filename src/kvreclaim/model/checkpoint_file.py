@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
 MOST_BYTES = "50GB"
-"""Of a file; transformers' own default."""
+"""Largest size of a file; transformers' own default."""
 AT_ONCE = 2**22
 """Numbers that are rounded and written at a time."""
 

@@ -28,13 +28,13 @@ logger = logging.getLogger(__name__)
 
 
 def gguf_ends(fields: Mapping[str, Any], tokenizer: Tokenizer | None, config: Any) -> frozenset[int]:
-    """Of a GGUF file with these fields."""
+    """End tokens of a GGUF file with these fields."""
     said = [fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     return _ends(config, tokenizer, *said, _well_known(tokenizer))
 
 
 def directory_ends(name: str, tokenizer: Tokenizer | None, config: Any) -> frozenset[int]:
-    """Of a directory or a hub id. Raises: InvalidArgumentError."""
+    """End tokens of a directory or a hub id. Raises: InvalidArgumentError."""
     return _ends(config, tokenizer, _generation_ends(name))
 
 

@@ -47,7 +47,7 @@ class ModelSource(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the directory, where none is asked for."""
+        """Name of the directory where none is asked for."""
 
     def identity(self) -> str:
         """What tells it from every other source; written beside the weights."""
@@ -271,7 +271,8 @@ def _add_statistics(directory: Path, source: ModelSource) -> None:
 
 
 def _version(statistics: Path) -> int:
-    """Of the format of a statistics file; sys.maxsize where it does not say, so that it is left alone."""
+    """Version of the format of a statistics file; sys.maxsize where it does not say, so that it is left
+    alone."""
     try:
         with safe_open(statistics, framework="numpy") as file:
             return int(json.loads((file.metadata() or {})["kvreclaim"])["format_version"])

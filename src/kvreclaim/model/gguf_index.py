@@ -22,7 +22,7 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 """struct's letters of the value types; 8 is a string, 9 an array."""
 STRING, ARRAY = 8, 9
 ALIGNMENT = 32
-"""Of tensors, where the file does not say."""
+"""Alignment of tensors where the file does not say."""
 
 
 @dataclass(frozen=True, slots=True)

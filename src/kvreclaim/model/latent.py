@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from kvreclaim.ops.latent import UpProjection
 
 DTYPES = {torch.float32: 1e-4, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
-"""Of up-projections that are understood, and how near their products must come to the module's own,
+"""Dtypes of up-projections that are understood, and how near their products must come to the module's own,
 relative to the largest."""
 DIMS = ("num_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
 EXPAND = "expand_kv"

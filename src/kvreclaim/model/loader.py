@@ -59,12 +59,12 @@ class LoadedModel:
 
     @property
     def name(self) -> str:
-        """As messages call the model."""
+        """The model's name in messages."""
         return self.facts.name
 
     @property
     def weight_bytes(self) -> int:
-        """Of all parameters and buffers, each memory once."""
+        """Bytes of all parameters and buffers, shared memory counted once."""
         tensors = itertools.chain(self.model.parameters(), self.model.buffers())
         stores = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
         return sum(stores.values())
@@ -138,7 +138,7 @@ def load_model(
 
 
 def _packed_source(name: str, config: Any) -> WeightSource | None:
-    """Of a checkpoint whose weights stay packed; None for one that transformers reads."""
+    """Source of a checkpoint whose weights stay packed; None for one that transformers reads."""
     settings = getattr(config, "quantization_config", None)
     if settings is None or settings.get("quant_method") in TRANSFORMERS_METHODS:
         return None
@@ -260,7 +260,7 @@ def _load_weights(name: str, dtype: torch.dtype | str, config: Any) -> PreTraine
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
-    """Of a directory, a hub id or a GGUF file; None where a directory holds none. Raises:
+    """Load the tokenizer of a directory, a hub id or a GGUF file; None where a directory holds none. Raises:
     InvalidArgumentError."""
     name = os.fspath(path)
     if is_gguf(name):

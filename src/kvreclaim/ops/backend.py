@@ -64,7 +64,8 @@ class Backend(Protocol):
     def select_top(self, scores: Tensor, places: int) -> Tensor: ...
 
     def copy_blocks(self, cache: KVCache, pairs: list[tuple[int, int]]) -> None:
-        """As if all at once: a block may be the source of some pairs and the target of another."""
+        """Copy blocks as if all at once: a block may be the source of some pairs and the target of
+        another."""
         ...
 
     def prepare_blocks(self, cache: KVCache, block_ids: list[int]) -> None: ...

@@ -16,7 +16,7 @@ MAX_BYTES = 1 << 26
 
 
 def bytes_per_block(planes: Sequence[Tensor]) -> int:
-    """Of planes [L, B, ...], for all layers."""
+    """Bytes of a block in planes [L, B, ...], all layers together."""
     return sum(plane.nbytes // plane.shape[1] for plane in planes)
 
 

@@ -72,7 +72,7 @@ class LayerFacts:
         return self.head_dim - self.v_head_dim if self.latent else self.head_dim
 
     def kv_head(self, head: int) -> LayerFacts:
-        """Of one KV head and its query heads alone."""
+        """Facts of one KV head and its query heads alone."""
         sinks = self.softmax.sinks
         own = None if sinks is None else sinks.unflatten(0, (self.num_kv_heads, -1))[head]
         softmax = replace(self.softmax, sinks=own)
@@ -109,7 +109,7 @@ class ModelFacts:
         return tuple(range(self.num_layers)) if self.layer_ids is None else self.layer_ids
 
     def of_layers(self, ids: tuple[int, ...]) -> ModelFacts:
-        """Of these layers alone."""
+        """Facts of these layers alone."""
         layers = tuple(self.layers[n] for n in ids)
         return replace(self, layers=layers, layer_ids=ids, num_model_layers=self.num_layers)
 

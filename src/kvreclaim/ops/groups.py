@@ -45,7 +45,7 @@ class LayerGroups:
 
     @property
     def tables(self) -> tuple[tuple[int, int], ...]:
-        """Of each table but the first: its window, and its number among the groups of that."""
+        """For each table but the first: its window, and its number among the groups of that."""
         return tuple((n, i) for n, window in enumerate(self.windows) for i in range(self.num_groups(window)))
 
     def num_groups(self, window: Window) -> int:
@@ -122,7 +122,7 @@ def _check_not_skipped(config: EngineConfig, what: str) -> None:
 
 
 def _parts(model: ModelFacts, config: EngineConfig) -> int:
-    """Of LayerGroups."""
+    """Number of parts of LayerGroups."""
     if not config.kv_cache_dtype_skip_layers:
         return 1
     form, plain = kv_format(config.kv_cache_dtype, model.dtype), plain_format(model.dtype)

@@ -189,7 +189,7 @@ class _Joined:
     blocks: list[int]
 
     def split(self, scores: Tensor) -> list[Tensor]:
-        """Those of each, [K, T]; what the last blocks hold past their ends is cut off."""
+        """Split scores by sequence, [K, T] each; what the last blocks hold past their ends is cut off."""
         size = self.source.tokens.cache.block_size
         parts = scores.split([blocks * size for blocks in self.blocks], dim=1)
         return [part[:, :length] for part, length in zip(parts, self.lengths, strict=True)]

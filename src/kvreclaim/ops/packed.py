@@ -121,7 +121,7 @@ def _in_lines(codes: Tensor, bits: int) -> Tensor:
 
 
 def _fields(words: Tensor, bits: int, dim: int = 2) -> Tensor:
-    """As many words to a line as a byte has fields of `bits` bits, the first in the lowest."""
+    """Pack words into lines, as many as a byte has fields of `bits` bits, the first in the lowest."""
     per_line = 8 // bits
     apart = words.unflatten(dim, (-1, per_line)).unbind(dim + 1)
     return sum((part << bits * i for i, part in enumerate(apart)), torch.zeros_like(apart[0]))

@@ -18,7 +18,7 @@ from kvreclaim.ops.rope import RopeLayout, RopeStyle, rotate, to_bands
 POSITIONS = (0, 1, 2, 3, 5, 11, 47, 120)
 STYLES: tuple[RopeStyle, ...] = ("half", "interleaved")
 ROWS_AT_ONCE = 4096
-"""Of embeddings that become fp32 at a time."""
+"""Rows of embeddings that become fp32 at a time."""
 
 
 def loudest(embeddings: Tensor) -> int:

@@ -175,7 +175,7 @@ def mixture_attention(keys: Tensor, centers: Tensor, variances: Tensor, scale: f
 def summed_mixture(
     keys: Tensor, centers: Tensor, variances: Tensor, weights: Tensor, scale: float, over: slice
 ) -> Tensor:
-    """As mixture_scores, with a head's centres summed by their weights [H, C] instead of the maximum:
+    """Score like mixture_scores, with a head's centres summed by their weights [H, C] instead of the maximum:
     [K, T] fp32."""
     scores = torch.zeros(keys.shape[:2], dtype=torch.float32, device=keys.device)
     part = as_real(keys[:, over])

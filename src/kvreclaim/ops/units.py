@@ -16,7 +16,7 @@ from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 
 
 def unit_bytes(cache: KVCache) -> int:
-    """Of one cell."""
+    """Bytes of one cell."""
     return sum(_row_bytes(plane) for plane in cell_view(cache).planes)
 
 

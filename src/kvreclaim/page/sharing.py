@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 MAX_ROWS: Final = 40
-"""Of the tree; what comes behind is left out."""
+"""Most rows of the tree; what comes behind is left out."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from kvreclaim.plan.roofline import BASE_S, roofline
 from kvreclaim.plan.weights import WeightFormat
 
 MOST_CARDS = 8
-"""Of one replica."""
+"""Most cards of one replica."""
 Resource = Literal["memory", "bandwidth", "compute"]
 
 
@@ -144,7 +144,7 @@ class Chooser:
         )
 
     def _most_blocks(self) -> int:
-        """Of the request that takes most, in its prompt or at its end."""
+        """Blocks of the request that takes most, in its prompt or at its end."""
         footprint, lengths = self.cache.footprint, self.lengths
         ends = lengths.prompts + lengths.outputs
         at = {int(ends.argmax()), int(lengths.prompts.argmax())}
@@ -175,9 +175,9 @@ class Chooser:
         return None
 
     def _shares(self, time: Linear, pool: CardPool) -> dict[Resource, float]:
-        """Of one replica's seconds, what is needed at least. compute: the products of all tokens. bandwidth:
-        keys of every decoded token, and weights once a step of max_num_seqs sequences. memory: the same, with
-        only as many sequences to a step as the pool holds."""
+        """Least share of one replica's seconds that each resource needs. compute: the products of all tokens.
+        bandwidth: keys of every decoded token, and weights once a step of max_num_seqs sequences. memory: the
+        same, with only as many sequences to a step as the pool holds."""
         lengths, footprint = self.lengths, self.cache.footprint
         prompts, outputs = lengths.prompts.astype(float), lengths.outputs.astype(float)
         seconds = lengths.duration_s / self.speed

@@ -38,7 +38,7 @@ class ConfigReader:
         return found
 
     def get(self, key: str, default: Any = None) -> Any:
-        """As the file says, else as transformers' class has it; null is an answer, too."""
+        """The file's value, else the default of transformers' class; null is an answer, too."""
         return self.config.get(key, DEFAULTS[self.kind].get(key, default))
 
     def number(self, key: str, default: int | None = None) -> int:
@@ -55,7 +55,7 @@ class ConfigReader:
         return int(value)
 
     def count(self, key: str) -> int:
-        """As number, or 0, which null and nothing are, too."""
+        """A number, or 0 for null or nothing."""
         return self.number(key) if self.get(key) else 0
 
     def numbers(self, key: str) -> list[int] | None:
@@ -205,6 +205,6 @@ class ConfigReader:
 
 
 def _short(value: Any) -> str:
-    """As a message can hold it."""
+    """A value short enough for a message."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."

@@ -30,7 +30,7 @@ def bundled_models() -> dict[str, Path]:
 
 
 def load_shape(model: str | Path) -> ModelShape:
-    """Of a bundled name (whatever its case), a directory with a config.json, such a file, or a GGUF file.
+    """The shape of a bundled name in any case, a directory with a config.json, such a file, or a GGUF file.
 
     Raises: InvalidArgumentError if there is none, UnsupportedModelError if its layers are not known here.
     """
@@ -79,7 +79,7 @@ def _first_names() -> list[str]:
 
 
 def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
-    """Of a parsed config.json. name: as answers call the model. Raises: UnsupportedModelError,
+    """The shape of a parsed config.json. name: as answers call the model. Raises: UnsupportedModelError,
     InvalidArgumentError."""
     outer, notes, kind = config, [], str(config.get("model_type"))
     part = COMPOSITE.get(kind)

@@ -38,15 +38,15 @@ class StepTime(Protocol):
     """Seconds. With only the keys that are read differing, a step's time is affine in them."""
 
     def step_s(self, load: StepLoad) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         ...
 
     def pass_s(self, num_tokens: int, kept: int) -> float:
-        """Of compressing a sequence of num_tokens live tokens to `kept`."""
+        """Seconds to compress a sequence of num_tokens live tokens to `kept`."""
         ...
 
     def move_s(self, num_blocks: int) -> float:
-        """Of moving blocks between device and host."""
+        """Seconds to move blocks between device and host."""
         ...
 
 
@@ -90,7 +90,7 @@ class Linear:
         return self.move * num_blocks
 
     def save(self, path: Path) -> None:
-        """As JSON. Raises: InvalidArgumentError."""
+        """Save as JSON. Raises: InvalidArgumentError."""
         whole = {"version": VERSION, "kind": type(self).__name__} | asdict(self)
         write_json(path, whole)
 

@@ -36,7 +36,7 @@ class Cache:
         return self.footprint.slots_needed(1, num_tokens)
 
     def blocks(self, num_tokens: int) -> int:
-        """Of `held`."""
+        """Blocks for `held`."""
         return blocks_for(self.held(num_tokens), self.block_size)
 
     def prompt_blocks(self, num_tokens: int) -> int:
@@ -44,7 +44,7 @@ class Cache:
         return blocks_for(self.footprint.slots_needed(num_tokens, num_tokens), self.block_size)
 
     def expanded_token_bytes(self) -> int | None:
-        """Of a latent cache: bytes per token in 16 bits if every head's keys and values were stored."""
+        """For a latent cache the bytes per token in 16 bits if every head's keys and values were stored."""
         if not any(layer.latent for layer in self.shape.layers):
             return None
         return 2 * sum(layer.expanded for layer in self.shape.layers)

@@ -39,7 +39,7 @@ KNOTS = (
 )
 """Tokens at which kernels tend to change: behind powers of two."""
 WEIGHT = 4.0
-"""Of "nothing more" at a knot, in steps that were seen there."""
+"""Weight of "nothing more" at a knot, in steps that were seen there."""
 TURNS = 3
 MIN_STEPS = 50
 REWEIGHTED = 4

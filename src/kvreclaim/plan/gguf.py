@@ -74,7 +74,7 @@ def read_index(file: Path) -> GgufIndex:
 
 
 def config_of(index: GgufIndex, file: Path) -> dict[str, Any]:
-    """As transformers would write it. Raises: InvalidArgumentError, UnsupportedModelError."""
+    """The config as transformers would write it. Raises: InvalidArgumentError, UnsupportedModelError."""
     fields = index.fields
     kind = str(fields.get("general.architecture"))
     if kind not in ARCHITECTURES:

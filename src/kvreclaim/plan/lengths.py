@@ -31,8 +31,8 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lengths:
-    """Of N requests in order: prompts and outputs [N] tokens, arrivals [N] seconds since the first, or None
-    where the file does not say when they came. Requests without an answer are left out."""
+    """Lengths of N requests in order: prompts and outputs [N] tokens, arrivals [N] seconds since the first,
+    or None where the file does not say when they came. Requests without an answer are left out."""
 
     prompts: Integers
     outputs: Integers

@@ -106,8 +106,8 @@ def _title(cache: Cache, asked: PlanRequest, what: str, weights: WeightFormat) -
 
 
 def _length(cache: Cache, asked: PlanRequest) -> int:
-    """Of the sequences that are counted: those asked about, else the longest that the model has positions
-    for."""
+    """Length of the sequences that are counted: the one asked about, else the longest that the model has
+    positions for."""
     return asked.context or asked.prefix + asked.own or cache.shape.max_position
 
 

@@ -21,7 +21,7 @@ from kvreclaim.schedule.budget.footprint import Footprint
 
 SHARE = 0.99
 _NORMAL = 2.3263478740408408
-"""Of a normal number, 99 % lie below so many standard deviations."""
+"""So many standard deviations have 99 % of a normal distribution below them."""
 Counts = NDArray[np.float64]
 
 
@@ -31,7 +31,7 @@ def per_token(time: Linear) -> float:
 
 
 def prefill_seconds(time: Linear, num_tokens: int, chunk: int) -> float:
-    """Of a prompt alone, chunk by chunk."""
+    """Seconds of a prompt alone, chunk by chunk."""
     total = 0.0
     for start in range(0, num_tokens, chunk):
         size = min(chunk, num_tokens - start)

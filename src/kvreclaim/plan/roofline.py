@@ -12,11 +12,11 @@ from kvreclaim.plan.shapes import ModelShape
 from kvreclaim.plan.weights import WeightFormat, weight_bytes
 
 BANDWIDTH_SHARE = 0.8
-"""Of a data sheet's bandwidth that weights and keys are read with."""
+"""Share of a data sheet's bandwidth that weights and keys are read with."""
 FLOPS_SHARE = 0.6
 BASE_S = 0.5e-3
 LINK_LATENCY_S = 10e-6
-"""Of one all-reduce; an assumption."""
+"""Latency of one all-reduce; an assumption."""
 DATA_SHEET = "data sheet"
 ERROR = "uncalibrated: off by 20 to 40 %"
 

@@ -83,7 +83,7 @@ class LayerShape:
 
     @property
     def pair_flops(self) -> int:
-        """Of one query token and one key: both products, all heads."""
+        """FLOPs of one query token and one key: both products, all heads."""
         return 2 * self.num_heads * (self.head_dim + self.v_head_dim)
 
 
@@ -140,7 +140,7 @@ class ModelShape:
 
     @property
     def active_params(self) -> int:
-        """That one token reads: head and the experts it visits, no row of the embedding."""
+        """Parameters that one token reads: head and the experts it visits, no row of the embedding."""
         return self.embedding + self.final_plain + sum(layer.active_params for layer in self.layers)
 
     @property
@@ -183,8 +183,8 @@ class ModelShape:
         return form.bytes_per_block(self.layers, block_size)
 
     def windowed_bytes(self, form: KVBytes, num_tokens: int, block_size: int, max_chunk: int) -> int:
-        """Of one sequence where layers with windows give back what lies behind them, as vLLM does: pages of
-        the window and of one chunk, and one more."""
+        """Bytes of one sequence where layers with windows give back what lies behind them, as vLLM does:
+        pages of the window and of one chunk, and one more."""
         total = 0
         for layer in self.layers:
             blocks = blocks_for(num_tokens, block_size)

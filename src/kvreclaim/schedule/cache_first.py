@@ -15,9 +15,9 @@ and 8 lets cold ones wait longer."""
 
 
 class CacheFirst(Generic[Seq]):
-    """Those that wait in the order of arrival - aging * min(cached, credit), the least first, behind those
-    that are more important. The clock counts the prompt tokens that have been processed, computed or
-    found, so nobody is overtaken by what arrives more than aging * credit of these later.
+    """Order the waiting sequences in the order of arrival - aging * min(cached, credit), the least first,
+    behind those that are more important. The clock counts the prompt tokens that have been processed,
+    computed or found, so nobody is overtaken by what arrives more than aging * credit of these later.
 
     aging:  by how many tokens of the clock a cached token comes earlier
     credit: cached tokens that count at most

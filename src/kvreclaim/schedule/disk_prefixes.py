@@ -12,7 +12,7 @@ from kvreclaim.schedule.snapshot_key import SnapshotKey
 
 @dataclass(slots=True)
 class PendingLookup:
-    """Of one sequence that waits: for what, until when, and whether it has been told that it misses."""
+    """What a waiting sequence waits for, until when, and whether it has been told that it misses."""
 
     key: SnapshotKey
     deadline: float
@@ -45,17 +45,17 @@ class DiskPrefixIndex(Generic[Seq]):
 
     @property
     def num_files(self) -> int:
-        """That may be read."""
+        """Files that may be read."""
         return len(self._known)
 
     @property
     def num_bytes(self) -> int:
-        """Of these."""
+        """Bytes of these files."""
         return sum(self._known.values())
 
     @property
     def num_coming(self) -> int:
-        """That are being read."""
+        """Files that are being read."""
         return len(self._coming)
 
     @property

@@ -172,17 +172,17 @@ class PromptTokens:
 
 
 def _last(running: list[Seq], tenant: Tenant) -> Seq:
-    """Of a tenant's the least important, and of these the one admitted last."""
+    """The least important sequence of a tenant; of equals the one admitted last."""
     own = [(seq.priority, place) for place, seq in enumerate(running) if seq.tenant == tenant]
     return running[max(own)[1]]
 
 
 def kept_seats(running: Iterable[ScheduledSequence]) -> int:
-    """That nobody else may take."""
+    """Seats that nobody else may take."""
     return sum(seq.kept_seats for seq in running)
 
 
 def _num_units(running: Iterable[ScheduledSequence]) -> Counter[Tenant]:
-    """Of each tenant, those that give way alone; sequences that run together are one."""
+    """Units that are preempted alone, by tenant; sequences that run together are one."""
     units = {(seq.tenant, seq.first_id if seq.gang else seq.seq_id) for seq in running}
     return Counter(tenant for tenant, _ in units)

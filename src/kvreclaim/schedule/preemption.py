@@ -109,7 +109,7 @@ class Preemptor(Generic[Seq]):
 
     @staticmethod
     def _is_worth_slots(victim: Seq, step: StepPlanBuilder[Seq], *, swaps: bool) -> bool:
-        """Of one that has begun in this very step nothing is there yet; one that has come back in it just
+        """A sequence that began in this step holds nothing yet; one that has come back in it just
         goes back."""
         begun = next((one for one in step.admitted if one.seq_id == victim.seq_id), None)
         return swaps and victim.num_computed > 0 if begun is None else begun.resumed

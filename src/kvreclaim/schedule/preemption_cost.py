@@ -80,7 +80,7 @@ Group = ListLike[ScheduledSequence]
 """Running sequences that give way together, in the order of admission."""
 
 VictimOrder = Callable[[Group, int], tuple[float, ...]]
-"""Of two groups the one with the greater key gives way first; the number is the place of its last one in the
+"""The group with the greater key is preempted first; the number is the place of its last one in the
 order of admission."""
 
 
@@ -110,7 +110,7 @@ def lowest_priority(group: Group, place: int) -> tuple[float, ...]:
 
 
 def least_recent(group: Group, place: int) -> tuple[float, ...]:
-    """Of whom nobody has computed anything for longest, and of these whose last one was admitted last."""
+    """Preempt the group that has computed nothing for longest; of equals the one admitted last."""
     return -max(seq.last_step for seq in group), place
 
 

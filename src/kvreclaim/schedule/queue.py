@@ -14,7 +14,7 @@ from kvreclaim.schedule.sequence import ScheduledSequence
 Seq = TypeVar("Seq", bound=ScheduledSequence)
 Tenant = str | None
 WINDOW = 128
-"""Of a line, so many are put in another order at a time."""
+"""So many sequences of a line are reordered at a time."""
 
 
 class Order(Protocol[Seq]):
@@ -27,7 +27,7 @@ class Order(Protocol[Seq]):
 
 @dataclass(slots=True, eq=False)
 class Line(Generic[Seq]):
-    """Those of one tenant that wait, the first one first.
+    """The waiting sequences of one tenant, in order.
 
     since:  its place among tenants that hold as many seats; grows with each sequence that leaves to run
     passed: times that another tenant's sequence began because the first one did not fit
@@ -69,11 +69,11 @@ class Queue(Generic[Seq]):
 
     @property
     def tenants(self) -> Set[Tenant]:
-        """Those that have sequences here."""
+        """The tenants that have sequences here."""
         return self._lines.keys()
 
     def line(self, tenant: Tenant) -> Line[Seq]:
-        """Of a tenant that waits."""
+        """The line of a tenant that waits."""
         return self._lines[tenant]
 
     def add(self, seq: Seq) -> None:
@@ -124,7 +124,7 @@ class Queue(Generic[Seq]):
     def next(
         self, num_running: Callable[[Tenant], int], skip: Set[Tenant], deferred: Set[int] = frozenset()
     ) -> Seq | None:
-        """Of the most important that wait, the first one of the tenant that has the fewest running ones, and
+        """Choose among the most important that wait: the first one of the tenant with the fewest running, and
         among such of the one that has not had a turn for longest. skip: tenants that are left out; deferred:
         ids of sequences that are."""
         found, least = None, None

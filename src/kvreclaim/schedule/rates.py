@@ -34,7 +34,7 @@ class Rates:
             setattr(self, name, KEEP * getattr(self, name) + (1 - KEEP) * seconds / amount)
 
     def recompute_s(self, num_tokens: int, num_found: int, num_passes: int) -> float:
-        """Of a sequence of num_tokens whose first num_found are found in the index."""
+        """Seconds to recompute num_tokens whose first num_found are in the index."""
         squares = (num_tokens**2 - num_found**2) / 2
         return (num_tokens - num_found) * self.token_s + squares * self.token_sq_s + num_passes * self.pass_s
 

@@ -95,7 +95,7 @@ class Scheduler(Generic[Seq]):
 
     @property
     def num_steps(self) -> int:
-        """That have been planned."""
+        """Steps that have been planned."""
         return self._state.num_steps
 
     @num_steps.setter
@@ -241,7 +241,7 @@ class Scheduler(Generic[Seq]):
         return take_choice(done, gone, prompt_slots, self._known[done.seq_id].account, self.memory)
 
     def in_turn(self) -> list[Seq]:
-        """Those that run, as they take tokens of a step."""
+        """The running sequences, in the order in which they take tokens of a step."""
         return sorted(self.running, key=self._turn)
 
     def _turn(self, seq: Seq) -> tuple[bool, tuple[int, ...]]:

@@ -96,7 +96,7 @@ class ScheduledSequence:
 
     @property
     def kept_seats(self) -> int:
-        """Of its seats those that nobody else may take, whatever they are waited for."""
+        """Seats of its own that nobody else may take."""
         return self.seats if self.gang else 1
 
     @property

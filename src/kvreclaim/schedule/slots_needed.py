@@ -12,7 +12,7 @@ from kvreclaim.schedule.sequence import ScheduledSequence
 
 
 def own_slots(seq: ScheduledSequence, match: PrefixMatch, memory: MemoryManager) -> int:
-    """That it takes itself besides the blocks of its match."""
+    """Slots that a sequence takes besides the blocks of its prefix match."""
     if isinstance(memory, TieredMemory) and memory.is_parked(seq.seq_id):
         return _slots_to_resume(seq, match, memory)
     known = len(seq.token_ids)
@@ -28,8 +28,8 @@ def own_slots(seq: ScheduledSequence, match: PrefixMatch, memory: MemoryManager)
 
 
 def _slots_of_followers(seq: ScheduledSequence, size: int) -> int:
-    """Of those that will fork from it: what comes behind the common tokens, all where passes make blocks
-    their own."""
+    """Slots of the sequences that will fork from it: what comes behind the common tokens, all where passes
+    make blocks their own."""
     slots = 0
     for follower in seq.followers:
         known = len(follower.token_ids)
@@ -65,8 +65,8 @@ def slots_of_fork(seq: ScheduledSequence, snapshot: ScheduledSequence, memory: M
 
 
 def _slots_to_resume(seq: ScheduledSequence, match: PrefixMatch, memory: TieredMemory) -> int:
-    """Of one that comes back as it was, with those that come back with it: what they held, their next tokens,
-    and what they will take for sure."""
+    """Slots of a parked sequence that resumes, and of those that resume with it: what they held, their next
+    tokens, and what they will take for sure."""
     size, growth = memory.block_size, 0
     for each in (seq, *seq.followers):
         length = memory.parked(each.seq_id).table.physical_len

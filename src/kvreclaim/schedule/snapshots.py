@@ -43,7 +43,7 @@ class Snapshots(Generic[Seq]):
         self._used: list[Seq] = []
 
     def look_below(self, below: DiskPrefixIndex[Seq]) -> None:
-        """Those on disk are found, too."""
+        """Look for snapshots on disk, too."""
         self.below = below
 
     def __len__(self) -> int:
@@ -54,7 +54,7 @@ class Snapshots(Generic[Seq]):
 
     @property
     def num_blocks(self) -> int:
-        """That they hold, shared ones included."""
+        """Blocks that the snapshots hold, shared ones included."""
         return sum(self.memory.num_blocks(seq.seq_id) for seq in self if not self.is_parked(seq))
 
     def lacks_open(self, table: BlockTable) -> bool:
@@ -191,12 +191,12 @@ class Snapshots(Generic[Seq]):
             self._drop(seq)
 
     def take_gone(self) -> list[Seq]:
-        """Those that were dropped since the last call."""
+        """Snapshots that were dropped since the last call."""
         gone, self._gone = self._gone, []
         return gone
 
     def take_parked(self) -> list[Seq]:
-        """Those that went to the host since the last call, which ends a step."""
+        """Snapshots that went to the host since the last call, which ends a step."""
         parked, self._parked = self._parked, []
         self._used.clear()
         return parked

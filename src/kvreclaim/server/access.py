@@ -14,7 +14,7 @@ from kvreclaim.engine.serving.stream import RequestStream
 from kvreclaim.server.service import Service
 
 CLIENT_LEFT = 499
-"""Of an answer that nobody waited for (nginx's number; no client sees it)."""
+"""Status of an answer that nobody waited for (nginx's number; no client sees it)."""
 
 MAX_PATH = 256
 """Characters of a path that logs and spans have."""
@@ -62,7 +62,7 @@ class Access:
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Of every output; one that had not ended when the client left is being aborted."""
+        """The finish reason of every output; one that had not ended when the client left is being aborted."""
         return [
             stream.finish_reasons.get(index, "abort")
             for stream in self.streams

@@ -87,7 +87,8 @@ async def _read(request: Request, service: Service) -> bytes:
 
 
 def num_messages(value: dict[str, Any]) -> int:
-    """Of a body that may have any shape: messages, each as the blocks that it has."""
+    """Count the messages of a body of any shape, each as the blocks that it has; messages, each as the blocks
+    that it has."""
     messages = value.get("messages")
     if not isinstance(messages, list):
         return 0

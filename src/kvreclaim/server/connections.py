@@ -20,7 +20,7 @@ from kvreclaim.server.errors import ApiError, error_body
 from kvreclaim.server.refusals import Refusals
 
 MAX_HEAD_BYTES = 64 << 10
-"""Of request line and headers, and of what stands around the chunks of a body."""
+"""Limit of request line and headers, and of what stands around the chunks of a body."""
 MAX_HEADERS = 256
 PATIENCE_S = 1.0
 """What a connection has at least for a whole request, however many others want its place."""

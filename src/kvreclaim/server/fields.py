@@ -26,14 +26,14 @@ MAX_POLICY_LENGTH = 1024
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_TOKEN_LIST = 1024
-"""Of token ids that each new token is compared with."""
+"""Longest list of token ids that each new token is compared with."""
 MAX_BAD_WORDS = 128
 MAX_TOOLS = 1024
 """Definitions, or calls of one message."""
 MAX_BLOCKS = 4096
-"""Of a system prompt, and of a tool's result."""
+"""Most blocks of a system prompt, or of a tool's result."""
 MAX_OPTIONS = 64
-"""Of a policy, and of the entries of one that is a list."""
+"""Most options of a policy, and entries of one that is a list."""
 
 
 def refusal(sentence: str) -> PydanticCustomError:
@@ -119,7 +119,7 @@ def mirrors(config: type, names: Iterable[str]) -> Callable[[type[T]], type[T]]:
 
 
 OWN_FIELDS = ("policy", "stats")
-"""Of CompressionSettings those that a body declares itself, or that are none of a client's."""
+"""Fields of CompressionSettings that a body declares itself, or that no client sets."""
 
 
 @mirrors(CompressionSettings, (n for n in settings_of(CompressionSettings) if n not in OWN_FIELDS))

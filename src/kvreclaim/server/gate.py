@@ -23,7 +23,7 @@ OPERATOR_PATHS = (
     *("/kv_offload/status", "/reset_prefix_cache"),
 )
 MAX_DIGITS = 18
-"""Of a length; Python reads no number of thousands of digits."""
+"""Most digits of a length; Python reads no number of thousands of digits."""
 
 
 class Gate:

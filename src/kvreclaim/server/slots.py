@@ -136,7 +136,7 @@ def _tokens(body: SlotRequest, service: Service) -> list[int]:
 
 
 def _compression(action: str, body: SlotRequest, service: Service) -> CompressionConfig | None:
-    """Of what is to be saved. Raises: ApiError 400 where it means nothing."""
+    """The compression of what is to be saved. Raises: ApiError 400 where it means nothing."""
     if body.compress_prompt_at is None and body.kv_compression is None:
         return None
     for name in ("compress_prompt_at", "kv_compression"):

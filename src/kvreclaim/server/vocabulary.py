@@ -45,7 +45,7 @@ class Vocabulary:
         self._known: dict[int, tuple[Spelling, Spelling]] = {}
 
     def spelling(self, token_id: int, *, first: bool) -> Spelling:
-        """As the first of a text, which may lose its space, or behind others."""
+        """How a token is spelled: first in a text, where it may lose its space, or behind others."""
         if (known := self._known.get(token_id)) is None:
             known = self._known[token_id] = self._spell(token_id)
         return known[first]

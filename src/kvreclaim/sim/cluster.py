@@ -122,7 +122,7 @@ class Cluster:
         return self._earlier(found) if self._later else found
 
     def _earlier(self, upcoming: SimRequest | None) -> SimRequest | None:
-        """Of the next one from outside and those that answers have led to; the other waits."""
+        """The earlier one of the next request from outside and of those that answers have led to."""
         if upcoming is None:
             return heappop(self._later)[2] if self._later else None
         if self._later and self._later[0][0] < upcoming.arrival_s:

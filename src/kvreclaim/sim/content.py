@@ -88,7 +88,7 @@ class TraceKeys(BlockKeys):
 
     @property
     def groups(self) -> tuple[list[int], list[int]]:
-        """As Links.walk."""
+        """Numbers and counts, as in Links.walk."""
         return self._numbers, self._counts
 
     def num_shared(self, other: BlockKeys, most: int) -> int:

@@ -26,7 +26,8 @@ FITTED = {
     "keys": ("kv",),
     "pairs": ("pair",),
 }
-"""Of a roofline: reading weights, computing tokens, reading keys, attention of prompts; one factor each."""
+"""Terms of a roofline: reading weights, computing tokens, reading keys, attention of prompts; one factor
+each."""
 PRIOR = 0.3
 """Weight of a factor's logarithm, less their mean, beside relative errors of times: what the log says nothing
 of changes as the others do."""

@@ -53,7 +53,7 @@ ENDLESS: Final = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class GroupsPlan:
-    """Of the conversations. Raises: InvalidArgumentError."""
+    """The conversations. Raises: InvalidArgumentError."""
 
     conversations: int = option(30, "That take turns.", low=1)
     turns: int = option(5, "Of each.", low=2)
@@ -66,8 +66,8 @@ class GroupsPlan:
 
 
 def held_bytes(shape: GroupShape, num_tokens: int, *, grouped: bool) -> int:
-    """Of one sequence of so many tokens, while its last one is computed, as the memory manager counts its
-    blocks."""
+    """Bytes that one sequence of so many tokens holds while its last one is computed, as the memory manager
+    counts its blocks."""
     found = grouping(shape.windows) if grouped else None
     windows = () if found is None else found.windows
     layers = shape.num_layers if found is None else len(found.full)
@@ -98,7 +98,7 @@ def memory_rows() -> list[Row]:
 
 
 class LastOut(Windows):
-    """As vLLM has it: whatever has left a window goes behind all other cached blocks."""
+    """vLLM's order: whatever has left a window goes behind all other cached blocks."""
 
     def _let_go(self, window: Window, table: WindowTable, first: int) -> None:
         table.tails = tuple(range(table.end + 1))

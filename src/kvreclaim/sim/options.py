@@ -32,7 +32,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaOptions:
-    """Of one replica. Raises: InvalidArgumentError."""
+    """The machine of one replica. Raises: InvalidArgumentError."""
 
     model: str = option(
         "meta-llama/Llama-3.1-8B", "Model: a config.json, its directory, a .gguf file, or a bundled name."
@@ -74,7 +74,7 @@ class ReplicaOptions:
         )
 
     def cost(self, block_size: int) -> Linear:
-        """Of a step."""
+        """The cost model of a step."""
         if self.calibration is not None:
             return Linear.load(self.calibration)
         assert self.gpu is not None, "checked"
@@ -84,7 +84,7 @@ class ReplicaOptions:
         return roofline(shape, card, stored, self.form(shape), num_cards=parts, block_size=block_size)
 
     def form(self, shape: ModelShape) -> KVBytes:
-        """Of keys and values."""
+        """The format of keys and values."""
         return kv_bytes(self.kv_cache_dtype, dtype_of(shape))
 
     def bytes_per_block(self, block_size: int) -> int:
@@ -157,14 +157,14 @@ class Serving:
         check_options(self)
 
     def footprint(self) -> Footprint:
-        """Of every request."""
+        """The footprint of every request."""
         size, chunk = self.block_size, self.max_num_batched_tokens
         if self.compression is None:
             return Footprint(block_size=size, max_chunk=chunk)
         return footprint(self.compression, block_size=size, max_chunk=chunk)
 
     def settings(self, machine: ReplicaOptions, cost: Linear) -> Settings:
-        """Of each replica."""
+        """The settings of each replica."""
         per_block, footprint = machine.bytes_per_block(self.block_size), self.footprint()
         num_blocks, longest = machine.pool(footprint, self.max_num_seqs), self.max_model_len
         held = longest_sequence(None, longest or 1, footprint, num_blocks)

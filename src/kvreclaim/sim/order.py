@@ -37,7 +37,7 @@ ENDLESS = 1 << 60
 
 @dataclass(frozen=True, kw_only=True)
 class OrderPlan:
-    """Of the traces, and the pool that they meet. Raises: InvalidArgumentError."""
+    """The traces, and the pool that they meet. Raises: InvalidArgumentError."""
 
     requests: int = option(4000, "Of each trace.", low=50)
     load: float = option(
@@ -177,7 +177,7 @@ def _copies(plan: OrderPlan, cost: Linear) -> OrderCase:
 
 
 def ratios(rows: list[Row]) -> list[Row]:
-    """Of each trace: the policy cache over fcfs (99th percentile of cold first tokens), and over lpm (prompt
+    """For each trace the policy cache over fcfs (99th percentile of cold first tokens), and over lpm (prompt
     tokens computed)."""
     found = []
     for name in dict.fromkeys(row["trace"] for row in rows):

@@ -276,7 +276,7 @@ class Replica:
                 del self._tails[tail]
 
     def _compress(self, computed: list[Simulated]) -> None:
-        """As the engine does behind a step."""
+        """Compress behind a step, as the engine does."""
         for done in self.scheduler.compress(computed):
             self._passed(done)
 

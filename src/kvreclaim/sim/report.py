@@ -57,7 +57,8 @@ def distribution(values: Iterable[float]) -> dict[str, float]:
 
 
 def spread(records: Sequence[RequestRecord]) -> dict[str, dict[str, float]]:
-    """Of requests: to the first token, between tokens behind it, to the end, in the queue. In seconds."""
+    """Distributions over requests: to the first token, between tokens behind it, to the end, in the queue. In
+    seconds."""
     return {
         "ttft_s": distribution(r.ttft_s for r in records),
         "tpot_s": distribution(x for r in records if (x := r.tpot_s) is not None),

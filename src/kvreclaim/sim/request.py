@@ -32,7 +32,7 @@ class SimRequest:
     priority: int = 0
 
     def tokens(self, number: int) -> TraceTokens:
-        """Of the prompt; number: of the request, which names its own tail."""
+        """The prompt's tokens; number: of the request, which names its own tail."""
         found = TraceTokens(self.num_prompt)
         found.ids, found.piece, found.num_ids = self.ids, self.piece, self.num_ids
         found.is_own = self.tail is None

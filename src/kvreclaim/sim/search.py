@@ -96,12 +96,12 @@ class Search:
         return None
 
     def _least_tpot_s(self, asked: SimRequest) -> float:
-        """Of a step that decodes this request alone."""
+        """Seconds of a step that decodes this request alone."""
         keys = min(asked.num_prompt, self.scenario.settings.footprint.budget or asked.num_prompt)
         return self.scenario.cost.step_s(StepLoad(1, 1, keys, 0.0, 1)) if asked.num_output > 1 else 0.0
 
     def _least_ttft_s(self, asked: SimRequest) -> float:
-        """Of computing its prompt in whole chunks."""
+        """Seconds to compute its prompt in whole chunks."""
         cost, chunk = self.scenario.cost, self.scenario.settings.max_num_batched_tokens
         whole, rest = divmod(asked.num_prompt, chunk)
         seconds = whole * cost.step_s(StepLoad(chunk, 1))

@@ -24,7 +24,7 @@ from kvreclaim.tiers.session_file import SessionFile, save_whole
 SUFFIX: Final = ".prefix"
 PREFIX_FILE = re.compile(r"[0-9a-f]{64}\.prefix")
 LEFT_OVER = re.compile(r"\.[0-9a-f]{64}\.prefix\..*")
-"""Of a process that was killed while it wrote."""
+"""Files left over by a process that was killed while it wrote."""
 PAGE: Final = 4096
 PATIENCE_S: Final = 5.0
 """For another process that chooses, or writes, files in the same directory."""

@@ -19,7 +19,7 @@ class Recovered:
 
 
 def usable(found: Iterable[Recovered]) -> list[Recovered]:
-    """Of each key the record written last, and of these whose parents are all there; parents come first.
+    """The last record of each key, if its parents are all there; parents come first.
 
     The parent is the record that has the uid, the key and the depth that the child names, so of two prefixes
     whose keys collide each leads to its own children alone.

@@ -21,7 +21,7 @@ from kvreclaim.tiers.tensor_file import MalformedError, Packed, bytes_of, pack, 
 VERSION = 2
 KEY = "kvreclaim_session"
 CHECKSUM = "kvreclaim_checksum"
-"""Of all that KEY says."""
+"""Names the checksum of all that KEY says."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

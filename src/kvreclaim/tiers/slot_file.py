@@ -26,7 +26,7 @@ UNKNOWN: Final = bytes(8)
 FREE: Final = b"FREE\0\0\0\0"
 """In place of an index entry: there is no record in the slot."""
 CHUNK_BYTES: Final = 1 << 20
-"""Of the index, read at once."""
+"""Bytes of the index read at once."""
 
 
 @dataclass(frozen=True, slots=True)

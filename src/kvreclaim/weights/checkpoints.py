@@ -89,6 +89,6 @@ def nf4_rows(read: Read, first: int, last: int, *, state: Mapping[str, Any], col
 
 
 def stored_scales(scales: Tensor) -> Tensor:
-    """As fp16 where that is exact, else as fp32."""
+    """Store scales as fp16 where that is exact, else as fp32."""
     narrow = scales.to(torch.float16)
     return narrow if torch.equal(narrow.to(scales.dtype), scales) else scales.float()

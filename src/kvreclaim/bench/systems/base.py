@@ -17,7 +17,7 @@ Fill = Literal["synthetic", "prefill"]
 OURS = "kvreclaim-"
 """What our systems' names begin with: then follows `full` or a policy."""
 NAMES = ("kvreclaim-full", "kvreclaim-query_mixture", "kvreclaim-triattention")
-"""Those of them that are measured where none is named."""
+"""The systems that are measured where none is named."""
 CHUNK = 2048
 """Tokens of one prefill step, the same in every system that lets it be set."""
 

@@ -80,7 +80,7 @@ class VllmProcess:
         return self.facts
 
     def versions(self) -> dict[str, str]:
-        """Of the peer's own environment."""
+        """Versions in the peer's own environment."""
         return {name: str(value) for name, value in self.facts.items() if name.startswith("vllm")}
 
     def serve(self, batch: int, context: int, max_tokens: int) -> Row:

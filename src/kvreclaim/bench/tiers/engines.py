@@ -45,7 +45,7 @@ def _limits(plan: TiersPlan) -> Mapping[str, Any]:
 
 
 def host_gib(llm: LLM, plan: TiersPlan) -> float:
-    """Of a host tier with room for SPARE prompts."""
+    """Size of a host tier with room for SPARE prompts."""
     return SPARE * blocks_for(plan.prompt, BLOCK_SIZE) * llm.engine.cache.bytes_per_block / GIB
 
 

@@ -26,7 +26,7 @@ from kvreclaim.bench.tiers.plan import TiersPlan
 from kvreclaim.engine.api.llm import LLM
 
 DISK_SHARE = 1.5
-"""Of the host's bytes: headers and padding have room, too."""
+"""Size of the disk tier over the host's: headers and padding have room, too."""
 LEAST_DISK_GIB = 0.01
 CASES = ("computed", "computed and stored", "device", "host", "disk")
 

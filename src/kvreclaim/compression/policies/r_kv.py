@@ -83,7 +83,7 @@ class RKV(CompressionPolicy):
 
 
 def summed_similarity(directions: Tensor, threshold: float) -> Tensor:
-    """Of each key the sum of its similarities to the others, exempting the most recent of similar keys.
+    """Sum each key's similarities to the others, exempting the most recent of similar keys.
 
     directions: [N, T, D], unit vectors or zero. Returns [N, T]. For each key i, the last key j != i with
     a cosine above the threshold is not charged with it. At most MAX_LOGITS cosines exist at a time.

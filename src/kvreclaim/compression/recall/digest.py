@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 LEVELS = 126
-"""Of 127, so that a bound may be rounded outwards."""
+"""Levels used of 127, so that a bound may be rounded outwards."""
 SLACK = 1e-3
-"""Of a level: how far a bound moves outwards at least, for the rounding of the division."""
+"""Fraction of a level that a bound moves outwards at least, for the rounding of the division."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Digests:
-    """Of pages [...]: codes [..., 2, D] int8 (lo, hi), scale [...] fp32 that they are multiplied by, value
-    [...] fp32, the longest value vector."""
+    """Digests of pages [...]: codes [..., 2, D] int8 (lo, hi), scale [...] fp32 that they are multiplied by,
+    value [...] fp32, the longest value vector."""
 
     codes: Tensor
     scale: Tensor
@@ -33,7 +33,7 @@ class Digests:
         return numbers[..., 0, :], numbers[..., 1, :]
 
     def __getitem__(self, index: int) -> Digests:
-        """Those of one index of the first dim: views."""
+        """The digests at one index of the first dim: views."""
         return Digests(self.codes[index], self.scale[index], self.value[index])
 
     def put(self, at: tuple[Tensor, ...], other: Digests) -> None:
@@ -60,8 +60,8 @@ def corners_of(keys: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def digests_of(keys: Tensor, values: Tensor, kind: str) -> Digests:
-    """Of pages of keys [..., S, D] and values [..., S, Dv]. Bounds are rounded outwards, so they stay bounds;
-    estimates to the nearest code."""
+    """Digest pages of keys [..., S, D] and values [..., S, Dv]. Bounds are rounded outwards, so they stay
+    bounds; estimates to the nearest code."""
     both = torch.stack(corners_of(keys, kind), -2)
     scale = (both.abs().amax((-2, -1)) / LEVELS).clamp(min=torch.finfo(torch.float32).tiny)
     codes = both / scale[..., None, None]

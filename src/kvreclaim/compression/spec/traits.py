@@ -32,7 +32,7 @@ _ROWS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 """By name, what compression/spec_table.py has written from the classes."""
 
 SETTINGS = ("budget", "interval", "sinks", "recent")
-"""Of CompressionSettings, those that a text may name."""
+"""Fields of CompressionSettings that a text may name."""
 
 
 def traits(policy: str) -> Footprint:

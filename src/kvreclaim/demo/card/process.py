@@ -32,13 +32,13 @@ CHUNK = 256
 """Tokens of a prompt in one step, so that activations stay small."""
 BLOCK_SIZE = 16
 NO_MEMORY = ("allocate", "are free", "holds no block")
-"""Of the allocator's and the engine's sentences where memory is not enough."""
+"""Words of the sentences that say that memory is not enough."""
 QUESTION = "Why do trees lose their leaves in autumn? Think step by step, and check every step."
 SAMPLING = SamplingParams(temperature=0.8, seed=0, ignore_eos=True)
 
 
 def main() -> None:
-    """Of this process: a plan and a setup as JSON on the command line; what is found as JSON on stdout."""
+    """Run this process: a plan and a setup as JSON on the command line; what is found as JSON on stdout."""
     said = json.loads(sys.argv[1])
     plan = CardPlan(**said["plan"] | {"model": Path(said["plan"]["model"]), "setups": ()})
     if plan.threads is not None:
@@ -75,7 +75,7 @@ def run_limited(plan: CardPlan, setup: ChainSetup) -> CardRun:
 
 
 def taken_bytes() -> int:
-    """Of this process now, as the limit counts."""
+    """Bytes that this process has now, as the limit counts them."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
 

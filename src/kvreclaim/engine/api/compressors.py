@@ -100,7 +100,7 @@ class Compressors:
         return Compressor(served, self._facts, stats, self._select_top)
 
     def _source(self, config: CompressionConfig) -> StatsSource | None:
-        """Of a setting's statistics: its own, or the file beside the weights if there is one."""
+        """The source of a config's statistics: its own, or the file beside the weights if there is one."""
         if config.stats is None and self._stats_file.is_file():
             return self._stats_file
         return config.stats

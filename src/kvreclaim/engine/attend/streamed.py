@@ -153,7 +153,7 @@ class StreamedBatches:
 
 
 def _rows(members: list[int], starts: np.ndarray, device: torch.device) -> slice | Tensor:
-    """Of the step's tokens those of these sequences, in order."""
+    """The rows of these sequences among the step's tokens, in order."""
     if members[-1] - members[0] == len(members) - 1:
         return slice(int(starts[members[0]]), int(starts[members[-1] + 1]))
     parts = [np.arange(starts[i], starts[i + 1]) for i in members]

@@ -47,7 +47,7 @@ class PageTable:
     def empty(
         cls, heads: tuple[int, int], blocks: int, size: int, dim: int, device: torch.device
     ) -> PageTable:
-        """Of L layers and K KV heads, without a page; what is back is said by the first pass."""
+        """An empty table of L layers and K KV heads; what is back is said by the first pass."""
         codes = torch.zeros((*heads, 0, 2, dim), dtype=torch.int8, device=device)
         numbers = torch.zeros((*heads, 0), device=device)
         return cls(

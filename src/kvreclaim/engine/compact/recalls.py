@@ -17,7 +17,7 @@ from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 from kvreclaim.ops.units import unit_bytes, write_units
 
 STAGING_BLOCKS = 9
-"""Of the cache, behind those of the pool: one for tokens that wait for a page, the others for pages on their
+"""Blocks of the cache behind the pool's: one for tokens that wait for a page, the others for pages on their
 way to the host."""
 
 

@@ -36,8 +36,8 @@ from kvreclaim.ops.streamed import StreamedLayers
 from kvreclaim.schedule import StepPlan
 
 MOST_PLAIN_ROWS = 32
-"""Of a step without drafts, up to which rows are computed as each would be alone; more where the kernels are
-as fast as torch's products for more rows (ops/native/linear.max_rows)."""
+"""Up to so many rows of a step without drafts, each is computed as it would be alone; more where the kernels
+are as fast as torch's products for more rows (ops/native/linear.max_rows)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -222,7 +222,7 @@ class ModelRunner:
         return logits
 
     def record(self, stand: Mapping[int, int]) -> None:
-        """Of the rows with drafts that have been computed so many stand: nothing is kept of the others."""
+        """Keep the signals of the drafts that stand, by sequence: nothing is kept of the others."""
         for late in self._late:
             late.record(stand)
         self._late.clear()
@@ -296,8 +296,9 @@ def _wanted_positions(item: Scheduled) -> range:
 
 
 def _num_exact(step: list[Scheduled], most_plain: int) -> int:
-    """Of a step's leading tokens, those of sequences that decode: what they draw is the same with drafts and
-    without. More than most_plain that draw one token each are left to products that are faster for many."""
+    """Count the leading tokens of a step that belong to decoding sequences: what they draw is the same with
+    drafts and without. More than most_plain that draw one token each are left to products that are faster for
+    many."""
     decodes = list(itertools.takewhile(lambda item: item.num_known == 1, step))
     count = sum(item.num_tokens for item in decodes)
     guesses = any(item.row.num_drafts or item.seq.request.verify is not None for item in decodes)

@@ -83,7 +83,7 @@ class Lifecycle:
             self.queue(request)
 
     def new_id(self) -> int:
-        """Of a sequence that nobody has queued."""
+        """A new id for a sequence that nobody has queued."""
         return next(self._seq_ids)
 
     def queue(self, request: Request) -> None:
@@ -364,5 +364,5 @@ def salt_of(request: Request) -> str | None:
 
 
 def compressor_of(request: Request) -> Compressor | None:
-    """That the request is compressed by, or that of its companions."""
+    """The compressor of the request, or of its companions."""
     return request.compressor if request.verify is None else request.verify.compressor

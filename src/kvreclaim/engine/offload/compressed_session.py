@@ -50,7 +50,7 @@ class CompressedSessions:
     def key_of(
         self, token_ids: list[int], salt: str | None, compressor: Compressor | None, compress_prompt_at: int
     ) -> SnapshotKey:
-        """Of what a request leaves whose prompt begins so. Raises: InvalidArgumentError."""
+        """The key of what compression leaves of such a prompt. Raises: InvalidArgumentError."""
         footprint = footprint_of(compressor, self.config, [*token_ids, BEYOND], compress_prompt_at)
         assert compressor is not None, "footprint_of refuses a place without a policy that evicts"
         return snapshot_key(token_ids, salt, compressor, footprint)
@@ -79,7 +79,7 @@ class CompressedSessions:
         return image_of(seq, self.memory, self.cache, self.store.signals)
 
     def _on_disk(self, key: SnapshotKey) -> SessionFile | None:
-        """Of the disk tier's, one that lies nowhere else."""
+        """The file of a snapshot that lies on disk alone."""
         prefixes = None if self.tiers is None else self.tiers.prefixes
         is_above = self.store.scheduler.snapshots.get(key) is not None
         if prefixes is None or is_above or key not in prefixes.below:

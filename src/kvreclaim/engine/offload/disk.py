@@ -46,12 +46,12 @@ def open_disk(config: EngineConfig, loaded: LoadedModel, form: KVFormat, backend
 
 
 def size_bytes(config: EngineConfig) -> int:
-    """Of all files in the directory."""
+    """Bytes of all files in the directory."""
     return int(config.kv_offloading_disk_size * 2**30)
 
 
 def share_bytes(config: EngineConfig) -> int:
-    """Of these, for compressed prefixes: half at most, or there would be none for blocks."""
+    """Bytes of these for compressed prefixes: half at most, or there would be none for blocks."""
     return int(min(0.5, config.prefix_snapshot_fraction) * size_bytes(config))
 
 

@@ -57,7 +57,7 @@ class Image:
     beside: Tensor | None
 
     def table(self, keys: BlockKeys) -> BlockTable:
-        """As of a sequence that holds these block ids."""
+        """The block table of a sequence that holds these block ids."""
         return BlockTable.of_inexact(
             keys,
             self.aside.blocks,
@@ -68,7 +68,7 @@ class Image:
 
 
 def image_of(seq: Sequence, memory: MemoryManager, cache: KVCache, signals: Signals) -> Image:
-    """Of a sequence that lies on the device, nothing of which changes while this copies it."""
+    """Copy a sequence that lies on the device; nothing of which changes while this copies it."""
     table = memory.table(seq.seq_id)
     tail, row = table.begun(memory.block_size), None
     if cache.open is not None and tail is not None:
@@ -85,7 +85,7 @@ def image_of(seq: Sequence, memory: MemoryManager, cache: KVCache, signals: Sign
 def image_of_parked(
     seq: Sequence, parked: Parked, aside: SideState, cache: KVCache, slots: HostSlots
 ) -> Image:
-    """Of one that lies on the host."""
+    """Copy a sequence that lies on the host."""
     rows = torch.tensor(parked.held, dtype=torch.int64)
     beside = None if slots.beside is None else slots.beside[rows]
     return _image(seq, parked.table, aside, cache, slots.bytes[rows], beside)

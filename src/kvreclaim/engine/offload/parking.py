@@ -32,11 +32,11 @@ class Parking:
         seq.row_cache = seq.cell_cache = None
 
     def enter(self, seq_id: int, aside: SideState) -> None:
-        """Of a sequence that comes from elsewhere, whose state is on the host."""
+        """Keep the state of a sequence that comes from elsewhere and lies on the host."""
         self._aside[seq_id] = aside
 
     def aside(self, seq_id: int) -> SideState:
-        """Of one that is parked."""
+        """The side state of a parked sequence."""
         return self._aside[seq_id]
 
     def resume(self, seq: Sequence) -> None:
@@ -52,7 +52,7 @@ class Parking:
             self._rows[tail] = aside.open_row
 
     def fill_rows(self) -> None:
-        """Of the open blocks of those that are back. To be called when rows that nobody needs are free."""
+        """Fill the rows of resumed sequences' open blocks. Call it when rows that nobody needs are free."""
         rows, self._rows = self._rows, {}
         for block, row in rows.items():
             assert self.cache.open is not None, "only a cache with open blocks has given rows"

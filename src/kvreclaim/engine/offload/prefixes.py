@@ -186,7 +186,7 @@ class Prefixes:
 def make_prefixes(
     config: EngineConfig, store: SnapshotStore, parking: Parking, moves: Moves, namespace: Namespace
 ) -> Prefixes:
-    """Of an engine with a file below its host slots."""
+    """Make the prefixes of an engine with a disk below its host slots."""
     assert config.kv_offloading_disk_path is not None, "there is a file"
     files = PrefixFiles(config.kv_offloading_disk_path, namespace, size_bytes(config), share_bytes(config))
     worth = prefix_worth(config, moves.rates)

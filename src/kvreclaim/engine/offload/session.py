@@ -107,7 +107,7 @@ class Sessions:
         return found
 
     def _enter(self, keys: BlockKeys, blocks: Tensor) -> None:
-        """As a sequence that is computed at once and ends."""
+        """Enter the blocks as a sequence that is computed at once and ends."""
         memory, size, seq_id = self.memory, self.memory.block_size, SESSION
         match = memory.match_prefix(keys)
         missing = len(blocks) - len(match.entries)

@@ -108,8 +108,8 @@ class SnapshotStore(Extension):
         self._move_out()
 
     def _move_out(self) -> None:
-        """Those that have given way to a new one go to the host at once: before the next step a pass may take
-        their blocks. One that does not arrive is forgotten."""
+        """Move snapshots that were parked for a new one to the host at once: before the next step a pass may
+        take their blocks. One that does not arrive is forgotten."""
         parked = [seq.seq_id for seq in self.scheduler.snapshots.take_parked()]
         if not parked or self.moves is None:
             return

@@ -28,8 +28,10 @@ class SlotStats:
 
 @dataclass(frozen=True, slots=True)
 class DiskStats:
-    """Of the file. blocks_loaded, blocks_stored: that can be found since; recovered: at the start.
+    """Counts of the disk file.
 
+    blocks_loaded, blocks_stored: can be found since then
+    recovered: found at the start
     gone:    loads that found something else, or damaged bytes, in their slot
     failed:  transfers that the disk did not make
     refused: stores that found no slot
@@ -50,8 +52,10 @@ class DiskStats:
 
 @dataclass(frozen=True, slots=True)
 class PrefixStats:
-    """Of the files of compressed prefixes. files, num_bytes: that may be read; recovered: found at the start.
+    """Counts of the files of compressed prefixes.
 
+    files, num_bytes: may be read
+    recovered: found at the start
     hits:  requests that began with one that had been read
     unfit: whole files that this engine had no use for
     loading, storing: under way
@@ -69,7 +73,7 @@ class PrefixStats:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Of all below the pool.
+    """Counts of everything below the pool.
 
     parked_seqs, parked_slots: sequences that gave way and wait for their blocks, and slots that they have for
                      themselves

@@ -30,8 +30,8 @@ class ReusedChunk:
 
 @dataclass(slots=True, eq=False)
 class Reuse:
-    """Of one prompt. sources: its chunks, in order; anew: [num_prompt] bool, tokens that are computed;
-    num_gone: of these, those whose keys and values had left the cache when they were to be reused.
+    """Chunks that one prompt reuses. sources: its chunks, in order; anew: [num_prompt] bool, tokens that are
+    computed; num_gone: of these, those whose keys and values had left the cache when they were to be reused.
 
     scores: [num_prompt] fp32 attention that the tokens of a prompt whose reuse is only tried get from those
             behind the last chunk, in `layers`; None where nobody asks

@@ -124,7 +124,7 @@ class Scheduled:
 
     @property
     def num_known(self) -> int:
-        """Of its tokens, those that are no drafts."""
+        """Tokens of the row that are no drafts."""
         return self.row.num_tokens - self.row.num_drafts
 
     def without_drafts(self) -> Scheduled:
@@ -135,7 +135,7 @@ class Scheduled:
 
     @property
     def tokens(self) -> list[int]:
-        """That are computed, drafts included."""
+        """The tokens that are computed, drafts included."""
         known = self.seq.token_ids[self.row.first : self.row.first + self.num_known]
         return known + self.seq.draft_ids[: self.row.num_drafts] if self.row.num_drafts else known
 

@@ -24,7 +24,7 @@ MOST_WAIT_S = 10.0
 """For what a disk that hangs would bring."""
 LOAD_WAIT_PER_TOKEN_S = 0.25 / 1000
 SIGNAL_FRACTION = 0.2
-"""Of the free memory, for what policies ask to be kept."""
+"""Share of the free memory for what policies ask to be kept."""
 
 
 def choose_limits(config: EngineConfig, facts: ModelFacts, spoken_for: int = 0) -> EngineConfig:

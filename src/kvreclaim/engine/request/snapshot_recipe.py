@@ -40,7 +40,7 @@ def recipe_of(compressor: Compressor, footprint: Footprint) -> str:
 def snapshot_key(
     token_ids: Sequence[int], salt: str | None, compressor: Compressor, footprint: Footprint
 ) -> SnapshotKey:
-    """Of what a pass at footprint.compress_prompt_at leaves of these tokens."""
+    """The key of what a pass at footprint.compress_prompt_at leaves of these tokens."""
     recipe = recipe_of(compressor, footprint)
     tokens = array("q", token_ids[: footprint.compress_prompt_at]).tobytes()
     return SnapshotKey(salt, recipe, tokens, is_lasting=" at 0x" not in recipe)

@@ -49,5 +49,5 @@ class RequestSpec:
 
     @property
     def num_sequences(self) -> int:
-        """That run for it at once."""
+        """Sequences that run for the request at once."""
         return self.params.n if self.beams is None else self.beams.beam_width

@@ -48,7 +48,7 @@ class BeamSearch:
 
     @staticmethod
     def num_candidates(beam_width: int, num_eos: int) -> int:
-        """That a step chooses from."""
+        """Candidates that a step chooses from."""
         return max(2, 1 + num_eos) * beam_width
 
     def step(self, logits: Tensor) -> list[tuple[int, int]]:
@@ -84,7 +84,7 @@ class BeamSearch:
         return self.finished[: self.params.num_return_sequences]
 
     def _finish(self, ended: list[tuple[int, int, float]], length: int) -> None:
-        """Of what was finished before and now, as many as there are beams stay."""
+        """Add finished beams, and keep the best, as many as there are beams."""
         norm = length**self.params.length_penalty
         self.finished += [
             Hypothesis((*self.beams[beam], token), total, total / norm, token in self.eos)

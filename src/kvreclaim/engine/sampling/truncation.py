@@ -49,7 +49,7 @@ def race_among_kept(logits: Tensor, race: Tensor, cuts: list[Cut]) -> Tensor:
 
 
 def _kept(logits: Tensor, cuts: list[Cut], size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the `size` likeliest tokens: which are kept [n, size], their ids [n, size], and for which rows
+    """Filter the `size` likeliest tokens: which are kept [n, size], their ids [n, size], and for which rows
     that is all that is kept [n]."""
 
     def column(values: list[float]) -> Tensor:

@@ -41,7 +41,7 @@ class EngineClient(ABC):
 
     @property
     def name(self) -> str:
-        """Of the model."""
+        """The model's name."""
         return self.served.name
 
     @abstractmethod

@@ -57,7 +57,7 @@ class Wakers:
 
 
 class ProcessEngine(EngineClient):
-    """As AsyncEngine, over a pair of sockets. If either process goes, the other one notices at once.
+    """An AsyncEngine over a pair of sockets. If either process goes, the other one notices at once.
 
     The event loop waits for the bell, where there is one, and reads until the socket is empty; the end of the
     process is the end of a pipe that it alone holds.

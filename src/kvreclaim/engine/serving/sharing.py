@@ -8,7 +8,7 @@ from kvreclaim.page.sharing import Sharing, share_tree
 
 
 def who_shares(engine: Engine) -> Sharing:
-    """Of the sequences that run. Between two steps, in the engine's thread."""
+    """Which running sequences share blocks. Call it between two steps, in the engine's thread."""
     owners: dict[str, int] = {}
     rows = [
         (block_row(seq, engine.memory), owners.setdefault(seq.request.request_id, len(owners)))

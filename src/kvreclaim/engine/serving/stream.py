@@ -101,7 +101,7 @@ class RequestStream:
 
     @property
     def metrics(self) -> RequestMetrics:
-        """As far as they are known: final once the stream has ended; before, those of the first update with
+        """The metrics so far: final once the stream has ended; before, those of the first update with
         what has been generated since."""
         if self.ended:
             return self._metrics
@@ -109,7 +109,7 @@ class RequestStream:
 
     @property
     def texts(self) -> list[str]:
-        """Of every output, what has come so far."""
+        """The text of every output so far."""
         return ["".join(self._said.get(index, ())) for index in range(self.new.params.n)]
 
     def put(self, update: Update) -> None:

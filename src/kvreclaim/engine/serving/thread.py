@@ -86,7 +86,8 @@ class AsyncEngine(EngineClient):
         await self.call(lambda host: host.add_all(news, compressors))
 
     async def _compressor(self, config: CompressionConfig | None) -> Compressor | None:
-        """Of one's own setting or the LLM's. Made where neither a step nor the event loop has to wait."""
+        """The compressor of a request's own config, or of the LLM's. Made where neither a step nor the event
+        loop has to wait."""
         config = config if config is not None else self.llm.compression
         if config is None:
             return None

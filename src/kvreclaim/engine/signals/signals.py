@@ -52,7 +52,8 @@ class Observer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParkedSignals:
-    """Of one sequence, on the host. queries: by window; mass: [L, K, slots]; None where it has none."""
+    """Signals of one parked sequence, on the host. queries: by window; mass: [L, K, slots]; None where it has
+    none."""
 
     queries: dict[int, tuple[int, Tensor]]
     mass: Tensor | None
@@ -116,7 +117,8 @@ class Signals:
             self._output_projection(0)
 
     def keep_scores(self) -> SlotScores:
-        """Of the tokens in all slots, from now on. Raises: MemoryError if there is no room for them."""
+        """Keep scores of the tokens in all slots from now on. Raises: MemoryError if there is no room for
+        them."""
         if self.scores is None:
             self.room.change(0, score_bytes(self.cache))
             self.scores = SlotScores(self.cache)
@@ -251,7 +253,7 @@ class Signals:
 
     @torch.inference_mode()
     def copy_of(self, seq_id: int, num_slots: int) -> ParkedSignals:
-        """As park, and the sequence keeps it."""
+        """A copy as park makes it; the sequence keeps its signals."""
         queries = {window: store.copy_of(seq_id) for window, store in self._queries.items()}
         return ParkedSignals(
             {window: kept for window, kept in queries.items() if kept is not None},
@@ -280,7 +282,8 @@ class Signals:
         return self._queries[window]
 
     def _late(self, items: list[tuple[Scheduled, SequenceSlots, int]]) -> LateSignals | None:
-        """Of items with drafts whose policies keep queries or attention; with each its first row."""
+        """Late signals of items with drafts, whose policies keep queries or attention; with each its first
+        row."""
         found = []
         for item, slots, start in items:
             needs, seq_id = needs_of(item.seq.request.compressor), item.seq.seq_id

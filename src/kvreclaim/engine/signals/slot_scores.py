@@ -13,7 +13,7 @@ DTYPE = torch.float16
 
 
 def score_bytes(cache: KVCache) -> int:
-    """Of the scores of all slots of a cache."""
+    """Bytes of the scores of all slots of a cache."""
     return cache.num_layers * cache.num_blocks * cache.num_kv_heads * cache.block_size * DTYPE.itemsize
 
 
@@ -52,7 +52,7 @@ class SlotScores:
         return gather_slots(self._cells, cells, num_tokens)[..., 0].float()
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """As Backend.copy_blocks."""
+        """Copy scores as Backend.copy_blocks copies blocks."""
         source, target = torch.tensor(pairs, device=self._blocks.device).unbind(1)
         self._blocks[:, target] = self._blocks[:, source]
 
@@ -63,11 +63,11 @@ class SlotScores:
         self._blocks[:, target // size, :, target % size] = found
 
     def compact(self, kept: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
-        """As Backend.compact."""
+        """Compact scores as Backend.compact does."""
         rows = kept.expand(len(self._blocks), -1, -1)
         for plane, row in zip(self._blocks, rows, strict=True):
             compact_layer(plane, row, source_ids, target_ids)
 
     def compact_cells(self, kept: Tensor, source: Tensor, target: Tensor) -> None:
-        """As Backend.compact over the view of cells; kept: [M] slots of the source cells."""
+        """Compact scores over the view of cells; kept: [M] slots of the source cells."""
         compact_layer(self._cells, kept[None], source, target)

@@ -224,7 +224,7 @@ class DigestStore(RowStore):
         return missing
 
     def cut(self, seq_id: int, num_blocks: int) -> None:
-        """Of a sequence's blocks only the first ones are full after all."""
+        """Only the first blocks of a sequence are full after all."""
         if seq_id in self._known:
             self._known[seq_id] = min(self._known[seq_id], num_blocks)
 

@@ -234,7 +234,7 @@ def is_target(seq: Sequence) -> bool:
 
 
 def verify_of(target: Sequence) -> Verify:
-    """Of a target's request."""
+    """What a target's request verifies with."""
     verify = target.request.verify
     assert verify is not None, f"sequence {target.seq_id} is not verified"
     return verify

@@ -194,7 +194,7 @@ class DraftCache:
         return items
 
     def _forward(self, items: list[Scheduled]) -> tuple[list[Scheduled], Tensor]:
-        """Those that can be computed, and a row of logits for each."""
+        """Run the draft model. Returns: the items that could be computed, and a row of logits for each."""
         few = all(item.num_tokens <= MOST_DRAFTS + 1 for item in items)
         try:
             with torch_alone() if few else nullcontext():

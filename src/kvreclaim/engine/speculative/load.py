@@ -24,7 +24,7 @@ class DraftModel:
 
     @property
     def kv_bytes(self) -> int:
-        """Of its blocks."""
+        """Bytes of its blocks."""
         assert self.config.num_blocks is not None, "chosen"
         return self.config.num_blocks * _block_bytes(self.loaded.facts, self.config)
 
@@ -92,8 +92,8 @@ def check_same_tokens(target: LoadedModel, draft: LoadedModel) -> None:
 
 
 def draft_limits(config: EngineConfig, target: ModelFacts, draft: ModelFacts) -> EngineConfig:
-    """Of a draft model's cache: every token that a sequence may have finds room, or as many as its part of
-    the memory for blocks holds, which is what its tokens take beside the target's."""
+    """Limits of a draft model's cache: every token that a sequence may have finds room, or as many as its
+    part of the memory for blocks holds, which is what its tokens take beside the target's."""
     form = kv_format(config.kv_cache_dtype, target.dtype)
     theirs = form.bytes_per_block(target.layers, config.block_size)
     limits = EngineConfig(

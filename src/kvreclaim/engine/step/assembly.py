@@ -163,7 +163,7 @@ def private_runner(
     signals: Signals,
     totals: EngineTotals,
 ) -> tuple[ModelRunner, CompressionPass]:
-    """Of compressed drafts that have the device's pool for themselves."""
+    """The runner of compressed drafts that have the device's pool for themselves."""
     assert config.num_blocks is not None, "the engine's limits are set"
     memory = MemoryManager(config.num_blocks, config.block_size, enable_prefix_caching=False)
     graphs = decode_graphs(loaded.model, cache, backend, config)

@@ -13,7 +13,7 @@ from kvreclaim.ops.groups import LayerGroups
 
 
 def engine_features(config: EngineConfig, form: KVFormat, groups: LayerGroups) -> dict[Feature, str]:
-    """Of an engine and its model."""
+    """Features of an engine and its model."""
     found = config.features() | format_features(form) | model_features(groups.facts)
     if groups.windows:
         found[Feature.WINDOW_TABLES] = repr(groups.model.name)
@@ -25,7 +25,7 @@ def engine_features(config: EngineConfig, form: KVFormat, groups: LayerGroups) -
 def request_features(
     spec: RequestSpec, compressor: Compressor | None, method: SparsePrefill | None
 ) -> dict[Feature, str]:
-    """Of a request. compressor: what compresses it, or drafts for it; method: its sparse prefill"""
+    """Features of a request. compressor: what compresses it, or drafts for it; method: its sparse prefill"""
     asked = {
         Feature.SPARSE_PREFILL: method is not None,
         Feature.CHUNK_REUSE: spec.chunks is not None,
@@ -44,7 +44,8 @@ def request_features(
 
 
 def compression_features(compressor: Compressor, *, scored: bool) -> dict[Feature, str]:
-    """Of what compresses a request, or drafts for it. scored: its tokens are given, none is drawn"""
+    """Features of the compression of a request, or of its drafts. scored: its tokens are given, none is
+    drawn"""
     policy, recall = compressor.policy, compressor.recall
     found = policy_features(policy)
     if compressor.config.verify:

@@ -49,7 +49,7 @@ class OutputProcessor:
         self._eos_token_ids = lifecycle.loaded.eos_token_ids
 
     def take_passes(self) -> list[tuple[Request, Pass[int]]]:
-        """Those since the last call."""
+        """Passes since the last call."""
         passes, self.passes = self.passes, []
         return passes
 
@@ -159,7 +159,7 @@ class OutputProcessor:
                         extension.processed(seq)
 
     def _fork_beams(self, sequences: list[Sequence]) -> None:
-        """Those that others fork from, and that have come to where these part."""
+        """Fork the beams of sequences that have come to where their followers part."""
         for seq in sequences:
             if seq.followers and seq.num_computed == seq.fork_at and seq.finish_reason is None:
                 with self.lifecycle.contained(seq.request, "forking the beams of"):
@@ -269,7 +269,8 @@ class OutputProcessor:
                 self._take_token(seq, drawn)
 
     def _siblings(self, seq: Sequence) -> list[Sequence]:
-        """Those that draw from a sequence's row: itself, and with a prompt that is complete now its forks."""
+        """Sequences that draw from a sequence's row: itself, and with a prompt that is complete now its
+        forks."""
         if not seq.waits_for_fork:
             return [seq]
         return [seq, *self.lifecycle.fork(seq)] if seq.finish_reason is None else []

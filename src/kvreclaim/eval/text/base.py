@@ -28,7 +28,7 @@ class TextTask(PlainTask):
     @property
     @abstractmethod
     def name(self) -> str:
-        """As in the report."""
+        """The task's name in the report."""
 
     @property
     def identity(self) -> Mapping[str, Any]:

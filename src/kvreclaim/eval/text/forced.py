@@ -67,7 +67,7 @@ class ForcedTask(PlainTask):
 
     @property
     def name(self) -> str:
-        """As in the report."""
+        """The task's name in the report."""
         return f"{self.kind}:known" if self.known else f"{self.kind}:chunks" if self.num_chunks else self.kind
 
     @property

@@ -58,7 +58,7 @@ class Caps:
 
 @dataclass(slots=True)
 class Forecast:
-    """Of the running requests seen so far in a step, in blocks.
+    """Block needs of the running requests seen so far in a step.
 
     missing: until their prompts are computed; negative where they give more back than they take
     growth:  what they take while a newcomer's prompt is computed

@@ -96,7 +96,7 @@ class Applier:
         self.positions = Positions(self.shape, facts.device)
         self.prompts: dict[str, int] = {}
         self.compressor = lru_cache(MAX_KEPT)(self._compressor)
-        """Of these settings; the last 16 are kept."""
+        """The compressor of these settings; the last 16 are kept."""
         self.clock: PassClock = DeviceClock() if facts.device.type == "cuda" else HostClock()
         self.figures = WorkerFigures()
         self.trace: PassTrace | None = None

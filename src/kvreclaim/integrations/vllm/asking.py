@@ -8,7 +8,7 @@ from typing import Final
 KEY: Final = "kv_compression"
 """In additional_config and in a request's extra_args."""
 VARIABLE: Final = "KVRECLAIM_VLLM"
-"""Of the environment."""
+"""The environment variable that asks for the plugin."""
 
 
 def is_asked_for(additional_config: object, environ: Mapping[str, str]) -> bool:

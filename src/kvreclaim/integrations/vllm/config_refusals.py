@@ -10,7 +10,7 @@ from kvreclaim.integrations.vllm.refusals import (
     DISTANCES,
     OTHER_MODEL,
     WINDOW,
-    Refusal,
+    ConfigRefusal,
     other_model,
 )
 
@@ -70,57 +70,57 @@ _MOVE = (
     "it maps blocks to ranges of tokens, and a compressed request's blocks hold survivors of all its context"
 )
 
-CONFIG: tuple[Refusal, ...] = (
-    Refusal(
+CONFIG: tuple[ConfigRefusal, ...] = (
+    ConfigRefusal(
         _set("speculative_config", "speculative decoding (--speculative-config)"),
         "drafted tokens that are rejected and the slots kept for them are not accounted for",
         "remove --speculative-config",
     ),
-    Refusal(
+    ConfigRefusal(
         _greater("parallel_config.pipeline_parallel_size", "--pipeline-parallel-size"),
         "several batches are in flight on different stages, which is not tested",
         "use --tensor-parallel-size",
     ),
-    Refusal(
+    ConfigRefusal(
         _greater("parallel_config.decode_context_parallel_size", "--decode-context-parallel-size"),
         _SPLIT,
         "set it to 1",
     ),
-    Refusal(
+    ConfigRefusal(
         _greater("parallel_config.prefill_context_parallel_size", "--prefill-context-parallel-size"),
         _SPLIT,
         "set it to 1",
     ),
-    Refusal(
+    ConfigRefusal(
         _set("parallel_config.use_ubatching", "dual-batch overlap (--enable-dbo, --ubatch-size)"),
         "half-batches take their lengths past us",
     ),
-    Refusal(
+    ConfigRefusal(
         _set("parallel_config.enable_elastic_ep", "elastic expert parallelism (--enable-elastic-ep)"),
         "workers come and go without the state of compressed requests",
     ),
-    Refusal(_set("cache_config.kv_offloading_size", "KV offloading (--kv-offloading-size)"), _MOVE),
-    Refusal(_set("kv_transfer_config", "a KV connector (--kv-transfer-config)"), _MOVE),
-    Refusal(
+    ConfigRefusal(_set("cache_config.kv_offloading_size", "KV offloading (--kv-offloading-size)"), _MOVE),
+    ConfigRefusal(_set("kv_transfer_config", "a KV connector (--kv-transfer-config)"), _MOVE),
+    ConfigRefusal(
         _set("ec_transfer_config", "an encoder-cache connector (--ec-transfer-config)"), "it is not tested"
     ),
-    Refusal(
+    ConfigRefusal(
         _set("aux_output_config.enabled", "returned routed experts (--enable-return-routed-experts)"),
         "they are stored by prefix, and depend on what a compressed request can still see",
     ),
-    Refusal(
+    ConfigRefusal(
         _set("attention_config.hisparse_config", "HiSparse (--attention-config)"),
         "it keeps the cache in host memory, out of our reach",
     ),
-    Refusal(
+    ConfigRefusal(
         _newer("kernel_config", "monokernel", "MonoKernels (--monokernel)"),
         "they attend within one kernel for a whole layer, past the layers that we know",
     ),
-    Refusal(
+    ConfigRefusal(
         _set("cache_config.kv_sharing_fast_prefill", "--kv-sharing-fast-prefill"),
         "layers that share a cache would be compressed twice",
     ),
-    Refusal(
+    ConfigRefusal(
         _cache_dtype,
         "its scales or packed values lie beside the tokens, so that tokens cannot move one by one",
         f"use one of {', '.join(CACHE_DTYPES)}",

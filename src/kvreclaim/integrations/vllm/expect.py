@@ -125,12 +125,12 @@ def find(where: str) -> Any:
 
 
 def parameters_of(function: Any) -> str:
-    """As in a def, without annotations."""
+    """The parameters as in a def, without annotations."""
     return ", ".join(_tokens(inspect.signature(original_of(function))))
 
 
 def digest_of(function: Any) -> str:
-    """Of the source, ours taken off."""
+    """Digest of the function's source, our own wrapper taken off."""
     source = inspect.getsource(inspect.unwrap(original_of(function)))
     return hashlib.sha256(source.encode()).hexdigest()[:12]
 

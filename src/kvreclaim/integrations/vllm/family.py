@@ -54,7 +54,7 @@ def module(side: str) -> ModuleType:
 
 
 def find_family() -> VllmFamily:
-    """Of the installed vLLM. Raises: UnsupportedVllmError."""
+    """The family of the installed vLLM. Raises: UnsupportedVllmError."""
     import vllm
 
     return family_of(vllm.__version__)

@@ -21,7 +21,8 @@ from kvreclaim.ops.moving import move
 from kvreclaim.ops.reference import compact_layer, gather_slots
 
 BITS = 3
-"""Of an index written at once: 0 to 7 are exact in every dtype that a cache may have, fp8 included."""
+"""Bits of an index that are written at once: 0 to 7 are exact in every dtype that a cache may have, fp8
+included."""
 
 Write = Callable[[Tensor, Tensor, Tensor], None]
 

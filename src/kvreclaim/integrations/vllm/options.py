@@ -33,7 +33,7 @@ SUPPORTED = (
     "streaming_llm, or shares(...) around one of them"
 )
 NOT_TAKEN = ("stats", "recall", "verify", "verify_tokens", "auto_budget")
-"""Of CompressionConfig what is said elsewhere, or what vLLM's scheduler has no place for."""
+"""Fields of CompressionConfig that are set elsewhere, or that vLLM's scheduler has no place for."""
 _FIELDS = tuple(field.name for field in fields(CompressionConfig) if field.name not in NOT_TAKEN)
 
 
@@ -73,7 +73,7 @@ class Options:
 
     @classmethod
     def of_config(cls, vllm_config: Any) -> Options:
-        """Of a configuration that we have taken over."""
+        """The options of a configuration that we have taken over."""
         options = cls.find(vllm_config.additional_config, {})
         assert options is not None, "asked without the option"
         return options

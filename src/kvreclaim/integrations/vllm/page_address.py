@@ -43,7 +43,8 @@ class PageAddress:
         return cls(port, LOOPBACK if host is None else host)
 
     def of_rank(self, rank: int) -> PageAddress:
-        """Of a data-parallel engine. Raises: InvalidArgumentError where that is no port any more."""
+        """The address of a data-parallel engine. Raises: InvalidArgumentError where that is no port any
+        more."""
         port = self.port + rank if self.port else 0
         require(
             port <= MAX_PORT,

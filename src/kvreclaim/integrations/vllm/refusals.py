@@ -22,7 +22,7 @@ DISTANCES = "it takes distances from the place in the cache, which compression c
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class ConfigRefusal:
     """find: what is there that is refused, or None. why and remedy: the rest of the message."""
 
     find: Callable[[Any], str | None]
@@ -39,9 +39,9 @@ class Refusal:
             )
 
 
-def other_model(find: Callable[[Any], str | None], why: str, remedy: str = OTHER_MODEL) -> Refusal:
+def other_model(find: Callable[[Any], str | None], why: str, remedy: str = OTHER_MODEL) -> ConfigRefusal:
     """A refusal of what the model itself is."""
-    return Refusal(find, why, remedy, UnsupportedModelError)
+    return ConfigRefusal(find, why, remedy, UnsupportedModelError)
 
 
 def refuse_groups(kv_cache_config: Any) -> None:
@@ -83,7 +83,7 @@ def _quant_mode(spec: Any) -> str | None:
 
 
 _PACKED = "keys and values do not lie token by token"
-GROUP: tuple[Refusal, ...] = (
+GROUP: tuple[ConfigRefusal, ...] = (
     other_model(_spec_kind, "only full attention keeps a slot per token"),
     other_model(_field("sliding_window", "sliding-window layers"), WINDOW),
     other_model(_field("attention_chunk_size", "chunked attention"), WINDOW),
@@ -126,8 +126,8 @@ def _attn_type(layer: Any) -> str | None:
     return f"attention of type {str(layer.attn_type)!r}" if layer.attn_type != "decoder" else None
 
 
-LAYER: tuple[Refusal, ...] = (
-    Refusal(
+LAYER: tuple[ConfigRefusal, ...] = (
+    ConfigRefusal(
         _backend,
         "the order of its cache is not known here",
         f"choose one of {', '.join(BACKENDS)} with --attention-backend",

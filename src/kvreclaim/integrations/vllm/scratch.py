@@ -10,7 +10,7 @@ from kvreclaim.ops.scoring import MAX_LOGITS
 SAFETY = 1.25
 """Over the sum below: the allocator's rounding."""
 MAX_OFFSETS = 17
-"""Of any policy's usual options: 2^0 to 2^16."""
+"""Most offsets of any policy's usual options: 2^0 to 2^16."""
 
 
 def scratch_bytes(

@@ -17,7 +17,7 @@ from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 from kvreclaim.ops.rope import RopeLayout
 
 BLOCK_SIZE = 64
-"""Of the copy: a multiple of what every back-end's kernels ask for."""
+"""Block size of the copy: a multiple of what every back-end's kernels ask for."""
 NO_VALUES = 8
 """Dims of the copy's values, which no kernel reads."""
 

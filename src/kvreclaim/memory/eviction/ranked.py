@@ -29,7 +29,7 @@ class Ranked(EvictionOrder):
 
     @abstractmethod
     def rank(self, block: int) -> float:
-        """Of a cached block that is being queued; the lowest goes first."""
+        """Rank of a cached block that is being queued; the lowest goes first."""
 
     def push(self, block: int) -> None:
         if self._caches[block]:

@@ -77,7 +77,7 @@ class BlockHash:
         return self._function(self._fingerprint + field)
 
     def key(self, parent: bytes, token_ids: Sequence[int]) -> BlockKey:
-        """Of one full block after the digest of the block before it, 8 bytes a token."""
+        """The key of one full block after the digest of the block before it, 8 bytes a token."""
         tokens = self._packer.pack(*token_ids)
         return BlockKey(self._function(_field(b"p", parent) + _field(b"t", tokens)), tokens)
 

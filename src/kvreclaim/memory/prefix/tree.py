@@ -32,7 +32,7 @@ class PrefixNode:
 
     @property
     def num_sequences(self) -> int:
-        """That hold these blocks."""
+        """Sequences that hold these blocks."""
         return len(self.holders)
 
     def lines(self, level: int = 0) -> list[str]:
@@ -73,7 +73,7 @@ def prefix_tree(index: PrefixIndex, holders: Mapping[int, tuple[str, ...]]) -> t
 def _nodes(
     runs: list[tuple[list[Entry], int]], holders: Mapping[int, tuple[str, ...]]
 ) -> tuple[PrefixNode, ...]:
-    """Of runs in an order in which each comes behind the one that it follows."""
+    """Build nodes from runs, each of which comes behind the one that it follows."""
     below: dict[int, list[PrefixNode]] = {}
     for place in range(len(runs) - 1, -1, -1):
         run, above = runs[place]

@@ -142,7 +142,7 @@ class DiskTier:
         return len(cached)
 
     def take_transfers(self) -> list[Transfer]:
-        """Those that nobody has taken yet."""
+        """Transfers that nobody has taken yet."""
         out, self._out = self._out, []
         return out
 

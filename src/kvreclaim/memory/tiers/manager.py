@@ -47,7 +47,7 @@ class TieredMemory(WriteThrough):
 
     @property
     def num_parked_slots(self) -> int:
-        """That parked sequences have for themselves, each counted once."""
+        """Slots that parked sequences have for themselves, each counted once."""
         return len(self._own)
 
     def is_parked(self, seq_id: int) -> bool:
@@ -171,7 +171,7 @@ class TieredMemory(WriteThrough):
         return needed
 
     def _full_slots(self, parked: Parked) -> list[int]:
-        """That hold its full blocks."""
+        """Slots that hold its full blocks."""
         slots = parked.slots[: parked.table.physical_len // self.block_size]
         return [slot for slot in slots if slot is not None]
 
@@ -185,7 +185,7 @@ class TieredMemory(WriteThrough):
         return {i: self._coming[slot] for i, slot in slots if slot is not None and slot in self._coming}
 
     def parked(self, seq_id: int) -> Parked:
-        """Of a sequence that is parked, or was until this step."""
+        """The record of a sequence that is parked, or was until this step."""
         found = self._parked.get(seq_id)
         return self._resumed[seq_id] if found is None else found
 

@@ -32,5 +32,5 @@ class Parked:
 
     @property
     def own(self) -> list[int]:
-        """Those that only parked sequences have."""
+        """Slots that only parked sequences have."""
         return [slot for slot in self.slots[self.num_below :] if slot is not None]

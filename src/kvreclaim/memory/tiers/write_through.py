@@ -305,8 +305,8 @@ class WriteThrough(MemoryManager):
         self._unfollow(seq_id)
 
     def reset_prefix_cache(self, *, external: bool = True) -> None:
-        """As MemoryManager's. external: what lies below the pool is forgotten, too; on disk once the caller
-        has done what `disk.take_reset` says."""
+        """Reset the prefix cache. external: what lies below the pool is forgotten, too; on disk once the
+        caller has done what `disk.take_reset` says."""
         super().reset_prefix_cache()
         if external:
             self.host.pool.clear_index()

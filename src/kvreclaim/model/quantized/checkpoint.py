@@ -107,7 +107,7 @@ class Layer:
             )
 
     def check_groups(self, end: str, *, is_last: bool) -> None:
-        """Of the scales: [N, K / G], or [K / G, N]. Raises: UnsupportedModelError for groups below 32."""
+        """Check the scales: [N, K / G], or [K / G, N]. Raises: UnsupportedModelError for groups below 32."""
         found = self.files.shape(self.read(end).name)
         out, columns = self.shape
         groups = found[-1 if is_last else 0] if len(found) == 2 else 0

@@ -9,14 +9,14 @@ import numpy as np
 from kvreclaim.model.gguf_index import GgufIndex
 
 LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
-"""Of the models that scale queries by hidden size / heads, not by head dim. No field says so, and llama.cpp
-goes by the layers, too."""
+"""Layers of the models that scale queries by hidden size / heads, not by head dim. No field says so, and
+llama.cpp goes by the layers, too."""
 SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 """Tensors with which LongRoPE divides frequencies."""
 
 
 def gguf_fields(index: GgufIndex, config: Any) -> dict[str, Any]:
-    """Those that replace fields of the config that transformers makes of the file.
+    """Fields that replace those of the config that transformers makes of the file.
 
     Raises: KeyError for what the architecture needs and the file lacks.
     """
@@ -41,7 +41,7 @@ def _gemma(said: dict[str, Any], config: Any) -> dict[str, Any]:
 
 
 def _two_rotations(said: dict[str, Any], config: Any) -> dict[str, Any]:
-    """Of layers with a window, and of the others, which alone are scaled."""
+    """Rotations of layers with a window, and of the others, which alone are scaled."""
     full, sliding = (config.rope_parameters[f"{kind}_attention"] for kind in ("full", "sliding"))
     if said.get("rope.scaling.type") == "linear":
         full = {**full, "rope_type": "linear", "factor": said["rope.scaling.factor"]}

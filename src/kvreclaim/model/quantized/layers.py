@@ -11,7 +11,7 @@ from kvreclaim.model.quantized.products import Products
 from kvreclaim.ops.packed import PackedMatrix
 
 ROWS_AT_ONCE = 4096
-"""Of an embedding that is searched."""
+"""Rows of an embedding that are searched at once."""
 
 
 class _PackedModule(nn.Module):

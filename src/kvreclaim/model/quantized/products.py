@@ -36,7 +36,7 @@ class Products:
 def choose_products(
     name: str, source: WeightSource, device: torch.device, kernels: str, asked: str
 ) -> Products:
-    """Of a model on a device, asked: the engine's quantized_activations.
+    """Choose the products of a model on a device. asked: the engine's quantized_activations.
 
     Raises: UnsupportedModelError where no kernel multiplies packed weights; InvalidArgumentError for a way
     that the kernels do not know.
@@ -60,7 +60,7 @@ def choose_products(
 
 
 def packed_dtype(config: Any, name: str, dtype: torch.dtype | str, products: Products) -> torch.dtype:
-    """Of activations and of what is not packed. Raises: InvalidArgumentError."""
+    """Dtype of activations and of what is not packed. Raises: InvalidArgumentError."""
     said = getattr(config.get_text_config(), "dtype", None) or torch.bfloat16
     chosen: torch.dtype = said if isinstance(dtype, str) else dtype
     if products.kernels == "triton" and chosen in TRITON_DTYPES:

@@ -70,7 +70,7 @@ class OpenBlocks:
 
     @property
     def blocks(self) -> frozenset[int]:
-        """Those that have a row."""
+        """Blocks that have a row."""
         return frozenset(self._rows)
 
     def keep(self, blocks: Collection[int]) -> None:

@@ -83,6 +83,6 @@ TURBO = ScaleCode(steps=256, bias=9, last=4095)
 INT4 = ScaleCode(steps=16, bias=10, last=255)
 """Steps of a group of 4-bit codes, from .001 to 61."""
 KIVI_KEYS = ScaleCode(steps=16, bias=10, last=253)
-"""As INT4; 254 and 255 are left to say that a unit is open, or that its keys lie by token."""
+"""Like INT4; 254 and 255 are left to say that a unit is open, or that its keys lie by token."""
 KIVI_VALUES = ScaleCode(steps=22, bias=8, last=255)
 """Steps of kivi4's values, from .0039 to 12; the kernels read table()."""

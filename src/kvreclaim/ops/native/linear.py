@@ -67,7 +67,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def own_rows(num_rows: int, dtype: torch.dtype) -> int:
-    """Of so many rows of a product, the leading ones that the kernels take: all up to max_rows(), else as
+    """Leading rows of a product that the kernels take: all up to max_rows(), else as
     many as exact_rows() says."""
     limit = max_rows(dtype)
     return num_rows if num_rows <= limit else min(num_rows, _leading.get() if limit else 0)

@@ -189,7 +189,7 @@ def decode(layer: LayerCache, blocks: Tensor, units: Units) -> tuple[Tensor, Ten
 
 
 def open_units(layer: LayerCache, blocks: Tensor, state: Tensor) -> OpenUnits:
-    """Those of the units of blocks [n] with states [n, K] whose numbers lie in rows."""
+    """Units of blocks [n] with states [n, K] whose numbers lie in rows."""
     cache, origin = layer.cache, layer.cache.origin
     block, at_layer = blocks, torch.full_like(blocks, layer.index)
     if origin is not None:

@@ -39,7 +39,7 @@ def _clamped(x, least, most):
 
 @triton.jit
 def _rounded(x):
-    """Of numbers below 2^22."""
+    """Round numbers below 2^22."""
     return (x + TO_INTEGER) - TO_INTEGER
 
 

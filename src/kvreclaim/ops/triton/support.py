@@ -16,7 +16,7 @@ from kvreclaim.ops.backend import Need
 
 MAX_HEAD_DIM = 256
 MAX_LATENT_DIM = 512
-"""Of a latent cache's values, the wider part of its keys."""
+"""Largest dim of a latent cache's values, the wider part of its keys."""
 WIDE_FP32_BYTES = 144 * 1024
 """Shared memory that attention takes over them in fp32, at most (kivi4); less than 97 KiB in 16 bits."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

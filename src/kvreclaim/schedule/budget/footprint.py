@@ -185,7 +185,7 @@ class Footprint:
         return 0 if self.window is None else min(known, max(0, first - max(1, self.window)))
 
     def hit_end(self, num_tokens: int) -> int:
-        """Of so many leading tokens that a prefix hit would cover, those that it may."""
+        """Tokens that a prefix hit may cover, of those that it would."""
         return num_tokens if self.sparse is None else self.sparse.aligned(0, num_tokens, num_tokens + 1)
 
     def exact_until(self, num_prompt: int, known: int) -> int:

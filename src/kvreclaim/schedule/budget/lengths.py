@@ -32,8 +32,8 @@ def longest_sequence(num_prompt: int | None, limit: int, footprint: Footprint, n
 
 
 def most_blocks(width: int, num_prompt: int, length: int, footprint: Footprint) -> int:
-    """That so many sequences of this length take, which share a prompt's full blocks until a pass makes a
-    block their own."""
+    """Blocks that so many sequences of this length take, which share a prompt's full blocks until a pass
+    makes a block their own."""
     size = footprint.block_size
     windows = width * (footprint.window_slots(length) // size)
     each = blocks_for(footprint.slots_needed(num_prompt, length), size)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SparseRows:
-    """Of one method of sparse prefill. All in tokens.
+    """The rows of one method of sparse prefill. All in tokens.
 
     tile:  tokens that read the same, counted from the prompt's first
     span:  tokens that are decided on together: chunks and prefix hits end at multiples of it, so that what is
@@ -22,7 +22,7 @@ class SparseRows:
     last: int
 
     def rows(self, num_prompt: int, compress_prompt_at: int = 0) -> range:
-        """Those that read sparsely, both ends multiples of the span. Before compress_prompt_at, where a
+        """Rows that read sparsely, both ends multiples of the span. Before compress_prompt_at, where a
         prefix is kept for longer prompts too, no tail is spared."""
         stop = max(num_prompt - self.last, compress_prompt_at) // self.span * self.span
         return range(self.start, max(self.start, stop))
@@ -33,8 +33,8 @@ class SparseRows:
         return -(-self.first // self.span) * self.span
 
     def aligned(self, num_computed: int, num_tokens: int, stop: int) -> int:
-        """Of so many next tokens as many as end at a multiple of the span, if they end between the first of
-        them and stop."""
+        """Cut the next tokens to end at a multiple of the span, if they end between the first of them and
+        stop."""
         end = num_computed + num_tokens
         if not self.start < end < stop:
             return num_tokens

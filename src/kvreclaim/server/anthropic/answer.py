@@ -137,7 +137,7 @@ async def _updates(stream: RequestStream) -> AsyncGenerator[Update | None, None]
 
 
 def _delta(update: Update) -> OutputDelta:
-    """Of the one output; empty if it ended before it began."""
+    """The delta of the one output; empty if it ended before it began."""
     return update.deltas[0]
 
 

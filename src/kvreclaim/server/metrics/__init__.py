@@ -44,5 +44,5 @@ class Metrics:
         self._collector.counted = counted
 
     def text(self) -> bytes:
-        """As Prometheus reads it."""
+        """The metrics in Prometheus' text format."""
         return generate_latest(self.registry)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from kvreclaim.engine.offload.stats import DiskStats, PrefixCounters, PrefixStats, SlotStats, TierStats
 
 Values = float | Mapping[str, float] | Mapping[tuple[str, str], float]
-"""Of a metric: one value, or one per value of its label, or of its labels."""
+"""A metric's values: one, or one per value of its label, or of its labels."""
 
 STATES = ("in_use", "cached", "free")
 
@@ -66,7 +66,7 @@ def _failed(stats: TierStats | None) -> dict[str, Values]:
 
 
 def _prefixes(stats: PrefixStats | None) -> dict[str, Values]:
-    """Of compressed prefixes on disk."""
+    """Values for compressed prefixes on disk."""
     counters = PrefixCounters() if stats is None else stats.counters
     found: dict[str, Values] = {
         "files": 0 if stats is None else stats.files,

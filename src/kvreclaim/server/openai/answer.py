@@ -96,7 +96,7 @@ class OpenAIResponse(ABC):
         return delta
 
     def usage(self) -> dict[str, Any]:
-        """Of everything, at the end."""
+        """The usage of the whole answer, at the end."""
         return usage_of([self._metrics[place] for place in sorted(self._metrics)])
 
     async def _whole(self) -> bytes:
@@ -170,7 +170,7 @@ class OpenAIResponse(ABC):
             yield choice, more
 
     def _chunk(self, choice: dict[str, Any], more: dict[str, Any]) -> bytes:
-        """As `event` would write it; what all chunks begin with is made once."""
+        """Write a chunk as `event` would; what all chunks begin with is made once."""
         if self._chunk_head is None:
             self._chunk_head = b"data: " + to_json(self._head(self.chunk_kind))[:-1] + b',"choices":['
         tail = b"]," + to_json(more)[1:] if more else b"]}"

@@ -140,7 +140,7 @@ class CompletionAnswer(OpenAIResponse):
         return OutputDelta(delta.index, finish_reason=delta.finish_reason and "length")
 
     def usage(self) -> dict[str, Any]:
-        """That token does not count."""
+        """The usage of the answer; with max_tokens 0 the one drawn token does not count."""
         if self.fields.max_tokens == 0:
             self._metrics = {at: replace(m, num_generated_tokens=0) for at, m in self._metrics.items()}
         return super().usage()

@@ -37,7 +37,8 @@ class ChunkReuseFields(Fields):
 
 
 def texts_of(documents: Sequence[str | Document], service: Service) -> list[str]:
-    """As they stand in a prompt, the title above. Raises: ApiError 400 for more than can fit."""
+    """The documents' texts as they stand in a prompt, the title above. Raises: ApiError 400 for more than can
+    fit."""
     texts = []
     for each in documents:
         text = each if isinstance(each, str) else each.text

@@ -60,5 +60,5 @@ class GenerationFields(GeneratingFields):
 
     @property
     def num_sequences(self) -> int:
-        """Of each prompt, that run at once."""
+        """Sequences of each prompt that run at once."""
         return max(self.n or 1, self.beam_width or 1)

@@ -40,7 +40,7 @@ class ToolCallMessage(Fields):
 
 
 class RequestMessage(Fields):
-    """Of any role. What an answer's message has besides may be sent back as long as it is null."""
+    """A message of any role. What an answer's message has besides may be sent back as long as it is null."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None

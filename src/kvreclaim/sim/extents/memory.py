@@ -166,8 +166,8 @@ class ExtentMemory(MemoryManager):
         return TableState(range(count), (1,) * count, (False,) * count)
 
     def compact(self, seq_id: int, keep: int) -> Shrunk | None:
-        """As plan_compaction chooses: own blocks that nobody finds, then fresh ones, or, where these lack,
-        own ones that are stripped, from the end."""
+        """Choose targets as plan_compaction does: own blocks that nobody finds, then fresh ones, or, where
+        these lack, own ones that are stripped, from the end."""
         table, pool = self._tables[seq_id], self.pool
         needed = blocks_for(keep, self.block_size)
         mine = [run for run in table.runs if len(run.holders) == 1]

@@ -58,7 +58,7 @@ class Node:
         return None
 
     def room(self, place: int, count: int) -> int:
-        """Of `count` places from one that is free, those before the next run."""
+        """Free places before the next run, at most `count`."""
         return min((run.start - place for run in self.runs if run.start > place), default=count)
 
     def add(self, run: Run) -> None:

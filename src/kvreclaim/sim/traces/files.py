@@ -104,7 +104,7 @@ def _date_s(text: str, number: int) -> float:
 
 
 def _aiperf(lines: list[str], piece: int) -> Trace:
-    """As mooncake, with session_id and delay (ms): a session's next turn comes so long after the answer."""
+    """Like mooncake, with session_id and delay (ms): a session's next turn comes so long after the answer."""
     turns: dict[Any, list[SimRequest]] = {}
     alone = []
     for number, row in _objects(lines):

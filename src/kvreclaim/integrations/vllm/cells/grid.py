@@ -62,7 +62,7 @@ class CellGrid:
 
     @property
     def cell_bytes(self) -> int:
-        """Of the keys and values of one cell."""
+        """Bytes of the keys and values of one cell."""
         return self.view[0].numel() * self.view.element_size()
 
 

@@ -20,7 +20,7 @@ from kvreclaim.ops.cell_tables import CellTable
 from kvreclaim.ops.moving import move
 
 MAX_ENTRIES = 1 << 23
-"""Of tables that are made at once; about 24 bytes of scratch each."""
+"""Most entries of tables that are made at once; about 24 bytes of scratch each."""
 NOBODY = 0
 """The row of requests that no pass has touched."""
 
@@ -58,7 +58,7 @@ class StepCells:
 
 
 class HeadTables:
-    """Of all requests on this worker.
+    """Tables of all requests on this worker.
 
     Args:
         grid:       where cells lie
@@ -182,7 +182,7 @@ class HeadTables:
     def _queries(
         self, starts: Tensor, count: int, num_tokens: int, max_query_len: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Of each row: [N * K + 1] int32 starts, and the order of its queries."""
+        """The queries of each row: [N * K + 1] int32 starts, and the order of its queries."""
         heads, device = self.grid.num_heads, self.grid.device
         starts = starts[: count + 1]
         lens = starts.diff()

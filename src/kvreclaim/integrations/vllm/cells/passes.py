@@ -31,7 +31,7 @@ MAX_BYTES = 1 << 26
 
 
 class UnevenPasses:
-    """Of all requests on this worker.
+    """Uneven passes of all requests on this worker.
 
     Args:
         views: the caches of all layers
@@ -146,7 +146,7 @@ class _Asked:
 
     @cached_property
     def _signals(self) -> LayerSignals:
-        """Of all heads, which hold the same tokens at the first pass; later each has its own."""
+        """Signals of all heads, which hold the same tokens at the first pass; later each has its own."""
         if self.known is None or self.held is not None:
             return NO_SIGNALS
         return LayerSignals(positions=torch.stack([self._head_positions(0, 0)] * self.owner.grid.num_heads))

@@ -29,7 +29,7 @@ class HeadPositions:
 
 @dataclass(slots=True)
 class Positions:
-    """Of all requests that passes have touched."""
+    """Positions of all requests that passes have touched."""
 
     shape: tuple[int, int]
     device: torch.device

@@ -19,9 +19,9 @@ from kvreclaim.ops.moving import move
 BLOCKS = 4
 """The last ones of the pool: offsets are largest there."""
 QUERIES = (1, 3, 1)
-"""Of each row."""
+"""Queries of each row."""
 SPREAD = 3.0
-"""Of the logits: one token decides, so that a token at a wrong place cannot go unseen."""
+"""Spread of the logits: one token decides, so that a token at a wrong place cannot go unseen."""
 TOLERANCE = 0.05
 """Over the largest number of the answer: what bf16 may make of it. A wrong token is of the order of 1."""
 

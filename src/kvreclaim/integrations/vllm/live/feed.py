@@ -15,7 +15,7 @@ from kvreclaim.page.viewer import MAX_VIEWERS, PERIOD_S, QUIET_S, Viewer
 logger = logging.getLogger("vllm.kvreclaim")
 
 SHARE = 0.02
-"""Of the time, at most, is spent on reading the pool and writing frames."""
+"""Most of the time that is spent on reading the pool and writing frames, as a share."""
 IDLE_S = 0.1
 """How often it is looked whether requests have ended meanwhile."""
 

@@ -101,7 +101,7 @@ class StepObserver:
         self.progress.tokens.hit += hit
 
     def totals(self) -> dict[str, int]:
-        """As the page's frames have them."""
+        """The totals of the page's frames."""
         totals, tokens = self._ledger.totals, self.progress.tokens
         return {
             "prompt_tokens": max(0, tokens.prompt - tokens.hit),

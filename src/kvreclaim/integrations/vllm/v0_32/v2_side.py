@@ -126,7 +126,7 @@ class V2Hooks:
         super().update_requests(scheduler_output)  # type: ignore[misc]
 
     def prepare_attn(self, input_batch: Any) -> Any:
-        """Of real batches. Slots go into vLLM's own persistent buffer, from physical positions."""
+        """Prepare real batches. Slots go into vLLM's own persistent buffer, from physical positions."""
         return super().prepare_attn(_rows(self.reclaim).placed(input_batch))  # type: ignore[misc]
 
 
@@ -136,7 +136,7 @@ class ReclaimModelState(DefaultModelState):
     reclaim: Applier
 
     def prepare_attn(self, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Of real batches, captures and dummy runs alike."""
+        """Prepare real batches, captures and dummy runs alike."""
         return super().prepare_attn(_rows(self.reclaim).shortened(input_batch), *args, **kwargs)
 
 
