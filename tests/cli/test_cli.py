@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import re
 
@@ -184,15 +183,3 @@ def test_calibrate_refuses_bad_input(tmp_path):
     empty.write_text("")
     assert "is empty" in run("calibrate", *DEMO, "--text", empty, "-o", output).stderr
     assert not output.exists()
-
-
-def test_bench_blocks_writes_json(tmp_path, monkeypatch):
-    from kvreclaim.bench import blocks
-
-    small = blocks.run
-    monkeypatch.setattr(blocks, "run", lambda: small((1000, 2000), repeats=3))
-    file = tmp_path / "out" / "blocks.json"
-    result = run("bench", "blocks", "--json", file)
-    assert result.exit_code == 0, result.output
-    rows = json.loads(file.read_text())["runs"]
-    assert {row["num_blocks"] for row in rows} == {1000, 2000}

@@ -11,8 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from kvreclaim.bench.plans import CompressPlan, DecodePlan, LatentPlan, MemoryPlan, ServePlan
-from kvreclaim.bench.vllm_plan import VllmPlan
+from kvreclaim.bench.plans import DecodePlan, MemoryPlan, ServePlan, VllmPlan
 from kvreclaim.cli.config_options import ConfigOptions, with_config
 from kvreclaim.cli.eval import evaluate
 from kvreclaim.cli.generate import generate
@@ -26,7 +25,7 @@ from kvreclaim.server.config import ServerConfig
 
 runner = CliRunner()
 CONFIGS = (EngineConfig, SamplingParams, CompressionSettings, ServerConfig)
-PLANS = (DecodePlan, CompressPlan, MemoryPlan, ServePlan, LatentPlan, VllmPlan, EvalPlan, TaskOptions)
+PLANS = (DecodePlan, MemoryPlan, ServePlan, VllmPlan, EvalPlan, TaskOptions)
 WORDS: dict[str, str] = {"eviction_policy": "gdsf", "kv_cache_dtype": "int8"}
 ALL = [
     pytest.param(config, setting, id=f"{config.__name__}.{setting.name}")

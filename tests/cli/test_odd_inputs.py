@@ -56,17 +56,15 @@ def test_a_file_that_is_none_of_its_kind(name: str) -> None:
     refused(*PLAN, "--gpu", "4090", "--calibration", name or ".")
     refused(*DRAWN, "--calibration", name or ".")
     refused(*PLAN, "--trace", name or ".", "--cards", "all", "--slo", "ttft=1s")
-    refused("bench", "plot", name or ".")
-    refused("bench", "prefix", "--trace", name or ".")
     known = ("--shape", "Llama-3.2-1B", "--gpu", "4090", "--num-gpu-blocks", "5")
     refused("calibrate-speed", "-o", "speed.json", "--log", name or ".", *known)
 
 
 @pytest.mark.parametrize("name", ["folder", "empty/below", LONG, ""])
 def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(name: str) -> None:
-    for command in (PLAN, DRAWN, ("demo",), ("demo-24gb",), ("bench", "decode"), ("bench", "blocks")):
+    for command in (PLAN, DRAWN, ("demo",), ("demo-24gb",), ("bench", "decode")):
         refused(*command, "--json", name)
-    for command in (("calibrate-speed", "-o"), ("calibrate", "--sparse-prefill"), ("bench", "plot", "--out")):
+    for command in (("calibrate-speed", "-o"), ("calibrate", "--sparse-prefill")):
         refused(*command, name)
     refused("eval", "--csv", name)
 

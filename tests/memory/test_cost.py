@@ -8,8 +8,6 @@ from types import FrameType
 
 import pytest
 
-from kvreclaim.bench import blocks
-from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory import CompactionPlan, MemoryManager, Retention, eviction_orders
 
 from .sequences import find
@@ -65,19 +63,3 @@ def costs(num_blocks: int, order: str) -> list[int]:
 def test_cost_does_not_depend_on_the_pool(order):
     """But for what a heap does inside, which is logarithmic."""
     assert costs(50, order) == costs(50_000, order)
-
-
-def test_the_bench_reports_every_operation_of_every_pool():
-    rows = blocks.run((2000, 1000), repeats=1)
-    assert [(row["num_blocks"], row["operation"]) for row in rows] == [
-        (size, operation) for size in (1000, 2000) for operation in blocks.OPERATIONS
-    ]
-    assert all(row["us_per_unit"] > 0 for row in rows)
-    assert {row["ratio"] for row in rows if row["num_blocks"] == 1000} == {1.0}
-    assert blocks.blocks_table(rows).row_count == len(rows)
-
-
-@pytest.mark.parametrize(("sizes", "repeats"), [((), 1), ((999,), 1), ((1000,), 0)])
-def test_the_bench_refuses_pools_that_are_too_small(sizes, repeats):
-    with pytest.raises(InvalidArgumentError, match="at least 1000 blocks"):
-        blocks.run(sizes, repeats=repeats)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from window_groups import CONTEXTS, SHAPES, GroupsPlan, held_bytes, hit_rows
 
 from kvreclaim.memory.windows.window import ChunkedWindow, Place, Window, grouping
-from kvreclaim.sim.groups import CONTEXTS, SHAPES, GroupsPlan, held_bytes, hit_rows
 
 
 @pytest.mark.parametrize(

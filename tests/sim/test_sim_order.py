@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 
-import pytest
-from typer.testing import CliRunner
+from waiting_orders import ALONE, COPIES, LPM, WAYS, OrderPlan, cases, ratios, run
 
-from kvreclaim.cli.main import app
-from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.sim.options import ReplicaOptions
-from kvreclaim.sim.order import ALONE, COPIES, LPM, WAYS, OrderPlan, cases, ratios, run
 
 PLAN = OrderPlan(requests=1600, load=1.1)
 
@@ -68,18 +63,3 @@ def test_cold_ones_share_nothing() -> None:
     case = cases(PLAN, ReplicaOptions(gpu="H100").cost(16))[0]
     assert all(asked.num_prompt == 2176 for asked in case.trace.requests)
     assert 0.03 < sum(not asked.ids for asked in case.trace.requests) / PLAN.requests < 0.07
-
-
-def test_the_command(tmp_path) -> None:
-    file = tmp_path / "order.json"
-    done = CliRunner().invoke(app, ["bench", "order", "--requests", "60", "--json", str(file)])
-    assert done.exit_code == 0, done.output
-    assert "cold p99 / fcfs" in done.output
-    told = json.loads(file.read_text())
-    assert len(told["rows"]) == 3 * len(WAYS)
-    assert {row["trace"] for row in told["ratios"]} == {row["trace"] for row in told["rows"]}
-
-
-def test_a_pool_too_small_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="num_blocks is 100"):
-        OrderPlan(num_blocks=100)

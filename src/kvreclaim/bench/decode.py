@@ -42,6 +42,8 @@ from rich.console import Console
 from kvreclaim.bench.common import Row, alternate, spread, wide_console
 from kvreclaim.bench.plans import AUTO, DecodePlan
 from kvreclaim.bench.systems.base import Point, Session, SkipPoint, System, SystemSetup, random_prompts
+from kvreclaim.bench.systems.hf import ContinuousBatching, Generate
+from kvreclaim.bench.systems.ours import KvreclaimSystem
 from kvreclaim.bench.systems.vllm_peer import Vllm
 from kvreclaim.bench.verify import FormatReferee, Judge, Referee, TokenAgreement, require_agreement
 from kvreclaim.free_memory import free_host_memory_bytes
@@ -59,6 +61,19 @@ class DecodeResult:
     rows: list[Row] = field(default_factory=list)
     checks: list[TokenAgreement] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
+
+
+def make_system(plan: DecodePlan, name: str, setup: SystemSetup, points: list[Point]) -> System:
+    """A system by its name, loaded."""
+    if name == "transformers":
+        return Generate(setup)
+    if name == "transformers-cb":
+        return ContinuousBatching(setup)
+    if name == "vllm":
+        assert plan.vllm_python is not None, "checked in __post_init__"
+        return Vllm(setup, points, python=plan.vllm_python, eager=not plan.vllm_compile)
+    config, form = plan.compression(name), plan.kv_cache_dtype(name)
+    return KvreclaimSystem(name, setup, points, config=config, kernels=plan.kernels, kv_cache_dtype=form)
 
 
 def verify(
@@ -80,7 +95,9 @@ def verify(
             if plan.compression(name) is not None and dtype != plan.dtype:
                 continue
             console.print(f"verify {name} in {dtype}", style="dim")
-            with closing(plan.make(name, SystemSetup(plan.model, dtype, plan.threads), points)) as system:
+            with closing(
+                make_system(plan, name, SystemSetup(plan.model, dtype, plan.threads), points)
+            ) as system:
                 answers = system.generate(prompts, max_tokens)
             results.append(referees[form].judge(name, dtype, prompts, answers))
     require_agreement(results)
@@ -98,7 +115,7 @@ def run(plan: DecodePlan, console: Console | None = None, *, check: bool = True)
         systems: dict[str, System] = {}
         for name in plan.names:
             console.print(f"load {name}", style="dim")
-            system = systems[name] = plan.make(name, plan.setup, grid)
+            system = systems[name] = make_system(plan, name, plan.setup, grid)
             stack.callback(system.close)
             if isinstance(system, Vllm):
                 result.versions = system.process.versions()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvreclaim.bench.systems.base import NAMES, OURS, Fill, Point, System, SystemSetup
+from kvreclaim.bench.systems.base import NAMES, OURS, Fill, Point, SystemSetup
 from kvreclaim.checks import check_choice, require
 from kvreclaim.compression.spec.traits import traits
-from kvreclaim.config import AUTO, format_name, format_names
-from kvreclaim.memory import eviction_orders
+from kvreclaim.config import AUTO, format_names
 from kvreclaim.options import check_options, option
 
 if TYPE_CHECKING:
@@ -23,6 +21,13 @@ MODEL = Path("bench_models/qwen3-26m")
 THREADS = "CPU threads, of every system."
 KERNELS = "kvreclaim's kernels: auto, reference, native or triton."
 VLLM_PYTHON = "Interpreter of vLLM's environment (`make vllm-env`)."
+VLLM_CASES = ("small", "large", "cost", "serve")
+OBJECTIVES = ("ttft", "tpot", "e2el")
+PROMPTS = ("random", "text")
+DEMO = "demo"
+"""The demo model, which is given documents of its own kind."""
+VERIFY_SYSTEMS = ("full", "lossy", "verify", "full-host", "verify-host")
+"""Where the full cache lies: in the pool or on the host; lossy: there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,77 +53,6 @@ class ModelPlan:
     def facts(self) -> dict[str, Any]:
         """What every row says of it."""
         return {"model": self.model.name, "dtype": self.dtype, "threads": self.threads}
-
-
-@dataclass(frozen=True, kw_only=True)
-class BeamsPlan(ModelPlan):
-    """prompt, max_tokens: tokens; rounds: in turns, of which medians are taken."""
-
-    beams: tuple[int, ...] = option((4,), "Beam widths, comma-separated.")
-    prompt: int = option(2048, "Tokens of the prompt.", low=1)
-    max_tokens: int = option(64, "Tokens of each output.", low=1)
-    rounds: int = option(3, "Timed, in turns.", low=1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrefillPlan(ModelPlan):
-    """Every method at every length beside dense, in turns, of which medians are taken."""
-
-    methods: tuple[str, ...] = option(
-        (
-            "pooled",
-            "pooled(alpha=0.3)",
-            "xattention",
-            "a_shape(local=2048)",
-            "vertical_slash(vertical=1000, slash=2048)",
-            "block_sparse(top=32)",
-        ),
-        "Ways of sparse prefill, comma-separated.",
-    )
-    lengths: tuple[int, ...] = option((8192, 16384, 32768), "Tokens of the prompts, comma-separated.")
-    text: Path | None = option(None, "UTF-8 text whose beginning is the prompt; else random tokens.")
-    kernels: str = option("auto", KERNELS)
-    rounds: int = option(3, "Timed, in turns.", low=1)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(bool(self.methods), "--methods names none; pass for example pooled,a_shape.")
-        require(
-            bool(self.lengths) and min(self.lengths, default=0) >= 1,
-            f"--lengths are {self.lengths}; pass tokens, such as 8192,16384.",
-        )
-        check_text_file(self.text)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChunksPlan(ModelPlan):
-    """Every way of reusing the chunks of a prompt beside the whole prompt, in turns, of which medians are
-    taken."""
-
-    reuse: tuple[str, ...] = option(
-        ("change", "question", "deviation", "first", "random", "none"),
-        "Ways of reusing chunks, comma-separated.",
-    )
-    num_chunks: int = option(4, "Chunks.", low=1)
-    chunk_tokens: int = option(1024, "Tokens of each.", low=32)
-    head: int = option(32, "Tokens before the first chunk.", low=1)
-    question: int = option(32, "Tokens behind the last one.", low=1)
-    text: Path | None = option(None, "UTF-8 text that is cut into chunks; else random tokens.")
-    kernels: str = option("auto", KERNELS)
-    rounds: int = option(5, "Timed, in turns.", low=1)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(bool(self.reuse), "--reuse names none; pass for example change,none.")
-        check_text_file(self.text)
-
-
-def check_text_file(text: Path | None) -> None:
-    """Raises: InvalidArgumentError where it is no file."""
-    require(
-        text is None or text.is_file(),
-        f"--text is {str(text)!r}, which is no file; name one, or leave it out.",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,22 +138,6 @@ class DecodePlan(PeersPlan):
         new_tokens = (self.rounds + 1) * max(self.steps, self.interval) + 8
         return [Point(c, b, new_tokens, self.fill) for c in self.contexts for b in self.batches]
 
-    def make(self, name: str, setup: SystemSetup, points: list[Point]) -> System:
-        """A system by its name, loaded."""
-        from kvreclaim.bench.systems.hf import ContinuousBatching, Generate
-        from kvreclaim.bench.systems.ours import KvreclaimSystem
-        from kvreclaim.bench.systems.vllm_peer import Vllm
-
-        if name == "transformers":
-            return Generate(setup)
-        if name == "transformers-cb":
-            return ContinuousBatching(setup)
-        if name == "vllm":
-            assert self.vllm_python is not None, "checked in __post_init__"
-            return Vllm(setup, points, python=self.vllm_python, eager=not self.vllm_compile)
-        config, form = self.compression(name), self.kv_cache_dtype(name)
-        return KvreclaimSystem(name, setup, points, config=config, kernels=self.kernels, kv_cache_dtype=form)
-
     def kv_cache_dtype(self, name: str) -> str:
         """KV format of a kvreclaim system."""
         return name.partition(":")[2] or AUTO
@@ -232,38 +150,9 @@ class DecodePlan(PeersPlan):
 
 def _is_ours(name: str) -> bool:
     """Whether it is the full cache or a policy, as its name is written."""
-    policy = name.removeprefix(OURS)
-    if policy == name:
-        return False
-    if policy != "full":
-        traits(policy)
-    return True
-
-
-@dataclass(frozen=True, slots=True)
-class CompressPlan:
-    """Every context at the base's budget, then every budget at `budget_context`; by policy and batch."""
-
-    base: DecodePlan
-    policies: tuple[str, ...] = option(("triattention", "query_mixture"), "Comma-separated.")
-    contexts: tuple[int, ...] = option((8192, 32_768, 131_072), "At the base's budget, 2048.")
-    budgets: tuple[int, ...] = option((512, 2048, 8192), "At --budget-context.")
-    batches: tuple[int, ...] = option((1,), "Sequences.")
-    budget_context: int = option(32_768, "Tokens.", low=1)
-    together: int = option(8, "Sequences due together; 0: leave it out.", low=0)
-    rounds: int = option(7, "Of passes that are due together.", low=1)
-    intervals: int = 2
-
-    def __post_init__(self) -> None:
-        check_options(self)
-
-    def points(self) -> Iterator[tuple[int, int, int]]:
-        """(context, batch, budget), none twice, none whose context is within its budget."""
-        wanted = [(c, b, self.base.budget) for b in self.batches for c in self.contexts]
-        wanted += [(self.budget_context, b, budget) for b in self.batches for budget in self.budgets]
-        for context, batch, budget in dict.fromkeys(wanted):
-            if context > budget + self.base.interval:
-                yield context, batch, budget
+    if name.startswith(OURS) and name != NAMES[0]:
+        traits(name.removeprefix(OURS))
+    return name.startswith(OURS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,36 +209,91 @@ class ServePlan(PolicyPlan):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentPlan:
-    """Prefill over latents, at DeepSeek-V3's head dims."""
+class VllmPlan(ModelPlan):
+    """vLLM with and without the plugin. stats: of the model's queries; None takes its own file."""
 
-    contexts: tuple[int, ...] = option((0, 1024, 8192), "Tokens before the new ones.")
-    new_tokens: tuple[int, ...] = option((16, 64, 128, 171, 256, 512), "Tokens computed at once.")
-    heads: int = option(16, "Query heads: 16 in V2-Lite, 128 in V2 and V3.", low=1)
-    threads: int = option(2, THREADS, low=1, high=1024)
+    cases: tuple[str, ...] = option(VLLM_CASES, "small, large, cost, serve; comma-separated.")
+    policy: str = option("query_mixture", "Of the side with the plugin.")
+    interval: int = option(128, "Tokens.", low=1, unit=" token")
+    stats: Path | None = option(None, "Query statistics; the model's own where none.")
+    python: Path = option(Path(".vllm-env/bin/python"), VLLM_PYTHON, flags=("--vllm-python",))
+    starts: int = option(3, "Of the processes of `cost`.", low=1)
+    rounds: int = option(24, "Of `cost`, in each start, after one that is not counted.", low=1)
+    threads: int = option(1, THREADS, low=1, high=1024)
+    plot: Path | None = option(None, "Write the pool over time to this image.")
+    rate: float = option(4.0, "Of `serve`, requests that come per second.", low=0.001, high=1000.0)
+    turns: int = option(2, "Of `serve`, for each side.", low=1)
+    prompts: str = option("random", "Of `serve`: random tokens, or text.", choices=PROMPTS)
+    goodput: tuple[str, ...] = option(
+        ("ttft:10000", "tpot:200"),
+        "Of `serve`, what a good answer keeps to: ttft:MS, tpot:MS, e2el:MS; comma-separated.",
+    )
+    seed: int = option(0, "Of `serve`'s first turn; the next one has the next.", low=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.cases:
+            check_choice("--cases", name, VLLM_CASES)
+        for objective in self.goodput:
+            name, _, limit = objective.partition(":")
+            require(
+                name in OBJECTIVES and limit.isdecimal() and int(limit) > 0,
+                f"--goodput has {objective!r}; pass {', '.join(OBJECTIVES)} with milliseconds behind a "
+                "colon, such as ttft:10000,tpot:200.",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LosslessPlan:
+    """Text of Python's own documentation is continued greedily by a language model.
+
+    model:   None: the real model, else the demo model
+    tokens:  drawn by each sequence; the first ones, up to the slowest prompt, are not timed
+    """
+
+    model: Path | None = option(
+        None, f"Model directory, or {DEMO}; the real model, else the demo model, where not said."
+    )
     dtype: str = option("bfloat16", "bfloat16 or float32.", choices=DTYPES)
-    kernels: str = option("auto", KERNELS)
-    device: str = option("cpu", "cpu or cuda.")
-    kv_cache_dtype: str = option(AUTO, "One KV format, or auto.")
-    rounds: int = option(3, "Of both ways, in turns.", low=1)
+    threads: int = option(2, THREADS, low=1, high=1024)
+    contexts: tuple[int, ...] = option((16384,), "Tokens of each prompt, comma-separated.")
+    batches: tuple[int, ...] = option((1, 8), "Sequences at once, comma-separated.")
+    policy: str = option("streaming_llm", "That drafts, and that compresses in the lossy system.")
+    budget: int = option(1536, "Of the policy, tokens.", low=1)
+    drafts: int = option(5, "Drafted at most between two verifications.", low=1, high=64)
+    tokens: int = option(96, "Drawn by each sequence.", low=2)
+    rounds: int = option(3, "Of all systems, in turns; medians are shown; 0: nothing is timed.", low=0)
+    systems: tuple[str, ...] = option(VERIFY_SYSTEMS, "Comma-separated.")
+    documents: int = option(2, "Of each of the demo model's tasks, compared first; 0: none.", low=0)
 
     def __post_init__(self) -> None:
         check_options(self)
-        object.__setattr__(self, "kv_cache_dtype", format_name(self.kv_cache_dtype))
+        unknown = [name for name in self.systems if name not in VERIFY_SYSTEMS]
+        require(not unknown, f"systems holds {unknown!r}; they are {', '.join(map(repr, VERIFY_SYSTEMS))}.")
+        require("full" in self.systems, "systems lacks 'full', which the others are compared with; add it.")
+        require(
+            all(each > 0 for each in (*self.contexts, *self.batches)),
+            f"contexts is {self.contexts} and batches {self.batches}; pass numbers above 0.",
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """What every row says of it."""
+        return {
+            "dtype": self.dtype,
+            "threads": self.threads,
+            "policy": self.policy,
+            "budget": self.budget,
+            "drafts": self.drafts,
+        }
 
 
-@dataclass(frozen=True)
-class PrefixPlan:
-    """The replay of a trace. sizes: of the caches, beside which an infinite one is replayed."""
+@dataclass(frozen=True, kw_only=True)
+class SpeedPlan(PolicyPlan):
+    """What is run: random requests, at changing numbers at once, for `seconds`."""
 
-    trace: Path = option(MISSING, "JSON lines with hash_ids, such as Mooncake's.")
-    sizes: tuple[int, ...] = option(
-        (1000, 4000, 16_000, 64_000), "Sizes of the cache, in blocks of the trace.", flags=("--blocks",)
-    )
-    orders: tuple[str, ...] = option(eviction_orders(), "Eviction orders, comma-separated.")
-    pins: bool = option(False, "Also two tenants, one of which pins all it sends.")
-
-    def __post_init__(self) -> None:
-        require(bool(self.orders), "--orders is empty; name at least one eviction order, such as lru.")
-        for order in self.orders:
-            check_choice("an entry of --orders", order, eviction_orders())
+    seconds: float = option(60.0, "Seconds of random load.", low=1.0, high=86_400.0, unit=" s")
+    longest: int = option(512, "Maximum tokens of a prompt, and of an answer.", low=8)
+    max_num_seqs: int = option(32, "Maximum number of sequences in one step.", low=1)
+    num_blocks: int = option(4096, "Number of blocks in the pool.", low=1)
+    compress: str = option("full", "Compression policy of every request.", flags=("--policy",))
+    seed: int = 0

@@ -18,7 +18,7 @@ from statistics import median, quantiles
 from rich.console import Console
 
 from kvreclaim.bench.common import Columns, Row, alternate, cells, markdown
-from kvreclaim.bench.vllm_plan import VllmPlan
+from kvreclaim.bench.plans import VllmPlan
 from kvreclaim.bench.vllm_pool import PoolCase, VllmSide, option_of
 
 ABSENT, AGAIN, INSTALLED, UNREACHED = "absent", "absent again", "installed", "never reached"

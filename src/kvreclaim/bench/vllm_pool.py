@@ -16,8 +16,8 @@ from statistics import fmean, median
 from rich.console import Console
 
 from kvreclaim.bench.common import Columns, Row, alternate, cells, markdown
+from kvreclaim.bench.plans import VllmPlan
 from kvreclaim.bench.systems.vllm_peer import VllmProcess, kv_bytes_per_token
-from kvreclaim.bench.vllm_plan import VllmPlan
 from kvreclaim.checks import require
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.model_paths import statistics_beside

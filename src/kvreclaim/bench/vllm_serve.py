@@ -22,9 +22,9 @@ from statistics import fmean, median
 from rich.console import Console
 
 from kvreclaim.bench.common import Columns, Row, alternate, cells, markdown
+from kvreclaim.bench.plans import VllmPlan
 from kvreclaim.bench.systems.vllm_peer import kv_bytes_per_token
 from kvreclaim.bench.systems.vllm_server import Gauges, VllmServer
-from kvreclaim.bench.vllm_plan import VllmPlan
 from kvreclaim.bench.vllm_pool import BLOCK_SIZE, WITH, WITHOUT, option_of
 from kvreclaim.corpora import code, prose
 from kvreclaim.errors import InvalidArgumentError

@@ -1,16 +1,18 @@
-"""What the commands of `kvreclaim bench` share."""
+"""What the commands of `kvreclaim bench` and the scripts in benchmarks/ share."""
 
 from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvreclaim.cli.config_options import usage_errors
+import typer
+
 from kvreclaim.cli.options import Figures
+from kvreclaim.cli.config_options import with_config, usage_errors
 from kvreclaim.outputs import write_json
 
 if TYPE_CHECKING:
@@ -46,4 +48,11 @@ def publish(
 
 def command_line() -> str:
     """The command line as it was given."""
-    return shlex.join(["kvreclaim", *sys.argv[1:]])
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def script(function: Callable[..., None]) -> typer.Typer:
+    """A program of one command; its parameters are as `with_config` has them."""
+    app = typer.Typer(add_completion=False)
+    app.command()(with_config(function))
+    return app

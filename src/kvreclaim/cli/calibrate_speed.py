@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvreclaim.bench.speed.plan import SpeedPlan
+from kvreclaim.bench.plans import SpeedPlan
 from kvreclaim.checks import require
 from kvreclaim.cli.bench_options import ready
 from kvreclaim.cli.config_options import ConfigOptions, with_config

@@ -14,7 +14,7 @@ from rich.table import Table
 from kvreclaim import demo_model, real_model
 from kvreclaim.bench.common import Row, alternate, sheet
 from kvreclaim.bench.lossless.drawing import LosslessRun, documentation, draw
-from kvreclaim.bench.lossless.plan import DEMO, LosslessPlan
+from kvreclaim.bench.plans import DEMO, LosslessPlan
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.memory.blocks import blocks_for

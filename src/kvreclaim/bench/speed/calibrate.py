@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 from kvreclaim.bench.common import machine, versions
-from kvreclaim.bench.speed.plan import SpeedPlan
+from kvreclaim.bench.plans import SpeedPlan
 from kvreclaim.bench.speed.traffic import keep_busy
 from kvreclaim.bench.speed.watch import Watched, watching
 from kvreclaim.engine.api.llm import LLM

@@ -46,7 +46,7 @@ def default_prefill(config: EngineConfig, groups: LayerGroups) -> SparsePrefill 
         raise InvalidArgumentError(
             f"sparse prefill {method.name} takes about as long as dense attention does "
             "(docs/prompts.md); use pooled, a_shape or block_sparse, or compare it with them through "
-            "a prompt's sparse_prefill, `kvreclaim eval` or `kvreclaim bench prefill`.",
+            "a prompt's sparse_prefill, or `kvreclaim eval`.",
             field="sparse_prefill",
         )
     check_sparse_prefill(method, config, groups.facts)

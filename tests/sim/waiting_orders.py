@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Final
 
-from kvreclaim.options import check_options, option
 from kvreclaim.plan.cost import Linear, StepLoad
 from kvreclaim.schedule.budget.footprint import Footprint
 from kvreclaim.schedule.cache_first import CacheFirst
@@ -37,23 +36,20 @@ ENDLESS = 1 << 60
 
 @dataclass(frozen=True, kw_only=True)
 class OrderPlan:
-    """The traces, and the pool that they meet. Raises: InvalidArgumentError."""
+    """The traces, and the pool that they meet.
 
-    requests: int = option(4000, "Of each trace.", low=50)
-    load: float = option(
-        1.0,
-        "Work that comes, of what the machine can do if all that is shared is found.",
-        low=0.05,
-        high=10.0,
-    )
-    num_blocks: int = option(6400, "Of the pool, of 16 tokens each.", low=400)
-    max_num_seqs: int = option(48, "Sequences that run at once.", low=2)
-    max_num_batched_tokens: int = option(2048, "Tokens computed in one step.", low=128)
-    gpu: str = option("H100", "The card whose step times are taken, for Llama-3.1-8B.")
-    seed: int = option(0, "Of everything that is drawn.", low=0)
+    requests: of each trace
+    load:     work that comes, of what the machine can do if all that is shared is found
+    gpu:      the card whose step times are taken, for Llama-3.1-8B
+    """
 
-    def __post_init__(self) -> None:
-        check_options(self)
+    requests: int = 4000
+    load: float = 1.0
+    num_blocks: int = 6400
+    max_num_seqs: int = 48
+    max_num_batched_tokens: int = 2048
+    gpu: str = "H100"
+    seed: int = 0
 
     def settings(self, policy: str) -> Settings:
         chunk = self.max_num_batched_tokens
@@ -80,11 +76,11 @@ def run(plan: OrderPlan) -> list[Row]:
     """Returns: a row per trace and way: prompt tokens asked for and computed (after a preemption
     again), waits, and seconds to the first token of cold and warm requests, median and p99."""
     cost = ReplicaOptions(gpu=plan.gpu).cost(SIZE)
-    return [row for case in cases(plan, cost) for row in run_case(plan, case, cost)]
-
-
-def run_case(plan: OrderPlan, case: OrderCase, cost: Linear) -> list[Row]:
-    return [{"trace": case.name, "way": way, **_served(plan, case, cost, way)} for way in WAYS]
+    return [
+        {"trace": case.name, "way": way, **_served(plan, case, cost, way)}
+        for case in cases(plan, cost)
+        for way in WAYS
+    ]
 
 
 def _served(plan: OrderPlan, case: OrderCase, cost: Linear, way: str) -> Row:

@@ -1,16 +1,22 @@
-"""Charts of the files that the benchmarks wrote."""
+"""Chart decode speed over the context from results of `kvreclaim bench decode`.
+
+python benchmarks/plot_decode.py decode-26m.json decode-0.6b.json --out docs/decode_speed.png
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvreclaim.bench.decode_table import short, speeds
 from kvreclaim.checks import parse_json
+from kvreclaim.cli.bench_options import script
+from kvreclaim.cli.options import picture
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.outputs import writing
 
@@ -22,8 +28,6 @@ COLORS = {
     "transformers-cb": "#ff7f0e",
     "transformers": "#7f7f7f",
 }
-
-
 DASHES = ("-", "--", "-.", ":")
 
 
@@ -88,3 +92,18 @@ def _panel(axis: Axes, report: dict[str, Any], batch: int) -> None:
     axis.set_title(f"{first.get('model', '')}, {batch} sequence{'s' if batch > 1 else ''}", fontsize=10)
     axis.set_xlabel("context")
     axis.set_ylabel("decode tokens/s")
+
+
+@script
+def app(
+    files: Annotated[list[Path], typer.Argument(help="Results of `kvreclaim bench decode`.")],
+    out: Annotated[Path, typer.Option(help="The image to write.", callback=picture)] = Path(
+        "docs/decode_speed.png"
+    ),
+) -> None:
+    """Chart decode speed over the context from result files."""
+    decode_chart(files, out)
+
+
+if __name__ == "__main__":
+    app()

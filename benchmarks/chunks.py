@@ -1,31 +1,65 @@
 """Chunks that are reused beside prompts that are computed whole, in one run: what equals the whole prompt
-first, then seconds to the first token."""
+first, then seconds to the first token.
+
+    python benchmarks/chunks.py --model MODEL --text FILE
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, pairwise
+from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Annotated, Any
 
 from rich.table import Table
 
 from kvreclaim.bench.common import Row, alternate, sheet
-from kvreclaim.bench.plans import ChunksPlan
+from kvreclaim.bench.plans import KERNELS, ModelPlan
 from kvreclaim.bench.systems.base import text_tokens
+from kvreclaim.checks import require
 from kvreclaim.chunks import WHOLE, Chunk, ChunkReuse, chunk_reuse_of
+from kvreclaim.cli.bench_options import Json, publish, ready, script
+from kvreclaim.cli.config_options import ConfigOptions
 from kvreclaim.config import SamplingParams
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.engine.api.prompts import Piece
 from kvreclaim.engine.request.outputs import RequestOutput
+from kvreclaim.options import option
 
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=0)
 COLD = "cold"
 OFF = 1e-3
 """Most by which a log-probability may differ from the whole prompt's, in fp32, where all is computed anew."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunksPlan(ModelPlan):
+    """Every way of reusing the chunks of a prompt beside the whole prompt, in turns, of which medians are
+    taken."""
+
+    reuse: tuple[str, ...] = option(
+        ("change", "question", "deviation", "first", "random", "none"),
+        "Ways of reusing chunks, comma-separated.",
+    )
+    num_chunks: int = option(4, "Chunks.", low=1)
+    chunk_tokens: int = option(1024, "Tokens of each.", low=32)
+    head: int = option(32, "Tokens before the first chunk.", low=1)
+    question: int = option(32, "Tokens behind the last one.", low=1)
+    text: Path | None = option(None, "UTF-8 text that is cut into chunks; else random tokens.")
+    kernels: str = option("auto", KERNELS)
+    rounds: int = option(5, "Timed, in turns.", low=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(bool(self.reuse), "--reuse names none; pass for example change,none.")
+        require(
+            self.text is None or self.text.is_file(),
+            f"--text is {str(self.text)!r}, which is no file; name one, or leave it out.",
+        )
 
 
 class Documents:
@@ -116,3 +150,15 @@ def chunks_table(rows: list[Row]) -> Table:
         "tokens reused": "{reused:.1%}",
     }
     return sheet("chunks out of place", columns, rows)
+
+
+@script
+def app(plan: Annotated[ChunksPlan, ConfigOptions(config=ChunksPlan)], json_file: Json = None) -> None:
+    """Chunks that are reused out of place: what equals the whole prompt first, then time to first token."""
+    with ready(plan.threads):
+        rows = run(plan)
+        publish(rows, [chunks_table(rows)], json_file)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,4 +1,7 @@
-"""Where a decode step's time goes, part by part."""
+"""Where a decode step's time goes, part by part.
+
+python benchmarks/step.py --systems full,triattention --contexts 1024,16384 --batches 1,8
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from statistics import median
 from time import perf_counter
+from typing import Annotated
 from unittest.mock import patch
 
 from rich.table import Table
@@ -16,6 +20,9 @@ from kvreclaim.bench.patches import PartTimer, TimedOps, timers
 from kvreclaim.bench.plans import DecodePlan
 from kvreclaim.bench.systems.base import Point
 from kvreclaim.bench.systems.ours import KvreclaimSystem
+from kvreclaim.cli.bench import SHARED, decode_plan
+from kvreclaim.cli.bench_options import Json, publish, ready, script
+from kvreclaim.cli.config_options import ConfigOptions
 
 PARTS = ("schedule", "batch", "model", "attention", "write K/V", "sample", "commit", "compress", "rest")
 
@@ -95,3 +102,26 @@ def step_table(rows: Sequence[Row]) -> Table:
         made.add_row(short(row["system"]), place, text(row["plain_ms"]), *map(text, parts))
         made.add_row("", "", "", *(f"{part / sum(parts):.1%}" for part in parts), style="dim")
     return made
+
+
+@script
+def app(
+    plan: Annotated[
+        DecodePlan,
+        ConfigOptions(
+            config=DecodePlan,
+            only=("systems", "contexts", "batches", "steps", *SHARED),
+            defaults={"systems": ("full", "triattention"), "contexts": (1024, 16384), "batches": (1, 8)},
+            build=decode_plan,
+        ),
+    ],
+    json_file: Json = None,
+) -> None:
+    """Where a decode step's time goes: schedule, batch, model, attention, sample, compress."""
+    with ready(plan.threads):
+        rows = run(plan)
+        publish(rows, [step_table(rows)], json_file)
+
+
+if __name__ == "__main__":
+    app()

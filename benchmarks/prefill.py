@@ -1,27 +1,69 @@
-"""Sparse prefill beside dense, in one run: what reads everything first, then prompts' seconds and shares."""
+"""Sparse prefill beside dense, in one run: what reads everything first, then prompts' seconds and shares.
+
+python benchmarks/prefill.py --model MODEL --text FILE --lengths 8000,32000
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Annotated
 
 from rich.table import Table
 
 from kvreclaim.bench.common import Row, alternate, sheet
-from kvreclaim.bench.plans import PrefillPlan
+from kvreclaim.bench.plans import KERNELS, ModelPlan
 from kvreclaim.bench.systems.base import text_tokens
+from kvreclaim.checks import require
+from kvreclaim.cli.bench_options import Json, publish, ready, script
+from kvreclaim.cli.config_options import ConfigOptions
 from kvreclaim.config import DENSE, SamplingParams
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.model.overrides import yarn
+from kvreclaim.options import option
 
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=0)
 CHECKED = "pooled(alpha=0.5, first=256, layers=0, local=1)"
 LOGPROB, SHARE = 0.01, 0.01
 """Most by which kernels may differ there: a block as near to the threshold may be read or not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillPlan(ModelPlan):
+    """Every method at every length beside dense, in turns, of which medians are taken."""
+
+    methods: tuple[str, ...] = option(
+        (
+            "pooled",
+            "pooled(alpha=0.3)",
+            "xattention",
+            "a_shape(local=2048)",
+            "vertical_slash(vertical=1000, slash=2048)",
+            "block_sparse(top=32)",
+        ),
+        "Ways of sparse prefill, comma-separated.",
+    )
+    lengths: tuple[int, ...] = option((8192, 16384, 32768), "Tokens of the prompts, comma-separated.")
+    text: Path | None = option(None, "UTF-8 text whose beginning is the prompt; else random tokens.")
+    kernels: str = option("auto", KERNELS)
+    rounds: int = option(3, "Timed, in turns.", low=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(bool(self.methods), "--methods names none; pass for example pooled,a_shape.")
+        require(
+            bool(self.lengths) and min(self.lengths, default=0) >= 1,
+            f"--lengths are {self.lengths}; pass tokens, such as 8192,16384.",
+        )
+        require(
+            self.text is None or self.text.is_file(),
+            f"--text is {str(self.text)!r}, which is no file; name one, or leave it out.",
+        )
 
 
 class Prompts:
@@ -107,3 +149,15 @@ def prefill_table(rows: list[Row]) -> Table:
         "tokens read": "{read:.1%}",
     }
     return sheet("sparse prefill", columns, rows)
+
+
+@script
+def app(plan: Annotated[PrefillPlan, ConfigOptions(config=PrefillPlan)], json_file: Json = None) -> None:
+    """Sparse prefill beside dense: what reads everything first, then tokens/s and the share that is read."""
+    with ready(plan.threads):
+        rows = run(plan)
+        publish(rows, [prefill_table(rows)], json_file)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,23 +1,53 @@
-"""Decode of a model and of packed ones of its shape, in turns."""
+"""Decode of a model and of packed ones of its shape, in turns.
+
+python benchmarks/packed.py --model bench_models/qwen3-0.6b --packed bench_models/qwen3-0.6b-awq
+"""
 
 from __future__ import annotations
 
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from pathlib import Path
 from statistics import median
+from typing import Annotated
 
 from rich.table import Table
 
 from kvreclaim.bench.bandwidth import measure
 from kvreclaim.bench.common import Row, alternate, sheet
-from kvreclaim.bench.packed.plan import PackedPlan
+from kvreclaim.bench.plans import ModelPlan
 from kvreclaim.bench.systems.base import Point, SystemSetup
 from kvreclaim.bench.systems.ours import KvreclaimSystem
+from kvreclaim.checks import require
+from kvreclaim.cli.bench_options import Json, publish, ready, script
+from kvreclaim.cli.config_options import ConfigOptions
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.extension import native
+from kvreclaim.options import option
 
 WARM_STEPS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedPlan(ModelPlan):
+    """A model, and packed ones of the same shape."""
+
+    packed: tuple[Path, ...] = option(
+        (), "Packed models, comma-separated; `make bench-model` makes two of Qwen3-0.6B's."
+    )
+    contexts: tuple[int, ...] = option((1024,), "Tokens in each cache, comma-separated.")
+    batches: tuple[int, ...] = option((1, 8), "Sequences, comma-separated.")
+    steps: int = option(16, "Of a timed slice.", low=1)
+    rounds: int = option(5, "Timed, in turns.", low=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for path in self.packed:
+            require(path.exists(), f"--packed names {str(path)!r}, which is missing; run `make bench-model`.")
+        positive = min((*self.contexts, *self.batches), default=0) > 0
+        require(positive, "--contexts and --batches take positive numbers.")
 
 
 def run(plan: PackedPlan) -> list[Row]:
@@ -68,7 +98,7 @@ def step_bytes(loaded: LoadedModel) -> int:
     return loaded.weight_bytes - sum(nbytes for at, nbytes in own.items() if at not in shared)
 
 
-def decode_table(rows: list[Row]) -> Table:
+def packed_table(rows: list[Row]) -> Table:
     columns = {
         "model": "{model}",
         "context x batch": "{context:,} x {batch}",
@@ -79,3 +109,15 @@ def decode_table(rows: list[Row]) -> Table:
         "x bf16": "{times_bf16:.2f}",
     }
     return sheet(f"decode, {rows[0]['isa']}", columns, rows)
+
+
+@script
+def app(plan: Annotated[PackedPlan, ConfigOptions(config=PackedPlan)], json_file: Json = None) -> None:
+    """Decode with weights of 4, 6 and 8 bits beside bf16."""
+    with ready(plan.threads):
+        rows = run(plan)
+        publish(rows, [packed_table(rows)], json_file)
+
+
+if __name__ == "__main__":
+    app()

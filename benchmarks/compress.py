@@ -4,32 +4,62 @@ A sequence is compressed once in `interval` tokens. At each point the cache is f
 the policy, then whole intervals are decoded: `step_ms` is the median of the steps in which nobody was
 compressed, `share` the time of one pass for every sequence over that of the interval's steps. A pass reads
 what a sequence holds, budget + interval tokens, however long its trace is.
+
+    python benchmarks/compress.py --model bench_models/qwen3-0.6b --contexts 8192 --budgets 2048
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
+from typing import Annotated, Any
 
-from rich.console import Console
 from rich.table import Table
 
-from kvreclaim.bench.common import Row, sheet
+from kvreclaim.bench.common import Row, sheet, wide_console
 from kvreclaim.bench.patches import PartTimer, timers
-from kvreclaim.bench.plans import CompressPlan, DecodePlan
+from kvreclaim.bench.plans import DecodePlan
 from kvreclaim.bench.systems.base import Point
 from kvreclaim.bench.systems.ours import KvreclaimSystem
+from kvreclaim.cli.bench import SHARED
+from kvreclaim.cli.bench_options import Json, publish, ready, script
+from kvreclaim.cli.config_options import ConfigOptions
 from kvreclaim.compression import compressor as compressor_module
 from kvreclaim.compression import uneven as uneven_module
+from kvreclaim.options import check_options, option
 
 
-def run(plan: CompressPlan, console: Console) -> list[Row]:
+@dataclass(frozen=True, slots=True)
+class CompressPlan:
+    """Every context at the base's budget, then every budget at `budget_context`; by policy and batch."""
+
+    base: DecodePlan
+    policies: tuple[str, ...] = option(("triattention", "query_mixture"), "Comma-separated.")
+    contexts: tuple[int, ...] = option((8192, 32_768, 131_072), "At the base's budget, 2048.")
+    budgets: tuple[int, ...] = option((512, 2048, 8192), "At --budget-context.")
+    batches: tuple[int, ...] = option((1,), "Sequences.")
+    budget_context: int = option(32_768, "Tokens.", low=1)
+    intervals: int = 2
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    def points(self) -> Iterator[tuple[int, int, int]]:
+        """(context, batch, budget), none twice, none whose context is within its budget."""
+        wanted = [(c, b, self.base.budget) for b in self.batches for c in self.contexts]
+        wanted += [(self.budget_context, b, budget) for b in self.batches for budget in self.budgets]
+        for context, batch, budget in dict.fromkeys(wanted):
+            if context > budget + self.base.interval:
+                yield context, batch, budget
+
+
+def run(plan: CompressPlan) -> list[Row]:
     """Returns: rows with policy, context, batch, budget, interval, passes, step_ms; score_ms, select_ms,
     move_ms and pass_ms of one sequence, means over the passes; share."""
-    rows = []
+    rows, console = [], wide_console(stderr=True)
     for policy in plan.policies:
         for context, batch, budget in plan.points():
             row = _measure(replace(plan.base, budget=budget), policy, context, batch, plan.intervals)
@@ -93,3 +123,19 @@ def compress_table(rows: Sequence[Row]) -> Table:
         "share": "{share:.2%}",
     }
     return sheet("one compaction pass of one sequence, ms", columns, rows, text_columns=2)
+
+
+@script
+def app(
+    base: Annotated[DecodePlan, ConfigOptions(config=DecodePlan, only=(*SHARED, "budget", "interval"))],
+    grid: Annotated[dict[str, Any], ConfigOptions(config=CompressPlan, build=dict)],
+    json_file: Json = None,
+) -> None:
+    """Cost of one compaction pass (score, select, move) and its share of decoding."""
+    with ready(base.threads):
+        rows = run(CompressPlan(base, **grid))
+        publish(rows, [compress_table(rows)], json_file)
+
+
+if __name__ == "__main__":
+    app()

@@ -13,7 +13,6 @@ from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.window_tables import Windows, WindowTable
 from kvreclaim.memory.windows.window import ChunkedWindow, Window, grouping
-from kvreclaim.options import check_options, option
 
 Row = dict[str, Any]
 SIZE: Final = 16
@@ -53,16 +52,13 @@ ENDLESS: Final = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class GroupsPlan:
-    """The conversations. Raises: InvalidArgumentError."""
+    """Conversations that take turns; question, answer: tokens of each, on average."""
 
-    conversations: int = option(30, "That take turns.", low=1)
-    turns: int = option(5, "Of each.", low=2)
-    question: int = option(200, "Tokens of a question, on average.", low=2)
-    answer: int = option(4000, "Tokens of an answer, on average.", low=2)
-    seed: int = option(0, "Of their lengths.", low=0)
-
-    def __post_init__(self) -> None:
-        check_options(self)
+    conversations: int = 30
+    turns: int = 5
+    question: int = 200
+    answer: int = 4000
+    seed: int = 0
 
 
 def held_bytes(shape: GroupShape, num_tokens: int, *, grouped: bool) -> int:
@@ -83,18 +79,6 @@ def held_bytes(shape: GroupShape, num_tokens: int, *, grouped: bool) -> int:
         memory.commit(0, min(STEP, num_tokens - 1 - start))
     memory.grow(0, 1)
     return memory.num_blocks(0) * layers * SIZE * shape.token_bytes
-
-
-def memory_rows() -> list[Row]:
-    rows = []
-    for name, shape in SHAPES.items():
-        for context in CONTEXTS:
-            together, grouped = (held_bytes(shape, context, grouped=grouped) for grouped in (False, True))
-            rows.append(
-                {"model": name, "context": context, "one_table": together, "groups": grouped}
-                | {"ratio": together / grouped}
-            )
-    return rows
 
 
 class LastOut(Windows):

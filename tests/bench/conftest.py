@@ -1,0 +1,6 @@
+"""The scripts in benchmarks/ are imported from there."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))

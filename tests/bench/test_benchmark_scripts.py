@@ -1,0 +1,170 @@
+"""The scripts in benchmarks/ at toy size: what they compare before they time it, and what their rows say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+import tiny_packed
+from typer.testing import CliRunner
+
+from benchmarks import chunks, compress, packed, plot_decode, prefill, prefix, step, tiers
+from kvreclaim import demo_model
+from kvreclaim.memory import eviction_orders
+from kvreclaim.ops import extension
+
+runner = CliRunner()
+COMMON = ("--model", demo_model(), "--threads", 1, "--dtype", "float32")
+
+
+def run(tmp_path, script, *arguments):
+    file = tmp_path / "result.json"
+    result = runner.invoke(script.app, [*map(str, arguments), "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    report = json.loads(file.read_text())
+    assert set(report) >= {"machine", "versions", "commit", "command", "rows"}
+    return report["rows"], result.output
+
+
+def test_step_splits_the_whole_step(tmp_path):
+    rows, output = run(
+        tmp_path, step, *COMMON, "--contexts", 300, "--batches", 2, "--steps", 4, "--systems", "full"
+    )
+    (row,) = rows
+    assert set(row["ms"]) == set(step.PARTS)
+    assert min(row["ms"][part] for part in ("schedule", "batch", "model", "attention", "sample")) > 0
+    assert row["ms"]["compress"] == 0
+    assert "attention" in output
+
+
+def test_compress_splits_a_pass(tmp_path):
+    options = ("--contexts", "300,400", "--budgets", "96,160", "--budget-context", 300)
+    rows, _ = run(tmp_path, compress, *COMMON, *options, "--budget", 96, "--interval", 16)
+    assert len(rows) == 2 * 3
+    for row in rows:
+        assert row["passes"] >= 1
+        assert row["pass_ms"] == pytest.approx(row["score_ms"] + row["select_ms"] + row["move_ms"])
+        assert min(row["score_ms"], row["select_ms"], row["move_ms"], row["share"]) > 0
+    assert compress.compress_table(rows).row_count == 6
+
+
+def test_chunks_compare_ways_with_the_whole_prompt(tmp_path):
+    sizes = ("--chunk-tokens", 64, "--rounds", 2, "--reuse", "random(share=0.25,seed=1),none")
+    rows, output = run(tmp_path, chunks, *COMMON, *sizes)
+    found = {row["way"]: row for row in rows}
+    assert list(found) == ["whole", "cold", "random(share=0.25,seed=1)", "none"]
+    assert {row["tokens"] for row in rows} == {4 * 64 + 64}
+    assert (found["whole"]["ratio"], found["whole"]["reused"]) == (1, 0)
+    shares = [found[way]["reused"] for way in ("random(share=0.25,seed=1)", "none")]
+    assert 0.25 < shares[0] < shares[1] <= 0.8
+    assert "tokens reused" in output
+
+
+def test_prefill_compares_methods_with_dense(tmp_path):
+    """On positions that YaRN stretches, where the prompt is longer than the model's context."""
+    methods = "a_shape(first=256,sinks=64,local=128,block=64),pooled(first=256)"
+    rows, output = run(
+        tmp_path, prefill, *COMMON, "--lengths", "600,9000", "--rounds", 1, "--methods", methods
+    )
+    assert [(row["length"], row["method"][:6]) for row in rows[:2]] == [(600, "dense"), (600, "a_shap")]
+    assert len(rows) == 6
+    assert rows[0]["read"] == rows[0]["ratio"] == 1
+    assert rows[4]["read"] < rows[1]["read"] < 1
+    assert {row["stretched"] for row in rows} == {9001 / 4096}
+    assert "tokens read" in output
+
+
+def test_plot_writes_an_image(tmp_path):
+    rows = [
+        {"system": name, "context": context, "batch": batch, "tokens_per_s": speed, "model": "m"}
+        for name, speed in (("kvreclaim-full", 100.0), ("vllm", 50.0), ("transformers", None))
+        for context in (1024, 8192)
+        for batch in (1, 8)
+    ]
+    file, image = tmp_path / "decode.json", tmp_path / "charts" / "speed.png"
+    file.write_text(json.dumps({"rows": rows}))
+    result = runner.invoke(plot_decode.app, [str(file), "--out", str(image)])
+    assert result.exit_code == 0, result.output
+    assert image.read_bytes().startswith(b"\x89PNG")
+    file.write_text("{}")
+    refused = runner.invoke(plot_decode.app, [str(file), "--out", str(image)])
+    assert refused.exit_code == 2
+    assert refused.stderr.startswith("error: ")
+
+
+@pytest.mark.skipif(extension.unavailable_reason() is not None, reason="the native extension is not there")
+def test_packed_weights_beside_plain_ones(tmp_path):
+    plain, awq = tiny.save_model("llama", tmp_path / "plain"), tmp_path / "awq"
+    awq.mkdir()
+    tiny_packed.write("awq", awq)
+    options = ("--model", plain, "--packed", awq, "--threads", 1, "--contexts", 16, "--batches", "1,2")
+    rows, _ = run(tmp_path, packed, *options, "--steps", 2, "--rounds", 1)
+    assert [(row["model"], row["batch"]) for row in rows] == [
+        (name, batch) for batch in (1, 2) for name in ("plain", "awq")
+    ]
+    assert rows[0]["times_bf16"] == 1
+    assert rows[1]["weight_mb"] < rows[0]["weight_mb"]
+
+
+def test_first_tokens_by_tier(tmp_path, tiny_dir):
+    """The run itself asserts that all answers are equal, and that each prompt is found where its row says."""
+    options = ("--model", tiny_dir("llama"), "--threads", 1, "--dtype", "float32", "--prompt", 160)
+    rows, _ = run(tmp_path, tiers, *options, "--rounds", 2)
+    assert [row["case"] for row in rows] == list(tiers.CASES)
+    assert all(row["tokens"] == 160 and len(row["times_ms"]) == 2 for row in rows)
+
+
+REQUESTS = [[1, 2, 3], [1, 2, 4], [5, 6], [1, 2, 3], [5, 6, 7]]
+"""An infinite cache hits 0 + 2 + 0 + 3 + 2 of 14 blocks.
+
+Three blocks, least recently used: after [1 2 3] they stand 3 2 1 (3 goes first); [1 2 4] hits 2 and takes 3's
+place: 4 2 1; [5 6] takes 4 and 2: 1 6 5; [1 2 3] hits 1 and takes 6, 5: 3 2 1; [5 6 7] takes all. 2 + 1 hits.
+"""
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    rows = (
+        {"timestamp": 1000 * i, "hash_ids": ids, "input_length": 512 * len(ids), "output_length": 1}
+        for i, ids in enumerate(REQUESTS)
+    )
+    path = tmp_path / "small.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+    return path
+
+
+def test_prefix_hits_counted_by_hand(trace, tmp_path):
+    rows, output = run(tmp_path, prefix, "--trace", trace, "--blocks", 3, "--orders", "lru")
+    assert [(row["num_blocks"], row["hits"], row["queries"]) for row in rows] == [(3, 3, 14), (None, 7, 14)]
+    assert all(word in output for word in ("infinite", "0.5000"))
+
+
+@pytest.mark.parametrize(("order", "expected"), [("lru", 1), ("slru", 1), ("lfu", 2), ("gdsf", 2)])
+def test_what_came_back_once_outlives_three_that_do_not(order, expected):
+    """In three blocks; of which slru protects none: a fifth is less than one."""
+    assert prefix.replay([[block] for block in (1, 1, 2, 3, 4, 1)], order, 3)["hits"] == expected
+
+
+@pytest.mark.parametrize("order", eviction_orders())
+def test_every_order_finds_everything_in_an_infinite_cache_and_accounts_for_each_block(order):
+    infinite, small = (prefix.replay(REQUESTS, order, num_blocks) for num_blocks in (14, 3))
+    assert (infinite["hits"], infinite["evictions"], infinite["misses"]) == (7, 0, {"cold": 7})
+    assert small["hits"] + sum(small["misses"].values()) == 14
+    assert small["misses"]["evicted"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--blocks", "2"], "--blocks holds 2, but a request of the trace has 3 blocks"),
+        (["--blocks", "many"], "--blocks is 'many'"),
+        (["--orders", "fifo"], "an entry of --orders is 'fifo'; it must be one of lru, slru,"),
+        (["--trace", "nonesuch"], "--trace nonesuch cannot be read"),
+    ],
+)
+def test_a_script_refuses_with_one_sentence(trace, arguments, sentence):
+    result = runner.invoke(prefix.app, ["--trace", str(trace), *arguments])
+    assert result.exit_code == 2
+    assert sentence in " ".join(result.stderr.split())
