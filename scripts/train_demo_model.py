@@ -27,8 +27,6 @@ from demo_model.network import (
 from demo_model.tokenizer import build_tokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from kvreclaim.eval.demo_tasks import LEARNED_TASKS
-
 ASSETS = Path(__file__).resolve().parents[1] / "src" / "kvreclaim" / "assets" / "demo_model"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 REPORT_STEPS = 20
@@ -43,7 +41,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--init", type=Path, help="start from the weights of this model, smaller or as large")
     parser.add_argument("--arch", choices=CONFIGS, default="qwen3", help="llama has no QK-norm")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--tasks", nargs="+", choices=DRAW, default=LEARNED_TASKS)
+    parser.add_argument("--tasks", nargs="+", choices=DRAW, default=[*DRAW])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--dtype", choices=("auto", *DTYPES), default="auto", help="auto: time a step of each"

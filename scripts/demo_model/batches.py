@@ -9,7 +9,6 @@ from kvreclaim.eval.chain import HEADER_TOKENS, HOP_TOKENS, ChainTask
 from kvreclaim.eval.example import Example, Stream, TokenKind
 from kvreclaim.eval.multi_query import MultiQueryTask
 from kvreclaim.eval.recall import ZONES, RecallTask
-from kvreclaim.eval.rsq import MAX_DEPTH, RSQTask
 from kvreclaim.eval.variable_tracking import VariableTrackingTask
 from kvreclaim.eval.vocabulary import NUM_NODES
 
@@ -20,15 +19,7 @@ TRACE_SHARE = (0.35, 0.65)
 CLEAN_SHARE = 0.4  # of the examples: no nodes among the filler
 MAX_NOISE = 0.4
 HEAVY_KINDS = frozenset(
-    {
-        TokenKind.ASKED,
-        TokenKind.LOOKUP,
-        TokenKind.SIBLING,
-        TokenKind.CARRY,
-        TokenKind.RETURN,
-        TokenKind.RESTORE,
-        TokenKind.STACK,
-    }
+    {TokenKind.ASKED, TokenKind.LOOKUP, TokenKind.CARRY, TokenKind.RETURN, TokenKind.RESTORE}
 )
 HEAVY_WEIGHT = 3.0
 KIND_NUMBERS = {kind: i for i, kind in enumerate(TokenKind)}
@@ -111,26 +102,11 @@ def _draw_variable_tracking(rng: random.Random, num_tokens: int) -> VariableTrac
     )
 
 
-def _draw_rsq(rng: random.Random, num_tokens: int) -> RSQTask:
-    num_filler = _draw_filler(rng, num_tokens)
-    num_trace_tokens = int(num_tokens * rng.uniform(0.4, 0.65))
-    num_trace_tokens = max(num_trace_tokens, 2 * (6 + num_filler) + 2 * MAX_DEPTH + 3)
-    most = min(NUM_NODES, (num_tokens - num_trace_tokens - 7) // 4)
-    steps = num_trace_tokens // (2 * (5 + num_filler))
-    return RSQTask(
-        num_tokens=num_tokens,
-        num_nodes=rng.randint(min(most, max(3, steps)), most),
-        num_trace_tokens=num_trace_tokens,
-        filler_words=(num_filler, num_filler),
-    )
-
-
 DRAW = {
     "chain": _draw_chain,
     "recall": _draw_recall,
     "multi_query": _draw_multi_query,
     "variable_tracking": _draw_variable_tracking,
-    "rsq": _draw_rsq,
 }
 """Task name -> a task of exactly `num_tokens` tokens with random dials."""
 

@@ -62,7 +62,7 @@ def test_a_file_that_is_none_of_its_kind(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["folder", "empty/below", LONG, ""])
 def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(name: str) -> None:
-    for command in (PLAN, DRAWN, ("demo",), ("demo-24gb",), ("bench", "decode")):
+    for command in (PLAN, DRAWN, ("demo",), ("bench", "decode")):
         refused(*command, "--json", name)
     for command in (("calibrate-speed", "-o"), ("calibrate", "--sparse-prefill")):
         refused(*command, name)
@@ -76,7 +76,6 @@ def test_what_fails_while_it_is_written_is_a_sentence() -> None:
 
 def test_charts_are_images() -> None:
     refused(*DRAWN, "--chart", "chart.xyz")
-    refused("demo-24gb", "--out", "chart")
 
 
 CONFIGS: tuple[dict[str, Any], ...] = (
@@ -229,7 +228,6 @@ def test_simulations_of_nothing(arguments: tuple[str, ...]) -> None:
         ("bench", "decode", "--threads", "9" * 30),
         ("bench", "kernels", "--ops", "no-such"),
         ("demo", "--out", "empty"),
-        ("demo-24gb", "--model", "no-such"),
     ],
     ids=lambda arguments: " ".join(arguments)[:60],
 )

@@ -10,7 +10,6 @@ from kvreclaim.eval import vocabulary as v
 from kvreclaim.eval.chain import next_carry
 from kvreclaim.eval.demo_tasks import (
     DEMO_TASKS,
-    LEARNED_TASKS,
     MAX_TOKENS,
     MIN_TOKENS,
     calibration_documents,
@@ -18,20 +17,11 @@ from kvreclaim.eval.demo_tasks import (
 from kvreclaim.eval.example import Example, Stream, TokenKind, accuracy, scatter
 from kvreclaim.eval.multi_query import MultiQueryTask
 from kvreclaim.eval.recall import RecallTask
-from kvreclaim.eval.rsq import MAX_DEPTH, RSQTask
 from kvreclaim.eval.variable_tracking import VariableTrackingTask
 
 SIZES = (MIN_TOKENS, 777, 2048, MAX_TOKENS)
-COPIED = {
-    TokenKind.KEY,
-    TokenKind.ASKED,
-    TokenKind.LOOKUP,
-    TokenKind.SIBLING,
-    TokenKind.RETURN,
-    TokenKind.RESTORE,
-    TokenKind.STACK,
-}
-OPENERS = {"recall": v.RECALL, "multi_query": v.QUERY, "variable_tracking": v.VARS, "rsq": v.WALK}
+COPIED = {TokenKind.KEY, TokenKind.ASKED, TokenKind.LOOKUP, TokenKind.RETURN, TokenKind.RESTORE}
+OPENERS = {"recall": v.RECALL, "multi_query": v.QUERY, "variable_tracking": v.VARS}
 
 all_tasks = pytest.mark.parametrize("name", DEMO_TASKS)
 all_sizes = pytest.mark.parametrize("num_tokens", SIZES)
@@ -90,27 +80,6 @@ class Solver:
             self.step(v.LIST, *chain)
         return self.finish()
 
-    def rsq(self) -> tuple[int, ...]:
-        """Depth first by the book: a stack, a visited set, to the first neighbour not in it, else pop."""
-        neighbours = {}
-        for i, token in enumerate(self.prompt):
-            if token == v.FACT:
-                end = self.prompt.index(v.END, i)
-                neighbours[self.prompt[i + 1]] = self.prompt[i + 2 : end]
-        (target,), stack = self.listed, [self.tail[0]]
-        visited, left = {stack[0]}, None
-        while stack[-1] != target:
-            here = stack[-1]
-            after = next((node for node in neighbours[here] if node not in visited), v.END)
-            self.step(*((v.FORWARD, here) if left is None else (v.BACKWARD, left, v.PARENT, here)), after)
-            if after == v.END:
-                left = stack.pop()
-            else:
-                visited.add(after)
-                stack.append(after)
-                left = None
-        return self.finish(v.STACK, target, *(t for node in stack[-2::-1] for t in (v.PARENT, node)))
-
 
 @all_sizes
 @pytest.mark.parametrize("name", OPENERS)
@@ -153,10 +122,6 @@ def test_evidence_is_the_fact_or_the_step_that_decides(name):
                     document[place - 1] == document[here - 1]
                     or example.trace[i - 3] == document[here - 3] == v.BACKWARD
                 )
-            elif kind in (TokenKind.STACK, TokenKind.RETURN) and name == "rsq" and place >= start:
-                assert document[place + 1] == document[here - 2]
-            elif kind is TokenKind.SIBLING:
-                assert document[place - 1] == document[here - 3]
             elif kind is TokenKind.ASKED:
                 assert place < start
 
@@ -209,19 +174,6 @@ def evidence_of(example: Example, kind: TokenKind) -> list[tuple[int, TokenKind]
     return [(e, k) for e, k in zip(example.evidence, example.kinds, strict=True) if k is kind]
 
 
-def test_walks_are_deep_and_turn_back():
-    """A stack of one node, or a walk that never pops, would test nothing."""
-    task = DEMO_TASKS["rsq"].make(2048)
-    depths = []
-    for seed in range(20):
-        example = task.sample(seed)
-        depths.append(example.kinds.count(TokenKind.STACK))
-        assert example.trace.count(v.BACKWARD) >= 5
-        assert len(example.trace) <= task.num_trace_tokens
-    assert min(depths) >= 3
-    assert max(depths) <= MAX_DEPTH
-
-
 def test_noise_makes_that_share_of_the_filler_nodes():
     clean, noisy = (
         dataclasses.replace(DEMO_TASKS["multi_query"].make(4096), noise=noise) for noise in (0.0, 0.25)
@@ -267,9 +219,6 @@ def test_scatter_says_where_each_fact_went():
         (VariableTrackingTask, {"num_chains": 2, "num_asked": 3, "num_variables": (1, 2)}, "num_asked"),
         (VariableTrackingTask, {"num_chains": 8, "num_asked": 2, "num_variables": (3, 9)}, "num_variables"),
         (VariableTrackingTask, {"num_chains": 16, "num_asked": 9, "num_variables": (3, 4)}, "num_tokens"),
-        (RSQTask, {"num_tokens": 900, "num_nodes": 65, "num_trace_tokens": 300}, "num_nodes"),
-        (RSQTask, {"num_tokens": 900, "num_nodes": 20, "num_trace_tokens": 30}, "num_trace_tokens"),
-        (RSQTask, {"num_tokens": 350, "num_nodes": 20, "num_trace_tokens": 300}, "num_tokens"),
     ],
 )
 def test_impossible_sizes_are_refused_by_name(build, dials, named):
@@ -278,12 +227,12 @@ def test_impossible_sizes_are_refused_by_name(build, dials, named):
 
 
 def test_calibration_documents_take_turns_and_are_not_evaluated():
-    documents = calibration_documents(2 * len(LEARNED_TASKS), 600)
-    for i, name in enumerate(LEARNED_TASKS):
+    documents = calibration_documents(2 * len(DEMO_TASKS), 600)
+    for i, name in enumerate(DEMO_TASKS):
         made = DEMO_TASKS[name].make(600)
         wanted = [made.sample(seed, Stream.CALIBRATION).document for seed in (0, 1)]
-        assert documents[i :: len(LEARNED_TASKS)] == wanted
+        assert documents[i :: len(DEMO_TASKS)] == wanted
         assert not set(documents) & {made.sample(seed).document for seed in range(10)}
-    assert calibration_documents(1, 600, ["rsq"], seed=5) == [
-        DEMO_TASKS["rsq"].make(600).sample(5, Stream.CALIBRATION).document
+    assert calibration_documents(1, 600, ["recall"], seed=5) == [
+        DEMO_TASKS["recall"].make(600).sample(5, Stream.CALIBRATION).document
     ]

@@ -33,9 +33,9 @@ def hits(memory: MemoryManager, requests: Sequence[Sequence[int]]) -> int:
         memory.grow(seq_id, len(tokens) - match.num_tokens)
         memory.commit(seq_id, len(tokens) - match.num_tokens)
         if isinstance(memory, TieredMemory):
-            memory.take_loads()
-            memory.settle()
-            memory.take_stores()
+            memory.pop_swap_ins()
+            memory.release_copy_sources()
+            memory.pop_stores()
         memory.free(seq_id)
         found += match.num_tokens
     memory.check()

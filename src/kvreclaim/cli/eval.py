@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvreclaim.eval import EvalReport, Task
 
 KINDS = ("json", "csv", "html")
-DEFAULT_TASKS = "recall,multi_query,variable_tracking,rsq"
+DEFAULT_TASKS = "recall,multi_query,variable_tracking"
 TASKS = "Tasks"
 ENGINE = (
     "kernels",

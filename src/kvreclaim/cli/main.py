@@ -18,12 +18,11 @@ from kvreclaim.cli.config_options import with_config
 from kvreclaim.cli.eval import evaluate
 from kvreclaim.cli.fetch import fetch
 from kvreclaim.cli.generate import generate
-from kvreclaim.cli.options import Figures, KVCacheDType, folder, picture
+from kvreclaim.cli.options import Figures, KVCacheDType, folder
 from kvreclaim.cli.plan import plan
 from kvreclaim.cli.serve import serve
 from kvreclaim.cli.simulate import simulate
 from kvreclaim.config import EngineConfig
-from kvreclaim.errors import InvalidArgumentError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -97,47 +96,6 @@ def demo(
         torch.set_num_threads(all_threads)
         add_real(report, real, RealPlan(), console)
     present(report, console, out, json_file)
-
-
-@app.command("demo-24gb")
-@with_config
-def demo_24gb(
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            help="A .gguf file, or a directory with packed weights. Default: "
-            "what `kvreclaim fetch` downloaded."
-        ),
-    ] = None,
-    tokens: Annotated[int, typer.Option(min=1024, help="Length of the chain of thought in tokens.")] = 32_768,
-    budget: Annotated[int, typer.Option(min=64, help="Tokens to keep per head.")] = 2048,
-    card_mib: Annotated[
-        int, typer.Option(min=1, help="Simulated card memory in MiB; 384 is 24 GiB / 64.")
-    ] = 384,
-    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads.")] = None,
-    out: Annotated[Path, typer.Option(help="Image file for the chart.", callback=picture)] = Path(
-        "demo_out/24gb.png"
-    ),
-    json_file: Figures = None,
-) -> None:
-    """Run a 4-bit model against a simulated 24 GB limit at 1/64 scale: one long chain of thought with the
-    full cache, with a budget, with int4, and with both."""
-    from kvreclaim.bench.common import wide_console
-    from kvreclaim.demo.card.main import present, run_card
-    from kvreclaim.demo.card.plan import MIB, CardPlan
-    from kvreclaim.model_paths import real_gguf
-
-    chosen = model or real_gguf()
-    if chosen is None:
-        raise InvalidArgumentError(
-            "no model with packed weights is here; run `kvreclaim fetch`, which brings one, or pass --model "
-            "with a .gguf file."
-        )
-    plan = CardPlan(
-        model=chosen, num_tokens=tokens, budget=budget, card_bytes=card_mib * MIB, threads=threads
-    )
-    console = wide_console()
-    present(run_card(plan, console, command="kvreclaim demo-24gb"), console, out, json_file)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,8 @@ from kvreclaim.eval.chain import HOP_TOKENS, ChainTask
 from kvreclaim.eval.example import SizedTask, Stream, TokenKind
 from kvreclaim.eval.multi_query import MultiQueryTask
 from kvreclaim.eval.recall import ZONES, RecallTask
-from kvreclaim.eval.rsq import RSQTask
 from kvreclaim.eval.variable_tracking import VariableTrackingTask
 
-RETRIEVING = ("chain", "recall", "multi_query", "variable_tracking")
-"""Tasks whose answers hang on tokens far away."""
 MIN_TOKENS = 512
 MAX_TOKENS = 4096
 NOISE = 0.25
@@ -91,15 +88,6 @@ def _variable_tracking(num_tokens: int) -> VariableTrackingTask:
     )
 
 
-def _rsq(num_tokens: int) -> RSQTask:
-    return RSQTask(
-        num_tokens=num_tokens,
-        num_nodes=min(60, num_tokens // 32),
-        num_trace_tokens=num_tokens * 3 // 8,
-        filler_words=_filler_words(num_tokens),
-    )
-
-
 DEMO_TASKS: Mapping[str, DemoTask] = {
     task.name: task
     for task in (
@@ -107,17 +95,13 @@ DEMO_TASKS: Mapping[str, DemoTask] = {
         DemoTask("recall", frozenset({TokenKind.RESTORE}), _recall),
         DemoTask("multi_query", frozenset({TokenKind.LOOKUP}), _multi_query),
         DemoTask("variable_tracking", frozenset({TokenKind.LOOKUP}), _variable_tracking),
-        DemoTask("rsq", frozenset({TokenKind.STACK}), _rsq),
     )
 }
 """Name -> task."""
 
-LEARNED_TASKS = ("chain", "recall", "multi_query", "variable_tracking")
-"""What the shipped demo model was trained on; on the others its full cache fails too."""
-
 
 def calibration_documents(
-    num: int, num_tokens: int, tasks: Sequence[str] = LEARNED_TASKS, seed: int = 0
+    num: int, num_tokens: int, tasks: Sequence[str] = (*DEMO_TASKS,), seed: int = 0
 ) -> list[tuple[int, ...]]:
     """Return `num` documents (prompt and trace) that evaluation never draws, of the tasks in turn."""
     made = [DEMO_TASKS[task].make(num_tokens) for task in tasks]
@@ -127,7 +111,7 @@ def calibration_documents(
 
 
 def documents(
-    count: int, tasks: Sequence[str] = RETRIEVING, sizes: Sequence[int] = (512, 768)
+    count: int, tasks: Sequence[str] = (*DEMO_TASKS,), sizes: Sequence[int] = (512, 768)
 ) -> Iterator[tuple[list[int], int]]:
     """So many documents of each of these tasks, of these sizes in turn: the prompt, and how many tokens its
     answer has."""

@@ -28,11 +28,9 @@ class TokenKind(enum.Enum):
     KEY = "key"  # the node where the last step ended, copied
     ASKED = "asked"  # what is asked next: only the header's list has it
     LOOKUP = "lookup"  # what a fact says about the token before: only the prompt has it
-    SIBLING = "sibling"  # the child that a fact lists after the one just left: only the prompt has it
     CARRY = "carry"  # the carry of a forward hop: the last carry and the node before it
     RETURN = "return"  # the predecessor or parent of a node: prompt or earlier trace
     RESTORE = "restore"  # a carry that only the far-back trace has
-    STACK = "stack"  # the final answer of a walk: the parent of the node before, from the far-back trace
     FIRST = "first"  # a step's first filler word: goes on after the last step's last one
     FILLER = "filler"  # follows from the word before it
     STOP = "stop"  # `.`: counts filler words

@@ -37,8 +37,8 @@ FIRST_LENGTH = TOKEN_IDS["L0"]
 FIRST_CARRY = TOKEN_IDS["c0"]
 FIRST_NODE = TOKEN_IDS["k0"]
 FIRST_FILLER = TOKEN_IDS[FILLER_WORDS[0]]
-RECALL, QUERY, VARS, WALK, ASK_CARRY, ASK_VALUE, LIST, STACK, PARENT = (
-    TOKEN_IDS[token] for token in ("RECALL", "QUERY", "VARS", "WALK", "!", "?", ":", "=", "^")
+RECALL, QUERY, VARS, ASK_CARRY, ASK_VALUE, LIST = (
+    TOKEN_IDS[token] for token in ("RECALL", "QUERY", "VARS", "!", "?", ":")
 )
 
 

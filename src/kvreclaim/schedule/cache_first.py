@@ -10,8 +10,8 @@ from kvreclaim.schedule.state import State
 BOUND_STEPS = 8
 """Steps full of prompt tokens that a sequence comes earlier at most."""
 AGING = 4
-"""Measured on drawn traces (tests/sim/test_sim_order.py): at the same bound, 1 finds less where conversations crowd a pool,
-and 8 lets cold ones wait longer."""
+"""Measured on drawn traces (tests/sim/test_sim_order.py): at the same bound, 1 finds less where conversations
+crowd a pool, and 8 lets cold ones wait longer."""
 
 
 class CacheFirst(Generic[Seq]):
