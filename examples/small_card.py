@@ -136,7 +136,7 @@ def generate(given: argparse.Namespace, setup: dict[str, Any], base: int, run: d
 
 def run_alone(arguments: list[str], name: str) -> dict[str, Any]:
     """One setup in a process of its own."""
-    command = [sys.executable, __file__, *arguments, "--setup", name]
+    command = [sys.executable, __file__, *arguments, "--alone", name]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | ALLOCATOR)
     return {"name": name, **json.loads(done.stdout.splitlines()[-1])}
 
@@ -167,14 +167,15 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--limit-mib", type=float, default=(0.92 * 24 * 1024 - 1144.4) / 64)
     parser.add_argument("--out", type=Path, default=Path("demo_out/24gb.png"), help="the chart")
     parser.add_argument("--json", type=Path, help="the figures")
-    parser.add_argument("--setup", choices=SETUPS, help="this one alone, as JSON")
+    parser.add_argument("--setups", nargs="+", choices=SETUPS, default=[*SETUPS])
+    parser.add_argument("--alone", choices=SETUPS, help="this setup in this process, as JSON")
     given = parser.parse_args(arguments)
     if given.model is None:
         parser.error("no model with packed weights is here; run `kvreclaim fetch`, or pass --model.")
-    if given.setup:
-        print(json.dumps(run_limited(given, SETUPS[given.setup])))
+    if given.alone:
+        print(json.dumps(run_limited(given, SETUPS[given.alone])))
         return
-    runs = [run_alone(arguments, name) for name in SETUPS]
+    runs = [run_alone(arguments, name) for name in given.setups]
     show(sheet(f"one answer of {given.tokens:,} tokens, {given.limit_mib:.0f} MiB", COLUMNS, runs))
     draw(runs, given.limit_mib, given.out)
     if given.json is not None:
