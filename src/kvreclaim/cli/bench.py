@@ -36,7 +36,9 @@ def decode_plan(**given: Any) -> DecodePlan:
 @bench_app.command("decode")
 @with_config
 def decode(
-    plan: Annotated[DecodePlan, ConfigOptions(config=DecodePlan, defaults={"systems": SYSTEMS}, build=decode_plan)],
+    plan: Annotated[
+        DecodePlan, ConfigOptions(config=DecodePlan, defaults={"systems": SYSTEMS}, build=decode_plan)
+    ],
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Check greedy tokens first.")] = True,
     json_file: Json = None,
 ) -> None:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from kvreclaim.cli.config_options import usage_errors, with_config
 from kvreclaim.cli.options import Figures
-from kvreclaim.cli.config_options import with_config, usage_errors
 from kvreclaim.outputs import write_json
 
 if TYPE_CHECKING:
