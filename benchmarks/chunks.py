@@ -24,11 +24,11 @@ from kvreclaim.checks import require
 from kvreclaim.chunks import WHOLE, Chunk, ChunkReuse, chunk_reuse_of
 from kvreclaim.cli.bench_options import Json, publish, ready, script
 from kvreclaim.cli.config_options import ConfigOptions
-from kvreclaim.config import SamplingParams
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.engine.api.prompts import Piece
 from kvreclaim.engine.request.outputs import RequestOutput
 from kvreclaim.options import option
+from kvreclaim.sampling_params import SamplingParams
 
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=0)
 COLD = "cold"

@@ -22,10 +22,11 @@ from kvreclaim.bench.systems.base import text_tokens
 from kvreclaim.checks import require
 from kvreclaim.cli.bench_options import Json, publish, ready, script
 from kvreclaim.cli.config_options import ConfigOptions
-from kvreclaim.config import DENSE, SamplingParams
+from kvreclaim.config import DENSE
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.model.overrides import yarn
 from kvreclaim.options import option
+from kvreclaim.sampling_params import SamplingParams
 
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=0)
 CHECKED = "pooled(alpha=0.5, first=256, layers=0, local=1)"

@@ -29,11 +29,11 @@ from kvreclaim.bench.systems.base import CHUNK, random_prompts
 from kvreclaim.bench.systems.ours import BLOCK_SIZE
 from kvreclaim.cli.bench_options import Json, publish, ready, script
 from kvreclaim.cli.config_options import ConfigOptions
-from kvreclaim.config import SamplingParams
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.engine.request.outputs import RequestOutput
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.options import option
+from kvreclaim.sampling_params import SamplingParams
 
 DISK_SHARE = 1.5
 """Size of the disk tier over the host's: headers and padding have room, too."""

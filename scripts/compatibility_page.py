@@ -23,10 +23,7 @@ def page() -> str:
         first, *others = row.features
         reason = (row.reason or row.message).split(";")[0].rstrip(".")
         by_feature.setdefault(first, []).append(f"- {', '.join(others)}: {reason}.")
-    parts = [
-        f"\n**{first}** with\n\n" + "\n".join(rows)
-        for first, rows in by_feature.items()
-    ]
+    parts = [f"\n**{first}** with\n\n" + "\n".join(rows) for first, rows in by_feature.items()]
     return HEAD + "\n".join(parts) + "\n"
 
 

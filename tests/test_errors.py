@@ -8,8 +8,9 @@ import pytest
 
 from kvreclaim.checks import check_choice, check_int, check_number, check_offsets, check_text
 from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.config import EngineConfig, SamplingParams
+from kvreclaim.config import EngineConfig
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
+from kvreclaim.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.config import CompressionSettings, EngineConfig, SamplingParams
+from kvreclaim.config import CompressionSettings, EngineConfig
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.options import Setting, settings_of
+from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.server.config import ServerConfig
 
 CONFIGS = (EngineConfig, SamplingParams, CompressionSettings, CompressionConfig, ServerConfig)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvreclaim.beams import BeamSearchParams
 from kvreclaim.chunks import Chunk, ChunkReuse
-from kvreclaim.config import EngineConfig, SamplingParams
+from kvreclaim.config import EngineConfig
 from kvreclaim.errors import (
     EngineDeadError,
     FetchError,
@@ -21,6 +21,7 @@ from kvreclaim.errors import (
 )
 from kvreclaim.memory.pins import Retention
 from kvreclaim.model_paths import real_model
+from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.speculation import SpeculativeConfig
 
 if TYPE_CHECKING:

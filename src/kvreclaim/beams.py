@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvreclaim.checks import require
-from kvreclaim.config import MAX_COUNT, SamplingParams
-from kvreclaim.options import check_options, option
+from kvreclaim.options import MAX_COUNT, check_options, option
+from kvreclaim.sampling_params import SamplingParams
 
 EarlyStopping = bool | Literal["never"]
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvreclaim.checks import require
-from kvreclaim.config import MAX_COUNT
-from kvreclaim.options import check_options, option, settings_of
+from kvreclaim.options import MAX_COUNT, check_options, option, settings_of
 
 WHOLE = "whole"
 SELECTIONS = ("change", "question", "deviation", "first", "random", "all", "none")

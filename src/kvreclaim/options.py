@@ -18,6 +18,8 @@ FIRST, MODEL, MEMORY, COMPRESSION = "Options", "Model", "Memory", "Compression"
 CACHING, OFFLOAD, SPECULATION = "Prefix caching", "Offload", "Speculation"
 LIMITS, OBSERVABILITY = "Limits and scheduling", "Observability"
 """Panels of the help texts; FIRST is typer's own, which comes first."""
+MAX_COUNT = (1 << 31) - 1
+"""The largest count that fits an int32."""
 LARGEST = (1 << 63) - 1
 """Greatest value of an int that declares none: more overflows what it is taken for."""
 

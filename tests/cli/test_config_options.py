@@ -18,9 +18,10 @@ from kvreclaim.cli.generate import generate
 from kvreclaim.cli.main import app
 from kvreclaim.cli.options import Compression
 from kvreclaim.cli.serve import serve
-from kvreclaim.config import CompressionSettings, EngineConfig, SamplingParams
+from kvreclaim.config import CompressionSettings, EngineConfig
 from kvreclaim.eval.plan import EvalPlan, TaskOptions
 from kvreclaim.options import Setting, settings_of
+from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.server.config import ServerConfig
 
 runner = CliRunner()

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvreclaim.config import SamplingParams
 from kvreclaim.engine.sampling.logprobs import Logprob
 from kvreclaim.engine.sampling.processors import SampleRow, completing
 from kvreclaim.engine.sampling.sampler import _sample
+from kvreclaim.sampling_params import SamplingParams
 
 VOCAB = 12
 DRAWS = 4000

@@ -26,9 +26,9 @@ from kvreclaim.bench.systems.base import CHUNK, random_prompts
 from kvreclaim.bench.systems.ours import BLOCK_SIZE as OUR_BLOCK_SIZE
 from kvreclaim.bench.systems.vllm_peer import BLOCK_SIZE as VLLM_BLOCK_SIZE
 from kvreclaim.bench.systems.vllm_peer import VllmProcess
-from kvreclaim.config import SamplingParams
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.sampling_params import SamplingParams
 
 
 def pool_tokens(plan: MemoryPlan) -> int:

@@ -23,9 +23,9 @@ from kvreclaim.bench.common import Columns, Row, alternate, seconds, sheet, spre
 from kvreclaim.bench.plans import ServePlan
 from kvreclaim.bench.serve_client import Ask, StreamedAnswer, ask_all
 from kvreclaim.checks import require
-from kvreclaim.config import SamplingParams
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
+from kvreclaim.sampling_params import SamplingParams
 
 NAME = "measured"
 START_S = 300.0

@@ -26,9 +26,9 @@ from torch import Tensor
 from kvreclaim.bench.common import Row, sheet
 from kvreclaim.bench.systems.base import CHUNK, SystemSetup
 from kvreclaim.bench.systems.hf import Generate
-from kvreclaim.config import SamplingParams
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.errors import KVReclaimError
+from kvreclaim.sampling_params import SamplingParams
 
 MARGIN_STDS = 0.15
 """Allowed gap to the best logit, in standard deviations of a row of logits (the best lies about 4 above the

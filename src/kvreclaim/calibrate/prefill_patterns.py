@@ -13,10 +13,10 @@ from kvreclaim.checks import check_int, require
 from kvreclaim.compression.prefill.method import SparsePrefill, Tiles
 from kvreclaim.compression.prefill.minference import AShape, BlockSparse, VerticalSlash
 from kvreclaim.compression.prefill.per_head import Patterns
-from kvreclaim.config import SamplingParams
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.sampling_params import SamplingParams
 
 BLOCK = 64
 ROWS = 8

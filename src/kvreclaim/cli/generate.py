@@ -11,8 +11,9 @@ import typer
 
 from kvreclaim.cli import options as opt
 from kvreclaim.cli.config_options import ConfigOptions, with_config
-from kvreclaim.config import EngineConfig, SamplingParams
+from kvreclaim.config import EngineConfig
 from kvreclaim.options import COMPRESSION
+from kvreclaim.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.config import SamplingParams
 from kvreclaim.corpora import prose
 from kvreclaim.demo.report import CodeQuestion, LoadRun, RealReport
 from kvreclaim.demo.runs import OnProgress, generate_batch, load_figures
@@ -19,6 +18,7 @@ from kvreclaim.eval.passages import Passages, woven
 from kvreclaim.eval.plan import TaskOptions
 from kvreclaim.eval.text.codes import draw_facts, fact_text
 from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.sampling_params import SamplingParams
 
 TASKS = ("needles", "perplexity:prose")
 _SUMMARY = "What is this text about? Answer in a few sentences."

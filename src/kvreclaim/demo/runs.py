@@ -8,7 +8,6 @@ from statistics import mean
 from typing import Any
 
 from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.config import SamplingParams
 from kvreclaim.demo.report import LoadRun, PolicyRun
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.engine.request.outputs import RequestOutput, ScoreOutput, StepStats
@@ -16,6 +15,7 @@ from kvreclaim.eval.chain import ChainTask
 from kvreclaim.eval.example import Example, TokenKind, accuracy, exact_match, progress
 from kvreclaim.eval.runner import timed
 from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.sampling_params import SamplingParams
 
 POLICIES: dict[str, tuple[str, dict[str, object]]] = {
     "evict_only": ("evict_only", {}),

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvreclaim.config import SamplingParams
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.eval.passages import Passages
 from kvreclaim.eval.task import SEED_STRIDE, Item
+from kvreclaim.sampling_params import SamplingParams
 
 TEMPERATURE = 0.7
 """Greedy traces of small models soon repeat themselves."""

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from kvreclaim.chunks import Chunk, chunk_reuse_of
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.stats import QueryStats
-from kvreclaim.config import SamplingParams
 from kvreclaim.engine.api.llm import LLM, Observer
 from kvreclaim.engine.api.prompts import Piece
 from kvreclaim.engine.request.outputs import RequestMetrics, RequestOutput, ScoreOutput
@@ -21,6 +20,7 @@ from kvreclaim.eval.plan import EvalPlan, GridColumn
 from kvreclaim.eval.results import Result, cost
 from kvreclaim.eval.task import Answer, FreeTask, Item, Task, TaskScore
 from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.sampling_params import SamplingParams
 
 Out = TypeVar("Out", ScoreOutput, RequestOutput)
 

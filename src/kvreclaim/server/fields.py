@@ -18,8 +18,9 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from kvreclaim.config import CompressionSettings, SamplingParams
+from kvreclaim.config import CompressionSettings
 from kvreclaim.options import settings_of
+from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.server.config import MAX_INT32
 
 MAX_POLICY_LENGTH = 1024

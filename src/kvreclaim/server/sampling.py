@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import Any
 
-from kvreclaim.config import SamplingParams
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.server.config import ServerConfig
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import SAMPLING

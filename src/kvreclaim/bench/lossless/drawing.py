@@ -8,8 +8,8 @@ from time import perf_counter
 
 from kvreclaim.bench.systems.base import random_prompts
 from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.config import SamplingParams
 from kvreclaim.engine.api.llm import LLM
+from kvreclaim.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

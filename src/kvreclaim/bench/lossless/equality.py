@@ -16,12 +16,12 @@ from rich.table import Table
 from kvreclaim import demo_model
 from kvreclaim.bench.common import Row, sheet
 from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.config import SamplingParams
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.engine.request.footprints import footprint_of
 from kvreclaim.engine.request.outputs import RequestOutput
 from kvreclaim.engine.speculative import companion_drafts as drafting
 from kvreclaim.errors import KVReclaimError
+from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.schedule import Account, Footprint
 
 Document = tuple[list[int], int]

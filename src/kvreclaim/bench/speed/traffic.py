@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter, sleep
 
-from kvreclaim.config import SamplingParams
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.engine.request.request import Request
+from kvreclaim.sampling_params import SamplingParams
 
 TURN = 24
 """Requests that end before their number at once is drawn anew."""

@@ -14,11 +14,11 @@ import torch
 
 from kvreclaim.bench.systems.base import CHUNK, Point, Session, SkipPoint, Slice, System, SystemSetup
 from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.config import SamplingParams
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.engine.request.request import Request
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16
 PROMPT_STEPS = 1 << 20

@@ -19,7 +19,7 @@ from kvreclaim.beams import BeamSearchParams
 from kvreclaim.checks import require
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.config import EngineConfig, SamplingParams
+from kvreclaim.config import EngineConfig
 from kvreclaim.engine.api.chat import Message, render_chat
 from kvreclaim.engine.api.compressors import Compressors
 from kvreclaim.engine.api.prompts import Prompt, as_list, request_of
@@ -35,6 +35,7 @@ from kvreclaim.memory.prefix.tree import PrefixNode, prefix_tree
 from kvreclaim.memory.stats import MemoryStats
 from kvreclaim.model.loader import LoadedModel, Tokenizer, load_model
 from kvreclaim.model_paths import statistics_beside
+from kvreclaim.sampling_params import SamplingParams
 
 OnStep = Callable[[StepStats], None]
 Observer = Callable[[int, Tensor], None]

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kvreclaim.checks import require
 from kvreclaim.chunks import ChunkReuse, Chunks
-from kvreclaim.config import SamplingParams
 from kvreclaim.engine.attend.chunks import AttentionProbe, ChunkLoader, expanded, has_chunks
 from kvreclaim.engine.extension import AttentionHook, Extension
 from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
@@ -24,6 +23,7 @@ from kvreclaim.ops.batch import AttentionBatch
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.rope import rotate
+from kvreclaim.sampling_params import SamplingParams
 
 LATE = (0.6, 0.85)
 """Depths, as shares of the layers, between which a question's attention tells what it needs."""

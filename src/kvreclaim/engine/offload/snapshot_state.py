@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Protocol
 
-from kvreclaim.config import SamplingParams
 from kvreclaim.engine.extension import Extension
 from kvreclaim.engine.offload.moves import Moves
 from kvreclaim.engine.offload.parking import Parking
@@ -15,6 +14,7 @@ from kvreclaim.engine.request.compression_state import CompressionState
 from kvreclaim.engine.request.request import Request, Sequence
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.signals.signals import Signals
+from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.schedule import Admitted, Pass, Scheduler, StepPlan
 from kvreclaim.schedule.snapshot_key import SnapshotKey
 

@@ -13,7 +13,6 @@ import torch
 from kvreclaim import schedule
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.prefill.method import SparsePrefill
-from kvreclaim.config import SamplingParams
 from kvreclaim.engine.request.chunk_reuse import Reuse
 from kvreclaim.engine.request.compression_state import CompressionState
 from kvreclaim.engine.request.outputs import (
@@ -29,6 +28,7 @@ from kvreclaim.engine.sampling.beam_search import BeamSearch, Hypothesis
 from kvreclaim.engine.sampling.detokenizer import Detokenizer
 from kvreclaim.engine.sampling.logprobs import Logprob, PromptLogprobs
 from kvreclaim.engine.sampling.processors import SampleRow, completing
+from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.schedule.budget.account import Account
 
 PROBABLE = (0.5, 0.9)

@@ -8,8 +8,8 @@ from kvreclaim.beams import BeamSearchParams
 from kvreclaim.chunks import Chunks
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.prefill.method import SparsePrefill
-from kvreclaim.config import SamplingParams
 from kvreclaim.memory.pins import Retention
+from kvreclaim.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

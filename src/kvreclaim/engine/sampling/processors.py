@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvreclaim.config import SamplingParams
+from kvreclaim.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, eq=False)

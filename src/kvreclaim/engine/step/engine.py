@@ -16,7 +16,7 @@ from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.prefill.method import SparsePrefill
 from kvreclaim.compression.prefill.registry import make_method
-from kvreclaim.config import DENSE, EngineConfig, SamplingParams
+from kvreclaim.config import DENSE, EngineConfig
 from kvreclaim.engine.compact.pages import Pages
 from kvreclaim.engine.compact.passes import CompressionPass
 from kvreclaim.engine.compact.recall_refresh import RecallExtension
@@ -73,6 +73,7 @@ from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.formats import kv_format, plain_format
 from kvreclaim.ops.groups import layer_groups
 from kvreclaim.ops.native import torch_alone
+from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.schedule import Footprint, Pass, StepDone, StepPlan
 from kvreclaim.schedule.companions import Companions
 from kvreclaim.schedule.preemption_cost import PreemptionCostModel

@@ -5,13 +5,14 @@ from __future__ import annotations
 from kvreclaim.checks import check_text, is_int, require
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.prefill.method import SparsePrefill
-from kvreclaim.config import EngineConfig, SamplingParams
+from kvreclaim.config import EngineConfig
 from kvreclaim.engine.compact.recalls import Recalls
 from kvreclaim.engine.sampling.beam_search import BeamSearch
 from kvreclaim.engine.sampling.processors import word_ids
 from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.schedule.budget.footprint import Footprint
 from kvreclaim.schedule.budget.lengths import most_blocks
 from kvreclaim.schedule.budget.sparse import SparseRows

@@ -9,9 +9,9 @@ from starlette.types import Scope
 
 from kvreclaim.beams import BeamSearchParams
 from kvreclaim.chunks import Chunks
-from kvreclaim.config import SamplingParams
 from kvreclaim.engine.api.exports import Retention
 from kvreclaim.engine.request.spec import RequestSpec
+from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.openai.fields import RETENTION_S, GenerationFields
 from kvreclaim.server.sampling import SHARED, check_priority, sampling_of
