@@ -13,7 +13,7 @@ from verifying import GREEDY, PROMPTS, SAMPLED, drafting, on_host, said
 
 from kvreclaim import LLM, SamplingParams
 from kvreclaim.compression.policies.knorm import Knorm
-from kvreclaim.engine.compact.pages import Pages
+from kvreclaim.engine.compact.pass_context import PassContext
 from kvreclaim.engine.speculative import verifier as verifying_module
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.kv_cache import PagedTokens
@@ -54,7 +54,7 @@ def running(llm: LLM):
 def test_a_companion_holds_its_owners_bytes_where_the_policy_kept_them(
     policy, form, host, make_llm, monkeypatch
 ):
-    monkeypatch.setattr(Pages, "_needs_positions", lambda self, job: True)
+    monkeypatch.setattr(PassContext, "_needs_positions", lambda self, job: True)
     llm = verified_of(make_llm(kv_cache_dtype=form, max_num_batched_tokens=40), host)
     config, engine = drafting(policy), llm.engine
     add(llm, config)

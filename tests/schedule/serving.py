@@ -14,7 +14,7 @@ SIZE = 16
 
 
 @dataclass
-class Asked:
+class ServedRequest:
     """A request. first_token: steps from its arrival to its first token, that one included."""
 
     name: str
@@ -50,7 +50,7 @@ class Serving:
             max_num_batched_tokens=max_num_batched_tokens,
             policy=policy,
         )
-        self.asked: dict[str, Asked] = {}
+        self.asked: dict[str, ServedRequest] = {}
         self.sequences: dict[int, ScheduledSequence] = {}
         self.rows: Counter[str | None] = Counter()
         self.computed: Counter[str] = Counter()
@@ -68,19 +68,19 @@ class Serving:
         priority: int = 0,
         prompt: list[int] | None = None,
         **others: Any,
-    ) -> Asked:
+    ) -> ServedRequest:
         """prompt: num_prompt tokens that nobody else has where not given; others: fields of the sequence"""
         name = f"{tenant}-{len(self.asked)}"
         prompt = list(prompt or [1000 + len(self.asked)] * num_prompt)
         num_prompt = len(prompt)
-        asked = self.asked[name] = Asked(name, tenant, num_prompt, num_outputs, self.num_steps)
+        asked = self.asked[name] = ServedRequest(name, tenant, num_prompt, num_outputs, self.num_steps)
         seq = self._sequence(asked, prompt, num_prompt + max_tokens, priority, **others)
         seq.seats = num_outputs
         self.scheduler.add(seq)
         return asked
 
     def _sequence(
-        self, asked: Asked, tokens: list[int], max_len: int, priority: int, **others: Any
+        self, asked: ServedRequest, tokens: list[int], max_len: int, priority: int, **others: Any
     ) -> ScheduledSequence:
         seq_id = next(self._ids)
         first_id = asked.sequences[0].seq_id if asked.sequences else seq_id

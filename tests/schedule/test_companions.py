@@ -161,11 +161,11 @@ def test_the_last_one_gives_way_first():
     held, targets = companions(), [sequence(i) for i in range(3)]
     ours = [begun(held, target, 10 + i, 4) for i, target in enumerate(targets)]
     for left in (2, 1, 0):
-        assert held.give_way()
+        assert held.evict_one()
         assert list(held) == ours[:left]
         assert ours[left].status is Status.ENDED
         assert held.memory.num_free == 20 - left
-    assert not held.give_way()
+    assert not held.evict_one()
     assert held.gone == ours[::-1]
 
 
@@ -175,7 +175,7 @@ def test_who_comes_back_is_the_last_one_again():
         begun(held, target, 10 + i, 4)
     held.leave(0)
     again = begun(held, targets[0], 12, 4)
-    held.give_way()
+    held.evict_one()
     assert held.gone == [again]
 
 
@@ -239,7 +239,7 @@ def test_any_order_leaves_the_pool_as_a_shadow_counts_it(steps, num_blocks):
         elif what == "draft" and companion is not None:
             held.grow(companion, 5)
             held.memory.release_copy_sources()
-        elif what == "way" and held.give_way():
+        elif what == "way" and held.evict_one():
             shadow.popitem()
         elif what == "leave":
             assert (held.leave(who) is not None) is (shadow.pop(who, None) is not None)

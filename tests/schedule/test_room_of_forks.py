@@ -67,7 +67,7 @@ def test_what_is_let_in_finds_its_blocks(data):
     assert scheduler.snapshots.keep(first, hidden)
     scheduler.remove(first)
     if on_host and draw(st.booleans(), label="parked"):
-        assert scheduler.snapshots.give_way()
+        assert scheduler.snapshots.evict_one()
         scheduler.schedule()
     num_left = draw(st.integers(0, num_blocks), label="free")
     assume(num_left <= memory.num_free)

@@ -40,7 +40,7 @@ SignalSource = Callable[[int], LayerSignals]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PassInput:
+class PassQuestion:
     """What is to be kept of one sequence?
 
     source:           layer -> its keys and values in token order; asked once per layer that votes
@@ -154,7 +154,7 @@ class Compressor:
     ) -> Tensor:
         """choose_all of one sequence. first: None: if logical_len is num_tokens."""
         first = logical_len == num_tokens if first is None else first
-        question = PassInput(
+        question = PassQuestion(
             layer_source, num_tokens, num_prompt_slots, logical_len, positions, signals, first
         )
         return self.choose_all([question], keep=keep, check=check)[0]
@@ -162,7 +162,7 @@ class Compressor:
     @torch.no_grad()
     def choose_all(
         self,
-        questions: Sequence[PassInput],
+        questions: Sequence[PassQuestion],
         *,
         keep: int | None = None,
         check: Callable[[Tensor], None] = refuse_nan,
@@ -194,7 +194,7 @@ class Compressor:
         return [found[i] if i in found else self._everything(q.num_tokens) for i, q in enumerate(questions)]
 
     @torch.no_grad()
-    def choose_blocks(self, questions: Sequence[PassInput], block_size: int) -> list[list[int]]:
+    def choose_blocks(self, questions: Sequence[PassQuestion], block_size: int) -> list[list[int]]:
         """The full blocks that go of each of several sequences under a policy of whole blocks.
 
         Returns: ceil((T - budget) / block_size) ascending indices; blocks with a protected prompt token go
@@ -262,7 +262,7 @@ class Compressor:
             )
         return scores
 
-    def _votes(self, questions: Sequence[PassInput], keep: int) -> list[Tensor]:
+    def _votes(self, questions: Sequence[PassQuestion], keep: int) -> list[Tensor]:
         """[voters, K, T] fp32 of each sequence; every layer is scored for all of them at once."""
         if not questions:
             return []
@@ -274,7 +274,7 @@ class Compressor:
         heads = 1 if self.mode is Mode.UNION else self.facts.layers[0].num_kv_heads
         return torch.arange(num_tokens, device=self.facts.device).repeat(layers, heads, 1)
 
-    def _scores(self, layer: int, questions: Sequence[PassInput], keep: int) -> list[Tensor]:
+    def _scores(self, layer: int, questions: Sequence[PassQuestion], keep: int) -> list[Tensor]:
         """[K, T] fp32 of one layer of each; -inf for tokens that none of its future queries can see."""
         found = self.score([self._view(layer, question, keep) for question in questions])
         window = self._windows[layer]
@@ -285,7 +285,7 @@ class Compressor:
             for question, scores in zip(questions, found, strict=True)
         ]
 
-    def _view(self, layer: int, question: PassInput, keep: int) -> LayerView:
+    def _view(self, layer: int, question: PassQuestion, keep: int) -> LayerView:
         num_tokens, prompt = question.num_tokens, question.num_prompt_slots
         return LayerView(
             layer,
@@ -299,7 +299,7 @@ class Compressor:
             budget=keep,
         )
 
-    def _signals(self, layer: int, question: PassInput) -> LayerSignals:
+    def _signals(self, layer: int, question: PassQuestion) -> LayerSignals:
         """What the engine kept, and the positions wherever they are known."""
         signals = question.signals(layer)
         positions = self._positions(layer, question)
@@ -307,7 +307,7 @@ class Compressor:
             return signals
         return replace(signals, positions=positions)
 
-    def _positions(self, layer: int, question: PassInput) -> Tensor | None:
+    def _positions(self, layer: int, question: PassQuestion) -> Tensor | None:
         """[K, T] of one layer."""
         if question.positions is None:
             return None
@@ -315,7 +315,7 @@ class Compressor:
         table = question.positions.expand(self.facts.num_layers, heads, question.num_tokens)
         return table[layer].to(self.facts.device)
 
-    def _unseen(self, layer: int, window: int, question: PassInput) -> Tensor:
+    def _unseen(self, layer: int, window: int, question: PassQuestion) -> Tensor:
         """Slots whose position is at most L - window: [K, T] or [T] bool. Unknown positions are at most
         L - T + slot, since they ascend up to L - 1; exact as long as nothing has been evicted."""
         oldest = question.logical_len - window

@@ -45,7 +45,7 @@ class Admission(Generic[Seq]):
             try:
                 if self.in_flight.must_wait(seq):
                     step.deferred.add(seq.seq_id)
-                elif not step.room(seq):
+                elif not step.token_budget(seq):
                     step.skipped.add(seq.tenant)
                 elif self._admit(seq, step):
                     for refused in step.refused:
@@ -106,7 +106,7 @@ class Admission(Generic[Seq]):
             return own + known_growth(running, state.memory, prompts=with_prompts)
 
         fits = has_seat and state.memory.can_admit(match, needed(state.running))
-        while has_seat and not fits and state.snapshots.give_way():
+        while has_seat and not fits and state.snapshots.evict_one():
             match = state.match(seq)
             fits = state.memory.can_admit(match, needed(state.running))
         if parked is not None and not fits and not state.running:
@@ -163,7 +163,7 @@ class Admission(Generic[Seq]):
             return blocks_for(slots, size) <= state.memory.num_free
 
         while not fits():
-            if not state.snapshots.give_way(snapshot):
+            if not state.snapshots.evict_one(snapshot):
                 if not state.running:  # it would hold its own snapshot's room for ever
                     state.snapshots.drop(snapshot.snapshot_key)
                     return self._admit(seq, step)
@@ -187,7 +187,7 @@ class Admission(Generic[Seq]):
         """most: tokens that there are blocks for"""
         state = self.state
         state.end_loading(seq)
-        room = step.room(seq)
+        room = step.token_budget(seq)
         state.running.append(seq)
         state.clock += 0 if begun.resumed else min(begun.num_hit, seq.num_prompt)
         seq.status, seq.last_step = Status.RUNNING, state.num_steps

@@ -93,7 +93,7 @@ class Companions(Generic[Seq]):
             self.memory,
         )
 
-    def give_way(self) -> bool:
+    def evict_one(self) -> bool:
         """Let the last one go. Returns: whether there was one."""
         if not self._held:
             return False

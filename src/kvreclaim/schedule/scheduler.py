@@ -233,7 +233,7 @@ class Scheduler(Generic[Seq]):
             done = compress(seq.seq_id, *lengths, seq.footprint, seq.account, self.memory)
             if done is not None:
                 return done
-            gave = self._companion_gives_way()
+            gave = self._evict_companion()
             assert gave, f"sequence {seq.seq_id} lacks blocks for its pass: {self.memory.stats()}"
 
     def compressed(self, done: Pass[int], gone: ListLike[int], prompt_slots: int | None) -> Pass[int]:
@@ -264,7 +264,7 @@ class Scheduler(Generic[Seq]):
         """
         if seq.is_prefill and isinstance(self.memory, TieredMemory) and seq.footprint.sparse is None:
             seq.num_computed += self.memory.extend(seq.seq_id, seq.hit_limit)
-        num_tokens = seq.chunk_of(step.budget if step.tokens is None else step.room(seq), step.budget)
+        num_tokens = seq.chunk_of(step.budget if step.tokens is None else step.token_budget(seq), step.budget)
         if not num_tokens:
             return
         if seq.draft_ids:
@@ -277,7 +277,7 @@ class Scheduler(Generic[Seq]):
 
     def _give_blocks(self, seq: Seq, step: StepPlanBuilder[Seq]) -> None:
         """Have somebody give blocks to one that runs and lacks some."""
-        if self.snapshots.give_way() or self._companion_gives_way():
+        if self.snapshots.evict_one() or self._evict_companion():
             return
         preemptor, shares = self.preemptor, step.shares
         victims = preemptor.victims(seq) if shares is None else shares.largest(preemptor.order, seq)
@@ -309,7 +309,7 @@ class Scheduler(Generic[Seq]):
             num_tokens -= 1
         return num_tokens
 
-    def _companion_gives_way(self) -> bool:
+    def _evict_companion(self) -> bool:
         """Whether that has freed blocks of this memory."""
         companions = self.companions
-        return companions is not None and companions.memory is self.memory and companions.give_way()
+        return companions is not None and companions.memory is self.memory and companions.evict_one()

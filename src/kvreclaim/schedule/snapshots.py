@@ -100,7 +100,7 @@ class Snapshots(Generic[Seq]):
         """Let others give way for one with such a table. Returns: whether it may be kept now."""
         if table.num_blocks > self.max_blocks:
             return False
-        while self._is_too_much(table) and self.give_way():
+        while self._is_too_much(table) and self.evict_one():
             pass
         return not self._is_too_much(table)
 
@@ -168,7 +168,7 @@ class Snapshots(Generic[Seq]):
         self._used.append(snapshot)
         self.num_hits += 1
 
-    def give_way(self, spare: Seq | None = None) -> bool:
+    def evict_one(self, spare: Seq | None = None) -> bool:
         """Have the blocks of the least recently used one that is not on the host already; not of `spare`, nor
         of one that a sequence has begun with in this step. Returns: whether there was one."""
         for seq in self:

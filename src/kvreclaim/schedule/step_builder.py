@@ -40,7 +40,7 @@ class StepPlanBuilder(Generic[Seq]):
     preempted: list[Preempted] = field(default_factory=list)
     failed: list[tuple[int, Exception]] = field(default_factory=list)
 
-    def room(self, seq: Seq) -> int:
+    def token_budget(self, seq: Seq) -> int:
         """Tokens that a sequence may compute."""
         if self.tokens is None:
             return self.budget

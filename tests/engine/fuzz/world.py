@@ -40,7 +40,7 @@ class _RecallingPrefill(Recalling, PrefillShadow):
 
 
 @dataclass
-class Asked:
+class FuzzedRequest:
     """A request that was let in. may_fail: why it may end with an error."""
 
     question: Question
@@ -55,7 +55,7 @@ class World:
 
     machine: Machine
     setup: Setup
-    asked: list[Asked] = field(default_factory=list)
+    asked: list[FuzzedRequest] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     harmed: bool = False
 
@@ -66,7 +66,7 @@ class World:
         self.faults = self.machine.faults
         self.faults.clear()
         BrittlePolicy.armed[0] = False
-        self.by_id: dict[str, Asked] = {}
+        self.by_id: dict[str, FuzzedRequest] = {}
         self.shadow: Any = None
         if self.setup.shadow:
             kind = KiviShadow if self.setup.kv_format == "kivi4" else _RecallingPrefill
@@ -150,7 +150,7 @@ class World:
         except KVReclaimError:
             self.counts["refused"] += 1
             return
-        asked = Asked(question, request)
+        asked = FuzzedRequest(question, request)
         if GUILTY in prompt or POISON in prompt:
             self.harmed = True
             asked.may_fail = "it holds a token that breaks things"
@@ -277,12 +277,12 @@ class World:
             self.engine.backend.keep_open(cache, [])
             assert not cache.open.blocks, "rows of open blocks are left"
 
-    def _check_guilty(self, asked: Asked) -> None:
+    def _check_guilty(self, asked: FuzzedRequest) -> None:
         if GUILTY in asked.question.prompt:
             reasons = {seq.finish_reason for seq in asked.request.sequences}
             assert reasons <= {"error", "abort"}, f"{asked.request.request_id} is guilty and ended {reasons}"
 
-    def _is_comparable(self, asked: Asked) -> bool:
+    def _is_comparable(self, asked: FuzzedRequest) -> bool:
         """Whether the answer is promised to be that of the request alone, as far as it goes. A cache that
         rounds is not: where a number lies between two codes, company decides (docs/formats.md). Nor is one
         whose windows hold all tokens, for the host's sake: alone, they have tables of their own, and other
@@ -293,7 +293,7 @@ class World:
         promised = not special and not bounded and not in_one_table
         return self.setup.kv_format == "fp32" and promised
 
-    def _check_reuse(self, asked: Asked) -> None:
+    def _check_reuse(self, asked: FuzzedRequest) -> None:
         """Every token as likely as where chunks were computed alone and the rest behind; if what was reused
         is known, and nothing of it was compressed."""
         request, question = asked.request, asked.question
@@ -312,7 +312,7 @@ class World:
             off = max((abs(a - b) for a, b in zip(logprobs, wanted, strict=True)), default=0)
             assert off <= LOGPROB, f"{request.request_id} is off by {off:.1e}: {question}, {reuse}"
 
-    def _check_answer(self, asked: Asked, oracle: Oracle) -> None:
+    def _check_answer(self, asked: FuzzedRequest, oracle: Oracle) -> None:
         got = Answer.of(asked.request)
         self.counts["compared"] += 1
         if not oracle.gives(asked.question, got):

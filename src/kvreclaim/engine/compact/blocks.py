@@ -5,25 +5,25 @@ from __future__ import annotations
 import torch
 
 from kvreclaim.engine.compact.job import CompactionJob, CompactionResult
-from kvreclaim.engine.compact.pages import Pages
+from kvreclaim.engine.compact.pass_context import PassContext
 
 
 class Blocks:
     """Which blocks come back is known only when they have been scored."""
 
-    def __init__(self, pages: Pages) -> None:
-        self.pages = pages
+    def __init__(self, context: PassContext) -> None:
+        self.context = context
 
     def choose(self, jobs: list[CompactionJob]) -> list[list[int]]:
         """The table entries of each that go."""
-        questions = [self.pages.question(job) for job in jobs]
-        return jobs[0].compressor.choose_blocks(questions, self.pages.cache.block_size)
+        questions = [self.context.question(job) for job in jobs]
+        return jobs[0].compressor.choose_blocks(questions, self.context.cache.block_size)
 
     def apply(self, job: CompactionJob, choice: list[int]) -> CompactionResult:
-        pages, size = self.pages, self.pages.cache.block_size
+        context, size = self.context, self.context.cache.block_size
         stays = torch.ones(job.plan.num_tokens, dtype=torch.bool)
         for index in choice:
             stays[index * size : (index + 1) * size] = False
-        kept = stays.nonzero()[None, None, :, 0].to(pages.cache.device)
-        pages.moved(job, kept)
+        kept = stays.nonzero()[None, None, :, 0].to(context.cache.device)
+        context.moved(job, kept)
         return CompactionResult(kept, tuple(choice), int(stays[: job.plan.prompt_slots].sum()))

@@ -16,7 +16,7 @@ from kvreclaim.compression.policy import Signal
 from kvreclaim.compression.uneven import HeadsQuestion, UnevenChoice, choose_uneven, prompt_left
 from kvreclaim.engine.attend.cell_tables import grown_cells, head_lengths
 from kvreclaim.engine.compact.job import CompactionJob, CompactionResult
-from kvreclaim.engine.compact.pages import Pages
+from kvreclaim.engine.compact.pass_context import PassContext
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.cell_tables import CellTable, assign_cells, join_moves
 from kvreclaim.ops.cells import cell_layers, cell_view, natural_cells
@@ -30,44 +30,44 @@ MAX_BYTES = 1 << 26
 class UnevenPass:
     """Chooses and moves head by head, over the view of the cache in which a cell is a block."""
 
-    def __init__(self, pages: Pages) -> None:
-        self.pages = pages
-        self.cells = cell_view(pages.cache)
+    def __init__(self, context: PassContext) -> None:
+        self.context = context
+        self.cells = cell_view(context.cache)
 
     def choose(self, jobs: list[CompactionJob]) -> list[UnevenChoice]:
         """The kept slots of every head, `budget` tokens on average."""
         questions = [self._question(job) for job in jobs]
-        return choose_uneven(jobs[0].compressor, questions, self.pages.cache.block_size)
+        return choose_uneven(jobs[0].compressor, questions, self.context.cache.block_size)
 
     def _question(self, job: CompactionJob) -> HeadsQuestion:
-        pages, cells = self.pages, job.seq.state.cells
-        tokens = head_lengths(cells, job.num_slots, pages.cache)
-        blocks, present = pages.index(job), grown_cells(cells, np.array(job.plan.source_ids), pages.cache)
+        context, cells = self.context, job.seq.state.cells
+        tokens = head_lengths(cells, job.num_slots, context.cache)
+        blocks, present = context.index(job), grown_cells(cells, np.array(job.plan.source_ids), context.cache)
         ids, layers = (
-            torch.from_numpy(present.astype(np.int64)).to(pages.cache.device),
-            cell_layers(pages.cache),
+            torch.from_numpy(present.astype(np.int64)).to(context.cache.device),
+            cell_layers(context.cache),
         )
 
         def source(layer: int, head: int | None) -> KeySource:
             if head is None:
-                whole = PagedTokens(pages.cache.layers[layer], blocks, job.num_slots)
-                return PagedSource(pages.backend, whole)
+                whole = PagedTokens(context.cache.layers[layer], blocks, job.num_slots)
+                return PagedSource(context.backend, whole)
             num_tokens = int(tokens[layer, head])
-            own = ids[layer, head, : blocks_for(num_tokens, pages.cache.block_size)]
-            return PagedSource(pages.backend, PagedTokens(layers[layer], own, num_tokens))
+            own = ids[layer, head, : blocks_for(num_tokens, context.cache.block_size)]
+            return PagedSource(context.backend, PagedTokens(layers[layer], own, num_tokens))
 
         positions, needs = self._positions(job, tokens), job.compressor.policy.needs
 
         def own_signals(layer: int, head: int) -> dict[str, Tensor]:
             found = {"positions": positions(layer, head)[None]} if Signal.POSITIONS in needs else {}
             if Signal.TOKEN_SCORES in needs:
-                assert pages.signals.scores is not None, "Signals.check has made them"
+                assert context.signals.scores is not None, "Signals.check has made them"
                 num_tokens = int(tokens[layer, head])
-                own = ids[layer, head, : blocks_for(num_tokens, pages.cache.block_size)]
-                found["token_scores"] = pages.signals.scores.of_cells(own, num_tokens)
+                own = ids[layer, head, : blocks_for(num_tokens, context.cache.block_size)]
+                found["token_scores"] = context.signals.scores.of_cells(own, num_tokens)
             return found
 
-        prompt_slots, signals = _prompt_slots(job, tokens.shape), pages.question(job).signals
+        prompt_slots, signals = _prompt_slots(job, tokens.shape), context.question(job).signals
         return HeadsQuestion(
             source,
             signals,
@@ -80,7 +80,7 @@ class UnevenPass:
 
     def _positions(self, job: CompactionJob, tokens: np.ndarray) -> Callable[[int, int], Tensor]:
         """(layer, head) -> [T] int32 logical positions of the head's tokens [L, K]."""
-        known, end, device = job.seq.state.head_positions, job.plan.logical_len, self.pages.cache.device
+        known, end, device = job.seq.state.head_positions, job.plan.logical_len, self.context.cache.device
 
         def of(layer: int, head: int) -> Tensor:
             left = (
@@ -94,7 +94,7 @@ class UnevenPass:
     def apply(self, job: CompactionJob, choice: UnevenChoice) -> CompactionResult:
         """Move each head's survivors into its cells of the new table. Heads are gathered whole before they
         are written, a few at a time."""
-        cache, state, kept = self.pages.cache, job.seq.state, choice.kept
+        cache, state, kept = self.context.cache, job.seq.state, choice.kept
         tokens = head_lengths(state.cells, job.num_slots, cache)
         present = grown_cells(state.cells, np.array(job.plan.source_ids), cache)
         held = -(-tokens // cache.block_size)
@@ -122,10 +122,10 @@ class UnevenPass:
 
     def _move(self, source: list[np.ndarray], kept: list[Tensor], target: list[np.ndarray]) -> None:
         """Move several heads at once: the slots kept of each one's source cells fill its target cells."""
-        slots, sources, targets = join_moves(source, kept, target, self.pages.cache.block_size)
-        self.pages.backend.compact(self.cells, slots[None, None], sources, targets)
-        if self.pages.signals.scores is not None:
-            self.pages.signals.scores.compact_cells(slots, sources, targets)
+        slots, sources, targets = join_moves(source, kept, target, self.context.cache.block_size)
+        self.context.backend.compact(self.cells, slots[None, None], sources, targets)
+        if self.context.signals.scores is not None:
+            self.context.signals.scores.compact_cells(slots, sources, targets)
 
 
 def _prompt_slots(job: CompactionJob, shape: tuple[int, ...]) -> np.ndarray:

@@ -6,29 +6,29 @@ import torch
 from torch import Tensor
 
 from kvreclaim.engine.compact.job import CompactionJob, CompactionResult
-from kvreclaim.engine.compact.pages import Pages
+from kvreclaim.engine.compact.pass_context import PassContext
 from kvreclaim.ops.turning import turn_moved_keys
 
 
 class Compact:
     """Chosen slots move to the front; keys whose position is their slot turn when they do."""
 
-    def __init__(self, pages: Pages) -> None:
-        self.pages = pages
-        self.rotations = [layer.rope for layer in pages.facts.layers if layer.rope is not None]
+    def __init__(self, context: PassContext) -> None:
+        self.context = context
+        self.rotations = [layer.rope for layer in context.facts.layers if layer.rope is not None]
 
     def choose(self, jobs: list[CompactionJob]) -> list[Tensor]:
         """[L | 1, K | 1, M] int64 kept slots of each."""
-        return jobs[0].compressor.choose_all([self.pages.question(job) for job in jobs])
+        return jobs[0].compressor.choose_all([self.context.question(job) for job in jobs])
 
     def apply(self, job: CompactionJob, choice: Tensor) -> CompactionResult:
-        pages = self.pages
-        source = pages.index(job)
+        context = self.context
+        source = context.index(job)
         target = torch.tensor(job.plan.target_ids, device=source.device)
-        pages.backend.compact(pages.cache, choice, source, target)
-        if pages.signals.scores is not None:
-            pages.signals.scores.compact(choice, source, target)
+        context.backend.compact(context.cache, choice, source, target)
+        if context.signals.scores is not None:
+            context.signals.scores.compact(choice, source, target)
         if job.compressor.policy.cache_relative:
-            turn_moved_keys(pages.backend, pages.cache, choice, target, self.rotations)
-        pages.moved(job, choice)
+            turn_moved_keys(context.backend, context.cache, choice, target, self.rotations)
+        context.moved(job, choice)
         return CompactionResult(choice)

@@ -12,7 +12,7 @@ from kvreclaim.engine.compact.cells import UnevenPass
 from kvreclaim.engine.compact.compact import Compact
 from kvreclaim.engine.compact.job import CompactionJob, CompactionResult, PassMethod
 from kvreclaim.engine.compact.mask import Mask
-from kvreclaim.engine.compact.pages import Pages
+from kvreclaim.engine.compact.pass_context import PassContext
 from kvreclaim.engine.compact.recall_pass import RecallPass
 from kvreclaim.engine.compact.recalls import Recalls
 from kvreclaim.engine.request.outputs import EngineTotals
@@ -26,16 +26,16 @@ class CompressionPass:
     moved. Therefore every sequence chooses before anything moves, and moves follow the order of the plans.
     """
 
-    def __init__(self, pages: Pages, totals: EngineTotals, recalls: Recalls | None = None) -> None:
-        self.pages = pages
+    def __init__(self, context: PassContext, totals: EngineTotals, recalls: Recalls | None = None) -> None:
+        self.context = context
         self.totals = totals
         self.methods: dict[EvictionMethod, PassMethod] = {
-            EvictionMethod.COMPACT: Compact(pages),
-            EvictionMethod.MASK: Mask(pages),
-            EvictionMethod.BLOCKS: Blocks(pages),
-            EvictionMethod.CELLS: UnevenPass(pages),
+            EvictionMethod.COMPACT: Compact(context),
+            EvictionMethod.MASK: Mask(context),
+            EvictionMethod.BLOCKS: Blocks(context),
+            EvictionMethod.CELLS: UnevenPass(context),
         }
-        self._recall = None if recalls is None else RecallPass(pages, recalls)
+        self._recall = None if recalls is None else RecallPass(context, recalls)
 
     def run(self, jobs: ListLike[CompactionJob]) -> list[CompactionResult | Exception]:
         """Carry planned passes out.
@@ -52,7 +52,7 @@ class CompressionPass:
         ]
         for job in jobs:
             if job.compressor.policy.prompt_only:
-                self.pages.signals.drop(job.seq.seq_id)
+                self.context.signals.drop(job.seq.seq_id)
         self.totals.score_s += scored - started
         self.totals.compact_s += time.perf_counter() - scored
         return outcomes

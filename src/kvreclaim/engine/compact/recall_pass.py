@@ -13,7 +13,7 @@ from torch import Tensor
 from kvreclaim.compression.recall.digest import digests_of
 from kvreclaim.compression.recall.packing import order_of
 from kvreclaim.engine.compact.job import CompactionJob, CompactionResult
-from kvreclaim.engine.compact.pages import Pages
+from kvreclaim.engine.compact.pass_context import PassContext
 from kvreclaim.engine.compact.recall_choice import best_pages, ranked
 from kvreclaim.engine.compact.recall_state import PageTable, Waiting
 from kvreclaim.engine.compact.recalls import Recalls
@@ -59,9 +59,9 @@ def recall_of(job: CompactionJob) -> Recall:
 class RecallPass:
     """COMPACT with recall."""
 
-    def __init__(self, pages: Pages, recalls: Recalls) -> None:
-        self.pages, self.recalls = pages, recalls
-        self.size = pages.cache.block_size
+    def __init__(self, context: PassContext, recalls: Recalls) -> None:
+        self.context, self.recalls = context, recalls
+        self.size = context.cache.block_size
 
     def choose(self, jobs: list[CompactionJob]) -> list[Tensor]:
         """[L, K, B - R S] int64 kept slots of each: recalled tokens are candidates like any other."""
@@ -69,14 +69,14 @@ class RecallPass:
             self._sync(job)
         compressor = jobs[0].compressor
         keep = compressor.budget - recall_of(jobs[0]).slots(self.size)
-        return compressor.choose_all([self.pages.question(job) for job in jobs], keep=keep)
+        return compressor.choose_all([self.context.question(job) for job in jobs], keep=keep)
 
     def apply(self, job: CompactionJob, choice: Tensor) -> CompactionResult:
-        pages, seq_id = self.pages, job.seq.seq_id
-        heads = pages.cache.num_layers, pages.cache.num_kv_heads
+        context, seq_id = self.context, job.seq.seq_id
+        heads = context.cache.num_layers, context.cache.num_kv_heads
         recall = recall_of(job)
         kept = choice.expand(*heads, -1)
-        source = pages.index(job)
+        source = context.index(job)
         target = torch.tensor(job.plan.target_ids, device=source.device)
         first = kept.shape[-1] // self.size
         before = self.recalls.tables.get(seq_id)
@@ -85,15 +85,15 @@ class RecallPass:
         self.recalls.make_room(len(packed.at) + heads[0] * heads[1])
         table = self.recalls.tables.get(seq_id) if before is not None else None
         if table is None:
-            dim = pages.cache.head_dim
+            dim = context.cache.head_dim
             table = PageTable.empty(heads, recall.blocks, self.size, dim, source.device)
         table = self._store(job, table, losers, packed)
         self.recalls.tables[seq_id] = table
         fresh = self._come_back(job, table, losers, kept, source)
         moved = not torch.equal(source[first : first + recall.blocks], target[first:])
-        pages.backend.compact(pages.cache, choice, source, target[:first])
+        context.backend.compact(context.cache, choice, source, target[:first])
         self.recalls.write_back(seq_id, target[first:], fresh | moved)
-        pages.moved(job, choice)
+        context.moved(job, choice)
         self._sync(job, kept.shape[-1])
         return CompactionResult(choice)
 
@@ -115,7 +115,7 @@ class RecallPass:
         packed[..., :num_tokens] = True
         packed.scatter_(-1, kept, False)
         positions = torch.full(packed.shape, -1, dtype=torch.int32, device=kept.device)
-        positions[..., :num_tokens] = self.pages.positions(job)
+        positions[..., :num_tokens] = self.context.positions(job)
         cells = recalls.cells(blocks)
         recall = recall_of(job)
         intact = torch.zeros((*kept.shape[:2], recall.blocks), dtype=torch.bool, device=kept.device)
@@ -127,7 +127,7 @@ class RecallPass:
         if table is not None and table.waiting is not None:
             waiting, start = table.waiting, num_slots - size
             write_units(
-                self.pages.cache, recalls.pool.bytes[waiting.rows.flatten()], cells[..., -1].flatten()
+                self.context.cache, recalls.pool.bytes[waiting.rows.flatten()], cells[..., -1].flatten()
             )
             count = waiting.positions.shape[-1]
             packed[..., start : start + count] = True
@@ -148,8 +148,8 @@ class RecallPass:
             keys = losers.positions[layer, ..., None]
             if recall.packing != "time":
                 blocks = torch.cat([source, self.recalls.staging[:1]])
-                tokens = PagedTokens(self.pages.cache.layers[layer], blocks, packed.shape[-1])
-                keys = self.pages.backend.gather_tokens(tokens)[0]
+                tokens = PagedTokens(self.context.cache.layers[layer], blocks, packed.shape[-1])
+                keys = self.context.backend.gather_tokens(tokens)[0]
             orders.append(order_of(recall.packing, keys, losers.positions[layer], packed[layer], size))
         pages = count // size
         most = int(pages.max())
@@ -208,7 +208,7 @@ class RecallPass:
         digest: str,
     ) -> None:
         """New pages and waiting tokens to the cold pool, a few at a time through the staging blocks."""
-        recalls, cache, backend, size = self.recalls, self.pages.cache, self.pages.backend, self.size
+        recalls, cache, backend, size = self.recalls, self.context.cache, self.context.backend, self.size
         slots, layer_head = packed.slots, packed.at[:, :2]
         if packed.waits.shape[-1]:
             padded = torch.cat([packed.waits, packed.waits[..., -1:].expand(-1, -1, size)], -1)[..., :size]
@@ -233,15 +233,15 @@ class RecallPass:
         self, job: CompactionJob, table: PageTable, losers: _Losers, kept: Tensor, source: Tensor
     ) -> Tensor:
         """Choose the pages that are back from now on. Returns: [L, K, R] bool, blocks that hold others."""
-        pages, recall, seq = self.pages, recall_of(job), job.seq
+        context, recall, seq = self.context, recall_of(job), job.seq
         found = []
         for layer in range(len(kept)):
-            tokens = PagedTokens(pages.cache.layers[layer], source, job.num_slots)
-            keys = pages.backend.gather_tokens(tokens)[0]
+            tokens = PagedTokens(context.cache.layers[layer], source, job.num_slots)
+            keys = context.backend.gather_tokens(tokens)[0]
             live = keys.take_along_dim(kept[layer][..., None], 1)
             queries = None
             if recall.needs_queries and recall.source != "mixture":
-                queries = pages.signals.queries_of(seq, layer, recall.every)
+                queries = context.signals.queries_of(seq, layer, recall.every)
             found.append(
                 self.recalls.benefits(
                     table, layer, job.compressor, live, queries, job.plan.logical_len, at_pass=True

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvreclaim.compression.prefill.method import SparsePrefill
 from kvreclaim.compression.prefill.registry import make_method
 from kvreclaim.config import EngineConfig
-from kvreclaim.engine.compact.pages import Pages
+from kvreclaim.engine.compact.pass_context import PassContext
 from kvreclaim.engine.compact.passes import CompressionPass
 from kvreclaim.engine.compact.recalls import STAGING_BLOCKS, Recalls
 from kvreclaim.engine.execute.graphs import decode_graphs
@@ -168,4 +168,4 @@ def private_runner(
     memory = MemoryManager(config.num_blocks, config.block_size, enable_prefix_caching=False)
     graphs = decode_graphs(loaded.model, cache, backend, config)
     runner = ModelRunner(loaded, groups, memory, cache, backend, signals, graphs=graphs)
-    return runner, CompressionPass(Pages(memory, cache, backend, groups.facts, signals), totals)
+    return runner, CompressionPass(PassContext(memory, cache, backend, groups.facts, signals), totals)

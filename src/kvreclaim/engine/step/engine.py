@@ -17,7 +17,7 @@ from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.prefill.method import SparsePrefill
 from kvreclaim.compression.prefill.registry import make_method
 from kvreclaim.config import DENSE, EngineConfig
-from kvreclaim.engine.compact.pages import Pages
+from kvreclaim.engine.compact.pass_context import PassContext
 from kvreclaim.engine.compact.passes import CompressionPass
 from kvreclaim.engine.compact.recall_refresh import RecallExtension
 from kvreclaim.engine.execute.graphs import decode_graphs
@@ -148,8 +148,8 @@ class Engine:
         self.recalls = make_recalls(config, self.cache, backend, groups, totals)
         if self.recalls is not None:
             self.extensions.add(RecallExtension(self.recalls, self.memory, self.signals))
-        pages = Pages(self.memory, self.cache, backend, groups.facts, self.signals)
-        self.compression = CompressionPass(pages, totals, self.recalls)
+        context = PassContext(self.memory, self.cache, backend, groups.facts, self.signals)
+        self.compression = CompressionPass(context, totals, self.recalls)
         self.output_processor = OutputProcessor(self.lifecycle, self.compression)
         self.drafter = make_drafter(config, self.memory, form, loaded, draft)
         if self.drafter is not None:

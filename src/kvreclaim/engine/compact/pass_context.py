@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvreclaim.compression.compressor import PassInput
+from kvreclaim.compression.compressor import PassQuestion
 from kvreclaim.compression.policy import LayerSignals, Signal
 from kvreclaim.engine.compact.job import CompactionJob
 from kvreclaim.engine.signals.signals import Signals
@@ -20,7 +20,7 @@ from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pages:
+class PassContext:
     """What every way of compressing reads and changes."""
 
     memory: MemoryManager
@@ -33,7 +33,7 @@ class Pages:
         """[blocks] int64 on the device: the table before the pass."""
         return torch.tensor(job.plan.source_ids, device=self.cache.device)
 
-    def question(self, job: CompactionJob, live: Tensor | None = None) -> PassInput:
+    def question(self, job: CompactionJob, live: Tensor | None = None) -> PassQuestion:
         """What a compressor is asked about the live tokens; positions, if a sliding window asks for them.
 
         live: [L, K, T] int64 slots still attended, where evicted ones stayed in place; None: all slots
@@ -52,7 +52,7 @@ class Pages:
         positions = self.positions(job) if self._needs_positions(job) else None
         if positions is not None and live is not None:
             positions = positions.take_along_dim(live, -1)
-        return PassInput(
+        return PassQuestion(
             source,
             job.plan.num_tokens,
             job.plan.prompt_slots,
