@@ -6,7 +6,7 @@ feature has no extension for it and runs none of its code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, TypeVar
 
 from kvreclaim.engine.request.outputs import StepStats
@@ -113,19 +113,16 @@ class Extension:
 
 
 class Extensions:
-    """The extensions of one engine, shared by all who call them."""
+    """The extensions of one engine, `ordered` by their ranks; shared by all who call them."""
 
     def __init__(self) -> None:
-        self._ordered: tuple[Extension, ...] = ()
-
-    def __iter__(self) -> Iterator[Extension]:
-        return iter(self._ordered)
+        self.ordered: tuple[Extension, ...] = ()
 
     def add(self, extension: E) -> E:
         """Take an extension in, at the place of its rank."""
-        self._ordered = tuple(sorted((*self._ordered, extension), key=lambda each: each.rank))
+        self.ordered = tuple(sorted((*self.ordered, extension), key=lambda each: each.rank))
         return extension
 
     def hooks(self, runs: list[Scheduled], batch: AttentionBatch | None) -> tuple[AttentionHook, ...]:
         """The hooks of all extensions for one forward pass."""
-        return tuple(hook for each in self._ordered for hook in each.attend(runs, batch))
+        return tuple(hook for each in self.ordered for hook in each.attend(runs, batch))

@@ -87,7 +87,7 @@ class NativeLayer:
             found: Tensor = forward(self.module, hidden_states, *args, **kwargs)
             return found
         cos, sin = kwargs["position_embeddings"]
-        x, heads = hidden_states[0], self.heads
+        x, heads, norm = hidden_states[0], self.heads, self.norm
         rows = self.qkv(x)
         rotate(rows, cos[0], sin[0], heads)
         each = rows.view(rows.shape[0], -1, heads.dim)
@@ -98,15 +98,20 @@ class NativeLayer:
             k=each[:, heads.count : keys],
             v=each[:, keys:],
             softmax=self.softmax,
-            hidden=rms_norm(x, self.norm.weight, self.norm.eps) if hands_out_input(self.attention) else None,
+            hidden=rms_norm(x, norm.weight, norm.eps) if self.attention._forward_pre_hooks else None,
         )
         seen = batch.attend(call)
         x = self.out(seen.reshape(x.shape[0], -1), x)
         return self.down(self.gate_up(x), x)[None]
 
     def takes(self, x: Tensor, kwargs: dict[str, Any]) -> bool:
+        """Whether the kernels compute this call: one row of tokens of the weights' dtype, without gradients,
+        and no hook sees a part of it but the one that hands out the attention layer's input."""
+        cos, sin = kwargs["position_embeddings"]
+        hooks = self.attention._forward_pre_hooks
         return (
-            all(each.dtype is x.dtype and each.shape[0] == 1 for each in kwargs["position_embeddings"])
+            cos.dtype is sin.dtype is x.dtype
+            and cos.shape[0] == sin.shape[0] == 1
             and x.dim() == 3
             and x.shape[0] == 1
             and x.dtype is self.qkv.dtype
@@ -114,7 +119,7 @@ class NativeLayer:
             and kwargs.get("query_scale") is None
             and not torch.is_grad_enabled()
             and not (self.mlp._forward_pre_hooks or self.mlp._forward_hooks or self.attention._forward_hooks)
-            and len(self.attention._forward_pre_hooks) == hands_out_input(self.attention)
+            and (not hooks or (len(hooks) == 1 and hands_out_input(self.attention)))
         )
 
 

@@ -21,6 +21,8 @@ except ImportError as error:
     _reason = f"the native extension is not there ({error}); reinstall with a C++ compiler"
 
 ISA_VARIABLE = "KVRECLAIM_ISA"
+KERNELS: Any = _module
+"""The extension module, for code that runs only where it is there; None elsewhere."""
 
 
 def unavailable_reason() -> str | None:

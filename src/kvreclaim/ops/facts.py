@@ -39,11 +39,13 @@ class Softmax:
 
     def agrees(self, other: Softmax) -> bool:
         """Whether both say the same; sinks are weights, of which only their being there is compared."""
-        return self._numbers == other._numbers and (self.sinks is None) == (other.sinks is None)
-
-    @property
-    def _numbers(self) -> tuple[float | None, ...]:
-        return self.scale, self.softcap, self.window, self.chunk
+        return (self.scale, self.softcap, self.window, self.chunk, self.sinks is None) == (
+            other.scale,
+            other.softcap,
+            other.window,
+            other.chunk,
+            other.sinks is None,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -41,18 +41,16 @@ class PagedKVBatch:
 
     def attend(self, call: AttentionCall) -> Tensor:
         layer, place = call.served_by(self.layers[call.layer]), self.places[call.layer]
-        if place.table:
-            batch = self.batches[place.table]
-            self.ops.write_kv(layer, call.k, call.v, batch.slot_mapping)
-            return self.ops.paged_attention(call.q, layer, batch)
-        if place.layer != call.layer:
-            call = replace(call, layer=place.layer)
-        self.ops.write_kv(layer, call.k, call.v, self.batch.slot_mapping)
-        if self.observer is not None:
-            self.observer.see(call)
-        if self.parts:
-            return attend_all(self.parts, call)
-        return self.ops.paged_attention(call.q, layer, self.batch)
+        batch = self.batches[place.table]
+        self.ops.write_kv(layer, call.k, call.v, batch.slot_mapping)
+        if not place.table and (self.observer is not None or self.parts):
+            if place.layer != call.layer:
+                call = replace(call, layer=place.layer)
+            if self.observer is not None:
+                self.observer.see(call)
+            if self.parts:
+                return attend_all(self.parts, call)
+        return self.ops.paged_attention(call.q, layer, batch)
 
     def attend_latent(self, call: LatentCall) -> Tensor:
         """[T, H, dv]: over latents, with keys and values expanded for the sequences whom that serves."""

@@ -106,7 +106,7 @@ class ModelRunner:
         if self.cache.open is not None:
             sources = (source for source, _ in plan.copies)
             self.moves.keep_open(self.cache, {*self.memory.open_blocks(), *sources})
-        for extension in self.extensions:
+        for extension in self.extensions.ordered:
             extension.prepare(plan)
         if plan.copies:
             self.moves.copy_blocks(self.cache, list(plan.copies))
@@ -144,7 +144,7 @@ class ModelRunner:
         """
         extensions = self.extensions if observed else Extensions()
         runs = step
-        for extension in extensions:
+        for extension in extensions.ordered:
             runs = extension.expand(runs)
         inputs = self._inputs(step, runs)
         special = [item for item in step if not item.seq.request.is_plain]
@@ -160,7 +160,7 @@ class ModelRunner:
                 if special:
                     parts = split(runs, batch, self.memory, self.cache, self.ops, self.signals.digests)
                 logits = self._paged(step, inputs, batch, observer, extensions.hooks(runs, batch), parts)
-            for extension in extensions:
+            for extension in extensions.ordered:
                 extension.attended(step)
         except Exception:
             self.signals.forget(step)

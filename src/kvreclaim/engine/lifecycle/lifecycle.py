@@ -152,7 +152,7 @@ class Lifecycle:
         child.state = parent.state.fork()
         if not child.request.is_plain:
             self.signals.fork(parent.seq_id, child.seq_id)
-        for extension in self.extensions:
+        for extension in self.extensions.ordered:
             extension.forked(parent, child)
 
     def _concluded(self, request: Request, index: int, found: Hypothesis) -> Sequence:
@@ -178,7 +178,7 @@ class Lifecycle:
         """Note what a plan has done to sequences. Returns: what is to be computed."""
         for lost in plan.preempted:
             seq = self.sequences[lost.seq_id]
-            for extension in self.extensions:
+            for extension in self.extensions.ordered:
                 extension.preempted(seq, parked=lost.parked)
             if lost.parked:
                 self.totals.swaps += 1
@@ -187,19 +187,19 @@ class Lifecycle:
                 self._compute_anew(seq)
             seq.request.metrics.preemptions += 1
             self.totals.preemptions[lost.reason] += 1
-        for extension in self.extensions:
+        for extension in self.extensions.ordered:
             extension.planned(plan)
         for begun in plan.admitted:
             seq = self.sequences[begun.seq_id]
             if not begun.resumed:
                 self._compute_anew(seq)
             with self.contained(seq.request, "beginning"):
-                for extension in self.extensions:
+                for extension in self.extensions.ordered:
                     extension.admitted(seq, begun)
             metrics = seq.request.metrics
             if metrics.queue_s is None:  # for the first time
                 metrics.num_cached_tokens, metrics.num_loaded_tokens = begun.num_hit, begun.num_loaded
-        for extension in self.extensions:
+        for extension in self.extensions.ordered:
             extension.begun(plan)
         for seq_id, error in plan.failed:
             if seq_id in self.sequences:
@@ -214,7 +214,7 @@ class Lifecycle:
     def _compute_anew(self, seq: Sequence) -> None:
         """Nothing of it is kept: whoever waits for it to be parked or chosen from begins again, too."""
         for each in (seq, *seq.followers):
-            for extension in self.extensions:
+            for extension in self.extensions.ordered:
                 extension.reset(each.seq_id)
         if seq.request.beams is not None:
             seq.request.beams.rows.clear()
@@ -227,11 +227,11 @@ class Lifecycle:
         for lost in plan.preempted:
             seq = self.sequences.get(lost.seq_id)
             if lost.parked and seq is not None and seq.status is Status.WAITING:
-                for extension in self.extensions:
+                for extension in self.extensions.ordered:
                     extension.lost(seq)
                 seq.reset()
                 self._compute_anew(seq)
-        for extension in self.extensions:
+        for extension in self.extensions.ordered:
             extension.unmoved(plan)
 
     @contextmanager
@@ -252,7 +252,7 @@ class Lifecycle:
         """Whatever the blocks of its sequences hold may be wrong, hits included: nobody finds it any more, so
         that the same prompt is computed anew."""
         for seq in request.sequences:
-            for extension in self.extensions:
+            for extension in self.extensions.ordered:
                 extension.invalidated(seq)
             if seq.status is Status.RUNNING:
                 self.memory.invalidate(seq.seq_id)
@@ -285,7 +285,7 @@ class Lifecycle:
 
     def _release(self, seq: Sequence) -> None:
         self.sequences.pop(seq.seq_id, None)
-        for extension in self.extensions:
+        for extension in self.extensions.ordered:
             try:
                 extension.released(seq.seq_id)
             except Exception:

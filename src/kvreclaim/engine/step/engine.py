@@ -155,8 +155,9 @@ class Engine:
         if self.drafter is not None:
             self.extensions.add(self.drafter)
         windows = "" if groups.parts == 1 else f", windows {plain_format(loaded.facts.dtype).name}"
-        kernels = f"{choice.describe()}; {loaded.modules}; KV {form.name}{windows}"
-        self.kernels = "; ".join(filter(None, [kernels, *(each.describe() for each in self.extensions)]))
+        kernels = [f"{choice.describe()}; {loaded.modules}; KV {form.name}{windows}"]
+        kernels += [each.describe() for each in self.extensions.ordered]
+        self.kernels = "; ".join(filter(None, kernels))
         logger.log(logging.WARNING if choice.why_not else logging.INFO, self.kernels)
         self._num_added = 0
 
@@ -239,7 +240,7 @@ class Engine:
 
     def close(self) -> None:
         """Write what is on its way to disk and let go of the file; to be called when all has ended."""
-        for extension in self.extensions:
+        for extension in self.extensions.ordered:
             extension.close()
 
     def block_holders(self) -> dict[int, tuple[str, ...]]:
@@ -338,7 +339,7 @@ class Engine:
         )
         if chunks is not None and is_chunked:
             self.chunked.begin(request, chunks.reuse)
-        for extension in self.extensions:
+        for extension in self.extensions.ordered:
             extension.added()
         self._num_added += 1
         return request
@@ -414,12 +415,12 @@ class Engine:
         started, touched = time.perf_counter(), self.lifecycle.touched
         touched.clear()
         prompts_done = self.totals.prompts_done
-        for extension in self.extensions:
+        for extension in self.extensions.ordered:
             extension.begin_step()
         plan = self.scheduler.schedule()
         step = self.lifecycle.follow(plan)
         rests = not (step or touched or plan.preempted or self.scheduler.running)
-        if rests and self.scheduler.waiting and not any(each.idle() for each in self.extensions):
+        if rests and self.scheduler.waiting and not any(each.idle() for each in self.extensions.ordered):
             stuck = AssertionError(f"it fits into no empty pool, but was let in: {self.memory.stats()}")
             self.lifecycle.fail(next(iter(self.scheduler.waiting)).request, stuck, "admitting")
         num_tokens = sum(item.num_tokens for item in step)
@@ -444,11 +445,11 @@ class Engine:
             for item, _, _ in checked.sound:
                 with self.lifecycle.contained(item.seq.request, "committing"):
                     self._note_computed(item, has_begun=item.seq.seq_id in begun)
-        for extension in self.extensions:
+        for extension in self.extensions.ordered:
             extension.computed(sound)
         if checked is not None:
             self.output_processor.process(checked)
-        for extension in self.extensions:
+        for extension in self.extensions.ordered:
             extension.propose(self.scheduler.running)
         self.totals.steps += 1
         stats = StepStats(
@@ -461,7 +462,7 @@ class Engine:
             blocks_in_use=self.memory.pool.num_in_use,
             elapsed_s=time.perf_counter() - started,
         )
-        for extension in self.extensions:
+        for extension in self.extensions.ordered:
             extension.end_step(stats)
         return StepResult(list(touched.values()), stats, self.output_processor.take_passes())
 

@@ -152,7 +152,7 @@ class OutputProcessor:
         self._search(list(searches.values()))
         computed = [item.seq for item, _, _ in checked.sound]
         self.compress(computed)
-        for extension in self.lifecycle.extensions:
+        for extension in self.lifecycle.extensions.ordered:
             for seq in computed:
                 if seq.finish_reason is None:
                     with self.lifecycle.contained(seq.request, "processing"):
@@ -215,7 +215,7 @@ class OutputProcessor:
                 if plan.eviction_method.settles_after_choice:
                     plan = scheduler.compressed(plan, outcome.gone, outcome.prompt_slots)
                 self.passes.append((job.seq.request, plan))
-                for extension in self.lifecycle.extensions:
+                for extension in self.lifecycle.extensions.ordered:
                     extension.compressed(job.seq, plan)
 
     def _job(self, plan: Pass[int]) -> CompactionJob:

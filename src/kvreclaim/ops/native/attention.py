@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from kvreclaim.ops.batch import AttentionBatch
-from kvreclaim.ops.extension import native
+from kvreclaim.ops.extension import KERNELS, native
 from kvreclaim.ops.kv_cache import LayerCache
-from kvreclaim.ops.native.views import batch_view, cache_view
+from kvreclaim.ops.native.views import make_batch, make_cache
 
 EXACT_QUERIES = 33
 """Rows of a sequence up to which each is, to the bit, what it would be alone, as a decode step's only row: a
@@ -27,8 +27,8 @@ def paged_attention(q: Tensor, layer: LayerCache, batch: AttentionBatch) -> Tens
     depends neither on the rest of the batch nor on the number of threads, nor, up to EXACT_QUERIES rows of a
     sequence, on the rows beside it. kivi4: while the block that a row ends in stays open.
     """
-    out = q.new_empty((q.shape[0], q.shape[1], layer.cache.v_head_dim))
-    native().paged_attention(q, out, *_over(layer, batch))
+    out = q.new_empty((q.shape[0], q.shape[1], layer.cache.shape.v_dim))
+    KERNELS.paged_attention(q, out, *_over(layer, batch))
     return out
 
 
@@ -50,4 +50,5 @@ def _over(layer: LayerCache, batch: AttentionBatch) -> tuple[Any, ...]:
     """What both kernels take behind their input and output."""
     rule = layer.softmax
     softmax = (rule.scale, rule.softcap or 0.0, rule.window or 0, rule.sinks)
-    return cache_view(layer.cache), layer.index, batch_view(batch), *softmax
+    cache, sequences = layer.cache.cached("native", make_cache), batch.cached("native", make_batch)
+    return cache, layer.index, sequences, *softmax

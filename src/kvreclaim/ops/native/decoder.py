@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvreclaim.ops.extension import native
-from kvreclaim.ops.native.linear import own_rows
+from kvreclaim.ops.extension import KERNELS, native
+from kvreclaim.ops.native.linear import max_rows, own_rows
 from kvreclaim.ops.native.norm import rms_norm
 from kvreclaim.ops.native.packed import ACTIVATIONS
 from kvreclaim.ops.packed import PackedMatrix
@@ -50,7 +50,7 @@ class Projection:
         activations: as of packed_linear
         """
         self.weight, self.bias = weight, bias
-        self.norm, self.is_gated = norm, is_gated
+        self.norm, self.is_gated, self.is_plain = norm, is_gated, isinstance(weight, Tensor)
         self.activations = activations
         if isinstance(weight, Tensor):
             self.dtype, self.out_features = weight.dtype, weight.shape[0]
@@ -74,7 +74,9 @@ class Projection:
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [T, K | 2 K] and residual [T, N], contiguous, of the weight's dtype -> [T, N]."""
         num_rows = x.shape[0]
-        own = own_rows(num_rows, self.dtype) if isinstance(self.weight, Tensor) else num_rows
+        own = num_rows
+        if self.is_plain and num_rows > max_rows(self.dtype):
+            own = own_rows(num_rows, self.dtype)
         if not own:
             found = self._by_torch(x)
             return found if residual is None else residual + found
@@ -118,6 +120,7 @@ def rotate(rows: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> None:
     rows [T, (H + 2 K) D] contiguous; cos, sin [T, R]: number i < R / 2 of a head turns with number i + R / 2.
     Source: RoPE, arXiv 2104.09864, in the order of GPT-NeoX.
     """
-    weights = [None if norm is None else norm.weight for norm in (heads.q_norm, heads.k_norm)]
-    eps = 0.0 if heads.q_norm is None else heads.q_norm.eps
-    native().rotate_heads(rows, cos, sin, *weights, eps, heads.count, heads.kv_count, heads.dim)
+    q_norm, k_norm = heads.q_norm, heads.k_norm
+    q_weight, eps = (None, 0.0) if q_norm is None else (q_norm.weight, q_norm.eps)
+    k_weight = None if k_norm is None else k_norm.weight
+    KERNELS.rotate_heads(rows, cos, sin, q_weight, k_weight, eps, heads.count, heads.kv_count, heads.dim)

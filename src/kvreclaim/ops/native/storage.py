@@ -11,13 +11,13 @@ from torch import Tensor
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import reference
 from kvreclaim.ops.backend import Need
-from kvreclaim.ops.extension import native, unavailable_reason
+from kvreclaim.ops.extension import KERNELS, native, unavailable_reason
 from kvreclaim.ops.facts import CacheShape, LayerFacts
 from kvreclaim.ops.formats import KVFormat, plain_format
 from kvreclaim.ops.formats.open_blocks import rows_beside
 from kvreclaim.ops.kv_cache import KVCache, LayerCache, PagedTokens
 from kvreclaim.ops.native.kivi import WORDS, write_open
-from kvreclaim.ops.native.views import LAYOUTS, cache_view
+from kvreclaim.ops.native.views import LAYOUTS, cache_view, make_cache
 from kvreclaim.ops.reference import kivi
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -111,7 +111,7 @@ def write_kv(layer: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> N
     """reference.write_kv; k and v with any strides, fp32, bf16 or fp16 (rounded to nearest even)."""
     if layer.cache.open is not None:
         return write_open(layer, k, v, slot_mapping)
-    native().write_kv(cache_view(layer.cache), layer.index, k, v, slot_mapping)
+    KERNELS.write_kv(layer.cache.cached("native", make_cache), layer.index, k, v, slot_mapping)
 
 
 def gather_tokens(tokens: PagedTokens) -> tuple[Tensor, Tensor]:

@@ -16,15 +16,16 @@ LAYOUTS = ("fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4", "turboquant4", "k
 
 def cache_view(cache: KVCache) -> Any:
     """The extension's view of a cache, made once."""
-    return cache.cached("native", _make_cache)
+    return cache.cached("native", make_cache)
 
 
 def batch_view(batch: AttentionBatch) -> Any:
     """The extension's view of a step's sequences, made once for all layers."""
-    return batch.cached("native", _make_batch)
+    return batch.cached("native", make_batch)
 
 
-def _make_cache(cache: KVCache) -> Any:
+def make_cache(cache: KVCache) -> Any:
+    """For `cached`: the extension's view of a cache."""
     shape, form = cache.shape, cache.format
     dims = (*shape.units, shape.block_size, shape.k_dim, shape.v_dim)
     signs = tuple(sign_tensor(dim, cache.device) for dim in (shape.k_dim, shape.v_dim))
@@ -37,7 +38,8 @@ def _make_cache(cache: KVCache) -> Any:
     return view
 
 
-def _make_batch(batch: AttentionBatch) -> Any:
+def make_batch(batch: AttentionBatch) -> Any:
+    """For `cached`: the extension's view of a step's sequences."""
     if isinstance(batch, CellBatch):
         given = batch.given
         return native().Batch.from_arrays(
