@@ -108,7 +108,7 @@ def test_they_come_in_the_order_of_their_ranks() -> None:
     first, second, third = ranked(1), ranked(2), ranked(3)
     for each in (third, first, second):
         assert found.add(each) is each
-    assert list(found) == [first, second, third]
+    assert list(found.ordered) == [first, second, third]
 
 
 def test_a_plain_request_enters_no_room_of_a_feature(make_llm) -> None:
@@ -125,7 +125,7 @@ def test_a_plain_request_enters_no_room_of_a_feature(make_llm) -> None:
         llm.generate(tiny.prompts((15,), seed=3), GREEDY)
     finally:
         sys.setprofile(None)
-    assert list(llm.engine.extensions) == []
+    assert llm.engine.extensions.ordered == ()
     assert "engine/step/engine.py" in entered
     assert [name for name in sorted(entered) if name.startswith(OFF)] == []
 

@@ -17,7 +17,7 @@ from kvreclaim.ops.batch import AttentionBatch, BatchArrays
 from kvreclaim.ops.cells import CellBatch, cell_batch, cell_layers
 from kvreclaim.ops.extension import native as module
 from kvreclaim.ops.kv_cache import LayerCache
-from kvreclaim.ops.native.views import batch_view
+from kvreclaim.ops.native.views import make_batch
 
 LENGTHS = st.integers(1, 70).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n)))
 
@@ -130,4 +130,4 @@ def test_bad_arrays_are_refused(name: str, value: Tensor, words: str) -> None:
 
 def test_the_view_is_made_once_a_batch() -> None:
     batch = cells_of(twins(Shape(dim=32), [Ask(1, 40)]), 0)
-    assert batch_view(batch) is batch_view(batch)
+    assert batch.cached("native", make_batch) is batch.cached("native", make_batch)

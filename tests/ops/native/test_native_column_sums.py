@@ -13,7 +13,7 @@ from torch import Tensor
 from twins import DTYPES, HOW, LENGTHS, SHAPES, Ask, Shape, Twins, asks, noise, twins
 
 from kvreclaim.ops import extension, native, reference
-from kvreclaim.ops.native.views import batch_view, cache_view
+from kvreclaim.ops.native.views import cache_view, make_batch
 
 pytestmark = pytest.mark.usefixtures("isa")
 CLOSE = {"atol": 1e-5, "rtol": 2e-5}
@@ -132,7 +132,7 @@ def test_any_batch(case: tuple[Shape, list[Ask], int | None]) -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     w = twins(Shape(), asks("chunks"))
-    view, batch = cache_view(w.native), batch_view(w.batch)
+    view, batch = cache_view(w.native), w.batch.cached("native", make_batch)
     kernel = extension.native().column_sums
     for sums in (torch.empty(6, 2, 599), torch.empty(5, 2, 600), torch.empty(6, 1, 600)):
         with pytest.raises(ValueError, match="sums has"):

@@ -19,11 +19,6 @@ def cache_view(cache: KVCache) -> Any:
     return cache.cached("native", make_cache)
 
 
-def batch_view(batch: AttentionBatch) -> Any:
-    """The extension's view of a step's sequences, made once for all layers."""
-    return batch.cached("native", make_batch)
-
-
 def make_cache(cache: KVCache) -> Any:
     """For `cached`: the extension's view of a cache."""
     shape, form = cache.shape, cache.format
