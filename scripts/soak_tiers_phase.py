@@ -152,11 +152,11 @@ class Phase:
         memory.check()
         held = [
             memory.stats().in_use,
-            tiers.memory.host.pool.num_in_use,
+            tiers.memory.offload.host.pool.num_in_use,
             tiers.disk.tier.tier.pool.num_in_use,
         ]
         assert held == [0, 0, 0], f"referenced in the pool, on the host, on disk: {held}"
-        assert not tiers.memory.num_parked, "a sequence is parked"
+        assert not tiers.memory.offload.parking.num_parked, "a sequence is parked"
         say(stats=self.stats())
         self.llm.close()
         say(closed=True)

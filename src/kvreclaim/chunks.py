@@ -47,17 +47,12 @@ class ChunkReuse:
             midst of a prompt is to have none of these (APE, arXiv 2502.05431, section 4.1)
     """
 
-    select: str = option("change", "Which tokens to recompute.", choices=SELECTIONS)
-    share: float = option(0.15, "Share of the reusable tokens to recompute.", low=0.0, high=1.0)
-    first: int = option(
-        4, "First tokens of each chunk to recompute, under change and question.", low=0, high=MAX_COUNT
-    )
-    seed: int = option(0, "Seed of random.", low=0, high=MAX_COUNT)
+    select: str = option("change", "Whom to compute anew.", choices=SELECTIONS)
+    share: float = option(0.15, "Of what could be reused.", low=0.0, high=1.0)
+    first: int = option(4, "First tokens of each chunk, under change and question.", low=0, high=MAX_COUNT)
+    seed: int = option(0, "Of random.", low=0, high=MAX_COUNT)
     lead: int = option(
-        16,
-        "First tokens of the prompt that stand before each chunk when it is computed.",
-        low=0,
-        high=MAX_COUNT,
+        16, "First tokens of the prompt that chunks are computed behind.", low=0, high=MAX_COUNT
     )
 
     def __post_init__(self) -> None:

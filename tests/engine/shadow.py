@@ -264,7 +264,7 @@ class Shadow:
         ids, first = [block or 0 for block in memory.table(seq_id).block_ids], 0
         if place.table:
             window, group = self.groups.tables[place.table - 1]
-            table = memory.windows.tables(seq_id)[window]
+            table = memory.windows[window].table(seq_id)
             parts = self.groups.parts
             ids = [block for row in table.rows for block in row[group * parts : (group + 1) * parts]]
             first = table.first * self.size

@@ -23,7 +23,7 @@ def _policies(monkeypatch):
 
 def check_empty(llm):
     assert_idle(llm)
-    assert llm.engine.memory.num_parked == llm.engine.memory.host.pool.num_in_use == 0
+    assert llm.engine.memory.offload.parking.num_parked == llm.engine.memory.offload.host.pool.num_in_use == 0
 
 
 @pytest.mark.parametrize("form", ["fp32", "bf16", "int8", "int4", "turboquant4", "kivi4"])
@@ -121,11 +121,11 @@ def test_what_beams_share_is_parked_once(make_llm, monkeypatch):
     while not held:
         llm.engine.step()
     memory = llm.engine.memory
-    assert memory.num_parked == 4
-    assert memory.host.pool.num_in_use == held[0] < 4 * 18
+    assert memory.offload.parking.num_parked == 4
+    assert memory.offload.host.pool.num_in_use == held[0] < 4 * 18
     assert memory.pool.num_in_use == 0
     llm.engine.step()
-    assert memory.num_parked == 0
+    assert memory.offload.parking.num_parked == 0
     assert {seq.status for seq in request.sequences} == {Status.RUNNING}
     assert memory.pool.num_in_use <= held[0] + 4
     while llm.engine.has_unfinished:
@@ -140,7 +140,7 @@ def test_an_abort_while_they_are_parked_leaves_nothing(make_llm, monkeypatch):
     held = give_way_once(llm, monkeypatch, request)
     while not held:
         llm.engine.step()
-    assert llm.engine.memory.num_parked == 4
+    assert llm.engine.memory.offload.parking.num_parked == 4
     llm.engine.abort("r")
     check_empty(llm)
 

@@ -147,9 +147,9 @@ def test_one_that_gives_way_to_another_is_moved_at_once(make_llm):
             f"r{i}", prompt, PARAMS, llm.compressor(compression), compress_prompt_at=150
         )
         while not request.finished:
-            before = engine.memory.num_parked
+            before = engine.memory.offload.parking.num_parked
             engine.step()
-            moved += engine.memory.num_parked - before
+            moved += engine.memory.offload.parking.num_parked - before
             engine.memory.pool.check()
             free = [block for block, refs in enumerate(engine.memory.pool.refs) if not refs]
             for plane in engine.cache.planes:

@@ -188,7 +188,7 @@ def test_an_abort_while_its_prefix_is_loaded(tmp_path, make_llm):
     found, _ = asked(llm)
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in plain]
     closed(llm)
-    assert engine.memory.host.pool.num_in_use == 0
+    assert engine.memory.offload.host.pool.num_in_use == 0
 
 
 def test_a_compressed_request_hits_and_spoils_nothing(tmp_path, make_llm):
@@ -308,4 +308,4 @@ def test_a_disk_that_hangs_holds_nobody_up(tmp_path, make_llm):
         llm.engine.tiers.idle()
         llm.engine.tiers.begin_step()
     closed(llm)
-    assert llm.engine.memory.host.pool.num_in_use == 0
+    assert llm.engine.memory.offload.host.pool.num_in_use == 0

@@ -73,7 +73,7 @@ def swapped(make_llm, policy, expected, *, n=1, **options):
             assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
         totals = llm.engine.totals
         assert totals.swaps == totals.num_preemptions > 3
-        assert llm.engine.memory.host.pool.num_in_use == 0
+        assert llm.engine.memory.offload.host.pool.num_in_use == 0
 
 
 @pytest.mark.parametrize("kernels", ["reference", "native"])
@@ -122,18 +122,21 @@ def test_an_aborted_group_leaves_nothing(policy, num_blocks, make_llm):
     where = {"kv_offloading_size": 8e6 / GIB, "preemption_mode": "swap"}
     llm = make_llm(num_blocks=num_blocks, max_num_batched_tokens=64, **where)
     engine, memory, (first, second) = llm.engine, llm.engine.memory, ask_both(llm, policy)
-    while engine.has_unfinished and memory.num_parked < 4:
+    while engine.has_unfinished and memory.offload.parking.num_parked < 4:
         engine.step()
-    assert (memory.num_parked, memory.num_parked_slots > 0) == (4, policy is not None)
+    assert (memory.offload.parking.num_parked, memory.offload.parking.num_parked_slots > 0) == (
+        4,
+        policy is not None,
+    )
     engine.abort(second.request_id)
     memory.check()
-    assert (memory.num_parked, memory.num_parked_slots) == (0, 0)
+    assert (memory.offload.parking.num_parked, memory.offload.parking.num_parked_slots) == (0, 0)
     assert not engine.tiers.parking._aside
     assert {seq.request_id for seq in engine.lifecycle.sequences.values()} == {first.request_id}
     while engine.has_unfinished:
         engine.step()
     assert_idle(llm)
-    assert memory.host.pool.num_in_use == 0
+    assert memory.offload.host.pool.num_in_use == 0
 
 
 def ask_both(llm, policy):
@@ -181,14 +184,16 @@ def test_an_aborted_victim_leaves_nothing(make_llm):
         engine.add_request(f"r{i}", prompt, params)
     while not engine.totals.swaps:
         engine.step()
-    (parked,) = [seq for seq in engine.scheduler.waiting if engine.memory.is_parked(seq.seq_id)]
+    (parked,) = [
+        seq for seq in engine.scheduler.waiting if engine.memory.offload.parking.is_parked(seq.seq_id)
+    ]
     engine.abort(parked.request.request_id)
     engine.memory.check()
     while engine.has_unfinished:
         engine.step()
     assert_idle(llm)
-    assert engine.memory.host.pool.num_in_use == 0
-    assert engine.memory.host.pool.num_cached > 0
+    assert engine.memory.offload.host.pool.num_in_use == 0
+    assert engine.memory.offload.host.pool.num_cached > 0
 
 
 def test_swap_needs_a_host(make_llm):
@@ -228,7 +233,7 @@ def test_a_copy_that_fails_is_nobodys_answer(fails, make_llm):
     def broken(pairs):
         calls.append(pairs)
         if len(calls) == 1:
-            parked.append(engine.memory.num_parked)
+            parked.append(engine.memory.offload.parking.num_parked)
             raise MemoryError("no room for a copy")
         work(pairs)
 
@@ -239,7 +244,7 @@ def test_a_copy_that_fails_is_nobodys_answer(fails, make_llm):
         engine.memory.check()
         if len(calls) == 1 and fails == "out":
             assert parked == [1]
-            assert not engine.memory.num_parked, "what was not moved is kept for somebody"
+            assert not engine.memory.offload.parking.num_parked, "what was not moved is kept for somebody"
     assert calls
     assert any(request.error for request in requests)
     for request, prompt, tokens in zip(requests, prompts, expected, strict=True):
@@ -248,4 +253,4 @@ def test_a_copy_that_fails_is_nobodys_answer(fails, make_llm):
     again = llm.generate(prompts, params)
     assert [output.outputs[0].token_ids for output in again] == expected
     assert_idle(llm)
-    assert engine.memory.host.pool.num_in_use == 0
+    assert engine.memory.offload.host.pool.num_in_use == 0

@@ -86,7 +86,7 @@ def test_while_blocks_are_loaded(start):
     llm = start()
     engine = llm.engine
     requests = [engine.add_request(str(i), prompt, PARAMS) for i, prompt in enumerate(PROMPTS)]
-    assert engine.memory.num_deferred == 3  # tier_stats would take in what has come meanwhile
+    assert engine.memory.offload.on_disk.num_deferred == 3  # tier_stats would take in what has come meanwhile
     engine.reset_prefix_cache()
     engine.memory.check()
     assert engine.tier_stats().deferred_seqs == 0

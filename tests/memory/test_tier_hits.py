@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
 from kvreclaim.memory import MemoryManager
-from kvreclaim.memory.tiers.manager import TieredMemory
+from kvreclaim.memory.tiers.tiered_offload import TieredOffload
 
 
 def conversations(seed: int) -> list[list[int]]:
@@ -32,10 +33,9 @@ def hits(memory: MemoryManager, requests: Sequence[Sequence[int]]) -> int:
         memory.admit(seq_id, match)
         memory.grow(seq_id, len(tokens) - match.num_tokens)
         memory.commit(seq_id, len(tokens) - match.num_tokens)
-        if isinstance(memory, TieredMemory):
-            memory.pop_swap_ins()
-            memory.release_copy_sources()
-            memory.pop_stores()
+        memory.offload.pop_swap_ins()
+        memory.release_copy_sources()
+        memory.offload.pop_stores()
         memory.free(seq_id)
         found += match.num_tokens
     memory.check()
@@ -47,8 +47,9 @@ def hits(memory: MemoryManager, requests: Sequence[Sequence[int]]) -> int:
 def test_device_and_host_hit_what_one_cache_of_the_hosts_size_hits(seed, host):
     """And the device hits what it hits alone."""
     requests = conversations(seed)
-    both = TieredMemory(20, 1, num_host_slots=host, eviction_policy="lru", host_eviction_policy="lru")
+    offload = partial(TieredOffload, num_host_slots=host, host_eviction_policy="lru")
+    both = MemoryManager(20, 1, eviction_policy="lru", offload=offload)
     found = hits(both, requests)
     alone = hits(MemoryManager(20, 1, eviction_policy="lru"), requests)
     assert found == hits(MemoryManager(host, 1, eviction_policy="lru"), requests)
-    assert 0 < alone < found == alone + both.counts.from_host
+    assert 0 < alone < found == alone + both.offload.counts.from_host

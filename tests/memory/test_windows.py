@@ -7,8 +7,8 @@ import random
 import pytest
 
 from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.memory.groups.window import TURN_TOKENS
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.memory.window_tables import TURN_TOKENS
 from kvreclaim.memory.windows.window import ChunkedWindow, Window
 
 SIZE = 2
@@ -44,11 +44,11 @@ def run(
 def test_a_sequence_holds_what_its_window_needs(window, chunk):
     memory = make(400, Window(window, 3))
     run(memory, 0, list(range(57)), chunk=chunk)
-    (table,) = memory.windows.tables(0)
+    table = memory.windows[0].table(0)
     assert table.first == max(0, 57 - window + 1) // SIZE
     assert len(table.rows) <= blocks_for(window - 1, SIZE) + 1
     assert memory.num_blocks(0) == blocks_for(57, SIZE) + 3 * len(table.rows)
-    assert memory.windows.windows[0].most_blocks(57, 1, SIZE) == 3 * (blocks_for(window - 1, SIZE) + 1)
+    assert memory.windows[0].window.most_blocks(57, 1, SIZE) == 3 * (blocks_for(window - 1, SIZE) + 1)
     memory.free(0)
     memory.check()
     assert memory.num_free == 400
@@ -60,7 +60,7 @@ def test_a_sequence_holds_its_last_chunk(size, step):
     memory = make(400, ChunkedWindow(size, 3))
     assert [ChunkedWindow(8).first_seen(position) for position in (13, 8, 7)] == [8, 8, 0]
     run(memory, 0, list(range(61)), chunk=step)
-    (table,) = memory.windows.tables(0)
+    table = memory.windows[0].table(0)
     assert table.first == 61 // size * size // SIZE
     assert len(table.rows) == blocks_for(61 % size, SIZE)
     memory.free(0)
@@ -104,7 +104,7 @@ def test_most_blocks_is_reached_and_never_passed(chunk, length, window):
     for start in range(0, length, chunk):
         step = min(chunk, length - start)
         memory.grow(0, step)
-        most = max(most, memory.windows.num_blocks(0))
+        most = max(most, memory.num_blocks(0) - memory.table(0).num_blocks)
         memory.commit(0, step)
         memory.release_copy_sources()
     bound = window.most_blocks(length, chunk, SIZE)
@@ -157,7 +157,7 @@ def test_a_hit_is_shared_and_what_is_written_behind_it_is_not():
     memory = make()
     run(memory, 0, list(range(13)))
     assert run(memory, 1, [*range(12), 99, 98, 97]) == 12
-    first, second = memory.windows.tables(0)[0], memory.windows.tables(1)[0]
+    first, second = memory.windows[0].table(0), memory.windows[0].table(1)
     assert first.rows[-1] != second.rows[-1]
     memory.check()
 
@@ -205,10 +205,10 @@ def test_an_earlier_turns_tail_is_kept_only_if_the_next_is_far():
     run(memory, 0, far[:41], chunk=8)
     memory.free(0)
     run(memory, 1, far, chunk=64)
-    assert memory.windows.tables(1)[0].tails == ((TURN_TOKENS + 99) // 8, 5)
+    assert memory.windows[0].table(1).tails == ((TURN_TOKENS + 99) // 8, 5)
     near = [*far[:41], *range(9000, 9040)]
     run(memory, 2, near, chunk=64)
-    assert memory.windows.tables(2)[0].tails == (10,)
+    assert memory.windows[0].table(2).tails == (10,)
 
 
 def test_any_order_of_operations_holds_together():
@@ -247,7 +247,8 @@ def test_any_order_of_operations_holds_together():
             if step and memory.can_grow(seq_id_, step):
                 memory.grow(seq_id_, step)
                 memory.release_copy_sources()
-                for n, table in enumerate(memory.windows.tables(seq_id_)):
+                for n, group in enumerate(memory.windows):
+                    table = group.table(seq_id_)
                     for i in range(done // SIZE, (done + step) // SIZE):
                         for block in table.rows[i - table.first]:
                             assert memory.pool.refs[block] == 1, f"block {block} is written and shared"

@@ -4,12 +4,14 @@ block, a slot or a sequence must hold is known by heart."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
 from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.tiers.disk import Transfer, TransferOutcome
-from kvreclaim.memory.tiers.manager import TieredMemory
+from kvreclaim.memory.tiers.tiered_offload import TieredOffload
 
 Content = tuple[Any, ...]
 """Of each slot of a block: the salt, all tokens so far, and a name for who has computed it, since each may
@@ -34,7 +36,8 @@ class TiersWorld:
 
     def __init__(self, num_blocks: int, size: int, **options: Any) -> None:
         self.now = 0.0
-        self.memory = TieredMemory(num_blocks, size, clock=lambda: self.now, **options)
+        offload = partial(TieredOffload, clock=lambda: self.now, **options)
+        self.memory = MemoryManager(num_blocks, size, offload=offload)
         self.size = size
         self.device: dict[int, Content] = {}
         self.host: dict[int, Content] = {}
@@ -53,14 +56,14 @@ class TiersWorld:
         """One waits; what the disk has of it is read ahead."""
         seq_id = next(self.ids)
         self.waiting[seq_id] = live = Live(list(tokens), salt)
-        self.memory.prefetch(seq_id, self.memory.keys(live.tokens, salt), len(tokens))
+        self.memory.offload.prefetch(seq_id, self.memory.keys(live.tokens, salt), len(tokens))
 
     def admit(self, number: int) -> None:
         """One that waits begins, if there is room."""
         if not self.waiting:
             return
         seq_id = list(self.waiting)[number % len(self.waiting)]
-        if self.memory.must_wait(seq_id):
+        if self.memory.offload.must_wait(seq_id):
             return
         live = self.waiting[seq_id]
         match = self.memory.match_prefix(self.memory.keys(live.tokens, live.salt))
@@ -114,7 +117,7 @@ class TiersWorld:
         if not (seq_id := self._pick(number)):
             return
         before = self.memory.num_free
-        if self.memory.park(seq_id):
+        if self.memory.offload.parking.park(seq_id):
             self.parked[seq_id] = live = self.live.pop(seq_id)
             self.copies.pop(seq_id, None)
             live.grown = 0
@@ -125,10 +128,12 @@ class TiersWorld:
         if not self.parked:
             return
         seq_id = list(self.parked)[number % len(self.parked)]
-        match = self.memory.match_parked(seq_id)
-        if not self.memory.can_admit(match, self.memory.num_to_resume(seq_id, match) * self.size):
+        match = self.memory.offload.parking.match_parked(seq_id)
+        if not self.memory.can_admit(
+            match, self.memory.offload.parking.num_to_resume(seq_id, match) * self.size
+        ):
             return
-        self.memory.resume(seq_id, match)
+        self.memory.offload.parking.resume(seq_id, match)
         self.live[seq_id] = self.parked.pop(seq_id)
         self.num_back += 1
 
@@ -140,20 +145,20 @@ class TiersWorld:
             return
         seq_id = gone[number % len(gone)]
         if self.waiting.pop(seq_id, None) is not None:
-            self.memory.end_loading(seq_id)
+            self.memory.offload.end_loading(seq_id)
         else:
             del self.parked[seq_id]
-            self.memory.drop_parked(seq_id)
+            self.memory.offload.parking.drop_parked(seq_id)
 
     def reset(self) -> None:
         self.step()
         self.memory.reset_prefix_cache()
-        if self.memory.disk is not None and self.memory.disk.take_reset():
+        if self.memory.offload.disk is not None and self.memory.offload.disk.take_reset():
             self.disk.clear()
 
     def finish_transfer(self, number: int, outcome: str) -> None:
         """One that is under way ends, in any order; a failed one leaves anything."""
-        disk = self.memory.disk
+        disk = self.memory.offload.disk
         if disk is None:
             return
         self.under_way += disk.take_transfers()
@@ -179,9 +184,9 @@ class TiersWorld:
     def step(self, *, store_fails: bool = False) -> None:
         """Moves, tokens, and what they fill: in the engine's order."""
         memory = self.memory
-        for block, slot in memory.pop_swap_outs():
+        for block, slot in memory.offload.parking.pop_swap_outs():
             self.host[slot] = self.device[block]
-        moved = {block: self.host[slot] for slot, block in memory.pop_swap_ins()}
+        moved = {block: self.host[slot] for slot, block in memory.offload.pop_swap_ins()}
         self.device.update(moved)
         copies = [pair for pairs in self.copies.values() for pair in pairs]
         self.device.update({target: self.device[source] for source, target in copies})
@@ -192,12 +197,12 @@ class TiersWorld:
             memory.commit(seq_id, live.grown)
             live.grown = 0
         memory.release_copy_sources()
-        stores = memory.pop_stores()
+        stores = memory.offload.pop_stores()
         if store_fails:
-            memory.forget_slots([slot for _, slot in stores])
+            memory.offload.forget_slots([slot for _, slot in stores])
         else:
             self.host.update({slot: self.device[block] for block, slot in stores})
-        memory.stored()
+        memory.offload.stored()
         self.check()
 
     def _write(self, seq_id: int, live: Live) -> None:
@@ -235,19 +240,21 @@ class TiersWorld:
         for seq_id in list(self.live):
             self.memory.free(seq_id)
         for seq_id in list(self.parked):
-            self.memory.drop_parked(seq_id)
+            self.memory.offload.parking.drop_parked(seq_id)
         for seq_id in list(self.waiting):
-            self.memory.end_loading(seq_id)
+            self.memory.offload.end_loading(seq_id)
         self.live.clear()
         self.parked.clear()
         self.waiting.clear()
-        while self.memory.disk is not None and (self.under_way or self.memory.disk.num_storing):
+        while self.memory.offload.disk is not None and (
+            self.under_way or self.memory.offload.disk.num_storing
+        ):
             self.finish_transfer(0, "ok")
         self.memory.check()
         assert self.memory.pool.num_in_use == 0
-        assert self.memory.host.pool.num_in_use == 0, "slots of the host are left"
-        if self.memory.disk is not None:
-            assert self.memory.disk.tier.pool.num_in_use == 0, "slots of the file are left"
+        assert self.memory.offload.host.pool.num_in_use == 0, "slots of the host are left"
+        if self.memory.offload.disk is not None:
+            assert self.memory.offload.disk.tier.pool.num_in_use == 0, "slots of the file are left"
 
     def _pick(self, number: int) -> int | None:
         return list(self.live)[number % len(self.live)] if self.live else None

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any
 
 from kvreclaim.memory import MemoryManager
 from kvreclaim.memory.prefix.keys import BlockName
-from kvreclaim.memory.tiers.disk import Transfer, TransferOutcome
-from kvreclaim.memory.tiers.manager import TieredMemory
+from kvreclaim.memory.tiers.disk import DiskTier, Transfer, TransferOutcome
+from kvreclaim.memory.tiers.tiered_offload import TieredOffload
 from kvreclaim.schedule.budget.compaction import Pass
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 from kvreclaim.schedule.budget.footprint import Footprint
@@ -29,6 +30,10 @@ from kvreclaim.schedule.step import StepDone, StepPlan
 State = tuple[Any, ...]
 GARBAGE: State = ("garbage",)
 MOST_STEPS_TO_DRAIN = 5000
+
+
+def disk_of(memory: MemoryManager) -> DiskTier | None:
+    return memory.offload.disk if isinstance(memory.offload, TieredOffload) else None
 
 
 @dataclass
@@ -56,7 +61,7 @@ class ListWorker:
         self.taken_over = 0
         self.transfers: list[Transfer] = []
         self.file: dict[int, tuple[BlockName, list[State]]] = {}
-        num_slots = memory.host.pool.num_blocks if isinstance(memory, TieredMemory) else 0
+        num_slots = memory.offload.num_slots
         self.host: list[list[State]] = [[GARBAGE] * self.size for _ in range(num_slots)]
 
     def prepare(self, plan: StepPlan, sequences: dict[int, ScheduledSequence]) -> None:
@@ -94,7 +99,7 @@ class ListWorker:
 
     def transfer(self) -> None:
         """Some of what is on its way between host and disk arrives, in any order, or does not."""
-        disk = self.memory.disk if isinstance(self.memory, TieredMemory) else None
+        disk = disk_of(self.memory)
         if disk is None:
             return
         for transfer in disk.take_transfers():
@@ -120,15 +125,15 @@ class ListWorker:
 
     def store(self) -> None:
         """What has become full goes to its slots; now and then that fails."""
-        if not isinstance(self.memory, TieredMemory):
+        if not self.memory.offload.num_slots:
             return
-        moves = self.memory.pop_stores()
+        moves = self.memory.offload.pop_stores()
         if self.random.random() < 0.05:
-            self.memory.forget_slots([slot for _, slot in moves])
+            self.memory.offload.forget_slots([slot for _, slot in moves])
         else:
             for block, slot in moves:
                 self.host[slot] = self.block(block)
-        self.memory.stored()
+        self.memory.offload.stored()
 
     def write(
         self, seq: ScheduledSequence, first: int, num_tokens: int, *, finite: bool = True
@@ -273,9 +278,8 @@ class World:
         if not num_host_slots:
             return MemoryManager(self.num_blocks, self.size, **options)
         wait = self.random.choice((0, 3, 50))
-        return TieredMemory(
-            self.num_blocks,
-            self.size,
+        offload = partial(
+            TieredOffload,
             num_host_slots=num_host_slots,
             max_parked=self.random.choice((None, num_host_slots // 2)),
             host_eviction_policy=self.random.choice(("lru", "slru", "lfu", "gdsf")),
@@ -286,8 +290,8 @@ class World:
             load_wait_s=lambda _: wait,
             races=wait == 0 and self.random.random() < 0.5,
             clock=lambda: self.counts["steps"],
-            **options,
         )
+        return MemoryManager(self.num_blocks, self.size, offload=offload, **options)
 
     def _preemption(self, num_host_slots: int | None) -> dict[str, Any]:
         if num_host_slots == 0:
@@ -376,7 +380,7 @@ class World:
     def _check_plan(self, plan: StepPlan) -> None:
         assert not plan.failed, plan.failed
         assert sum(row.num_tokens for row in plan.rows) <= self.max_chunk
-        waits = isinstance(self.memory, TieredMemory) and self.memory.disk and self.memory.disk.num_loading
+        waits = (disk := disk_of(self.memory)) is not None and disk.num_loading
         assert plan.rows or waits or not (self.scheduler.running or self.scheduler.waiting), "nothing runs"
         assert len({row.seq_id for row in plan.rows}) == len(plan.rows)
         targets = [target for _, target in plan.copies]
@@ -458,8 +462,8 @@ class World:
         for tenant in {seq.tenant for seq in running}:
             assert sum(seq.seats for seq in running if seq.tenant == tenant) <= self.max_num_seqs
         assert self.worker.rows.keys() == {seq.seq_id for seq in running}
-        if isinstance(self.memory, TieredMemory):
-            assert self.worker.aside.keys() == {s.seq_id for s in waiting if self.memory.is_parked(s.seq_id)}
+        is_parked = self.memory.offload.parking.is_parked
+        assert self.worker.aside.keys() == {seq.seq_id for seq in waiting if is_parked(seq.seq_id)}
 
     def drain(self) -> None:
         for _ in range(MOST_STEPS_TO_DRAIN):
@@ -469,13 +473,14 @@ class World:
         assert not self.sequences, "some sequences never end"
         assert self.memory.stats().in_use == 0
         self.counts["waits"] += self.scheduler.in_flight.num_waits
-        if isinstance(self.memory, TieredMemory):
-            while self.memory.disk is not None and (self.memory.disk.num_storing or self.worker.transfers):
+        if isinstance(offload := self.memory.offload, TieredOffload):
+            disk = offload.disk
+            while disk is not None and (disk.num_storing or self.worker.transfers):
                 self.worker.transfer()
             self.memory.check()
-            assert self.memory.host.pool.num_in_use == 0, "slots are still referenced"
-            if self.memory.disk is not None:
-                assert self.memory.disk.tier.pool.num_in_use == 0, "slots of the file are still referenced"
-                self.counts["from disk"] += self.memory.disk.num_loaded
+            assert offload.host.pool.num_in_use == 0, "slots are still referenced"
+            if disk is not None:
+                assert disk.tier.pool.num_in_use == 0, "slots of the file are still referenced"
+                self.counts["from disk"] += disk.num_loaded
                 self.counts["taken over"] += self.worker.taken_over
-                self.counts["gone"] += self.memory.disk.num_gone
+                self.counts["gone"] += disk.num_gone

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import count
 
 import pytest
 
-from kvreclaim.memory.tiers.manager import TieredMemory
+from kvreclaim.memory import MemoryManager
+from kvreclaim.memory.tiers.tiered_offload import TieredOffload
 from kvreclaim.schedule import ScheduledSequence, Scheduler
 from kvreclaim.schedule.preemption_cost import LeastCost, PreemptionCostModel, choose_victims, victim_order
 from kvreclaim.schedule.rates import Rates
@@ -21,7 +23,8 @@ class Bench:
     """Requests that run, in host slots and blocks enough; a move of a block takes a second each way."""
 
     def __init__(self, mode="swap", num_blocks=400, num_host_slots=400, store_after=99):
-        self.memory = TieredMemory(num_blocks, SIZE, num_host_slots=num_host_slots, store_after=store_after)
+        offload = partial(TieredOffload, num_host_slots=num_host_slots, store_after=store_after)
+        self.memory = MemoryManager(num_blocks, SIZE, offload=offload)
         self.preemption = PreemptionCostModel(mode, bytes_per_block=1, rates=RATES)
         self.scheduler = Scheduler(
             self.memory,
@@ -58,7 +61,7 @@ class Bench:
     def step(self):
         plan = self.scheduler.schedule()
         self.scheduler.done(plan, StepDone(tuple(row.seq_id for row in plan.rows)))
-        self.memory.pop_stores()
+        self.memory.offload.pop_stores()
         return plan
 
     def chosen(self, policy, needy):
@@ -68,7 +71,7 @@ class Bench:
     def preempt(self, group):
         step = StepPlanBuilder(0)
         self.scheduler.preemptor.preempt(group, group[0], "decode", step)
-        return step.preempted, self.memory.pop_swap_outs()
+        return step.preempted, self.memory.offload.parking.pop_swap_outs()
 
 
 @pytest.mark.parametrize("policy", ["auto", "last", "priority", "lru", "cost"])
@@ -143,15 +146,20 @@ def test_four_outputs_over_64_blocks_are_parked_in_64_slots_and_their_tails():
     bench.step()  # three of them copy the begun block
     lost, outs = bench.preempt(group)
     assert [(one.seq_id, one.parked) for one in lost] == [(seq.seq_id, True) for seq in reversed(group)]
-    assert len(outs) == len(set(outs)) == bench.memory.num_parked_slots == 64 + 4
-    assert bench.memory.host.pool.num_in_use == 64 + 4
+    assert len(outs) == len(set(outs)) == bench.memory.offload.parking.num_parked_slots == 64 + 4
+    assert bench.memory.offload.host.pool.num_in_use == 64 + 4
     assert bench.memory.pool.num_in_use == 0
     bench.memory.check()
     assert [seq.seq_id for seq in bench.scheduler.waiting] == [seq.seq_id for seq in group]
     for seq in group:
         bench.scheduler.remove(seq)
         bench.memory.check()
-    assert bench.memory.host.pool.num_in_use == bench.memory.num_parked_slots == bench.memory.num_parked == 0
+    assert (
+        bench.memory.offload.host.pool.num_in_use
+        == bench.memory.offload.parking.num_parked_slots
+        == bench.memory.offload.parking.num_parked
+        == 0
+    )
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -178,9 +186,9 @@ def test_exact_ones_that_come_back_later_share_what_is_there():
     bench.preempt(group)
     bench.scheduler.max_num_seqs = bench.scheduler._state.max_num_seqs = 1
     bench.memory.pool.release(bench.memory.pool.allocate(100))
-    assert len(bench.step().loads) == 65
+    assert len(bench.step().swap_in) == 65
     bench.scheduler.max_num_seqs = bench.scheduler._state.max_num_seqs = 4
-    assert len(bench.step().loads) == 3
+    assert len(bench.step().swap_in) == 3
     assert bench.memory.pool.num_in_use == 64 + 4
     bench.memory.check()
 
@@ -191,7 +199,7 @@ def test_who_finds_no_slots_is_computed_again_and_the_others_are_parked():
     bench.step()
     lost, outs = bench.preempt(group)
     assert [one.parked for one in lost] == [True, True, False, False]
-    assert len(outs) == bench.memory.num_parked_slots == 66
+    assert len(outs) == bench.memory.offload.parking.num_parked_slots == 66
     bench.memory.check()
 
 
@@ -203,9 +211,9 @@ def test_who_ends_before_it_is_moved_is_not_moved():
     step = StepPlanBuilder(0)
     bench.scheduler.preemptor.preempt(first, first[0], "decode", step)
     bench.scheduler.remove(first[1])
-    assert bench.memory.num_parked_slots == 7
+    assert bench.memory.offload.parking.num_parked_slots == 7
     bench.scheduler.remove(first[0])
     bench.scheduler.preemptor.preempt(second, second[0], "decode", step)
-    outs = bench.memory.pop_swap_outs()
+    outs = bench.memory.offload.parking.pop_swap_outs()
     assert len({slot for _, slot in outs}) == len(outs) == 7
     bench.memory.check()

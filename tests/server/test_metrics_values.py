@@ -326,18 +326,21 @@ def test_what_lies_on_host_and_disk(tmp_path: Path) -> None:
     assert scrape.value("vllm:external_prefix_cache_hits_total") == tokens
     assert scrape.value("kvreclaim:tier_misses_total", tier="host") == tokens
     assert scrape.value("kvreclaim:tier_misses_total", tier="disk") == tokens
-    stored = llm.engine.memory.host.pool.num_cached
+    stored = llm.engine.memory.offload.host.pool.num_cached
     assert stored >= full
     assert scrape.value("vllm:kv_offload_store_bytes_total") == stored * size
     assert scrape.value("vllm:kv_offload_load_bytes_total") == full * size
     assert scrape.value("vllm:kv_offload_tiering_write_bytes_total") == stored * size
     assert scrape.value("vllm:kv_offload_store_time_total") > 0
     assert scrape.value("vllm:kv_offload_load_time_total") > 0
-    for tier, pool in (("host", llm.engine.memory.host.pool), ("disk", llm.engine.memory.disk.tier.pool)):
+    for tier, pool in (
+        ("host", llm.engine.memory.offload.host.pool),
+        ("disk", llm.engine.memory.offload.disk.tier.pool),
+    ):
         assert scrape.total("kvreclaim:tier_slots", tier=tier) == pool.num_blocks
         assert scrape.value("kvreclaim:tier_slots", tier=tier, state="in_use") == pool.num_in_use
     used = scrape.value("vllm:kv_offload_cpu_cache_usage_perc")
-    assert used == pytest.approx(stored / llm.engine.memory.host.pool.num_blocks)
+    assert used == pytest.approx(stored / llm.engine.memory.offload.host.pool.num_blocks)
 
     again = World(LLM(demo_model(), **options))
     again.add("d", 60, **asked)

@@ -119,11 +119,11 @@ def test_status(serve: Serve) -> None:
         found = status(server)
         assert found["enabled"] is True
         tiers, memory = found["tiers"], server.llm.engine.memory
-        assert tiers["host"]["num_slots"] == memory.host.pool.num_blocks
+        assert tiers["host"]["num_slots"] == memory.offload.host.pool.num_blocks
         assert tiers["host"]["cached"] >= num_prompt // 16
         assert tiers["asked_tokens"] == (num_prompt - 1) // 16 * 16
         assert tiers["moves"]["store_bytes"] == tiers["host"]["cached"] * tiers["bytes_per_block"]
-        assert tiers["disk"]["slots"]["num_slots"] == memory.disk.tier.pool.num_blocks
+        assert tiers["disk"]["slots"]["num_slots"] == memory.offload.disk.tier.pool.num_blocks
 
 
 def test_status_and_reset_without_tiers(server: Running) -> None:

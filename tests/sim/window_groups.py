@@ -10,8 +10,8 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.memory.groups.window import WindowGroup, WindowTable
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.memory.window_tables import Windows, WindowTable
 from kvreclaim.memory.windows.window import ChunkedWindow, Window, grouping
 
 Row = dict[str, Any]
@@ -81,12 +81,12 @@ def held_bytes(shape: GroupShape, num_tokens: int, *, grouped: bool) -> int:
     return memory.num_blocks(0) * layers * SIZE * shape.token_bytes
 
 
-class LastOut(Windows):
+class LastOut(WindowGroup):
     """vLLM's order: whatever has left a window goes behind all other cached blocks."""
 
-    def _let_go(self, window: Window, table: WindowTable, first: int) -> None:
-        table.tails = tuple(range(table.end + 1))
-        super()._let_go(window, table, first)
+    def _release_unseen(self, own: WindowTable, first: int) -> None:
+        own.tails = tuple(range(own.end + 1))
+        super()._release_unseen(own, first)
 
 
 @dataclass(slots=True)
@@ -176,8 +176,7 @@ def hit_rows(plan: GroupsPlan, occupancies: Sequence[float] = (0.25, 0.5, 0.9)) 
         for occupancy in occupancies:
             num_blocks = int(kept / occupancy)
             ours = GroupConversations(plan, MemoryManager(num_blocks, SIZE, windows=found.windows)).run()
-            memory = MemoryManager(num_blocks, SIZE, windows=found.windows)
-            memory.windows = LastOut(memory.pool, SIZE, found.windows)
+            memory = MemoryManager(num_blocks, SIZE, windows=found.windows, window_group=LastOut)
             others = GroupConversations(plan, memory).run()
             rows.append(
                 {"model": name, "occupancy": occupancy, "blocks": num_blocks, "hit_tokens": ours}

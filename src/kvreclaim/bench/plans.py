@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 PEERS = ("transformers", "transformers-cb", "vllm")
 DTYPES = ("bfloat16", "float32")
 MODEL = Path("bench_models/qwen3-26m")
-THREADS = "CPU threads for every system."
-KERNELS = "Kernels of kvreclaim: auto, reference, native or triton."
-VLLM_PYTHON = "Python interpreter of vLLM's environment (`make vllm-env`)."
+THREADS = "CPU threads, of every system."
+KERNELS = "kvreclaim's kernels: auto, reference, native or triton."
+VLLM_PYTHON = "Interpreter of vLLM's environment (`make vllm-env`)."
 VLLM_CASES = ("small", "large", "cost", "serve")
 OBJECTIVES = ("ttft", "tpot", "e2el")
 PROMPTS = ("random", "text")
@@ -34,9 +34,9 @@ VERIFY_SYSTEMS = ("full", "lossy", "verify", "full-host", "verify-host")
 class ModelPlan:
     """A benchmark of one model directory."""
 
-    model: Path = option(MODEL, "Model directory; `make bench-model` makes the default one.")
+    model: Path = option(MODEL, "Model directory; `make bench-model` makes this one.")
     threads: int = option(2, THREADS, low=1, high=1024)
-    dtype: str = option("bfloat16", "Model dtype: bfloat16 or float32.", choices=DTYPES)
+    dtype: str = option("bfloat16", "bfloat16 or float32.", choices=DTYPES)
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -59,8 +59,8 @@ class ModelPlan:
 class PolicyPlan(ModelPlan):
     """One with policies, all at one budget."""
 
-    budget: int = option(2048, "Budget of the policies in tokens.", low=1, unit=" tokens")
-    interval: int = option(128, "Interval of the policies in tokens.", low=1, unit=" token")
+    budget: int = option(2048, "Of the policies, tokens.", low=1, unit=" tokens")
+    interval: int = option(128, "Of the policies, tokens.", low=1, unit=" token")
 
     def policy(self, name: str) -> CompressionConfig | None:
         """None: "full", the full cache."""
@@ -88,32 +88,21 @@ class DecodePlan(PeersPlan):
                      SYSTEM:FORMAT
     """
 
-    systems: tuple[str, ...] = option(
-        NAMES, "Systems of kvreclaim to time: full and policies, comma-separated."
-    )
-    peers: tuple[str, ...] = option(
-        (), "Peers to time: transformers, transformers-cb, vllm; comma-separated."
-    )
-    vllm_compile: bool = option(False, "Run vLLM with torch.compile.")
-    contexts: tuple[int, ...] = option(
-        (1024, 8192, 16384, 32768), "Tokens in each sequence's cache, comma-separated."
-    )
-    batches: tuple[int, ...] = option((1, 8, 32), "Batch sizes, comma-separated.")
+    systems: tuple[str, ...] = option(NAMES, "full and policies, comma-separated.")
+    peers: tuple[str, ...] = option((), "transformers, transformers-cb, vllm; comma-separated.")
+    vllm_compile: bool = option(False, "vLLM with torch.compile.")
+    contexts: tuple[int, ...] = option((1024, 8192, 16384, 32768), "Tokens in each cache.")
+    batches: tuple[int, ...] = option((1, 8, 32), "Sequences.")
     kv_cache_dtypes: tuple[str, ...] = option(
         (AUTO,),
-        "KV cache formats to time in turns, comma-separated: auto, bf16, int8, int4 and so on.",
+        "KV formats, comma-separated, timed in turns: auto, bf16, int8, int4 and so on.",
         flags=("--kv-cache-dtype",),
     )
-    rounds: int = option(3, "Timed slices per system; the systems take turns.", low=1)
-    steps: int = option(64, "Maximum steps per slice.", low=1)
-    slice_s: float = option(4.0, "Maximum seconds per slice.", low=0.0, high=86_400.0)
-    limit_s: float = option(120.0, "Maximum seconds per system and point.", low=0.0, high=86_400.0)
-    fill: Fill = option(
-        "synthetic",
-        "How caches are filled: synthetic or prefill.",
-        choices=("synthetic", "prefill"),
-        typed_as=str,
-    )
+    rounds: int = option(3, "Slices of each system, in turns.", low=1)
+    steps: int = option(64, "Most steps of a timed slice.", low=1)
+    slice_s: float = option(4.0, "Most seconds of a timed slice.", low=0.0, high=86_400.0)
+    limit_s: float = option(120.0, "Most seconds of one system at one point.", low=0.0, high=86_400.0)
+    fill: Fill = option("synthetic", "synthetic or prefill.", choices=("synthetic", "prefill"), typed_as=str)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -170,13 +159,11 @@ def _is_ours(name: str) -> bool:
 class MemoryPlan(PeersPlan):
     """Many long requests in one pool. The pool holds the K/V of `pool_requests` whole ones."""
 
-    policies: tuple[str, ...] = option(
-        ("full", "triattention", "query_mixture"), "Policies, comma-separated."
-    )
-    requests: int = option(20, "Number of requests, sent at once.", low=1)
-    prompt: int = option(2048, "Prompt tokens per request.", low=1)
-    output: int = option(8192, "Output tokens per request.", low=1)
-    pool_requests: int = option(4, "Size of the pool in whole requests.", low=1, flags=("--pool",))
+    policies: tuple[str, ...] = option(("full", "triattention", "query_mixture"), "Comma-separated.")
+    requests: int = option(20, "Sent at once.", low=1)
+    prompt: int = option(2048, "Tokens of each.", low=1)
+    output: int = option(8192, "Tokens of each.", low=1)
+    pool_requests: int = option(4, "Whole requests whose K/V the pool holds.", low=1, flags=("--pool",))
 
     @property
     def length(self) -> int:
@@ -194,24 +181,20 @@ class ServePlan(PolicyPlan):
     trace:    whose lengths, times scale, the requests of that run have; None: num_prompt and num_output
     """
 
-    streams: tuple[int, ...] = option((1, 8, 32, 64), "Numbers of concurrent streams, comma-separated.")
-    num_prompt: int = option(64, "Prompt tokens per request.", low=1, flags=("--prompt",))
-    num_output: int = option(256, "Output tokens per request.", low=1, flags=("--output",))
-    rounds: int = option(7, "Timed runs per side; the sides take turns.", low=1)
+    streams: tuple[int, ...] = option((1, 8, 32, 64), "Concurrent streams.")
+    num_prompt: int = option(64, "Prompt tokens of each.", low=1, flags=("--prompt",))
+    num_output: int = option(256, "Generated tokens of each.", low=1, flags=("--output",))
+    rounds: int = option(7, "Of both sides, in turns.", low=1)
     threads: int = option(1, THREADS, low=1, high=1024)
-    num_blocks: int = option(4096, "Number of blocks in the pool, on both sides.", low=1)
-    dtype: str = option("auto", "Model dtype: auto, bfloat16 or float32.")
-    compress: str = option("full", "Compression policy of every request.", flags=("--policy",))
-    spread_compression: bool = option(True, "Compress requests that arrive together at different steps.")
-    engine_process: bool = option(True, "Run the server's engine in a process of its own, not in a thread.")
-    arrivals: int = option(0, "Requests in a run under load; 0: no such run.", low=0)
-    load: float = option(
-        0.7, "Arrival rate under load, as a share of the offline throughput.", low=0.01, high=100.0
-    )
-    trace: Path | None = option(
-        None, "CSV with TIMESTAMP,ContextTokens,GeneratedTokens, for the lengths under load."
-    )
-    scale: float = option(0.1, "Factor on the trace's lengths.", low=0.0001, high=100.0)
+    num_blocks: int = option(4096, "Of the pool, on both sides.", low=1)
+    dtype: str = option("auto", "auto, bfloat16 or float32.")
+    compress: str = option("full", "The policy of every request.", flags=("--policy",))
+    spread_compression: bool = option(True, "Requests are compressed at different steps.")
+    engine_process: bool = option(True, "The server's engine in a process of its own; else in a thread.")
+    arrivals: int = option(0, "Requests of a run under load; 0: none.", low=0)
+    load: float = option(0.7, "Of that run: share of what the engine can do offline.", low=0.01, high=100.0)
+    trace: Path | None = option(None, "CSV with TIMESTAMP,ContextTokens,GeneratedTokens: their lengths.")
+    scale: float = option(0.1, "Of the trace's lengths.", low=0.0001, high=100.0)
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -229,25 +212,23 @@ class ServePlan(PolicyPlan):
 class VllmPlan(ModelPlan):
     """vLLM with and without the plugin. stats: of the model's queries; None takes its own file."""
 
-    cases: tuple[str, ...] = option(VLLM_CASES, "Cases: small, large, cost, serve; comma-separated.")
-    policy: str = option("query_mixture", "Compression policy of the side with the plugin.")
-    interval: int = option(
-        128, "Tokens over the budget at which the plugin compresses.", low=1, unit=" token"
-    )
-    stats: Path | None = option(None, "File of query statistics. Default: the model's own.")
+    cases: tuple[str, ...] = option(VLLM_CASES, "small, large, cost, serve; comma-separated.")
+    policy: str = option("query_mixture", "Of the side with the plugin.")
+    interval: int = option(128, "Tokens.", low=1, unit=" token")
+    stats: Path | None = option(None, "Query statistics; the model's own where none.")
     python: Path = option(Path(".vllm-env/bin/python"), VLLM_PYTHON, flags=("--vllm-python",))
-    starts: int = option(3, "Process starts of `cost`.", low=1)
-    rounds: int = option(24, "Timed rounds of `cost` per start, after a warm-up.", low=1)
+    starts: int = option(3, "Of the processes of `cost`.", low=1)
+    rounds: int = option(24, "Of `cost`, in each start, after one that is not counted.", low=1)
     threads: int = option(1, THREADS, low=1, high=1024)
-    plot: Path | None = option(None, "Image file for a chart of the pool over time.")
-    rate: float = option(4.0, "Requests per second of `serve`.", low=0.001, high=1000.0)
-    turns: int = option(2, "Runs of `serve` per side.", low=1)
-    prompts: str = option("random", "Prompts of `serve`: random or text.", choices=PROMPTS)
+    plot: Path | None = option(None, "Write the pool over time to this image.")
+    rate: float = option(4.0, "Of `serve`, requests that come per second.", low=0.001, high=1000.0)
+    turns: int = option(2, "Of `serve`, for each side.", low=1)
+    prompts: str = option("random", "Of `serve`: random tokens, or text.", choices=PROMPTS)
     goodput: tuple[str, ...] = option(
         ("ttft:10000", "tpot:200"),
-        "Goodput targets of `serve`: ttft:MS, tpot:MS, e2el:MS; comma-separated.",
+        "Of `serve`, what a good answer keeps to: ttft:MS, tpot:MS, e2el:MS; comma-separated.",
     )
-    seed: int = option(0, "Seed of the first run of `serve`; each further run adds 1.", low=0)
+    seed: int = option(0, "Of `serve`'s first turn; the next one has the next.", low=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -271,19 +252,19 @@ class LosslessPlan:
     """
 
     model: Path | None = option(
-        None, f"Model directory, or {DEMO}. Default: the fetched model, else the demo model."
+        None, f"Model directory, or {DEMO}; the real model, else the demo model, where not said."
     )
-    dtype: str = option("bfloat16", "Model dtype: bfloat16 or float32.", choices=DTYPES)
+    dtype: str = option("bfloat16", "bfloat16 or float32.", choices=DTYPES)
     threads: int = option(2, THREADS, low=1, high=1024)
-    contexts: tuple[int, ...] = option((16384,), "Prompt lengths in tokens, comma-separated.")
-    batches: tuple[int, ...] = option((1, 8), "Batch sizes, comma-separated.")
-    policy: str = option("streaming_llm", "Policy that drafts, and that compresses in the lossy system.")
-    budget: int = option(1536, "Budget of the policy in tokens.", low=1)
-    drafts: int = option(5, "Maximum draft tokens between two verifications.", low=1, high=64)
-    tokens: int = option(96, "Tokens to generate per sequence.", low=2)
-    rounds: int = option(3, "Timed runs per system; medians are shown. 0: time nothing.", low=0)
-    systems: tuple[str, ...] = option(VERIFY_SYSTEMS, "Systems, comma-separated.")
-    documents: int = option(2, "Documents per demo task to compare first; 0: none.", low=0)
+    contexts: tuple[int, ...] = option((16384,), "Tokens of each prompt, comma-separated.")
+    batches: tuple[int, ...] = option((1, 8), "Sequences at once, comma-separated.")
+    policy: str = option("streaming_llm", "That drafts, and that compresses in the lossy system.")
+    budget: int = option(1536, "Of the policy, tokens.", low=1)
+    drafts: int = option(5, "Drafted at most between two verifications.", low=1, high=64)
+    tokens: int = option(96, "Drawn by each sequence.", low=2)
+    rounds: int = option(3, "Of all systems, in turns; medians are shown; 0: nothing is timed.", low=0)
+    systems: tuple[str, ...] = option(VERIFY_SYSTEMS, "Comma-separated.")
+    documents: int = option(2, "Of each of the demo model's tasks, compared first; 0: none.", low=0)
 
     def __post_init__(self) -> None:
         check_options(self)

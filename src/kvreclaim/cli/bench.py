@@ -20,10 +20,7 @@ from kvreclaim.cli.bench_options import Json, publish, ready
 from kvreclaim.cli.config_options import ConfigOptions, names_in, with_config
 from kvreclaim.config import format_names
 
-bench_app = typer.Typer(
-    no_args_is_help=True,
-    help="Benchmarks. Each checks correctness first, then prints a table and can write JSON.",
-)
+bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks: correctness first, then ratios of one run.")
 
 SYSTEMS = ("full", "query_mixture", "triattention")
 SHARED = ("model", "threads", "dtype", "kernels")
@@ -42,10 +39,10 @@ def decode(
     plan: Annotated[
         DecodePlan, ConfigOptions(config=DecodePlan, defaults={"systems": SYSTEMS}, build=decode_plan)
     ],
-    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare greedy tokens first.")] = True,
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Check greedy tokens first.")] = True,
     json_file: Json = None,
 ) -> None:
-    """Measure decode tokens/s over contexts and batches, next to transformers and vLLM."""
+    """Decode tokens/s over contexts and batches, beside transformers and vLLM."""
     with ready(plan.threads):
         from kvreclaim.bench import decode, decode_table
         from kvreclaim.bench.verify import agreement_table
@@ -60,7 +57,7 @@ def decode(
 @bench_app.command("verify")
 @with_config
 def verify(plan: Annotated[LosslessPlan, ConfigOptions(config=LosslessPlan)], json_file: Json = None) -> None:
-    """Compare verify mode with the full and the lossy cache: tokens first, then speed and memory."""
+    """Verify mode beside the full cache and the lossy one: tokens first, then tokens/s, blocks, bytes."""
     with ready(plan.threads):
         from kvreclaim.bench import common
         from kvreclaim.bench.lossless import equality, speed
@@ -76,7 +73,7 @@ def verify(plan: Annotated[LosslessPlan, ConfigOptions(config=LosslessPlan)], js
 @bench_app.command("memory")
 @with_config
 def memory(plan: Annotated[MemoryPlan, ConfigOptions(config=MemoryPlan)], json_file: Json = None) -> None:
-    """Run long requests in one pool, next to vLLM: concurrency, preemptions, time and peak blocks."""
+    """Long requests in one pool: how many at once, preemptions, time, peak blocks; beside vLLM."""
     with ready(plan.threads):
         from kvreclaim.bench import common, memory
 
@@ -88,15 +85,15 @@ def memory(plan: Annotated[MemoryPlan, ConfigOptions(config=MemoryPlan)], json_f
 def kernels(
     kernels: Annotated[str, typer.Option(help=KERNELS)] = "auto",
     threads: Annotated[int, typer.Option(min=1, max=1024, help=THREADS)] = 2,
-    device: Annotated[str, typer.Option(help="Device: cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     kv_cache_dtype: Annotated[
-        str, typer.Option(help="KV cache formats to time in turns with bf16, comma-separated, or auto.")
+        str, typer.Option(help="KV formats, comma-separated, timed in turns with bf16, or auto.")
     ] = "auto",
-    ops: Annotated[str, typer.Option(help="Time only ops whose name contains this.")] = "",
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds per op.")] = 5,
+    ops: Annotated[str, typer.Option(help="Only those whose name contains this.")] = "",
+    rounds: Annotated[int, typer.Option(min=1)] = 5,
     json_file: Json = None,
 ) -> None:
-    """Compare every op with the reference, then measure its time and share of the memory bandwidth."""
+    """Time, GB/s and share of the bandwidth of every op, after comparing it with the reference."""
     with ready(threads):
         from kvreclaim.bench import kernels as kernel_bench
         from kvreclaim.bench.kernel_cases import standard
@@ -114,7 +111,7 @@ def kernels(
 @bench_app.command("serve")
 @with_config
 def serve(plan: Annotated[ServePlan, ConfigOptions(config=ServePlan)], json_file: Json = None) -> None:
-    """Measure throughput, TTFT and TPOT through HTTP, next to the engine alone."""
+    """Throughput, time to first token and between tokens through HTTP, beside the engine alone."""
     with ready(plan.threads):
         from kvreclaim.bench import serve
 
@@ -125,7 +122,7 @@ def serve(plan: Annotated[ServePlan, ConfigOptions(config=ServePlan)], json_file
 @bench_app.command("vllm")
 @with_config
 def vllm(plan: Annotated[VllmPlan, ConfigOptions(config=VllmPlan)], json_file: Json = None) -> None:
-    """Run vLLM with and without the plugin: its pool, `vllm bench serve`, and the plugin's own cost."""
+    """vLLM with and without the plugin: its pool, `vllm bench serve`, and what it costs for nothing."""
     with ready(plan.threads):
         from kvreclaim.bench import common, vllm_chart, vllm_cost, vllm_pool, vllm_serve
 

@@ -53,7 +53,7 @@ class Measuring:
     seed: int = option(0, "Seed of the clustering.")
     surrogate: bool = option(True, "Repeat the text and learn which tokens and heads the repetition needs.")
     kvzap: str | None = option(
-        None, "Weights that score hidden states: fit them (linear or mlp), or load them from a directory."
+        None, "Score weights on hidden states: fit them (linear or mlp), or load them from a directory."
     )
     max_points: int = option(4096, "Queries per head that are clustered, evenly spaced over the text.", low=1)
 

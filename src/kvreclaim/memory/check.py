@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.changes import CompactionPlan
 from kvreclaim.memory.pool import BlockPool
-
-
-def check_memory(
-    pool: BlockPool, tables: Mapping[int, BlockTable], held: Counter[int], block_size: int
-) -> None:
-    """Pool, index and tables agree; held: references beside those of tables. Raises AssertionError with the
-    numbers."""
-    pool.check()
-    _check_counts(pool, tables, held)
-    for seq_id, table in tables.items():
-        _check_table(seq_id, table, pool, block_size)
 
 
 def check_plan(plan: CompactionPlan[int], table: BlockTable, pool: BlockPool, block_size: int) -> None:
@@ -47,20 +35,21 @@ def check_plan(plan: CompactionPlan[int], table: BlockTable, pool: BlockPool, bl
     assert fresh <= pool.num_free, f"sequence {seq_id}: {fresh} fresh blocks wanted, {pool.num_free} free"
 
 
-def _check_counts(pool: BlockPool, tables: Mapping[int, BlockTable], held: Counter[int]) -> None:
+def check_counts(pool: BlockPool, held: Counter[int]) -> None:
+    """Every block has as many references as held says. Raises AssertionError with the numbers."""
     free = pool.num_free - pool.num_cached
     assert free + pool.num_cached + pool.num_in_use == pool.num_blocks, (
         f"{free} free + {pool.num_cached} cached + {pool.num_in_use} in use != {pool.num_blocks}"
     )
-    entries = Counter(block for table in tables.values() for block in table.blocks()) + held
     references = {block: refs for block, refs in enumerate(pool.refs) if refs}
-    assert entries.total() == sum(references.values()), (
-        f"{entries.total()} table entries, {sum(references.values())} references"
+    assert held.total() == sum(references.values()), (
+        f"{held.total()} table entries, {sum(references.values())} references"
     )
-    assert entries == references, f"per block: {dict(entries)} in the tables, {references} in the pool"
+    assert held == references, f"per block: {dict(held)} in the tables, {references} in the pool"
 
 
-def _check_table(seq_id: int, table: BlockTable, pool: BlockPool, block_size: int) -> None:
+def check_table(seq_id: int, table: BlockTable, pool: BlockPool, block_size: int) -> None:
+    """A table of full attention is sound. Raises AssertionError."""
     name, blocks = f"sequence {seq_id}", table.blocks()
     assert table.num_blocks == len(blocks), f"{name}: {len(blocks)} blocks held, {table.num_blocks} counted"
     assert len(set(blocks)) == len(blocks), f"{name}: a block occurs twice in {table.block_ids}"

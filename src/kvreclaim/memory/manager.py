@@ -11,9 +11,13 @@ from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.changes import NO_GROWTH, CompactionPlan, Growth, Shrunk, TableState
-from kvreclaim.memory.check import check_memory, check_plan
+from kvreclaim.memory.check import check_counts
 from kvreclaim.memory.eviction import DEFAULT_ORDER, EvictionOrder, make_order
+from kvreclaim.memory.groups.full import FullAttentionGroup
+from kvreclaim.memory.groups.group import GroupManager
+from kvreclaim.memory.groups.window import WindowGroup
 from kvreclaim.memory.marks import INDEXED
+from kvreclaim.memory.offload import NoOffload
 from kvreclaim.memory.pins import Retention
 from kvreclaim.memory.pool import BlockPool
 from kvreclaim.memory.prefix.index import NUM_REMEMBERED, WINDOW, Entry, PrefixIndex
@@ -21,12 +25,11 @@ from kvreclaim.memory.prefix.keys import BlockHash, BlockKeys, HashFunction, sha
 from kvreclaim.memory.prefix_cache import PrefixCache, PrefixMatch
 from kvreclaim.memory.residency import BlockResidency
 from kvreclaim.memory.stats import MemoryStats, memory_stats
-from kvreclaim.memory.window_tables import Windows
 from kvreclaim.memory.windows.window import Window
 
 
 class MemoryManager:
-    """Which sequence holds which blocks. Integers only: the caller moves every byte.
+    """Which sequence holds which blocks, in all groups of layers. Integers only: the caller moves every byte.
 
     A can_* method answers without changing anything; what follows a yes in the same step succeeds.
     A sequence id that is not known raises UnknownRequestError. Not thread-safe.
@@ -41,9 +44,10 @@ class MemoryManager:
         max_pinned_fraction:   most of the pool that may be pinned at a time, 0 to 1
         residency_sample:      share of the cached blocks that drain_residency tells of, 0 to 1
         clock:                 seconds, never backwards; of pins and residency
-        windows:               of layers that see the last tokens only. They have tables of their own, over
-                               blocks of the same pool, and hold what their windows need; what is said of a
-                               sequence's table otherwise is of the layers with full attention
+        windows:               of layers that see the last tokens only; each has a group of its own (groups/)
+                               A sequence's table is that of the layers with full attention
+        window_group:          the class of these groups
+        offload:               makes what lies below the pool: `partial(TieredOffload, num_host_slots=...)`
     """
 
     def __init__(
@@ -59,6 +63,8 @@ class MemoryManager:
         residency_sample: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         windows: Sequence[Window] = (),
+        window_group: type[WindowGroup] = WindowGroup,
+        offload: Callable[[FullAttentionGroup], NoOffload] = NoOffload,
     ) -> None:
         if block_size < 1:
             raise InvalidArgumentError(f"block_size is {block_size}; at least 1 slot is needed; use 16")
@@ -77,12 +83,16 @@ class MemoryManager:
             clock=clock,
         )
         self.prefix = PrefixCache(self.pool, block_size, enabled=enable_prefix_caching)
-        self.windows = Windows(self.pool, block_size, windows)
-        self._hashing = BlockHash(block_size, fingerprint, hash_function)
-        self._clock = clock
-        self._tables: dict[int, BlockTable] = {}
         self._held: Counter[int] = Counter()
-        self._freed_by_compression = 0
+        self.full = FullAttentionGroup(self.pool, block_size, self._held, self.prefix)
+        self.windows = tuple(
+            window_group(self.pool, block_size, self._held, window, n) for n, window in enumerate(windows)
+        )
+        self.groups: tuple[GroupManager, ...] = (self.full, *self.windows)
+        self.offload = offload(self.full)
+        assert not (windows and self.offload.num_slots), "windows have no slots; all layers share one table"
+        self._hashing = BlockHash(block_size, fingerprint, hash_function)
+        self._tables = self.full.tables
         self._cow_copies = 0
 
     def table(self, seq_id: int) -> BlockTable:
@@ -98,6 +108,15 @@ class MemoryManager:
     def num_free(self) -> int:
         """Blocks held by nobody."""
         return self.pool.num_free
+
+    @property
+    def num_pool_blocks(self) -> int:
+        """Blocks, whoever holds them."""
+        return self.pool.num_blocks
+
+    def ref_count(self, block: int) -> int:
+        """References to a block."""
+        return self.pool.refs[block]
 
     def table_state(self, seq_id: int) -> TableState:
         """Its table as a compaction is planned from it."""
@@ -120,7 +139,7 @@ class MemoryManager:
     @property
     def index_version(self) -> int:
         """Grows whenever a match may have changed."""
-        return self.pool.index.version
+        return self.pool.index.version + self.offload.index_version
 
     def follows_itself(self, seq_id: int) -> bool:
         """Whether the next full block of the sequence, if it is entered, follows one that the sequence holds:
@@ -133,19 +152,24 @@ class MemoryManager:
 
     def open_blocks(self) -> list[int]:
         """The blocks that the next tokens of all sequences go to, one that holds some already included."""
-        tables = ((table.block_ids, table.physical_len) for table in self._tables.values())
-        found = [block for ids, n in tables for block in ids[n // self.block_size :] if block is not None]
-        for seq_id, table in self._tables.items() if self.windows.windows else ():
-            found += self.windows.open_blocks(seq_id, table.logical_len)
-        return found
+        return [
+            block
+            for seq_id, table in self._tables.items()
+            for group in self.groups
+            for block in group.open_blocks(seq_id, table)
+        ]
 
     def blocks(self, seq_id: int) -> list[int]:
         """All that a sequence holds."""
-        return self.table(seq_id).blocks() + self.windows.blocks(seq_id)
+        table = self.table(seq_id)
+        return [block for group in self.groups for block in group.blocks(seq_id, table)]
 
     def num_blocks(self, seq_id: int) -> int:
         """How many these are."""
-        return self.table(seq_id).num_blocks + self.windows.num_blocks(seq_id)
+        table, count = self.table(seq_id), 0
+        for group in self.groups:
+            count += group.num_blocks(seq_id, table)
+        return count
 
     def keys(
         self, token_ids: Sequence[int], cache_salt: str | None = None, *, lasting: bool = True
@@ -161,13 +185,18 @@ class MemoryManager:
         A pure question: no order, count or statistic changes.
         """
         match = self.prefix.match(keys, max_tokens)
-        return match if not self.windows.windows else self._behind_windows(match)
+        length, before = len(match.entries), -1
+        while length != before:
+            before = length
+            for group in self.windows:
+                length = group.fit(match.entries, length)
+        return self.offload.with_lower(self._behind_windows(match, length), max_tokens)
 
-    def _behind_windows(self, match: PrefixMatch) -> PrefixMatch:
-        """Cut a match to what every window can go on behind."""
-        length = self.windows.fit(match.entries)
+    def _behind_windows(self, match: PrefixMatch, length: int) -> PrefixMatch:
+        """The first entries of a match, behind which every window is there."""
         entries, miss = match.entries[:length], match.miss if length == len(match.entries) else WINDOW
-        return PrefixMatch(match.keys, entries, miss, windows=self.windows.hits(entries))
+        rows = tuple(group.hits(entries) for group in self.windows)
+        return PrefixMatch(match.keys, entries, miss, windows=rows)
 
     def can_admit(self, match: PrefixMatch, num_tokens: int) -> bool:
         """Whether admit and then grow(num_tokens) would succeed."""
@@ -200,18 +229,7 @@ class MemoryManager:
         passes: (sequence, tokens that it keeps), carried out in this order once the copies of this step have
                 been made. One may take what those before it have given back.
         """
-        refs, held = self.pool.refs, self._held
-        free = self.pool.num_free + sum(refs[block] == count for block, count in held.items())
-        left: dict[int, int] = {}
-        for seq_id, keep in passes:
-            blocks = self.table(seq_id).blocks()
-            shared = [block for block in blocks if left.get(block, refs[block] - held[block]) > 1]
-            own, needed = len(blocks) - len(shared), blocks_for(keep, self.block_size)
-            if needed - own > free:
-                return seq_id
-            free += own - needed
-            left.update((block, left.get(block, refs[block] - held[block]) - 1) for block in shared)
-        return None
+        return self.full.first_lacking(passes)
 
     def admit(self, seq_id: int, match: PrefixMatch, *, priority: int = 0) -> None:
         """Begin a sequence with the blocks of a match that was made in this step.
@@ -219,10 +237,10 @@ class MemoryManager:
         A pin of one of these blocks begins anew. priority: of the request, a lower number is more
         important; the eviction order may look at it.
         """
-        self._refuse_known(seq_id)
-        self._tables[seq_id] = self.prefix.begin(match, priority)
-        if self.windows.windows:
-            self.windows.begin(seq_id, match.entries, match.windows, match.keys.num_tokens, priority)
+        self.full.refuse_known(seq_id)
+        for group in self.groups:
+            group.begin(seq_id, match, priority)
+        self.offload.admitted(seq_id, self._tables[seq_id], match)
 
     def refresh(self, match: PrefixMatch) -> None:
         """Renew a match as if a sequence had just begun with it and ended: its blocks are reused later."""
@@ -244,24 +262,22 @@ class MemoryManager:
         keys: of the child, a fork of its parent's
         """
         parent = self.table(parent_id)
-        self._refuse_known(child_id)
+        self.full.refuse_known(child_id)
         child = parent.fork(blocks_for(parent.physical_len, self.block_size), keys)
-        for block in child.blocks():
-            self.pool.touch(block)
-        self._tables[child_id] = child
-        if self.windows.windows:
-            self.windows.fork(parent_id, child_id, parent.logical_len)
+        for group in self.groups:
+            group.fork(parent_id, child_id, child)
+        self.offload.forked(parent_id, child_id)
 
     def adopt(self, seq_id: int, table: BlockTable) -> list[int]:
         """Begin an inexact sequence that comes from elsewhere, and whose block ids stand for any blocks; as
         many are free. Returns: its blocks, for the caller to fill."""
-        self._refuse_known(seq_id)
+        self.full.refuse_known(seq_id)
         assert table.chain is None, "what is exact is found by its prefix"
-        assert not self.windows.windows, "nothing that comes from elsewhere has windows"
+        assert not self.windows, "nothing that comes from elsewhere has windows"
         blocks = self.pool.allocate(table.num_blocks)
         supply = iter(blocks)
         table.block_ids = [None if block is None else next(supply) for block in table.block_ids]
-        self._tables[seq_id] = table
+        self.full.add(seq_id, table)
         return blocks
 
     def free(self, seq_id: int) -> int:
@@ -269,18 +285,18 @@ class MemoryManager:
 
         Returns: blocks that went back to the pool.
         """
-        table = self.table(seq_id)
-        del self._tables[seq_id]
-        return self.pool.release(reversed(table.blocks())) + self.windows.free(seq_id, table)
+        table, freed = self.table(seq_id), 0
+        for group in self.groups:
+            freed += group.free(seq_id, table)
+        self.offload.freed(seq_id)
+        return freed
 
     def can_grow(self, seq_id: int, num_tokens: int) -> bool:
         """Whether grow would succeed."""
-        table = self.table(seq_id)
-        shared = num_tokens > 0 and self._shared_tail(table) is not None
-        needed = self._missing(table, num_tokens) + shared
-        if self.windows.windows and num_tokens:
-            needed += self.windows.missing(seq_id, table.logical_len, num_tokens, self._held)
-        return needed <= self.pool.num_free
+        table, missing = self.table(seq_id), 0
+        for group in self.groups:
+            missing += group.missing(seq_id, table, num_tokens)
+        return missing <= self.pool.num_free
 
     def grow(self, seq_id: int, num_tokens: int) -> Growth:
         """Make room to write num_tokens slots after physical_len; a shared tail block is replaced.
@@ -289,32 +305,21 @@ class MemoryManager:
         has asked can_grow first. The source of a copy is not handed out before `release_copy_sources`.
         """
         table = self.table(seq_id)
-        missing = self._missing(table, num_tokens)
-        source = self._shared_tail(table) if num_tokens else None
-        if self.windows.windows and num_tokens:
-            main = self._grow_table(table, missing, source)
-            blocks, pairs = self.windows.grow(seq_id, table.logical_len, num_tokens, self._held)
-            self._cow_copies += len(pairs)
-            return Growth((*main.new_blocks, *blocks), (*main.copies, *pairs))
-        return self._grow_table(table, missing, source)
-
-    def _grow_table(self, table: BlockTable, missing: int, source: int | None) -> Growth:
-        if not missing and source is None:
-            return NO_GROWTH
-        blocks = self.pool.allocate(missing + (source is not None))
-        copies: tuple[tuple[int, int], ...] = ()
-        if source is not None:
-            copies = ((source, blocks.pop(0)),)
-            table.replace(table.physical_len // self.block_size, copies[0][1])
-            self._held[source] += 1
-            self._cow_copies += 1
-        table.append(blocks)
-        return Growth(tuple(blocks), copies)
+        blocks: list[int] = []
+        copies: list[tuple[int, int]] = []
+        for group in self.groups:
+            group.grow(seq_id, table, num_tokens, blocks, copies)
+        if copies:
+            self._cow_copies += len(copies)
+            self.offload.copied(copies)
+        return Growth(tuple(blocks), tuple(copies)) if blocks or copies else NO_GROWTH
 
     def release_copy_sources(self) -> None:
         """The copies that grow asked for have been made: their sources are no longer held for them."""
-        self.pool.release(self._held.elements())
-        self._held.clear()
+        if self._held:
+            self.pool.release(self._held.elements())
+            self._held.clear()
+        self.offload.release_copy_sources()
 
     def trim(self, seq_id: int) -> int:
         """Give back the room that a sequence has behind what it has written, whole blocks of it. Returns:
@@ -326,17 +331,11 @@ class MemoryManager:
         """The K/V of the next num_tokens tokens have been written; full blocks become hits, unless these
         tokens, and so all later ones, are not what full attention would give."""
         table = self.table(seq_id)
-        start, num_entered = table.physical_len, len(table.entries)
-        room = len(table.block_ids) * self.block_size - start
-        assert num_tokens <= room, f"sequence {seq_id}: {num_tokens} tokens written, room for {room}"
-        assert not num_tokens or self._shared_tail(table) is None, f"sequence {seq_id}: wrote a shared block"
         if not exact and table.exact:
             table.mark_inexact()
-        table.advance(num_tokens)
-        if table.chain is not None:
-            self.prefix.enter_full_blocks(table, start // self.block_size)
-        if self.windows.windows:
-            self.windows.advance(seq_id, table, num_entered)
+        for group in self.groups:
+            group.commit(seq_id, table, num_tokens)
+        self.offload.committed(seq_id, table)
 
     def shrink(self, plan: CompactionPlan[int]) -> Shrunk:
         """Give a sequence its planned table and release the other blocks, tail first: all or nothing.
@@ -344,19 +343,7 @@ class MemoryManager:
         Fresh blocks are taken before any is released, so no source is a target by accident. The
         caller moves the bytes before anything else is allocated. The logical length stays.
         """
-        table = self.table(plan.seq_id)
-        check_plan(plan, table, self.pool, self.block_size)
-        for block in plan.strip:
-            self.pool.unindex(block)
-        fresh = self.pool.allocate(plan.targets.count(None))
-        supply = iter(fresh)
-        block_ids = tuple(next(supply) if target is None else target for target in plan.targets)
-        kept = set(block_ids)
-        dropped = [block for block in reversed(table.blocks()) if block not in kept]
-        table.shrink(block_ids, plan.num_tokens)
-        freed = self.pool.release(dropped) - len(fresh)
-        self._freed_by_compression += freed
-        return Shrunk(block_ids, freed)
+        return self.full.shrink(plan, self.table(plan.seq_id))
 
     def release_out_of_window(self, seq_id: int, num_tokens: int) -> int:
         """Give back the full blocks of a sequence's first tokens, which no layer sees any more; they can be
@@ -368,37 +355,33 @@ class MemoryManager:
 
         Returns: blocks that went back to the pool.
         """
-        table = self._table_with_full(seq_id, indices)
-        freed = self.pool.release(table.punch(sorted(indices, reverse=True)))
-        self._freed_by_compression += freed
-        return freed
+        return self.full.drop(seq_id, self.table(seq_id), indices, holes=True)
 
     def drop_blocks(self, seq_id: int, indices: Sequence[int]) -> int:
         """Like punch, but without holes: later entries move up, and the physical length falls. No byte
         moves: of a shared block only the reference goes.
         """
-        table = self._table_with_full(seq_id, indices)
-        freed = self.pool.release(reversed(table.drop(sorted(indices), self.block_size)))
-        self._freed_by_compression += freed
-        return freed
+        return self.full.drop(seq_id, self.table(seq_id), indices, holes=False)
 
     def invalidate(self, seq_id: int) -> None:
         """What the sequence's blocks hold may be wrong: no prefix hit finds any of them from now on."""
-        for block in self.table(seq_id).blocks():
+        for block in self.blocks(seq_id):
             self.pool.unindex(block)
-        self.windows.invalidate(seq_id)
+        self.offload.invalidated(seq_id, self._tables[seq_id])
 
     def mark_inexact(self, seq_id: int) -> None:
         """Something lossy happened: nothing written from here on is ever indexed."""
         self.table(seq_id).mark_inexact()
 
-    def reset_prefix_cache(self) -> None:
-        """Forget every indexed prefix; running sequences keep their blocks and are not indexed again."""
+    def reset_prefix_cache(self, *, external: bool = True) -> None:
+        """Forget every indexed prefix; running sequences keep their blocks and are not indexed again.
+        external: what lies below the pool is forgotten, too."""
         self.pool.clear_index()
+        self.offload.reset(external=external)
 
     def stats(self) -> MemoryStats:
         """What is where now, and counts since the start; a pin whose time is over is not counted."""
-        return memory_stats(self.pool, self.prefix, self._freed_by_compression, self._cow_copies)
+        return memory_stats(self.pool, self.prefix, self.full.freed_by_compression, self._cow_copies)
 
     def drain_residency(self) -> list[BlockResidency]:
         """The last 8,192 sampled cached blocks that were reused since the last call."""
@@ -406,29 +389,10 @@ class MemoryManager:
 
     def check(self) -> None:
         """Verify the whole structure, O(pool). Raises AssertionError."""
-        held = self._held + Counter(self.windows.every_block())
-        check_memory(self.pool, self._tables, held, self.block_size)
-        self.windows.check(self._tables)
-
-    def _missing(self, table: BlockTable, num_tokens: int) -> int:
-        """Blocks to append before num_tokens more are written."""
-        return max(0, blocks_for(table.physical_len + num_tokens, self.block_size) - len(table.block_ids))
-
-    def _shared_tail(self, table: BlockTable) -> int | None:
-        """The begun block that the next slot lies in, if other sequences hold it, too."""
-        tail = table.begun(self.block_size)
-        return tail if tail is not None and self.pool.refs[tail] - self._held[tail] > 1 else None
-
-    def _refuse_known(self, seq_id: int) -> None:
-        if seq_id in self._tables:
-            raise InvalidArgumentError(
-                f"sequence {seq_id} exists already; an id names one live sequence; free it or use another"
-            )
-
-    def _table_with_full(self, seq_id: int, indices: Sequence[int]) -> BlockTable:
-        """The table; its entries at these indices must be full blocks."""
-        table = self.table(seq_id)
-        full = table.physical_len // self.block_size
-        wrong = [index for index in indices if not 0 <= index < full]
-        assert not wrong, f"sequence {seq_id}: entry {wrong[0]} is not one of {full} full blocks"
-        return table
+        self.pool.check()
+        held = Counter(block for seq_id in self._tables for block in self.blocks(seq_id))
+        check_counts(self.pool, held + self._held)
+        for seq_id, table in self._tables.items():
+            for group in self.groups:
+                group.check(seq_id, table)
+        self.offload.check()

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.memory.kv_memory import KVMemory
 from kvreclaim.plan.cost import StepLoad
 from kvreclaim.schedule import Row, ScheduledSequence
 
 
-def load_of(
-    rows: Iterable[Row], sequences: Mapping[int, ScheduledSequence], memory: MemoryManager
-) -> StepLoad:
+def load_of(rows: Iterable[Row], sequences: Mapping[int, ScheduledSequence], memory: KVMemory) -> StepLoad:
     """Between `schedule` and `done`: tables have the slots that were computed before."""
     num_tokens = num_seqs = keys = decodes = 0
     pairs = 0.0

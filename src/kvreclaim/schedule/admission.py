@@ -8,7 +8,6 @@ from typing import Generic
 
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.prefix_cache import PrefixMatch
-from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.schedule.fair_share import FairShare
 from kvreclaim.schedule.in_flight import InFlight
 from kvreclaim.schedule.preemption import Preemptor
@@ -99,7 +98,8 @@ class Admission(Generic[Seq]):
         snapshot = state.snapshots.find(seq) if not seq.num_computed else None
         if snapshot is not None and has_seat:
             return self._begin_as_fork(seq, snapshot, step)
-        parked, match = state.parked_in(seq), state.match(seq)
+        parking = state.memory.offload.parking
+        parked, match = state.is_parked(seq), state.match(seq)
         own, with_prompts = own_slots(seq, match, state.memory), shares is not None
 
         def needed(running: Iterable[Seq]) -> int:
@@ -109,8 +109,8 @@ class Admission(Generic[Seq]):
         while has_seat and not fits and state.snapshots.evict_one():
             match = state.match(seq)
             fits = state.memory.can_admit(match, needed(state.running))
-        if parked is not None and not fits and not state.running:
-            return self._admit_anew(seq, parked, step)
+        if parked and not fits and not state.running:
+            return self._admit_anew(seq, step)
         if not fits:
             victims = shares.victims(seq, match, needed) if shares is not None else []
             if not victims:
@@ -118,45 +118,44 @@ class Admission(Generic[Seq]):
             for victim in (seq for seq in victims if seq.status is Status.RUNNING):
                 self.preemptor.preempt([victim], seq, "fairness", step)
             match = state.match(seq)  # victims may have taken slots of the host
-        if parked is not None:
+        if parked:
             if seq.followers:
-                self._begin_all_again(seq, match, parked, step)
+                self._begin_all_again(seq, match, step)
                 return True
-            parked.resume(seq.seq_id, match)
+            parking.resume(seq.seq_id, match)
         else:
             state.memory.admit(seq.seq_id, match, priority=seq.priority)
             seq.num_computed = match.num_tokens
         num_loaded = len(match.lower) * state.memory.block_size
-        self._begin(seq, Admitted(seq.seq_id, match.num_tokens, num_loaded, parked is not None), step)
+        self._begin(seq, Admitted(seq.seq_id, match.num_tokens, num_loaded, parked), step)
         return True
 
-    def _admit_anew(self, seq: Seq, parked: TieredMemory, step: StepPlanBuilder[Seq]) -> bool:
+    def _admit_anew(self, seq: Seq, step: StepPlanBuilder[Seq]) -> bool:
         """Keep nothing of sequences that fit into no pool beside what those share who come back with them:
         computed again, they are no larger than they were let in for."""
         for each in (seq, *seq.followers):
-            parked.drop_parked(each.seq_id)
+            self.state.memory.offload.parking.drop_parked(each.seq_id)
             each.reset()
         return self._admit(seq, step)
 
-    def _begin_all_again(
-        self, seq: Seq, match: PrefixMatch, parked: TieredMemory, step: StepPlanBuilder[Seq]
-    ) -> None:
+    def _begin_all_again(self, seq: Seq, match: PrefixMatch, step: StepPlanBuilder[Seq]) -> None:
         """Bring sequences back that run together, in one step; there is room for them in the pool. Those that
         this step has no tokens for go on later, and so do those that only wait for the others."""
         followers, seq.followers, seq.seats = seq.followers, [], 1
         self.state.waiting.begin(seq)
         for each in (seq, *followers):
             match = self.state.match(each) if each is not seq else match
-            parked.resume(each.seq_id, match)
+            self.state.memory.offload.parking.resume(each.seq_id, match)
             self._run(each, Admitted(each.seq_id, match.num_tokens, resumed=True), step, most=1)
 
     def _begin_as_fork(self, seq: Seq, snapshot: Seq, step: StepPlanBuilder[Seq]) -> bool:
         """Let one that waits begin with what a snapshot holds. Returns: whether there was room."""
         state = self.state
-        size, shares, parked = state.memory.block_size, step.shares, state.parked_in(snapshot)
+        size, shares, parked = state.memory.block_size, step.shares, state.is_parked(snapshot)
+        parking = state.memory.offload.parking
 
         def fits() -> bool:
-            if parked is not None and state.snapshots.lacks_open(parked.parked(snapshot.seq_id).table):
+            if parked and state.snapshots.lacks_open(parking.parked(snapshot.seq_id).table):
                 return False
             slots = slots_of_fork(seq, snapshot, state.memory)
             slots += known_growth(state.running, state.memory, prompts=shares is not None)
@@ -168,13 +167,11 @@ class Admission(Generic[Seq]):
                     state.snapshots.drop(snapshot.snapshot_key)
                     return self._admit(seq, step)
                 return False
-        if parked is not None:
-            parked.resume(snapshot.seq_id, parked.match_parked(snapshot.seq_id))
+        if parked:
+            parking.resume(snapshot.seq_id, parking.match_parked(snapshot.seq_id))
         state.snapshots.begin(snapshot, seq)
-        num_loaded = 0 if parked is None else seq.num_computed
-        begun = Admitted(
-            seq.seq_id, seq.num_computed, num_loaded, snapshot=snapshot.seq_id, unparked=parked is not None
-        )
+        num_loaded = seq.num_computed if parked else 0
+        begun = Admitted(seq.seq_id, seq.num_computed, num_loaded, snapshot=snapshot.seq_id, unparked=parked)
         self._begin(seq, begun, step)
         return True
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Generic
 
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.memory.kv_memory import KVMemory
 from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.schedule.preemption_cost import VictimOrder, choose_victims
 from kvreclaim.schedule.queue import Seq, Tenant
@@ -31,11 +31,9 @@ class FairShare(Generic[Seq]):
     seats, blocks: a tenant's part
     """
 
-    def __init__(
-        self, memory: MemoryManager, running: list[Seq], num_tenants: int, max_num_seqs: int
-    ) -> None:
+    def __init__(self, memory: KVMemory, running: list[Seq], num_tenants: int, max_num_seqs: int) -> None:
         self.seats = max(1, max_num_seqs // num_tenants)
-        self.blocks = memory.pool.num_blocks // num_tenants
+        self.blocks = memory.num_pool_blocks // num_tenants
         self._memory = memory
         self._running = running
         self._max_num_seqs = max_num_seqs
@@ -77,7 +75,7 @@ class FairShare(Generic[Seq]):
         needed: slots to be free beside the match's blocks while these run
         """
         rest, gone = list(self._running), []
-        released, freed, refs = Counter[int](), 0, self._memory.pool.refs
+        released, freed = Counter[int](), 0
         hits, spare, size = (
             {*match.block_ids, *match.window_blocks},
             self._memory.num_spare(match),
@@ -93,7 +91,7 @@ class FairShare(Generic[Seq]):
             gone.append(victim)
             for block in self._memory.blocks(victim.seq_id):
                 released[block] += 1
-                freed += released[block] == refs[block] and block not in hits
+                freed += released[block] == self._memory.ref_count(block) and block not in hits
         return gone
 
     def _above_seats(self, seq: Seq, rest: list[Seq]) -> dict[Tenant, int]:

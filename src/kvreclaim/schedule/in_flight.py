@@ -57,7 +57,7 @@ class InFlight(Generic[Seq]):
     def _find(self, seq: Seq) -> Awaited | None:
         """Something that is worth waiting for."""
         state = self.state
-        if state.parked_in(seq) is not None:
+        if state.is_parked(seq):
             return None
         if seq.snapshot_key is not None and not seq.num_computed:
             if state.snapshots.find(seq) is not None:

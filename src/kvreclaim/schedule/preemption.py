@@ -74,8 +74,8 @@ class Preemptor(Generic[Seq]):
             needy.request_id,
             needy.priority,
             reason,
-            state.memory.pool.num_in_use,
-            state.memory.pool.num_blocks,
+            state.memory.num_pool_blocks - state.memory.num_free,
+            state.memory.num_pool_blocks,
             victim.num_computed,
             "bring back" if parked else "compute again",
         )
@@ -88,24 +88,20 @@ class Preemptor(Generic[Seq]):
 
     def _park_all(self, group: ListLike[Seq], step: StepPlanBuilder[Seq]) -> bool:
         """Park all of them, what they share once, or none. Returns: which."""
-        swaps, tiers = self.preemption.swaps(group, self.state.memory), self.state.tiers
-        if tiers is None or not all(self._is_worth_slots(seq, step, swaps=swaps) for seq in group):
+        swaps, parking = self.preemption.swaps(group, self.state.memory), self.state.memory.offload.parking
+        if not all(self._is_worth_slots(seq, step, swaps=swaps) for seq in group):
             return False
-        if not tiers.can_park([seq.seq_id for seq in group]):
+        if not parking.can_park([seq.seq_id for seq in group]):
             return False
         for seq in group:
-            has_slots = tiers.park(seq.seq_id)
+            has_slots = parking.park(seq.seq_id)
             assert has_slots, f"sequence {seq.seq_id} finds no slots, though there were some for all"
         return True
 
     def _park(self, victim: Seq, step: StepPlanBuilder[Seq], *, swaps: bool) -> bool:
         """Move what its blocks hold to slots, if that is wanted and there are some."""
-        tiers = self.state.tiers
-        return (
-            tiers is not None
-            and self._is_worth_slots(victim, step, swaps=swaps)
-            and tiers.park(victim.seq_id)
-        )
+        parking = self.state.memory.offload.parking
+        return self._is_worth_slots(victim, step, swaps=swaps) and parking.park(victim.seq_id)
 
     @staticmethod
     def _is_worth_slots(victim: Seq, step: StepPlanBuilder[Seq], *, swaps: bool) -> bool:

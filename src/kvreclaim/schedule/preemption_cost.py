@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from kvreclaim.checks import check_choice
-from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.memory.tiers.manager import TieredMemory
+from kvreclaim.memory.kv_memory import KVMemory
 from kvreclaim.schedule.queue import Seq
 from kvreclaim.schedule.rates import Rates
 from kvreclaim.schedule.sequence import ScheduledSequence
@@ -38,19 +37,19 @@ class PreemptionCostModel:
         """So many bytes are moved for a block."""
         self.bytes_per_block = bytes_per_block
 
-    def swaps(self, group: Group, memory: MemoryManager) -> bool:
+    def swaps(self, group: Group, memory: KVMemory) -> bool:
         """Whether their blocks are to be moved to slots, if there are some."""
-        if self.mode == "recompute" or not isinstance(memory, TieredMemory):
+        if self.mode == "recompute" or not memory.offload.num_slots:
             return False
         return self.mode == "swap" or self.swap_s(group, memory) < self.recompute_s(group, memory)
 
-    def swap_s(self, group: Group, memory: TieredMemory) -> float:
+    def swap_s(self, group: Group, memory: KVMemory) -> float:
         """Seconds to move them out and in, what they share once: out only what no slot holds yet."""
         size, ids = self.bytes_per_block, [seq.seq_id for seq in group]
         held = {block for seq_id in ids for block in memory.table(seq_id).blocks()}
-        return self.rates.swap_s(memory.num_to_park(ids) * size, len(held) * size)
+        return self.rates.swap_s(memory.offload.parking.num_to_park(ids) * size, len(held) * size)
 
-    def recompute_s(self, group: Group, memory: MemoryManager) -> float:
+    def recompute_s(self, group: Group, memory: KVMemory) -> float:
         """Seconds to compute them again: of exact ones what will not be found, the first one's blocks by the
         others included, else all."""
         total, computed = 0.0, set[int | None]()
@@ -60,17 +59,16 @@ class PreemptionCostModel:
             if table.chain is not None:
                 ids = table.block_ids[: len(table.entries)] if len(group) > 1 else []
                 found = next((i for i, block in enumerate(ids) if block not in computed), len(ids))
-                if isinstance(memory, TieredMemory):
-                    found = max(found, memory.num_below(seq.seq_id))
+                found = max(found, memory.offload.num_below(seq.seq_id))
                 computed.update(ids)
             found = min(found * memory.block_size, seq.hit_limit, seq.num_computed)
             total += self.rates.recompute_s(seq.num_computed, found, seq.account.compactions)
         return total
 
-    def back_s(self, group: Group, memory: MemoryManager) -> float:
+    def back_s(self, group: Group, memory: KVMemory) -> float:
         """Seconds until they are back, the cheaper way that its mode allows."""
         again = self.recompute_s(group, memory)
-        if self.mode == "recompute" or not isinstance(memory, TieredMemory):
+        if self.mode == "recompute" or not memory.offload.num_slots:
             return again
         moved = self.swap_s(group, memory)
         return moved if self.mode == "swap" else min(moved, again)
@@ -119,7 +117,7 @@ class LeastCost:
     """Who are back soonest, all of them, and of these whose last one was admitted last."""
 
     preemption: PreemptionCostModel
-    memory: MemoryManager
+    memory: KVMemory
 
     def __call__(self, group: Group, place: int) -> tuple[float, ...]:
         return -self.preemption.back_s(group, self.memory), place
@@ -131,7 +129,7 @@ _SIMPLE: Mapping[str, VictimOrder] = MappingProxyType(
 
 
 def victim_order(
-    name: str, *, by_priority: bool, preemption: PreemptionCostModel, memory: MemoryManager
+    name: str, *, by_priority: bool, preemption: PreemptionCostModel, memory: KVMemory
 ) -> VictimOrder:
     """auto: last, or priority where sequences run by priority. Raises: InvalidArgumentError."""
     check_choice("preemption_victim", name, VICTIM_POLICIES)

@@ -9,8 +9,7 @@ from itertools import chain
 from typing import Generic
 
 from kvreclaim.checks import check_choice
-from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.memory.tiers.manager import TieredMemory
+from kvreclaim.memory.kv_memory import KVMemory
 from kvreclaim.schedule.admission import Admission
 from kvreclaim.schedule.budget.compaction import Pass
 from kvreclaim.schedule.budget.ledger import compress, take_choice
@@ -62,7 +61,7 @@ class Scheduler(Generic[Seq]):
 
     def __init__(
         self,
-        memory: MemoryManager,
+        memory: KVMemory,
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -162,8 +161,7 @@ class Scheduler(Generic[Seq]):
         else:
             self.waiting.remove(seq)
             self._state.end_loading(seq)
-            if isinstance(self.memory, TieredMemory):
-                self.memory.drop_parked(seq.seq_id)
+            self.memory.offload.parking.drop_parked(seq.seq_id)
         seq.status = Status.ENDED
 
     def schedule(self) -> StepPlan:
@@ -262,8 +260,8 @@ class Scheduler(Generic[Seq]):
         """Let a running sequence compute its next tokens, at the expense of others if it must be. num_left:
         others that come behind it, each of which has more right to a token than this one's drafts have.
         """
-        if seq.is_prefill and isinstance(self.memory, TieredMemory) and seq.footprint.sparse is None:
-            seq.num_computed += self.memory.extend(seq.seq_id, seq.hit_limit)
+        if seq.is_prefill and seq.footprint.sparse is None:
+            seq.num_computed += self.memory.offload.extend(seq.seq_id, seq.hit_limit)
         num_tokens = seq.chunk_of(step.budget if step.tokens is None else step.token_budget(seq), step.budget)
         if not num_tokens:
             return

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.memory.kv_memory import KVMemory
 from kvreclaim.memory.prefix_cache import PrefixMatch
-from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.schedule.sequence import ScheduledSequence
 
 
-def own_slots(seq: ScheduledSequence, match: PrefixMatch, memory: MemoryManager) -> int:
+def own_slots(seq: ScheduledSequence, match: PrefixMatch, memory: KVMemory) -> int:
     """Slots that a sequence takes besides the blocks of its prefix match."""
-    if isinstance(memory, TieredMemory) and memory.is_parked(seq.seq_id):
+    if memory.offload.parking.is_parked(seq.seq_id):
         return _slots_to_resume(seq, match, memory)
     known = len(seq.token_ids)
     slots = max(1, seq.footprint.slots_needed(seq.num_prompt, known) - match.num_tokens)
@@ -48,15 +47,14 @@ def _becomes_own(seq: ScheduledSequence) -> bool:
     return moves and first_pass is not None and first_pass < seq.max_len
 
 
-def slots_of_fork(seq: ScheduledSequence, snapshot: ScheduledSequence, memory: MemoryManager) -> int:
+def slots_of_fork(seq: ScheduledSequence, snapshot: ScheduledSequence, memory: KVMemory) -> int:
     """Slots that a fork of a snapshot takes: those behind the shared blocks, with a copy of the last one, or
     all that it will hold, if its blocks become its own at a later pass; and those of the snapshot, where it
     has to come back first."""
     size, known, footprint = memory.block_size, len(seq.token_ids), seq.footprint
-    parked = None
-    if isinstance(memory, TieredMemory) and memory.is_parked(snapshot.seq_id):
-        parked = memory.parked(snapshot.seq_id)
-    table = memory.table(snapshot.seq_id) if parked is None else parked.table
+    parking, snapshot_id = memory.offload.parking, snapshot.seq_id
+    parked = parking.parked(snapshot_id) if parking.is_parked(snapshot_id) else None
+    table = memory.table(snapshot_id) if parked is None else parked.table
     blocks = memory.num_to_fork(table, known - snapshot.num_computed)
     if footprint.eviction_method.moves and footprint.bounded:
         blocks = max(blocks, blocks_for(footprint.slots_needed(seq.num_prompt, known), size))
@@ -64,26 +62,26 @@ def slots_of_fork(seq: ScheduledSequence, snapshot: ScheduledSequence, memory: M
     return slots if parked is None else slots + len(parked.held) * size
 
 
-def _slots_to_resume(seq: ScheduledSequence, match: PrefixMatch, memory: TieredMemory) -> int:
+def _slots_to_resume(seq: ScheduledSequence, match: PrefixMatch, memory: KVMemory) -> int:
     """Slots of a parked sequence that resumes, and of those that resume with it: what they held, their next
     tokens, and what they will take for sure."""
-    size, growth = memory.block_size, 0
+    size, parking, growth = memory.block_size, memory.offload.parking, 0
     for each in (seq, *seq.followers):
-        length = memory.parked(each.seq_id).table.physical_len
+        length = parking.parked(each.seq_id).table.physical_len
         peak = length + (1 if seq.followers else seq.next_chunk)
         if each.footprint.bounded:
             peak = max(peak, min(each.max_len, each.footprint.decode_cap))
         growth += blocks_for(peak, size) - blocks_for(length, size)
     if _becomes_own(seq):
         for each in seq.followers:
-            growth += len(memory.parked(each.seq_id).held)
+            growth += len(parking.parked(each.seq_id).held)
         if not seq.account.compactions:
-            growth += memory.num_shared(match) + memory.num_coming(seq.seq_id, match)
+            growth += memory.num_shared(match) + parking.num_coming(seq.seq_id, match)
     others = [each.seq_id for each in seq.followers]
-    return (memory.num_to_resume(seq.seq_id, match, others) + growth) * size
+    return (parking.num_to_resume(seq.seq_id, match, others) + growth) * size
 
 
-def _copied_at_first_pass(seq: ScheduledSequence, held: int, memory: MemoryManager) -> int:
+def _copied_at_first_pass(seq: ScheduledSequence, held: int, memory: KVMemory) -> int:
     """Blocks that its first pass takes when it holds so many: it writes none that others read."""
     if seq.account.compactions or not _becomes_own(seq):
         return 0
@@ -91,7 +89,7 @@ def _copied_at_first_pass(seq: ScheduledSequence, held: int, memory: MemoryManag
     return max(0, kept - (held - memory.num_shared_of(seq.seq_id)))
 
 
-def known_growth(running: Iterable[ScheduledSequence], memory: MemoryManager, *, prompts: bool) -> int:
+def known_growth(running: Iterable[ScheduledSequence], memory: KVMemory, *, prompts: bool) -> int:
     """Slots that running sequences will still take and whose number is known: up to the next pass, that one
     included, of those whose blocks then come back. Admitting into them would only preempt somebody soon.
 
@@ -104,12 +102,12 @@ def known_growth(running: Iterable[ScheduledSequence], memory: MemoryManager, *,
         if prompts and seq.is_prefill:
             peak = max(peak, seq.footprint.slots_needed(seq.num_prompt, len(seq.token_ids)))
         if peak:
-            held = len(memory.table(seq.seq_id).block_ids)
+            table = memory.table(seq.seq_id)
+            held = len(table.block_ids)
             more = max(0, blocks_for(peak, size) - held)
             growth += (more + _copied_at_first_pass(seq, held + more, memory)) * size
             if seq.footprint.windows:
                 chunk = None if seq.is_prefill else 1
-                growth += max(
-                    0, seq.footprint.window_slots(peak, chunk) - memory.windows.num_blocks(seq.seq_id) * size
-                )
+                in_windows = memory.num_blocks(seq.seq_id) - table.num_blocks
+                growth += max(0, seq.footprint.window_slots(peak, chunk) - in_windows * size)
     return growth

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from typing import Generic
 
 from kvreclaim.memory.block_table import BlockTable
-from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.memory.tiers.manager import TieredMemory
+from kvreclaim.memory.kv_memory import KVMemory
 from kvreclaim.schedule.disk_prefixes import DiskPrefixIndex
 from kvreclaim.schedule.queue import Seq
 from kvreclaim.schedule.snapshot_key import SnapshotKey
@@ -31,8 +30,8 @@ class Snapshots(Generic[Seq]):
     below: those on disk; None without
     """
 
-    def __init__(self, memory: MemoryManager, max_blocks: int, max_open: int | None = None) -> None:
-        self.memory = memory
+    def __init__(self, memory: KVMemory, max_blocks: int, max_open: int | None = None) -> None:
+        self.memory, self._parking = memory, memory.offload.parking
         self.max_blocks = max_blocks
         self.num_hits = self.num_taken = self.num_dropped = 0
         self.below: DiskPrefixIndex[Seq] | None = None
@@ -66,7 +65,7 @@ class Snapshots(Generic[Seq]):
 
     def is_parked(self, seq: Seq) -> bool:
         """Whether it lies on the host."""
-        return isinstance(self.memory, TieredMemory) and self.memory.is_parked(seq.seq_id)
+        return self._parking.is_parked(seq.seq_id)
 
     def get(self, key: SnapshotKey | None) -> Seq | None:
         """The one of this key, on the device or the host."""
@@ -113,15 +112,14 @@ class Snapshots(Generic[Seq]):
         table: inexact; its block ids stand for any blocks
         Returns: its slots on the host, for the caller to fill; None: there is no room, or it is here already
         """
-        assert isinstance(self.memory, TieredMemory), "there is no disk without a host"
         assert snapshot.snapshot_key is not None, "it is found by its key"
         if snapshot.snapshot_key in self._held:
             return None
         parked = [seq for seq in self if self.is_parked(seq) and seq not in self._parked]
-        slots = self.memory.enter_parked(snapshot.seq_id, table)
+        slots = self._parking.enter_parked(snapshot.seq_id, table)
         while slots is None and parked:
             self._drop(parked.pop(0))
-            slots = self.memory.enter_parked(snapshot.seq_id, table)
+            slots = self._parking.enter_parked(snapshot.seq_id, table)
         if slots is not None:
             self._held[snapshot.snapshot_key] = snapshot
         return slots
@@ -173,7 +171,7 @@ class Snapshots(Generic[Seq]):
         of one that a sequence has begun with in this step. Returns: whether there was one."""
         for seq in self:
             if seq is not spare and seq not in self._used and not self.is_parked(seq):
-                if isinstance(self.memory, TieredMemory) and self.memory.park(seq.seq_id):
+                if self._parking.park(seq.seq_id):
                     self._parked.append(seq)
                 else:
                     self._drop(seq)
@@ -204,8 +202,8 @@ class Snapshots(Generic[Seq]):
     def _drop(self, seq: Seq) -> None:
         assert seq.snapshot_key is not None, "it is found by its key"
         del self._held[seq.snapshot_key]
-        if isinstance(self.memory, TieredMemory) and self.memory.is_parked(seq.seq_id):
-            self.memory.drop_parked(seq.seq_id)
+        if self.is_parked(seq):
+            self._parking.drop_parked(seq.seq_id)
         else:
             self.memory.free(seq.seq_id)
         self._gone.append(seq)

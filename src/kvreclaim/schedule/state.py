@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Generic
 
-from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.memory.kv_memory import KVMemory
 from kvreclaim.memory.prefix_cache import PrefixMatch
-from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.schedule.queue import Queue, Seq
 from kvreclaim.schedule.snapshots import Snapshots
 from kvreclaim.schedule.step import Row
@@ -19,7 +18,7 @@ class State(Generic[Seq]):
     """running: in the order of admission; num_steps: planned so far, the one in the making
     included; clock: prompt tokens processed so far, computed or found."""
 
-    memory: MemoryManager
+    memory: KVMemory
     max_num_seqs: int
     waiting: Queue[Seq]
     snapshots: Snapshots[Seq]
@@ -27,20 +26,14 @@ class State(Generic[Seq]):
     num_steps: int = 0
     clock: int = 0
 
-    @property
-    def tiers(self) -> TieredMemory | None:
-        """The memory, if there is something below the pool."""
-        return self.memory if isinstance(self.memory, TieredMemory) else None
-
-    def parked_in(self, seq: Seq) -> TieredMemory | None:
-        """The memory, if it keeps what this sequence's blocks held."""
-        tiers = self.tiers
-        return tiers if tiers is not None and tiers.is_parked(seq.seq_id) else None
+    def is_parked(self, seq: Seq) -> bool:
+        """Whether slots below the pool keep what this sequence's blocks held."""
+        return self.memory.offload.parking.is_parked(seq.seq_id)
 
     def match(self, seq: Seq) -> PrefixMatch:
         """What need not be computed of one that waits."""
-        if (parked := self.parked_in(seq)) is not None:
-            return parked.match_parked(seq.seq_id)
+        if self.is_parked(seq):
+            return self.memory.offload.parking.match_parked(seq.seq_id)
         assert seq.keys is not None, f"sequence {seq.seq_id} was not added"
         limit = seq.hit_limit
         while True:
@@ -51,7 +44,7 @@ class State(Generic[Seq]):
 
     def num_cached(self, seq: Seq) -> int:
         """Leading tokens that need not be computed of one that waits."""
-        if self.parked_in(seq) is not None:
+        if self.is_parked(seq):
             return seq.num_computed
         if not seq.num_computed and (snapshot := self.snapshots.find(seq)) is not None:
             return snapshot.num_computed
@@ -59,28 +52,23 @@ class State(Generic[Seq]):
 
     def must_wait(self, seq: Seq) -> bool:
         """Whether one that waits is to go on waiting for what is being read from disk for it."""
-        tiers = self.tiers
-        if tiers is None:
-            return False
         if not seq.num_computed:
             if self.snapshots.must_wait(seq):
                 return True
             if self.snapshots.has_missed(seq):
                 self.prefetch(seq)
-        return tiers.must_wait(seq.seq_id)
+        return self.memory.offload.must_wait(seq.seq_id)
 
     def end_loading(self, seq: Seq) -> None:
         """It has begun, or is gone: what comes from disk for it is others'."""
         self.snapshots.leave(seq.seq_id)
-        if (tiers := self.tiers) is not None:
-            tiers.end_loading(seq.seq_id)
+        self.memory.offload.end_loading(seq.seq_id)
 
     def prefetch(self, seq: Seq) -> None:
         """Begin to read from disk what one that waits would hit there."""
-        if (tiers := self.tiers) is not None:
-            assert seq.keys is not None, f"sequence {seq.seq_id} was not added"
-            tiers.end_loading(seq.seq_id)
-            tiers.prefetch(seq.seq_id, seq.keys, seq.hit_limit)
+        assert seq.keys is not None, f"sequence {seq.seq_id} was not added"
+        self.memory.offload.end_loading(seq.seq_id)
+        self.memory.offload.prefetch(seq.seq_id, seq.keys, seq.hit_limit)
 
     def compute(self, seq: Seq, num_tokens: int, step: StepPlanBuilder[Seq]) -> None:
         """Have a sequence compute its next tokens; there is room for them."""

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import Generic
 
 from kvreclaim.memory.changes import Growth
-from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.memory.tiers.manager import TieredMemory
+from kvreclaim.memory.kv_memory import KVMemory
 from kvreclaim.schedule.fair_share import FairShare, PromptTokens
 from kvreclaim.schedule.queue import Seq, Tenant
 from kvreclaim.schedule.sequence import Status
@@ -78,9 +77,8 @@ class StepPlanBuilder(Generic[Seq]):
             self.preempted.append(lost)
         self.admitted = begun
 
-    def plan(self, memory: MemoryManager, snapshots: Snapshots[Seq] | None = None) -> StepPlan:
+    def plan(self, memory: KVMemory, snapshots: Snapshots[Seq] | None = None) -> StepPlan:
         """memory: whose moves between tiers the plan takes over; snapshots: those that gave way."""
-        tiered = memory if isinstance(memory, TieredMemory) else None
         grown = [growth for _, growth in self.rows.values()]
         return StepPlan(
             rows=tuple(row for row, _ in self.rows.values()),
@@ -91,6 +89,6 @@ class StepPlanBuilder(Generic[Seq]):
             failed=tuple(self.failed),
             parked=() if snapshots is None else tuple(seq.seq_id for seq in snapshots.take_parked()),
             dropped=() if snapshots is None else tuple(seq.seq_id for seq in snapshots.take_gone()),
-            swap_out=tuple(tiered.pop_swap_outs()) if tiered else (),
-            swap_in=tuple(tiered.pop_swap_ins()) if tiered else (),
+            swap_out=tuple(memory.offload.parking.pop_swap_outs()),
+            swap_in=tuple(memory.offload.pop_swap_ins()),
         )

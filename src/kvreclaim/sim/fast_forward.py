@@ -5,7 +5,6 @@ Exact: counts, lengths, blocks and what can be hit afterwards are those of the s
 
 from __future__ import annotations
 
-from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.schedule.queue import Seq
 from kvreclaim.schedule.scheduler import Scheduler
 
@@ -20,7 +19,7 @@ def leap_length(scheduler: Scheduler[Seq], *, blocked: bool) -> int:
     memory, running = scheduler.memory, scheduler.running
     if len(scheduler.waiting) and (not blocked or scheduler.policy == "cache"):
         return 0
-    if not 0 < len(running) <= scheduler.max_num_batched_tokens or isinstance(memory, TieredMemory):
+    if not 0 < len(running) <= scheduler.max_num_batched_tokens or memory.offload.num_slots:
         return 0
     most, size, held = 1 << 62, memory.block_size, []
     for seq in running:

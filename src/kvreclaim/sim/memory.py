@@ -1,11 +1,10 @@
-"""The memory managers of a simulation: the engine's own, whose blocks are found by a trace's ids."""
+"""The memory manager of a simulation: the engine's own, whose blocks are found by a trace's ids."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.sim.content import Links, TraceKeys, TraceTokens
 
 
@@ -24,13 +23,3 @@ class TraceMemory(MemoryManager):
         keys = self.table(seq_id).keys
         assert isinstance(keys, TraceKeys), f"sequence {seq_id} is of no trace"
         return keys.has_own_tail and super().follows_itself(seq_id)
-
-
-class TieredTraceMemory(TieredMemory):
-    """The same with host slots."""
-
-    def __init__(self, num_blocks: int, block_size: int, links: Links, **others: Any) -> None:
-        super().__init__(num_blocks, block_size, **others)
-        self._links = links
-
-    keys = TraceMemory.keys

@@ -8,7 +8,6 @@ from dataclasses import replace
 from math import sqrt
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.plan.cost import StepLoad, StepTime
 from kvreclaim.plan.loads import keys_read, load_of
 from kvreclaim.schedule import Footprint, Pass, StepDone, StepPlan
@@ -63,7 +62,6 @@ class Replica:
     def __init__(self, number: int, settings: Settings, cost: StepTime, links: Links) -> None:
         self.number, self.settings, self.cost = number, settings, cost
         self.memory = settings.memory(links)
-        self.tiered = self.memory if isinstance(self.memory, TieredMemory) else None
         self.scheduler = settings.scheduler(self.memory)
         self.sequences: dict[int, Simulated] = {}
         self.inbox: deque[Simulated] = deque()
@@ -196,9 +194,8 @@ class Replica:
         failed = self.scheduler.done(plan, StepDone(tuple(row.seq_id for row in plan.rows)))
         if failed:
             raise failed[0][1]
-        if self.tiered is not None:
-            self.blocks_moved += len(self.tiered.pop_stores())
-            self.tiered.stored()
+        self.blocks_moved += len(self.memory.offload.pop_stores())
+        self.memory.offload.stored()
         ended = []
         for seq, num_tokens in rows:
             self._note_computed(seq, num_tokens)

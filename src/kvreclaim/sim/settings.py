@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvreclaim.checks import check_int, require
 from kvreclaim.memory.eviction import DEFAULT_ORDER
-from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.memory.kv_memory import KVMemory
+from kvreclaim.memory.offload import NoOffload
+from kvreclaim.memory.tiers.tiered_offload import TieredOffload
 from kvreclaim.schedule.budget.footprint import Footprint
 from kvreclaim.schedule.preemption_cost import PreemptionCostModel
 from kvreclaim.schedule.rates import Rates
 from kvreclaim.schedule.scheduler import Scheduler
 from kvreclaim.sim.content import Links
 from kvreclaim.sim.extents.memory import ExtentMemory
-from kvreclaim.sim.memory import TieredTraceMemory, TraceMemory
+from kvreclaim.sim.memory import TraceMemory
 from kvreclaim.sim.request import Simulated
 
 
@@ -71,7 +74,7 @@ class Settings:
         """Where that is exact."""
         return self.extents and self.eviction_policy == "lru" and not self.host_blocks
 
-    def memory(self, links: Links) -> MemoryManager:
+    def memory(self, links: Links) -> KVMemory:
         """An empty pool."""
         if self.counts_in_extents:
             return ExtentMemory(
@@ -80,22 +83,17 @@ class Settings:
                 links,
                 enable_prefix_caching=self.enable_prefix_caching,
             )
-        caching, order = self.enable_prefix_caching, self.eviction_policy
-        if not self.host_blocks:
-            return TraceMemory(
-                self.num_blocks, self.block_size, links, enable_prefix_caching=caching, eviction_policy=order
-            )
-        return TieredTraceMemory(
+        slots = partial(TieredOffload, num_host_slots=self.host_blocks, max_parked=self.host_blocks // 2)
+        return TraceMemory(
             self.num_blocks,
             self.block_size,
             links,
-            num_host_slots=self.host_blocks,
-            max_parked=self.host_blocks // 2,
-            enable_prefix_caching=caching,
-            eviction_policy=order,
+            enable_prefix_caching=self.enable_prefix_caching,
+            eviction_policy=self.eviction_policy,
+            offload=slots if self.host_blocks else NoOffload,
         )
 
-    def scheduler(self, memory: MemoryManager) -> Scheduler[Simulated]:
+    def scheduler(self, memory: KVMemory) -> Scheduler[Simulated]:
         """The engine's own."""
         return Scheduler(
             memory,

@@ -36,7 +36,7 @@ def _parts(
 ) -> Iterator[tuple[np.ndarray, int, int]]:
     """Block ids [groups, blocks], new tokens and length of what attention takes for one sequence."""
     ids, seq_id = _block_ids(item.seq, n, parts, memory), item.seq.seq_id
-    first = memory.windows.tables(seq_id)[n].first * memory.block_size
+    first = memory.windows[n].table(seq_id).first * memory.block_size
     start = memory.table(seq_id).logical_len
     end = start + item.num_tokens
     while isinstance(window, ChunkedWindow) and (border := first + window.num_tokens) < end:
@@ -48,7 +48,7 @@ def _parts(
 
 def _block_ids(seq: Sequence, n: int, parts: int, memory: MemoryManager) -> np.ndarray:
     """[groups, blocks] int32 of a sequence's window n, remembered until its table changes."""
-    table = memory.windows.tables(seq.seq_id)[n]
+    table = memory.windows[n].table(seq.seq_id)
     known = seq.window_cache.get(n)
     if known is None or known[0] != table.version:
         rows = np.array(table.rows, dtype=np.int32).reshape(len(table.rows), -1, parts)

@@ -71,8 +71,8 @@ class CompressedSessions:
                 f"nothing is cached of these {key.num_tokens} tokens so compressed; generate with them, this "
                 "compression and this compress_prompt_at first, and save before others take the blocks.",
             )
-        if self.tiers is not None and self.tiers.memory.is_parked(seq.seq_id):
-            tiers, parked = self.tiers, self.tiers.memory.parked(seq.seq_id)
+        if self.tiers is not None and self.memory.offload.parking.is_parked(seq.seq_id):
+            tiers, parked = self.tiers, self.memory.offload.parking.parked(seq.seq_id)
             return image_of_parked(
                 seq, parked, tiers.parking.aside(seq.seq_id), self.cache, tiers.moves.slots
             )

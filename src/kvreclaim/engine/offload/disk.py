@@ -10,7 +10,7 @@ import torch
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.offload.stats import DiskStats, SlotStats
 from kvreclaim.memory.tiers.disk import TransferOutcome
-from kvreclaim.memory.tiers.manager import TieredMemory
+from kvreclaim.memory.tiers.tiered_offload import TieredOffload
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.formats import KVFormat
 from kvreclaim.schedule.rates import Rates
@@ -86,9 +86,9 @@ class Disk:
     """Moves blocks between host slots and the file while the engine goes on. close: at the latest when the
     object goes or the process ends."""
 
-    def __init__(self, memory: TieredMemory, slots: HostSlots, file: SlotFile, rates: Rates) -> None:
-        assert memory.disk is not None, "there is a file, so there is a tier"
-        self.memory, self.tier, self.slots, self.rates = memory, memory.disk, slots, rates
+    def __init__(self, offload: TieredOffload, slots: HostSlots, file: SlotFile, rates: Rates) -> None:
+        assert offload.disk is not None, "there is a file, so there is a tier"
+        self.tier, self.slots, self.rates = offload.disk, slots, rates
         self.file = file
         found = ((each.slot, each.record) for each in file.recover())
         self.num_recovered = self.tier.recover(found)

@@ -15,8 +15,8 @@ from kvreclaim.engine.signals.signals import ParkedSignals, Signals
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.memory.offload import Parked
 from kvreclaim.memory.prefix.keys import BlockKeys
-from kvreclaim.memory.tiers.parked import Parked
 from kvreclaim.ops.blocks_io import bytes_per_block, read_blocks
 from kvreclaim.ops.cell_tables import CellTable
 from kvreclaim.ops.cells import blocks_of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.engine.signals.signals import Signals
-from kvreclaim.memory.tiers.manager import Move, TieredMemory
+from kvreclaim.memory.offload import Move, NoOffload
 from kvreclaim.schedule.rates import Rates
 from kvreclaim.tiers.host import HostSlots
 
@@ -33,8 +33,8 @@ class MoveTotals:
 class Moves:
     """Between the blocks of a cache and slots of the host, at once: at return all bytes have arrived."""
 
-    def __init__(self, memory: TieredMemory, slots: HostSlots, signals: Signals, rates: Rates) -> None:
-        self.memory, self.slots, self.signals, self.rates = memory, slots, signals, rates
+    def __init__(self, offload: NoOffload, slots: HostSlots, signals: Signals, rates: Rates) -> None:
+        self.offload, self.slots, self.signals, self.rates = offload, slots, signals, rates
         self.totals = MoveTotals()
         self._probe()
 
@@ -58,14 +58,14 @@ class Moves:
 
     def store(self) -> None:
         """Blocks that have become full, to their slots; one that fails is never found."""
-        moves = self.memory.pop_stores()
+        moves = self.offload.pop_stores()
         if not moves:
             return
         started = time.perf_counter()
         try:
             self.totals.store_bytes += self.slots.read(moves, self._beside())
         except Exception:
-            self.memory.forget_slots([slot for _, slot in moves])
+            self.offload.forget_slots([slot for _, slot in moves])
             self.totals.failed_stores += len(moves)
             raise
         finally:

@@ -14,8 +14,9 @@ from kvreclaim.engine.offload.stats import SlotStats, TierStats
 from kvreclaim.engine.request.outputs import EngineTotals, StepStats
 from kvreclaim.engine.request.request import Sequence
 from kvreclaim.engine.signals.signals import Signals
+from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.prefix.keys import BlockKeys
-from kvreclaim.memory.tiers.manager import TieredMemory
+from kvreclaim.memory.tiers.tiered_offload import TieredOffload
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.schedule import Admitted, StepPlan
 from kvreclaim.schedule.preemption_cost import PreemptionCostModel
@@ -41,19 +42,20 @@ class Offload(Extension):
 
     def __init__(
         self,
-        memory: TieredMemory,
+        memory: MemoryManager,
+        offload: TieredOffload,
         cache: KVCache,
         signals: Signals,
         preemption: PreemptionCostModel,
         file: SlotFile | None,
         totals: EngineTotals,
     ) -> None:
-        self.memory, self.preemption, self.totals = memory, preemption, totals
-        slots = HostSlots(cache.planes, memory.host.pool.num_blocks)
+        self.memory, self.below, self.preemption, self.totals = memory, offload, preemption, totals
+        slots = HostSlots(cache.planes, offload.num_slots)
         preemption.measure(slots.bytes_per_slot)
         self.parking = Parking(memory, cache, signals)
-        self.moves = Moves(memory, slots, signals, preemption.rates)
-        self.disk = None if file is None else Disk(memory, slots, file, preemption.rates)
+        self.moves = Moves(offload, slots, signals, preemption.rates)
+        self.disk = None if file is None else Disk(offload, slots, file, preemption.rates)
         self.prefixes: Prefixes | None = None
 
     def keep_files(self, prefixes: Prefixes) -> None:
@@ -94,10 +96,10 @@ class Offload(Extension):
             self.parking.resume(seq)
         metrics = seq.request.metrics
         if metrics.queue_s is None:  # for the first time
-            metrics.num_disk_tokens = self.memory.num_from_disk(begun.seq_id)
+            metrics.num_disk_tokens = self.below.num_from_disk(begun.seq_id)
 
     def lost(self, seq: Sequence) -> None:
-        self.memory.drop_parked(seq.seq_id)
+        self.below.parking.drop_parked(seq.seq_id)
 
     def reset(self, seq_id: int) -> None:
         self.parking.drop(seq_id)
@@ -118,18 +120,18 @@ class Offload(Extension):
 
     def load_now(self) -> None:
         """What the memory has asked for outside of a step."""
-        self.moves.load(self.memory.pop_swap_ins())
+        self.moves.load(self.below.pop_swap_ins())
 
     def bring_up(self, keys: BlockKeys) -> None:
         """Read from disk what it has of these keys and the host has not, and wait for it."""
         if self.disk is None:
             return
-        self.memory.prefetch(WANTED, keys, keys.num_tokens - 1)
+        self.below.prefetch(WANTED, keys, keys.num_tokens - 1)
         self.disk.submit()
-        while self.memory.must_wait(WANTED):
+        while self.below.must_wait(WANTED):
             self.disk.wait()
             self.disk.poll()
-        self.memory.end_loading(WANTED)
+        self.below.end_loading(WANTED)
 
     def computed(self, sequences: list[Sequence]) -> None:
         self.store()
@@ -141,7 +143,7 @@ class Offload(Extension):
         except Exception:
             logger.exception("storing blocks on the host failed; who wants them computes them again")
         if self.disk is not None and self.disk.workers.takes_stores:
-            self.memory.stored()
+            self.below.stored()
         if self.prefixes is not None:
             self.prefixes.flush()
         self.submit()
@@ -157,19 +159,21 @@ class Offload(Extension):
     def stats(self) -> TierStats:
         """What is where now, and counts since the start."""
         self.begin_step()  # an engine without work would go on telling of transfers that are done
-        memory, disk, counts, prefixes = self.memory, self.disk, self.memory.counts, self.prefixes
+        below, disk, prefixes = self.below, self.disk, self.prefixes
+        parking, counts = below.parking, below.counts
         return TierStats(
-            host=SlotStats.of(memory.host.pool),
+            host=SlotStats.of(below.host.pool),
             moves=replace(self.moves.totals),
-            parked_seqs=memory.num_parked,
-            parked_slots=memory.num_parked_slots,
+            parked_seqs=parking.num_parked,
+            parked_slots=parking.num_parked_slots,
             swaps=self.totals.swaps,
-            swap_in_bytes=counts.resumed_blocks * self.preemption.bytes_per_block,
-            deferred_seqs=memory.num_deferred + (0 if prefixes is None else prefixes.below.num_deferred),
+            swap_in_bytes=parking.num_resumed_blocks * self.preemption.bytes_per_block,
+            deferred_seqs=below.on_disk.num_deferred
+            + (0 if prefixes is None else prefixes.below.num_deferred),
             asked_tokens=counts.asked,
             host_hit_tokens=counts.from_host,
             disk_hit_tokens=counts.from_disk,
-            refused=memory.num_unstored,
+            refused=below.prefixes.num_unstored,
             bytes_per_block=self.preemption.bytes_per_block,
             disk=None if disk is None else disk.stats(),
             prefixes=None if prefixes is None else prefixes.stats(),

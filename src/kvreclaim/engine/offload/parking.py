@@ -7,21 +7,21 @@ from torch import Tensor
 from kvreclaim.engine.offload.image import HOST, SideState, moved, renamed
 from kvreclaim.engine.request.request import Sequence
 from kvreclaim.engine.signals.signals import Signals
-from kvreclaim.memory.tiers.manager import TieredMemory
+from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.ops.kv_cache import KVCache
 
 
 class Parking:
     """Takes aside what parked sequences have, and gives it back. Blocks are moved by others."""
 
-    def __init__(self, memory: TieredMemory, cache: KVCache, signals: Signals) -> None:
+    def __init__(self, memory: MemoryManager, cache: KVCache, signals: Signals) -> None:
         self.memory, self.cache, self.signals = memory, cache, signals
         self._rows: dict[int, tuple[Tensor, Tensor]] = {}
         self._aside: dict[int, SideState] = {}
 
     def park(self, seq: Sequence) -> None:
         """To be called before anything is moved or written for the step in which it was parked."""
-        parked = self.memory.parked(seq.seq_id)
+        parked = self.memory.offload.parking.parked(seq.seq_id)
         row = None
         if self.cache.open is not None and parked.tail is not None:
             row = self.cache.open.copy_of(parked.tail)

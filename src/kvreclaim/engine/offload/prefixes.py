@@ -104,7 +104,7 @@ class Prefixes:
         due, self._due = self._due, []
         for snapshot in due:
             seq_id = snapshot.seq_id
-            if seq_id in self.store.held and not self.memory.is_parked(seq_id):
+            if seq_id in self.store.held and not self.memory.offload.parking.is_parked(seq_id):
                 self._store(snapshot)
 
     def _store(self, snapshot: Sequence) -> None:

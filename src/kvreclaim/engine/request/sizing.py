@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.free_memory import free_host_memory_bytes
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.memory.tiers.manager import TieredMemory
+from kvreclaim.memory.tiers.tiered_offload import TieredOffload
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import KVFormat, kv_format
 from kvreclaim.ops.groups import LayerGroups, layer_groups
@@ -103,9 +104,8 @@ def make_memory(
         "swap_space",
     )
     share = config.kv_offloading_size / 2 if config.swap_space is None else config.swap_space
-    return TieredMemory(
-        config.num_blocks,
-        config.block_size,
+    offload = partial(
+        TieredOffload,
         num_host_slots=num_slots,
         max_parked=int(num_slots * share / config.kv_offloading_size),
         host_eviction_policy=config.kv_offloading_eviction_policy,
@@ -117,8 +117,8 @@ def make_memory(
         load_wait_s=load_wait(config),
         races=config.kv_load_policy == "race",
         load_is_worth=load_worth(config, bytes_per_block, rates),
-        **others,
     )
+    return MemoryManager(config.num_blocks, config.block_size, offload=offload, **others)
 
 
 def full_cache_blocks(config: EngineConfig, bytes_per_block: int) -> int:

@@ -28,7 +28,8 @@ def pool_view(engine: Engine) -> PoolView:
     for index, sequences in reversed(list(enumerate(running.values()))):
         for seq in sequences:
             owner[block_row(seq, engine.memory)] = index
-            owner[engine.memory.windows.blocks(seq.seq_id)] = index
+            for group in engine.memory.windows:
+                owner[group.table(seq.seq_id).blocks()] = index
     requests = tuple(_request_view(engine, seqs[0].request, seqs) for seqs in running.values())
     return PoolView(state, owner, requests)
 

@@ -24,7 +24,7 @@ from kvreclaim.engine.step.full_cache import full_cache, streamed_layers
 from kvreclaim.engine.step.validation import check_sparse_prefill
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.memory.tiers.manager import TieredMemory
+from kvreclaim.memory.tiers.tiered_offload import TieredOffload
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.backend import Backend, Choice, Need, choose_backend
 from kvreclaim.ops.formats import KVFormat
@@ -123,9 +123,10 @@ def make_offload(
     storage: Storage, signals: Signals, preemption: PreemptionCostModel, totals: EngineTotals
 ) -> Offload | None:
     """None where the memory has no host slots."""
-    if not isinstance(storage.memory, TieredMemory):
+    memory = storage.memory
+    if not isinstance(memory.offload, TieredOffload):
         return None
-    return Offload(storage.memory, storage.cache, signals, preemption, storage.file, totals)
+    return Offload(memory, memory.offload, storage.cache, signals, preemption, storage.file, totals)
 
 
 def make_snapshots(lifecycle: Lifecycle, offload: Offload | None) -> SnapshotStore:

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.changes import CompactionPlan, Id, Shrunk, TableState
-from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.memory.kv_memory import KVMemory
 from kvreclaim.schedule.budget.account import Account
 from kvreclaim.schedule.budget.compaction import Pass, plan_compaction
 from kvreclaim.schedule.budget.footprint import Footprint
@@ -84,7 +84,7 @@ def take_choice(
     gone: Sequence[int],
     prompt_slots: int | None,
     account: Account,
-    memory: MemoryManager,
+    memory: KVMemory,
 ) -> Pass[int]:
     """A choice has been made that nothing moves for: these full entries of the sequence's table go, and so
     many leading slots hold prompt tokens now (None: as planned). Returns: the pass as it came out."""

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
-from kvreclaim.errors import UnknownRequestError
+from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.changes import NO_GROWTH, Growth, Shrunk, TableState
-from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.memory.offload import NoOffload
 from kvreclaim.memory.prefix.index import INELIGIBLE, MISS_REASONS, SUB_BLOCK
 from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.memory.stats import MemoryStats
@@ -36,15 +36,22 @@ class ExtentMatch(PrefixMatch):
         return self.num_blocks * self.keys.block_size
 
 
-class ExtentMemory(MemoryManager):
-    """One pool under the order lru, without pins, tiers and forks, for sequences of a trace. What a scheduler
-    asks of a MemoryManager, answered equally; of the rest nothing is here."""
+class ExtentMemory:
+    """A KVMemory for sequences of a trace: one pool under the order lru, without pins, offload and forks. It
+    answers as a MemoryManager does, and refuses what needs the blocks' names."""
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise NotImplementedError("blocks that are only counted have no names; simulate with extents=False")
+
+    ref_count = blocks = num_blocks = fork = num_to_fork = adopt = _refuse
+    shrink = release_out_of_window = punch = drop_blocks = _refuse
 
     def __init__(
         self, num_blocks: int, block_size: int, links: Links, *, enable_prefix_caching: bool = True
     ) -> None:
         self.block_size = block_size
-        self.pool: Any = ExtentPool(num_blocks)
+        self.pool = ExtentPool(num_blocks)
+        self.offload = NoOffload()
         self._links = links
         self._enabled = enable_prefix_caching
         self._tables: dict[int, Any] = {}
@@ -62,8 +69,19 @@ class ExtentMemory(MemoryManager):
         return TraceKeys(self._links, token_ids)
 
     @property
+    def num_pool_blocks(self) -> int:
+        return self.pool.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        return self.pool.num_free
+
+    def publishes(self, seq_id: int) -> bool:
+        return self.table(seq_id).chain is not None
+
+    @property
     def index_version(self) -> int:
-        return int(self.pool.version)
+        return self.pool.version
 
     def match_prefix(self, keys: Any, *, max_tokens: int | None = None) -> ExtentMatch:
         if not self._enabled:
@@ -95,13 +113,19 @@ class ExtentMemory(MemoryManager):
 
     def num_spare(self, match: PrefixMatch) -> int:
         pieces = cast(ExtentMatch, match).pieces
-        return int(self.pool.num_free) - sum(count for run, count in pieces if not run.holders)
+        return self.pool.num_free - sum(count for run, count in pieces if not run.holders)
 
     def num_shared(self, match: PrefixMatch) -> int:
         return sum(count for run, count in cast(ExtentMatch, match).pieces if run.holders)
 
+    def can_admit(self, match: PrefixMatch, num_tokens: int) -> bool:
+        return blocks_for(num_tokens, self.block_size) <= self.num_spare(match)
+
     def admit(self, seq_id: int, match: PrefixMatch, *, priority: int = 0) -> None:
-        self._refuse_known(seq_id)
+        if seq_id in self._tables:
+            raise InvalidArgumentError(
+                f"sequence {seq_id} exists already; an id names one live sequence; free it or use another"
+            )
         assert isinstance(match, ExtentMatch), "another memory's match"
         self._count(match)
         table = RunTable(cast(TraceKeys, match.keys), ROOT if self._enabled else None, priority)
@@ -211,7 +235,7 @@ class ExtentMemory(MemoryManager):
         return sum(run.count for run in self._tables[seq_id].runs if len(run.holders) > 1)
 
     def first_lacking(self, passes: Iterable[tuple[int, int]]) -> int | None:
-        free, gone = int(self.pool.num_free), Counter[int]()
+        free, gone = self.pool.num_free, Counter[int]()
         for seq_id, keep in passes:
             table = self._tables[seq_id]
             shared = [run for run in table.runs if len(run.holders) - gone[id(run)] > 1]
@@ -225,9 +249,6 @@ class ExtentMemory(MemoryManager):
 
     def mark_inexact(self, seq_id: int) -> None:
         self.table(seq_id).mark_inexact()
-
-    def indexed_len(self, seq_id: int) -> int:
-        return int(self.table(seq_id).num_entries * self.block_size)
 
     def stats(self) -> MemoryStats:
         pool = self.pool

@@ -1,38 +1,41 @@
-"""The memory whose sequences may give their blocks back and keep what they hold."""
+"""Sequences that give their blocks back and keep what they hold, in host slots."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from collections.abc import Sequence as ListLike
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import takewhile
-from typing import Any
 
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.memory.changes import Growth
+from kvreclaim.memory.groups.full import FullAttentionGroup
+from kvreclaim.memory.offload import Move, NoParking, Parked
 from kvreclaim.memory.prefix_cache import PrefixMatch
-from kvreclaim.memory.tiers.parked import Parked
-from kvreclaim.memory.tiers.write_through import Move, WriteThrough
+from kvreclaim.memory.tiers.disk_prefixes import NoDiskPrefixes
+from kvreclaim.memory.tiers.host_prefixes import HostPrefixes
 
 
-class TieredMemory(WriteThrough):
-    """Parks sequences in host slots.
+class ParkedSequences(NoParking):
+    """Keeps what sequences hold in host slots while they have no blocks.
 
     The moves of a parked sequence are in `pop_swap_outs`: block to slot, before anything else in a step. The
     moves of a resumed one are in `pop_swap_ins`.
 
     Args:
+        full:       the group whose blocks are parked
+        host, disk: prefixes below, which parked sequences share
         max_parked: slots that parked sequences may have for themselves; None: all
-        others:     of WriteThrough and MemoryManager
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, max_parked: int | None = None, **others: Any
+        self, full: FullAttentionGroup, host: HostPrefixes, disk: NoDiskPrefixes, max_parked: int | None
     ) -> None:
-        super().__init__(num_blocks, block_size, **others)
-        self.max_parked = self.host.pool.num_blocks if max_parked is None else max_parked
+        self.max_parked = host.host.pool.num_blocks if max_parked is None else max_parked
+        self.num_resumed_blocks = 0
+        """Blocks that were moved back."""
+        self._full, self._pool, self._size = full, full.pool, full.block_size
+        self._host, self._slots, self._disk = host, host.host.pool, disk
         self._parked: dict[int, Parked] = {}
         self._resumed: dict[int, Parked] = {}
         self._own: Counter[int] = Counter()
@@ -57,30 +60,30 @@ class TieredMemory(WriteThrough):
         """Slots that have to be filled to park these sequences: for blocks that no slot holds yet."""
         blocks = set[int | None]()
         for seq_id in seq_ids:
-            table = self.table(seq_id)
+            table = self._full.tables[seq_id]
             blocks.update(self._sources(table, len(self._slots_below(seq_id, table))))
         return len(blocks - self._leaving.keys() - {None})
 
-    def can_park(self, seq_ids: ListLike[int]) -> bool:
+    def can_park(self, seq_ids: Sequence[int]) -> bool:
         """Whether there are slots to park all of these, one after the other."""
         if all(seq_id in self._resumed for seq_id in seq_ids):
             return True
-        refs = self.host.pool.refs
-        below = {slot for each in seq_ids for slot in self._slots_below(each, self.table(each))}
+        refs = self._slots.refs
+        below = {slot for each in seq_ids for slot in self._slots_below(each, self._full.tables[each])}
         new, queued = self.num_to_park(seq_ids), sum(not refs[slot] for slot in below)
-        return new + queued <= self.host.pool.num_free and len(self._own) + new <= self.max_parked
+        return new + queued <= self._slots.num_free and len(self._own) + new <= self.max_parked
 
     def _sources(self, table: BlockTable, first: int) -> list[int | None]:
         """Where the tokens of its entries from `first` on lie before this step's copies; None: a hole."""
-        held = table.block_ids[first : blocks_for(table.physical_len, self.block_size)]
+        held = table.block_ids[first : blocks_for(table.physical_len, self._size)]
         return [None if block is None else self._copied.get(block, block) for block in held]
 
     def _slots_below(self, seq_id: int, table: BlockTable) -> list[int]:
         """Slots that hold, to the bit, what the first blocks of an exact sequence do: the same tokens,
         computed by another one, may have been rounded otherwise."""
         slots: list[int] = []
-        for i, entry in enumerate(self._below.get(seq_id, ()) if table.chain is not None else ()):
-            if not self._is_own(table, i) or not self.is_twin(entry, table.entries[i]):
+        for i, entry in enumerate(self._host.below.get(seq_id, ()) if table.chain is not None else ()):
+            if not self._is_own(table, i) or not self._host.is_twin(entry, table.entries[i]):
                 break
             slots.append(entry.block)
         return slots
@@ -97,33 +100,33 @@ class TieredMemory(WriteThrough):
 
         One that has come back in this step has its slots still, and nothing is moved.
         """
-        table = self.table(seq_id)
+        table = self._full.tables[seq_id]
         if seq_id in self._resumed:
             self._parked[seq_id] = self._resumed.pop(seq_id)
-            self.free(seq_id)
+            self._free(seq_id)
             return True
         below = self._slots_below(seq_id, table)
         rest = self._sources(table, len(below))
         new = [block for block in rest if block is not None and block not in self._leaving]
-        if len(new) > self.host.pool.num_free or len(self._own) + len(new) > self.max_parked:
+        if len(new) > self._slots.num_free or len(self._own) + len(new) > self.max_parked:
             return False
         for slot in below:
-            self.host.pool.touch(slot)
+            self._slots.touch(slot)
         for block in rest:
             if block in self._leaving:
-                self.host.pool.touch(self._leaving[block])
-        for block, slot in zip(new, self.host.pool.allocate(len(new)), strict=True):
-            self._leaving[block] = slot
-            self._twins.pop(slot, None)
+                self._slots.touch(self._leaving[block])
+        slots = self._slots.allocate(len(new))
+        self._leaving.update(zip(new, slots, strict=True))
+        self._host.forget_twins(slots)
         own = tuple(None if block is None else self._leaving[block] for block in rest)
-        tail = table.begun(self.block_size)
+        tail = table.begun(self._size)
         tail = None if tail is None else self._copied.get(tail, tail)
-        root = self.pool.index.root(None).serial
+        root = self._pool.index.root(None).serial
         self._parked[seq_id] = parked = Parked(table, (*below, *own), len(below), tail, root)
         self._own.update(parked.own)
         if table.chain is not None:
-            self._note_twins(parked.slots, table)
-        self.free(seq_id)
+            self._host.note_twins(parked.slots, table)
+        self._free(seq_id)
         return True
 
     def enter_parked(self, seq_id: int, table: BlockTable) -> tuple[int | None, ...] | None:
@@ -132,17 +135,16 @@ class TieredMemory(WriteThrough):
         Returns: slots of its table's entries, to be filled before it is resumed; None if there are too few.
         """
         assert table.chain is None, "what is exact is found by its prefix"
-        held = table.block_ids[: blocks_for(table.physical_len, self.block_size)]
+        held = table.block_ids[: blocks_for(table.physical_len, self._size)]
         num_own = len(held) - held.count(None)
-        if num_own > self.host.pool.num_free or len(self._own) + num_own > self.max_parked:
+        if num_own > self._slots.num_free or len(self._own) + num_own > self.max_parked:
             return None
-        own = self.host.pool.allocate(num_own)
-        for slot in own:
-            self._twins.pop(slot, None)
+        own = self._slots.allocate(num_own)
+        self._host.forget_twins(own)
         supply = iter(own)
         slots = tuple(None if block is None else next(supply) for block in held)
-        root = self.pool.index.root(None).serial
-        self._parked[seq_id] = parked = Parked(table, slots, 0, table.begun(self.block_size), root)
+        root = self._pool.index.root(None).serial
+        self._parked[seq_id] = parked = Parked(table, slots, 0, table.begun(self._size), root)
         self._own.update(parked.own)
         return slots
 
@@ -153,12 +155,12 @@ class TieredMemory(WriteThrough):
         table = parked.table
         if table.chain is None or not self._goes_on(parked):
             return PrefixMatch(table.keys, (), "")
-        match = super().match_prefix(table.keys, max_tokens=table.physical_len)
+        match = self._full.prefix.match(table.keys, table.physical_len)
         pairs = zip(match.entries, parked.held, strict=False)
-        same = takewhile(lambda pair: pair[0].serial in self._twins.get(pair[1], ()), pairs)
-        return replace(match, entries=match.entries[: len(list(same))], lower=())
+        same = takewhile(lambda pair: pair[0].serial in self._host.twins.get(pair[1], ()), pairs)
+        return replace(match, entries=match.entries[: len(list(same))])
 
-    def num_to_resume(self, seq_id: int, match: PrefixMatch, others: ListLike[int] = ()) -> int:
+    def num_to_resume(self, seq_id: int, match: PrefixMatch, others: Sequence[int] = ()) -> int:
         """Blocks that it takes beside those of the match, its own next tokens not counted; and others that
         come back with it, who share its full blocks."""
         needed = len(self._parked[seq_id].held) - len(match.entries) - self.num_coming(seq_id, match)
@@ -172,7 +174,7 @@ class TieredMemory(WriteThrough):
 
     def _full_slots(self, parked: Parked) -> list[int]:
         """Slots that hold its full blocks."""
-        slots = parked.slots[: parked.table.physical_len // self.block_size]
+        slots = parked.slots[: parked.table.physical_len // self._size]
         return [slot for slot in slots if slot is not None]
 
     def num_coming(self, seq_id: int, match: PrefixMatch) -> int:
@@ -181,7 +183,7 @@ class TieredMemory(WriteThrough):
 
     def _coming_for(self, parked: Parked, first: int) -> dict[int, int]:
         """Places in its table from `first` on, of full blocks that this step loads for another one anyway."""
-        slots = enumerate(parked.slots[first : parked.table.physical_len // self.block_size], first)
+        slots = enumerate(parked.slots[first : parked.table.physical_len // self._size], first)
         return {i: self._coming[slot] for i, slot in slots if slot is not None and slot in self._coming}
 
     def parked(self, seq_id: int) -> Parked:
@@ -191,47 +193,55 @@ class TieredMemory(WriteThrough):
 
     def resume(self, seq_id: int, match: PrefixMatch) -> None:
         """Bring a parked sequence back, as it was, in other blocks, with a match made in this step."""
-        self._refuse_known(seq_id)
+        self._full.refuse_known(seq_id)
         parked = self._parked.pop(seq_id)
         self._resumed[seq_id] = parked
         table, num_hit = parked.table, len(match.entries)
-        self.pool.hit(match.block_ids, table.priority)
+        self._pool.hit(match.block_ids, table.priority)
         ids = [*match.block_ids, *self._load_parked(parked, num_hit)]
         back = replace(table, block_ids=ids, version=table.version + 1)
         if table.chain is not None:
             back.chain, back.entries = None, list(match.entries)
             if self._goes_on(parked):
-                back.chain = match.entries[-1] if num_hit else self.pool.index.root(table.keys.salt)
-                self.prefix.enter_full_blocks(back, num_hit)
-                self._note_twins(parked.slots, back)
-        self._tables[seq_id] = back
-        self._follow(seq_id, back)
+                back.chain = match.entries[-1] if num_hit else self._pool.index.root(table.keys.salt)
+                self._full.prefix.enter_full_blocks(back, num_hit)
+                self._host.note_twins(parked.slots, back)
+        self._full.add(seq_id, back)
+        if back.chain is not None:
+            self._host.follow(seq_id, back)
+            self._disk.follow(seq_id, back)
 
     def _load_parked(self, parked: Parked, first: int) -> list[int | None]:
         """Blocks for its entries from there on, to be filled from its slots; a full one that is filled for
         another one is shared."""
-        coming, full = self._coming_for(parked, first), parked.table.physical_len // self.block_size
+        coming, full = self._coming_for(parked, first), parked.table.physical_len // self._size
         for block in coming.values():
-            self.pool.touch(block)
+            self._pool.touch(block)
         rest = parked.slots[first:]
-        supply = iter(self.pool.allocate(len(rest) - rest.count(None) - len(coming)))
+        supply = iter(self._pool.allocate(len(rest) - rest.count(None) - len(coming)))
         blocks = list[int | None]()
         for i, slot in enumerate(rest, first):
             if slot is None or i in coming:
                 blocks.append(coming.get(i))
                 continue
             blocks.append(block := next(supply))
-            self.counts.resumed_blocks += 1
-            self._loads.append((slot, block))
+            self.num_resumed_blocks += 1
+            self._host.loads.append((slot, block))
             if i < full:
                 self._coming[slot] = block
         return blocks
 
-    def free(self, seq_id: int) -> int:
-        freed = super().free(seq_id)
-        refs = self.pool.refs
+    def _free(self, seq_id: int) -> None:
+        """A sequence gives its blocks back."""
+        self._full.free(seq_id, self._full.tables[seq_id])
+        self._host.free(seq_id)
+        self._disk.free(seq_id)
+        self.freed()
+
+    def freed(self) -> None:
+        """Blocks have gone back to the pool: nobody comes back into them."""
+        refs = self._pool.refs
         self._coming = {slot: block for slot, block in self._coming.items() if refs[block]}
-        return freed
 
     def drop_parked(self, seq_id: int) -> None:
         """A parked sequence has ended, or is to be computed anew."""
@@ -242,50 +252,46 @@ class TieredMemory(WriteThrough):
     def _release_parked(self, parked: Parked) -> None:
         self._own.subtract(parked.own)
         self._own = +self._own
-        self.host.pool.release(reversed(parked.held))
-        refs = self.host.pool.refs
+        self._slots.release(reversed(parked.held))
+        refs = self._slots.refs
         self._leaving = {block: slot for block, slot in self._leaving.items() if refs[slot]}
 
     def _goes_on(self, parked: Parked) -> bool:
         """Whether its chain's root is still the index's."""
-        return parked.root == self.pool.index.root(None).serial
+        return parked.root == self._pool.index.root(None).serial
 
-    def grow(self, seq_id: int, num_tokens: int) -> Growth:
-        growth = super().grow(seq_id, num_tokens)
-        self._copied.update((target, source) for source, target in growth.copies)
-        return growth
+    def copied(self, copies: Sequence[Move]) -> None:
+        """These sources are to be copied to these targets in this step."""
+        self._copied.update((target, source) for source, target in copies)
 
-    def pop_swap_ins(self) -> list[Move]:
+    def loaded(self) -> None:
+        """The loads of this step are taken: they are shared no more."""
         self._coming.clear()
-        return super().pop_swap_ins()
 
     def pop_swap_outs(self) -> list[Move]:
-        """(block, slot) of sequences that were parked."""
         outs = list(self._leaving.items())
         self._leaving.clear()
         return outs
 
     def release_copy_sources(self) -> None:
-        super().release_copy_sources()
+        """The step's copies and loads have been made."""
         self._copied.clear()
         for parked in self._resumed.values():
             self._release_parked(parked)
         self._resumed.clear()
 
     def check(self) -> None:
-        super().check()
+        """Raises AssertionError unless slots and sequences agree."""
         own = Counter(slot for one in self._all_parked() for slot in one.own)
         assert own == self._own, f"slots of parked ones: {own}, counted {self._own}"
         assert len(own) <= self.max_parked, f"{len(own)} slots of parked ones, {self.max_parked} allowed"
-        indexed = [slot for slot in own if slot in self.host.pool.index]
+        indexed = [slot for slot in own if slot in self._slots.index]
         assert not indexed, f"slot {indexed[:1]} of a parked sequence is in the host's index"
-        assert not self._parked.keys() & self._tables.keys(), "a sequence has blocks and is parked"
+        assert not self._parked.keys() & self._full.tables.keys(), "a sequence has blocks and is parked"
 
-    def _slots_held(self) -> Counter[int]:
-        held = super()._slots_held()
-        for one in self._all_parked():
-            held.update(one.held)
-        return held
+    def references(self) -> Counter[int]:
+        """To host slots; for checks."""
+        return Counter(slot for one in self._all_parked() for slot in one.held)
 
     def _all_parked(self) -> list[Parked]:
         return [*self._parked.values(), *self._resumed.values()]

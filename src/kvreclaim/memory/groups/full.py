@@ -1,0 +1,150 @@
+"""Layers with full attention: their tables hold every token and have the lengths."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.memory.block_table import BlockTable
+from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.memory.changes import CompactionPlan, Shrunk
+from kvreclaim.memory.check import check_plan, check_table
+from kvreclaim.memory.groups.group import GroupManager
+from kvreclaim.memory.pool import BlockPool
+from kvreclaim.memory.prefix.index import Entry
+from kvreclaim.memory.prefix_cache import PrefixCache, PrefixMatch
+
+
+class FullAttentionGroup(GroupManager):
+    """The only group whose tokens are compressed, found by their prefix and moved to slots below the pool.
+
+    tables: of every sequence; others read them
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int, held: Counter[int], prefix: PrefixCache) -> None:
+        super().__init__(pool, block_size, held)
+        self.pool, self.block_size, self.prefix = pool, block_size, prefix
+        self.tables: dict[int, BlockTable] = {}
+        self.freed_by_compression = 0
+
+    def add(self, seq_id: int, table: BlockTable) -> None:
+        """A sequence begins with a table whose blocks are referenced already."""
+        self.refuse_known(seq_id)
+        self.tables[seq_id] = table
+
+    def refuse_known(self, seq_id: int) -> None:
+        """Raises: InvalidArgumentError for a sequence that is here."""
+        if seq_id in self.tables:
+            raise InvalidArgumentError(
+                f"sequence {seq_id} exists already; an id names one live sequence; free it or use another"
+            )
+
+    def fit(self, entries: Sequence[Entry], most: int) -> int:
+        return most
+
+    def begin(self, seq_id: int, match: PrefixMatch, priority: int) -> None:
+        self.tables[seq_id] = self.prefix.begin(match, priority)
+
+    def fork(self, parent_id: int, child_id: int, child: BlockTable) -> None:
+        for block in child.blocks():
+            self._pool.touch(block)
+        self.tables[child_id] = child
+
+    def missing(self, seq_id: int, table: BlockTable, num_tokens: int) -> int:
+        needed = -(-(table.physical_len + num_tokens) // self._size) - len(table.block_ids)
+        return max(0, needed) + (num_tokens > 0 and self._shared_tail(table) is not None)
+
+    def grow(
+        self,
+        seq_id: int,
+        table: BlockTable,
+        num_tokens: int,
+        blocks: list[int],
+        copies: list[tuple[int, int]],
+    ) -> None:
+        missing = max(0, -(-(table.physical_len + num_tokens) // self._size) - len(table.block_ids))
+        source = self._shared_tail(table) if num_tokens else None
+        if not missing and source is None:
+            return
+        new = self._pool.allocate(missing + (source is not None))
+        if source is not None:
+            copies.append((source, new.pop(0)))
+            table.replace(table.physical_len // self._size, copies[-1][1])
+            self._held[source] += 1
+        table.append(new)
+        blocks += new
+
+    def _shared_tail(self, table: BlockTable) -> int | None:
+        """The begun block that the next slot lies in, if other sequences hold it, too."""
+        tail = table.begun(self._size)
+        return tail if tail is not None and self._pool.refs[tail] - self._held[tail] > 1 else None
+
+    def commit(self, seq_id: int, table: BlockTable, num_tokens: int) -> None:
+        start = table.physical_len
+        room = len(table.block_ids) * self._size - start
+        assert num_tokens <= room, f"sequence {seq_id}: {num_tokens} tokens written, room for {room}"
+        assert not num_tokens or self._shared_tail(table) is None, f"sequence {seq_id}: wrote a shared block"
+        table.advance(num_tokens)
+        if table.chain is not None:
+            self.prefix.enter_full_blocks(table, start // self._size)
+
+    def free(self, seq_id: int, table: BlockTable) -> int:
+        del self.tables[seq_id]
+        return self._pool.release(reversed(table.blocks()))
+
+    def blocks(self, seq_id: int, table: BlockTable) -> list[int]:
+        return table.blocks()
+
+    def num_blocks(self, seq_id: int, table: BlockTable) -> int:
+        return table.num_blocks
+
+    def open_blocks(self, seq_id: int, table: BlockTable) -> list[int]:
+        ids = table.block_ids[table.physical_len // self._size :]
+        return [block for block in ids if block is not None]
+
+    def check(self, seq_id: int, table: BlockTable) -> None:
+        check_table(seq_id, table, self._pool, self._size)
+
+    # Compression.
+
+    def first_lacking(self, passes: Iterable[tuple[int, int]]) -> int | None:
+        """As MemoryManager's."""
+        refs, held = self._pool.refs, self._held
+        free = self._pool.num_free + sum(refs[block] == count for block, count in held.items())
+        left: dict[int, int] = {}
+        for seq_id, keep in passes:
+            blocks = self.tables[seq_id].blocks()
+            shared = [block for block in blocks if left.get(block, refs[block] - held[block]) > 1]
+            own, needed = len(blocks) - len(shared), blocks_for(keep, self._size)
+            if needed - own > free:
+                return seq_id
+            free += own - needed
+            left.update((block, left.get(block, refs[block] - held[block]) - 1) for block in shared)
+        return None
+
+    def shrink(self, plan: CompactionPlan[int], table: BlockTable) -> Shrunk:
+        """As MemoryManager's."""
+        check_plan(plan, table, self._pool, self._size)
+        for block in plan.strip:
+            self._pool.unindex(block)
+        fresh = self._pool.allocate(plan.targets.count(None))
+        supply = iter(fresh)
+        block_ids = tuple(next(supply) if target is None else target for target in plan.targets)
+        kept = set(block_ids)
+        dropped = [block for block in reversed(table.blocks()) if block not in kept]
+        table.shrink(block_ids, plan.num_tokens)
+        freed = self._pool.release(dropped) - len(fresh)
+        self.freed_by_compression += freed
+        return Shrunk(block_ids, freed)
+
+    def drop(self, seq_id: int, table: BlockTable, indices: Sequence[int], *, holes: bool) -> int:
+        """Give back full blocks, last first, and leave holes, or let later entries move up."""
+        full = table.physical_len // self._size
+        wrong = [index for index in indices if not 0 <= index < full]
+        assert not wrong, f"sequence {seq_id}: entry {wrong[0]} is not one of {full} full blocks"
+        ascending = sorted(indices)
+        blocks = table.punch(ascending[::-1]) if holes else table.drop(ascending, self._size)[::-1]
+        freed = self._pool.release(blocks)
+        self.freed_by_compression += freed
+        return freed

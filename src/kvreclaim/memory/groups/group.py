@@ -1,0 +1,85 @@
+"""What the memory manager asks of a group of layers, and tells it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+
+from kvreclaim.memory.block_table import BlockTable
+from kvreclaim.memory.pool import BlockPool
+from kvreclaim.memory.prefix.index import Entry
+from kvreclaim.memory.prefix_cache import PrefixMatch
+
+
+class GroupManager(ABC):
+    """The blocks that sequences hold in layers of one kind: full attention, or one window.
+
+    All groups take blocks from one pool. The manager asks every group before it changes one, and the group of
+    full attention comes first. `table` is the sequence's table there: it has the lengths and the entries of
+    the prefix index.
+
+    Recurrent layers (Mamba, linear attention) get a group of their own here; there is none yet. It holds one
+    state for each sequence, whatever the length: `missing` asks for it once, `fork` copies it, `commit`
+    replaces it, `fit` finds the last entry behind which a state was kept.
+
+    Args:
+        held: references to sources of copies that have not been made yet; all groups share the counter
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int, held: Counter[int]) -> None:
+        self._pool = pool
+        self._size = block_size
+        self._held = held
+
+    @abstractmethod
+    def fit(self, entries: Sequence[Entry], most: int) -> int:
+        """How many of the first `most` entries a sequence can begin with. Changes nothing."""
+
+    @abstractmethod
+    def begin(self, seq_id: int, match: PrefixMatch, priority: int) -> None:
+        """A sequence begins with the blocks of a match."""
+
+    @abstractmethod
+    def fork(self, parent_id: int, child_id: int, child: BlockTable) -> None:
+        """The child shares what holds its tokens."""
+
+    @abstractmethod
+    def missing(self, seq_id: int, table: BlockTable, num_tokens: int) -> int:
+        """Blocks to take before num_tokens more are written. Changes nothing."""
+
+    @abstractmethod
+    def grow(
+        self,
+        seq_id: int,
+        table: BlockTable,
+        num_tokens: int,
+        blocks: list[int],
+        copies: list[tuple[int, int]],
+    ) -> None:
+        """Take them. Adds new blocks to `blocks`, and to `copies` (source, destination) of a begun block that
+        others hold, too; its source is released, but held."""
+
+    @abstractmethod
+    def commit(self, seq_id: int, table: BlockTable, num_tokens: int) -> None:
+        """The next num_tokens tokens are written: full blocks can be hit, blocks out of the window go."""
+
+    @abstractmethod
+    def free(self, seq_id: int, table: BlockTable) -> int:
+        """Forget a sequence. Returns: blocks that went back to the pool."""
+
+    @abstractmethod
+    def blocks(self, seq_id: int, table: BlockTable) -> list[int]:
+        """All blocks that a sequence holds here."""
+
+    @abstractmethod
+    def num_blocks(self, seq_id: int, table: BlockTable) -> int:
+        """How many these are."""
+
+    @abstractmethod
+    def open_blocks(self, seq_id: int, table: BlockTable) -> list[int]:
+        """The blocks that the next tokens go to, one that holds some already included."""
+
+    @abstractmethod
+    def check(self, seq_id: int, table: BlockTable) -> None:
+        """The sequence holds what its next token needs. Raises AssertionError."""
