@@ -11,13 +11,7 @@ from kvreclaim.config import OFFLOAD, EngineConfig
 from kvreclaim.options import settings_of
 
 DOCS = (Path(__file__).parents[1] / "docs" / "tiers.md").read_text(encoding="utf-8")
-OTHERS = ("kv_recall_size", "preemption_victim")
-"""Options of the table that have other panels."""
-OPTIONS = {
-    name: each
-    for name, each in settings_of(EngineConfig).items()
-    if each.spec.panel == OFFLOAD or name in OTHERS
-}
+OPTIONS = {name: each for name, each in settings_of(EngineConfig).items() if each.spec.panel == OFFLOAD}
 
 
 def rows() -> dict[str, str]:
