@@ -25,7 +25,6 @@ from kvreclaim.sampling_params import SamplingParams
         (SamplingParams, {"logit_bias": [1]}, "logit_bias"),
         (SamplingParams, {"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
         (SamplingParams, {"ignore_eos": 1}, "ignore_eos"),
-        (SamplingParams, {"cache_salt": 1}, "cache_salt"),
         (EngineConfig, {"kernels": "zoo"}, "kernels"),
         (EngineConfig, {"eviction_policy": None}, "eviction_policy"),
         (CompressionConfig, {"budget": 0}, "budget"),
