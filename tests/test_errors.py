@@ -25,6 +25,7 @@ from kvreclaim.sampling_params import SamplingParams
         (SamplingParams, {"logit_bias": [1]}, "logit_bias"),
         (SamplingParams, {"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
         (SamplingParams, {"ignore_eos": 1}, "ignore_eos"),
+        (SamplingParams, {"bad_words": "a"}, "bad_words"),
         (EngineConfig, {"kernels": "zoo"}, "kernels"),
         (EngineConfig, {"eviction_policy": None}, "eviction_policy"),
         (CompressionConfig, {"budget": 0}, "budget"),
