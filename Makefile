@@ -44,12 +44,12 @@ test-fast: setup
 
 # Many clients at once: no 500, no lost block, every answer as alone; then with so few blocks that requests preempt.
 soak: setup
-	OMP_NUM_THREADS=1 $(BIN)/python scripts/soak.py --requests 10000 --clients 64
-	OMP_NUM_THREADS=1 $(BIN)/python scripts/soak.py --requests 1000 --clients 64 --blocks 80 --no-compression
+	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/serve.py --requests 10000 --clients 64
+	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/serve.py --requests 1000 --clients 64 --blocks 80 --no-compression
 
 # A small pool over a small host over a file that fails, killed and damaged: every answer as without tiers.
 soak-tiers: setup
-	OMP_NUM_THREADS=1 $(BIN)/python scripts/soak_tiers.py --requests 10000
+	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/tiers.py --requests 10000
 
 # The simulator beside the engine's counts, a log of vLLM, and this machine's engine in real time.
 validate-sim: setup bench_models/qwen3-26m
@@ -58,7 +58,7 @@ validate-sim: setup bench_models/qwen3-26m
 
 # What strangers and tenants can do to a server, in full size, and what others notice of it.
 attack: setup
-	OMP_NUM_THREADS=1 $(BIN)/python scripts/attack.py $(if $(ONLY),--only "$(ONLY)")
+	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/attack.py $(if $(ONLY),--only "$(ONLY)")
 
 # Random walks over the engine: every policy, way and KV format, prefix hits, forks, preemption, aborts, failures.
 FUZZ_STEPS ?= 100000

@@ -12,21 +12,95 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from soak_tiers_cases import LIMITS, Case, make_cases
-
-from kvreclaim import LLM, demo_model
+from kvreclaim import LLM, CompressionConfig, SamplingParams, demo_model
 from kvreclaim.engine.request.request import Request
 from kvreclaim.tiers.file_io import Buffer, FileIO
 
+NUM_DOCUMENTS = 240
+POLICIES = ("query_mixture", "knorm", "streaming_llm", "shares(streaming_llm, by=static)")
+LIMITS: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "max_model_len": 512,
+    "spread_compression": False,
+}
+"""All engines have these: where a prompt is compressed depends on the chunks that a step may compute."""
+AT_END = 0.25
+"""This share of the requests is compressed at their document's end, each document by one policy."""
+REPEATS = 4
+"""Times that each different request is sent, on average."""
 BLOCK_BYTES = 32_768
-"""Of the demo model in fp32, 16 tokens."""
+"""16 tokens of the demo model in fp32."""
 NUM_BLOCKS, HOST_SLOTS, DISK_BYTES = 56, 80, 20_000_000
 AT_ONCE = 12
 PATIENCE_S = 120.0
 """Longest that a step, or the end, may take; then the process says where it is and ends."""
 DRAIN_S = 60.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request. policy: None for the full cache; budget: of the policy; compress_prompt_at: tokens of a
+    document that is compressed once for all who ask about it; greedy: with several outputs each is drawn from
+    one token."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    n: int
+    seed: int
+    salt: str | None
+    policy: str | None
+    budget: int
+    compress_prompt_at: int | None
+    greedy: bool
+
+    def params(self, logprobs: int | None = None) -> SamplingParams:
+        return SamplingParams(
+            temperature=0.0 if self.greedy and self.n == 1 else 1.0,
+            top_k=1 if self.greedy else 0,
+            max_tokens=self.max_tokens,
+            n=self.n,
+            seed=self.seed,
+            ignore_eos=True,
+            logprobs=logprobs,
+        )
+
+    def compression(self) -> CompressionConfig | None:
+        if self.policy is None:
+            return None
+        return CompressionConfig(self.policy, budget=self.budget, interval=16, sinks=2, recent=8)
+
+
+def make_cases(seed: int, num_requests: int) -> list[Case]:
+    """The same different requests for the same arguments."""
+    rng = random.Random(seed)
+    documents = [rng.choices(range(5, 200), k=rng.randrange(40, 300)) for _ in range(NUM_DOCUMENTS)]
+    return [_case(rng, documents) for _ in range(max(1, num_requests // REPEATS))]
+
+
+def _case(rng: random.Random, documents: list[list[int]]) -> Case:
+    number = min(int(rng.paretovariate(0.5)) - 1, NUM_DOCUMENTS - 1)
+    document = documents[number]
+    at_end, is_part = rng.random() < AT_END, rng.random() < 0.5
+    prompt = document[: rng.randrange(20, len(document) + 1)] if is_part and not at_end else document
+    tail = rng.choices(range(5, 200), k=rng.randrange(1 if at_end else 0, 40))
+    policy = rng.choice(POLICIES) if rng.random() < 0.35 else None
+    return Case(
+        prompt=(*prompt, *tail),
+        max_tokens=rng.randrange(1, 33),
+        n=rng.choice((1, 1, 1, 1, 1, 2, 3)),
+        seed=rng.randrange(1000),
+        salt=rng.choice((None, None, "red", "green")),
+        policy=POLICIES[number % len(POLICIES)] if at_end else policy,
+        budget=48 if at_end else rng.choice((32, 48, 80)),
+        compress_prompt_at=len(document) if at_end else None,
+        greedy=rng.random() < 0.85,
+    )
 
 
 class Faulty(FileIO):
@@ -42,17 +116,18 @@ class Faulty(FileIO):
         if self.rng.random() < self.rate:
             time.sleep(self.rng.random() * 0.1)
 
+    def _cut(self, buffers: Sequence[Any]) -> Sequence[Any]:
+        if self.rng.random() < self.rate:
+            return [memoryview(buffers[0])[: self.rng.randrange(1, len(buffers[0]))]]
+        return buffers
+
     def preadv(self, fd: int, buffers: Sequence[bytearray | memoryview], offset: int) -> int:
         self._strike(errno.EIO)
-        if self.rng.random() < self.rate:
-            buffers = [memoryview(buffers[0])[: self.rng.randrange(1, len(buffers[0]))]]
-        return super().preadv(fd, buffers, offset)
+        return super().preadv(fd, self._cut(buffers), offset)
 
     def pwritev(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
         self._strike(errno.EIO, errno.ENOSPC)
-        if self.rng.random() < self.rate:
-            buffers = [memoryview(buffers[0])[: self.rng.randrange(1, len(buffers[0]))]]
-        return super().pwritev(fd, buffers, offset)
+        return super().pwritev(fd, self._cut(buffers), offset)
 
     def sync(self, fd: int) -> None:
         self._strike(errno.EIO)
@@ -85,7 +160,7 @@ class Phase:
 
     def __init__(self, llm: LLM, cases: list[Case], rng: random.Random) -> None:
         self.llm, self.engine, self.cases, self.rng = llm, llm.engine, cases, rng
-        self._running: dict[str, tuple[int, int, Request, int | None]] = {}
+        self._running: dict[str, tuple[Request, int | None]] = {}
 
     def run(self, requests: Sequence[tuple[int, int]]) -> None:
         """(place, number of its case)."""
@@ -114,35 +189,25 @@ class Phase:
             compress_prompt_at=case.compress_prompt_at,
         )
         leaves = self.engine.totals.steps + self.rng.randrange(12) if self.rng.random() < 0.06 else None
-        self._running[request.request_id] = place, number, request, leaves
+        self._running[request.request_id] = request, leaves
 
     def _tell(self, request: Request) -> None:
-        place, number, _, _ = self._running.pop(request.request_id)
-        outputs, metrics = request.output().outputs, request.collect_metrics()
-        tokens = [output.token_ids for output in outputs]
-        say(
-            place=place,
-            number=number,
-            tokens=tokens,
-            error=request.error,
-            preemptions=metrics.preemptions,
-        )
+        del self._running[request.request_id]
+        tokens = [output.token_ids for output in request.output().outputs]
+        preemptions = request.collect_metrics().preemptions
+        say(place=int(request.request_id), tokens=tokens, error=request.error, preemptions=preemptions)
 
     def _give_up(self) -> None:
         now = self.engine.totals.steps
-        for name, (place, number, _, leaves) in list(self._running.items()):
+        for name, (_, leaves) in list(self._running.items()):
             if leaves is not None and now >= leaves:
                 self.engine.abort(name)
                 del self._running[name]
-                say(place=place, number=number, aborted=True)
+                say(place=int(name), aborted=True)
 
     def end(self) -> None:
         """All that is under way arrives; then nothing is held any more."""
-        tiers, memory = self.engine.tiers, self.engine.memory
-        assert tiers is not None, "there are tiers"
-        assert tiers.disk is not None, "there is a disk"
-        patience = time.monotonic() + DRAIN_S
-        assert tiers.prefixes is not None, "there are compressed prefixes"
+        tiers, memory, patience = self.engine.tiers, self.engine.memory, time.monotonic() + DRAIN_S
         while tiers.disk.tier.num_loading or tiers.disk.tier.num_storing or tiers.prefixes.is_busy:
             assert time.monotonic() < patience, f"still under way: {self.engine.tier_stats()}"
             tiers.disk.wait()
@@ -150,11 +215,8 @@ class Phase:
         memory.check()
         self.engine.reset_prefix_cache(external=False)
         memory.check()
-        held = [
-            memory.stats().in_use,
-            tiers.memory.offload.host.pool.num_in_use,
-            tiers.disk.tier.tier.pool.num_in_use,
-        ]
+        below = (tiers.memory.offload.host.pool, tiers.disk.tier.tier.pool)
+        held = [memory.stats().in_use, *(pool.num_in_use for pool in below)]
         assert held == [0, 0, 0], f"referenced in the pool, on the host, on disk: {held}"
         assert not tiers.memory.offload.parking.num_parked, "a sequence is parked"
         say(stats=self.stats())
@@ -164,36 +226,21 @@ class Phase:
     def stats(self) -> dict[str, int]:
         """Counts since the start of the phase."""
         found, totals = self.engine.tier_stats(), self.engine.totals
-        assert found is not None, "there are tiers"
-        assert found.disk is not None, "there is a disk"
-        assert found.prefixes is not None, "there are compressed prefixes"
         disk, prefixes = found.disk, found.prefixes
         return {
             "steps": totals.steps,
-            "tokens hit": self.engine.memory.stats().prefix_hit_tokens,
+            "preemptions": totals.num_preemptions,
+            "compactions": totals.compactions,
+            "swaps": found.swaps,
             "tokens hit on the host": found.host_hit_tokens,
             "tokens read from disk": found.disk_hit_tokens,
             "blocks recovered": disk.recovered,
-            "blocks loaded": disk.blocks_loaded,
             "blocks stored": disk.blocks_stored,
-            "compressed prefixes found at starts": prefixes.recovered,
-            "compressed prefixes written": prefixes.counters.stores,
-            "compressed prefixes read": prefixes.counters.loads,
-            "compressed prefixes read and begun with": prefixes.hits,
-            "compressed prefixes damaged": prefixes.counters.corrupt,
-            "compressed prefixes not whole in use": prefixes.unfit,
-            "compressed prefixes removed for others": prefixes.counters.removed,
-            "compressed prefixes begun with": self.engine.scheduler.snapshots.num_hits,
-            "gone": disk.gone,
-            "failed": disk.failed,
             "io errors": disk.counters.io_errors,
             "corrupt": disk.counters.corrupt,
-            "dropped": disk.counters.dropped,
-            "evicted on the host": found.host.evictions,
-            "evicted on disk": disk.slots.evictions,
-            "preemptions": totals.num_preemptions,
-            "swaps": found.swaps,
-            "compactions": totals.compactions,
+            "compressed prefixes recovered": prefixes.recovered,
+            "compressed prefixes begun with": prefixes.hits,
+            "compressed prefixes damaged": prefixes.counters.corrupt,
         }
 
 
@@ -208,9 +255,6 @@ def main() -> None:
     llm = make_engine(told["directory"], rng)
     assert llm.engine.cache.bytes_per_block == BLOCK_BYTES, llm.engine.cache.bytes_per_block
     tiers = llm.engine.tiers
-    assert tiers is not None, "there are tiers"
-    assert tiers.disk is not None, "there is a disk"
-    assert tiers.prefixes is not None, "there are compressed prefixes"
     tiers.disk.file.io = tiers.prefixes.files.io = Faulty(told["fault_rate"], told["seed"])
     phase = Phase(llm, make_cases(told["cases_seed"], told["num_requests"]), rng)
     phase.run(told["requests"])

@@ -6,46 +6,29 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvreclaim import LLM, CompressionConfig, SamplingParams
+from server import MODEL
 
-MODEL = "kvreclaim-demo"
+from kvreclaim import LLM, CompressionConfig, SamplingParams
+from kvreclaim.eval.vocabulary import FILLER_WORDS
+
 COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
-WORDS = [
-    "GO",
-    "wind",
-    "wave",
-    "sky",
-    "sun",
-    "sand",
-    "shore",
-    "fish",
-    "root",
-    "grain",
-    "grove",
-    "pebble",
-    "hare",
-    "deer",
-    "basil",
-    "poppy",
-    "crag",
-    "lilac",
-]
+WORDS = ["GO", *FILLER_WORDS[::8]]
 STOPS = ["shore", "fish sand", "grape", "."]
 POLICIES = ["query_mixture", "knorm", "streaming_llm", "full"]
-BAD: list[tuple[dict[str, Any], int]] = [
-    ({"model": "nonesuch"}, 404),
-    ({"max_tokens": -1}, 400),
-    ({"temperature": "hot"}, 400),
-    ({"temperature": 1e9}, 400),
-    ({"top_p": 0}, 400),
-    ({"nonesuch": 1}, 400),
-    ({"kv_compression": {"policy": "nonesuch"}}, 400),
-    ({"kv_compression": {"budget": 3}}, 400),
-    ({"kv_compression": {"stats": "/etc/passwd"}}, 400),
-    ({"stream": "perhaps"}, 400),
-    ({"logit_bias": {"x": 1}}, 400),
-    ({"cache_salt": 7}, 400),
-    ({"n": 10_000}, 400),
+BAD: list[dict[str, Any]] = [
+    {"max_tokens": -1},
+    {"temperature": "hot"},
+    {"temperature": 1e9},
+    {"top_p": 0},
+    {"nonesuch": 1},
+    {"kv_compression": {"policy": "nonesuch"}},
+    {"kv_compression": {"budget": 3}},
+    {"kv_compression": {"stats": "/etc/passwd"}},
+    {"stream": "perhaps"},
+    {"logit_bias": {"x": 1}},
+    {"cache_salt": 7},
+    {"n": 10_000},
+    {"model": "nonesuch"},
 ]
 
 
@@ -60,7 +43,7 @@ class Case:
     name: str
     path: str
     body: dict[str, Any]
-    key: str | None = None
+    key: str
     leaves_after: float | None = None
     status: int = 200
 
@@ -106,14 +89,12 @@ def _case(rng: random.Random, name: str, stems: list[str], keys: tuple[str, ...]
     if rng.random() < 0.3:
         body["cache_salt"] = rng.choice(["red", "green"])
     if compress and rng.random() < 0.4:
-        policy = rng.choice(POLICIES)
         sizes = {"budget": rng.choice([24, 40, 64]), "interval": rng.choice([16, 24])}
-        body["kv_compression"] = {"policy": policy, **sizes, "sinks": 2, "recent": 8}
-    key = rng.choice(keys) if keys else None
-    luck = rng.random()
+        body["kv_compression"] = {"policy": rng.choice(POLICIES), **sizes, "sinks": 2, "recent": 8}
+    key, luck = rng.choice(keys), rng.random()
     if luck < 0.1:
-        change, status = rng.choice(BAD)
-        return Case(name, path, body | change, key, status=status)
+        change = rng.choice(BAD)
+        return Case(name, path, body | change, key, status=404 if "model" in change else 400)
     leaves = None
     if luck < 0.25:
         leaves = rng.randrange(0, 12) if body.get("stream") else rng.random() * 0.2
@@ -129,9 +110,8 @@ def _prompt(rng: random.Random, path: str, stems: list[str]) -> dict[str, Any]:
         kind = rng.random()
         if kind < 0.15:
             return {"prompt": [text() for _ in range(rng.randrange(2, 4))]}
-        return {
-            "prompt": [rng.randrange(5, 200) for _ in range(rng.randrange(1, 150))] if kind < 0.3 else text()
-        }
+        ids = [rng.randrange(5, 200) for _ in range(rng.randrange(1, 150))]
+        return {"prompt": ids if kind < 0.3 else text()}
     turns = ["user", "assistant", "user"] if rng.random() < 0.3 else ["user"]
     return {"messages": [{"role": role, "content": text()} for role in turns]}
 
@@ -139,11 +119,8 @@ def _prompt(rng: random.Random, path: str, stems: list[str]) -> dict[str, Any]:
 def _sampling(rng: random.Random, path: str) -> dict[str, Any]:
     drawn: dict[str, Any] = {"temperature": 0}
     if rng.random() < 0.25:
-        drawn = {
-            "temperature": rng.choice([0.7, 1.5]),
-            "seed": rng.randrange(1000),
-            "top_p": rng.choice([0.9, 1.0]),
-        }
+        drawn = {"temperature": rng.choice([0.7, 1.5]), "seed": rng.randrange(1000)}
+        drawn["top_p"] = rng.choice([0.9, 1.0])
         if path != MESSAGES:
             drawn["n"] = rng.randrange(1, 5)
     if rng.random() < 0.4:

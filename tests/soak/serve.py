@@ -3,7 +3,7 @@ same request gets alone, and in the end every block must be back. Over the secon
 tenant attacks, and others ask what the server's own description allows: nothing may be answered with a 5xx,
 and what the attack did to first tokens is told.
 
-    python scripts/soak.py --requests 1000 --clients 64
+    python tests/soak/serve.py --requests 1000 --clients 64
 """
 
 from __future__ import annotations
@@ -11,38 +11,28 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import logging
-import os
+import re
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import numpy as np
-from soak_cases import MESSAGES, MODEL, Case, Seen, expected, make_cases
+from cases import MESSAGES, Case, Seen, expected, make_cases
+from server import KEYED, OPERATOR, Target, serving
 
 from kvreclaim import LLM, demo_model
-from kvreclaim.engine.serving.client import EngineClient
-from kvreclaim.engine.serving.core import EngineCore
-from kvreclaim.engine.serving.messages import EngineSpec
-from kvreclaim.engine.serving.process import ProcessEngine
-from kvreclaim.engine.serving.thread import AsyncEngine
-from kvreclaim.server.config import ServerConfig
-from kvreclaim.server.metrics.observer import count
-from kvreclaim.server.run import Server, bind
-from kvreclaim.server.service import Service
 
 TIMEOUT_S = 300.0
 LAST_ANSWER_S = 90.0
 KEYS = ("key-a", "key-b", "key-c")
-OPERATOR = "key-of-the-operator"
-ATTACKER = "key-of-the-attacker"
-HERE = Path(__file__).parent
+COUNTED = ("generation_tokens", "num_preemptions", "compactions")
 
 
 @dataclass
@@ -85,7 +75,7 @@ def _difference(case: Case, seen: Seen, llm: LLM) -> str | None:
 async def ask(client: httpx2.AsyncClient, case: Case) -> Seen:
     """Send one case and read what comes, or leave."""
     seen, begun = Seen(), time.perf_counter()
-    headers = {"authorization": f"Bearer {case.key}"} if case.key else {}
+    headers = {"authorization": f"Bearer {case.key}"}
     limit = None if case.stream else case.leaves_after
     try:
         async with (
@@ -169,38 +159,16 @@ def _add(seen: Seen, index: int, text: str) -> None:
 def _take_usage(usage: dict[str, Any], seen: Seen) -> None:
     parts = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
     seen.num_prompt = usage.get("prompt_tokens", sum(usage.get(part, 0) for part in parts))
-    seen.num_generated = (
-        usage["completion_tokens"] if "completion_tokens" in usage else usage["output_tokens"]
-    )
+    seen.num_generated = usage["completion_tokens" if "completion_tokens" in usage else "output_tokens"]
 
 
 @asynccontextmanager
-async def serving(engine: EngineClient) -> AsyncIterator[str]:
-    """A server with keys, in this event loop. Gives: its address."""
-    keys = (*KEYS, ATTACKER)
-    config = ServerConfig(served_model_name=(MODEL,), api_keys=keys, operator_key=OPERATOR)
-    server, listener = Server(Service(engine, config)), bind("127.0.0.1", 0)
-    server.capture_signals = nullcontext  # type: ignore[method-assign,assignment]
-    task = asyncio.ensure_future(server.serve(sockets=[listener]))
-    while not server.started and not task.done():
-        await asyncio.sleep(0.01)
-    try:
-        yield "http://{}:{}".format(*listener.getsockname()[:2])
-    finally:
-        server.should_exit = True
-        await task
-
-
-@asynccontextmanager
-async def beside(report: Report, base_url: str, *programs: str) -> AsyncIterator[None]:
-    """Programs that go on against the server, each in a process of its own, until the block ends; what they
-    print are violations."""
+async def beside(report: Report, target: Target, *programs: str) -> AsyncIterator[None]:
+    """Programs of beside.py until the block ends; what they print are violations."""
+    command = (sys.executable, str(Path(__file__).with_name("beside.py")))
+    pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
     running = [
-        await asyncio.create_subprocess_exec(
-            *(sys.executable, HERE / program, base_url, str(os.getpid()), ATTACKER, OPERATOR),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
+        await asyncio.create_subprocess_exec(*command, program, str(target.port), str(target.pid), **pipes)
         for program in programs
     ]
     try:
@@ -213,56 +181,54 @@ async def beside(report: Report, base_url: str, *programs: str) -> AsyncIterator
                 process.kill()
                 report.violations.append(f"{program} waited {LAST_ANSWER_S:g} s for its last answer")
                 continue
-            *problems, did = said.decode().splitlines() or ["it said nothing"]
+            *problems, report.facts[program] = said.decode().splitlines() or ["it said nothing"]
             report.violations += [f"{program}: {problem}" for problem in problems]
             if process.returncode:
                 report.violations.append(f"{program} ended with exit code {process.returncode}")
-            report.facts[program] = did
 
 
-async def soak(
-    engine: EngineClient, alone: LLM, cases: list[Case], num_clients: int, programs: tuple[str, ...] = ()
-) -> Report:
-    """Run the cases, so many clients at once, each of which takes the next case. alone: for the oracle;
-    programs: what goes on beside the second half of them."""
+async def soak(target: Target, cases: list[Case], num_clients: int, programs: tuple[str, ...]) -> Report:
+    """Run the cases, so many clients at once, each of which takes the next case. programs: what goes on
+    beside the second half of them."""
     report, begun = Report(), time.perf_counter()
-    async with serving(engine) as base_url:
-        limits = httpx2.Limits(max_connections=None)
-        async with httpx2.AsyncClient(base_url=base_url, timeout=TIMEOUT_S, limits=limits) as client:
+    limits, url = httpx2.Limits(max_connections=None), f"http://127.0.0.1:{target.port}"
+    async with httpx2.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits) as client:
 
-            async def answers_to(some: list[Case]) -> list[tuple[Case, Seen]]:
-                waiting = iter(some)
+        async def answers_to(some: list[Case]) -> list[tuple[Case, Seen]]:
+            waiting = iter(some)
 
-                async def one_client() -> list[tuple[Case, Seen]]:
-                    return [(case, await ask(client, case)) for case in waiting]
+            async def one_client() -> list[tuple[Case, Seen]]:
+                return [(case, await ask(client, case)) for case in waiting]
 
-                found = await asyncio.gather(*(one_client() for _ in range(num_clients)))
-                return [pair for pairs in found for pair in pairs]
+            found = await asyncio.gather(*(one_client() for _ in range(num_clients)))
+            return [pair for pairs in found for pair in pairs]
 
-            half = len(cases) // 2
-            before = await answers_to(cases[:half])
-            async with beside(report, base_url, *programs):
-                during = await answers_to(cases[half:])
-            elapsed_s = time.perf_counter() - begun
-            await asyncio.wait_for(engine.drained(), TIMEOUT_S)
-            load = (await client.get("/load", headers={"authorization": f"Bearer {OPERATOR}"})).json()
-            await engine.call(EngineCore.check)
-            counted = (await engine.call(count)).values
-    for name in ("server_load", "blocks_in_use"):
-        if load[name]:
-            report.violations.append(f"in the end /load says {name} {load[name]}")
+        before = await answers_to(cases[: len(cases) // 2])
+        async with beside(report, target, *programs):
+            during = await answers_to(cases[len(cases) // 2 :])
+        report.facts["elapsed_s"] = round(time.perf_counter() - begun, 2)
+        await _settle(client, report)
+    report.facts |= {"first_token_ms": _first_tokens(before), "first_token_ms_beside": _first_tokens(during)}
+    alone = LLM(demo_model(), num_blocks=4096, max_num_seqs=64)
     for case, seen in before + during:
         report.check(case, seen, alone)
-    report.facts |= {
-        "elapsed_s": round(elapsed_s, 2),
-        "generated_tokens": counted["vllm:generation_tokens"],
-        "preemptions": counted["vllm:num_preemptions"],
-        "compactions": counted["kvreclaim:compactions"],
-        "first_token_ms": _first_tokens(before),
-        "first_token_ms_beside": _first_tokens(during),
-        "load": load,
-    }
     return report
+
+
+async def _settle(client: httpx2.AsyncClient, report: Report) -> None:
+    """All that was left is aborted soon; then nothing runs and no block is in use."""
+    headers, deadline = {"authorization": f"Bearer {OPERATOR}"}, time.monotonic() + TIMEOUT_S
+    while True:
+        load = (await client.get("/load", headers=headers)).json()
+        held = {name: load[name] for name in ("server_load", "blocks_in_use") if load[name]}
+        if not held or time.monotonic() > deadline:
+            break
+        await asyncio.sleep(0.1)
+    report.violations += [f"in the end /load says {name} {value}" for name, value in held.items()]
+    metrics = (await client.get("/metrics", headers=headers)).text
+    for name in COUNTED:
+        found = re.findall(rf"^\w+:{name}_total(?:{{.*}})? (\S+)$", metrics, re.MULTILINE)
+        report.facts[name] = sum(map(float, found))
 
 
 def _first_tokens(answers: list[tuple[Case, Seen]]) -> dict[str, float]:
@@ -272,9 +238,7 @@ def _first_tokens(answers: list[tuple[Case, Seen]]) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
@@ -282,15 +246,17 @@ def main() -> int:
     parser.add_argument("--no-compression", action="store_true", help="every request keeps its full cache")
     parser.add_argument("--thread", action="store_true", help="the engine in a thread of the server")
     parser.add_argument("--alone", action="store_true", help="no attack, nothing else beside")
-    arguments = parser.parse_args()
-    logging.basicConfig(level=logging.WARNING)
-    logging.getLogger("kvreclaim.schedule").setLevel(logging.ERROR)
-    spec = EngineSpec(model=str(demo_model()), options={"num_blocks": arguments.blocks, "max_num_seqs": 64})
-    engine = AsyncEngine(spec.load()) if arguments.thread else ProcessEngine.launch(spec)
-    programs = () if arguments.alone else ("soak_attack.py", "soak_schema.py")
-    alone = LLM(demo_model(), num_blocks=4096, max_num_seqs=64)
-    cases = make_cases(arguments.seed, arguments.requests, KEYS, compress=not arguments.no_compression)
-    report = asyncio.run(soak(engine, alone, cases, arguments.clients, programs))
+    given = parser.parse_args()
+    options = [*KEYED, *(part for key in KEYS for part in ("--api-key", key))]
+    options += ["--num-gpu-blocks-override", str(given.blocks), "--max-num-seqs", "64"]
+    options += ["--no-engine-process"] if given.thread else []
+    cases = make_cases(given.seed, given.requests, KEYS, compress=not given.no_compression)
+    programs = () if given.alone else ("attack", "schema")
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        serving(options, Path(directory) / "server.log") as target,
+    ):
+        report = asyncio.run(soak(target, cases, given.clients, programs))
     print(json.dumps({"outcomes": report.outcomes, **report.facts}, indent=2))
     for violation in report.violations:
         print(f"VIOLATION: {violation}", file=sys.stderr)
