@@ -36,7 +36,7 @@ KINDS = (
     SamplingParams(temperature=0.0, logit_bias={7: 3.0}, min_tokens=10, stop_token_ids=[7]),
     SamplingParams(temperature=0.7, seed=1, n=3, logprobs=2),
     SamplingParams(temperature=0.7, seed=1, n=2, allowed_token_ids=list(range(0, 270, 3))),
-    SamplingParams(temperature=0.0, bad_words=["e", "th", " a", "st o"]),
+    SamplingParams(temperature=0.0, allowed_token_ids=list(range(1, 270, 2))),
 )
 
 
