@@ -109,7 +109,7 @@ class FullAttentionGroup(GroupManager):
     # Compression.
 
     def first_lacking(self, passes: Iterable[tuple[int, int]]) -> int | None:
-        """As MemoryManager's."""
+        """Like MemoryManager's."""
         refs, held = self._pool.refs, self._held
         free = self._pool.num_free + sum(refs[block] == count for block, count in held.items())
         left: dict[int, int] = {}
@@ -124,7 +124,7 @@ class FullAttentionGroup(GroupManager):
         return None
 
     def shrink(self, plan: CompactionPlan[int], table: BlockTable) -> Shrunk:
-        """As MemoryManager's."""
+        """Like MemoryManager's."""
         check_plan(plan, table, self._pool, self._size)
         for block in plan.strip:
             self._pool.unindex(block)

@@ -172,7 +172,7 @@ class TieredOffload(NoOffload):
         self._unfollow(seq_id)
 
     def reset(self, *, external: bool) -> None:
-        """As NoOffload's; on disk once the caller has done what `disk.take_reset` says."""
+        """Like NoOffload's; on disk once the caller has done what `disk.take_reset` says."""
         if external:
             self.host.pool.clear_index()
             self.on_disk.reset()
