@@ -65,7 +65,8 @@ class Pins:
         self.aside: dict[int, int] = {}
         """Queued blocks whose turn has come while they were pinned, to the number of that turn."""
         self._marks, self._clock = marks, clock
-        self._ttl_s: dict[int, float] = {}
+        self.ttl_s: dict[int, float] = {}
+        """Pinned blocks, to the time that a hit keeps them."""
         self._owner: dict[int, str | None] = {}
         self._owned: dict[str | None, dict[int, None]] = {}
         self._ends: BlockHeap[float] = BlockHeap()
@@ -74,11 +75,7 @@ class Pins:
         self._turns = count()
 
     def __len__(self) -> int:
-        return len(self._ttl_s)
-
-    def __bool__(self) -> bool:
-        """Whether the order of reuse is not the eviction order's alone."""
-        return bool(self._ttl_s or self.aside)
+        return len(self.ttl_s)
 
     def pin(self, block: int, ttl_s: float, now: float, owner: str | None = None) -> bool:
         """Pin an indexed block for this long from now on; of two pins of a block the longer one holds, and
@@ -88,8 +85,8 @@ class Pins:
         the block before it. Returns: whether it is pinned; if not, there were limit others.
         """
         ends, longest = now + ttl_s, ttl_s
-        if block in self._ttl_s:
-            ends, longest = max(ends, self._ends.key(block)), max(ttl_s, self._ttl_s[block])
+        if block in self.ttl_s:
+            ends, longest = max(ends, self._ends.key(block)), max(ttl_s, self.ttl_s[block])
         elif not self._make_room(owner):
             self.num_refused += 1
             return False
@@ -99,14 +96,14 @@ class Pins:
             if block in self.aside:
                 self._due.remove(block)
                 self._kept.push(block, self.aside[block])
-        self._ttl_s[block] = longest
+        self.ttl_s[block] = longest
         self._ends.push(block, ends)
         self._marks[block] |= PINNED
         return True
 
     def _make_room(self, owner: str | None) -> bool:
         """Whether there is room for a pin of this owner, if need be in place of another one's."""
-        if len(self._ttl_s) < self.limit:
+        if len(self.ttl_s) < self.limit:
             return True
         owners = self._owned.keys() | {owner}
         if len(self._owned.get(owner, ())) >= self.limit // len(owners):
@@ -120,7 +117,7 @@ class Pins:
         """These blocks have been hit: the pins that still hold begin anew."""
         now = self.expire()
         for block in blocks:
-            ttl_s = self._ttl_s.get(block)
+            ttl_s = self.ttl_s.get(block)
             if ttl_s is not None:
                 self._ends.push(block, max(now + ttl_s, self._ends.key(block)))
 
@@ -133,7 +130,7 @@ class Pins:
 
     def drop(self, block: int) -> None:
         """End the pin of a block."""
-        del self._ttl_s[block]
+        del self.ttl_s[block]
         self._ends.remove(block)
         owner = self._owner.pop(block)
         del self._owned[owner][block]
@@ -146,7 +143,7 @@ class Pins:
 
     def clear(self) -> None:
         """End all pins."""
-        for block in list(self._ttl_s):
+        for block in list(self.ttl_s):
             self.drop(block)
 
     def take_back(self, block: int) -> None:
@@ -172,7 +169,7 @@ class Pins:
         for heap in (self._ends, self._kept, self._due):
             heap.check()
         marked = {block for block, mark in enumerate(self._marks) if mark & PINNED}
-        assert marked == set(self._ttl_s) == set(self._ends), f"{len(marked)} marked, {len(self)} pinned"
+        assert marked == set(self.ttl_s) == set(self._ends), f"{len(marked)} marked, {len(self)} pinned"
         assert len(self) <= self.limit, f"{len(self)} pins, {self.limit} allowed"
         owned = {block: owner for owner, blocks in self._owned.items() for block in blocks}
         assert owned == self._owner, f"{len(owned)} owned by somebody, {len(self._owner)} have an owner"

@@ -73,7 +73,7 @@ class BlockPool:
         """
         assert 0 <= n <= self.num_free, f"{n} blocks wanted, {self.num_free} free"
         pop, refs, marks = self.free_queue.pop, self.refs, self.marks
-        if self.pins:
+        if self.pins.ttl_s or self.pins.aside:
             self.pins.expire()
             pop = self._pop_sparing
         if len(self.leaving):
@@ -112,9 +112,9 @@ class BlockPool:
         if self.free_queue.watches:
             for block in blocks:
                 self.free_queue.used(block, priority)
-        if self.pins:
+        if self.pins.ttl_s:
             self.pins.refresh(blocks)
-        if self.residency:
+        if self.residency.lives:
             for block in blocks:
                 if self.marks[block] & SAMPLED:
                     self.residency.use(block)
@@ -240,7 +240,7 @@ class BlockPool:
     def _pop_leaving(self) -> int:
         """A block that caches nothing, if it is its turn; else one that goes before those that do."""
         if not len(self.leaving):
-            return self._pop_sparing() if self.pins else self.free_queue.pop()
+            return self._pop_sparing()
         if len(self.free_queue):
             block = self.free_queue.pop()
             if not self.marks[block]:

@@ -45,36 +45,37 @@ class Residency:
     def __init__(self, sample: float, clock: Callable[[], float], marks: bytearray) -> None:
         self._sample, self._clock, self._marks = sample, clock, marks
         self._random = Random(0)
-        self._lives: dict[int, _Life] = {}
+        self.lives: dict[int, _Life] = {}
+        """Blocks that are being measured."""
         self._ended: deque[BlockResidency] = deque(maxlen=MOST_UNREAD)
         self.until_next = self._draw()
         """Blocks to enter until one is measured; negative: none ever is. The pool counts it down."""
 
     def __len__(self) -> int:
-        return len(self._lives)
+        return len(self.lives)
 
     def begin(self, block: int) -> None:
         """Measure this block, and draw the next."""
         now = self._clock()
-        self._lives[block] = _Life(now, now)
+        self.lives[block] = _Life(now, now)
         self._marks[block] |= SAMPLED
         self.until_next = self._draw()
 
     def use(self, block: int) -> None:
         """A measured block has been hit."""
-        life, now = self._lives[block], self._clock()
+        life, now = self.lives[block], self._clock()
         life.gaps.append(now - life.last_used)
         life.last_used = now
 
     def end(self, block: int) -> None:
         """A measured block is reused."""
-        life, now = self._lives[block], self._clock()
+        life, now = self.lives[block], self._clock()
         self._ended.append(BlockResidency(now - life.begun, now - life.last_used, tuple(life.gaps)))
         self.forget(block)
 
     def forget(self, block: int) -> None:
         """What a measured block held is gone for another reason."""
-        del self._lives[block]
+        del self.lives[block]
         self._marks[block] &= ~SAMPLED
 
     def drain(self) -> list[BlockResidency]:
