@@ -31,4 +31,3 @@ def test_tiers_change_no_answer() -> None:
     report = outcomes("tiers.py", "--requests", "60")
     assert report["as alone, full"] > 10
     assert report["as alone, compressed"] + report["as alone, compressed at a place"] > 10
-    assert report["compressed prefixes recovered"] > 0
