@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import httpx2
@@ -94,13 +95,15 @@ def test_what_is_no_request(page: PageServer, monkeypatch: pytest.MonkeyPatch) -
     assert raw(page, b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 4000).startswith(b"HTTP/1.1 431")
     monkeypatch.setattr(page_http, "HEAD_S", 0.05)
     assert raw(page, b"GET / HTTP/1.1\r\n").startswith(b"HTTP/1.1 408")
+    with suppress(ConnectionResetError):
+        raw(page, b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nno length\r\n")
     assert get(page, "/").status_code == 200
 
 
 def test_connections_and_viewers_are_bounded(page: PageServer, monkeypatch: pytest.MonkeyPatch) -> None:
     with feed_of(page) as events:
         next(events)
-        monkeypatch.setattr("kvreclaim.integrations.vllm.live.feed.MAX_VIEWERS", 1)
+        monkeypatch.setattr("kvreclaim.page.feed.MAX_VIEWERS", 1)
         refused = get(page, "/page/feed")
         assert (refused.status_code, refused.json()["error"]["message"]) == (
             429,
@@ -241,6 +244,16 @@ def test_a_viewer_that_does_not_read_holds_nobody_up(page: PageServer, pool: Toy
                 pool.tables = {"r": list(range(1, number + 1))}
                 assert frame_with(events, num_owners=1)["blocks"]["in_use"] >= 1
         step(page)  # returns
+
+
+def test_a_viewer_that_takes_nothing_is_let_go(page: PageServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_http, "WRITE_S", 0.01)
+    with feed_of(page) as events:
+        next(events)
+        [connection] = page.server_state.connections
+        page._loop.call_soon_threadsafe(connection.pause_writing)
+        with pytest.raises(httpx2.TransportError):
+            list(events)
 
 
 def test_viewers_are_told_that_the_engine_ends(pool: ToyPool) -> None:

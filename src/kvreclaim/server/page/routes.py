@@ -58,7 +58,7 @@ def install_page(app: FastAPI, service: Service) -> None:
     async def events(request: Request) -> Response:
         feed: EngineFeed = request.app.state.page_feed
         feed.check_room()
-        return await stream_events(feed.watch(), request)
+        return await stream_events(feed.watch(service_of(request).engine.served.num_blocks), request)
 
     @router.get("/page/settings")
     async def settings(request: Request) -> Response:

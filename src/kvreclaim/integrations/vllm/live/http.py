@@ -1,20 +1,26 @@
-"""A server for the page alone: GET of a few files and of the feed, HTTP/1.1, one answer per connection.
+"""What the page answers, and the limits of its connections: GET of a few files and of the feed.
 
-So small that what it takes and what it holds can be read here: heads of at most 16 KiB within ten seconds, at
-most 64 connections, no bodies, no keys, nothing that changes anything.
+A head may have 16 KiB and take ten seconds. There are at most 64 connections, one answer for each, no keys,
+and nothing that changes anything.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import logging
 import socket
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing, suppress
+from collections.abc import Mapping
+from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any
 
-from kvreclaim.integrations.vllm.live.feed import PluginFeed
+import h11
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from kvreclaim.page.feed import Feed
 from kvreclaim.page.files import HEADERS, INDEX, static_files
 from kvreclaim.page.hosts import is_own
 
@@ -23,135 +29,106 @@ MAX_CONNECTIONS = 64
 HEAD_S = 10.0
 WRITE_S = 30.0
 """A viewer that takes nothing for so long is let go."""
+STATIC = "/page/static/"
+
+failures = logging.getLogger("vllm.kvreclaim.page")
+failures.setLevel(logging.ERROR)  # no line for each request that is none
 
 
-class RefusedError(Exception):
-    """status, and a sentence that says what to do."""
+class PageApp:
+    """ASGI.
 
-    def __init__(self, status: HTTPStatus, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class PageHttp:
-    """Args:
-    feed:     see there
-    settings: what `/page/settings` says
-    host:     the name or address that the operator gave; the page may be called by it
+    Args:
+        feed:     see there
+        settings: what `/page/settings` says; num_blocks among them
+        host:     the name or address that the operator gave; the page may be called by it
     """
 
-    def __init__(self, feed: PluginFeed, settings: Mapping[str, Any], host: str) -> None:
+    def __init__(self, feed: Feed, settings: Mapping[str, Any], host: str) -> None:
         self._feed = feed
-        self._settings = json.dumps(settings).encode()
+        self._settings = settings
         self._static = static_files(read_only=True)
         self._names = frozenset(name.lower() for name in ("localhost", socket.gethostname(), host))
-        self._num_open = 0
 
-    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, to its end. Raises nothing but what cancels it."""
-        self._num_open += 1
-        try:
-            with suppress(ConnectionError, TimeoutError):
-                await self._answer(reader, writer)
-        finally:
-            self._num_open -= 1
-            writer.close()
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (answer := self._answer(Request(scope))) is not None:
+            await answer(scope, receive, send)
+            return
+        headers = {**HEADERS, "content-type": "text/event-stream"}
+        async with aclosing(self._feed.watch(self._settings["num_blocks"])) as events:
+            await StreamingResponse(events, headers=headers)(scope, receive, send)
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            if self._num_open > MAX_CONNECTIONS:
-                raise RefusedError(
-                    HTTPStatus.SERVICE_UNAVAILABLE,
-                    f"{MAX_CONNECTIONS} connections are open; close some, or try later.",
-                )
-            path = self._check(await _head(reader))
-            if path == "/page/feed":
-                await self._stream(reader, writer)
-                return
-            headers, content = self._find(path)
-            status = HTTPStatus.OK
-        except RefusedError as error:
-            status = error.status
-            headers = {**HEADERS, "content-type": "application/json"}
-            content = json.dumps({"error": {"message": str(error)}}).encode()
-            if status is HTTPStatus.METHOD_NOT_ALLOWED:
-                headers["allow"] = "GET"
-        writer.write(_headed(status, {**headers, "content-length": str(len(content))}) + content)
-        async with asyncio.timeout(WRITE_S):
-            await writer.drain()
-
-    def _check(self, head: bytes) -> str:
-        """The path of a request that may be answered. Raises: RefusedError."""
-        request, *lines = head.decode("latin-1").split("\r\n")
-        parts = request.split(" ")
-        if len(parts) != 3 or not parts[2].startswith("HTTP/1."):
-            raise RefusedError(HTTPStatus.BAD_REQUEST, "what came is no HTTP/1.1 request; check the client.")
-        hosts = [line.partition(":")[2].strip() for line in lines if line.lower().startswith("host:")]
-        if not all(is_own(host, self._names) for host in hosts):
-            raise RefusedError(
+    def _answer(self, request: Request) -> Response | None:
+        """None for the feed."""
+        if not all(is_own(host, self._names) for host in request.headers.getlist("host")):
+            return refusal(
                 HTTPStatus.FORBIDDEN,
                 "the Host header names no host of this page; call it by its address, or name that host as "
                 "page_host.",
             )
-        if parts[0] != "GET":
-            raise RefusedError(HTTPStatus.METHOD_NOT_ALLOWED, "the page is read only; send GET.")
-        return parts[1].partition("?")[0]
-
-    def _find(self, path: str) -> tuple[dict[str, str], bytes]:
+        if request.method != "GET":
+            return refusal(HTTPStatus.METHOD_NOT_ALLOWED, "the page is read only; send GET.", allow="GET")
+        path: str = request.scope["path"]
+        if path == "/page/feed":
+            if not self._feed.is_full:
+                return None
+            return refusal(HTTPStatus.TOO_MANY_REQUESTS, "too many pages watch; close one of them.")
         if path == "/page/settings":
-            return {**HEADERS, "content-type": "application/json"}, self._settings
-        prefix = "/page/static/"
-        name = INDEX if path == "/" else path.removeprefix(prefix) if path.startswith(prefix) else ""
-        file = self._static.get(name)
-        if file is None:
-            raise RefusedError(HTTPStatus.NOT_FOUND, "nothing is here; the page is at /.")
-        return file.headers, file.content
-
-    async def _stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """The feed, until the viewer goes. Raises: RefusedError."""
-        if self._feed.is_full:
-            raise RefusedError(HTTPStatus.TOO_MANY_REQUESTS, "too many pages watch; close one of them.")
-        writer.write(_headed(HTTPStatus.OK, {**HEADERS, "content-type": "text/event-stream"}))
-        gone = asyncio.ensure_future(_gone(reader))
-        sent = asyncio.ensure_future(_send(self._feed.watch(), writer))
-        try:
-            await asyncio.wait((gone, sent), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (gone, sent):
-                task.cancel()
-            await asyncio.gather(gone, sent, return_exceptions=True)
+            return JSONResponse(self._settings, headers=HEADERS)
+        name = INDEX if path == "/" else path.removeprefix(STATIC) if path.startswith(STATIC) else ""
+        if (file := self._static.get(name)) is None:
+            return refusal(HTTPStatus.NOT_FOUND, "nothing is here; the page is at /.")
+        return Response(file.content, headers=file.headers)
 
 
-async def _head(reader: asyncio.StreamReader) -> bytes:
-    """Request line and headers. Raises: RefusedError, ConnectionError."""
-    try:
-        async with asyncio.timeout(HEAD_S):
-            return (await reader.readuntil(b"\r\n\r\n"))[:-4]
-    except TimeoutError:
-        raise RefusedError(HTTPStatus.REQUEST_TIMEOUT, f"no whole request came in {HEAD_S:.0f} s.") from None
-    except asyncio.LimitOverrunError:
-        raise RefusedError(
-            HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"the head exceeds {MAX_HEAD_BYTES} bytes."
-        ) from None
-    except asyncio.IncompleteReadError:
-        raise ConnectionResetError from None
+class PageProtocol(H11Protocol):
+    """uvicorn's, with the limits that it lacks."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.logger, self.access_log = failures, False
+        self._stalled: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            self._refuse(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                f"{MAX_CONNECTIONS} connections are open; close some, or try later.",
+            )
+        self.loop.call_later(HEAD_S, self._check_head)
+
+    def send_400_response(self, msg: str) -> None:
+        if self.cycle is not None:  # the body is wrong, and the answer has begun
+            self.transport.abort()
+        elif len(self.conn.trailing_data[0]) > MAX_HEAD_BYTES:
+            self._refuse(
+                HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"the head exceeds {MAX_HEAD_BYTES} bytes."
+            )
+        else:
+            self._refuse(HTTPStatus.BAD_REQUEST, "what came is no HTTP/1.1 request; check the client.")
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalled = self.loop.call_later(WRITE_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stalled is not None:
+            self._stalled.cancel()
+
+    def _check_head(self) -> None:
+        if self.cycle is None and not self.transport.is_closing():
+            self._refuse(HTTPStatus.REQUEST_TIMEOUT, f"no whole request came in {HEAD_S:.0f} s.")
+
+    def _refuse(self, status: HTTPStatus, message: str) -> None:
+        """Answer what never became a request, and close."""
+        answer = refusal(status, message, connection="close")
+        head = h11.Response(status_code=status, headers=answer.raw_headers, reason=status.phrase)
+        for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
 
-def _headed(status: HTTPStatus, headers: Mapping[str, str]) -> bytes:
-    lines = [f"HTTP/1.1 {status.value} {status.phrase}", *(f"{n}: {v}" for n, v in headers.items())]
-    return "\r\n".join([*lines, "connection: close", "", ""]).encode("latin-1")
-
-
-async def _send(events: AsyncGenerator[bytes, None], writer: asyncio.StreamWriter) -> None:
-    async with aclosing(events):
-        async for chunk in events:
-            writer.write(chunk)
-            async with asyncio.timeout(WRITE_S):
-                await writer.drain()
-
-
-async def _gone(reader: asyncio.StreamReader) -> None:
-    """Returns when the client has closed its side; what it sends is dropped."""
-    with suppress(ConnectionError):
-        while await reader.read(1024):
-            pass
+def refusal(status: HTTPStatus, message: str, **headers: str) -> Response:
+    return JSONResponse({"error": {"message": message}}, status, {**HEADERS, **headers})

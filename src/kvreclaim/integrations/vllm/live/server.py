@@ -10,9 +10,11 @@ from contextlib import suppress
 from threading import Thread
 from typing import Any
 
+import uvicorn
+
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.live.feed import PluginFeed
-from kvreclaim.integrations.vllm.live.http import MAX_HEAD_BYTES, PageHttp
+from kvreclaim.integrations.vllm.live.http import MAX_HEAD_BYTES, PageApp, PageProtocol
 from kvreclaim.integrations.vllm.live.recorder import Look, StepRecorder
 from kvreclaim.integrations.vllm.page_address import PageAddress
 from kvreclaim.page.frames import Snapshot
@@ -20,14 +22,16 @@ from kvreclaim.page.frames import Snapshot
 logger = logging.getLogger("vllm.kvreclaim")
 
 STOP_S = 5.0
+LAST_BYTES_S = 1.0
+"""What viewers get to read what has been written for them."""
 
 
-class PageServer:
+class PageServer(uvicorn.Server):
     """Serves from the moment it is made until close().
 
     Args:
         address:  where
-        settings: see PageHttp; num_blocks among them
+        settings: see PageApp
         look, is_idle: see StepRecorder
 
     recorder: to be told of every step
@@ -39,47 +43,57 @@ class PageServer:
     def __init__(
         self, address: PageAddress, settings: Mapping[str, Any], look: Look, is_idle: Callable[[], bool]
     ) -> None:
-        self._listener = bind(address)
-        port = self._listener.getsockname()[1]
+        listener = bind(address)
+        port = listener.getsockname()[1]
         self.url = f"http://{f'[{address.host}]' if ':' in address.host else address.host}:{port}/"
         self._loop = asyncio.new_event_loop()
-        self._stopped = asyncio.Event()
-        self._feed = PluginFeed(settings["num_blocks"])
-        self._http = PageHttp(self._feed, settings, address.host)
-        self.recorder = self._feed.recorder = StepRecorder(look, is_idle, self._deliver)
-        self._thread = Thread(target=self._serve, name="kvreclaim-page", daemon=True)
+        self.recorder = StepRecorder(look, is_idle, self._deliver)
+        self._feed = PluginFeed(self.recorder)
+        super().__init__(
+            uvicorn.Config(
+                PageApp(self._feed, settings, address.host),
+                http=PageProtocol,
+                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+                ws="none",
+                interface="asgi3",
+                lifespan="off",
+                log_config=None,
+                proxy_headers=False,
+                server_header=False,
+                date_header=False,
+                headers=[("connection", "close")],
+            )
+        )
+        self._thread = Thread(target=self._serve_page, args=(listener,), name="kvreclaim-page", daemon=True)
         self._thread.start()
         logger.info("kvreclaim: the block pool is shown at %s", self.url)
 
     def close(self) -> None:
         """The engine ends: viewers are told, the port is free at return."""
-        with suppress(RuntimeError):  # the loop has ended already
-            self._loop.call_soon_threadsafe(self._stopped.set)
+        self.should_exit = True
         self._thread.join(STOP_S)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._feed.close()  # viewers that are told go by themselves
+        self._loop.call_later(LAST_BYTES_S, self._let_go)
+        await super().shutdown(sockets)
+
+    def _let_go(self) -> None:
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, PageProtocol):
+                connection.transport.abort()
+
     def _deliver(self, snapshot: Snapshot) -> None:
-        with suppress(RuntimeError):
+        with suppress(RuntimeError):  # the loop has ended already
             self._loop.call_soon_threadsafe(self._feed.take, snapshot)
 
-    def _serve(self) -> None:
+    def _serve_page(self, listener: socket.socket) -> None:
         try:
-            self._loop.run_until_complete(self._until_stopped())
+            self._loop.run_until_complete(self.serve([listener]))
         except Exception:
             logger.exception("kvreclaim: the page has failed; the engine goes on")
         finally:
             self._loop.close()
-
-    async def _until_stopped(self) -> None:
-        server = await asyncio.start_server(self._http.connected, sock=self._listener, limit=MAX_HEAD_BYTES)
-        await self._stopped.wait()
-        server.close()
-        self._feed.close()  # viewers that are told go by themselves
-        rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        if rest:
-            await asyncio.wait(rest, timeout=1.0)
-        for task in rest:
-            task.cancel()
-        await asyncio.gather(*rest, return_exceptions=True)
 
 
 def bind(address: PageAddress) -> socket.socket:
