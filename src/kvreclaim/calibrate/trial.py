@@ -139,7 +139,7 @@ def _served(
     for policy in dict.fromkeys(candidates):
         config = CompressionConfig(policy, stats=stats)
         try:
-            engine.engine.check_compression(engine.compressor(config), scored=True)
+            engine.engine.factory.check_compression(engine.compressor(config), scored=True)
             served.append(policy)
         except (InvalidArgumentError, UnsupportedModelError) as error:
             refused[policy] = str(error)

@@ -9,13 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import torch
-
-from kvreclaim.beams import BeamSearchParams
 from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.compressor import Compressor
-from kvreclaim.compression.prefill.method import SparsePrefill
-from kvreclaim.compression.prefill.registry import make_method
 from kvreclaim.config import DENSE, EngineConfig
 from kvreclaim.engine.compact.pass_context import PassContext
 from kvreclaim.engine.compact.passes import CompressionPass
@@ -33,11 +28,10 @@ from kvreclaim.engine.offload.stats import TierStats
 from kvreclaim.engine.request.chunk_reuse import Reuse
 from kvreclaim.engine.request.footprints import footprint_of
 from kvreclaim.engine.request.outputs import EngineTotals, StepStats
-from kvreclaim.engine.request.request import Beams, Request, Scheduled, Scores, Verify
+from kvreclaim.engine.request.request import Request, Scheduled
 from kvreclaim.engine.request.request import Sequence as Seq
 from kvreclaim.engine.request.sizing import max_open_snapshots
 from kvreclaim.engine.request.spec import RequestSpec
-from kvreclaim.engine.sampling.beam_search import BeamSearch
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.engine.speculative.companion_copier import CompanionCache, CompanionCopier
 from kvreclaim.engine.speculative.companion_tracker import CompanionTracker
@@ -54,34 +48,24 @@ from kvreclaim.engine.step.assembly import (
     make_storage,
     private_runner,
 )
-from kvreclaim.engine.step.features import compression_features, engine_features, request_features
+from kvreclaim.engine.step.executor import StepExecutor
+from kvreclaim.engine.step.features import engine_features
 from kvreclaim.engine.step.full_cache import admitting
-from kvreclaim.engine.step.lengths import bounded_by_pool, check_length, output_limit
-from kvreclaim.engine.step.output_processor import CheckedLogits, OutputProcessor
-from kvreclaim.engine.step.validation import (
-    check_beams,
-    check_priority,
-    check_prompt,
-    check_recall,
-    check_salt,
-    check_sparse_prefill,
-    checked_bad_words,
-)
-from kvreclaim.engine.step.verified import divided, verify_of
+from kvreclaim.engine.step.lengths import bounded_by_pool, check_length
+from kvreclaim.engine.step.output_processor import OutputProcessor
+from kvreclaim.engine.step.request_factory import RequestFactory
+from kvreclaim.engine.step.verified import divided
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.formats import kv_format, plain_format
 from kvreclaim.ops.groups import layer_groups
 from kvreclaim.ops.native import torch_alone
 from kvreclaim.sampling_params import SamplingParams
-from kvreclaim.schedule import Footprint, Pass, StepDone, StepPlan
+from kvreclaim.schedule import Pass
 from kvreclaim.schedule.companions import Companions
 from kvreclaim.schedule.preemption_cost import PreemptionCostModel
 
 logger = logging.getLogger(__name__)
-
-UNSEEDED = 1 << 40
-"""Seeds of requests that bring none begin here, where no caller's seed is expected."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,6 +135,7 @@ class Engine:
         context = PassContext(self.memory, self.cache, backend, groups.facts, self.signals)
         self.compression = CompressionPass(context, totals, self.recalls)
         self.output_processor = OutputProcessor(self.lifecycle, self.compression)
+        self.executor = StepExecutor(self.runner, self.lifecycle, self.output_processor)
         self.drafter = make_drafter(config, self.memory, form, loaded, draft)
         if self.drafter is not None:
             self.extensions.add(self.drafter)
@@ -159,6 +144,9 @@ class Engine:
         kernels += [each.describe() for each in self.extensions.ordered]
         self.kernels = "; ".join(filter(None, kernels))
         logger.log(logging.WARNING if choice.why_not else logging.INFO, self.kernels)
+        self.factory = RequestFactory(
+            loaded, self._admitting, groups, self.features, self.signals, self.recalls, self._sparse_prefill
+        )
         self._num_added = 0
 
     @cached_property
@@ -280,87 +268,25 @@ class Engine:
 
         Raises: InvalidArgumentError, RequestTooLongError. A refused request leaves no trace.
         """
-        config, params, prompt, chunks = self.config, spec.params, spec.prompt_token_ids, spec.chunks
-        scored = spec.continuation is not None
-        tokens = prompt + (spec.continuation or []) if prompt else []
-        lengths = len(prompt), len(tokens) - scored  # last: uncomputed
         if spec.request_id in self.requests:
             raise InvalidArgumentError(f"request id {spec.request_id!r} is in use; pass another one.")
-        check_prompt(tokens, params, config, self.loaded)
-        bad_words = checked_bad_words(params, self.loaded)
-        check_salt(spec.cache_salt)
-        check_priority(spec.priority, config)
-        method = self._prefill_method(spec)
-        if asked := request_features(spec, compressor, method):
-            refuse(self.features | asked)
-        sparse = None
-        if method is not None:
-            sparse = check_sparse_prefill(method, config, self.groups.facts)
-            method = None if sparse is None else method
-        verified, compressor = (None, None) if compressor is None else divided(compressor)
-        verify = None if verified is None else self._verify(spec, verified, len(tokens))
-        footprint = footprint_of(compressor, config, prompt, spec.compress_prompt_at, self.groups, sparse)
-        reuse = trial if chunks is None else self._reuse(spec)
-        if reuse is not None:
-            footprint = replace(footprint, shareable_until=reuse.sources[0].start)
-        policy = "full" if compressor is None else compressor.policy.name
-        check_length(*lengths, footprint, self._admitting, policy=policy)
-        if compressor is not None:
-            self.signals.check(compressor)
-            check_recall(compressor, config, self.recalls)
-        max_len = output_limit(
-            *lengths, params.max_tokens, footprint, self._admitting, may_end_early=spec.may_end_early
-        )
-        beams = None if spec.beams is None else self._beams(spec.beams, prompt, max_len, footprint)
+
+        def reuse_of() -> Reuse | None:
+            return trial if spec.chunks is None else self._reuse(spec)
+
+        made = self.factory.make(spec, compressor, self._num_added, reuse_of, parent)
+        request, footprint = made.request, made.footprint
         if footprint.compress_prompt_at:
             _ = self.snapshots  # from now on
-        unseeded = UNSEEDED + config.seed * 1_000_003 + self._num_added
-        request = Request(
-            spec,
-            compressor,
-            max_len,
-            unseeded if params.seed is None else params.seed,
-            beams=beams,
-            sparse_prefill=method,
-            reuse=reuse,
-            verify=verify,
-            bad_words=bad_words,
-            parent=parent,
-        )
-        if spec.continuation is not None:
-            count = len(spec.continuation)
-            request.scores = Scores([-1] * count, [float("nan")] * count)
-        elif params.prompt_logprobs is not None:
-            request.prompt_logprobs = [None]
-        is_chunked = chunks is not None and reuse is not None
-        max_prefix_hit = None if verify is None else self.verifier.max_prefix_hit(verify)
-        self.lifecycle.begin(
-            request, list(tokens), footprint, queued=not is_chunked, max_prefix_hit=max_prefix_hit
-        )
-        if chunks is not None and is_chunked:
-            self.chunked.begin(request, chunks.reuse)
+        is_chunked = spec.chunks is not None and request.reuse is not None
+        most_hit = None if request.verify is None else self.verifier.max_prefix_hit(request.verify)
+        self.lifecycle.begin(request, made.tokens, footprint, queued=not is_chunked, max_prefix_hit=most_hit)
+        if spec.chunks is not None and is_chunked:
+            self.chunked.begin(request, spec.chunks.reuse)
         for extension in self.extensions.ordered:
             extension.added()
         self._num_added += 1
         return request
-
-    def _prefill_method(self, spec: RequestSpec) -> SparsePrefill | None:
-        """How the prompt is computed: as the request says, or the engine."""
-        said = self._sparse_prefill if spec.sparse_prefill is None else spec.sparse_prefill
-        return make_method(said) if isinstance(said, str) else said
-
-    def check_compression(self, compressor: Compressor, *, scored: bool) -> None:
-        """Raise InvalidArgumentError where this engine cannot serve the compression. scored: its text is
-        given whole"""
-        refuse(self.features | compression_features(compressor, scored=scored))
-        self.signals.check(compressor)
-
-    def _verify(self, spec: RequestSpec, verified: Compressor, num_tokens: int) -> Verify:
-        """How a compressed cache drafts for the request. Raises: InvalidArgumentError."""
-        most = num_tokens + (spec.params.max_tokens or 0)
-        verify = verify_of(verified, self.groups, self.config, spec.prompt_token_ids, most)
-        self.signals.check(verified)
-        return verify
 
     def _reuse(self, spec: RequestSpec) -> Reuse | None:
         """What of the prompt's chunks is reused; None: nothing. Raises: RequestTooLongError."""
@@ -371,15 +297,6 @@ class Engine:
             whole = footprint_of(None, self.config, prompt, None, self.groups)
             check_length(len(prompt), len(prompt), whole, self._admitting, policy="full")
         return reuse
-
-    def _beams(
-        self, params: BeamSearchParams, prompt: list[int], max_len: int, footprint: Footprint
-    ) -> Beams:
-        """The request's beam search. Raises: InvalidArgumentError, RequestTooLongError."""
-        eos = frozenset() if params.ignore_eos else self.loaded.eos_token_ids
-        search = BeamSearch(params, max_len - len(prompt), eos)
-        check_beams(search, len(prompt), footprint, self._admitting, self.loaded.vocab_size)
-        return Beams(search)
 
     def _add_child(
         self, name: str, tokens: list[int], params: SamplingParams, parent: Request, trial: Reuse | None
@@ -431,20 +348,9 @@ class Engine:
             if metrics.queue_s is None:
                 metrics.queue_s = started - item.seq.request.arrival_s
         with torch_alone() if len(decodes) == len(step) else nullcontext():
-            checked = self._compute(plan, step)
-        computed = tuple(item.seq.seq_id for item, _, _ in checked.sound) if checked is not None else ()
-        stand = self.output_processor.accept_drafts(checked) if checked is not None else {}
-        for seq_id, error in self.scheduler.done(plan, StepDone(computed, stand=stand)):
-            if seq_id in self.lifecycle.sequences:
-                self.lifecycle.fail(self.lifecycle.sequences[seq_id].request, error, "committing")
-        if stand:
-            self._record(stand)
+            checked = self.executor.compute(plan, step)
+        self.executor.commit(plan, checked)
         sound = [] if checked is None else [item.seq for item, _, _ in checked.sound]
-        if checked is not None:
-            begun = {one.seq_id for one in plan.admitted}
-            for item, _, _ in checked.sound:
-                with self.lifecycle.contained(item.seq.request, "committing"):
-                    self._note_computed(item, has_begun=item.seq.seq_id in begun)
         for extension in self.extensions.ordered:
             extension.computed(sound)
         if checked is not None:
@@ -465,78 +371,6 @@ class Engine:
         for extension in self.extensions.ordered:
             extension.end_step(stats)
         return StepResult(list(touched.values()), stats, self.output_processor.take_passes())
-
-    def _compute(self, plan: StepPlan, step: list[Scheduled]) -> CheckedLogits | None:
-        """The step's logits, checked at; None if nobody has any.
-
-        Blocks are prepared once, in steps without rows, too: who gave way may leave blocks to be moved. If
-        that fails nobody knows what they hold, and all that would write end.
-        """
-        try:
-            self.runner.prepare(plan)
-        except Exception as error:
-            self.lifecycle.unmoved(plan)
-            for request in {item.seq.request_id: item.seq.request for item in step}.values():
-                self.lifecycle.invalidate(request)
-                self.lifecycle.fail(request, error, "preparing blocks for")
-            return None
-        if not step:
-            return None
-        try:
-            logits, wanted = self.runner.forward(step)
-        except Exception as error:
-            if len(step) == 1 and not step[0].row.num_drafts:
-                self.lifecycle.fail(step[0].seq.request, error, "computing")
-                return None
-            logger.exception("a forward pass of %d sequences failed; running each alone", len(step))
-            step, logits, wanted = self._forward_each([item.without_drafts() for item in step])
-        return self.output_processor.check_logits(step, logits, wanted) if step else None
-
-    def _forward_each(self, step: list[Scheduled]) -> tuple[list[Scheduled], torch.Tensor, list[range]]:
-        """Find out whose fault it is: nothing has been committed, so every sequence can be tried once more,
-        without its drafts, which may be to blame.
-
-        Returns: those that can be computed, and what forward would have returned for them.
-        """
-        done: list[Scheduled] = []
-        rows: list[torch.Tensor] = []
-        wanted: list[range] = []
-        for item in step:
-            if item.seq.finish_reason is None:
-                with self.lifecycle.contained(item.seq.request, "computing"):
-                    logits, positions = self.runner.forward([item])
-                    done.append(item)
-                    rows.append(logits.clone())  # CUDA graphs write into the same place again
-                    wanted += positions
-        return done, torch.cat(rows) if rows else torch.empty(0), wanted
-
-    def _record(self, stand: dict[int, int]) -> None:
-        """What policies ask to be kept of rows with drafts, now that it is known which of them stand."""
-        stand = {seq_id: count for seq_id, count in stand.items() if seq_id in self.lifecycle.sequences}
-        try:
-            self.runner.record(stand)
-        except Exception as error:
-            for seq_id in stand:
-                self.lifecycle.fail(self.lifecycle.sequences[seq_id].request, error, "recording signals of")
-
-    def _note_computed(self, item: Scheduled, *, has_begun: bool) -> None:
-        """Figures of a sequence whose tokens have just been committed. Its prompt is pinned when it is there,
-        and anew when it is there again. has_begun: in this step, maybe with all of its prompt."""
-        seq, request = item.seq, item.seq.request
-        if seq.finish_reason is not None:
-            return
-        table = self.memory.table(seq.seq_id)
-        seq.note_blocks(self.memory.num_blocks(seq.seq_id))
-        self.totals.prompt_tokens += max(0, min(seq.num_computed, seq.num_prompt) - item.row.first)
-        if seq.num_computed < seq.num_prompt:
-            return
-        if not request.prompt_done:
-            request.prompt_done = True
-            self.totals.prompts_done += 1
-            request.metrics.num_indexed_tokens = min(self.memory.indexed_len(seq.seq_id), seq.num_prompt)
-            request.metrics.num_repeated_tokens = table.repeated_len
-        if request.spec.retention and (has_begun or item.row.first < seq.num_prompt):
-            self.memory.pin(seq.seq_id, request.spec.retention, request.spec.tenant)
 
 
 def _is_decode(item: Scheduled) -> bool:

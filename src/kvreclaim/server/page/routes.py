@@ -95,7 +95,9 @@ def offered(host: EngineCore) -> list[str]:
     for name in (*first, *policy_names()):
         with suppress(KVReclaimError):
             if name in first or (name != "full" and not issubclass(policy_class(name), Wrapper)):
-                host.engine.check_compression(host.llm.compressor(CompressionConfig(name)), scored=False)
+                host.engine.factory.check_compression(
+                    host.llm.compressor(CompressionConfig(name)), scored=False
+                )
                 found.append(name)
     return list(dict.fromkeys(found))
 

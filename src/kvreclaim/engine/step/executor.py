@@ -1,0 +1,116 @@
+"""One step's forward pass: computed, and what is committed of it."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from kvreclaim.engine.execute.runner import ModelRunner
+from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
+from kvreclaim.engine.request.request import Scheduled
+from kvreclaim.engine.step.output_processor import CheckedLogits, OutputProcessor
+from kvreclaim.schedule import StepDone, StepPlan
+
+logger = logging.getLogger(__name__)
+
+
+class StepExecutor:
+    """Runs a plan's forward pass and commits it. A request that fails ends; the others go on."""
+
+    def __init__(self, runner: ModelRunner, lifecycle: Lifecycle, outputs: OutputProcessor) -> None:
+        self.runner, self.lifecycle, self.outputs = runner, lifecycle, outputs
+
+    def compute(self, plan: StepPlan, step: list[Scheduled]) -> CheckedLogits | None:
+        """The step's logits, checked at; None if nobody has any.
+
+        Blocks are prepared once, in steps without rows, too: who gave way may leave blocks to be moved. If
+        that fails nobody knows what they hold, and all that would write end.
+        """
+        try:
+            self.runner.prepare(plan)
+        except Exception as error:
+            self.lifecycle.unmoved(plan)
+            for request in {item.seq.request_id: item.seq.request for item in step}.values():
+                self.lifecycle.invalidate(request)
+                self.lifecycle.fail(request, error, "preparing blocks for")
+            return None
+        if not step:
+            return None
+        try:
+            logits, wanted = self.runner.forward(step)
+        except Exception as error:
+            if len(step) == 1 and not step[0].row.num_drafts:
+                self.lifecycle.fail(step[0].seq.request, error, "computing")
+                return None
+            logger.exception("a forward pass of %d sequences failed; running each alone", len(step))
+            step, logits, wanted = self._forward_each([item.without_drafts() for item in step])
+        return self.outputs.check_logits(step, logits, wanted) if step else None
+
+    def _forward_each(self, step: list[Scheduled]) -> tuple[list[Scheduled], torch.Tensor, list[range]]:
+        """Find out whose fault it is: nothing has been committed, so every sequence can be tried once more,
+        without its drafts, which may be to blame.
+
+        Returns: those that can be computed, and what forward would have returned for them.
+        """
+        done: list[Scheduled] = []
+        rows: list[torch.Tensor] = []
+        wanted: list[range] = []
+        for item in step:
+            if item.seq.finish_reason is None:
+                with self.lifecycle.contained(item.seq.request, "computing"):
+                    logits, positions = self.runner.forward([item])
+                    done.append(item)
+                    rows.append(logits.clone())  # CUDA graphs write into the same place again
+                    wanted += positions
+        return done, torch.cat(rows) if rows else torch.empty(0), wanted
+
+    def commit(self, plan: StepPlan, checked: CheckedLogits | None) -> None:
+        """Tell the scheduler which tokens have been computed, and which drafts stand."""
+        lifecycle, scheduler = self.lifecycle, self.lifecycle.scheduler
+        if checked is None:
+            for seq_id, error in scheduler.done(plan, StepDone((), stand={})):
+                self._fail(seq_id, error)
+            return
+        stand = self.outputs.accept_drafts(checked)
+        computed = tuple(item.seq.seq_id for item, _, _ in checked.sound)
+        for seq_id, error in scheduler.done(plan, StepDone(computed, stand=stand)):
+            self._fail(seq_id, error)
+        if stand:
+            self._record(stand)
+        begun = {one.seq_id for one in plan.admitted}
+        for item, _, _ in checked.sound:
+            with lifecycle.contained(item.seq.request, "committing"):
+                self._note_computed(item, has_begun=item.seq.seq_id in begun)
+
+    def _fail(self, seq_id: int, error: Exception) -> None:
+        if (seq := self.lifecycle.sequences.get(seq_id)) is not None:
+            self.lifecycle.fail(seq.request, error, "committing")
+
+    def _record(self, stand: dict[int, int]) -> None:
+        """What policies ask to be kept of rows with drafts, now that it is known which of them stand."""
+        stand = {seq_id: count for seq_id, count in stand.items() if seq_id in self.lifecycle.sequences}
+        try:
+            self.runner.record(stand)
+        except Exception as error:
+            for seq_id in stand:
+                self.lifecycle.fail(self.lifecycle.sequences[seq_id].request, error, "recording signals of")
+
+    def _note_computed(self, item: Scheduled, *, has_begun: bool) -> None:
+        """Figures of a sequence whose tokens have just been committed. Its prompt is pinned when it is there,
+        and anew when it is there again. has_begun: in this step, maybe with all of its prompt."""
+        seq, request = item.seq, item.seq.request
+        if seq.finish_reason is not None:
+            return
+        memory, totals = self.lifecycle.memory, self.lifecycle.totals
+        seq.note_blocks(memory.num_blocks(seq.seq_id))
+        totals.prompt_tokens += max(0, min(seq.num_computed, seq.num_prompt) - item.row.first)
+        if seq.num_computed < seq.num_prompt:
+            return
+        if not request.prompt_done:
+            request.prompt_done = True
+            totals.prompts_done += 1
+            request.metrics.num_indexed_tokens = min(memory.indexed_len(seq.seq_id), seq.num_prompt)
+            request.metrics.num_repeated_tokens = memory.table(seq.seq_id).repeated_len
+        if request.spec.retention and (has_begun or item.row.first < seq.num_prompt):
+            memory.pin(seq.seq_id, request.spec.retention, request.spec.tenant)
