@@ -363,7 +363,7 @@ TABLE: tuple[Refusal, ...] = (
         ),
         ((F.CHUNK_REUSE, F.UNKNOWN_ROTATION), "the rotation of {unknown_rotation} is not known"),
         ((F.CHUNK_REUSE, F.WINDOW_TABLES), "{window_tables} has layers with sliding windows or chunks"),
-        ((F.CHUNK_REUSE, F.SHARED_WINDOWS), "{shared_windows} has a sliding window"),
+        ((F.CHUNK_REUSE, F.WINDOWS), "{windows} has layers with sliding windows"),
         (
             (F.CHUNK_REUSE, F.OPEN_BLOCKS),
             "keys in {open_blocks} cannot be turned; use another kv_cache_dtype",

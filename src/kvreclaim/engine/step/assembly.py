@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.prefill.method import SparsePrefill
 from kvreclaim.compression.prefill.registry import make_method
 from kvreclaim.config import EngineConfig
@@ -12,12 +14,14 @@ from kvreclaim.engine.compact.passes import CompressionPass
 from kvreclaim.engine.compact.recalls import STAGING_BLOCKS, Recalls
 from kvreclaim.engine.execute.graphs import decode_graphs
 from kvreclaim.engine.execute.runner import ModelRunner
+from kvreclaim.engine.extension import Extensions
 from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
-from kvreclaim.engine.offload.disk import open_disk
+from kvreclaim.engine.offload.disk import open_disk, share_bytes
 from kvreclaim.engine.offload.offloading import Offload
 from kvreclaim.engine.offload.prefixes import make_prefixes
 from kvreclaim.engine.offload.snapshot_state import SnapshotStore
 from kvreclaim.engine.request.outputs import EngineTotals
+from kvreclaim.engine.request.request import Sequence as Seq
 from kvreclaim.engine.request.sizing import make_memory, open_rows
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.engine.step.full_cache import full_cache, streamed_layers
@@ -27,17 +31,19 @@ from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.tiers.tiered_offload import TieredOffload
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.backend import Backend, Choice, Need, choose_backend
-from kvreclaim.ops.formats import KVFormat
+from kvreclaim.ops.formats import KVFormat, plain_format
 from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.streamed import StreamedLayers
+from kvreclaim.schedule import Scheduler
 from kvreclaim.schedule.preemption_cost import PreemptionCostModel
 from kvreclaim.schedule.rates import Rates
-from kvreclaim.tiers.namespace import Namespace
 from kvreclaim.tiers.slot_file import SlotFile
 
 
-def default_prefill(config: EngineConfig, groups: LayerGroups) -> SparsePrefill | None:
+def default_prefill(
+    config: EngineConfig, groups: LayerGroups, features: Mapping[Feature, str]
+) -> SparsePrefill | None:
     """The engine's method of sparse prefill; None: dense. Raises: InvalidArgumentError."""
     method = make_method(config.sparse_prefill)
     if method is None:
@@ -49,6 +55,7 @@ def default_prefill(config: EngineConfig, groups: LayerGroups) -> SparsePrefill 
             "a prompt's sparse_prefill, or `kvreclaim eval`.",
             field="sparse_prefill",
         )
+    refuse({**features, Feature.SPARSE_PREFILL: method.name})
     check_sparse_prefill(method, config, groups.facts)
     return method
 
@@ -129,19 +136,50 @@ def make_offload(
     return Offload(memory, memory.offload, storage.cache, signals, preemption, storage.file, totals)
 
 
-def make_snapshots(lifecycle: Lifecycle, offload: Offload | None) -> SnapshotStore:
-    """Keeps compressed prefixes, on the host, too, where there is one."""
+def keeps_snapshots_on_disk(config: EngineConfig, storage: Storage, scheduler: Scheduler[Seq]) -> bool:
+    """Whether compressed prefixes get files, and are found again by the next engine."""
+    return storage.file is not None and bool(share_bytes(config) and scheduler.snapshots.max_blocks)
+
+
+def make_snapshots(
+    config: EngineConfig, storage: Storage, lifecycle: Lifecycle, offload: Offload | None
+) -> SnapshotStore:
+    """Keeps compressed prefixes, on the host and on disk, too, where these are there."""
     parking, moves = (None, None) if offload is None else (offload.parking, offload.moves)
-    return SnapshotStore(lifecycle.scheduler, lifecycle.signals, lifecycle.new_id, parking, moves)
+    snapshots = SnapshotStore(lifecycle.scheduler, lifecycle.signals, lifecycle.new_id, parking, moves)
+    if offload is not None and keeps_snapshots_on_disk(config, storage, lifecycle.scheduler):
+        assert storage.file is not None, "there is a file"
+        namespace = storage.file.namespace
+        prefixes = make_prefixes(config, snapshots, offload.parking, offload.moves, namespace)
+        snapshots.keep_files(prefixes)
+        offload.keep_files(prefixes)
+    return snapshots
 
 
-def keep_on_disk(
-    snapshots: SnapshotStore, config: EngineConfig, offload: Offload, namespace: Namespace
-) -> None:
-    """Compressed prefixes get files, too."""
-    prefixes = make_prefixes(config, snapshots, offload.parking, offload.moves, namespace)
-    snapshots.keep_files(prefixes)
-    offload.keep_files(prefixes)
+def make_runner(
+    loaded: LoadedModel,
+    config: EngineConfig,
+    groups: LayerGroups,
+    storage: Storage,
+    backend: Backend,
+    signals: Signals,
+    extensions: Extensions,
+) -> ModelRunner:
+    """Computes what requests schedule."""
+    memory, cache, stream = storage.memory, storage.cache, storage.stream
+    graphs = None if stream else decode_graphs(loaded.model, cache, backend, config)
+    return ModelRunner(
+        loaded, groups, memory, cache, backend, signals, stream, graphs=graphs, extensions=extensions
+    )
+
+
+def describe(
+    loaded: LoadedModel, groups: LayerGroups, form: KVFormat, choice: Choice, extensions: Extensions
+) -> str:
+    """What runs, in the line that the engine logs at its start."""
+    windows = "" if groups.parts == 1 else f", windows {plain_format(loaded.facts.dtype).name}"
+    kernels = f"{choice.describe()}; {loaded.modules}; KV {form.name}{windows}"
+    return "; ".join(filter(None, [kernels, *(each.describe() for each in extensions.ordered)]))
 
 
 def make_recalls(

@@ -15,13 +15,11 @@ from kvreclaim.config import DENSE, EngineConfig
 from kvreclaim.engine.compact.pass_context import PassContext
 from kvreclaim.engine.compact.passes import CompressionPass
 from kvreclaim.engine.compact.recall_refresh import RecallExtension
-from kvreclaim.engine.execute.graphs import decode_graphs
-from kvreclaim.engine.execute.runner import ModelRunner
 from kvreclaim.engine.extension import Extensions
 from kvreclaim.engine.lifecycle.chunk_requests import ChunkedPrompts
 from kvreclaim.engine.lifecycle.lifecycle import Lifecycle, make_scheduler
 from kvreclaim.engine.offload.compressed_session import CompressedSessions
-from kvreclaim.engine.offload.disk import namespace_of, share_bytes
+from kvreclaim.engine.offload.disk import namespace_of
 from kvreclaim.engine.offload.session import Sessions
 from kvreclaim.engine.offload.snapshot_state import SnapshotStore
 from kvreclaim.engine.offload.stats import TierStats
@@ -41,9 +39,11 @@ from kvreclaim.engine.speculative.verifier import Verifier
 from kvreclaim.engine.step.assembly import (
     chosen_backend,
     default_prefill,
-    keep_on_disk,
+    describe,
+    keeps_snapshots_on_disk,
     make_offload,
     make_recalls,
+    make_runner,
     make_snapshots,
     make_storage,
     private_runner,
@@ -57,7 +57,7 @@ from kvreclaim.engine.step.request_factory import RequestFactory
 from kvreclaim.engine.step.verified import divided
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
 from kvreclaim.model.loader import LoadedModel
-from kvreclaim.ops.formats import kv_format, plain_format
+from kvreclaim.ops.formats import kv_format
 from kvreclaim.ops.groups import layer_groups
 from kvreclaim.ops.native import torch_alone
 from kvreclaim.sampling_params import SamplingParams
@@ -93,16 +93,15 @@ class Engine:
         self.loaded, self.config = loaded, config
         self.max_model_len = self.longest = config.max_model_len
         self.groups = groups = layer_groups(loaded.facts, config)
-        self._sparse_prefill = default_prefill(config, groups)
         self.kv_format = form = kv_format(config.kv_cache_dtype, groups.facts.dtype)
         self.features = engine_features(config, form, groups)
-        sparse = self._sparse_prefill
-        refuse(self.features | ({Feature.SPARSE_PREFILL: sparse.name} if sparse is not None else {}))
+        refuse(self.features)
+        prefill = default_prefill(config, groups, self.features)
         choice = chosen_backend(config, groups, form)
         self.backend = backend = choice.backend
         self.totals = totals = EngineTotals()
         self.extensions = Extensions()
-        storage = make_storage(loaded, config, groups, form, backend, totals)
+        self.storage = storage = make_storage(loaded, config, groups, form, backend, totals)
         self.memory, self.cache, self.device_cache = storage.memory, storage.cache, storage.device
         self._admitting = admitting(config, self.memory.pool.num_blocks)
         self.signals = Signals(
@@ -115,20 +114,9 @@ class Engine:
         self.scheduler, self.requests = scheduler, self.lifecycle.requests
         if self.tiers is not None:
             self.extensions.add(self.tiers)
-            if storage.file is not None and share_bytes(config) and scheduler.snapshots.max_blocks:
-                keep_on_disk(self.snapshots, config, self.tiers, storage.file.namespace)
-        graphs = None if storage.stream else decode_graphs(loaded.model, self.cache, backend, config)
-        self.runner = ModelRunner(
-            loaded,
-            groups,
-            self.memory,
-            self.cache,
-            backend,
-            self.signals,
-            storage.stream,
-            graphs=graphs,
-            extensions=self.extensions,
-        )
+            if keeps_snapshots_on_disk(config, storage, scheduler):
+                _ = self.snapshots  # those of an earlier run are found
+        self.runner = make_runner(loaded, config, groups, storage, backend, self.signals, self.extensions)
         self.recalls = make_recalls(config, self.cache, backend, groups, totals)
         if self.recalls is not None:
             self.extensions.add(RecallExtension(self.recalls, self.memory, self.signals))
@@ -139,20 +127,17 @@ class Engine:
         self.drafter = make_drafter(config, self.memory, form, loaded, draft)
         if self.drafter is not None:
             self.extensions.add(self.drafter)
-        windows = "" if groups.parts == 1 else f", windows {plain_format(loaded.facts.dtype).name}"
-        kernels = [f"{choice.describe()}; {loaded.modules}; KV {form.name}{windows}"]
-        kernels += [each.describe() for each in self.extensions.ordered]
-        self.kernels = "; ".join(filter(None, kernels))
+        self.kernels = describe(loaded, groups, form, choice, self.extensions)
         logger.log(logging.WARNING if choice.why_not else logging.INFO, self.kernels)
         self.factory = RequestFactory(
-            loaded, self._admitting, groups, self.features, self.signals, self.recalls, self._sparse_prefill
+            loaded, self._admitting, groups, self.features, self.signals, self.recalls, prefill
         )
         self._num_added = 0
 
     @cached_property
     def snapshots(self) -> SnapshotStore:
         """Keeps compressed prefixes, from the first request on that asks for one."""
-        return self.extensions.add(make_snapshots(self.lifecycle, self.tiers))
+        return self.extensions.add(make_snapshots(self.config, self.storage, self.lifecycle, self.tiers))
 
     @cached_property
     def chunked(self) -> ChunkedPrompts:
