@@ -113,6 +113,6 @@ def test_a_scored_request_has_its_own_way(make_llm):
     llm = make_llm()
     with pytest.raises(InvalidArgumentError, match="prompt_logprobs"):
         llm.engine.add_request("r", [1, 2], asking(1), continuation=[3])
-    with pytest.raises(InvalidArgumentError, match="prompt_logprobs is -1"):
-        asking(-1)
+    with pytest.raises(InvalidArgumentError, match="prompt_logprobs is -2"):
+        asking(-2)
     assert_idle(llm)
