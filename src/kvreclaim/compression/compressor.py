@@ -41,7 +41,7 @@ SignalSource = Callable[[int], LayerSignals]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassQuestion:
-    """What is to be kept of one sequence?
+    """Asks what to keep of one sequence.
 
     source:           layer -> its keys and values in token order; asked once per layer that votes
     num_tokens:       T, the live tokens
@@ -111,7 +111,7 @@ class Compressor:
 
     @property
     def eviction_method(self) -> EvictionMethod:
-        """What it does to memory: ask choose under COMPACT and MASK, choose_blocks under BLOCKS,
+        """How the policy evicts: ask choose under COMPACT and MASK, choose_blocks under BLOCKS,
         choose_uneven under CELLS, block_scores under READS."""
         return self.policy.eviction_method
 
@@ -300,7 +300,7 @@ class Compressor:
         )
 
     def _signals(self, layer: int, question: PassQuestion) -> LayerSignals:
-        """What the engine kept, and the positions wherever they are known."""
+        """Signals that the engine kept, and the positions wherever they are known."""
         signals = question.signals(layer)
         positions = self._positions(layer, question)
         if signals.positions is not None or positions is None:

@@ -126,7 +126,7 @@ class CompressionConfig(CompressionSettings):
         return self if budget == self.budget else replace(self, budget=budget)
 
     def footprint(self, plain: Footprint) -> Footprint:
-        """What holds for a sequence so compressed where `plain` holds for one that is not."""
+        """The footprint of a sequence compressed so; `plain` is that of one that is not."""
         policy = self.make_policy()
         return replace(
             plain,

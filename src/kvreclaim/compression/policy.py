@@ -21,7 +21,7 @@ from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 
 class Signal(Enum):
-    """What the engine must have at hand for a policy besides keys and values."""
+    """Inputs of a policy besides keys and values, which the engine must have at hand."""
 
     QUERY_STATS = auto()
     """Moments of the queries before rotation, and with them a verified rotation of every layer."""
@@ -50,7 +50,7 @@ class Signal(Enum):
 
 
 class Mode(StrEnum):
-    """Who shares one kept set. Every (layer, KV head) keeps the same number of tokens in all modes."""
+    """Which heads share one kept set. Every (layer, KV head) keeps the same number of tokens in all modes."""
 
     UNION = "union"
     """All layers and heads: top tokens of the maximum over both."""
@@ -62,7 +62,7 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerSignals:
-    """What the engine kept of one layer of one sequence; None for what the policy does not need.
+    """Signals of one layer of one sequence; None for what the policy does not need.
 
     queries:           [H, w, D] rotated, oldest first, w <= query_window (fewer early in a sequence)
     mass:              [K, T] fp32, attention probabilities summed over all queries so far and the query
@@ -203,7 +203,7 @@ class CompressionPolicy(ABC):
 
     @property
     def needs(self) -> frozenset[Signal]:
-        """What it must be given; a subclass overrides this with a plain class attribute."""
+        """Signals that the policy needs; a subclass overrides this with a plain class attribute."""
         return frozenset()
 
     @property
@@ -238,7 +238,7 @@ class CompressionPolicy(ABC):
 
 
 def traits(policy: CompressionPolicy) -> frozenset[Trait]:
-    """What may make the policy unfit to be wrapped."""
+    """Traits that may make the policy unfit to be wrapped."""
     found = {Trait.CACHE_RELATIVE: policy.cache_relative, Trait.LIFTS: policy.lifts}
     own = unfit_to_wrap(policy.eviction_method)
     return frozenset(({own} if own else set()) | {trait for trait, has in found.items() if has})

@@ -7,7 +7,7 @@ from kvreclaim.compression.policy import CompressionPolicy, Signal
 
 
 def needs_of(compressor: Compressor | None) -> frozenset[Signal]:
-    """What a policy that ever evicts asks for."""
+    """Signals that the compressor needs, if it ever evicts."""
     return (
         compressor.policy.needs
         if compressor is not None and compressor.eviction_method.evicts

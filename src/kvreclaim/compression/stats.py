@@ -33,7 +33,7 @@ _TENSORS = ("q_mean", "q_abs_mean", *_CENTER_TENSORS, "q_cov", *_KV_TENSORS, "kv
 
 
 class StatsMetadata(BaseModel):
-    """Whose queries they are. None: the source does not say, and it is not checked.
+    """The model whose queries these are. None: the source does not say, and it is not checked.
 
     shared_centers: the centres are those of a KV head's whole group of query heads
     covariance:     the covariance of the queries is there
@@ -148,7 +148,7 @@ class QueryStats:
             _check_tensor(name, getattr(self, name), shapes.get(name))
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """What metadata promises; a tensor that is not in it must be absent."""
+        """Shapes that the metadata promises; a tensor that is not in it must be absent."""
         meta = self.metadata
         heads = (meta.num_layers, meta.num_heads)
         kv_heads = (meta.num_layers, meta.num_kv_heads or 0)

@@ -66,7 +66,7 @@ class Clustering:
 
 
 def covariance_bytes(facts: ModelFacts) -> int:
-    """What the covariance of all layers takes, fp32."""
+    """Bytes of the covariance of all layers, in fp32."""
     return sum(4 * layer.num_heads * layer.head_dim**2 for layer in facts.layers)
 
 

@@ -30,7 +30,7 @@ class _Frozen(BaseModel):
 
 
 class TrialScore(_Frozen):
-    """What the model gave to tokens: nats below certainty, mean over them; share of them it said itself.
+    """Score of given tokens: nats below certainty, mean over them; share of them it said itself.
 
     The document goes on (`once`), and stretches of it are said again (`again`).
     """
@@ -93,7 +93,7 @@ class Trial(_Frozen):
         return outcome.once - self.full.once + again
 
     def loss(self, policy: str) -> float:
-        """What decides: nats per token lost, mean over the fractions."""
+        """The figure that decides: nats per token lost, mean over the fractions."""
         return mean(self.lost(outcome) for outcome in self.outcomes if outcome.policy == policy)
 
     @property

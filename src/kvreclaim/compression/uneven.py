@@ -57,7 +57,7 @@ def round_to_blocks(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadsQuestion:
-    """What is to be kept of one sequence whose heads may be uneven?
+    """Asks what to keep of one sequence whose heads may be uneven.
 
     source:       (layer, head) -> one head's keys and values, or (layer, None) -> all heads', asked only at
                   the first pass

@@ -64,8 +64,8 @@ class Extension:
         return step
 
     def attend(self, runs: list[Scheduled], batch: AttentionBatch | None) -> Sequence[AttentionHook]:
-        """What sees each layer's attention call, after its keys were written and before it attends. batch:
-        None where the cache lies in host memory."""
+        """Return what sees each layer's attention call, after its keys were written and before it attends.
+        batch: None where the cache lies in host memory."""
         return ()
 
     def attended(self, step: list[Scheduled]) -> None:
@@ -90,13 +90,13 @@ class Extension:
         """A child begins with all that its parent has."""
 
     def lost(self, seq: Seq) -> None:
-        """What was to be kept of a parked sequence may not have arrived; it is computed again."""
+        """Drop the state of a parked sequence: it may not have arrived, and is computed again."""
 
     def unmoved(self, plan: StepPlan) -> None:
         """Preparing the plan's blocks has failed: nobody knows what they hold."""
 
     def invalidated(self, seq: Seq) -> None:
-        """What the blocks of a sequence hold may be wrong; nobody may find it any more."""
+        """Forget what a sequence's blocks hold: it may be wrong, and nobody may find it any more."""
 
     def reset(self, seq_id: int) -> None:
         """Nothing of a sequence is kept: it is computed again from its tokens."""

@@ -11,7 +11,7 @@ Id = TypeVar("Id", int, str)
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What grow changed.
+    """The changes that grow made.
 
     new_blocks: appended to the table
     copies:     (source, destination) blocks whose bytes the caller copies before it writes

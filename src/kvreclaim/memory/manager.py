@@ -364,7 +364,7 @@ class MemoryManager:
         return self.full.drop(seq_id, self.table(seq_id), indices, holes=False)
 
     def invalidate(self, seq_id: int) -> None:
-        """What the sequence's blocks hold may be wrong: no prefix hit finds any of them from now on."""
+        """Unindex a sequence's blocks: what they hold may be wrong, and no prefix hit may find them."""
         for block in self.blocks(seq_id):
             self.pool.unindex(block)
         self.offload.invalidated(seq_id, self._tables[seq_id])
@@ -380,7 +380,7 @@ class MemoryManager:
         self.offload.reset(external=external)
 
     def stats(self) -> MemoryStats:
-        """What is where now, and counts since the start; a pin whose time is over is not counted."""
+        """Counts of blocks now, and since the start; a pin whose time is over is not counted."""
         return memory_stats(self.pool, self.prefix, self.full.freed_by_compression, self._cow_copies)
 
     def drain_residency(self) -> list[BlockResidency]:

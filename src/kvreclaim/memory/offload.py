@@ -16,7 +16,7 @@ Move = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parked:
-    """What brings a sequence back that has given its blocks back and not what they held.
+    """The record that brings a parked sequence back: it has given up its blocks, not what they held.
 
     table: of the sequence; its block ids are no longer its own
     slots: host slots of the table's entries that hold tokens, in order; None is a hole
@@ -71,7 +71,7 @@ class NoParking:
         raise AssertionError(f"sequence {seq_id} is not parked")
 
     def match_parked(self, seq_id: int) -> PrefixMatch:
-        """What of a parked sequence the pool still has, to the bit."""
+        """Match what the pool still has of a parked sequence, to the bit."""
         raise AssertionError(f"sequence {seq_id} is not parked")
 
     def num_to_resume(self, seq_id: int, match: PrefixMatch, others: Sequence[int] = ()) -> int:
@@ -172,7 +172,7 @@ class NoOffload:
         return []
 
     def forget_slots(self, slots: Sequence[int]) -> None:
-        """What these slots were to hold could not be written: nothing finds them any more."""
+        """Forget slots that could not be written: nothing finds them any more."""
 
     def stored(self) -> None:
         """All slots that pop_stores named are filled or forgotten."""

@@ -50,7 +50,7 @@ class FairShare(Generic[Seq]):
         return every <= self._max_num_seqs or self.may_ask_for_seat(seq)
 
     def may_ask_for_seat(self, seq: Seq) -> bool:
-        """Whether others are to give way if there is none."""
+        """Whether others are preempted if there is none."""
         own = kept_seats(other for other in self._running if other.tenant == seq.tenant)
         return own + seq.kept_seats <= self.seats and not self.fills_itself(seq)
 
@@ -60,8 +60,9 @@ class FairShare(Generic[Seq]):
         return own + seq.seats > self._max_num_seqs
 
     def largest(self, order: VictimOrder, needy: Seq) -> list[Seq]:
-        """Who is preempted when one that runs needs blocks: among the least important, but for the first of
-        them, which always gets on, those of the tenant that holds most blocks whom the order names."""
+        """Choose the group to preempt when a running sequence needs blocks: among the least important, but
+        for the first of them, which always gets on, those of the tenant that holds most blocks whom the order
+        names."""
         least = max(seq.priority for seq in self._running)
         candidates = [seq for seq in self._running if seq.priority == least]
         candidates = candidates[1:] or candidates
@@ -70,7 +71,7 @@ class FairShare(Generic[Seq]):
         return choose_victims(order, (seq for seq in candidates if seq.tenant == tenant), needy)
 
     def victims(self, seq: Seq, match: PrefixMatch, needed: Callable[[Iterable[Seq]], int]) -> list[Seq]:
-        """Who is to give way so that this one can begin; nobody, if that would not do.
+        """Choose the sequences to preempt so that this one can begin; none, if that would not do.
 
         needed: slots to be free beside the match's blocks while these run
         """

@@ -1,4 +1,4 @@
-"""Running sequences give way: seats and blocks go, what they hold is kept if that is worth it."""
+"""Preemption of running sequences: seats and blocks go; what they hold is kept if that is worth it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Preemptor(Generic[Seq]):
-    """order: who gives way first; preemption: how they are brought back."""
+    """order: who is preempted first; preemption: how they are brought back."""
 
     def __init__(self, state: State[Seq], order: VictimOrder, preemption: PreemptionCostModel) -> None:
         self.state = state
@@ -26,7 +26,7 @@ class Preemptor(Generic[Seq]):
         self.preemption = preemption
 
     def victims(self, needy: Seq) -> list[Seq]:
-        """Who gives way when one that runs needs blocks."""
+        """The group to preempt when a running sequence needs blocks."""
         return choose_victims(self.order, self.state.running, needy)
 
     def preempt(

@@ -1,4 +1,4 @@
-"""Who gives way when a running sequence lacks blocks, with whom, and whether they keep what blocks hold."""
+"""Which sequences are preempted together when blocks are lacking, and whether they keep what they hold."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VICTIM_POLICIES = ("auto", "last", "priority", "lru", "cost")
 
 @dataclass(slots=True, eq=False)
 class PreemptionCostModel:
-    """How sequences that give way together are brought back.
+    """How sequences that are preempted together are brought back.
 
     mode:            auto: as is cheaper; swap: moved whenever there are slots; recompute: computed again
     bytes_per_block: moved for a block
@@ -75,7 +75,7 @@ class PreemptionCostModel:
 
 
 Group = ListLike[ScheduledSequence]
-"""Running sequences that give way together, in the order of admission."""
+"""Running sequences that are preempted together, in the order of admission."""
 
 VictimOrder = Callable[[Group, int], tuple[float, ...]]
 """The group with the greater key is preempted first; the number is the place of its last one in the
@@ -83,7 +83,7 @@ order of admission."""
 
 
 def choose_victims(order: VictimOrder, running: Iterable[Seq], needy: ScheduledSequence) -> list[Seq]:
-    """The group that gives way to one that needs blocks, in the order of admission.
+    """The group that is preempted for one that needs blocks, in the order of admission.
 
     The outputs of a request give way together: one alone frees only what it does not share with the others.
     Those of the needy one's own request, itself included, give way one by one.
@@ -98,7 +98,7 @@ def choose_victims(order: VictimOrder, running: Iterable[Seq], needy: ScheduledS
 
 
 def last_come(group: Group, place: int) -> tuple[float, ...]:
-    """Whose last one was admitted last."""
+    """Preempt the group whose last sequence was admitted last."""
     return (place,)
 
 
@@ -114,7 +114,7 @@ def least_recent(group: Group, place: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LeastCost:
-    """Who are back soonest, all of them, and of these whose last one was admitted last."""
+    """Preempt the group that is back soonest; of equals the one admitted last."""
 
     preemption: PreemptionCostModel
     memory: KVMemory

@@ -107,7 +107,7 @@ class Scheduler(Generic[Seq]):
         return self._admission.in_flight
 
     def take_in(self, companions: Companions[Seq]) -> None:
-        """Companions that share the pool give way first."""
+        """Evict companions that share the pool first."""
         self.companions = companions
 
     def add(self, seq: Seq) -> None:

@@ -96,7 +96,7 @@ class Snapshots(Generic[Seq]):
         return True
 
     def _make_room(self, table: BlockTable) -> bool:
-        """Let others give way for one with such a table. Returns: whether it may be kept now."""
+        """Evict others for a snapshot with such a table. Returns: whether it may be kept now."""
         if table.num_blocks > self.max_blocks:
             return False
         while self._is_too_much(table) and self.evict_one():

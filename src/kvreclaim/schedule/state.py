@@ -31,7 +31,7 @@ class State(Generic[Seq]):
         return self.memory.offload.parking.is_parked(seq.seq_id)
 
     def match(self, seq: Seq) -> PrefixMatch:
-        """What need not be computed of one that waits."""
+        """Match the tokens of a waiting sequence that need not be computed."""
         if self.is_parked(seq):
             return self.memory.offload.parking.match_parked(seq.seq_id)
         assert seq.keys is not None, f"sequence {seq.seq_id} was not added"

@@ -54,7 +54,7 @@ class Preempted:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What a step does, in this order; whoever executes it does each thing once.
+    """The work of one step, in this order; whoever executes it does each thing once.
 
     preempted: sequences whose side state is to be dropped, or kept aside
     failed:    sequences that could not be scheduled, with the error: their requests end
@@ -81,7 +81,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """What became of a plan's rows.
+    """The results of a plan's rows.
 
     computed: ids of the sequences whose tokens were computed and whose logits are numbers, in their order
     tokens:   what was drawn, for those whose tokens the scheduler is to append itself

@@ -16,7 +16,7 @@ from kvreclaim.schedule.step import Admitted, Preempted, Row, StepPlan
 
 @dataclass(slots=True, eq=False)
 class StepPlanBuilder(Generic[Seq]):
-    """What has been decided so far.
+    """A step plan in the making.
 
     budget:  tokens that may still be added
     shares:  of the tenants, if there are several; tokens: of their prompts, once decodes have theirs

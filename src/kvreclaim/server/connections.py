@@ -256,7 +256,7 @@ class HTTPProtocol(HttpToolsProtocol):
 
 
 def network_of(address: str) -> str:
-    """Whose an address is: an IPv6 client has a whole /64."""
+    """The network of an address: an IPv6 client has a whole /64."""
     if ":" not in address:
         return address
     parsed = ip_address(address.partition("%")[0])

@@ -80,7 +80,7 @@ class EventStream(Response):
 
 
 def error_event(error: Exception, scope: Scope) -> bytes:
-    """What went wrong after the answer had begun, in the dialect of the path."""
+    """The event of an error after the answer had begun, in the dialect of the path."""
     request_id, path = request_id_of(scope), scope["path"]
     if isinstance(error, KVReclaimError):
         error = from_engine(error, path)

@@ -152,7 +152,7 @@ SAMPLING = (
 
 @mirrors(SamplingParams, SAMPLING)
 class GeneratingFields(Fields):
-    """What every request that generates may say, in both dialects."""
+    """Fields of every request that generates, in both dialects."""
 
     stream: bool | None = None
     logit_bias: LogitBias | None = None

@@ -39,7 +39,7 @@ class Reset(BaseModel):
 
 @router.get("/kv_offload/status", responses={401: {"model": OpenAIError}, 503: {"model": OpenAIError}})
 async def status(service: ServiceDep) -> OffloadStatus:
-    """What is where on host and disk, read between two steps, and counts since the start."""
+    """Blocks on host and disk, read between two steps, and counts since the start."""
     stats = await service.engine.call(stats_of)
     return OffloadStatus(enabled=stats is not None, tiers=stats)
 

@@ -10,7 +10,7 @@ Responses = dict[int | str, dict[str, Any]]
 
 
 class ResponseSchema(BaseModel):
-    """What an answer looks like; tests hold the answers against it."""
+    """The shape of an answer; tests hold the answers against it."""
 
     model_config = ConfigDict(extra="forbid")
 

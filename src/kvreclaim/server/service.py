@@ -150,7 +150,7 @@ class Service:
         return self.plain.encode(text)
 
     def compression(self, given: KVCompression | None) -> CompressionConfig | None:
-        """What a request's `kv_compression` says; None: the server's own. Raises: ApiError 400."""
+        """The compression of a request's `kv_compression`; None: the server's own. Raises: ApiError 400."""
         return compression_of(given, self.engine.served, self.config)
 
     @asynccontextmanager
@@ -226,7 +226,7 @@ def service_of(request: Request) -> Service:
 
 
 def tenant_of(request: Request) -> Tenant:
-    """Who is asking."""
+    """The tenant of a request."""
     tenant: Tenant = request.scope["state"]["tenant"]
     return tenant
 

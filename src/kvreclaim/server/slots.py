@@ -38,7 +38,7 @@ KEYLESS = "all"
 
 
 class SlotRequest(ConversationOptions):
-    """What to save or restore.
+    """A request to save or restore a slot.
 
     filename: without a path
     prompt or messages: whose blocks are saved

@@ -43,7 +43,7 @@ def key_of(headers: Mapping[str, str]) -> str | None:
 
 
 def tenant_name(secret: str, key: str) -> str:
-    """What logs call the owner of a key. Without the secret no key can be tried against it."""
+    """The name of a key's owner in logs. Without the secret no key can be tried against it."""
     return hmac.new(secret.encode(), key.encode(), "sha256").hexdigest()[:16]
 
 

@@ -84,7 +84,7 @@ def span_name(access: Access) -> str:
 
 
 def attributes(access: Access) -> dict[str, Any]:
-    """What the span says of the request. No text of prompts or answers."""
+    """Attributes of the request's span. No text of prompts or answers."""
     found: dict[str, Any] = {
         "http.request.method": access.method,
         "http.route": access.route,

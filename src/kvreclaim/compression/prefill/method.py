@@ -152,7 +152,7 @@ class SparsePrefill(ABC):
         )
 
     def sparse_rows(self, facts: LayerFacts, block_size: int) -> SparseRows:
-        """What the schedule has to know; tiles are whole blocks of the KV cache."""
+        """The rows that the scheduler plans by; tiles are whole blocks of the KV cache."""
         tile = blocks_for(self.tile(facts.group_size), block_size) * block_size
         return SparseRows(tile, max(1, blocks_for(self.span, tile)) * tile, self.first, self.last)
 

@@ -48,7 +48,7 @@ OF_THE_WEIGHTS = ("quantized_activations", "hf_overrides")
 
 @dataclass(frozen=True, slots=True)
 class LLMStats:
-    """What an engine holds at a moment, and its counters since the start.
+    """An engine's state at a moment, and its counters since the start.
 
     memory:  blocks of the pool; offload: host and disk, None without
     """
@@ -291,7 +291,7 @@ class LLM:
         use_tqdm: bool = False,
         observers: Sequence[Observer | None] | None = None,
     ) -> list[ScoreOutput]:
-        """What the model would have said at each place of a given continuation (teacher forcing).
+        """Score given continuations by teacher forcing: what the model would have said at each place.
 
         The cache is compressed at exactly the points at which generating the continuation would have
         compressed it; between two of them the tokens are computed in one go.

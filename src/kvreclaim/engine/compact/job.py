@@ -52,7 +52,7 @@ class PassMethod(Protocol):
     """One way of compressing. What choose finds is for apply alone to understand."""
 
     def choose(self, jobs: list[CompactionJob]) -> list[Any]:
-        """What stays of sequences that share a compressor. Changes nothing."""
+        """Choose what stays of sequences that share a compressor. Changes nothing."""
         ...
 
     def apply(self, job: CompactionJob, choice: Any) -> CompactionResult:

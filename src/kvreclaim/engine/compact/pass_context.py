@@ -21,7 +21,7 @@ from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassContext:
-    """What every way of compressing reads and changes."""
+    """State that every eviction method reads and changes."""
 
     memory: MemoryManager
     cache: KVCache
@@ -34,7 +34,7 @@ class PassContext:
         return torch.tensor(job.plan.source_ids, device=self.cache.device)
 
     def question(self, job: CompactionJob, live: Tensor | None = None) -> PassQuestion:
-        """What a compressor is asked about the live tokens; positions, if a sliding window asks for them.
+        """Ask a compressor about the live tokens; with positions, if a sliding window asks for them.
 
         live: [L, K, T] int64 slots still attended, where evicted ones stayed in place; None: all slots
         """

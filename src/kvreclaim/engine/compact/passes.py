@@ -64,8 +64,8 @@ class CompressionPass:
         return self._recall
 
     def _choose(self, jobs: ListLike[CompactionJob]) -> list[Any]:
-        """What stays of each, or its error. Where those that share a compressor fail together, each is asked
-        alone."""
+        """Choose what stays of each. Returns: the choice, or its error. Where those that share a compressor
+        fail together, each is asked alone."""
         members: dict[Compressor, list[int]] = {}
         for i, job in enumerate(jobs):
             members.setdefault(job.compressor, []).append(i)
@@ -81,7 +81,7 @@ class CompressionPass:
 
 
 def _tried(work: Any, *args: Any) -> Any:
-    """What it returns, or the error."""
+    """Call work. Returns: its result, or the error."""
     try:
         return work(*args)
     except Exception as error:

@@ -98,7 +98,7 @@ class _ReplayedKVBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeBuffers:
-    """What a step tells its graph. Rows beyond the step's are empty sequences that are written nowhere.
+    """Inputs of a step's graph. Rows beyond the step's are empty sequences that are written nowhere.
 
     numbers: [R, 5] int64: token, position, slot, physical length, shift of each row
     table:   [R, W] int32 block ids; table_host: the same on the host, so that only what changed is sent

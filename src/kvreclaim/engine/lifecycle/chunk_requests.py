@@ -85,8 +85,8 @@ class ChunkedPrompts(Extension):
         self._is_proven = False
 
     def reuse_of(self, tokens: list[int], chunks: Chunks, salt: str | None) -> Reuse | None:
-        """What of a prompt can be reused; None where nothing can: the first chunk is what any prompt begins
-        with, and one of a block or less has no whole block behind its first token.
+        """The parts of a prompt that can be reused; None where nothing can: the first chunk is what any
+        prompt begins with, and one of a block or less has no whole block behind its first token.
 
         Raises: InvalidArgumentError for a model whose keys cannot be turned.
         """

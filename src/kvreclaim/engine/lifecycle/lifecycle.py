@@ -220,8 +220,9 @@ class Lifecycle:
             seq.request.beams.rows.clear()
 
     def unmoved(self, plan: StepPlan) -> None:
-        """What a plan was to move between blocks and host may not have arrived: nobody finds it, or takes it
-        back. Whoever was to come back computes anew; those that the plan computes are the caller's."""
+        """Forget what a plan was to move between blocks and host: it may not have arrived; nobody finds it,
+        or takes it back. Whoever was to come back computes anew; those that the plan computes are the
+        caller's."""
         for _, block in plan.swap_in:
             self.memory.pool.unindex(block)
         for lost in plan.preempted:
@@ -236,7 +237,7 @@ class Lifecycle:
 
     @contextmanager
     def contained(self, request: Request, doing: str) -> Iterator[None]:
-        """Whatever is raised within ends this request alone. doing: for the log, e.g. "compressing"."""
+        """An exception within ends this request alone. doing: for the log, e.g. "compressing"."""
         try:
             yield
         except Exception as error:
@@ -249,8 +250,8 @@ class Lifecycle:
         self.end_request(request, "error")
 
     def invalidate(self, request: Request) -> None:
-        """Whatever the blocks of its sequences hold may be wrong, hits included: nobody finds it any more, so
-        that the same prompt is computed anew."""
+        """Forget what the blocks of its sequences hold, hits included: it may be wrong; nobody finds it any
+        more, so that the same prompt is computed anew."""
         for seq in request.sequences:
             for extension in self.extensions.ordered:
                 extension.invalidated(seq)

@@ -56,7 +56,8 @@ class CompressedSessions:
         return snapshot_key(token_ids, salt, compressor, footprint)
 
     def file_of(self, key: SnapshotKey, fields: Mapping[str, str]) -> SessionFile:
-        """What is kept under a key, wherever. Raises: InvalidArgumentError if nothing is."""
+        """The file of what is kept under a key, wherever that lies. Raises: InvalidArgumentError if nothing
+        is."""
         found = self._on_disk(key)
         if found is None:
             facts, tensors = record_of(self._image(key), key, self.cache)

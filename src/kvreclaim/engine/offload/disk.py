@@ -56,7 +56,7 @@ def share_bytes(config: EngineConfig) -> int:
 
 
 def namespace_of(config: EngineConfig, loaded: LoadedModel, form: KVFormat, backend: str) -> Namespace:
-    """What the bytes of this engine's blocks depend on. Reads all weights."""
+    """The namespace: all that the bytes of this engine's blocks depend on. Reads all weights."""
     facts, model = loaded.facts, loaded.model
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return Namespace(

@@ -29,7 +29,7 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SideState:
-    """What a sequence has besides its blocks, on the host.
+    """The state of a sequence besides its blocks, on the host.
 
     blocks:   ids of its table, by which its cells name blocks
     open_row: keys [L, K, S, D] and values [L, K, S, Dv] of its last block, where that lies beside the pool

@@ -75,7 +75,7 @@ class Moves:
         return () if self.signals.scores is None else self.signals.scores.planes
 
     def _probe(self) -> None:
-        """What copying costs here, before anything has been moved."""
+        """Measure what copying costs here, before anything has been moved."""
         source = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=self.slots.planes[0].device)
         target = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
         for _ in range(2):

@@ -119,7 +119,7 @@ class Offload(Extension):
         return False
 
     def load_now(self) -> None:
-        """What the memory has asked for outside of a step."""
+        """Load what the memory has asked for outside of a step."""
         self.moves.load(self.below.pop_swap_ins())
 
     def bring_up(self, keys: BlockKeys) -> None:
@@ -149,7 +149,7 @@ class Offload(Extension):
         self.submit()
 
     def end_step(self, stats: StepStats) -> None:
-        """What computing costs here, from steps that are mostly prompts."""
+        """Learn what computing costs here, from steps that are mostly prompts."""
         rates, totals = self.preemption.rates, self.totals
         if stats.num_prefill_tokens >= MEASURED_TOKENS and stats.num_decode_tokens < MEASURED_TOKENS // 4:
             rates.note("token_s", stats.elapsed_s, stats.num_prefill_tokens)
@@ -157,7 +157,7 @@ class Offload(Extension):
             rates.pass_s = (totals.score_s + totals.compact_s) / totals.compactions
 
     def stats(self) -> TierStats:
-        """What is where now, and counts since the start."""
+        """Counts of every tier now, and since the start."""
         self.begin_step()  # an engine without work would go on telling of transfers that are done
         below, disk, prefixes = self.below, self.disk, self.prefixes
         parking, counts = below.parking, below.counts

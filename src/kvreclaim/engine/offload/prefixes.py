@@ -168,7 +168,7 @@ class Prefixes:
         self._fresh.add(seq.seq_id)
 
     def invalidate(self, key: SnapshotKey) -> None:
-        """What its file holds may be wrong."""
+        """Remove a key's file: what it holds may be wrong."""
         if key in self.below or key.name in self._storing:
             self._remove(key)
 

@@ -73,7 +73,7 @@ class Sessions:
         compressor: Compressor | None,
         compress_prompt_at: int,
     ) -> SessionInfo:
-        """What compression has left of these tokens at this place, wherever it lies.
+        """Save what compression has left of these tokens at this place, wherever it lies.
 
         Raises: InvalidArgumentError if there is nothing, OSError.
         """

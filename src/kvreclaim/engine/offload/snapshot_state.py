@@ -170,7 +170,7 @@ class SnapshotStore(Extension):
                 self.scheduler.snapshots.drop(self.held[seq_id].snapshot_key)
 
     def invalidate(self, key: SnapshotKey | None) -> None:
-        """What is kept under a key, wherever, may be wrong."""
+        """Forget what is kept under a key, wherever: it may be wrong."""
         self.scheduler.snapshots.drop(key)
         if key is not None and self.files is not None:
             self.files.invalidate(key)

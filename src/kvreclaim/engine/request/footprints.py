@@ -23,7 +23,7 @@ def footprint_of(
     groups: LayerGroups | None = None,
     sparse: SparseRows | None = None,
 ) -> Footprint:
-    """What a request's compression lets it hold in this engine.
+    """The footprint of a request in this engine.
 
     With spread_compression its due points are shifted by less than the interval, by a hash of its prompt: a
     function of the request alone, so that a preempted one makes the same choices again.

@@ -18,7 +18,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class Grown(Generic[T]):
-    """What a list that only grows holds now, from one place on; copied by whoever asks for it."""
+    """A view of a list that only grows, from one place on; copied when read."""
 
     __slots__ = ("_items", "_start", "_stop")
 
@@ -69,7 +69,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """What one request cost and gave back, over all its outputs.
+    """Costs of one request, and blocks that it gave back, over all its outputs.
 
     policy:         of its compression as it was written, or what "auto" stood for; None without compression
     budget:         tokens per layer and KV head that its compression keeps, or reads, in the blocks of this

@@ -85,7 +85,7 @@ class Sequence(schedule.ScheduledSequence):
         self.window_cache = {}
 
     def sample_row(self, eos_token_ids: frozenset[int]) -> SampleRow:
-        """What the sampler has to know to draw the next token."""
+        """The sampler's inputs for the next token."""
         params, words = self.request.params, self.request.bad_words
         forbidden: tuple[int, ...] = ()
         if self.num_generated < params.min_tokens:

@@ -37,7 +37,7 @@ class EngineClient(ABC):
     @property
     @abstractmethod
     def served(self) -> ServedModel:
-        """What there is to know of the engine."""
+        """The engine's model and limits."""
 
     @property
     def name(self) -> str:

@@ -115,7 +115,7 @@ class EngineCore:
         self._cursors.clear()
 
     def take(self) -> EngineOutputs:
-        """What is new since the last call."""
+        """Take the updates since the last call."""
         news, self._news = self._news, {}
         return list(news.items())
 
@@ -199,7 +199,7 @@ class OutputProgress:
     ended: bool = False
 
     def advance(self) -> OutputDelta:
-        """What is new; the delta that says why the output ended is its last."""
+        """Take the new part of an output; the delta that says why the output ended is its last."""
         seq = self.seq
         text = seq.detokenizer.text if seq.detokenizer is not None else ""
         delta = OutputDelta(seq.index, text[self.num_chars :], seq.token_ids[self.num_tokens :])

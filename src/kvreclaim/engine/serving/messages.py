@@ -86,7 +86,7 @@ class CallReply:
 
 @dataclass(frozen=True, slots=True)
 class EngineUpdate:
-    """What is new of the requests. death: why the engine cannot go on."""
+    """Updates of the requests. death: why the engine cannot go on."""
 
     num_waiting: int
     news: EngineOutputs

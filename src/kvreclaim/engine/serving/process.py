@@ -41,7 +41,8 @@ STOP_S = 10.0
 
 
 class Wakers:
-    """What else wakes the event loop: the bell, and the end of a pipe (life) that the process holds."""
+    """Other things that wake the event loop: the bell, and the end of a pipe (life) that the process
+    holds."""
 
     def __init__(self) -> None:
         self.bell = new_bell()

@@ -17,7 +17,7 @@ PromptReports = Reports[dict[int, Logprob] | None]
 
 @dataclass(slots=True)
 class OutputDelta:
-    """What one output gained since the last update.
+    """The new part of one output since the last update.
 
     text may be empty although tokens came: the beginning of a stop string or of a character is held back
     logprobs: of the tokens, None where there are none
@@ -46,7 +46,7 @@ class OutputDelta:
 
 @dataclass(slots=True)
 class Update:
-    """What a request gained since its reader last looked.
+    """The new part of a request since its reader last looked.
 
     metrics:         of the request so far, in its first update and its last
     finished:        nothing follows; error: why the request failed, None otherwise
@@ -131,7 +131,7 @@ class RequestStream:
             self._finished.set()
 
     async def next(self) -> Update:
-        """What came since the last call; waits until something has."""
+        """Wait for the next update and return it."""
         await self._arrived.wait()
         self._arrived.clear()
         update, self._pending = self._pending, None

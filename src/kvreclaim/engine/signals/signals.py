@@ -181,7 +181,7 @@ class Signals:
         source: Callable[[int], KeySource],
         live: Tensor | None = None,
     ) -> LayerSignals:
-        """What the sequence's policy needs of one layer, for the num_slots slots written so far.
+        """The signals of one layer that the sequence's policy needs, for the num_slots slots written so far.
 
         source: layer -> its keys and values in these slots
         live:   [L, K, T] int64 slots still attended, where evicted ones stayed in place; None: all slots
@@ -262,7 +262,7 @@ class Signals:
 
     @torch.inference_mode()
     def resume(self, seq_id: int, parked: ParkedSignals) -> None:
-        """What was taken aside is here again. Raises: MemoryError if there is no room for it."""
+        """Take back parked signals. Raises: MemoryError if there is no room for it."""
         for window, kept in parked.queries.items():
             self._query_store(window).resume(seq_id, kept)
         if parked.mass is not None:

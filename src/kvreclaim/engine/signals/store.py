@@ -147,7 +147,7 @@ class QueryStore(RowStore):
         return self._first[seq_id], self.row(seq_id).to("cpu", copy=True)
 
     def resume(self, seq_id: int, kept: tuple[int, Tensor]) -> None:
-        """What was parked is here again. Raises: MemoryError if there is no room for it."""
+        """Take back what was parked. Raises: MemoryError if there is no room for it."""
         self.begin(seq_id, kept[0])
         self.row(seq_id).copy_(kept[1])
 
@@ -185,7 +185,7 @@ class MassStore(RowStore):
         return self.row(seq_id)[..., :num_slots].to("cpu", copy=True)
 
     def resume(self, seq_id: int, kept: Tensor) -> None:
-        """What was parked is here again. Raises: MemoryError if there is no room for it."""
+        """Take back what was parked. Raises: MemoryError if there is no room for it."""
         self.take(seq_id)
         self.reserve(kept.shape[-1])
         self.row(seq_id)[..., : kept.shape[-1]] = kept

@@ -65,7 +65,7 @@ class CompanionQueries:
         return self.signals.score_write(verify.compressor, [place], batch)
 
     def clear(self) -> None:
-        """What was seen has been used."""
+        """Forget the queries of the step; they have been used."""
         self._seen, self._starts = {}, {}
 
     def first(self, target: Sequence) -> int:

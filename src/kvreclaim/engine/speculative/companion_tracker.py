@@ -197,7 +197,7 @@ class CompanionTracker:
                 self.runner.signals.drop(companion.seq_id)
 
     def forget_gone(self) -> None:
-        """What is kept beside companions that have given way is forgotten."""
+        """Forget what is kept beside companions that were evicted."""
         for companion in self.companions.gone:
             self.runner.signals.drop(companion.seq_id)
         self.companions.gone.clear()
@@ -234,7 +234,7 @@ def is_target(seq: Sequence) -> bool:
 
 
 def verify_of(target: Sequence) -> Verify:
-    """What a target's request verifies with."""
+    """The settings that a target's request verifies with."""
     verify = target.request.verify
     assert verify is not None, f"sequence {target.seq_id} is not verified"
     return verify

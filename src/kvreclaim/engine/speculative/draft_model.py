@@ -24,7 +24,7 @@ below: the target says the same about as often, and each row costs it as much wh
 
 @dataclass(slots=True, eq=False)
 class Draught:
-    """What is drafted for one sequence in a round. own: the draft model's; most: tokens at most"""
+    """The drafts of one sequence in a round. own: the draft model's; most: tokens at most"""
 
     seq: Sequence
     own: Sequence

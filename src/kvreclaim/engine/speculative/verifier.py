@@ -117,7 +117,7 @@ class Verifier(Extension):
         return reader
 
     def _end(self, draft: CompanionDraft) -> None:
-        """What a companion wrote while it drafted is overwritten when it follows."""
+        """End a draft; what the companion wrote while it drafted is overwritten when it follows."""
         companion = draft.companion
         del companion.token_ids[companion.num_computed + 1 :]
         self.runner.signals.digests.cut(

@@ -108,7 +108,7 @@ def output_limit(
 
 
 def _lacks(excess: int, footprint: Footprint, config: EngineConfig) -> str:
-    """What is needed and what there is."""
+    """Say how many blocks are needed and how many there are."""
     assert config.num_blocks is not None, "the engine's limits are set"
     capacity = config.num_blocks * config.block_size
     windows = ", which windows take some of" if footprint.windows else ""
@@ -119,7 +119,7 @@ def _lacks(excess: int, footprint: Footprint, config: EngineConfig) -> str:
 
 
 def _remedies(footprint: Footprint, config: EngineConfig) -> tuple[str, ...]:
-    """What lets the pool hold longer sequences."""
+    """Remedies that let the pool hold longer sequences."""
     if config.full_cache_host_size:
         return ("raise full_cache_host_size",)
     more = "raise num_blocks or kv_memory_fraction"

@@ -98,7 +98,7 @@ def check_priority(priority: int, config: EngineConfig) -> None:
 
 
 def check_sparse_prefill(method: SparsePrefill, config: EngineConfig, facts: ModelFacts) -> SparseRows | None:
-    """What the schedule has to know of the method; None where it leaves out nothing.
+    """The rows of the method that the scheduler plans by; None where it leaves out nothing.
 
     Raises: InvalidArgumentError where it does not go with the model or the engine's limits.
     """

@@ -11,7 +11,7 @@ from kvreclaim.schedule.budget.check import check_blocks
 
 
 def divided(compressor: Compressor | None) -> tuple[Compressor | None, Compressor | None]:
-    """What drafts, and what the request is compressed by: one of them is None."""
+    """Split into the compressor that drafts and the one that compresses the request: one of them is None."""
     if compressor is not None and compressor.config.verify:
         return compressor, None
     return None, compressor

@@ -21,7 +21,7 @@ TURN_TOKENS = 2048
 
 @dataclass(slots=True, eq=False)
 class WindowTable:
-    """What one sequence holds of one window: position p lies in rows[p // block_size - first].
+    """The blocks of one sequence in one window: position p lies in rows[p // block_size - first].
 
     first:   blocks of tokens before those of rows
     tails:   ends, in blocks of tokens, of windows that later requests may go on behind

@@ -28,7 +28,7 @@ class BlockKey(NamedTuple):
 
 
 class BlockName(NamedTuple):
-    """What a block is called where it outlives the process that computed it, and so the serials of its index.
+    """The name of a block where it outlives the process that computed it, and so the serials of its index.
 
     key, parent:     digests of it and of the block before it
     uid, parent_uid: the same by a second hash, which no other hash function's collisions meet
@@ -50,7 +50,7 @@ def uid_of(parent: bytes, tokens: bytes) -> bytes:
 
 
 def root_uid(salt: str | None) -> bytes:
-    """What the uids of this salt begin with."""
+    """The root of the uids of this salt."""
     name = b"n" if salt is None else b"s" + salt.encode("utf-8", "surrogatepass")
     return hashlib.blake2b(name, digest_size=16, person=b"kvreclaim root").digest()
 
@@ -72,7 +72,7 @@ class BlockHash:
         self._packer = Struct(f"<{block_size}q")
 
     def root(self, salt: str | None) -> bytes:
-        """What the first block of this salt follows; None and "" are different salts."""
+        """The digest that the first block of this salt follows; None and "" are different salts."""
         field = _field(b"n", b"") if salt is None else _field(b"s", salt.encode("utf-8", "surrogatepass"))
         return self._function(self._fingerprint + field)
 
@@ -136,7 +136,7 @@ class BlockKeys:
         return bisect_left(places, True, key=lambda index: self[index] != other[index])
 
     def name(self, index: int) -> BlockName:
-        """What the block is called on disk."""
+        """The block's name on disk."""
         key, uids = self[index], self._uids
         for i in range(len(uids) - 1, index + 1):
             uids.append(uid_of(uids[i], self[i].tokens))

@@ -14,7 +14,7 @@ from kvreclaim.memory.tiers.tier import Tier
 
 
 class TransferOutcome(Enum):
-    """What became of a transfer. GONE: the file holds something else there, or damaged bytes."""
+    """Outcome of a transfer. GONE: the file holds something else there, or damaged bytes."""
 
     OK = "ok"
     GONE = "gone"
@@ -189,7 +189,7 @@ class DiskTier:
         return store
 
     def forget(self, keys: BlockKeys, num_blocks: int) -> None:
-        """What is being written of these blocks is not to be found."""
+        """Forget what is being written of these blocks."""
         for i in range(num_blocks):
             store = self._storing.get(keys.name(i).uid)
             if store is not None:
@@ -301,7 +301,7 @@ class DiskTier:
                 pool.release([entry.block])
 
     def _break(self, loading: Loading, place: int) -> None:
-        """What it has from this place on is of no use."""
+        """Drop what a load has from this place on; it is of no use."""
         loading.is_broken = True
         for rest, end in zip(loading.transfers[place:], loading.outcomes[place:], strict=True):
             if end is not None:

@@ -198,7 +198,7 @@ class HostPrefixes:
         return [(entry.block, slot) for entry, slot in stores]
 
     def forget_slots(self, slots: Sequence[int]) -> None:
-        """What these slots were to hold could not be written: nothing finds them any more."""
+        """Forget slots that could not be written: nothing finds them any more."""
         for slot in slots:
             self.host.pool.unindex(slot)
 

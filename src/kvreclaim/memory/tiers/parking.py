@@ -149,8 +149,8 @@ class ParkedSequences(NoParking):
         return slots
 
     def match_parked(self, seq_id: int) -> PrefixMatch:
-        """What of a parked sequence the pool has, to the bit: of one that is exact, blocks that it had, or
-        that were filled from its slots for another one."""
+        """Match what the pool has of a parked sequence, to the bit: of one that is exact, blocks that it had,
+        or that were filled from its slots for another one."""
         parked = self._parked[seq_id]
         table = parked.table
         if table.chain is None or not self._goes_on(parked):

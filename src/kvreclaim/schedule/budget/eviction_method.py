@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class EvictionMethod(Enum):
-    """What depends on how memory changes asks one of these, by its attributes, never by a policy's name.
+    """How a policy changes memory. Callers ask the method's attributes, never a policy's name.
 
     evicts:       there are passes, and they evict tokens
     reclaims:     evicted tokens give their blocks back

@@ -33,8 +33,8 @@ class Runs(Protocol):
     """A pool that counts blocks without naming them."""
 
     def compact(self, seq_id: int, keep: int) -> Shrunk | None:
-        """What plan_compaction and shrink would come to; None: blocks are missing. The ids of what it returns
-        say nothing."""
+        """Plan and shrink, as plan_compaction and shrink would; None: blocks are missing. The ids of what it
+        returns say nothing."""
 
 
 def compress(

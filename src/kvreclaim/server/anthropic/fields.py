@@ -102,7 +102,7 @@ class Metadata(Fields):
 
 
 class ConversationFields(Fields):
-    """What makes the prompt: all that count_tokens takes."""
+    """Fields that make the prompt: all that count_tokens takes."""
 
     model: str
     messages: Annotated[Listed[AnthropicMessage], Field(min_length=1)]

@@ -61,7 +61,7 @@ class EngineFigures:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What has been counted so far, as plain values that belong together."""
+    """Counts so far, as plain values that belong together."""
 
     values: dict[str, Values]
     histograms: dict[str, Histogram]

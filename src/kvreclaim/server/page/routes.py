@@ -75,7 +75,7 @@ def install_page(app: FastAPI, service: Service) -> None:
 
 
 def _settings(service: Service, policies: list[str]) -> dict[str, Any]:
-    """What the page's form offers."""
+    """Settings that the page's form offers."""
     served = service.engine.served
     return {
         "models": service.config.served_model_name,
