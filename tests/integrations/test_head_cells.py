@@ -16,11 +16,10 @@ from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.integrations.vllm.applier import Applier
 from kvreclaim.integrations.vllm.cells.grid import find_grid
 from kvreclaim.integrations.vllm.cells.heads import HeadTables
-from kvreclaim.integrations.vllm.cells.positions import Positions
+from kvreclaim.integrations.vllm.cells.positions import PassTrace, Positions
 from kvreclaim.integrations.vllm.layouts import CacheViews, VllmLayerCache
 from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.passes import StepMessage
-from kvreclaim.integrations.vllm.tracing import PassTrace
 from kvreclaim.ops.cell_tables import CellTable
 from kvreclaim.schedule import EvictionMethod, Pass
 

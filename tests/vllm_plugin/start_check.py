@@ -8,10 +8,10 @@ from typing import Any
 
 from kvreclaim.integrations.vllm import family
 
-NAMES = family.module("pool_check")
-MODULE: Any = import_module(NAMES.MODULE)
-NEEDED: str = NAMES.NEEDED
-PER_BLOCK: str = NAMES.PER_BLOCK
+CHECK = family.find_family().pool_check
+MODULE: Any = import_module(CHECK.module)
+NEEDED = CHECK.needed
+PER_BLOCK = CHECK.per_block
 
 
 def needed(config: Any, groups: list[Any]) -> int:

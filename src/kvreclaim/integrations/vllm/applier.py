@@ -18,13 +18,12 @@ from kvreclaim.compression.stats import LayerStats
 from kvreclaim.compression.uneven import Heads
 from kvreclaim.integrations.vllm.cells.heads import HeadTables
 from kvreclaim.integrations.vllm.cells.passes import UnevenPasses
-from kvreclaim.integrations.vllm.cells.positions import Positions, as_heads
+from kvreclaim.integrations.vllm.cells.positions import PassTrace, Positions, as_heads
 from kvreclaim.integrations.vllm.clocks import DeviceClock, HostClock, PassClock
 from kvreclaim.integrations.vllm.layouts import CacheViews
 from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.passes import StepMessage
 from kvreclaim.integrations.vllm.staging import BLOCK_SIZE, Stage, staged_layer
-from kvreclaim.integrations.vllm.tracing import PassTrace
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops import reference
 from kvreclaim.ops.backend import Backend, Need, choose_backend

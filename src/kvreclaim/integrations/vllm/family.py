@@ -15,11 +15,23 @@ _V33 = "kvreclaim.integrations.vllm.v0_33"
 
 
 @dataclass(frozen=True, slots=True)
+class PoolCheck:
+    """Where vLLM checks at start whether the pool is large enough for one request.
+
+    needed, per_block: functions of the module; both end in (configuration, groups of layers)
+    """
+
+    module: str
+    per_block: str
+    needed: str = "_max_memory_usage_bytes_from_groups"
+
+
+@dataclass(frozen=True, slots=True)
 class VllmFamily:
-    """The modules that serve one minor version of vLLM. Where two versions agree, both name the older one's.
+    """What serves one minor version of vLLM. Where two versions agree, both name the older one's.
 
     package:    has expected.txt, what this version was seen to be
-    pool_check: where vLLM checks at start whether the pool is large enough
+    pool_check: see there
     front:      configuration, metrics, a request's own settings
     scheduler:  the hooks of the schedulers, the block pool and the tables
     worker:     the model runners
@@ -29,7 +41,7 @@ class VllmFamily:
     """
 
     package: str
-    pool_check: str
+    pool_check: PoolCheck
     front: str = f"{_V32}.front_side"
     scheduler: str = f"{_V32}.scheduler_side"
     worker: str = f"{_V32}.worker_side"
@@ -43,13 +55,18 @@ class VllmFamily:
 
 
 FAMILIES = {
-    "0.32": VllmFamily(_V32, f"{_V32}.pool_check"),
-    "0.33": VllmFamily(_V33, f"{_V33}.pool_check"),
+    "0.32": VllmFamily(_V32, PoolCheck("vllm.v1.core.kv_cache_utils", "_pool_bytes_per_block")),
+    "0.33": VllmFamily(
+        _V33,
+        # Its builder, which platforms may replace, says what a block takes.
+        PoolCheck("vllm.v1.core.kv_cache_planning", "_pool_bytes_per_block_from_builder"),
+    ),
 }
 
 
 def module(side: str) -> ModuleType:
-    """The module of a side, a field of VllmFamily, for the installed vLLM. Raises: UnsupportedVllmError."""
+    """The module of a side (front, scheduler, worker, …) for the installed vLLM. Raises:
+    UnsupportedVllmError."""
     return import_module(getattr(find_family(), side))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from kvreclaim.integrations.vllm.asking import KEY, is_asked_for
@@ -22,11 +23,37 @@ def install() -> None:
     """Wrap what every process needs. Imports no module of vLLM's workers: their order matters."""
     from vllm.engine import arg_utils
 
-    from kvreclaim.integrations.vllm import family, pool_check
+    from kvreclaim.integrations.vllm import family
 
     wrap(arg_utils.EngineArgs, "create_engine_config", _configuring)
     if family.is_known():  # refused otherwise, if we are asked for
-        pool_check.install()
+        _relax_pool_check()
+
+
+def _relax_pool_check() -> None:
+    """Tell vLLM's check at start what a compressed request holds. Where the check is not there, that of the
+    signatures refuses, if we are asked for."""
+    from kvreclaim.integrations.vllm import family
+
+    check = family.find_family().pool_check
+    module = import_module(check.module)
+    if hasattr(module, check.needed):
+        wrap(module, check.needed, lambda original: _relaxed(original, module, check.per_block))
+
+
+def _relaxed(original: Callable[..., Any], module: Any, per_block: str) -> Callable[..., Any]:
+    """A compressed request never holds more than its budget, interval and one chunk."""
+    from kvreclaim.integrations.vllm import family
+
+    def max_memory_usage_bytes(*args: Any) -> Any:
+        needed = original(*args)
+        vllm_config, kv_cache_groups = args[-2:]
+        if not is_asked_for(vllm_config.additional_config, {}):
+            return needed
+        capped_bytes = family.module("front").capped_bytes
+        return capped_bytes(needed, vllm_config, kv_cache_groups, lambda: getattr(module, per_block)(*args))
+
+    return max_memory_usage_bytes
 
 
 def _configuring(original: Callable[..., Any]) -> Callable[..., Any]:
