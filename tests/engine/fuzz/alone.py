@@ -20,7 +20,10 @@ LOGPROB = 1e-3
 LIMITS = {
     "allowed": {"allowed_token_ids": list(range(0, FIRST_SPECIAL, 3))},
     "bad_words": {"bad_words": [f"t{i} t{i}" for i in range(FIRST_SPECIAL)]},
-    "bias": {"logit_bias": {3: 100.0, 5: 100.0, 8: -100.0}, "presence_penalty": 2.0},
+    "bias": {
+        "logit_bias": {**dict.fromkeys(range(0, FIRST_SPECIAL, 2), 4.0), 8: -100.0},
+        "presence_penalty": 2.0,
+    },
 }
 """By what an operation calls it."""
 
