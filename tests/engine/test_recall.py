@@ -342,5 +342,5 @@ def test_models_that_it_is_not_for(family, make_cold):
 def test_compress_prompt_at_is_refused(make_cold):
     llm = make_cold()
     (prompt,) = tiny.prompts((70,), seed=3)
-    with pytest.raises(InvalidArgumentError, match="leave compress_prompt_at out"):
+    with pytest.raises(InvalidArgumentError, match="what compress_prompt_at leaves is kept"):
         llm.engine.add_request("r", prompt, GREEDY, llm.compressor(small()), compress_prompt_at=60)

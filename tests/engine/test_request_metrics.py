@@ -9,7 +9,7 @@ import tiny
 from settings import small
 
 from kvreclaim import SamplingParams
-from kvreclaim.engine.step import engine as engine_module
+from kvreclaim.engine.step import request_factory
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.marks import PINNED
 from kvreclaim.memory.pins import Retention
@@ -167,9 +167,9 @@ def test_a_steps_figures_add_up(make_llm):
 def test_a_request_that_fits_nowhere_although_let_in_fails_alone(make_llm, monkeypatch):
     """What admission promised is wrong for one: the engine says so and goes on."""
     llm = make_llm(num_blocks=4)
-    monkeypatch.setattr(engine_module, "check_length", lambda *_, **__: None)
+    monkeypatch.setattr(request_factory, "check_length", lambda *_, **__: None)
     engine = llm.engine
-    monkeypatch.setattr(engine_module, "output_limit", lambda *_, **__: math.inf)
+    monkeypatch.setattr(request_factory, "output_limit", lambda *_, **__: math.inf)
     huge = engine.add_request("huge", tiny.prompts((100,))[0], GREEDY)
     engine.add_request("fine", tiny.prompts((10,))[0], GREEDY)
     fine = engine.requests["fine"]
