@@ -12,7 +12,7 @@ ROOT = Path(kvreclaim.__file__).parent
 TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in ROOT.rglob("*.py")}
 TWINS = "integrations/vllm/v0_"
 """Modules for one minor version of vLLM each: two versions may define one interface's class."""
-FRAGMENTS = ("Of ", "That ", "Those ", "As ")
+FRAGMENTS = ("Of ", "That ", "Those ", "As ", "Who ", "Whose ", "Whoever ", "Whatever ")
 """Beginnings of a docstring that only completes a signature."""
 
 

@@ -22,6 +22,7 @@ class Feature(StrEnum):
     RECALL = "recall"
     RECALL_BETWEEN_PASSES = "recall between passes"
     SPARSE_PREFILL = "sparse prefill"
+    SKIPS_BLOCKS = "sparse prefill that skips blocks"
     CHUNK_REUSE = "chunk reuse"
     COMPRESS_AT = "compress_prompt_at"
     BEAM_SEARCH = "beam search"
@@ -181,7 +182,7 @@ TABLE: tuple[Refusal, ...] = (
         ((F.VERIFY, F.SCORING), "a continuation to be scored is given; leave one of them out"),
         ((F.VERIFY, F.BEAM_SEARCH), "a beam search is given; leave one of them out"),
         ((F.VERIFY, F.COMPRESS_AT), "compress_prompt_at is given; leave one of them out"),
-        ((F.VERIFY, F.SPARSE_PREFILL), "sparse_prefill is given; leave one of them out"),
+        ((F.VERIFY, F.SKIPS_BLOCKS), "sparse_prefill is given; leave one of them out"),
         ((F.VERIFY, F.CHUNK_REUSE), "a chunk is given; leave one of them out"),
     ),
     *_rows(
@@ -390,8 +391,8 @@ TABLE: tuple[Refusal, ...] = (
             "prompt_logprobs of tokens that are not computed are not known",
         ),
         (
-            (F.CHUNK_REUSE, F.SPARSE_PREFILL),
-            "sparse prefill {sparse_prefill} reads blocks of computed prompts; use sparse_prefill='dense'",
+            (F.CHUNK_REUSE, F.SKIPS_BLOCKS),
+            "sparse prefill {skips_blocks} reads blocks of computed prompts; use sparse_prefill='dense'",
         ),
     ),
     Refusal(

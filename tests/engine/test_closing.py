@@ -11,7 +11,7 @@ import tiny
 from kvreclaim import SamplingParams
 from kvreclaim.engine.serving.channel import Channel
 from kvreclaim.engine.serving.core import EngineCore
-from kvreclaim.engine.serving.engine_process import EngineProcess
+from kvreclaim.engine.serving.core_process import EngineCoreProc
 from kvreclaim.engine.serving.messages import Stop
 from kvreclaim.engine.serving.thread import AsyncEngine
 
@@ -54,7 +54,7 @@ def test_the_process_closes_it(llm, told):
         channel.flush()
     else:
         channel.close()
-    child = EngineProcess(Channel(theirs), EngineCore(llm))
+    child = EngineCoreProc(Channel(theirs), EngineCore(llm))
     child.run()
     for end in (ours, theirs, child._woken, child._waker):
         end.close()

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from kvreclaim.cli.main import app
-from kvreclaim.engine.serving import engine_process, process
+from kvreclaim.engine.serving import core_process, process
 from kvreclaim.engine.serving.core import EngineCore
 from kvreclaim.server import run
 
@@ -37,6 +37,6 @@ process.PROGRAM = (__file__, *paths, "child")
 run.LAST_BYTES_S = 300  # a machine that is busy writes and reads late
 if sys.argv[1] == "child":
     del sys.argv[1]
-    engine_process.main()
+    core_process.main()
     os._exit(0)
 app()

@@ -49,7 +49,7 @@ class EvalGrid:
         return len(self.plan.settings()) * sum(by_task)
 
     def run(self) -> None:
-        """Whatever is not in the journal yet. All settings see a batch before the next batch begins, so
+        """Run what is not in the journal yet. All settings see a batch before the next batch begins, so
         that an unfinished run compares equals with equals."""
         for task in self.tasks:
             for seed in self._seeds(task):

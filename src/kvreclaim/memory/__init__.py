@@ -1,4 +1,4 @@
-"""Who owns which block: ids, reference counts, prefix index, block tables, lengths. Integers only."""
+"""Which sequence owns which block: ids, reference counts, prefix index, tables, lengths. Integers only."""
 
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.changes import CompactionPlan, Growth, Shrunk, TableState

@@ -1,4 +1,4 @@
-"""Who shares what: the blocks of sequences as a radix tree."""
+"""Shared blocks: the blocks of sequences as a radix tree."""
 
 from __future__ import annotations
 

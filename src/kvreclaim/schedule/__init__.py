@@ -1,4 +1,4 @@
-"""Who runs, which blocks, which passes: integers only, the clock passed in."""
+"""The scheduler: which sequences and passes run, in which blocks. Integers only; the clock is passed in."""
 
 from kvreclaim.schedule.budget.account import Account
 from kvreclaim.schedule.budget.compaction import Pass

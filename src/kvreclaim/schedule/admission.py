@@ -1,4 +1,4 @@
-"""Who that waits begins, and with what that is there already."""
+"""Admission: which waiting sequence begins, and with which cached blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who waits, and whose turn it is."""
+"""The queue of waiting sequences, and which of them is next."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Queue(Generic[Seq]):
         self.order: Order[Seq] | None = None
 
     def order_by(self, order: Order[Seq]) -> None:
-        """Who of a line is next is not the line's own order."""
+        """Choose the next of a line by this order instead of the line's own."""
         self.order = order
 
     def __len__(self) -> int:
@@ -115,7 +115,7 @@ class Queue(Generic[Seq]):
         self.remove(seq)
 
     def begin_step(self) -> None:
-        """Whoever was left out may be next again."""
+        """Let sequences that were passed over be next again."""
         for line in self._lines.values():
             line.rewind()
         if self.order is not None:

@@ -1,4 +1,4 @@
-"""Who runs next, in which blocks, and who is compressed. The memory manager is asked before it is told."""
+"""Which sequences run next, in which blocks, and which are compressed. The memory manager is asked first."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kvreclaim.schedule.step_builder import StepPlanBuilder
 logger = logging.getLogger(__name__)
 
 POLICIES = ("fcfs", "priority", "cache")
-"""Who of those that wait is next."""
+"""How the next of the waiting sequences is chosen."""
 
 
 class Scheduler(Generic[Seq]):
@@ -103,7 +103,7 @@ class Scheduler(Generic[Seq]):
 
     @property
     def in_flight(self) -> InFlight[Seq]:
-        """Who waits for whom."""
+        """Which sequences wait for blocks that others compute."""
         return self._admission.in_flight
 
     def take_in(self, companions: Companions[Seq]) -> None:

@@ -83,7 +83,7 @@ class Server(uvicorn.Server):
         self.lost = False
 
     async def exit_when_lost(self) -> None:
-        """Whoever supervises us is to start us anew. Clients get the errors that end their answers first."""
+        """End the server, for its supervisor to restart it, after clients got their last errors."""
         await self.service.engine.lost.wait()
         if not self.should_exit:
             self.lost = True

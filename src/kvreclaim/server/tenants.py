@@ -1,4 +1,4 @@
-"""Who is asking: an API key is a tenant, and tenants share no cached block."""
+"""Tenants: an API key is one, and tenants share no cached block."""
 
 from __future__ import annotations
 

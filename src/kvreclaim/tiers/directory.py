@@ -1,4 +1,4 @@
-"""Whose files lie in a directory of slot files, which of them a process may take, and how large they are.
+"""Slot files in a directory: whose they are, which of them a process may take, and how large they are.
 
 DIR/LOCK                            held while files are chosen, made and removed
 DIR/<namespace, 64 hex>/meta.json   the namespace's fields, to be read by people

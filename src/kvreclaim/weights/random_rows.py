@@ -8,7 +8,7 @@ from torch import Tensor
 from kvreclaim.weights.packed import CodeRule, PackedRows
 
 KINDS_OF_256 = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
-"""Whose scales are numbers of a scale of 256 columns."""
+"""Kinds whose scales are numbers of a scale of 256 columns."""
 KINDS = ("scale", "scale-wide", "zero", "min", "table", "q8_0", "q5_0", "q5_1", *KINDS_OF_256)
 
 

@@ -16,7 +16,7 @@ from kvreclaim.options import option
 
 MAX_WINDOW = 1024
 MAX_KERNEL = 1023
-"""Whoever may send a request may name these, and memory and time grow with them."""
+"""Limits of options that a request may name: memory and time grow with them."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ Message = Mapping[str, Any]
 
 
 class Speaker(Protocol):
-    """Whose template and tokenizer it is; name: for messages."""
+    """A model that chats: its name, for messages, and its tokenizer, with the chat template."""
 
     @property
     def name(self) -> str: ...

@@ -1,4 +1,4 @@
-"""Who in a step attends latents with expanded keys, and who with absorbed queries."""
+"""Sequences of a step that attend latents with expanded keys, and those with absorbed queries."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LatentParts = tuple[ExpandedPart | AbsorbedPart, ...]
 
 
 def latent_parts(call: LatentCall, batch: AttentionBatch) -> LatentParts:
-    """Who attends in which way, worked out once per step; () if all absorb.
+    """Groups of sequences by how they attend, made once per step; () if all absorb.
 
     Expanded are those whom it saves multiplications (UpProjection.expands): long prompts and chunks of them.
     Slots that are masked one by one stay absorbed, and so do layers with a window, soft-capping or sinks.

@@ -35,7 +35,7 @@ from kvreclaim.model.loader import Tokenizer, load_tokenizer
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-PROGRAM = ("-m", "kvreclaim.engine.serving.engine_process")
+PROGRAM = ("-m", "kvreclaim.engine.serving.core_process")
 STOP_S = 10.0
 """A process that has not ended by then, told to stop, is killed: a step may take as long as it likes."""
 

@@ -1,4 +1,4 @@
-"""Who shares what: the running sequences' blocks as a radix tree, for a page that draws it."""
+"""Shared blocks: the running sequences' blocks as a radix tree, for a page that draws it."""
 
 from __future__ import annotations
 

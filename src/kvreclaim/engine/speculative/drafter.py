@@ -1,4 +1,4 @@
-"""Who drafts, and how much: what rows of a step may be guesses."""
+"""Drafters, and how much they draft: the rows of a step that may be guesses."""
 
 from __future__ import annotations
 

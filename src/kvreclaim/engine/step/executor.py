@@ -22,10 +22,10 @@ class StepExecutor:
         self.runner, self.lifecycle, self.outputs = runner, lifecycle, outputs
 
     def compute(self, plan: StepPlan, step: list[Scheduled]) -> CheckedLogits | None:
-        """The step's logits, checked at; None if nobody has any.
+        """The step's logits, checked; None if no sequence has any.
 
-        Blocks are prepared once, in steps without rows, too: who gave way may leave blocks to be moved. If
-        that fails nobody knows what they hold, and all that would write end.
+        Blocks are prepared once, in steps without rows, too: a preempted sequence may leave blocks to be
+        moved. If that fails, what the blocks hold is unknown, and every request of the step ends.
         """
         try:
             self.runner.prepare(plan)
@@ -67,25 +67,19 @@ class StepExecutor:
 
     def commit(self, plan: StepPlan, checked: CheckedLogits | None) -> None:
         """Tell the scheduler which tokens have been computed, and which drafts stand."""
-        lifecycle, scheduler = self.lifecycle, self.lifecycle.scheduler
-        if checked is None:
-            for seq_id, error in scheduler.done(plan, StepDone((), stand={})):
-                self._fail(seq_id, error)
-            return
-        stand = self.outputs.accept_drafts(checked)
-        computed = tuple(item.seq.seq_id for item, _, _ in checked.sound)
-        for seq_id, error in scheduler.done(plan, StepDone(computed, stand=stand)):
-            self._fail(seq_id, error)
+        sound = () if checked is None else checked.sound
+        stand = {} if checked is None else self.outputs.accept_drafts(checked)
+        computed = tuple(item.seq.seq_id for item, _, _ in sound)
+        sequences = self.lifecycle.sequences
+        for seq_id, error in self.lifecycle.scheduler.done(plan, StepDone(computed, stand=stand)):
+            if seq_id in sequences:
+                self.lifecycle.fail(sequences[seq_id].request, error, "committing")
         if stand:
             self._record(stand)
         begun = {one.seq_id for one in plan.admitted}
-        for item, _, _ in checked.sound:
-            with lifecycle.contained(item.seq.request, "committing"):
+        for item, _, _ in sound:
+            with self.lifecycle.contained(item.seq.request, "committing"):
                 self._note_computed(item, has_begun=item.seq.seq_id in begun)
-
-    def _fail(self, seq_id: int, error: Exception) -> None:
-        if (seq := self.lifecycle.sequences.get(seq_id)) is not None:
-            self.lifecycle.fail(seq.request, error, "committing")
 
     def _record(self, stand: dict[int, int]) -> None:
         """What policies ask to be kept of rows with drafts, now that it is known which of them stand."""

@@ -23,11 +23,10 @@ def engine_features(config: EngineConfig, form: KVFormat, groups: LayerGroups) -
 
 
 def request_features(
-    spec: RequestSpec, compressor: Compressor | None, method: SparsePrefill | None
+    spec: RequestSpec, compressor: Compressor | None, method: SparsePrefill | None, max_model_len: int
 ) -> dict[Feature, str]:
     """Features of a request. compressor: what compresses it, or drafts for it; method: its sparse prefill"""
     asked = {
-        Feature.SPARSE_PREFILL: method is not None,
         Feature.CHUNK_REUSE: spec.chunks is not None,
         Feature.COMPRESS_AT: spec.compress_prompt_at is not None,
         Feature.BEAM_SEARCH: spec.beams is not None,
@@ -38,6 +37,8 @@ def request_features(
     found = {feature: "" for feature, is_asked in asked.items() if is_asked}
     if method is not None:
         found[Feature.SPARSE_PREFILL] = method.name
+        if not method.reads_all(max_model_len):
+            found[Feature.SKIPS_BLOCKS] = method.name
     if compressor is None:
         return found
     return found | compression_features(compressor, scored=spec.continuation is not None)

@@ -84,7 +84,8 @@ class RequestFactory:
         check_salt(spec.cache_salt)
         check_priority(spec.priority, config)
         method, sparse = self._prefill_method(spec), None
-        if asked := request_features(spec, compressor, method):
+        assert config.max_model_len is not None, "the engine's limits are set"
+        if asked := request_features(spec, compressor, method, config.max_model_len):
             refuse({**self.features, **asked})
         if method is not None:
             sparse = check_sparse_prefill(method, config, self.groups.facts)

@@ -24,7 +24,7 @@ class FullAttentionGroup(GroupManager):
 
     def __init__(self, pool: BlockPool, block_size: int, held: Counter[int], prefix: PrefixCache) -> None:
         super().__init__(pool, block_size, held)
-        self.pool, self.block_size, self.prefix = pool, block_size, prefix
+        self.prefix = prefix
         self.tables: dict[int, BlockTable] = {}
         self.freed_by_compression = 0
 
@@ -48,11 +48,11 @@ class FullAttentionGroup(GroupManager):
 
     def fork(self, parent_id: int, child_id: int, child: BlockTable) -> None:
         for block in child.blocks():
-            self._pool.touch(block)
+            self.pool.touch(block)
         self.tables[child_id] = child
 
     def missing(self, seq_id: int, table: BlockTable, num_tokens: int) -> int:
-        needed = -(-(table.physical_len + num_tokens) // self._size) - len(table.block_ids)
+        needed = -(-(table.physical_len + num_tokens) // self.block_size) - len(table.block_ids)
         return max(0, needed) + (num_tokens > 0 and self._shared_tail(table) is not None)
 
     def grow(
@@ -63,35 +63,35 @@ class FullAttentionGroup(GroupManager):
         blocks: list[int],
         copies: list[tuple[int, int]],
     ) -> None:
-        missing = max(0, -(-(table.physical_len + num_tokens) // self._size) - len(table.block_ids))
+        missing = max(0, -(-(table.physical_len + num_tokens) // self.block_size) - len(table.block_ids))
         source = self._shared_tail(table) if num_tokens else None
         if not missing and source is None:
             return
-        new = self._pool.allocate(missing + (source is not None))
+        new = self.pool.allocate(missing + (source is not None))
         if source is not None:
             copies.append((source, new.pop(0)))
-            table.replace(table.physical_len // self._size, copies[-1][1])
+            table.replace(table.physical_len // self.block_size, copies[-1][1])
             self._held[source] += 1
         table.append(new)
         blocks += new
 
     def _shared_tail(self, table: BlockTable) -> int | None:
         """The begun block that the next slot lies in, if other sequences hold it, too."""
-        tail = table.begun(self._size)
-        return tail if tail is not None and self._pool.refs[tail] - self._held[tail] > 1 else None
+        tail = table.begun(self.block_size)
+        return tail if tail is not None and self.pool.refs[tail] - self._held[tail] > 1 else None
 
     def commit(self, seq_id: int, table: BlockTable, num_tokens: int) -> None:
         start = table.physical_len
-        room = len(table.block_ids) * self._size - start
+        room = len(table.block_ids) * self.block_size - start
         assert num_tokens <= room, f"sequence {seq_id}: {num_tokens} tokens written, room for {room}"
         assert not num_tokens or self._shared_tail(table) is None, f"sequence {seq_id}: wrote a shared block"
         table.advance(num_tokens)
         if table.chain is not None:
-            self.prefix.enter_full_blocks(table, start // self._size)
+            self.prefix.enter_full_blocks(table, start // self.block_size)
 
     def free(self, seq_id: int, table: BlockTable) -> int:
         del self.tables[seq_id]
-        return self._pool.release(reversed(table.blocks()))
+        return self.pool.release(reversed(table.blocks()))
 
     def blocks(self, seq_id: int, table: BlockTable) -> list[int]:
         return table.blocks()
@@ -100,23 +100,23 @@ class FullAttentionGroup(GroupManager):
         return table.num_blocks
 
     def open_blocks(self, seq_id: int, table: BlockTable) -> list[int]:
-        ids = table.block_ids[table.physical_len // self._size :]
+        ids = table.block_ids[table.physical_len // self.block_size :]
         return [block for block in ids if block is not None]
 
     def check(self, seq_id: int, table: BlockTable) -> None:
-        check_table(seq_id, table, self._pool, self._size)
+        check_table(seq_id, table, self.pool, self.block_size)
 
     # Compression.
 
     def first_lacking(self, passes: Iterable[tuple[int, int]]) -> int | None:
         """Like MemoryManager's."""
-        refs, held = self._pool.refs, self._held
-        free = self._pool.num_free + sum(refs[block] == count for block, count in held.items())
+        refs, held = self.pool.refs, self._held
+        free = self.pool.num_free + sum(refs[block] == count for block, count in held.items())
         left: dict[int, int] = {}
         for seq_id, keep in passes:
             blocks = self.tables[seq_id].blocks()
             shared = [block for block in blocks if left.get(block, refs[block] - held[block]) > 1]
-            own, needed = len(blocks) - len(shared), blocks_for(keep, self._size)
+            own, needed = len(blocks) - len(shared), blocks_for(keep, self.block_size)
             if needed - own > free:
                 return seq_id
             free += own - needed
@@ -125,26 +125,26 @@ class FullAttentionGroup(GroupManager):
 
     def shrink(self, plan: CompactionPlan[int], table: BlockTable) -> Shrunk:
         """Like MemoryManager's."""
-        check_plan(plan, table, self._pool, self._size)
+        check_plan(plan, table, self.pool, self.block_size)
         for block in plan.strip:
-            self._pool.unindex(block)
-        fresh = self._pool.allocate(plan.targets.count(None))
+            self.pool.unindex(block)
+        fresh = self.pool.allocate(plan.targets.count(None))
         supply = iter(fresh)
         block_ids = tuple(next(supply) if target is None else target for target in plan.targets)
         kept = set(block_ids)
         dropped = [block for block in reversed(table.blocks()) if block not in kept]
         table.shrink(block_ids, plan.num_tokens)
-        freed = self._pool.release(dropped) - len(fresh)
+        freed = self.pool.release(dropped) - len(fresh)
         self.freed_by_compression += freed
         return Shrunk(block_ids, freed)
 
     def drop(self, seq_id: int, table: BlockTable, indices: Sequence[int], *, holes: bool) -> int:
         """Give back full blocks, last first, and leave holes, or let later entries move up."""
-        full = table.physical_len // self._size
+        full = table.physical_len // self.block_size
         wrong = [index for index in indices if not 0 <= index < full]
         assert not wrong, f"sequence {seq_id}: entry {wrong[0]} is not one of {full} full blocks"
         ascending = sorted(indices)
-        blocks = table.punch(ascending[::-1]) if holes else table.drop(ascending, self._size)[::-1]
-        freed = self._pool.release(blocks)
+        blocks = table.punch(ascending[::-1]) if holes else table.drop(ascending, self.block_size)[::-1]
+        freed = self.pool.release(blocks)
         self.freed_by_compression += freed
         return freed

@@ -28,8 +28,8 @@ class GroupManager(ABC):
     """
 
     def __init__(self, pool: BlockPool, block_size: int, held: Counter[int]) -> None:
-        self._pool = pool
-        self._size = block_size
+        self.pool = pool
+        self.block_size = block_size
         self._held = held
 
     @abstractmethod

@@ -69,52 +69,52 @@ class WindowGroup(GroupManager):
         return self._tables[seq_id]
 
     def _row(self, entry: Entry) -> Row | None:
-        return self._pool.rows.find(RowKey(entry.serial, self.number))
+        return self.pool.rows.find(RowKey(entry.serial, self.number))
 
     # Hits.
 
     def fit(self, entries: Sequence[Entry], most: int) -> int:
-        return self.window.fit(lambda i: self._row(entries[i]) is not None, most, self._size)
+        return self.window.fit(lambda i: self._row(entries[i]) is not None, most, self.block_size)
 
     def hits(self, entries: Sequence[Entry]) -> tuple[Row, ...]:
         """The rows that a sequence which begins with these entries sees; fit has said yes."""
-        first = self.window.first_entry(len(entries), self._size)
+        first = self.window.first_entry(len(entries), self.block_size)
         rows = [self._row(entry) for entry in entries[first:]]
         assert None not in rows, f"window {self.number} lacks a row behind {len(entries)} entries"
         return tuple(row for row in rows if row is not None)
 
     def begin(self, seq_id: int, match: PrefixMatch, priority: int) -> None:
         rows, num_hit = match.windows[self.number], len(match.entries)
-        self._pool.hit([block for row in rows for block in row], priority)
-        end = max(0, match.keys.num_tokens - 1) // self._size
-        tails = (end, num_hit) if (end - num_hit) * self._size >= TURN_TOKENS else (end,)
+        self.pool.hit([block for row in rows for block in row], priority)
+        end = max(0, match.keys.num_tokens - 1) // self.block_size
+        tails = (end, num_hit) if (end - num_hit) * self.block_size >= TURN_TOKENS else (end,)
         self._tables[seq_id] = WindowTable(num_hit - len(rows), list(rows), tails, num_hit)
         self._supersede(match.entries, end)
 
     def _supersede(self, entries: Sequence[Entry], end: int) -> None:
         """Earlier turns of what a sequence goes on with end near its own: who comes next goes on behind that,
         and the rows before theirs are no longer worth more than others."""
-        first = max(0, end - TURN_TOKENS // self._size)
+        first = max(0, end - TURN_TOKENS // self.block_size)
         for i in range(len(entries) - 1, first - 1, -1):
             if entries[i].serial not in self._turns:
                 continue
             del self._turns[entries[i].serial]
-            for entry in entries[self.window.first_entry(i + 1, self._size) : i + 1]:
+            for entry in entries[self.window.first_entry(i + 1, self.block_size) : i + 1]:
                 if (row := self._row(entry)) is not None:
-                    self._pool.demote(row)
+                    self.pool.demote(row)
 
     def _note_turn(self, main: BlockTable, end: int) -> None:
         """A turn ends behind so many blocks of tokens of this sequence."""
         if 0 < end <= len(main.entries):
             self._turns[main.entries[end - 1].serial] = None
-            if len(self._turns) > self._pool.num_blocks:
+            if len(self._turns) > self.pool.num_blocks:
                 del self._turns[next(iter(self._turns))]
 
     # Growth.
 
     def missing(self, seq_id: int, table: BlockTable, num_tokens: int) -> int:
         own, start = self._tables[seq_id], table.logical_len
-        rows = max(0, blocks_for(start + num_tokens, self._size) - own.end)
+        rows = max(0, blocks_for(start + num_tokens, self.block_size) - own.end)
         shared = num_tokens > 0 and self._shared(own, start) is not None
         return self.window.num_blocks * (rows + shared)
 
@@ -128,33 +128,33 @@ class WindowGroup(GroupManager):
     ) -> None:
         own, start, width = self._tables[seq_id], table.logical_len, self.window.num_blocks
         if num_tokens and (place := self._shared(own, start)) is not None:
-            old, new = own.rows[place], tuple(self._pool.allocate(width))
+            old, new = own.rows[place], tuple(self.pool.allocate(width))
             own.rows[place] = new
             self._held.update(old)
             copies += zip(old, new, strict=True)
             own.version += 1
-        count = blocks_for(start + num_tokens, self._size) - own.end
+        count = blocks_for(start + num_tokens, self.block_size) - own.end
         if count > 0:
-            taken = self._pool.allocate(count * width)
+            taken = self.pool.allocate(count * width)
             blocks += taken
             own.rows += [tuple(taken[i : i + width]) for i in range(0, len(taken), width)]
             own.version += 1
 
     def _shared(self, own: WindowTable, start: int) -> int | None:
         """The place of the row that position `start` lies in, if it is begun and others hold it, too."""
-        index, used = divmod(start, self._size)
+        index, used = divmod(start, self.block_size)
         if not used:
             return None
         block = own.rows[index - own.first][0]
-        return index - own.first if self._pool.refs[block] - self._held[block] > 1 else None
+        return index - own.first if self.pool.refs[block] - self._held[block] > 1 else None
 
     def commit(self, seq_id: int, table: BlockTable, num_tokens: int) -> None:
         own, entries, entered = self._tables[seq_id], table.entries, self._tables[seq_id].entered
         for i in range(max(entered, own.first), len(entries)):
             key = RowKey(entries[i].serial, self.number)
-            self._pool.enter_row(key, own.rows[i - own.first], table.priority)
+            self.pool.enter_row(key, own.rows[i - own.first], table.priority)
         own.entered = len(entries)
-        self._release_unseen(own, self.window.first_seen(table.logical_len) // self._size)
+        self._release_unseen(own, self.window.first_seen(table.logical_len) // self.block_size)
         for end in own.tails:
             if entered < end <= len(entries):
                 self._note_turn(table, end)
@@ -165,8 +165,8 @@ class WindowGroup(GroupManager):
         if count <= 0:
             return
         for i, row in enumerate(own.rows[:count], own.first):
-            is_tail = any(self.window.first_entry(end, self._size) <= i < end for end in own.tails)
-            (self._pool.release if is_tail else self._pool.release_first)(row)
+            is_tail = any(self.window.first_entry(end, self.block_size) <= i < end for end in own.tails)
+            (self.pool.release if is_tail else self.pool.release_first)(row)
         del own.rows[:count]
         own.first += count
         own.version += 1
@@ -175,15 +175,15 @@ class WindowGroup(GroupManager):
 
     def fork(self, parent_id: int, child_id: int, child: BlockTable) -> None:
         own = self._tables[parent_id]
-        rows = own.rows[: blocks_for(child.logical_len, self._size) - own.first]
+        rows = own.rows[: blocks_for(child.logical_len, self.block_size) - own.first]
         for row in rows:
             for block in row:
-                self._pool.touch(block)
+                self.pool.touch(block)
         self._tables[child_id] = replace(own, rows=rows, version=0)
 
     def free(self, seq_id: int, table: BlockTable) -> int:
         self._note_turn(table, len(table.entries))  # what it still sees is what its next turn goes on behind
-        return self._pool.release(reversed(self._tables.pop(seq_id).blocks()))
+        return self.pool.release(reversed(self._tables.pop(seq_id).blocks()))
 
     def blocks(self, seq_id: int, table: BlockTable) -> list[int]:
         return self._tables[seq_id].blocks()
@@ -193,13 +193,13 @@ class WindowGroup(GroupManager):
 
     def open_blocks(self, seq_id: int, table: BlockTable) -> list[int]:
         own = self._tables[seq_id]
-        rows = own.rows[table.logical_len // self._size - own.first :]
+        rows = own.rows[table.logical_len // self.block_size - own.first :]
         return [block for row in rows for block in row]
 
     def check(self, seq_id: int, table: BlockTable) -> None:
         own, length = self._tables[seq_id], table.logical_len
-        first = self.window.first_seen(length) // self._size
+        first = self.window.first_seen(length) // self.block_size
         assert own.first == first, (
             f"sequence {seq_id}: its window begins at block {own.first}, it sees from {first} on"
         )
-        assert own.end >= blocks_for(length, self._size), f"sequence {seq_id}: {length} tokens written"
+        assert own.end >= blocks_for(length, self.block_size), f"sequence {seq_id}: {length} tokens written"

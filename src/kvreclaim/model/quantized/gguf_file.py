@@ -24,7 +24,7 @@ from kvreclaim.ops.packed import PackedMatrix
 from kvreclaim.weights.ggml import FORMATS, ggml_rows
 
 ARCHITECTURES = frozenset({"llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"})
-"""Whose tensors are transformers' weights, but for the order of rows in llama's queries and keys, and norms
+"""Their tensors are transformers' weights, but for the order of rows in llama's queries and keys, and norms
 that hold one more."""
 NORMS_PLUS_ONE = frozenset({"gemma2", "gemma3"})
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -105,7 +105,7 @@ class HeadTables:
                 self._free.append(self.rows.pop(request_id))
 
     def announce(self, request_ids: Sequence[str]) -> None:
-        """Who is in the step whose metadata are made next, in the order of its rows."""
+        """Take the requests of the step whose metadata are made next, in the order of its rows."""
         self._next = None
         if not self.rows:
             return

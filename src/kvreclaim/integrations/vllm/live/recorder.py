@@ -55,7 +55,7 @@ class StepRecorder:
             self._compactions = [*self._compactions, *told][-MAX_PENDING:]
 
     def end_step(self) -> None:
-        """Whatever ended in a step has given its blocks back."""
+        """Record that requests which ended in a step gave their blocks back."""
         if not self._wanted:
             return
         self._wanted = False

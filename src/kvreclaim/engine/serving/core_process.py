@@ -1,6 +1,6 @@
 """The engine's process: one thread that steps, and between two steps does what it is told.
 
-python -m kvreclaim.engine.serving.engine_process FD [BELL]
+python -m kvreclaim.engine.serving.core_process FD [BELL]
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MANY, GATHER_S = 8, 0.008
 for one token of each as for two, on a core that the engine may share."""
 
 
-class EngineProcess:
+class EngineCoreProc:
     """Steps for as long as there is work, and waits for messages where there is none."""
 
     def __init__(self, channel: Channel, host: EngineCore) -> None:
@@ -218,7 +218,7 @@ def main() -> None:
         _send_whole(channel, Ready(ServedModel.of(host.llm)))
     except ChannelClosedError:
         return
-    EngineProcess(channel, host).run()
+    EngineCoreProc(channel, host).run()
 
 
 def _first(channel: Channel) -> EngineSpec:
