@@ -1,4 +1,4 @@
-"""An extension of the engine: it counts the tokens that a request computes. No file of the package changes.
+"""An engine extension that counts the tokens a request computes, without changes to the package.
 
 python examples/count_tokens.py
 """

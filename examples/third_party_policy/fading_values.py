@@ -1,4 +1,4 @@
-"""A policy of one's own: large values, the more so the newer they are."""
+"""An example policy: keep tokens with large values; a value counts less the older it is."""
 
 from dataclasses import dataclass
 

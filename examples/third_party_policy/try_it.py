@@ -1,4 +1,4 @@
-"""The contract first, then a run in the engine: what it frees, and with it a wrapper."""
+"""Check the policy's contract, then run it in the engine, alone and in a wrapper, and print what it frees."""
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams, demo_model
 from kvreclaim.testing import check_policy

@@ -1,7 +1,7 @@
-"""vLLM's LLM whose requests give blocks back: one prompt compressed, compressed harder, and left alone.
+"""vLLM's LLM with the plugin: one prompt with the engine's budget, with a smaller one, and uncompressed.
 
 python offline.py --model Qwen/Qwen3-0.6B
-python offline.py --model M --policy query_mixture --stats stats.safetensors    # of `kvreclaim calibrate`
+python offline.py --model M --policy query_mixture --stats stats.safetensors   # from `kvreclaim calibrate`
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# A vLLM server whose requests give blocks back. Arguments go to `vllm serve`.
+# A vLLM server with KV-cache compression. Arguments go to `vllm serve`.
 #   ./serve.sh                                         Qwen3-0.6B, without statistics
-#   MODEL=M STATS=/path/stats.safetensors ./serve.sh   query_mixture, with a file of `kvreclaim calibrate`
+#   MODEL=M STATS=/path/stats.safetensors ./serve.sh   query_mixture, with a file made by `kvreclaim calibrate`
 set -euo pipefail
 if [ -n "${STATS:-}" ]; then
   asked='{"kv_compression": {"policy": "query_mixture", "budget": 2048, "interval": 128, "stats": "'$STATS'"}}'

@@ -14,8 +14,8 @@ from kvreclaim.errors import InvalidArgumentError
 
 
 class Feature(StrEnum):
-    """A feature of a request, an engine or a model. A message calls it by what stands in braces in the table:
-    of those of a policy the policy, of the others an option's value or the model's name."""
+    """A feature of a request, an engine or a model. Braces in a message stand for the policy that has it, the
+    option's value or the model's name."""
 
     # a request
     VERIFY = "verify mode"
@@ -34,22 +34,22 @@ class Feature(StrEnum):
     PROTECT_PROMPT = "protect_prompt"
     # its policy
     EVICTS = "a policy that evicts"
-    KEEPS_ALL = "a policy that keeps all tokens"
+    KEEPS_ALL = "a policy that keeps all tokens (`full`)"
     KEEPS_BLOCKS = "a policy that frees no blocks"
-    READS_SPARSELY = "a policy that reads some blocks"
+    READS_SPARSELY = "a policy that reads some blocks (`quest`)"
     MASKS = "a policy that masks tokens in place"
-    WHOLE_BLOCKS = "a policy that evicts whole blocks"
-    UNEQUAL_HEADS = "a policy with unequal heads"
-    NOT_COMPACTED = "a policy without equal heads that are compacted"
-    CACHE_POSITIONS = "a policy with positions relative to the cache"
-    PROMPT_ONLY = "a policy for the prompt alone"
+    WHOLE_BLOCKS = "a policy that evicts whole blocks (`paged_eviction`)"
+    UNEQUAL_HEADS = "a policy with unequal heads (`shares`, `ada_kv`, `pyramidkv`)"
+    NOT_COMPACTED = "a policy that does not compact equal heads"
+    CACHE_POSITIONS = "a policy with positions relative to the cache (`streaming_llm(positions=cache)`)"
+    PROMPT_ONLY = "a policy for the prompt alone (`kvzip`, `snapkv(when=prefill)`)"
     EVERY_PASS = "a policy that compresses while decoding"
-    TOKEN_SCORES = "a policy that scores tokens as they are computed"
-    ATTENTION_MASS = "a policy that sums attention"
-    RECENT_QUERIES = "a policy that looks at recent queries"
-    FUTURE_QUERIES = "a policy that needs the text to come"
-    READS_AGAIN = "a policy that reads the prompt again"
-    OUTPUT_PROJECTION = "a policy that needs the output projection"
+    TOKEN_SCORES = "a policy that scores tokens as they are computed (`kvzap`)"
+    ATTENTION_MASS = "a policy that sums attention (`h2o`)"
+    RECENT_QUERIES = "a policy that looks at recent queries (`snapkv`, `r_kv`, `tova`)"
+    FUTURE_QUERIES = "a policy that needs the text to come (`oracle`)"
+    READS_AGAIN = "a policy that reads the prompt again (`kvzip`)"
+    OUTPUT_PROJECTION = "a policy that needs the output projection (`critical`)"
     # the engine
     HOST_CACHE = "full_cache_host_size"
     OFFLOADING = "kv_offloading_size"
@@ -111,31 +111,31 @@ TABLE: tuple[Refusal, ...] = (
         ),
         (
             (F.HOST_CACHE, F.WINDOW_TABLES),
-            "layers of {window_tables} with sliding windows have block tables of their own, which have no "
-            "places in host memory; start with disable_hybrid_kv_cache_manager=True, or leave the size out",
+            "layers of {window_tables} with sliding windows have block tables of their own, which host "
+            "memory does not hold; start with disable_hybrid_kv_cache_manager=True, or leave the size out",
         ),
         (
             (F.HOST_CACHE, F.OFFLOADING),
-            "kv_offloading_size is {offloading}, and there are no tiers below a cache that lies in host "
+            "kv_offloading_size is {offloading}, and there are no tiers below a cache that is in host "
             "memory itself; leave one of them out",
         ),
     ),
     Refusal(
         (F.HOST_CACHE, F.RECALL_SIZE),
         "kv_recall_size",
-        "full_cache_host_size is {host_cache}, kv_recall_size {recall_size}, but a cache that lies in host "
+        "full_cache_host_size is {host_cache}, kv_recall_size {recall_size}, but a cache in host "
         "memory loses nothing that could be recalled; leave one out.",
     ),
     Refusal(
         (F.HOST_CACHE, F.SESSION),
         "full_cache_host_size",
-        "sessions are not saved where full_cache_host_size is set; start without it.",
+        "sessions cannot be saved while full_cache_host_size is set; start without it.",
     ),
     Refusal(
         (F.WINDOW_TABLES, F.SESSION),
         "disable_hybrid_kv_cache_manager",
-        "sessions are not saved where layers with sliding windows have block tables of their own; start with "
-        "disable_hybrid_kv_cache_manager=True.",
+        "sessions cannot be saved while layers with sliding windows have block tables of their own; start "
+        "with disable_hybrid_kv_cache_manager=True.",
     ),
     Refusal(
         (F.DISK, F.NO_PREFIX_CACHE),
@@ -153,7 +153,7 @@ TABLE: tuple[Refusal, ...] = (
         ),
         (
             (F.VERIFY, F.HOST_CACHE, F.TOKEN_SCORES),
-            "policy {token_scores} keeps scores beside the slots of the full cache, which lie in host "
+            "policy {token_scores} keeps scores beside the slots of the full cache, which are in host "
             "memory; use another policy",
         ),
         (
@@ -167,7 +167,7 @@ TABLE: tuple[Refusal, ...] = (
         ),
         (
             (F.VERIFY, F.FUTURE_QUERIES),
-            "policy {future_queries} needs the text to come, which nobody knows; use another policy",
+            "policy {future_queries} needs the text to come, which is not known yet; use another policy",
         ),
         (
             (F.VERIFY, F.WINDOW_TABLES),
@@ -190,24 +190,24 @@ TABLE: tuple[Refusal, ...] = (
         "policy *.",
         (
             (F.CACHE_POSITIONS, F.NOT_COMPACTED),
-            "{cache_positions} takes a token's slot for its position, which goes with equal counts that "
-            "slide together alone; let its eviction_method be COMPACT",
+            "{cache_positions} takes a token's slot for its position, which works only if all heads keep "
+            "equally many tokens and these move together; set its eviction_method to COMPACT",
         ),
         (
             (F.UNEQUAL_HEADS, F.ATTENTION_MASS),
-            "{unequal_heads} keeps unequal numbers of tokens per head, for which no attention mass is kept; "
+            "{unequal_heads} keeps unequal numbers of tokens per head, and attention mass needs equal ones; "
             "rank tokens by recent queries, statistics or keys instead",
         ),
         (
             (F.UNEQUAL_HEADS, F.SHARED_WINDOWS),
-            "{unequal_heads} keeps unequal numbers of tokens per head, which is not served for layers with a "
+            "{unequal_heads} keeps unequal numbers of tokens per head, which does not work in layers with a "
             "sliding window that share the others' block table, and {shared_windows} is one; use a policy "
             "with equal counts, such as query_mixture or snapkv, or, if other layers have full attention, "
             "start without disable_hybrid_kv_cache_manager and kv_offloading_size",
         ),
         (
             (F.READS_SPARSELY, F.SHARED_WINDOWS),
-            "{reads_sparsely} reads some blocks per head, which is not served for layers with a sliding "
+            "{reads_sparsely} reads some blocks per head, which does not work in layers with a sliding "
             "window that share the others' block table, and {shared_windows} is one; use a policy with equal "
             "counts, such as query_mixture or snapkv, or, if other layers have full attention, start without "
             "disable_hybrid_kv_cache_manager and kv_offloading_size",
@@ -224,21 +224,21 @@ TABLE: tuple[Refusal, ...] = (
         ),
         (
             (F.FUTURE_QUERIES, F.GENERATION),
-            "{future_queries} needs the whole text, the tokens to come included; use LLM.score, which is "
+            "{future_queries} needs the whole text, including the tokens to come; use LLM.score, which is "
             "given it, or another policy",
         ),
         *(
             (
                 (signal, F.CACHE_POSITIONS),
                 "{cache_positions} needs queries at their positions, but turns keys to positions relative to "
-                "the cache, where the two no longer fit; keep the original positions",
+                "the cache; keep the original positions",
             )
             for signal in (F.RECENT_QUERIES, F.FUTURE_QUERIES)
         ),
         (
             (F.CACHE_POSITIONS, F.WINDOW_TABLES),
-            "{cache_positions} turns keys to positions relative to the cache, of which layers with sliding "
-            "windows in tables of their own know nothing; keep the original positions (positions=original), "
+            "{cache_positions} turns keys to positions relative to the cache, which layers with sliding "
+            "windows in tables of their own do not follow; keep the original positions (positions=original), "
             "or start with disable_hybrid_kv_cache_manager",
         ),
         (
@@ -248,13 +248,13 @@ TABLE: tuple[Refusal, ...] = (
         ),
         (
             (F.READS_AGAIN, F.EVERY_PASS),
-            "{reads_again} needs the prompt read again, which is there whole for a first pass at its end "
-            "alone; let it be prompt_only",
+            "{reads_again} needs the prompt read again, and only a first pass at its end finds it whole; set "
+            "prompt_only",
         ),
         (
             (F.EVICTS, F.HOST_CACHE),
-            "{evicts} keeps its survivors on the device, and full_cache_host_size is {host_cache}, with "
-            "which caches lie in host memory; ask for verify=True, leave the compression out, or start "
+            "{evicts} keeps its survivors on the device, and full_cache_host_size is {host_cache}, which "
+            "keeps caches in host memory; set verify=True, leave the compression out, or start "
             "without the size",
         ),
     ),
@@ -263,16 +263,16 @@ TABLE: tuple[Refusal, ...] = (
         "recall {recall} is refused: *.",
         (
             (F.RECALL, F.NOT_COMPACTED),
-            "policy {not_compacted} does not slide equal numbers of tokens together; use one that does",
+            "policy {not_compacted} does not move equally many tokens per head together; use one that does",
         ),
         (
             (F.RECALL, F.CACHE_POSITIONS),
-            "policy {cache_positions} turns keys to their slots, which a page has not; use "
+            "policy {cache_positions} turns keys to their slots, and a page has no slots; use "
             "positions=original",
         ),
         (
             (F.RECALL, F.PROMPT_ONLY),
-            "policy {prompt_only} compresses the prompt alone, and no later pass weighs what came back; use "
+            "policy {prompt_only} compresses only the prompt, so no later pass weighs what came back; use "
             "when=always, or another policy",
         ),
         (
@@ -282,10 +282,13 @@ TABLE: tuple[Refusal, ...] = (
         ),
         (
             (F.RECALL, F.WINDOWS),
-            "{windows} has layers with sliding windows, whose tokens never come back; leave it out",
+            "{windows} has layers with sliding windows, whose tokens never come back; leave recall out",
         ),
-        ((F.RECALL, F.LATENT), "{latent} caches latents, of which there are no digests; leave it out"),
-        ((F.RECALL, F.UNEQUAL_LAYERS), "{unequal_layers} has layers of unequal heads; leave it out"),
+        ((F.RECALL, F.LATENT), "{latent} caches latents, which have no digests; leave recall out"),
+        (
+            (F.RECALL, F.UNEQUAL_LAYERS),
+            "{unequal_layers} has layers with different KV heads; leave recall out",
+        ),
         (
             (F.RECALL, F.OPEN_BLOCKS),
             "the scales of {open_blocks} are of a block, not of its tokens; use kv_cache_dtype turboquant4, "
@@ -293,12 +296,12 @@ TABLE: tuple[Refusal, ...] = (
         ),
         (
             (F.RECALL, F.DRAFTS),
-            "drafts are computed several at once, and each token has pages of its own; start without "
+            "several drafts are computed at once, but each token has its own pages; start without "
             "speculative_config",
         ),
         (
             (F.RECALL, F.COMPRESS_AT),
-            "what compress_prompt_at leaves is kept for others without its cold pages; leave it out",
+            "compress_prompt_at keeps its result for other requests without cold pages; leave it out",
         ),
     ),
     *_rows(
@@ -321,23 +324,22 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         (F.RECALL, F.PROTECT_PROMPT),
         "recall",
-        "protect_prompt goes by the leading slots, and recalled tokens stand behind others; leave it or "
-        "recall out.",
+        "protect_prompt protects the leading slots, but recalled tokens come later; leave it or recall out.",
     ),
     *_rows(
         "sparse_prefill",
         "*.",
         (
             (F.SPARSE_PREFILL, F.SHARED_WINDOWS),
-            "sparse prefill {sparse_prefill} reads blocks per head, which is not served for layers with a "
+            "sparse prefill {sparse_prefill} reads blocks per head, which does not work in layers with a "
             "sliding window that share the others' block table, and {shared_windows} is one; compute prompts "
             "dense, or, if other layers have full attention, start without disable_hybrid_kv_cache_manager "
             "and kv_offloading_size",
         ),
         (
             (F.SPARSE_PREFILL, F.PROMPT_LOGPROBS),
-            "prompt_logprobs is given, but sparse prefill {sparse_prefill} only approximates what they are "
-            "computed from; leave one of them out",
+            "prompt_logprobs is given, but sparse prefill {sparse_prefill} only approximates the hidden "
+            "states; leave one of them out",
         ),
         (
             (F.SPARSE_PREFILL, F.MASKS),
@@ -347,7 +349,7 @@ TABLE: tuple[Refusal, ...] = (
         (
             (F.SPARSE_PREFILL, F.HOST_CACHE),
             "sparse prefill {sparse_prefill} reads some blocks of the cache on the device, and "
-            "full_cache_host_size is set, with which whole layers come from host memory; compute prompts "
+            "full_cache_host_size is set, which brings whole layers from host memory; compute prompts "
             "dense, or start without the size",
         ),
     ),
@@ -356,11 +358,11 @@ TABLE: tuple[Refusal, ...] = (
         "chunks cannot be reused out of place: *; pass the prompt as one text.",
         (
             (F.CHUNK_REUSE, F.HOST_CACHE),
-            "full_cache_host_size is set, and caches that lie in host memory are read layer by layer",
+            "full_cache_host_size is set, and caches in host memory are read layer by layer",
         ),
         (
             (F.CHUNK_REUSE, F.NO_PREFIX_CACHE),
-            "they are kept in the prefix cache, and enable_prefix_caching is False",
+            "the prefix cache holds them, and enable_prefix_caching is False",
         ),
         ((F.CHUNK_REUSE, F.UNKNOWN_ROTATION), "the rotation of {unknown_rotation} is not known"),
         ((F.CHUNK_REUSE, F.WINDOW_TABLES), "{window_tables} has layers with sliding windows or chunks"),
@@ -380,15 +382,15 @@ TABLE: tuple[Refusal, ...] = (
         ),
         (
             (F.CHUNK_REUSE, F.RECALL),
-            "recall goes by the queries of every token, and reused ones are not computed",
+            "recall needs the queries of every token, and reused tokens are not computed",
         ),
         (
             (F.CHUNK_REUSE, F.COMPRESS_AT),
-            "compress_prompt_at is given, and what it leaves would be found by prompts that reuse nothing",
+            "compress_prompt_at is given, and prompts that reuse nothing would find its result",
         ),
         (
             (F.CHUNK_REUSE, F.PROMPT_LOGPROBS),
-            "prompt_logprobs of tokens that are not computed are not known",
+            "reused tokens are not computed and so have no prompt_logprobs",
         ),
         (
             (F.CHUNK_REUSE, F.SKIPS_BLOCKS),
@@ -398,8 +400,8 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         (F.SCORING, F.PROMPT_LOGPROBS),
         "prompt_logprobs",
-        "prompt_logprobs is given for a continuation that is scored; leave it out, or move the prompt's "
-        "tokens but the first into the continuation.",
+        "prompt_logprobs is given, and LLM.score scores only the continuation; leave it out, or move all "
+        "prompt tokens but the first into the continuation.",
     ),
     *_rows(
         "compression",

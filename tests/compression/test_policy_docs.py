@@ -10,7 +10,7 @@ from kvreclaim.compression.policy import Signal
 from kvreclaim.compression.registry import make_policy, policy_class, policy_names
 
 PAGE = (Path(__file__).parents[2] / "docs" / "policies.md").read_text(encoding="utf-8")
-LINES = PAGE.split("## Prefix sharing")[0] + PAGE.split("## Wrappers")[1].split("\n## ")[0]
+LINES = "".join(PAGE.split(f"## {title}\n")[1].split("\n## ")[0] for title in ("All policies", "Wrappers"))
 ROWS = {match[1]: match[0] for match in re.finditer(r"^\| `([\w-]+)[`(].*$", LINES, re.MULTILINE)}
 NEEDS = {
     Signal.QUERY_STATS: "statistics",
