@@ -39,7 +39,7 @@ class PackedPlan(ModelPlan):
     )
     contexts: tuple[int, ...] = option((1024,), "Tokens in each cache, comma-separated.")
     batches: tuple[int, ...] = option((1, 8), "Sequences, comma-separated.")
-    steps: int = option(16, "Of a timed slice.", low=1)
+    steps: int = option(16, "Steps of a timed slice.", low=1)
     rounds: int = option(5, "Timed, in turns.", low=1)
 
     def __post_init__(self) -> None:

@@ -50,7 +50,7 @@ class TiersPlan(ModelPlan):
 
     prompt: int = option(8192, "Tokens of the prompt.", low=64)
     answer: int = option(8, "Tokens that are compared first.", low=2)
-    rounds: int = option(5, "Of all cases.", low=1)
+    rounds: int = option(5, "Rounds of all cases.", low=1)
 
 
 class Places:

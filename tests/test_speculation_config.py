@@ -42,7 +42,7 @@ def test_a_short_lookup_alone_shortens_the_least():
         ({"prompt_lookup_min": 4, "prompt_lookup_max": 3}, "above prompt_lookup_max"),
         ({"method": "draft_model"}, "no model"),
         ({"method": "draft_model", "model": 3}, "pass a directory"),
-        ({"model": "x"}, "asks none"),
+        ({"model": "x"}, "uses none"),
     ],
 )
 def test_a_mistake_is_one_sentence(said, sentence):

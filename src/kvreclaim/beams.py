@@ -1,4 +1,4 @@
-"""What a beam search is asked for."""
+"""Options of a beam search."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ EarlyStopping = bool | Literal["never"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
-    """A search for the likeliest outputs of one prompt; vLLM's names where it has them, transformers' meaning
-    of all. Raises: InvalidArgumentError.
+    """Options of a beam search, with vLLM's names where it has them and transformers' meanings. Raises:
+    InvalidArgumentError.
 
-    beam_width:     outputs in the making (num_beams)
-    max_tokens:     of an output
-    length_penalty: an output's score is its log-probability over its length, in tokens that were generated,
-                    to this power: above 0 longer ones are preferred
-    early_stopping: True: it ends with beam_width finished outputs; False: when the best unfinished one, at
-                    its present length, is no better than the worst of these; "never": at the length that
-                    would suit it best
-    num_return_sequences: the best so many of beam_width come back
-    ignore_eos:     the model ends no output
+    beam_width:     unfinished outputs at a time (num_beams)
+    max_tokens:     most tokens of an output
+    length_penalty: score = log-probability / length ** length_penalty; the length counts generated tokens.
+                    Above 0, longer outputs are preferred
+    early_stopping: True: stop at beam_width finished outputs; False: stop when the best unfinished one, at
+                    its present length, is no better than the worst finished one; "never": the same, at the
+                    length that favours it most
+    num_return_sequences: number of outputs returned, at most beam_width
+    ignore_eos:     only max_tokens ends an output
     """
 
     beam_width: int = option(4, low=1)
@@ -44,14 +44,14 @@ class BeamSearchParams:
         )
         require(
             self.num_return_sequences <= self.beam_width,
-            f"num_return_sequences is {self.num_return_sequences}, but beam_width is {self.beam_width}; no "
-            "more than that come out of the search: lower it, or raise beam_width.",
+            f"num_return_sequences is {self.num_return_sequences}, but beam_width is {self.beam_width}, and "
+            "a search returns no more; lower it, or raise beam_width.",
             "num_return_sequences",
         )
 
     @property
     def sampling(self) -> SamplingParams:
-        """What else of a request goes by these."""
+        """The same limits as SamplingParams, for the rest of the engine."""
         return SamplingParams(
             n=self.num_return_sequences, max_tokens=self.max_tokens, ignore_eos=self.ignore_eos
         )

@@ -1,4 +1,4 @@
-"""Parts of a prompt that are computed once and reused wherever they stand."""
+"""Parts of a prompt that are computed once and reused at any position."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SELECTIONS = ("change", "question", "deviation", "first", "random", "all", "none
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A document, or another part of a prompt, that other prompts have too, in other places: text, or token
-    ids. Raises: InvalidArgumentError where it is empty."""
+    """A document that several prompts contain, at any position: text or token ids. Raises:
+    InvalidArgumentError if it is empty."""
 
     content: str | tuple[int, ...] | list[int]
 
@@ -29,30 +29,29 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkReuse:
-    """Which tokens of reused chunks are computed anew, among all that a prompt holds. Raises:
-    InvalidArgumentError.
+    """Which tokens of a prompt's reused chunks are recomputed. Raises: InvalidArgumentError.
 
-    select: change:    those whose change the question would notice: by the score of deviation times the
-                       root of that of question, and the first tokens of each chunk
-            question:  those that the tokens behind the last chunk attend to most, over late layers (InfoFlow,
+    select: change:    tokens whose change affects the question: the score of deviation times the root of the
+                       score of question, and the first tokens of each chunk
+            question:  tokens that the text after the last chunk attends to most, in late layers (InfoFlow,
                        arXiv 2603.05353), and the first tokens of each chunk
-            deviation: those whose values in the second layer change most (CacheBlend, arXiv 2405.16444)
+            deviation: tokens whose values in the second layer change most (CacheBlend, arXiv 2405.16444)
             first:     the first tokens of each chunk (EPIC, arXiv 2410.15332)
-            random, all, none: to compare with
-    share:  of the tokens that could be reused, under all but the last two
-    first:  under change and question, so many first tokens of each chunk beside (in the share)
+            random, all, none: for comparison
+    share:  recomputed share of the reusable tokens; unused by all and none
+    first:  number of first tokens per chunk under change and question; they count in the share
     seed:   of random
-    lead:   a chunk is computed alone behind so many first tokens of the prompt, as far as they stand before
-            its first chunk: all attend to the first tokens of a text more than these say, and a chunk in the
-            midst of a prompt is to have none of these (APE, arXiv 2502.05431, section 4.1)
+    lead:   a chunk is computed alone after this many first tokens of the prompt (fewer if the first chunk
+            comes earlier). They take the role of attention sinks, so no token of the chunk does (APE, arXiv
+            2502.05431, section 4.1)
     """
 
-    select: str = option("change", "Whom to compute anew.", choices=SELECTIONS)
-    share: float = option(0.15, "Of what could be reused.", low=0.0, high=1.0)
+    select: str = option("change", "Which tokens to recompute.", choices=SELECTIONS)
+    share: float = option(0.15, "Share of the reusable tokens to recompute.", low=0.0, high=1.0)
     first: int = option(4, "First tokens of each chunk, under change and question.", low=0, high=MAX_COUNT)
-    seed: int = option(0, "Of random.", low=0, high=MAX_COUNT)
+    seed: int = option(0, "Seed of random.", low=0, high=MAX_COUNT)
     lead: int = option(
-        16, "First tokens of the prompt that chunks are computed behind.", low=0, high=MAX_COUNT
+        16, "First tokens of the prompt after which each chunk is computed.", low=0, high=MAX_COUNT
     )
 
     def __post_init__(self) -> None:
@@ -60,14 +59,14 @@ class ChunkReuse:
 
     @property
     def tries(self) -> bool:
-        """Whether the question is computed over the chunks as they are first, uncompressed."""
+        """Whether the question is first computed over the chunks as they are, uncompressed."""
         return self.select in ("change", "question")
 
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Where chunks stand in a prompt, each from its first token up to the one behind its last, in order; and
-    how they are reused. Raises: InvalidArgumentError where they overlap."""
+    """Positions of the chunks in a prompt, (first, end) in order, and how they are reused. Raises:
+    InvalidArgumentError if they overlap."""
 
     spans: tuple[tuple[int, int], ...]
     reuse: ChunkReuse = ChunkReuse()
@@ -76,21 +75,21 @@ class Chunks:
         edges = [edge for span in self.spans for edge in span]
         require(
             all(a < b for a, b in self.spans) and edges == sorted(edges) and (not edges or edges[0] >= 0),
-            f"chunks stand at {list(self.spans)[:8]}; pass (first, behind the last) of each, in order.",
+            f"chunks are at {list(self.spans)[:8]}; pass (first, end) of each, in order, without overlap.",
             "prompt",
         )
 
     def check(self, num_prompt: int) -> None:
-        """Raise InvalidArgumentError unless something of the prompt stands behind them."""
+        """Raise InvalidArgumentError unless the prompt goes on after the last chunk."""
         require(
             not self.spans or self.spans[-1][1] < num_prompt,
-            "a prompt ends with a chunk; put what is asked about the chunks behind them.",
+            "a prompt ends with a chunk; put the question after the chunks.",
             "prompt",
         )
 
 
 def chunk_reuse_of(text: str) -> ChunkReuse | None:
-    """How chunks are reused, written as select or select(option=value); None for "whole". Raises:
+    """Parse chunk reuse, written as select or select(option=value); None for "whole". Raises:
     InvalidArgumentError."""
     from kvreclaim.compression.spec.grammar import Spec, parse_spec
 

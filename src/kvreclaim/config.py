@@ -33,26 +33,26 @@ KV_CACHE_DTYPES = ("auto", "fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4", "
 KV_CACHE_DTYPE_ALIASES = MappingProxyType(
     {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "fp8": "fp8_e4m3"}
 )
-"""What vLLM and PyTorch call some of them."""
+"""Names of vLLM and PyTorch for some of them."""
 SKIPPED_LAYERS = ("sliding_window",)
-"""Kinds of layers whose keys and values kv_cache_dtype may leave alone."""
+"""Kinds of layers that may keep the model's dtype under another kv_cache_dtype."""
 
 
 def format_name(name: object) -> str:
-    """One of KV_CACHE_DTYPES, an alias spelt out. Raises: InvalidArgumentError."""
+    """The name in KV_CACHE_DTYPES of a format or its alias. Raises: InvalidArgumentError."""
     known = KV_CACHE_DTYPE_ALIASES.get(name, name) if isinstance(name, str) else name
     check_choice("kv_cache_dtype", known, KV_CACHE_DTYPES)
     return str(known)
 
 
 def format_names(names: Sequence[object]) -> tuple[str, ...]:
-    """The same of several, each once. Raises: InvalidArgumentError."""
+    """The names of several formats, each once. Raises: InvalidArgumentError."""
     require(bool(names), "kv_cache_dtype names no format; pass auto or, for example, bf16,int8,int4.")
     return tuple(dict.fromkeys(map(format_name, names)))
 
 
 def _as_json(overrides: object) -> str | None:
-    """hf_overrides, JSON or a dict, in one way of writing; None where they replace nothing."""
+    """Canonical JSON of hf_overrides, given as JSON or a dict; None if they replace nothing."""
     try:
         said = parse_json(overrides) if isinstance(overrides, str) else overrides
         text = json.dumps(said, sort_keys=True)
@@ -69,14 +69,15 @@ def _as_json(overrides: object) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The engine's limits. Raises: InvalidArgumentError.
+    """The engine's settings, named and described as the options of `kvreclaim serve`. Raises:
+    InvalidArgumentError.
 
-    hf_overrides, a dict or JSON, becomes JSON; of a field that holds others those that are not named stay.
-    speculative_config, a SpeculativeConfig, a dict or JSON, becomes JSON, with all its fields.
-
-    num_blocks and max_model_len are chosen from the model and the free memory where they are None.
-    max_num_batched_tokens is the largest prefill chunk, too. An alias in kv_cache_dtype becomes the name that
-    it stands for; kernels that cannot run where "auto" would take them are left out, which is said.
+    num_blocks, max_model_len: None: chosen from the model and the free memory
+    max_num_batched_tokens: also the largest prefill chunk
+    kv_cache_dtype:     an alias becomes the name that it stands for
+    kernels:            "auto" takes the reference if native or Triton kernels cannot run, and logs why
+    hf_overrides:       a dict or JSON; becomes JSON. Fields of a nested object that are not named stay
+    speculative_config: a SpeculativeConfig, a dict or JSON; becomes JSON with all fields
     """
 
     block_size: int = option(16, "Tokens per block.", low=1, panel=MEMORY)
@@ -318,7 +319,7 @@ class EngineConfig:
         refuse(self.features())
 
     def features(self) -> dict[Feature, str]:
-        """What is on, for the compatibility table."""
+        """The features that are on, for the compatibility table."""
         on = {
             Feature.HOST_CACHE: f"{self.full_cache_host_size:g}" if self.full_cache_host_size else None,
             Feature.OFFLOADING: f"{self.kv_offloading_size:g}" if self.kv_offloading_size else None,
@@ -331,7 +332,7 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
-        """By the names of the fields. Raises: InvalidArgumentError for one that there is not."""
+        """Make a config from options by field name. Raises: InvalidArgumentError for an unknown one."""
         known = [f.name for f in fields(cls)]
         unknown = [name for name in options if name not in known]
         require(
@@ -347,9 +348,9 @@ BUDGETS = tuple(32 * each for each in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96
 
 @dataclass(frozen=True)
 class CompressionSettings:
-    """The part of compression.CompressionConfig that needs no torch.
+    """The part of CompressionConfig that needs no torch.
 
-    Whole numbers are checked here, the rest where policies are known. Raises: InvalidArgumentError.
+    It checks numbers; CompressionConfig checks the rest. Raises: InvalidArgumentError.
     """
 
     policy: str = option(
@@ -445,12 +446,12 @@ class CompressionSettings:
             object.__setattr__(self, "budget", next((b for b in BUDGETS if b >= always + 16), MAX_COUNT))
         require(
             self.verify or not self.auto_budget,
-            "budget is 'auto', but verify is False: no budget is known to be safe beforehand, and only with "
-            "verify a budget that is too small costs nothing but time; set verify, or give tokens.",
+            "budget is 'auto', but verify is False; a budget may be tried out only where the full cache "
+            "verifies; set verify=True, or pass a number of tokens.",
             "budget",
         )
         require(
             self.budget > always,
             f"budget is {self.budget} tokens, but sinks + recent = {always} are always kept; raise the "
-            "budget or lower sinks or recent.",
+            "budget, or lower sinks or recent.",
         )

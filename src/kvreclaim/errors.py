@@ -1,11 +1,11 @@
-"""What can go wrong through a caller's doing. Each message says: what, got, allowed, what to do."""
+"""Errors for callers. Each message says what is wrong, what was got, what is allowed and what to do."""
 
 
 class KVReclaimError(Exception):
-    """Base of everything that kvreclaim raises on purpose.
+    """Base class of kvreclaim's errors.
 
-    field: the argument or setting that is to blame, by its name ("template_kwargs.x": an entry of one); None
-           where it is none or several. Programs go by it: a message may be worded anew, a field may not.
+    field: name of the wrong argument or setting ("template_kwargs.x": an entry of one); None if there is no
+           single one. Programs may rely on it; messages may change.
     """
 
     def __init__(self, message: str = "", *, field: str | None = None) -> None:
@@ -18,11 +18,11 @@ class InvalidArgumentError(KVReclaimError, ValueError):
 
 
 class UnsupportedModelError(KVReclaimError, ValueError):
-    """A model that cannot run from a paged cache here; the message names the reason."""
+    """A model that the engine cannot run; the message names the reason."""
 
 
 class FetchError(KVReclaimError, RuntimeError):
-    """A model that could not be fetched or converted; nothing of it was left behind."""
+    """A model that could not be fetched or converted; no files are left."""
 
 
 class StatsMismatchError(KVReclaimError, ValueError):
@@ -30,19 +30,19 @@ class StatsMismatchError(KVReclaimError, ValueError):
 
 
 class UnsupportedVllmError(KVReclaimError, RuntimeError):
-    """A vLLM that the plugin was not written for; the message names the versions and what differs."""
+    """A vLLM version that the plugin does not support; the message names both versions and what differs."""
 
 
 class RequestTooLongError(KVReclaimError, ValueError):
-    """A request that a limit makes impossible; the message names the limit and what to change."""
+    """A request longer than a limit allows; the message names the limit and what to change."""
 
 
 class UnknownRequestError(KVReclaimError, KeyError):
-    """A request or sequence id that is not (or no longer) known."""
+    """A request or sequence id that is unknown, or has ended."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
 
 
 class EngineDeadError(KVReclaimError, RuntimeError):
-    """The engine's thread cannot go on; the message names the reason."""
+    """The engine has stopped; the message names the reason."""

@@ -1,4 +1,4 @@
-"""Where fetched models lie, and whether they are whole."""
+"""Paths of fetched models, and checks that they are complete."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from pathlib import Path
 from typing import Any
 
 REAL_MODEL = "SmolLM2-135M-Instruct"
-"""The language model that `kvreclaim fetch` brings where nothing else is named."""
+"""The language model that `kvreclaim fetch` downloads by default."""
 
 SOURCE_FILE = "kvreclaim_source.json"
 """Beside the weights of a fetched model: what it was made of, and its files with their sizes in bytes."""
 
 STATS_FILE = "kvreclaim_stats.safetensors"
-"""In a model's directory: what calibration has found, read when a policy needs it and no file is named."""
+"""Statistics in a model's directory, read if a policy needs them and no file is named."""
 
 
 def statistics_beside(model: str | os.PathLike[str]) -> Path:
-    """Where a model's statistics lie, unless a file is named: in its directory, or beside its GGUF file."""
+    """Default path of a model's statistics: in its directory, or beside its GGUF file."""
     path = Path(model)
     return path.with_suffix(f".{STATS_FILE}") if path.suffix.lower() == ".gguf" else path / STATS_FILE
 
 
 LAYOUT = 2
-"""Raised when a conversion comes to write other files, so that what is there is not taken for them."""
+"""Version of the converted files; raised when a conversion writes other ones."""
 
 
 def _home() -> Path:
@@ -46,19 +46,19 @@ def gguf_home() -> Path:
 
 
 def real_model() -> Path | None:
-    """Directory of the language model that `make real-model` or `kvreclaim fetch` brings; None before."""
+    """Directory of the model that `kvreclaim fetch` downloads; None if it is not there."""
     directory = models_home() / REAL_MODEL
     return directory if lacks(directory) is None else None
 
 
 def real_gguf() -> Path | None:
-    """The file that the directory of real_model() was made of, whose weights have 4 bits."""
+    """The 4-bit GGUF file that real_model() was made from; None if it is not there."""
     directory = real_model()
     return None if directory is None else next(iter(directory.glob("*.gguf")), None)
 
 
 def moved(made: Path, target: Path) -> bool:
-    """Move a directory that is whole to its place; False where another is there already. Raises: OSError."""
+    """Move a complete directory to its place; False if one is there already. Raises: OSError."""
     try:
         os.replace(made, target)
     except OSError as error:
@@ -69,12 +69,12 @@ def moved(made: Path, target: Path) -> bool:
 
 
 def shipped_statistics(name: str) -> Path:
-    """Where the package holds statistics of a model that it can fetch."""
+    """Path of the shipped statistics of a model that `kvreclaim fetch` downloads."""
     return Path(__file__).parent / "assets" / f"{name}.safetensors"
 
 
 def lacks(directory: Path) -> str | None:
-    """What a directory lacks to be a fetched model, as words after "it"; None where it lacks nothing."""
+    """Why a directory is no complete fetched model, as words after "it"; None if it is one."""
     said = source_of(directory)
     if said is None:
         return "was not written by `kvreclaim fetch`"
@@ -88,7 +88,7 @@ def lacks(directory: Path) -> str | None:
 
 
 def source_of(directory: Path) -> dict[str, Any] | None:
-    """What a fetched model says of itself: layout, source and files; None where nothing does."""
+    """The source file of a fetched model: layout, source and files; None if there is none."""
     try:
         said = json.loads((directory / SOURCE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -97,7 +97,7 @@ def source_of(directory: Path) -> dict[str, Any] | None:
 
 
 def write_source(directory: Path, source: str) -> None:
-    """Say of a directory that it is whole: its files as they are now, made of this source."""
+    """Mark a directory as complete, with its present files and the source."""
     files = {
         str(p.relative_to(directory)): p.stat().st_size for p in sorted(directory.rglob("*")) if p.is_file()
     }

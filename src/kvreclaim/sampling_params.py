@@ -1,4 +1,4 @@
-"""How one request's tokens are drawn: vLLM's SamplingParams."""
+"""Sampling options of one request: vLLM's SamplingParams."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ MAX_BIAS = 100.0
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request's tokens are drawn, in vLLM's names, meanings and order. Raises: InvalidArgumentError.
+    """Sampling options of one request, with vLLM's names, meanings and order. Raises: InvalidArgumentError.
 
-    n:           outputs for the prompt, computed once and forked with copy-on-write
+    n:           number of outputs; the prompt is computed once, and they share its blocks
     stop:        strings that end an output; the text ends before them
     stop_token_ids: tokens that end an output; they stay in token_ids
-    logprobs:    log-probabilities of this many most likely tokens, and of the one drawn, per generated token;
-                 -1: of the whole vocabulary. They are the model's, before anything here changes logits
-    prompt_logprobs: the same per prompt token but the first; such a prompt is computed whole, without a
-                 prefix hit, and the logits of a chunk, [max_num_batched_tokens, V], are held at once
+    logprobs:    per generated token, log-probabilities of this many most likely tokens and of the sampled
+                 one; -1: of the whole vocabulary. They are taken before bias, penalties and temperature
+    prompt_logprobs: the same per prompt token except the first. The prompt is computed without a prefix hit,
+                 and the logits of a chunk, [max_num_batched_tokens, V], are in memory at once
     detokenize:  False: outputs have no text
     skip_special_tokens: special tokens add no text
     include_stop_str_in_output: the text ends with the stop string or token that ended the output
     logit_bias:  token id -> -100 .. 100, added to the logits before penalties
-    allowed_token_ids: only these tokens are drawn
-    bad_words:   texts that no output gets: a token that would complete one is not drawn. A word is looked for
-                 as the tokenizer writes it at the start of a text and behind a space
+    allowed_token_ids: only these tokens are sampled
+    bad_words:   texts that no output contains: a token that would complete one is not sampled. Each is
+                 tokenised twice, at the start of a text and after a space
     """
 
     n: int = option(1, low=1)
@@ -76,7 +76,7 @@ class SamplingParams:
     stop_token_ids: list[int] | tuple[int, ...] | None = None
     ignore_eos: bool = option(False, "Go on after the model's end-of-sequence token.")
     max_tokens: int | None = option(
-        16, "Maximum number of tokens to generate; as many as fit where it is null.", low=1, high=MAX_COUNT
+        16, "Maximum number of tokens to generate; null: as many as fit.", low=1, high=MAX_COUNT
     )
     min_tokens: int = option(
         0, "Generate at least this many tokens before the output may end.", low=0, high=MAX_COUNT
@@ -112,7 +112,7 @@ class SamplingParams:
             _check_token_ids(name, getattr(self, name))
         require(
             self.allowed_token_ids is None or bool(self.allowed_token_ids),
-            "allowed_token_ids is empty, so that no token may come; pass some, or None.",
+            "allowed_token_ids is empty, so no token can be sampled; pass some, or None.",
             "allowed_token_ids",
         )
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []

@@ -1,4 +1,4 @@
-"""What an engine is told about drafts: vLLM's names where it has them."""
+"""Configuration of speculative decoding, with vLLM's names where it has them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from kvreclaim.options import check_options, option
 
 METHODS = ("ngram", "draft_model")
 MOST_DRAFTS = 64
-"""Rows of a sequence in a step beside its own: beyond, verifying costs more than it can bring."""
+"""Most drafts of a sequence in a step; more cost more to verify than they can gain."""
 LEAST_LOOKUP = 2
 WHERE = "speculative_config"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """How tokens are guessed that the model then checks, several in one forward pass. What comes out is what
-    would have come out without. Raises: InvalidArgumentError.
+    """Speculative decoding: drafts that the model verifies, several in one forward pass. The output does not
+    change. Raises: InvalidArgumentError.
 
-    method:             ngram: what followed the last tokens where they stood before, in prompt or output;
-                        draft_model: what a smaller model with the same tokenizer says
-    model:              of draft_model: a local directory, a hub id or a .gguf file
-    num_speculative_tokens: guessed at most for a sequence in a step
-    prompt_lookup_min, prompt_lookup_max: of ngram: tokens that must have stood there before, at least, and
-                        that are compared at most
+    method:             ngram: drafts copy what followed an earlier occurrence of the last tokens;
+                        draft_model: a smaller model with the same tokenizer drafts
+    model:              the draft model: a local directory, a hub id or a .gguf file
+    num_speculative_tokens: most drafts per sequence and step
+    prompt_lookup_min, prompt_lookup_max: shortest and longest match of ngram, in tokens
     """
 
     method: str = "ngram"
@@ -48,21 +47,21 @@ class SpeculativeConfig:
         drafts = self.method == "draft_model"
         require(
             self.model is None or isinstance(self.model, str),
-            f"{WHERE}'s model is {self.model!r}; pass a directory or a hub id.",
+            f"{WHERE}'s model is {self.model!r}; pass a directory, a hub id or a .gguf file.",
             WHERE,
         )
         require(
             drafts == (self.model is not None),
             f"{WHERE} has method draft_model, but no model; name one with the same tokenizer."
             if drafts
-            else f"{WHERE} names the model {self.model!r}, but method {self.method} asks none; leave it out, "
+            else f"{WHERE} names the model {self.model!r}, but method {self.method} uses none; leave it out, "
             "or pass method draft_model.",
             WHERE,
         )
 
 
 def as_json(said: object) -> str | None:
-    """A config, a dict or JSON of one, in one way of writing; None where nothing is said.
+    """Canonical JSON of a config, a dict or JSON; None if there is none.
 
     Raises: InvalidArgumentError.
     """
@@ -83,7 +82,11 @@ def as_json(said: object) -> str | None:
     assert isinstance(given, Mapping), "required"
     known = [each.name for each in fields(SpeculativeConfig)]
     unknown = [str(name) for name in given if name not in known]
-    require(not unknown, f"{WHERE} holds {', '.join(unknown)}; its fields are {', '.join(known)}.", WHERE)
+    require(
+        not unknown,
+        f"{WHERE} has unknown fields {', '.join(unknown)}; its fields are {', '.join(known)}.",
+        WHERE,
+    )
     chosen: dict[str, Any] = dict(given)
     if "prompt_lookup_max" in chosen and "prompt_lookup_min" not in chosen:
         most = chosen["prompt_lookup_max"]
@@ -93,5 +96,5 @@ def as_json(said: object) -> str | None:
 
 
 def from_json(said: str | None) -> SpeculativeConfig | None:
-    """What as_json has written."""
+    """The config in the JSON of as_json."""
     return None if said is None else SpeculativeConfig(**parse_json(said))

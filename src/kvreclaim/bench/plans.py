@@ -1,4 +1,4 @@
-"""What the benchmarks measure: known, and checked, without torch."""
+"""Settings of the benchmarks, checked without torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 PEERS = ("transformers", "transformers-cb", "vllm")
 DTYPES = ("bfloat16", "float32")
 MODEL = Path("bench_models/qwen3-26m")
-THREADS = "CPU threads, of every system."
+THREADS = "CPU threads of every system."
 KERNELS = "kvreclaim's kernels: auto, reference, native or triton."
 VLLM_PYTHON = "Interpreter of vLLM's environment (`make vllm-env`)."
 VLLM_CASES = ("small", "large", "cost", "serve")
@@ -59,8 +59,8 @@ class ModelPlan:
 class PolicyPlan(ModelPlan):
     """One with policies, all at one budget."""
 
-    budget: int = option(2048, "Of the policies, tokens.", low=1, unit=" tokens")
-    interval: int = option(128, "Of the policies, tokens.", low=1, unit=" token")
+    budget: int = option(2048, "Tokens that the policies keep.", low=1, unit=" tokens")
+    interval: int = option(128, "Tokens over the budget at which policies compress.", low=1, unit=" token")
 
     def policy(self, name: str) -> CompressionConfig | None:
         """None: "full", the full cache."""
@@ -81,28 +81,35 @@ class PeersPlan(PolicyPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodePlan(PeersPlan):
-    """What is measured. steps: of a timed slice, fewer where slice_s would be exceeded; limit_s: for one
-    system at one point, all rounds together.
+    """Decode speed. steps: per timed slice, fewer if slice_s would be exceeded; limit_s: per system and
+    point, all rounds together.
 
     kv_cache_dtypes: each of `systems` runs in each of these KV formats; one in a named format is called
                      SYSTEM:FORMAT
     """
 
-    systems: tuple[str, ...] = option(NAMES, "full and policies, comma-separated.")
-    peers: tuple[str, ...] = option((), "transformers, transformers-cb, vllm; comma-separated.")
-    vllm_compile: bool = option(False, "vLLM with torch.compile.")
+    systems: tuple[str, ...] = option(NAMES, "Our systems: full and policies, comma-separated.")
+    peers: tuple[str, ...] = option(
+        (), "Engines to compare with, comma-separated: transformers, transformers-cb, vllm."
+    )
+    vllm_compile: bool = option(False, "Run vLLM with torch.compile.")
     contexts: tuple[int, ...] = option((1024, 8192, 16384, 32768), "Tokens in each cache.")
-    batches: tuple[int, ...] = option((1, 8, 32), "Sequences.")
+    batches: tuple[int, ...] = option((1, 8, 32), "Sequences decoded together.")
     kv_cache_dtypes: tuple[str, ...] = option(
         (AUTO,),
         "KV formats, comma-separated, timed in turns: auto, bf16, int8, int4 and so on.",
         flags=("--kv-cache-dtype",),
     )
-    rounds: int = option(3, "Slices of each system, in turns.", low=1)
-    steps: int = option(64, "Most steps of a timed slice.", low=1)
-    slice_s: float = option(4.0, "Most seconds of a timed slice.", low=0.0, high=86_400.0)
-    limit_s: float = option(120.0, "Most seconds of one system at one point.", low=0.0, high=86_400.0)
-    fill: Fill = option("synthetic", "synthetic or prefill.", choices=("synthetic", "prefill"), typed_as=str)
+    rounds: int = option(3, "Timed slices per system; systems take turns.", low=1)
+    steps: int = option(64, "Maximum steps of a timed slice.", low=1)
+    slice_s: float = option(4.0, "Maximum seconds of a timed slice.", low=0.0, high=86_400.0)
+    limit_s: float = option(120.0, "Maximum seconds of one system at one point.", low=0.0, high=86_400.0)
+    fill: Fill = option(
+        "synthetic",
+        "How caches are filled: synthetic or prefill.",
+        choices=("synthetic", "prefill"),
+        typed_as=str,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -159,10 +166,12 @@ def _is_ours(name: str) -> bool:
 class MemoryPlan(PeersPlan):
     """Many long requests in one pool. The pool holds the K/V of `pool_requests` whole ones."""
 
-    policies: tuple[str, ...] = option(("full", "triattention", "query_mixture"), "Comma-separated.")
-    requests: int = option(20, "Sent at once.", low=1)
-    prompt: int = option(2048, "Tokens of each.", low=1)
-    output: int = option(8192, "Tokens of each.", low=1)
+    policies: tuple[str, ...] = option(
+        ("full", "triattention", "query_mixture"), "Policies, comma-separated."
+    )
+    requests: int = option(20, "Requests sent at once.", low=1)
+    prompt: int = option(2048, "Prompt tokens per request.", low=1)
+    output: int = option(8192, "Generated tokens per request.", low=1)
     pool_requests: int = option(4, "Whole requests whose K/V the pool holds.", low=1, flags=("--pool",))
 
     @property
@@ -172,7 +181,7 @@ class MemoryPlan(PeersPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class ServePlan(PolicyPlan):
-    """What is run.
+    """Serving over HTTP beside the engine alone.
 
     num_prompt, num_output: tokens of each request
     compress: the policy of every request, on both sides
@@ -182,19 +191,21 @@ class ServePlan(PolicyPlan):
     """
 
     streams: tuple[int, ...] = option((1, 8, 32, 64), "Concurrent streams.")
-    num_prompt: int = option(64, "Prompt tokens of each.", low=1, flags=("--prompt",))
-    num_output: int = option(256, "Generated tokens of each.", low=1, flags=("--output",))
-    rounds: int = option(7, "Of both sides, in turns.", low=1)
+    num_prompt: int = option(64, "Prompt tokens per request.", low=1, flags=("--prompt",))
+    num_output: int = option(256, "Generated tokens per request.", low=1, flags=("--output",))
+    rounds: int = option(7, "Rounds of both sides, which take turns.", low=1)
     threads: int = option(1, THREADS, low=1, high=1024)
-    num_blocks: int = option(4096, "Of the pool, on both sides.", low=1)
+    num_blocks: int = option(4096, "Number of blocks in the pool, on both sides.", low=1)
     dtype: str = option("auto", "auto, bfloat16 or float32.")
-    compress: str = option("full", "The policy of every request.", flags=("--policy",))
-    spread_compression: bool = option(True, "Requests are compressed at different steps.")
-    engine_process: bool = option(True, "The server's engine in a process of its own; else in a thread.")
-    arrivals: int = option(0, "Requests of a run under load; 0: none.", low=0)
-    load: float = option(0.7, "Of that run: share of what the engine can do offline.", low=0.01, high=100.0)
-    trace: Path | None = option(None, "CSV with TIMESTAMP,ContextTokens,GeneratedTokens: their lengths.")
-    scale: float = option(0.1, "Of the trace's lengths.", low=0.0001, high=100.0)
+    compress: str = option("full", "Compression policy of every request.", flags=("--policy",))
+    spread_compression: bool = option(True, "Compress requests at different steps.")
+    engine_process: bool = option(True, "Run the server's engine in a process of its own, not in a thread.")
+    arrivals: int = option(0, "Requests of an extra run under load; 0: no such run.", low=0)
+    load: float = option(0.7, "Load of that run, as a share of the offline speed.", low=0.01, high=100.0)
+    trace: Path | None = option(
+        None, "CSV with TIMESTAMP,ContextTokens,GeneratedTokens that gives that run's lengths."
+    )
+    scale: float = option(0.1, "Factor on the trace's lengths.", low=0.0001, high=100.0)
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -213,22 +224,24 @@ class VllmPlan(ModelPlan):
     """vLLM with and without the plugin. stats: of the model's queries; None takes its own file."""
 
     cases: tuple[str, ...] = option(VLLM_CASES, "small, large, cost, serve; comma-separated.")
-    policy: str = option("query_mixture", "Of the side with the plugin.")
-    interval: int = option(128, "Tokens.", low=1, unit=" token")
-    stats: Path | None = option(None, "Query statistics; the model's own where none.")
+    policy: str = option("query_mixture", "Compression policy of the side with the plugin.")
+    interval: int = option(
+        128, "Tokens over the budget at which the policy compresses.", low=1, unit=" token"
+    )
+    stats: Path | None = option(None, "File of query statistics. Default: the model's own.")
     python: Path = option(Path(".vllm-env/bin/python"), VLLM_PYTHON, flags=("--vllm-python",))
-    starts: int = option(3, "Of the processes of `cost`.", low=1)
-    rounds: int = option(24, "Of `cost`, in each start, after one that is not counted.", low=1)
+    starts: int = option(3, "Processes started per side in case cost.", low=1)
+    rounds: int = option(24, "Rounds per start in case cost, after a warm-up.", low=1)
     threads: int = option(1, THREADS, low=1, high=1024)
     plot: Path | None = option(None, "Write the pool over time to this image.")
-    rate: float = option(4.0, "Of `serve`, requests that come per second.", low=0.001, high=1000.0)
-    turns: int = option(2, "Of `serve`, for each side.", low=1)
-    prompts: str = option("random", "Of `serve`: random tokens, or text.", choices=PROMPTS)
+    rate: float = option(4.0, "Requests per second in case serve.", low=0.001, high=1000.0)
+    turns: int = option(2, "Runs per side in case serve.", low=1)
+    prompts: str = option("random", "Prompts in case serve: random tokens or text.", choices=PROMPTS)
     goodput: tuple[str, ...] = option(
         ("ttft:10000", "tpot:200"),
-        "Of `serve`, what a good answer keeps to: ttft:MS, tpot:MS, e2el:MS; comma-separated.",
+        "Latency targets in case serve, comma-separated: ttft:MS, tpot:MS, e2el:MS.",
     )
-    seed: int = option(0, "Of `serve`'s first turn; the next one has the next.", low=0)
+    seed: int = option(0, "Seed of the first run in case serve; each further run takes the next.", low=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -252,19 +265,21 @@ class LosslessPlan:
     """
 
     model: Path | None = option(
-        None, f"Model directory, or {DEMO}; the real model, else the demo model, where not said."
+        None, f"Model directory, or {DEMO}. Default: the model of `kvreclaim fetch`, else {DEMO}."
     )
     dtype: str = option("bfloat16", "bfloat16 or float32.", choices=DTYPES)
     threads: int = option(2, THREADS, low=1, high=1024)
     contexts: tuple[int, ...] = option((16384,), "Tokens of each prompt, comma-separated.")
     batches: tuple[int, ...] = option((1, 8), "Sequences at once, comma-separated.")
-    policy: str = option("streaming_llm", "That drafts, and that compresses in the lossy system.")
-    budget: int = option(1536, "Of the policy, tokens.", low=1)
-    drafts: int = option(5, "Drafted at most between two verifications.", low=1, high=64)
-    tokens: int = option(96, "Drawn by each sequence.", low=2)
-    rounds: int = option(3, "Of all systems, in turns; medians are shown; 0: nothing is timed.", low=0)
-    systems: tuple[str, ...] = option(VERIFY_SYSTEMS, "Comma-separated.")
-    documents: int = option(2, "Of each of the demo model's tasks, compared first; 0: none.", low=0)
+    policy: str = option("streaming_llm", "Compression policy, which drafts in verify mode.")
+    budget: int = option(1536, "Tokens that the policy keeps.", low=1)
+    drafts: int = option(5, "Maximum number of drafts between two verifications.", low=1, high=64)
+    tokens: int = option(96, "Tokens that each sequence generates.", low=2)
+    rounds: int = option(3, "Timed rounds, of which medians are shown; 0: only compare answers.", low=0)
+    systems: tuple[str, ...] = option(VERIFY_SYSTEMS, "Systems, comma-separated.")
+    documents: int = option(
+        2, "Documents per task of the demo model, to compare answers first; 0: none.", low=0
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -289,7 +304,7 @@ class LosslessPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedPlan(PolicyPlan):
-    """What is run: random requests, at changing numbers at once, for `seconds`."""
+    """Random load for `seconds`, at changing numbers of requests at once."""
 
     seconds: float = option(60.0, "Seconds of random load.", low=1.0, high=86_400.0, unit=" s")
     longest: int = option(512, "Maximum tokens of a prompt, and of an answer.", low=8)

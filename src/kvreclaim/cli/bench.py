@@ -20,7 +20,10 @@ from kvreclaim.cli.bench_options import Json, publish, ready
 from kvreclaim.cli.config_options import ConfigOptions, names_in, with_config
 from kvreclaim.config import format_names
 
-bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks: correctness first, then ratios of one run.")
+bench_app = typer.Typer(
+    no_args_is_help=True,
+    help="Benchmarks. Each checks correctness first, then compares speeds within one run.",
+)
 
 SYSTEMS = ("full", "query_mixture", "triattention")
 SHARED = ("model", "threads", "dtype", "kernels")
@@ -42,7 +45,7 @@ def decode(
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Check greedy tokens first.")] = True,
     json_file: Json = None,
 ) -> None:
-    """Decode tokens/s over contexts and batches, beside transformers and vLLM."""
+    """Measure decode speed over contexts and batches, beside transformers and vLLM."""
     with ready(plan.threads):
         from kvreclaim.bench import decode, decode_table
         from kvreclaim.bench.verify import agreement_table
@@ -57,7 +60,7 @@ def decode(
 @bench_app.command("verify")
 @with_config
 def verify(plan: Annotated[LosslessPlan, ConfigOptions(config=LosslessPlan)], json_file: Json = None) -> None:
-    """Verify mode beside the full cache and the lossy one: tokens first, then tokens/s, blocks, bytes."""
+    """Compare verify mode with the full and the compressed cache: answers, speed, blocks, bytes."""
     with ready(plan.threads):
         from kvreclaim.bench import common
         from kvreclaim.bench.lossless import equality, speed
@@ -73,7 +76,7 @@ def verify(plan: Annotated[LosslessPlan, ConfigOptions(config=LosslessPlan)], js
 @bench_app.command("memory")
 @with_config
 def memory(plan: Annotated[MemoryPlan, ConfigOptions(config=MemoryPlan)], json_file: Json = None) -> None:
-    """Long requests in one pool: how many at once, preemptions, time, peak blocks; beside vLLM."""
+    """Run long requests in one pool: how many at once, preemptions, time, peak blocks."""
     with ready(plan.threads):
         from kvreclaim.bench import common, memory
 
@@ -89,11 +92,11 @@ def kernels(
     kv_cache_dtype: Annotated[
         str, typer.Option(help="KV formats, comma-separated, timed in turns with bf16, or auto.")
     ] = "auto",
-    ops: Annotated[str, typer.Option(help="Only those whose name contains this.")] = "",
-    rounds: Annotated[int, typer.Option(min=1)] = 5,
+    ops: Annotated[str, typer.Option(help="Only ops whose name contains this.")] = "",
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; medians are shown.")] = 5,
     json_file: Json = None,
 ) -> None:
-    """Time, GB/s and share of the bandwidth of every op, after comparing it with the reference."""
+    """Measure every op: time, GB/s and share of the bandwidth, after a check against the reference."""
     with ready(threads):
         from kvreclaim.bench import kernels as kernel_bench
         from kvreclaim.bench.kernel_cases import standard
@@ -111,7 +114,7 @@ def kernels(
 @bench_app.command("serve")
 @with_config
 def serve(plan: Annotated[ServePlan, ConfigOptions(config=ServePlan)], json_file: Json = None) -> None:
-    """Throughput, time to first token and between tokens through HTTP, beside the engine alone."""
+    """Measure throughput and latency over HTTP, beside the engine alone."""
     with ready(plan.threads):
         from kvreclaim.bench import serve
 
@@ -122,7 +125,7 @@ def serve(plan: Annotated[ServePlan, ConfigOptions(config=ServePlan)], json_file
 @bench_app.command("vllm")
 @with_config
 def vllm(plan: Annotated[VllmPlan, ConfigOptions(config=VllmPlan)], json_file: Json = None) -> None:
-    """vLLM with and without the plugin: its pool, `vllm bench serve`, and what it costs for nothing."""
+    """Run vLLM with and without the plugin: pool, `vllm bench serve`, and the cost when unused."""
     with ready(plan.threads):
         from kvreclaim.bench import common, vllm_chart, vllm_cost, vllm_pool, vllm_serve
 

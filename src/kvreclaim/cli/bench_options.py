@@ -1,4 +1,4 @@
-"""What the commands of `kvreclaim bench` and the scripts in benchmarks/ share."""
+"""Common parts of `kvreclaim bench` and the scripts in benchmarks/."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a caller says about compression; checked at once, then frozen."""
+"""Compression settings of a request; checked at once, then frozen."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvreclaim.schedule.budget.footprint import Footprint, budget_in_blocks
 from kvreclaim.schedule.budget.recall import Recall
 
 MAX_KEPT: Final = 16
-"""Settings whose compressors are kept at a time, the last ones used: callers may invent ever new ones."""
+"""Compressors kept at a time, by settings, the last ones used; callers may send ever new settings."""
 StatsSource = str | os.PathLike[str] | QueryStats
 
 
@@ -27,30 +27,30 @@ StatsSource = str | os.PathLike[str] | QueryStats
 class CompressionConfig(CompressionSettings):
     """How the KV cache of a sequence is compressed.
 
-    policy:         which tokens stay, as docs/policies.md writes it: "knorm", "segments(snapkv, n=4)";
-                    "auto": the best of the trial in the statistics, see resolved
-    budget:         tokens kept per layer and KV head by a compression; more than sinks + recent. Where heads
-                    keep unequal numbers, whole blocks each, it is rounded (footprint.budget_in_blocks), and
-                    RequestMetrics.budget is what was used; "auto", with verify: it begins with the least of
-                    config.BUDGETS that there is room in, rises when a draft is refused, and falls when
-                    none has been for a while
+    policy:         which tokens stay, written as in docs/policies.md: "knorm", "segments(snapkv, n=4)";
+                    "auto": the best policy of the trial in the statistics (see resolved)
+    budget:         tokens that a compression leaves per layer and KV head; more than sinks + recent. If heads
+                    keep unequal numbers, it is the average, rounded to blocks (footprint.budget_in_blocks);
+                    RequestMetrics.budget is the one used. "auto" (with verify): starts with the smallest of
+                    config.BUDGETS that fits, rises when a draft is rejected, and falls after a while
+                    without rejections
     interval:       tokens over the budget at which the next compression runs
     sinks:          first tokens of the sequence, never evicted
     recent:         last tokens of the sequence, never evicted
-    protect_prompt: prompt tokens go only if there is no other way to keep sinks and recent tokens
-    mode:           "union" | "per_head" | "per_layer_head"; None takes the policy's own, the only one where
-                    whole blocks go, heads keep unequal numbers or nothing is evicted but reads are sparse
-    recall:         "pass" | "tokens:N" | "query": evicted tokens are kept in pages on the host and come back
-                    when queries want them (schedule.recall); None: they are gone
-    verify:         the compressed cache only drafts; the full one is kept, too, and says the output, which is
-                    that of a request without compression: docs/lossless.md
-    verify_tokens:  drafted at most between two verifications
-    stats:          query statistics or their file (.safetensors, public .pt), for policies that need
-                    them; policies that need none do not read it
+    protect_prompt: evict prompt tokens only if nothing else but sinks and recent tokens is left
+    mode:           "union" | "per_head" | "per_layer_head"; None takes the policy's own. Policies that evict
+                    whole blocks, keep unequal numbers or read sparsely accept no other
+    recall:         "pass" | "tokens:N" | "query": evicted tokens wait in pages on the host and come back when
+                    queries want them (docs/recall.md); None: they are dropped
+    verify:         the compressed cache only drafts; the full cache is kept and verifies, so the output is
+                    that of a request without compression (docs/lossless.md)
+    verify_tokens:  most drafts between two verifications
+    stats:          query statistics or their file (.safetensors, public .pt); read only by policies that need
+                    them
     options:        the policy's own parameters; an unknown one is an error
 
-    With policy "full" nothing is evicted: the other fields are checked but have no effect. Policies that
-    read sparsely evict nothing either: budget, sinks and recent say which tokens are read, the other fields
+    With policy "full" nothing is evicted; the other fields are checked but have no effect. Policies that read
+    sparsely evict nothing either: budget, sinks and recent choose the tokens that are read, the other fields
     have no effect.
     Comparable and hashable; QueryStats objects compare by identity.
     Raises: InvalidArgumentError.
@@ -66,10 +66,12 @@ class CompressionConfig(CompressionSettings):
             object.__setattr__(self, "mode", Mode(self.mode))
         if not (self.stats is None or isinstance(self.stats, str | os.PathLike | QueryStats)):
             raise InvalidArgumentError(
-                f"stats is {self.stats!r}; it must be a file of `kvreclaim calibrate` or QueryStats."
+                f"stats is {self.stats!r}; pass a file of `kvreclaim calibrate` or QueryStats."
             )
         if not isinstance(self.options, Mapping):
-            raise InvalidArgumentError(f"options is {self.options!r}; it must map option names to values.")
+            raise InvalidArgumentError(
+                f"options is {self.options!r}; pass a mapping of option names to values."
+            )
         object.__setattr__(self, "options", dict(self.options))
         recall = self.recalled
         require(
@@ -93,15 +95,15 @@ class CompressionConfig(CompressionSettings):
 
     @property
     def recalled(self) -> Recall | None:
-        """How evicted tokens come back; None: they do not."""
+        """The parsed recall setting; None: evicted tokens are dropped."""
         return None if self.recall is None else parse_recall(self.recall)
 
     def resolved(self, stats: QueryStats | None, whose: str) -> CompressionConfig:
-        """With a policy that has a name of its own in the place of "auto"; itself otherwise.
+        """The config with "auto" replaced by the policy that the statistics name; else itself.
 
-        stats: of the model; whose: what an error calls it
+        stats: the model's; whose: the model's name for errors
 
-        Raises: InvalidArgumentError where nothing says which policy is best.
+        Raises: InvalidArgumentError if there are no statistics, or they hold no trial.
         """
         if self.policy != AUTO:
             return self
@@ -119,14 +121,14 @@ class CompressionConfig(CompressionSettings):
         return make_policy(self.policy, self.options)
 
     def in_blocks(self, block_size: int) -> CompressionConfig:
-        """The same with the budget that blocks of this size serve, where heads keep unequal numbers."""
+        """The config with its budget rounded to blocks of this size, if heads keep unequal numbers."""
         if not self.make_policy().eviction_method.uneven:
             return self
         budget = budget_in_blocks(self.budget, block_size, self.sinks + self.recent)
         return self if budget == self.budget else replace(self, budget=budget)
 
     def footprint(self, plain: Footprint) -> Footprint:
-        """The footprint of a sequence compressed so; `plain` is that of one that is not."""
+        """The footprint of a sequence with this compression; `plain`: without any."""
         policy = self.make_policy()
         return replace(
             plain,

@@ -1,4 +1,4 @@
-"""Pins: a bias in the order of reuse that is bounded in blocks and in time. Never a lock."""
+"""Pins: cached blocks that are reused later than others, bounded in blocks and in time; never a lock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Retention:
         check_int("num_tokens of a retention", self.num_tokens, 0, field="num_tokens")
         if not isinstance(self.ttl_s, (int, float)) or not isfinite(self.ttl_s) or self.ttl_s <= 0:
             raise InvalidArgumentError(
-                f"ttl_s of a retention is {self.ttl_s!r}; it must be a finite number of seconds > 0."
+                f"ttl_s of a retention is {self.ttl_s!r}; pass a finite number of seconds above 0."
             )
 
 

@@ -1,4 +1,4 @@
-"""What `kvreclaim serve` may be told, besides the engine's own options."""
+"""Options of `kvreclaim serve` besides the engine's."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ MAX_INT32 = (1 << 31) - 1
 class ServerConfig:
     """The server's limits and names. Raises: InvalidArgumentError.
 
-    served_model_name: names under which the model answers, each time with the one it was asked for; metrics
-                       have the first
-    api_keys:          keys that are accepted, one per tenant; none: everybody, as one tenant
-    operator_key:      None: the only API key, or everybody without keys
-    chat_template:     Jinja text instead of the tokenizer's own
-    tool_call_parser:  a name in server/tool_calls.py; None: answers are all text
+    served_model_name: names of the model; an answer has the one of its request, metrics have the first
+    api_keys:          accepted keys, one per tenant; none: everybody is one tenant
+    operator_key:      None: the only API key is the operator's; without keys, everybody is the operator
+    chat_template:     Jinja text in place of the tokenizer's own
+    tool_call_parser:  a name in server/tool_calls.py; None: answers are text only
     """
 
     served_model_name: tuple[str, ...] = option(

@@ -43,14 +43,15 @@ T = TypeVar("T")
 
 
 OF_THE_WEIGHTS = ("quantized_activations", "hf_overrides")
-"""Engine options that are settled when a model is loaded."""
+"""Engine options that are fixed when a model is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class LLMStats:
-    """An engine's state at a moment, and its counters since the start.
+    """An engine's state now, and its counters since the start.
 
-    memory:  blocks of the pool; offload: host and disk, None without
+    memory:  blocks of the pool
+    offload: host and disk; None without offloading
     """
 
     num_running: int
@@ -61,17 +62,16 @@ class LLMStats:
 
 
 class LLM:
-    """A model, its paged cache and its requests, in one process. As a context manager it closes at the end.
+    """A model, its paged KV cache and its requests, in one process; a context manager that closes it.
 
     Args:
         model:        a local directory, a hub id or a .gguf file; weights of AWQ, GPTQ, compressed-tensors,
                       bitsandbytes (4 bits) and GGUF stay packed: docs/quantized.md
         dtype:        "auto", "float32", "bfloat16", "float16"
         device:       "auto", "cpu", "cuda"
-        compression:  of requests that bring none of their own; None keeps every token
-        engine_options: the fields of EngineConfig; num_blocks and max_model_len are chosen from the model
-                      and the free memory where they are None; a max_model_len that the pool cannot hold of
-                      one sequence under `compression` is refused
+        compression:  of requests without their own; None keeps every token
+        engine_options: fields of EngineConfig. A max_model_len is refused if the pool cannot hold one
+                      sequence of that length under `compression`
 
     Raises: UnsupportedModelError, InvalidArgumentError, StatsMismatchError.
     """
@@ -131,17 +131,16 @@ class LLM:
         self.close()
 
     def stats(self) -> LLMStats:
-        """Requests, blocks, offload and counters: a copy, of this moment."""
+        """A copy of the present figures: requests, blocks, offload and counters."""
         engine = self.engine
         running, waiting = len(engine.scheduler.running), len(engine.scheduler.waiting)
         return LLMStats(running, waiting, engine.memory.stats(), deepcopy(engine.totals), engine.tier_stats())
 
     def sibling(self, **changes: Any) -> LLM:
-        """Another engine over the same weights, a draft model's included, with a pool of its own until
-        nothing refers to it.
+        """A second engine on the same weights (and draft model's weights), with a pool of its own.
 
-        changes: engine options that differ from what this one was asked for; what was left open is chosen
-                 anew, from the memory that is free now
+        changes: engine options that differ from this engine's. Options that were left to the engine are
+                 chosen again, from the memory that is free now
 
         Raises: InvalidArgumentError.
         """
@@ -159,7 +158,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Raises: InvalidArgumentError where it has none."""
+        """The model's tokenizer. Raises: InvalidArgumentError if it has none."""
         if self.loaded.tokenizer is None:
             raise InvalidArgumentError(
                 f"{self.loaded.facts.name} has no tokenizer; pass prompts as token ids."
@@ -179,12 +178,12 @@ class LLM:
         """Generate for each prompt; outputs come in the order of the prompts.
 
         Args:
-            prompts:         text, token ids, pieces some of which are chunks, or a mapping with one of these
-                             and options of the prompt: {"prompt": text, "cache_salt": salt}; one or several.
-                             docs/api.md lists the options
+            prompts:         one or several; each is text, token ids, a list of pieces with chunks, or a
+                             mapping with one of these and options of the prompt: {"prompt": text,
+                             "cache_salt": salt} (docs/api.md lists them)
             sampling_params: one, or one per prompt
             compression:     one, or one per prompt; None takes the LLM's own
-            priority:        one, or one per prompt; under scheduling_policy "priority" a lower one is first
+            priority:        one, or one per prompt; lower runs first, under scheduling_policy "priority"
             on_step:         called with each step's figures
 
         Raises: InvalidArgumentError, RequestTooLongError before anything has run, naming the prompt.
@@ -209,10 +208,10 @@ class LLM:
         use_tqdm: bool = False,
         on_step: OnStep | None = None,
     ) -> list[RequestOutput]:
-        """The likeliest outputs of each prompt, as transformers' generate(num_beams=...) finds them; of each
-        the best num_return_sequences, with cumulative_logprob and sequences_scores.
+        """Find the likeliest outputs of each prompt, like transformers' generate(num_beams=...). Returns the
+        best num_return_sequences of each, with cumulative_logprob and sequences_scores.
 
-        Beams share the blocks of what they have in common. Arguments as `generate` has them.
+        Beams share the blocks of their common tokens. Other arguments are those of `generate`.
 
         Raises: InvalidArgumentError, RequestTooLongError before anything has run, naming the prompt.
         """
@@ -241,8 +240,8 @@ class LLM:
         on_step: OnStep | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
-        """Generate the assistant's next turn of a conversation, or of each of several, through the
-        tokenizer's chat template. Other arguments as `generate` has them, one or one per conversation.
+        """Generate the assistant's next turn of one or several conversations, with the tokenizer's chat
+        template. Other arguments are those of `generate`, one or one per conversation.
 
         template: keyword arguments of render_chat (tools, chat_template, ...), for all conversations
         """
@@ -265,8 +264,8 @@ class LLM:
         *,
         priority: int = 0,
     ) -> Iterator[RequestOutput]:
-        """Yield the request's outputs so far after each token; closing the iterator aborts it. Arguments as
-        `generate` has them."""
+        """Yield the request's outputs so far after each token; closing the iterator aborts it. Arguments are
+        those of `generate`."""
         params = SamplingParams() if sampling_params is None else sampling_params
         request = self._add(prompt, params, compression, priority=priority)
         seen = 0
@@ -291,13 +290,12 @@ class LLM:
         use_tqdm: bool = False,
         observers: Sequence[Observer | None] | None = None,
     ) -> list[ScoreOutput]:
-        """Score given continuations by teacher forcing: what the model would have said at each place.
+        """Score given continuations by teacher forcing: the model's prediction at each token.
 
-        The cache is compressed at exactly the points at which generating the continuation would have
-        compressed it; between two of them the tokens are computed in one go.
+        The cache is compressed at exactly the points at which generation would compress it; the tokens
+        between two of them are computed together.
 
-        observers: one per prompt or None, told the whole log-probability rows as they come (see Scores);
-                   nothing of them is kept here
+        observers: one per prompt, or None; each is called with whole rows of log-probabilities (see Scores)
         """
         if len(prompts) != len(continuations):
             raise InvalidArgumentError(
@@ -322,11 +320,10 @@ class LLM:
         self.engine.abort(request_id)
 
     def prefix_tree(self) -> tuple[PrefixNode, ...]:
-        """What prompts are found to begin with, as radix trees, those of different salts apart: tokens,
-        blocks, and which running requests hold them. A copy, of this moment; O(cached blocks).
-        `node.lines()` draws it.
+        """The prefix index as one radix tree per salt: tokens, blocks, and the running requests that hold
+        them. A copy; O(cached blocks). `node.lines()` draws it.
 
-        Compressed prefixes (compress_prompt_at) and what only lies on the host or on disk are not in it.
+        Compressed prefixes (compress_prompt_at) and blocks that are only on host or disk are not in it.
         """
         return prefix_tree(self.engine.memory.pool.index, self.engine.block_holders())
 
@@ -337,21 +334,21 @@ class LLM:
         *,
         compression: CompressionConfig | None = None,
     ) -> SessionInfo:
-        """Write what is cached of a prompt to a file: its leading full blocks, wherever they lie. Of a prompt
-        with its answer: output.prompt_token_ids + output.outputs[0].token_ids.
+        """Write the cached leading full blocks of a prompt to a file, from the pool, host or disk. To include
+        the answer, pass output.prompt_token_ids + output.outputs[0].token_ids.
 
-        prompt:      with compress_prompt_at: instead, what compression has left of so many leading tokens
-        compression: of such a prompt, as it was when the prompt was computed; None for the engine's own
+        prompt:      with compress_prompt_at n: the compressed prefix of the first n tokens instead
+        compression: of such a prefix, as when it was computed; None for the engine's own
 
-        Raises: InvalidArgumentError if nothing is, OSError.
+        Raises: InvalidArgumentError if nothing is cached, OSError.
         """
         spec = request_of(prompt, self._encode, params=SamplingParams())
         tokens, salt, config = spec.prompt_token_ids, spec.cache_salt, compression or self.compression
         if spec.compress_prompt_at is None:
             require(
                 compression is None,
-                "compression is given without compress_prompt_at: only what is compressed at a place of the "
-                "prompt can be saved; say where, or leave compression out.",
+                "compression is given without compress_prompt_at, and only a prefix compressed there can be "
+                "saved; pass compress_prompt_at, or leave compression out.",
                 "compress_prompt_at",
             )
             return self.engine.sessions.save(tokens, path, salt)
@@ -359,17 +356,17 @@ class LLM:
         return self.engine.sessions.save_compressed(tokens, path, salt, compressor, spec.compress_prompt_at)
 
     def load_session(self, path: str | os.PathLike[str], *, cache_salt: str | None = None) -> SessionInfo:
-        """Read such a file: prompts that begin so, and have this salt, are found in the cache from now on. Of
-        a compressed one: those that ask for the same compression at the same place.
+        """Read a file of save_session into the prefix cache: prompts with this beginning and salt hit it. A
+        compressed prefix serves prompts with the same compression and compress_prompt_at.
 
-        Raises: InvalidArgumentError for a file that is damaged, or of another model, KV format or block size,
-            which it names, or if there is no room for it; OSError.
+        Raises: InvalidArgumentError if the file is damaged, there is no room, or model, KV format or block
+            size differ (it names them); OSError.
         """
         return self.engine.sessions.load(path, cache_salt)
 
     def close(self) -> None:
-        """Let go of what the engine holds beside memory: what is on its way to disk is written, its file
-        closed. Without a disk tier there is nothing to do; at the latest it happens when the process ends."""
+        """Wait for pending writes to disk and close the file; it also happens when the process ends. Without
+        a disk tier it does nothing."""
         self.engine.close()
 
     def _add_all(self, **columns: Sequence[Any]) -> list[Request]:
@@ -408,12 +405,12 @@ class LLM:
         return list(self.tokenizer.encode(text, add_special_tokens=begins))
 
     def resolved(self, config: CompressionConfig) -> CompressionConfig:
-        """The config with the policy that this model's statistics name where it says "auto"."""
+        """The config with "auto" replaced by the policy that this model's statistics name."""
         _check_type(config, CompressionConfig, "compression")
         return self.compressors.resolved(config)
 
     def compressor(self, config: CompressionConfig) -> Compressor:
-        """The config bound to this model, with the statistics beside the weights if it names none."""
+        """A compressor for this model; reads the statistics beside the weights if the config names none."""
         _check_type(config, CompressionConfig, "compression")
         return self.compressors.of(config)
 

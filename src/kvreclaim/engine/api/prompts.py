@@ -1,4 +1,4 @@
-"""Prompts as callers write them, and the requests that they become."""
+"""Prompts as callers write them, and the requests made from them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvreclaim.errors import InvalidArgumentError
 
 Piece = Chunk | str | list[int]
 Prompt = str | list[int] | Sequence[Piece] | Mapping[str, Any]
-"""Text, token ids, a list of pieces some of which are chunks ([Chunk(text), question]), or a mapping: text or
-pieces as "prompt", or ids as "prompt_token_ids", and PROMPT_OPTIONS."""
+"""Text, token ids, a list of pieces with chunks ([Chunk(text), question]), or a mapping: text or pieces as
+"prompt", or ids as "prompt_token_ids", and PROMPT_OPTIONS."""
 PROMPT_OPTIONS = ("cache_salt", "compress_prompt_at", "chunk_reuse", "sparse_prefill")
-"""What a mapping may say beside its prompt, as RequestSpec has it; chunk_reuse is a ChunkReuse."""
+"""Further keys of a mapping, with RequestSpec's meanings; chunk_reuse is a ChunkReuse."""
 Encode = Callable[[str, bool], list[int]]
 """(text, whether the prompt begins with it) to tokens."""
 

@@ -1,4 +1,4 @@
-"""What a caller gets back. Names follow vLLM where it has them."""
+"""Outputs and figures of requests. Names follow vLLM where it has them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ from kvreclaim.schedule.step import PreemptionReason
 T = TypeVar("T")
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-
-
-"""One entry per prompt token; the first, which nothing predicts, is None."""
 
 
 class Grown(Generic[T]):
@@ -39,14 +36,13 @@ class Grown(Generic[T]):
 
 @dataclass
 class CompletionOutput:
-    """One output of a request; text, token_ids and logprobs are all that came so far.
+    """One output of a request; text, token_ids and logprobs hold everything so far.
 
-    drawn, reports: what token_ids and logprobs are made of when they are read, so that a stream that says
-                    everything again at each token copies nothing
-    logprobs:       None unless they were asked for
+    drawn, reports: sources of token_ids and logprobs, which are copied when read; a stream copies nothing
+    logprobs:       None unless requested
     stop_reason:    the stop string or token id that ended it; None for end-of-sequence or a length limit
-    cumulative_logprob: of a beam search: of its tokens
-    sequences_scores: of a beam search: the same over the tokens' number to the power of length_penalty
+    cumulative_logprob: sum over the tokens; only of a beam search
+    sequences_scores: cumulative_logprob / length ** length_penalty; only of a beam search
     """
 
     index: int
@@ -69,31 +65,30 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Costs of one request, and blocks that it gave back, over all its outputs.
+    """Costs of one request, and the blocks it gave back, over all its outputs.
 
-    policy:         of its compression as it was written, or what "auto" stood for; None without compression
-    budget:         tokens per layer and KV head that its compression keeps, or reads, in the blocks of this
-                    engine; None without compression
-    tokens_evicted: slots per head whose token left the attention set
+    policy:         the policy as written, or the one "auto" stands for; None without compression
+    budget:         tokens per layer and KV head that compression keeps (or reads), in whole blocks; None
+                    without compression
+    tokens_evicted: tokens evicted per layer and KV head
     blocks_freed:   blocks that compression returned to the pool while the request lived, less those it took;
-                    below 0 while others hold the shared blocks that it left
+                    below 0 while others hold shared blocks that it left
     blocks_perfect: blocks that perfect packing would have returned for the same evictions
-    tokens_lost_to_rounding: tokens, summed over passes and heads, that unequal counts gave to a head and
-                    rounding to whole blocks took, for others to keep as many more; no block is lost
-    peak_blocks:    most blocks that one of its outputs' tables held between two steps
-    answer_blocks:  the same over the steps that computed tokens behind the prompt, when a long prompt has
-                    been compressed; 0 where no such token was computed
-    num_cached_tokens: prompt tokens that were found and not computed, wherever they were
-    num_loaded_tokens: of these, the ones that came from below the pool: from the host's memory or from disk
-    num_disk_tokens: of these, the ones that were read from disk while the request waited
-    num_indexed_tokens: leading prompt tokens that were served from the prefix index or entered into it
-    num_repeated_tokens: of these, the ones that were computed although the index had them
-    prefill_tokens_seen: of prompt tokens that were computed sparsely: the tokens before them and their own,
-                    summed over their rows, layers and KV heads; prefill_tokens_read: of these, the ones that
-                    they attended to
-    num_reused_tokens: prompt tokens whose keys and values are those of chunks that were computed alone
-    num_gone_tokens: prompt tokens that were to be reused, but had left the cache by then and were computed
-    queue_s:        from arrival to the first step that computes a token; None while it waits
+    tokens_lost_to_rounding: with unequal heads, tokens that rounding to whole blocks took from one head and
+                    gave to another, summed over passes and heads; no block is lost
+    peak_blocks:    most blocks in the table of one output between two steps
+    answer_blocks:  the same over the steps after the prompt; 0 if there was none
+    num_cached_tokens: prompt tokens served from the prefix cache: pool, host or disk
+    num_loaded_tokens: of these, from host or disk
+    num_disk_tokens: of these, read from disk while the request waited
+    num_indexed_tokens: leading prompt tokens served from the prefix index or added to it
+    num_repeated_tokens: of these, computed although the index had them
+    prefill_tokens_seen: tokens that dense attention would have read for sparsely computed prompt tokens,
+                    summed over rows, layers and KV heads; prefill_tokens_read: of these, those read
+    num_reused_tokens: prompt tokens whose keys and values come from chunks computed alone
+    num_gone_tokens: prompt tokens that were to be reused but had left the cache, and were computed
+    queue_s:        seconds from arrival to the first step that computes a token; None while it waits
+    ttft_s, e2e_s:  seconds from arrival to the first and the last token; None until then
     """
 
     policy: str | None = None
@@ -123,22 +118,22 @@ class RequestMetrics:
 
     @property
     def prefill_share(self) -> float | None:
-        """prefill_tokens_read / prefill_tokens_seen; None where nothing was computed sparsely."""
+        """prefill_tokens_read / prefill_tokens_seen; None if nothing was computed sparsely."""
         return self.prefill_tokens_read / self.prefill_tokens_seen if self.prefill_tokens_seen else None
 
     @property
     def reclaim_efficiency(self) -> float | None:
-        """blocks_freed / blocks_perfect; None where nothing was to be freed."""
+        """blocks_freed / blocks_perfect; None if blocks_perfect is 0."""
         return self.blocks_freed / self.blocks_perfect if self.blocks_perfect else None
 
 
 @dataclass
 class RequestOutput:
-    """A request's outputs; `finished` once every one of them has a finish_reason.
+    """A request's outputs; `finished` when each of them has a finish_reason.
 
-    error:           why the request failed, None otherwise
-    prompt_reports:  what prompt_logprobs are made of when they are read
-    prompt_logprobs: those of the prompt's tokens so far; None unless they were asked for
+    error:           why the request failed; else None
+    prompt_reports:  source of prompt_logprobs, which are copied when read
+    prompt_logprobs: one entry per prompt token so far, the first is None; None unless requested
     """
 
     request_id: str
@@ -159,7 +154,7 @@ class RequestOutput:
 class ScoreOutput:
     """A given continuation under the model (teacher forcing), one entry per continuation token.
 
-    predicted: the most likely token at each place; logprobs: of the given token
+    predicted: the most likely token at each position; logprobs: of the given tokens, in nats
     """
 
     request_id: str
@@ -175,9 +170,9 @@ class StepStats:
 
     num_running, num_waiting, blocks_in_use: at the end of the step, after compression and after finished
                         requests left
-    num_prefill_tokens: of num_tokens, those of prompts, and of sequences that are computed again
-    num_decode_tokens:  the rest: the newest token of each sequence that generates, and drafts behind it
-    num_prompts_done:   requests whose whole prompt has been computed now for the first time
+    num_prefill_tokens: of num_tokens, tokens of prompts and of sequences that are recomputed
+    num_decode_tokens:  the rest: the newest token of each generating sequence, and its drafts
+    num_prompts_done:   requests whose prompt was completed in this step, for the first time
     """
 
     num_running: int
@@ -194,8 +189,8 @@ class StepStats:
 class SpeculationTotals:
     """Drafts over the engine's life.
 
-    accepted_at: by the draft's place, so many were accepted there
-    num_failed:  times that drafting failed, and sequences went on without
+    accepted_at: accepted drafts by their position
+    num_failed:  times drafting failed; the sequences went on without
     """
 
     num_drafts: int = 0

@@ -1,4 +1,4 @@
-"""What a caller asks of an engine."""
+"""A request as the engine receives it."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from kvreclaim.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSpec:
-    """One request, from the front end to the engine. Whoever takes it in checks it.
+    """One request, from the front end to the engine, which checks it.
 
-    prompt:       the text that the token ids come from, to be reported
+    prompt:       the text of the token ids, for the output
     compression:  None takes the LLM's own
-    continuation: its tokens are scored instead of drawing any
-    priority:     under scheduling_policy "priority" a lower number runs first; else 0
-    retention:    how long the blocks of which leading prompt tokens are worth keeping
-    tenant:       for whom: tenants get fair shares of the engine
-    compress_prompt_at: tokens of the prompt behind which it is compressed, whatever is due; what that leaves
-                  is kept for requests that begin with the same tokens and say the same
-    beams:        search instead of drawing; params are then its `sampling`
+    continuation: tokens to score; none are generated
+    priority:     lower runs first, under scheduling_policy "priority"; else 0
+    retention:    pins of leading prompt tokens
+    tenant:       tenants get fair shares of the engine
+    compress_prompt_at: n: compress the first n prompt tokens at once, and keep the result for requests with
+                  the same tokens, compression and n
+    beams:        a beam search; params are then its `sampling`
     cache_salt:   prefix blocks are shared only among requests with the same salt
-    sparse_prefill: how the prompt is computed, by name or as a method; None: as the engine says
-    chunks:       parts of the prompt that are computed alone first, unless they have been, and reused
-    may_end_early: where the pool cannot hold max_tokens, outputs end where it ends; else that is refused
+    sparse_prefill: method of the prompt, by name or as an object; None: the engine's own
+    chunks:       parts of the prompt that are computed alone once and reused
+    may_end_early: if the pool cannot hold max_tokens, end the outputs where it ends; False: refuse
     """
 
     request_id: str = ""
@@ -49,5 +49,5 @@ class RequestSpec:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that run for the request at once."""
+        """Sequences that run at once for the request."""
         return self.params.n if self.beams is None else self.beams.beam_width

@@ -23,14 +23,14 @@ from kvreclaim.engine.serving.served import ServedModel
 T = TypeVar("T")
 
 MANY, SOON_S = 8, 0.004
-"""News of so many streams waits so long: by then the engine's thread is in native code of its next step.
-At once, both threads would want the interpreter at the same time (docs/log.md has what was measured)."""
+"""Updates of at least so many streams wait this long. By then the engine's thread runs native code, and the
+two threads do not compete for the interpreter (measured in docs/log.md)."""
 
 
 class AsyncEngine(EngineClient):
-    """Serves many callers of one event loop from one engine, which nobody else may touch meanwhile.
+    """Serves many callers of one event loop from one LLM, which they may not use directly meanwhile.
 
-    Everything that concerns the engine runs in its thread, between two steps.
+    All calls to the engine run in its thread, between two steps.
     """
 
     def __init__(self, llm: LLM, observers: Sequence[EngineObserver] = ()) -> None:
