@@ -87,7 +87,7 @@ def check_offsets(name: str, value: object) -> tuple[int, ...]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What the text holds. Raises: ValueError, also where it is nested without end."""
+    """Parse JSON. Raises: ValueError, also if it is nested too deep."""
     try:
         return json.loads(text)
     except RecursionError as error:

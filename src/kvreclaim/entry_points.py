@@ -20,7 +20,7 @@ def names_in(group: str) -> set[str]:
 
 
 def load(group: str, name: str, noun: str) -> tuple[Any, str] | None:
-    """What the name stands for, and where it is; None if nobody has it.
+    """The object of an entry point and where it is; None if there is none.
 
     noun: what it should be, for the message. Raises: InvalidArgumentError if it cannot be imported.
     """

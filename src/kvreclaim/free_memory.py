@@ -16,7 +16,7 @@ UNLIMITED = 1 << 60
 
 
 def free_host_memory_bytes() -> int:
-    """What the machine, the cgroups of this process (as containers have) and its resource limits (ulimit -d,
+    """Memory that the machine, this process's cgroups (containers) and its resource limits (ulimit -d,
     -v) all allow."""
     process = Path("/proc/self")
     left = [int(psutil.virtual_memory().available), *_left_of_cgroups(process), *_left_of_limits(process)]

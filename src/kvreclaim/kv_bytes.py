@@ -17,7 +17,7 @@ GROUP = 32
 
 
 class LayerDims(Protocol):
-    """What a layer's keys and values measure. key_dims: of a key that is stored beside the value; of a latent
+    """Sizes of a layer's keys and values. key_dims: of a key that is stored beside the value; of a latent
     cache (MLA) the rotary part, num_kv_heads 1 and v_head_dim the latent's."""
 
     @property
@@ -72,7 +72,7 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class KVBytes:
-    """What one format takes.
+    """Bytes of one format.
 
     A *unit* is one block of one KV head in one layer: the keys, the values and their parameters (scales,
     centres) of S slots.

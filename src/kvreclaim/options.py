@@ -26,7 +26,7 @@ LARGEST = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """What is said of a field.
+    """Metadata of a field.
 
     help:      a sentence; an option without one is not offered on command lines
     low, high: least and greatest value; an int may lack the greatest, which is LARGEST then

@@ -1,4 +1,4 @@
-"""What the machine's memory and arithmetic give, measured in the same run as what is compared with them."""
+"""The machine's memory bandwidth and FLOP/s, measured in the same run as the kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every benchmark shares: facts of the machine, alternating rounds, medians, tables, the JSON file."""
+"""Parts shared by benchmarks: facts of the machine, alternating rounds, medians, tables, the JSON file."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def run(plan: DecodePlan, console: Console | None = None, *, check: bool = True)
 
 
 def _facts(plan: DecodePlan, system: System, checks: list[TokenAgreement]) -> Row:
-    """What is said of every row."""
+    """Facts for every row."""
     passed = [check.passed for check in checks if check.system == system.name]
     return {
         **plan.facts(),
@@ -148,7 +148,7 @@ def _tell(console: Console, row: Row) -> None:
 
 @dataclass(slots=True)
 class Pace:
-    """What one system's steps have cost so far: the fewest seconds per cached token."""
+    """The cost of one system's steps so far: the fewest seconds per cached token."""
 
     per_token: float = 0.0
 

@@ -51,7 +51,7 @@ class ModelPlan:
         return SystemSetup(self.model, self.dtype, self.threads)
 
     def facts(self) -> dict[str, Any]:
-        """What every row says of it."""
+        """Facts for every row."""
         return {"model": self.model.name, "dtype": self.dtype, "threads": self.threads}
 
 
@@ -292,7 +292,7 @@ class LosslessPlan:
         )
 
     def facts(self) -> dict[str, Any]:
-        """What every row says of it."""
+        """Facts for every row."""
         return {
             "dtype": self.dtype,
             "threads": self.threads,

@@ -30,7 +30,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class StreamedAnswer:
-    """What came: the whole text, seconds from the request to its first piece, and those between two pieces.
+    """A streamed answer: the text, seconds from the request to its first piece, and those between two pieces.
     A piece has one or more tokens."""
 
     text: str

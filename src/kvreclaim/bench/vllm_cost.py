@@ -1,4 +1,4 @@
-"""What the plugin costs a vLLM that does not need it.
+"""The cost of the plugin in a vLLM that does not use it.
 
 Four engines serve the same requests in turns, each in a process that stays: `absent` (vLLM does not load the
 plugin), `absent again` (the same, which shows what of a difference is noise), `installed` (loaded,

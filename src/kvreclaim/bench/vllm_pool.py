@@ -201,7 +201,7 @@ def pool_table(rows: Sequence[Row]) -> str:
 
 
 def block_lines(rows: Sequence[Row]) -> list[str]:
-    """What one request holds, beside what its budget says; of the rows with the plugin."""
+    """Blocks that one request holds, beside its budget, for the rows with the plugin."""
     return [_block_line(row) for row in rows if row["budget"]]
 
 

@@ -39,7 +39,7 @@ LATENCIES = ("ttft", "tpot", "e2el")
 
 @dataclass(frozen=True, slots=True)
 class ServeLoad:
-    """What comes to each server in a turn.
+    """The load on each server in a turn.
 
     output, spread: tokens of an answer, from output * (1 - spread) to output * (1 + spread)
     num_blocks:     as vLLM's --num-gpu-blocks-override, one of them its null block

@@ -151,7 +151,7 @@ def calibrate(
 
 
 class _Learnt:
-    """What documents said twice teach: a surrogate of what a token is worth, the shares of heads, and where
+    """Results of repeated documents: a surrogate of a token's worth, the shares of heads, and where
     that is asked for weights of hidden states (kvzap_units: KVzapFit's)."""
 
     def __init__(self, facts: ModelFacts, kvzap_units: int | None) -> None:

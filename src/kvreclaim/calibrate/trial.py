@@ -157,7 +157,7 @@ def _config(policy: str, budget: int, stats: QueryStats) -> CompressionConfig:
 
 
 def _full(engine: LLM, case: _Case) -> TrialScore:
-    """What follows a document in the full cache. The document is computed alone, so that all find it."""
+    """Scores of continuations in the full cache. The document is computed alone, so that all find it."""
     engine.score([case.prompt], [case.once[:1]])
     return _said(case, *_score(engine, case, [None]))
 

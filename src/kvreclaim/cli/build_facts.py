@@ -1,4 +1,4 @@
-"""What was built from what, and what runs here: the facts that a report of a fault needs."""
+"""Facts about build and machine, for bug reports."""
 
 from __future__ import annotations
 
@@ -77,5 +77,5 @@ def build_facts() -> BuildFacts:
 
 
 def _packed_commit() -> str:
-    """What the release wrote beside this file; empty in a checkout."""
+    """The commit that the release wrote beside this file; empty in a checkout."""
     return str(json.loads(_BUILD_FILE.read_text())["commit"]) if _BUILD_FILE.exists() else ""

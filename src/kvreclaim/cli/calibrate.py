@@ -32,7 +32,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What is read of the text."""
+    """How much of the text is read."""
 
     max_tokens: int = option(25_600, "Maximum number of tokens to read from the text.", low=1)
     trial: int = option(3, "Documents to hold out for the trial of the candidates; 0: no trial.", low=0)
@@ -44,7 +44,7 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True)
 class Measuring:
-    """What is kept of the queries, as compression.Clustering checks it."""
+    """Statistics kept of the queries; compression.Clustering checks them."""
 
     num_centers: int = option(16, "Query centers per head; 0 keeps only moments.", flags=("--centers",))
     shared_centers: bool = option(False, "Share centers among the query heads of a KV head.")

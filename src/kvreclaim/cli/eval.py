@@ -40,7 +40,7 @@ ENGINE = (
 
 @dataclass(frozen=True)
 class EvalOutputs:
-    """What is written, beside the tables on the terminal."""
+    """Files that are written, besides the tables on the terminal."""
 
     out: Path | None = option(
         None, "Directory for the report and a journal, with which the same command continues after a stop."

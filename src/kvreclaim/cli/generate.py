@@ -29,7 +29,7 @@ OF_MANY = (
     "max_pinned_fraction",
     "kv_cache_metrics_sample",
 )
-"""What matters among several requests only."""
+"""Options that matter only with several requests."""
 
 
 @with_config

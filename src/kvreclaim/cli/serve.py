@@ -99,7 +99,7 @@ def _check_lasting(server: ServerConfig, engine: EngineConfig) -> None:
 
 
 def _name_of(path: str | Path) -> str:
-    """What clients call it: as it was named, or by the directory that was chosen."""
+    """The model's name for clients: as given, or the chosen directory's."""
     if path == demo_model():
         return "kvreclaim-demo"
     return path.name if isinstance(path, Path) else path

@@ -13,7 +13,7 @@ from kvreclaim.ops.key_source import PagedSource, column_sums
 
 
 def attention(view: LayerView, keys: Tensor, queries: Tensor, first: int) -> Tensor:
-    """What each of some queries pays each live key: rows of softmax(scale * q.K) in fp32.
+    """Attention of some queries to each live key: rows of softmax(scale * q.K) in fp32.
 
     Args:
         keys:    [K, T, D] of the view, any float dtype

@@ -1,4 +1,4 @@
-"""What a token will be needed for, guessed from its hidden state when it is computed.
+"""The importance of a token, predicted from its hidden state when it is computed.
 
 The target is KVzip's score: the logarithm of the most that any later query pays the token in a document said
 twice. (The surrogate knows a token's age and learns what is needed from one moment on: surrogate.py.) A

@@ -1,4 +1,4 @@
-"""What a compression policy is asked, and what it answers."""
+"""The interface of a compression policy."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Signal(Enum):
     TOKEN_SCORES = auto()
     """Statistics with weights of hidden states, and the score that they give a token when it is computed."""
     READ_AGAIN = auto()
-    """What the prompt's tokens are paid when the model repeats it: only where prompt_only."""
+    """Attention to the prompt's tokens while the model repeats it; only with prompt_only."""
 
 
 class Mode(StrEnum):

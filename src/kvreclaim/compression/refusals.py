@@ -33,7 +33,7 @@ _SIGNALS = {
 
 
 def policy_features(policy: CompressionPolicy) -> dict[Feature, str]:
-    """What a policy is, for the compatibility table."""
+    """Features of a policy, for the compatibility table."""
     method = policy.eviction_method
     has = {
         Feature.KEEPS_ALL: method.keeps_all,
@@ -52,7 +52,7 @@ def policy_features(policy: CompressionPolicy) -> dict[Feature, str]:
 
 
 def format_features(kv_format: KVFormat) -> dict[Feature, str]:
-    """What a format of the KV cache is, for the compatibility table."""
+    """Features of a KV format, for the compatibility table."""
     has = {
         Feature.QUANTISED: not kv_format.is_plain,
         Feature.ROTATED: kv_format.is_rotated,
@@ -62,7 +62,7 @@ def format_features(kv_format: KVFormat) -> dict[Feature, str]:
 
 
 def model_features(facts: ModelFacts) -> dict[Feature, str]:
-    """What layers that share one block table are, for the compatibility table."""
+    """Features of layers that share one block table, for the compatibility table."""
     layers, name = facts.layers, repr(facts.name)
     windowed = [n for n, layer in zip(facts.ids, layers, strict=True) if layer.softmax.window is not None]
     found: dict[Feature, str | None] = {

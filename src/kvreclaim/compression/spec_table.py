@@ -63,7 +63,7 @@ def _facts(policy: CompressionPolicy) -> dict[str, Any]:
 def _variants(
     cls: type[CompressionPolicy], options: list[Field[object]]
 ) -> Iterator[tuple[str, object, dict[str, Any]]]:
-    """What the policy says with one option at another value: all choices of one, the next integers."""
+    """The policy's properties with one option at another value: all choices of one, the next integers."""
     hints = get_type_hints(cls)
     for field in options:
         default = field.default

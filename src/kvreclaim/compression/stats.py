@@ -1,4 +1,4 @@
-"""What is known of a model's queries before rotation: made once by calibration, read by policies."""
+"""Statistics of a model's queries before rotation: made once by calibration, read by policies."""
 
 from __future__ import annotations
 

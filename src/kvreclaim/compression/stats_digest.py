@@ -1,4 +1,4 @@
-"""What statistics say, as a digest."""
+"""A digest of statistics."""
 
 from __future__ import annotations
 

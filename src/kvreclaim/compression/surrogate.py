@@ -1,4 +1,4 @@
-"""What a token will be needed for, guessed from its cached key and value and from its age.
+"""The importance of a token, predicted from its cached key and value and from its age.
 
 The teacher is a document said twice, without words between, and compressed, in thought, when three quarters
 of it have been said once. The rest of it is the text going on: the most that any of its queries pays a token
@@ -50,7 +50,7 @@ def age_features(ages: Tensor) -> Tensor:
 
 
 def age_scores(weights: Tensor) -> Tensor:
-    """What each age adds, for heads with weights [N, A]: [N, KNOTS[-1] - KNOTS[0] + 1] fp32, from the first
+    """Score added by each age, heads with weights [N, A]: [N, KNOTS[-1] - KNOTS[0] + 1] fp32, from the first
     knot to the last."""
     ages = torch.arange(KNOTS[0], KNOTS[-1] + 1, device=weights.device)
     return (weights.double() @ age_features(ages).T).float()

@@ -1,4 +1,4 @@
-"""What became of a model's held-out documents under candidate policies, and which of them is its best.
+"""Results of candidate policies on a model's held-out documents, and the best policy.
 
 Neither of equal and unequal heads, neither of learned scores and mixtures of queries is right for all models,
 so calibration tries them and the statistics file holds what it has found.
@@ -19,7 +19,7 @@ CANDIDATES = (
     "triattention",
     "streaming_llm",
 )
-"""What is tried where nothing else is asked for; of equals the first is taken. The last three keep equal
+"""Default candidates; of equals the first is taken. The last three keep equal
 heads: what a server without unequal ones, or a model without shares, can have."""
 FRACTIONS = (0.2, 0.1)
 """Fractions of a document that stay."""

@@ -259,7 +259,7 @@ def prompt_left(kept: Heads, prompt_slots: np.ndarray) -> np.ndarray:
 
 
 def head_signals(signals: LayerSignals, head: int, num_kv_heads: int) -> LayerSignals:
-    """What one KV head and its query heads have of them; sliced, not copied."""
+    """The signals of one KV head and its query heads; sliced, not copied."""
     own = {
         field.name: tensor.unflatten(0, (num_kv_heads, -1))[head]
         for field in fields(signals)

@@ -1,4 +1,4 @@
-"""What wrappers share: how they put tokens before others, how they give heads unequal counts."""
+"""Common parts of wrappers: ranking tokens before others, and unequal counts per head."""
 
 from __future__ import annotations
 

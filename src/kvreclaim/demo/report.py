@@ -1,4 +1,4 @@
-"""What the demo found, as data."""
+"""The demo's results, as data."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class CodeQuestion(BaseModel):
 
 
 class RealReport(BaseModel):
-    """What the demo found on a real language model.
+    """The demo's results on a real language model.
 
     rows: codes and perplexity in real text, as `kvreclaim eval` reports them; num_tokens of each document
     load: conversations of num_load_tokens at once in num_blocks

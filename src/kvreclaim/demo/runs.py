@@ -70,7 +70,7 @@ class DemoPlan:
         return round(self.final_length * fraction)
 
     def names(self, policy: str, fraction: float | None) -> dict[str, Any]:
-        """What every run says of its setting."""
+        """Setting of a run, for its report."""
         budget = None if fraction is None else self.budget(fraction)
         return {"policy": policy, "fraction": fraction, "budget": budget}
 

@@ -12,7 +12,7 @@ from kvreclaim.ops.formats import kv_format
 
 @dataclass(frozen=True, slots=True)
 class FormatStorage:
-    """What a sequence's K/V take in one format, beside what the full cache takes in the model's own dtype.
+    """Bytes of a sequence's K/V in one format, beside the full cache's in the model's own dtype.
 
     block_bytes:     of one block over all layers, scales and centres included
     open_bytes:      beside the pool, of a sequence's block that is not full; 0 for most formats

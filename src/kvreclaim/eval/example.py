@@ -22,7 +22,7 @@ NOWHERE = -1
 
 
 class TokenKind(enum.Enum):
-    """What it takes to predict a token of the trace."""
+    """The evidence that predicts a token of the trace."""
 
     MARK = "mark"  # which step comes next: `#`, `<`, …, `<eos>`
     KEY = "key"  # the node where the last step ended, copied
@@ -102,7 +102,7 @@ class SizedTask(ABC):
     filler_words: tuple[int, int] = (6, 10)
     noise: float = 0.0
     seeds: ClassVar[str]
-    """What the seeds of its random numbers begin with."""
+    """Prefix of the seeds of its random numbers."""
 
     def __post_init__(self) -> None:
         """Refuse sizes that the vocabulary or the document can't hold."""

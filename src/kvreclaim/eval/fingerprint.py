@@ -1,4 +1,4 @@
-"""What decides a cell's results, as JSON values: two runs share a journal entry only if all of it agrees."""
+"""The fingerprint of a cell: two runs share a journal entry only if these JSON values are equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What has been evaluated already, one line an example, so that a killed run goes on where it was."""
+"""The journal of an evaluation, one line per example, from which a killed run continues."""
 
 from __future__ import annotations
 

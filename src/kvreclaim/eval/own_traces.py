@@ -1,4 +1,4 @@
-"""What the model itself goes on to say, with the full cache."""
+"""Continuations by the model itself, with the full cache."""
 
 from __future__ import annotations
 

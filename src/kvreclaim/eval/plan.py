@@ -1,4 +1,4 @@
-"""What is compared: the grid and the sizes, checked at once, and known without torch."""
+"""The plan of an evaluation: grid and sizes, checked at once, without torch."""
 
 from __future__ import annotations
 

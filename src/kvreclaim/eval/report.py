@@ -1,4 +1,4 @@
-"""What an evaluation found, as data: the JSON file is this, the CSV its rows."""
+"""The report of an evaluation: the JSON file holds it, the CSV file its rows."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class FormatFacts(BaseModel):
 
 
 class ReportHeader(BaseModel):
-    """What was measured, and on what."""
+    """The measured setup."""
 
     command: str
     version: str
@@ -178,7 +178,7 @@ class EvalReport(BaseModel):
         return list(dict.fromkeys(name for row in self.of(task) for name in row.extra))
 
     def summary(self, task: str) -> str:
-        """What a task's rows rest on."""
+        """One line on a task: examples, verdicts, and the kind of tokens/s."""
         run = next((row for row in self.of(task) if row.num_examples), None)
         if run is None:
             return "nothing was run"

@@ -81,7 +81,7 @@ def _flat(by_seed: BySeed) -> list[Result]:
 
 
 def _distrust(plan: EvalPlan, setting: GridColumn, by_seed: BySeed, *, alone: bool) -> Problem | None:
-    """What makes figures worthless: a policy that was never asked (though the format alone did not do), a
+    """Why figures are worthless: a policy that never ran (though the format alone was not enough), a
     sequence computed twice."""
     results = _flat(by_seed)
     if not results:
@@ -110,7 +110,7 @@ def _distrust(plan: EvalPlan, setting: GridColumn, by_seed: BySeed, *, alone: bo
 
 
 def _note(setting: GridColumn, by_seed: BySeed) -> str | None:
-    """What a reader of good figures should still know."""
+    """A note for readers of good figures."""
     results = _flat(by_seed)
     compressed = sum(r.compactions > 0 for r in results)
     notes = sorted({r.note for r in results if r.note})

@@ -31,7 +31,7 @@ class CellError(KVReclaimError):
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """What came back for one item; seconds and tokens are those of its batch's call, by example."""
+    """Results for one item; seconds and tokens are those of its batch's call, per example."""
 
     answer: Answer
     metrics: RequestMetrics
@@ -278,7 +278,7 @@ def _load_stats(llm: LLM, plan: EvalPlan) -> QueryStats | None:
 
 
 def timed(call: Callable[[], list[Out]]) -> tuple[list[Out], float]:
-    """What came back for a batch, and seconds. Raises: CellError where a request failed."""
+    """Results of a batch, and seconds. Raises: CellError if a request failed."""
     started = time.perf_counter()
     outs = call()
     elapsed_s = time.perf_counter() - started

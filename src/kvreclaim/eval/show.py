@@ -91,7 +91,7 @@ def task_table(report: EvalReport, task: str) -> Table:
 
 
 def mix_table(report: EvalReport, task: str) -> Table:
-    """What to take for so many bytes: the last line that takes no more."""
+    """The best mix: for a number of bytes, take the last line that needs no more."""
     table = Table(title=escape(f"{task}: best mix for a byte budget"), box=box.SIMPLE_HEAD)
     for i, heading in enumerate(MIX_HEADINGS):
         table.add_column(

@@ -1,4 +1,4 @@
-"""What the evaluation asks of a task: examples as token ids, and a verdict on what the model said."""
+"""The interface of a task: examples as token ids, and verdicts on the model's answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SEED_STRIDE = 1_000_000
 
 
 class Metric(StrEnum):
-    """What the value of a row means."""
+    """The meaning of a row's value."""
 
     ACCURACY = "accuracy"
     """Share of what was asked that was right."""
@@ -47,7 +47,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the model said to one item.
+    """The model's answer to one item.
 
     predicted, logprobs: per continuation token, the most likely token and the given one's log-probability
     text, token_ids:     of a generated answer
@@ -116,7 +116,7 @@ class Task(Protocol):
 
 
 class PlainTask:
-    """What most tasks say of themselves: shares of verdicts, and as many examples as are wanted."""
+    """Defaults of most tasks: shares of verdicts, and any number of examples."""
 
     metric = Metric.ACCURACY
     seeded = True

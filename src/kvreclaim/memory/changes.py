@@ -1,4 +1,4 @@
-"""What a change of one table asks for, and what it gives. Plain integers: the caller moves the bytes."""
+"""Changes of one table: requests and results. Plain integers; the caller moves the bytes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TableState:
 
 @dataclass(frozen=True, slots=True)
 class CompactionPlan(Generic[Id]):
-    """What the memory manager has to do so that a sequence's survivors lie in whole private blocks.
+    """The memory manager's work to put a sequence's survivors into whole private blocks.
 
     seq_id:     whose table
     num_tokens: tokens kept: the new physical length

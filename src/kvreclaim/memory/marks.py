@@ -1,4 +1,4 @@
-"""What one byte per block says at a glance; a reader may map the pool's marks as an array."""
+"""Flags of a block in one byte; a reader may map the pool's marks as an array."""
 
 from __future__ import annotations
 

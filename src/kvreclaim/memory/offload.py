@@ -1,4 +1,4 @@
-"""What the memory manager and the scheduler ask of the slots below the pool; here there are none."""
+"""The interface of the slots below the pool, for memory manager and scheduler; here there are none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the memory does with prompts: what is hit, what is entered, what is pinned, and why not."""
+"""The prefix cache of the memory manager: hits, entries, pins, and reasons of misses."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Residency:
         self.forget(block)
 
     def forget(self, block: int) -> None:
-        """What a measured block held is gone for another reason."""
+        """Drop the record of a measured block whose content went for another reason."""
         del self.lives[block]
         self._marks[block] &= ~SAMPLED
 

@@ -1,4 +1,4 @@
-"""What the memory tells about itself."""
+"""Statistics of the memory manager."""
 
 from __future__ import annotations
 

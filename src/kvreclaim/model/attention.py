@@ -23,7 +23,7 @@ ATTENTION_NAME = "kvreclaim_paged"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionCall:
-    """What one attention layer asks for: q [T, H, Dk], k [T, K, Dk], v [T, K, Dv], already rotated.
+    """The inputs of one attention layer: q [T, H, Dk], k [T, K, Dk], v [T, K, Dv], already rotated.
 
     softmax: as the model asks for it now, its sinks in their own dtype
     latent:  there is one KV head, whose keys begin with its values (multi-head latent attention)
@@ -53,7 +53,7 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentCall:
-    """What a layer of multi-head latent attention asks for.
+    """The inputs of a layer of multi-head latent attention.
 
     call:    its latents k [T, 1, R + dr] and v [T, 1, R], and the queries q [T, H, dn + dr] of expanded keys
     weights: what expands latents

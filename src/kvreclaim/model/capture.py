@@ -275,7 +275,7 @@ def _repetitions(loaded: LoadedModel, context: list[int]) -> Iterator[list[int]]
 
 
 def _instruction(loaded: LoadedModel, cue: list[int]) -> list[int]:
-    """What asks for a part of the context. cue: the tokens before it; empty at the beginning."""
+    """The instruction to repeat a part of the context. cue: the tokens before it; empty at the beginning."""
     tokenizer = loaded.tokenizer
     if tokenizer is None:
         return []

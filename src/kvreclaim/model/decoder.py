@@ -180,7 +180,7 @@ def _looks_known(module: nn.Module) -> bool:
 
 @torch.inference_mode()
 def _observe(model: PreTrainedModel, layers: list[nn.Module]) -> dict[nn.Module, _Seen]:
-    """What each layer is given and does with trial tokens, in transformers' own code."""
+    """Each layer's inputs and outputs for trial tokens, in transformers' own code."""
     trial, found = _Trial(), {}
 
     def keep(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> None:

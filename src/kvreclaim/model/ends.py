@@ -39,7 +39,7 @@ def directory_ends(name: str, tokenizer: Tokenizer | None, config: Any) -> froze
 
 
 def _ends(config: Any, tokenizer: Tokenizer | None, *said: Ids) -> frozenset[int]:
-    """What is said, and what tokenizer, chat template and config say.
+    """The given end tokens, and those of tokenizer, chat template and config.
 
     A config's value that its class filled in counts only where nothing else is said: the 2 of LlamaConfig is
     "#" in Llama 3.
@@ -89,7 +89,7 @@ def _well_known(tokenizer: Tokenizer | None) -> frozenset[int]:
 
 
 def _generation_ends(name: str) -> Ids:
-    """What generation_config.json of a directory or a hub id says. Raises: InvalidArgumentError."""
+    """End tokens in generation_config.json of a directory or a hub id. Raises: InvalidArgumentError."""
     file = cached_file(name, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False)
     if file is None:
         return None

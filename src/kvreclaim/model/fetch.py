@@ -39,7 +39,7 @@ from kvreclaim.model_paths import (
 
 Say = Callable[[str], object]
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
-"""What is taken of a hub model: no pickles, no code."""
+"""Files taken from a hub model: no pickles, no code."""
 
 
 class ModelSource(Protocol):
@@ -50,7 +50,7 @@ class ModelSource(Protocol):
         """Name of the directory where none is asked for."""
 
     def identity(self) -> str:
-        """What tells it from every other source; written beside the weights."""
+        """A text that identifies the source; written beside the weights."""
 
     def write(self, directory: Path, work: Path, say: Say) -> None:
         """Fill an empty directory; work is an empty one, for what need not stay.

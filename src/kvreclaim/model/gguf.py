@@ -83,7 +83,7 @@ def _write_ends(ends: frozenset[int], config: Any, directory: Path) -> None:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What transformers does not tell of a GGUF file.
+    """Facts of a GGUF file that transformers does not report.
 
     rule:        how text is cut into words
     num_weights: numbers in all tensors but those of the rotation
@@ -110,7 +110,7 @@ def _opened(file: Path) -> tuple[GgufIndex, Tokenizer, PreTrainedModel]:
 
 
 def header_of(index: GgufIndex) -> GgufHeader:
-    """What an index says of it."""
+    """The header in an index."""
     turning = [name for name in index.tensors if name.startswith("rope_")]
     kind = index.fields.get(f"{index.fields.get('general.architecture', '')}.rope.scaling.type", "none")
     return GgufHeader(

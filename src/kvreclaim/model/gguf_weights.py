@@ -20,7 +20,7 @@ AT_ONCE = 2**22
 
 
 class GgufWeights:
-    """What transformers makes of a file's tensors.
+    """A file's tensors as transformers reads them.
 
     own:     the tensors of the model by name, without memory, each once
     missing: names of those that the file lacks

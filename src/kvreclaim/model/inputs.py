@@ -1,4 +1,4 @@
-"""What attention layers are given, handed to the attention function beside queries, keys and values."""
+"""Inputs of attention layers besides queries, keys and values."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def _packed_source(name: str, config: Any) -> WeightSource | None:
 
 
 def _use_native(model: PreTrainedModel) -> str:
-    """What runs on the native kernels of a CPU from now on."""
+    """Switch to the native kernels of a CPU, and name what runs on them."""
     return "; ".join([use_fast_linears(model), use_fast_norms(model), use_fast_layers(model)])
 
 

@@ -8,7 +8,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.facts import LayerFacts, ModelFacts
 
 NAMES = ("o_proj", "dense", "out_proj", "wo", "c_proj")
-"""What models call the linear layer behind attention."""
+"""Names of the linear layer after attention."""
 
 
 def output_projections(model: nn.Module, facts: ModelFacts) -> tuple[Tensor, ...]:

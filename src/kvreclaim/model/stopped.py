@@ -39,7 +39,7 @@ class _UpTo:
 
 @torch.inference_mode()
 def call_of_layer(loaded: LoadedModel, tokens: list[int], layer: int) -> AttentionCall:
-    """What a layer asks for with one text at positions 0, 1, ..., of full attention in the layers before."""
+    """A layer's inputs for one text at positions 0, 1, ..., after full attention in the layers before."""
     batch = _UpTo(layer)
     ids = torch.tensor([tokens], device=loaded.facts.device)
     places = torch.arange(len(tokens), device=ids.device)[None]

@@ -87,7 +87,7 @@ class Backend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a model and its limits ask of a back-end's kernels; dtype: of the queries."""
+    """Requirements of a model and its limits on a back-end's kernels; dtype: of the queries."""
 
     layers: tuple[LayerFacts, ...]
     block_size: int

@@ -1,4 +1,4 @@
-"""What the rest of the engine has to know about a model's attention: shapes, scales, rotation."""
+"""Facts about a model's attention for the rest of the engine: shapes, scales, rotation."""
 
 from __future__ import annotations
 

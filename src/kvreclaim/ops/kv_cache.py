@@ -23,7 +23,7 @@ class Memo:
     _memo: dict[str, Any] = field(init=False, default_factory=dict, repr=False)
 
     def cached(self, key: str, make: Callable[[Self], T]) -> T:
-        """What `make` derives of it, made at the first call."""
+        """The value that `make` derives from it, made at the first call."""
         if key not in self._memo:
             self._memo[key] = make(self)
         return self._memo[key]

@@ -29,7 +29,7 @@ with up to 32 drafts behind it is computed as tokens alone are."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UpProjection:
-    """What makes a head's key and value of a latent: w_uk [H, dn, R] and w_uv [H, dv, R], in any strides."""
+    """Matrices from a latent to a head's key, value: w_uk [H, dn, R] and w_uv [H, dv, R], in any strides."""
 
     w_uk: Tensor
     w_uv: Tensor

@@ -89,11 +89,11 @@ class Lanes(Protocol):
     """Two queues of a device: of computing, which the caller's thread is on, and of copying."""
 
     def copying(self) -> AbstractContextManager[Any]:
-        """What is queued within is copied on its own queue."""
+        """A context whose copies run on their own queue."""
         ...
 
     def computed(self, buffer: int) -> None:
-        """What has been queued for computing is the last that reads or writes this buffer."""
+        """Note that the computation queued so far is the last user of this buffer."""
         ...
 
     def wait_computed(self, buffer: int) -> None:
@@ -105,7 +105,7 @@ class Lanes(Protocol):
         ...
 
     def wait_copied(self, buffer: int) -> None:
-        """What is queued for computing from now on waits for them."""
+        """Make computation that is queued from now on wait for the copies."""
         ...
 
     def free(self, buffer: int) -> None:

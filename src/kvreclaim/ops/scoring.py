@@ -16,7 +16,7 @@ from kvreclaim.ops.rope import RopeLayout, to_bands
 
 MAX_LOGITS = 1 << 25  # elements of one batch of mixture logits: 128 MiB in fp32
 ENERGY = 1e-6
-"""What surrogate_features adds before a logarithm."""
+"""Added by surrogate_features before a logarithm."""
 
 
 def as_real(x: Tensor) -> Tensor:

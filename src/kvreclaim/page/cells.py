@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvreclaim.page.view import CACHED, FREE, IN_USE, PINNED, SHARED
 
 MAX_CELLS = 8192
-"""What a canvas of half a screen still shows as separate cells."""
+"""Most cells that half a screen still shows apart."""
 NUM_STATES = 5
 
 

@@ -17,7 +17,7 @@ HEADERS = {
 }
 INDEX = "index.html"
 SERVERS = re.compile(rb"<!--server-->.*?<!--/server-->", re.DOTALL)
-"""What only a server of our own has: the box that sends prompts, and links to its other routes."""
+"""Parts of the page for our own server: the prompt box, and links to other routes."""
 
 
 @dataclass(frozen=True, slots=True)

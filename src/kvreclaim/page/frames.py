@@ -1,4 +1,4 @@
-"""What a page is told: the pool at one moment, and the compactions since, as server-sent events."""
+"""Events for the page: the pool now, and the compactions since, as server-sent events."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Snapshot:
 
 
 def compaction_of(request_id: str, done: Pass[Any], first: int = 0) -> Compaction:
-    """What a pass did to the blocks of its sequence. first: number of the pool's first block."""
+    """Changes of a pass to the blocks of its sequence. first: number of the pool's first block."""
     before, after = np.unique(done.source_ids).astype(np.int32), np.unique(done.target_ids).astype(np.int32)
     return Compaction(
         request_id=request_id,

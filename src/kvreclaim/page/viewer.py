@@ -17,7 +17,7 @@ QUIET_S = 1.0
 
 
 class Viewer:
-    """What one browser has not been sent yet. A new frame replaces the last."""
+    """Events that one browser has not been sent yet. A new frame replaces the last."""
 
     def __init__(self) -> None:
         self._frame: bytes | None = None

@@ -39,7 +39,7 @@ class Card:
 
     @property
     def usable_bytes(self) -> int:
-        """What is there: as reported, else as the data sheet says."""
+        """Usable memory: as drivers report it, else the data sheet's."""
         return self.reported_bytes or self.memory_bytes
 
     @property

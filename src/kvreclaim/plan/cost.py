@@ -96,7 +96,7 @@ class Linear:
 
     @staticmethod
     def load(path: Path) -> Linear:
-        """What save wrote, of either kind. Raises: InvalidArgumentError."""
+        """Load a cost model of either kind. Raises: InvalidArgumentError."""
         try:
             given = parse_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:

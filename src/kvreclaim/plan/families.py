@@ -115,7 +115,7 @@ COMPOSITE: Mapping[str, Composite] = MappingProxyType(
 
 DEFAULTS_FILE = Path(__file__).parent / "data" / "defaults.json"
 DEFAULTS: Mapping[str, Mapping[str, Any]] = json.loads(DEFAULTS_FILE.read_text(encoding="utf-8"))
-"""What transformers' class of a model_type takes where a file says nothing, by scripts/plan_defaults.py."""
+"""Defaults of transformers' config classes by model_type, written by scripts/plan_defaults.py."""
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 TELLING = (

@@ -1,4 +1,4 @@
-"""What a step of the scheduler makes the model do."""
+"""The model's work in a step of the scheduler."""
 
 from __future__ import annotations
 

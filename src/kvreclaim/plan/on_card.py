@@ -1,4 +1,4 @@
-"""What a card holds of a model: the part of a plan behind --gpu and --memory-bytes."""
+"""A model on a card: the part of a plan for --gpu and --memory-bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan is asked, beside the model."""
+"""Options of a plan, besides the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a card's memory leaves for blocks, and what these hold."""
+"""Memory that a card leaves for blocks, and what the blocks hold."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def make_pool(
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What a pool holds.
+    """Contents of a pool.
 
     max_tokens:    of one sequence, whatever positions the model has; None: a budget sets no end
     max_sequences: at once, each of `each` tokens while decoding
@@ -133,7 +133,7 @@ def fit(cache: Cache, pool: CardPool, each: int, *, prefix: int = 0) -> Fit:
 
 
 def binds(time: Linear, found: Fit, held: int) -> Binds:
-    """What more tokens a second lack while as many sequences decode as fit.
+    """What limits tokens per second while as many sequences decode as fit.
 
     compute: their products take longer than reading weights and keys. bandwidth: reading their keys takes
     longer than reading the weights, so another sequence adds to the time what it adds to the tokens. memory:

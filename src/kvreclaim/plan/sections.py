@@ -1,4 +1,4 @@
-"""What a plan says: figures for programs, sections with their arithmetic for people."""
+"""The output of a plan: figures for programs, sections with arithmetic for people."""
 
 from __future__ import annotations
 

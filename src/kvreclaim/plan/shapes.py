@@ -1,4 +1,4 @@
-"""What a model's keys, values and weights measure: all that memory and time depend on.
+"""Sizes of a model's keys, values and weights: all that memory and time depend on.
 
 Words: *linear* weights are those of matrices that a checkpoint in few bits stores so; *plain* ones (norms,
 biases, routers, sinks) stay in the model's dtype, as do embedding and head.
@@ -60,7 +60,7 @@ class LayerShape:
 
     @property
     def held(self) -> Window | None:
-        """What it needs of a sequence; None: all."""
+        """The window that it needs of a sequence; None: all."""
         if self.window is None:
             return None
         return ChunkedWindow(self.window) if self.chunked else Window(self.window)
@@ -89,7 +89,7 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
-    """What a file's tensors measure, where they are of several kinds.
+    """Sizes of a file's tensors, if they are of several kinds.
 
     kinds:  of tensors, with how many there are of each, the most first
     total:  bytes; routed: of routed experts; looked_up: of an embedding that is no head, too

@@ -57,7 +57,7 @@ WEIGHTS: Mapping[str, WeightFormat] = MappingProxyType(
 
 
 def weight_format(said: str, shape: ModelShape) -> WeightFormat:
-    """What --weights names: auto (what the config says), a name of WEIGHTS, or bits per linear weight.
+    """Parse --weights: auto (what the config says), a name of WEIGHTS, or bits per linear weight.
 
     Raises: InvalidArgumentError.
     """
@@ -99,7 +99,7 @@ def _as_in_file(stored: StoredWeights) -> WeightFormat:
 
 
 def dtype_of(shape: ModelShape) -> str:
-    """What the checkpoint's plain weights are in. Raises: InvalidArgumentError where nothing says it."""
+    """The dtype of the checkpoint's plain weights. Raises: InvalidArgumentError if it is not stated."""
     if shape.dtype not in PLAIN_BITS:
         raise InvalidArgumentError(
             f"config.json of {shape.name} says {shape.dtype} for its dtype; write bfloat16, "
@@ -154,7 +154,7 @@ def weight_bytes(shape: ModelShape, form: WeightFormat) -> WeightBytes:
 
 
 def quantization_of(config: object) -> str | None:
-    """What --weights auto stands for where a config has this quantization_config: a name of WEIGHTS,
+    """The format of --weights auto for a config with this quantization_config: a name of WEIGHTS,
     "group:bits:size", or UNKNOWN and the method."""
     if config is None:
         return None

@@ -12,7 +12,7 @@ from kvreclaim.schedule.snapshot_key import SnapshotKey
 
 @dataclass(slots=True)
 class PendingLookup:
-    """What a waiting sequence waits for, until when, and whether it has been told that it misses."""
+    """A waiting sequence's disk lookup: what it waits for, until when, and whether a miss is known."""
 
     key: SnapshotKey
     deadline: float

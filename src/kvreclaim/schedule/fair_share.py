@@ -1,4 +1,4 @@
-"""What each of several tenants may have: seats, blocks, prompt tokens of a step."""
+"""Fair shares of tenants: seats, blocks, prompt tokens of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is being computed right now is waited for, instead of being computed twice."""
+"""Prefixes in flight: a request waits for blocks that another one is computing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What it costs to bring a sequence back, computed again or moved: from rates that somebody has measured."""
+"""The cost to resume a sequence by recompute or by swap, from measured rates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a compressed prefix is called, in every process alike."""
+"""The key of a compressed prefix, the same in every process."""
 
 from __future__ import annotations
 

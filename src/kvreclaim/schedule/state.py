@@ -1,4 +1,4 @@
-"""What all parts of the scheduler look at: who runs, who waits, and the memory."""
+"""State shared by the parts of the scheduler: who runs, who waits, and the memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known about an HTTP request once it is over: for the log, the metrics and the trace."""
+"""Facts about a finished HTTP request, for the log, the metrics and the trace."""
 
 from __future__ import annotations
 

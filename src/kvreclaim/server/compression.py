@@ -45,7 +45,7 @@ def compression_of(
 
 
 def check_limits(asked: CompressionConfig, own: CompressionConfig | None, limits: ServerConfig) -> None:
-    """What one request asks, all that share its steps and its memory pay for. The server's own settings are
+    """Check a request's compression: all that share its steps and memory pay for it. The server's own is
     never refused. Raises: InvalidArgumentError."""
     policy = asked.make_policy()
     least, most, window = (

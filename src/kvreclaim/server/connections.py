@@ -23,7 +23,7 @@ MAX_HEAD_BYTES = 64 << 10
 """Limit of request line and headers, and of what stands around the chunks of a body."""
 MAX_HEADERS = 256
 PATIENCE_S = 1.0
-"""What a connection has at least for a whole request, however many others want its place."""
+"""Least time that a connection has for a whole request, however many others want its place."""
 LINGER_S = 5.0
 """How long the rest of a refused body is read and dropped, so that its sender sees the answer."""
 OTHER_FILES = 256

@@ -144,7 +144,7 @@ def failed(request_id: str) -> ApiError:
 
 
 def from_problem(kind: str, location: Sequence[str | int], sentence: str) -> ApiError:
-    """What pydantic calls kind, at a field. sentence: pydantic's own, without a full stop."""
+    """The error for pydantic's `kind` at a field. sentence: pydantic's own, without a full stop."""
     where = ".".join(map(str, location))
     if kind == "extra_forbidden":
         message = f"{where} is not supported here; remove it."

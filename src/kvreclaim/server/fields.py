@@ -1,4 +1,4 @@
-"""What the request bodies of both dialects are made of."""
+"""Common fields of the request bodies of both dialects."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ PlainList = Annotated[
 OptionValue = Annotated[
     Plain | PlainList, described("a number, true, false, null, a text, or a short list of these")
 ]
-"""What a policy's name can say too (compression/spec/grammar.py)."""
+"""Values that a policy's text can have, too (compression/spec/grammar.py)."""
 
 
 def mirrors(config: type, names: Iterable[str]) -> Callable[[type[T]], type[T]]:

@@ -1,4 +1,4 @@
-"""What every HTTP request passes first: an id, the key, the limits. Plain ASGI, so streams flow through."""
+"""The gate of every HTTP request: an id, the key, the limits. Plain ASGI, so streams flow through."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies below the pool, and forgetting prefixes: the operator's routes."""
+"""Operator routes for host, disk and the prefix cache."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class ConcurrencyLimiter:
 
 
 def outputs_per_key(config: ServerConfig) -> int | None:
-    """What the operator says; else half of the queue where there are several keys: none can fill it."""
+    """The operator's limit; else half of the queue if there are several keys, so that none can fill it."""
     if config.max_concurrent_outputs_per_key is not None or len(config.api_keys) < 2:
         return config.max_concurrent_outputs_per_key
     return max(1, config.max_queue_len // 2)

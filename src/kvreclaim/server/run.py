@@ -28,7 +28,7 @@ from kvreclaim.server.service import Service
 logger = logging.getLogger(__name__)
 
 LAST_BYTES_S = 2
-"""What clients get at least to read what has been written for them, also of answers cut short."""
+"""Least seconds that clients have to read what was written for them, also of answers cut short."""
 
 
 def bind(host: str, port: int) -> socket.socket:

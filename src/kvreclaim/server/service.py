@@ -1,4 +1,4 @@
-"""What the routes of both dialects share: prompts into the engine, outputs back."""
+"""The part that routes of both dialects share: prompts into the engine, outputs back."""
 
 from __future__ import annotations
 

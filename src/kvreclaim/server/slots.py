@@ -173,7 +173,7 @@ def _restore(host: EngineCore, *, path: Path, salt: str | None) -> SessionInfo:
 
 
 async def _asked(service: Service, work: Any, filename: str) -> SessionInfo:
-    """What the engine answers, between two steps. Raises: ApiError."""
+    """Run work in the engine between two steps and return its answer. Raises: ApiError."""
     try:
         info: SessionInfo = await service.engine.call(work)
     except FileNotFoundError as error:

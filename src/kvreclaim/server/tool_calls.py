@@ -40,7 +40,7 @@ class HermesParser:
         self._after_call = False
 
     def feed(self, text: str) -> list[Piece]:
-        """What is settled now that this text has come; no piece is empty."""
+        """Pieces that are settled after this text; none is empty."""
         self._held += text
         pieces: list[Piece] = []
         while (start := self._held.find(self.OPEN)) >= 0:
@@ -129,7 +129,7 @@ class Splitter:
         self.num_calls = 0
 
     def take(self, text: str, *, last: bool) -> list[Piece]:
-        """What is settled now."""
+        """Pieces that are settled now."""
         if self._parser is None:
             return [text] if text else []
         pieces = self._parser.feed(text) if text else []

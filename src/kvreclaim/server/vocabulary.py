@@ -13,7 +13,7 @@ BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Spelling(NamedTuple):
-    """What a token adds to a text and to its UTF-8. A part of a character is U+FFFD and its own bytes; a
+    """The text and UTF-8 bytes that a token adds. A part of a character is U+FFFD and its own bytes; a
     special token, which adds nothing, is named."""
 
     text: str

@@ -1,1 +1,1 @@
-"""What an engine would do, without a model: its own scheduler and memory under a virtual clock."""
+"""The simulator: an engine's scheduler and memory under a virtual clock, without a model."""

@@ -36,7 +36,7 @@ class ClusterSample:
 
 @dataclass(slots=True)
 class SimulationResult:
-    """What came of a simulation. refused: requests that no replica could ever run; why: how many of them, by
+    """Results of a simulation. refused: requests that no replica could ever run; why: how many of them, by
     the reason."""
 
     records: list[RequestRecord]

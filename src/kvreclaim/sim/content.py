@@ -1,4 +1,4 @@
-"""What a simulated prompt holds: ids of whole pieces instead of tokens, and the keys of its blocks."""
+"""Contents of a simulated prompt: ids of whole pieces instead of tokens, and the keys of its blocks."""
 
 from __future__ import annotations
 

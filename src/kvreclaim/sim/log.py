@@ -1,4 +1,4 @@
-"""What a server's own log says of requests: when they came, got their first token, and ended."""
+"""Requests from a server's log: when they arrived, got their first token, and ended."""
 
 from __future__ import annotations
 

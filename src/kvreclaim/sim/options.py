@@ -1,4 +1,4 @@
-"""What a simulation is told, and what follows from it."""
+"""Options of a simulation, and values derived from them."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class ReplicaOptions:
         return None if known is None else known[0] * self.tensor_parallel_size
 
     def rates(self, block_size: int, cost: Linear) -> Rates:
-        """What preemption is decided by."""
+        """Rates that decide preemption."""
         moved = cost.move / self.bytes_per_block(block_size) if cost.move else 1e-10
         return Rates(token_s=cost.beyond + cost.token, token_sq_s=cost.pair, out_s=moved, in_s=moved)
 
@@ -230,7 +230,7 @@ class Traffic:
             self._refuse(("arrivals", "burstiness"), "the file's own times, which --rate replaces")
 
     def _refuse(self, names: tuple[str, ...], beside: str) -> None:
-        """What has no effect."""
+        """Refuse options that would have no effect."""
         given = {each.name: each.default for each in fields(self)}
         useless = [f"--{name}" for name in names if getattr(self, name) != given[name]]
         lack = "without" if self.trace is None else "beside"

@@ -42,7 +42,7 @@ class SimRequest:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What became of a request. Times in seconds since the beginning; None: it has not come to that."""
+    """Record of a request. Times in seconds since the start; None: not reached."""
 
     number: int
     replica: int

@@ -18,7 +18,7 @@ NUM_SAMPLES = 300
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What is simulated. price: dollars an hour of one replica; None: not known."""
+    """A simulated setup. price: dollars an hour of one replica; None: not known."""
 
     trace: Trace
     settings: Settings

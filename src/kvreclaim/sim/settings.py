@@ -1,4 +1,4 @@
-"""What a simulated engine is made of."""
+"""Settings of a simulated engine."""
 
 from __future__ import annotations
 

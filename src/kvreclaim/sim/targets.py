@@ -1,4 +1,4 @@
-"""What is asked of a service: times that requests must keep."""
+"""Latency targets of a service."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvreclaim.checks import require
 from kvreclaim.sim.request import RequestRecord
 
 AXES = ("replicas", "max_num_seqs", "budget", "rate")
-"""What can be sought."""
+"""Values that a search can vary."""
 MEASURES = ("ttft", "tpot", "e2e")
 _TIME = re.compile(r"(\d+\.?\d*|\.\d+)(ms|s)")
 

@@ -1,4 +1,4 @@
-"""What every policy owes the engine, checked on a model of made-up numbers."""
+"""The contract of every policy, checked on toy layers."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def _tensors(view: LayerView) -> list[Tensor]:
 
 
 def _choose(policy: CompressionPolicy, *, budget: int, logical_len: int, mode: Mode) -> Tensor:
-    """What a compression of nine tokens keeps: [L | 1, K | 1, kept]."""
+    """Tokens that a compression of nine keeps: [L | 1, K | 1, kept]."""
     facts: ModelFacts = toys.model_facts()
     config = CompressionConfig(policy_spec(policy), budget=budget, sinks=1, recent=2, mode=mode)
     compressor = Compressor(config, facts, toys.query_stats(facts))

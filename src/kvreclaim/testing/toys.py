@@ -147,7 +147,7 @@ def layer_signals(facts: LayerFacts, num_tokens: int, logical_len: int, seed: in
 
 
 def kv_head_view(view: LayerView, head: int) -> LayerView:
-    """What a view shows of one KV head, as if the layer had no other."""
+    """The view of one KV head, as if the layer had no other."""
     keys, values = (x[head : head + 1] for x in view.source.tensors())
     return head_view(view, head, DenseSource(keys, values), view.candidates)
 

@@ -130,7 +130,7 @@ class StoreDirectory:
 
     @staticmethod
     def _refuse_foreign(status: os.stat_result, path: str) -> None:
-        """What somebody else can read, write or call by another name would leak prompts, lie, or be lost."""
+        """Refuse files that others can read, write or rename: they could leak prompts or be forged."""
         require(stat.S_ISREG(status.st_mode), f"{path!r} is not a plain file; remove it.", PATH_FIELD)
         mine = status.st_uid == os.geteuid() and not status.st_mode & 0o077
         require(

@@ -1,4 +1,4 @@
-"""What disk workers are asked for, and what has come of it."""
+"""Jobs of the disk workers, and their outcomes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the bytes of a block depend on besides its tokens: blocks of another namespace are never read."""
+"""The namespace: everything but tokens that a block's bytes depend on. Others' blocks are never read."""
 
 from __future__ import annotations
 

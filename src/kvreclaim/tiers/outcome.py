@@ -1,4 +1,4 @@
-"""What became of one read or write of a record."""
+"""Outcome of one read or write of a record."""
 
 from __future__ import annotations
 

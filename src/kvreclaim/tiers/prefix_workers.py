@@ -49,7 +49,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
-    """What a name's file holds; None: nothing that is of use. is_gone: nor will it ever be."""
+    """Contents of a file; None: nothing usable. is_gone: it never will be."""
 
     name: str
     file: SessionFile | None

@@ -1,4 +1,4 @@
-"""What of the records found at a start can be used."""
+"""Recovery of usable records at a start."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class SessionFile:
     tensors: Mapping[str, Tensor]
 
     def pack(self) -> Packed:
-        """What the file will hold. The tensors must not change until it is written."""
+        """The contents of the file. The tensors must not change until it is written."""
         tensors = {name: self.tensors[name].contiguous().cpu() for name in sorted(self.tensors)}
         said = {
             "version": VERSION,
@@ -108,7 +108,7 @@ def save_whole(packed: Packed, target: Path, io: FileIO) -> None:
 
 
 def _said(metadata: Mapping[str, str], path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """What a session says of itself. Raises: InvalidArgumentError, ValueError."""
+    """Metadata of a session. Raises: InvalidArgumentError, ValueError."""
     text = metadata.get(KEY, "null")
     said = json.loads(text)
     if not isinstance(said, dict) or said.get("version") != VERSION:

@@ -26,12 +26,12 @@ SYNC_INTERVAL_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Sync:
-    """What a thread does when it is time to."""
+    """The job of a periodic sync."""
 
 
 @dataclass(frozen=True, slots=True)
 class Clear:
-    """What a thread does alone, when all are to be forgotten."""
+    """The job of clearing everything, which runs alone."""
 
 
 class DiskWorkers:
@@ -313,7 +313,7 @@ class DiskWorkers:
                 LOGGER.exception("nobody could be told of job %d", job.job_id)
 
     def _written(self, outcome: JobOutcome) -> None:
-        """What a store says of the disk; the lock is held."""
+        """Record what a store's outcome says about the disk; the lock is held."""
         if outcome is JobOutcome.OK:
             self._gate.succeeded()
             if self._next_sync is None:

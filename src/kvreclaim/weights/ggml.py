@@ -11,7 +11,7 @@ from torch import Tensor
 from kvreclaim.weights.packed import CodeRule, PackedRows
 
 IQ4 = [-127.0, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
-"""What the codes of IQ4_NL and IQ4_XS stand for."""
+"""Values of the codes of IQ4_NL and IQ4_XS."""
 
 
 def _halfs(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ SUPER_COLUMNS = 256
 
 
 class CodeRule(Enum):
-    """What number a code q stands for; s, z and m are those of its row and group of columns.
+    """The number that a code q stands for; s, z and m are those of its row and group of columns.
 
     SCALE   s (q - c): c the middle code, 0 of 8 bits (q signed); s table[q], with a table
     ZERO    s (q - z)

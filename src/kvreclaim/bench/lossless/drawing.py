@@ -1,4 +1,4 @@
-"""What is drawn behind prompts, and how fast; prompts of real text."""
+"""Generation after prompts of real text, timed."""
 
 from __future__ import annotations
 

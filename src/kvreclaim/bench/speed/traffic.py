@@ -28,7 +28,7 @@ class Timed:
 
 @dataclass(slots=True)
 class ServedRequest:
-    """What became of one, in seconds from the beginning."""
+    """Times of one request, in seconds since the start."""
 
     first_token_s: float
     end_s: float

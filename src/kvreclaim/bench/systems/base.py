@@ -1,4 +1,4 @@
-"""What the decode benchmark asks of a system: fill the cache to a context, then decode in slices."""
+"""The interface of a system in the decode benchmark: fill the cache to a context, then decode in slices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Fill = Literal["synthetic", "prefill"]
 OURS = "kvreclaim-"
-"""What our systems' names begin with: then follows `full` or a policy."""
+"""Prefix of our systems' names; `full` or a policy follows."""
 NAMES = ("kvreclaim-full", "kvreclaim-query_mixture", "kvreclaim-triattention")
 """The systems that are measured where none is named."""
 CHUNK = 2048
@@ -28,7 +28,7 @@ class SkipPoint(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SystemSetup:
-    """What all systems of a run share. model: a directory; dtype: "bfloat16" or "float32"."""
+    """Settings of all systems of a run. model: a directory; dtype: "bfloat16" or "float32"."""
 
     model: Path
     dtype: str
@@ -113,7 +113,7 @@ class System(ABC):
         """Memory that opening the point will take beyond what is held already, an upper estimate."""
 
     def facts(self) -> dict[str, object]:
-        """What to record with its rows."""
+        """Facts for its rows."""
         return {}
 
     def close(self) -> None:  # noqa: B027  (most hold nothing that outlives them)

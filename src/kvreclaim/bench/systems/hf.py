@@ -29,7 +29,7 @@ CACHE = "cache" if Version(__version__) >= Version("5.24") else "past_key_values
 
 
 class _Transformers(System):
-    """What both ways of generating share: the model with SDPA attention."""
+    """Base of both ways of generating: the model with SDPA attention."""
 
     def __init__(self, setup: SystemSetup) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(
@@ -206,7 +206,7 @@ def _times(manager: Any, prompts: list[list[int]], max_tokens: int) -> list[list
 
 
 def _next_result(manager: Any) -> Any:
-    """What a request has got. Raises: SkipPoint if it failed, or nothing comes any more."""
+    """The next result of a request. Raises: SkipPoint if it failed, or nothing comes any more."""
     deadline = monotonic() + REQUEST_TIMEOUT_S
     while monotonic() < deadline and manager.is_running():
         found = manager.get_result(timeout=1)

@@ -133,7 +133,7 @@ class Worker:
         return {"elapsed_s": elapsed_s, "cpu_s": cpu_s, "digest": digest, **log.stop()}
 
     def score(self, *, prompts: Prompts, continuations: Prompts, settings: Any) -> Answer:
-        """What the model would have said at each place of given continuations: ids, and log-probabilities of
+        """Score given continuations: the most likely ids, and log-probabilities of
         the tokens given; and the most blocks that a request holds at its end. settings: of compression."""
         from vllm import SamplingParams
 
@@ -226,7 +226,7 @@ def _forced_processor() -> type:
 
 
 class _ServeLog:
-    """What the scheduler and the pool did, step by step, while it lasts."""
+    """Records what the scheduler and the pool do in each step."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
@@ -267,7 +267,7 @@ class _ServeLog:
                 self.decoding = max(self.decoding, held)
 
     def stop(self) -> Answer:
-        """What was noted. decoding, after_pass: most blocks of one request while it decodes, and after a
+        """The record. decoding, after_pass: most blocks of one request while it decodes, and after a
         pass."""
         del self.scheduler._preempt_request, self.scheduler.schedule
         done = {name: value - self.before[name] for name, value in self._totals().items()}

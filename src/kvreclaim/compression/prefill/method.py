@@ -1,4 +1,4 @@
-"""What a method of sparse prefill is asked, and what it answers."""
+"""The interface of a sparse-prefill method."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ PATTERNS = {cls.name: cls for cls in (AShape, VerticalSlash, BlockSparse)}
 
 @dataclass(frozen=True)
 class Patterns:
-    """What calibration has found. model: its fingerprint; methods: the patterns, options and all; heads:
+    """Patterns found by calibration. model: its fingerprint; methods: the patterns, options and all; heads:
     [L][K] places in them."""
 
     model: str

@@ -1,4 +1,4 @@
-"""What is known of a page of keys: two corners in 8 bits, from which queries score it.
+"""The digest of a page of keys: two corners in 8 bits, from which queries score it.
 
 A page's score is sum_i max(q_i lo_i, q_i hi_i). With the least and greatest entries it bounds every product
 q.k from above (Quest, arXiv 2406.10774); with the mean distances from the middle of these it is ArkVale's

@@ -1,4 +1,4 @@
-"""What queries make of a page that they have not read: from its digest, against what they attend to already.
+"""Scores of pages that queries have not read, from their digests and the attention to live tokens.
 
 U(p; q) = s sum_i max(q_i lo_i, q_i hi_i)                       at least max_j s q.k_j, for bounds
 benefit(p) = ln max‖v‖ + max_q U(p; q) - LSE_live(q)            over the group's heads and queries

@@ -53,7 +53,7 @@ def refuse_unknown(policy: str, names: Sequence[str], given: Iterable[str]) -> N
 
 
 def wrapped(policy: str, value: object) -> Spec:
-    """What stands under WRAPPED. Raises: InvalidArgumentError where that is no policy."""
+    """The policy under WRAPPED. Raises: InvalidArgumentError where that is no policy."""
     if isinstance(value, str):
         value = Spec(value)
     if not isinstance(value, Spec):

@@ -123,7 +123,7 @@ class _Parser:
         return _read_word(token)
 
     def items(self, depth: int, *, options: bool) -> Iterator[tuple[str | None, Value]]:
-        """What stands between parentheses, the closing one included; a comma may end it."""
+        """The items between parentheses, up to and with the closing one; a trailing comma is allowed."""
         while self.peek() != ")":
             option = None
             if options and self.peek(1) == "=" and _WORD.fullmatch(self.peek()):

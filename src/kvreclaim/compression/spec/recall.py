@@ -20,7 +20,7 @@ OPTIONS = tuple(field.name for field in fields(Recall) if field.name != "mode")
 
 
 def parse_recall(text: object) -> Recall:
-    """What `text` says. Raises: InvalidArgumentError."""
+    """Parse a recall setting. Raises: InvalidArgumentError."""
     given: dict[str, Any] = {}
     if isinstance(text, str) and text.startswith("tokens:"):
         count, bracket, rest = text.removeprefix("tokens:").partition("(")

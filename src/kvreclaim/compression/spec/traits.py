@@ -1,4 +1,4 @@
-"""What a compression lets a sequence hold, known from its text alone: no policy's class, no torch.
+"""Slots that a compression lets a sequence hold, from its text alone, without policy classes and torch.
 
     query_mixture                          the defaults
     triattention:budget=512,interval=128   a policy, then settings of the budget
@@ -42,7 +42,7 @@ def traits(policy: str) -> Footprint:
 
 
 def footprint(text: str, *, block_size: int = 16, max_chunk: int = 2048) -> Footprint:
-    """What `policy[:setting=value,…]` lets a sequence hold. Raises: InvalidArgumentError."""
+    """The footprint of `policy[:setting=value,…]`. Raises: InvalidArgumentError."""
     policy, settings = _split(text)
     lengths = {name: getattr(settings, name) for name in SETTINGS}
     found = replace(traits(policy), block_size=block_size, max_chunk=max_chunk, **lengths)

@@ -1,4 +1,4 @@
-"""What may make a policy unfit to be wrapped by another one."""
+"""Reasons why a policy cannot be wrapped by another one."""
 
 from __future__ import annotations
 

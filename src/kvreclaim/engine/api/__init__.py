@@ -1,1 +1,1 @@
-"""What Python callers see: LLM, chat, exports."""
+"""The Python API: LLM, chat, exports."""

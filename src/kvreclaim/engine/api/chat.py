@@ -16,7 +16,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model.loader import Tokenizer
 
 RESERVED = frozenset(inspect.signature(Tokenizer.apply_chat_template).parameters) | {"messages"}
-"""What has a meaning of its own on the way to the template, so that template_kwargs may not set it."""
+"""Names with a meaning of their own in rendering, which template_kwargs may not set."""
 
 MAX_VARIABLE = 64
 """Characters of a variable's name that a refusal quotes."""
@@ -153,7 +153,7 @@ def _check_variables(
     tokenizer: Tokenizer,
     name: str,
 ) -> None:
-    """What the template does not read would be accepted and ignored."""
+    """Refuse variables that the template does not read."""
     read = variables_of(template)
     if tools and "tools" not in read:
         raise InvalidArgumentError(
@@ -179,7 +179,7 @@ def _check_variables(
 
 @lru_cache(maxsize=16)
 def variables_of(template: str) -> frozenset[str]:
-    """What a template reads of what it is given; nothing of one that is no template."""
+    """Variables that a template reads; none if it is no valid template."""
     try:
         environment = _compile_jinja_template(template).environment
         read = find_undeclared_variables(environment.parse(template))
@@ -189,6 +189,6 @@ def variables_of(template: str) -> frozenset[str]:
 
 
 def _reason(error: Exception) -> str:
-    """What a template's author wrote, or the kind of error and its first line, without a message's text."""
+    """The template author's message, or the error's kind and first line, without text of messages."""
     first = str(error).strip().split("\n", 1)[0].split("Final message to continue", 1)[0].strip().rstrip(".")
     return first if isinstance(error, TemplateError) else f"{type(error).__name__}: {first}"

@@ -1,4 +1,4 @@
-"""What those above the engine need of the rooms below it, so that they reach no further."""
+"""Types of lower rooms for the rooms above the engine, which import no further down."""
 
 from kvreclaim.memory.pins import Retention
 from kvreclaim.memory.stats import MemoryStats

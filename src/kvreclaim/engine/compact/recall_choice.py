@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 PATIENCE = math.log(1.1)
-"""What a page that is back is ahead by, so that pages of nearly equal benefit do not take turns."""
+"""Advantage of a recalled page, so that pages of nearly equal benefit do not take turns."""
 
 
 def ranked(benefit: Tensor, tries: Tensor, hot: Tensor, stays: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ raises RuntimeError if it cannot be captured."""
 
 
 class GraphBackend(Protocol):
-    """What a back-end has, beyond ops.backend.Backend, if its decode can be replayed: nothing about the
+    """A back-end whose decode can be replayed, in addition to ops.backend.Backend: nothing about the
     lengths is read on the host. write_kv writes a token with a negative slot nowhere."""
 
     def write_kv(self, layer: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None: ...

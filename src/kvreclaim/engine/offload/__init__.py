@@ -1,1 +1,1 @@
-"""What moves between device, host and disk: blocks, parked sequences, sessions, snapshots."""
+"""Transfers between device, host and disk: blocks, parked sequences, sessions, snapshots."""

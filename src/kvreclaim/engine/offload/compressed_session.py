@@ -29,7 +29,7 @@ from kvreclaim.tiers.session_file import SessionFile
 BEYOND = 0
 """A token behind those of a session: a hit leaves one to be computed."""
 SALT = "salt"
-"""What a file of the disk tier says of its salt; who loads a session names one anew."""
+"""A disk-tier file's field for its salt; the loader of a session names a new one."""
 
 
 class CompressedSessions:

@@ -75,7 +75,7 @@ def namespace_of(config: EngineConfig, loaded: LoadedModel, form: KVFormat, back
 
 
 def _rope(loaded: LoadedModel) -> str:
-    """What was asked for and what was found."""
+    """The rotation in the config and the one that probing found."""
     asked = getattr(loaded.model.config, "rope_parameters", None)
     ropes = (layer.rope for layer in loaded.facts.layers)
     found = [None if rope is None else (rope.style, rope.start, rope.inv_freq.tolist()) for rope in ropes]

@@ -28,7 +28,7 @@ class UnfitError(ValueError):
 
 
 def key_facts(key: SnapshotKey) -> dict[str, Any]:
-    """What a record says of its key besides the tokens themselves, which are a tensor."""
+    """Facts of a key in a record; the tokens themselves are a tensor."""
     return {"kind": KIND, "salt": key.salt_uid, "recipe": key.recipe, "num_tokens": key.num_tokens}
 
 
@@ -171,7 +171,7 @@ def _counted(table: np.ndarray, cache: KVCache, num_blocks: int) -> np.ndarray:
 
 
 def _named(table: np.ndarray, cache: KVCache, num_blocks: int) -> np.ndarray:
-    """What _counted was made of."""
+    """The inverse of _counted."""
     heads = cache.num_kv_heads
     layer, rest = np.divmod(table.astype(np.int64), num_blocks * heads)
     return (layer * cache.num_blocks * heads + rest).astype(np.int32)

@@ -1,4 +1,4 @@
-"""What a sequence has besides its blocks, kept while it has none."""
+"""State of a sequence besides its blocks, kept while it is parked."""
 
 from __future__ import annotations
 

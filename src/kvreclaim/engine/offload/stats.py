@@ -1,4 +1,4 @@
-"""What the tiers tell about themselves."""
+"""Statistics of the tiers."""
 
 from __future__ import annotations
 

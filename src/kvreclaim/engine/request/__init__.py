@@ -1,1 +1,1 @@
-"""What a caller asked for, the running sequence, what it holds and what comes out of it."""
+"""Requests: the caller's spec, the running sequence, its footprint and its outputs."""

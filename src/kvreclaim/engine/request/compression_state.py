@@ -12,7 +12,7 @@ from kvreclaim.ops.cell_tables import CellTable
 
 @dataclass(slots=True, eq=False)
 class CompressionState:
-    """What an eviction method remembers of one sequence between two passes, besides its Account.
+    """State of an eviction method for one sequence between two passes, besides its Account.
 
     evicted:        [L, K, slots] bool, only where nothing moves (evict_only)
     slot_positions: [L, K, slots] int32 logical positions, only for models with sliding windows

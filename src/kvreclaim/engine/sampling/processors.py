@@ -1,4 +1,4 @@
-"""What changes logits before a token is drawn: bias, penalties, tokens that may not come.
+"""Logits processors: bias, penalties, forbidden tokens.
 
 Each processor works on all rows that it applies to at once. A row's numbers do not depend on the others.
 """

@@ -13,7 +13,7 @@ CANDIDATES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What one row keeps: the top_k likeliest (<= 0: all), of these the fewest that reach top_p, of these
+    """Tokens kept in a row: the top_k likeliest (<= 0: all), of these the fewest that reach top_p, of these
     the ones of at least min_p times the likeliest."""
 
     top_k: int

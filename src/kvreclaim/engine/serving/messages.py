@@ -1,4 +1,4 @@
-"""What the two processes say to each other."""
+"""Messages between the two processes."""
 
 from __future__ import annotations
 

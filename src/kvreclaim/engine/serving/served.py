@@ -1,4 +1,4 @@
-"""What callers must know of an engine that they may not touch. Plain values."""
+"""Facts about an engine for callers that may not touch it. Plain values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvreclaim.errors import KVReclaimError
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """What the policy auto is for the served model; error: why it is none."""
+    """The policy that auto stands for; error: why there is none."""
 
     policy: str | None
     error: KVReclaimError | None

@@ -1,4 +1,4 @@
-"""What an asyncio caller sees of a request: its outputs as they grow. Plain values: they cross processes."""
+"""Outputs of a request for an asyncio caller, as they grow. Plain values: they cross processes."""
 
 from __future__ import annotations
 

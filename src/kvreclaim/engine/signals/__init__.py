@@ -1,1 +1,1 @@
-"""What policies ask for besides keys and values."""
+"""Signals: inputs of policies besides keys and values."""

@@ -1,4 +1,4 @@
-"""What policies ask to be kept, of whom, and how many bytes that is."""
+"""Signals that policies need, for which sequences, and their bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What policies ask for besides keys and values, kept for the sequences whose policies ask."""
+"""Signals, kept for the sequences whose policies need them."""
 
 from __future__ import annotations
 
@@ -324,7 +324,7 @@ class Signals:
     def _mass_write(
         self, seq_ids: list[int], members: list[int], batch: AttentionBatch
     ) -> tuple[Callable[[AttentionCall], None], Callable[[], None]]:
-        """What sums up the attention that the chunks' queries give, and what adds the sums to the store.
+        """A hook that sums the attention of the chunks' queries, and a function that stores the sums.
 
         members: the sequences' places in the batch
         """
@@ -355,7 +355,7 @@ class Signals:
     def _score_writes(
         self, step: list[Scheduled], asking: list[int], batch: AttentionBatch
     ) -> list[Callable[[AttentionCall], None]]:
-        """What scores the tokens of the step, for each compressor whose policy asks; asking: places."""
+        """Hooks that score the step's tokens, one per compressor whose policy needs it; asking: places."""
         members: dict[Compressor, list[int]] = {}
         for i in asking:
             compressor = step[i].seq.request.compressor
@@ -366,7 +366,7 @@ class Signals:
     def score_write(
         self, compressor: Compressor, members: list[int], batch: AttentionBatch
     ) -> Callable[[AttentionCall], None]:
-        """What scores the tokens of a step's sequences, and puts the scores beside their slots."""
+        """A hook that scores the tokens of a step's sequences and stores the scores beside their slots."""
         rows = batch.rows_of(members) if len(members) < len(batch.sequences) else slice(None)
         store, stats, slots = self.scores, compressor.stats, batch.slot_mapping[rows]
         assert store is not None, "check has made it"
@@ -386,7 +386,7 @@ class Signals:
     def _one_more_pass(
         self, seq: Sequence, signal: Signal, source: Callable[[int], KeySource]
     ) -> list[Tensor]:
-        """What a forward pass beside the engine's own has shown of each layer, kept until the sequence is
+        """Results of an extra forward pass for each layer, kept until the sequence is
         dropped. Future queries: [H, T - 1, D] of the whole text under full attention, in the model's dtype;
         the last token is never computed, so it asks nothing. Read again: [K, T] fp32 (capture.read_again)."""
         shown = self._passes.setdefault(seq.seq_id, {})

@@ -1,4 +1,4 @@
-"""What the queries over full caches tell the policies of companions."""
+"""Signals for companions' policies, from the queries over full caches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CompanionQueries:
     def watch(
         self, step: list[Scheduled], batch: AttentionBatch | None
     ) -> list[Callable[[AttentionCall], None]]:
-        """What is to see the calls of a step. batch: None where full caches lie on the host, with which
+        """Hooks for the attention calls of a step. batch: None where full caches lie on the host, with which
         nothing asks for scores."""
         self.clear()
         rows: list[Tensor] = []

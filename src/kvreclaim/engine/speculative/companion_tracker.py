@@ -153,7 +153,7 @@ class CompanionTracker:
         return left
 
     def _tell(self, target: Sequence, companion: Sequence, first: int) -> None:
-        """What its policy asks to know of the tokens from `first` on, up to where the companion is; of one
+        """Signals of the tokens from `first` on, up to where the companion is; of one
         that holds nothing yet all that the target has computed."""
         slots = None
         if companion.status is Status.RUNNING:

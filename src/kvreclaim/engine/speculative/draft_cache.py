@@ -1,4 +1,4 @@
-"""What a draft model has read: sequences of its own, in blocks of its own, that follow the target's."""
+"""The draft model's cache: its own sequences in its own blocks, which follow the target's."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class DraftCache:
         return Mirror(own, len(own.token_ids), match.num_tokens, self._round)
 
     def _take_in(self, mirror: Mirror, seq: Sequence) -> None:
-        """What the target has said since, and commit what is written of it. Its last token stays to be
+        """Take in the target's new tokens, and commit those that are written. The last one stays to be
         computed: what comes behind is what is asked for."""
         own, known = mirror.own, seq.token_ids
         end = min(mirror.num_written, len(known) - 1)

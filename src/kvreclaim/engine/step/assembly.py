@@ -176,7 +176,7 @@ def make_runner(
 def describe(
     loaded: LoadedModel, groups: LayerGroups, form: KVFormat, choice: Choice, extensions: Extensions
 ) -> str:
-    """What runs, in the line that the engine logs at its start."""
+    """The line that the engine logs at its start."""
     windows = "" if groups.parts == 1 else f", windows {plain_format(loaded.facts.dtype).name}"
     kernels = f"{choice.describe()}; {loaded.modules}; KV {form.name}{windows}"
     return "; ".join(filter(None, [kernels, *(each.describe() for each in extensions.ordered)]))

@@ -187,7 +187,7 @@ class Engine:
         return 0 if self.recalls is None else self.recalls.pool.bytes_in_use
 
     def tier_stats(self) -> TierStats | None:
-        """What lies below the pool; None without host slots."""
+        """Statistics of host and disk; None without host slots."""
         return None if self.tiers is None else self.tiers.stats()
 
     @cached_property
@@ -274,7 +274,7 @@ class Engine:
         return request
 
     def _reuse(self, spec: RequestSpec) -> Reuse | None:
-        """What of the prompt's chunks is reused; None: nothing. Raises: RequestTooLongError."""
+        """The reuse of the prompt's chunks; None: none. Raises: RequestTooLongError."""
         chunks, prompt = spec.chunks, spec.prompt_token_ids
         assert chunks is not None, f"request {spec.request_id} has no chunks"
         reuse = self.chunked.reuse_of(list(prompt), chunks, spec.cache_salt)

@@ -82,7 +82,7 @@ class StepExecutor:
                 self._note_computed(item, has_begun=item.seq.seq_id in begun)
 
     def _record(self, stand: dict[int, int]) -> None:
-        """What policies ask to be kept of rows with drafts, now that it is known which of them stand."""
+        """Store the signals of rows with drafts, once it is known which drafts are accepted."""
         stand = {seq_id: count for seq_id, count in stand.items() if seq_id in self.lifecycle.sequences}
         try:
             self.runner.record(stand)

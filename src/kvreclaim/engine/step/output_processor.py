@@ -1,4 +1,4 @@
-"""What becomes of a step's logits: tokens, scores and log-probabilities; then who is due is compressed."""
+"""From a step's logits to tokens, scores and log-probabilities; then the due passes."""
 
 from __future__ import annotations
 

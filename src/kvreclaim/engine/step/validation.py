@@ -1,4 +1,4 @@
-"""What a request must satisfy before it is queued: each refusal names the limit and the remedy."""
+"""Checks of a request before it is queued; each refusal names the limit and the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the text tasks share: a prompt of the asked length, and parts of an answer marked one by one."""
+"""Base of the text tasks: a prompt of a given length, and an answer marked part by part."""
 
 from __future__ import annotations
 
@@ -73,5 +73,5 @@ class TextTask(PlainTask):
 
 
 def final_part(text: str) -> str:
-    """What comes after a reasoning model's thoughts; all of it where it shows none."""
+    """The answer after a reasoning model's thoughts; all of it if there are none."""
     return text.rpartition(END_OF_THOUGHT)[2]

@@ -20,7 +20,7 @@ HEAD = "Read these texts. Access codes are told in them.\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Quiz:
-    """What one example asks.
+    """The questions of one example.
 
     facts:     sentences; each stands at a random place of the passage, or all at one place, together
     questions: (text before the answer, answer, which fact holds it), in the order of asking

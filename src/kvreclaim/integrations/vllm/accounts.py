@@ -1,4 +1,4 @@
-"""What the ledger reads of requests and of the block pool, and what it notes of each request."""
+"""The ledger's view of requests and of the block pool, and its notes on each request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvreclaim.schedule.budget import ledger
 
 
 class VllmRequest(Protocol):
-    """What is read of vLLM's request. num_computed_tokens counts the steps in flight; without speculative
+    """Fields read of vLLM's request. num_computed_tokens counts the steps in flight; without speculative
     decoding none of these tokens is taken back."""
 
     request_id: str

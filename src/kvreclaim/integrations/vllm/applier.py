@@ -1,4 +1,4 @@
-"""What a worker does before a step: choose the survivors, move them, say where they lie now."""
+"""A worker's passes before a step: choose the survivors, move them, return their places."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker learns of its passes once they are done: how long they took, whose scores were NaN."""
+"""Facts about finished passes of a worker: how long they took, whose scores were NaN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What compression inside vLLM does not compose with, by the configuration: checked in the front end."""
+"""Configurations that compression inside vLLM refuses, checked in the front end."""
 
 from __future__ import annotations
 

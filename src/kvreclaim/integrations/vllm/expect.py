@@ -37,7 +37,7 @@ class Function:
     digest: str
 
     def difference(self, owner: type | None = None) -> str | None:
-        """What differs, or None. owner: look there instead, at a class that may override it."""
+        """The difference, or None. owner: look there instead, at a class that may override it."""
         where = self.where
         try:
             if owner is None:
@@ -61,7 +61,7 @@ class Names:
     names: str
 
     def difference(self) -> str | None:
-        """What is missing, or None."""
+        """The missing name, or None."""
         try:
             owner = find(self.where)
         except (ImportError, AttributeError) as error:

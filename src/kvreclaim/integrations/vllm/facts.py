@@ -1,4 +1,4 @@
-"""What a worker knows of its shard of the model: facts of its own heads, and the statistics of their queries.
+"""A worker's shard of the model: facts of its own heads, and statistics of their queries.
 
 Statistics are of the whole model, and are checked against the whole model before each rank takes its heads:
 the same file serves every degree of tensor parallelism.

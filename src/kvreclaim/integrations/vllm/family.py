@@ -28,7 +28,7 @@ class PoolCheck:
 
 @dataclass(frozen=True, slots=True)
 class VllmFamily:
-    """What serves one minor version of vLLM. Where two versions agree, both name the older one's.
+    """The modules for one minor version of vLLM. If two versions agree, both name the older one's.
 
     package:    has expected.txt, what this version was seen to be
     pool_check: see there

@@ -87,7 +87,7 @@ class Ledger:
         return True
 
     def message(self, passes: Iterable[Pass[str]]) -> StepMessage | None:
-        """What the workers are told of the passes of a step that vLLM has scheduled since; None: nothing."""
+        """The message to the workers about passes of a step that vLLM scheduled since; None: none."""
         alive, settings = tuple(filter(self.is_current, passes)), {}
         for done in alive:
             own = self.records[done.seq_id].settings
@@ -112,7 +112,7 @@ class Ledger:
         self.records.pop(request_id, None)
 
     def figures(self, request: VllmRequest) -> dict[str, int] | None:
-        """What compression has done to the request so far, also before a preemption; None: it is off."""
+        """Figures of the request's compression so far, also before a preemption; None: it is off."""
         record = self._record(request)
         if record.settings is None:
             return None

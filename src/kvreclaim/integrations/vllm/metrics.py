@@ -38,7 +38,7 @@ class Counters:
             self.add({}, engine)
 
     def add(self, figures: Mapping[str, float], engine: int) -> None:
-        """What came since the last call, by figure of Totals."""
+        """Add the figures since the last call, by the names of Totals."""
         for figure, counter in self.counters.items():
             counter.labels(self.model_name, str(engine)).inc(figures.get(figure, 0))
 

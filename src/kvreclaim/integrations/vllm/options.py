@@ -1,4 +1,4 @@
-"""What the operator asks of the plugin, and what one request may change of it.
+"""The plugin's options, and what one request may change of them.
 
 Operator: additional_config["kv_compression"], an object with the fields of CompressionConfig (`stats`: a file
 that every worker can read), `opt_in`, `page_port` and `page_host`; or the same object as JSON in the variable
@@ -39,7 +39,7 @@ _FIELDS = tuple(field.name for field in fields(CompressionConfig) if field.name 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the engine was started with; checked, plain JSON in and out.
+    """Options of the engine; checked, plain JSON in and out.
 
     settings: of every request that says nothing else
     stats:    file of query statistics
@@ -106,7 +106,7 @@ class Options:
         return options
 
     def as_json(self) -> dict[str, Any]:
-        """What read makes equal options of."""
+        """JSON from which `read` makes equal options."""
         own = {name: getattr(self.settings, name) for name in _FIELDS}
         mode = self.settings.mode
         return own | {
@@ -190,7 +190,7 @@ class Options:
 
 
 def plain_footprint(block_size: int, max_chunk: int) -> Footprint:
-    """What holds for a request that is not compressed. max_chunk: tokens that one step computes at most."""
+    """The footprint of a request that is not compressed. max_chunk: most tokens of one step."""
     return Footprint(block_size=block_size, max_chunk=max_chunk, aligned=True)
 
 
@@ -205,7 +205,7 @@ def check_policy(policy: CompressionPolicy) -> None:
 
 
 def _best_that_fits(stats: object, where: str) -> str:
-    """What the policy auto is inside vLLM: the best of the statistics' trial among those with equal heads.
+    """The policy for auto inside vLLM: the best of the statistics' trial among those with equal heads.
 
     Raises: InvalidArgumentError, StatsMismatchError.
     """

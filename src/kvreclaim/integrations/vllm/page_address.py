@@ -55,5 +55,5 @@ class PageAddress:
 
 
 def as_json(address: PageAddress | None) -> dict[str, Any]:
-    """What read makes an equal address of."""
+    """JSON from which `read` makes an equal address."""
     return {} if address is None else {"page_port": address.port, "page_host": address.host}

@@ -1,4 +1,4 @@
-"""What the scheduler tells the workers, and what passes have come to.
+"""Messages from the scheduler to the workers, and totals of passes.
 
 The message travels inside vLLM's SchedulerOutput, by pickle: plain values, no tensors.
 """

@@ -1,4 +1,4 @@
-"""What vLLM calls in each process before it makes a configuration: the entry point `vllm.general_plugins`."""
+"""The entry point `vllm.general_plugins`, which vLLM calls in each process before it is configured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What compression inside vLLM does not compose with, each with its reason: said at start, never guessed at.
+"""Refusals of compression inside vLLM, each with its reason, at start.
 
 A row of a table looks at one thing and returns what it found that is refused, or None. The front end
 checks the configuration (config_refusals), the engine core groups and scheduler, a worker its layers.

@@ -37,7 +37,7 @@ def check_worker(runner: Any) -> None:
 
 
 def check_cells(layers: Iterable[Any]) -> None:
-    """What attention over cells uses, by the back-end of each layer. Raises: UnsupportedVllmError."""
+    """Check what attention over cells uses, by the back-end of each layer. Raises: UnsupportedVllmError."""
     table = sections()
     names = {layer.attn_backend.get_name() for layer in layers}
     expect.check([*table["cells"], *(row for name in sorted(names) for row in table[f"cells {name}"])])

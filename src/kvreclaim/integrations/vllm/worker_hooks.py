@@ -1,4 +1,4 @@
-"""What our workers add to vLLM's: the check at start, the passes, their figures."""
+"""Hooks of our workers in vLLM's: the check at start, the passes, their figures."""
 
 from __future__ import annotations
 

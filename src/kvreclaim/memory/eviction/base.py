@@ -1,4 +1,4 @@
-"""What an eviction order is."""
+"""The interface of eviction orders."""
 
 from __future__ import annotations
 

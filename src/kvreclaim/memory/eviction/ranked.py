@@ -1,4 +1,4 @@
-"""What the orders that give every cached block a rank have in common."""
+"""Base of the orders that rank every cached block."""
 
 from __future__ import annotations
 

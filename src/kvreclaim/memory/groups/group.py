@@ -1,4 +1,4 @@
-"""What the memory manager asks of a group of layers, and tells it."""
+"""The interface between the memory manager and a group of layers."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class PrefixNode:
 
 
 def prefix_tree(index: PrefixIndex, holders: Mapping[int, tuple[str, ...]]) -> tuple[PrefixNode, ...]:
-    """What a prompt can be found to begin with, one node or more for each salt. O(blocks in the index).
+    """The prefix index as trees, one or more nodes for each salt. O(blocks in the index).
 
     holders: who holds a block; of those that nobody holds nothing is said. Entries that no walk reaches any
     more are left out.

@@ -1,1 +1,1 @@
-"""What layers hold that see only the last tokens: a window of each sequence, in blocks of the same pool."""
+"""Layers that see only the last tokens: a window of each sequence, in blocks of the same pool."""

@@ -192,7 +192,7 @@ class BitsAndBytes(Scheme):
 
 
 def scheme_of(settings: Mapping[str, Any], name: str) -> Scheme:
-    """What a config's quantization_config asks for.
+    """The scheme in a config's quantization_config.
 
     Raises: UnsupportedModelError, by name, for what is not among AWQ, GPTQ, compressed-tensors'
         pack-quantized and bitsandbytes' 4 bits, or is a variant of them that kvreclaim does not read.

@@ -15,7 +15,7 @@ ROWS_AT_ONCE = 4096
 
 
 class _PackedModule(nn.Module):
-    """What holds a packed matrix; its bytes are buffers, for whoever reads a model's tensors."""
+    """A module with a packed matrix; its bytes are buffers, for readers of a model's tensors."""
 
     def __init__(self, matrix: PackedMatrix, dtype: torch.dtype, products: Products) -> None:
         super().__init__()

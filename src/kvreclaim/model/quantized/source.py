@@ -31,7 +31,7 @@ class WeightSource(Protocol):
         """A tensor that is not packed, in any dtype; None where it is not there."""
 
     def unread(self) -> list[str]:
-        """What was asked for by no name, and would be lost."""
+        """Tensors that no name asked for, and that would be lost."""
 
 
 def in_pieces(shape: tuple[int, int], read: Callable[[int, int], PackedRows]) -> PackedMatrix:

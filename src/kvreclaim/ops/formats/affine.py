@@ -64,7 +64,7 @@ class CodeGrid:
         return n.to(torch.int32), code[..., 0], (z[..., 0] - self.low).to(torch.int32)
 
     def decode(self, n: Tensor, scale: Tensor, centre: Tensor) -> Tensor:
-        """What encode returned: [..., g], [...], [...] integers. Returns: [..., g] fp32."""
+        """Invert encode: [..., g], [...], [...] integers. Returns: [..., g] fp32."""
         step = self.scale.decode(scale)
         if self.has_zero:
             step = step.masked_fill(centre == 0, 0.0)

@@ -58,7 +58,7 @@ def decode_values(fmt: KVFormat, codes: Tensor, params: Tensor, k_dim: int, v_di
 
 
 def round_trip(fmt: KVFormat, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """What comes back of keys and values after a write: [..., D], [..., Dv] in fmt.number."""
+    """Keys and values as they are read back after a write: [..., D], [..., Dv] in fmt.number."""
     if fmt.dtype is not None:
         return k.to(fmt.dtype), v.to(fmt.dtype)
     keys, values, params = encode(fmt, k, v)
@@ -116,7 +116,7 @@ def _encode_vector(fmt: KVFormat, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _decode_vector(fmt: KVFormat, codes: Tensor, scale: Tensor) -> Tensor:
-    """What _encode_vector returned: [..., D] fp32."""
+    """Invert _encode_vector: [..., D] fp32."""
     if fmt.name == "int8":
         return (codes.float() - 128) * scales.INT8.decode(scale)[..., None]
     if fmt.name == "fp8_e4m3":
@@ -138,6 +138,6 @@ def _encode_groups(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _decode_groups(codes: Tensor, params: Tensor) -> Tensor:
-    """What _encode_groups returned: [..., D] fp32."""
+    """Invert _encode_groups: [..., D] fp32."""
     s, z = params.unflatten(-1, (-1, 2)).unbind(-1)
     return unrotate(Groups(unpack(codes), s, z).decode(KEY_GRID))

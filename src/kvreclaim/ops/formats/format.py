@@ -1,4 +1,4 @@
-"""What a KV cache stores per number; how many bytes that takes is said in kv_bytes.py. No kernels here."""
+"""KV formats: what a cache stores per number. kv_bytes.py has the bytes. No kernels here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class KVFormat(KVBytes):
 
     @property
     def number(self) -> torch.dtype:
-        """What gather_tokens gives: a dequantised number rounded to 16 bits would be less exact than its
+        """Dtype of gather_tokens: a dequantised number rounded to 16 bits would be less exact than its
         code."""
         return self.dtype or torch.float32
 

@@ -137,7 +137,7 @@ class OpenBlocks:
         self._sealed.update(block for block in blocks if block in self._rows)
 
     def writes(self, slots: Tensor) -> Writes:
-        """What a write to these slots, [T] int64, no slot twice, does to blocks; takes the rows it needs.
+        """Effects of a write to these slots, [T] int64, no slot twice, on blocks; takes the rows it needs.
 
         Worked out at the first layer of a pass: the same slots again are those of another layer, until `keep`
         begins the next one. One tensor for all layers is read on the host once.
@@ -182,7 +182,7 @@ class OpenBlocks:
 
 
 def rows_beside(form: KVFormat, shape: CacheShape, num_rows: int, device: torch.device) -> OpenBlocks | None:
-    """What a cache of this format has beside its planes. Raises: InvalidArgumentError if that is no row."""
+    """Rows of a cache of this format beside its planes. Raises: InvalidArgumentError if that is no row."""
     if not form.has_open_blocks:
         return None
     require(

@@ -47,7 +47,7 @@ def column_sums(q: Tensor, layer: LayerCache, batch: AttentionBatch) -> Tensor:
 
 
 def _over(layer: LayerCache, batch: AttentionBatch) -> tuple[Any, ...]:
-    """What both kernels take behind their input and output."""
+    """Arguments of both kernels after input and output."""
     rule = layer.softmax
     softmax = (rule.scale, rule.softcap or 0.0, rule.window or 0, rule.sinks)
     cache, sequences = layer.cache.cached("native", make_cache), batch.cached("native", make_batch)

@@ -11,7 +11,7 @@ from kvreclaim.ops.extension import native
 from kvreclaim.ops.packed import PackedMatrix
 
 ACTIVATIONS = ("int8", "int16", "exact")
-"""What a product rounds x to: 8 or 15 bits, a scale per 32 columns, or nothing. The kernels' order."""
+"""Rounding of x in a product: 8 or 15 bits, a scale per 32 columns, or nothing. The kernels' order."""
 
 
 def packed_linear(

@@ -76,7 +76,7 @@ def surrogate_scores(
 
 
 def _where(tokens: PagedTokens) -> tuple[Any, int, Tensor, int]:
-    """What every scoring kernel takes first."""
+    """First arguments of every scoring kernel."""
     return cache_view(tokens.cache), tokens.layer.index, tokens.block_ids, tokens.num_tokens
 
 

@@ -1,4 +1,4 @@
-"""What the compiled module sees of caches and batches."""
+"""Views of caches and batches for the compiled module."""
 
 from __future__ import annotations
 

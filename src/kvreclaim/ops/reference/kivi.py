@@ -93,7 +93,7 @@ def write(layer: LayerCache, k: Tensor, v: Tensor, slots: Tensor, layout: UnitLa
 
 
 def copy_rows(cache: KVCache, pairs: list[tuple[int, int]], layout: UnitLayout) -> None:
-    """What copying the bytes of blocks (source, target) leaves to do: blocks that are not full lie in rows.
+    """Copy rows of blocks (source, target) that are not full; their bytes are not in the planes.
 
     The targets are open in every layer, whatever their sources are by now: a pass that failed may have sealed
     a source in some layers already.

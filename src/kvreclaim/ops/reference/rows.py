@@ -84,7 +84,7 @@ def unsupported_reason(need: Need) -> str | None:
 
 
 def store_rows(cache: KVCache, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """What each plane keeps of keys [..., D] and values [..., Dv]."""
+    """The data of each plane for keys [..., D] and values [..., Dv]."""
     if cache.shape.latent:
         k = k[..., cache.shape.v_dim :]
     if not cache.format.is_plain:

@@ -164,7 +164,7 @@ def _heads(q: Tensor, cache: KVCache, wanted: int) -> HeadTile:
 
 
 def _operands(q: Tensor, cache: KVCache) -> torch.dtype:
-    """What tl.dot multiplies: numbers of the queries' dtype, unless a plain cache has more or other bits."""
+    """Dtype of tl.dot's operands: the queries' dtype, unless a plain cache has more or other bits."""
     form = cache.format
     return q.dtype if not form.is_plain or form.dtype == q.dtype else torch.float32
 

@@ -106,7 +106,7 @@ def _step(table, s, z):
 
 @triton.jit
 def _first(z):
-    """What code 0 of such a group stands for, in steps: its centre in thirds, less half the codes."""
+    """The value of code 0 of such a group, in steps: its centre in thirds, less half the codes."""
     return tl.div_rn(_integers(z) - 128.0, 3.0) - 7.5
 
 

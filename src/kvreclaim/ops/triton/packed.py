@@ -96,7 +96,7 @@ _KINDS: dict[torch.dtype, Any] = {torch.bfloat16: tl.bfloat16, torch.float16: tl
 
 
 def _parts(matrix: PackedMatrix) -> list[Tensor]:
-    """What a matrix does not have is its codes, which the kernel then does not read."""
+    """Tensors of a matrix; the codes stand in for a missing one, which the kernel does not read."""
     data = matrix.parts["data"]
     parts = [matrix.parts.get(name, data) for name in ("data", "scales", "offsets", "supers")]
     return [*parts, data if matrix.table is None else matrix.table]

@@ -1,4 +1,4 @@
-"""What attention derives from a batch once per step: decode rows, query tiles, masks, splits."""
+"""The attention plan of a batch, made once per step: decode rows, query tiles, masks, splits."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def dot_precision(device: torch.device) -> str:
 
 
 def _shared_bytes(device: torch.device) -> int:
-    """What a program may take."""
+    """Shared memory that a program may take, in bytes."""
     if device.type != "cuda":
         return WIDE_FP32_BYTES
     properties = torch.cuda.get_device_properties(device)

@@ -1,1 +1,1 @@
-"""What one sequence may hold: due points, lengths, slots, where survivors go. Integers only."""
+"""Slots of one sequence: due points, lengths, slots needed, where survivors go. Integers only."""

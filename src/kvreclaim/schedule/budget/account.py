@@ -1,4 +1,4 @@
-"""What compression has done to one sequence, as counts."""
+"""Counts of what compression did to one sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a policy does to memory."""
+"""Eviction methods: what a policy does to memory."""
 
 from __future__ import annotations
 

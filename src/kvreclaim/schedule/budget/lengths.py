@@ -1,4 +1,4 @@
-"""What one sequence can be at most, from its footprint and the pool alone."""
+"""The longest possible sequence, from its footprint and the pool alone."""
 
 from __future__ import annotations
 

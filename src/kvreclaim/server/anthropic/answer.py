@@ -92,7 +92,7 @@ class AnthropicResponse:
         return self.splitter.take(self._text(_delta(update)), last=update.finished)
 
     def _text(self, delta: OutputDelta) -> str:
-        """What is new, going on from a prefill if there is one."""
+        """The new text, which continues a prefill if there is one."""
         return delta.text if self._prefill is None else self._prefill.take(delta.token_ids, delta.text)
 
     def _stop(self, update: Update) -> dict[str, str | None]:

@@ -71,7 +71,7 @@ async def count_tokens(
 def _compress_prompt_at(
     body: MessageRequest, rendered: Rendered, compression: CompressionConfig | None
 ) -> int | None:
-    """What the request says, else its last cache breakpoint where its cache is compressed: what lies before
+    """The request's own value, else the last cache breakpoint if its cache is compressed: the prefix
     is asked about again, so it is compressed once for all who do."""
     if (
         body.compress_prompt_at is not None
@@ -84,7 +84,7 @@ def _compress_prompt_at(
 
 
 def _note(body: ConversationFields, request: Request, service: Service) -> None:
-    """What logs and traces tell of a request. Raises: ApiError 404."""
+    """Check the model's name, and note it for logs and traces. Raises: ApiError 404."""
     request.scope["state"]["model"] = service.check_model(body.model)
 
 

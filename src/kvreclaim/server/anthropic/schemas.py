@@ -1,4 +1,4 @@
-"""What answers look like, for the OpenAPI description; tests hold the answers against it."""
+"""Schemas of answers for the OpenAPI description; tests compare answers with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the counters hold, in prometheus_client's terms."""
+"""The counters as prometheus_client's metrics."""
 
 from __future__ import annotations
 

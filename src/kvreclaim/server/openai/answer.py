@@ -74,14 +74,14 @@ class OpenAIResponse(ABC):
     def chunk_choices(
         self, index: int, delta: OutputDelta, stream: RequestStream, *, first: bool
     ) -> list[dict[str, Any]]:
-        """What is to be told of one output's news, one chunk each; none while there is nothing to tell."""
+        """Chunks for the news of one output; none while there is nothing to send."""
 
     def extras(self, stream: RequestStream) -> dict[str, Any]:
         """Further fields of a whole answer and of an output's first chunk, for a request with one prompt."""
         return {}
 
     def of_prompt(self, stream: RequestStream) -> dict[str, Any]:
-        """What was asked to be told of the prompt."""
+        """Fields about the prompt that the request asked for."""
         told: dict[str, Any] = {}
         if self.fields.prompt_logprobs is not None:
             assert stream.prompt_logprobs is not None, f"{stream.request_id} asked for prompt_logprobs"
@@ -190,7 +190,7 @@ class OpenAIResponse(ABC):
 
 
 def scores_of(delta: OutputDelta) -> dict[str, float]:
-    """What a choice says of what a beam search has found."""
+    """A choice's scores of a beam search."""
     if delta.scores is None:
         return {}
     cumulative, score = delta.scores

@@ -157,7 +157,7 @@ class ChatAnswer(OpenAIResponse):
         return about | scores_of(delta)
 
     def _said(self, index: int, delta: OutputDelta) -> tuple[str, list[dict[str, Any]]]:
-        """What has settled of an output: text and tool calls."""
+        """Settled parts of an output: text and tool calls."""
         pieces = self._splitters[index].take(delta.text, last=delta.finish_reason is not None)
         return "".join(each for each in pieces if isinstance(each, str)), [
             {

@@ -164,7 +164,7 @@ class CompletionAnswer(OpenAIResponse):
         return choice | self.of_prompt(stream) if first else choice
 
     def _text(self, index: int, delta: OutputDelta, stream: RequestStream, *, first: bool) -> str:
-        """What is new; with echo behind the prompt, and as it goes on from there."""
+        """The new text; with echo, the prompt comes first."""
         if not self.fields.echo:
             return delta.text
         tokens = stream.new.prompt_token_ids

@@ -79,7 +79,7 @@ Tools = Annotated[Listed[FunctionTool], Field(min_length=1, max_length=MAX_TOOLS
 
 
 class ConversationOptions(Fields):
-    """What goes through the template besides the messages."""
+    """Options of the chat template."""
 
     tools: Tools | None = None
     add_generation_prompt: bool | None = None

@@ -1,4 +1,4 @@
-"""What a request asks of the engine, from the fields of its body."""
+"""Specs for the engine from the fields of a request's body."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SAMPLING = (
 
 
 def check_options(fields: GenerationFields, service: Service, scope: Scope) -> None:
-    """What concerns neither prompt nor sampling. Raises: ApiError."""
+    """Check options that concern neither prompt nor sampling. Raises: ApiError."""
     scope["state"]["model"] = service.check_model(fields.model)
     _check_stream(fields)
     most = service.config.max_n

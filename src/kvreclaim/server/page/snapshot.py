@@ -1,4 +1,4 @@
-"""What the page is told, read in the engine's thread between two steps."""
+"""Snapshots of the engine for the page, taken in its thread between two steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CompactionRecorder:
         self._compactions += [compaction_of(request.request_id, done) for request, done in result.passes]
 
     def ended(self, engine: Engine, request: Request) -> None:
-        """What its passes did has been told."""
+        """Do nothing: the request's passes have been reported."""
 
     def take(self, engine: Engine) -> Snapshot:
         """The engine now."""

@@ -41,7 +41,7 @@ class Trace:
         return self if count is None else replace(self, requests=self.requests[:count])
 
     def follow(self) -> Follower | None:
-        """What a cluster asks for the next turns; one for each run. None: there are none."""
+        """A source of the next turns, one per run; None: there are none."""
         return Follower(self) if any(self.later.values()) else None
 
 

@@ -111,7 +111,7 @@ class UnevenPasses:
 
 
 class _Asked:
-    """What there is of one request before a pass, its open block left out.
+    """One request before a pass, without its open block.
 
     tokens:  [L, K] int64 of each head; present: [L, K, W] its cells
     """

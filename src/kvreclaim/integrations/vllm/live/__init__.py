@@ -1,1 +1,1 @@
-"""What an operator sees of the plugin while it runs: the page of the block pool, and a line in the log."""
+"""The plugin's live view for operators: the page of the block pool, and a line in the log."""

@@ -30,7 +30,7 @@ class PluginFeed(Feed):
         self._untold: list[Compaction] = []
 
     def take(self, snapshot: Snapshot) -> None:
-        """What the recorder has delivered; in the loop."""
+        """Take the recorder's snapshot; runs in the event loop."""
         self._untold += snapshot.compactions
         self._came.put_nowait(snapshot)
 

@@ -1,4 +1,4 @@
-"""What the page answers, and the limits of its connections: GET of a few files and of the feed.
+"""The page's HTTP server: GET of a few files and of the feed, and limits of its connections.
 
 A head may have 16 KiB and take ten seconds. There are at most 64 connections, one answer for each, no keys,
 and nothing that changes anything.

@@ -23,7 +23,7 @@ logger = logging.getLogger("vllm.kvreclaim")
 
 STOP_S = 5.0
 LAST_BYTES_S = 1.0
-"""What viewers get to read what has been written for them."""
+"""Seconds that viewers have to read what was written for them."""
 
 
 class PageServer(uvicorn.Server):

@@ -1,4 +1,4 @@
-"""What a scheduler tells those who watch it: the page, if one is asked for, and the log."""
+"""Observers of a scheduler: the page, if one is configured, and the log."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class StepObserver:
                 self.page.recorder.passed(passes)
 
     def end_step(self) -> None:
-        """What has ended in a step has given its blocks back."""
+        """Note the end of a step; requests that ended have returned their blocks."""
         if self.page is not None:
             self.page.recorder.end_step()
 

@@ -14,7 +14,7 @@ FP8 = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
-"""What the bytes of a uint8 cache are, by vLLM's name of the cache dtype."""
+"""The dtype of a uint8 cache's bytes, by vLLM's name of the cache dtype."""
 PACKED_BACKENDS = frozenset({"CPU_ATTN"})
 """Backends with an order of their own inside a block; all others keep keys in [..., :D], values behind."""
 

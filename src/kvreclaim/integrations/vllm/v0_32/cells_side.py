@@ -85,7 +85,7 @@ class CellsImpl:
 
     reclaim: LayerCells | None = None
     kernel = ""
-    """What attends over cells, in words."""
+    """Name of the kernel that attends over cells, for the log."""
 
     @property
     def without_cells(self) -> str | None:

@@ -1,4 +1,4 @@
-"""What facts.py has to know of vLLM's model: its attention layers, their shapes, and one forward over a
+"""Probing of vLLM's model for facts.py: its attention layers, their shapes, and one forward over a
 single token at several positions, by which the layers' rotation is found."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CANDIDATES = 512
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recorded:
-    """What one layer was asked with, in the shard of this rank: queries [8, H, D] and keys [8, K, D],
+    """Inputs of one layer, in the shard of this rank: queries [8, H, D] and keys [8, K, D],
     rotated to POSITIONS."""
 
     queries: Tensor
@@ -113,7 +113,7 @@ def tensor_parallel() -> tuple[int, int]:
 
 @torch.inference_mode()
 def record(runner: Any, layers: Sequence[Attention]) -> list[Recorded]:
-    """What every layer is asked for one token at POSITIONS. All ranks have to call it together.
+    """Record every layer's inputs for one token at POSITIONS. All ranks must call it together.
 
     Raises: UnsupportedModelError if the model cannot be run so, or does not ask a layer.
     """

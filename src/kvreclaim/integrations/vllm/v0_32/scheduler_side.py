@@ -188,7 +188,7 @@ class SchedulerHooks:
         return kv_params, ec_params
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
-        """What came since the last statistics, in a field that is free because KV connectors are refused.
+        """Add the figures since the last statistics, in a field that is free since KV connectors are refused.
 
         Differences, not sums: with several front ends each of them gets some of the statistics.
         """

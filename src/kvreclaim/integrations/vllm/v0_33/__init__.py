@@ -1,1 +1,1 @@
-"""What touches the private API of vLLM 0.33 and is not as in 0.32."""
+"""Code for the private API of vLLM 0.33 that differs from 0.32."""
