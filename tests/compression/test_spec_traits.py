@@ -113,7 +113,7 @@ def test_a_spec_with_settings():
         ("segments(snapkv, n=4, n=5)", "is given the option 'n' twice"),
         ("ada_kv:budget=512,interval=8", "interval is 8 tokens, but under ada_kv heads trade whole blocks"),
         ("paged_eviction:budget=140", "paged_eviction goes by whole blocks of 16"),
-        ("auto:budget=512", "policy auto stands for another one"),
+        ("auto:budget=512", "policy auto stands for a policy"),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name(text, message):

@@ -274,5 +274,5 @@ def test_wrong_prompts_are_one_sentence(make_llm):
 
 def test_the_gate_refuses_a_rotation_that_is_not_the_models(make_llm, monkeypatch):
     monkeypatch.setattr(chunked, "rotate", lambda k, by, layout: rotate(k, by + 1, layout))
-    with pytest.raises(InvalidArgumentError, match=r"turned are off by .* of what the model computes"):
+    with pytest.raises(InvalidArgumentError, match=r"rotated keys .* are off by .* of what the model"):
         make_llm(**SMALL).generate(PROMPT, GREEDY)

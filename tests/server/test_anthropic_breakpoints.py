@@ -218,7 +218,7 @@ def test_at_most_four() -> None:
 def test_longer_ones_come_first() -> None:
     result = rendered("tools first", **conversation(system2=HOUR, last=MARK))
     assert len(result[1]) == 2
-    with pytest.raises(ApiError, match=r"messages.0.content.0 has ttl 1h behind one of 5m \(tools.1\)"):
+    with pytest.raises(ApiError, match=r"messages.0.content.0 has ttl 1h after one of 5m \(tools.1\)"):
         rendered("tools first", **conversation(tool2=MARK, user1=HOUR))
 
 

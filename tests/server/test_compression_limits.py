@@ -25,7 +25,7 @@ LIMITS = ServerConfig(served_model_name=("m",), max_kv_budget=64)
 REFUSED = [
     (
         {**SMALL, "interval": 15},
-        "kv_compression: interval is 15 tokens, but this server has a pass once in 16 at most; "
+        "kv_compression: interval is 15 tokens, but this server allows no interval below 16; "
         "ask for 16 or more.",
     ),
     (
@@ -152,7 +152,7 @@ def test_the_defaults_take_every_policy_as_it_comes(policy: str) -> None:
 
 @pytest.mark.parametrize(
     ("asked", "words"),
-    [({"interval": 1}, "once in 16"), ({"interval": 16}, "looks back on 1024 queries")],
+    [({"interval": 1}, "below 16"), ({"interval": 16}, "looks back on 1024 queries")],
 )
 def test_the_defaults_refuse_a_pass_per_token_and_long_windows(asked: dict, words: str) -> None:
     settings = CompressionConfig("snapkv(window=1024)", budget=2000, **asked)

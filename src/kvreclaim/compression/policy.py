@@ -64,14 +64,14 @@ class Mode(StrEnum):
 class LayerSignals:
     """Signals of one layer of one sequence; None for what the policy does not need.
 
-    queries:           [H, w, D] rotated, oldest first, w <= query_window (fewer early in a sequence)
+    queries:           [H, w, D] rotated, oldest first, w <= query_window (less early in a sequence)
     mass:              [K, T] fp32, attention probabilities summed over all queries so far and the query
                        heads of the KV head
     positions:         [K, T] int32 logical positions, ascending
     output_projection: [H, Dv, M] the layer's W_o by query head; M the model's hidden size
     future_queries:    [H, N, D] rotated, of the tokens from the next one on, N >= 0
-    read_again:        [K, T] fp32, the most attention that a query of a repetition has paid
-    token_scores:      [K, T] fp32, what the statistics' weights made of the hidden state of each token
+    read_again:        [K, T] fp32, maximum attention to each token while the model repeats the prompt
+    token_scores:      [K, T] fp32, score of each token's hidden state by the statistics' weights
     """
 
     queries: Tensor | None = None
@@ -90,17 +90,16 @@ NO_SIGNALS = LayerSignals()
 class LayerView:
     """One layer of one live sequence, valid during the call of score; nothing in it may be changed.
 
-    source:      its T keys (rotated) and values in token order: score them where they lie
-    logical_len: position of the next query, tokens; >= T, more where tokens have been evicted
+    source:      its T keys (rotated) and values in token order; scores them in place
+    logical_len: position of the next query, in tokens; above T if tokens have been evicted
     stats:       of this layer's queries; None unless the policy needs them
     candidates:  tokens that may be evicted; the rest are protected sinks or recent tokens
-    signals:     what the policy's needs name besides statistics
-    first:       nothing has been evicted yet: neighbouring slots hold neighbouring tokens
-    budget:      tokens that each head is to keep, protected ones included; the average over the heads
-                 where they keep unequal numbers
+    signals:     the signals that the policy needs, besides statistics
+    first:       True if nothing has been evicted yet: neighbouring slots hold neighbouring tokens
+    budget:      tokens that each head keeps, protected ones included; with unequal heads the average
     first_head:  index in the model of the view's first KV head
 
-    Where heads keep unequal numbers of tokens a view shows one KV head alone: K = 1, H = G.
+    With unequal heads a view shows one KV head: K = 1, H = G.
     """
 
     layer: int
@@ -127,12 +126,12 @@ class LayerView:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CountsQuestion:
-    """How many tokens does each head of one sequence keep?
+    """Input of `counts`: how many tokens does each head of one sequence keep?
 
-    scores:      scores[layer][head] [T] fp32 of the tokens that may go; T may differ
-    protected:   sinks and recent tokens, kept by every head on top
+    scores:      scores[layer][head] [T] fp32 of the tokens that may be evicted; T may differ
+    protected:   sinks and recent tokens, which every head keeps in addition
     budget:      tokens per head on average, protected ones included
-    logical_len: position of the next query: tokens of the text so far, those evicted before included
+    logical_len: position of the next query: tokens of the text so far, evicted ones included
     stats:       of each layer; None unless the policy needs them
     """
 
@@ -144,12 +143,12 @@ class CountsQuestion:
 
     @property
     def free(self) -> int:
-        """Places per head on average, beside protected tokens."""
+        """Tokens per head on average, besides protected ones."""
         return self.budget - self.protected
 
     @property
     def limit(self) -> Tensor:
-        """[L, K] float64: tokens of each head that may go."""
+        """[L, K] float64: tokens of each head that may be evicted."""
         return torch.tensor([[len(head) for head in layer] for layer in self.scores], dtype=torch.float64)
 
 
@@ -158,17 +157,17 @@ class CompressionPolicy(ABC):
     parameters (CompressionConfig.options): those declared by options.option are checked by their type and
     bounds, all others in __post_init__, with InvalidArgumentError.
 
-    What a subclass says of itself, as class attributes or properties:
+    Class attributes or properties of a subclass:
 
-    name:           how it is asked for
+    name:           its name in policy texts
     eviction_method: what it does to memory. KEEP and READS never ask for scores. Under BLOCKS a block's score
                     is the mean over its tokens, layers and heads. CELLS asks for counts, too. READS asks for
                     block_scores, and budget is the tokens read per head
     query_window:   queries kept for Signal.RECENT_QUERIES
-    prompt_only:    True if it compresses once, when the prompt has been computed, and never again
-    cache_relative: True if a token's position is its slot: keys are turned again when they move
-    lifts:          True if it raises some scores within a head, which says nothing between heads
-    any_heads:      True if score_many takes views of one KV head each, of whatever layers
+    prompt_only:    True if it compresses only once, at the end of the prompt
+    cache_relative: True if a token's position is its slot: keys are rotated again when they move
+    lifts:          True if it raises some scores within a head, so that scores do not compare between heads
+    any_heads:      True if score_many takes views of one KV head each, from any layers
     """
 
     name: ClassVar[str]
@@ -208,7 +207,7 @@ class CompressionPolicy(ABC):
 
     @property
     def default_mode(self) -> Mode:
-        """The mode used where the caller names none; a subclass overrides it likewise."""
+        """The mode if the caller names none; a subclass overrides it likewise."""
         return Mode.PER_LAYER_HEAD
 
     @abstractmethod
@@ -217,9 +216,8 @@ class CompressionPolicy(ABC):
         are. Pure: no state, clock, log or I/O; depends on nothing but the view."""
 
     def score_many(self, views: Sequence[LayerView]) -> list[Tensor]:
-        """The scores of the same layer of several sequences, or (any_heads) of several KV heads: for each, to
-        the last bit, what score gives of its view alone. Overridden where work can be shared (see
-        score_all)."""
+        """Scores of the same layer of several sequences, or (any_heads) of several KV heads. Each must equal
+        `score` of its view alone, bit for bit. Override it if work can be shared (see score_all)."""
         return [self.score(view) for view in views]
 
     def counts(self, question: CountsQuestion) -> Tensor:
@@ -238,24 +236,25 @@ class CompressionPolicy(ABC):
 
 
 def traits(policy: CompressionPolicy) -> frozenset[Trait]:
-    """Traits that may make the policy unfit to be wrapped."""
+    """Traits for which wrappers may refuse the policy."""
     found = {Trait.CACHE_RELATIVE: policy.cache_relative, Trait.LIFTS: policy.lifts}
     own = unfit_to_wrap(policy.eviction_method)
     return frozenset(({own} if own else set()) | {trait for trait, has in found.items() if has})
 
 
 def _of_inner(name: str) -> Any:
-    """A property of a wrapper that is the inner policy's."""
+    """A wrapper's property that returns the inner policy's."""
     return property(lambda wrapper: getattr(wrapper.inner, name))
 
 
 @dataclass(frozen=True)
 class Wrapper(CompressionPolicy):
-    """A policy around another one, `inner`; what it does not override is the inner one's.
+    """A policy around another one, `inner`, whose methods it keeps unless it overrides them. Raises:
+    InvalidArgumentError for an inner policy with a trait in `unfit`.
 
-    default_inner: name of the policy that is wrapped where none is named
-    unfit, remedy: what an inner policy must not be, and what to write instead; overridden by plain class
-                   attributes. Raises: InvalidArgumentError
+    default_inner: name of the policy that is wrapped if none is named
+    unfit, remedy: traits that an inner policy must not have, and what to write instead; overridden by plain
+                   class attributes
     """
 
     inner: CompressionPolicy
@@ -296,7 +295,7 @@ class Wrapper(CompressionPolicy):
 
 
 def score_all(policy: CompressionPolicy, views: Sequence[LayerView]) -> list[Tensor]:
-    """score_many, unless a subclass overrides score alone: then it is asked view by view."""
+    """score_many; or `score` per view, if a subclass overrides only that."""
     for owner in type(policy).__mro__:
         if "score_many" in vars(owner):
             return policy.score_many(views)

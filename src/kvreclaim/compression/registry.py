@@ -92,8 +92,8 @@ def policy_class(name: str) -> type[CompressionPolicy]:
         return _BUILT_IN[name]
     if name == AUTO:
         raise InvalidArgumentError(
-            "policy auto stands alone, for another one that a model's statistics name; here name the policy "
-            "itself (`kvreclaim calibrate --show FILE` says it)."
+            "policy auto stands for a policy that a model's statistics name, and cannot be used here; name "
+            "that policy (`kvreclaim calibrate --show FILE` prints it)."
         )
     if found := load(ENTRY_POINT_GROUP, name, "policy"):
         cls, place = found

@@ -333,7 +333,7 @@ def _load_own(path: Path) -> QueryStats:
                 n: tensors[n].float() for n in _HALVED if n in tensors and tensors[n].dtype is torch.half
             }
         if header is None:
-            raise StatsMismatchError(f"{path} has no {_HEADER!r} metadata: it is no statistics file of ours.")
+            raise StatsMismatchError(f"{path} has no {_HEADER!r} metadata; it is no statistics file.")
         metadata = StatsMetadata.model_validate(json.loads(header))
     except (SafetensorError, ValidationError, json.JSONDecodeError) as error:
         raise StatsMismatchError(f"{path} is no valid statistics file ({error}); {RECALIBRATE}.") from error

@@ -62,7 +62,7 @@ def check_limits(asked: CompressionConfig, own: CompressionConfig | None, limits
         most = None if most is None else max(most, own.budget)
     require(
         asked.interval >= least or policy.prompt_only or not policy.eviction_method.evicts,
-        f"interval is {asked.interval} tokens, but this server has a pass once in {least} at most; "
+        f"interval is {asked.interval} tokens, but this server allows no interval below {least}; "
         f"ask for {least} or more.",
     )
     require(

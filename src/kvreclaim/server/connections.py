@@ -150,7 +150,7 @@ class HTTPProtocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade:
             pass  # nobody here speaks another protocol: the request is answered in this one
         except httptools.HttpParserError:  # uvicorn would write a line into the log for each
-            self._refuse(400, "what came is no HTTP/1.1 request; check the client (TLS is for a proxy).")
+            self._refuse(400, "this is no HTTP/1.1 request; check the client (for TLS, use a proxy).")
         if self._pending_bytes > MAX_HEAD_BYTES:
             self._refuse_head()
 

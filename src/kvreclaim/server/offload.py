@@ -61,8 +61,8 @@ async def reset_prefix_cache(service: ServiceDep, asked: Annotated[Reset, Query(
     except TimeoutError:
         raise ApiError(
             503,
-            f"every prefix is forgotten, but the disk has not let go of its records in {CLEAR_S:g} s; it "
-            "will when it answers, unless the server is killed before.",
+            f"every prefix is forgotten, but the disk did not answer within {CLEAR_S:g} s; its records are "
+            "removed when it does, unless the server is killed before.",
         ) from None
     return Response()
 

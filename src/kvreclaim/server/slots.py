@@ -145,8 +145,8 @@ def _compression(action: str, body: SlotRequest, service: Service) -> Compressio
     if body.compress_prompt_at is None:
         raise ApiError(
             400,
-            "kv_compression is given without compress_prompt_at: only what is compressed at a place of the "
-            "prompt can be saved; say where, or leave kv_compression out.",
+            "kv_compression is given without compress_prompt_at, and only a prefix compressed there can "
+            "be saved; set compress_prompt_at, or leave kv_compression out.",
             "compress_prompt_at",
         )
     return service.compression(body.kv_compression)

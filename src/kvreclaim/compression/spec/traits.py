@@ -74,8 +74,8 @@ def _split(text: str) -> tuple[str, CompressionSettings]:
 def _traits(spec: Spec) -> Footprint:
     require(
         spec.name != AUTO,
-        "policy auto stands for another one, which the model's statistics name; write that one here "
-        "(`kvreclaim calibrate --show FILE` says it).",
+        "policy auto stands for a policy that a model's statistics name, and cannot be used here; name that "
+        "policy (`kvreclaim calibrate --show FILE` prints it).",
     )
     if spec.name not in _ROWS:
         raise InvalidArgumentError(

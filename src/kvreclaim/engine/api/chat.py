@@ -165,7 +165,7 @@ def _check_variables(
         shown = variable[:MAX_VARIABLE]
         if variable in RESERVED or variable in tokenizer.special_tokens_map:
             raise InvalidArgumentError(
-                f"template_kwargs sets {shown!r}, which is no variable of a caller's; remove it, or pass "
+                f"template_kwargs sets {shown!r}, which is reserved; remove it, or pass "
                 "it as the argument of this name.",
                 field=f"template_kwargs.{shown}",
             )

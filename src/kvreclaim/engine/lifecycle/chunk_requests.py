@@ -54,8 +54,8 @@ def prove_turning(loaded: LoadedModel, facts: ModelFacts) -> None:
     most = max(OFF, 4 * torch.finfo(there.dtype).eps)
     require(
         off <= most,
-        f"chunks cannot be reused out of place: keys of {facts.name!r} that are turned are off by {off:.2g} "
-        f"of what the model computes there, {most:.2g} allowed; pass the prompt as one text.",
+        f"chunks cannot be reused out of place: rotated keys of {facts.name!r} are off by {off:.2g} of "
+        f"what the model computes, and {most:.2g} is allowed; pass the prompt as one text.",
         "prompt",
     )
 

@@ -44,7 +44,7 @@ def check_prompt(
         )
     if params.stop_strings and loaded.tokenizer is None:
         raise InvalidArgumentError(
-            "stop strings need a tokenizer, which this model has not; pass stop_token_ids.",
+            "stop strings need a tokenizer, and this model has none; pass stop_token_ids.",
             field="stop",
         )
 
@@ -55,7 +55,7 @@ def checked_bad_words(params: SamplingParams, loaded: LoadedModel) -> tuple[tupl
     for word in params.bad_words or ():
         if loaded.tokenizer is None:
             raise InvalidArgumentError(
-                "bad_words need a tokenizer, which this model has not; leave them out.", field="bad_words"
+                "bad_words need a tokenizer, and this model has none; leave them out.", field="bad_words"
             )
         check_text("a text of bad_words", word, "bad_words")
         ids = word_ids(word, loaded.tokenizer)
@@ -77,7 +77,7 @@ def check_salt(cache_salt: str | None) -> None:
     )
     require(
         "\x00" not in (cache_salt or ""),
-        "cache_salt holds the character NUL, which sets apart what is not computed exactly; drop it.",
+        "cache_salt holds the character NUL, which is reserved; remove it.",
         "cache_salt",
     )
 

@@ -132,7 +132,7 @@ def _marks(body: ConversationFields, marks: list[Mark], last: int) -> list[Mark]
         if TTL_S[after.ttl] > TTL_S[before.ttl]:
             raise ApiError(
                 400,
-                f"cache_control of {after.where} has ttl {after.ttl} behind one of {before.ttl} "
+                f"cache_control of {after.where} has ttl {after.ttl} after one of {before.ttl} "
                 f"({before.where}); in the order tools, system, messages the longer ones come first.",
             )
     return marks

@@ -106,7 +106,7 @@ class PageProtocol(H11Protocol):
                 HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"the head exceeds {MAX_HEAD_BYTES} bytes."
             )
         else:
-            self._refuse(HTTPStatus.BAD_REQUEST, "what came is no HTTP/1.1 request; check the client.")
+            self._refuse(HTTPStatus.BAD_REQUEST, "this is no HTTP/1.1 request; check the client.")
 
     def pause_writing(self) -> None:
         super().pause_writing()
