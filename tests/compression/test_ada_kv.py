@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compression_oracles import layer_facts, layer_view, noise
+from compression_oracles import noise
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,13 +34,6 @@ def test_published_numbers():
     assert counts([list(PUBLISHED)], 7, 10).tolist() == [[11, 9]]
 
 
-def test_the_safeguard_counts_for_every_head():
-    scores = [[torch.arange(10.0) + 100, torch.arange(10.0)]]
-    assert counts(scores, 0, 5, alpha=0).tolist() == [[10, 0]]
-    assert counts(scores, 0, 5, alpha=0.4).tolist() == [[8, 2]]
-    assert counts(scores, 0, 5, alpha=1).tolist() == [[5, 5]]
-
-
 def test_layers_do_not_compete():
     scores = [[noise(h, 8) + 1000 * layer for h in range(2)] for layer in range(3)]
     assert counts(scores, 1, 5).sum(dim=1).tolist() == [10, 10, 10]
@@ -59,16 +52,6 @@ def test_equals_a_loop_where_heads_hold_unequal_numbers(lengths, alpha, share, s
         found = counts([scores], 2, 2 + free, alpha)
         assert found.tolist() == [[2 + n for n in naive([s.tolist() for s in scores], free, alpha)]]
     assert counts([scores], 2, 2 + free, alpha).mean().item() == pytest.approx(2 + free)
-
-
-def test_equal_scores_go_to_the_first_head():
-    assert counts([[torch.ones(4), torch.ones(4)]], 0, 2, alpha=0).tolist() == [[4, 0]]
-
-
-def test_scores_are_those_it_wraps():
-    view = layer_view(layer_facts(), None)
-    assert torch.equal(AdaKV(Knorm()).score(view), Knorm().score(view))
-    assert make_policy("ada_kv").inner == make_policy("snapkv")
 
 
 INNER = ["full", "quest", "paged_eviction", "evict_only", "pyramidkv", "segments", "protect", "critical"]

@@ -15,26 +15,6 @@ def free(num_tokens: int) -> torch.Tensor:
     return torch.full((num_tokens,), FREE)
 
 
-def test_the_block_with_the_lowest_mean_over_tokens_layers_and_heads_goes():
-    scores = torch.tensor(
-        [[[9.0, 0, 4, 4, 1, 1], [1, 1, 1, 1, 1, 1]], [[0, 0, 0, 0, 7, 7], [0, 0, 2, 2, 0, 0]]]
-    )
-    # means over tokens, layers and heads: (9+2+0+0)/8, (8+2+0+4)/8, (2+2+14+0)/8
-    assert lowest_blocks(scores, 4, free(6), 2) == [0]
-    assert lowest_blocks(scores, 2, free(6), 2) == [0, 1]
-
-
-@pytest.mark.parametrize(("budget", "expected"), [(9, []), (8, 1), (6, 1), (5, 2), (3, 2), (2, 3)])
-def test_as_many_go_as_bring_the_length_to_the_budget(budget, expected):
-    gone = lowest_blocks(torch.rand(2, 2, 9), budget, free(9), 3)
-    assert len(gone) == (expected or 0)
-    assert gone == sorted(set(gone))
-
-
-def test_of_equal_blocks_the_lowest_index_stays():
-    assert lowest_blocks(torch.ones(1, 1, 8), 4, free(8), 2) == [2, 3]
-
-
 def test_a_partial_block_stays_whatever_its_score():
     scores = torch.tensor([[[5.0, 5, 5, 5, -9]]])
     assert lowest_blocks(scores, 3, free(5), 2) == [1]

@@ -49,22 +49,6 @@ def test_equals_the_loop(kernel, similarity, block, group):
     assert scores[:, 11:].tolist() == [[2.0, 3.0, 4.0]] * 2
 
 
-def test_the_most_recent_of_similar_keys_is_exempt():
-    """Tokens 0, 2 and 3 are the same; each counts against the others, but never against the newest of
-    them: 3 for rows 0 and 2, and 2 for row 3 itself."""
-    one, other = torch.tensor([1.0, 0, 0]), torch.tensor([0.0, 1, 0])
-    keys = torch.stack([one, other, one, one])[None]
-    assert summed_similarity(keys, 0.5).tolist() == [[2.0, 0.0, 1.0, 0.0]]
-    assert summed_similarity(keys, 1.0).tolist() == [[2.0, 0.0, 2.0, 2.0]]
-
-
-def test_keys_without_similar_ones_are_charged_with_all_they_share():
-    angles = torch.tensor([0.0, 1.2, 2.4])  # neighbours at cos 1.2 = .36
-    keys = torch.stack([angles.cos(), angles.sin()], dim=1)[None]
-    cosine = (keys[0] @ keys[0].T).fill_diagonal_(0.0)
-    torch.testing.assert_close(summed_similarity(keys, 0.5)[0], cosine.sum(dim=0))
-
-
 def test_repeated_tokens_go_first_and_the_newest_copy_stays():
     facts = model_facts(1)
     keys = 2 * torch.eye(40).repeat(2, 1, 1)

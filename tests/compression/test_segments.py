@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.compression.policies.segments import Segments, in_turns
+from kvreclaim.compression.policies.segments import Segments
 from kvreclaim.compression.policy import CompressionPolicy, LayerSignals
 from kvreclaim.compression.registry import make_policy
 from kvreclaim.errors import InvalidArgumentError
@@ -56,20 +56,6 @@ def naive(scores, segment, free, share):
     return sorted(kept + [j for _, j in rest[: free - len(kept)]])
 
 
-def test_a_dull_region_keeps_its_best():
-    scores = [9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 0.1, 0.3]
-    assert kept_by(scores, range(8), 8, 4, n=2, share=0) == [0, 1, 2, 3]
-    assert kept_by(scores, range(8), 8, 4, n=2, share=0.5) == [0, 1, 2, 4]
-    assert kept_by(scores, range(8), 8, 4, n=4, share=1) == [0, 2, 4, 7]
-
-
-def test_segments_are_cut_by_position_not_by_slot():
-    """Six of eight live tokens come from the last tenth of the trace."""
-    positions = [0, 10, 92, 93, 94, 95, 96, 97]
-    scores = [0.1, 0.2, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
-    assert kept_by(scores, positions, 100, 2, n=2, share=1) == [1, 7]
-
-
 def test_protected_tokens_take_no_quota():
     scores = [50.0, 1.0, 2.0, 3.0, 4.0, 60.0]
     assert kept_by(scores, range(6), 6, 4, protected=(1, 1), n=2, share=1) == [2, 4]
@@ -87,12 +73,6 @@ def test_equals_a_loop(scores, data, n, share):
     budget = data.draw(st.integers(1, len(scores)))
     found = kept_by(scores, positions, logical_len, budget, n=n, share=share)
     assert found == naive(scores, [p * n // logical_len for p in positions], budget, share)
-
-
-def test_turns_go_round_the_segments():
-    scores = torch.tensor([[1.0, 5.0, 3.0, 4.0, 2.0, 0.0]])
-    segment = torch.tensor([[0, 0, 0, 2, 2, 7]])
-    assert in_turns(scores, segment).tolist() == [[1, 3, 5, 2, 4, 0]]
 
 
 def held_after_many_passes(policy):

@@ -50,16 +50,6 @@ def test_trig_part_is_the_mean_product_of_rotated_query_and_rotated_key(style):
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("aggregate", ["mean", "max"])
-def test_only_the_distance_to_the_query_counts(aggregate):
-    rope = layout(4)
-    keys, mean, size = noise(0, 2, 5, 8), complex_noise(1, 4, 4), noise(3, 4, 4).abs()
-    positions = torch.arange(5)
-    near = scored(rotate(keys, positions, rope), mean, size, rope, 10, aggregate=aggregate)
-    far = scored(rotate(keys, positions + 1000, rope), mean, size, rope, 1010, aggregate=aggregate)
-    torch.testing.assert_close(near, far, rtol=1e-4, atol=1e-4)
-
-
 def test_phases_are_exact_at_131072():
     rope = layout(4, theta=1e6)
     keys = noise(0, 1, 4, 8, dtype=torch.float64)
@@ -97,14 +87,6 @@ def test_a_layer_without_rotation_is_scored_by_plain_products():
     view = layer_view(layer_facts(layout(0)), LayerStats(mean, mean.new_zeros(4, 0)))
     raw = torch.cat([mean[:2] @ view.keys[0].T, mean[2:] @ view.keys[1].T])
     torch.testing.assert_close(TriAttention().score(view), group_max(z_scores(raw, view.candidates), 2))
-
-
-def test_the_policy_runs_raw_scores():
-    rope = layout(4)
-    mean, size = noise(0, 4, 8), noise(1, 4, 4).abs()
-    view = layer_view(layer_facts(rope), LayerStats(mean, size))
-    raw = scored(view.keys, to_bands(mean, rope), size, rope, 40)
-    assert torch.equal(TriAttention().score(view), group_max(z_scores(raw, view.candidates), 2))
 
 
 class TestZScores:

@@ -9,7 +9,7 @@ import tiny
 import torch
 from settings import MOVING, assert_idle, small
 
-from kvreclaim import LLM, BeamSearchParams, CompressionConfig, SamplingParams
+from kvreclaim import LLM, BeamSearchParams, SamplingParams
 from kvreclaim.compression.policy import Signal
 from kvreclaim.compression.registry import make_policy, policy_names
 from kvreclaim.engine.sampling.beam_search import BeamSearch
@@ -168,43 +168,6 @@ def same(found, want):
 WIDE = BeamSearchParams(beam_width=4, max_tokens=24, num_return_sequences=4, ignore_eos=True)
 
 
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("victims", ["last", "priority", "lru", "cost"])
-def test_beams_that_give_way_find_the_same(make_llm, caching, victims):
-    """Four searches and two other requests in a pool that holds hardly more than one of them."""
-    prompts = tiny.prompts((70, 37, 21, 50), seed=8)
-    want = answers([make_llm().beam_search(prompt, WIDE)[0] for prompt in prompts])
-    llm = make_llm(num_blocks=18, enable_prefix_caching=caching, preemption_victim=victims, max_num_seqs=10)
-    engine = llm.engine
-    others = [
-        engine.add_request(f"o{i}", prompt, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
-        for i, prompt in enumerate(tiny.prompts((40, 60), seed=3))
-    ]
-    requests = [
-        engine.add_request(f"r{i}", prompt, WIDE.sampling, beams=WIDE) for i, prompt in enumerate(prompts)
-    ]
-    while engine.has_unfinished:
-        engine.step()
-        engine.memory.check()
-        for request in requests:
-            states = {seq.status for seq in request.sequences}
-            assert len(states) == 1, "beams run or wait as one"
-    assert sum(engine.totals.preemptions.values()) > 4
-    assert not [request.error for request in (*requests, *others) if request.error]
-    same(answers([request.output() for request in requests]), want)
-    assert_idle(llm)
-
-
-def test_beams_wait_for_those_that_a_step_has_no_tokens_for(make_llm):
-    prompts = tiny.prompts((30, 12), seed=2)
-    want = answers([make_llm().beam_search(prompt, WIDE)[0] for prompt in prompts])
-    llm = make_llm(max_num_batched_tokens=5, max_num_seqs=9)
-    engine = llm.engine
-    engine.add_request("other", tiny.prompts((9,))[0], SamplingParams(max_tokens=60, ignore_eos=True))
-    found = llm.beam_search(prompts, WIDE)
-    same(answers(found), want)
-
-
 def test_beams_begin_behind_a_prefix_that_is_cached(make_llm):
     (prompt,) = tiny.prompts((100,), seed=2)
     (want,) = make_llm(enable_prefix_caching=False).beam_search(prompt, WIDE)
@@ -213,17 +176,6 @@ def test_beams_begin_behind_a_prefix_that_is_cached(make_llm):
     (found,) = llm.beam_search(prompt, WIDE)
     assert found.metrics.num_cached_tokens == 96
     same(answers([found]), answers([want]))
-
-
-def test_a_search_that_is_aborted_leaves_nothing(make_llm):
-    llm = make_llm()
-    request = llm.engine.add_request("r", tiny.prompts((40,))[0], WIDE.sampling, beams=WIDE)
-    for _ in range(6):
-        llm.engine.step()
-    assert len(request.sequences) == 4
-    llm.engine.abort("r")
-    assert request.output().finished
-    assert_idle(llm)
 
 
 def force(llm, monkeypatch, every):
@@ -368,14 +320,3 @@ def test_the_smallest_pool_that_is_let_in_is_enough(make_llm):
 def test_generation_parameters_are_no_search(make_llm):
     with pytest.raises(InvalidArgumentError, match=r"params is a SamplingParams .* pass BeamSearchParams"):
         make_llm().beam_search([1, 2], SamplingParams())
-
-
-def test_policies_beside_beams(make_llm):
-    """One engine, compressed and whole, searched and drawn."""
-    llm = make_llm(num_blocks=50)
-    (prompt,) = tiny.prompts((60,), seed=9)
-    config = CompressionConfig("knorm", budget=32, interval=16, sinks=2, recent=8)
-    params = BeamSearchParams(beam_width=3, max_tokens=20, num_return_sequences=3, ignore_eos=True)
-    want = answers([make_llm().beam_search(prompt, params, each)[0] for each in (config, None)])
-    found = llm.beam_search([prompt, prompt], params, [config, None])
-    same(answers(found), want)

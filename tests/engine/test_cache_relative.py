@@ -169,37 +169,6 @@ def test_a_length_within_the_budget_changes_no_bit(make_llm):
     check_roomy(make_llm, streaming(budget=100))
 
 
-def test_adding_a_constant_to_all_positions_changes_nothing(make_llm, monkeypatch):
-    prompts = tiny.prompts((70, 33), seed=3)
-    llm = make_llm(enable_prefix_caching=False, block_size=8, max_num_batched_tokens=32)
-    there = llm.generate(prompts, GREEDY, streaming())
-    model = llm.loaded.model.forward
-
-    def elsewhere(*args, position_ids, **kwargs):
-        return model(*args, position_ids=position_ids + 137, **kwargs)
-
-    monkeypatch.setattr(llm.loaded.model, "forward", elsewhere)
-    moved = llm.generate(prompts, GREEDY, streaming())
-    assert tokens(moved) == tokens(there)
-    torch.testing.assert_close(
-        torch.tensor(logprobs(moved)), torch.tensor(logprobs(there)), atol=2e-4, rtol=0
-    )
-
-
-def test_new_tokens_stand_at_their_slots(make_llm, monkeypatch):
-    llm = make_llm(enable_prefix_caching=False, block_size=8, max_num_batched_tokens=128)
-    seen, model = [], llm.loaded.model.forward
-
-    def watched(*args, position_ids, **kwargs):
-        seen.append(position_ids[0].tolist())
-        return model(*args, position_ids=position_ids, **kwargs)
-
-    monkeypatch.setattr(llm.loaded.model, "forward", watched)
-    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    llm.generate(tiny.prompts((40,), seed=3), params, streaming())
-    assert seen == [list(range(40)), *([24 + i] for i in range(8)), *([24 + i] for i in range(3))]
-
-
 def test_preemption_forks_and_scoring(make_llm):
     prompts = tiny.prompts((20, 19, 18, 17), seed=7)
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (160, 100, 100, 100)]
@@ -221,23 +190,6 @@ def test_preemption_forks_and_scoring(make_llm):
 
 def test_siblings_that_share_the_prefix_do_not_notice(make_llm):
     assert check_sibling(make_llm, streaming(budget=40, interval=16)).compactions > 0
-
-
-def test_sinks_and_the_latest_tokens_by_hand(make_llm, monkeypatch):
-    """12 tokens, 2 sinks and a window of 4: 0, 1, 8, 9, 10, 11."""
-    llm = make_llm(enable_prefix_caching=False, block_size=8)
-    backend, seen = llm.engine.backend, []
-    compact = backend.compact
-
-    def watched(cache, kept, *tables):
-        seen.append(kept.flatten().tolist())
-        compact(cache, kept, *tables)
-
-    monkeypatch.setattr(backend, "compact", watched)
-    config = CompressionConfig("streaming_llm", 6, 6, sinks=2, recent=3, options=CACHE)
-    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
-    llm.generate(tiny.prompts((12,), seed=3), params, config)
-    assert seen == [[0, 1, 8, 9, 10, 11]]
 
 
 @pytest.mark.parametrize("style", ["half", "interleaved"])

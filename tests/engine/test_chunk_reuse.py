@@ -18,10 +18,7 @@ from kvreclaim.engine.api.prompts import laid_out
 from kvreclaim.engine.lifecycle import chunk_requests as chunked
 from kvreclaim.engine.lifecycle.chunk_requests import squared_change
 from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
-from kvreclaim.ops import reference
-from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
-from kvreclaim.ops.facts import LayerFacts, Softmax
-from kvreclaim.ops.rope import RopeLayout, rotate
+from kvreclaim.ops.rope import rotate
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0)
 SMALL = {"block_size": 8, "max_num_batched_tokens": 48, "max_num_seqs": 8}
@@ -47,33 +44,10 @@ def near(a, b, off=1e-4):
     torch.testing.assert_close(torch.tensor(logprobs(a)), torch.tensor(logprobs(b)), atol=off, rtol=0)
 
 
-def test_turning_of_the_reference():
-    layout = RopeLayout(torch.tensor([1.0, 0.01], dtype=torch.float64))
-    turned = rotate(torch.tensor([[1.0, 0.0, 0.0, 1.0]]), torch.tensor([3]), layout)
-    wanted = torch.tensor([[-0.989992, -0.029996, 0.141120, 0.999550]])
-    torch.testing.assert_close(turned, wanted, atol=1e-6, rtol=0)
-    back = rotate(turned, torch.tensor([3]), layout, inverse=True)
-    torch.testing.assert_close(back, torch.tensor([[1.0, 0.0, 0.0, 1.0]]), atol=1e-6, rtol=0)
-
-
 def test_deviations_of_the_reference():
     old = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [2.0, 0.0]])[:, None]
     new = torch.tensor([[1.0, 0.0], [0.5, 1.0], [1.0, 0.0], [2.1, 0.0]])[:, None]
     np.testing.assert_allclose(squared_change(old, new), [0, 0.25, 1, 0.01], atol=1e-6)
-
-
-def test_attention_of_the_reference():
-    """Two queries over four keys: sums of what each key gets."""
-    given = torch.tensor([[0.5, 0.1, 0.2, 0.2], [0.1, 0.6, 0.2, 0.1]])
-    facts = LayerFacts(num_heads=1, num_kv_heads=1, head_dim=5, v_head_dim=5, softmax=Softmax(1.0))
-    ops, unseen = reference, torch.tensor([0.0, 0.0, 0.0, 0.0, -1e4])
-    cache = ops.allocate((facts,), 1, 8, like=torch.zeros(0))
-    keys = torch.cat([torch.eye(5)[:4], unseen.expand(2, 5)])[:, None]
-    ops.write_kv(cache.layers[0], keys, keys, torch.arange(6))
-    batch = AttentionBatch.build((SequenceSlots(np.zeros(1, np.int32), 2, 6),), 8, torch.device("cpu"))
-    queries = torch.cat([given.log(), torch.ones(2, 1)], -1)[:, None]
-    sums = ops.column_sums(queries, cache.layers[0], batch)[0].sum(0)
-    torch.testing.assert_close(sums[:4], torch.tensor([0.6, 0.7, 0.4, 0.3]), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

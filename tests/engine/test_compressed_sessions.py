@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import tiny
 from safetensors import safe_open
@@ -110,40 +108,6 @@ def test_wherever_it_lies(host, tmp_path, make_llm):
     assert ask(plain, PROMPTS[0]) == (expected, AT)
 
 
-def test_a_salt_is_asked_for_again(tmp_path, make_llm):
-    llm = make_llm()
-    ask(llm, PROMPTS[0], salt="red")
-    with pytest.raises(InvalidArgumentError, match="nothing is cached"):
-        saved(llm, tmp_path / "a.session")
-    saved(llm, tmp_path / "a.session", cache_salt="red")
-    llm = make_llm()
-    llm.load_session(tmp_path / "a.session", cache_salt="red")
-    assert ask(llm, PROMPTS[1])[1] == 0
-    assert ask(llm, PROMPTS[1], salt="red")[1] == AT
-
-
-def test_a_damaged_file_changes_nothing(tmp_path, make_llm):
-    path = tmp_path / "a.session"
-    llm = make_llm()
-    ask(llm, PROMPTS[0])
-    saved(llm, path)
-    whole = path.read_bytes()
-    llm = make_llm()
-    for place in (*range(0, 600, 20), *range(600, len(whole), len(whole) // 64)):
-        damaged = bytearray(whole)
-        damaged[place] ^= 16
-        path.write_bytes(damaged)
-        with pytest.raises(InvalidArgumentError):
-            llm.load_session(path)
-    for length in (0, 7, 100, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:length])
-        with pytest.raises(InvalidArgumentError, match="damaged"):
-            llm.load_session(path)
-    assert not llm.engine.snapshots.held
-    path.write_bytes(whole)
-    assert llm.load_session(path).num_tokens == AT
-
-
 @pytest.mark.parametrize(
     ("change", "field"),
     [
@@ -187,15 +151,3 @@ def test_others_make_room(tmp_path, make_llm):
     small.engine.memory.check()
     assert len(small.engine.scheduler.snapshots) == 1
     assert ask(small, PROMPTS[1])[1] == AT
-
-
-def test_the_recipe_can_be_read(tmp_path, make_llm):
-    llm = make_llm()
-    ask(llm, PROMPTS[0])
-    saved(llm, tmp_path / "a.session")
-    with safe_open(tmp_path / "a.session", "pt") as file:
-        facts = json.loads(file.metadata()["kvreclaim_session"])["facts"]
-    recipe = json.loads(facts["recipe"])
-    assert recipe["footprint"]["budget"] == 48
-    assert "knorm" in recipe["policy"]
-    assert "salt" not in facts

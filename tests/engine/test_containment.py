@@ -58,16 +58,23 @@ def test_numbers_that_are_infinite_fail_their_request_only(make_llm):
     assert_idle(llm)
 
 
-class FailingFinish:
-    """A detokenizer whose text cannot be ended."""
+class Failing:
+    """A detokenizer of which one method raises."""
 
     text = "so far"
 
+    def __init__(self, method):
+        self.method = method
+
     def append(self, token_id, *, may_stop):
-        return None
+        self.fail("append")
 
     def finish(self):
-        raise RuntimeError("no end")
+        self.fail("finish")
+
+    def fail(self, method):
+        if method == self.method:
+            raise RuntimeError("no end")
 
 
 def fail_in(llm, monkeypatch, where):
@@ -92,8 +99,8 @@ def fail_in(llm, monkeypatch, where):
         breaks(engine.memory, where, lambda keys, **_: keys is seq.keys)
     elif where == "generator":
         seq.generator = "none"
-    elif where == "finish":
-        seq.detokenizer = FailingFinish()
+    elif where in ("append", "finish"):
+        seq.detokenizer = Failing(where)
     elif where == "shrink":
         breaks(engine.memory, where, lambda plan: plan.seq_id == seq.seq_id)
     elif where == "choose":
@@ -103,7 +110,17 @@ def fail_in(llm, monkeypatch, where):
         breaks(engine.compression.methods[EvictionMethod.COMPACT], where, lambda job, _: job.seq is seq)
 
 
-PLACES = ("commit", "can_grow", "grow", "fork", "indexed_len", "match_prefix", "generator", "finish")
+PLACES = (
+    "commit",
+    "can_grow",
+    "grow",
+    "fork",
+    "indexed_len",
+    "match_prefix",
+    "generator",
+    "append",
+    "finish",
+)
 PASS_PLACES = ("shrink", "choose", "apply")
 
 
@@ -136,7 +153,7 @@ def test_a_text_that_cannot_be_ended_does_not_keep_an_abort_from_its_blocks(make
     llm = make_llm()
     request = llm.engine.add_request("r", tiny.prompts((40,))[0], GREEDY)
     llm.engine.step()
-    request.sequences[0].detokenizer = FailingFinish()
+    request.sequences[0].detokenizer = Failing("finish")
     llm.abort("r")
     assert request.error == "RuntimeError: no end"
     assert_idle(llm)

@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerFast
 from kvreclaim.engine.sampling.detokenizer import Detokenizer
 
 BYTES = tiny.tokenizer()
-TEXTS = ["", "plain words", "naïve café", "日本語のテキスト", "👩‍👩‍👧 family", "a\n\tb  c", "end then stop"]
 TOKENS = st.lists(st.integers(0, len(BYTES) - 1), max_size=20)
 
 
@@ -36,14 +35,6 @@ def run(tokenizer: PreTrainedTokenizerFast, tokens: list[int], *stops: str) -> t
     return detokenizer, None
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_text_comes_back(text: str) -> None:
-    detokenizer, _ = run(BYTES, BYTES.encode(text))
-    assert detokenizer.text == text
-    detokenizer.finish()
-    assert detokenizer.text == text
-
-
 def test_a_character_is_printed_with_its_last_byte() -> None:
     detokenizer = Detokenizer(BYTES, ())
     printed = []
@@ -60,21 +51,6 @@ def test_any_bytes_equal_decoding_them_at_once(tokens: list[int]) -> None:
     detokenizer, _ = run(BYTES, tokens)
     detokenizer.finish()
     assert detokenizer.text == BYTES.decode(tokens, skip_special_tokens=True)
-
-
-def test_an_incomplete_character_is_shown_at_the_end_only() -> None:
-    tokens = BYTES.encode("a👧")[:-1]
-    detokenizer, _ = run(BYTES, tokens)
-    assert detokenizer.text == "a"
-    detokenizer.finish()
-    assert detokenizer.text == BYTES.decode(tokens) == "a\ufffd"
-
-
-def test_special_tokens_are_not_printed() -> None:
-    eos = BYTES.eos_token_id
-    detokenizer, _ = run(BYTES, [eos, *BYTES.encode("a"), eos, *BYTES.encode("b"), eos])
-    detokenizer.finish()
-    assert detokenizer.text == "ab"
 
 
 @given(st.lists(st.sampled_from([THE, END, SPACE, LETTER_A, *fallback_bytes("é👧")]), max_size=12))

@@ -112,15 +112,6 @@ def test_a_cached_prefix_changes_nothing(family, tiny_dir, expected: Expected) -
 
 
 @EVERY_FAMILY
-def test_without_prefix_caching_nothing_is_found_again(family, tiny_dir, expected: Expected) -> None:
-    llm = load(tiny_dir(family), block_size=8, enable_prefix_caching=False)
-    for _ in range(2):
-        outputs = llm.generate(PROMPTS, GREEDY)
-        assert tokens(outputs) == expected(family)
-        assert [output.metrics.num_cached_tokens for output in outputs] == [0] * len(PROMPTS)
-
-
-@EVERY_FAMILY
 def test_order_and_company_change_nothing(family, tiny_dir, expected: Expected) -> None:
     order = [3, 1, 4, 0, 2]
     llm = load(tiny_dir(family), max_num_seqs=2, enable_prefix_caching=False)

@@ -21,8 +21,6 @@ from settings import EVICTING, MOVING, small, takes_every_hit
 
 from kvreclaim import SamplingParams
 from kvreclaim.compression.policy import Mode
-from kvreclaim.engine.request.request import Scheduled
-from kvreclaim.ops import reference as ops
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 
@@ -159,27 +157,6 @@ def test_prefix_hits_after_compression_are_exact(make_llm):
 
 def test_fork_then_compress_one(make_llm):
     check_forks(make_llm, small("query_mixture"), num_blocks=11)
-
-
-def test_order_of_kept_slots_does_not_matter(make_llm):
-    llm = make_llm(block_size=8)
-    request = llm._add(tiny.prompts((40,), seed=13)[0], GREEDY, None)
-    llm.engine.step()
-    seq = request.sequences[0]
-    before = torch.tensor(_next_logits(llm, seq))
-    block_ids = torch.tensor(llm.engine.memory.table(seq.seq_id).block_ids)
-    order = torch.randperm(seq.num_computed, generator=torch.Generator().manual_seed(0))
-    ops.compact(llm.engine.cache, order[None, None], block_ids, block_ids)
-    torch.testing.assert_close(torch.tensor(_next_logits(llm, seq)), before, atol=1e-5, rtol=0)
-
-
-def _next_logits(llm, seq):
-    """The logits of the sequence's next token, without advancing it."""
-    plan = llm.engine.scheduler.schedule()
-    llm.engine.runner.prepare(plan)
-    logits, _ = llm.engine.runner.forward([Scheduled(seq, plan.rows[0])])
-    assert plan.rows[0].seq_id == seq.seq_id
-    return logits[0].tolist()
 
 
 @pytest.mark.parametrize("policy", EVICTING)

@@ -137,16 +137,6 @@ def test_the_oracle_looks_ahead_as_dense_attention_does(aggregate, make_llm, cal
     assert_best(first, over_queries.amax(2), sliding(llm))
 
 
-def test_snapkv_for_the_prompt_alone_compresses_once(make_llm, passes):
-    llm = make_llm()
-    long = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-    once = tight("snapkv", window=WINDOW, when="prefill")
-    (out,) = llm.generate(tiny.prompts((61,), seed=2), long, once)
-    assert out.metrics.compactions == 1
-    (out,) = llm.generate(tiny.prompts((61,), seed=2), long, tight("snapkv", window=WINDOW))
-    assert out.metrics.compactions > 5
-
-
 @pytest.mark.parametrize("policy", ["snapkv", "r_kv"])
 def test_the_observation_window_is_always_whole(policy, make_llm, passes):
     """With hardly a recent token protected, the policy itself keeps the tokens that its queries belong to."""

@@ -273,16 +273,6 @@ def test_a_disk_that_fails_now_and_then(number, every, tmp_path, make_llm):
         assert not files(tmp_path)
 
 
-def test_a_disk_that_refuses_is_left_alone(tmp_path, make_llm):
-    llm = make_llm(**tiers(tmp_path))
-    llm.engine.tiers.prefixes.files.io = Failing(errno.ENOSPC, 1)
-    for budget in range(32, 38):
-        ask(llm, PROMPTS[0], config(budget=budget))
-        settled(llm)
-    assert (counters(llm).io_errors, counters(llm).dropped) == (3, 3)
-    llm.close()
-
-
 def test_the_size_is_a_bound(tmp_path, make_llm):
     """Of slots and prefixes together; what was used last stays."""
     size = 1_500_000

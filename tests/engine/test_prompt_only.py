@@ -44,13 +44,6 @@ def test_one_pass_at_the_end_of_a_long_prompt_and_none_for_a_short_one(
     assert_idle(llm)
 
 
-def test_a_short_prompt_is_served_as_without_compression(make_llm):
-    llm = make_llm()
-    prompts = tiny.prompts((24, 10), seed=1)
-    plain = tokens(llm.generate(prompts, GREEDY))
-    assert tokens(llm.generate(prompts, GREEDY, small("prompt-norm"))) == plain
-
-
 def test_outputs_share_one_pass(make_llm):
     params = SamplingParams(temperature=1.0, n=3, seed=4, max_tokens=30, ignore_eos=True)
     llm = make_llm(block_size=8)

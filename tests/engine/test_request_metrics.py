@@ -10,7 +10,6 @@ from settings import small
 
 from kvreclaim import SamplingParams
 from kvreclaim.engine.step import request_factory
-from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.marks import PINNED
 from kvreclaim.memory.pins import Retention
 
@@ -178,33 +177,3 @@ def test_a_request_that_fits_nowhere_although_let_in_fails_alone(make_llm, monke
         engine.step()
     assert "fits into no empty pool" in huge.error
     assert fine.output().outputs[0].finish_reason == "length"
-
-
-@pytest.mark.parametrize(
-    ("bias", "message"),
-    [
-        ({-1: 1.0}, "token id of logit_bias is -1"),
-        ({"5": 1.0}, "token id of logit_bias is '5'"),
-        ({5: 100.5}, "logit_bias of token 5 is 100.5"),
-        ({5: math.nan}, "logit_bias of token 5 is nan"),
-        ({5: "much"}, "logit_bias of token 5 is 'much'"),
-        ([5], "logit_bias is a list"),
-    ],
-)
-def test_a_bias_is_checked(bias, message):
-    with pytest.raises(InvalidArgumentError, match=message):
-        SamplingParams(logit_bias=bias)
-
-
-def test_a_bias_of_a_token_that_the_model_has_not(make_llm):
-    with pytest.raises(InvalidArgumentError, match="logit_bias holds token 272; the model's ids end at 271"):
-        make_llm().generate([1, 2], SamplingParams(logit_bias={272: 1.0}))
-
-
-def test_a_bias_forces_and_forbids_tokens(make_llm):
-    llm, prompt = make_llm(), tiny.prompts((20,))[0]
-    plain = llm.generate(prompt, GREEDY)[0].outputs[0].token_ids
-    forced = SamplingParams(temperature=0.0, max_tokens=4, logit_bias={7: 100}, ignore_eos=True)
-    assert llm.generate(prompt, forced)[0].outputs[0].token_ids == [7] * 4
-    without = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logit_bias={plain[0]: -100.0})
-    assert plain[0] not in llm.generate(prompt, without)[0].outputs[0].token_ids

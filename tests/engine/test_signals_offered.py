@@ -53,11 +53,6 @@ def test_future_queries_attend_as_the_rows_to_come(family, policy, make_llm, cal
     earlier = Recorder.seen[layers - 1]
     skipped = last.logical_len - earlier.logical_len
     assert torch.equal(last.signals.future_queries, earlier.signals.future_queries[:, skipped:])
-
-
-def test_future_queries_are_forgotten_with_their_request(make_llm):
-    llm = make_llm()
-    llm.score(tiny.prompts((50, 60)), tiny.prompts((30, 20), seed=1), config("future"))
     assert llm.engine.signals._passes == {}
 
 

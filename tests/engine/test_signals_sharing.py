@@ -10,8 +10,6 @@ from recording import Recorder, register
 from settings import assert_idle, small
 
 from kvreclaim import SamplingParams
-from kvreclaim.engine.signals.store import ByteBudget, MassStore, QueryStore
-from kvreclaim.model.loader import load_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 WATCHED = ("queries", "mass", "all")
@@ -120,48 +118,3 @@ def test_scoring_ones_own_output_predicts_it(want, make_llm):
     outputs = llm.generate(prompts, GREEDY, config(want))
     scored = llm.score(prompts, tokens(outputs), config(want))
     assert [s.predicted for s in scored] == tokens(outputs)
-
-
-@pytest.fixture
-def facts(tiny_dir):
-    return load_model(tiny_dir("llama"), dtype="float32", device="cpu").facts
-
-
-def test_a_fork_is_a_copy(facts):
-    """What happens to the parent's slots, and to the parent, does not touch the child."""
-    store = MassStore(facts, ByteBudget())
-    store.take(1)
-    store.reserve(6)
-    rows = store.index([1])
-    sums = torch.rand(1, 2, 6)
-    store.add(rows, 0, sums)
-    store.copy(1, 2)
-    store.copy(7, 8)
-    store.add(rows, 0, sums)
-    store.move(1, torch.tensor([[[0, 3, 5]]]))
-    expected = torch.zeros(2, 6)
-    expected[:, :3] = 2 * sums[0][:, [0, 3, 5]]
-    torch.testing.assert_close(store.row(1)[0], expected)
-    store.drop(1)
-    store.take(3)
-    assert torch.equal(store.row(2)[0], sums[0])
-    assert torch.equal(store.row(3), torch.zeros(2, 2, 6))
-    assert 8 not in store
-
-
-def test_a_store_grows_and_forgets(facts):
-    store = QueryStore(3, facts, ByteBudget())
-    for seq_id in range(5):
-        store.begin(seq_id, 0)
-        store.row(seq_id)[:] = seq_id + 1
-    assert len(store.tensor) == 8
-    assert [float(store.row(i).unique()) for i in range(5)] == [1, 2, 3, 4, 5]
-    store.drop(2)
-    store.begin(9, 4)
-    assert store.index([9]).item() not in store.index([0, 1, 3, 4]).tolist()
-    assert store.row(9).eq(0).all()
-    assert store.last(9, 0, 6).shape == (4, 2, 16)
-    assert store.last(0, 0, 6).shape == (4, 3, 16)
-    for seq_id in (0, 1, 3, 4, 9):
-        store.drop(seq_id)
-    assert store.tensor.shape[0] == 0

@@ -63,13 +63,6 @@ def test_what_was_reused_stands_beside_it(report):
     assert "reused" not in row(report, "whole").extra
 
 
-def test_all_are_compared_with_the_first_way(report):
-    full = row(report, "whole")
-    assert full.of_full == 1
-    for found in report.rows:
-        assert found.of_full == pytest.approx(found.value / full.value)
-
-
 def test_tasks_without_chunks_are_refused_and_a_pool_without_room_is_an_error(llm):
     settings = {**SMALL, "num_examples": 1}
     found = evaluate(llm, ["full"], [0.5], [Guess()], chunk_reuse=["whole", "none"], **settings)

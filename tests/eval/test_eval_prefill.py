@@ -48,13 +48,6 @@ def test_what_was_read_stands_beside_it(report):
     assert "prefill_read" not in row(report, "full", "dense").extra
 
 
-def test_all_are_compared_with_the_first_ways_full_cache(report):
-    full = row(report, "full", "dense")
-    assert full.of_full == 1
-    for found in report.rows:
-        assert found.of_full == pytest.approx(found.value / full.value)
-
-
 def test_an_unknown_way_is_refused_before_anything_runs():
     with pytest.raises(InvalidArgumentError, match="sparse prefill 'flash' is unknown"):
         EvalPlan(sparse_prefill=["flash"])

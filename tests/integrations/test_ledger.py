@@ -200,15 +200,6 @@ def test_a_decode_pass_brings_a_request_to_exactly_its_budget() -> None:
     )
 
 
-def test_an_interval_below_a_block_acts_as_a_block() -> None:
-    ledger = make_ledger(interval=1)
-    request = computed(ledger, "a", 100, 287)
-    assert ledger.compress([request]) == []
-    ledger.pool.grow("a", 288)
-    request.grow(1)
-    assert [done.keep for done in ledger.compress([request])] == [256]
-
-
 def test_sessions_that_resume_are_left_alone() -> None:
     ledger = make_ledger()
     request = computed(ledger, "a", 100, 1000)

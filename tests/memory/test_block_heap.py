@@ -31,16 +31,6 @@ def test_it_is_a_sorted_dict(steps):
         assert all(heap.key(block) == key for block, key in keys.items())
 
 
-def test_blocks_that_leave_do_not_pile_up():
-    heap: BlockHeap[int] = BlockHeap()
-    for key in range(10_000):
-        heap.push(0, key)
-        heap.push(1, -key)
-        heap.remove(1)
-        heap.check()
-    assert list(heap) == [0]
-
-
 def test_what_is_popped_leaves_no_more_dead_items_than_allowed():
     """Few blocks change their keys often, then the smallest keys leave: the dead items lie behind them."""
     heap: BlockHeap[int] = BlockHeap()

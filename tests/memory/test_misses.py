@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 
-from kvreclaim.memory import MISS_REASONS, BlockKeys, CompactionPlan, MemoryManager
+from kvreclaim.memory import MISS_REASONS, BlockKeys, MemoryManager
 from kvreclaim.memory.prefix.index import PrefixIndex
 from kvreclaim.memory.prefix.keys import BlockHash
 
@@ -34,29 +34,6 @@ def ask(
     return {reason: after[reason] - before[reason] for reason in after if after[reason] != before[reason]}
 
 
-@pytest.mark.parametrize(
-    ("length", "expected"),
-    [
-        (0, {}),
-        (1, {"sub_block": 1}),
-        (4, {"sub_block": 4}),
-        (5, {"cold": 4, "sub_block": 1}),
-        (8, {"cold": 4, "sub_block": 4}),
-        (11, {"cold": 8, "sub_block": 3}),
-    ],
-)
-def test_a_cold_prompt(length, expected):
-    memory = MemoryManager(8, 4)
-    assert ask(memory, range(length)) == expected
-
-
-def test_the_first_missing_block_speaks_for_all_behind_it():
-    memory = MemoryManager(8, 4)
-    run(memory, 0, range(9))
-    assert ask(memory, [*range(8), *range(50, 60)]) == {"cold": 8, "sub_block": 2}
-    assert ask(memory, range(9)) == {"sub_block": 1}
-
-
 def test_another_salt():
     memory = MemoryManager(16, 4)
     run(memory, 0, range(13), "a")
@@ -81,29 +58,6 @@ def test_the_last_owner_of_a_first_block_takes_the_reason_along():
         run(memory, seq_id, [seq_id])
     assert ask(memory, range(5), "c") == {"cold": 4, "sub_block": 1}
     assert ask(memory, range(5), "a") == {"evicted": 4, "sub_block": 1}
-
-
-def test_evicted_blocks_are_remembered():
-    memory = MemoryManager(4, 4)
-    run(memory, 0, range(12))
-    memory.free(0)
-    run(memory, 1, range(50, 62))
-    memory.free(1)
-    assert ask(memory, range(13)) == {"evicted": 8, "sub_block": 1}
-    assert ask(memory, [*range(8), *range(70, 75)]) == {"evicted": 8, "sub_block": 1}
-    assert ask(memory, [*range(4), *range(70, 75)]) == {"cold": 4, "sub_block": 1}
-    memory.reset_prefix_cache()
-    assert ask(memory, range(13)) == {"cold": 12, "sub_block": 1}
-
-
-def test_a_child_whose_parent_was_evicted_is_evicted():
-    """Compression gave the first block back; it was computed anew, but the second hangs on the old one."""
-    memory = MemoryManager(8, 4)
-    run(memory, 0, range(9))
-    memory.shrink(CompactionPlan(0, 3, (memory.table(0).block_ids[0],), (memory.table(0).block_ids[0],)))
-    memory.free(0)
-    run(memory, 1, range(5))
-    assert ask(memory, range(9)) == {"evicted": 4, "sub_block": 1}
 
 
 def test_how_many_are_remembered():
@@ -137,11 +91,6 @@ def test_what_a_limit_forbids_is_ineligible(max_tokens, expected):
     assert ask(memory, range(13), max_tokens=max_tokens) == expected
 
 
-def test_a_miss_before_the_limit_speaks_for_what_the_limit_forbids():
-    memory = MemoryManager(8, 4)
-    assert ask(memory, range(13), max_tokens=5) == {"cold": 12, "sub_block": 1}
-
-
 def test_without_caching_full_blocks_are_ineligible():
     memory = MemoryManager(8, 4, enable_prefix_caching=False)
     assert ask(memory, range(13)) == {"ineligible": 12, "sub_block": 1}
@@ -159,10 +108,3 @@ def test_another_content_under_the_same_digest():
     assert ask(memory, range(50, 59)) == {"corrupt": 8, "sub_block": 1}
     assert ask(memory, range(9), "other") == {"corrupt": 8, "sub_block": 1}
     assert ask(memory, range(5)) == {"sub_block": 1}
-
-
-def test_a_question_alone_counts_nothing():
-    memory = MemoryManager(8, 4)
-    for _ in range(3):
-        find(memory, range(9))
-    assert missed(memory) == {}

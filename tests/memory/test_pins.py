@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
-from kvreclaim.memory import CompactionPlan, MemoryManager, Retention, eviction_orders
-from kvreclaim.memory.marks import INDEXED, PINNED
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.memory import MemoryManager, Retention
+from kvreclaim.memory.marks import PINNED
 from kvreclaim.memory.pins import ttls
 
-from .sequences import find, fork, run, write
+from .sequences import find, run
 
 
 class Clock:
@@ -39,79 +39,6 @@ def hits(memory: MemoryManager, tokens, salt: str | None = None) -> int:
 
 
 PINNED_PROMPT, OTHER, THIRD = range(9), range(100, 109), range(200, 209)
-
-
-@pytest.mark.parametrize("order", eviction_orders())
-def test_pinned_blocks_are_reused_after_all_others(order):
-    memory, _ = memory_of(6, eviction_policy=order)
-    serve(memory, 0, PINNED_PROMPT, Retention(8, 60))
-    serve(memory, 1, OTHER)
-    run(memory, 2, range(300, 316))
-    assert (hits(memory, PINNED_PROMPT), hits(memory, OTHER)) == (8, 0)
-    assert memory.stats().pinned == 2
-
-
-@pytest.mark.parametrize("order", eviction_orders())
-def test_a_pin_is_no_lock(order):
-    memory, _ = memory_of(6, 1.0, eviction_policy=order)
-    serve(memory, 0, range(24), Retention(24, 60))
-    assert memory.stats().pinned == 6
-    assert memory.can_admit(find(memory, OTHER), 24)
-    run(memory, 1, range(100, 124))
-    memory.check()
-    assert (memory.stats().pinned, hits(memory, range(24))) == (0, 0)
-
-
-def test_an_expired_pin_leaves_the_order_as_if_it_had_never_been():
-    """The oldest block is passed over twice while it is pinned, and is the very next one after that."""
-    memory, clock = memory_of(6)
-    serve(memory, 0, range(5), Retention(4, 60))
-    serve(memory, 1, OTHER)
-    serve(memory, 2, range(300, 308))
-    assert hits(memory, OTHER) == 8
-    clock.now += 59.9
-    serve(memory, 3, range(400, 404))
-    assert (hits(memory, range(5)), hits(memory, OTHER)) == (4, 8)
-    clock.now += 0.2
-    serve(memory, 4, range(500, 504))
-    assert (hits(memory, range(5)), hits(memory, OTHER)) == (0, 8)
-
-
-def test_time_runs_while_a_block_is_in_use_and_begins_anew_at_a_hit():
-    memory, clock = memory_of(8)
-    serve(memory, 0, PINNED_PROMPT, Retention(8, 60))
-    clock.now += 50
-    run(memory, 1, range(5))
-    clock.now += 50
-    assert memory.stats().pinned == 1, "the first block was hit, the second was not"
-    memory.free(1)
-    clock.now += 10
-    assert memory.stats().pinned == 0
-    serve(memory, 2, PINNED_PROMPT)
-    assert memory.stats().pinned == 0, "a hit revives no pin that is over"
-
-
-def test_a_match_alone_refreshes_nothing():
-    memory, clock = memory_of(8)
-    serve(memory, 0, PINNED_PROMPT, Retention(8, 60))
-    clock.now += 50
-    assert hits(memory, PINNED_PROMPT) == 8
-    clock.now += 10
-    assert memory.stats().pinned == 0
-
-
-@pytest.mark.parametrize("first", [60, 300])
-def test_of_two_pins_the_longer_holds(first):
-    memory, clock = memory_of(8)
-    serve(memory, 0, PINNED_PROMPT, Retention(8, first))
-    serve(memory, 1, PINNED_PROMPT, Retention(8, 360 - first))
-    clock.now += 299
-    assert memory.stats().pinned == 2
-    assert serve(memory, 2, PINNED_PROMPT) == 8
-    clock.now += 299
-    assert memory.stats().pinned == 2
-    clock.now += 1
-    assert memory.stats().pinned == 0
 
 
 def test_more_than_the_budget_is_refused_from_the_end_and_counted():
@@ -169,90 +96,6 @@ def test_the_budget_is_a_part_of_the_pool(fraction, most):
 def test_a_budget_that_is_none_is_refused(fraction):
     with pytest.raises(InvalidArgumentError, match=r"max_pinned_fraction is .* from 0 to 1"):
         memory_of(10, fraction)
-
-
-def test_the_twin_that_can_be_hit_is_pinned():
-    """Two compute the same prompt at once: only the blocks of the first are indexed."""
-    memory, _ = memory_of(8)
-    for seq_id in (0, 1):
-        memory.admit(seq_id, find(memory, PINNED_PROMPT))
-    for seq_id in (0, 1):
-        write(memory, seq_id, PINNED_PROMPT)
-    memory.pin(1, [Retention(8, 60)])
-    pinned = [block for block, mark in enumerate(memory.pool.marks) if mark == INDEXED | PINNED]
-    assert pinned == memory.table(0).block_ids[:2]
-    assert (memory.indexed_len(0), memory.indexed_len(1)) == (8, 8)
-    assert (memory.table(0).repeated_len, memory.table(1).repeated_len) == (0, 8)
-
-
-def test_only_what_is_indexed_is_pinned():
-    memory, _ = memory_of(8)
-    run(memory, 0, PINNED_PROMPT)
-    memory.pin(0, [Retention(7, 60)])
-    assert memory.stats().pinned == 1, "7 tokens are one full block of 4"
-    memory.pin(0, [Retention(100, 60)])
-    assert memory.stats().pinned == 2, "the tail is no full block"
-    off, _ = memory_of(8, enable_prefix_caching=False)
-    run(off, 0, PINNED_PROMPT)
-    off.pin(0, [Retention(8, 60)])
-    assert (off.stats().pinned, off.stats().pins_refused, off.indexed_len(0)) == (0, 0, 0)
-    with pytest.raises(UnknownRequestError, match="sequence 9 holds no blocks"):
-        off.pin(9, [])
-
-
-def test_a_compaction_unpins_what_it_overwrites_and_indexed_len_stays():
-    memory, _ = memory_of(8)
-    run(memory, 0, range(17))
-    memory.pin(0, [Retention(16, 60)])
-    first, second = memory.table(0).block_ids[:2]
-    assert memory.stats().pinned == 4
-    memory.shrink(CompactionPlan(0, 6, (first, second), (first, second)))
-    memory.check()
-    assert memory.stats().pinned == 2, "the two that were dropped are still cached and pinned"
-    assert memory.indexed_len(0) == 16
-    memory.pin(0, [Retention(16, 60)])
-    assert memory.stats().pinned == 2, "nothing behind a block that is gone can be hit"
-
-
-def test_indexed_len_counts_what_was_served_and_what_was_entered():
-    memory, _ = memory_of(16)
-    serve(memory, 0, PINNED_PROMPT)
-    run(memory, 1, range(11))
-    assert memory.indexed_len(1) == 8
-    write(memory, 1, [11])
-    assert memory.indexed_len(1) == 12
-    fork(memory, 1, 2)
-    write(memory, 2, range(4))
-    assert (memory.indexed_len(1), memory.indexed_len(2)) == (12, 16)
-    memory.mark_inexact(1)
-    write(memory, 1, range(8))
-    memory.reset_prefix_cache()
-    assert (memory.indexed_len(1), memory.stats().pinned) == (12, 0)
-
-
-def test_a_reset_ends_all_pins():
-    memory, _ = memory_of(6)
-    serve(memory, 0, PINNED_PROMPT, Retention(8, 60))
-    run(memory, 1, range(100, 116))
-    memory.reset_prefix_cache()
-    memory.check()
-    assert memory.stats().pinned == 0
-    run(memory, 2, OTHER[:8])
-
-
-@pytest.mark.parametrize(
-    ("retention", "expected"),
-    [
-        ([], []),
-        ([(3, 5)], []),
-        ([(8, 5)], [5, 5]),
-        ([(11, 5), (4, 60)], [60, 5]),
-        ([(8, 60), (16, 5), (12, 30)], [60, 60, 30, 5]),
-        ([(8, 5), (16, 60)], [60, 60, 60, 60]),
-    ],
-)
-def test_the_longest_retention_of_a_block_wins(retention, expected):
-    assert list(ttls([Retention(*kept) for kept in retention], 4)) == expected
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9))), st.integers(1, 5))

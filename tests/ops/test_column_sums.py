@@ -51,35 +51,6 @@ def test_every_kind_of_softmax(how: dict, which: Case, dtype: torch.dtype) -> No
         assert_sums(w, layer, **how)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_query_adds_one_for_each_of_its_heads(kind: str) -> None:
-    w = world(Shape(group=3), [Ask(*lengths) for lengths in KINDS[kind]])
-    rows = torch.tensor([float(ask.query_len) for ask in w.asks])[:, None].expand(-1, 2)
-    torch.testing.assert_close(sums(w).sum(-1), 3 * rows)
-
-
-def test_the_matrix_of_the_h2o_page() -> None:
-    """Rows [1] [.7 .3] [.5 .1 .4] ... through keys e_i and queries log(row): each column's sum."""
-    rows = [
-        [1.0],
-        [0.7, 0.3],
-        [0.5, 0.1, 0.4],
-        [0.4, 0.1, 0.3, 0.2],
-        [0.3, 0.05, 0.4, 0.05, 0.2],
-        [0.25, 0.05, 0.35, 0.05, 0.1, 0.2],
-    ]
-    w = world(Shape(kv_heads=1, group=1, dim=8, block_size=4), [Ask(6, 6)])
-    table = w.batch.sequences[0].block_ids
-    for slot in range(6):
-        w.cache.k[0, table[slot // 4], 0, slot % 4] = torch.eye(8)[slot]
-    w.q.zero_()
-    for i, row in enumerate(rows):
-        w.q[0, i, 0, : i + 1] = torch.tensor(row).log()
-    got = sums(w, scale=1.0)[0, 0]
-    torch.testing.assert_close(got, torch.tensor([3.15, 0.6, 1.45, 0.3, 0.3, 0.2]))
-    assert sorted(got.argsort(descending=True)[:2].tolist()) == [0, 2]
-
-
 @ALL_HOW
 @pytest.mark.parametrize("num_scores", [1, 2000, 9000])
 def test_cutting_long_query_ranges_changes_nothing(how: dict, num_scores: int, monkeypatch) -> None:

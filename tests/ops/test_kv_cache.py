@@ -152,14 +152,6 @@ def test_compact_equals_moving_one_slot_at_a_time(case) -> None:
     assert_same(cache, want)
 
 
-def test_keeping_every_slot_in_place_changes_nothing() -> None:
-    cache = filled_cache(SHAPE, 4)
-    before = tuple(x.clone() for x in parts(cache))
-    table = torch.tensor([2, 0, 3])
-    compact(cache, torch.arange(9)[None, None], table, table)
-    assert_same(cache, before)
-
-
 @pytest.mark.parametrize("window", [None, 9])
 def test_attention_after_compaction_equals_masked_attention_before(window: int | None) -> None:
     """Each layer and head keeps other tokens; the next tokens come at their logical positions."""

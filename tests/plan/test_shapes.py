@@ -88,15 +88,6 @@ def test_every_family_counts_what_transformers_builds(kind: str, biased: bool) -
     assert shape.tied == config.tie_word_embeddings
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_what_a_file_leaves_out_is_as_in_transformers(kind: str) -> None:
-    """Only what cannot be guessed is written."""
-    said = {"model_type": kind, "dtype": "bfloat16", **SMALL, **OWN.get(kind, {})}
-    shape, model = shape_of(said, kind), on_meta(CONFIG_MAPPING[kind](**{**SMALL, **OWN.get(kind, {})}))
-    assert shape.num_params == model.num_parameters()
-    assert [layer.window for layer in shape.layers] == windows_of(model)
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_bundled_configs_are_what_transformers_makes_of_them(path) -> None:
     said = json.loads(path.read_text())

@@ -11,7 +11,7 @@ from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 from kvreclaim.schedule.budget.footprint import Footprint
 from kvreclaim.schedule.companions import Companions
-from kvreclaim.schedule.sequence import ScheduledSequence, Status
+from kvreclaim.schedule.sequence import ScheduledSequence
 
 SIZE = 4
 FOOTPRINT = Footprint(EvictionMethod.COMPACT, budget=8, interval=8, block_size=SIZE, max_chunk=16)
@@ -45,18 +45,6 @@ def written(held: Companions[ScheduledSequence], companion: ScheduledSequence, n
     held.memory.check()
 
 
-def test_one_that_begins_holds_nothing_and_is_its_owners():
-    held, target = companions(), sequence(0)
-    companion = begun(held, target, 10)
-    assert held.get(target) is companion
-    assert (len(held), list(held)) == (1, [companion])
-    assert companion.status is Status.RUNNING
-    table = held.memory.table(10)
-    assert (table.block_ids, table.logical_len, table.physical_len) == ([], 0, 0)
-    assert held.memory.num_free == 20
-    assert held.get(sequence(1)) is None
-
-
 def test_what_it_writes_is_nobody_elses_hit():
     held, target = companions(), sequence(0)
     companion = begun(held, target, 10, 12)
@@ -85,22 +73,6 @@ def test_a_fork_shares_blocks_lengths_and_what_was_evicted():
     held.memory.check()
 
 
-def test_a_fork_that_grows_leaves_the_others_last_block_alone():
-    held, target, child = companions(), sequence(0), sequence(1)
-    companion = begun(held, target, 10, 10)
-    branch = sequence(11)
-    held.fork(child, branch, companion)
-    growth = held.grow(branch, 1)
-    assert growth is not None
-    held.memory.release_copy_sources()
-    held.commit(branch, 1)
-    ours, theirs = held.memory.table(10).block_ids, held.memory.table(11).block_ids
-    assert ours[:2] == theirs[:2]
-    assert ours[2] != theirs[2]
-    assert held.memory.table(10).physical_len == 10
-    held.memory.check()
-
-
 def test_a_fork_of_an_exact_owner_shares_its_hits_and_adds_none():
     held, target = companions(), sequence(0)
     memory = held.memory
@@ -121,15 +93,6 @@ def test_a_fork_of_an_exact_owner_shares_its_hits_and_adds_none():
     memory.check()
 
 
-def test_room_that_there_is_not_changes_nothing():
-    held, target = companions(3), sequence(0)
-    companion = begun(held, target, 10, 10)
-    assert held.grow(companion, 3) is None
-    assert held.memory.table(10).physical_len == 10
-    assert (held.memory.num_free, len(held)) == (0, 1)
-    assert held.grow(companion, 2) is not None
-
-
 def test_a_pass_leaves_the_budget_and_gives_room_for_drafts_back_first():
     held, target = companions(), sequence(0)
     companion = begun(held, target, 10, 16)
@@ -145,47 +108,6 @@ def test_a_pass_leaves_the_budget_and_gives_room_for_drafts_back_first():
     assert (table.physical_len, table.logical_len, len(table.block_ids)) == (8, 16, 2)
     assert held.memory.num_free == 18
     assert not companion.is_due
-
-
-def test_a_pass_over_shared_blocks_without_any_free_one_changes_nothing():
-    held, target, child = companions(4), sequence(0), sequence(1)
-    companion = begun(held, target, 10, 16)
-    held.fork(child, sequence(11), companion)
-    assert held.compress(companion) is None
-    assert companion.account.compactions == 0
-    assert held.memory.table(10).block_ids == held.memory.table(11).block_ids
-    held.memory.check()
-
-
-def test_the_last_one_gives_way_first():
-    held, targets = companions(), [sequence(i) for i in range(3)]
-    ours = [begun(held, target, 10 + i, 4) for i, target in enumerate(targets)]
-    for left in (2, 1, 0):
-        assert held.evict_one()
-        assert list(held) == ours[:left]
-        assert ours[left].status is Status.ENDED
-        assert held.memory.num_free == 20 - left
-    assert not held.evict_one()
-    assert held.gone == ours[::-1]
-
-
-def test_who_comes_back_is_the_last_one_again():
-    held, targets = companions(), [sequence(i) for i in range(2)]
-    for i, target in enumerate(targets):
-        begun(held, target, 10 + i, 4)
-    held.leave(0)
-    again = begun(held, targets[0], 12, 4)
-    held.evict_one()
-    assert held.gone == [again]
-
-
-def test_who_leaves_has_none_and_may_leave_twice():
-    held, target = companions(), sequence(0)
-    companion = begun(held, target, 10, 5)
-    assert held.leave(0) is companion
-    assert (companion.status, held.get(target), held.leave(0)) == (Status.ENDED, None, None)
-    assert held.gone == []
-    assert held.memory.num_free == 20
 
 
 @pytest.mark.parametrize("others", [0, 1, 3])

@@ -91,14 +91,6 @@ def test_seats_go_half_and_half_and_nobody_is_preempted_to_and_fro():
     assert sum(serving.preempted.values()) == 33
 
 
-def test_who_asks_for_little_leaves_the_rest_to_others():
-    serving = flooded(Serving())
-    for _ in range(5):
-        serving.ask("other")
-    serving.steps(10)
-    assert (serving.num_running("flood"), serving.num_running("other")) == (59, 5)
-
-
 def test_those_that_gave_way_come_first_in_their_own_line():
     serving = flooded(Serving(max_num_seqs=4), prompts=8)
     begun = [seq.seq_id for seq in serving.scheduler.running]
@@ -136,14 +128,6 @@ def test_two_long_prompts_get_equal_parts_of_each_step():
     assert serving.rows == {"flood": 5000 - 4096, "other": 5000 - 4096}
 
 
-def test_many_short_prompts_of_one_are_not_held_back_by_long_ones_of_another():
-    serving = flooded(Serving(), num_prompt=8000, max_tokens=1)
-    others = [serving.ask("other", num_prompt=50, max_tokens=1) for _ in range(20)]
-    serving.step()
-    assert all(other.first_token == 1 for other in others)
-    assert serving.rows == {"flood": 1000, "other": 1000}
-
-
 def test_by_turns_where_there_is_one_seat():
     """Nobody is preempted; a newcomer waits for one of another's at most, and all take turns."""
     serving = Serving(max_num_seqs=1)
@@ -158,20 +142,6 @@ def test_by_turns_where_there_is_one_seat():
         order += [serving.sequences[one.seq_id].tenant for one in plan.admitted]
     assert "".join(str(tenant) for tenant in order) == "bcabaaa"
     assert not serving.preempted
-
-
-def test_who_comes_again_and_again_does_not_get_before_one_who_waits():
-    serving = Serving(max_num_seqs=1)
-    waits = serving.ask("a", max_tokens=2)
-    second = serving.ask("a", max_tokens=2)
-    asked = {tenant: serving.ask(tenant, max_tokens=2) for tenant in "bcd"}
-    for _ in range(40):
-        serving.step()
-        asked = {
-            tenant: serving.ask(tenant, max_tokens=2) if one.ended else one for tenant, one in asked.items()
-        }
-    assert waits.ended
-    assert second.ended
 
 
 def test_blocks_are_given_way_for_another_prompt():

@@ -48,14 +48,6 @@ def test_a_shared_beginning_is_computed_once(policy) -> None:
     assert served.scheduler.in_flight.num_waits == 4
 
 
-def test_equal_prompts_compute_their_last_block_each() -> None:
-    served = Slow()
-    for _ in range(8):
-        served.ask(None, prompt=SHARED, max_tokens=1)
-    finish(served)
-    assert computed(served) == [800] + [SIZE] * 7
-
-
 def test_those_behind_go_on_meanwhile() -> None:
     served = Slow()
     first, second = (served.ask(None, prompt=prompt, max_tokens=4) for prompt in prompts(2, tail=10))
@@ -108,14 +100,6 @@ def test_only_what_will_be_found_and_used_is_waited_for(first, second, num_waits
     served.step()
     assert served.scheduler.in_flight.num_waits == num_waits
     assert len(served.scheduler.waiting) == num_waits or not num_waits
-
-
-def test_nobody_waits_without_a_prefix_cache() -> None:
-    served = Slow(enable_prefix_caching=False)
-    for _ in range(2):
-        served.ask(None, prompt=SHARED, max_tokens=1)
-    finish(served)
-    assert computed(served) == [800, 800]
 
 
 def abort(served: Serving, owner) -> None:

@@ -64,33 +64,9 @@ def test_it_is_postponed_only_if_no_choice_of_blocks_would_do(case):
     assert (plan_compaction(0, table, num_tokens, SIZE, num_free) is not None) == possible
 
 
-@given(tables())
-def test_a_sequence_may_be_named_by_a_string(case):
-    table, num_tokens, num_free = case
-    by_name = plan_compaction("cmpl-7", table, num_tokens, SIZE, num_free)
-    by_number = plan_compaction(7, table, num_tokens, SIZE, num_free)
-    assert by_name == (by_number and dataclasses.replace(by_number, seq_id="cmpl-7"))
-
-
 def plan(refs, indexed, num_tokens, num_free):
     table = TableState(list(range(10, 10 + len(refs))), refs, [bool(x) for x in indexed])
     return plan_compaction(1, table, num_tokens, SIZE, num_free)
-
-
-def test_private_blocks_stay_in_place_and_the_tail_goes():
-    assert plan([1, 1, 1, 1], [0, 0, 0, 0], 7, 0) == CompactionPlan(1, 7, (10, 11), ())
-
-
-def test_a_shared_head_is_left_for_the_private_tail():
-    assert plan([2, 2, 1, 1], [1, 1, 0, 0], 8, 0) == CompactionPlan(1, 8, (12, 13), ())
-
-
-def test_what_is_missing_is_fresh_and_stands_first():
-    assert plan([2, 2, 1, 1], [1, 1, 0, 0], 12, 1) == CompactionPlan(1, 12, (None, 12, 13), ())
-
-
-def test_an_indexed_private_block_is_not_stripped_while_fresh_ones_are_there():
-    assert plan([1, 1, 1], [1, 1, 0], 12, 2) == CompactionPlan(1, 12, (None, None, 12), ())
 
 
 def test_stripping_begins_at_the_tail_and_fresh_blocks_fill_the_rest():
@@ -98,24 +74,11 @@ def test_stripping_begins_at_the_tail_and_fresh_blocks_fill_the_rest():
     assert plan([2, 1, 1, 1], [1, 1, 1, 0], 16, 1) == CompactionPlan(1, 16, (None, 11, 12, 13), (11, 12))
 
 
-def test_a_shared_sequence_in_a_full_pool_waits():
-    assert plan([2, 2], [1, 1], 4, 0) is None
-
-
-def test_no_tokens_need_no_block():
-    assert plan([2, 1], [1, 0], 0, 0) == CompactionPlan(1, 0, (), ())
-
-
 def test_our_own_mistakes_are_asserted():
     with pytest.raises(AssertionError, match="holes"):
         plan_compaction(1, TableState([1, None], [1, 0], [False, False]), 4, SIZE, 0)
     with pytest.raises(AssertionError, match="9 tokens, 2 blocks"):
         plan([1, 1], [0, 0], 9, 0)
-
-
-def test_a_plan_is_data():
-    names = [field.name for field in dataclasses.fields(CompactionPlan)]
-    assert names == ["seq_id", "num_tokens", "targets", "strip"]
 
 
 @given(tables())

@@ -9,7 +9,6 @@ import pytest
 import tiny
 
 from kvreclaim.engine.api.plain import PlainText
-from kvreclaim.memory.pins import Retention
 from kvreclaim.server.anthropic.fields import MessageRequest
 from kvreclaim.server.anthropic.prompt import render
 from kvreclaim.server.errors import ApiError
@@ -220,14 +219,3 @@ def test_longer_ones_come_first() -> None:
     assert len(result[1]) == 2
     with pytest.raises(ApiError, match=r"messages.0.content.0 has ttl 1h after one of 5m \(tools.1\)"):
         rendered("tools first", **conversation(tool2=MARK, user1=HOUR))
-
-
-def test_the_ttl_goes_with_the_breakpoint() -> None:
-    tokenizer = tiny.tokenizer()
-    engine = SimpleNamespace(name="tiny", tokenizer=tokenizer)
-    config = SimpleNamespace(chat_template=TEMPLATES["tools first"])
-    service = SimpleNamespace(engine=engine, config=config, plain=PlainText(tokenizer))
-    body = {"model": "m", "max_tokens": 1, **conversation(system2=HOUR, last=MARK)}
-    points = render(MessageRequest.model_validate(body), cast(Service, service)).breakpoints
-    assert [point.ttl_s for point in points] == [3600.0, 300.0]
-    assert all(isinstance(point, Retention) for point in points)

@@ -87,27 +87,6 @@ def test_the_async_client_streams_many_at_once(tiny_server: Running, tiny_oracle
     assert asyncio.run(all_of_them()) == wanted
 
 
-def test_count_tokens_is_the_prompt_that_would_be_computed(client: anthropic.Anthropic):
-    conversation = {
-        "system": [{"type": "text", "text": "be brief"}, {"type": "text", "text": "be kind"}],
-        "messages": [
-            *HELLO,
-            {"role": "assistant", "content": "so"},
-            {"role": "user", "content": "and then?"},
-        ],
-    }
-    counted = client.messages.count_tokens(model=MODEL, **conversation).input_tokens
-    usage = ask(client, **conversation).usage
-    whole = usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens
-    assert counted == whole
-
-
-def test_models_are_listed(client: anthropic.Anthropic):
-    models = client.models.list()
-    assert [(model.id, model.type) for model in models.data] == [(MODEL, "model")]
-    assert client.models.retrieve(MODEL).id == MODEL
-
-
 # Why an answer ends
 
 

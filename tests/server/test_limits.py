@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 import web
 from running import MODEL, Running, running_server
 from starlette.routing import Match
-from steering import LIMIT_S, Asking, paused, until
+from steering import Asking, paused, until
 
 from kvreclaim import LLM, demo_model
 
@@ -124,37 +123,6 @@ def test_a_key_comes_in_three_ways(guarded: Running) -> None:
         assert answer.status_code == 401
 
 
-def test_the_clients_raise_their_own_classes(guarded: Running) -> None:
-    wrong, right = openai_client(guarded, "wrong"), openai_client(guarded)
-    with pytest.raises(openai.AuthenticationError, match="API key"):
-        wrong.completions.create(**COMPLETION)
-    with pytest.raises(openai.NotFoundError, match="nonesuch"):
-        right.completions.create(**{**COMPLETION, "model": "nonesuch"})
-    with pytest.raises(openai.BadRequestError, match="n is 5") as refused:
-        right.completions.create(**COMPLETION, n=5)
-    assert refused.value.param == "n"
-    with pytest.raises(openai.BadRequestError, match="512") as refused:
-        right.completions.create(**{**COMPLETION, "prompt": [5] * 600})
-    assert refused.value.code == "context_length_exceeded"
-    with pytest.raises(openai.APIStatusError, match="4096 bytes") as refused:
-        right.completions.create(**{**COMPLETION, "prompt": "wind " * 1000})
-    assert refused.value.status_code == 413
-
-
-def test_anthropics_client_raises_its_own_classes(guarded: Running) -> None:
-    wrong, right = anthropic_client(guarded, "wrong"), anthropic_client(guarded)
-    with pytest.raises(anthropic.AuthenticationError, match="API key"):
-        wrong.messages.create(**MESSAGE)
-    with pytest.raises(anthropic.NotFoundError, match="nonesuch"):
-        right.messages.create(**{**MESSAGE, "model": "nonesuch"})
-    with pytest.raises(anthropic.BadRequestError, match="512"):
-        right.messages.create(**{**MESSAGE, "messages": [{"role": "user", "content": "wind " * 600}]})
-    with pytest.raises(anthropic.APIStatusError, match="4096 bytes") as refused:
-        right.messages.create(**{**MESSAGE, "messages": [{"role": "user", "content": "wind " * 1000}]})
-    assert refused.value.status_code == 413
-    assert refused.value.body["error"]["type"] == "request_too_large"
-
-
 @pytest.mark.parametrize("path", PATHS)
 def test_a_body_over_the_limit_is_refused_however_it_comes(guarded: Running, path: str) -> None:
     body = json.dumps({**BODIES[path], "padding": "x" * BODY_LIMIT}).encode()
@@ -170,29 +138,6 @@ def test_a_body_over_the_limit_is_refused_however_it_comes(guarded: Running, pat
         fits = json.dumps(BODIES[path]).encode().ljust(BODY_LIMIT)
         assert client.post(path, content=fits, headers=json_type).status_code == 200
         says(client.post(path, content=fits + b" ", headers=json_type), 413)
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(
-    ("content", "content_type"),
-    [
-        (b"no json", "application/json"),
-        (b"", "application/json"),
-        (b"[1]", "application/json"),
-        (b"null", "application/json"),
-        (b'{"model": "\\ud800"}', "application/json"),
-        (b"\xff\xfe\x00", "application/json"),
-        (b"[" * 3000, "application/json"),
-        (b'{"seed": ' + b"9" * 4000 + b"}", "application/json"),
-        (json.dumps(COMPLETION | MESSAGE).encode(), "text/plain"),
-        (json.dumps(COMPLETION | MESSAGE).encode(), "application/x-www-form-urlencoded"),
-        (json.dumps(COMPLETION | MESSAGE).encode(), None),
-    ],
-)
-def test_a_body_that_is_no_json_object_is_a_400(guarded: Running, path: str, content, content_type) -> None:
-    headers = {"content-type": content_type} if content_type else {}
-    with http(guarded) as client:
-        says(client.post(path, content=content, headers=headers), 400)
 
 
 def test_half_a_surrogate_pair_is_a_400_wherever_it_stands(guarded: Running) -> None:
@@ -345,29 +290,6 @@ def test_text_that_cannot_fit_is_not_encoded(tiny_dir: Callable[[str], Path]) ->
         with web.Client(base_url=running.base_url) as client:
             for path, body in asks:
                 says(client.post(path, json={"model": MODEL, **body}), 400, "max_model_len is 512 tokens")
-
-
-def test_tenants_take_turns_at_the_threads(shared: Running) -> None:
-    """One whose texts are long has all threads but one, and waits by itself."""
-    workers, go = shared.service.workers, threading.Event()
-    encode = shared.service.encode
-
-    def hold(text: str, **options: bool) -> list[int]:
-        if text.startswith("hold"):
-            assert go.wait(LIMIT_S)
-        return encode(text, **options)
-
-    long = "hold " + "a " * 4000
-    with pytest.MonkeyPatch.context() as patch, http(shared, OTHER) as client:
-        patch.setattr(shared.service, "encode", hold)
-        asking = [Asking(shared, "/tokenize", {"prompt": long}, TENANT) for _ in range(12)]
-        until(lambda: sum(workers.running.values()) == workers.most_per_tenant)
-        try:
-            assert client.post("/tokenize", json={"prompt": "a " * 4000}).status_code == 200
-        finally:
-            go.set()
-        assert {each.answer().status_code for each in asking} == {200}
-    until(lambda: not workers.running)
 
 
 def test_clients_may_be_kept_from_choosing_compression(tiny_dir: Callable[[str], Path]) -> None:

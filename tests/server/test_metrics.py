@@ -172,16 +172,6 @@ def test_a_client_that_leaves(counted: Running) -> None:
     assert grown("vllm:e2e_request_latency_seconds_count") == 0
 
 
-def test_only_the_operator_reads_metrics() -> None:
-    llm = LLM(demo_model(), num_blocks=64, max_num_seqs=2, max_model_len=256)
-    with running_server(llm, api_keys=("tenant",), operator_key="operator") as server:
-        for key, status in (("tenant", 401), ("operator", 200), (None, 401)):
-            headers = {"authorization": f"Bearer {key}"} if key else {}
-            assert web.get(f"{server.base_url}/metrics", headers=headers).status_code == status
-        names = scrape(server, authorization="Bearer operator").names
-        assert "vllm:num_requests_running" in names
-
-
 def test_two_servers_count_apart(counted: Running) -> None:
     llm = LLM(demo_model(), num_blocks=64, max_num_seqs=2, max_model_len=256)
     with running_server(llm, served_model_name=("other",)) as server:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -100,18 +99,6 @@ def test_several_outputs_interleave(client: openai.OpenAI, tiny_oracle: LLM):
     assert order != sorted(order), "nobody waits for the others' end"
 
 
-def test_the_asynchronous_client(tiny_server: Running, tiny_oracle: LLM):
-    async def ask() -> tuple[str, str]:
-        async with openai.AsyncOpenAI(base_url=f"{tiny_server.base_url}/v1", api_key="any") as client:
-            whole = await client.chat.completions.create(messages=MESSAGES, **GREEDY)
-            stream = await client.chat.completions.create(messages=MESSAGES, **GREEDY, stream=True)
-            parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
-            return whole.choices[0].message.content, "".join(parts)
-
-    expected = expected_text(tiny_oracle)[0]
-    assert asyncio.run(ask()) == (expected, expected)
-
-
 def test_the_clients_stream_helper(client: openai.OpenAI, tiny_oracle: LLM):
     text = expected_text(tiny_oracle)[0]
     with client.chat.completions.stream(messages=MESSAGES, **GREEDY, stop=text[5:8]) as stream:
@@ -123,14 +110,6 @@ def test_without_a_limit_the_answer_fills_the_context(client: openai.OpenAI, tin
     answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, seed=1)
     assert answer.usage.total_tokens == tiny_server.service.max_model_len
     assert answer.choices[0].finish_reason == "length"
-
-
-def test_stop_strings(client: openai.OpenAI, tiny_oracle: LLM):
-    text = expected_text(tiny_oracle)[0]
-    choice = client.chat.completions.create(messages=MESSAGES, **GREEDY, stop=text[5:8]).choices[0]
-    assert choice.message.content == text[: text.index(text[5:8])]
-    assert choice.finish_reason == "stop"
-    assert choice.stop_reason == text[5:8]
 
 
 def test_roles_and_parts(telling: Running):
@@ -158,15 +137,6 @@ def test_tools_and_what_they_gave(telling: Running):
     assert rest == 'user:?;assistant:!weather{"city": "Bern"};tool:rain;assistant:'
     assert prompt_of(telling, messages=messages, tools=[TOOL]) == prompt
     assert prompt_of(telling, messages=messages, tools=[TOOL], tool_choice="none") == rest
-
-
-def test_what_the_template_is_told(telling: Running):
-    assert prompt_of(telling, extra_body={"add_generation_prompt": False}) == "system:stop;user:the end;"
-    goes_on = [*MESSAGES, {"role": "assistant", "content": "wel"}]
-    prompt = prompt_of(telling, messages=goes_on, extra_body={"continue_final_message": True})
-    assert prompt == "system:stop;user:the end;assistant:wel"
-    mood = prompt_of(telling, extra_body={"chat_template_kwargs": {"mood": "dark"}})
-    assert mood == "system:stop;user:the end;mood=dark;assistant:"
 
 
 def test_an_answer_can_be_sent_back(telling: Running):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 
@@ -81,17 +80,6 @@ def test_what_a_stream_looks_like_on_the_wire(tiny_server: Running):
     assert chunks[0]["id"].removeprefix("cmpl-") == answer.headers["x-request-id"].removeprefix("req-")
 
 
-def test_usage_so_far_in_every_chunk(client: openai.OpenAI):
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = list(
-        client.completions.create(prompt=PROMPT, **GREEDY_FIELDS, stream=True, stream_options=options)
-    )
-    counts = [chunk.usage.completion_tokens for chunk in chunks]
-    assert counts == sorted(counts)
-    assert counts[-1] == 24
-    assert all(chunk.usage.prompt_tokens == chunks[-1].usage.prompt_tokens for chunk in chunks)
-
-
 def test_an_echo_alone_is_no_answer_in_any_usage(client: openai.OpenAI):
     options = {"include_usage": True, "continuous_usage_stats": True}
     ask = {"prompt": PROMPT, **GREEDY_FIELDS, "max_tokens": 0, "echo": True}
@@ -101,25 +89,6 @@ def test_an_echo_alone_is_no_answer_in_any_usage(client: openai.OpenAI):
     whole = client.completions.create(**ask)
     assert (whole.choices[0].text, whole.choices[0].finish_reason) == (PROMPT, "length")
     assert whole.usage.completion_tokens == 0
-
-
-def test_the_asynchronous_client(tiny_server: Running, tiny_oracle: LLM):
-    prompts = [PROMPT, "a stop at the top", "then"]
-    expected = [output.outputs[0].text for output in tiny_oracle.generate(prompts, GREEDY)]
-
-    async def ask() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{tiny_server.base_url}/v1", api_key="any") as client:
-
-            async def streamed(prompt: str) -> str:
-                stream = await client.completions.create(prompt=prompt, **GREEDY_FIELDS, stream=True)
-                return "".join([chunk.choices[0].text async for chunk in stream])
-
-            whole = await client.completions.create(prompt=prompts[0], **GREEDY_FIELDS)
-            return [whole.choices[0].text, *await asyncio.gather(*map(streamed, prompts))]
-
-    first, *streams = asyncio.run(ask())
-    assert first == expected[0]
-    assert streams == expected
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import openai
 import pytest
-import web
 from running import MODEL, Running, openai_client, running_server
-from steering import LIMIT_S, Asking, paused, until
+from steering import LIMIT_S
 
 from kvreclaim import LLM
 from kvreclaim.errors import KVReclaimError
@@ -19,6 +17,7 @@ from kvreclaim.errors import KVReclaimError
 COMPLETION = {"model": MODEL, "prompt": "the end", "max_tokens": 2}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "the end"}], "max_tokens": 2}
 IMAGE = [{"type": "image_url", "image_url": {"url": "http://localhost/"}}]
+CONTINUE = {"continue_final_message": True, "add_generation_prompt": True}
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
@@ -119,28 +118,40 @@ CHAT_REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "field"), COMPLETION_REFUSALS, ids=str)
-def test_a_completion_is_refused_by_the_name_of_its_field(client: openai.OpenAI, asked: dict, field: str):
-    with pytest.raises(openai.BadRequestError) as refused:
-        client.completions.create(**{**COMPLETION, **asked})
-    says(refused.value, field)
+REFUSALS = [
+    *((COMPLETION, asked, field) for asked, field in COMPLETION_REFUSALS),
+    *((CHAT, asked, field) for asked, field in CHAT_REFUSALS),
+]
 
 
-@pytest.mark.parametrize(("asked", "field"), CHAT_REFUSALS, ids=str)
-def test_a_chat_is_refused_by_the_name_of_its_field(client: openai.OpenAI, asked: dict, field: str):
+def refusal(client: openai.OpenAI, ask: dict, asked: dict) -> openai.BadRequestError:
+    create = client.chat.completions.create if ask is CHAT else client.completions.create
     with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(**{**CHAT, **asked})
-    says(refused.value, field)
+        create(**{**ask, **asked})
+    return refused.value
+
+
+@pytest.mark.parametrize(("ask", "asked", "field"), REFUSALS, ids=str)
+def test_a_request_is_refused_by_the_name_of_its_field(
+    client: openai.OpenAI, ask: dict, asked: dict, field: str
+):
+    error = refusal(client, ask, asked)
+    assert error.param == field
+    assert field.rpartition(".")[2] in error.body["message"]
+    assert error.body["message"].endswith(".")
+    assert error.body["type"] == "invalid_request_error"
+    assert error.request_id.startswith("req-")
 
 
 @pytest.mark.parametrize(
     ("ask", "asked", "field"),
     [
-        *((COMPLETION, asked, field) for asked, field in COMPLETION_REFUSALS),
-        *((CHAT, asked, field) for asked, field in CHAT_REFUSALS),
+        *REFUSALS,
         (COMPLETION, {"prompt": "a" * 600}, "prompt"),
         (CHAT, {"messages": [{"role": "user", "content": "a" * 600}]}, "messages"),
         (CHAT, {"extra_body": {"chat_template_kwargs": {"zoo": 1}}}, "chat_template_kwargs"),
+        (CHAT, {"extra_body": CONTINUE}, "continue_final_message"),
+        (CHAT, {"tools": TOOLS}, "tools"),
     ],
     ids=str,
 )
@@ -149,33 +160,7 @@ def test_the_name_does_not_hang_on_the_wording(
 ):
     """Whatever the engine's refusals say: programs go by the field."""
     monkeypatch.setattr(KVReclaimError, "__str__", lambda _: "it cannot be done.")
-    create = client.chat.completions.create if ask is CHAT else client.completions.create
-    with pytest.raises(openai.BadRequestError) as refused:
-        create(**{**ask, **asked})
-    assert refused.value.param == field
-
-
-def says(error: openai.BadRequestError, field: str) -> None:
-    assert error.param == field
-    assert field.rpartition(".")[2] in error.body["message"]
-    assert error.body["message"].endswith(".")
-    assert error.body["type"] == "invalid_request_error"
-    assert error.request_id.startswith("req-")
-
-
-@pytest.mark.parametrize("wrong", ["continue_final_message", "chat_template_kwargs", "tools"])
-def test_what_the_template_cannot_do_is_refused(client: openai.OpenAI, wrong: str):
-    """The model's template knows no tools and no variables of a caller's."""
-    asked = {
-        "continue_final_message": {
-            "extra_body": {"continue_final_message": True, "add_generation_prompt": True}
-        },
-        "chat_template_kwargs": {"extra_body": {"chat_template_kwargs": {"zoo": 1}}},
-        "tools": {"tools": TOOLS},
-    }[wrong]
-    with pytest.raises(openai.BadRequestError, match=wrong.removeprefix("chat_")) as refused:
-        client.chat.completions.create(**{**CHAT, **asked})
-    assert refused.value.param == wrong
+    assert refusal(client, ask, asked).param == field
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -212,39 +197,9 @@ def test_a_wrong_key(limited: Running):
         client.completions.create(**COMPLETION)
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_full_queue(client: openai.OpenAI, limited: Running, path: str):
-    body = COMPLETION if path == "/v1/completions" else CHAT
-    with paused(limited):
-        waiting = [Asking(limited, path, body, "k1") for _ in range(2)]
-        until(lambda: limited.service.engine.num_queued == 2)
-        with pytest.raises(openai.RateLimitError, match="wait already") as refused:
-            client.completions.create(**COMPLETION)
-        assert refused.value.response.headers["retry-after"] == "1"
-    assert [asking.answer().status_code for asking in waiting] == [200, 200]
-
-
 def test_more_prompts_than_could_ever_wait(client: openai.OpenAI):
     with pytest.raises(openai.BadRequestError, match="split it"):
         client.completions.create(**COMPLETION | {"prompt": ["a", "b", "c"]})
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_failure_of_the_engine(
-    client: openai.OpenAI, limited: Running, monkeypatch: pytest.MonkeyPatch, stream: bool
-):
-    """Its id is in the answer; other requests go on."""
-
-    def fail(*_: object) -> None:
-        raise RuntimeError("out of luck")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(limited.llm.engine.runner, "forward", fail)
-        with pytest.raises(openai.InternalServerError, match="req-") as refused:
-            client.completions.create(**COMPLETION, stream=stream)
-        assert refused.value.request_id in refused.value.body["message"]
-        assert "luck" not in refused.value.body["message"]
-    assert client.completions.create(**COMPLETION).choices
 
 
 def test_a_failure_after_the_answer_has_begun(
@@ -269,34 +224,6 @@ def test_a_failure_after_the_answer_has_begun(
         with pytest.raises(openai.APIError, match="the log says why under req-"):
             list(stream)
     assert client.completions.create(**COMPLETION).choices
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        *(b"", b"{", b"[]", b'"x"', b"null", b"\xff\xfe", b'{"model": NaN}', b"[" * 9999),
-        b'{"model": "m", "prompt": "a", "kv_compression": {"policy": "knorm", "options": {"keep": '
-        + b'{"a":' * 950
-        + b"1"
-        + b"}" * 950
-        + b"}}}",
-    ],
-    ids=range(9),
-)
-def test_bodies_that_are_no_request(limited: Running, body: bytes):
-    headers = {"authorization": "Bearer k1", "content-type": "application/json"}
-    answer = web.post(f"{limited.base_url}/v1/completions", content=body, headers=headers)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"]
-
-
-@pytest.mark.parametrize("field", ["prompt", "user", "stop", "model"])
-def test_half_a_character(limited: Running, field: str):
-    body = {**COMPLETION, field: "\ud800"}
-    headers = {"authorization": "Bearer k1", "content-type": "application/json"}
-    address = f"{limited.base_url}/v1/completions"
-    answer = web.post(address, content=json.dumps(body).encode(), headers=headers)
-    assert answer.status_code == 400
 
 
 def test_a_refusal_quotes_no_more_than_anybody_reads(client: openai.OpenAI):
@@ -333,10 +260,3 @@ def test_compression_in_whole_numbers_has_bounds(client: openai.OpenAI, field: s
     for value in (2**31, 10**300):
         with pytest.raises(openai.BadRequestError, match=field):
             client.completions.create(**COMPLETION, extra_body={"kv_compression": asked | {field: value}})
-
-
-def test_a_name_that_is_half_a_character(limited: Running):
-    body = b'{"model": "m", "prompt": "a", "\\ud800": 1}'
-    headers = {"authorization": "Bearer k1", "content-type": "application/json"}
-    answer = web.post(f"{limited.base_url}/v1/completions", content=body, headers=headers)
-    assert answer.status_code == 400

@@ -9,7 +9,7 @@ import openai
 import pytest
 from running import MODEL, Running, openai_client
 
-from kvreclaim import LLM, SamplingParams, demo_model
+from kvreclaim import LLM, SamplingParams
 from kvreclaim.engine.sampling.logprobs import Logprob
 from kvreclaim.server.openai.logprobs import LOWEST, completion_logprobs
 from kvreclaim.server.vocabulary import TokenPlaces, Vocabulary
@@ -47,13 +47,6 @@ def test_of_a_completion(client: openai.OpenAI, tiny_oracle: LLM):
         assert len(top) == len(report)
 
 
-def test_offsets_lead_into_the_text(words: openai.OpenAI):
-    choice = words.completions.create(prompt="GO L8 wave", **GREEDY, logprobs=0).choices[0]
-    for token, offset in zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True):
-        assert choice.text[offset:].startswith(token)
-    assert "".join(choice.logprobs.tokens) == choice.text
-
-
 @pytest.mark.parametrize("stop", [None, "@@@"])
 def test_streamed_figures_are_those_of_the_whole_answer(client: openai.OpenAI, stop: str | None):
     """Also where text is held back: a character in parts, what may begin a stop string."""
@@ -83,15 +76,6 @@ def test_of_a_chat(client: openai.OpenAI, tiny_oracle: LLM):
         assert [top.logprob for top in found.top_logprobs] == pytest.approx(best, abs=1e-5)
     spelt = bytes(byte for found in choice.logprobs.content for byte in found.bytes)
     assert spelt.decode(errors="replace") == choice.message.content
-
-
-def test_a_chat_streams_them_with_their_tokens(client: openai.OpenAI):
-    asked = {**GREEDY, "messages": [{"role": "user", "content": PROMPT}], "logprobs": True, "top_logprobs": 1}
-    whole = client.chat.completions.create(**asked).choices[0].logprobs.content
-    parts = []
-    for chunk in client.chat.completions.create(**asked, stream=True):
-        parts += chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else []
-    assert parts == whole
 
 
 def test_scoring_a_text_by_echo(client: openai.OpenAI, tiny_oracle: LLM):
@@ -171,15 +155,3 @@ def test_what_json_cannot_say(tiny_oracle: LLM):
     shape = completion_logprobs([b], [report], TokenPlaces(Vocabulary(tiny_oracle.tokenizer)))
     assert shape["token_logprobs"] == [LOWEST]
     assert shape["top_logprobs"] == [{f"token_id:{a}": -0.5, "�": LOWEST}]
-
-
-def test_an_echo_of_the_demo_model_agrees_with_scoring(words: openai.OpenAI):
-    """On a trained model, whose probabilities are peaked, and behind a compressed cache."""
-    oracle = LLM(demo_model(), num_blocks=64)
-    text = "GO L8 START c3 wave ."
-    ids = oracle.tokenizer.encode(text)
-    score = oracle.score([ids[:1]], [ids[1:]])[0]
-    choice = words.completions.create(
-        prompt=text, **GREEDY | {"max_tokens": 1}, echo=True, logprobs=1
-    ).choices[0]
-    assert choice.logprobs.token_logprobs[1 : len(ids)] == pytest.approx(score.logprobs, abs=1e-4)

@@ -76,9 +76,3 @@ def test_an_answer_with_a_call_can_be_sent_back(client: openai.OpenAI):
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "w30"}
     words = asked("look.", messages=[*SAID, message, result])
     assert client.chat.completions.create(**words).choices[0].message.content == "look."
-
-
-def test_the_clients_stream_helper_collects_calls(client: openai.OpenAI):
-    with client.chat.completions.stream(**asked(*CALL)) as stream:
-        message = stream.get_final_completion().choices[0].message
-    assert message.tool_calls[0].function.name == "weather"

@@ -98,20 +98,6 @@ def test_a_load_passes_stores_and_stores_never_hold_up_loads(bench: Bench) -> No
     assert bench.results(2) == {1: "ok", 2: "ok"}
 
 
-def test_both_threads_load(bench: Bench) -> None:
-    workers, (key,) = bench.start(), chain(1)
-    workers.submit_store(0, 0, key, payload(key))
-    bench.results(1)
-
-    def load_twice() -> None:
-        workers.submit_load(1, 0, key, empty())
-        workers.submit_load(2, 0, key, empty())
-
-    stuck(bench, load_twice, 2)
-    bench.io.hold.set()
-    assert bench.results(2) == {1: "ok", 2: "ok"}
-
-
 def test_a_loading_thread_stores_nothing(bench: Bench) -> None:
     workers, keys = bench.start(), chain(2)
     stuck(bench, lambda: [workers.submit_store(i, i, k, payload(k)) for i, k in enumerate(keys)], 1)
@@ -322,17 +308,6 @@ def test_clearing_comes_behind_what_is_under_way_and_before_what_comes_later(ben
     assert workers.close(LONG_S)
     again = open_slots(bench.directory)
     assert [each.slot for each in again.recover()] == [2]
-    again.close()
-
-
-def test_clearing_is_done_before_the_end(bench: Bench) -> None:
-    workers, (key,) = bench.start(), chain(1)
-    workers.submit_store(0, 0, key, payload(key))
-    workers.clear()
-    assert workers.close(LONG_S)
-    assert not workers.is_clearing
-    again = open_slots(bench.directory)
-    assert again.recover() == []
     again.close()
 
 

@@ -63,21 +63,6 @@ def test_a_row_depends_on_its_own_sequence_only() -> None:
         assert torch.equal(out[0], together[i])
 
 
-@DTYPES
-@pytest.mark.parametrize("dims", [(64, 64), (96, 32), (40, 136)], ids=str)
-def test_a_row_does_not_depend_on_the_rows_asked_with_it(dims: tuple[int, int], dtype: torch.dtype) -> None:
-    """So that a token that was drafted and one that was decoded have the same attention, to the bit."""
-    shape = Shape(group=3, dim=dims[0], v_dim=dims[1], dtype=dtype)
-    for count, length in [(2, 17), (5, 65), (21, 70), (7, 516), (9, 1400)]:
-        w = twins(shape, [Ask(count, length)])
-        (seq,) = w.batch.sequences
-        together = attend_both(w)[0]
-        for i in range(count):
-            one = replace(w.batch, sequences=(replace(seq, query_len=1, seq_len=length - count + i + 1),))
-            out = native.paged_attention(w.q[i : i + 1], under(w.native, 0, scale=dims[0] ** -0.5), one)
-            assert torch.equal(out[0], together[i]), (count, length, i)
-
-
 def masked(shape: Shape, query_len: int, seq_len: int, seed: int, share: float = 0.5) -> Ask:
     """Per layer and head other slots evicted, of all but the last few; slots moved by compaction."""
     size = (shape.layers, shape.kv_heads, max(seq_len - 3, 1))
