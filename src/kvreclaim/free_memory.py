@@ -1,4 +1,4 @@
-"""How much of the machine's memory this process may still take."""
+"""Free memory of the machine that this process may still take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many bytes a KV cache takes in every format, scales and centres included; integers alone.
+"""Bytes of a KV cache in every format, with scales and centres; integers only.
 
 ops.formats adds what is stored (dtypes, codecs) to the same objects, so a plan and a pool cannot disagree.
 """
@@ -58,7 +58,7 @@ class Geometry:
 
     @property
     def low_bits(self) -> int:
-        """Where the low bits of the values' centres begin."""
+        """Offset of the low bits of the values' centres."""
         return self.key_bytes + self.num_values
 
     @property

@@ -1,4 +1,4 @@
-"""How near the kernels come to what the machine gives: bytes that must move over the time they take.
+"""Kernel speed as a share of the machine's: bytes that must move over the time they take.
 
 Every case is first computed by the reference on the same keys and values, stored in the same format, and
 compared; nothing is timed while one differs. Calls go through several layers (and sequences, where an op

@@ -41,7 +41,7 @@ class WrongTokensError(KVReclaimError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class TokenAgreement:
-    """How one system's tokens compare with the fp32 model's.
+    """Comparison of one system's tokens with the fp32 model's.
 
     exact:       share of tokens before the first that differs from the fp32 output
     top1:        share of tokens that are the fp32 model's first choice after the same prefix

@@ -176,7 +176,7 @@ def _measure(
 def _announce(
     llm: LLM, documents: Sequence[list[int]], tried: Sequence[list[int]], num_settings: int, console: Console
 ) -> None:
-    """How long it will take, from one forward pass."""
+    """Print an estimate of the duration, from one forward pass."""
     from kvreclaim.calibrate.trial import num_tokens
     from kvreclaim.model.capture import capture_queries
 

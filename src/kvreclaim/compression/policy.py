@@ -57,7 +57,7 @@ class Mode(StrEnum):
     PER_HEAD = "per_head"
     """A KV head in all layers: top tokens of the mean over layers."""
     PER_LAYER_HEAD = "per_layer_head"
-    """Nobody: each (layer, KV head) keeps its own top tokens."""
+    """None: each (layer, KV head) keeps its own top tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -120,7 +120,7 @@ def make_policy(spec: str, options: Mapping[str, object] | None = None) -> Compr
 
 
 def policy_spec(policy: CompressionPolicy) -> str:
-    """How the policy is written, with the options that are not at their default:
+    """The policy's canonical text, with the options that are not at their default:
     make_policy(policy_spec(policy)) == policy.
 
     Raises: InvalidArgumentError for an option whose value has no written form.

@@ -165,7 +165,7 @@ def generate_batch(
 
 
 def load_figures(steps: Sequence[StepStats]) -> dict[str, Any]:
-    """How many ran at once."""
+    """Figures of a run under load."""
     running = [step.num_running for step in steps]
     return {"most_running": max(running), "mean_running": mean(running)}
 
@@ -183,7 +183,7 @@ def _accuracies(examples: Sequence[Example], scored: list[ScoreOutput]) -> dict[
 
 
 def _progress(examples: Sequence[Example], outputs: list[RequestOutput]) -> dict[str, Any]:
-    """How far free-running generation was right, and what it evicted."""
+    """Correct share of free-running generation, and what it evicted."""
     pairs = [(e, out.outputs[0].token_ids) for e, out in zip(examples, outputs, strict=False)]
     perfect = sum(out.metrics.blocks_perfect for out in outputs)
     freed = sum(out.metrics.blocks_freed for out in outputs)

@@ -65,7 +65,7 @@ class Example:
 
 
 class EvidencePart(enum.Enum):
-    """Where a token of evidence stands."""
+    """Part of the sequence that holds a token of evidence."""
 
     FACT = "fact"
     HEADER = "header"

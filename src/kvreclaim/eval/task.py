@@ -103,7 +103,7 @@ class Task(Protocol):
     def compares(self) -> bool: ...
 
     def num_examples(self, wanted: int) -> int:
-        """How many of the wanted examples there are."""
+        """Number of examples, at most `wanted`."""
         ...
 
     def item(self, seed: int, index: int) -> Item:

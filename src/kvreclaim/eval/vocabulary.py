@@ -53,7 +53,7 @@ def draw_word(rng: random.Random) -> int:
 
 
 def filler_cycle(seed: int = 0) -> dict[int, int]:
-    """Which filler word follows which: one cycle through all of them."""
+    """Successor of each filler word: one cycle through all of them."""
     words = list(range(FIRST_FILLER, FIRST_FILLER + len(FILLER_WORDS)))
     random.Random(f"filler:{seed}").shuffle(words)
     return dict(zip(words, words[1:] + words[:1], strict=True))

@@ -160,12 +160,12 @@ class MemoryManager:
         ]
 
     def blocks(self, seq_id: int) -> list[int]:
-        """All that a sequence holds."""
+        """All blocks that a sequence holds."""
         table = self.table(seq_id)
         return [block for group in self.groups for block in group.blocks(seq_id, table)]
 
     def num_blocks(self, seq_id: int) -> int:
-        """How many these are."""
+        """Number of these blocks."""
         table, count = self.table(seq_id), 0
         for group in self.groups:
             count += group.num_blocks(seq_id, table)

@@ -55,7 +55,7 @@ class Admission(Generic[Seq]):
                 state.fail(seq, step, error)
 
     def hold_back(self, step: StepPlanBuilder[Seq], shares: FairShare[Seq]) -> None:
-        """Where a tenant's first sequences begin, its first token waits for all that the step computes: no
+        """When a tenant's first sequences begin, its first token waits for the whole step: no
         other tenant decodes more tokens than these have, or half a part of the seats."""
         state = self.state
         ids = {one.seq_id for one in step.admitted}

@@ -93,7 +93,7 @@ class Queue(Generic[Seq]):
             line.rewind()
 
     def insert(self, seq: Seq) -> None:
-        """Where its rank belongs."""
+        """Insert a sequence by its rank."""
         line = self._line_for(seq)
         insort(line.seqs, seq, key=attrgetter("rank"))
         line.rewind()

@@ -29,7 +29,7 @@ from kvreclaim.schedule.step_builder import StepPlanBuilder
 logger = logging.getLogger(__name__)
 
 POLICIES = ("fcfs", "priority", "cache")
-"""How the next of the waiting sequences is chosen."""
+"""Orders of the waiting queue."""
 
 
 class Scheduler(Generic[Seq]):
@@ -103,7 +103,7 @@ class Scheduler(Generic[Seq]):
 
     @property
     def in_flight(self) -> InFlight[Seq]:
-        """Which sequences wait for blocks that others compute."""
+        """Sequences that wait for blocks which others compute."""
         return self._admission.in_flight
 
     def take_in(self, companions: Companions[Seq]) -> None:

@@ -14,7 +14,7 @@ from kvreclaim.schedule.snapshot_key import SnapshotKey
 
 
 class Status(Enum):
-    """Where a sequence is."""
+    """State of a sequence."""
 
     WAITING = "waiting"
     RUNNING = "running"

@@ -25,7 +25,7 @@ MAX_HEADERS = 256
 PATIENCE_S = 1.0
 """Least time that a connection has for a whole request, however many others want its place."""
 LINGER_S = 5.0
-"""How long the rest of a refused body is read and dropped, so that its sender sees the answer."""
+"""Seconds for which the rest of a refused body is read and dropped, so that its sender sees the answer."""
 OTHER_FILES = 256
 
 

@@ -1,4 +1,4 @@
-"""How much one request, and all requests of one key, may want at once."""
+"""Limits on outputs of one request, and of all requests of one key."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Service:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """How tokens are spelled in texts without special tokens. Raises: InvalidArgumentError where there is
+        """Spellings of tokens in texts without special tokens. Raises: InvalidArgumentError where there is
         no tokenizer."""
         return Vocabulary(self.tokenizer)
 

@@ -106,7 +106,7 @@ async def slots(
 
 
 def _path(filename: str, service: Service, tenant: Tenant) -> Path:
-    """Where a tenant's file of this name lies. Raises: ApiError."""
+    """Path of a tenant's file of this name. Raises: ApiError."""
     root = service.config.slot_save_path
     if root is None:
         raise ApiError(404, "this server saves no sessions; start it with --slot-save-path DIRECTORY.")

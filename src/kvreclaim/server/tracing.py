@@ -32,7 +32,7 @@ EXPORT_TIMEOUT_S = 5
 
 
 def traces_url(endpoint: str) -> str:
-    """Where spans are posted: OTLP's own path, if the endpoint names none."""
+    """URL for spans: with OTLP's own path, if the endpoint has none."""
     parts = urlsplit(endpoint)
     return parts._replace(path=DEFAULT_PATH).geturl() if parts.path in ("", "/") else endpoint
 

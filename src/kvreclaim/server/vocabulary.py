@@ -22,7 +22,7 @@ class Spelling(NamedTuple):
 
 
 class TokenPlace(NamedTuple):
-    """Where a token stands.
+    """Position of a token.
 
     offset: characters before it
     first:  nothing but special tokens is before it
@@ -45,7 +45,7 @@ class Vocabulary:
         self._known: dict[int, tuple[Spelling, Spelling]] = {}
 
     def spelling(self, token_id: int, *, first: bool) -> Spelling:
-        """How a token is spelled: first in a text, where it may lose its space, or behind others."""
+        """The spelling of a token: first in a text, where it may lose its space, or after others."""
         if (known := self._known.get(token_id)) is None:
             known = self._known[token_id] = self._spell(token_id)
         return known[first]
@@ -82,7 +82,7 @@ def byte_level_codes() -> dict[str, int]:
 
 
 class TokenPlaces:
-    """Where in a text each token stands, a token at a time."""
+    """Positions of tokens in a text, one token at a time."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary

@@ -71,7 +71,7 @@ class Settings:
 
     @property
     def counts_in_extents(self) -> bool:
-        """Where that is exact."""
+        """Whether blocks may be counted in extents: only where that is exact."""
         return self.extents and self.eviction_policy == "lru" and not self.host_blocks
 
     def memory(self, links: Links) -> KVMemory:

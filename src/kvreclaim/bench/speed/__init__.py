@@ -1,1 +1,1 @@
-"""How long steps of this machine's engine take, and requests that come when they come."""
+"""Step times of this machine's engine, and requests at given arrival times."""

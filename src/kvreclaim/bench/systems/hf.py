@@ -193,7 +193,7 @@ class ContinuousSession(Session):
 
 
 def _times(manager: Any, prompts: list[list[int]], max_tokens: int) -> list[list[float]]:
-    """When each request's tokens came, until the first request ended."""
+    """Times of each request's tokens, until the first request ended."""
     times: dict[str, list[float]] = {}
     for prompt in prompts:
         name = manager.add_request(prompt, max_new_tokens=max_tokens, streaming=True, record_timestamps=True)

@@ -11,14 +11,14 @@ from kvreclaim.compression.policy import CompressionPolicy, LayerView, Signal
 
 @dataclass(frozen=True)
 class KVzap(CompressionPolicy):
-    """Ranks tokens by what calibration has learnt about hidden states, or somebody else has published:
+    """Ranks tokens by a score of their hidden states, with weights from calibration or published ones:
 
         score = W h + b   or   W2 gelu(W1 h + b1) + b2
 
-    of what the layer was given of the token, about the logarithm of the most attention that a later query
-    will pay it. It means the same in all layers and heads, so let them compete: shares(kvzap). As published,
-    a token stays if its score is above a threshold of its own; here the budget says how many do, and the
-    published window is CompressionConfig.recent.
+    of the layer's input for the token, about the logarithm of the most attention that a later query pays it.
+    Scores compare between layers and heads, so let heads compete: shares(kvzap). As published, a token stays
+    if its score is above a threshold; here the budget decides, and the published window is
+    CompressionConfig.recent.
 
     Paper: arXiv 2601.07891.
 

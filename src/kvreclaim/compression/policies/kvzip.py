@@ -17,13 +17,13 @@ class KVzip(CompressionPolicy):
         score_j = max over the repetition's queries, and the query heads of the KV head, of softmax_j(s q.K)
 
     The softmax runs over the whole prompt and the repetition so far (as published: over a part of the prompt
-    at a time). It means the same in all layers and heads, so let them compete: shares(kvzip).
+    at a time). Scores compare between layers and heads, so let heads compete: shares(kvzip).
 
     Paper: arXiv 2505.23416.
 
-    Compresses once, at the end of the prompt, which must fit into the pool whole; what is generated stays.
-    Cost: the prompt is computed once more, attending to twice as many tokens, with softmax in fp32 for all to
-    see: several times what the prompt itself took; state: one number per token, during the pass.
+    Compresses once, at the end of the prompt, which must fit into the pool; generated tokens stay.
+    Cost: the prompt is computed once more, over twice as many tokens, with softmax in fp32: several times as
+    long as the prompt itself; state: one number per token, during the pass.
     """
 
     name = "kvzip"

@@ -20,7 +20,7 @@ class Random(CompressionPolicy):
         score = u(seed, layer, head, logical length, slot)
 
     A pure function of these: the same run makes the same choices, nothing reads or moves the global
-    generator. A method that does not beat it has learnt nothing of its own.
+    generator. It is the control: a useful policy must beat it.
 
     seed: of all draws; vary it for intervals
     Cost: O(T), no state.

@@ -66,7 +66,7 @@ class SnapKV(CompressionPolicy):
         return self.score_many([view])[0]
 
     def score_many(self, views: Sequence[LayerView]) -> list[Tensor]:
-        """Where both are averages, the query heads' comes first: it leaves less to pool."""
+        """If both are averages, average over query heads first: less is left to pool."""
         if self.group == "mean" and self.pooling == "average":
             every = window_sums(views)
         else:

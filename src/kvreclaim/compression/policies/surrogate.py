@@ -18,15 +18,14 @@ GRAIN = 2**-8
 
 @dataclass(frozen=True)
 class Surrogate(CompressionPolicy):
-    """Ranks tokens by what calibration has learnt from a document said twice:
+    """Ranks tokens by a score that calibration learned from a document and a copy of it:
 
         score = w . features(k, v) + r(age)
 
-    about the logarithm of the most attention that a later query will pay the token, while the text goes on
-    or when it is asked about. It means the same in all layers and heads, so let them compete:
-    shares(surrogate). With equal heads it loses most of its worth. Scores are whole GRAINs: the same token at
-    two places has the same key but for rotation's rounding, at least in the first layer, and which of the two
-    stays must not hang on its last bit.
+    It predicts about the logarithm of the most attention that a later query pays the token, while the text
+    goes on or when it is asked about. Scores compare between layers and heads, so let heads compete:
+    shares(surrogate). With equal heads it is much weaker. Scores are whole GRAINs: the same token at two
+    places has nearly the same key, at least in the first layer, and rounding must not decide which one stays.
 
     Source: ours; the target is that of KVzip, arXiv 2505.23416, and of what the text itself reads next.
 

@@ -53,7 +53,7 @@ def make_method(text: str) -> SparsePrefill | None:
 
 
 def method_spec(method: SparsePrefill | None) -> str:
-    """How it is written, with the options that are not at their default."""
+    """Its canonical text, with the options that are not at their default."""
     if method is None:
         return DENSE
     parts = [

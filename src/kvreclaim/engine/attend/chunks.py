@@ -46,7 +46,7 @@ def expanded(step: Sequence[Scheduled]) -> list[Scheduled]:
 
 
 def _runs(item: Scheduled) -> list[range]:
-    """Where none of its tokens is computed, the last one is, for its logits; `bring_last` undoes it."""
+    """The item's runs of computed tokens; at least the last one, for its logits (`bring_last` undoes it)."""
     start, reuse = item.seq.num_computed, item.seq.request.reuse
     stop = start + item.num_tokens
     if reuse is None or start >= len(reuse.anew):
@@ -62,7 +62,7 @@ def _runs(item: Scheduled) -> list[range]:
 
 
 def _parted(run: range, reuse: Reuse) -> list[range]:
-    """Where somebody asks what the tokens behind the last chunk attend to, they are a run of their own."""
+    """Split the run after the last chunk, if the attention of the tokens that follow is needed."""
     at = reuse.asked_from
     if reuse.scores is None or not run.start < at < run.stop:
         return [run]

@@ -9,7 +9,7 @@ from kvreclaim.engine.compact.pass_context import PassContext
 
 
 class Blocks:
-    """Which blocks come back is known only when they have been scored."""
+    """A pass that evicts whole blocks: their scores decide which."""
 
     def __init__(self, context: PassContext) -> None:
         self.context = context

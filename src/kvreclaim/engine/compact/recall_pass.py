@@ -50,7 +50,7 @@ class _PackedPages:
 
 
 def recall_of(job: CompactionJob) -> Recall:
-    """How the sequence's evicted tokens come back."""
+    """The recall settings of the sequence."""
     recall = job.compressor.recall
     assert recall is not None, f"sequence {job.seq.seq_id} does not recall"
     return recall
@@ -135,7 +135,7 @@ class RecallPass:
         return _Losers(cells, positions, packed, intact)
 
     def _pack(self, job: CompactionJob, losers: _Losers, source: Tensor) -> _PackedPages:
-        """Which losers share a page; the newest of them, less than a page, wait."""
+        """Pack losers into pages; the newest ones, less than a page, wait."""
         size, count = self.size, losers.packed.sum(-1)
         left = int(count[0, 0]) % size
         assert bool((count % size == left).all()), "heads have lost unequal numbers of tokens"

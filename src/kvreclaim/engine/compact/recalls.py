@@ -155,7 +155,7 @@ class Recalls:
         return fresh
 
     def slots(self, compressor: Compressor) -> slice:
-        """Where recalled tokens lie in a sequence's table."""
+        """Slots of recalled tokens in a sequence's table."""
         assert compressor.recall is not None, "asked of recall alone"
         count = compressor.recall.slots(self.cache.block_size)
         return slice(compressor.budget - count, compressor.budget)

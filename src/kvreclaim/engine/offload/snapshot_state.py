@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class SnapshotFiles(Protocol):
-    """Where they are kept on disk (engine/offload/prefixes.py)."""
+    """Snapshot files on disk (engine/offload/prefixes.py)."""
 
     def made(self, snapshot: Sequence) -> None: ...
 

@@ -167,7 +167,7 @@ class EngineCore:
 
 @dataclass(slots=True)
 class Cursor:
-    """How far the outputs of a request have been passed on."""
+    """Progress in passing on the outputs of a request."""
 
     request: Request
     begun: bool = False
@@ -190,7 +190,7 @@ class Cursor:
 
 @dataclass(slots=True)
 class OutputProgress:
-    """How far one output has been passed on: so many of its tokens, characters and reports."""
+    """Progress in passing on one output: numbers of its tokens, characters and reports."""
 
     seq: Output
     num_tokens: int

@@ -56,7 +56,7 @@ def window_of(seq: Sequence) -> int:
 
 
 def windows_of(seq: Sequence) -> set[int]:
-    """How many recent queries are kept of a sequence: for its policy, for recall."""
+    """Numbers of recent queries kept of a sequence: for its policy, for recall."""
     compressor, found = seq.request.compressor, set()
     if compressor is not None and Signal.RECENT_QUERIES in needs_of(compressor):
         found.add(compressor.policy.query_window)

@@ -61,7 +61,7 @@ class Drafter(Extension):
 
     @abstractmethod
     def drafts(self) -> str:
-        """How many drafts by whom, for the line at the start."""
+        """Number and source of drafts, for the line at the start."""
 
     def describe(self) -> str:
         return f"drafts: {self.drafts()}"

@@ -72,7 +72,7 @@ def chosen_backend(config: EngineConfig, groups: LayerGroups, form: KVFormat) ->
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Storage:
-    """Where the engine keeps keys and values.
+    """Storage of keys and values.
 
     cache:  what requests write to; device: where that lies in host memory, the pool of compressed drafts
     stream: where it lies in host memory, brings its layers to the device

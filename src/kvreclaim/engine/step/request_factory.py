@@ -132,12 +132,12 @@ class RequestFactory:
         self.signals.check(compressor)
 
     def _prefill_method(self, spec: RequestSpec) -> SparsePrefill | None:
-        """How the prompt is computed: as the request says, or the engine."""
+        """The prompt's sparse-prefill method: the request's, else the engine's."""
         said = self.prefill if spec.sparse_prefill is None else spec.sparse_prefill
         return make_method(said) if isinstance(said, str) else said
 
     def _verify(self, spec: RequestSpec, verified: Compressor, num_tokens: int) -> Verify:
-        """How a compressed cache drafts for the request. Raises: InvalidArgumentError."""
+        """Settings of verify mode for the request. Raises: InvalidArgumentError."""
         most = num_tokens + (spec.params.max_tokens or 0)
         verify = verify_of(verified, self.groups, self.config, spec.prompt_token_ids, most)
         self.signals.check(verified)

@@ -24,7 +24,7 @@ def verify_of(
     prompt: list[int],
     num_tokens: int,
 ) -> Verify:
-    """How this compressor drafts for a request. num_tokens: that it will have at most. Raises:
+    """Settings of verify mode for a request. num_tokens: most tokens it will have. Raises:
     InvalidArgumentError."""
     footprint = footprint_of(drafting, config, prompt, None, groups)
     check_blocks(footprint, drafting.policy.name)

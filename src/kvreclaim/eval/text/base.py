@@ -65,7 +65,7 @@ class TextTask(PlainTask):
 
     @abstractmethod
     def mark(self, question: ProseQuestion, text: str) -> list[bool]:
-        """Which parts of the answer the text gives."""
+        """Mark which parts of the answer are in the text."""
 
     def extra(self, question: ProseQuestion, text: str) -> Mapping[str, float]:
         """Further figures."""

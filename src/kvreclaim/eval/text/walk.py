@@ -34,7 +34,7 @@ FINAL current = <node>, stack = [<nodes>], visited = [<nodes>]"""
 
 @dataclass(frozen=True)
 class Walk:
-    """Where a walk stands."""
+    """State of a walk."""
 
     stack: tuple[int, ...]
     visited: tuple[int, ...]

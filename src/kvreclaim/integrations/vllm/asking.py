@@ -1,4 +1,4 @@
-"""Where compression is asked for. Imports nothing, so that who does not ask pays nothing."""
+"""Whether compression is configured. Imports nothing, so an unused plugin costs nothing."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Final
 
 KEY: Final = "kv_compression"
-"""In additional_config and in a request's extra_args."""
+"""Key in additional_config and in a request's extra_args."""
 VARIABLE: Final = "KVRECLAIM_VLLM"
-"""The environment variable that asks for the plugin."""
+"""Environment variable with the plugin's options."""
 
 
 def is_asked_for(additional_config: object, environ: Mapping[str, str]) -> bool:
-    """Whether compression is asked for."""
+    """Whether compression is configured."""
     return VARIABLE in environ or (isinstance(additional_config, Mapping) and KEY in additional_config)

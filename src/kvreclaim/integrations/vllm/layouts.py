@@ -202,7 +202,7 @@ class CacheViews:
 
 
 def _layout(layer: VllmLayerCache) -> CacheLayout:
-    """How to address one layer. The element size is all that a move needs: fp8 is moved as bytes."""
+    """Addressing of one layer. The element size is all that a move needs: fp8 is moved as bytes."""
     if not layer.packed:
         return StridedLayout(layer.cache[..., : layer.head_dim], layer.cache[..., layer.head_dim :])
     size, dim = layer.block_size, layer.head_dim

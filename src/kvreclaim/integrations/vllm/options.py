@@ -117,7 +117,7 @@ class Options:
         }
 
     def of_request(self, extra_args: Mapping[str, Any] | None) -> CompressionConfig | None:
-        """How this request is compressed; None: not at all. Raises: InvalidArgumentError."""
+        """This request's compression; None: none. Raises: InvalidArgumentError."""
         if extra_args is None or KEY not in extra_args:
             return None if self.opt_in else _unless_full(self.settings)
         wanted = extra_args[KEY]

@@ -33,7 +33,7 @@ class Counts:
     compactions: int = 0
 
     def add(self, done: Pass[str]) -> None:
-        """Where others hold the sources a pass takes more blocks than come back: that counts as none."""
+        """Count a pass; one that takes more blocks than it returns (others hold its sources) frees none."""
         self.tokens_evicted += done.num_tokens - done.keep
         self.blocks_freed += max(0, done.blocks_freed)
         self.compactions += 1

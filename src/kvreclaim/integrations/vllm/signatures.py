@@ -18,12 +18,12 @@ def sections() -> dict[str, tuple[expect.Function | expect.Names, ...]]:
 
 
 def check_front() -> None:
-    """Where the configuration is made. Raises: UnsupportedVllmError."""
+    """Check the front end, before the configuration is made. Raises: UnsupportedVllmError."""
     expect.check(sections()["front"])
 
 
 def check_core() -> None:
-    """Before the scheduler is made. Raises: UnsupportedVllmError."""
+    """Check the core, before the scheduler is made. Raises: UnsupportedVllmError."""
     expect.check(sections()["core"])
 
 

@@ -34,7 +34,7 @@ class GroupManager(ABC):
 
     @abstractmethod
     def fit(self, entries: Sequence[Entry], most: int) -> int:
-        """How many of the first `most` entries a sequence can begin with. Changes nothing."""
+        """Number of the first `most` entries that a sequence can begin with. Changes nothing."""
 
     @abstractmethod
     def begin(self, seq_id: int, match: PrefixMatch, priority: int) -> None:
@@ -74,7 +74,7 @@ class GroupManager(ABC):
 
     @abstractmethod
     def num_blocks(self, seq_id: int, table: BlockTable) -> int:
-        """How many these are."""
+        """Number of these blocks."""
 
     @abstractmethod
     def open_blocks(self, seq_id: int, table: BlockTable) -> list[int]:

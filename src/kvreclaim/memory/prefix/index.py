@@ -90,7 +90,7 @@ class PrefixIndex:
         return iter(self._by_digest.values())
 
     def root(self, salt: str | None) -> Link:
-        """Where the chains of this salt begin."""
+        """The root of this salt's chains."""
         return Link(self._root_serial, salt)
 
     def at(self, digest: bytes) -> Entry | None:

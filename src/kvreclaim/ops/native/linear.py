@@ -17,12 +17,12 @@ from kvreclaim.ops.extension import native, unavailable_reason
 
 DTYPES = (torch.float32, torch.bfloat16)
 ROWS_WITH_BF16_HARDWARE = 8
-"""Where torch has bf16 instructions and the kernels widen to fp32: above these rows arithmetic bounds."""
+"""Most rows if torch has bf16 instructions and the kernels widen to fp32: above, arithmetic bounds."""
 ROWS_WITH_PAIRS = 128
-"""Where the kernels multiply pairs of bf16, too: what one pass over the weights serves. On Zen 5 the products
+"""Rows of one pass over the weights if the kernels multiply pairs of bf16. On Zen 5 the products
 of a small model take .7 to .9 of torch's time at 64 rows, .9 to 1.05 at 128."""
 ROWS_WITH_MATRICES = 64
-"""Where the kernels have matrix instructions too: what one pass over the weights serves."""
+"""Rows of one pass over the weights if the kernels have matrix instructions."""
 ROWS_OF_ISA = {"amx": ROWS_WITH_MATRICES, "avx512bf16": ROWS_WITH_PAIRS}
 ROWS_FP32 = 32
 """Above these rows torch's fp32 product, whose library packs both factors, is the faster one."""

@@ -41,7 +41,7 @@ def paged_attention(q: Tensor, layer: LayerCache, batch: AttentionBatch) -> Tens
 
 
 def _own_sinks(softmax: Softmax, group: AttentionGroup, num_heads: int) -> Softmax:
-    """Where the sequences are KV heads each has sinks of its own: [n, H]."""
+    """With KV heads as sequences, select each one's sinks: [n, H]."""
     if softmax.sinks is None or len(softmax.sinks) == num_heads:
         return softmax
     every = softmax.sinks.view(-1, num_heads)

@@ -18,9 +18,9 @@ from kvreclaim.ops.triton.support import padded
 FORMAT_IDS = {"fp8_e4m3": 1, "int8": 2, "int4": 3, "turboquant4": 4, "kivi4": 5}
 """By which codes.py tells formats apart; 0 is plain."""
 VALUE_SCALES = 256
-"""Where the scales of kivi4's values begin in its table."""
+"""Offset of the scales of kivi4's values in its table."""
 LEVELS = 4096
-"""Where turboquant4's 16 levels begin in its table; its 15 boundaries follow."""
+"""Offset of turboquant4's 16 levels in its table; its 15 boundaries follow."""
 BOUNDARIES = LEVELS + 16
 
 

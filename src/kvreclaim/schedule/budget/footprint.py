@@ -1,11 +1,11 @@
-"""The arithmetic of budgets: when a sequence is compressed, and how many slots it holds on its way.
+"""The arithmetic of budgets: when a sequence is compressed, and how many slots it holds until then.
 
-The points depend on the sequence's own lengths alone, not on what else is in the batch: a request makes the
-same choices alone, in company, and when it is computed again.
+Due points depend only on the sequence's own lengths, not on the batch: a request makes the same choices
+alone, beside others, and when it is recomputed.
 
-A policy that compresses the prompt only (prompt_only) has one such point, the end of a prompt longer than
-the budget. Nothing is evicted before, so the whole prompt must fit, and nothing after, so the sequence grows
-by all that is generated. A policy that reads sparsely has none; its sequences are cut where that begins.
+A policy that compresses only the prompt (prompt_only) has one due point, the end of a prompt longer than the
+budget. Nothing is evicted before, so the whole prompt must fit, and nothing after, so the sequence grows by
+all generated tokens. A policy that reads sparsely has none; its prompts are cut where sparse reads begin.
 """
 
 from __future__ import annotations
@@ -22,34 +22,32 @@ from kvreclaim.schedule.budget.sparse import SparseRows
 
 
 def budget_in_blocks(budget: int, block_size: int, protected: int) -> int:
-    """The budget that unequal heads are served with, who keep whole blocks: the nearest multiple of the block
-    size, of two the smaller, among those that leave a place beside the protected tokens."""
+    """The budget of unequal heads, which keep whole blocks: the nearest multiple of the block size (a tie
+    rounds down) that leaves a place beside the protected tokens."""
     nearest = (budget + (block_size - 1) // 2) // block_size * block_size
     return max(nearest, (protected // block_size + 1) * block_size)
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """How one request's cache grows and shrinks in one engine. All lengths in tokens per layer and KV head.
+    """The growth and compression of one request's cache. Lengths are in tokens per layer and KV head.
 
     eviction_method, budget, interval, prompt_only, sinks, recent, protect_prompt: of its compression
     window:     queries before the first pass that must be computed, not hit, at least 1; None: all of them
     block_size: slots per block
-    max_chunk:  tokens that one step computes at most
-    offset:     tokens by which the first pass behind the prompt comes early, below interval, so that requests
-                that arrive together do not fall due together; all later passes keep the distance
-    compress_prompt_at: tokens of the prompt behind which a pass lies whatever is due, if it leaves fewer than
-                there are; 0: none. With prompt_only this is its pass
-    aligned:    what goes is a multiple of the block size, so that later tokens keep their places within
-                blocks, and whoever computes cuts no chunk at a point that is due (inside vLLM); unequal heads
-                then leave a block that is not full where it is
-    windows:    of layers that hold the last tokens alone, in blocks of the same pool, whatever is compressed
-    trailing:   the widest window where all layers have one, and so hold no more of a sequence that keeps
-                everything
-    sparse:     the prompt is computed sparsely; what follows is no longer what others find
-    recall:     how evicted tokens come back, in the last blocks of the budget; None: they do not
-    shareable_until: leading tokens behind which what is computed is nobody else's; None: all is found by
-    others"""
+    max_chunk:  most tokens of one step
+    offset:     tokens by which the first pass after the prompt comes early, below interval, so that requests
+                that arrive together are not due together; later passes keep this distance
+    compress_prompt_at: prompt tokens after which a pass runs in any case, if it evicts something; 0: none.
+                With prompt_only it is the only pass
+    aligned:    (inside vLLM) evict multiples of the block size, so that later tokens keep their places within
+                blocks; no chunk is cut at a due point, and unequal heads leave the open block where it is
+    windows:    of layers that hold only the last tokens, in blocks of the same pool, compressed or not
+    trailing:   the widest window if all layers have one; an uncompressed sequence then holds no more
+    sparse:     the sparsely computed rows of the prompt; blocks after them are not shared
+    recall:     how evicted tokens return, into the last blocks of the budget; None: they do not
+    shareable_until: leading tokens whose blocks others may find; None: all
+    """
 
     eviction_method: EvictionMethod = EvictionMethod.KEEP
     budget: int = 0

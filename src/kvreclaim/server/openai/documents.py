@@ -49,7 +49,7 @@ def texts_of(documents: Sequence[str | Document], service: Service) -> list[str]
 
 
 def num_chars(documents: Sequence[str | Document]) -> int:
-    """How much there is to encode, about."""
+    """Approximate number of characters to encode."""
     return sum(len(each if isinstance(each, str) else each.text) for each in documents)
 
 
@@ -98,7 +98,7 @@ def within_chat(
 
 
 class DocumentPlaces:
-    """Where documents stand in a conversation: before the text of the last message of a user."""
+    """Places of documents in a conversation: before the text of the last user message."""
 
     def __init__(self) -> None:
         self.mark = f"x{secrets.token_hex(12)}x"  # letters and digits: filters of templates leave them alone

@@ -185,7 +185,7 @@ class ExtentMemory:
             self.pool.enter(table, full)
 
     def table_state(self, seq_id: int) -> TableState:
-        """Where nothing moves: whose blocks they are makes no difference."""
+        """Made-up blocks: they do not matter where nothing moves."""
         count = self.table(seq_id).num_blocks
         return TableState(range(count), (1,) * count, (False,) * count)
 

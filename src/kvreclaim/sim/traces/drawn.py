@@ -16,7 +16,7 @@ PREFIX_PIECE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """When requests come.
+    """Arrival times of requests.
 
     rate:       a second, mean
     how:        poisson; gamma: in bursts, or more evenly, by `burstiness` (coefficient of variation of the

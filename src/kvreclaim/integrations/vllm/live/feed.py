@@ -17,7 +17,7 @@ logger = logging.getLogger("vllm.kvreclaim")
 SHARE = 0.02
 """Most of the time that is spent on reading the pool and writing frames, as a share."""
 IDLE_S = 0.1
-"""How often it is looked whether requests have ended meanwhile."""
+"""Seconds between checks whether requests have ended."""
 
 
 class PluginFeed(Feed):

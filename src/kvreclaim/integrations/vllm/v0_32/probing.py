@@ -171,7 +171,7 @@ def _token(runner: Any) -> Tensor:
 
 
 def _without_adapters(runner: Any, num_tokens: int) -> None:
-    """Where LoRA adapters may come, layers look up which one each token has: none."""
+    """Set no LoRA adapter for the tokens, since layers look it up if LoRA is on."""
     if runner.lora_config is not None:
         none = (0,) * num_tokens
         runner._set_active_loras(none, none, set())
