@@ -90,7 +90,7 @@ struct PackedGroup {
   int64_t in = 0, out = 0;
 };
 
-void bind_cache(nb::module_& m);      // Cache, write_kv, seal_tokens, gather_tokens, advise_huge_pages
+void bind_cache(nb::module_& m);      // Cache, write_kv, gather_tokens, advise_huge_pages
 void bind_attention(nb::module_& m);  // Batch, paged_attention, column_sums
 void bind_linear(nb::module_& m);
 void bind_decoder(nb::module_& m);

@@ -1,4 +1,4 @@
-// Tensor views, Cache, write_kv, seal_tokens, gather_tokens.
+// Tensor views, Cache, write_kv, gather_tokens.
 #include <nanobind/stl/array.h>
 
 #include <array>
@@ -151,7 +151,7 @@ void init_cache(Cache* self, int format, const std::array<int64_t, 6>& dims, boo
   CacheView view{};
   view.layers = dims[0], view.blocks = dims[1], view.heads = dims[2], view.block_size = dims[3];
   view.k_dim = dims[4], view.v_dim = dims[5];
-  if (format < 0 || format > (int)Format::kKivi4) throw nb::value_error("format is none of layout.h");
+  if (format < 0 || format > (int)Format::kTurbo4) throw nb::value_error("format is none of layout.h");
   view.format = (Format)format;
   view.latent = latent;
   if (view.block_size % 16 != 0 || view.block_size <= 0)
@@ -173,32 +173,11 @@ void init_cache(Cache* self, int format, const std::array<int64_t, 6>& dims, boo
   new (self) Cache{view, {planes, std::move(signs)}};
 }
 
-// The blocks of this cache that are not full: row_of [B] int32 of the cache it is a view of, whose L, B and K
-// `origin` are; k and v [rows, L, K, S, D] bf16.
-void set_open_rows(Cache& self, const std::array<int64_t, 3>& origin, nb::object row_of, nb::object k, nb::object v) {
-  CacheView& view = self.view;
-  const Tensor rows(row_of, "row_of", 1), keys(k, "k", 5), values(v, "v", 5);
-  const auto [layers, blocks, heads] = origin;
-  if (view.format != Format::kKivi4) throw nb::value_error("only kivi4 has open blocks");
-  if (layers * blocks * heads != view.layers * view.blocks * view.heads)
-    throw nb::value_error("origin has another number of units");
-  rows.require_shape({blocks});
-  keys.require_shape({-1, layers, heads, view.block_size, view.k_dim});
-  values.require_shape({keys.size(0), layers, heads, view.block_size, view.v_dim});
-  view.open_row = rows.data<int32_t>(Element::kI32);
-  view.open_k = keys.data<char>(Element::kBF16);
-  view.open_v = values.data<char>(Element::kBF16);
-  view.open_rows = keys.size(0);
-  view.origin_layers = layers, view.origin_blocks = blocks, view.origin_heads = heads;
-  for (nb::object* owner : {&row_of, &k, &v}) self.owners.push_back(std::move(*owner));
-}
-
 void check_layer(const Cache& cache, int64_t layer) {
   if (layer < 0 || layer >= cache.view.layers) throw nb::index_error("layer is outside the cache");
 }
 
 void write(const Cache& cache, int64_t layer, nb::handle k, nb::handle v, nb::handle slot_mapping) {
-  if (cache.view.format == Format::kKivi4) throw nb::value_error("kivi4's tokens are not written by this kernel");
   const CacheView& view = cache.view;
   const Tensor keys(k, "k", 3), values(v, "v", 3), slots(slot_mapping, "slot_mapping", 1);
   check_layer(cache, layer);
@@ -211,37 +190,6 @@ void write(const Cache& cache, int64_t layer, nb::handle k, nb::handle v, nb::ha
   if (view.latent) args.k.data += view.v_dim * args.k.stride_d * size_of(args.k.type);
   nb::gil_scoped_release release;
   kernels().write_kv(args);
-}
-
-// Ids in [0, end).
-const int64_t* ids_below(const Tensor& ids, int64_t end) {
-  const int64_t* data = ids.data<int64_t>(Element::kI64);
-  for (int64_t i = 0; i < ids.numel(); ++i) ids.require(data[i] >= 0 && data[i] < end, "names what is not there");
-  return data;
-}
-
-// kivi4's writes; `plan` is what ops/formats/open_blocks.py calls Writes.
-void seal(const Cache& cache, int64_t layer, nb::handle k, nb::handle v, nb::handle plan) {
-  const CacheView& view = cache.view;
-  if (view.open_row == nullptr) throw nb::value_error("only a cache with open blocks has blocks to seal");
-  const auto field = [&](const char* name, int ndim) { return Tensor(nb::getattr(plan, name), name, ndim); };
-  const Tensor keys(k, "k", 3), values(v, "v", 3), tokens = field("tokens", 1), rows = field("rows", 1),
-               offsets = field("offsets", 1), whole = field("whole", 2), ended = field("ended", 1),
-               sealed = field("sealed", 1), opened = field("opened", 1);
-  check_layer(cache, layer);
-  keys.require_shape({keys.size(0), view.heads, head_dim(view)});
-  values.require_shape({keys.size(0), view.heads, view.v_dim});
-  rows.require_shape({tokens.size(0)});
-  offsets.require_shape({tokens.size(0)});
-  whole.require_shape({-1, view.block_size});
-  sealed.require_shape({whole.size(0) + ended.size(0)});
-  SealArgs args{view, layer, rows_view(keys), rows_view(values),
-                ids_below(tokens, keys.size(0)), ids_below(rows, view.open_rows), ids_below(offsets, view.block_size),
-                tokens.size(0), ids_below(whole, keys.size(0)), whole.size(0), ids_below(ended, view.open_rows),
-                ended.size(0), ids_below(sealed, view.blocks), ids_below(opened, view.blocks), opened.size(0)};
-  if (view.latent) args.k.data += view.v_dim * args.k.stride_d * size_of(args.k.type);
-  nb::gil_scoped_release release;
-  kernels().seal_tokens(args);
 }
 
 void gather(const Cache& cache, int64_t layer, nb::handle block_ids, nb::handle k, nb::handle v) {
@@ -277,10 +225,8 @@ void advise_huge_pages(uintptr_t address, size_t bytes) {
 void bind_cache(nb::module_& m) {
   nb::class_<Cache>(m, "Cache")
       .def("__init__", init_cache, nb::arg("format"), nb::arg("dims"), nb::arg("latent"), nb::arg("planes"),
-           nb::arg("signs").none())
-      .def("set_open_rows", set_open_rows, nb::arg("origin"), nb::arg("row_of"), nb::arg("k"), nb::arg("v"));
+           nb::arg("signs").none());
   m.def("write_kv", write);
-  m.def("seal_tokens", seal);
   m.def("gather_tokens", gather);
   m.def("advise_huge_pages", advise_huge_pages);
 }

@@ -23,7 +23,6 @@ bool is_ascending(const int64_t* row, int64_t count, int64_t slots) {
 void move(const Cache& cache, nb::handle kept, nb::handle source_ids, nb::handle target_ids) {
   const CacheView& view = cache.view;
   const Tensor slots(kept, "kept", 3), sources(source_ids, "source_ids", 1), targets(target_ids, "target_ids", 1);
-  if (view.format == Format::kKivi4) throw nb::value_error("kivi4's tokens are not moved by this kernel");
   slots.require(slots.size(0) == 1 || slots.size(0) == view.layers, "has neither one layer nor all");
   slots.require(slots.size(1) == 1 || slots.size(1) == view.heads, "has neither one KV head nor all");
   const int64_t* data = slots.data<int64_t>(Element::kI64);

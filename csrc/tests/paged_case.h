@@ -42,7 +42,7 @@ inline void check_number(double got, double want, const char* what, int64_t toke
   KVR_CHECK(std::fabs(got - want) <= 2e-6 * (1 + std::fabs(want)), "%s %ld: %g, not %g", what, (long)token, got, want);
 }
 
-// Writes random tokens (kivi4's units hold random codes already) and reads all back.
+// Writes random tokens and reads all back.
 inline void fill(TestCache& cache, int64_t layer, const Sequence& seq, Random& random) {
   const CacheView& c = cache.view;
   const int64_t tokens = seq.view.seq_len, dims = head_dim(c);
@@ -51,8 +51,7 @@ inline void fill(TestCache& cache, int64_t layer, const Sequence& seq, Random& r
   std::vector<int64_t> slots(tokens), ids(seq.blocks.begin(), seq.blocks.end());
   for (int64_t t = 0; t < tokens; ++t)
     slots[t] = seq.blocks[t / c.block_size] * c.block_size + t % c.block_size;
-  if (c.format != Format::kKivi4)
-    kernels().write_kv({c, layer, rows_of(k, c.heads, c.k_dim), rows_of(v, c.heads, c.v_dim), slots.data(), tokens});
+  kernels().write_kv({c, layer, rows_of(k, c.heads, c.k_dim), rows_of(v, c.heads, c.v_dim), slots.data(), tokens});
   Numbers k_back(k.type(), tokens * c.heads * dims), v_back(v.type(), v.count());
   kernels().gather_tokens({c, layer, ids.data(), tokens, k_back.data(), v_back.data()});
   for (int64_t h = 0; h < c.heads; ++h)

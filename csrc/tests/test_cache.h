@@ -5,24 +5,20 @@
 
 namespace kvreclaim::tests {
 
-constexpr Format kFormats[] = {Format::kF32,  Format::kBF16, Format::kF16,    Format::kFP8,
-                               Format::kInt8, Format::kInt4, Format::kTurbo4, Format::kKivi4};
+constexpr Format kFormats[] = {Format::kF32,  Format::kBF16, Format::kF16,   Format::kFP8,
+                               Format::kInt8, Format::kInt4, Format::kTurbo4};
 
 // Plain: full of NaN. Coded: random bytes, one byte off any alignment. Nothing lies behind the last byte.
 struct TestCache {
   Numbers k, v;
   std::vector<char> units;
   std::vector<float> k_signs, v_signs;
-  std::vector<int32_t> open_row;
-  Numbers open_k, open_v;
   CacheView view;
 
   TestCache(Format format, int64_t layers, int64_t blocks, int64_t heads, int64_t size, int64_t k_dim, int64_t v_dim,
             bool latent = false)
       : k(type_of(format), is_plain(format) ? layers * blocks * heads * size * k_dim : 0),
         v(type_of(format), is_plain(format) ? layers * blocks * heads * size * v_dim : 0),
-        open_k(Type::kBF16, format == Format::kKivi4 ? kRows * layers * heads * size * k_dim : 0),
-        open_v(Type::kBF16, format == Format::kKivi4 ? kRows * layers * heads * size * v_dim : 0),
         view{} {
     view.layers = layers, view.blocks = blocks, view.heads = heads, view.block_size = size;
     view.k_dim = k_dim, view.v_dim = v_dim, view.format = format, view.latent = latent;
@@ -38,7 +34,6 @@ struct TestCache {
     for (int64_t d = 0; d < k_dim; ++d) k_signs.push_back(random.below(2) ? 1.0f : -1.0f);
     for (int64_t d = 0; d < v_dim; ++d) v_signs.push_back(random.below(2) ? 1.0f : -1.0f);
     view.k_signs = k_signs.data(), view.v_signs = v_signs.data();
-    if (format == Format::kKivi4) add_units(random);
   }
   TestCache(Type type, int64_t layers, int64_t blocks, int64_t heads, int64_t size, int64_t k_dim, int64_t v_dim)
       : TestCache((Format)type, layers, blocks, heads, size, k_dim, v_dim) {}
@@ -62,26 +57,7 @@ struct TestCache {
   }
 
  private:
-  static constexpr int64_t kRows = 3;
   static Type type_of(Format format) { return is_plain(format) ? (Type)format : Type::kF32; }
-
-  // Numbers of size 1; units by channel, by token and open.
-  void add_units(Random& random) {
-    const KiviParams at = kivi_params(view);
-    const int64_t count = view.layers * view.blocks * view.heads;
-    open_k.randomise(random), open_v.randomise(random);
-    for (int64_t b = 0; b < view.blocks; ++b) open_row.push_back(b < kRows ? (int32_t)(kRows - 1 - b) : -1);
-    for (int64_t u = 0; u < count; ++u) {
-      uint8_t* bytes = reinterpret_cast<uint8_t*>(view.data) + u * unit_bytes(view) + params_at();
-      for (int64_t i = 0; i <= at.state; ++i) bytes[i] = (uint8_t)(60 + random.below(30));
-      for (int64_t i = at.v_scales; i < at.v_low; ++i) bytes[i] = (uint8_t)(60 + random.below(40));
-      const bool has_row = open_row[u / view.heads % view.blocks] >= 0;
-      if (random.below(2)) bytes[at.state] = has_row ? kKiviOpen : kKiviByToken;
-    }
-    view.open_row = open_row.data(), view.open_k = open_k.data(), view.open_v = open_v.data();
-    view.open_rows = kRows;
-    view.origin_layers = view.layers, view.origin_blocks = view.blocks, view.origin_heads = view.heads;
-  }
 
   int64_t params_at() const { return k_code_bytes(view) + v_code_bytes(view); }
   const uint8_t* unit_at(int64_t layer, int64_t block, int64_t head) const {
@@ -118,24 +94,6 @@ struct TestCache {
     return centre == 0 ? 0 : std::exp2(scale / 16.0 - 10) * (code - 7.5 + (centre - 128) / 3.0);
   }
 
-  double kivi(bool key, int64_t layer, int64_t block, int64_t head, int64_t s, int64_t d) const {
-    const uint8_t *unit = unit_at(layer, block, head), *bytes = unit + params_at();
-    const KiviParams at = kivi_params(view);
-    const int64_t size = view.block_size, dim = key ? view.k_dim : view.v_dim, index = d / kGroup * size + s;
-    const int state = bytes[at.state], n = code(key, unit, s, d);
-    if (state == 254 && open_row[block] >= 0) {
-      const int64_t row = ((int64_t)open_row[block] * view.layers + layer) * view.heads + head;
-      return (key ? open_k : open_v).get((row * size + s) * dim + d);
-    }
-    if (!key) {
-      const int low = bytes[at.v_low + index / 2] >> 4 * (index % 2) & 15;
-      const int high = bytes[at.v_high + index / 8] >> index % 8 & 1;
-      return std::exp2(bytes[at.v_scales + index] / 22.0 - 8) * (n - 7.5 + ((low | high << 4) - 16) / 2.0);
-    }
-    if (state != 255) return thirds(n, bytes[d], bytes[dim + d]);
-    return thirds(n, bytes[(2 * (d / kGroup) + 1) * size + s], bytes[2 * (d / kGroup) * size + s]);
-  }
-
   // Of a rotated format, before the rotation is undone.
   double turned(bool key, const uint8_t* unit, int64_t s, int64_t d) const {
     const int n = code(key, unit, s, d);
@@ -152,7 +110,6 @@ struct TestCache {
     switch (view.format) {
       case Format::kInt8: return (code(key, unit, s, d) - 128) * fine_scale(key, unit, s);
       case Format::kFP8: return fp8(code(key, unit, s, d)) * fine_scale(key, unit, s);
-      case Format::kKivi4: return kivi(key, layer, block, head, s, d);
       default: break;
     }
     const int64_t dim = key ? view.k_dim : view.v_dim, width = dim & -dim, first = d / width * width;

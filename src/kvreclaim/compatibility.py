@@ -57,7 +57,6 @@ class Feature(StrEnum):
     DISK = "kv_offloading_disk_path"
     NO_PREFIX_CACHE = "enable_prefix_caching=False"
     DRAFTS = "speculative_config"
-    OPEN_BLOCKS = "a KV format with scales of whole blocks"
     ROTATED = "a rotated KV format"
     QUANTISED = "a quantised KV format"
     VLLM = "the vLLM plugin"
@@ -104,11 +103,6 @@ TABLE: tuple[Refusal, ...] = (
     *_rows(
         "full_cache_host_size",
         "full_cache_host_size is {host_cache}, but *.",
-        (
-            (F.HOST_CACHE, F.OPEN_BLOCKS),
-            "kv_cache_dtype {open_blocks} keeps rows of their own beside blocks that are not full, which "
-            "have no places in host memory; use another kv_cache_dtype, or leave the size out",
-        ),
         (
             (F.HOST_CACHE, F.WINDOW_TABLES),
             "layers of {window_tables} with sliding windows have block tables of their own, which host "
@@ -290,11 +284,6 @@ TABLE: tuple[Refusal, ...] = (
             "{unequal_layers} has layers with different KV heads; leave recall out",
         ),
         (
-            (F.RECALL, F.OPEN_BLOCKS),
-            "the scales of {open_blocks} are of a block, not of its tokens; use kv_cache_dtype turboquant4, "
-            "int4, int8, fp8 or a plain format",
-        ),
-        (
             (F.RECALL, F.DRAFTS),
             "several drafts are computed at once, but each token has its own pages; start without "
             "speculative_config",
@@ -367,10 +356,6 @@ TABLE: tuple[Refusal, ...] = (
         ((F.CHUNK_REUSE, F.UNKNOWN_ROTATION), "the rotation of {unknown_rotation} is not known"),
         ((F.CHUNK_REUSE, F.WINDOW_TABLES), "{window_tables} has layers with sliding windows or chunks"),
         ((F.CHUNK_REUSE, F.WINDOWS), "{windows} has layers with sliding windows"),
-        (
-            (F.CHUNK_REUSE, F.OPEN_BLOCKS),
-            "keys in {open_blocks} cannot be turned; use another kv_cache_dtype",
-        ),
         ((F.CHUNK_REUSE, F.ROTATED), "keys in {rotated} cannot be turned; use another kv_cache_dtype"),
         *(
             (

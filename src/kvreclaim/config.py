@@ -29,7 +29,7 @@ from kvreclaim.options import (
 AUTO = "auto"
 DENSE = "dense"
 KERNELS = ("auto", "native", "triton", "reference")
-KV_CACHE_DTYPES = ("auto", "fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4", "kivi4", "turboquant4")
+KV_CACHE_DTYPES = ("auto", "fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4", "turboquant4")
 KV_CACHE_DTYPE_ALIASES = MappingProxyType(
     {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "fp8": "fp8_e4m3"}
 )
@@ -172,7 +172,7 @@ class EngineConfig:
     )
     kv_cache_dtype: str = option(
         "auto",
-        "KV cache format: auto (the model's dtype), fp32, bf16, fp16, fp8_e4m3 (fp8), int8, int4, kivi4 or "
+        "KV cache format: auto (the model's dtype), fp32, bf16, fp16, fp8_e4m3 (fp8), int8, int4 or "
         "turboquant4.",
         panel=FIRST,
     )

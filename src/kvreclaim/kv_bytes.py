@@ -13,7 +13,7 @@ from typing import Protocol
 from kvreclaim.config import format_name
 
 GROUP = 32
-"""Dims of a key or a value that share a scale and a centre (int4; values of kivi4)."""
+"""Dims of a key or a value that share a scale and a centre (int4)."""
 
 
 class LayerDims(Protocol):
@@ -34,58 +34,19 @@ def groups(dim: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
-    """Where the parameters of a unit of kivi4 lie (ops/formats/kivi_codec.py). key_bytes: of the keys and the
-    state."""
-
-    k_dim: int
-    v_dim: int
-    block_size: int
-
-    @property
-    def key_bytes(self) -> int:
-        return max(2 * self.k_dim, 2 * self.block_size * groups(self.k_dim) + 1)
-
-    @property
-    def state(self) -> int:
-        """The byte that says how the keys lie."""
-        return self.key_bytes - 1
-
-    @property
-    def num_values(self) -> int:
-        """Value groups of all slots."""
-        return self.block_size * groups(self.v_dim)
-
-    @property
-    def low_bits(self) -> int:
-        """Offset of the low bits of the values' centres."""
-        return self.key_bytes + self.num_values
-
-    @property
-    def high_bits(self) -> int:
-        return self.low_bits + -(-self.num_values // 2)
-
-    @property
-    def total(self) -> int:
-        return self.high_bits + -(-self.num_values // 8)
-
-
-@dataclass(frozen=True, slots=True)
 class KVBytes:
     """Bytes of one format.
 
     A *unit* is one block of one KV head in one layer: the keys, the values and their parameters (scales,
     centres) of S slots.
 
-    bits:    of a stored number; 16 and more: stored as they are, without parameters
-    has_open_blocks: tokens of a block that is not full lie beside the pool, in bf16 (kivi4)
-    is_rotated:      codes are of rotated vectors (ops/formats/hadamard.py)
-    version: of the layout; part of the prefix hash, so that blocks of two layouts never meet
+    bits:       of a stored number; 16 and more: stored as they are, without parameters
+    is_rotated: codes are of rotated vectors (ops/formats/hadamard.py)
+    version:    of the layout; part of the prefix hash, so that blocks of two layouts never meet
     """
 
     name: str
     bits: int
-    has_open_blocks: bool = False
     is_rotated: bool = False
     version: int = 1
 
@@ -102,22 +63,16 @@ class KVBytes:
         return dim * self.bits // 8
 
     def slot_params(self, k_dim: int, v_dim: int) -> int:
-        """Bytes of parameters beside one slot's key and value; 0 where they are none or not per slot."""
-        if self.is_plain or self.has_open_blocks:
+        """Bytes of parameters beside one slot's key and value; 0 where there are none."""
+        if self.is_plain:
             return 0
         if self.name == "int4":
             return 2 * (groups(k_dim) + groups(v_dim))
         return 3
 
-    def unit_params(self, k_dim: int, v_dim: int, block_size: int) -> int:
-        """Bytes of all parameters of a unit."""
-        if not self.has_open_blocks:
-            return block_size * self.slot_params(k_dim, v_dim)
-        return Geometry(k_dim, v_dim, block_size).total
-
     def unit_bytes(self, k_dim: int, v_dim: int, block_size: int) -> int:
-        codes = block_size * (self.code_bytes(k_dim) + self.code_bytes(v_dim))
-        return codes + self.unit_params(k_dim, v_dim, block_size)
+        codes = self.code_bytes(k_dim) + self.code_bytes(v_dim)
+        return block_size * (codes + self.slot_params(k_dim, v_dim))
 
     def bytes_per_block(self, layers: Iterable[LayerDims], block_size: int) -> int:
         """Bytes of one block over all layers, parameters included."""
@@ -125,10 +80,6 @@ class KVBytes:
             layer.num_kv_heads * self.unit_bytes(layer.key_dims, layer.v_head_dim, block_size)
             for layer in layers
         )
-
-    def open_row_bytes(self, layers: Iterable[LayerDims], block_size: int) -> int:
-        """Bytes of one row for a block that is not full, beside the pool; 0 where there are none."""
-        return KV_BYTES["bf16"].bytes_per_block(layers, block_size) if self.has_open_blocks else 0
 
     def unsupported_reason(self, layers: Iterable[LayerDims]) -> str | None:
         """Why these layers' keys and values have no such format; None if they have."""
@@ -148,7 +99,6 @@ KV_BYTES: Mapping[str, KVBytes] = MappingProxyType(
             KVBytes("fp8_e4m3", 8),
             KVBytes("int8", 8),
             KVBytes("int4", 4, is_rotated=True, version=2),
-            KVBytes("kivi4", 4, has_open_blocks=True),
             KVBytes("turboquant4", 4, is_rotated=True),
         )
     }

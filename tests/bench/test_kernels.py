@@ -42,7 +42,7 @@ CASES = [
     compact(SHAPE, 40),
 ]
 MACHINE = MachineSpeed(10.0, 10.0, 100.0)
-RATIOS = {"fp16": 1.0, "int8": 1.91, "fp8_e4m3": 1.91, "int4": 3.556, "turboquant4": 3.657, "kivi4": 3.402}
+RATIOS = {"fp16": 1.0, "int8": 1.91, "fp8_e4m3": 1.91, "int4": 3.556, "turboquant4": 3.657}
 FORMATS = list(RATIOS)
 
 

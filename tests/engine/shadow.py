@@ -347,7 +347,7 @@ class Shadow:
         if own is not form:
             return round_trip(own, *given)
         stored = self._stored(*given)
-        if form.is_plain or form.has_open_blocks:
+        if form.is_plain:
             return stored
         table = self.llm.engine.memory.table(item.seq.seq_id)
         end = table.logical_len if self.groups.places[call.layer].table else table.physical_len
@@ -362,7 +362,6 @@ class Shadow:
 
     def _stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """What the cache makes of keys [T, K, D] and values [T, K, Dv]."""
-        assert not self.cache.format.has_open_blocks, "its codes depend on how tokens lie in blocks"
         if not self.cache.shape.latent:
             return round_trip(self.cache.format, k, v)
         k, v = round_trip(self.cache.format, k[..., v.shape[-1] :], v)

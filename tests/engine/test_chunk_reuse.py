@@ -212,7 +212,6 @@ def test_formats(form, kernels, make_llm):
         ("mistral", {}, None, "has layers with sliding windows"),
         ("gemma2", {}, None, "has layers with sliding windows"),
         ("llama4", {}, None, "has layers with sliding windows or chunks"),
-        ("llama", {"kv_cache_dtype": "kivi4", "block_size": 16}, None, "keys in kivi4 cannot be turned"),
         ("llama", {"enable_prefix_caching": False}, None, "enable_prefix_caching is False"),
         ("llama", {}, small("snapkv"), "policy snapkv needs signals of every token"),
         ("llama", {}, small("kvzap"), "policy kvzap needs signals of every token"),

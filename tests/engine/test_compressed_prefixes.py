@@ -75,7 +75,7 @@ def test_every_policy(policy, kernels, make_llm):
     idle(llm)
 
 
-@pytest.mark.parametrize("form", ["bf16", "int8", "int4", "kivi4"])
+@pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
 def test_every_format(form, make_llm):
     compression = config("knorm")
     alone = make_llm(kv_cache_dtype=form, prefix_snapshot_fraction=0.0, enable_prefix_caching=False)
@@ -162,25 +162,6 @@ def test_one_that_gives_way_to_another_is_moved_at_once(make_llm):
         (expected,) = alone.generate(asked, PARAMS, compression)
         assert output.metrics.num_cached_tokens == 150
         assert output.outputs[0].token_ids == expected.outputs[0].token_ids
-    idle(llm)
-
-
-@pytest.mark.parametrize("host", [0, 16e6 / GIB])
-def test_more_documents_than_rows_for_open_blocks(host, make_llm):
-    """Of kivi4: a budget that ends within a block leaves one open in every snapshot."""
-    options = {"kv_cache_dtype": "kivi4", "max_num_seqs": 2}
-    compression, documents = config("knorm", budget=40), [tiny.prompts((90,), seed=s)[0] for s in range(7)]
-    alone = make_llm(**options, prefix_snapshot_fraction=0.0, enable_prefix_caching=False)
-    llm = make_llm(**options, kv_offloading_size=host, prefix_snapshot_fraction=0.5)
-    for question in ([5, 6], [7, 8, 9]):
-        prompts = [document + question for document in documents]
-        expected, answers = (
-            one.generate(with_options(prompts, compress_prompt_at=90), PARAMS, compression)
-            for one in (alone, llm)
-        )
-        assert [tokens for tokens, _ in told(answers)] == [tokens for tokens, _ in told(expected)]
-        llm.engine.memory.check()
-    assert llm.engine.scheduler.snapshots.num_hits > 0 or not host
     idle(llm)
 
 

@@ -13,8 +13,7 @@ from kvreclaim.ops.formats import FORMATS
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 SHORT = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-STORED = tuple(name for name, fmt in FORMATS.items() if not fmt.has_open_blocks)
-CODED = tuple(name for name in STORED if not FORMATS[name].is_plain)
+CODED = tuple(name for name in FORMATS if not FORMATS[name].is_plain)
 TOLERANCE = 1e-4
 """Of keys and values of size 5 or so; sums are in fp32."""
 
@@ -33,7 +32,7 @@ def check_stored(llm, config, monkeypatch, params=GREEDY, lengths=(70, 9, 33)):
 
 
 @pytest.mark.parametrize("kernels", ["reference", "auto"])
-@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("name", FORMATS)
 def test_attends_to_what_the_format_makes_of_tokens(name, kernels, make, monkeypatch):
     check_stored(make(name, kernels=kernels, enable_prefix_caching=False), None, monkeypatch)
 
@@ -43,7 +42,7 @@ def test_attends_to_what_the_format_makes_of_tokens(name, kernels, make, monkeyp
     [
         *((name, "query_mixture") for name in CODED),
         ("int4", "evict_only(knorm)"),
-        *((name, "shares(surrogate)") for name in STORED),
+        *((name, "shares(surrogate)") for name in FORMATS),
     ],
 )
 def test_compacted_tokens_keep_their_numbers(name, policy, make, monkeypatch):

@@ -88,7 +88,7 @@ def test_the_pair_runs_or_is_refused_as_documented(engines, policy, form):
     check(engines["qwen3", form], policy, latent=False)
 
 
-@pytest.mark.parametrize("form", ["fp32", "int8", "int4", "kivi4"])
+@pytest.mark.parametrize("form", ["fp32", "int8", "int4"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_over_latents(engines, policy, form):
     llm = engines["deepseek-v3", form]
@@ -109,7 +109,7 @@ def test_the_page_names_what_there_is():
 
 
 def test_the_table_of_bytes_is_that_of_the_formats():
-    names = ("bf16", "int8", "int4", "kivi4", "turboquant4")
+    names = ("bf16", "int8", "int4", "turboquant4")
     rows = re.findall(r"^\| (D|MLA) ([\d +]+) \| (.+) \|$", PAGE, re.MULTILINE)
     assert len(rows) == 4
     for _, dims, cells in rows:

@@ -190,7 +190,6 @@ def test_a_pass_that_fails_writes_nothing(make_llm, pieces):
 @pytest.mark.parametrize(
     ("family", "options", "message"),
     [
-        ("llama", {"kv_cache_dtype": "kivi4"}, "kivi4 keeps rows of their own"),
         ("llama", {"kv_offloading_size": 0.01}, "there are no tiers below"),
         ("llama", {"sparse_prefill": "a_shape"}, "sparse prefill a_shape reads some blocks"),
         ("gemma2", {}, "disable_hybrid_kv_cache_manager=True"),

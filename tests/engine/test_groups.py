@@ -158,7 +158,6 @@ def test_formats_that_hold_nothing_else_are_refused(make_llm):
     skip = {"kv_cache_dtype_skip_layers": "sliding_window"}
     for family, options, said in (
         ("gemma2", {}, "kv_cache_dtype is fp32, beside which no other is kept"),
-        ("gemma2", {"kv_cache_dtype": "kivi4"}, "kv_cache_dtype is kivi4, beside which"),
         (
             "gemma2",
             {"kv_cache_dtype": "int4", "block_size": 12},
@@ -181,18 +180,6 @@ def test_formats_that_hold_nothing_else_are_refused(make_llm):
             make_llm(family, **options, **skip)
     with pytest.raises(InvalidArgumentError, match=r"kv_cache_dtype_skip_layers is .* sliding_window"):
         make_llm("gemma2", kv_cache_dtype="int8", kv_cache_dtype_skip_layers=["0"])
-
-
-def test_kivi4_seals_the_blocks_of_every_table(make_llm):
-    """Its open blocks lie in rows beside the pool, for each table: as many as the engine makes do."""
-    llm = make_llm(
-        "ministral", block_size=16, kv_cache_dtype="kivi4", max_num_seqs=2, max_num_batched_tokens=32
-    )
-    outputs = llm.generate(
-        tiny.prompts((70, 33, 50, 20), seed=3), GREEDY, small("knorm", budget=48, interval=16)
-    )
-    assert [out.error for out in outputs] == [None] * 4
-    assert_idle(llm)
 
 
 def test_hits_and_forks(make_llm, monkeypatch):

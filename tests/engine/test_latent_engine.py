@@ -208,13 +208,12 @@ def test_the_shape_of_v3_runs(v3_llm) -> None:
         ("int8", 35_319),
         ("fp8_e4m3", 35_319),
         ("int4", 19_764),
-        ("kivi4", 19_642),
         ("turboquant4", 17_751),
     ],
 )
 def test_bytes_of_the_coded_formats_at_the_shape_of_v3(form, per_token) -> None:
     layers = (LayerFacts(128, 1, 576, 512, Softmax(1.0), latent=True),) * 61
     like = torch.empty(0, dtype=torch.bfloat16)
-    cache = reference.allocate(layers, 2, 16, like=like, kv_format=FORMATS[form], open_rows=1)
+    cache = reference.allocate(layers, 2, 16, like=like, kv_format=FORMATS[form])
     assert cache.bytes_per_block == sum(plane.nbytes for plane in cache.planes) / 2
     assert cache.bytes_per_block == FORMATS[form].bytes_per_block(layers, 16) == 16 * per_token

@@ -312,7 +312,6 @@ REFUSED = {
     "use surrogate": ({}, {"policy": "kvzap"}, {}),
     "write pass, tokens:N or query": ({}, {"recall": "always"}, {}),
     "out of place": ({}, {"recall": "pass(window=3)"}, {}),
-    "kivi4": ({"kv_cache_dtype": "kivi4"}, {}, {}),
     "start without speculative_config": (
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
         {},

@@ -45,7 +45,7 @@ def closed(llm):
     llm.engine.memory.check()
 
 
-@pytest.mark.parametrize("form", ["fp32", "bf16", "fp8_e4m3", "int8", "int4", "turboquant4", "kivi4"])
+@pytest.mark.parametrize("form", ["fp32", "bf16", "fp8_e4m3", "int8", "int4", "turboquant4"])
 @pytest.mark.parametrize("kernels", ["reference", "native"])
 def test_a_restart_keeps_the_cache(form, kernels, tmp_path, make_llm):
     options = {"kv_cache_dtype": form, "kernels": kernels}

@@ -30,7 +30,7 @@ def conversation(llm):
     return turn, answer(llm, turn)
 
 
-@pytest.mark.parametrize("form", ["fp32", "bf16", "int8", "int4", "kivi4"])
+@pytest.mark.parametrize("form", ["fp32", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("host", [0.0, 8e6 / GIB])
 def test_after_a_restore_tokens_are_those_without_interruption(form, host, tmp_path, make_llm):
     options = {"kv_cache_dtype": form, "kv_offloading_size": host}

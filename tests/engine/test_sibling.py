@@ -53,7 +53,9 @@ def test_names_of_formats():
     for alias, name in aliases.items():
         assert EngineConfig(kv_cache_dtype=alias).kv_cache_dtype == name
     for wrong in ("int3", "", None, 8, ["int8"]):
-        with pytest.raises(InvalidArgumentError, match=r"kv_cache_dtype is .*fp8_e4m3, int8, int4, kivi4"):
+        with pytest.raises(
+            InvalidArgumentError, match=r"kv_cache_dtype is .*fp8_e4m3, int8, int4, turboquant4"
+        ):
             format_name(wrong)
 
 

@@ -21,7 +21,7 @@ POLICIES = (
     "paged_eviction",
     "quest",
 )
-FORMATS = ("fp32", "bf16", "fp8_e4m3", "int8", "int4", "turboquant4", "kivi4")
+FORMATS = ("fp32", "bf16", "fp8_e4m3", "int8", "int4", "turboquant4")
 GIB = 2**30
 
 

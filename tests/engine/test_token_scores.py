@@ -89,7 +89,7 @@ def test_scores_move_with_their_slots(policy, make_llm, monkeypatch):
 
 
 @pytest.mark.parametrize("policy", ["kvzap", "shares(kvzap)"])
-@pytest.mark.parametrize("name", [name for name in FORMATS if name != "kivi4"])
+@pytest.mark.parametrize("name", FORMATS)
 def test_every_format_of_the_cache(name, policy, make_llm, monkeypatch):
     llm = make_llm(block_size=16, max_num_batched_tokens=32, kv_cache_dtype=name)
     shadow = ScoreShadow(llm, monkeypatch)
@@ -97,17 +97,6 @@ def test_every_format_of_the_cache(name, policy, make_llm, monkeypatch):
     assert [out.error for out in outputs] == [None] * 2
     assert shadow.wrong == []
     assert shadow.num_passes > 2
-
-
-@pytest.mark.parametrize("policy", ["kvzap", "shares(kvzap)"])
-def test_open_blocks(policy, make_llm):
-    """kivi4 holds what is not sealed beside the pool; scores lie in their slots all the same."""
-    llm = make_llm(block_size=16, max_num_batched_tokens=32, kv_cache_dtype="kivi4")
-    calm = make_llm(block_size=16, max_num_batched_tokens=32, kv_cache_dtype="kivi4", num_blocks=40)
-    prompts = tiny.prompts((70, 33), seed=3)
-    first, again = (each.generate(prompts, GREEDY, config(policy, interval=16)) for each in (llm, calm))
-    assert tokens(first) == tokens(again)
-    assert first[0].metrics.compactions >= 2
 
 
 @pytest.mark.parametrize("policy", POLICIES)

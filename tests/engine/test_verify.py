@@ -9,7 +9,7 @@ from verifying import GREEDY, POLICIES, PROMPTS, SAMPLED, drafting, on_host, sai
 from kvreclaim import LLM, SamplingParams, demo_model
 from kvreclaim.eval.demo_tasks import DEMO_TASKS
 
-FORMATS = ("fp32", "bf16", "int8", "int4", "fp8_e4m3", "turboquant4", "kivi4")
+FORMATS = ("fp32", "bf16", "int8", "int4", "fp8_e4m3", "turboquant4")
 ON_HOST = [p for p in POLICIES if p not in ("evict_only(query_mixture)", "quest", "kvzap")]
 ASKED = {
     "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.3},
@@ -120,8 +120,7 @@ def test_every_format(form, dtype, make_llm):
     llm = make_llm(kv_cache_dtype=form, dtype=dtype)
     params = [GREEDY, SAMPLED, GREEDY, SAMPLED]
     expected = said(llm.generate(PROMPTS, params))
-    engines = [llm.sibling()] if form == "kivi4" else [llm.sibling(), on_host(llm)]
-    for verified in engines:
+    for verified in (llm.sibling(), on_host(llm)):
         assert said(verified.generate(PROMPTS, params, drafting("query_mixture"))) == expected
         assert_drafted(verified)
 

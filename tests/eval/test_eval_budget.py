@@ -47,37 +47,26 @@ def test_a_smaller_format_gets_more_tokens(name, unit_bytes, tokens):
     assert kv.budget_tokens(0.25, 2000) == tokens == 256_000 // (UNITS * unit_bytes) * 16
 
 
-def test_the_open_block_of_kivi4_counts():
-    kv = FormatStorage.of("kivi4", FACTS, 16)
-    assert kv.open_bytes == UNITS * 2048  # bf16
-    assert kv.held_bytes(10) == 10 * kv.block_bytes + kv.open_bytes
-    assert kv.budget_tokens(0.25, 2000) == (256_000 - kv.open_bytes) // kv.block_bytes * 16
-    assert kv.budget_tokens(0.001, 2000) == 0
-
-
 @given(
     num_tokens=st.integers(1, 10_000),
     block_bytes=st.integers(1, 4096),
-    open_bytes=st.integers(0, 4096),
     reference=st.integers(1, 4096),
     fraction=st.sampled_from([0.1, 0.25, 0.3, 1.0]),
     block_size=st.sampled_from([1, 16, 32]),
 )
 def test_the_bytes_are_never_exceeded_and_a_block_more_would(
-    num_tokens, block_bytes, open_bytes, reference, fraction, block_size
+    num_tokens, block_bytes, reference, fraction, block_size
 ):
-    kv = FormatStorage("x", block_size, block_bytes, open_bytes, reference)
+    kv = FormatStorage("x", block_size, block_bytes, reference)
     budget = kv.budget_tokens(fraction, num_tokens)
     allowed = Fraction(str(fraction)) * num_tokens * reference
     blocks = budget // block_size
     assert budget % block_size == 0
-    assert blocks * block_bytes + open_bytes <= allowed or not blocks
-    assert allowed < (blocks + 1) * block_bytes + open_bytes
+    assert blocks * block_bytes <= allowed
+    assert allowed < (blocks + 1) * block_bytes
 
 
-@pytest.mark.parametrize(
-    ("name", "least"), [("int8", 0.53), ("int4", 0.2813), ("turboquant4", 0.2735), ("kivi4", 0.294)]
-)
+@pytest.mark.parametrize(("name", "least"), [("int8", 0.53), ("int4", 0.2813), ("turboquant4", 0.2735)])
 def test_a_format_alone_meets_the_budgets_that_it_fits_into(name, least):
     kv = FormatStorage.of(name, FACTS, 16)
     assert kv.meets(least)
@@ -91,5 +80,5 @@ def test_a_format_that_saves_nothing_never_does(name):
 
 
 def test_an_unknown_format_is_refused_with_what_there_is():
-    with pytest.raises(InvalidArgumentError, match=r"'int3'.*bf16.*int8.*kivi4"):
+    with pytest.raises(InvalidArgumentError, match=r"'int3'.*bf16.*int8.*turboquant4"):
         FormatStorage.of("int3", FACTS, 16)

@@ -14,7 +14,7 @@ from kvreclaim.eval.plan import EvalPlan, GridColumn
 from kvreclaim.eval.runner import open_runners
 from kvreclaim.ops.formats import FORMATS
 
-FORMS = ["fp32", "bf16", "int8", "int4", "kivi4"]
+FORMS = ["fp32", "bf16", "int8", "int4"]
 POLICIES = ["full", "knorm"]
 
 
@@ -61,8 +61,7 @@ def test_a_cell_is_what_an_engine_of_that_format_says(llm, report):
 def test_bytes_are_those_of_the_format(llm, report):
     for form in FORMS:
         found = row(report, "full", form, 1.0)
-        beside = block_bytes(llm, "bf16") if form == "kivi4" else 0
-        assert found.kv_bytes == pytest.approx(10.5 * block_bytes(llm, form) + beside)  # 10 and 11 blocks
+        assert found.kv_bytes == pytest.approx(10.5 * block_bytes(llm, form))  # 10 and 11 blocks
         assert found.kv_bytes_full == 10.5 * block_bytes(llm, "fp32")
         assert found.num_tokens == 160.5
 

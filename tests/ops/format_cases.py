@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 from column_sums_oracle import expected_sums, random_mask, random_positions
-from format_fill import CPU, Filled, Rig, fill, ids_on, inputs_of, open_blocks, read, write, written
+from format_fill import CPU, Filled, Rig, fill, ids_on, inputs_of, read, write, written
 from paged_oracle import Ask, Shape, expected, noise, under
 from torch import Tensor
 
 from kvreclaim.ops import scoring
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.cells import cell_view, natural_cells
-from kvreclaim.ops.formats import FORMATS, KVFormat
+from kvreclaim.ops.formats import FORMATS
 from kvreclaim.ops.kv_cache import PagedTokens
 from kvreclaim.ops.rope import RopeLayout
 
@@ -172,12 +172,9 @@ def check_compact(rig: Rig, shape: Shape, num_tokens: int, num_kept: int, *, in_
     moved(rig, w, grown, num_kept)
     for got, was in zip((w.keys[0], w.values[0]), old, strict=True):
         want = was.gather(2, kept[..., None].expand(-1, -1, -1, was.shape[-1]))
-        if not rig.fmt.has_open_blocks:
-            assert same_bits(got, want)
-        else:
-            assert_reencoded(got, want)
+        assert same_bits(got, want)
     more = inputs_of(w.shape, Ask(5, 5), 77)
-    write(rig, w.cache, [(grown, num_kept), (w.batch.sequences[1].block_ids, 21)], more)
+    write(rig, w.cache, grown, num_kept, more)
     w.asks[0] = Ask(1, num_kept + 5)
     moved(rig, w, grown, num_kept + 5)
     check_attention(rig, w)
@@ -189,14 +186,6 @@ def moved(rig: Rig, w: Filled, table: np.ndarray, length: int) -> None:
     slots = (SequenceSlots(table, 1, length), *w.batch.sequences[1:])
     w.batch = AttentionBatch.build(slots, w.shape.block_size, CPU)
     read(rig, w)
-
-
-def assert_reencoded(got: Tensor, want: Tensor) -> None:
-    """kivi4: keys that lay by channel are encoded by token once, in groups of 32 dims: within half a step."""
-    for x, y in zip(got.split(32, -1), want.split(32, -1), strict=True):
-        least, most = y.amin(-1, keepdim=True), y.amax(-1, keepdim=True)
-        step = torch.maximum((most - least) / 15, (most + least).abs() / 2 / 7.5).clamp_min(2**-8)
-        assert ((x - y).abs() <= step / 2 * 1.001 + 2**-8 * y.abs()).all()
 
 
 def same_bits(x: Tensor, y: Tensor) -> bool:
@@ -212,8 +201,6 @@ def check_copy_blocks(rig: Rig, shape: Shape, num_tokens: int) -> None:
     rig.backend.prepare_blocks(w.cache, copy.tolist())
     others = [b for b in range(w.cache.num_blocks) if b not in copy.tolist()]
     before = [plane[:, others].clone() for plane in w.cache.planes]
-    held = [(table, num_tokens), (w.batch.sequences[1].block_ids, 7)]
-    rig.backend.keep_open(w.cache, open_blocks(held, shape.block_size))
     rig.backend.copy_blocks(w.cache, pairs)
     for plane, bytes_ in zip(w.cache.planes, before, strict=True):
         assert same_bits(plane[:, others], bytes_)
@@ -222,7 +209,7 @@ def check_copy_blocks(rig: Rig, shape: Shape, num_tokens: int) -> None:
     assert all(same_bits(x, y) for x, y in zip((w.keys[0], w.values[0]), old, strict=True))
     room = -num_tokens % shape.block_size
     if room:
-        write(rig, w.cache, [(copy, num_tokens), *held], inputs_of(w.shape, Ask(room, room), 99))
+        write(rig, w.cache, copy, num_tokens, inputs_of(w.shape, Ask(room, room), 99))
     moved(rig, w, table, num_tokens)
     assert all(same_bits(x, y) for x, y in zip((w.keys[0], w.values[0]), old, strict=True))
 
@@ -233,7 +220,6 @@ def check_copies_at_once(rig: Rig, shape: Shape, num_tokens: int) -> None:
     one, two = (seq.block_ids for seq in w.batch.sequences)
     spare = np.array(w.spare[: len(one)], dtype=np.int32)
     rig.backend.prepare_blocks(w.cache, spare.tolist())
-    rig.backend.keep_open(w.cache, open_blocks([(one, num_tokens), (two, num_tokens)], shape.block_size))
     chain = [*zip(two, one, strict=True), *zip(one, spare, strict=True)]
     rig.backend.copy_blocks(w.cache, [(int(source), int(target)) for source, target in chain])
     old = [w.keys[1], w.values[1], w.keys[0], w.values[0]]
@@ -256,21 +242,13 @@ def check_cells(rig: Rig, shape: Shape, num_tokens: int) -> None:
             old = w.keys[0][layer, head], w.values[0][layer, head]
             assert same_bits(k[0].cpu(), old[0])
             assert same_bits(v[0].cpu(), old[1])
-            count = fewer(rig.fmt, num_tokens, 3 * head + layer + 1, shape.block_size)
+            count = num_tokens - (3 * head + layer + 1)
             kept = random_kept(replace(shape, layers=1, kv_heads=1), num_tokens, count, seed=head)
             target = ids[: -(-count // shape.block_size)]
             rig.backend.compact(view, kept.to(rig.device), ids, target)
             k, v = rig.backend.gather_tokens(PagedTokens(view.layers[0], target, count))
             for got, was in ((k[0].cpu(), old[0]), (v[0].cpu(), old[1])):
-                if not rig.fmt.has_open_blocks:
-                    assert same_bits(got, was[kept[0, 0]])
-                else:
-                    assert_reencoded(got, was[kept[0, 0]])
-
-
-def fewer(fmt: KVFormat, num_tokens: int, lost: int, size: int) -> int:
-    """Tokens that a head keeps: of kivi4 it keeps whole cells, as the engine has it."""
-    return (num_tokens - lost) // size * size if fmt.has_open_blocks else num_tokens - lost
+                assert same_bits(got, was[kept[0, 0]])
 
 
 def masked(shape: Shape) -> list[Ask]:

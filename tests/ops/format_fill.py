@@ -17,7 +17,6 @@ from torch import Tensor
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.formats import KVFormat
-from kvreclaim.ops.formats.affine import CHANNEL_GRID, VALUE_GRID
 from kvreclaim.ops.formats.codecs import round_trip
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 
@@ -80,16 +79,14 @@ def fill(rig: Rig, shape: Shape, asks: list[Ask], seed: int = 0, *, chunk: int =
         shape.block_size,
         like=like,
         kv_format=rig.fmt,
-        open_rows=4 * len(asks) if rig.fmt.has_open_blocks else 0,
     )
     poison(cache)
     order = np.random.default_rng(seed).permutation(num_blocks).astype(np.int32)
     tables = [table.copy() for table in np.split(order, np.cumsum(needed))[: len(asks)]]
     rig.backend.prepare_blocks(cache, order[: sum(needed)].tolist())
     inputs = [inputs_of(shape, ask, seed + 10 * index + 1) for index, ask in enumerate(asks)]
-    for index, table in enumerate(tables):
-        held = [(table, 0)] + [(tables[i], asks[i].seq_len) for i in range(index)]
-        write(rig, cache, held, inputs[index], chunk)
+    for table, tokens in zip(tables, inputs, strict=True):
+        write(rig, cache, table, 0, tokens, chunk)
     slots = tuple(
         SequenceSlots(table, ask.query_len, ask.seq_len, ask.shift, ask.evicted, ask.slot_positions)
         for ask, table in zip(asks, tables, strict=True)
@@ -125,26 +122,20 @@ def poison(cache: KVCache) -> None:
 def write(
     rig: Rig,
     cache: KVCache,
-    held: list[tuple[np.ndarray, int]],
+    table: np.ndarray,
+    start: int,
     tokens: tuple[Tensor, Tensor],
     chunk: int = 1 << 20,
 ) -> None:
-    """Append tokens to the first of `held`, (table, tokens so far) of all sequences that run."""
-    (table, start), others = held[0], held[1:]
+    """Append tokens to a sequence that has `start`."""
     size, count = cache.block_size, tokens[0].shape[2]
     for first in range(0, count, chunk):
         now = start + first
-        rig.backend.keep_open(cache, open_blocks([(table, now), *others], size))
         slots = torch.arange(now, min(now + chunk, start + count))
         mapping = (ids_on(cache, table).cpu()[slots // size] * size + slots % size).to(rig.device)
         for layer in range(cache.num_layers):
             k, v = (x[layer, :, first : first + chunk].transpose(0, 1).to(rig.device) for x in tokens)
             rig.backend.write_kv(cache.layers[layer], k, v, mapping)
-
-
-def open_blocks(held: list[tuple[np.ndarray, int]], block_size: int) -> list[int]:
-    """The block that each sequence is filling."""
-    return [int(table[length // block_size]) for table, length in held if length % block_size]
 
 
 def read(rig: Rig, w: Filled) -> None:
@@ -162,20 +153,5 @@ def written(fmt: KVFormat, k: Tensor, v: Tensor, shape: Shape) -> tuple[Tensor, 
     """What comes back of keys [.., T, D] and values [.., T, Dv] that were written in order."""
     v_dim = v.shape[-1]
     own = k[..., v_dim:] if shape.latent else k
-    if fmt.has_open_blocks:
-        own, back = sealed(own, v, shape.block_size)
-    else:
-        own, back = round_trip(fmt, own, v)
+    own, back = round_trip(fmt, own, v)
     return (torch.cat((back, own), -1) if shape.latent else own), back
-
-
-def sealed(k: Tensor, v: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """kivi4: bf16; in full blocks keys by channel and values in groups of 32 dims."""
-    k, v = k.bfloat16().float(), v.bfloat16().float()
-    for first in range(0, k.shape[-2] // size * size, size):
-        block = k[..., first : first + size, :].transpose(-1, -2)
-        k[..., first : first + size, :] = CHANNEL_GRID.decode(*CHANNEL_GRID.encode(block)).transpose(-1, -2)
-        parts = v[..., first : first + size, :].split(32, -1)
-        whole = torch.cat([VALUE_GRID.decode(*VALUE_GRID.encode(part)) for part in parts], -1)
-        v[..., first : first + size, :] = whole
-    return k, v

@@ -66,9 +66,8 @@ def world(m: int, n: int, *, block_size=16, form="fp32", dtype=torch.float32, st
     layers = (LayerFacts(HEADS, 1, RANK + ROTARY, RANK, Softmax(SCALE), latent=True),) * 2
     count = -(-n // block_size)
     like = torch.empty(0, dtype=dtype)
-    cache = reference.allocate(layers, count + 3, block_size, like=like, kv_format=FORMATS[form], open_rows=2)
+    cache = reference.allocate(layers, count + 3, block_size, like=like, kv_format=FORMATS[form])
     table = 1 + torch.from_numpy(np.random.default_rng(n).permutation(count + 2)[:count])
-    reference.keep_open(cache, [int(table[-1])])
     slots = torch.arange(n)
     mapping = table[slots // block_size] * block_size + slots % block_size
     keys = noise(n, n, 1, RANK + ROTARY, dtype=dtype)

@@ -88,7 +88,7 @@ def test_queries_of_16_bits(rig: Rig, dtype: torch.dtype) -> None:
 
 
 def test_latent_caches_as_wide_as_deepseeks() -> None:
-    for name in ("bf16", "int8", "int4", "kivi4"):
+    for name in ("bf16", "int8", "int4"):
         rig = Rig(reference, FORMATS[name])
         w = fill(rig, DEEPSEEK, [Ask(1, 20), Ask(3, 3)])
         check_written(rig, w)

@@ -21,7 +21,7 @@ from kvreclaim.plan.weights import WEIGHTS
 from kvreclaim.schedule.budget.footprint import Footprint
 
 FILES = sorted({*bundled_models().values()})
-FORMATS = ("fp32", "int8", "int4", "kivi4", "turboquant4")
+FORMATS = ("fp32", "int8", "int4", "turboquant4")
 FRACTION, MAX_SEQS = 0.5, 4
 LAYERS = 6
 SMALL = {
@@ -75,8 +75,7 @@ def test_blocks_and_bytes_are_the_engines(path: Path, tmp_path: Path, monkeypatc
     shape = load_shape(directory)
     for name in FORMATS:
         cache = Cache(shape, KV_BYTES[name], Footprint(block_size=16))
-        rows = 3 * MAX_SEQS if cache.form.has_open_blocks else 0
-        free = 99 * cache.block_bytes + 2 * rows * cache.form.open_row_bytes(shape.layers, 16) + 12_345
+        free = 99 * cache.block_bytes + 12_345
         monkeypatch.setattr(sizing, "free_memory_bytes", lambda _, free=free: free)
         llm = LLM(
             directory,
@@ -87,7 +86,7 @@ def test_blocks_and_bytes_are_the_engines(path: Path, tmp_path: Path, monkeypatc
             max_num_seqs=MAX_SEQS,
             disable_hybrid_kv_cache_manager=True,
         )
-        pool = make_pool(cache, free, WEIGHTS["fp32"], utilization=FRACTION, other_bytes=0, open_rows=rows)
+        pool = make_pool(cache, free, WEIGHTS["fp32"], utilization=FRACTION, other_bytes=0)
         pool = replace(pool, weight_bytes=0)  # the engine asks how much is free beside them
         assert llm.engine.cache.bytes_per_block == cache.block_bytes
         assert llm.engine.memory.pool.num_blocks == pool.num_blocks > 20

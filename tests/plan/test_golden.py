@@ -65,7 +65,6 @@ def test_compressed_sequences_share_nothing(tmp_path) -> None:
         ("bf16", 40, 8192),
         ("int8", 20.234, 4144),
         ("int4", 11.25, 2304),
-        ("kivi4", 11.758, 2408),
         ("turboquant4", 10.234, 2096),
     ],
 )

@@ -103,30 +103,6 @@ inline void grouped_keys(const CacheView& c, const char* own, int64_t slot, floa
   }
 }
 
-// kivi4, keys by channel.
-inline void channel_keys(const CacheView& c, const char* own, int64_t slot, float* to, int64_t stride) {
-  const uint8_t* centres = reinterpret_cast<const uint8_t*>(own + params(c));
-  const uint8_t* scales = centres + c.k_dim;
-  for (int64_t d = 0; d < c.k_dim; ++d) {
-    const float scale = centres[d] == 0 ? 0.0f : coarse((uint32_t)scales[d]);
-    const float first = ((float)centres[d] - 128.0f) / 3.0f - 7.5f;
-    const char* words = own + d / 8 * k_word_stride(c) + 4 * slot;
-    for (int v = 0; v < kChunkVectors; ++v)
-      store(to + d * stride + v * kLanes,
-            (number<Format::kInt4>(load<vu>(words + 4 * v * kLanes), (int)(d % 8)) + first) * scale);
-  }
-}
-
-KVR_INLINE uint8_t kivi_state(const CacheView& c, const char* own) {
-  return (uint8_t)own[params(c) + kivi_params(c).state];
-}
-
-// The row that a unit's numbers lie in, or -1.
-KVR_INLINE int64_t open_row(const CacheView& c, const ChunkAt& at, const char* own) {
-  if (c.format != Format::kKivi4 || kivi_state(c, own) != kKiviOpen) return -1;
-  return c.open_row == nullptr ? -1 : open_row(c, at.layer, at.block, at.head);
-}
-
 // Rows and columns of 4 x 4 numbers.
 KVR_INLINE void exchange(Vec<4>::F (&x)[4]) {
   using F = Vec<4>::F;
@@ -170,26 +146,14 @@ inline void plain_format_keys(const CacheView& c, const ChunkAt& at, float* to, 
     }
 }
 
-inline void open_keys(const CacheView& c, const ChunkAt& at, int64_t row, float* to, int64_t stride) {
-  const char* own = open_unit(c, c.open_k, c.k_dim, row, at.layer, at.block, at.head);
-  for (int i = 0; i < kChunkTokens; ++i)
-    for (int64_t d = 0; d < c.k_dim; ++d)
-      to[d * stride + i] = from_bf16(load<uint16_t>(own + ((at.slot + i) * c.k_dim + d) * 2));
-}
-
 inline void stored_keys(const CacheView& c, const ChunkAt& at, float* to, int64_t stride) {
   if (is_plain(c.format)) return plain_format_keys(c, at, to, stride);
   const char* own = unit(c, at.layer, at.block, at.head);
-  const int64_t row = open_row(c, at, own);
-  if (row >= 0) return open_keys(c, at, row, to, stride);
   switch (c.format) {
     case Format::kFP8: return scaled_keys<Format::kFP8>(c, own, at.slot, to, stride);
     case Format::kInt8: return scaled_keys<Format::kInt8>(c, own, at.slot, to, stride);
     case Format::kTurbo4: return scaled_keys<Format::kTurbo4>(c, own, at.slot, to, stride);
-    case Format::kInt4: return grouped_keys(c, own, at.slot, to, stride);
-    default:
-      return kivi_state(c, own) == kKiviByToken ? grouped_keys(c, own, at.slot, to, stride)
-                                   : channel_keys(c, own, at.slot, to, stride);
+    default: return grouped_keys(c, own, at.slot, to, stride);
   }
 }
 
@@ -253,24 +217,11 @@ KVR_INLINE void grouped_value_vector(const CacheView& c, const char* words, cons
 }
 
 inline void open_value_group(const CacheView& c, const char* own, int64_t slot, int64_t g, GroupOfTokens& to) {
-  const char* planes = own + params(c);
-  if (c.format == Format::kInt4) {
-    planes += 2 * (groups_of(c.k_dim) + g) * c.block_size + slot;
-    for (int v = 0; v < kChunkVectors; ++v) {
-      const Affine group = group_params(planes + v * kLanes, c.block_size);
-      store(to.scale + v * kLanes, group.scale);
-      store(to.first + v * kLanes, group.first);
-    }
-    return;
-  }
-  const KiviParams at = kivi_params(c);
-  const auto byte = [&](int64_t i) { return (uint32_t)(uint8_t)planes[i]; };
-  for (int i = 0; i < kChunkTokens; ++i) {
-    const int64_t index = g * c.block_size + slot + i;
-    const uint32_t low = byte(at.v_low + index / 2) >> 4 * (index % 2) & 15u;
-    const uint32_t high = byte(at.v_high + index / 8) >> index % 8 & 1u;
-    to.scale[i] = value_scale(byte(at.v_scales + index));
-    to.first[i] = ((float)(low | high << 4) - 16.0f) / 2.0f - 7.5f;
+  const char* planes = own + params(c) + 2 * (groups_of(c.k_dim) + g) * c.block_size + slot;
+  for (int v = 0; v < kChunkVectors; ++v) {
+    const Affine group = group_params(planes + v * kLanes, c.block_size);
+    store(to.scale + v * kLanes, group.scale);
+    store(to.first + v * kLanes, group.first);
   }
 }
 
@@ -311,11 +262,6 @@ inline void stored_values(const CacheView& c, const ChunkAt& at, const ValuePart
     return row_values(c.format, rows, c.v_dim, part);
   }
   const char* own = unit(c, at.layer, at.block, at.head);
-  const int64_t row = open_row(c, at, own);
-  if (row >= 0) {
-    const char* rows = open_unit(c, c.open_v, c.v_dim, row, at.layer, at.block, at.head);
-    return row_values(Format::kBF16, rows + at.slot * c.v_dim * 2, c.v_dim, part);
-  }
   switch (c.format) {
     case Format::kFP8: return scaled_values<Format::kFP8>(c, own, at.slot, part);
     case Format::kInt8: return scaled_values<Format::kInt8>(c, own, at.slot, part);

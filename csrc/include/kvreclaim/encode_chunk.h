@@ -149,59 +149,35 @@ inline void encode_levels(const Lanes& a) {
   put_words<4>(a, 0, a.dims, [&](int64_t d) { return nearest_levels_of(scale.under(a.at(d) * factor)); });
 }
 
-// Grids of ops/formats/affine.py.
-struct KeyGrid {
-  static constexpr float steps = 3, reach = 40.5f, low = -128, high = 127;
-  static constexpr bool has_zero = true;
-  static KVR_INLINE vu codes(vf scale) { return scale_codes<16>(scale, kCoarseBias, 255); }
-  static KVR_INLINE vf scale(vu code) { return coarse(code); }
-};
-struct ChannelGrid : KeyGrid {
-  static KVR_INLINE vu codes(vf scale) { return scale_codes<16>(scale, kCoarseBias, 253); }
-};
-struct ValueGrid {
-  static constexpr float steps = 2, reach = 7.5f, low = -16, high = 15;
-  static constexpr bool has_zero = false;
-  static KVR_INLINE vu codes(vf scale) { return scale_codes<kValueSteps>(scale, kValueBias, 255); }
-  static KVR_INLINE vf scale(vu code) { return value_scale(code); }
-};
-
 // A group per lane.
 struct GroupLanes {
   vu scale_code, centre_code;
   Divisor scale;
   vf first;
-  vi nothing;  // where all numbers are zero, if the grid has a code for that
+  vi nothing;  // where all numbers are zero
 
   KVR_INLINE vu codes(vf x) const {
     return to_codes(round_even(clamp(scale.under(x) - first, 0.0f, 15.0f))) & (vu)~nothing;
   }
 };
 
-// As encode_group.
-template <class Grid>
-KVR_INLINE GroupLanes group_of(vf low, vf high) {
-  const vf centre = (low + high) / 2.0f, size = (vf)((vu)centre & 0x7fffffffu) / Grid::reach;
-  const vi nothing = Grid::has_zero ? (vi)(low == 0) & (vi)(high == 0) : vi{};
-  const vu code = Grid::codes(vmax((high - low) / 15.0f, size)) & (vu)~nothing;
-  const Divisor scale(Grid::scale(code));
-  const vf half = select((vi)(low < 0), splat(-0.5f), splat(0.5f));
-  const vf beside = select((vi)(low != high), vf{}, half);
-  const vf wanted = Grid::steps * (scale.under(centre) - beside);
-  const vf found = round_even(clamp(wanted, Grid::has_zero ? Grid::low + 1 : Grid::low, Grid::high));
-  const vf z = select(nothing, splat(Grid::low), found);
-  return {code, to_codes(z - Grid::low), scale, z / Grid::steps - 7.5f, nothing};
-}
-
-// The numbers' order of size does not change where they are cut, so the ends alone are.
-template <class Grid>
+// As encode_group. The numbers' order of size does not change where they are cut, so the ends alone are.
 KVR_INLINE GroupLanes group_of(const Lanes& a, int64_t begin, int64_t end, float factor) {
   vf low = a.at(begin), high = low;
   for (int64_t d = begin + 1; d < end; ++d) {
     const vf x = a.at(d);
     low = vmin(low, x), high = vmax(high, x);
   }
-  return group_of<Grid>(clamp(low * factor, -kLargest, kLargest), clamp(high * factor, -kLargest, kLargest));
+  low = clamp(low * factor, -kLargest, kLargest), high = clamp(high * factor, -kLargest, kLargest);
+  const vf centre = (low + high) / 2.0f, size = (vf)((vu)centre & 0x7fffffffu) / 40.5f;
+  const vi nothing = (vi)(low == 0) & (vi)(high == 0);
+  const vu code = coarse_codes(vmax((high - low) / 15.0f, size)) & (vu)~nothing;
+  const Divisor scale(coarse(code));
+  const vf half = select((vi)(low < 0), splat(-0.5f), splat(0.5f));
+  const vf beside = select((vi)(low != high), vf{}, half);
+  const vf found = round_even(clamp(3.0f * (scale.under(centre) - beside), -127.0f, 127.0f));
+  const vf z = select(nothing, splat(-128.0f), found);
+  return {code, to_codes(z + 128.0f), scale, z / 3.0f - 7.5f, nothing};
 }
 
 inline void encode_groups(const Lanes& a) {
@@ -211,7 +187,7 @@ inline void encode_groups(const Lanes& a) {
   hadamard_panel(a.dims, a.x, kChunkTokens);
   for (int64_t begin = 0; begin < a.dims; begin += kGroup, planes += 2 * size) {
     const int64_t end = begin + kGroup < a.dims ? begin + kGroup : a.dims;
-    const GroupLanes group = group_of<KeyGrid>(a, begin, end, factor);
+    const GroupLanes group = group_of(a, begin, end, factor);
     put_bytes(planes, group.scale_code);
     put_bytes(planes + size, group.centre_code);
     put_words<4>(a, begin, end, [&](int64_t d) { return group.codes(a.at(d) * factor); });

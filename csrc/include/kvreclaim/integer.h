@@ -1,17 +1,16 @@
-// Decode attention over int8, int4, turboquant4 and kivi4 by integer products, where the CPU has the instruction;
+// Decode attention over int8, int4 and turboquant4 by integer products, where the CPU has the instruction;
 // elsewhere such caches go through panels.
 #pragma once
 
 #include "kvreclaim/integer_loops.h"
 #include "kvreclaim/item.h"
-#include "kvreclaim/kivi_item.h"
 
 namespace kvreclaim::KVR_NS {
 
 #if defined(__AVX512VNNI__)
 
 constexpr bool has_integers(Format f) {
-  return f == Format::kInt8 || f == Format::kInt4 || f == Format::kTurbo4 || f == Format::kKivi4;
+  return f == Format::kInt8 || f == Format::kInt4 || f == Format::kTurbo4;
 }
 
 KVR_INLINE bool takes_integers(const AttentionArgs& a, const SequenceView& seq) {
@@ -20,6 +19,13 @@ KVR_INLINE bool takes_integers(const AttentionArgs& a, const SequenceView& seq) 
   return has_integers(c.format) && !c.latent && a.q.type != Type::kF32 && seq.query_len <= kExactQueries &&
          c.k_dim % multiple == 0 && c.v_dim % multiple == 0 && c.k_dim <= kMaxIntegerDims &&
          c.v_dim <= kMaxIntegerDims && group_size(a) <= kMaxRows;
+}
+
+// 16 whole numbers below 2^15 as high and low bytes from `at` on; the low ones are 4 * kPlane behind.
+KVR_INLINE void store_bytes(Words x, char* at) {
+  const Words upper = _mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8);
+  _mm_storeu_si128((__m128i*)at, _mm512_cvtepi32_epi8(upper));
+  _mm_storeu_si128((__m128i*)(at + 4 * kPlane), _mm512_cvtepi32_epi8(x));
 }
 
 // One row of q, scaled, as 16-bit integers in bytes. A q that is not finite makes a unit that is not.
@@ -77,12 +83,9 @@ inline void coded_rows(const AttentionArgs& a, const CodedItem& at, const CodedT
   alignas(64) float scores[R * kTile];
   alignas(64) int32_t p[kMaxIntegerGroups * R * 2 * kLanes];
   float units[kMaxIntegerGroups * R], alpha[kMaxR], score_units[R];
-  if constexpr (F == Format::kKivi4)
-    kivi_scores<R>(at, rows, a.cache.k_dim, tile, next, scores);
-  else
-    coded_scores<R, F>(at, rows, k_words(a.cache), tile, next, scores);
+  coded_scores<R, F>(at, rows, k_words(a.cache), tile, next, scores);
   for (int r = 0; r < R; ++r) {
-    score_units[r] = F == Format::kKivi4 ? 1.0f : rows.unit[r];
+    score_units[r] = rows.unit[r];
     if (a.softcap != 0) {
       for (int t = 0; t < kTile; t += kLanes) {
         float* s = scores + r * kTile + t;
@@ -107,39 +110,30 @@ struct IntegerHead {
   IntegerRows rows[kMaxGroups];
 };
 
-// Floats of a head's sums, packed queries, what centres add, and a row to spare; of kivi4 the queries as they are, by
-// row and, for panels, by dim, too.
+// Floats of a head's sums, packed queries, what centres add, and a row to spare.
 inline int64_t integer_floats(const CacheView& c, int64_t rows) {
-  const int64_t plain = c.format == Format::kKivi4 ? 2 * c.k_dim : 0;
-  return rows * (c.v_dim + 2 * kPlane + value_groups(c.format, c.v_dim) * kLanes + plain) + c.k_dim;
+  return rows * (c.v_dim + 2 * kPlane + value_groups(c.format, c.v_dim) * kLanes) + c.k_dim;
 }
 
 template <Format F>
-inline void open_integer_rows(const AttentionArgs& a, const RowMap& map, int64_t first, float* plain, RowGroup& group,
-                              IntegerRows& to) {
+inline void open_integer_rows(const AttentionArgs& a, const RowMap& map, int64_t first, float* spare,
+                              const RowGroup& group, IntegerRows& to) {
   const int64_t dims = a.cache.k_dim;
   for (int64_t j = 0; j < group.count; ++j) {
-    float* row = F == Format::kKivi4 ? plain + j * dims : plain;
-    unpack_row(a.q, row_address(a.q, map, first + j), dims, query_scale(a), row, 1);
-    if (is_rotated(F)) rotate_query(a.cache, row);
-    pack_query<F>(row, dims, j, group.count, to);
-  }
-  if constexpr (F == Format::kKivi4) {
-    to.plain = plain;
-    for (int64_t j = 0; j < group.count; ++j)
-      for (int64_t d = 0; d < dims; ++d) group.q[d * group.count + j] = plain[j * dims + d];
+    unpack_row(a.q, row_address(a.q, map, first + j), dims, query_scale(a), spare, 1);
+    if (is_rotated(F)) rotate_query(a.cache, spare);
+    pack_query<F>(spare, dims, j, group.count, to);
   }
 }
 
 template <Format F>
 inline void open_integer_head(const AttentionArgs& a, const Item& item, float* memory, HeadRows& to,
                               IntegerHead& head) {
-  const int64_t dims = a.cache.k_dim, v_dims = a.cache.v_dim;
+  const int64_t v_dims = a.cache.v_dim;
   const int64_t q_words = 2 * kPlane, offsets = value_groups(F, v_dims) * kLanes;
   float* q = memory + item.rows * v_dims;
   float* centres = q + item.rows * q_words;
-  float* by_dim = centres + item.rows * offsets;
-  float* plain = F == Format::kKivi4 ? by_dim + item.rows * dims : by_dim;
+  float* spare = centres + item.rows * offsets;
   const RowMap map = row_map(item.seq, item.head, group_size(a));
   head.at = coded_item(a, item);
   to.count = 0;
@@ -147,29 +141,22 @@ inline void open_integer_head(const AttentionArgs& a, const Item& item, float* m
     RowGroup& group = to.groups[to.count];
     group.count = group_rows(item.rows - r);
     group.acc = memory + r * v_dims;
-    group.q = by_dim + r * dims;
     reset(group, v_dims);
     open_bounds(a, item, item.row + r, group);
     IntegerRows& own = head.rows[to.count];
     own.q = reinterpret_cast<int32_t*>(q + r * q_words);
     own.offsets = centres + r * offsets;
     std::memset(own.offsets, 0, group.count * offsets * sizeof(float));
-    open_integer_rows<F>(a, map, item.row + r, F == Format::kKivi4 ? plain + r * dims : plain, group, own);
+    open_integer_rows<F>(a, map, item.row + r, spare, group, own);
   }
 }
 
-// All rows of a head over the tile at slot `at`; panels: of kivi4.
+// All rows of a head over the tile at slot `at`.
 template <Format F>
-inline void coded_step(const AttentionArgs& a, const Item& item, int64_t at, const Panels& panels, HeadRows& to,
-                       const IntegerHead& head) {
+inline void coded_step(const AttentionArgs& a, const Item& item, int64_t at, HeadRows& to, const IntegerHead& head) {
   CodedTile tile, next;
   TileMask mask;
   open_mask(a, item, at, mask);
-  if (F == Format::kKivi4 && has_open_block(a, item, at)) {
-    fill_panels(a, item, at, true, panels);
-    for (int g = 0; g < to.count; ++g) open_tile_rows(a, item, at, panels, mask, to.groups[g], head.rows[g]);
-    return;
-  }
   open_coded(a, item, head.at, at, tile);
   open_coded(a, item, head.at, smaller(at + kTile, item.high - 1), next);
   const int64_t tokens = smaller(kTile, item.high - at);
@@ -205,14 +192,12 @@ inline void close_integer_head(const AttentionArgs& a, HeadRows& to, const Integ
 template <Format F>
 inline void run_integers(const AttentionArgs& a, const Item& item, int64_t run, HeadRows* heads) {
   const int64_t floats = div_up(integer_floats(a.cache, item.rows), 16) * 16;
-  const int64_t panel = F == Format::kKivi4 ? panel_floats(a.cache) : 0;
-  float* memory = thread_scratch(run * floats + panel);
-  const Panels panels = panels_in(a.cache, memory + run * floats);
+  float* memory = thread_scratch(run * floats);
   IntegerHead own[kMaxRun];
   for (int64_t h = 0; h < run; ++h)
     open_integer_head<F>(a, of_head(item, h), memory + h * floats, heads[h], own[h]);
   for (int64_t at = first_tile(a, item); at < item.high; at += kTile)
-    for (int64_t h = 0; h < run; ++h) coded_step<F>(a, of_head(item, h), at, panels, heads[h], own[h]);
+    for (int64_t h = 0; h < run; ++h) coded_step<F>(a, of_head(item, h), at, heads[h], own[h]);
   for (int64_t h = 0; h < run; ++h) close_integer_head<F>(a, heads[h], own[h]);
 }
 
@@ -220,8 +205,7 @@ inline void run_integers(const AttentionArgs& a, const Item& item, int64_t run, 
   switch (a.cache.format) {
     case Format::kInt8: return run_integers<Format::kInt8>(a, item, run, heads);
     case Format::kInt4: return run_integers<Format::kInt4>(a, item, run, heads);
-    case Format::kTurbo4: return run_integers<Format::kTurbo4>(a, item, run, heads);
-    default: return run_integers<Format::kKivi4>(a, item, run, heads);
+    default: return run_integers<Format::kTurbo4>(a, item, run, heads);
   }
 }
 

@@ -16,7 +16,7 @@ constexpr float kLargestInt16 = 127 * 256 + 127;  // of 16-bit numbers whose hig
 using Words = __m512i;
 
 // A scale for each group of dims, or one for all of a token's.
-constexpr bool is_grouped(Format f) { return f == Format::kInt4 || f == Format::kKivi4; }
+constexpr bool is_grouped(Format f) { return f == Format::kInt4; }
 constexpr int64_t value_groups(Format f, int64_t dims) { return is_grouped(f) ? groups_of(dims) : 1; }
 
 // A number is unit (code + offset), before its scale; turboquant4's levels are whole ten-thousandths, of two bytes.
@@ -40,7 +40,6 @@ constexpr LevelBytes kLevelBytes;
 // Addresses of a tile's four chunks: first word row of keys and values, first plane of parameters.
 struct CodedTile {
   const char *k[kChunks], *v[kChunks], *p[kChunks];
-  int64_t slot[kChunks];  // of their block
 };
 
 // Where the tiles of an item lie.
@@ -49,14 +48,13 @@ struct CodedItem {
   int64_t block_bytes, k_stride, v_stride, plane;
   int64_t v_codes, params, v_row_bytes;
   int64_t k_groups, v_groups, v_dim;  // groups: planes of parameters, 1 where there are none
-  KiviParams kivi;
 };
 
 inline CodedItem coded_item(const AttentionArgs& a, const Item& item) {
   const CacheView& c = a.cache;
   return {unit(c, a.layer, 0, item.head), unit_bytes(c) * c.heads, k_word_stride(c), 4 * c.v_dim, c.block_size,
           v_codes(c), params(c), c.v_dim * bits_of(c.format) / 8,
-          value_groups(c.format, c.k_dim), value_groups(c.format, c.v_dim), c.v_dim, kivi_params(c)};
+          value_groups(c.format, c.k_dim), value_groups(c.format, c.v_dim), c.v_dim};
 }
 
 inline void open_coded(const AttentionArgs& a, const Item& item, const CodedItem& at_block, int64_t at,
@@ -70,7 +68,6 @@ inline void open_coded(const AttentionArgs& a, const Item& item, const CodedItem
     tile.k[c] = own + 4 * offset;
     tile.v[c] = own + at_block.v_codes + offset * at_block.v_row_bytes;
     tile.p[c] = own + at_block.params + offset;
-    tile.slot[c] = offset;
   }
 }
 
@@ -128,36 +125,15 @@ struct GroupParams {
   vf scale, first;
 };
 
-KVR_INLINE GroupParams group_params_at(const char* codes, const char* centres, const ScaleTables& tables) {
-  const Words code = bytes_at(codes), centre = bytes_at(centres);
+KVR_INLINE GroupParams int4_params(const char* planes, int64_t plane, const ScaleTables& tables) {
+  const Words code = bytes_at(planes), centre = bytes_at(planes + plane);
   const __mmask16 live = _mm512_test_epi32_mask(centre, centre);
   const Words bits = with_octave(_mm512_permutexvar_epi32(code, tables.sixteenths), _mm512_slli_epi32(code, 19));
   const vf scale = (vf)_mm512_maskz_mov_epi32(live, bits);
   return {scale, (vf)_mm512_cvtepi32_ps(centre) * (1.0f / 3.0f) - (128.0f / 3.0f + 7.5f)};
 }
 
-KVR_INLINE GroupParams int4_params(const char* planes, int64_t plane, const ScaleTables& tables) {
-  return group_params_at(planes, planes + plane, tables);
-}
-
-// kivi4's values of group g: value_scale() of sixteen tokens, centres of five bits in two planes.
-KVR_INLINE GroupParams kivi_value_params(const CodedItem& at, const CodedTile& tile, int c, int64_t g) {
-  const char* params = tile.p[c] - tile.slot[c];
-  const int64_t index = g * at.plane + tile.slot[c];
-  const Words code = bytes_at(params + at.kivi.v_scales + index);
-  const Words octave = _mm512_srli_epi32(_mm512_mullo_epi32(code, _mm512_set1_epi32(2979)), 16);  // code / 22
-  const Words step = _mm512_sub_epi32(code, _mm512_mullo_epi32(octave, _mm512_set1_epi32(kValueSteps)));
-  const __m512 table = _mm512_permutex2var_ps(_mm512_loadu_ps(k22nds), step, _mm512_maskz_loadu_ps(63, k22nds + 16));
-  const vf scale = (vf)table * powers_of_two((vi)octave - kValueBias);
-  const __m128i pairs = _mm_loadl_epi64((const __m128i*)(params + at.kivi.v_low + index / 2)), low = _mm_set1_epi8(15);
-  const __m128i nibbles = _mm_unpacklo_epi8(_mm_and_si128(pairs, low), _mm_and_si128(_mm_srli_epi16(pairs, 4), low));
-  const __mmask16 sixteens = load<uint16_t>(params + at.kivi.v_high + index / 8);
-  const Words centre = _mm512_mask_add_epi32(_mm512_cvtepu8_epi32(nibbles), sixteens,
-                                             _mm512_cvtepu8_epi32(nibbles), _mm512_set1_epi32(16));
-  return {scale, (vf)_mm512_cvtepi32_ps(centre) * 0.5f - (8.0f + 7.5f)};
-}
-
-// First plane of a group's value parameters, from tile.p on; kivi4 has its own places.
+// First plane of a group's value parameters, from tile.p on.
 template <Format F>
 KVR_INLINE int64_t value_plane(const CodedItem& at, int64_t g) {
   return F == Format::kInt4 ? 2 * (at.k_groups + g) * at.plane : 0;
@@ -166,7 +142,6 @@ KVR_INLINE int64_t value_plane(const CodedItem& at, int64_t g) {
 template <Format F>
 KVR_INLINE GroupParams value_params(const CodedItem& at, const CodedTile& tile, int c, int64_t g,
                                     const ScaleTables& tables) {
-  if constexpr (F == Format::kKivi4) return kivi_value_params(at, tile, c, g);
   if constexpr (F == Format::kInt4) return int4_params(tile.p[c] + value_plane<F>(at, g), at.plane, tables);
   return {fine_scale<F, 1>(tile.p[c], at.plane, tables), vf{}};
 }
@@ -185,11 +160,6 @@ KVR_INLINE int greatest_byte(const char* const* from, int64_t offset, uint64_t s
 // The exponent of a bound of the scales of a group's values over the tile's visible tokens.
 template <Format F>
 KVR_INLINE int scale_bound(const CodedItem& at, const CodedTile& tile, int64_t g, uint64_t seen) {
-  if constexpr (F == Format::kKivi4) {
-    const char* from[kChunks];
-    for (int c = 0; c < kChunks; ++c) from[c] = tile.p[c] + at.kivi.v_scales;
-    return greatest_byte(from, g * at.plane, seen) / kValueSteps + 1 - kValueBias;
-  }
   const int octave = greatest_byte(tile.p, F == Format::kInt4 ? value_plane<F>(at, g) : 2 * at.plane, seen) >> 4;
   return octave + 1 - (F == Format::kInt4 ? 15 : fine_bias(F));
 }

@@ -79,7 +79,6 @@ struct DigitSums {
 struct IntegerRows {
   int32_t* q;                                // [R][2][kPlane]: high bytes, low bytes
   float* offsets;                            // [groups][R][kLanes]: of the values' centres
-  const float* plain;                        // kivi4: [R][D] as they are
   float not_finite[kMaxR];                   // NaN of a row that is not finite, else 0
   float unit[kMaxR];                         // of a score: q's unit, and that of the scales
   int32_t bias[kMaxR];                       // int8: -128 sum of q

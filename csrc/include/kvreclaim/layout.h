@@ -14,7 +14,6 @@
 //   parameters   planes of S bytes, a byte per slot, behind the words:
 //     int8, fp8, turboquant4   low 8 bits of the key's scale code, low 8 of the value's, high 4 of both (key low)
 //     int4                     scale and centre of each group of 32 dims: the key's groups, then the value's
-//     kivi4                    see kivi_params
 //
 // with number j of a word in bits 32 j / W and up. Units need no alignment.
 // Either way a vector of 32-bit words of a key along S is consecutive, words of neighbouring slots are 4 bytes
@@ -31,7 +30,7 @@ enum class Type : int { kF32 = 0, kBF16 = 1, kF16 = 2 };
 constexpr int64_t size_of(Type type) { return type == Type::kF32 ? 4 : 2; }
 
 // Of the numbers in a cache; the order is that of ops/native/storage.py.
-enum class Format : int { kF32, kBF16, kF16, kFP8, kInt8, kInt4, kTurbo4, kKivi4 };
+enum class Format : int { kF32, kBF16, kF16, kFP8, kInt8, kInt4, kTurbo4 };
 
 constexpr int64_t bits_of(Format format) {
   return format == Format::kF32 ? 32 : format <= Format::kF16 ? 16 : format <= Format::kInt8 ? 8 : 4;
@@ -57,12 +56,6 @@ struct CacheView {
   Format format;
   bool latent;  // a key is [value; stored key]: its first Dv dims are the value's
   const float *k_signs, *v_signs;  // [D], [Dv] of the rotation, if is_rotated
-
-  // kivi4's blocks that are not full: block b of layer l and head h of the cache that this one is a view of has
-  // row r = open_row[b], unless that is negative, of open_k [R, layers, heads, S, D] and open_v [.., Dv], bf16.
-  const int32_t* open_row;
-  char *open_k, *open_v;
-  int64_t open_rows, origin_layers, origin_blocks, origin_heads;
 };
 
 // Dims of a key as the queries see it.
@@ -72,28 +65,7 @@ constexpr int64_t head_dim(const CacheView& c) { return c.latent ? c.v_dim + c.k
 constexpr int64_t k_code_bytes(const CacheView& c) { return c.block_size * c.k_dim * bits_of(c.format) / 8; }
 constexpr int64_t v_code_bytes(const CacheView& c) { return c.block_size * c.v_dim * bits_of(c.format) / 8; }
 
-// Byte offsets in the parameters of a kivi4 unit. Keys by channel: centre[D], scale[D]; by token: as int4.
-// The last byte before the values' parameters says how the keys lie: kKiviByToken, kKiviOpen (keys and values lie
-// in the block's open row, if it has one), else by channel.
-constexpr uint8_t kKiviByToken = 255, kKiviOpen = 254;
-
-struct KiviParams {
-  int64_t state;      // that byte
-  int64_t v_scales;   // [groups][S]
-  int64_t v_low;      // low 4 bits of the centres: nibble group * S + slot, even ones low
-  int64_t v_high;     // bit 4 of the centres: bit group * S + slot
-  int64_t end;
-};
-
-constexpr KiviParams kivi_params(const CacheView& c) {
-  const int64_t size = c.block_size, centres = groups_of(c.v_dim) * size;
-  const int64_t channels = 2 * c.k_dim, tokens = 2 * size * groups_of(c.k_dim) + 1;
-  const int64_t keys = channels > tokens ? channels : tokens;
-  const int64_t low = keys + centres, high = low + (centres + 1) / 2;
-  return {keys - 1, keys, low, high, high + (centres + 7) / 8};
-}
-
-// Bytes of a token's parameters: the planes behind the words. Not for kivi4.
+// Bytes of a token's parameters: the planes behind the words.
 constexpr int64_t slot_params(const CacheView& c) {
   if (is_plain(c.format)) return 0;
   return c.format == Format::kInt4 ? 2 * (groups_of(c.k_dim) + groups_of(c.v_dim)) : 3;
@@ -101,8 +73,7 @@ constexpr int64_t slot_params(const CacheView& c) {
 
 // Bytes of one block of one head in one layer, keys and values.
 constexpr int64_t unit_bytes(const CacheView& c) {
-  const int64_t codes = k_code_bytes(c) + v_code_bytes(c);
-  return codes + (c.format == Format::kKivi4 ? kivi_params(c).end : c.block_size * slot_params(c));
+  return k_code_bytes(c) + v_code_bytes(c) + c.block_size * slot_params(c);
 }
 
 // A [T, H, D] tensor of the model: strides in elements, of any size.
@@ -140,20 +111,6 @@ KVR_INLINE int64_t params(const CacheView& c) { return k_code_bytes(c) + v_code_
 // Word rows of a key block, and the bytes from one to the next.
 KVR_INLINE int64_t k_words(const CacheView& c) { return c.k_dim * bits_of(c.format) / 32; }
 KVR_INLINE int64_t k_word_stride(const CacheView& c) { return 4 * c.block_size; }
-
-// The row of a unit's block, negative if there is none.
-KVR_INLINE int64_t open_row(const CacheView& c, int64_t layer, int64_t block, int64_t head) {
-  const int64_t index = (layer * c.blocks + block) * c.heads + head;
-  return c.open_row[index / c.origin_heads % c.origin_blocks];
-}
-
-// That unit's keys or values in a row: [S, dim] bf16.
-KVR_INLINE char* open_unit(const CacheView& c, char* rows, int64_t dim, int64_t row, int64_t layer, int64_t block,
-                           int64_t head) {
-  const int64_t index = (layer * c.blocks + block) * c.heads + head;
-  const int64_t l = index / (c.origin_heads * c.origin_blocks), h = index % c.origin_heads;
-  return rows + ((row * c.origin_layers + l) * c.origin_heads + h) * c.block_size * dim * 2;
-}
 
 KVR_INLINE const char* row_of(const RowsView& x, int64_t token, int64_t head) {
   return x.data + (token * x.stride_t + head * x.stride_h) * size_of(x.type);

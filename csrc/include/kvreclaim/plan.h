@@ -48,15 +48,13 @@ inline Plan plan_sequence(const AttentionArgs& a, const SequenceView& seq) {
   return plan;
 }
 
-// One past the last query from `first` on that, alone, would be cut and taken as that one is. kivi4's rows that end in
-// different blocks see different ones open.
+// One past the last query from `first` on that, alone, would be cut and taken as that one is.
 inline int64_t end_of_alike(const AttentionArgs& a, const SequenceView& seq, int64_t first) {
   if (seq.query_len > kExactQueries) return seq.query_len;
   const int64_t slots = end_slot(seq, first);
   int64_t last = seq.seq_len;
   if (takes_long_parts(a, seq) && slots <= kMostSlots)
     last = smaller(last, slots <= kManySlots ? kManySlots : kMostSlots);
-  if (a.cache.format == Format::kKivi4) last = smaller(last, div_up(slots, a.cache.block_size) * a.cache.block_size);
   return first + last - slots + 1;
 }
 

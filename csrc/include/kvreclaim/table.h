@@ -15,7 +15,6 @@
 #include "kvreclaim/matrix_linear.h"
 #include "kvreclaim/mixture.h"
 #include "kvreclaim/scoring.h"
-#include "kvreclaim/seal.h"
 #include "kvreclaim/surrogate.h"
 #include "kvreclaim/token_norms.h"
 #include "kvreclaim/topk.h"
@@ -32,7 +31,6 @@
   X(packed_linear, PackedArgs)      \
   X(unpack_rows, UnpackArgs)        \
   X(write_kv, WriteArgs)            \
-  X(seal_tokens, SealArgs)          \
   X(gather_tokens, GatherArgs)      \
   X(trig_norm_scores, TrigArgs)     \
   X(token_norms, NormArgs)          \

@@ -89,14 +89,9 @@ class Filled:
     def __post_init__(self) -> None:
         shape = self.shape
         like = torch.empty(0, dtype=shape.dtype, device=shape.device)
-        sequences = shape.batch * shape.turns
+        num_blocks = shape.batch * shape.turns * shape.blocks_each
         self.cache = self.backend.allocate(
-            shape.facts(),
-            sequences * shape.blocks_each,
-            BLOCK_SIZE,
-            like=like,
-            kv_format=shape.format,
-            open_rows=2 * sequences if shape.format.has_open_blocks else 0,
+            shape.facts(), num_blocks, BLOCK_SIZE, like=like, kv_format=shape.format
         )
         for layer in range(shape.layers):
             for number in range(shape.batch * shape.turns):

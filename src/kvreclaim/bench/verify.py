@@ -9,8 +9,7 @@ A system whose KV cache rounds is compared with what the reference back-end comp
 format. Two correct kernels do not draw equal tokens there: sums in another order put a number on the other
 side of a code's boundary here and there. So only gaps are judged: in fp32 within MARGIN_STDS; in the dtype
 that is timed, whose rounding crosses far more boundaries, at most as much further off as the format itself is
-from the model. So it is in fp32 for a format with open blocks: the referee computes all tokens in one chunk,
-which sees them sealed.
+from the model.
 """
 
 from __future__ import annotations
@@ -150,7 +149,7 @@ class FormatReferee(Judge):
     ) -> TokenAgreement:
         judged = super().judge(system, dtype, prompts, outputs)
         allowed = MARGIN_STDS
-        if dtype != "float32" or self.llm.engine.kv_format.has_open_blocks:
+        if dtype != "float32":
             pairs = zip(prompts, outputs, strict=True)
             allowed += max(float(self.model.gaps(p, self.greedy(p, len(out))).max()) for p, out in pairs)
         return replace(judged, allowed=allowed, must_equal=False)

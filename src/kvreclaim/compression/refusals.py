@@ -56,7 +56,6 @@ def format_features(kv_format: KVFormat) -> dict[Feature, str]:
     has = {
         Feature.QUANTISED: not kv_format.is_plain,
         Feature.ROTATED: kv_format.is_rotated,
-        Feature.OPEN_BLOCKS: kv_format.has_open_blocks,
     }
     return {feature: kv_format.name for feature, holds in has.items() if holds}
 

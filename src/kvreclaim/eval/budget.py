@@ -15,14 +15,12 @@ class FormatStorage:
     """Bytes of a sequence's K/V in one format, beside the full cache's in the model's own dtype.
 
     block_bytes:     of one block over all layers, scales and centres included
-    open_bytes:      beside the pool, of a sequence's block that is not full; 0 for most formats
     reference_bytes: of one token in the model's own dtype: what a budget is a share of
     """
 
     name: str
     block_size: int
     block_bytes: int
-    open_bytes: int
     reference_bytes: int
 
     @classmethod
@@ -33,7 +31,6 @@ class FormatStorage:
             name=form.name,
             block_size=block_size,
             block_bytes=form.bytes_per_block(facts.layers, block_size),
-            open_bytes=form.open_row_bytes(facts.layers, block_size),
             reference_bytes=own.bytes_per_block(facts.layers, 1),
         )
 
@@ -45,7 +42,7 @@ class FormatStorage:
     def budget_tokens(self, fraction: float, num_tokens: int) -> int:
         """Tokens in as many whole blocks as take at most fraction x (bytes of num_tokens tokens in the
         model's dtype). Whole blocks: memory is held in them, and policies with unequal heads need it."""
-        share = Fraction(str(fraction)) * num_tokens * self.reference_bytes - self.open_bytes
+        share = Fraction(str(fraction)) * num_tokens * self.reference_bytes
         return max(0, int(share // self.block_bytes)) * self.block_size
 
     def meets(self, fraction: float) -> bool:
@@ -57,4 +54,4 @@ class FormatStorage:
 
     def held_bytes(self, num_blocks: float) -> float:
         """Bytes of a sequence that holds so many blocks."""
-        return num_blocks * self.block_bytes + self.open_bytes
+        return num_blocks * self.block_bytes

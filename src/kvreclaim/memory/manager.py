@@ -150,15 +150,6 @@ class MemoryManager:
             return True
         return table.chain.block == table.block_ids[len(table.entries) - 1]
 
-    def open_blocks(self) -> list[int]:
-        """The blocks that the next tokens of all sequences go to, one that holds some already included."""
-        return [
-            block
-            for seq_id, table in self._tables.items()
-            for group in self.groups
-            for block in group.open_blocks(seq_id, table)
-        ]
-
     def blocks(self, seq_id: int) -> list[int]:
         """All blocks that a sequence holds."""
         table = self.table(seq_id)

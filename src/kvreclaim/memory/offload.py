@@ -22,14 +22,12 @@ class Parked:
     slots: host slots of the table's entries that hold tokens, in order; None is a hole
     num_below: of these, leading ones that stand in the host's index; the others were filled for it, or for
            sequences that shared the block and were parked in the same step
-    tail:  the block that the next token would have gone to, if it holds tokens already
     root:  serial of the root that its chain began at, so that a prefix cache that was reset stays so
     """
 
     table: BlockTable
     slots: tuple[int | None, ...]
     num_below: int
-    tail: int | None
     root: int
 
     @property

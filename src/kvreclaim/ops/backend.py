@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,14 +41,11 @@ class Backend(Protocol):
         *,
         like: Tensor,
         kv_format: KVFormat | None = None,
-        open_rows: int = 0,
     ) -> KVCache: ...
 
     def plain_view(self, cache: KVCache, form: KVFormat, block_size: int) -> KVCache: ...
 
     def unsupported_reason(self, need: Need) -> str | None: ...
-
-    def keep_open(self, cache: KVCache, blocks: Collection[int]) -> None: ...
 
     def write_kv(self, layer: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None: ...
 

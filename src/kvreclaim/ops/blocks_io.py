@@ -1,7 +1,7 @@
 """Blocks as bytes: out of a cache into host memory and back, the same bytes whatever they mean.
 
 A block's bytes are one run, plane after plane, in each [L, K, ...] as its back-end lays them out, so they are
-good for a cache of the same back-end, format and shape only. Numbers of open blocks (kivi4) are not in them.
+good for a cache of the same back-end, format and shape only.
 """
 
 from __future__ import annotations

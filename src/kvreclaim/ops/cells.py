@@ -28,7 +28,7 @@ def cell_view(cache: KVCache) -> KVCache:
         cells = cache.num_layers * cache.num_blocks * cache.num_kv_heads
         shape = replace(cache.shape, num_layers=1, num_blocks=cells, num_kv_heads=1)
         planes = tuple(plane.view(1, cells, 1, *plane.shape[3:]) for plane in cache.planes)
-        return KVCache(shape, cache.format, planes, cache.softmaxes[:1], cache.open, cache.shape)
+        return KVCache(shape, cache.format, planes, cache.softmaxes[:1])
 
     return cache.cached("cells", make)
 

@@ -127,7 +127,7 @@ def _parts(model: ModelFacts, config: EngineConfig) -> int:
         return 1
     form, plain = kv_format(config.kv_cache_dtype, model.dtype), plain_format(model.dtype)
     require(
-        not form.is_plain and not form.has_open_blocks,
+        not form.is_plain,
         f"kv_cache_dtype_skip_layers is sliding_window, but kv_cache_dtype is {form.name}, beside which no "
         "other is kept; set fp8_e4m3, int8, int4 or turboquant4, or leave it out.",
         "kv_cache_dtype_skip_layers",

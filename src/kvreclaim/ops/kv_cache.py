@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kvreclaim.ops.facts import CacheShape, Softmax
 from kvreclaim.ops.formats.format import KVFormat, plain_format
-from kvreclaim.ops.formats.open_blocks import OpenBlocks
 
 T = TypeVar("T")
 
@@ -36,16 +35,12 @@ class KVCache(Memo):
     planes: each [L, B, K, ...], in the layout of the back-end that allocated it; a plain format has two, the
             keys and the values (row-major [S, D] and [S, Dv] in the reference). Keys are stored rotated.
     softmaxes: of each layer
-    open:   blocks that are not full, of a format that has such
-    origin: the shape of the cache that this one is a view of (cells.cell_view)
     """
 
     shape: CacheShape
     format: KVFormat
     planes: tuple[Tensor, ...]
     softmaxes: tuple[Softmax, ...]
-    open: OpenBlocks | None = None
-    origin: CacheShape | None = None
     layers: tuple[LayerCache, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -109,11 +104,6 @@ class KVCache(Memo):
     def bytes_per_block(self) -> int:
         """Bytes of one block over all layers: keys, values and their parameters. Counted, not derived."""
         return sum(plane.nbytes for plane in self.planes) // self.num_blocks
-
-    @property
-    def open_bytes(self) -> int:
-        """Bytes of the rows for blocks that are not full, beside the pool."""
-        return 0 if self.open is None else self.open.nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,8 +1,7 @@
 """Cells as bytes: out of a cache and back, and tokens of any cells gathered into others.
 
 A unit is the bytes of one cell (ops/cells.py), S slots of one (layer, KV head), plane after plane as the
-back-end lays them out; good for caches of the same back-end, format and shape. Formats that keep blocks
-beside their planes (kivi4) have no such units.
+back-end lays them out; good for caches of the same back-end, format and shape.
 """
 
 from __future__ import annotations

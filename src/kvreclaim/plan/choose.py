@@ -132,7 +132,6 @@ class Chooser:
         return Bound(card, num, ceil(shares[worst]), why, worst, shares, pool.num_blocks)
 
     def _pool(self, card: Card, memory_bytes: int | None, num_cards: int) -> CardPool:
-        rows = 3 * self.max_num_seqs if self.cache.form.has_open_blocks else 0
         return make_pool(
             self.cache,
             memory_bytes or card.usable_bytes,
@@ -140,7 +139,6 @@ class Chooser:
             utilization=self.utilization,
             other_bytes=self.other_bytes,
             num_cards=num_cards,
-            open_rows=rows,
         )
 
     def _most_blocks(self) -> int:

@@ -76,7 +76,6 @@ def pool_of(cache: Cache, asked: PlanRequest, memory_bytes: int, weights: Weight
         utilization=asked.utilization,
         other_bytes=other,
         num_cards=asked.tensor_parallel_size,
-        open_rows=3 * asked.max_num_seqs if cache.form.has_open_blocks else 0,
     )
 
 
@@ -135,9 +134,8 @@ def _memory(
             f"other: activations of {asked.max_num_batched_tokens:,} tokens, {activation_bytes(cache):,} "
             "bytes, and 0.95 GiB for runtime and graphs; give --other-gib where it is known"
         )
-    rows = f" - {pool.open_bytes:,} for open blocks" if pool.open_bytes else ""
     section.step(
-        f"{pool.memory_bytes:,} x {pool.utilization:g} - {pool.weight_bytes:,} - {pool.other_bytes:,}{rows} "
+        f"{pool.memory_bytes:,} x {pool.utilization:g} - {pool.weight_bytes:,} - {pool.other_bytes:,} "
         f"= {pool.kv_bytes:,} bytes"
     )
     section.step(f"/ {pool.block_bytes:,} bytes a block = {pool.num_blocks:,} blocks")

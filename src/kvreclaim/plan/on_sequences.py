@@ -71,7 +71,7 @@ def _layer(kind: LayerShape) -> str:
 def _unit(kind: LayerShape, count: int, form: KVBytes, size: int) -> str:
     heads, keys, values = kind.num_kv_heads, kind.key_dims, kind.v_head_dim
     unit = form.unit_bytes(keys, values, size)
-    params = form.unit_params(keys, values, size)
+    params = size * form.slot_params(keys, values)
     scales = f" + {params} of scales" if params else ""
     return (
         f"{count} layers x {words.count(heads, 'KV head')} x ({size} x ({keys} + {values}) x {form.bits} bits"

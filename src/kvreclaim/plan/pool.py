@@ -24,7 +24,6 @@ LEAST_ACTIVATION = 70 << 20
 class CardPool:
     """Memory of one card (of each, where there are several), and its blocks.
 
-    open_bytes: rows for blocks that are not full, of formats that have them
     block_bytes: of this card's part of a block
     """
 
@@ -32,14 +31,13 @@ class CardPool:
     utilization: float
     weight_bytes: int
     other_bytes: int
-    open_bytes: int
     block_bytes: int
     block_size: int
 
     @property
     def kv_bytes(self) -> int:
         """May be below 0, where the weights alone do not fit."""
-        taken = self.weight_bytes + self.other_bytes + self.open_bytes
+        taken = self.weight_bytes + self.other_bytes
         return int(self.memory_bytes * self.utilization) - taken
 
     @property
@@ -56,7 +54,7 @@ class CardPool:
             raise InvalidArgumentError(
                 f"{what} has no room for a block of {self.block_bytes:,} bytes: {self.utilization:g} of "
                 f"{self.memory_bytes:,} bytes hold weights of {self.weight_bytes:,}, other "
-                f"{self.other_bytes + self.open_bytes:,}, and lack {self.block_bytes - self.kv_bytes:,}; "
+                f"{self.other_bytes:,}, and lack {self.block_bytes - self.kv_bytes:,}; "
                 "take weights in fewer bits, a larger card, or several."
             )
 
@@ -80,18 +78,15 @@ def make_pool(
     utilization: float,
     other_bytes: int | None = None,
     num_cards: int = 1,
-    open_rows: int = 0,
 ) -> CardPool:
     """num_cards: tensor parallel; weights and KV heads are divided, a latent is not."""
     heads = min(layer.num_kv_heads for layer in cache.shape.layers)
     parts = min(num_cards, heads)
-    row_bytes = cache.form.open_row_bytes(cache.shape.layers, cache.block_size)
     return CardPool(
         memory_bytes=memory_bytes,
         utilization=utilization,
         weight_bytes=-(-weight_bytes(cache.shape, weights).total // num_cards),
         other_bytes=other_estimate(cache) if other_bytes is None else other_bytes,
-        open_bytes=open_rows * row_bytes // parts,
         block_bytes=-(-cache.block_bytes // parts),
         block_size=cache.block_size,
     )

@@ -152,11 +152,8 @@ class Admission(Generic[Seq]):
         """Let one that waits begin with what a snapshot holds. Returns: whether there was room."""
         state = self.state
         size, shares, parked = state.memory.block_size, step.shares, state.is_parked(snapshot)
-        parking = state.memory.offload.parking
 
         def fits() -> bool:
-            if parked and state.snapshots.lacks_open(parking.parked(snapshot.seq_id).table):
-                return False
             slots = slots_of_fork(seq, snapshot, state.memory)
             slots += known_growth(state.running, state.memory, prompts=shares is not None)
             return blocks_for(slots, size) <= state.memory.num_free
@@ -168,6 +165,7 @@ class Admission(Generic[Seq]):
                     return self._admit(seq, step)
                 return False
         if parked:
+            parking = state.memory.offload.parking
             parking.resume(snapshot.seq_id, parking.match_parked(snapshot.seq_id))
         state.snapshots.begin(snapshot, seq)
         num_loaded = seq.num_computed if parked else 0

@@ -69,7 +69,6 @@ class Scheduler(Generic[Seq]):
         preemption: PreemptionCostModel | None = None,
         preemption_victim: str = "auto",
         max_snapshot_blocks: int = 0,
-        max_open_snapshots: int | None = None,
     ) -> None:
         self.memory = memory
         self.max_num_seqs = max_num_seqs
@@ -79,7 +78,7 @@ class Scheduler(Generic[Seq]):
         self.waiting: Queue[Seq] = Queue(by_rank=by_priority)
         self.running: list[Seq] = []
         self.preemption = preemption or PreemptionCostModel()
-        self.snapshots: Snapshots[Seq] = Snapshots(memory, max_snapshot_blocks, max_open_snapshots)
+        self.snapshots: Snapshots[Seq] = Snapshots(memory, max_snapshot_blocks)
         self.companions: Companions[Seq] | None = None
         self._state = State(memory, max_num_seqs, self.waiting, self.snapshots, self.running)
         order = victim_order(

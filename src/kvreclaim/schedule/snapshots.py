@@ -25,17 +25,15 @@ class Snapshots(Generic[Seq]):
 
     Args:
         max_blocks: that all of them may hold together; 0: none is kept
-        max_open: of those in blocks, so many may have a last one that is not full; None: any number
 
     below: those on disk; None without
     """
 
-    def __init__(self, memory: KVMemory, max_blocks: int, max_open: int | None = None) -> None:
+    def __init__(self, memory: KVMemory, max_blocks: int) -> None:
         self.memory, self._parking = memory, memory.offload.parking
         self.max_blocks = max_blocks
         self.num_hits = self.num_taken = self.num_dropped = 0
         self.below: DiskPrefixIndex[Seq] | None = None
-        self.max_open = max_open
         self._held: dict[SnapshotKey, Seq] = {}
         self._gone: list[Seq] = []
         self._parked: list[Seq] = []
@@ -55,13 +53,6 @@ class Snapshots(Generic[Seq]):
     def num_blocks(self) -> int:
         """Blocks that the snapshots hold, shared ones included."""
         return sum(self.memory.num_blocks(seq.seq_id) for seq in self if not self.is_parked(seq))
-
-    def lacks_open(self, table: BlockTable) -> bool:
-        """Whether one with such a table is not full at its end, and as many as may be are so already."""
-        if self.max_open is None or table.begun(self.memory.block_size) is None:
-            return False
-        tables = (self.memory.table(seq.seq_id) for seq in self if not self.is_parked(seq))
-        return sum(each.begun(self.memory.block_size) is not None for each in tables) >= self.max_open
 
     def is_parked(self, seq: Seq) -> bool:
         """Whether it lies on the host."""
@@ -104,7 +95,7 @@ class Snapshots(Generic[Seq]):
         return not self._is_too_much(table)
 
     def _is_too_much(self, table: BlockTable) -> bool:
-        return self.num_blocks + table.num_blocks > self.max_blocks or self.lacks_open(table)
+        return self.num_blocks + table.num_blocks > self.max_blocks
 
     def enter(self, snapshot: Seq, table: BlockTable) -> tuple[int | None, ...] | None:
         """Take in one that was read from disk; the least recently used of those on the host make room.

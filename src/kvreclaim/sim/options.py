@@ -106,7 +106,6 @@ class ReplicaOptions:
             utilization=self.utilization,
             other_bytes=None if self.other_gib is None else int(self.other_gib * GIB),
             num_cards=self.tensor_parallel_size,
-            open_rows=3 * max_num_seqs if form.has_open_blocks else 0,
         )
         found.require_blocks(card.name)
         return found.num_blocks

@@ -7,7 +7,7 @@ from random import Random
 
 from kvreclaim.chunks import SELECTIONS
 
-FORMATS = ("fp32", "fp32", "fp32", "bf16", "fp16", "int8", "fp8_e4m3", "int4", "turboquant4", "kivi4")
+FORMATS = ("fp32", "fp32", "fp32", "bf16", "fp16", "int8", "fp8_e4m3", "int4", "turboquant4")
 KINDS = ("greedy", "greedy", "sampled", "sampled", "many", "score", "prompt_logprobs", "beams")
 POLICIES = (
     "query_mixture",
@@ -116,7 +116,7 @@ class Setup:
     @property
     def recalls(self) -> bool:
         """Whether evicted tokens may come back: elsewhere nobody asks, or most would be refused."""
-        return bool(self.cold_units) and self.kv_format != "kivi4" and not self.drafts
+        return bool(self.cold_units) and not self.drafts
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,7 @@ def random_setup(random: Random) -> Setup:
         scheduling_policy=random.choice(("fcfs", "priority", "cache")),
         eviction_policy=random.choice(("lru", "lru", "slru", "lfu", "priority", "gdsf")),
         prefix_caching=prefix_caching,
-        shadow=(kv_format != "fp32" or random.random() < 0.3) and not (windows and kv_format == "kivi4"),
+        shadow=kv_format != "fp32" or random.random() < 0.3,
         host_slots=host_slots,
         preemption_mode=random.choice(("auto", "swap", "swap") if host_slots else ("auto", "recompute")),
         preemption_victim=random.choice(("auto", "auto", "last", "priority", "lru", "cost")),

@@ -63,7 +63,7 @@ COPIED = Walk(
 """A copy whose source another sequence has got is not made again."""
 ALL_GAVE_WAY = Walk(
     Setup(
-        kv_format="kivi4",
+        kv_format="int8",
         num_blocks=8,
         max_num_seqs=6,
         max_num_batched_tokens=40,
@@ -131,7 +131,6 @@ def test_a_random_walk_over_blocks_in_host_memory(seed, machine, oracle, monkeyp
         disk_slots=0,
         windows="",
         plain_windows=False,
-        kv_format="int8" if drawn.setup.kv_format == "kivi4" else drawn.setup.kv_format,
         kernels="reference",
         preemption_mode="auto",
     )
@@ -153,8 +152,7 @@ def test_random_walks_that_verify(on_host, machine, oracle):
         drawn = Walk.of_seed(seed, STEPS)
         setup = replace(drawn.setup, windows="", plain_windows=False, shadow=False, drafts=seed % 3)
         if on_host:
-            form = "int8" if setup.kv_format == "kivi4" else setup.kv_format
-            setup = replace(setup, on_host=True, host_slots=0, disk_slots=0, kv_format=form)
+            setup = replace(setup, on_host=True, host_slots=0, disk_slots=0)
             setup = replace(setup, preemption_mode="auto", cold_units=0)
         policies = cycle(POLICIES[seed % 5 :: 3])
         operations = tuple(

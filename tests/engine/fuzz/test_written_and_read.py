@@ -52,7 +52,7 @@ def test_equal_numbers(writer, machine, oracle):
     assert world.counts["hit tokens"] > 0
 
 
-FORMATS = ("bf16", "fp16", "int8", "fp8_e4m3", "int4", "turboquant4", "kivi4")
+FORMATS = ("bf16", "fp16", "int8", "fp8_e4m3", "int4", "turboquant4")
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvreclaim.ops.formats import scales
 from kvreclaim.ops.formats.scales import ScaleCode
 
-CODES = {name: getattr(scales, name) for name in ("INT8", "FP8", "TURBO", "INT4", "KIVI_KEYS", "KIVI_VALUES")}
+CODES = {name: getattr(scales, name) for name in ("INT8", "FP8", "TURBO", "INT4")}
 EACH = pytest.mark.parametrize("code", CODES.values(), ids=CODES.keys())
 CPU = torch.device("cpu")
 

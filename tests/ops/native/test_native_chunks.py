@@ -1,4 +1,4 @@
-"""Writes that fill sixteen slots or whole blocks hold the reference's bytes, and those of single writes."""
+"""Writes that fill sixteen slots hold the reference's bytes, and those of single writes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ from unit_rows import unit_rows
 from kvreclaim.ops import native, reference
 from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.formats import FORMATS
-from kvreclaim.ops.formats.kivi_codec import OPEN
 from kvreclaim.ops.formats.scales import FP8, INT8, TURBO, ScaleCode
 from kvreclaim.ops.kv_cache import KVCache
-from kvreclaim.ops.native.kivi import WORDS
-from kvreclaim.ops.reference.kivi import ROWS, geometry_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WIDE = [*SHAPES, Dims(128, 128), Dims(64, 64)]
@@ -46,10 +43,7 @@ def odd_tokens(dims: Dims, count: int, dtype: torch.dtype) -> tuple[Tensor, Tens
 def allocate(dims: Dims, backend, name: str, blocks: int = BLOCKS) -> KVCache:
     dim = dims.k_dim + dims.v_dim * dims.latent
     layer = LayerFacts(dims.heads, dims.heads, dim, dims.v_dim, Softmax(1.0), latent=dims.latent)
-    form = FORMATS[name]
-    rows = blocks if form.has_open_blocks else 0
-    like = torch.empty(0)
-    return backend.allocate((layer,), blocks, dims.block_size, like=like, kv_format=form, open_rows=rows)
+    return backend.allocate((layer,), blocks, dims.block_size, like=torch.empty(0), kv_format=FORMATS[name])
 
 
 @isas
@@ -72,31 +66,6 @@ def test_sixteen_at_a_time_as_one_by_one(isa: str, dims: Dims, name: str, dtype:
     for got, want in zip(unit_rows(ours), plain.planes, strict=True):
         off = got[where] != want[where]
         assert off.float().mean() <= (1e-3 if FORMATS[name].is_rotated else 0)
-
-
-@isas
-@shapes
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
-def test_sealed_blocks_are_those_of_the_reference(isa: str, dims: Dims, dtype: torch.dtype) -> None:
-    """kivi4: blocks that one write fills, or two, out of order, and the rows of one that is not full."""
-    native.force_isa(isa)
-    ours, plain = (allocate(dims, backend, "kivi4") for backend in (native, reference))
-    size = dims.block_size
-    slots = torch.cat([torch.arange(size) + block * size for block in (3, 1, 4)])[:-3]
-    k, v = odd_tokens(dims, len(slots), dtype)
-    first = torch.randperm(size + 7, generator=torch.Generator().manual_seed(1))
-    last = torch.arange(size + 7, len(slots))
-    for part in (first, last):
-        for backend, cache in ((native, ours), (reference, plain)):
-            backend.write_kv(cache.layers[0], k[part], v[part], slots[part])
-    ids = torch.tensor([3, 1])
-    got, want = WORDS.load(ours.layers[0], ids), ROWS.load(plain.layers[0], ids)
-    for part in ("k", "v", "params"):
-        assert torch.equal(getattr(got, part), getattr(want, part)), part
-    state = WORDS.load(ours.layers[0], torch.tensor([4])).params[..., geometry_of(ours).state]
-    assert state.eq(OPEN).all()
-    for mine, theirs in ((ours.open.k, plain.open.k), (ours.open.v, plain.open.v)):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 def edges(code: ScaleCode, factor: float) -> Tensor:

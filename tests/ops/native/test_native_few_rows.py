@@ -151,9 +151,7 @@ def test_over_cells_of_uneven_heads(isa: str, name: str) -> None:
     for seq in w.batch.sequences:
         cells = natural_cells(w.cache, seq.block_ids)[0]
         for head, ids in enumerate(cells):
-            length = max(seq.query_len, (seq.seq_len - head * size) // size * size)
-            if not FORMATS[name].has_open_blocks:
-                length = max(seq.query_len, seq.seq_len - 7 * head)
+            length = max(seq.query_len, seq.seq_len - 7 * head)
             rows.append(replace(seq, block_ids=np.ascontiguousarray(ids, dtype=np.int32), seq_len=length))
     batch = AttentionBatch.build(tuple(rows), size, CPU)
     view = under(cell_view(w.cache), 0, scale=0.125)

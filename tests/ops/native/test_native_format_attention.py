@@ -78,7 +78,7 @@ def test_queries_of_16_bits(isa: str, name: str, shape: Shape) -> None:
         check_attention(rig, w)
 
 
-@each_isa(("fp16", "int8", "int4", "kivi4"), narrow=())
+@each_isa(("fp16", "int8", "int4"), narrow=())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("asks", [masked(SMALL), relocated(SMALL)], ids=["masked", "relocated"])
 def test_every_kind_of_softmax(isa: str, name: str, dtype: torch.dtype, asks: list[Ask]) -> None:
@@ -90,7 +90,7 @@ def test_every_kind_of_softmax(isa: str, name: str, dtype: torch.dtype, asks: li
             check_column_sums(rig, w, **how)
 
 
-@each_isa(("int8", "int4", "kivi4", "turboquant4"), narrow=())
+@each_isa(("int8", "int4", "turboquant4"), narrow=())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_keys_that_are_split_over_items(isa: str, name: str, dtype: torch.dtype) -> None:
     """Sequences of more slots than one item of work takes, beside short ones."""
@@ -121,7 +121,7 @@ def test_copies_and_cells(name: str) -> None:
     check_cells(rig_of(name), SMALL, 53)
 
 
-@each_isa(("int8", "int4", "kivi4", "fp8_e4m3"), narrow=())
+@each_isa(("int8", "int4", "fp8_e4m3"), narrow=())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_row_depends_on_no_neighbour_and_no_thread(isa: str, name: str, dtype: torch.dtype) -> None:
     """Bit for bit: each sequence alone, and all on one thread and on two."""

@@ -23,10 +23,10 @@ LENGTHS = [Ask(1, 53), Ask(1, 17), Ask(1, 1)]
 
 
 def each_isa() -> Iterator:
-    """Every format on the best set and on AVX2, three on the narrowest."""
+    """Every format on the best set and on AVX2, two on the narrowest."""
     for isa in ISAS:
         known = isa in (ISAS[0], "avx2")
-        for name in NAMES if known else ("int8", "int4", "kivi4"):
+        for name in NAMES if known else ("int8", "int4"):
             if known or isa == ISAS[-1]:
                 yield pytest.param((isa, name), id=f"{isa}-{name}")
 

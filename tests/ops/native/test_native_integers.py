@@ -18,7 +18,7 @@ from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 SLACK = 2e-4
 """Of the largest value."""
 
-names = pytest.mark.parametrize("name", ["fp8_e4m3", "int8", "int4", "turboquant4", "kivi4"])
+names = pytest.mark.parametrize("name", ["fp8_e4m3", "int8", "int4", "turboquant4"])
 
 
 def cached(name: str, k: Tensor, v: Tensor) -> tuple[KVCache, AttentionBatch]:
@@ -27,8 +27,7 @@ def cached(name: str, k: Tensor, v: Tensor) -> tuple[KVCache, AttentionBatch]:
     blocks = -(-count // 16)
     facts = LayerFacts(heads, heads, dim, v.shape[-1], Softmax(1.0))
     like = torch.empty(0, dtype=torch.bfloat16)
-    rows = 2 if FORMATS[name].has_open_blocks else 0
-    cache = native.allocate((facts,), blocks + 1, 16, like=like, kv_format=FORMATS[name], open_rows=rows)
+    cache = native.allocate((facts,), blocks + 1, 16, like=like, kv_format=FORMATS[name])
     table = np.arange(blocks, 0, -1, dtype=np.int32)
     slots = torch.arange(count)
     mapping = torch.from_numpy(table.astype(np.int64))[slots // 16] * 16 + slots % 16
@@ -106,11 +105,9 @@ def test_a_query_that_is_not_finite_spoils_its_own_head_only(isa: str, name: str
 @names
 @pytest.mark.parametrize("size", [200.0, 1e4, 4e4])
 def test_logits_so_large_that_rounding_differs(isa: str, name: str, size: float) -> None:
-    """Equal keys weigh the same, however their products are rounded: no weight may overflow. Those of an open
-    block of kivi4 are not rounded as sealed ones are."""
-    count = 80 if name == "kivi4" else 83
-    v = noise(2, count, 1, 64)
-    check(*cached(name, torch.full((count, 1, 64), 97.0), v), torch.full((1, 4, 64), size).bfloat16())
+    """Equal keys weigh the same, however their products are rounded: no weight may overflow."""
+    v = noise(2, 83, 1, 64)
+    check(*cached(name, torch.full((83, 1, 64), 97.0), v), torch.full((1, 4, 64), size).bfloat16())
 
 
 @names
@@ -120,19 +117,3 @@ def test_numbers_of_every_size(isa: str, name: str) -> None:
     sizes = 2.0 ** -torch.arange(64).remainder(19)
     q = noise(3, 1, 8, 64) / 8 / sizes.clamp_min(1e-2)
     check(*cached(name, k * sizes, v * sizes.flip(0)), q.bfloat16())
-
-
-@pytest.mark.parametrize("last", [100, 96])
-def test_kivi_blocks_by_channel_by_token_and_open(isa: str, last: int) -> None:
-    """After a pass keys lie by token in some blocks; what is written then lies by channel, or is open."""
-    k, v = noise(1, 200, 2, 64), noise(2, 200, 2, 64)
-    cache, batch = cached("kivi4", k, v)
-    table = torch.from_numpy(batch.sequences[0].block_ids.astype(np.int64))
-    kept = torch.arange(0, 144, 3).expand(1, 2, -1).contiguous()
-    targets = table[:3]
-    native.compact(cache, kept, table, targets)
-    slots = torch.arange(48, last)
-    new = slice(0, last - 48)
-    native.write_kv(cache.layers[0], k[new], v[new], table[slots // 16] * 16 + slots % 16)
-    seq = SequenceSlots(batch.sequences[0].block_ids[: -(-last // 16)], 1, last)
-    check(cache, AttentionBatch.build((seq,), 16, torch.device("cpu")), (noise(3, 1, 8, 64) / 8).bfloat16())

@@ -112,11 +112,10 @@ def launch_the_rest(w: World) -> None:
         rows = torch.zeros(cache.num_kv_heads, width)
         kernels.surrogate_scores(PagedTokens(cache.layers[0], ids, 700), rows, layout, owners)
     kernels.gather_tokens(PagedTokens(cache.layers[0], ids, 700))
-    if not cache.format.has_open_blocks:  # whose moves are PyTorch's
-        kernels.copy_blocks(cache, [(1, 2)])
-        kernels.compact(cache, torch.arange(0, 600, 2)[None, None], ids, ids[:19])
-        k, v = (torch.zeros(3, shape.kv_heads, dim) for dim in (cache.head_dim, cache.v_head_dim))
-        kernels.write_kv(cache.layers[0], k, v, torch.arange(3))
+    kernels.copy_blocks(cache, [(1, 2)])
+    kernels.compact(cache, torch.arange(0, 600, 2)[None, None], ids, ids[:19])
+    k, v = (torch.zeros(3, shape.kv_heads, dim) for dim in (cache.head_dim, cache.v_head_dim))
+    kernels.write_kv(cache.layers[0], k, v, torch.arange(3))
 
 
 def launch_format(name: str, shape: Shape) -> None:
@@ -154,9 +153,8 @@ def launch_what_formats_add() -> None:
     for name in CODES:
         w = filled(name, CODED[0], [Ask(1, 40)])
         launch_attention(w)
-        if not w.cache.format.has_open_blocks:
-            k = torch.zeros(3, 2, CODED[0].dim)
-            kernels.write_kv(w.cache.layers[0], k, k, torch.arange(3))
+        k = torch.zeros(3, 2, CODED[0].dim)
+        kernels.write_kv(w.cache.layers[0], k, k, torch.arange(3))
     launch_attention(filled("int4", LATENT, [Ask(1, 40)]))
     launch_the_rest(filled("turboquant4", SMALL, [Ask(1, 700)]))
     launch_the_rest(filled("bf16", LATENT, [Ask(1, 700)]))

@@ -19,7 +19,7 @@ CASES = [
     ("llama", "streaming_llm(positions=cache)", "auto"),  # turned keys
     ("llama", "quest", "auto"),  # sparse reads, no pass
     ("llama", "ada_kv(knorm)", "int4"),
-    ("gemma2", "knorm", "kivi4"),
+    ("gemma2", "knorm", "int8"),
     ("deepseek-v3", "tova", "turboquant4"),
 ]
 

@@ -34,7 +34,6 @@ from kvreclaim.ops import triton as kernels
 from kvreclaim.ops.formats import FORMATS
 from kvreclaim.ops.kv_cache import KVCache
 
-BY_TOKEN = tuple(name for name in CODED if not FORMATS[name].has_open_blocks)
 LATENT = SHAPES["latent"]
 ONE = Shape(kv_heads=2, group=2, dim=32)
 FEW = [Ask(1, 35), Ask(4, 18), Ask(0, 5)]
@@ -104,7 +103,7 @@ def test_long_sequences_are_split(name: str) -> None:
     check_attention(rig, fill(rig, shape, [Ask(1, 520)]), sinks=True)
 
 
-@pytest.mark.parametrize("name", BY_TOKEN)
+@CODED_FORMATS
 def test_one_set_of_tables_serves_step_after_step(name: str) -> None:
     """Tensors of a fixed size whose values change, as a replayed graph reads them; empty rows are zero."""
     rig, shape = rig_of(name), Shape(kv_heads=1, group=4, dim=32)
@@ -134,7 +133,7 @@ def planes_of(name: str, shape: Shape, num_blocks: int) -> tuple[KVCache, KVCach
 
 @BOTH
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16], ids=["from fp32", "from bf16"])
-@pytest.mark.parametrize("name", BY_TOKEN)
+@CODED_FORMATS
 def test_writes(name: str, given: torch.dtype, shape: Shape) -> None:
     """The bytes of the codecs, at these slots only: zeros, equal and huge numbers, NaN; a negative slot."""
     ours, plain = planes_of(name, shape, 3)
@@ -155,12 +154,6 @@ def test_writes(name: str, given: torch.dtype, shape: Shape) -> None:
         assert torch.equal(x.cpu(), y)
 
 
-def test_blocks_are_sealed_by_writes() -> None:
-    rig = Rig(kernels, FORMATS["kivi4"], torch.float32, DEVICE)
-    for shape in (SMALL, LATENT):
-        check_written(rig, fill(rig, shape, FEW, chunk=9))
-
-
 @BOTH
 @CODED_FORMATS
 def test_compaction(name: str, shape: Shape) -> None:
@@ -178,10 +171,9 @@ def test_cells(name: str) -> None:
     check_cells(rig_of(name), Shape(kv_heads=2, group=1, dim=32, layers=2), 37)
 
 
-@pytest.mark.parametrize("name", ["int4", "kivi4"])
-def test_blocks_of_any_size(name: str) -> None:
-    """Of sizes that no tile is a multiple of, the parameters of a block are looked up token by token."""
-    rig = rig_of(name)
+def test_blocks_of_any_size() -> None:
+    """Also of sizes that no tile is a multiple of."""
+    rig = rig_of("int4")
     for size in (5, 24):
         w = fill(rig, Shape(kv_heads=2, group=1, dim=6, v_dim=10, block_size=size), [Ask(3, 49)])
         check_written(rig, w)

@@ -56,7 +56,7 @@ def test_what_is_not_served_is_named(asked: Need, reason: str) -> None:
     assert reason in str(kernels.unsupported_reason(asked))
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16", "kivi4"])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "int4"])
 def test_wide_latents_in_fp32_need_shared_memory(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Also where fp32 queries meet bf16 latents; a GPU of compute capability 8.6 has 99 KiB."""
     asked = need(rank=512, name=name)

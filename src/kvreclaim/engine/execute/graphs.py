@@ -246,11 +246,6 @@ def decode_graphs(
     """The graphs of an engine: on CUDA, for a back-end whose decode can be replayed, unless switched off."""
     if cache.device.type != "cuda" or not hasattr(backend, "static_tables") or config.enforce_eager:
         return None
-    if cache.open is not None:
-        logger.info(
-            "decode graphs: there are none, because %s seals blocks while it writes", cache.format.name
-        )
-        return None
     assert config.max_model_len is not None, "limits are chosen before the engine is made"
     return DecodeGraphs(
         model,

@@ -97,15 +97,8 @@ class ModelRunner:
         self._late: list[LateSignals] = []
 
     def prepare(self, plan: StepPlan) -> None:
-        """Make a plan's blocks ready to be written; to be called once for each plan, before forward.
-
-        Rows of blocks that are not full, where the format keeps such, are kept for the blocks that the next
-        tokens of all sequences go to, whether they take part or not, and for those that are copied.
-        """
+        """Make a plan's blocks ready to be written; to be called once for each plan, before forward."""
         self._late.clear()
-        if self.cache.open is not None:
-            sources = (source for source, _ in plan.copies)
-            self.moves.keep_open(self.cache, {*self.memory.open_blocks(), *sources})
         for extension in self.extensions.ordered:
             extension.prepare(plan)
         if plan.copies:
@@ -115,16 +108,8 @@ class ModelRunner:
         if plan.fresh:
             self.moves.prepare_blocks(self.cache, list(plan.fresh))
 
-    def ready(self) -> None:
-        """Rows of blocks that are not full, where the format keeps such, are kept for the blocks that the
-        next tokens of all sequences go to."""
-        if self.cache.open is not None:
-            self.moves.keep_open(self.cache, set(self.memory.open_blocks()))
-
     def make_ready(self, growth: Growth) -> None:
         """Blocks that have been taken between two steps can be written."""
-        if growth.copies or growth.new_blocks:
-            self.ready()
         if growth.copies:
             self.moves.copy_blocks(self.cache, list(growth.copies))
             if self.signals.scores is not None:

@@ -338,10 +338,7 @@ class Lifecycle:
 
 
 def make_scheduler(
-    config: EngineConfig,
-    memory: MemoryManager,
-    preemption: PreemptionCostModel,
-    max_open_snapshots: int | None,
+    config: EngineConfig, memory: MemoryManager, preemption: PreemptionCostModel
 ) -> Scheduler[Sequence]:
     """The scheduler that a config asks for."""
     return Scheduler(
@@ -352,7 +349,6 @@ def make_scheduler(
         preemption=preemption,
         preemption_victim=config.preemption_victim,
         max_snapshot_blocks=int(config.prefix_snapshot_fraction * memory.pool.num_blocks),
-        max_open_snapshots=max_open_snapshots,
     )
 
 

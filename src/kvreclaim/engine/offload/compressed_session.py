@@ -159,17 +159,11 @@ class CompressedSessions:
     def _fill(self, seq_id: int, image: Image, blocks: list[int]) -> None:
         """Give blocks their bytes, and the sequence what it has beside them."""
         signals, places = self.store.signals, range(len(blocks))
-        if self.cache.open is not None:
-            self.backend.keep_open(self.cache, set(self.memory.open_blocks()))
         self.backend.prepare_blocks(self.cache, blocks)
         write_blocks(self.cache.planes, image.blocks, places, blocks)
         if image.beside is not None:
             write_blocks(signals.keep_scores().planes, image.beside, places, blocks)
         signals.resume(seq_id, image.aside.signals)
-        tail = self.memory.table(seq_id).begun(self.memory.block_size)
-        if image.aside.open_row is not None and tail is not None:
-            assert self.cache.open is not None, "only a cache with open blocks has given rows"
-            self.cache.open.put(tail, *image.aside.open_row)
 
 
 def is_compressed(file: SessionFile) -> bool:

@@ -31,13 +31,11 @@ HOST = torch.device("cpu")
 class SideState:
     """The state of a sequence besides its blocks, on the host.
 
-    blocks:   ids of its table, by which its cells name blocks
-    open_row: keys [L, K, S, D] and values [L, K, S, Dv] of its last block, where that lies beside the pool
+    blocks: ids of its table, by which its cells name blocks
     """
 
     signals: ParkedSignals
     blocks: list[int | None]
-    open_row: tuple[Tensor, Tensor] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,15 +68,12 @@ class Image:
 def image_of(seq: Sequence, memory: MemoryManager, cache: KVCache, signals: Signals) -> Image:
     """Copy a sequence that lies on the device; nothing of which changes while this copies it."""
     table = memory.table(seq.seq_id)
-    tail, row = table.begun(memory.block_size), None
-    if cache.open is not None and tail is not None:
-        row = cache.open.copy_of(tail)
     ids = table.block_ids[: blocks_for(table.physical_len, memory.block_size)]
     held = [block for block in ids if block is not None]
     blocks, beside = _bytes_of(cache.planes, held), None
     if signals.scores is not None:
         beside = _bytes_of(signals.scores.planes, held)
-    aside = SideState(signals.copy_of(seq.seq_id, table.physical_len), table.block_ids, row)
+    aside = SideState(signals.copy_of(seq.seq_id, table.physical_len), table.block_ids)
     return _image(seq, table, aside, cache, blocks, beside)
 
 

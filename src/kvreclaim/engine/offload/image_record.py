@@ -52,8 +52,6 @@ def record_of(image: Image, key: SnapshotKey, cache: KVCache) -> tuple[dict[str,
         "slot_positions": state.slot_positions,
     }
     found |= {f"queries.{window}": kept for window, (_, kept) in aside.signals.queries.items()}
-    if aside.open_row is not None:
-        found["open.keys"], found["open.values"] = aside.open_row
     if (cells := state.cells) is not None:
         facts["cell_blocks"] = cells.num_blocks
         found["cells.table"] = torch.from_numpy(_counted(cells.table, cache, cells.num_blocks))
@@ -99,7 +97,7 @@ class _Reading:
             exact,
             account,
             self._state(entries, num_blocks),
-            SideState(self._signals(physical), ids, self._open_row()),
+            SideState(self._signals(physical), ids),
             blocks,
             self._of("beside", torch.uint8, (num_blocks, None)),
         )
@@ -142,11 +140,6 @@ class _Reading:
             assert rows is not None, "they come with the first"
             queries[int(window)] = int(first), rows
         return ParkedSignals(queries, self._of("mass", torch.float32, (*self.per_head, physical)))
-
-    def _open_row(self) -> tuple[Tensor, Tensor] | None:
-        shape = (*self.per_head, self.cache.block_size, None)
-        keys, values = (self._of(f"open.{name}", None, shape) for name in ("keys", "values"))
-        return None if keys is None or values is None else (keys, values)
 
     def _of(self, name: str, dtype: torch.dtype | None, shape: tuple[int | None, ...]) -> Tensor | None:
         tensor = self.tensors.get(name)

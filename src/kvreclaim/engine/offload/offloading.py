@@ -80,12 +80,11 @@ class Offload(Extension):
             self.prefixes.poll()
 
     def prepare(self, plan: StepPlan) -> None:
-        """Move the plan's blocks out and in; open blocks of resumed sequences get their rows back."""
+        """Move the plan's blocks out and in."""
         if plan.swap_out:
             self.moves.out(plan.swap_out)
         if plan.swap_in:
             self.moves.load(plan.swap_in)
-        self.parking.fill_rows()
 
     def preempted(self, seq: Sequence, *, parked: bool) -> None:
         if parked:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from kvreclaim.engine.offload.image import HOST, SideState, moved, renamed
 from kvreclaim.engine.request.request import Sequence
 from kvreclaim.engine.signals.signals import Signals
@@ -16,18 +14,13 @@ class Parking:
 
     def __init__(self, memory: MemoryManager, cache: KVCache, signals: Signals) -> None:
         self.memory, self.cache, self.signals = memory, cache, signals
-        self._rows: dict[int, tuple[Tensor, Tensor]] = {}
         self._aside: dict[int, SideState] = {}
 
     def park(self, seq: Sequence) -> None:
         """To be called before anything is moved or written for the step in which it was parked."""
-        parked = self.memory.offload.parking.parked(seq.seq_id)
-        row = None
-        if self.cache.open is not None and parked.tail is not None:
-            row = self.cache.open.copy_of(parked.tail)
-        table = parked.table
+        table = self.memory.offload.parking.parked(seq.seq_id).table
         signals = self.signals.park(seq.seq_id, table.physical_len)
-        self._aside[seq.seq_id] = SideState(signals, table.block_ids, row)
+        self._aside[seq.seq_id] = SideState(signals, table.block_ids)
         seq.state = moved(seq.state, HOST)
         seq.row_cache = seq.cell_cache = None
 
@@ -47,16 +40,6 @@ class Parking:
         seq.row_cache = seq.cell_cache = None
         if seq.state.cells is not None:
             seq.state.cells = renamed(seq.state.cells, aside.blocks, table.block_ids, self.cache)
-        tail = table.begun(self.memory.block_size)
-        if aside.open_row is not None and tail is not None:
-            self._rows[tail] = aside.open_row
-
-    def fill_rows(self) -> None:
-        """Fill the rows of resumed sequences' open blocks. Call it when rows that nobody needs are free."""
-        rows, self._rows = self._rows, {}
-        for block, row in rows.items():
-            assert self.cache.open is not None, "only a cache with open blocks has given rows"
-            self.cache.open.put(block, *row)
 
     def drop(self, seq_id: int) -> None:
         self._aside.pop(seq_id, None)

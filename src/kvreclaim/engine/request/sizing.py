@@ -17,8 +17,8 @@ from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.tiers.tiered_offload import TieredOffload
 from kvreclaim.ops.facts import ModelFacts
-from kvreclaim.ops.formats import KVFormat, kv_format
-from kvreclaim.ops.groups import LayerGroups, layer_groups
+from kvreclaim.ops.formats import kv_format
+from kvreclaim.ops.groups import layer_groups
 from kvreclaim.schedule.rates import Rates
 
 MOST_WAIT_S = 10.0
@@ -29,10 +29,9 @@ SIGNAL_FRACTION = 0.2
 
 
 def choose_limits(config: EngineConfig, facts: ModelFacts, spoken_for: int = 0) -> EngineConfig:
-    """Set max_model_len, num_blocks and max_signal_bytes where they are None. Of the memory are taken first,
-    in a format that has such, rows for blocks that are not full, and a max_signal_bytes that is given. Where
-    full caches lie in host memory, max_model_len is no more than these hold. spoken_for: bytes that are not
-    free, although nobody has taken them yet
+    """Set max_model_len, num_blocks and max_signal_bytes where they are None. A max_signal_bytes that is
+    given is taken first. Where full caches lie in host memory, max_model_len is no more than these hold.
+    spoken_for: bytes that are not free, although nobody has taken them yet
 
     Raises: InvalidArgumentError if max_model_len exceeds the model's limit, or memory does not suffice.
     """
@@ -45,7 +44,6 @@ def choose_limits(config: EngineConfig, facts: ModelFacts, spoken_for: int = 0) 
     form, groups = kv_format(config.kv_cache_dtype, facts.dtype), layer_groups(facts, config)
     layers, size = groups.facts.layers, config.block_size
     block_bytes = form.bytes_per_block(layers, size)
-    open_bytes = open_rows(config, form, groups) * form.open_row_bytes(layers, size)
     free = max(0, free_memory_bytes(facts.device) - spoken_for)
     if config.full_cache_host_size:
         host_blocks = full_cache_blocks(config, block_bytes)
@@ -53,7 +51,7 @@ def choose_limits(config: EngineConfig, facts: ModelFacts, spoken_for: int = 0) 
             max_model_len = min(max_model_len, host_blocks * size)
         if facts.device.type == "cpu":
             free -= host_blocks * block_bytes
-    kept_bytes = open_bytes + (config.max_signal_bytes or 0)
+    kept_bytes = config.max_signal_bytes or 0
     num_blocks = config.num_blocks
     if num_blocks is None:
         affordable = (int(free * config.kv_memory_fraction) - kept_bytes) // block_bytes
@@ -75,7 +73,7 @@ def choose_limits(config: EngineConfig, facts: ModelFacts, spoken_for: int = 0) 
         )
     signal_bytes = config.max_signal_bytes
     if signal_bytes is None:
-        left = free - num_blocks * block_bytes - open_bytes
+        left = free - num_blocks * block_bytes
         signal_bytes = max(0, min(int(free * SIGNAL_FRACTION), left))
     return replace(config, max_model_len=max_model_len, num_blocks=num_blocks, max_signal_bytes=signal_bytes)
 
@@ -168,22 +166,7 @@ def prefix_worth(config: EngineConfig, rates: Rates) -> Callable[[int, int], boo
 
 
 def _beside(num_bytes: int) -> str:
-    return f" (with {num_bytes / 2**20:.1f} MiB for open blocks and signals)" if num_bytes else ""
-
-
-def open_rows(config: EngineConfig, form: KVFormat, groups: LayerGroups) -> int:
-    """Rows for blocks that are not full: within a step a sequence may hold the row of a block that it has
-    just sealed and that of the next one, in each of its tables; and those of snapshots."""
-    if not form.has_open_blocks:
-        return 0
-    return (1 + len(groups.tables)) * (2 * config.max_num_seqs + (max_open_snapshots(config, form) or 0))
-
-
-def max_open_snapshots(config: EngineConfig, form: KVFormat) -> int | None:
-    """Compressed prefixes in the pool whose last blocks may be not full; None: any number."""
-    if not form.has_open_blocks:
-        return None
-    return config.max_num_seqs if config.prefix_snapshot_fraction else 0
+    return f" (with {num_bytes / 2**20:.1f} MiB for signals)" if num_bytes else ""
 
 
 def free_memory_bytes(device: torch.device) -> int:

@@ -58,7 +58,6 @@ def draft_all(drafts: list[CompanionDraft], runner: ModelRunner, eos_token_ids: 
     with torch_alone():
         while going:
             items = [_next_of(draft) for draft in going]
-            runner.ready()
             logits, _ = runner.forward(items, observed=False)
             going = [draft for draft in _drawn(going, logits, eos_token_ids) if draft.goes_on]
 

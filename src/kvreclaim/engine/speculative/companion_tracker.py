@@ -143,7 +143,6 @@ class CompanionTracker:
                 self.leave(target.seq_id)
         if not pieces:
             return []
-        self.runner.ready()
         self.copier.copy(pieces)
         for piece in pieces:
             self.companions.commit(piece.companion, piece.num_tokens)

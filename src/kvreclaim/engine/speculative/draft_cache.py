@@ -60,9 +60,7 @@ class DraftCache:
         need = Need(facts.layers, size, facts.dtype, facts.device, form)
         self.ops = choose_backend(config.kernels, need).backend
         like = next(self.loaded.model.parameters()).new_empty(0, dtype=facts.dtype)
-        self.cache = self.ops.allocate(
-            facts.layers, config.num_blocks, size, like=like, kv_format=form, open_rows=0
-        )
+        self.cache = self.ops.allocate(facts.layers, config.num_blocks, size, like=like, kv_format=form)
         self.memory = MemoryManager(
             config.num_blocks, size, enable_prefix_caching=config.enable_prefix_caching
         )

@@ -13,9 +13,7 @@ from kvreclaim.engine.sampling.sampler import draw
 from kvreclaim.engine.speculative.draft_cache import DraftCache
 from kvreclaim.engine.speculative.drafter import Drafter
 from kvreclaim.engine.speculative.load import DraftModel
-from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.loader import LoadedModel
-from kvreclaim.ops.formats import KVFormat
 
 LEAST_CONFIDENCE = 0.3
 """Drafting ends before the token with which the draft model's probabilities of its drafts, multiplied, fall
@@ -42,10 +40,8 @@ class DraftModelDrafter(Drafter):
     often as they can: P = sum_i 1 / sum_j max(p_j / p_i, q_j / q_i).
     """
 
-    def __init__(
-        self, limit: int, memory: MemoryManager, form: KVFormat, *, target: LoadedModel, draft: DraftModel
-    ) -> None:
-        super().__init__(limit, memory, form)
+    def __init__(self, limit: int, *, target: LoadedModel, draft: DraftModel) -> None:
+        super().__init__(limit)
         self.cache = DraftCache(draft)
         self._name, self._eos, self._vocab_size = draft.loaded.name, target.eos_token_ids, target.vocab_size
 

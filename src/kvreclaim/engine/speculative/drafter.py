@@ -9,30 +9,20 @@ from collections.abc import Sequence as ListLike
 from kvreclaim.engine.extension import Extension
 from kvreclaim.engine.request.request import Sequence
 from kvreclaim.engine.speculative.ngram import Seen, propose
-from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.ops.formats import KVFormat
 from kvreclaim.schedule import Status
 
 logger = logging.getLogger(__name__)
 
 
-def most_drafts(seq: Sequence, limit: int, memory: MemoryManager, form: KVFormat) -> int:
+def most_drafts(seq: Sequence, limit: int) -> int:
     """Tokens that may be guessed for a sequence's next step, `limit` at most: it draws alone, has nothing
-    else to compute, and no pass, nor its end, nor a block that is sealed lies within them.
-
-    A format that codes a block as a whole does so when it is full: drafts end before, so that only tokens
-    which are there to stay seal one, and every row sees the blocks that it would see alone.
-    """
+    else to compute, and neither a pass nor its end lies within them."""
     request = seq.request
     draws = request.beams is None and request.scores is None and not seq.waits_for_fork and not seq.followers
     if not draws or seq.status is not Status.RUNNING or seq.num_uncomputed != 1 or seq.is_due:
         return 0
     until = seq.footprint.tokens_until_pass(seq.num_computed, seq.num_prompt, seq.account)
-    most = min(limit, until - 1, seq.max_len - len(seq.token_ids) - 1)
-    if form.has_open_blocks:
-        size = memory.block_size
-        most = min(most, size - 1 - (memory.table(seq.seq_id).physical_len + 1) % size)
-    return max(0, most)
+    return max(0, min(limit, until - 1, seq.max_len - len(seq.token_ids) - 1))
 
 
 class Drafter(Extension):
@@ -40,14 +30,14 @@ class Drafter(Extension):
 
     rank = 40
 
-    def __init__(self, limit: int, memory: MemoryManager, form: KVFormat) -> None:
-        self.limit, self.memory, self.form = limit, memory, form
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
 
     def propose(self, running: ListLike[Sequence]) -> None:
         """Give every sequence that may have some its draft_ids. What fails costs drafts, nothing else."""
         for seq in running:
             seq.draft_ids = []
-        asked = [(seq, most_drafts(seq, self.limit, self.memory, self.form)) for seq in running]
+        asked = [(seq, most_drafts(seq, self.limit)) for seq in running]
         try:
             self.draft([(seq, most) for seq, most in asked if most > 0])
         except Exception:
@@ -70,8 +60,8 @@ class Drafter(Extension):
 class NgramDrafter(Drafter):
     """From what the sequences say themselves."""
 
-    def __init__(self, limit: int, memory: MemoryManager, form: KVFormat, *, least: int, most: int) -> None:
-        super().__init__(limit, memory, form)
+    def __init__(self, limit: int, *, least: int, most: int) -> None:
+        super().__init__(limit)
         self.least, self.most = least, most
         self._seen: dict[int, Seen] = {}
 

@@ -7,20 +7,16 @@ from kvreclaim.config import EngineConfig
 from kvreclaim.engine.speculative.draft_model import DraftModelDrafter
 from kvreclaim.engine.speculative.drafter import Drafter, NgramDrafter
 from kvreclaim.engine.speculative.load import DraftModel
-from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.loader import LoadedModel
-from kvreclaim.ops.formats import KVFormat
 
 
-def make_drafter(
-    config: EngineConfig, memory: MemoryManager, form: KVFormat, target: LoadedModel, draft: DraftModel | None
-) -> Drafter | None:
+def make_drafter(config: EngineConfig, target: LoadedModel, draft: DraftModel | None) -> Drafter | None:
     """None where nothing is guessed. draft: what load_draft has found for this config"""
     said = speculation.from_json(config.speculative_config)
     if said is None:
         return None
     if said.model is not None:
         assert draft is not None, "load_draft loads it"
-        return DraftModelDrafter(said.num_speculative_tokens, memory, form, target=target, draft=draft)
+        return DraftModelDrafter(said.num_speculative_tokens, target=target, draft=draft)
     least, most = said.prompt_lookup_min, said.prompt_lookup_max
-    return NgramDrafter(said.num_speculative_tokens, memory, form, least=least, most=most)
+    return NgramDrafter(said.num_speculative_tokens, least=least, most=most)

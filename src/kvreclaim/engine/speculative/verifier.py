@@ -88,15 +88,14 @@ class Verifier(Extension):
     def _begin(self, target: Sequence) -> list[CompanionDraft]:
         """A draft with room for its tokens, or none."""
         verify = verify_of(target)
-        memory, form = self.lifecycle.memory, self.runner.cache.format
-        most = most_drafts(target, verify.num_tokens, memory, form)
+        most = most_drafts(target, verify.num_tokens)
         companion = (
             self._reader(target, most) if verify.eviction_method.sparse_reads else self.companions.get(target)
         )
         if not most or companion is None or companion.num_computed != target.num_computed:
             return []
         companion.token_ids[companion.num_computed :] = target.token_ids[companion.num_computed :]
-        most = most_drafts(companion, most, self.companions.memory, form)
+        most = most_drafts(companion, most)
         while most and not self.tracker.has_room(companion, most):
             most //= 2
         draft = CompanionDraft(target, companion, most, companion.num_computed)

@@ -22,7 +22,7 @@ from kvreclaim.engine.offload.prefixes import make_prefixes
 from kvreclaim.engine.offload.snapshot_state import SnapshotStore
 from kvreclaim.engine.request.outputs import EngineTotals
 from kvreclaim.engine.request.request import Sequence as Seq
-from kvreclaim.engine.request.sizing import make_memory, open_rows
+from kvreclaim.engine.request.sizing import make_memory
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.engine.step.full_cache import full_cache, streamed_layers
 from kvreclaim.engine.step.validation import check_sparse_prefill
@@ -112,13 +112,13 @@ def make_storage(
         windows=groups.windows,
     )
 
-    def allocate(num_blocks: int, rows: int = 0) -> KVCache:
-        return backend.allocate(facts.layers, num_blocks, size, like=like, kv_format=form, open_rows=rows)
+    def allocate(num_blocks: int) -> KVCache:
+        return backend.allocate(facts.layers, num_blocks, size, like=like, kv_format=form)
 
     num_blocks = memory.pool.num_blocks
     if not config.full_cache_host_size:
         staging = STAGING_BLOCKS if config.kv_recall_size else 0
-        cache = allocate(num_blocks + staging, open_rows(config, form, groups))
+        cache = allocate(num_blocks + staging)
         return Storage(memory, cache, None, None, file, rates)
     assert config.num_blocks is not None, "the engine's limits are set"
     cache = full_cache(config, groups, backend, form, like, num_blocks)

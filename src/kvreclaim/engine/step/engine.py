@@ -28,7 +28,6 @@ from kvreclaim.engine.request.footprints import footprint_of
 from kvreclaim.engine.request.outputs import EngineTotals, StepStats
 from kvreclaim.engine.request.request import Request, Scheduled
 from kvreclaim.engine.request.request import Sequence as Seq
-from kvreclaim.engine.request.sizing import max_open_snapshots
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.engine.speculative.companion_copier import CompanionCache, CompanionCopier
@@ -109,7 +108,7 @@ class Engine:
         )
         preemption = PreemptionCostModel(config.preemption_mode, rates=storage.rates)
         self.tiers = make_offload(storage, self.signals, preemption, totals)
-        scheduler = make_scheduler(config, self.memory, preemption, max_open_snapshots(config, form))
+        scheduler = make_scheduler(config, self.memory, preemption)
         self.lifecycle = Lifecycle(loaded, self.memory, self.signals, scheduler, self.extensions, totals)
         self.scheduler, self.requests = scheduler, self.lifecycle.requests
         if self.tiers is not None:
@@ -124,7 +123,7 @@ class Engine:
         self.compression = CompressionPass(context, totals, self.recalls)
         self.output_processor = OutputProcessor(self.lifecycle, self.compression)
         self.executor = StepExecutor(self.runner, self.lifecycle, self.output_processor)
-        self.drafter = make_drafter(config, self.memory, form, loaded, draft)
+        self.drafter = make_drafter(config, loaded, draft)
         if self.drafter is not None:
             self.extensions.add(self.drafter)
         self.kernels = describe(loaded, groups, form, choice, self.extensions)

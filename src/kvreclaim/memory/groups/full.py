@@ -99,10 +99,6 @@ class FullAttentionGroup(GroupManager):
     def num_blocks(self, seq_id: int, table: BlockTable) -> int:
         return table.num_blocks
 
-    def open_blocks(self, seq_id: int, table: BlockTable) -> list[int]:
-        ids = table.block_ids[table.physical_len // self.block_size :]
-        return [block for block in ids if block is not None]
-
     def check(self, seq_id: int, table: BlockTable) -> None:
         check_table(seq_id, table, self.pool, self.block_size)
 

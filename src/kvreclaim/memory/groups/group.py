@@ -77,9 +77,5 @@ class GroupManager(ABC):
         """Number of these blocks."""
 
     @abstractmethod
-    def open_blocks(self, seq_id: int, table: BlockTable) -> list[int]:
-        """The blocks that the next tokens go to, one that holds some already included."""
-
-    @abstractmethod
     def check(self, seq_id: int, table: BlockTable) -> None:
         """The sequence holds what its next token needs. Raises AssertionError."""

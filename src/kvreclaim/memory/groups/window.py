@@ -191,11 +191,6 @@ class WindowGroup(GroupManager):
     def num_blocks(self, seq_id: int, table: BlockTable) -> int:
         return self.window.num_blocks * len(self._tables[seq_id].rows)
 
-    def open_blocks(self, seq_id: int, table: BlockTable) -> list[int]:
-        own = self._tables[seq_id]
-        rows = own.rows[table.logical_len // self.block_size - own.first :]
-        return [block for row in rows for block in row]
-
     def check(self, seq_id: int, table: BlockTable) -> None:
         own, length = self._tables[seq_id], table.logical_len
         first = self.window.first_seen(length) // self.block_size

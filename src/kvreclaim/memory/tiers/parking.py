@@ -119,10 +119,8 @@ class ParkedSequences(NoParking):
         self._leaving.update(zip(new, slots, strict=True))
         self._host.forget_twins(slots)
         own = tuple(None if block is None else self._leaving[block] for block in rest)
-        tail = table.begun(self._size)
-        tail = None if tail is None else self._copied.get(tail, tail)
         root = self._pool.index.root(None).serial
-        self._parked[seq_id] = parked = Parked(table, (*below, *own), len(below), tail, root)
+        self._parked[seq_id] = parked = Parked(table, (*below, *own), len(below), root)
         self._own.update(parked.own)
         if table.chain is not None:
             self._host.note_twins(parked.slots, table)
@@ -144,7 +142,7 @@ class ParkedSequences(NoParking):
         supply = iter(own)
         slots = tuple(None if block is None else next(supply) for block in held)
         root = self._pool.index.root(None).serial
-        self._parked[seq_id] = parked = Parked(table, slots, 0, table.begun(self._size), root)
+        self._parked[seq_id] = parked = Parked(table, slots, 0, root)
         self._own.update(parked.own)
         return slots
 

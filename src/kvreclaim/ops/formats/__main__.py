@@ -13,13 +13,10 @@ import torch
 from torch import Tensor
 
 from kvreclaim.kv_bytes import GROUP
-from kvreclaim.ops.formats.affine import CHANNEL_GRID, KEY_GRID, VALUE_GRID, CodeGrid, Groups
+from kvreclaim.ops.formats.affine import REACH
 from kvreclaim.ops.formats.codecs import FP8_MAX, round_trip
 from kvreclaim.ops.formats.format import FORMATS
 from kvreclaim.ops.formats.hadamard import rotate
-
-BLOCK = 16
-"""Tokens of a block, which kivi4's keys are encoded over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,35 +44,19 @@ def fp8_steps(x: Tensor) -> Tensor:
     return torch.maximum(x.abs() / 16, x.abs().amax(-1, keepdim=True) / FP8_MAX / 1024)
 
 
-def by_groups(grid: CodeGrid, x: Tensor) -> Tensor:
-    return Groups.encode(x, grid).decode(grid)
-
-
-def group_steps(grid: CodeGrid, x: Tensor) -> Tensor:
+def group_steps(x: Tensor) -> Tensor:
     parts = []
     for part in x.split(GROUP, -1):
         least, most = part.amin(-1, keepdim=True), part.amax(-1, keepdim=True)
-        step = torch.maximum((most - least) / 15, (most + least).abs() / 2 / grid.reach)
+        step = torch.maximum((most - least) / 15, (most + least).abs() / 2 / REACH)
         parts.append((step / 2).expand_as(part))
     return torch.cat(parts, -1)
-
-
-def over_blocks(act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """act over the tokens of each block in each dim."""
-    blocks = x.unflatten(0, (-1, BLOCK)).transpose(1, 2)
-    return act(blocks).transpose(1, 2).flatten(0, 1)
 
 
 CODECS = (
     Codec("int8", vectors("int8"), amax_steps(127)),
     Codec("fp8_e4m3", vectors("fp8_e4m3"), fp8_steps),
-    Codec("int4", vectors("int4"), lambda x: group_steps(KEY_GRID, x), rotate),
-    Codec(
-        "kivi4 keys",
-        lambda x: over_blocks(lambda y: by_groups(CHANNEL_GRID, y), x),
-        lambda x: over_blocks(lambda y: group_steps(CHANNEL_GRID, y), x),
-    ),
-    Codec("kivi4 values", lambda x: by_groups(VALUE_GRID, x), lambda x: group_steps(VALUE_GRID, x)),
+    Codec("int4", vectors("int4"), group_steps, rotate),
     Codec("turboquant4", vectors("turboquant4"), None),
 )
 

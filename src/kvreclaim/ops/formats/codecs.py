@@ -1,7 +1,7 @@
 """How a key or a value becomes codes and parameters, in PyTorch: the oracle of every kernel.
 
-One token of one head at a time (kivi4's sealed blocks are in kivi.py, with the grids of affine.py). In all
-formats the scale is rounded down to a code first and numbers are divided by the scale of that code.
+One token of one head at a time. In all formats the scale is rounded down to a code first and numbers are
+divided by the scale of that code.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvreclaim.kv_bytes import groups
 from kvreclaim.ops.formats import scales
-from kvreclaim.ops.formats.affine import KEY_GRID, Groups, bounded
+from kvreclaim.ops.formats.affine import Groups, bounded
 from kvreclaim.ops.formats.format import KVFormat
 from kvreclaim.ops.formats.hadamard import rotate, unrotate
 
@@ -133,11 +133,11 @@ def decode_rotated(codes: Tensor, scale: Tensor) -> Tensor:
 
 def _encode_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     """int4: [..., D] -> codes [..., D / 2] and (s, z) of each group of 32 dims [..., 2 groups(D)], uint8."""
-    found = Groups.encode(rotate(bounded(x)), KEY_GRID)
+    found = Groups.encode(rotate(bounded(x)))
     return pack(found.n), torch.stack((found.s, found.z), -1).flatten(-2)
 
 
 def _decode_groups(codes: Tensor, params: Tensor) -> Tensor:
     """Invert _encode_groups: [..., D] fp32."""
     s, z = params.unflatten(-1, (-1, 2)).unbind(-1)
-    return unrotate(Groups(unpack(codes), s, z).decode(KEY_GRID))
+    return unrotate(Groups(unpack(codes), s, z).decode())

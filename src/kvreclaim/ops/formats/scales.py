@@ -63,11 +63,9 @@ def sixteenths() -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def _fraction(part: int, steps: int) -> float:
-    """2^(part / steps); in 16 or 256 steps by the tables, else rounded once."""
+    """2^(part / steps), of 16 or 256 steps, by the tables."""
     coarse, fine = sixteenths()
-    if steps == 256:
-        return _fp32(coarse[part // 16] * fine[part % 16])
-    return coarse[part] if steps == 16 else _fp32(2.0 ** (part / steps))
+    return coarse[part] if steps == 16 else _fp32(coarse[part // 16] * fine[part % 16])
 
 
 def _fp32(x: float) -> float:
@@ -82,7 +80,3 @@ TURBO = ScaleCode(steps=256, bias=9, last=4095)
 """Root mean square of a vector, from .002 to 128; code 0 stands for a vector of zeros."""
 INT4 = ScaleCode(steps=16, bias=10, last=255)
 """Steps of a group of 4-bit codes, from .001 to 61."""
-KIVI_KEYS = ScaleCode(steps=16, bias=10, last=253)
-"""Like INT4; 254 and 255 are left to say that a unit is open, or that its keys lie by token."""
-KIVI_VALUES = ScaleCode(steps=22, bias=8, last=255)
-"""Steps of kivi4's values, from .0039 to 12; the kernels read table()."""

@@ -17,7 +17,6 @@ from kvreclaim.ops.native.storage import allocate as allocate
 from kvreclaim.ops.native.storage import compact as compact
 from kvreclaim.ops.native.storage import copy_blocks as copy_blocks
 from kvreclaim.ops.native.storage import gather_tokens as gather_tokens
-from kvreclaim.ops.native.storage import keep_open as keep_open
 from kvreclaim.ops.native.storage import plain_view as plain_view
 from kvreclaim.ops.native.storage import prepare_blocks as prepare_blocks
 from kvreclaim.ops.native.storage import unsupported_reason as unsupported_reason

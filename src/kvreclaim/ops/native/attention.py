@@ -25,7 +25,7 @@ def paged_attention(q: Tensor, layer: LayerCache, batch: AttentionBatch) -> Tens
     integers instead: q and the weights rounded to 16 bits, see csrc/include/kvreclaim/integer_loops.h.
     Keys are cut at fixed slots and the parts merged, so that one long sequence uses all threads and a row
     depends neither on the rest of the batch nor on the number of threads, nor, up to EXACT_QUERIES rows of a
-    sequence, on the rows beside it. kivi4: while the block that a row ends in stays open.
+    sequence, on the rows beside it.
     """
     out = q.new_empty((q.shape[0], q.shape[1], layer.cache.shape.v_dim))
     KERNELS.paged_attention(q, out, *_over(layer, batch))

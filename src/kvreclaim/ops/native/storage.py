@@ -9,16 +9,12 @@ import torch
 from torch import Tensor
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.ops import reference
 from kvreclaim.ops.backend import Need
 from kvreclaim.ops.extension import KERNELS, native, unavailable_reason
 from kvreclaim.ops.facts import CacheShape, LayerFacts
 from kvreclaim.ops.formats import KVFormat, plain_format
-from kvreclaim.ops.formats.open_blocks import rows_beside
 from kvreclaim.ops.kv_cache import KVCache, LayerCache, PagedTokens
-from kvreclaim.ops.native.kivi import WORDS, write_open
 from kvreclaim.ops.native.views import LAYOUTS, cache_view, make_cache
-from kvreclaim.ops.reference import kivi
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK = 16
@@ -52,7 +48,6 @@ def allocate(
     *,
     like: Tensor,
     kv_format: KVFormat | None = None,
-    open_rows: int = 0,
 ) -> KVCache:
     """An all-zero cache; see csrc/include/kvreclaim/layout.h for the layout.
 
@@ -70,7 +65,7 @@ def allocate(
     else:
         planes = (_units(like, shape, form),)
     softmaxes = tuple(layer.softmax for layer in layers)
-    return KVCache(shape, form, planes, softmaxes, rows_beside(form, shape, open_rows, like.device))
+    return KVCache(shape, form, planes, softmaxes)
 
 
 def plain_view(cache: KVCache, form: KVFormat, block_size: int) -> KVCache:
@@ -109,8 +104,6 @@ def _zeros(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def write_kv(layer: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
     """reference.write_kv; k and v with any strides, fp32, bf16 or fp16 (rounded to nearest even)."""
-    if layer.cache.open is not None:
-        return write_open(layer, k, v, slot_mapping)
     KERNELS.write_kv(layer.cache.cached("native", make_cache), layer.index, k, v, slot_mapping)
 
 
@@ -125,11 +118,6 @@ def gather_tokens(tokens: PagedTokens) -> tuple[Tensor, Tensor]:
 
 def prepare_blocks(cache: KVCache, block_ids: list[int]) -> None:
     """Nothing to clear: the kernels never let a slot past a sequence's length into a sum."""
-    if cache.open is not None:
-        cache.open.drop(block_ids)
-
-
-keep_open = reference.keep_open
 
 
 def copy_blocks(cache: KVCache, pairs: list[tuple[int, int]]) -> None:
@@ -137,8 +125,6 @@ def copy_blocks(cache: KVCache, pairs: list[tuple[int, int]]) -> None:
     source, target = torch.tensor(pairs).unbind(1)
     for plane in cache.planes:
         plane[:, target] = plane[:, source]
-    if cache.open is not None:
-        kivi.copy_rows(cache, pairs, WORDS)
 
 
 def compact(cache: KVCache, kept: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
@@ -154,6 +140,4 @@ def compact(cache: KVCache, kept: Tensor, source_ids: Tensor, target_ids: Tensor
     none; otherwise each head is gathered in scratch first. What lies past slot M in the last target is
     unspecified. Raises: ValueError, before anything moves, for slots or blocks outside their range.
     """
-    if cache.open is not None:
-        return kivi.compact(cache, kept, source_ids, target_ids, WORDS)
     native().compact(cache_view(cache), kept.contiguous(), source_ids, target_ids)

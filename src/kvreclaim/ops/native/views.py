@@ -10,7 +10,7 @@ from kvreclaim.ops.extension import native
 from kvreclaim.ops.formats.hadamard import sign_tensor
 from kvreclaim.ops.kv_cache import KVCache
 
-LAYOUTS = ("fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4", "turboquant4", "kivi4")
+LAYOUTS = ("fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4", "turboquant4")
 """KV formats in the order of csrc's Format."""
 
 
@@ -24,13 +24,9 @@ def make_cache(cache: KVCache) -> Any:
     shape, form = cache.shape, cache.format
     dims = (*shape.units, shape.block_size, shape.k_dim, shape.v_dim)
     signs = tuple(sign_tensor(dim, cache.device) for dim in (shape.k_dim, shape.v_dim))
-    view = native().Cache(
+    return native().Cache(
         LAYOUTS.index(form.name), dims, shape.latent, list(cache.planes), signs if form.is_rotated else None
     )
-    if cache.open is not None:
-        origin = cache.origin or shape
-        view.set_open_rows(origin.units, cache.open.row_of, cache.open.k, cache.open.v)
-    return view
 
 
 def make_batch(batch: AttentionBatch) -> Any:

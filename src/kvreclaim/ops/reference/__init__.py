@@ -6,7 +6,6 @@ from kvreclaim.ops.reference.attention import paged_attention as paged_attention
 from kvreclaim.ops.reference.moves import compact as compact
 from kvreclaim.ops.reference.moves import compact_layer as compact_layer
 from kvreclaim.ops.reference.moves import copy_blocks as copy_blocks
-from kvreclaim.ops.reference.moves import keep_open as keep_open
 from kvreclaim.ops.reference.moves import prepare_blocks as prepare_blocks
 from kvreclaim.ops.reference.moves import write_kv as write_kv
 from kvreclaim.ops.reference.rows import allocate as allocate

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvreclaim.ops.kv_cache import KVCache, LayerCache
-from kvreclaim.ops.reference import kivi
 from kvreclaim.ops.reference.rows import store_rows
 
 
@@ -23,8 +20,6 @@ def write_kv(layer: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> N
     Mutates the cache at these slots only.
     """
     cache = layer.cache
-    if cache.open is not None:
-        return kivi.write(layer, k, v, slot_mapping, kivi.ROWS)
     block, offset = slot_mapping // cache.block_size, slot_mapping % cache.block_size
     for plane, rows in zip(layer.planes, store_rows(cache, k, v), strict=True):
         plane[block, :, offset] = rows
@@ -40,8 +35,6 @@ def compact(cache: KVCache, kept: Tensor, source_ids: Tensor, target_ids: Tensor
     Every layer is read whole before it is written, so sources and targets may overlap.
     Mutates the target blocks only; what lies past slot M in the last one becomes zero bytes.
     """
-    if cache.open is not None:
-        return kivi.compact(cache, kept, source_ids, target_ids, kivi.ROWS)
     for layer in cache.layers:
         row = kept[layer.index if kept.shape[0] > 1 else 0]
         for plane in layer.planes:
@@ -69,8 +62,6 @@ def copy_blocks(cache: KVCache, pairs: list[tuple[int, int]]) -> None:
     source, target = torch.tensor(pairs, device=cache.device).unbind(1)
     for plane in cache.planes:
         plane[:, target] = plane[:, source]
-    if cache.open is not None:
-        kivi.copy_rows(cache, pairs, kivi.ROWS)
 
 
 def prepare_blocks(cache: KVCache, block_ids: list[int]) -> None:
@@ -79,14 +70,3 @@ def prepare_blocks(cache: KVCache, block_ids: list[int]) -> None:
     index = torch.tensor(block_ids, device=cache.device)
     for plane in cache.planes:
         plane.index_fill_(1, index, 0)
-    if cache.open is not None:
-        cache.open.drop(block_ids)
-
-
-def keep_open(cache: KVCache, blocks: Collection[int]) -> None:
-    """Say which blocks are being filled by sequences that run; rows of all others are free again.
-
-    To be called before each forward pass, of a cache with open blocks; of others it does nothing.
-    """
-    if cache.open is not None:
-        cache.open.keep(blocks)

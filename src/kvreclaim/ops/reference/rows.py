@@ -2,29 +2,24 @@
 
     plain   k [L, B, K, S, D] and v [L, B, K, S, Dv] of the format's dtype
     coded   k [.., S, D bits / 8], v [.., S, Dv bits / 8], parameters [.., S, P]; bytes (formats/codecs.py)
-    kivi4   codes alike, parameters [L, B, K, U] of whole units, rows for open blocks (formats/kivi_codec.py)
 
 A latent cache stores the last D - Dv dims of a key. Triton's kernels read the same planes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.backend import Need
 from kvreclaim.ops.batch import AttentionGroup
 from kvreclaim.ops.facts import CacheShape, LayerFacts
 from kvreclaim.ops.formats import KVFormat, plain_format
 from kvreclaim.ops.formats.codecs import decode_keys, decode_values, encode
-from kvreclaim.ops.formats.open_blocks import rows_beside
 from kvreclaim.ops.kv_cache import KVCache, LayerCache, PagedTokens
-from kvreclaim.ops.reference import kivi
 
 
 def allocate(
@@ -34,13 +29,11 @@ def allocate(
     *,
     like: Tensor,
     kv_format: KVFormat | None = None,
-    open_rows: int = 0,
 ) -> KVCache:
     """An all-zero cache on the device of `like`.
 
     Args:
         kv_format: None: the plain format of like's dtype
-        open_rows: room for that many blocks that are not full, for a format with open blocks
 
     Raises: InvalidArgumentError where the format cannot hold these layers.
     """
@@ -57,14 +50,9 @@ def allocate(
     if form.is_plain:
         plain = tuple(like.new_zeros((*rows, dim), dtype=form.dtype) for dim in dims)
         return KVCache(shape, form, plain, softmaxes)
-    codes = ((*rows, form.code_bytes(dim)) for dim in dims)
-    if form.has_open_blocks:
-        params: tuple[int, ...] = (*shape.units, form.unit_params(*dims, block_size))
-    else:
-        params = (*rows, form.slot_params(*dims))
-    planes = tuple(like.new_zeros(plane, dtype=torch.uint8) for plane in (*codes, params))
-    beside = rows_beside(form, shape, open_rows, like.device)
-    return KVCache(shape, form, planes, softmaxes, beside)
+    sizes = (*(form.code_bytes(dim) for dim in dims), form.slot_params(*dims))
+    planes = tuple(like.new_zeros((*rows, size), dtype=torch.uint8) for size in sizes)
+    return KVCache(shape, form, planes, softmaxes)
 
 
 def plain_view(cache: KVCache, form: KVFormat, block_size: int) -> KVCache:
@@ -108,10 +96,6 @@ def group_rows(layer: LayerCache, group: AttentionGroup) -> tuple[Tensor, Tensor
     """Keys [n, K, C, D] and values [n, K, C, Dv] of a group's blocks in fp32."""
     cache = layer.cache
     index = group.gather_index(cache.num_kv_heads)
-    if cache.open is not None:
-        table = index.view(len(group.sequences), cache.num_kv_heads, -1)[:, 0] // cache.num_kv_heads
-        k, v = decode_blocks(layer, table.flatten())
-        return _by_sequence(k, table.shape), _by_sequence(v, table.shape)
     rows = (_group_plane(plane, index, len(group.sequences)) for plane in layer.planes)
     k, v = load_rows(cache, tuple(rows))
     return k.float(), v.float()
@@ -124,26 +108,10 @@ def _group_plane(plane: Tensor, index: Tensor, num_sequences: int) -> Tensor:
     return flat.view(num_sequences, heads, -1, dim)
 
 
-def decode_blocks(layer: LayerCache, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """kivi4: keys [n, K, S, D] and values [n, K, S, Dv] of blocks [n] in fp32, open ones from their rows."""
-    k, v = kivi.decode(layer, blocks, kivi.ROWS.load(layer, blocks))
-    return (torch.cat((v, k), -1) if layer.cache.shape.latent else k), v
-
-
-def _by_sequence(x: Tensor, table: Sequence[int]) -> Tensor:
-    """[n * blocks, K, S, D] -> [n, K, C, D], for a table of shape (n, blocks)."""
-    return x.unflatten(0, table).transpose(1, 2).flatten(2, 3)
-
-
 def gather_tokens(tokens: PagedTokens) -> tuple[Tensor, Tensor]:
     """One sequence's keys [K, T, D] and values [K, T, Dv] of one layer in token order (copies): of a plain
     format in its dtype, of codes in fp32."""
     cache = tokens.cache
-    if cache.open is not None:
-        blocks = tokens.block_ids[: blocks_for(tokens.num_tokens, cache.block_size)]
-        k, v = decode_blocks(tokens.layer, blocks)
-        k, v = (_by_sequence(x, (1, len(blocks)))[0, :, : tokens.num_tokens] for x in (k, v))
-        return k, v
     rows = (gather_slots(plane, tokens.block_ids, tokens.num_tokens) for plane in tokens.layer.planes)
     return load_rows(cache, tuple(rows))
 

@@ -9,7 +9,6 @@ import importlib.util
 
 from kvreclaim.ops.reference import allocate as allocate
 from kvreclaim.ops.reference import column_sums as column_sums
-from kvreclaim.ops.reference import keep_open as keep_open
 from kvreclaim.ops.reference import plain_view as plain_view
 from kvreclaim.ops.reference import select_top as select_top
 from kvreclaim.ops.triton.support import describe as describe

@@ -217,17 +217,15 @@ def _resources(q: Tensor, cache: KVCache) -> dict[str, int]:
 def _tile_tokens(bytes_per_token: int, form: KVFormat) -> int:
     """Tokens of a tile of K and V, so that three stages of it fit in 96 KiB of shared memory; fewer where
     decoding takes many registers."""
-    most = 32 if form.is_rotated or form.has_open_blocks else 64
+    most = 32 if form.is_rotated else 64
     return max(16, min(most, 1 << (32768 // bytes_per_token).bit_length() - 1))
 
 
 def _stages(form: KVFormat, itemsize: int, block_dims: int) -> int:
     """Tiles in flight: three, less where rows of fp32 leave no shared memory for them, or where look-ups of
-    levels or rows of open blocks would be held there ahead of time."""
+    levels would be held there ahead of time."""
     if form.is_rotated:
         return 1
-    if form.has_open_blocks:
-        return 2 if itemsize == 2 and block_dims <= 128 else 1
     if itemsize == 2:
         return 3
     return 2 if block_dims <= 128 else 1

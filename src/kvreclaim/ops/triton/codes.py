@@ -1,6 +1,6 @@
 """Device functions: rows of any format as tiles of numbers.
 
-What a code stands for is said in ops/formats: codecs.py, affine.py (groups of 4-bit codes) and kivi_codec.py.
+What a code stands for is said in ops/formats: codecs.py and affine.py (groups of 4-bit codes).
 Everything is integer arithmetic, table look-ups and fp32, in the order of the codecs, so that the numbers are
 the codecs' bit for bit; no type of 8 bits is needed. SIDE 0 is the keys (their stored dims), 1 the values.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvreclaim.ops.triton.layout import FORMAT_IDS, VALUE_SCALES
+from kvreclaim.ops.triton.layout import FORMAT_IDS
 from kvreclaim.ops.triton.layout import LEVELS as FIRST_LEVEL
 from kvreclaim.ops.triton.rotation import unrotated
 from kvreclaim.ops.triton.slots import load_rows
@@ -21,12 +21,7 @@ FP8 = tl.constexpr(FORMAT_IDS["fp8_e4m3"])
 INT8 = tl.constexpr(FORMAT_IDS["int8"])
 INT4 = tl.constexpr(FORMAT_IDS["int4"])
 TURBO4 = tl.constexpr(FORMAT_IDS["turboquant4"])
-KIVI4 = tl.constexpr(FORMAT_IDS["kivi4"])
 LEVELS = tl.constexpr(FIRST_LEVEL)
-KIVI_VALUES = tl.constexpr(VALUE_SCALES)
-BY_TOKEN = tl.constexpr(255)
-OPEN = tl.constexpr(254)
-"""The last byte of a kivi4 unit's key parameters: below these it is a scale of keys by channel."""
 
 
 @triton.jit
@@ -100,7 +95,7 @@ def _grid(pairs, step, first, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _step(table, s, z):
-    """The scale of a group of int4 or of kivi4's keys; z = 0 says that all of it is zero."""
+    """The scale of a group of int4; z = 0 says that all of it is zero."""
     return tl.where(z == 0, 0.0, tl.load(table + s))
 
 
@@ -127,80 +122,6 @@ def _load_int4(store, rows, valid, L: tl.constexpr, SIDE: tl.constexpr):
 
 
 @triton.jit
-def _key_params(store, rows, valid, state, L: tl.constexpr):
-    """Step and first number [rows, BLOCK_D] of kivi4's keys: by channel, one for all slots of a unit; by
-    token, as int4's, in planes of S bytes."""
-    N: tl.constexpr = rows.shape[0]
-    SPAN: tl.constexpr = min(L.SPAN, N)
-    UNITS: tl.constexpr = N // SPAN
-    dims = tl.arange(0, L.BLOCK_D)
-    group = tl.arange(0, (L.BLOCK_D + 31) // 32)
-    unit = tl.max(tl.reshape(tl.where(valid, rows // L.S, 0), [UNITS, SPAN]), axis=1)
-    places = store.params + unit[:, None] * L.PARAMS + dims[None, :]
-    mask = tl.broadcast_to((dims < L.D)[None, :], [UNITS, L.BLOCK_D])
-    z = tl.load(places, mask=mask, other=0).to(tl.int32)
-    s = tl.load(places + L.D, mask=mask, other=0).to(tl.int32)
-    by_channel = _step(store.table, s, z), _first(z)
-    places = store.params + (rows // L.S * L.PARAMS + rows % L.S)[:, None] + (2 * L.S) * group[None, :]
-    mask = (valid & (state == BY_TOKEN))[:, None] & (group < (L.D + 31) // 32)[None, :]
-    s = tl.load(places, mask=mask, other=0).to(tl.int32)
-    z = tl.load(places + L.S, mask=mask, other=0).to(tl.int32)
-    by_token = _step(store.table, s, z), _first(z)
-    is_token = (state == BY_TOKEN)[:, None]
-    shape: tl.constexpr = [UNITS, SPAN, L.BLOCK_D]
-    step = tl.reshape(tl.broadcast_to(by_channel[0][:, None, :], shape), [N, L.BLOCK_D])
-    first = tl.reshape(tl.broadcast_to(by_channel[1][:, None, :], shape), [N, L.BLOCK_D])
-    step = tl.where(is_token, _spread(by_token[0], L.BLOCK_D), step)
-    return step, tl.where(is_token, _spread(by_token[1], L.BLOCK_D), first)
-
-
-@triton.jit
-def _value_params(store, rows, valid, L: tl.constexpr):
-    """Step and first number [rows, BLOCK_DV] of kivi4's values: planes of S scales, then of S centres of 5
-    bits each, the low 4 in halves of bytes and the highest in bits."""
-    GROUPS: tl.constexpr = (L.DV + 31) // 32
-    group = tl.arange(0, (L.BLOCK_DV + 31) // 32)
-    unit = store.params + (rows // L.S)[:, None] * L.PARAMS + L.KEY_PARAMS
-    place = group[None, :] * L.S + (rows % L.S)[:, None]
-    mask = valid[:, None] & (group < GROUPS)[None, :]
-    s = tl.load(unit + place, mask=mask, other=0).to(tl.int32)
-    low = tl.load(unit + GROUPS * L.S + place // 2, mask=mask, other=0).to(tl.int32)
-    high = tl.load(unit + GROUPS * L.S + (GROUPS * L.S + 1) // 2 + place // 8, mask=mask, other=0).to(
-        tl.int32
-    )
-    z = (low >> ((place % 2).to(tl.int32) * 4)) & 15 | ((high >> (place % 8).to(tl.int32)) & 1) << 4
-    step = tl.load(store.table + KIVI_VALUES + s, mask=mask, other=0.0)
-    return _spread(step, L.BLOCK_DV), _spread((_integers(z) - 16.0) * 0.5 - 7.5, L.BLOCK_DV)
-
-
-@triton.jit
-def _load_kivi4(store, rows, valid, L: tl.constexpr, SIDE: tl.constexpr):
-    """A sealed unit's codes, or the bf16 row of a block that is not full."""
-    D: tl.constexpr = L.DV if SIDE else L.D
-    BLOCK_D: tl.constexpr = L.BLOCK_DV if SIDE else L.BLOCK_D
-    state = tl.load(store.params + rows // L.S * L.PARAMS + (L.KEY_PARAMS - 1), mask=valid, other=0).to(
-        tl.int32
-    )
-    pairs = _bytes(store.v if SIDE else store.k, rows, valid, D // 2, BLOCK_D // 2, 0)
-    if SIDE:
-        step, first = _value_params(store, rows, valid, L)
-    else:
-        step, first = _key_params(store, rows, valid, state, L)
-    tile = _grid(pairs, step, first, BLOCK_D)
-
-    unit = store.first_unit + rows // L.S
-    head = unit % L.UNIT_HEADS
-    block = unit // L.UNIT_HEADS % store.num_blocks
-    layer = unit // L.UNIT_HEADS // store.num_blocks
-    is_open = valid & (state == OPEN)
-    row = tl.load(store.open_rows + block, mask=is_open, other=-1)
-    is_open = is_open & (row >= 0)
-    place = ((row.to(tl.int64) * L.LAYERS + layer) * L.UNIT_HEADS + head) * L.S + rows % L.S
-    numbers = load_rows(store.open_v if SIDE else store.open_k, place, is_open, D, BLOCK_D, False)
-    return tl.where(is_open[:, None], numbers, tl.where(valid[:, None], tile, 0.0))
-
-
-@triton.jit
 def load_tile(store, rows, valid, L: tl.constexpr, SIDE: tl.constexpr, AS_STORED: tl.constexpr):
     """Rows of one side: [rows, BLOCK], zero where not valid and past D. fp32, but a plain format's own type
     if AS_STORED; those of a rotated format are rotated."""
@@ -211,8 +132,6 @@ def load_tile(store, rows, valid, L: tl.constexpr, SIDE: tl.constexpr, AS_STORED
     else:
         if L.FORMAT == INT4:
             tile = _load_int4(store, rows, valid, L, SIDE)
-        elif L.FORMAT == KIVI4:
-            tile = _load_kivi4(store, rows, valid, L, SIDE)
         else:
             tile = load_numbers(store, rows, valid, L, SIDE) * load_scales(store, rows, valid, SIDE)[:, None]
         if D != BLOCK_D:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from kvreclaim.ops.kv_cache import KVCache
-from kvreclaim.ops.reference import kivi
 from kvreclaim.ops.triton.move_kernels import compact_kernel
 from kvreclaim.ops.triton.support import num_processors, padded
 
@@ -18,12 +17,8 @@ def compact(cache: KVCache, kept: Tensor, source_ids: Tensor, target_ids: Tensor
     """ops.reference.compact: one launch for all layers of each plane; codes and their parameters move as they
     are.
 
-    Does not wait for the device (but of blocks that are not full, see ops/reference/kivi.py): whether targets
-    overlap later sources is found and used there.
+    Does not wait for the device: whether targets overlap later sources is found and used there.
     """
-    if cache.open is not None:
-        kivi.compact(cache, kept, source_ids, target_ids, kivi.ROWS)
-        return
     num_slots = target_ids.shape[0] * cache.block_size
     if num_slots == 0:
         return

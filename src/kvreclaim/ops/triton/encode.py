@@ -28,8 +28,8 @@ TURBO_BIAS = tl.constexpr(scales.TURBO.bias)
 INT4_BIAS = tl.constexpr(scales.INT4.bias)
 INT4_STEPS = tl.constexpr(scales.INT4.steps)
 INT4_LAST = tl.constexpr(scales.INT4.last)
-KEY_STEPS = tl.constexpr(float(affine.KEY_GRID.steps))
-KEY_REACH = tl.constexpr(affine.KEY_GRID.reach)
+KEY_STEPS = tl.constexpr(float(affine.STEPS))
+KEY_REACH = tl.constexpr(affine.REACH)
 
 
 @triton.jit

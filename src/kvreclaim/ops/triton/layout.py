@@ -8,17 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvreclaim.kv_bytes import Geometry
 from kvreclaim.ops.formats import KVFormat, scales
 from kvreclaim.ops.formats.codecs import level_table
 from kvreclaim.ops.formats.hadamard import block_of, sign_tensor
 from kvreclaim.ops.kv_cache import KVCache, LayerCache
 from kvreclaim.ops.triton.support import padded
 
-FORMAT_IDS = {"fp8_e4m3": 1, "int8": 2, "int4": 3, "turboquant4": 4, "kivi4": 5}
+FORMAT_IDS = {"fp8_e4m3": 1, "int8": 2, "int4": 3, "turboquant4": 4}
 """By which codes.py tells formats apart; 0 is plain."""
-VALUE_SCALES = 256
-"""Offset of the scales of kivi4's values in its table."""
 LEVELS = 4096
 """Offset of turboquant4's 16 levels in its table; its 15 boundaries follow."""
 BOUNDARIES = LEVELS + 16
@@ -30,8 +27,7 @@ class KernelLayout(NamedTuple):
     FORMAT:       FORMAT_IDS, 0 for plain formats
     D, DV:        stored dims; a latent key has D behind the DV of its value
     BLOCK_D, BLOCK_DV: columns of a tile of them
-    PARAMS:       bytes of parameters per slot; of kivi4 per unit, the first KEY_PARAMS its keys'
-    SPAN:         of every so many consecutive slots of a tile, all are of one unit; 1 where nothing is known
+    PARAMS:       bytes of parameters per slot
     K_LOG, V_LOG: a rotated format mixes 2^K_LOG dims of a key at a time; 0: nothing is rotated
     """
 
@@ -44,12 +40,8 @@ class KernelLayout(NamedTuple):
     BLOCK_D: int
     BLOCK_DV: int
     PARAMS: int = 0
-    KEY_PARAMS: int = 0
-    SPAN: int = 1
     K_LOG: int = 0
     V_LOG: int = 0
-    LAYERS: int = 1
-    UNIT_HEADS: int = 1
 
 
 class LayerPlanes(NamedTuple):
@@ -60,8 +52,6 @@ class LayerPlanes(NamedTuple):
     params:     uint8
     table:      fp32; see `table`
     k_signs, v_signs: [D], [DV] fp32 of a rotated format
-    open_rows:  [B] int32; open_k, open_v: bf16 rows of kivi4's blocks that are not full
-    first_unit, num_blocks: the layer's first unit in the cache, and the cache's blocks (of kivi4)
     """
 
     k: Tensor
@@ -70,11 +60,6 @@ class LayerPlanes(NamedTuple):
     table: Tensor
     k_signs: Tensor
     v_signs: Tensor
-    open_rows: Tensor
-    open_k: Tensor
-    open_v: Tensor
-    first_unit: int = 0
-    num_blocks: int = 0
 
 
 class StridedRows(NamedTuple):
@@ -101,26 +86,18 @@ def store_of(layer: LayerCache) -> LayerPlanes:
 
 def _layout(cache: KVCache) -> KernelLayout:
     shape, form = cache.shape, cache.format
-    size, origin = shape.block_size, cache.origin or shape
-    coded = not form.is_plain
-    by_unit = form.has_open_blocks
-    params = form.unit_params(shape.k_dim, shape.v_dim, size if by_unit else 1)
     return KernelLayout(
-        FORMAT=FORMAT_IDS[form.name] if coded else 0,
+        FORMAT=0 if form.is_plain else FORMAT_IDS[form.name],
         KV_HEADS=shape.num_kv_heads,
-        S=size,
+        S=shape.block_size,
         D=shape.k_dim,
         DV=shape.v_dim,
         LATENT=shape.latent,
         BLOCK_D=padded(shape.k_dim),
         BLOCK_DV=padded(shape.v_dim),
-        PARAMS=params if coded else 0,
-        KEY_PARAMS=Geometry(shape.k_dim, shape.v_dim, size).key_bytes if by_unit else 0,
-        SPAN=size if by_unit and size & size - 1 == 0 else 1,
+        PARAMS=form.slot_params(shape.k_dim, shape.v_dim),
         K_LOG=_log2(block_of(shape.k_dim)) if form.is_rotated else 0,
         V_LOG=_log2(block_of(shape.v_dim)) if form.is_rotated else 0,
-        LAYERS=origin.num_layers if by_unit else 1,
-        UNIT_HEADS=origin.num_kv_heads if by_unit else 1,
     )
 
 
@@ -132,30 +109,19 @@ def _store(layer: LayerCache) -> LayerPlanes:
     cache = layer.cache
     shape, form, device = cache.shape, cache.format, cache.device
     k, v = layer.planes[:2]
-    store = LayerPlanes(k, v, k, k, k, k, k, k, k)
+    store = LayerPlanes(k, v, k, k, k, k)
     if form.is_plain:
         return store
     store = store._replace(params=layer.planes[2], table=table(form, device))
     if form.is_rotated:
         k_signs, v_signs = (sign_tensor(dim, device) for dim in (shape.k_dim, shape.v_dim))
         return store._replace(k_signs=k_signs, v_signs=v_signs)
-    if cache.open is not None:
-        return store._replace(
-            open_rows=cache.open.row_of,
-            open_k=cache.open.k,
-            open_v=cache.open.v,
-            first_unit=layer.index * shape.num_blocks * shape.num_kv_heads,
-            num_blocks=(cache.origin or shape).num_blocks,
-        )
     return store
 
 
 @once
 def table(form: KVFormat, device: torch.device) -> Tensor:
-    """The scale of every code, fp32; then what else the format looks up: the scales of kivi4's values, the
-    levels of turboquant4 and the boundaries between them."""
-    if form.name == "kivi4":
-        return torch.cat([code.table(device) for code in (scales.INT4, scales.KIVI_VALUES)])
+    """The scale of every code, fp32; then turboquant4's levels and the boundaries between them."""
     if form.name == "turboquant4":
         steps = scales.TURBO.table(device).clone()
         steps[0] = 0.0

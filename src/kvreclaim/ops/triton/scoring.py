@@ -91,7 +91,7 @@ def mixture_scores(
     if start >= stop:
         return out
     heads, count, offsets, _ = centers.shape
-    where = layout_of(cache)._replace(SPAN=1)  # tiles begin at any token
+    where = layout_of(cache)
     columns = where.BLOCK_D
     block_n = _tile_tokens(2 * columns)
     tiles = triton.cdiv(stop - start, block_n)

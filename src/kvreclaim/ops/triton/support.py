@@ -18,7 +18,7 @@ MAX_HEAD_DIM = 256
 MAX_LATENT_DIM = 512
 """Largest dim of a latent cache's values, the wider part of its keys."""
 WIDE_FP32_BYTES = 144 * 1024
-"""Shared memory that attention takes over them in fp32, at most (kivi4); less than 97 KiB in 16 bits."""
+"""Shared memory that attention takes over them in fp32, at most; less than 97 KiB in 16 bits."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INTERPRETED_PROCESSORS = 8
 """Multiprocessors that Triton's interpreter pretends to have."""

@@ -10,7 +10,6 @@ from torch import Tensor
 from kvreclaim.ops import reference
 from kvreclaim.ops.kv_cache import KVCache, LayerCache, PagedTokens
 from kvreclaim.ops.moving import move
-from kvreclaim.ops.reference import kivi
 from kvreclaim.ops.triton.encode import encode_kernel
 from kvreclaim.ops.triton.layout import layout_of, rows_in, store_of
 from kvreclaim.ops.triton.move_kernels import copy_kernel, gather_kernel, write_kernel
@@ -28,9 +27,6 @@ def write_kv(layer: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> N
     if slot_mapping.shape[0] == 0:
         return
     cache = layer.cache
-    if cache.open is not None:
-        kivi.write(layer, k, v, slot_mapping, kivi.ROWS)
-        return
     if cache.shape.latent:
         k = k[..., cache.v_head_dim :]
     if cache.format.is_plain:
@@ -83,15 +79,10 @@ def copy_blocks(cache: KVCache, pairs: list[tuple[int, int]]) -> None:
         elements = plane[0, 0].numel()
         grid = (len(pairs), cache.num_layers, triton.cdiv(elements, COPY_ELEMENTS))
         copy_kernel[grid](plane, table, plane.stride(0), elements, COPY_ELEMENTS, num_warps=4)
-    if cache.open is not None:
-        kivi.copy_rows(cache, pairs, kivi.ROWS)
 
 
 def prepare_blocks(cache: KVCache, block_ids: list[int]) -> None:
-    """Nothing to do but for rows of blocks that are not full: no kernel here loads a slot that is not
-    attended or kept."""
-    if cache.open is not None:
-        cache.open.drop(block_ids)
+    """Nothing to do: no kernel here loads a slot that is not attended or kept."""
 
 
 def gather_tokens(tokens: PagedTokens) -> tuple[Tensor, Tensor]:
