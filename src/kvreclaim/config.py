@@ -215,7 +215,7 @@ class EngineConfig:
     )
     preemption_victim: str = option(
         "auto",
-        "Which sequence to preempt: last (the newest), priority (the lowest), lru (computed least "
+        "Which sequence to preempt: last (the newest), priority (the least important), lru (computed least "
         "recently), cost (cheapest to resume), auto (last, or priority under that queue order).",
         choices=("auto", "last", "priority", "lru", "cost"),
         panel=LIMITS,
@@ -237,7 +237,7 @@ class EngineConfig:
     )
     kv_offloading_disk_size: float = option(
         4.0,
-        "GiB of the file on disk, allocated at start.",
+        "GiB for all files in that directory; the block file's share is allocated at the start.",
         low=1e-6,
         high=float(1 << 20),
         panel=OFFLOAD,
@@ -246,7 +246,7 @@ class EngineConfig:
         "timeout",
         "What a request does while its prefix is read from disk: wait up to --kv-load-timeout (timeout), "
         "wait until it is read (wait_complete), not wait (best_effort), or compute meanwhile (race). Only "
-        "wait_complete loads what is faster to compute.",
+        "wait_complete also loads what would be faster to compute.",
         choices=("timeout", "wait_complete", "best_effort", "race"),
         panel=OFFLOAD,
     )

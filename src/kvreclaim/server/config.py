@@ -139,7 +139,7 @@ class ServerConfig:
         None, "Largest budget in tokens that a request may ask for.", low=1, panel=LIMITS
     )
     max_kv_query_window: int = option(
-        64, "Most queries that a policy of a request may look back on.", low=0, panel=LIMITS
+        64, "Largest window of recent queries that a request's policy may use.", low=0, panel=LIMITS
     )
     default_max_tokens: int = option(16, "max_tokens of completions that do not set it.", low=1, panel=LIMITS)
     slot_save_path: str | None = option(
