@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from kvreclaim.engine.api.llm import LLM
 
 _COLUMNS = (
-    "on, again: nats per token lost when a document goes on, and when stretches of it are said again; right: "
-    "tokens of these, of the full cache's; loss: both, mean over what is kept"
+    "cont, rep: nats per token above the full cache on a document's continuation and on repeated parts; "
+    "right: correctly repeated tokens, relative to the full cache; loss: both, mean over budgets"
 )
 
 
@@ -212,7 +212,7 @@ def _show_trial(console: Console, trial: Trial) -> None:
     title = f"trial: {trial.documents} held-out documents, {trial.tokens} tokens in the cache"
     table = Table("policy", title=title, caption=_COLUMNS, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.caption_justify, table.columns[0].no_wrap = "left", True
-    for name in ("loss", "kept", "on", "again", "right"):
+    for name in ("loss", "kept", "cont", "rep", "right"):
         table.add_column(name, justify="right", no_wrap=True)
     full_right = f"({full.again_right:.3f})"
     table.add_row("full", "", "100%", f"({full.once:.3f})", f"({full.again:.3f})", full_right)
@@ -232,5 +232,7 @@ def _show_trial(console: Console, trial: Trial) -> None:
     for policy, reason in trial.refused.items():
         console.print(f"not tried: {policy}: {reason}", markup=False)
     if not trial.reads_back:
-        console.print("said again does not count: with all of its cache the model does not read it back")
+        console.print(
+            "repetition does not count: the full cache repeats a document no better than it continues it"
+        )
     console.print(f"policy auto: [bold]{trial.best}[/bold]")
