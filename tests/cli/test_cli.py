@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from kvreclaim import __version__, demo_model
 from kvreclaim.cli.main import app
 from kvreclaim.compression.stats import QueryStats
-from kvreclaim.engine.request.request import Verify
+from kvreclaim.engine.request.verify import Verify
 from kvreclaim.eval.chain import ChainTask
 from kvreclaim.ops import extension, native
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from kvreclaim import LLM
 from kvreclaim.compression.kvzap import token_scores
 from kvreclaim.compression.policy import Signal
-from kvreclaim.engine.attend.block_rows import block_row
 from kvreclaim.engine.attend.cell_tables import head_cells, head_lengths
 from kvreclaim.engine.request.request import Scheduled, Sequence
 from kvreclaim.engine.signals.slot_scores import DTYPE
@@ -125,7 +124,7 @@ class ScoreShadow(Shadow):
             return [store.of_cells(row, n)[0] for row, n in zip(cells, lengths, strict=True)]
         masked = seq.request.compressor.eviction_method is EvictionMethod.MASK
         num_slots = seq.num_computed if masked else memory.table(seq.seq_id).physical_len
-        found = store.of(layer, torch.from_numpy(block_row(seq, memory)).long(), num_slots)
+        found = store.of(layer, torch.from_numpy(seq.block_row(memory.table(seq.seq_id))).long(), num_slots)
         if seq.state.evicted is None:
             return list(found)
         return [

@@ -11,7 +11,7 @@ import torch
 
 from kvreclaim import CompressionConfig, SamplingParams
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.model.linears import NativeLinear
+from kvreclaim.model.native_modules import NativeLinear
 from kvreclaim.ops import native
 from kvreclaim.ops.native.linear import max_rows
 

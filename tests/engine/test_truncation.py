@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvreclaim.engine.sampling import truncation
-from kvreclaim.engine.sampling.truncation import Cut, race_among_kept
+from kvreclaim.engine.sampling import sampler
+from kvreclaim.engine.sampling.sampler import Cut, race_among_kept
 
 VOCAB = 3000
 
@@ -57,7 +57,7 @@ def test_the_number_of_candidates_changes_nothing(seed, top_k, top_p, min_p, can
     logits, race = torch.randn(2, 50, generator=generator), torch.randn(2, 50, generator=generator)
     cuts = [Cut(top_k, top_p, min_p)] * 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(truncation, "CANDIDATES", candidates)
+        patch.setattr(sampler, "CANDIDATES", candidates)
         few = race_among_kept(logits, race, cuts)
-        patch.setattr(truncation, "CANDIDATES", 50)
+        patch.setattr(sampler, "CANDIDATES", 50)
         assert torch.equal(few, race_among_kept(logits, race, cuts))

@@ -10,7 +10,7 @@ from verifying import GREEDY, PROMPTS, drafting, on_host, said
 from kvreclaim import LLM, BeamSearchParams, CompressionConfig, SamplingParams, demo_model
 from kvreclaim.chunks import Chunk
 from kvreclaim.config import BUDGETS
-from kvreclaim.engine.request.request import FULL_ROUNDS, Verify
+from kvreclaim.engine.request.verify import FULL_ROUNDS, Verify
 from kvreclaim.engine.step.verified import budgets_of
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.schedule import EvictionMethod, Footprint
@@ -198,7 +198,7 @@ def test_what_else_a_request_may_ask_for(make_llm):
 
 def test_without_verify_a_full_cache_on_the_host_is_not_compressed(make_llm):
     host = on_host(make_llm())
-    with pytest.raises(InvalidArgumentError, match="ask for verify=True"):
+    with pytest.raises(InvalidArgumentError, match="set verify=True"):
         host.generate(PROMPTS, GREEDY, small("knorm"))
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from kvreclaim.model.linears import NativeLinear, use_fast_linears
-from kvreclaim.model.norms import use_fast_norms
+from kvreclaim.model.native_modules import NativeLinear, use_fast_linears, use_fast_norms
 from kvreclaim.ops import extension
 
 pytestmark = pytest.mark.skipif(
@@ -128,8 +127,8 @@ def test_a_norm_falls_back_for_other_tensors() -> None:
 
 def test_without_the_extension_torch_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny()
-    monkeypatch.setattr("kvreclaim.model.linears.unavailable_reason", lambda: "no compiler")
-    monkeypatch.setattr("kvreclaim.model.norms.unavailable_reason", lambda: "no compiler")
+    monkeypatch.setattr("kvreclaim.model.native_modules.unavailable_reason", lambda: "no compiler")
+    monkeypatch.setattr("kvreclaim.model.native_modules.unavailable_reason", lambda: "no compiler")
     assert use_fast_linears(model) == "linear layers: torch (no compiler)"
     assert use_fast_norms(model) == "norms: torch (no compiler)"
     assert not any(isinstance(module, NativeLinear) for module in model.modules())

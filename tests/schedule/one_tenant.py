@@ -9,8 +9,8 @@ from operator import attrgetter
 from kvreclaim.schedule.scheduler import Scheduler
 from kvreclaim.schedule.sequence import ScheduledSequence, Status
 from kvreclaim.schedule.slots_needed import known_growth, own_slots
+from kvreclaim.schedule.state import StepPlanBuilder
 from kvreclaim.schedule.step import Admitted, Preempted, StepPlan
-from kvreclaim.schedule.step_builder import StepPlanBuilder
 
 
 class OneTenant(Scheduler[ScheduledSequence]):

@@ -12,8 +12,8 @@ from kvreclaim.memory.tiers.tiered_offload import TieredOffload
 from kvreclaim.schedule import ScheduledSequence, Scheduler
 from kvreclaim.schedule.preemption_cost import LeastCost, PreemptionCostModel, choose_victims, victim_order
 from kvreclaim.schedule.rates import Rates
+from kvreclaim.schedule.state import StepPlanBuilder
 from kvreclaim.schedule.step import StepDone
-from kvreclaim.schedule.step_builder import StepPlanBuilder
 
 SIZE = 4
 RATES = Rates(token_s=1.0, pass_s=0.0, out_s=1.0, in_s=1.0, call_s=0.0)

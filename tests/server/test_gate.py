@@ -18,8 +18,7 @@ from steering import until
 
 from kvreclaim import LLM
 from kvreclaim.server.config import ServerConfig
-from kvreclaim.server.gate import Gate
-from kvreclaim.server.hosts import Hosts
+from kvreclaim.server.gate import Gate, Hosts
 from kvreclaim.server.logs import StructuredFormatter
 
 KEY = "key-of-a-tenant"

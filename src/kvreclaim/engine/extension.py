@@ -122,7 +122,3 @@ class Extensions:
         """Take an extension in, at the place of its rank."""
         self.ordered = tuple(sorted((*self.ordered, extension), key=lambda each: each.rank))
         return extension
-
-    def hooks(self, runs: list[Scheduled], batch: AttentionBatch | None) -> tuple[AttentionHook, ...]:
-        """The hooks of all extensions for one forward pass."""
-        return tuple(hook for each in self.ordered for hook in each.attend(runs, batch))

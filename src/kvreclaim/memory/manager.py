@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from kvreclaim.checks import check_number
-from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
+from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.changes import NO_GROWTH, CompactionPlan, Growth, Shrunk, TableState
@@ -97,12 +97,7 @@ class MemoryManager:
 
     def table(self, seq_id: int) -> BlockTable:
         """Its live table: read it, don't change it."""
-        try:
-            return self._tables[seq_id]
-        except KeyError:
-            raise UnknownRequestError(
-                f"sequence {seq_id} holds no blocks; {len(self._tables)} sequences do; admit it first"
-            ) from None
+        return self._tables[seq_id]
 
     @property
     def num_free(self) -> int:
@@ -120,7 +115,7 @@ class MemoryManager:
 
     def table_state(self, seq_id: int) -> TableState:
         """Its table as a compaction is planned from it."""
-        ids, refs, marks = self.table(seq_id).block_ids, self.pool.refs, self.pool.marks
+        ids, refs, marks = self._tables[seq_id].block_ids, self.pool.refs, self.pool.marks
         return TableState(
             ids,
             tuple(0 if block is None else refs[block] for block in ids),
@@ -130,11 +125,11 @@ class MemoryManager:
     def indexed_len(self, seq_id: int) -> int:
         """Leading tokens of the sequence that were served from the prefix index or entered into it, even
         if they have been evicted, compressed or forgotten since."""
-        return len(self.table(seq_id).entries) * self.block_size
+        return len(self._tables[seq_id].entries) * self.block_size
 
     def publishes(self, seq_id: int) -> bool:
         """Whether the next full block of the sequence enters the prefix index."""
-        return self.table(seq_id).chain is not None
+        return self._tables[seq_id].chain is not None
 
     @property
     def index_version(self) -> int:
@@ -145,19 +140,19 @@ class MemoryManager:
         """Whether the next full block of the sequence, if it is entered, follows one that the sequence holds:
         then it makes no difference what becomes of other blocks before, provided that nobody else draws the
         same tokens."""
-        table = self.table(seq_id)
+        table = self._tables[seq_id]
         if not isinstance(table.chain, Entry):
             return True
         return table.chain.block == table.block_ids[len(table.entries) - 1]
 
     def blocks(self, seq_id: int) -> list[int]:
         """All blocks that a sequence holds."""
-        table = self.table(seq_id)
+        table = self._tables[seq_id]
         return [block for group in self.groups for block in group.blocks(seq_id, table)]
 
     def num_blocks(self, seq_id: int) -> int:
         """Number of these blocks."""
-        table, count = self.table(seq_id), 0
+        table, count = self._tables[seq_id], 0
         for group in self.groups:
             count += group.num_blocks(seq_id, table)
         return count
@@ -206,7 +201,7 @@ class MemoryManager:
     def num_shared_of(self, seq_id: int) -> int:
         """Blocks of a sequence's table that other sequences hold, too."""
         refs = self.pool.refs
-        return sum(block is not None and refs[block] > 1 for block in self.table(seq_id).block_ids)
+        return sum(block is not None and refs[block] > 1 for block in self._tables[seq_id].block_ids)
 
     def num_to_fork(self, parent: BlockTable, num_tokens: int) -> int:
         """Blocks that a fork of this table takes to grow by so many tokens, with a copy of the last one."""
@@ -245,14 +240,14 @@ class MemoryManager:
 
         To be called when the tokens in question have been computed; what is not indexed is not pinned.
         """
-        self.prefix.pin(self.table(seq_id), retention, owner)
+        self.prefix.pin(self._tables[seq_id], retention, owner)
 
     def fork(self, parent_id: int, child_id: int, keys: BlockKeys) -> None:
         """Begin a sequence that shares every written block of another; room past them is not shared.
 
         keys: of the child, a fork of its parent's
         """
-        parent = self.table(parent_id)
+        parent = self._tables[parent_id]
         self.full.refuse_known(child_id)
         child = parent.fork(blocks_for(parent.physical_len, self.block_size), keys)
         for group in self.groups:
@@ -276,7 +271,7 @@ class MemoryManager:
 
         Returns: blocks that went back to the pool.
         """
-        table, freed = self.table(seq_id), 0
+        table, freed = self._tables[seq_id], 0
         for group in self.groups:
             freed += group.free(seq_id, table)
         self.offload.freed(seq_id)
@@ -284,7 +279,7 @@ class MemoryManager:
 
     def can_grow(self, seq_id: int, num_tokens: int) -> bool:
         """Whether grow would succeed."""
-        table, missing = self.table(seq_id), 0
+        table, missing = self._tables[seq_id], 0
         for group in self.groups:
             missing += group.missing(seq_id, table, num_tokens)
         return missing <= self.pool.num_free
@@ -295,7 +290,7 @@ class MemoryManager:
         Changes no length. Growing again before commit adds only what is still missing. The caller
         has asked can_grow first. The source of a copy is not handed out before `release_copy_sources`.
         """
-        table = self.table(seq_id)
+        table = self._tables[seq_id]
         blocks: list[int] = []
         copies: list[tuple[int, int]] = []
         for group in self.groups:
@@ -315,13 +310,13 @@ class MemoryManager:
     def trim(self, seq_id: int) -> int:
         """Give back the room that a sequence has behind what it has written, whole blocks of it. Returns:
         blocks that went back."""
-        table = self.table(seq_id)
+        table = self._tables[seq_id]
         return self.pool.release(table.trim(blocks_for(table.physical_len, self.block_size)))
 
     def commit(self, seq_id: int, num_tokens: int, *, exact: bool = True) -> None:
         """The K/V of the next num_tokens tokens have been written; full blocks become hits, unless these
         tokens, and so all later ones, are not what full attention would give."""
-        table = self.table(seq_id)
+        table = self._tables[seq_id]
         if not exact and table.exact:
             table.mark_inexact()
         for group in self.groups:
@@ -334,25 +329,25 @@ class MemoryManager:
         Fresh blocks are taken before any is released, so no source is a target by accident. The
         caller moves the bytes before anything else is allocated. The logical length stays.
         """
-        return self.full.shrink(plan, self.table(plan.seq_id))
+        return self.full.shrink(plan, self._tables[plan.seq_id])
 
     def release_out_of_window(self, seq_id: int, num_tokens: int) -> int:
         """Give back the full blocks of a sequence's first tokens, which no layer sees any more; they can be
         hit like any others. Nothing of it may be compressed later. Returns: blocks that went back."""
-        return self.pool.release(self.table(seq_id).release_out_of_window(num_tokens // self.block_size))
+        return self.pool.release(self._tables[seq_id].release_out_of_window(num_tokens // self.block_size))
 
     def punch(self, seq_id: int, indices: Sequence[int]) -> int:
         """Give back the full blocks at these table entries, last first, and leave holes; the lengths stay.
 
         Returns: blocks that went back to the pool.
         """
-        return self.full.drop(seq_id, self.table(seq_id), indices, holes=True)
+        return self.full.drop(seq_id, self._tables[seq_id], indices, holes=True)
 
     def drop_blocks(self, seq_id: int, indices: Sequence[int]) -> int:
         """Like punch, but without holes: later entries move up, and the physical length falls. No byte
         moves: of a shared block only the reference goes.
         """
-        return self.full.drop(seq_id, self.table(seq_id), indices, holes=False)
+        return self.full.drop(seq_id, self._tables[seq_id], indices, holes=False)
 
     def invalidate(self, seq_id: int) -> None:
         """Unindex a sequence's blocks: what they hold may be wrong, and no prefix hit may find them."""
@@ -362,7 +357,7 @@ class MemoryManager:
 
     def mark_inexact(self, seq_id: int) -> None:
         """Something lossy happened: nothing written from here on is ever indexed."""
-        self.table(seq_id).mark_inexact()
+        self._tables[seq_id].mark_inexact()
 
     def reset_prefix_cache(self, *, external: bool = True) -> None:
         """Forget every indexed prefix; running sequences keep their blocks and are not indexed again.

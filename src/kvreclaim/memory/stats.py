@@ -42,7 +42,8 @@ class MemoryStats:
 
 def memory_stats(pool: BlockPool, prefix: PrefixCache, freed: int, cow_copies: int) -> MemoryStats:
     """The snapshot; freed: blocks freed by compression."""
-    pool.pins.expire()
+    if pool.pins.ttl_s:
+        pool.pins.expire()
     return MemoryStats(
         num_blocks=pool.num_blocks,
         in_use=pool.num_in_use,
@@ -54,7 +55,7 @@ def memory_stats(pool: BlockPool, prefix: PrefixCache, freed: int, cow_copies: i
         prefix_evictions=pool.num_evictions,
         blocks_freed_by_compression=freed,
         cow_copies=cow_copies,
-        pinned=len(pool.pins),
+        pinned=len(pool.pins.ttl_s),
         pins_refused=pool.pins.num_refused,
         misses=prefix.misses.copy(),
     )

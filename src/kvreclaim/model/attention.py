@@ -43,9 +43,16 @@ class AttentionCall:
 
         Raises: UnsupportedModelError if it asks for another softmax than it did when it was probed.
         """
-        if not self.softmax.agrees(layer.softmax):
+        now, then = self.softmax, layer.softmax
+        if (now.scale, now.softcap, now.window, now.chunk, now.sinks is None) != (
+            then.scale,
+            then.softcap,
+            then.window,
+            then.chunk,
+            then.sinks is None,  # sinks are weights: only their being there is compared
+        ):
             raise UnsupportedModelError(
-                f"layer {self.layer} asks for {self.softmax}, but asked for {layer.softmax} when the model "
+                f"layer {self.layer} asks for {now}, but asked for {then} when the model "
                 "was loaded; use a model whose attention layers do not change."
             )
         return layer

@@ -20,8 +20,7 @@ from transformers import PreTrainedModel
 
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.model.inputs import hands_out_input
-from kvreclaim.model.linears import NativeLinear
-from kvreclaim.model.norms import NativeNorm
+from kvreclaim.model.native_modules import NativeLinear, NativeNorm
 from kvreclaim.model.quantized.layers import PackedLinear
 from kvreclaim.ops.extension import unavailable_reason
 from kvreclaim.ops.facts import Softmax

@@ -23,8 +23,7 @@ from kvreclaim.model.attn_temperature import use_token_positions
 from kvreclaim.model.decoder import use_fast_layers
 from kvreclaim.model.ends import directory_ends, gguf_ends
 from kvreclaim.model.latent import use_latent_cache
-from kvreclaim.model.linears import use_fast_linears
-from kvreclaim.model.norms import use_fast_norms
+from kvreclaim.model.native_modules import use_fast_linears, use_fast_norms
 from kvreclaim.model.overrides import overridden
 from kvreclaim.model.probe import probe
 from kvreclaim.model.quantized.build import build

@@ -37,16 +37,6 @@ class Softmax:
         chunk = "" if self.chunk is None else f", chunk {self.chunk}"
         return f"scale {self.scale:g}, softcap {self.softcap}, window {self.window}{chunk}, {sinks}"
 
-    def agrees(self, other: Softmax) -> bool:
-        """Whether both say the same; sinks are weights, of which only their being there is compared."""
-        return (self.scale, self.softcap, self.window, self.chunk, self.sinks is None) == (
-            other.scale,
-            other.softcap,
-            other.window,
-            other.chunk,
-            other.sinks is None,
-        )
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerFacts:

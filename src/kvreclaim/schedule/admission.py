@@ -14,9 +14,8 @@ from kvreclaim.schedule.preemption import Preemptor
 from kvreclaim.schedule.queue import Seq
 from kvreclaim.schedule.sequence import Status
 from kvreclaim.schedule.slots_needed import known_growth, own_slots, slots_of_fork
-from kvreclaim.schedule.state import State
+from kvreclaim.schedule.state import State, StepPlanBuilder
 from kvreclaim.schedule.step import Admitted
-from kvreclaim.schedule.step_builder import StepPlanBuilder
 
 
 class Admission(Generic[Seq]):
@@ -31,6 +30,8 @@ class Admission(Generic[Seq]):
         """Let those that wait begin, in their turn, while there is room for them and their tokens."""
         state = self.state
         self.in_flight.begin_step()
+        if not state.waiting.tenants:
+            return
         if state.waiting.order is not None and step.shares is None and self._num_seats_left <= 0:
             return  # nobody need be looked up
         state.waiting.begin_step()
@@ -95,9 +96,10 @@ class Admission(Generic[Seq]):
         has_seat = shares.has_seat(seq) if shares is not None else self._has_seat(seq)
         if not has_seat and (shares is None or not shares.may_ask_for_seat(seq)):
             return False
-        snapshot = state.snapshots.find(seq) if not seq.num_computed else None
-        if snapshot is not None and has_seat:
-            return self._begin_as_fork(seq, snapshot, step)
+        if seq.snapshot_key is not None and not seq.num_computed and has_seat:
+            snapshot = state.snapshots.find(seq)
+            if snapshot is not None:
+                return self._begin_as_fork(seq, snapshot, step)
         parking = state.memory.offload.parking
         parked, match = state.is_parked(seq), state.match(seq)
         own, with_prompts = own_slots(seq, match, state.memory), shares is not None

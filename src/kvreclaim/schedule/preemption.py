@@ -10,9 +10,8 @@ from typing import Generic
 from kvreclaim.schedule.preemption_cost import PreemptionCostModel, VictimOrder, choose_victims
 from kvreclaim.schedule.queue import Seq
 from kvreclaim.schedule.sequence import Status
-from kvreclaim.schedule.state import State
+from kvreclaim.schedule.state import State, StepPlanBuilder
 from kvreclaim.schedule.step import Preempted, PreemptionReason
-from kvreclaim.schedule.step_builder import StepPlanBuilder
 
 logger = logging.getLogger(__name__)
 

@@ -22,9 +22,8 @@ from kvreclaim.schedule.preemption_cost import PreemptionCostModel, victim_order
 from kvreclaim.schedule.queue import Queue, Seq
 from kvreclaim.schedule.sequence import Status
 from kvreclaim.schedule.snapshots import Snapshots
-from kvreclaim.schedule.state import State
+from kvreclaim.schedule.state import State, StepPlanBuilder
 from kvreclaim.schedule.step import PreemptionReason, StepDone, StepPlan
-from kvreclaim.schedule.step_builder import StepPlanBuilder
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +146,7 @@ class Scheduler(Generic[Seq]):
         child.num_computed = parent.num_computed
         child.account = parent.account.fork()
         self.memory.fork(parent.seq_id, child.seq_id, child.keys)
-        child.status, child.last_step = Status.RUNNING, self.num_steps
+        child.status, child.last_step = Status.RUNNING, self._state.num_steps
         self.running.append(child)
 
     def remove(self, seq: Seq) -> None:
@@ -165,7 +164,7 @@ class Scheduler(Generic[Seq]):
 
     def schedule(self) -> StepPlan:
         """The next step, room for its tokens included. No rows: nothing can run."""
-        self.num_steps += 1
+        self._state.num_steps += 1
         step: StepPlanBuilder[Seq] = StepPlanBuilder(self.max_num_batched_tokens)
         self._decide(step)
         return step.plan(self.memory, self.snapshots)
@@ -177,7 +176,8 @@ class Scheduler(Generic[Seq]):
             self._continue_all(order, step)
             self._make_room_for_passes(step)
             self._admission.all(step)
-            self._make_room_for_passes(step)
+            if step.admitted:
+                self._make_room_for_passes(step)
             return
         step.shares = FairShare(self.memory, self.running, len(tenants), self.max_num_seqs)
         prompts = [seq for seq in order if seq.is_prefill]
@@ -208,7 +208,7 @@ class Scheduler(Generic[Seq]):
                     if window_start := seq.footprint.window_start(seq.num_computed):
                         self.memory.release_out_of_window(seq.seq_id, window_start)
                     self._state.clock += max(0, min(seq.num_computed, seq.num_prompt) - row.first)
-                    seq.last_step = self.num_steps
+                    seq.last_step = self._state.num_steps
                     seq.token_ids.extend(done.tokens.get(row.seq_id, ()))
                 except Exception as error:
                     failed.append((row.seq_id, error))
@@ -286,18 +286,19 @@ class Scheduler(Generic[Seq]):
         """Leave blocks for the passes that this step comes to: they write none that others read, too. A pass
         that came later would choose among other tokens than alone."""
         while True:
-            due = [seq for seq in map(self._known.__getitem__, step.rows) if self._moves_after(seq, step)]
+            due = []
+            for seq_id, (row, _) in step.rows.items():
+                seq = self._known[seq_id]
+                if seq.footprint.eviction_method.moves and seq.is_due_after(row.num_tokens):
+                    due.append(seq)
+            if not due:
+                return
             due.sort(key=lambda seq: not seq.is_to_fork)
             keep = ((seq.seq_id, seq.kept_after(step.rows[seq.seq_id][0].num_tokens)) for seq in due)
-            lacking = self.memory.first_lacking(keep) if due else None
+            lacking = self.memory.first_lacking(keep)
             if lacking is None:
                 return
             self._give_blocks(self._known[lacking], step)
-
-    @staticmethod
-    def _moves_after(seq: Seq, step: StepPlanBuilder[Seq]) -> bool:
-        """Whether a pass moves its tokens once it has computed those of this step."""
-        return seq.footprint.eviction_method.moves and seq.is_due_after(step.rows[seq.seq_id][0].num_tokens)
 
     def _with_drafts(self, seq: Seq, num_tokens: int) -> int:
         """So many tokens, or as many as there are blocks for: for drafts nobody gives way."""

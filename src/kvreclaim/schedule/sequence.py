@@ -110,7 +110,7 @@ class ScheduledSequence:
     @property
     def is_prefill(self) -> bool:
         """Whether more than its newest token is to be computed."""
-        return self.num_uncomputed > 1
+        return len(self.token_ids) - self.num_computed > 1
 
     @property
     def is_due(self) -> bool:

@@ -27,6 +27,7 @@ class Snapshots(Generic[Seq]):
         max_blocks: that all of them may hold together; 0: none is kept
 
     below: those on disk; None without
+    has_changed: something is to be taken
     """
 
     def __init__(self, memory: KVMemory, max_blocks: int) -> None:
@@ -34,6 +35,7 @@ class Snapshots(Generic[Seq]):
         self.max_blocks = max_blocks
         self.num_hits = self.num_taken = self.num_dropped = 0
         self.below: DiskPrefixIndex[Seq] | None = None
+        self.has_changed = False
         self._held: dict[SnapshotKey, Seq] = {}
         self._gone: list[Seq] = []
         self._parked: list[Seq] = []
@@ -155,6 +157,7 @@ class Snapshots(Generic[Seq]):
         self.memory.fork(snapshot.seq_id, seq.seq_id, seq.keys)
         seq.num_computed, seq.account = snapshot.num_computed, snapshot.account.fork()
         self._used.append(snapshot)
+        self.has_changed = True
         self.num_hits += 1
 
     def evict_one(self, spare: Seq | None = None) -> bool:
@@ -164,6 +167,7 @@ class Snapshots(Generic[Seq]):
             if seq is not spare and seq not in self._used and not self.is_parked(seq):
                 if self._parking.park(seq.seq_id):
                     self._parked.append(seq)
+                    self.has_changed = True
                 else:
                     self._drop(seq)
                 return True
@@ -181,7 +185,7 @@ class Snapshots(Generic[Seq]):
 
     def take_gone(self) -> list[Seq]:
         """Snapshots that were dropped since the last call."""
-        gone, self._gone = self._gone, []
+        gone, self._gone, self.has_changed = self._gone, [], False
         return gone
 
     def take_parked(self) -> list[Seq]:
@@ -198,4 +202,5 @@ class Snapshots(Generic[Seq]):
         else:
             self.memory.free(seq.seq_id)
         self._gone.append(seq)
+        self.has_changed = True
         self.num_dropped += 1

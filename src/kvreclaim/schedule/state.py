@@ -1,16 +1,109 @@
-"""State shared by the parts of the scheduler: who runs, who waits, and the memory."""
+"""State shared by the parts of the scheduler: who runs, who waits, the memory, and the step in the making."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Generic
 
+from kvreclaim.memory.changes import Growth
 from kvreclaim.memory.kv_memory import KVMemory
 from kvreclaim.memory.prefix_cache import PrefixMatch
-from kvreclaim.schedule.queue import Queue, Seq
+from kvreclaim.schedule.fair_share import FairShare, PromptTokens
+from kvreclaim.schedule.queue import Queue, Seq, Tenant
+from kvreclaim.schedule.sequence import Status
 from kvreclaim.schedule.snapshots import Snapshots
-from kvreclaim.schedule.step import Row
-from kvreclaim.schedule.step_builder import StepPlanBuilder
+from kvreclaim.schedule.step import Admitted, Preempted, Row, StepPlan
+
+
+@dataclass(slots=True, eq=False)
+class StepPlanBuilder(Generic[Seq]):
+    """A step plan in the making.
+
+    budget:  tokens that may still be added
+    shares:  of the tenants, if there are several; tokens: of their prompts, once decodes have theirs
+    lost:    ids of sequences that have been preempted or failed
+    pressed: running sequences lack blocks, so nobody else begins
+    deferred: ids of sequences that wait for what is being loaded, or computed
+    skipped: tenants whose turn is over; refused: sequences of such that found no room
+    """
+
+    budget: int
+    shares: FairShare[Seq] | None = None
+    tokens: PromptTokens | None = None
+    rows: dict[int, tuple[Row, Growth]] = field(default_factory=dict)
+    lost: set[int] = field(default_factory=set)
+    pressed: bool = False
+    deferred: set[int] = field(default_factory=set)
+    skipped: set[Tenant] = field(default_factory=set)
+    refused: list[Seq] = field(default_factory=list)
+    admitted: list[Admitted] = field(default_factory=list)
+    preempted: list[Preempted] = field(default_factory=list)
+    failed: list[tuple[int, Exception]] = field(default_factory=list)
+
+    def token_budget(self, seq: Seq) -> int:
+        """Tokens that a sequence may compute."""
+        if self.tokens is None:
+            return self.budget
+        left = self.tokens.left_to_begin if seq.status is Status.WAITING else self.tokens.left
+        return min(self.budget, left(seq.tenant))
+
+    def num_running(self, tenant: Tenant) -> int:
+        """Sequences of one of several tenants."""
+        return self.shares.num_running(tenant) if self.shares is not None else 0
+
+    def add(self, seq: Seq, row: Row, growth: Growth) -> None:
+        self.rows[row.seq_id] = row, growth
+        self.budget -= row.num_tokens
+        if self.tokens is not None:
+            self.tokens.take(seq.tenant, row.num_tokens)
+
+    def lose(self, seq_id: int) -> None:
+        """It computes nothing in this step."""
+        self.lost.add(seq_id)
+        dropped = self.rows.pop(seq_id, None)
+        self.budget += dropped[0].num_tokens if dropped else 0
+
+    def postpone(self, seq_id: int) -> None:
+        """It computes its tokens another time, unless blocks were taken or are to be copied for them."""
+        row, growth = self.rows[seq_id]
+        if not (growth.new_blocks or growth.copies):
+            del self.rows[seq_id]
+            self.budget += row.num_tokens
+
+    def preempt(self, lost: Preempted) -> None:
+        """One that has begun in this very step has not begun."""
+        self.lose(lost.seq_id)
+        begun = [one for one in self.admitted if one.seq_id != lost.seq_id]
+        if len(begun) == len(self.admitted):
+            self.preempted.append(lost)
+        self.admitted = begun
+
+    def plan(self, memory: KVMemory, snapshots: Snapshots[Seq] | None = None) -> StepPlan:
+        """memory: whose moves between tiers the plan takes over; snapshots: those that gave way."""
+        rows: list[Row] = []
+        copies: list[tuple[int, int]] = []
+        fresh: list[int] = []
+        for row, growth in self.rows.values():
+            rows.append(row)
+            copies += growth.copies
+            fresh += growth.new_blocks
+        parked: list[int] = []
+        dropped: list[int] = []
+        if snapshots is not None and snapshots.has_changed:
+            parked = [seq.seq_id for seq in snapshots.take_parked()]
+            dropped = [seq.seq_id for seq in snapshots.take_gone()]
+        return StepPlan(
+            rows=tuple(rows),
+            copies=tuple(copies),
+            fresh=tuple(fresh),
+            admitted=tuple(self.admitted),
+            preempted=tuple(self.preempted),
+            failed=tuple(self.failed),
+            parked=tuple(parked),
+            dropped=tuple(dropped),
+            swap_out=tuple(memory.offload.parking.pop_swap_outs()),
+            swap_in=tuple(memory.offload.pop_swap_ins()),
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +145,7 @@ class State(Generic[Seq]):
 
     def must_wait(self, seq: Seq) -> bool:
         """Whether one that waits is to go on waiting for what is being read from disk for it."""
-        if not seq.num_computed:
+        if seq.snapshot_key is not None and not seq.num_computed:
             if self.snapshots.must_wait(seq):
                 return True
             if self.snapshots.has_missed(seq):
@@ -61,7 +154,8 @@ class State(Generic[Seq]):
 
     def end_loading(self, seq: Seq) -> None:
         """It has begun, or is gone: what comes from disk for it is others'."""
-        self.snapshots.leave(seq.seq_id)
+        if seq.snapshot_key is not None:
+            self.snapshots.leave(seq.seq_id)
         self.memory.offload.end_loading(seq.seq_id)
 
     def prefetch(self, seq: Seq) -> None:

@@ -14,13 +14,9 @@ from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import KVCompression
 
 
-def compression_of(
-    given: KVCompression | None, served: ServedModel, limits: ServerConfig
-) -> CompressionConfig | None:
-    """None takes the server's own settings. What is left out comes from these, if they are of the same
-    policy; statistics always do. Raises: ApiError 400."""
-    if given is None:
-        return None
+def compression_of(given: KVCompression, served: ServedModel, limits: ServerConfig) -> CompressionConfig:
+    """What is left out comes from the server's own settings, if they are of the same policy; statistics
+    always do. Raises: ApiError 400."""
     if not limits.client_kv_compression:
         raise ApiError(
             400, "kv_compression is the operator's to choose here; leave it out.", "kv_compression"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections import Counter
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvreclaim.page.hosts import host_of, is_own
 from kvreclaim.server.config import ServerConfig
 from kvreclaim.server.errors import ApiError, error_body, failed
-from kvreclaim.server.hosts import Hosts
 from kvreclaim.server.ids import new_request_id
 from kvreclaim.server.tenants import Tenant, Tenants
 
@@ -22,8 +23,30 @@ OPERATOR_PATHS = (
     *("/", "/metrics", "/load", "/page", "/openapi.json"),
     *("/kv_offload/status", "/reset_prefix_cache"),
 )
+EVERY = "*"
 MAX_DIGITS = 18
 """Most digits of a length; Python reads no number of thousands of digits."""
+
+
+class Hosts:
+    """By what names a server may be called: checked where the operator says which, and where nobody needs
+    a key.
+
+    A page of a foreign site can have its own name resolved to this server's address, and then reads what the
+    server answers to the browser. It cannot have the browser send another name than its own.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._said = bool(config.allowed_hosts)
+        self._all = EVERY in config.allowed_hosts or (not self._said and bool(config.api_keys))
+        own = config.allowed_hosts or ("localhost", socket.gethostname(), config.host)
+        self._names = frozenset(name.lower() for name in own)
+
+    def allows(self, header: str | None) -> bool:
+        """header: Host; None, which no browser sends, is allowed."""
+        if self._all or header is None:
+            return True
+        return host_of(header) in self._names if self._said else is_own(header, self._names)
 
 
 class Gate:

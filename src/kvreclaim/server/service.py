@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any
@@ -26,7 +27,6 @@ from kvreclaim.server.compression import compression_of
 from kvreclaim.server.config import ServerConfig
 from kvreclaim.server.errors import ApiError, failed
 from kvreclaim.server.fields import KVCompression
-from kvreclaim.server.room import ConcurrencyLimiter
 from kvreclaim.server.tenants import Tenant
 from kvreclaim.server.vocabulary import Vocabulary
 from kvreclaim.server.workers import Workers, default_threads
@@ -35,6 +35,55 @@ logger = logging.getLogger(__name__)
 
 MIN_TOKEN_CHARS = 32
 """Assumed of the longest token of a vocabulary at least: some tokenizers drop characters."""
+
+
+class ConcurrencyLimiter:
+    """Limits on outputs of one request, and of all requests of one key. Counts outputs, prompts × n, from
+    when they are queued until they have ended."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.per_request = config.max_outputs_per_request
+        self.per_key = outputs_per_key(config)
+        self.taken: Counter[str | None] = Counter()
+
+    def check(self, tenant: str | None, num_prompts: int, n: int) -> None:
+        """Raises: ApiError 400 for what no request may want, 429 for what this one has to wait for."""
+        wanted, limit = num_prompts * n, self.per_request
+        if self.per_key is not None:
+            limit = min(limit, self.per_key)
+        if wanted > limit:
+            raise ApiError(
+                400,
+                f"the request asks for {wanted} outputs ({num_prompts} prompts, n {n}), at most {limit} are "
+                "allowed at once; split it.",
+                param="prompt" if num_prompts > 1 else "n",
+            )
+        if self.per_key is not None and self.taken[tenant] + wanted > self.per_key:
+            raise ApiError(
+                429,
+                f"{self.taken[tenant]} outputs of this key wait or run, the limit is {self.per_key}; "
+                "try again when some have ended.",
+                code="rate_limit_exceeded",
+                headers={"retry-after": "1"},
+            )
+
+    @contextmanager
+    def take(self, tenant: str | None, num_outputs: int) -> Iterator[None]:
+        """Count them until the end of the block."""
+        self.taken[tenant] += num_outputs
+        try:
+            yield
+        finally:
+            self.taken[tenant] -= num_outputs
+            if not self.taken[tenant]:
+                del self.taken[tenant]
+
+
+def outputs_per_key(config: ServerConfig) -> int | None:
+    """The operator's limit; else half of the queue if there are several keys, so that none can fill it."""
+    if config.max_concurrent_outputs_per_key is not None or len(config.api_keys) < 2:
+        return config.max_concurrent_outputs_per_key
+    return max(1, config.max_queue_len // 2)
 
 
 class Service:
@@ -151,7 +200,7 @@ class Service:
 
     def compression(self, given: KVCompression | None) -> CompressionConfig | None:
         """The compression of a request's `kv_compression`; None: the server's own. Raises: ApiError 400."""
-        return compression_of(given, self.engine.served, self.config)
+        return None if given is None else compression_of(given, self.engine.served, self.config)
 
     @asynccontextmanager
     async def submit(self, request_id: str, prompts: list[RequestSpec]) -> AsyncIterator[list[RequestStream]]:

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvreclaim.engine.attend.block_rows import block_row
 from kvreclaim.engine.request.request import Scheduled
 from kvreclaim.engine.signals.store import DigestStore
 from kvreclaim.memory.blocks import blocks_for
@@ -50,7 +49,7 @@ class SparseReads:
         starts = [item.row.first for item in items]
         ends = [start + length for start, length in zip(starts, self.query_lens, strict=True)]
         self._seq_ids = [item.seq.seq_id for item in items]
-        rows = [block_row(item.seq, memory) for item in items]
+        rows = [item.seq.block_row(memory.table(item.seq.seq_id)) for item in items]
         self._filled: list[tuple[int, range, Tensor]] = []
         for seq_id, end, row in zip(self._seq_ids, ends, rows, strict=True):
             if missing := store.claim(seq_id, end // size):

@@ -48,7 +48,7 @@ class StreamedKVBatch:
     stream: StreamedLayers
     places: tuple[Place, ...]
     attended: tuple[Attended, ...]
-    watches: tuple[Watch, ...] = ()
+    watches: Sequence[Watch] = ()
 
     def attend_latent(self, call: LatentCall) -> Tensor:
         """[T, H, dv]: as of PagedKVBatch."""
@@ -95,7 +95,7 @@ class StreamedBatches:
         self.ops, self.stream, self.places, self.device = ops, stream, places, device
         self._names = np.zeros(stream.host.num_blocks, dtype=np.int32)
 
-    def begin(self, sequences: Sequence[SequenceSlots], watches: tuple[Watch, ...] = ()) -> StreamedKVBatch:
+    def begin(self, sequences: Sequence[SequenceSlots], watches: Sequence[Watch] = ()) -> StreamedKVBatch:
         """A batch for one pass; `stream.commit` or `stream.abandon` ends it."""
         size = self.stream.host.block_size
         starts = np.cumsum([0, *(seq.query_len for seq in sequences)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -10,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvreclaim.engine.attend.block_rows import block_row, slots_are_positions
 from kvreclaim.engine.attend.paged import PagedKVBatch
 from kvreclaim.engine.attend.parts import AttentionPart
 from kvreclaim.engine.attend.split import has_head_tables, split
@@ -127,16 +125,17 @@ class ModelRunner:
         If it raises, only slots that are written again have changed: any part of the step may be tried
         once more.
         """
-        extensions = self.extensions if observed else Extensions()
+        extensions = self.extensions.ordered if observed else ()
         runs = step
-        for extension in extensions.ordered:
+        for extension in extensions:
             runs = extension.expand(runs)
         inputs = self._inputs(step, runs)
         special = [item for item in step if not item.seq.request.is_plain]
-        watched = observed and any(is_watched(item.seq) for item in special)
-        logits = self._replay(step, special, inputs, watched)
+        watched = observed and bool(special) and any(is_watched(item.seq) for item in special)
+        logits = None if self.graphs is None else self._replay(self.graphs, step, special, inputs, watched)
         if logits is None and self.streamed is not None:
-            logits = self._stream(self.streamed, inputs, extensions.hooks(runs, None))
+            hooks = [hook for each in extensions for hook in each.attend(runs, None)]
+            logits = self._stream(self.streamed, inputs, hooks)
         try:
             if logits is None:
                 batch = AttentionBatch.build(tuple(inputs.slots), self.cache.block_size, self.device)
@@ -144,8 +143,9 @@ class ModelRunner:
                 parts: tuple[AttentionPart, ...] = ()
                 if special:
                     parts = split(runs, batch, self.memory, self.cache, self.ops, self.signals.digests)
-                logits = self._paged(step, inputs, batch, observer, extensions.hooks(runs, batch), parts)
-            for extension in extensions.ordered:
+                hooks = [hook for each in extensions for hook in each.attend(runs, batch)]
+                logits = self._paged(step, inputs, batch, observer, hooks, parts)
+            for extension in extensions:
                 extension.attended(step)
         except Exception:
             self.signals.forget(step)
@@ -158,7 +158,7 @@ class ModelRunner:
         inputs: _Inputs,
         batch: AttentionBatch,
         observer: Observer | None,
-        hooks: tuple[AttentionHook, ...],
+        hooks: list[AttentionHook],
         parts: tuple[AttentionPart, ...],
     ) -> Tensor:
         """The logits over the pool's blocks.
@@ -181,7 +181,7 @@ class ModelRunner:
                 self._late.append(observer.late)
         return logits
 
-    def _stream(self, streamed: StreamedBatches, inputs: _Inputs, hooks: tuple[AttentionHook, ...]) -> Tensor:
+    def _stream(self, streamed: StreamedBatches, inputs: _Inputs, hooks: list[AttentionHook]) -> Tensor:
         """The logits over a cache in host memory, which is written when all went well."""
         try:
             logits = self._logits(inputs, streamed.begin(inputs.slots, hooks))
@@ -193,16 +193,13 @@ class ModelRunner:
 
     def _logits(self, inputs: _Inputs, kv_batch: KVBatch) -> Tensor:
         with exact_rows(inputs.num_exact):
-            return self._model(inputs, kv_batch)
-
-    def _model(self, inputs: _Inputs, kv_batch: KVBatch) -> Tensor:
-        output = self.model(
-            input_ids=torch.tensor([inputs.tokens], device=self.device),
-            position_ids=torch.from_numpy(np.concatenate(inputs.positions))[None].to(self.device),
-            use_cache=False,
-            logits_to_keep=torch.from_numpy(np.concatenate(inputs.rows)).to(self.device),
-            kv_batch=kv_batch,
-        )
+            output = self.model(
+                input_ids=torch.tensor([inputs.tokens], device=self.device),
+                position_ids=torch.from_numpy(np.concatenate(inputs.positions))[None].to(self.device),
+                use_cache=False,
+                logits_to_keep=torch.from_numpy(np.concatenate(inputs.rows)).to(self.device),
+                kv_batch=kv_batch,
+            )
         logits: Tensor = output.logits[0]
         return logits
 
@@ -218,13 +215,13 @@ class ModelRunner:
         """runs: the step's items, or the runs of tokens that are computed of each, in their order"""
         inputs, last = _Inputs(), {}
         for run in runs:
-            seq, start = run.seq, run.row.first
+            seq, row = run.seq, run.row
             inputs.tokens += run.tokens
             slots = self.slots(run)
             end = slots.seq_len + slots.shift
             inputs.slots.append(slots)
-            inputs.positions.append(np.arange(end - run.num_tokens, end))
-            last[seq.seq_id] = start + run.num_tokens, len(inputs.tokens)
+            inputs.positions.append(np.arange(end - row.num_tokens, end))
+            last[seq.seq_id] = row.first + row.num_tokens, len(inputs.tokens)
         for item in step:
             end, place = last[item.seq.seq_id]
             want = _wanted_positions(item)
@@ -235,31 +232,34 @@ class ModelRunner:
         return inputs
 
     def _replay(
-        self, step: list[Scheduled], special: list[Scheduled], inputs: _Inputs, watched: bool
+        self,
+        graphs: DecodeGraphs,
+        step: list[Scheduled],
+        special: list[Scheduled],
+        inputs: _Inputs,
+        watched: bool,
     ) -> Tensor | None:
         """The logits of a decode step from a CUDA graph; None if there is none for it."""
-        if self.graphs is None or not all(
-            len(want) == item.num_tokens == 1 for want, item in zip(inputs.wanted, step, strict=True)
-        ):
+        if not all(len(want) == item.num_tokens == 1 for want, item in zip(inputs.wanted, step, strict=True)):
             return None
         if self.groups.windows:
-            self.graphs.refuse("layers with sliding windows have block tables of their own")
+            graphs.refuse("layers with sliding windows have block tables of their own")
         elif watched:
-            self.graphs.refuse("a policy keeps queries, attention or scores of tokens")
+            graphs.refuse("a policy keeps queries, attention or scores of tokens")
         elif any(has_head_tables(item) for item in special):
-            self.graphs.refuse("heads have block tables of their own")
+            graphs.refuse("heads have block tables of their own")
         else:
-            return self.graphs.forward(inputs.tokens, np.concatenate(inputs.positions), tuple(inputs.slots))
+            return graphs.forward(inputs.tokens, np.concatenate(inputs.positions), tuple(inputs.slots))
         return None
 
     def slots(self, item: Scheduled) -> SequenceSlots:
         """Where a sequence's keys lie when an item of it has been computed."""
-        table = self.memory.table(item.seq.seq_id)
-        relative = slots_are_positions(item.seq)
+        table, row = self.memory.table(item.seq.seq_id), item.row
+        relative = item.seq.slots_are_positions
         return SequenceSlots(
-            block_ids=block_row(item.seq, self.memory),
-            query_len=item.num_tokens,
-            seq_len=table.physical_len + item.row.first - item.seq.num_computed + item.num_tokens,
+            block_ids=item.seq.block_row(table),
+            query_len=row.num_tokens,
+            seq_len=table.physical_len + row.first - item.seq.num_computed + row.num_tokens,
             shift=0 if relative else table.num_evicted,
             evicted=item.seq.state.evicted,
             slot_positions=item.seq.state.slot_positions if self._has_windows and not relative else None,
@@ -271,7 +271,7 @@ def _wanted_positions(item: Scheduled) -> range:
     one that predicts a token whose probability is asked for, of a continuation that is scored or of the
     prompt."""
     seq, start = item.seq, item.row.first
-    request, end, known = seq.request, start + item.num_tokens, len(seq.token_ids)
+    request, end, known = seq.request, start + item.row.num_tokens, len(seq.token_ids)
     if request.scores is not None:
         return range(min(end, max(start, seq.num_prompt - 1)), min(end, known - 1))
     first = end - 1 - item.row.num_drafts if end >= known else end
@@ -284,7 +284,10 @@ def _num_exact(step: list[Scheduled], most_plain: int) -> int:
     """Count the leading tokens of a step that belong to decoding sequences: what they draw is the same with
     drafts and without. More than most_plain that draw one token each are left to products that are faster for
     many."""
-    decodes = list(itertools.takewhile(lambda item: item.num_known == 1, step))
-    count = sum(item.num_tokens for item in decodes)
-    guesses = any(item.row.num_drafts or item.seq.request.verify is not None for item in decodes)
+    count, guesses = 0, False
+    for item in step:
+        if item.num_known != 1:
+            break
+        count += item.row.num_tokens
+        guesses = guesses or item.row.num_drafts > 0 or item.seq.request.verify is not None
     return count if guesses or count <= most_plain else 0

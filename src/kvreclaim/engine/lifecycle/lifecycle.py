@@ -204,8 +204,8 @@ class Lifecycle:
         for seq_id, error in plan.failed:
             if seq_id in self.sequences:
                 self.fail(self.sequences[seq_id].request, error, "scheduling")
-        rows = (row for row in plan.rows if row.seq_id in self.sequences)
-        return [Scheduled(self.sequences[row.seq_id], row) for row in rows]
+        known = self.sequences
+        return [Scheduled(known[row.seq_id], row) for row in plan.rows if row.seq_id in known]
 
     def _drop_signals(self, seq: Sequence) -> None:
         if not seq.request.is_plain:

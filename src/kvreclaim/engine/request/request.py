@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -24,19 +23,14 @@ from kvreclaim.engine.request.outputs import (
     ScoreOutput,
 )
 from kvreclaim.engine.request.spec import RequestSpec
+from kvreclaim.engine.request.verify import Verify
 from kvreclaim.engine.sampling.beam_search import BeamSearch, Hypothesis
 from kvreclaim.engine.sampling.detokenizer import Detokenizer
 from kvreclaim.engine.sampling.logprobs import Logprob, PromptLogprobs
 from kvreclaim.engine.sampling.processors import SampleRow, completing
+from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.schedule.budget.account import Account
-
-PROBABLE = (0.5, 0.9)
-"""Drafts are told apart by how probable they are: below, between and above these."""
-BELIEF_STEP = 0.05
-"""Weight of the newest token in how often drafts are accepted."""
-FULL_ROUNDS = 8
-"""Rounds without a refused draft after which a budget that chooses itself falls."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -69,6 +63,20 @@ class Sequence(schedule.ScheduledSequence):
     def waits_for_fork(self) -> bool:
         """Whether its siblings are to begin once its prompt is computed."""
         return self.seats > 1
+
+    @property
+    def slots_are_positions(self) -> bool:
+        """Whether a token's position is its slot, not its place in the text."""
+        compressor = self.request.compressor
+        return compressor is not None and compressor.policy.cache_relative
+
+    def block_row(self, table: BlockTable) -> np.ndarray:
+        """[blocks] int32 ids of its table for the kernels; a hole names another block (never attended)."""
+        if self.row_cache is None or self.row_cache[0] != table.version:
+            some = next((block for block in reversed(table.block_ids) if block is not None), 0)
+            ids = [some if block is None else block for block in table.block_ids]
+            self.row_cache = (table.version, np.array(ids, dtype=np.int32))
+        return self.row_cache[1]
 
     def note_blocks(self, num_held: int) -> None:
         """Its table holds so many blocks after computing up to num_computed."""
@@ -189,60 +197,6 @@ class Beams:
         self.rounded += seq.state.rounded
         self.peak_blocks = max(self.peak_blocks, seq.peak_blocks)
         self.answer_blocks = max(self.answer_blocks, seq.answer_blocks)
-
-
-@dataclass(slots=True, eq=False)
-class Verify:
-    """A request whose answer is that of its full cache, and whose drafts come from a compressed one.
-
-    compressor, footprint: of the companions; num_tokens: drafted at most between two verifications
-    budgets:  steps that the budget takes: up when a draft is refused, down after FULL_ROUNDS in which none
-              was; empty: it stays
-    is_short: the budget has just risen: companions are to be chosen anew from the full cache
-    beliefs:  how often drafts have been accepted lately, by how probable they were (PROBABLE)
-    """
-
-    compressor: Compressor
-    footprint: schedule.Footprint
-    num_tokens: int
-    budgets: tuple[int, ...] = ()
-    is_short: bool = False
-    num_full: int = 0
-    beliefs: list[float] = field(default_factory=lambda: [0.85, 0.95, 0.99])
-    num_rounds: int = 0
-    num_drafted: int = 0
-    num_accepted: int = 0
-
-    @property
-    def eviction_method(self) -> schedule.EvictionMethod:
-        return self.compressor.eviction_method
-
-    def belief(self, probability: float) -> float:
-        """In a draft that the compressed cache holds so probable."""
-        return self.beliefs[bisect(PROBABLE, probability)]
-
-    def note(self, probabilities: list[float], accepted: int) -> None:
-        """A round: drafts that were so probable, and how many of them were accepted."""
-        drafted = len(probabilities)
-        self.num_rounds += 1
-        self.num_drafted += drafted
-        self.num_accepted += accepted
-        for place, probability in enumerate(probabilities[: accepted + 1]):
-            kind = bisect(PROBABLE, probability)
-            self.beliefs[kind] += BELIEF_STEP * ((place < accepted) - self.beliefs[kind])
-        self.num_full = self.num_full + 1 if accepted == drafted else 0
-        if accepted < drafted:
-            self._step(1)
-        elif self.num_full >= FULL_ROUNDS:
-            self._step(-1)
-
-    def _step(self, by: int) -> None:
-        place = next((i for i, b in enumerate(self.budgets) if b >= self.compressor.config.budget), 0) + by
-        if 0 <= place < len(self.budgets):
-            size = self.footprint.block_size
-            self.compressor = self.compressor.with_budget(self.budgets[place], size)
-            self.footprint = replace(self.footprint, budget=self.compressor.budget)
-            self.is_short, self.num_full = by > 0, 0
 
 
 @dataclass(slots=True, eq=False)

@@ -61,6 +61,9 @@ class Detokenizer:
             return None
         before = len(self._whole)
         self._whole += piece
+        if not self._stop_strings:
+            self.text = self._whole
+            return None
         # From where a stop string would have to begin to end in this piece: one that was complete
         # before, when it might not stop yet, does not stop now.
         found = [(self._whole.find(s, max(0, before - len(s) + 1)), s) for s in self._stop_strings]

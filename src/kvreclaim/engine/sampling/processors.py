@@ -36,7 +36,9 @@ class SampleRow:
         """Whether the token is the row's argmax and nothing is to be reported."""
         p = self.params
         return (
-            p.temperature == 0 and p.logprobs is None and not any(each.applies(self) for each in PROCESSORS)
+            p.temperature == 0
+            and p.logprobs is None
+            and not [each for each in PROCESSORS if each.applies(self)]
         )
 
     @property

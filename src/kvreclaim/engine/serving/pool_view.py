@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvreclaim.engine.attend.block_rows import block_row
 from kvreclaim.engine.request.request import Request, Sequence
 from kvreclaim.engine.step.engine import Engine
 from kvreclaim.memory import marks
@@ -27,7 +26,7 @@ def pool_view(engine: Engine) -> PoolView:
     owner = np.full(pool.num_blocks, -1, dtype=np.int32)
     for index, sequences in reversed(list(enumerate(running.values()))):
         for seq in sequences:
-            owner[block_row(seq, engine.memory)] = index
+            owner[seq.block_row(engine.memory.table(seq.seq_id))] = index
             for group in engine.memory.windows:
                 owner[group.table(seq.seq_id).blocks()] = index
     requests = tuple(_request_view(engine, seqs[0].request, seqs) for seqs in running.values())

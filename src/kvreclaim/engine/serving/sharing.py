@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from kvreclaim.engine.attend.block_rows import block_row
 from kvreclaim.engine.step.engine import Engine
 from kvreclaim.page.sharing import Sharing, share_tree
 
 
 def who_shares(engine: Engine) -> Sharing:
     """Which running sequences share blocks. Call it between two steps, in the engine's thread."""
+    running = engine.scheduler.running
     owners: dict[str, int] = {}
-    rows = [
-        (block_row(seq, engine.memory), owners.setdefault(seq.request.request_id, len(owners)))
-        for seq in engine.scheduler.running
-    ]
-    return share_tree([row for row, _ in rows], [owner for _, owner in rows])
+    rows = [seq.block_row(engine.memory.table(seq.seq_id)) for seq in running]
+    return share_tree(rows, [owners.setdefault(seq.request_id, len(owners)) for seq in running])

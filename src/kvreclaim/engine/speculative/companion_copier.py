@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvreclaim.engine.attend.block_rows import block_row
 from kvreclaim.engine.request.request import Sequence
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.memory.manager import MemoryManager
@@ -39,7 +38,7 @@ class CompanionCache:
     def slots(self, seq: Sequence, first: int, num_tokens: int) -> np.ndarray:
         """[num_tokens] int64: block * block_size + offset of these physical slots."""
         size, places = self.memory.block_size, np.arange(first, first + num_tokens)
-        ids = block_row(seq, self.memory).astype(np.int64)
+        ids = seq.block_row(self.memory.table(seq.seq_id)).astype(np.int64)
         return ids[places // size] * size + places % size
 
     def next_slots(self, seq: Sequence, num_tokens: int) -> np.ndarray:

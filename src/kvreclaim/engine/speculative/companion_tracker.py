@@ -13,7 +13,8 @@ from kvreclaim.engine.compact.passes import CompressionPass
 from kvreclaim.engine.execute.runner import ModelRunner
 from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
 from kvreclaim.engine.request.outputs import RequestMetrics
-from kvreclaim.engine.request.request import Request, Scheduled, Sequence, Verify
+from kvreclaim.engine.request.request import Request, Scheduled, Sequence
+from kvreclaim.engine.request.verify import Verify
 from kvreclaim.engine.speculative.companion_copier import CompanionCopier, CopyRange
 from kvreclaim.engine.speculative.companion_queries import QUERIES, CompanionQueries
 from kvreclaim.schedule import Row, Status

@@ -26,7 +26,7 @@ from kvreclaim.engine.offload.stats import TierStats
 from kvreclaim.engine.request.chunk_reuse import Reuse
 from kvreclaim.engine.request.footprints import footprint_of
 from kvreclaim.engine.request.outputs import EngineTotals, StepStats
-from kvreclaim.engine.request.request import Request, Scheduled
+from kvreclaim.engine.request.request import Request
 from kvreclaim.engine.request.request import Sequence as Seq
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.signals.signals import Signals
@@ -48,11 +48,10 @@ from kvreclaim.engine.step.assembly import (
     private_runner,
 )
 from kvreclaim.engine.step.executor import StepExecutor
-from kvreclaim.engine.step.features import engine_features
 from kvreclaim.engine.step.full_cache import admitting
-from kvreclaim.engine.step.lengths import bounded_by_pool, check_length
 from kvreclaim.engine.step.output_processor import OutputProcessor
-from kvreclaim.engine.step.request_factory import RequestFactory
+from kvreclaim.engine.step.request_factory import RequestFactory, engine_features
+from kvreclaim.engine.step.validation import bounded_by_pool, check_length
 from kvreclaim.engine.step.verified import divided
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
 from kvreclaim.model.loader import LoadedModel
@@ -324,19 +323,19 @@ class Engine:
         if rests and self.scheduler.waiting and not any(each.idle() for each in self.extensions.ordered):
             stuck = AssertionError(f"it fits into no empty pool, but was let in: {self.memory.stats()}")
             self.lifecycle.fail(next(iter(self.scheduler.waiting)).request, stuck, "admitting")
-        num_tokens = sum(item.num_tokens for item in step)
-        decodes = [item for item in step if _is_decode(item)]
-        num_decode = sum(item.num_tokens for item in decodes)
+        num_tokens = num_decode = 0
         for item in step:
+            num_tokens += item.row.num_tokens
+            if item.num_known == 1 and item.row.first >= item.seq.num_prompt:
+                num_decode += item.row.num_tokens  # its newest token, and drafts behind it
             metrics = item.seq.request.metrics
             if metrics.queue_s is None:
                 metrics.queue_s = started - item.seq.request.arrival_s
-        with torch_alone() if len(decodes) == len(step) else nullcontext():
+        with torch_alone() if num_decode == num_tokens else nullcontext():
             checked = self.executor.compute(plan, step)
         self.executor.commit(plan, checked)
-        sound = [] if checked is None else [item.seq for item, _, _ in checked.sound]
         for extension in self.extensions.ordered:
-            extension.computed(sound)
+            extension.computed([] if checked is None else checked.sequences)
         if checked is not None:
             self.output_processor.process(checked)
         for extension in self.extensions.ordered:
@@ -355,8 +354,3 @@ class Engine:
         for extension in self.extensions.ordered:
             extension.end_step(stats)
         return StepResult(list(touched.values()), stats, self.output_processor.take_passes())
-
-
-def _is_decode(item: Scheduled) -> bool:
-    """Whether its newest token is all that a sequence computes, and drafts behind it."""
-    return item.num_known == 1 and item.row.first >= item.seq.num_prompt

@@ -69,7 +69,7 @@ class StepExecutor:
         """Tell the scheduler which tokens have been computed, and which drafts stand."""
         sound = () if checked is None else checked.sound
         stand = {} if checked is None else self.outputs.accept_drafts(checked)
-        computed = tuple(item.seq.seq_id for item, _, _ in sound)
+        computed = () if checked is None else tuple([seq.seq_id for seq in checked.sequences])
         sequences = self.lifecycle.sequences
         for seq_id, error in self.lifecycle.scheduler.done(plan, StepDone(computed, stand=stand)):
             if seq_id in sequences:

@@ -27,11 +27,13 @@ class CheckedLogits:
 
     best:  the argmax of each row
     sound: items whose rows are all numbers, with the positions and the rows of logits that they own
+    sequences: of these items
     """
 
     logits: Tensor
     best: list[int]
     sound: list[tuple[Scheduled, range, slice]]
+    sequences: list[Sequence]
 
 
 class OutputProcessor:
@@ -76,7 +78,7 @@ class OutputProcessor:
                 error = ValueError("the model's logits are not finite numbers (NaN or infinite)")
                 self.lifecycle.invalidate(item.seq.request)
                 self.lifecycle.fail(item.seq.request, error, "computing")
-        return CheckedLogits(logits, best.indices.tolist(), sound)
+        return CheckedLogits(logits, best.indices.tolist(), sound, [item.seq for item, _, _ in sound])
 
     def accept_drafts(self, checked: CheckedLogits) -> dict[int, int]:
         """Before the step's tokens are committed: for those that computed drafts draw what comes behind each
@@ -84,8 +86,13 @@ class OutputProcessor:
 
         Returns: by seq_id, how many of its row's tokens stand; those that have ended end in `process`.
         """
-        items = [(item, rows) for item, _, rows in checked.sound if item.row.num_drafts]
-        stand = {item.seq.seq_id: item.num_tokens for item, _, _ in checked.sound if item.cut}
+        items: list[tuple[Scheduled, slice]] = []
+        stand: dict[int, int] = {}
+        for item, _, rows in checked.sound:
+            if item.row.num_drafts:
+                items.append((item, rows))
+            elif item.cut:
+                stand[item.seq.seq_id] = item.row.num_tokens
         drafted = items
         for depth in itertools.count():
             if not items:
@@ -129,14 +136,15 @@ class OutputProcessor:
             if seq.finish_reason is None:
                 self.lifecycle.end(seq, reason)
         draws: list[tuple[Sequence, int]] = []
-        self.compress([item.seq for item, _, _ in checked.sound if item.seq.is_to_fork])
-        self._fork_beams([item.seq for item, _, _ in checked.sound])
+        computed = checked.sequences
+        self.compress([seq for seq in computed if seq.is_to_fork])
+        self._fork_beams(computed)
         searches: dict[str, tuple[Request, Beams]] = {}
         for item, positions, rows in checked.sound:
             seq, request = item.seq, item.seq.request
             if not positions or seq.finish_reason is not None or item.row.num_drafts:
                 continue
-            self.lifecycle.touched[request.request_id] = request
+            self.lifecycle.touched[seq.request_id] = request
             if request.lacks_prompt_logprobs:
                 self._note_prompt(seq, positions, checked.logits[rows])
             if request.scores is not None:
@@ -149,8 +157,8 @@ class OutputProcessor:
             else:
                 draws.append((seq, rows.stop - 1))
         self._draw(draws, checked.logits, checked.best)
-        self._search(list(searches.values()))
-        computed = [item.seq for item, _, _ in checked.sound]
+        if searches:
+            self._search(list(searches.values()))
         self.compress(computed)
         for extension in self.lifecycle.extensions.ordered:
             for seq in computed:
@@ -198,6 +206,8 @@ class OutputProcessor:
         """Bring those that are due back to their budgets."""
         jobs, scheduler = [], self.lifecycle.scheduler
         for seq in sequences:
+            if seq.request.compressor is None:
+                continue
             with self.lifecycle.contained(seq.request, "compressing"):
                 jobs += [self._job(plan) for plan in scheduler.compress([seq])]
         if not jobs:
@@ -257,7 +267,7 @@ class OutputProcessor:
         asked: list[SampleRow] = []
         for seq, row in draws:
             with self.lifecycle.contained(seq.request, "asking for a token of"):
-                siblings = self._siblings(seq)
+                siblings = self._with_forks(seq) if seq.waits_for_fork else [seq]
                 asks = [one.sample_row(self._eos_token_ids) for one in siblings]
                 outputs += siblings
                 rows += [row] * len(siblings)
@@ -268,11 +278,8 @@ class OutputProcessor:
             if seq.finish_reason is None:
                 self._take_token(seq, drawn)
 
-    def _siblings(self, seq: Sequence) -> list[Sequence]:
-        """Sequences that draw from a sequence's row: itself, and with a prompt that is complete now its
-        forks."""
-        if not seq.waits_for_fork:
-            return [seq]
+    def _with_forks(self, seq: Sequence) -> list[Sequence]:
+        """A sequence whose prompt is complete now, and its forks: all draw from its row."""
         return [seq, *self.lifecycle.fork(seq)] if seq.finish_reason is None else []
 
     def _take_token(self, seq: Sequence, drawn: SampledToken | Exception) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.changes import CompactionPlan, Shrunk
@@ -14,6 +14,15 @@ from kvreclaim.memory.groups.group import GroupManager
 from kvreclaim.memory.pool import BlockPool
 from kvreclaim.memory.prefix.index import Entry
 from kvreclaim.memory.prefix_cache import PrefixCache, PrefixMatch
+
+
+class BlockTables(dict[int, BlockTable]):
+    """Tables by sequence id. Raises: UnknownRequestError for a sequence that holds no blocks."""
+
+    def __missing__(self, seq_id: int) -> BlockTable:
+        raise UnknownRequestError(
+            f"sequence {seq_id} holds no blocks; {len(self)} sequences do; admit it first"
+        )
 
 
 class FullAttentionGroup(GroupManager):
@@ -25,7 +34,7 @@ class FullAttentionGroup(GroupManager):
     def __init__(self, pool: BlockPool, block_size: int, held: Counter[int], prefix: PrefixCache) -> None:
         super().__init__(pool, block_size, held)
         self.prefix = prefix
-        self.tables: dict[int, BlockTable] = {}
+        self.tables = BlockTables()
         self.freed_by_compression = 0
 
     def add(self, seq_id: int, table: BlockTable) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from kvreclaim.ops.batch import AttentionBatch
 from kvreclaim.ops.extension import KERNELS, native
 from kvreclaim.ops.kv_cache import LayerCache
-from kvreclaim.ops.native.views import make_batch, make_cache
+from kvreclaim.ops.native.views import make_batch, make_layer
 
 EXACT_QUERIES = 33
 """Rows of a sequence up to which each is, to the bit, what it would be alone, as a decode step's only row: a
@@ -28,7 +26,8 @@ def paged_attention(q: Tensor, layer: LayerCache, batch: AttentionBatch) -> Tens
     sequence, on the rows beside it.
     """
     out = q.new_empty((q.shape[0], q.shape[1], layer.cache.shape.v_dim))
-    KERNELS.paged_attention(q, out, *_over(layer, batch))
+    place, softmax = layer.cached("native", make_layer)
+    KERNELS.paged_attention(q, out, *place, batch.cached("native", make_batch), *softmax)
     return out
 
 
@@ -42,13 +41,6 @@ def column_sums(q: Tensor, layer: LayerCache, batch: AttentionBatch) -> Tensor:
     """
     columns = int(batch.lengths.max(initial=0))
     sums = torch.empty((len(batch.sequences), layer.cache.num_kv_heads, columns), dtype=torch.float32)
-    native().column_sums(q, sums, *_over(layer, batch))
+    place, softmax = layer.cached("native", make_layer)
+    native().column_sums(q, sums, *place, batch.cached("native", make_batch), *softmax)
     return sums
-
-
-def _over(layer: LayerCache, batch: AttentionBatch) -> tuple[Any, ...]:
-    """Arguments of both kernels after input and output."""
-    rule = layer.softmax
-    softmax = (rule.scale, rule.softcap or 0.0, rule.window or 0, rule.sinks)
-    cache, sequences = layer.cache.cached("native", make_cache), batch.cached("native", make_batch)
-    return cache, layer.index, sequences, *softmax

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvreclaim.ops.extension import native, unavailable_reason
+from kvreclaim.ops.extension import KERNELS, unavailable_reason
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -17,7 +17,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     takes_norm() says.
     """
     out = torch.empty_like(x)
-    native().rms_norm(x, weight, eps, out)
+    KERNELS.rms_norm(x, weight, eps, out)
     return out
 
 

@@ -14,7 +14,7 @@ from kvreclaim.ops.extension import KERNELS, native, unavailable_reason
 from kvreclaim.ops.facts import CacheShape, LayerFacts
 from kvreclaim.ops.formats import KVFormat, plain_format
 from kvreclaim.ops.kv_cache import KVCache, LayerCache, PagedTokens
-from kvreclaim.ops.native.views import LAYOUTS, cache_view, make_cache
+from kvreclaim.ops.native.views import LAYOUTS, cache_view, make_layer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK = 16
@@ -104,7 +104,8 @@ def _zeros(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def write_kv(layer: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
     """reference.write_kv; k and v with any strides, fp32, bf16 or fp16 (rounded to nearest even)."""
-    KERNELS.write_kv(layer.cache.cached("native", make_cache), layer.index, k, v, slot_mapping)
+    place, _ = layer.cached("native", make_layer)
+    KERNELS.write_kv(*place, k, v, slot_mapping)
 
 
 def gather_tokens(tokens: PagedTokens) -> tuple[Tensor, Tensor]:

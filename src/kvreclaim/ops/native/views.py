@@ -8,7 +8,7 @@ from kvreclaim.ops.batch import AttentionBatch
 from kvreclaim.ops.cells import CellBatch
 from kvreclaim.ops.extension import native
 from kvreclaim.ops.formats.hadamard import sign_tensor
-from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.kv_cache import KVCache, LayerCache
 
 LAYOUTS = ("fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4", "turboquant4")
 """KV formats in the order of csrc's Format."""
@@ -26,6 +26,17 @@ def make_cache(cache: KVCache) -> Any:
     signs = tuple(sign_tensor(dim, cache.device) for dim in (shape.k_dim, shape.v_dim))
     return native().Cache(
         LAYOUTS.index(form.name), dims, shape.latent, list(cache.planes), signs if form.is_rotated else None
+    )
+
+
+def make_layer(layer: LayerCache) -> tuple[tuple[Any, int], tuple[Any, ...]]:
+    """For `cached`: a layer's cache and its place there, and its softmax, as the kernels take them."""
+    rule = layer.softmax
+    return (cache_view(layer.cache), layer.index), (
+        rule.scale,
+        rule.softcap or 0.0,
+        rule.window or 0,
+        rule.sinks,
     )
 
 

@@ -18,11 +18,10 @@ from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import refusal
 from kvreclaim.server.ids import request_id_of
 from kvreclaim.server.openai.answer import OpenAIResponse, scores_of
-from kvreclaim.server.openai.beams import beams_of
 from kvreclaim.server.openai.documents import before_prompt, num_chars, reuse_of
 from kvreclaim.server.openai.fields import MAX_LOGPROBS, GenerationFields
 from kvreclaim.server.openai.logprobs import Report, completion_logprobs
-from kvreclaim.server.openai.prompts import bounded, check_options, engine_prompt, sampling_params
+from kvreclaim.server.openai.prompts import beams_of, bounded, check_options, engine_prompt, sampling_params
 from kvreclaim.server.openai.schemas import ERRORS, Completion, streamed
 from kvreclaim.server.service import Service, ServiceDep, TenantDep
 from kvreclaim.server.tenants import Tenant
