@@ -40,11 +40,13 @@ def test_they_find_what_they_would_have_found(make_llm, monkeypatch, form, polic
     check_empty(llm)
 
 
+@pytest.mark.parametrize("how", [SWAP, {}, {"enable_prefix_caching": False}], ids=["swap", "cached", "anew"])
 @pytest.mark.parametrize("victims", ["last", "priority", "lru", "cost"])
-def test_searches_in_a_pool_that_holds_hardly_one(make_llm, victims):
+def test_searches_in_a_pool_that_holds_hardly_one(make_llm, victims, how):
+    """Four searches and two other requests, moved to the host or computed again."""
     prompts = tiny.prompts((70, 37, 21, 50), seed=8)
     want = answers([make_llm().beam_search(prompt, WIDE)[0] for prompt in prompts])
-    llm = make_llm(num_blocks=18, preemption_victim=victims, max_num_seqs=10, **SWAP)
+    llm = make_llm(num_blocks=18, preemption_victim=victims, max_num_seqs=10, **how)
     engine = llm.engine
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     others = [engine.add_request(f"o{i}", p, params) for i, p in enumerate(tiny.prompts((40, 60), seed=3))]
@@ -54,10 +56,11 @@ def test_searches_in_a_pool_that_holds_hardly_one(make_llm, victims):
         engine.memory.check()
         for request in requests:
             assert len({seq.status for seq in request.sequences}) == 1, "beams run or wait as one"
-    assert engine.totals.swaps > 0
+    assert engine.totals.num_preemptions > 4
+    assert (engine.totals.swaps > 0) == (how is SWAP)
     assert not [request.error for request in (*requests, *others) if request.error]
     same(answers([request.output() for request in requests]), want)
-    check_empty(llm)
+    assert_idle(llm)
 
 
 @pytest.mark.parametrize("every", [9, 11, 13])

@@ -5,37 +5,22 @@ from __future__ import annotations
 import io
 
 import pytest
+from reports import header
 from rich.console import Console
 
 from kvreclaim.eval import EvalReport, EvalRow, Metric, charts
 from kvreclaim.eval.best_mix import best_mix_lines, frontier, mixes
 from kvreclaim.eval.html import render
-from kvreclaim.eval.report import FormatFacts, ReportHeader
+from kvreclaim.eval.report import FormatFacts
 from kvreclaim.eval.show import show_report
 
 KIB = 1024.0
-HEADER = ReportHeader(
-    command="kvreclaim eval",
-    version="0",
-    model="m",
-    fingerprint="f",
-    dtype="bfloat16",
-    device="cpu",
-    kernels="kernels: reference",
-    block_size=16,
+HEADER = header(
     kv_bytes_per_token=4096,
     kv_formats=[
         FormatFacts(name="bf16", bytes_per_token=4096, kernels="reference"),
         FormatFacts(name="int4", bytes_per_token=1152, kernels="native"),
     ],
-    interval=128,
-    sinks=4,
-    recent=64,
-    protect_prompt=False,
-    mode=None,
-    seeds=[0],
-    num_examples=4,
-    tasks={},
 )
 
 

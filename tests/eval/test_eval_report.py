@@ -11,32 +11,14 @@ from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
+from reports import header
 from rich.console import Console
 
 from kvreclaim.eval import EvalReport, EvalRow, Metric, charts
 from kvreclaim.eval.html import render, write_html
-from kvreclaim.eval.report import ReportHeader
 from kvreclaim.eval.show import progress_bar, show_report
 
-HEADER = ReportHeader(
-    command="kvreclaim eval --policies 'a<b>'",
-    version="0",
-    model="m",
-    fingerprint="f",
-    dtype="float32",
-    device="cpu",
-    kernels="kernels: reference",
-    block_size=16,
-    kv_bytes_per_token=1536,
-    interval=128,
-    sinks=4,
-    recent=64,
-    protect_prompt=False,
-    mode=None,
-    seeds=[0, 1],
-    num_examples=4,
-    tasks={"recall": {"num_tokens": 2048}},
-)
+HEADER = header(command="kvreclaim eval --policies 'a<b>'")
 
 
 def row(policy: str, fraction: float, **fields) -> EvalRow:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from one_text import OneText
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Ernie4_5Config
 
@@ -17,7 +18,6 @@ from kvreclaim.model.inputs import inputs_handed_out
 from kvreclaim.model.loader import LoadedModel, load_model
 from kvreclaim.ops import extension
 from kvreclaim.ops.native.linear import max_rows
-from kvreclaim.ops.reference.attention import causal_attention
 
 pytestmark = pytest.mark.skipif(
     extension.unavailable_reason() is not None, reason="the native extension is not there"
@@ -27,23 +27,12 @@ LEFT = ("gemma2", "gemma3", "phi3", "olmo2", "glm4", "qwen3-moe", "gpt-oss", "de
 TOLERANCE = {"float32": 2e-5, "bfloat16": 0.03}
 
 
-class Causal:
-    """A KVBatch over one text; the inputs that layers handed out."""
-
-    def __init__(self) -> None:
-        self.hidden: list[Tensor | None] = []
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        self.hidden.append(call.hidden)
-        return causal_attention(call.q, call.k, call.v, call.softmax)
-
-
 @torch.inference_mode()
 def logits(loaded: LoadedModel, tokens: int = 7, first: int = 3) -> Tensor:
     ids = (torch.arange(tokens)[None] * 31 + 5) % 272
     places = torch.arange(first, first + tokens)[None]
     model = loaded.model
-    found: Tensor = model(input_ids=ids, position_ids=places, use_cache=False, kv_batch=Causal()).logits[0]
+    found: Tensor = model(input_ids=ids, position_ids=places, use_cache=False, kv_batch=OneText()).logits[0]
     return found
 
 
@@ -144,14 +133,14 @@ def test_layers_that_compute_something_else_are_refused(tiny_dir: Callable[[str]
 def test_hooks_gradients_and_plain_calls_get_transformers_code(tiny_dir: Callable[[str], Path]) -> None:
     native, plain = (load_model(tiny_dir("llama"), kernels=k) for k in ("native", "torch"))
     with inputs_handed_out(native.model), torch.inference_mode():
-        batch = Causal()
+        batch = OneText()
         native.model(
             input_ids=torch.tensor([[1, 2]]),
             position_ids=torch.tensor([[0, 1]]),
             use_cache=False,
             kv_batch=batch,
         )
-    assert all(hidden is not None for hidden in batch.hidden)
+    assert all(call.hidden is not None for call in batch.calls)
     ids = torch.tensor([[1, 2, 3]])
     for each in (native, plain):
         each.model.set_attn_implementation("sdpa")

@@ -9,14 +9,14 @@ import pytest
 import tiny
 import torch
 import transformers
+from one_text import OneText
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from kvreclaim.model.attention import ATTENTION_NAME, AttentionCall, register_attention
+from kvreclaim.model.attention import ATTENTION_NAME, register_attention
 from kvreclaim.model.latent import hands_out_latents, use_latent_cache
 from kvreclaim.model.loader import load_model
 from kvreclaim.model.probe import fingerprint, probe
-from kvreclaim.ops.reference import causal_attention
 
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 40.0, "original_max_position_embeddings": 16}
 VARIANTS = {
@@ -39,19 +39,8 @@ VARIANTS = {
 COPIES = ("YoutuConfig", "Glm4MoeLiteConfig", "MiniCPM3Config", "AXK1Config")
 
 
-class Whole:
-    """A KVBatch of one text that attends to itself, without a cache."""
-
-    def __init__(self) -> None:
-        self.calls: list[AttentionCall] = []
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        self.calls.append(call)
-        return causal_attention(call.q, call.k, call.v, call.softmax)
-
-
 @torch.inference_mode()
-def logits(model: nn.Module, batch: Whole | None = None) -> Tensor:
+def logits(model: nn.Module, batch: OneText | None = None) -> Tensor:
     ids = torch.tensor(tiny.prompts((40,), seed=1))
     return model(ids, use_cache=False, **({} if batch is None else {"kv_batch": batch})).logits
 
@@ -66,12 +55,12 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
     return [layer.self_attn for layer in model.model.layers]
 
 
-def check_latent_logits(model: PreTrainedModel) -> Whole:
+def check_latent_logits(model: PreTrainedModel) -> OneText:
     """With latents the model says what it says with transformers' own attention and expanded keys."""
     model.set_attn_implementation("eager")
     want = logits(model)
     assert use_latent_cache(paged(model)).startswith("latent cache: ")
-    batch = Whole()
+    batch = OneText()
     torch.testing.assert_close(logits(model, batch), want, atol=1e-4, rtol=0)
     for call in batch.calls:
         rank, rotary = model.config.kv_lora_rank, model.config.qk_rope_head_dim
@@ -129,7 +118,7 @@ def test_weights_that_change_later_count() -> None:
     with torch.no_grad():
         for module in attention_modules(model) + attention_modules(twin):
             module.kv_b_proj.weight.mul_(1.5)
-    torch.testing.assert_close(logits(model, Whole()), logits(twin), atol=1e-4, rtol=0)
+    torch.testing.assert_close(logits(model, OneText()), logits(twin), atol=1e-4, rtol=0)
 
 
 def test_models_without_latents_are_left_alone() -> None:
@@ -197,7 +186,7 @@ def test_an_expanded_model_still_says_what_transformers_says(change) -> None:
     model.set_attn_implementation("eager")
     want = logits(model)
     use_latent_cache(paged(model))
-    batch = Whole()
+    batch = OneText()
     torch.testing.assert_close(logits(model, batch), want, atol=1e-4, rtol=0)
     assert not any(call.latent for call in batch.calls)
     assert batch.calls[0].k.shape == (40, 4, 24)

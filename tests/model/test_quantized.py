@@ -10,32 +10,26 @@ import tiny_gguf
 import tiny_packed
 import torch
 from gguf import GGMLQuantizationType as Form
+from one_text import OneText
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvreclaim import LLM, SamplingParams
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
-from kvreclaim.model.attention import AttentionCall
 from kvreclaim.model.loader import LoadedModel, load_model
 from kvreclaim.model.quantized import gguf_file
 from kvreclaim.ops import extension
-from kvreclaim.ops.reference.attention import causal_attention
 
 pytestmark = pytest.mark.skipif(
     extension.unavailable_reason() is not None, reason="the native extension is not there"
 )
 
 
-class Causal:
-    def attend(self, call: AttentionCall) -> Tensor:
-        return causal_attention(call.q, call.k, call.v, call.softmax)
-
-
 @torch.inference_mode()
 def logits(loaded: LoadedModel, ids: Tensor) -> Tensor:
     places = torch.arange(ids.shape[1])[None]
     found: Tensor = loaded.model(
-        input_ids=ids, position_ids=places, use_cache=False, kv_batch=Causal()
+        input_ids=ids, position_ids=places, use_cache=False, kv_batch=OneText()
     ).logits
     return found
 

@@ -269,6 +269,32 @@ class Engine:
         cleanup_dist_env_and_memory()
 
 
+class Engines:
+    """One engine at a time.
+
+    settings: of the compression that each is started with, beside its policy
+    """
+
+    def __init__(self, model: Path, **settings: Any) -> None:
+        self.model, self.settings = model, settings
+        self.policy: str | None = None
+        self.engine: Engine | None = None
+
+    def having(self, policy: str) -> Engine:
+        """An engine that was started with this policy."""
+        if policy != self.policy:
+            self.close()
+            self.engine = Engine(self.model, compression={"policy": policy, **self.settings})
+            self.policy = policy
+        assert self.engine is not None
+        return self.engine
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+        self.engine = self.policy = None
+
+
 def _take_trace(worker: Any) -> bytes:
     """Pickled, because tensors within tuples do not survive vLLM's own messages between processes."""
     return pickle.dumps(worker.kvreclaim_take_trace())

@@ -65,19 +65,6 @@ def check_mixed(engine: Engine, model: Path) -> None:
         check_logprobs(model, prompt, answer.tokens, answer.logprobs, passes)
 
 
-def test_logprobs_across_processes(tiny_model: Path, tiny_stats: Path, monkeypatch: Any) -> None:
-    """An engine core and a worker in processes of their own, where planning and computing really overlap. The
-    first test: an engine in this process freezes what vLLM reads from the environment."""
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # the trace holds tensors
-    engine = Engine(tiny_model, compression=compression(tiny_stats), asynchronous=True)
-    try:
-        assert not hasattr(engine.engine.engine_core, "engine_core"), "the core is in this process"
-        check_mixed(engine, tiny_model)
-    finally:
-        engine.close()
-
-
 def test_logprobs_in_process(engine: Engine, tiny_model: Path) -> None:
     check_mixed(engine, tiny_model)
     assert engine.is_empty()

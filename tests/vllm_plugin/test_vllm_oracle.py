@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import Engine
+from engines import Engine, Engines
 from models import make_tiny_model, random_prompts
 from oracle import Kept, check_logprobs, full_logprobs, logprobs_with_drops, passes_of
 from transformers import AutoModelForCausalLM
@@ -42,41 +42,23 @@ LONELY = ("expected_attention",)
 """Policies whose statistics the engine loads only if it is started with them."""
 
 
-class Engines:
-    """One engine at a time, for all policies whose statistics it has."""
-
-    def __init__(self, model: Path, stats: Path) -> None:
-        self.model, self.stats = model, stats
-        self.policy: str | None = None
-        self.engine: Engine | None = None
-
-    def having(self, policy: str) -> Engine:
-        """An engine that can serve requests of this policy."""
-        needed = policy if policy in LONELY else "query_mixture"
-        if needed != self.policy:
-            self.close()
-            settings = {"policy": needed, "stats": str(self.stats), **SETTINGS}
-            self.engine, self.policy = Engine(self.model, compression=settings), needed
-        assert self.engine is not None
-        return self.engine
-
-    def close(self) -> None:
-        if self.engine is not None:
-            self.engine.close()
-
-
 @pytest.fixture(scope="module")
 def engines(tiny_model: Path, tiny_stats: Path) -> Iterator[Engines]:
-    engines = Engines(tiny_model, tiny_stats)
+    engines = Engines(tiny_model, stats=str(tiny_stats), **SETTINGS)
     yield engines
     engines.close()
+
+
+def serving(engines: Engines, policy: str) -> Engine:
+    """An engine that has the statistics which this policy needs."""
+    return engines.having(policy if policy in LONELY else "query_mixture")
 
 
 @pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
 def test_logprobs_are_those_of_the_tokens_kept(
     engines: Engines, tiny_model: Path, settings: dict[str, Any]
 ) -> None:
-    engine = engines.having(settings.get("policy", "query_mixture"))
+    engine = serving(engines, settings.get("policy", "query_mixture"))
     prompts = random_prompts((600, 450), seed=1)
     with engine.traced() as trace:
         answers = engine.generate(prompts, OUTPUT, settings=settings or None)
@@ -95,7 +77,7 @@ def test_first_choice_is_the_librarys_own(
     engines: Engines, tiny_model: Path, tiny_stats: Path, name: str, mode: str
 ) -> None:
     """The same choice on transformers' keys and values, but for what bf16 ranks otherwise."""
-    engine = engines.having(name)
+    engine = serving(engines, name)
     prompt = random_prompts([256], seed=4)[0]
     with engine.traced() as trace:
         [answer] = engine.generate([prompt], 2, settings={"policy": name, "mode": mode})
@@ -112,7 +94,7 @@ def test_first_choice_is_the_librarys_own(
 
 def test_recency_is_exact(engines: Engines) -> None:
     """Each pass of streaming_llm keeps the first four and the last, up to a block more than the budget."""
-    engine = engines.having("streaming_llm")
+    engine = serving(engines, "streaming_llm")
     with engine.traced() as trace:
         [answer] = engine.generate(
             random_prompts([500], seed=2), OUTPUT, settings={"policy": "streaming_llm"}

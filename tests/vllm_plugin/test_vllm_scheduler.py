@@ -129,45 +129,6 @@ def test_shared_blocks_are_not_written_though_the_pool_is_full(model: Path) -> N
     world.check_empty()
 
 
-def test_hits_that_fill_the_pool_leave_room_for_a_chunk(model: Path) -> None:
-    world = World(make_scheduler(model, 14, SMALL, max_model_len=2048, max_num_batched_tokens=128))
-    head = tokens(Random(1), 400)
-    world.add("whole", head, 5, "off")
-    world.drain()
-    world.add("long", head + tokens(Random(2), 500), 50)
-    world.drain()
-    assert world.hits == (13 - 128 // 32) * 32
-    world.check_empty()
-
-
-CASE = {"policy": "streaming_llm", "budget": 256, "interval": 128}
-
-
-def run_case(model: Path, options: dict[str, Any] | None, asynchronous: bool, chunk: int = 2048) -> World:
-    """10 requests of 800 + 400 tokens in a pool of 4,160, the null block included."""
-    world = World(
-        make_scheduler(
-            model, 130, options, asynchronous=asynchronous, max_model_len=2048, max_num_batched_tokens=chunk
-        )
-    )
-    for number in range(10):
-        world.add(f"r{number}", tokens(Random(number), 800), 400)
-    world.drain()
-    world.check_empty()
-    return world
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("chunk", [2048, 256])
-def test_ten_requests_that_do_not_fit_whole(model: Path, asynchronous: bool, chunk: int) -> None:
-    whole = run_case(model, None, asynchronous, chunk)
-    ours = run_case(model, CASE, asynchronous, chunk)
-    assert whole.preemptions() > 0
-    assert ours.preemptions() == 0
-    assert whole.steps >= 2.5 * ours.steps
-    assert ours.peak <= 10 * 12
-
-
 def test_a_pool_below_budget_interval_and_a_chunk_is_refused(model: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=r"has 8 blocks .* holds up to 12: .*max-num-batched"):
         make_scheduler(model, 9, SMALL | {"budget": 200}, max_model_len=2048, max_num_batched_tokens=128)

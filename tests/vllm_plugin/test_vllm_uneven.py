@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import Engine
+from engines import Engine, Engines
 from models import random_prompts
 from oracle import BF16, check_logprobs, logprobs_with_drops, passes_of
 from uneven import is_uneven
@@ -42,29 +42,6 @@ LEARNT: dict[str, dict[str, Any]] = {
 """What calibration has learnt, and positions."""
 
 
-class Engines:
-    """One engine at a time, for all policies whose statistics it has."""
-
-    def __init__(self, model: Path, stats: Path) -> None:
-        self.model, self.stats = model, stats
-        self.policy: str | None = None
-        self.engine: Engine | None = None
-
-    def having(self, policy: str) -> Engine:
-        """An engine that was started with this policy."""
-        if policy != self.policy:
-            self.close()
-            settings = {"policy": policy, "stats": str(self.stats), **SETTINGS}
-            self.engine, self.policy = Engine(self.model, compression=settings), policy
-        assert self.engine is not None
-        return self.engine
-
-    def close(self) -> None:
-        if self.engine is not None:
-            self.engine.close()
-        self.engine = self.policy = None
-
-
 @pytest.fixture(scope="module")
 def engines(
     tiny_model: Path, tiny_stats: Path, tmp_path_factory: pytest.TempPathFactory
@@ -76,7 +53,7 @@ def engines(
     shares[0, 1], shares[1, 0] = 0.9, 0.4
     path = tmp_path_factory.mktemp("skewed") / "stats.safetensors"
     replace(stats, head_shares=shares).save(path)
-    engines = Engines(tiny_model, path)
+    engines = Engines(tiny_model, stats=str(path), **SETTINGS)
     yield engines
     engines.close()
 

@@ -33,7 +33,8 @@ def test_compiled(tiny_model: Path, tiny_stats: Path, tmp_path: Path, monkeypatc
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     engine = Engine(tiny_model, compression=compression(tiny_stats), enforce_eager=False)
     try:
-        assert engine.config.compilation_config.backend == "inductor"
+        compilation = engine.config.compilation_config
+        assert (compilation.backend, compilation.mode.name) == ("inductor", "DYNAMO_TRACE_ONCE")
         check_mixed(engine, tiny_model, 2)
     finally:
         engine.close()
