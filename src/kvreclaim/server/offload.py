@@ -50,8 +50,8 @@ async def status(service: ServiceDep) -> OffloadStatus:
     responses={code: {"model": OpenAIError} for code in (400, 401, 503)},
 )
 async def reset_prefix_cache(service: ServiceDep, asked: Annotated[Reset, Query()]) -> Response:
-    """Forget every cached prefix; running requests go on. With `external=true` host and disk forget theirs,
-    the disk for good: it is answered when the records are gone."""
+    """Forget all cached prefixes; running requests go on. `external=true` clears host and disk too; it
+    answers when the records on disk are gone."""
     external = asked.external or asked.reset_external
     await service.engine.call(partial(forget, external=external))
     try:

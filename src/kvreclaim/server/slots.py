@@ -1,6 +1,6 @@
-"""POST /slots/{name}: what is cached of a prompt goes to a file and comes back, as in llama.cpp's server.
+"""POST /slots/{name}: save and restore the cache of a prompt, as in llama.cpp's server.
 
-Blocks belong to prompts here, not to slots: what is saved is named by the prompt, the name just comes back.
+Blocks belong to prompts here, not to slots: the prompt names what is saved; the slot's name is only returned.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ async def slots(
     service: ServiceDep,
     tenant: TenantDep,
 ) -> SlotAnswer:
-    """Save what is cached of a prompt, have it again, or remove the file."""
+    """Save the cached blocks of a prompt to a file, restore them, or erase the file."""
     path = _path(body.filename, service, tenant)
     started, salt = time.perf_counter(), tenant.salt(body.cache_salt)
     compression = _compression(action, body, service)

@@ -39,7 +39,7 @@ class ServerLoad(BaseModel):
 
 @router.get("/health", responses={503: {"model": OpenAIError}})
 async def health(service: ServiceDep) -> Health:
-    """200 while the engine serves; 503 once it cannot, or while the server shuts down."""
+    """State of the server: 200 while the engine serves; 503 if it has stopped or the server shuts down."""
     if service.engine.death is not None:
         raise ApiError(503, f"the engine has stopped ({service.engine.death}); restart the server.")
     if service.draining.is_set():
@@ -54,12 +54,12 @@ async def version() -> Version:
 
 @router.get("/load", responses={401: {"model": OpenAIError}, 503: {"model": OpenAIError}})
 async def load(service: ServiceDep) -> ServerLoad:
-    """Read between two steps, so that the figures belong together."""
+    """Requests and blocks now, read between two steps, so that the figures belong together."""
     return await service.engine.call(load_of)
 
 
 def load_of(host: EngineCore) -> ServerLoad:
-    """Now."""
+    """The load now."""
     engine = host.engine
     stats, scheduler = engine.memory.stats(), engine.scheduler
     return ServerLoad(

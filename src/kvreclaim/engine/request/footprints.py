@@ -63,7 +63,7 @@ def _check_compress_prompt_at(
     )
     require(
         compress_prompt_at < num_prompt,
-        f"compress_prompt_at is {compress_prompt_at}, but the prompt has {num_prompt} tokens; it must leave "
-        "one at least to be computed behind it.",
+        f"compress_prompt_at is {compress_prompt_at}, but the prompt has {num_prompt} tokens; "
+        "lower it, so that at least one token follows.",
         "compress_prompt_at",
     )

@@ -18,7 +18,7 @@ BLOCKS_OF_ROLE: Mapping[str, tuple[str, ...]] = {
 
 
 def as_blocks(content: Any) -> Any:
-    """A string stands for one block of text."""
+    """Read a string as one text block."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
@@ -78,7 +78,7 @@ class AnthropicMessage(Fields):
 
 
 class AnthropicTool(Block):
-    """type: only tools that the client runs itself are there to be called"""
+    """type: only tools that the client runs itself"""
 
     type: Literal["custom"] | None = None
     name: str = Field(min_length=1)
@@ -87,7 +87,7 @@ class AnthropicTool(Block):
 
 
 class ToolChoice(Fields):
-    """Nothing can force a call: generation is not guided."""
+    """auto or none; calls cannot be forced, since there is no guided decoding."""
 
     type: Literal["auto", "none"]
     disable_parallel_tool_use: Literal[False] | None = None
@@ -115,7 +115,7 @@ class ConversationFields(Fields):
 
 
 class MessageRequest(GeneratingFields, ConversationFields):
-    """docs/api.md says what each field does; None is the default that it names there."""
+    """The body of /v1/messages; docs/api.md describes its fields. None stands for the default named there."""
 
     max_tokens: int = Field(ge=1)
     stop_sequences: StopList | None = None

@@ -27,7 +27,7 @@ router = APIRouter(tags=["anthropic"], route_class=BodyRoute)
 async def create_message(
     body: MessageRequest, request: Request, service: ServiceDep, tenant: TenantDep
 ) -> Response:
-    """The assistant's next turn."""
+    """Generate the assistant's next turn."""
     _note(body, request, service)
     if body.metadata is not None and body.metadata.user_id is not None:
         request.scope["state"]["user"] = body.metadata.user_id
@@ -62,7 +62,7 @@ async def create_message(
 async def count_tokens(
     body: ConversationFields, request: Request, service: ServiceDep, tenant: TenantDep
 ) -> TokensCount:
-    """Tokens of the prompt that /v1/messages would compute, through the chat template."""
+    """Count the prompt tokens of such a request to /v1/messages, after the chat template."""
     _note(body, request, service)
     rendered = await _render(body, service, tenant)
     return TokensCount(input_tokens=len(rendered.token_ids))

@@ -14,14 +14,14 @@ class TokensCount(ResponseSchema):
 
 
 class CacheCreation(ResponseSchema):
-    """Tokens by the time for which they are retained."""
+    """Tokens by TTL."""
 
     ephemeral_5m_input_tokens: int
     ephemeral_1h_input_tokens: int
 
 
 class MessageUsage(ResponseSchema):
-    """The three counts of input sum to the prompt."""
+    """The three input counts sum to the prompt."""
 
     input_tokens: int
     cache_creation_input_tokens: int

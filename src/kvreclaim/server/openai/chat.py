@@ -38,7 +38,7 @@ ToolChoice = Annotated[
 
 
 class ResponseFormat(Fields):
-    """Only text: decoding is not guided by a grammar."""
+    """Only text: there is no guided decoding."""
 
     type: Literal["text"]
 
@@ -57,7 +57,7 @@ class ChatRequest(GenerationFields, ConversationOptions):
 async def chat_completions(
     body: ChatRequest, request: Request, service: ServiceDep, tenant: TenantDep
 ) -> Response:
-    """The assistant's next turn."""
+    """Generate the assistant's next turn."""
     check_options(body, service, request.scope)
     _check(body)
     service.check_room(tenant.name, n=body.num_sequences)
@@ -141,7 +141,7 @@ class ChatAnswer(OpenAIResponse):
         return self.of_prompt(stream)
 
     def _about(self, index: int, delta: OutputDelta) -> dict[str, Any]:
-        """All but what was said."""
+        """All fields except the content."""
         reason: str | None = delta.finish_reason
         if reason == "stop" and delta.stop_reason is None and self._splitters[index].num_calls:
             reason = "tool_calls"

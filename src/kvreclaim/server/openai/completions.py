@@ -63,7 +63,7 @@ class CompletionRequest(GenerationFields):
 async def completions(
     body: CompletionRequest, request: Request, service: ServiceDep, tenant: TenantDep
 ) -> Response:
-    """Continue a text, or each of several."""
+    """Continue one or several prompts."""
     check_options(body, service, request.scope)
     service.check_room(tenant.name, len(body.prompt), body.num_sequences)
     answer = CompletionAnswer(
@@ -133,7 +133,7 @@ class CompletionAnswer(OpenAIResponse):
         return [] if silent else [self._choice(index, delta, stream, first=first)]
 
     def take(self, delta: OutputDelta) -> OutputDelta:
-        """Without the token that is drawn for want of a way to draw none."""
+        """Without the one token that the engine generates even for max_tokens 0."""
         if self.fields.max_tokens != 0:
             return delta
         return OutputDelta(delta.index, finish_reason=delta.finish_reason and "length")

@@ -34,7 +34,7 @@ TokenIds = Annotated[Listed[int], Field(max_length=MAX_TOKEN_LIST)]
 
 
 class GenerationFields(GeneratingFields):
-    """docs/api.md says what each does; None is the default that it names there."""
+    """Fields of both routes; docs/api.md describes them. None stands for the default named there."""
 
     model: str
     stream_options: StreamOptions | None = None

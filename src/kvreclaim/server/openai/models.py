@@ -51,7 +51,7 @@ READ_ERRORS: Responses = {status: ERRORS[status] for status in (400, 401, 404)}
 
 @router.get("/v1/models", responses=READ_ERRORS)
 async def models(page: Annotated[Page, Query()], service: ServiceDep) -> ModelList:
-    """The names under which the model is served."""
+    """List the names of the model."""
     names = list(service.config.served_model_name)
     start = names.index(service.check_model(page.after_id)) + 1 if page.after_id is not None else 0
     stop = names.index(service.check_model(page.before_id)) if page.before_id is not None else len(names)
@@ -69,7 +69,7 @@ async def models(page: Annotated[Page, Query()], service: ServiceDep) -> ModelLi
 
 @router.get("/v1/models/{model_id:path}", responses=READ_ERRORS)
 async def model(model_id: str, service: ServiceDep) -> Model:
-    """One of them."""
+    """One name of the model."""
     return _model(service.check_model(model_id), service)
 
 

@@ -18,14 +18,14 @@ class CachedByTier(ResponseSchema):
 
 
 class PromptTokensDetails(ResponseSchema):
-    """cached_tokens_by_tier: there if some of them came from host or disk; its sum is cached_tokens."""
+    """cached_tokens_by_tier: present if host or disk served some; its sum is cached_tokens."""
 
     cached_tokens: int
     cached_tokens_by_tier: CachedByTier | None = None
 
 
 class Usage(ResponseSchema):
-    """kv_cache is there once the request has ended."""
+    """kv_cache is present when the request has ended."""
 
     prompt_tokens: int
     completion_tokens: int

@@ -52,7 +52,7 @@ OF_MESSAGES = ("tools", "add_generation_prompt", "continue_final_message", "chat
 
 @router.post("/tokenize", responses=TEXT_ERRORS, response_model=TokenizeResponse)
 async def tokenize(body: TokenizeRequest, service: ServiceDep, tenant: TenantDep) -> Response:
-    """Token ids of a text, or of a conversation through the chat template."""
+    """Tokenise a text, or a conversation with the chat template."""
     if body.model is not None:
         service.check_model(body.model)
 
@@ -97,7 +97,7 @@ def _ids(body: TokenizeRequest, service: Service) -> list[int]:
 
 @router.post("/detokenize", responses=TEXT_ERRORS, response_model=Text)
 async def detokenize(body: DetokenizeRequest, service: ServiceDep, tenant: TenantDep) -> Response:
-    """Text of token ids, special tokens included."""
+    """Detokenise token ids, special tokens included."""
     if body.model is not None:
         service.check_model(body.model)
     size = service.engine.served.vocab_size
