@@ -1,5 +1,5 @@
-"""Chunks that are reused beside prompts that are computed whole, in one run: what equals the whole prompt
-first, then seconds to the first token.
+"""Reused chunks beside whole prompts, in one run: first the check that share=1 equals the whole prompt, then
+seconds to the first token.
 
     python benchmarks/chunks.py --model MODEL --text FILE
 """
@@ -45,13 +45,13 @@ class ChunksPlan(ModelPlan):
         ("change", "question", "deviation", "first", "random", "none"),
         "Ways of reusing chunks, comma-separated.",
     )
-    num_chunks: int = option(4, "Chunks.", low=1)
-    chunk_tokens: int = option(1024, "Tokens of each.", low=32)
+    num_chunks: int = option(4, "Number of chunks.", low=1)
+    chunk_tokens: int = option(1024, "Tokens per chunk.", low=32)
     head: int = option(32, "Tokens before the first chunk.", low=1)
-    question: int = option(32, "Tokens behind the last one.", low=1)
+    question: int = option(32, "Tokens after the last chunk.", low=1)
     text: Path | None = option(None, "UTF-8 text that is cut into chunks; else random tokens.")
     kernels: str = option("auto", KERNELS)
-    rounds: int = option(5, "Timed, in turns.", low=1)
+    rounds: int = option(5, "Timed rounds.", low=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

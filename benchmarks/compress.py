@@ -1,4 +1,4 @@
-"""What compression costs: one pass split into score, select and move, as a share of decoding.
+"""The cost of compression: one pass split into score, select and move, as a share of decoding.
 
 A sequence is compressed once in `interval` tokens. At each point the cache is filled to the context under
 the policy, then whole intervals are decoded: `step_ms` is the median of the steps in which nobody was
@@ -37,11 +37,11 @@ class CompressPlan:
     """Every context at the base's budget, then every budget at `budget_context`; by policy and batch."""
 
     base: DecodePlan
-    policies: tuple[str, ...] = option(("triattention", "query_mixture"), "Comma-separated.")
-    contexts: tuple[int, ...] = option((8192, 32_768, 131_072), "At the base's budget, 2048.")
-    budgets: tuple[int, ...] = option((512, 2048, 8192), "At --budget-context.")
-    batches: tuple[int, ...] = option((1,), "Sequences.")
-    budget_context: int = option(32_768, "Tokens.", low=1)
+    policies: tuple[str, ...] = option(("triattention", "query_mixture"), "Policies, comma-separated.")
+    contexts: tuple[int, ...] = option((8192, 32_768, 131_072), "Tokens in the cache, at --budget.")
+    budgets: tuple[int, ...] = option((512, 2048, 8192), "Budgets in tokens, at --budget-context.")
+    batches: tuple[int, ...] = option((1,), "Sequences that are compressed together.")
+    budget_context: int = option(32_768, "Tokens in the cache for --budgets.", low=1)
     intervals: int = 2
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Decode of a model and of packed ones of its shape, in turns.
+"""Decode speed of a model and of packed models of its shape, in turns.
 
 python benchmarks/packed.py --model bench_models/qwen3-0.6b --packed bench_models/qwen3-0.6b-awq
 """
@@ -40,7 +40,7 @@ class PackedPlan(ModelPlan):
     contexts: tuple[int, ...] = option((1024,), "Tokens in each cache, comma-separated.")
     batches: tuple[int, ...] = option((1, 8), "Sequences, comma-separated.")
     steps: int = option(16, "Steps of a timed slice.", low=1)
-    rounds: int = option(5, "Timed, in turns.", low=1)
+    rounds: int = option(5, "Timed rounds.", low=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

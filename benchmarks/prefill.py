@@ -1,4 +1,4 @@
-"""Sparse prefill beside dense, in one run: what reads everything first, then prompts' seconds and shares.
+"""Sparse prefill beside dense, in one run: first a check of full reads, then seconds and shares.
 
 python benchmarks/prefill.py --model MODEL --text FILE --lengths 8000,32000
 """
@@ -52,7 +52,7 @@ class PrefillPlan(ModelPlan):
     lengths: tuple[int, ...] = option((8192, 16384, 32768), "Tokens of the prompts, comma-separated.")
     text: Path | None = option(None, "UTF-8 text whose beginning is the prompt; else random tokens.")
     kernels: str = option("auto", KERNELS)
-    rounds: int = option(3, "Timed, in turns.", low=1)
+    rounds: int = option(3, "Timed rounds.", low=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""Where a decode step's time goes, part by part.
+"""Time of a decode step, part by part.
 
 python benchmarks/step.py --systems full,triattention --contexts 1024,16384 --batches 1,8
 """

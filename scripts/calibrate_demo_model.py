@@ -1,5 +1,4 @@
-"""Measure a demo model on its own tasks, try candidates on others of them, and put what was found beside its
-weights."""
+"""Calibrate a demo model on its tasks, run the trial on others, save the statistics beside its weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random walks over the engine with everything that can be done to it, checked after each step.
+"""Random operations on the engine, checked after each step.
 
 python scripts/fuzz.py --steps 100000        # many walks, seeds from 0 on
 python scripts/fuzz.py --seed 17             # one of them again, and the shortest walk that fails so

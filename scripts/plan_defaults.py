@@ -1,7 +1,6 @@
-"""Write what transformers' classes take where a config.json says nothing; `kvreclaim plan` reads it without
-transformers.
+"""Write the defaults of transformers' config classes, which `kvreclaim plan` reads without transformers.
 
-    python scripts/plan_defaults.py
+python scripts/plan_defaults.py
 """
 
 from __future__ import annotations

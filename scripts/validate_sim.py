@@ -1,4 +1,4 @@
-"""Requests served by this machine's engine in real time, and the same requests simulated.
+"""Compare requests served by this machine's engine in real time with their simulation.
 
 In turns a random load is measured, to which the engine's step time is fitted, and other requests come at
 their times, at several rates: a machine is not equally fast all the time. Exits with 1 where a mean is off by

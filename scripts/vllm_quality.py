@@ -1,4 +1,4 @@
-"""The same questions in vLLM and in our own engine: what the same budget keeps of the answers.
+"""The same questions in vLLM and in our own engine, with the same budgets: accuracy of the answers.
 
 Tasks, documents and judges are those of `kvreclaim eval`. Answers are given (teacher forcing): in vLLM a
 logits processor of the measuring process makes the engine draw them, and what it would have said is read off
