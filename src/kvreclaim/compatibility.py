@@ -37,7 +37,6 @@ class Feature(StrEnum):
     KEEPS_ALL = "a policy that keeps all tokens (`full`)"
     KEEPS_BLOCKS = "a policy that frees no blocks"
     READS_SPARSELY = "a policy that reads some blocks (`quest`)"
-    MASKS = "a policy that masks tokens in place"
     WHOLE_BLOCKS = "a policy that evicts whole blocks (`paged_eviction`)"
     UNEQUAL_HEADS = "a policy with unequal heads (`shares`, `ada_kv`, `pyramidkv`)"
     NOT_COMPACTED = "a policy that does not compact equal heads"
@@ -331,11 +330,6 @@ TABLE: tuple[Refusal, ...] = (
             "states; leave one of them out",
         ),
         (
-            (F.SPARSE_PREFILL, F.MASKS),
-            "policy {masks} hides evicted tokens in place, which sparse prefill {sparse_prefill} does not "
-            "look at; use a policy that moves tokens together, or compute prompts dense",
-        ),
-        (
             (F.SPARSE_PREFILL, F.HOST_CACHE),
             "sparse prefill {sparse_prefill} reads some blocks of the cache on the device, and "
             "full_cache_host_size is set, which brings whole layers from host memory; compute prompts "
@@ -395,7 +389,6 @@ TABLE: tuple[Refusal, ...] = (
             (F.VLLM, F.WHOLE_BLOCKS),
             "{whole_blocks!r} evicts whole blocks, and the scheduler cannot know which",
         ),
-        ((F.VLLM, F.MASKS), "{masks!r} moves nothing, so that no block comes back"),
         (
             (F.VLLM, F.READS_SPARSELY),
             "{reads_sparsely!r} reads some blocks only, and attention is vLLM's own",

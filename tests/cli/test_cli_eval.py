@@ -26,7 +26,7 @@ def run(model, *arguments):
     return runner.invoke(app, [str(argument) for argument in (*base, *arguments)])
 
 
-GRID = ("--policies", "full,knorm,evict_only(knorm)", "--budgets", "0.5,0.3", "--tasks", "agreement")
+GRID = ("--policies", "full,knorm,segments(knorm)", "--budgets", "0.5,0.3", "--tasks", "agreement")
 
 
 def test_a_grid_writes_its_files_and_prints_a_table(model, tmp_path):
@@ -37,7 +37,7 @@ def test_a_grid_writes_its_files_and_prints_a_table(model, tmp_path):
     content = json.loads(files[0].read_text())
     assert [(row["policy"], row["fraction"]) for row in content["rows"]] == [
         ("full", 1.0),
-        *((policy, fraction) for policy in ("knorm", "evict_only(knorm)") for fraction in (0.5, 0.3)),
+        *((policy, fraction) for policy in ("knorm", "segments(knorm)") for fraction in (0.5, 0.3)),
     ]
     assert all(row["num_examples"] == 6 and row["status"] == "ok" for row in content["rows"])
     assert content["header"]["seeds"] == [0, 4]
@@ -45,7 +45,7 @@ def test_a_grid_writes_its_files_and_prints_a_table(model, tmp_path):
         assert [float(row["value"]) for row in csv.DictReader(file)] == [r["value"] for r in content["rows"]]
     for file in files:
         assert (tmp_path / "out" / f"report{file.suffix}").read_text() == file.read_text()
-    assert "evict_only(knorm)" in result.stdout
+    assert "segments(knorm)" in result.stdout
     assert "agreement (6 examples" in result.stdout
 
 
@@ -93,7 +93,7 @@ def test_a_refused_cell_does_not_unless_nothing_is_left(model):
     ("arguments", "message"),
     [
         (("--policies", "full,nope"), "nope"),
-        (("--policies", "evict_only(knorm"), "parentheses"),
+        (("--policies", "segments(knorm"), "parentheses"),
         (("--policies", ""), "policies"),
         (("--budgets", "0.5,0"), "above 0"),
         (("--budgets", "2"), "2"),

@@ -54,7 +54,7 @@ def test_equals_a_loop_where_heads_hold_unequal_numbers(lengths, alpha, share, s
     assert counts([scores], 2, 2 + free, alpha).mean().item() == pytest.approx(2 + free)
 
 
-INNER = ["full", "quest", "paged_eviction", "evict_only", "pyramidkv", "segments", "protect", "critical"]
+INNER = ["full", "quest", "paged_eviction", "pyramidkv", "segments", "protect", "critical"]
 
 
 @pytest.mark.parametrize("inner", [*INNER, "critical(knorm)"])

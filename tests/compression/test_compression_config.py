@@ -50,8 +50,8 @@ def test_statistics_are_a_path_or_themselves(stats):
     [
         ({"policy": "h3o"}, "'h3o' is unknown; known are query_mixture, triattention"),
         ({"policy": "knorm(full)"}, "knorm wraps no other policy"),
-        ({"policy": "evict_only(h3o)"}, "'h3o' is unknown"),
-        ({"policy": "evict_only(knorm"}, "is no name"),
+        ({"policy": "segments(h3o)"}, "'h3o' is unknown"),
+        ({"policy": "segments(knorm"}, "is no name"),
         ({"policy": ""}, "is no name"),
         ({"policy": None}, "is no name"),
         ({"mode": "per_layer"}, "mode is 'per_layer'; it must be one of union, per_head, per_layer_head"),
@@ -70,7 +70,7 @@ def test_statistics_are_a_path_or_themselves(stats):
         ({"policy": "knorm", "options": {"kept": "large"}}, "no option 'kept'; its options are keep"),
         ({"policy": "knorm", "options": {"keep": "big"}}, "must be one of small, large"),
         ({"policy": "full", "options": {"keep": "large"}}, "it has no options"),
-        ({"policy": "evict_only(knorm)", "options": {"inner": 1}}, "no option 'inner'"),
+        ({"policy": "critical(knorm)", "options": {"inner": 1}}, "no option 'inner'"),
         ({"policy": "triattention", "options": {"aggregate": "sum"}}, "must be one of mean, max"),
         ({"policy": "triattention", "options": {"use_trig": "no"}}, "true or false"),
         (
@@ -93,9 +93,9 @@ def test_every_mistake_is_named(fields, message):
 
 
 def test_options_reach_the_policy_inside_a_wrapper():
-    policy = CompressionConfig("evict_only(query_mixture)", options={"offsets": [1, 2]}).make_policy()
+    policy = CompressionConfig("critical(query_mixture)", options={"offsets": [1, 2]}).make_policy()
     assert policy.inner == QueryMixture(offsets=(1, 2))
-    assert make_policy(" evict_only( knorm ) ") == make_policy("evict_only(knorm)")
+    assert make_policy(" critical( knorm ) ") == make_policy("critical(knorm)")
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class TestEntryPoints:
         assert policy_class("dice") is Dice
         assert policy_names()[-2:] == ("broken", "dice")
         assert CompressionConfig("dice", options={"seed": 3}).make_policy() == Dice(3)
-        assert make_policy("evict_only(dice)", {"seed": 3}).default_mode is Mode.PER_LAYER_HEAD
+        assert make_policy("segments(dice)", {"seed": 3}).default_mode is Mode.PER_LAYER_HEAD
         with pytest.raises(InvalidArgumentError, match="needs the option 'seed'"):
             make_policy("dice")
         with pytest.raises(InvalidArgumentError, match="its options are seed"):

@@ -39,12 +39,12 @@ def rows(kept):
 
 
 class TestStatistics:
-    @pytest.mark.parametrize("policy", ["query_mixture", "triattention", "evict_only"])
+    @pytest.mark.parametrize("policy", ["query_mixture", "triattention"])
     def test_are_required(self, policy):
         with pytest.raises(InvalidArgumentError, match="run `kvreclaim calibrate`"):
             Compressor(CompressionConfig(policy), FACTS)
 
-    @pytest.mark.parametrize("policy", ["knorm", "streaming_llm", "full", "evict_only(knorm)"])
+    @pytest.mark.parametrize("policy", ["knorm", "streaming_llm", "full"])
     def test_are_not_required_of_the_others(self, policy):
         Compressor(CompressionConfig(policy), FACTS)
 

@@ -9,12 +9,10 @@ from compression_oracles import layer_facts, layer_view, model_facts, noise, que
 from kvreclaim.compression import registry
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.compression.policies.evict_only import EvictOnly
 from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.compression.policies.streaming_llm import StreamingLLM
 from kvreclaim.compression.policy import CompressionPolicy, LayerSignals, Signal
 from kvreclaim.compression.registry import make_policy
-from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.key_source import DenseSource
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 from kvreclaim.testing import CHECKS, check_policy
@@ -30,7 +28,6 @@ OPTIONS = (
     "pyramidkv(critical(keydiff), beta=3)",
     "ada_kv(keydiff, alpha=0.5)",
     "shares(critical(random), floor=0.1, by=static)",
-    "evict_only(segments(protect(snapkv, first=3), share=1))",
 )
 POLICIES = (*registry.policy_names(), *OPTIONS)
 
@@ -123,20 +120,3 @@ def test_recency_is_exact_for_a_million_tokens():
     places = torch.arange(1_000_000, -1, -1, dtype=torch.int32)[None]
     recalled = dataclasses.replace(view, signals=LayerSignals(positions=places))
     assert StreamingLLM().score(recalled)[0, :2].tolist() == [1_000_000, 999_999]
-
-
-class TestEvictOnly:
-    def test_delegates_and_moves_nothing(self):
-        wrapped, inner = make_policy("evict_only(triattention)"), make_policy("triattention")
-        view = a_view()
-        assert wrapped.eviction_method is EvictionMethod.MASK
-        assert (wrapped.needs, wrapped.default_mode) == (inner.needs, inner.default_mode)
-        assert torch.equal(wrapped.score(view), inner.score(view))
-
-    @pytest.mark.parametrize("inner", ["full", "evict_only", "evict_only(knorm)"])
-    def test_refuses_what_it_contradicts(self, inner):
-        with pytest.raises(InvalidArgumentError, match="is refused"):
-            make_policy(f"evict_only({inner})")
-
-    def test_bare_wraps_the_default(self):
-        assert make_policy("evict_only") == EvictOnly(make_policy("query_mixture"))

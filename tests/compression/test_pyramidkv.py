@@ -72,7 +72,6 @@ UNFIT = [
     "full",
     "quest",
     "paged_eviction",
-    "evict_only",
     "ada_kv",
     "pyramidkv",
     "streaming_llm(positions=cache)",

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from kvreclaim import entry_points as third_parties
 from kvreclaim.compression import registry
 from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.compression.policies.evict_only import EvictOnly
 from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.compression.policies.protect import Protect
 from kvreclaim.compression.policies.query_mixture import QueryMixture
@@ -30,8 +29,7 @@ WRITTEN = {
     " knorm ( keep = 'large' , ) ": Knorm("large"),
     "query_mixture(offsets=(1, 16), value_norm=false)": QueryMixture(offsets=(1, 16), value_norm=False),
     "query_mixture(offsets=(5))": QueryMixture(offsets=(5,)),
-    "evict_only(knorm)": EvictOnly(Knorm()),
-    "evict_only(inner=knorm(keep=large))": EvictOnly(Knorm("large")),
+    "segments(inner=knorm(keep=large))": Segments(Knorm("large")),
     "segments": Segments(QueryMixture()),
     "segments(n=4)": Segments(QueryMixture(), 4),
     "segments(query_mixture, 4)": Segments(QueryMixture(), 4),
@@ -46,7 +44,6 @@ CANONICAL = (
     "knorm",
     "knorm(keep=large)",
     "query_mixture(offsets=(1, 16), value_norm=false)",
-    "evict_only(knorm)",
     "segments(query_mixture, n=4, share=0.25)",
     "protect(segments(snapkv(window=16), n=2), first=3, spans=((0, 10), (50, 60)))",
     "pyramidkv(snapkv, beta=3)",
@@ -74,7 +71,6 @@ def test_is_written_in_one_way(text):
 @pytest.mark.parametrize(
     ("wrapper", "inner"),
     [
-        ("evict_only", "query_mixture"),
         ("critical", "query_mixture"),
         ("segments", "query_mixture"),
         ("protect", "query_mixture"),
@@ -113,7 +109,6 @@ MISTAKES = {
     "full(3)": "takes its options by name; it has no options",
     "knorm(kept=large)": "knorm has no option 'kept'; its options are keep",
     "segments(knorm, m=3)": "segments has no option 'm'; its options are n, share",
-    "evict_only(knorm, n=3)": "evict_only has no option 'n'; it has no options",
     "segments(8)": r"given 8 to wrap; write a policy first: segments\(knorm",
     "segments(knorm, 1, .5, 7)": "given 7 out of place; unnamed arguments come first, and it takes 3",
     "segments(n=3, knorm)": "given 'knorm' out of place",
@@ -209,7 +204,7 @@ class TestThirdParties:
         assert policy == Segments(Doubled(Newest(2.5)), 2)
         assert policy_spec(policy) == "segments(doubled(newest(weight=2.5)), n=2)"
         assert make_policy("doubled") == Doubled(Knorm())
-        assert make_policy("evict_only(newest)", {"weight": 1}) == EvictOnly(Newest(1))
+        assert make_policy("segments(newest)", {"weight": 1}) == Segments(Newest(1))
 
     def test_a_missing_option_is_named(self):
         with pytest.raises(InvalidArgumentError, match="newest needs the option 'weight'"):

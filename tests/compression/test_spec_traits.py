@@ -19,8 +19,6 @@ SPECS = (
     "snapkv(window=7)",
     "snapkv(when=prefill)",
     "r_kv(window=3, weight=0.2)",
-    "evict_only(h2o)",
-    "evict_only(snapkv(when=prefill, window=5))",
     "ada_kv(tova)",
     "pyramidkv(r_kv(window=4), beta=10)",
     "segments(snapkv(window=9), 4)",
@@ -66,7 +64,7 @@ def test_what_the_classes_refuse_is_refused_with_their_words(spec):
     assert str(ours.value) == str(theirs.value)
 
 
-@pytest.mark.parametrize("inner", ["full", "paged_eviction", "evict_only(knorm)", "ada_kv", "quest", "knorm"])
+@pytest.mark.parametrize("inner", ["full", "paged_eviction", "ada_kv", "quest", "knorm"])
 @pytest.mark.parametrize("wrapper", [name for name, row in spec_table.rows().items() if "wraps" in row])
 def test_wrappers_take_what_their_classes_take(wrapper, inner):
     spec = f"{wrapper}({inner})"

@@ -60,7 +60,6 @@ def test_what_the_model_cannot_serve(policy, facts, message):
             "no attention mass is kept",
         ),
         ({"eviction_method": EvictionMethod.CELLS, "cache_relative": True}, "slot for its position"),
-        ({"eviction_method": EvictionMethod.MASK, "cache_relative": True}, "slot for its position"),
         ({"eviction_method": EvictionMethod.BLOCKS, "cache_relative": True}, "slot for its position"),
     ],
 )

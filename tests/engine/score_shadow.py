@@ -14,7 +14,6 @@ from kvreclaim.engine.attend.cell_tables import head_cells, head_lengths
 from kvreclaim.engine.request.request import Scheduled, Sequence
 from kvreclaim.engine.signals.slot_scores import DTYPE
 from kvreclaim.model.attention import AttentionCall
-from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 OFF = 2.0**-5
 """Two computations of the same token may fall to either side of a boundary of fp16, up to 2^-6 wide here."""
@@ -122,15 +121,8 @@ class ScoreShadow(Shadow):
             lengths = head_lengths(seq.state.cells, num_slots, self.cache)[layer].tolist()
             cells = torch.from_numpy(head_cells(seq, memory, self.cache)[layer]).long()
             return [store.of_cells(row, n)[0] for row, n in zip(cells, lengths, strict=True)]
-        masked = seq.request.compressor.eviction_method is EvictionMethod.MASK
-        num_slots = seq.num_computed if masked else memory.table(seq.seq_id).physical_len
-        found = store.of(layer, torch.from_numpy(seq.block_row(memory.table(seq.seq_id))).long(), num_slots)
-        if seq.state.evicted is None:
-            return list(found)
-        return [
-            torch.cat([row[: len(gone)][~gone], row[len(gone) :]])
-            for row, gone in zip(found, seq.state.evicted[layer], strict=True)
-        ]
+        table = memory.table(seq.seq_id)
+        return list(store.of(layer, torch.from_numpy(seq.block_row(table)).long(), table.physical_len))
 
 
 def _has_scores(seq: Sequence) -> bool:

@@ -30,8 +30,8 @@ class SignalShadow(Shadow):
     def _watch_signals(self, llm: LLM, monkeypatch) -> None:
         of = llm.engine.signals.of
 
-        def watched_of(seq, layer, num_slots, source, live=None):
-            signals = of(seq, layer, num_slots, source, live)
+        def watched_of(seq, layer, num_slots, source):
+            signals = of(seq, layer, num_slots, source)
             self._check(seq, layer, signals)
             return signals
 

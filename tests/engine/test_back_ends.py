@@ -17,7 +17,7 @@ from kvreclaim.ops.native.linear import max_rows
 
 PROMPTS = tiny.prompts((40, 90, 23), seed=8)
 TRACES = tiny.prompts((70, 50, 90), seed=9)
-POLICIES = ("full", "streaming_llm", "knorm", "triattention", "query_mixture", "evict_only(query_mixture)")
+POLICIES = ("full", "streaming_llm", "knorm", "triattention", "query_mixture")
 
 if (reason := native.unavailable_reason()) is not None:
     pytest.skip(reason, allow_module_level=True)

@@ -218,7 +218,7 @@ def test_turning_what_moved_is_rotating_to_the_new_slot(style):
 
 
 def test_what_cannot_be_served_is_refused(make_llm):
-    with pytest.raises(InvalidArgumentError, match="evict_only"):
-        small("evict_only(streaming_llm(positions=cache))")
+    with pytest.raises(InvalidArgumentError, match="segments"):
+        small("segments(streaming_llm(positions=cache))")
     with pytest.raises(InvalidArgumentError, match="'positions' is 'slots'"):
         small("streaming_llm", options={"positions": "slots"})

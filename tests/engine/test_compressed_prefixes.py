@@ -17,7 +17,6 @@ POLICIES = (
     "kvzap",
     "shares(kvzap)",
     "shares(streaming_llm, by=static)",
-    "evict_only(h2o)",
     "random",
     "kvzip",
 )

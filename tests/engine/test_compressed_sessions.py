@@ -21,7 +21,6 @@ POLICIES = (
     "h2o",
     "kvzap",
     "shares(kvzap)",
-    "evict_only(h2o)",
     "paged_eviction",
     "kvzip",
 )

@@ -156,7 +156,6 @@ def altered(**changes) -> tuple:
 
 REFUSED = {
     "prefill rows": altered(query_len=2),
-    "masked": altered(evicted=torch.zeros(2, 2, 9, dtype=torch.bool)),
     "other positions": altered(slot_positions=torch.zeros(2, 2, 9, dtype=torch.int32)),
     "no sequence": ([], np.zeros(0, dtype=np.int64), ()),
     "more than 5 sequences": step([1] * 6),

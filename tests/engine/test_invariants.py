@@ -61,37 +61,10 @@ def test_every_moving_policy_reclaims_all(policy, make_llm):
         assert out.metrics.blocks_freed > 0
 
 
-def test_evicting_without_moving_frees_almost_nothing(make_llm):
-    """Keeping r of the tokens at random empties a block of S slots with probability (1 - r)^S, if one
-    kept set serves all heads, and next to never if each head has its own."""
-    llm = make_llm(block_size=16, num_blocks=400, max_num_batched_tokens=512)
-    prompt = tiny.prompts((480,), seed=4)
-    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
-    common = {"budget": 120, "interval": 8, "sinks": 2, "recent": 8}
-    for mode, bound in (("union", 0.35), ("per_layer_head", 0.05)):
-        (stuck,) = llm.generate(prompt, params, small("evict_only(knorm)", mode=mode, **common))
-        (moved,) = llm.generate(prompt, params, small("knorm", mode=mode, **common))
-        assert stuck.metrics.tokens_evicted == moved.metrics.tokens_evicted == 360
-        assert stuck.metrics.blocks_perfect == moved.metrics.blocks_freed == 30 - 8
-        assert stuck.metrics.reclaim_efficiency <= bound
-        assert stuck.metrics.peak_blocks >= 30
-
-
-def test_evict_only_makes_the_choice_of_the_policy_it_wraps(make_llm):
-    prompts = tiny.prompts((70, 30), seed=5)
-    llm = make_llm(enable_prefix_caching=False, max_num_batched_tokens=32)
-    moved = llm.generate(prompts, GREEDY, small("query_mixture"))
-    stuck = llm.generate(prompts, GREEDY, small("evict_only"))
-    assert tokens(stuck) == tokens(moved)
-    torch.testing.assert_close(
-        torch.tensor(logprobs(stuck)), torch.tensor(logprobs(moved)), atol=1e-5, rtol=0
-    )
-
-
 @pytest.mark.parametrize("policy", EVICTING)
 def test_a_long_prompt_needs_budget_plus_chunk_slots(policy, make_llm):
     prompt = tiny.prompts((300,), seed=6)
-    num_blocks = used_blocks(300 + 40, 8) if policy == "evict_only" else used_blocks(24 + 32, 8)
+    num_blocks = used_blocks(24 + 32, 8)
     llm = make_llm(block_size=8, num_blocks=num_blocks, max_num_batched_tokens=32)
     (out,) = llm.generate(prompt, GREEDY, small(policy))
     assert out.outputs[0].finish_reason == "length"
@@ -103,7 +76,7 @@ def test_a_long_prompt_needs_budget_plus_chunk_slots(policy, make_llm):
 
 @pytest.mark.parametrize("policy", EVICTING)
 def test_a_preempted_compressed_request_gives_the_same_tokens(policy, make_llm):
-    check_preemption(make_llm, small(policy, interval=16), num_blocks=40 if policy == "evict_only" else 26)
+    check_preemption(make_llm, small(policy, interval=16), num_blocks=26)
 
 
 def test_admission_leaves_room_for_growth_that_is_known(make_llm):
@@ -129,9 +102,9 @@ def test_company_changes_nothing(policy, make_llm):
 @pytest.mark.parametrize("policy", MOVING)
 def test_siblings_of_a_compressed_request_do_not_notice(policy, make_llm):
     """A policy that has to see its prompt computed makes steps of other sizes than no policy, which shows in
-    the last bits of all rows of a step: it is compared with itself moving nothing."""
+    the last bits of all rows of a step: it is compared with itself under a budget that is never reached."""
     fields, hits = {"budget": 40, "interval": 16}, takes_every_hit(policy)
-    still = None if hits else small(f"evict_only({policy})", **fields)
+    still = None if hits else small(policy, budget=1000, interval=16)
     metrics = check_sibling(make_llm, small(policy, **fields), still, num_cached=64 if hits else None)
     assert metrics.compactions > 0
 

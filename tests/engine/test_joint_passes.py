@@ -25,7 +25,6 @@ SPECS = tuple(
         *policy_names(),
         "query_mixture(form=collapsed)",
         "triattention(aggregate=max)",
-        "evict_only(snapkv)",
     )
     if make_policy(name).eviction_method.evicts and Signal.FUTURE_QUERIES not in make_policy(name).needs
 )

@@ -78,7 +78,6 @@ class ScoreShadow(SignalShadow):
         ("llama", "{}"),
         ("mistral", "{}"),
         ("gemma2", "{}"),
-        ("gemma2", "evict_only({})"),
         ("gpt-oss", "{}"),
         ("deepseek-v3", "{}"),
     ],

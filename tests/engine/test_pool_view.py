@@ -59,7 +59,7 @@ def test_every_block_is_what_a_loop_says(make_llm):
     llm = make_llm(block_size=8, num_blocks=60, max_num_batched_tokens=48)
     engine, rng, seen = llm.engine, random.Random(3), set()
     shared = tiny.prompts((60,))[0]
-    configs = [None, small("knorm"), small("evict_only(streaming_llm)"), small("quest", budget=40)]
+    configs = [None, small("knorm"), small("paged_eviction"), small("quest", budget=40)]
     for i in range(25):
         prompt = shared[: rng.randrange(1, 60)] + tiny.prompts((rng.randrange(1, 30),), seed=i)[0]
         params = SamplingParams(

@@ -28,7 +28,6 @@ POLICIES = (
     "kvzap",
     "shares(kvzap)",
     "shares(streaming_llm, by=static)",
-    "evict_only(h2o)",
     "paged_eviction",
     "random",
     "kvzip",
@@ -102,7 +101,7 @@ def test_every_policy(policy, kernels, tmp_path, make_llm):
 
 
 @pytest.mark.parametrize("form", ["bf16", "fp8_e4m3", "int8", "int4", "turboquant4"])
-@pytest.mark.parametrize("policy", ["knorm", "shares(streaming_llm, by=static)", "evict_only(h2o)"])
+@pytest.mark.parametrize("policy", ["knorm", "shares(streaming_llm, by=static)"])
 def test_every_format(form, policy, tmp_path, make_llm):
     compression = config(policy)
     oracle = make_llm(**alone(kv_cache_dtype=form))

@@ -46,11 +46,10 @@ def paid_by_repetitions(model, tokenizer, context: list[int], part: int) -> list
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mistral"])
-@pytest.mark.parametrize("policy", ["recorder", "evict_only(recorder)"])
-def test_a_token_is_worth_what_a_repetition_pays_it(family, policy, make_llm, calibrated_dir):
+def test_a_token_is_worth_what_a_repetition_pays_it(family, make_llm, calibrated_dir):
     llm = make_llm(family, max_num_batched_tokens=32, disable_hybrid_kv_cache_manager=True)
     (prompt,) = tiny.prompts((110,), seed=6)
-    (out,) = llm.generate([prompt], GREEDY, config(policy))
+    (out,) = llm.generate([prompt], GREEDY, config())
     assert (out.error, out.metrics.compactions, len(out.outputs[0].token_ids)) == (None, 1, 20)
     model = tiny.load_oracle(calibrated_dir(family))
     expected = paid_by_repetitions(model, llm.loaded.tokenizer, prompt, 40)
@@ -82,7 +81,7 @@ def test_latents_sinks_and_partial_rotations_are_read_again(family, make_llm):
         torch.testing.assert_close(ours, wanted, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("policy", ["kvzip", "shares(kvzip)", "evict_only(kvzip)", "ada_kv(kvzip)"])
+@pytest.mark.parametrize("policy", ["kvzip", "shares(kvzip)", "ada_kv(kvzip)"])
 def test_kvzip_among_others_does_what_it_does_alone(policy, make_llm):
     llm = make_llm(block_size=8, max_num_batched_tokens=64)
     prompts = tiny.prompts((100, 61, 90), seed=2)

@@ -19,9 +19,7 @@ from kvreclaim.schedule import EvictionMethod, Pass
 TOLERANCE = 1e-5
 MODES = ("pass", "tokens:4", "query")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-RECALLING = tuple(
-    name for name in EVICTING if name != "evict_only" and Signal.TOKEN_SCORES not in make_policy(name).needs
-)
+RECALLING = tuple(name for name in EVICTING if Signal.TOKEN_SCORES not in make_policy(name).needs)
 
 
 def small(policy="knorm", recall="pass", blocks=2, **fields):

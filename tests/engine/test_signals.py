@@ -75,12 +75,11 @@ def test_recent_queries_attend_as_transformers_rows_do(family, chunk, window, ma
         torch.testing.assert_close(scores.softmax(-1), want, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("policy", ["recorder", "evict_only(recorder)"])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_signals_follow_their_slots_through_every_pass(family, policy, make_llm, monkeypatch):
+def test_signals_follow_their_slots_through_every_pass(family, make_llm, monkeypatch):
     llm = make_llm(family, enable_prefix_caching=False, max_num_batched_tokens=32)
     shadow = SignalShadow(llm, monkeypatch)
-    asking = config("observed" if family in tiny.LATENT else "all", policy)
+    asking = config("observed" if family in tiny.LATENT else "all")
     outputs = llm.generate(tiny.prompts((70, 9, 33), seed=3), GREEDY, asking)
     assert [out.error for out in outputs] == [None] * 3
     assert all(out.metrics.compactions >= 2 for out in outputs)
@@ -113,15 +112,13 @@ def test_queries_of_heads_that_keep_unequal_numbers(make_llm, monkeypatch):
     assert shadow.worst <= 1e-5
 
 
-@pytest.mark.parametrize("policy", ["recorder", "evict_only(recorder)"])
-def test_forks_and_preempted_sequences_carry_theirs(policy, make_llm, monkeypatch):
-    llm = make_llm(enable_prefix_caching=False, block_size=8, num_blocks=26, max_num_batched_tokens=32)
+def test_forks_and_preempted_sequences_carry_theirs(make_llm, monkeypatch):
+    llm = make_llm(enable_prefix_caching=False, block_size=8, num_blocks=20, max_num_batched_tokens=32)
     shadow = SignalShadow(llm, monkeypatch)
     params = SamplingParams(temperature=1.0, n=3, max_tokens=60, seed=1, ignore_eos=True)
-    outputs = llm.generate(tiny.prompts((30, 40), seed=3), params, config("all", policy))
+    outputs = llm.generate(tiny.prompts((30, 40), seed=3), params, config("all"))
     assert [out.error for out in outputs] == [None] * 2
-    if policy.startswith("evict_only"):
-        assert sum(out.metrics.preemptions for out in outputs) > 0
+    assert sum(out.metrics.preemptions for out in outputs) > 0
     assert shadow.num_checked > 2 * 6
     assert shadow.worst <= 1e-5
     assert shadow.worst_mass <= 1e-5

@@ -26,14 +26,13 @@ def config(want: str, policy: str = "recorder", **options):
     return small(policy, options={"want": want, **options})
 
 
-@pytest.mark.parametrize("policy", ["recorder", "evict_only(recorder)"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "glm4", "deepseek-v3"])
-def test_future_queries_attend_as_the_rows_to_come(family, policy, make_llm, calibrated_dir):
+def test_future_queries_attend_as_the_rows_to_come(family, make_llm, calibrated_dir):
     """At the first pass the view holds every key so far: a row to come, cut there and made to sum to one
     again, is what the future query makes of these keys."""
     llm = make_llm(family, max_num_batched_tokens=32)
     prompt, trace = tiny.prompts((50, 40), seed=6)
-    (out,) = llm.score([prompt], [trace], config("future", policy))
+    (out,) = llm.score([prompt], [trace], config("future"))
     assert out.error is None
     assert out.metrics.compactions >= 4
     document = torch.tensor([prompt + trace])
@@ -56,11 +55,10 @@ def test_future_queries_attend_as_the_rows_to_come(family, policy, make_llm, cal
     assert llm.engine.signals._passes == {}
 
 
-@pytest.mark.parametrize("policy", ["recorder", "evict_only(recorder)"])
-def test_the_future_is_refused_where_it_is_not_known(policy, make_llm):
+def test_the_future_is_refused_where_it_is_not_known(make_llm):
     llm = make_llm()
     with pytest.raises(InvalidArgumentError, match=r"needs the whole text.*LLM\.score"):
-        llm.generate(tiny.prompts((30,)), GREEDY, config("future", policy))
+        llm.generate(tiny.prompts((30,)), GREEDY, config("future"))
     assert_idle(llm)
 
 

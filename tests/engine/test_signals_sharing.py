@@ -78,14 +78,13 @@ def test_a_request_that_will_not_be_compressed_reads_every_hit(make_llm):
 
 
 @pytest.mark.parametrize("want", WATCHED)
-@pytest.mark.parametrize("policy", ["recorder", "evict_only(recorder)"])
-def test_preemption_brings_the_same_signals_again(policy, want, make_llm):
+def test_preemption_brings_the_same_signals_again(want, make_llm):
     prompts = tiny.prompts((20, 19, 18, 17), seed=7)
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (160, 100, 100, 100)]
-    asking = small(policy, interval=16, options={"want": want})
+    asking = small("recorder", interval=16, options={"want": want})
     configs = [None, *[asking] * 3]  # the first one grows and drives the others out
     calm = make_llm(block_size=8, max_num_batched_tokens=32).generate(prompts, params, configs)
-    tight = make_llm(block_size=8, num_blocks=26 if policy == "recorder" else 32, max_num_batched_tokens=32)
+    tight = make_llm(block_size=8, num_blocks=26, max_num_batched_tokens=32)
     crowded = tight.generate(prompts, params, configs)
     assert sum(out.metrics.preemptions for out in crowded) > 0
     passes = sum(out.metrics.compactions for out in crowded)

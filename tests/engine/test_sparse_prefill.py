@@ -180,7 +180,6 @@ def test_the_engine_says_it_for_all_and_a_request_for_itself(make_llm):
         ("pooled(rows=512, local=0)", {}, None, "decides on 256 tokens at once, .* raise it to 264"),
         ("minference", {}, None, "needs a pattern for each head; write minference"),
         (POOLED, {"prompt_logprobs": 1}, None, "only approximates"),
-        (POOLED, {}, small("evict_only(knorm)"), "hides evicted tokens in place"),
     ],
 )
 def test_what_cannot_be_served_is_refused(method, params, config, said, make_llm):

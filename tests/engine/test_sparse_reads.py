@@ -104,5 +104,5 @@ def test_what_cannot_be_served_is_refused(make_llm):
         make_llm(block_size=16).generate(tiny.prompts((20,)), GREEDY, quest(31, recent=1))
     with pytest.raises(InvalidArgumentError, match=r"reads some blocks per head, .* a sliding window"):
         make_llm("mistral").generate(tiny.prompts((20,)), GREEDY, quest())
-    with pytest.raises(InvalidArgumentError, match="evict_only"):
-        quest().__class__("evict_only(quest)")
+    with pytest.raises(InvalidArgumentError, match="segments"):
+        quest().__class__("segments(quest)")

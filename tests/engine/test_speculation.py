@@ -21,7 +21,6 @@ WAYS = (
     "knorm",
     "h2o",
     "snapkv(window=4)",
-    "evict_only(knorm)",
     "paged_eviction",
     "ada_kv(snapkv)",
     "quest",

@@ -18,7 +18,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.formats import FORMATS
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-POLICIES = ("kvzap", "shares(kvzap)", "shares(kvzap,by=static)", "ada_kv(kvzap)", "evict_only(kvzap)")
+POLICIES = ("kvzap", "shares(kvzap)", "shares(kvzap,by=static)", "ada_kv(kvzap)")
 
 
 def config(policy: str = "kvzap", **fields) -> CompressionConfig:

@@ -10,7 +10,7 @@ from kvreclaim import LLM, SamplingParams, demo_model
 from kvreclaim.eval.demo_tasks import DEMO_TASKS
 
 FORMATS = ("fp32", "bf16", "int8", "int4", "fp8_e4m3", "turboquant4")
-ON_HOST = [p for p in POLICIES if p not in ("evict_only(query_mixture)", "quest", "kvzap")]
+ON_HOST = [p for p in POLICIES if p not in ("quest", "kvzap")]
 ASKED = {
     "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.3},
     "logit bias": {"logit_bias": {3: 4.0, 17: -100.0, 200: 3.5}},

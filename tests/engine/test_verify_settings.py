@@ -150,7 +150,6 @@ def test_policies_that_cannot_draft(policy, words, make_llm):
 @pytest.mark.parametrize(
     ("policy", "words"),
     [
-        ("evict_only(knorm)", "policy evict_only.* holds on the device as much as the full cache"),
         ("quest", "policy quest holds on the device as much as the full cache"),
         ("kvzap", "policy kvzap keeps scores beside the slots of the full cache"),
     ],

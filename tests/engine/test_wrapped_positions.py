@@ -32,7 +32,6 @@ def watched(monkeypatch, cls):
     [
         "protect(random, first=5, spans=((40, 60), (100, 103)))",
         "protect(paged_eviction, first=5, spans=((40, 43), (100, 103)))",
-        "evict_only(protect(knorm, first=5, spans=((40, 60), (100, 103))))",
         "protect(segments(random), first=5, spans=((40, 60), (100, 103)))",
         "pyramidkv(protect(random, first=5, spans=((40, 60), (100, 103))), beta=2)",
         "shares(protect(random, first=5, spans=((40, 60), (100, 103))), by=static, floor=0.6)",

@@ -17,7 +17,6 @@ POLICIES = (
     "query_mixture",
     "h2o",
     "kvzap",
-    "evict_only(query_mixture)",
     "paged_eviction",
     "ada_kv(snapkv)",
     "shares(snapkv)",

@@ -10,7 +10,7 @@ import tiny
 from kvreclaim.eval import Answer, Item, Metric, TaskScore
 
 SMALL = {"interval": 16, "sinks": 2, "recent": 8, "num_examples": 5, "batch_size": 2}
-POLICIES = ["full", "knorm", "evict_only(knorm)"]
+POLICIES = ["full", "knorm", "segments(knorm)"]
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def direct(llm, policy: str, fraction: float) -> list[SimpleNamespace]:
 
 
 @pytest.mark.parametrize(
-    ("policy", "fraction"), [("full", 1.0), ("knorm", 0.5), ("knorm", 0.3), ("evict_only(knorm)", 0.3)]
+    ("policy", "fraction"), [("full", 1.0), ("knorm", 0.5), ("knorm", 0.3), ("segments(knorm)", 0.3)]
 )
 def test_figures_are_those_of_direct_calls(llm, report, policy, fraction):
     row, cells = report.row(policy, "guess", fraction), direct(llm, policy, fraction)

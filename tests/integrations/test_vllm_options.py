@@ -110,7 +110,6 @@ def test_bad_fields_are_named(fields: dict[str, Any], words: str) -> None:
         ("pyramidkv", "the most recent queries"),
         ("paged_eviction", "evicts whole blocks"),
         ("quest", "reads some blocks only"),
-        ("evict_only(knorm)", "moves nothing"),
         ("streaming_llm(positions=cache)", "turns keys"),
     ],
 )

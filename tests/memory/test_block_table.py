@@ -21,7 +21,7 @@ def test_every_change_of_the_blocks_has_a_version():
     for change in (
         lambda: table.append([1]),
         lambda: table.replace(2, 9),
-        lambda: table.punch([0]),
+        lambda: table.release_out_of_window(1),
         lambda: table.drop([1], 2),
         lambda: table.shrink((2,), 3),
     ):
@@ -33,14 +33,15 @@ def test_every_change_of_the_blocks_has_a_version():
     assert table.version == versions[-1]
 
 
-@pytest.mark.parametrize("indices", [[0, 0], [1]])
-def test_a_refused_punch_changes_nothing(indices):
-    table = table_of([4, 2, 7], 10)
-    table.punch([1])
-    version = table.version
-    with pytest.raises(AssertionError, match="a hole already, or named twice"):
-        table.punch(indices)
-    assert (table.block_ids, table.version) == ([4, None, 7], version)
+def test_holes_are_not_counted():
+    table = table_of([4, 2, 7, 5, 3], 17)
+    assert table.release_out_of_window(2) == [4, 2]
+    assert table.block_ids == [None, None, 7, 5, 3]
+    assert (table.num_blocks, table.fork(5, KEYS).num_blocks, table.exact) == (3, 3, True)
+    with pytest.raises(AssertionError, match="a hole, or named twice"):
+        table.drop([1], 4)
+    table.shrink((5,), 4)
+    assert table.num_blocks == 1
 
 
 @pytest.mark.parametrize(("indices", "exact_len"), [([0], 2), ([1], 4), ([2], 6), ([0, 1, 2], 0)])

@@ -51,7 +51,7 @@ def costs(num_blocks: int, order: str) -> list[int]:
             lambda: memory.fork(1, 2, memory.table(1).keys.fork(prompt)),
             lambda: memory.grow(2, 5),
             lambda: memory.shrink(CompactionPlan(2, 9, (None, None, None))),
-            lambda: memory.punch(1, [0, 3]),
+            lambda: memory.drop_blocks(1, [0, 3]),
             lambda: memory.free(1),
             lambda: memory.free(2),
             memory.stats,

@@ -143,7 +143,7 @@ def test_distrusted_blocks_are_found_by_nobody():
         lambda memory: memory.commit(9, 1),
         lambda memory: memory.fork(9, 10, memory.keys([])),
         lambda memory: memory.free(9),
-        lambda memory: memory.punch(9, [0]),
+        lambda memory: memory.drop_blocks(9, [0]),
         lambda memory: memory.mark_inexact(9),
         lambda memory: memory.table_state(9),
     ],

@@ -25,7 +25,6 @@ WEIGHTS = {
     "extend": 40,
     "fork": 6,
     "shrink": 8,
-    "punch": 3,
     "drop": 3,
     "mark_inexact": 1,
     "preempt": 4,
@@ -58,8 +57,6 @@ def one_operation(world: World, rng: random.Random, past: list[list[int]]) -> st
         world.fork(seq_id)
     elif kind == "shrink":
         return kind if world.shrink(seq_id, rng) is not None else "full"
-    elif kind == "punch":
-        world.punch(seq_id, rng)
     elif kind == "drop":
         world.drop(seq_id, rng)
     elif kind == "mark_inexact":

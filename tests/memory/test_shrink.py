@@ -65,16 +65,6 @@ def test_an_unknown_sequence_is_refused():
 
 
 @pytest.mark.parametrize("index", [-1, 3, 4])
-def test_only_full_blocks_are_punched(index):
-    memory = private(14)
-    memory.grow(0, 4)
-    with pytest.raises(AssertionError, match="is not one of 3 full blocks"):
-        memory.punch(0, [0, index])
-    assert memory.table(0).block_ids == [0, 1, 2, 3, 4]
-    assert memory.table(0).exact
-
-
-@pytest.mark.parametrize("index", [-1, 3, 4])
 def test_only_full_blocks_are_dropped(index):
     memory = private(14)
     memory.grow(0, 4)

@@ -111,10 +111,6 @@ class MemoryMachine(RuleBasedStateMachine):
         self.world.shrink(self.pick(number), random.Random(seed))
 
     @rule(number=PICK, seed=SEED)
-    def punch(self, number, seed):
-        self.world.punch(self.pick(number), random.Random(seed))
-
-    @rule(number=PICK, seed=SEED)
     def drop(self, number, seed):
         self.world.drop(self.pick(number), random.Random(seed))
 

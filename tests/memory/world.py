@@ -237,21 +237,6 @@ class World:
             shadow.write(blocks[i // shadow.block_size], i % shadow.block_size, content)
         return freed
 
-    def punch(self, seq_id: int, rng: random.Random) -> int:
-        shadow, sequence = self.shadow, self.shadow.sequences[seq_id]
-        size = shadow.block_size
-        full = [i for i in range(len(sequence.contents) // size) if sequence.blocks[i] is not None]
-        chosen = rng.sample(full, rng.randint(0, len(full)))
-        freed = self.memory.punch(seq_id, chosen)
-        punched = [sequence.blocks[i] for i in sorted(chosen, reverse=True)]
-        assert freed == shadow.release([block for block in punched if block is not None])
-        shadow.freed += freed
-        for i in chosen:
-            sequence.blocks[i] = None
-            sequence.contents[i * size : (i + 1) * size] = [None] * size
-        sequence.exact, sequence.node = False, None
-        return freed
-
     def drop(self, seq_id: int, rng: random.Random) -> int:
         shadow, sequence = self.shadow, self.shadow.sequences[seq_id]
         size = shadow.block_size

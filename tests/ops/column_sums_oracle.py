@@ -20,31 +20,21 @@ class Case(Enum):
     """What a batch of two layers has besides plain sequences."""
 
     PLAIN = "plain"
-    MASKED = "masked"
     MOVED = "moved"
 
 
 def case(which: Case, dtype: torch.dtype, shape: Shape | None = None) -> World:
-    """A batch of mixed lengths: all slots live; some evicted in place; or holding other positions."""
+    """A batch of mixed lengths: slots at their own positions, or holding other ones."""
     if which is Case.PLAIN:
         return full_batch(dtype, shape)
     shape = _shape(dtype, shape)
-    if which is Case.MASKED:
-        asks = [
-            Ask(1, 40, evicted=random_mask(1, shape, 33)),
-            Ask(1, 40),
-            Ask(5, 50, evicted=random_mask(2, shape, 45)),
-            Ask(6, 6),
-            Ask(4, 20, evicted=random_mask(4, shape, 2)),
-        ]
-    else:
-        asks = [
-            Ask(1, 30, shift=9, slot_positions=random_positions(1, shape, 25, 9)),
-            Ask(1, 30),
-            Ask(3, 30, shift=4, slot_positions=random_positions(2, shape, 27, 4)),
-            Ask(1, 21, shift=100),
-            Ask(5, 40, shift=13, slot_positions=random_positions(3, shape, 20, 13)),
-        ]
+    asks = [
+        Ask(1, 30, shift=9, slot_positions=random_positions(1, shape, 25, 9)),
+        Ask(1, 30),
+        Ask(3, 30, shift=4, slot_positions=random_positions(2, shape, 27, 4)),
+        Ask(1, 21, shift=100),
+        Ask(5, 40, shift=13, slot_positions=random_positions(3, shape, 20, 13)),
+    ]
     return world(shape, asks)
 
 
@@ -54,12 +44,6 @@ def full_batch(dtype: torch.dtype, shape: Shape | None = None) -> World:
 
 def _shape(dtype: torch.dtype, shape: Shape | None) -> Shape:
     return shape if shape is not None else Shape(layers=2, dtype=dtype)
-
-
-def random_mask(seed: int, shape: Shape, slots: int) -> Tensor:
-    """[L, K, slots] bool: every (layer, head) loses as many, but others."""
-    lost = noise(seed, shape.layers, shape.kv_heads, slots).argsort(-1)[..., : slots // 2]
-    return torch.zeros(shape.layers, shape.kv_heads, slots, dtype=torch.bool).scatter_(-1, lost, True)
 
 
 def random_positions(seed: int, shape: Shape, slots: int, shift: int) -> Tensor:

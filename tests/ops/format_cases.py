@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from column_sums_oracle import expected_sums, random_mask, random_positions
+from column_sums_oracle import expected_sums, random_positions
 from format_fill import CPU, Filled, Rig, fill, ids_on, inputs_of, read, write, written
 from paged_oracle import Ask, Shape, expected, noise, under
 from torch import Tensor
@@ -65,10 +65,7 @@ def on_device(rig: Rig, w: Filled, how: dict[str, Any]) -> tuple[AttentionBatch,
     def there(x: Any) -> Any:
         return x.to(rig.device) if isinstance(x, Tensor) else x
 
-    sequences = tuple(
-        replace(seq, evicted=there(seq.evicted), slot_positions=there(seq.slot_positions))
-        for seq in w.batch.sequences
-    )
+    sequences = tuple(replace(seq, slot_positions=there(seq.slot_positions)) for seq in w.batch.sequences)
     batch = AttentionBatch.build(sequences, w.shape.block_size, rig.device)
     return batch, {name: there(x) for name, x in {"scale": w.shape.dim**-0.5, **how}.items()}
 
@@ -249,16 +246,6 @@ def check_cells(rig: Rig, shape: Shape, num_tokens: int) -> None:
             k, v = rig.backend.gather_tokens(PagedTokens(view.layers[0], target, count))
             for got, was in ((k[0].cpu(), old[0]), (v[0].cpu(), old[1])):
                 assert same_bits(got, was[kept[0, 0]])
-
-
-def masked(shape: Shape) -> list[Ask]:
-    """Slots evicted in place, with and without in one batch."""
-    return [
-        Ask(1, 40, evicted=random_mask(1, shape, 33)),
-        Ask(1, 40),
-        Ask(5, 50, evicted=random_mask(2, shape, 45)),
-        Ask(4, 20, evicted=random_mask(4, shape, 2)),
-    ]
 
 
 def relocated(shape: Shape) -> list[Ask]:

@@ -88,7 +88,7 @@ def fill(rig: Rig, shape: Shape, asks: list[Ask], seed: int = 0, *, chunk: int =
     for table, tokens in zip(tables, inputs, strict=True):
         write(rig, cache, table, 0, tokens, chunk)
     slots = tuple(
-        SequenceSlots(table, ask.query_len, ask.seq_len, ask.shift, ask.evicted, ask.slot_positions)
+        SequenceSlots(table, ask.query_len, ask.seq_len, ask.shift, slot_positions=ask.slot_positions)
         for ask, table in zip(asks, tables, strict=True)
     )
     batch = AttentionBatch.build(slots, shape.block_size, CPU)

@@ -58,13 +58,12 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ask:
-    """One sequence of a batch. evicted and slot_positions [L, K, slots] as in SequenceSlots;
+    """One sequence of a batch. slot_positions [L, K, slots] as in SequenceSlots;
     spare: blocks in its table beyond the ones that it needs."""
 
     query_len: int
     seq_len: int
     shift: int = 0
-    evicted: Tensor | None = None
     slot_positions: Tensor | None = None
     spare: int = 0
 
@@ -109,7 +108,7 @@ def world(shape: Shape, asks: list[Ask], seed: int = 0) -> World:
         values.append(noise(seed + 10 * index + 2, *at, shape.v_dim or shape.dim, dtype=shape.dtype))
         put(cache, table.tolist(), keys[-1], values[-1])
         slots.append(
-            SequenceSlots(table, ask.query_len, ask.seq_len, ask.shift, ask.evicted, ask.slot_positions)
+            SequenceSlots(table, ask.query_len, ask.seq_len, ask.shift, slot_positions=ask.slot_positions)
         )
     batch = AttentionBatch.build(tuple(slots), shape.block_size, torch.device("cpu"))
     num_tokens = sum(ask.query_len for ask in asks)
@@ -158,8 +157,6 @@ def expected(w: World, layer: int = 0, *, sinks: Tensor | None = None, **how) ->
 
 def is_seen(ask: Ask, layer: int, kv_head: int, slot: int, query_slot: int, window: int | None) -> bool:
     """Whether the query in query_slot attends to an earlier (or its own) slot."""
-    if ask.evicted is not None and slot < ask.evicted.shape[-1] and ask.evicted[layer, kv_head, slot]:
-        return False
     position = slot + ask.shift
     if ask.slot_positions is not None and slot < ask.slot_positions.shape[-1]:
         position = int(ask.slot_positions[layer, kv_head, slot])

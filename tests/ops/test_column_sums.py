@@ -54,7 +54,7 @@ def test_every_kind_of_softmax(how: dict, which: Case, dtype: torch.dtype) -> No
 @ALL_HOW
 @pytest.mark.parametrize("num_scores", [1, 2000, 9000])
 def test_cutting_long_query_ranges_changes_nothing(how: dict, num_scores: int, monkeypatch) -> None:
-    w = case(Case.MASKED, torch.float32)
+    w = case(Case.MOVED, torch.float32)
     whole = sums(w, **how)
     monkeypatch.setattr(reference.attention, "MAX_SCORES", num_scores)
     torch.testing.assert_close(sums(w, **how), whole, **CLOSE)
@@ -62,10 +62,10 @@ def test_cutting_long_query_ranges_changes_nothing(how: dict, num_scores: int, m
 
 def test_a_row_that_sees_nothing_adds_nothing() -> None:
     shape = Shape()
-    nothing = torch.ones(1, shape.kv_heads, 20, dtype=torch.bool)
-    nothing[:, 1, :7] = False
-    w = world(shape, [Ask(3, 20, evicted=nothing)])
-    got = sums(w)
+    positions = torch.full((1, shape.kv_heads, 20), -100, dtype=torch.int32)
+    positions[:, 1] = torch.arange(20)
+    w = world(shape, [Ask(3, 20, slot_positions=positions)])
+    got = sums(w, window=9)
     assert torch.equal(got[0, 0], torch.zeros(20))
     torch.testing.assert_close(got[0, 1].sum(), torch.tensor(3.0 * shape.group))
 

@@ -153,22 +153,25 @@ def test_compact_equals_moving_one_slot_at_a_time(case) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 9])
-def test_attention_after_compaction_equals_masked_attention_before(window: int | None) -> None:
+def test_attention_after_compaction_is_that_of_the_kept_tokens(window: int | None) -> None:
     """Each layer and head keeps other tokens; the next tokens come at their logical positions."""
     shape = Shape(layers=2, kv_heads=2, block_size=4)
     kept = noise(5, 2, 2, 38).argsort(-1)[..., :17].sort(-1).values
-    evicted = torch.ones(2, 2, 38, dtype=torch.bool).scatter_(-1, kept, False)
-    w = world(shape, [Ask(3, 41, evicted=evicted)])
+    w = world(shape, [Ask(3, 41)])
     source = torch.from_numpy(w.batch.sequences[0].block_ids)
     target = source[[3, 0, 7, 9, 8]]
     compact(w.cache, kept, source, target)
     slots = SequenceSlots(target.numpy(), 3, 20, shift=21, slot_positions=kept.to(torch.int32))
     batch = AttentionBatch.build((slots,), 4, torch.device("cpu"))
+    left = torch.cat([kept, torch.arange(38, 41).expand(2, 2, 3)], -1)[..., None]
+    keys, values = ([x.take_along_dim(left, 2)] for (x,) in (w.keys, w.values))
+    asks = [Ask(3, 20, shift=21, slot_positions=slots.slot_positions)]
+    survivors = replace(w, asks=asks, keys=keys, values=values)
     for layer in range(2):
         k, v = (x[0][layer, :, 38:].transpose(0, 1) for x in (w.keys, w.values))
         write_kv(w.cache.layers[layer], k, v, batch.slot_mapping)
         out = paged_attention(w.q[layer], under(w.cache, layer, scale=0.25, window=window), batch)
-        assert_equal(out, expected(w, layer, window=window))
+        assert_equal(out, expected(survivors, layer, window=window))
 
 
 @pytest.mark.parametrize("pairs", [[(1, 4), (3, 0)], [(1, 4), (3, 1), (4, 2)]], ids=["apart", "a chain"])

@@ -51,34 +51,10 @@ def test_every_kind_of_softmax(how: dict, kind: str, dtype: torch.dtype) -> None
     assert_equal(attend(w, **how), expected(w, **how))
 
 
-def random_mask(seed: int, shape: Shape, slots: int) -> torch.Tensor:
-    """[L, K, slots] bool: every (layer, head) loses as many, but others."""
-    lost = noise(seed, shape.layers, shape.kv_heads, slots).argsort(-1)[..., : slots // 2]
-    return torch.zeros(shape.layers, shape.kv_heads, slots, dtype=torch.bool).scatter_(-1, lost, True)
-
-
 def random_positions(seed: int, shape: Shape, slots: int, shift: int) -> torch.Tensor:
     """[L, K, slots] int32: ascending positions of the survivors among slots + shift tokens."""
     order = noise(seed, shape.layers, shape.kv_heads, slots + shift).argsort(-1)[..., :slots]
     return order.sort(-1).values.to(torch.int32)
-
-
-@DTYPES
-@ALL_HOW
-def test_evicted_slots_are_not_attended(how: dict, dtype: torch.dtype) -> None:
-    """With and without a mask in one batch; every layer and head its own mask; later slots live."""
-    shape = Shape(layers=2, dtype=dtype)
-    batch = [
-        Ask(1, 40, evicted=random_mask(1, shape, 33)),
-        Ask(1, 40),
-        Ask(5, 50, evicted=random_mask(2, shape, 45)),
-        Ask(1, 18, evicted=random_mask(3, shape, 17)),
-        Ask(6, 6),
-        Ask(4, 20, evicted=random_mask(4, shape, 2)),
-    ]
-    w = world(shape, batch)
-    for layer in (0, 1, 0):
-        assert_equal(attend(w, layer, **how), expected(w, layer, **how))
 
 
 @DTYPES
@@ -99,19 +75,6 @@ def test_a_window_counts_logical_positions(how: dict, dtype: torch.dtype) -> Non
         assert_equal(attend(w, layer, **how), expected(w, layer, **how))
 
 
-def test_masks_positions_and_windows_together() -> None:
-    shape = Shape(layers=2)
-    positions = random_positions(2, shape, 20, 6)
-    batch = [
-        Ask(2, 24, shift=6, evicted=random_mask(1, shape, 18), slot_positions=positions),
-        Ask(2, 24, evicted=random_mask(3, shape, 22)),
-        Ask(2, 24, shift=6, slot_positions=positions),
-    ]
-    w = world(shape, batch)
-    for layer, window in ((0, 8), (1, 8), (0, None), (1, 3)):
-        assert_equal(attend(w, layer, window=window), expected(w, layer, window=window))
-
-
 def test_one_batch_serves_layers_with_and_without_a_window() -> None:
     shape = Shape(layers=3)
     w = world(shape, asks("mixed"))
@@ -123,10 +86,11 @@ def test_one_batch_serves_layers_with_and_without_a_window() -> None:
 @pytest.mark.parametrize("query_len", [1, 3])
 def test_a_row_that_sees_nothing_is_zero(how: dict, query_len: int) -> None:
     shape = Shape()
-    nothing = torch.ones(1, shape.kv_heads, 20, dtype=torch.bool)
-    half = nothing.clone()
-    half[:, 1] = False
-    w = world(shape, [Ask(query_len, 20, evicted=nothing), Ask(query_len, 20, evicted=half)])
+    how = {**how, "window": 9}
+    far = torch.full((1, shape.kv_heads, 20), -100, dtype=torch.int32)
+    half = far.clone()
+    half[:, 1] = torch.arange(20)
+    w = world(shape, [Ask(query_len, 20, slot_positions=far), Ask(query_len, 20, slot_positions=half)])
     out = attend(w, **how)
     assert torch.equal(out[:query_len], torch.zeros_like(out[:query_len]))
     assert torch.equal(out[query_len:, : shape.group], torch.zeros_like(out[query_len:, : shape.group]))
@@ -142,7 +106,9 @@ def test_spare_blocks_are_ignored(how: dict) -> None:
 @pytest.mark.parametrize("num_scores", [1, 2000, 9000])
 @ALL_HOW
 def test_cutting_long_query_ranges_changes_nothing(how: dict, num_scores: int, monkeypatch) -> None:
-    w = world(Shape(), [*asks("mixed"), Ask(9, 30, evicted=random_mask(1, Shape(), 20))])
+    w = world(
+        Shape(), [*asks("mixed"), Ask(9, 30, shift=6, slot_positions=random_positions(1, Shape(), 20, 6))]
+    )
     whole = attend(w, **how)
     monkeypatch.setattr(reference.attention, "MAX_SCORES", num_scores)
     assert_equal(attend(w, **how), whole)

@@ -177,15 +177,6 @@ class ListWorker:
             row.live = list(range(len(row.states)))
             return gone, 0
         kept = sorted(self.random.sample(row.live, done.keep))
-        if done.eviction_method is EvictionMethod.MASK:
-            live = {slot // self.size for slot in kept}
-            row.live = kept
-            held = self.memory.table(done.seq_id).block_ids
-            gone = [b for b in range(len(row.states) // self.size) if b not in live and held[b] is not None]
-            for slot in range(len(row.states)):
-                if slot // self.size in gone:
-                    row.states[slot] = None
-            return gone, 0
         found = [self.slots[self.slot(done.source_ids, slot)] for slot in range(len(row.states))]
         assert found == row.states, f"sequence {done.seq_id} moves {found}, not {row.states}"
         row.states = [row.states[slot] for slot in kept]

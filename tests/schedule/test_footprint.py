@@ -33,7 +33,7 @@ def walk(footprint: Footprint, num_prompt: int, length: int, rng: random.Random)
         chunk = min(known - computed, footprint.tokens_until_pass(computed, num_prompt, account))
         assert chunk >= 1
         computed += rng.randint(1, min(chunk, footprint.max_chunk))
-        most = max(most, computed - (account.num_evicted if footprint.eviction_method.reclaims else 0))
+        most = max(most, computed - (account.num_evicted if footprint.eviction_method.evicts else 0))
         if footprint.is_due(computed, num_prompt, account):
             live = computed - account.num_evicted
             keep = footprint.kept(live)

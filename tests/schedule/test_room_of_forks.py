@@ -26,12 +26,9 @@ def run(scheduler, seq, num_tokens, draw):
         assert not plan.failed
         assert scheduler.done(plan, StepDone(tuple(row.seq_id for row in plan.rows))) == []
         for done in scheduler.compress([seq]):
-            if done.eviction_method in (EvictionMethod.MASK, EvictionMethod.BLOCKS):
-                blocks = scheduler.memory.table(seq.seq_id).block_ids[: done.num_tokens // SIZE]
-                held = [i for i, block in enumerate(blocks) if block is not None]
-                count = min(len(held), (done.num_tokens - done.keep) // SIZE)
-                most = count if done.eviction_method is EvictionMethod.BLOCKS else draw(st.integers(0, count))
-                gone = sorted(draw(st.permutations(held))[:most])
+            if done.eviction_method is EvictionMethod.BLOCKS:
+                held, count = range(done.num_tokens // SIZE), (done.num_tokens - done.keep) // SIZE
+                gone = sorted(draw(st.permutations(held))[:count])
                 scheduler.compressed(done, gone, None)
 
 
@@ -39,9 +36,7 @@ def run(scheduler, seq, num_tokens, draw):
 def test_what_is_let_in_finds_its_blocks(data):
     draw = data.draw
     way = draw(
-        st.sampled_from(
-            [EvictionMethod.COMPACT, EvictionMethod.CELLS, EvictionMethod.MASK, EvictionMethod.BLOCKS]
-        ),
+        st.sampled_from([EvictionMethod.COMPACT, EvictionMethod.CELLS, EvictionMethod.BLOCKS]),
         label="way",
     )
     budget, at = draw(st.integers(2, 6)) * SIZE, draw(st.integers(13, 40), label="compress_prompt_at")

@@ -25,7 +25,6 @@ def random_settings(random: Random) -> Settings:
             EvictionMethod.COMPACT,
             EvictionMethod.COMPACT,
             EvictionMethod.CELLS,
-            EvictionMethod.MASK,
             EvictionMethod.READS,
         )
     )

@@ -111,7 +111,7 @@ class Compressor:
 
     @property
     def eviction_method(self) -> EvictionMethod:
-        """How the policy evicts: ask choose under COMPACT and MASK, choose_blocks under BLOCKS,
+        """How the policy evicts: ask choose under COMPACT, choose_blocks under BLOCKS,
         choose_uneven under CELLS, block_scores under READS."""
         return self.policy.eviction_method
 

@@ -37,9 +37,8 @@ def policy_features(policy: CompressionPolicy) -> dict[Feature, str]:
     method = policy.eviction_method
     has = {
         Feature.KEEPS_ALL: method.keeps_all,
-        Feature.KEEPS_BLOCKS: not method.reclaims,
+        Feature.KEEPS_BLOCKS: not method.evicts,
         Feature.READS_SPARSELY: method.sparse_reads,
-        Feature.MASKS: not method.shortens,
         Feature.WHOLE_BLOCKS: method.whole_blocks,
         Feature.UNEQUAL_HEADS: method.uneven,
         Feature.NOT_COMPACTED: not method.equal_heads,

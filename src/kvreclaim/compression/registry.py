@@ -9,7 +9,6 @@ from types import MappingProxyType
 
 from kvreclaim.compression.policies.ada_kv import AdaKV
 from kvreclaim.compression.policies.critical import Critical
-from kvreclaim.compression.policies.evict_only import EvictOnly
 from kvreclaim.compression.policies.expected_attention import ExpectedAttention
 from kvreclaim.compression.policies.full import Full
 from kvreclaim.compression.policies.h2o import H2O
@@ -67,7 +66,6 @@ _BUILT_IN: Mapping[str, type[CompressionPolicy]] = MappingProxyType(
             Quest,
             Full,
             Oracle,
-            EvictOnly,
             Critical,
             Segments,
             Protect,
@@ -109,7 +107,7 @@ def make_policy(spec: str, options: Mapping[str, object] | None = None) -> Compr
     """Build the policy that spec names.
 
     Args:
-        spec:    "knorm", "knorm(keep=large)", "evict_only(knorm)", "segments(query_mixture, n=4)"; the
+        spec:    "knorm", "knorm(keep=large)", "segments(query_mixture, n=4)"; the
                  grammar is in spec/grammar.py. A wrapper's first argument is the policy it wraps, the others
                  are its options, by name or in their order; without one it wraps its default_inner
         options: fields of the policy (of the innermost one, where there is a wrapper)

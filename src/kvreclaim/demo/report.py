@@ -40,6 +40,7 @@ class PolicyRun(PoolRun):
     carry_accuracy:    of carries alone (evidence in the far trace)
     progress:          free-running: share of the trace before the first error, mean over num_generated
     exact_match:       free-running: share of sequences that are right to the end
+    freed_in_place:    blocks that would have come free had all survivors stayed in their slots
     chance_efficiency: what evicting at random without moving would reclaim: (1 - fraction)^block_size
     """
 
@@ -52,6 +53,7 @@ class PolicyRun(PoolRun):
     exact_match: float
     tokens_evicted: int
     blocks_freed: int
+    freed_in_place: int
     reclaim_efficiency: float | None
     chance_efficiency: float | None
 

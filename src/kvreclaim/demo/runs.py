@@ -8,6 +8,7 @@ from statistics import mean
 from typing import Any
 
 from kvreclaim.compression.config import CompressionConfig
+from kvreclaim.demo.in_place import InPlace
 from kvreclaim.demo.report import LoadRun, PolicyRun
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.engine.request.outputs import RequestOutput, ScoreOutput, StepStats
@@ -18,7 +19,6 @@ from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.sampling_params import SamplingParams
 
 POLICIES: dict[str, tuple[str, dict[str, object]]] = {
-    "evict_only": ("evict_only", {}),
     "streaming_llm": ("streaming_llm", {}),
     "knorm": ("knorm", {}),
     "knorm-large": ("knorm", {"keep": "large"}),
@@ -101,15 +101,19 @@ def run_policies(plan: DemoPlan, llm: LLM, scorer: LLM, on_progress: OnProgress)
     llm has the demo's pool; scorer one that holds all scored sequences, so that nothing is computed twice.
     """
     examples = [plan.task.sample(seed) for seed in range(max(plan.num_scored, plan.num_generated))]
+    in_place = llm.engine.extensions.add(InPlace(plan.block_size))
     runs = []
     for policy, fraction in plan.settings():
         on_progress(policy if fraction is None else f"{policy} {fraction:.0%}")
         config = plan.compression(policy, fraction)
         scored = _score(scorer, examples[: plan.num_scored], config)
+        in_place.freed.clear()
         outputs, _, figures = _generate(llm, examples[: plan.num_generated], config)
         figures |= plan.names(policy, fraction) | _accuracies(examples, scored) | _progress(examples, outputs)
         chance = None if fraction is None else plan.chance(fraction)
-        runs.append(PolicyRun(chance_efficiency=chance, **figures))
+        runs.append(
+            PolicyRun(freed_in_place=sum(in_place.freed.values()), chance_efficiency=chance, **figures)
+        )
     return runs
 
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import ClassVar, TypeVar
 
+from torch import Tensor
+
+from kvreclaim.compression.uneven import Heads
 from kvreclaim.engine.request.outputs import StepStats
 from kvreclaim.engine.request.request import Scheduled
 from kvreclaim.engine.request.request import Sequence as Seq
@@ -74,8 +77,8 @@ class Extension:
     def computed(self, sequences: list[Seq]) -> None:
         """The step's tokens have been committed; none has been drawn yet."""
 
-    def compressed(self, seq: Seq, done: Pass[int]) -> None:
-        """A pass over a sequence has been run."""
+    def compressed(self, seq: Seq, done: Pass[int], kept: Tensor | Heads) -> None:
+        """A pass over a sequence has been run. kept: CompactionResult's."""
 
     def processed(self, seq: Seq) -> None:
         """A sequence's tokens have been drawn and its pass, if one was due, has been run."""

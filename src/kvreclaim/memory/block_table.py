@@ -14,8 +14,8 @@ from kvreclaim.memory.prefix.keys import BlockKeys
 class BlockTable:
     """The blocks of one sequence. Others read it; only the memory manager calls what changes it.
 
-    block_ids:    slot i lies in block_ids[i // block_size]; None is a hole: its block was given
-                  back while the later ones stayed. May exceed what physical_len needs (room)
+    block_ids:    slot i lies in block_ids[i // block_size]; None is a hole: its block fell out of
+                  the window and was given back. May exceed what physical_len needs (room)
     logical_len:  tokens processed: positions, stop rules, usage
     physical_len: slots written: attention length, next slot
     exact:        nothing lossy has happened; once False never True again, and never indexed again
@@ -139,27 +139,15 @@ class BlockTable:
         self.version += 1
         return blocks
 
-    def punch(self, indices: Sequence[int]) -> list[int]:
-        """Leave holes at these entries. Returns: the blocks that were there, in this order."""
-        blocks = [block for block in map(self.block_ids.__getitem__, indices) if block is not None]
-        assert len(set(blocks)) == len(indices), f"entries {indices}: a hole already, or named twice"
-        self.mark_inexact()
-        for index in indices:
-            self.block_ids[index] = None
-        self._num_holes += len(blocks)
-        self.version += 1
-        return blocks
-
     def drop(self, indices: Sequence[int], block_size: int) -> list[int]:
         """Remove these full entries, ascending; later ones move up. Returns: the blocks that were there."""
         gone = set(indices)
-        assert len(gone) == len(indices), f"entries {indices}: named twice"
+        blocks = [block for block in map(self.block_ids.__getitem__, indices) if block is not None]
+        assert len(gone) == len(blocks) == len(indices), f"entries {indices}: a hole, or named twice"
         exact_len = self.exact_len
         self.mark_inexact()
         lost = (min(max(exact_len - index * block_size, 0), block_size) for index in indices)
         self._exact_len = exact_len - sum(lost)
-        blocks = [block for block in map(self.block_ids.__getitem__, indices) if block is not None]
-        self._num_holes -= len(gone) - len(blocks)
         self.block_ids = [block for index, block in enumerate(self.block_ids) if index not in gone]
         self.physical_len -= len(gone) * block_size
         self.version += 1

@@ -336,18 +336,13 @@ class MemoryManager:
         hit like any others. Nothing of it may be compressed later. Returns: blocks that went back."""
         return self.pool.release(self._tables[seq_id].release_out_of_window(num_tokens // self.block_size))
 
-    def punch(self, seq_id: int, indices: Sequence[int]) -> int:
-        """Give back the full blocks at these table entries, last first, and leave holes; the lengths stay.
+    def drop_blocks(self, seq_id: int, indices: Sequence[int]) -> int:
+        """Give back the full blocks at these table entries, last first; later entries move up, and the
+        physical length falls. No byte moves: of a shared block only the reference goes.
 
         Returns: blocks that went back to the pool.
         """
-        return self.full.drop(seq_id, self._tables[seq_id], indices, holes=True)
-
-    def drop_blocks(self, seq_id: int, indices: Sequence[int]) -> int:
-        """Like punch, but without holes: later entries move up, and the physical length falls. No byte
-        moves: of a shared block only the reference goes.
-        """
-        return self.full.drop(seq_id, self._tables[seq_id], indices, holes=False)
+        return self.full.drop(seq_id, self._tables[seq_id], indices)
 
     def invalidate(self, seq_id: int) -> None:
         """Unindex a sequence's blocks: what they hold may be wrong, and no prefix hit may find them."""

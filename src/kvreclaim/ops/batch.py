@@ -22,7 +22,6 @@ class SequenceSlots:
     query_len:      tokens computed in this step, the last ones of seq_len
     seq_len:        physical length, this step's tokens included
     shift:          logical minus physical position of the new tokens
-    evicted:        None, or [L, K, slots] bool: slots that are no longer attended; later slots are live
     slot_positions: None, or [L, K, slots] int32 logical positions; later slots are at slot + shift
     """
 
@@ -30,7 +29,6 @@ class SequenceSlots:
     query_len: int
     seq_len: int
     shift: int = 0
-    evicted: Tensor | None = None
     slot_positions: Tensor | None = None
 
 
@@ -98,9 +96,9 @@ class AttentionBatch(Memo):
         return np.array([seq.seq_len for seq in self.sequences], dtype=np.int64)
 
     @cached_property
-    def has_masks(self) -> bool:
-        """Whether some sequence has slots that are evicted or at positions of their own."""
-        return any(seq.evicted is not None or seq.slot_positions is not None for seq in self.sequences)
+    def has_positions(self) -> bool:
+        """Whether some sequence has slots at positions of their own."""
+        return any(seq.slot_positions is not None for seq in self.sequences)
 
     @cached_property
     def arrays(self) -> BatchArrays:
@@ -127,12 +125,12 @@ class AttentionBatch(Memo):
     @cached_property
     def groups(self) -> tuple[AttentionGroup, ...]:
         """Sequences of like shape together, so that one padded product serves each group."""
-        members: dict[tuple[int, int, bool], list[int]] = {}
+        members: dict[tuple[int, int], list[int]] = {}
         starts = np.cumsum([0, *(seq.query_len for seq in self.sequences)])
         for i, seq in enumerate(self.sequences):
             if seq.query_len == 0:
                 continue
-            key = (_bucket(seq.query_len, 1), _bucket(max(seq.seq_len, 256), 2), seq.evicted is not None)
+            key = (_bucket(seq.query_len, 1), _bucket(max(seq.seq_len, 256), 2))
             members.setdefault(key, []).append(i)
         return tuple(
             AttentionGroup(
@@ -203,22 +201,15 @@ class AttentionGroup:
 
     def mask(self, layer: int, window: int | None) -> Tensor:
         """[n, 1 | K, Q, C] bool, True where attended; cached when it is the same for every layer."""
-        per_layer = self._is_per_layer(window)
+        per_layer = window is not None and any(seq.slot_positions is not None for seq in self.sequences)
         key = (layer if per_layer else -1, window)
         mask = self._masks.get(key)
         if mask is None:
             mask = self._causal()
             if window is not None:
                 mask = mask & (self._query_positions[:, None, :, None] - self._positions(layer) < window)
-            if self.sequences[0].evicted is not None:
-                mask = mask & ~self._evicted(layer)[:, :, None, :]
             self._masks[key] = mask
         return mask
-
-    def _is_per_layer(self, window: int | None) -> bool:
-        if self.sequences[0].evicted is not None:
-            return True
-        return window is not None and any(seq.slot_positions is not None for seq in self.sequences)
 
     @cached_property
     def _query_slots(self) -> Tensor:
@@ -251,18 +242,6 @@ class AttentionGroup:
             if table is not None:
                 positions[i, :, 0, : table.shape[-1]] = table[layer]
         return positions
-
-    def _evicted(self, layer: int) -> Tensor:
-        """[n, K, C] bool."""
-        first = self.sequences[0].evicted
-        assert first is not None, "a group is either masked or not"
-        out = torch.zeros(
-            (len(self.sequences), first.shape[1], self.num_columns), dtype=torch.bool, device=self.device
-        )
-        for i, seq in enumerate(self.sequences):
-            assert seq.evicted is not None, "a group is either masked or not"
-            out[i, :, : seq.evicted.shape[-1]] = seq.evicted[layer]
-        return out
 
 
 def _padded(block_ids: np.ndarray, width: int) -> np.ndarray:

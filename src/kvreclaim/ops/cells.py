@@ -106,7 +106,7 @@ class CellBatch(AttentionBatch):
         return self.given_query_lens
 
     @cached_property
-    def has_masks(self) -> bool:
+    def has_positions(self) -> bool:
         return False
 
 

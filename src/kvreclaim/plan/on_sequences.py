@@ -126,9 +126,6 @@ def _budget(section: Section, cache: Cache, context: int) -> None:
     section.row(
         "in a prompt", f"{words.count(peak, 'block')} at most, {words.size(peak * cache.block_bytes)}"
     )
-    if not step.eviction_method.reclaims:
-        live = min(context, step.decode_cap)
-        section.row("attended to", f"{live:,} tokens at most; what is evicted gives no block back")
     if step.bounded:
         low = -(-step.budget // size)
         section.step(

@@ -219,7 +219,7 @@ class Scheduler(Generic[Seq]):
         """The passes of those that are due, in this order; tables and lengths are changed at return.
         `schedule` has left blocks for the passes of a step, in the order of its rows, those that fork first.
 
-        A pass whose method settles_after_choice is followed by `compressed`.
+        A pass that evicts whole blocks is followed by `compressed`.
         """
         return [self._pass(seq) for seq in sequences if seq.status is Status.RUNNING and seq.is_due]
 

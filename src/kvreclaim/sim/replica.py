@@ -278,8 +278,6 @@ class Replica:
             self._passed(done)
 
     def _passed(self, done: Pass[int]) -> None:
-        if done.eviction_method.settles_after_choice:
-            self.scheduler.compressed(done, (), None)
         self._calm = False
         self.num_passes += 1
         self.tokens_evicted += done.num_tokens - done.keep

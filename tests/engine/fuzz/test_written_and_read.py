@@ -17,7 +17,6 @@ READERS = (
     "h2o",
     "quest",
     "paged_eviction",
-    "evict_only(knorm)",
     "ada_kv(snapkv(window=2), alpha=0)",
     "streaming_llm(positions=cache)",
     "prompt-norm",
@@ -25,7 +24,7 @@ READERS = (
 )
 """One for each way of compressing, of seeing what was hit, and of treating positions; the last one hits only
 what its like has written."""
-WAYS = (None, "knorm", "quest", "paged_eviction", "evict_only(knorm)", "ada_kv(snapkv(window=2), alpha=0)")
+WAYS = (None, "knorm", "quest", "paged_eviction", "ada_kv(snapkv(window=2), alpha=0)")
 
 
 def written_and_read(world: World, writer: str | None, readers: tuple[str | None, ...]) -> None:

@@ -63,30 +63,28 @@ def test_a_row_depends_on_its_own_sequence_only() -> None:
         assert torch.equal(out[0], together[i])
 
 
-def masked(shape: Shape, query_len: int, seq_len: int, seed: int, share: float = 0.5) -> Ask:
-    """Per layer and head other slots evicted, of all but the last few; slots moved by compaction."""
+def moved(shape: Shape, query_len: int, seq_len: int, seed: int) -> Ask:
+    """Slots moved by compaction, all but the last few: other ones per layer and head."""
     size = (shape.layers, shape.kv_heads, max(seq_len - 3, 1))
-    evicted = noise(seed, *size) < torch.distributions.Normal(0, 1).icdf(torch.tensor(share))
     positions = (torch.arange(size[-1]) * 2 + (noise(seed + 1, *size) > 0)).int()
-    return Ask(query_len, seq_len, seq_len, evicted, positions)
+    return Ask(query_len, seq_len, seq_len, positions)
 
 
 @DTYPES
 @pytest.mark.parametrize("window", [None, 9, 400])
-def test_evicted_slots_and_slot_positions(window: int | None, dtype: torch.dtype) -> None:
+def test_slot_positions(window: int | None, dtype: torch.dtype) -> None:
     shape = Shape(kv_heads=2, group=3, dim=32, layers=2, dtype=dtype)
     lengths = [(1, 40), (5, 90), (1, 1200), (30, 200)]
-    w = twins(shape, [masked(shape, *pair, seed=i) for i, pair in enumerate(lengths)])
+    w = twins(shape, [moved(shape, *pair, seed=i) for i, pair in enumerate(lengths)])
     for layer in range(2):
         assert_close(*attend_both(w, layer, window=window))
 
 
 def test_a_row_that_sees_nothing_is_zero() -> None:
     shape = Shape(kv_heads=1, group=2, dim=32)
-    all_gone = torch.ones(1, 1, 600, dtype=torch.bool)
-    w = twins(shape, [Ask(1, 600, evicted=all_gone)])
+    w = twins(shape, [Ask(1, 600, slot_positions=torch.full((1, 1, 600), -100, dtype=torch.int32))])
     for sinks in (None, torch.zeros(2)):
-        out = attend_both(w, sinks=sinks)[0]
+        out = attend_both(w, sinks=sinks, window=9)[0]
         assert torch.equal(out, torch.zeros_like(out))
 
 

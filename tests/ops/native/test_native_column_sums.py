@@ -44,10 +44,6 @@ def test_every_kind_of_softmax(how: dict, kind: str, dtype: torch.dtype) -> None
     assert_equal_sums(twins(Shape(dtype=dtype), asks(kind)), **how)
 
 
-def mask(seed: int, shape: Shape, slots: int) -> Tensor:
-    return noise(seed, shape.layers, shape.kv_heads, slots) > 0
-
-
 def positions(seed: int, shape: Shape, slots: int, shift: int) -> Tensor:
     order = noise(seed, shape.layers, shape.kv_heads, slots + shift).argsort(-1)[..., :slots]
     return order.sort(-1).values.to(torch.int32)
@@ -55,13 +51,13 @@ def positions(seed: int, shape: Shape, slots: int, shift: int) -> Tensor:
 
 @DTYPES
 @pytest.mark.parametrize("window", [None, 1, 30])
-def test_masks_and_positions_of_each_layer_and_head(window: int | None, dtype: torch.dtype) -> None:
+def test_positions_of_each_layer_and_head(window: int | None, dtype: torch.dtype) -> None:
     shape = Shape(layers=3, dtype=dtype)
     batch = [
-        Ask(1, 140, evicted=mask(1, shape, 133)),
+        Ask(1, 140, shift=2, slot_positions=positions(3, shape, 133, 2)),
         Ask(1, 40),
         Ask(5, 150, shift=9, slot_positions=positions(1, shape, 125, 9)),
-        Ask(9, 80, shift=6, evicted=mask(2, shape, 60), slot_positions=positions(2, shape, 70, 6)),
+        Ask(9, 80, shift=6, slot_positions=positions(2, shape, 70, 6)),
         Ask(1, 21, shift=100),
     ]
     w = twins(shape, batch)
@@ -71,10 +67,10 @@ def test_masks_and_positions_of_each_layer_and_head(window: int | None, dtype: t
 
 def test_a_row_that_sees_nothing_adds_nothing() -> None:
     shape = Shape()
-    nothing = torch.ones(1, shape.kv_heads, 70, dtype=torch.bool)
-    w = twins(shape, [Ask(1, 70, evicted=nothing), Ask(3, 70, evicted=nothing)])
-    assert torch.equal(sum_both(w)[0], torch.zeros(2, shape.kv_heads, 70))
-    assert_equal_sums(w, sinks=torch.linspace(-2, 3, 8))
+    far = torch.full((1, shape.kv_heads, 70), -100, dtype=torch.int32)
+    w = twins(shape, [Ask(1, 70, slot_positions=far), Ask(3, 70, slot_positions=far)])
+    assert torch.equal(sum_both(w, window=9)[0], torch.zeros(2, shape.kv_heads, 70))
+    assert_equal_sums(w, window=9, sinks=torch.linspace(-2, 3, 8))
 
 
 def test_queries_with_any_strides() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from column_sums_oracle import random_mask, random_positions
+from column_sums_oracle import random_positions
 from format_fill import CPU, Filled, Rig, fill
 from paged_oracle import Ask, Shape, under
 from torch import Tensor
@@ -131,11 +131,11 @@ def test_beyond_the_longest_part(isa: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_where_slots_are_evicted_or_at_positions_of_their_own(isa: str, name: str) -> None:
+def test_where_slots_are_at_positions_of_their_own(isa: str, name: str) -> None:
     shape = replace(SHAPES["d64 g4"], dtype=torch.bfloat16)
     asks = [
-        Ask(9, 300, evicted=random_mask(1, shape, 280)),
-        Ask(17, 600, evicted=random_mask(2, shape, 583), shift=5),
+        Ask(9, 300, shift=20, slot_positions=random_positions(1, shape, 280, 20)),
+        Ask(17, 600, shift=5, slot_positions=random_positions(2, shape, 583, 5)),
         Ask(5, 150, shift=40, slot_positions=random_positions(3, shape, 140, 180)),
     ]
     w = fill(Rig(native, FORMATS[name], torch.bfloat16), shape, asks)

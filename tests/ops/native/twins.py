@@ -42,12 +42,11 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ask:
-    """One sequence; evicted and slot_positions as in SequenceSlots."""
+    """One sequence; slot_positions as in SequenceSlots."""
 
     query_len: int
     seq_len: int
     shift: int = 0
-    evicted: Tensor | None = None
     slot_positions: Tensor | None = None
 
 
@@ -131,7 +130,7 @@ def twins(shape: Shape, asks: list[Ask], seed: int = 0) -> Twins:
             reference.write_kv(caches[0].layers[layer], k, v, whole.slot_mapping)
             native.write_kv(caches[1].layers[layer], k, v, whole.slot_mapping)
         sequences.append(
-            SequenceSlots(table, ask.query_len, ask.seq_len, ask.shift, ask.evicted, ask.slot_positions)
+            SequenceSlots(table, ask.query_len, ask.seq_len, ask.shift, slot_positions=ask.slot_positions)
         )
     # The reference multiplies a masked slot's value by zero, so its unused slots must be finite.
     caches[0].k.nan_to_num_(0.0)

@@ -134,9 +134,9 @@ def launch_plain(shapes: list[Shape]) -> None:
         w = world(shape, ASKS)
         launch_attention(w)
         launch_the_rest(w)
-    evicted, positions = (torch.zeros(1, 2, 40, dtype=dtype) for dtype in (torch.bool, torch.int32))
-    masked = [replace(ask, evicted=evicted, slot_positions=positions) for ask in ASKS]
-    launch_attention(world(SHAPES[0], masked), **HOW)
+    positions = torch.zeros(1, 2, 40, dtype=torch.int32)
+    moved = [replace(ask, slot_positions=positions) for ask in ASKS]
+    launch_attention(world(SHAPES[0], moved), **HOW)
 
 
 def launch_packed(kinds: Iterable[str]) -> None:

@@ -83,12 +83,6 @@ def test_seventy_sequences() -> None:
     assert_close(*attend_both(w))
 
 
-def random_mask(seed: int, shape: Shape, slots: int) -> torch.Tensor:
-    """[L, K, slots] bool: every (layer, head) loses as many, but others."""
-    lost = noise(seed, shape.layers, shape.kv_heads, slots).argsort(-1)[..., : slots // 2]
-    return torch.zeros(shape.layers, shape.kv_heads, slots, dtype=torch.bool).scatter_(-1, lost, True)
-
-
 def random_positions(seed: int, shape: Shape, slots: int, shift: int) -> torch.Tensor:
     """[L, K, slots] int32: ascending positions of the survivors among slots + shift tokens."""
     order = noise(seed, shape.layers, shape.kv_heads, slots + shift).argsort(-1)[..., :slots]
@@ -96,23 +90,16 @@ def random_positions(seed: int, shape: Shape, slots: int, shift: int) -> torch.T
 
 
 @pytest.mark.parametrize("how", [{}, {"window": 9}, HOW["all"]], ids=["plain", "window", "all"])
-def test_masks_and_positions(how: dict) -> None:
+def test_positions_of_each_layer_and_head(how: dict) -> None:
     """Some sequences have them, of other lengths than their own; every layer and head has others."""
     shape = Shape(layers=2)
     batch = [
-        Ask(1, 40, evicted=random_mask(1, shape, 33)),
         Ask(1, 30, shift=9, slot_positions=random_positions(1, shape, 25, 9)),
         Ask(1, 40),
-        Ask(5, 50, evicted=random_mask(2, shape, 45)),
+        Ask(5, 50, shift=3, slot_positions=random_positions(3, shape, 45, 3)),
         Ask(1, 21, shift=100),
-        Ask(
-            2,
-            24,
-            shift=6,
-            evicted=random_mask(3, shape, 18),
-            slot_positions=random_positions(2, shape, 20, 6),
-        ),
-        Ask(4, 20, evicted=random_mask(4, shape, 2)[:, :, :1]),
+        Ask(2, 24, shift=6, slot_positions=random_positions(2, shape, 20, 6)),
+        Ask(4, 20, slot_positions=random_positions(4, shape, 2, 0)[:, :, :1]),
     ]
     w = world(shape, batch)
     for layer in range(2):
@@ -124,10 +111,13 @@ def test_masks_and_positions(how: dict) -> None:
 @pytest.mark.parametrize("length", [20, 600])
 def test_a_row_that_sees_nothing_is_zero(how: dict, query_len: int, length: int) -> None:
     shape = Shape(kv_heads=2, dim=16)
-    nothing = torch.ones(1, shape.kv_heads, length, dtype=torch.bool)
-    half = nothing.clone()
-    half[:, 1] = False
-    w = world(shape, [Ask(query_len, length, evicted=nothing), Ask(query_len, length, evicted=half)])
+    how = {**how, "window": 9}
+    far = torch.full((1, shape.kv_heads, length), -1000, dtype=torch.int32)
+    half = far.clone()
+    half[:, 1] = torch.arange(length)
+    w = world(
+        shape, [Ask(query_len, length, slot_positions=far), Ask(query_len, length, slot_positions=half)]
+    )
     got, want = attend_both(w, **how)
     assert torch.equal(got[:query_len].cpu(), torch.zeros_like(want[:query_len]))
     assert_close(got, want)

@@ -59,8 +59,8 @@ def poisoned(w: World) -> KVCache:
 
 
 def moved(seq: SequenceSlots) -> SequenceSlots:
-    evicted, positions = (None if x is None else x.to(DEVICE) for x in (seq.evicted, seq.slot_positions))
-    return replace(seq, evicted=evicted, slot_positions=positions)
+    positions = seq.slot_positions
+    return seq if positions is None else replace(seq, slot_positions=positions.to(DEVICE))
 
 
 def wanted(w: World, layer: int = 0, **how) -> Tensor:

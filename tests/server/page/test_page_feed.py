@@ -243,7 +243,7 @@ def test_the_page_is_the_operators() -> None:
 def test_every_policy_that_is_offered_runs(page_server: Running) -> None:
     settings = web.get(f"{page_server.base_url}/page/settings").json()
     assert settings["models"] == [MODEL]
-    assert {"query_mixture", "evict_only(query_mixture)", "streaming_llm", "h2o"} <= set(settings["policies"])
+    assert {"query_mixture", "streaming_llm", "h2o"} <= set(settings["policies"])
     for policy in settings["policies"]:
         budget = {**COMPRESSION, "policy": policy}
         answer = complete(page_server, max_tokens=2, ignore_eos=True, kv_compression=budget)

@@ -49,7 +49,7 @@ def latent_parts(call: LatentCall, batch: AttentionBatch) -> LatentParts:
     """Groups of sequences by how they attend, made once per step; () if all absorb.
 
     Expanded are those whom it saves multiplications (UpProjection.expands): long prompts and chunks of them.
-    Slots that are masked one by one stay absorbed, and so do layers with a window, soft-capping or sinks.
+    Slots at positions of their own stay absorbed, and so do layers with a window, soft-capping or sinks.
     """
     plain, softmax = call.call, call.call.softmax
     if softmax.window is not None or softmax.softcap is not None or softmax.sinks is not None:
@@ -57,8 +57,7 @@ def latent_parts(call: LatentCall, batch: AttentionBatch) -> LatentParts:
     rotary = plain.k.shape[-1] - plain.v.shape[-1]
 
     def expands(seq: SequenceSlots) -> bool:
-        masked = seq.evicted is not None or seq.slot_positions is not None
-        return not masked and call.weights.expands(seq.query_len, seq.seq_len, rotary)
+        return seq.slot_positions is None and call.weights.expands(seq.query_len, seq.seq_len, rotary)
 
     return batch.cached("latent parts", lambda batch: _parts(batch, [expands(s) for s in batch.sequences]))
 

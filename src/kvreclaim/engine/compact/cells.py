@@ -41,7 +41,7 @@ class UnevenPass:
 
     def _question(self, job: CompactionJob) -> HeadsQuestion:
         context, cells = self.context, job.seq.state.cells
-        tokens = head_lengths(cells, job.num_slots, context.cache)
+        tokens = head_lengths(cells, job.plan.num_tokens, context.cache)
         blocks, present = context.index(job), grown_cells(cells, np.array(job.plan.source_ids), context.cache)
         ids, layers = (
             torch.from_numpy(present.astype(np.int64)).to(context.cache.device),
@@ -50,7 +50,7 @@ class UnevenPass:
 
         def source(layer: int, head: int | None) -> KeySource:
             if head is None:
-                whole = PagedTokens(context.cache.layers[layer], blocks, job.num_slots)
+                whole = PagedTokens(context.cache.layers[layer], blocks, job.plan.num_tokens)
                 return PagedSource(context.backend, whole)
             num_tokens = int(tokens[layer, head])
             own = ids[layer, head, : blocks_for(num_tokens, context.cache.block_size)]
@@ -95,7 +95,7 @@ class UnevenPass:
         """Move each head's survivors into its cells of the new table. Heads are gathered whole before they
         are written, a few at a time."""
         cache, state, kept = self.context.cache, job.seq.state, choice.kept
-        tokens = head_lengths(state.cells, job.num_slots, cache)
+        tokens = head_lengths(state.cells, job.plan.num_tokens, cache)
         present = grown_cells(state.cells, np.array(job.plan.source_ids), cache)
         held = -(-tokens // cache.block_size)
         wanted = np.array([[len(slots) // cache.block_size for slots in rows] for rows in kept])

@@ -23,14 +23,9 @@ class CompactionJob:
     plan: Pass[int]
 
     @property
-    def num_slots(self) -> int:
-        """Slots in use before, those of masked tokens included."""
-        return self.plan.logical_len if not self.plan.eviction_method.shortens else self.plan.num_tokens
-
-    @property
     def next_position(self) -> int:
         """Position of the next query."""
-        return self.num_slots if self.compressor.policy.cache_relative else self.plan.logical_len
+        return self.plan.num_tokens if self.compressor.policy.cache_relative else self.plan.logical_len
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,7 +15,7 @@ from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.facts import ModelFacts
-from kvreclaim.ops.key_source import DenseSource, KeySource, PagedSource
+from kvreclaim.ops.key_source import KeySource, PagedSource
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 
 
@@ -33,44 +33,32 @@ class PassContext:
         """[blocks] int64 on the device: the table before the pass."""
         return torch.tensor(job.plan.source_ids, device=self.cache.device)
 
-    def question(self, job: CompactionJob, live: Tensor | None = None) -> PassQuestion:
-        """Ask a compressor about the live tokens; with positions, if a sliding window asks for them.
-
-        live: [L, K, T] int64 slots still attended, where evicted ones stayed in place; None: all slots
-        """
+    def question(self, job: CompactionJob) -> PassQuestion:
+        """Ask a compressor about the live tokens; with positions, if a sliding window asks for them."""
         block_ids = self.index(job)
 
         def source(layer: int) -> KeySource:
-            tokens = PagedTokens(self.cache.layers[layer], block_ids, job.num_slots)
-            paged = PagedSource(self.backend, tokens)
-            if live is None:
-                return paged
-            rows = live[layer][..., None]
-            k, v = (x.take_along_dim(rows, 1) for x in paged.tensors())
-            return DenseSource(k, v)
+            tokens = PagedTokens(self.cache.layers[layer], block_ids, job.plan.num_tokens)
+            return PagedSource(self.backend, tokens)
 
         positions = self.positions(job) if self._needs_positions(job) else None
-        if positions is not None and live is not None:
-            positions = positions.take_along_dim(live, -1)
         return PassQuestion(
             source,
             job.plan.num_tokens,
             job.plan.prompt_slots,
             job.next_position,
             positions,
-            lambda layer: self._signals(job, layer, source, live),
+            lambda layer: self._signals(job, layer, source),
             job.plan.first,
         )
 
-    def _signals(
-        self, job: CompactionJob, layer: int, source: Callable[[int], KeySource], live: Tensor | None
-    ) -> LayerSignals:
-        found = self.signals.of(job.seq, layer, job.num_slots, source, live)
+    def _signals(self, job: CompactionJob, layer: int, source: Callable[[int], KeySource]) -> LayerSignals:
+        found = self.signals.of(job.seq, layer, job.plan.num_tokens, source)
         if Signal.TOKEN_SCORES not in job.compressor.policy.needs or job.seq.state.cells is not None:
             return found  # heads with cells of their own have their own scores
         assert self.signals.scores is not None, "Signals.check has made them"
-        scores = self.signals.scores.of(layer, self.index(job), job.num_slots)
-        return replace(found, token_scores=scores if live is None else scores.take_along_dim(live[layer], -1))
+        scores = self.signals.scores.of(layer, self.index(job), job.plan.num_tokens)
+        return replace(found, token_scores=scores)
 
     def moved(self, job: CompactionJob, kept: Tensor) -> None:
         """The kept slots [L | 1, K | 1, M] are slots 0 .. M - 1 now; their positions and signals follow."""
@@ -90,4 +78,4 @@ class PassContext:
     def positions(self, job: CompactionJob) -> Tensor:
         """[L, K, slots] int32 logical position of every slot."""
         layers = range(self.cache.num_layers)
-        return torch.stack([self.signals.positions(job.seq, layer, job.num_slots) for layer in layers])
+        return torch.stack([self.signals.positions(job.seq, layer, job.plan.num_tokens) for layer in layers])

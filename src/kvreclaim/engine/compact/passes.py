@@ -11,7 +11,6 @@ from kvreclaim.engine.compact.blocks import Blocks
 from kvreclaim.engine.compact.cells import UnevenPass
 from kvreclaim.engine.compact.compact import Compact
 from kvreclaim.engine.compact.job import CompactionJob, CompactionResult, PassMethod
-from kvreclaim.engine.compact.mask import Mask
 from kvreclaim.engine.compact.pass_context import PassContext
 from kvreclaim.engine.compact.recall_pass import RecallPass
 from kvreclaim.engine.compact.recalls import Recalls
@@ -31,7 +30,6 @@ class CompressionPass:
         self.totals = totals
         self.methods: dict[EvictionMethod, PassMethod] = {
             EvictionMethod.COMPACT: Compact(context),
-            EvictionMethod.MASK: Mask(context),
             EvictionMethod.BLOCKS: Blocks(context),
             EvictionMethod.CELLS: UnevenPass(context),
         }

@@ -108,7 +108,7 @@ class RecallPass:
         seq.state.slot_positions = torch.cat([known[..., :count], back.to(known.device)], -1)
 
     def _losers(self, job: CompactionJob, kept: Tensor, source: Tensor, table: PageTable | None) -> _Losers:
-        recalls, size, num_tokens = self.recalls, self.size, job.num_slots
+        recalls, size, num_tokens = self.recalls, self.size, job.plan.num_tokens
         blocks = torch.cat([source, recalls.staging[:1]])
         num_slots = len(blocks) * size
         packed = torch.zeros((*kept.shape[:2], num_slots), dtype=torch.bool, device=kept.device)
@@ -236,7 +236,7 @@ class RecallPass:
         context, recall, seq = self.context, recall_of(job), job.seq
         found = []
         for layer in range(len(kept)):
-            tokens = PagedTokens(context.cache.layers[layer], source, job.num_slots)
+            tokens = PagedTokens(context.cache.layers[layer], source, job.plan.num_tokens)
             keys = context.backend.gather_tokens(tokens)[0]
             live = keys.take_along_dim(kept[layer][..., None], 1)
             queries = None

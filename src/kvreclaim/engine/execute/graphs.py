@@ -193,7 +193,6 @@ class DecodeGraphs:
         problems = {
             "it has no sequence": not sequences,
             "it has prefill rows": any(seq.query_len != 1 for seq in sequences),
-            "some slots are masked": any(seq.evicted is not None for seq in sequences),
             "heads hold other positions": any(seq.slot_positions is not None for seq in sequences),
             f"it has more than {self.sizes[-1]} sequences": len(sequences) > self.sizes[-1],
             f"a sequence has more than {width} blocks": any(len(seq.block_ids) > width for seq in sequences),

@@ -261,7 +261,6 @@ class ModelRunner:
             query_len=row.num_tokens,
             seq_len=table.physical_len + row.first - item.seq.num_computed + row.num_tokens,
             shift=0 if relative else table.num_evicted,
-            evicted=item.seq.state.evicted,
             slot_positions=item.seq.state.slot_positions if self._has_windows and not relative else None,
         )
 

@@ -40,7 +40,7 @@ class SideState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Image:
-    """Block ids are 0, 1, ... in the order of the table, holes left out.
+    """Block ids are 0, 1, ... in the order of the table.
 
     blocks: [n, bytes_per_block] uint8 on the host; beside: the same of what the cache keeps beside its blocks
     """
@@ -96,8 +96,7 @@ def _image(
     seq: Sequence, table: BlockTable, aside: SideState, cache: KVCache, blocks: Tensor, beside: Tensor | None
 ) -> Image:
     used = aside.blocks[: blocks_for(table.physical_len, cache.block_size)]
-    supply = iter(range(len(used)))
-    names = [None if block is None else next(supply) for block in used]
+    names: list[int | None] = list(range(len(used)))
     state = moved(seq.state, HOST)
     if state.cells is not None:
         state.cells = renamed(state.cells, used, names, cache)
@@ -119,7 +118,7 @@ def moved(state: CompressionState, device: torch.device) -> CompressionState:
     def there(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.to(device)
 
-    return replace(state, evicted=there(state.evicted), slot_positions=there(state.slot_positions))
+    return replace(state, slot_positions=there(state.slot_positions))
 
 
 def renamed(

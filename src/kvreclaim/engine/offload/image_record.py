@@ -38,7 +38,6 @@ def record_of(image: Image, key: SnapshotKey, cache: KVCache) -> tuple[dict[str,
     facts = key_facts(key) | {
         "physical_len": image.physical_len,
         "exact_len": image.exact_len,
-        "holes": [i for i, block in enumerate(aside.blocks) if block is None],
         "account": asdict(image.account),
         "rounded": state.rounded,
         "first_queries": {str(window): first for window, (first, _) in aside.signals.queries.items()},
@@ -48,7 +47,6 @@ def record_of(image: Image, key: SnapshotKey, cache: KVCache) -> tuple[dict[str,
         "blocks": image.blocks,
         "beside": image.beside,
         "mass": aside.signals.mass,
-        "evicted": state.evicted,
         "slot_positions": state.slot_positions,
     }
     found |= {f"queries.{window}": kept for window, (_, kept) in aside.signals.queries.items()}
@@ -80,13 +78,9 @@ class _Reading:
     def image(self) -> Image:
         facts = self.facts
         physical, exact = int(facts["physical_len"]), int(facts["exact_len"])
-        logical, holes = int(facts["num_tokens"]), {int(hole) for hole in facts["holes"]}
-        entries = blocks_for(physical, self.cache.block_size)
-        num_blocks = entries - len(holes)
+        logical, num_blocks = int(facts["num_tokens"]), blocks_for(physical, self.cache.block_size)
         _require(0 <= exact <= physical <= logical and physical > 0, "lengths")
-        _require(holes <= set(range(entries)) and num_blocks <= self.cache.num_blocks, "blocks")
-        supply = iter(range(num_blocks))
-        ids = [None if i in holes else next(supply) for i in range(entries)]
+        _require(num_blocks <= self.cache.num_blocks, "blocks")
         blocks = self._of("blocks", torch.uint8, (num_blocks, bytes_per_block(self.cache.planes)))
         _require(blocks is not None, "blocks")
         assert blocks is not None, "just looked at"
@@ -96,17 +90,15 @@ class _Reading:
             physical,
             exact,
             account,
-            self._state(entries, num_blocks),
-            SideState(self._signals(physical), ids),
+            self._state(num_blocks),
+            SideState(self._signals(physical), list(range(num_blocks))),
             blocks,
             self._of("beside", torch.uint8, (num_blocks, None)),
         )
 
-    def _state(self, entries: int, num_blocks: int) -> CompressionState:
-        evicted = self._of("evicted", torch.bool, (*self.per_head, None))
+    def _state(self, num_blocks: int) -> CompressionState:
         positions = self._of("slot_positions", torch.int32, (*self.per_head, None))
-        for tensor in (evicted, positions):
-            _require(tensor is None or tensor.shape[-1] <= entries * self.cache.block_size, "slots")
+        _require(positions is None or positions.shape[-1] <= num_blocks * self.cache.block_size, "slots")
         cells, heads = self._cells(num_blocks), None
         counts = self._of("heads.counts", torch.int64, self.per_head)
         if counts is not None:
@@ -115,7 +107,7 @@ class _Reading:
             device = self.cache.device
             parts = iter(flat.to(device).split(counts.flatten().tolist()))
             heads = [[next(parts) for _ in row] for row in counts]
-        return CompressionState(evicted, positions, cells, heads, int(self.facts["rounded"]))
+        return CompressionState(positions, cells, heads, int(self.facts["rounded"]))
 
     def _cells(self, num_blocks: int) -> CellTable | None:
         table = self._of("cells.table", torch.int32, (*self.per_head, None))

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Protocol
 
+from torch import Tensor
+
+from kvreclaim.compression.uneven import Heads
 from kvreclaim.engine.extension import Extension
 from kvreclaim.engine.offload.moves import Moves
 from kvreclaim.engine.offload.parking import Parking
@@ -71,7 +74,7 @@ class SnapshotStore(Extension):
     def begun(self, plan: StepPlan) -> None:
         self.drop(plan.dropped)
 
-    def compressed(self, seq: Sequence, done: Pass[int]) -> None:
+    def compressed(self, seq: Sequence, done: Pass[int], kept: Tensor | Heads) -> None:
         if seq.snapshot_key is not None and done.logical_len == seq.footprint.compress_prompt_at:
             self.keep(seq)
 

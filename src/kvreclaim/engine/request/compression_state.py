@@ -14,7 +14,6 @@ from kvreclaim.ops.cell_tables import CellTable
 class CompressionState:
     """State of an eviction method for one sequence between two passes, besides its Account.
 
-    evicted:        [L, K, slots] bool, only where nothing moves (evict_only)
     slot_positions: [L, K, slots] int32 logical positions, only for models with sliding windows
     cells:          where each head's tokens lie, only where heads keep unequal numbers
     head_positions: [n] int32 of each layer and head, logical positions of what the last pass has left there,
@@ -22,7 +21,6 @@ class CompressionState:
     rounded:        tokens that rounding unequal counts to blocks moved from head to head
     """
 
-    evicted: Tensor | None = None
     slot_positions: Tensor | None = None
     cells: CellTable | None = None
     head_positions: Heads | None = None

@@ -179,12 +179,10 @@ class Signals:
         layer: int,
         num_slots: int,
         source: Callable[[int], KeySource],
-        live: Tensor | None = None,
     ) -> LayerSignals:
         """The signals of one layer that the sequence's policy needs, for the num_slots slots written so far.
 
         source: layer -> its keys and values in these slots
-        live:   [L, K, T] int64 slots still attended, where evicted ones stayed in place; None: all slots
         """
         needs = needs_of(seq.request.compressor)
         if not needs:
@@ -194,10 +192,6 @@ class Signals:
             mass = self._mass.row(seq.seq_id)[layer, :, :num_slots]
         if Signal.POSITIONS in needs:
             positions = self.positions(seq, layer, num_slots)
-        if live is not None:
-            mass, positions = (
-                None if x is None else x.take_along_dim(live[layer], -1) for x in (mass, positions)
-            )
         queries = projection = future = again = None
         if Signal.RECENT_QUERIES in needs:
             queries = self._queries[window_of(seq)].last(seq.seq_id, layer, seq.num_computed)

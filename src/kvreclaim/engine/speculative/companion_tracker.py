@@ -186,7 +186,7 @@ class CompanionTracker:
             if isinstance(outcome, Exception):
                 self.failed("compressing for drafts of request %s", target.request_id, outcome)
                 self.leave(target.seq_id)
-            elif job.plan.eviction_method.settles_after_choice:
+            elif job.plan.eviction_method.whole_blocks:
                 account, memory = job.seq.account, self.companions.memory
                 take_choice(job.plan, outcome.gone, outcome.prompt_slots, account, memory)
 

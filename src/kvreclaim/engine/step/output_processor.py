@@ -222,11 +222,11 @@ class OutputProcessor:
                 continue
             with self.lifecycle.contained(job.seq.request, "compressing"):
                 plan = job.plan
-                if plan.eviction_method.settles_after_choice:
+                if plan.eviction_method.whole_blocks:
                     plan = scheduler.compressed(plan, outcome.gone, outcome.prompt_slots)
                 self.passes.append((job.seq.request, plan))
                 for extension in self.lifecycle.extensions.ordered:
-                    extension.compressed(job.seq, plan)
+                    extension.compressed(job.seq, plan, outcome.kept)
 
     def _job(self, plan: Pass[int]) -> CompactionJob:
         seq, size = self.lifecycle.sequences[plan.seq_id], self.lifecycle.memory.block_size

@@ -143,13 +143,11 @@ class FullAttentionGroup(GroupManager):
         self.freed_by_compression += freed
         return Shrunk(block_ids, freed)
 
-    def drop(self, seq_id: int, table: BlockTable, indices: Sequence[int], *, holes: bool) -> int:
-        """Give back full blocks, last first, and leave holes, or let later entries move up."""
+    def drop(self, seq_id: int, table: BlockTable, indices: Sequence[int]) -> int:
+        """Like MemoryManager.drop_blocks."""
         full = table.physical_len // self.block_size
         wrong = [index for index in indices if not 0 <= index < full]
         assert not wrong, f"sequence {seq_id}: entry {wrong[0]} is not one of {full} full blocks"
-        ascending = sorted(indices)
-        blocks = table.punch(ascending[::-1]) if holes else table.drop(ascending, self.block_size)[::-1]
-        freed = self.pool.release(blocks)
+        freed = self.pool.release(reversed(table.drop(sorted(indices), self.block_size)))
         self.freed_by_compression += freed
         return freed

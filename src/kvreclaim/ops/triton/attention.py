@@ -16,11 +16,11 @@ from kvreclaim.ops.triton.attention_kernels import decode_kernel, reduce_kernel,
 from kvreclaim.ops.triton.layout import layout_of, rows_in, store_of
 from kvreclaim.ops.triton.plan import (
     DecodeTables,
-    Masks,
-    batch_masks,
+    SlotPositions,
     decode_tables,
     query_tiles,
     sequences_of,
+    slot_positions,
 )
 from kvreclaim.ops.triton.support import dot_precision, keeps_16_bits, new_output, padded
 
@@ -33,7 +33,7 @@ LATENT_ROWS = 16
 
 class Rule(NamedTuple):
     """A layer's Softmax, with log2(e) in scale and cap: the kernels' exponentials are base 2. sinks: anything
-    where there are none; layer: its index, by which masks differ."""
+    where there are none; layer: its index, by which slot positions differ."""
 
     sinks: Tensor
     scale: float
@@ -60,7 +60,6 @@ class Variant(NamedTuple):
     HAS_SOFTCAP: bool
     HAS_WINDOW: bool
     HAS_POSITIONS: bool
-    HAS_EVICTED: bool
     NUM_SINKS: int
     KEEP_16: bool
     PRECISION: str
@@ -80,14 +79,14 @@ def paged_attention(q: Tensor, layer: LayerCache, batch: AttentionBatch) -> Tens
     are cut into tiles of queries."""
     q, cache = _with_rows(q), layer.cache
     out = new_output(q, q.shape[0], q.shape[1], cache.v_head_dim)
-    masks = batch_masks(batch)
+    positions = slot_positions(batch)
     tables = decode_tables(batch, cache.num_kv_heads * _heads(q, cache, DECODE_ROWS).pieces)
     if tables is not None:
-        _decode(q, layer, tables, masks, out)
+        _decode(q, layer, tables, positions, out)
     heads = _heads(q, cache, _query_rows(q, cache))
     tiles = query_tiles(batch, heads.queries)
     if tiles is not None:
-        _prefill(q, layer, batch, tiles, heads, masks, out)
+        _prefill(q, layer, batch, tiles, heads, positions, out)
     return out.to(q.dtype)
 
 
@@ -102,7 +101,9 @@ def decode_attention(q: Tensor, layer: LayerCache, tables: DecodeTables) -> Tens
     return out.to(q.dtype)
 
 
-def _decode(q: Tensor, layer: LayerCache, tables: DecodeTables, masks: Masks | None, out: Tensor) -> None:
+def _decode(
+    q: Tensor, layer: LayerCache, tables: DecodeTables, positions: SlotPositions | None, out: Tensor
+) -> None:
     """Writes the rows of tables.seq_ids into out."""
     rows, heads, splits = tables.seq_ids.shape[0], q.shape[1], tables.num_splits
     tile = _heads(q, layer.cache, DECODE_ROWS)
@@ -117,7 +118,7 @@ def _decode(q: Tensor, layer: LayerCache, tables: DecodeTables, masks: Masks | N
         "seqs": tables.seqs,
         "rule": layer.cached("triton.rule", _rule),
         "L": layout_of(layer.cache),
-        "A": _variant(q, layer, tile, masks),
+        "A": _variant(q, layer, tile, positions),
         "SPLITS": splits,
     }
     grid = (rows, layer.cache.num_kv_heads * tile.pieces, splits)
@@ -132,7 +133,7 @@ def _prefill(
     batch: AttentionBatch,
     tiles: Tensor,
     heads: HeadTile,
-    masks: Masks | None,
+    positions: SlotPositions | None,
     out: Tensor,
 ) -> None:
     """Writes the rows of the sequences of the tiles into out."""
@@ -144,7 +145,7 @@ def _prefill(
         sequences_of(batch),
         layer.cached("triton.rule", _rule),
         L=layout_of(layer.cache),
-        A=_variant(q, layer, heads, masks),
+        A=_variant(q, layer, heads, positions),
         **_resources(q, layer.cache),
     )
 
@@ -188,7 +189,7 @@ def _rule(layer: LayerCache) -> Rule:
     return Rule(sinks, scale, cap, softmax.window or 0, layer.index)
 
 
-def _variant(q: Tensor, layer: LayerCache, tile: HeadTile, masks: Masks | None) -> Variant:
+def _variant(q: Tensor, layer: LayerCache, tile: HeadTile, positions: SlotPositions | None) -> Variant:
     cache, softmax = layer.cache, layer.softmax
     layout, operands = layout_of(cache), _operands(q, cache)
     has_window = softmax.window is not None
@@ -199,8 +200,7 @@ def _variant(q: Tensor, layer: LayerCache, tile: HeadTile, masks: Masks | None) 
         BLOCK_N=_tile_tokens((layout.BLOCK_D + layout.BLOCK_DV) * operands.itemsize, cache.format),
         HAS_SOFTCAP=softmax.softcap is not None,
         HAS_WINDOW=has_window,
-        HAS_POSITIONS=has_window and masks is not None and masks.has_positions,
-        HAS_EVICTED=masks is not None and masks.has_evicted,
+        HAS_POSITIONS=has_window and positions is not None,
         NUM_SINKS=0 if softmax.sinks is None else len(softmax.sinks),
         KEEP_16=keeps_16_bits(operands),
         PRECISION=dot_precision(q.device),

@@ -20,30 +20,29 @@ PROGRAMS_PER_PROCESSOR = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Masks:
-    """Which slots are evicted and where they stand, read by the kernels in the sequences' own tensors.
+class SlotPositions:
+    """Where slots stand, read by the kernels in the sequences' own tensors.
 
-    table:   [N, 8] int64 per sequence: address, length and the strides of layer and head of its evicted
-             slots, then of its slot positions; length 0 where it has none
+    table:   [N, 4] int64 per sequence: address, length and the strides of layer and head of its slot
+             positions; length 0 where it has none
     tensors: what the addresses point into, held alive
     """
 
     table: Tensor
-    has_evicted: bool
-    has_positions: bool
     tensors: tuple[Tensor, ...]
 
 
 class Sequences(NamedTuple):
     """A batch as kernels follow it: block_table [N, W] int32, whose rows lie table_stride apart, query_starts
-    [N + 1] int32, seq_lens and shifts [N] int32; masks: Masks.table, anything where no slot is masked."""
+    [N + 1] int32, seq_lens and shifts [N] int32; positions: SlotPositions.table, anything where there are
+    none."""
 
     query_starts: Tensor
     block_table: Tensor
     seq_lens: Tensor
     shifts: Tensor
     table_stride: int
-    masks: Tensor
+    positions: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,42 +113,36 @@ def sequences_of(batch: AttentionBatch) -> Sequences:
     """Made once per step."""
 
     def make(batch: AttentionBatch) -> Sequences:
-        arrays, masks = batch.arrays, batch_masks(batch)
+        arrays, positions = batch.arrays, slot_positions(batch)
         return Sequences(
             arrays.query_starts,
             arrays.block_table,
             arrays.seq_lens,
             arrays.shifts,
             arrays.block_table.stride(0),
-            arrays.block_table if masks is None else masks.table,
+            arrays.block_table if positions is None else positions.table,
         )
 
     return batch.cached("triton.sequences", make)
 
 
-def batch_masks(batch: AttentionBatch) -> Masks | None:
+def slot_positions(batch: AttentionBatch) -> SlotPositions | None:
     """None if no sequence has any; made once per step."""
-    return batch.cached("triton.masks", _masks)
+    return batch.cached("triton.positions", _slot_positions)
 
 
-def _masks(batch: AttentionBatch) -> Masks | None:
-    if not batch.has_masks:
+def _slot_positions(batch: AttentionBatch) -> SlotPositions | None:
+    if not batch.has_positions:
         return None
-    rows = batch.sequences
     held: list[Tensor] = []
 
-    def entry(x: Tensor | None, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    def entry(x: Tensor | None) -> tuple[int, int, int, int]:
         if x is None:
             return 0, 0, 0, 0
-        assert x.dtype == dtype, f"a mask of dtype {x.dtype}, {dtype} expected"
+        assert x.dtype == torch.int32, f"slot positions of dtype {x.dtype}, int32 expected"
         x = x if x.stride(-1) == 1 else x.contiguous()
         held.append(x)
         return x.data_ptr(), x.shape[-1], x.stride(0), x.stride(1)
 
-    table = [(*entry(seq.evicted, torch.bool), *entry(seq.slot_positions, torch.int32)) for seq in rows]
-    return Masks(
-        table=move(np.asarray(table, dtype=np.int64), batch.slot_mapping.device),
-        has_evicted=any(seq.evicted is not None for seq in rows),
-        has_positions=any(seq.slot_positions is not None for seq in rows),
-        tensors=tuple(held),
-    )
+    table = [entry(seq.slot_positions) for seq in batch.sequences]
+    return SlotPositions(move(np.asarray(table, dtype=np.int64), batch.slot_mapping.device), tuple(held))

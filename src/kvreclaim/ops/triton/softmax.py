@@ -19,22 +19,17 @@ NOTHING = tl.constexpr(float("-inf"))
 
 
 @triton.jit
-def attended(slots, valid, query_slots, shift, masks, head, rule, A: tl.constexpr):
-    """[rows, slots] bool. masks: this sequence's row of Masks.table (address, length, strides; twice)."""
+def attended(slots, valid, query_slots, shift, known_positions, head, rule, A: tl.constexpr):
+    """[rows, slots] bool. known_positions: this sequence's row of SlotPositions.table."""
     seen = valid[None, :] & (slots[None, :] <= query_slots[:, None])
     if A.HAS_WINDOW:
         positions = slots + shift
         if A.HAS_POSITIONS:
-            known = valid & (slots < tl.load(masks + 5))
-            first = rule.layer * tl.load(masks + 6) + head * tl.load(masks + 7)
-            address = tl.load(masks + 4).to(tl.pointer_type(tl.int32)) + first
+            known = valid & (slots < tl.load(known_positions + 1))
+            first = rule.layer * tl.load(known_positions + 2) + head * tl.load(known_positions + 3)
+            address = tl.load(known_positions).to(tl.pointer_type(tl.int32)) + first
             positions = tl.where(known, tl.load(address + slots, mask=known, other=0), positions)
         seen = seen & ((query_slots + shift)[:, None] - positions[None, :] < rule.window)
-    if A.HAS_EVICTED:
-        known = valid & (slots < tl.load(masks + 1))
-        first = rule.layer * tl.load(masks + 2) + head * tl.load(masks + 3)
-        address = tl.load(masks).to(tl.pointer_type(tl.int8)) + first
-        seen = seen & (tl.load(address + slots, mask=known, other=0) == 0)[None, :]
     return seen
 
 
@@ -103,7 +98,7 @@ def attend_slots(
     maximum and sum [rows] and values [rows, BLOCK_DV]; of a rotated format, rotated ones."""
     table = seqs.block_table + seq.to(tl.int64) * seqs.table_stride
     shift = tl.load(seqs.shifts + seq)
-    masks = seqs.masks + seq * 8
+    known_positions = seqs.positions + seq * 4
     top = tl.full([A.BLOCK_M], NOTHING, tl.float32)
     total = tl.zeros([A.BLOCK_M], tl.float32)
     acc = tl.zeros([A.BLOCK_M, L.BLOCK_DV], tl.float32)
@@ -116,7 +111,7 @@ def attend_slots(
             v = load_tile(store, rows, valid, L, 1, A.KEEP_16).to(query.dtype)
             scores += dots(latent, v, A)
         scores = softened(scores, rule, A)
-        seen = attended(slots, valid, query_slots, shift, masks, head, rule, A)
+        seen = attended(slots, valid, query_slots, shift, known_positions, head, rule, A)
         scores = tl.where(seen, scores, NOTHING)
         higher = tl.maximum(top, tl.max(scores, axis=1))
         base = tl.where(higher == NOTHING, 0.0, higher)

@@ -14,11 +14,10 @@ from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 class Pass(Generic[Id]):
     """One compression of one sequence. Lengths in tokens, per layer and KV head.
 
-    source_ids:   blocks that hold the num_tokens live tokens, in table order; a hole, which nobody reads,
-                  names another block of the sequence
+    source_ids:   blocks that hold the num_tokens live tokens, in table order
     target_ids:   blocks that hold the `keep` survivors afterwards; may overlap the sources, and so may those
-                  of a later pass: passes are carried out in their order. Where the method
-                  settles_after_choice, only the choice tells which blocks go: Scheduler.compressed
+                  of a later pass: passes are carried out in their order. Where whole
+                  blocks go, only the choice tells which: Scheduler.compressed
     logical_len:  tokens computed so far, evicted ones included: the position of the next query
     prompt_slots: leading live slots that hold prompt tokens (under CELLS: those since the last pass)
     first:        nothing of this sequence has been evicted yet

@@ -77,7 +77,7 @@ class Footprint:
     @property
     def bounded(self) -> bool:
         """Whether a sequence never holds much more than its budget, however long it gets."""
-        return self.eviction_method.reclaims and not self.prompt_only
+        return self.eviction_method.evicts and not self.prompt_only
 
     @property
     def decode_cap(self) -> int:
@@ -206,7 +206,7 @@ class Footprint:
         if self.eviction_method.keeps_all and self.trailing is not None:
             most = self.trailing.most_blocks(known, min(self.max_chunk, known), self.block_size)
             return min(known, most * self.block_size)
-        if not self.eviction_method.reclaims:
+        if not self.eviction_method.evicts:
             return known
         if self.aligned:
             return known if self.most_tokens is None else min(known, self.most_tokens)

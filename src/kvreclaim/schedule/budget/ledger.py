@@ -88,9 +88,8 @@ def take_choice(
 ) -> Pass[int]:
     """A choice has been made that nothing moves for: these full entries of the sequence's table go, and so
     many leading slots hold prompt tokens now (None: as planned). Returns: the pass as it came out."""
-    give_back = memory.drop_blocks if done.eviction_method.shortens else memory.punch
     memory.mark_inexact(done.seq_id)
-    freed = give_back(done.seq_id, gone) if gone else 0
+    freed = memory.drop_blocks(done.seq_id, gone) if gone else 0
     account.blocks_freed += freed
     if prompt_slots is not None:
         account.prompt_slots = prompt_slots
@@ -101,13 +100,13 @@ def take_choice(
 def _in_blocks(
     seq_id: Id, live: int, keep: int, footprint: Footprint, pool: LedgerPool[Id]
 ) -> tuple[tuple[int, ...], Shrunk | None]:
-    """Returns: the blocks before, a hole named after another one, and those afterwards; None: some lack."""
+    """Returns: the blocks before, and those afterwards; None: some lack."""
     table = pool.table_state(seq_id)
     if footprint.eviction_method.equal_heads:
         held = len(table.block_ids)
         assert held == blocks_for(live, footprint.block_size), f"{seq_id}: {live} tokens in {held} blocks"
-    some = next((block for block in reversed(table.block_ids) if block is not None), 0)
-    source_ids = tuple(some if block is None else block for block in table.block_ids)
+    source_ids = tuple(block for block in table.block_ids if block is not None)
+    assert len(source_ids) == len(table.block_ids), f"{seq_id}: holes in its table {table.block_ids}"
     if not footprint.eviction_method.moves:
         return source_ids, Shrunk(source_ids, 0)
     size = footprint.block_size

@@ -22,9 +22,6 @@ from kvreclaim.server.events import stream_events
 from kvreclaim.server.page.feed import EngineFeed
 from kvreclaim.server.service import Service, service_of
 
-CONTROL = f"evict_only({Wrapper.default_inner})"
-"""The same choice without moving anything: what compaction adds is seen beside it."""
-
 
 def _answer(file: StaticFile, request: Request) -> Response:
     """304 if the browser has it."""
@@ -90,11 +87,11 @@ def _settings(service: Service, policies: list[str]) -> dict[str, Any]:
 def offered(host: EngineCore) -> list[str]:
     """Every policy that this engine can have, as it is written and with its defaults, the one that auto
     stands for first; reads files the first time."""
-    first = (Auto.of(host.llm).policy or Wrapper.default_inner, CONTROL)
+    first = Auto.of(host.llm).policy or Wrapper.default_inner
     found = []
-    for name in (*first, *policy_names()):
+    for name in (first, *policy_names()):
         with suppress(KVReclaimError):
-            if name in first or (name != "full" and not issubclass(policy_class(name), Wrapper)):
+            if name == first or (name != "full" and not issubclass(policy_class(name), Wrapper)):
                 host.engine.factory.check_compression(
                     host.llm.compressor(CompressionConfig(name)), scored=False
                 )

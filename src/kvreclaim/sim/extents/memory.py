@@ -44,7 +44,7 @@ class ExtentMemory:
         raise NotImplementedError("blocks that are only counted have no names; simulate with extents=False")
 
     ref_count = blocks = num_blocks = fork = num_to_fork = adopt = _refuse
-    shrink = release_out_of_window = punch = drop_blocks = _refuse
+    shrink = release_out_of_window = drop_blocks = _refuse
 
     def __init__(
         self, num_blocks: int, block_size: int, links: Links, *, enable_prefix_caching: bool = True
