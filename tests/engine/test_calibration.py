@@ -14,7 +14,7 @@ from kvreclaim import LLM, CompressionConfig, SamplingParams
 from kvreclaim.calibrate.calibration import calibrate, pieces, read_documents
 from kvreclaim.compression.head_shares import FRACTIONS
 from kvreclaim.compression.stats import QueryStats
-from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
+from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model.capture import capture_queries
 from kvreclaim.model.loader import load_model
 
@@ -66,23 +66,6 @@ def test_centres_divide_the_queries_among_them(tiny_dir) -> None:
         assert distance.max() < 1e-3 * q.norm(dim=-1).max()
 
 
-def test_the_same_seed_gives_the_same_statistics(tiny_dir) -> None:
-    loaded = load("qwen3", tiny_dir)
-    first, again = (calibrate(loaded, DOCUMENTS, num_centers=4, seed=3) for _ in range(2))
-    for a, b in zip(tensors(first).values(), tensors(again).values(), strict=True):
-        assert a is b is None or torch.equal(a, b)
-
-
-def test_statistics_survive_their_file(tiny_dir, tmp_path: Path) -> None:
-    stats = calibrate(load("qwen3", tiny_dir), [*DOCUMENTS, *tiny.prompts((140,))], num_centers=4)
-    assert stats.surrogate is not None
-    stats.save(tmp_path / "stats.safetensors")
-    loaded = QueryStats.load(tmp_path / "stats.safetensors")
-    assert loaded.metadata == stats.metadata
-    for a, b in zip(tensors(loaded).values(), tensors(stats).values(), strict=True):
-        assert a is b is None or torch.equal(a, b)
-
-
 @pytest.mark.parametrize("policy", ["triattention", "query_mixture"])
 def test_a_file_of_statistics_serves_as_the_statistics_do(policy, tiny_dir, tmp_path: Path) -> None:
     llm = LLM(tiny_dir("qwen3"), dtype="float32", device="cpu", num_blocks=100)
@@ -100,15 +83,6 @@ def test_a_file_of_statistics_serves_as_the_statistics_do(policy, tiny_dir, tmp_
         answers.append([output.outputs[0].token_ids for output in outputs])
     assert answers[0] == answers[1] == answers[2]
     assert answers[0] != [output.outputs[0].token_ids for output in llm.generate(prompts, greedy)]
-
-
-def test_statistics_of_another_model_are_refused(tiny_dir, tmp_path: Path) -> None:
-    path = tmp_path / "stats.safetensors"
-    calibrate(load("qwen2", tiny_dir), DOCUMENTS, num_centers=0).save(path)
-    llm = LLM(tiny_dir("qwen3"), dtype="float32", device="cpu", num_blocks=100)
-    config = CompressionConfig(policy="triattention", budget=24, sinks=2, recent=4, stats=path)
-    with pytest.raises(StatsMismatchError, match="do not fit the model"):
-        llm.generate(tiny.prompts((5,)), SamplingParams(max_tokens=2), config)
 
 
 @pytest.mark.parametrize("documents", [[], [[]], [[1], []]])

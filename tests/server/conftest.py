@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import openai
 import pytest
 from logged import Log
-from running import Running, running_server
+from running import Running, openai_client, running_server
 
 from kvreclaim import LLM
 
@@ -33,6 +34,13 @@ def tiny_server(tiny_dir: Callable[[str], Path]) -> Iterator[Running]:
 def tiny_oracle(tiny_dir: Callable[[str], Path]) -> LLM:
     """The same model without a server."""
     return LLM(tiny_dir("llama"), num_blocks=512)
+
+
+@pytest.fixture
+def client(tiny_server: Running) -> Iterator[openai.OpenAI]:
+    """OpenAI's own of the tiny server."""
+    with openai_client(tiny_server) as client:
+        yield client
 
 
 @pytest.fixture

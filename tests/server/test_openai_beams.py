@@ -6,17 +6,11 @@ from typing import Any
 
 import openai
 import pytest
-from running import MODEL, Running, openai_client
+from running import MODEL
 
 from kvreclaim import LLM, BeamSearchParams
 
 PROMPT = "the end of the story"
-
-
-@pytest.fixture
-def client(tiny_server: Running):
-    with openai_client(tiny_server) as client:
-        yield client
 
 
 def search(client: openai.OpenAI, **fields: Any):

@@ -47,12 +47,6 @@ def prompt_of(server: Running, **asked) -> str:
     return server.llm.tokenizer.decode(answer.prompt_token_ids)
 
 
-@pytest.fixture
-def client(tiny_server: Running) -> Iterator[openai.OpenAI]:
-    with openai_client(tiny_server) as client:
-        yield client
-
-
 def expected_text(oracle: LLM, **params) -> list[str]:
     settings = SamplingParams(**{"temperature": 0.0, "max_tokens": 20, **params})
     return [output.text for output in oracle.chat(MESSAGES, settings)[0].outputs]

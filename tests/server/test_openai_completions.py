@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import openai
 import pytest
@@ -16,12 +15,6 @@ from kvreclaim import LLM, CompressionConfig, SamplingParams, demo_model
 PROMPT = "the end of the story"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 GREEDY_FIELDS = {"model": MODEL, "temperature": 0.0, "max_tokens": 24}
-
-
-@pytest.fixture
-def client(tiny_server: Running) -> Iterator[openai.OpenAI]:
-    with openai_client(tiny_server) as client:
-        yield client
 
 
 def gather(chunks) -> dict[int, str]:

@@ -19,12 +19,6 @@ GREEDY = {"model": MODEL, "temperature": 0.0, "max_tokens": 24}
 
 
 @pytest.fixture
-def client(tiny_server: Running) -> Iterator[openai.OpenAI]:
-    with openai_client(tiny_server) as client:
-        yield client
-
-
-@pytest.fixture
 def words(server: Running) -> Iterator[openai.OpenAI]:
     """Of the demo model, whose tokens are words."""
     with openai_client(server) as client:
