@@ -203,8 +203,12 @@ $(DIST_STAMP): scripts/release/requirements.txt
 	$(DIST_BIN)/pip install --quiet --disable-pip-version-check --requirement $<
 	@touch $@
 
+# Kernels for MACHINES, wheels for PYTHONS: the one of 3.12 serves all later ones. TRY=0 tries nothing.
+MACHINES ?= x86_64 aarch64
+PYTHONS ?= python3.11 python3.12
+TRY ?= 1
 dist: $(DIST_STAMP)
-	$(DIST_BIN)/python scripts/release --torch "$(TORCH)" $(DIST_ARGS)
+	TORCH="$(TORCH)" PYTHONS="$(PYTHONS)" MACHINES="$(MACHINES)" TRY=$(TRY) scripts/release/build.sh
 
 # The server's image from dist/, by whichever builder is at hand; BASE names another base, WITH further options.
 BUILDER ?= $(firstword $(foreach one,podman buildah docker,$(if $(shell command -v $(one)),$(one))))
