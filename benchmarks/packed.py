@@ -15,8 +15,8 @@ from typing import Annotated
 
 from rich.table import Table
 
-from kvreclaim.bench.bandwidth import measure
 from kvreclaim.bench.common import Row, alternate, sheet
+from kvreclaim.bench.kernels import measure
 from kvreclaim.bench.plans import ModelPlan
 from kvreclaim.bench.systems.base import Point, SystemSetup
 from kvreclaim.bench.systems.ours import KvreclaimSystem

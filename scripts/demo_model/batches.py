@@ -7,9 +7,7 @@ import torch
 
 from kvreclaim.eval.chain import HEADER_TOKENS, HOP_TOKENS, ChainTask
 from kvreclaim.eval.example import Example, Stream, TokenKind
-from kvreclaim.eval.multi_query import MultiQueryTask
-from kvreclaim.eval.recall import ZONES, RecallTask
-from kvreclaim.eval.variable_tracking import VariableTrackingTask
+from kvreclaim.eval.list_tasks import ZONES, MultiQueryTask, RecallTask, VariableTrackingTask
 from kvreclaim.eval.vocabulary import NUM_NODES
 
 FILLER_WORDS = (1, 15)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from kvreclaim.bench import kernels
-from kvreclaim.bench.bandwidth import MachineSpeed, measure
 from kvreclaim.bench.kernel_cases import (
     attention,
     column_sums,
@@ -23,7 +22,7 @@ from kvreclaim.bench.kernel_cases import (
     write,
 )
 from kvreclaim.bench.kernel_shapes import Filled, KernelShape
-from kvreclaim.bench.kernels import WrongKernelError
+from kvreclaim.bench.kernels import MachineSpeed, WrongKernelError, measure
 from kvreclaim.ops import reference
 
 SHAPE = KernelShape(70, 2, 32, 2, torch.float32, layers=2, turns=2)

@@ -8,9 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvreclaim.compression.recall.digest import LEVELS, Digests, corners_of, digests_of
+from kvreclaim.compression.recall.digest import (
+    LEVELS,
+    Digests,
+    benefit,
+    corners_of,
+    digests_of,
+    live_mass,
+    page_scores,
+)
 from kvreclaim.compression.recall.packing import order_of, principal
-from kvreclaim.compression.recall.page_scores import benefit, live_mass, page_scores
 from kvreclaim.schedule.budget.recall import DIGESTS, PACKINGS
 
 KEYS = torch.tensor([[1.0, 2.0], [3.0, 0.0], [2.0, 4.0]])

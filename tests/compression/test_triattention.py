@@ -4,9 +4,10 @@ import pytest
 import torch
 from compression_oracles import layer_facts, layer_view, layout, noise, triattention_scores, with_kv
 
-from kvreclaim.compression.policies.triattention import OFFSETS, TriAttention, raw_scores
+from kvreclaim.compression.policies.triattention import OFFSETS, HeadQueries, TriAttention
 from kvreclaim.compression.stats import LayerStats
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.ops.key_source import DenseSource
 from kvreclaim.ops.rope import from_bands, rotate, to_bands
 from kvreclaim.ops.scoring import group_max, offset_phases, z_scores
 
@@ -16,13 +17,14 @@ def complex_noise(seed, *shape):
 
 
 def scored(keys, q_mean, q_abs, rope, logical_len, **options):
-    return raw_scores(keys, q_mean, q_abs, rope.inv_freq, logical_len, rope_style=rope.style, **options)
+    queries = HeadQueries(from_bands(q_mean, q_mean.real[:, :0], rope), q_abs, rope)
+    return queries.scores([(DenseSource(keys, keys), logical_len)], TriAttention(**options))[0]
 
 
 @pytest.mark.parametrize("style", ["half", "interleaved"])
 @pytest.mark.parametrize("aggregate", ["mean", "max"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 2), (6, 1), (3, 3)])
-def test_raw_scores_equal_the_loop(style, aggregate, heads, kv_heads):
+def test_scores_equal_the_loop(style, aggregate, heads, kv_heads):
     rope = layout(3, style)
     keys, mean, size = noise(0, kv_heads, 5, 6), complex_noise(1, heads, 3), noise(3, heads, 3).abs()
     real = from_bands(mean, mean.real[:, :0], rope)
@@ -103,41 +105,6 @@ class TestZScores:
 
     def test_one_candidate_gives_no_nan(self):
         assert z_scores(noise(0, 2, 5), slice(3, 4)).isfinite().all()
-
-
-KEYS, MEAN, SIZE, FREQ = (
-    torch.zeros(2, 5, 6),
-    torch.zeros(4, 3, dtype=torch.complex64),
-    torch.zeros(4, 3),
-    torch.ones(3),
-)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((KEYS[0], MEAN, SIZE, FREQ, 9), "keys"),
-        ((KEYS[..., :5], MEAN, SIZE, FREQ, 9), "2F = 6"),
-        ((KEYS.long(), MEAN, SIZE, FREQ, 9), "keys is int64"),
-        ((KEYS, MEAN.real, SIZE, FREQ, 9), "complex"),
-        ((KEYS, MEAN[:, :2], SIZE, FREQ, 9), "q_mean"),
-        ((KEYS, MEAN, SIZE[:2], FREQ, 9), "q_abs_mean"),
-        ((KEYS, MEAN[:3], SIZE[:3], FREQ, 9), "multiple"),
-        ((KEYS[:0], MEAN, SIZE, FREQ, 9), "multiple"),
-        ((KEYS, MEAN, SIZE, FREQ[None], 9), "inv_freq"),
-        ((KEYS, MEAN, SIZE, FREQ, -1), "logical_len"),
-        ((KEYS, MEAN, SIZE, FREQ, 9.5), "logical_len"),
-    ],
-)
-def test_wrong_arguments_are_named(arguments, message):
-    with pytest.raises(InvalidArgumentError, match=message):
-        raw_scores(*arguments)
-
-
-@pytest.mark.parametrize("option", [{"aggregate": "sum"}, {"rope_style": "full"}])
-def test_unknown_choices_list_the_known_ones(option):
-    with pytest.raises(InvalidArgumentError, match=r"must be one of (mean, max|half, interleaved)\."):
-        raw_scores(KEYS, MEAN, SIZE, FREQ, 9, **option)
 
 
 def test_a_score_of_nothing_is_refused():

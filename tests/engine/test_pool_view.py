@@ -12,7 +12,7 @@ from settings import small
 
 from kvreclaim import SamplingParams
 from kvreclaim.engine.serving.pool_view import pool_view
-from kvreclaim.memory import marks
+from kvreclaim.memory import blocks
 from kvreclaim.memory.pins import Retention
 from kvreclaim.page.view import CACHED, FREE, IN_USE, PINNED, SHARED
 
@@ -27,7 +27,7 @@ def slow_view(engine):
             holders += [seq.request.request_id] * held
         if not holders:
             mark = pool.marks[block]
-            state = PINNED if mark & marks.PINNED else CACHED if mark & marks.INDEXED else FREE
+            state = PINNED if mark & blocks.PINNED else CACHED if mark & blocks.INDEXED else FREE
             found.append((state, None))
         else:
             first = list(dict.fromkeys(s.request.request_id for s in engine.scheduler.running))

@@ -10,7 +10,7 @@ from settings import small
 
 from kvreclaim import SamplingParams
 from kvreclaim.engine.step import request_factory
-from kvreclaim.memory.marks import PINNED
+from kvreclaim.memory.blocks import PINNED
 from kvreclaim.memory.pins import Retention
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

@@ -15,9 +15,7 @@ from kvreclaim.eval.demo_tasks import (
     calibration_documents,
 )
 from kvreclaim.eval.example import Example, Stream, TokenKind, accuracy, scatter
-from kvreclaim.eval.multi_query import MultiQueryTask
-from kvreclaim.eval.recall import RecallTask
-from kvreclaim.eval.variable_tracking import VariableTrackingTask
+from kvreclaim.eval.list_tasks import MultiQueryTask, RecallTask, VariableTrackingTask
 
 SIZES = (MIN_TOKENS, 777, 2048, MAX_TOKENS)
 COPIED = {TokenKind.KEY, TokenKind.ASKED, TokenKind.LOOKUP, TokenKind.RETURN, TokenKind.RESTORE}

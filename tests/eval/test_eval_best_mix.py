@@ -9,9 +9,8 @@ from reports import header
 from rich.console import Console
 
 from kvreclaim.eval import EvalReport, EvalRow, Metric, charts
-from kvreclaim.eval.best_mix import best_mix_lines, frontier, mixes
 from kvreclaim.eval.html import render
-from kvreclaim.eval.report import FormatFacts
+from kvreclaim.eval.report import FormatFacts, best_mix_lines, frontier, mixes
 from kvreclaim.eval.show import show_report
 
 KIB = 1024.0

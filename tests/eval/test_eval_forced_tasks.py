@@ -10,10 +10,10 @@ from guess import SMALL
 from kvreclaim import LLM
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval import TaskOptions, evaluate
-from kvreclaim.eval.own_traces import OwnTraces
 from kvreclaim.eval.passages import Passages
 from kvreclaim.eval.task import Answer
 from kvreclaim.eval.tasks import FORCED_TASKS, make_tasks
+from kvreclaim.eval.traces import OwnTraces
 
 NUM_TOKENS = 3000
 

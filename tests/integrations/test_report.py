@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from list_pool import computed, make_ledger
 
-from kvreclaim.integrations.vllm.live import report as module
-from kvreclaim.integrations.vllm.live.report import Report
+from kvreclaim.integrations.vllm.live import step_observer as module
+from kvreclaim.integrations.vllm.live.step_observer import Report
 from kvreclaim.integrations.vllm.passes import Totals
 
 LINE = (

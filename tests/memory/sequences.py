@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvreclaim.memory import BlockKeys, BlockPool, MemoryManager, PrefixMatch
-from kvreclaim.memory.marks import PINNED
+from kvreclaim.memory.blocks import PINNED
 
 
 def find(

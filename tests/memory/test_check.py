@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvreclaim.memory import MemoryManager, Retention, eviction_orders
-from kvreclaim.memory.marks import INDEXED, PINNED, SAMPLED
+from kvreclaim.memory.blocks import INDEXED, PINNED, SAMPLED
 
 from .sequences import run, token_list
 

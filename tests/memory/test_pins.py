@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory import MemoryManager, Retention
-from kvreclaim.memory.marks import PINNED
+from kvreclaim.memory.blocks import PINNED
 from kvreclaim.memory.pins import ttls
 
 from .sequences import find, run

@@ -6,7 +6,7 @@ import pytest
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory import BlockResidency, CompactionPlan, MemoryManager
-from kvreclaim.memory.marks import SAMPLED
+from kvreclaim.memory.blocks import SAMPLED
 
 from .sequences import find, run
 

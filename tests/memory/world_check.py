@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvreclaim.memory import MISS_REASONS, MemoryStats, PrefixMatch, TableState
-from kvreclaim.memory.marks import INDEXED, PINNED
+from kvreclaim.memory.blocks import INDEXED, PINNED
 
 from .sequences import reuse_order
 

@@ -18,10 +18,9 @@ from kvreclaim.sim.options import ReplicaOptions, Serving
 from kvreclaim.sim.report import report
 from kvreclaim.sim.request import SimRequest
 from kvreclaim.sim.routers import PrefixAware
-from kvreclaim.sim.scenario import Scenario
+from kvreclaim.sim.scenario import Scenario, parse_targets
 from kvreclaim.sim.search import Search
 from kvreclaim.sim.settings import Settings
-from kvreclaim.sim.targets import parse_targets
 from kvreclaim.sim.traces.drawn import Arrivals, TrafficShape
 
 ROOMY = Settings(1000, 16, footprint=Footprint())

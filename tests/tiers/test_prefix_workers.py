@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvreclaim.tiers.directory import StoreDirectory
+from kvreclaim.tiers.jobs import JobOutcome
 from kvreclaim.tiers.namespace import FIELDS, Namespace
-from kvreclaim.tiers.outcome import JobOutcome
 from kvreclaim.tiers.prefix_files import PrefixFiles
 from kvreclaim.tiers.prefix_workers import Loaded, PrefixWorkers, Stored
 from kvreclaim.tiers.session_file import SessionFile

@@ -15,7 +15,7 @@ import pytest
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.tiers import record
 from kvreclaim.tiers.directory import StoreDirectory
-from kvreclaim.tiers.outcome import JobOutcome
+from kvreclaim.tiers.jobs import JobOutcome
 from kvreclaim.tiers.slot_file import SlotFile
 
 from .slot_files import (

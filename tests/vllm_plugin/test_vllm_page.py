@@ -26,8 +26,8 @@ from models import random_prompts
 from serving import Served, serving
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.integrations.vllm.live import report
 from kvreclaim.integrations.vllm.live import server as page_server
+from kvreclaim.integrations.vllm.live import step_observer
 from kvreclaim.page.view import SHARED
 
 ASKED = {"policy": "streaming_llm", "budget": 128, "interval": 64, "recent": 32}
@@ -96,7 +96,7 @@ def told_lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.Logger("of the test", logging.INFO)
     logger.addHandler(handler)
-    for module in (report, page_server):
+    for module in (step_observer, page_server):
         assert module.logger.name == "vllm.kvreclaim"
         monkeypatch.setattr(module, "logger", logger)
     return lines
@@ -123,7 +123,7 @@ def counted(engine: Engine) -> dict[str, Any]:
 def test_the_page_shows_what_the_pool_counts(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
-    monkeypatch.setattr(report, "EVERY", 7)
+    monkeypatch.setattr(step_observer, "EVERY", 7)
     lines = told_lines(monkeypatch)
     asked = {**ASKED, "policy": policy, "page_port": 0}
     engine = Engine(tiny_model, compression=asked, num_blocks=POOL)

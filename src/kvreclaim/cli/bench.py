@@ -127,7 +127,7 @@ def serve(plan: Annotated[ServePlan, ConfigOptions(config=ServePlan)], json_file
 def vllm(plan: Annotated[VllmPlan, ConfigOptions(config=VllmPlan)], json_file: Json = None) -> None:
     """Run vLLM with and without the plugin: pool, `vllm bench serve`, and the cost when unused."""
     with ready(plan.threads):
-        from kvreclaim.bench import common, vllm_chart, vllm_cost, vllm_pool, vllm_serve
+        from kvreclaim.bench import common, vllm_cost, vllm_pool, vllm_serve
 
         console = common.wide_console(stderr=True)
         rows, versions = vllm_pool.run(plan, console)
@@ -135,7 +135,7 @@ def vllm(plan: Annotated[VllmPlan, ConfigOptions(config=VllmPlan)], json_file: J
             typer.echo(vllm_pool.pool_table(rows))
             typer.echo("\n" + "\n".join(vllm_pool.block_lines(rows)))
             if plan.plot is not None:
-                vllm_chart.pool_chart(rows, plan.plot)
+                vllm_pool.pool_chart(rows, plan.plot)
         # These take long: what is known so far outlives a run that is stopped.
         parts: dict[str, list[dict[str, Any]]] = {"cost": [], "serve": []}
         publish(rows, [], json_file, peer_versions=versions, **parts)

@@ -16,7 +16,7 @@ from kvreclaim.cli.options import Figures, picture
 from kvreclaim.outputs import write_json
 from kvreclaim.sim.options import ENGINE, LOAD, MACHINE, ReplicaOptions, Serving, Traffic, without_compression
 from kvreclaim.sim.routers import ROUTERS
-from kvreclaim.sim.targets import AXES, parse_targets
+from kvreclaim.sim.scenario import AXES, parse_targets
 
 WIDTH = 110
 UNDEFINED = "–"

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvreclaim.compression.spec.wrapping import Trait, unfit_to_wrap
+from kvreclaim.compression.spec.traits import Trait, unfit_to_wrap
 from kvreclaim.compression.stats import LayerStats
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.facts import LayerFacts

@@ -11,8 +11,7 @@ from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvreclaim.eval.best_mix import frontier
-from kvreclaim.eval.report import EvalReport, EvalRow
+from kvreclaim.eval.report import EvalReport, EvalRow, frontier
 from kvreclaim.eval.task import Metric
 
 Style = dict[str, Any]

@@ -7,9 +7,7 @@ from kvreclaim.checks import require
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval.chain import HOP_TOKENS, ChainTask
 from kvreclaim.eval.example import SizedTask, Stream, TokenKind
-from kvreclaim.eval.multi_query import MultiQueryTask
-from kvreclaim.eval.recall import ZONES, RecallTask
-from kvreclaim.eval.variable_tracking import VariableTrackingTask
+from kvreclaim.eval.list_tasks import ZONES, MultiQueryTask, RecallTask, VariableTrackingTask
 
 MIN_TOKENS = 512
 MAX_TOKENS = 4096

@@ -8,8 +8,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
 from kvreclaim.eval import charts
-from kvreclaim.eval.best_mix import HEADINGS, best_mix_lines, mixes
-from kvreclaim.eval.report import EvalReport
+from kvreclaim.eval.report import HEADINGS, EvalReport, best_mix_lines, mixes
 from kvreclaim.outputs import write_text
 
 TEMPLATE = "report.html.jinja"

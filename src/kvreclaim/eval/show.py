@@ -18,11 +18,10 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from kvreclaim.eval.best_mix import HEADINGS as MIX_HEADINGS
-from kvreclaim.eval.best_mix import best_mix_lines, mixes
 from kvreclaim.eval.compare import OnStart
 from kvreclaim.eval.grid import OnProgress
-from kvreclaim.eval.report import EvalReport, EvalRow
+from kvreclaim.eval.report import HEADINGS as MIX_HEADINGS
+from kvreclaim.eval.report import EvalReport, EvalRow, best_mix_lines, mixes
 
 MEBI = 2**20
 

@@ -12,7 +12,6 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval.agreement import Agreement
 from kvreclaim.eval.demo_tasks import DEMO_TASKS
 from kvreclaim.eval.jsonl import JsonlTask, read_questions
-from kvreclaim.eval.own_traces import OwnTraces
 from kvreclaim.eval.passages import Passages
 from kvreclaim.eval.plan import TaskOptions
 from kvreclaim.eval.task import Task
@@ -23,7 +22,7 @@ from kvreclaim.eval.text.needles import Assignments, CodeTable, Needles
 from kvreclaim.eval.text.prose import Encoder
 from kvreclaim.eval.text.variables import TextVariableTracking
 from kvreclaim.eval.text.walk import DEFAULT_STEPS, TextRSQ
-from kvreclaim.eval.traces import TraceTask, knows_demo_vocabulary
+from kvreclaim.eval.traces import OwnTraces, TraceTask, knows_demo_vocabulary
 from kvreclaim.eval.windows import Perplexity, RandomWindows, TextWindows
 
 TEXT_TASKS: Mapping[str, type[TextTask]] = MappingProxyType(

@@ -1,8 +1,22 @@
-"""Tokens counted in blocks."""
+"""Tokens counted in blocks, and the byte of marks that the pool keeps for each block."""
 
 from __future__ import annotations
+
+from typing import Final
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
     """Blocks that this many tokens begin: none for none or fewer, the last one maybe not full."""
     return max(0, -(-num_tokens // block_size))
+
+
+# Marks; a reader may map them as an array.
+INDEXED: Final = 1
+"""A prefix hit can find the block."""
+PINNED: Final = 2
+"""A pin holds, so the block is indexed, too."""
+SAMPLED: Final = 4
+"""The block's residency is being measured."""
+WINDOW: Final = 8
+"""A hit finds the block as a part of a window, under the entry of another block."""
+CACHED: Final = INDEXED | WINDOW

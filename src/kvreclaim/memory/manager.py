@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from kvreclaim.checks import check_number
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.block_table import BlockTable
-from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.memory.blocks import INDEXED, blocks_for
 from kvreclaim.memory.changes import NO_GROWTH, CompactionPlan, Growth, Shrunk, TableState
 from kvreclaim.memory.check import check_counts
 from kvreclaim.memory.eviction import DEFAULT_ORDER, EvictionOrder, make_order
 from kvreclaim.memory.groups.full import FullAttentionGroup
 from kvreclaim.memory.groups.group import GroupManager
 from kvreclaim.memory.groups.window import WindowGroup
-from kvreclaim.memory.marks import INDEXED
 from kvreclaim.memory.offload import NoOffload
 from kvreclaim.memory.pins import Retention
 from kvreclaim.memory.pool import BlockPool

@@ -10,8 +10,8 @@ from math import isfinite
 from kvreclaim.checks import check_int
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.block_heap import BlockHeap
+from kvreclaim.memory.blocks import PINNED
 from kvreclaim.memory.eviction.base import EvictionOrder
-from kvreclaim.memory.marks import PINNED
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.memory.blocks import CACHED, INDEXED, PINNED, SAMPLED, WINDOW
 from kvreclaim.memory.eviction.base import EvictionOrder
 from kvreclaim.memory.eviction.lru import LRU
 from kvreclaim.memory.free_queue import FreeQueue
-from kvreclaim.memory.marks import CACHED, INDEXED, PINNED, SAMPLED, WINDOW
 from kvreclaim.memory.pins import Pins
 from kvreclaim.memory.prefix.index import Entry, Link, PrefixIndex
 from kvreclaim.memory.prefix.keys import BlockKey

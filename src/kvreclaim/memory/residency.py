@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import log1p
 from random import Random
 
-from kvreclaim.memory.marks import SAMPLED
+from kvreclaim.memory.blocks import SAMPLED
 
 MOST_GAPS = 16
 MOST_UNREAD = 8192

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvreclaim.compatibility import Feature, refuse
+from kvreclaim.compression.spec.grammar import Spec, Value, parse_spec
 from kvreclaim.compression.spec.traits import footprint
 from kvreclaim.kv_bytes import kv_bytes
 from kvreclaim.plan.configs import load_shape
 from kvreclaim.plan.demand import Cache
-from kvreclaim.plan.fits import check_fits
 from kvreclaim.plan.on_sequences import on_load, on_model, on_request
 from kvreclaim.plan.plan_request import PlanRequest
 from kvreclaim.plan.sections import PlanReport
@@ -34,7 +35,7 @@ def plan(model: str | Path, asked: PlanRequest) -> PlanReport:
 
         on_card(answer, cache, asked)
     if asked.cards is not None:
-        from kvreclaim.plan.on_cards import on_cards
+        from kvreclaim.plan.choose import on_cards
 
         on_cards(answer, cache, asked)
     return answer
@@ -45,3 +46,29 @@ def _footprint(asked: PlanRequest) -> Footprint:
     if asked.compression is None:
         return Footprint(block_size=size, max_chunk=chunk)
     return footprint(asked.compression, block_size=size, max_chunk=chunk)
+
+
+def check_fits(cache: Cache, compression: str | None) -> None:
+    """Raises: InvalidArgumentError."""
+    if compression is None:
+        return
+    policy, _, _ = compression.partition(":")
+    method, name = cache.footprint.eviction_method, cache.shape.name
+    found = {
+        Feature.UNEQUAL_HEADS: policy if method.uneven else None,
+        Feature.READS_SPARSELY: policy if method.sparse_reads else None,
+        Feature.SHARED_WINDOWS: (
+            f"every layer of {name}" if all(layer.window for layer in cache.shape.layers) else None
+        ),
+        Feature.CACHE_POSITIONS: policy if _turns_keys(parse_spec(policy)) else None,
+        Feature.QUANTISED: None if cache.form.is_plain else cache.form.name,
+    }
+    refuse({feature: said for feature, said in found.items() if said is not None})
+
+
+def _turns_keys(value: Value) -> bool:
+    """Whether a streaming_llm with positions=cache stands anywhere in it."""
+    if not isinstance(value, Spec):
+        return False
+    own = value.name == "streaming_llm" and ("positions", "cache") in value.args
+    return own or any(_turns_keys(part) for _, part in value.args)

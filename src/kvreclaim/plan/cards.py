@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvreclaim.checks import require
 from kvreclaim.errors import InvalidArgumentError
 
 DATA = Path(__file__).parent / "data" / "cards.toml"
@@ -29,7 +28,6 @@ class Card:
     bandwidth: float
     bf16_flops: float
     pcie: float
-    fp8_flops: float = 0.0
     nvlink: float = 0.0
     reported_bytes: int | None = None
     reported_by: str = ""
@@ -78,10 +76,3 @@ def find_card(name: str) -> Card:
         "one pass --memory-bytes alone.",
         field="gpu",
     )
-
-
-def price_of(card: Card) -> float:
-    """The lowest. Raises: InvalidArgumentError where none is known."""
-    require(card.price is not None, f"no price of {card.name} is known; pass --price.", "price")
-    assert card.price is not None
-    return card.price[0]

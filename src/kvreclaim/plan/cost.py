@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from math import isfinite
 from pathlib import Path
@@ -11,7 +11,9 @@ from typing import Any, Protocol
 
 from kvreclaim.checks import parse_json, require
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.memory.kv_memory import KVMemory
 from kvreclaim.outputs import write_json
+from kvreclaim.schedule import Row, ScheduledSequence
 
 VERSION = 1
 
@@ -187,3 +189,24 @@ def _are_numbers(values: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def load_of(rows: Iterable[Row], sequences: Mapping[int, ScheduledSequence], memory: KVMemory) -> StepLoad:
+    """Between `schedule` and `done`: tables have the slots that were computed before."""
+    num_tokens = num_seqs = keys = decodes = 0
+    pairs = 0.0
+    for row in rows:
+        num_seqs += 1
+        num_tokens += row.num_tokens
+        held = memory.table(row.seq_id).physical_len
+        if row.num_tokens == 1:
+            keys += keys_read(sequences[row.seq_id], held + 1)
+            decodes += 1
+        else:
+            pairs += row.num_tokens * (held + row.num_tokens / 2)
+    return StepLoad(num_tokens, num_seqs, keys, pairs, decodes)
+
+
+def keys_read(seq: ScheduledSequence, held: int) -> int:
+    """By one query of a sequence that holds so many."""
+    return min(held, seq.footprint.budget) if seq.reads_sparsely else held

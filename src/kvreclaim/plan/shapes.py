@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.kv_bytes import KVBytes
@@ -166,11 +165,6 @@ class ModelShape:
         keys = [replace(layer, linear=0, plain=0, experts=None) for layer in self.layers]
         for key in dict.fromkeys(keys):
             yield key, keys.count(key)
-
-    def layer_runs(self) -> list[tuple[str, int]]:
-        """`full`, `window W` and `chunks of C` layers in their order, equal neighbours counted."""
-        names = ["full" if x.held is None else str(x.held) for x in self.layers]
-        return [(name, len(list(run))) for name, run in groupby(names)]
 
     def block_bytes(self, form: KVBytes, block_size: int) -> int:
         """Bytes of one block over all layers. Raises: InvalidArgumentError where the format has no such

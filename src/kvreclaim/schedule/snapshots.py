@@ -33,7 +33,7 @@ class Snapshots(Generic[Seq]):
     def __init__(self, memory: KVMemory, max_blocks: int) -> None:
         self.memory, self._parking = memory, memory.offload.parking
         self.max_blocks = max_blocks
-        self.num_hits = self.num_taken = self.num_dropped = 0
+        self.num_hits = 0
         self.below: DiskPrefixIndex[Seq] | None = None
         self.has_changed = False
         self._held: dict[SnapshotKey, Seq] = {}
@@ -85,7 +85,6 @@ class Snapshots(Generic[Seq]):
         snapshot.num_computed, snapshot.account = parent.num_computed, parent.account.fork()
         self.memory.fork(parent.seq_id, snapshot.seq_id, snapshot.keys)
         self._held[key] = snapshot
-        self.num_taken += 1
         return True
 
     def _make_room(self, table: BlockTable) -> bool:
@@ -203,4 +202,3 @@ class Snapshots(Generic[Seq]):
             self.memory.free(seq.seq_id)
         self._gone.append(seq)
         self.has_changed = True
-        self.num_dropped += 1

@@ -23,9 +23,9 @@ from kvreclaim.server.errors import ENGINE_FIELDS, ApiError, OpenAIError
 from kvreclaim.server.fields import MAX_INT32, KVCompression, Listed
 from kvreclaim.server.openai.messages import ConversationOptions, Messages, render
 from kvreclaim.server.openai.schemas import ERRORS
-from kvreclaim.server.schemas import Responses
 from kvreclaim.server.service import Service, ServiceDep, TenantDep
 from kvreclaim.server.tenants import Tenant
+from kvreclaim.server.usage import Responses
 
 router = APIRouter(tags=["slots"], route_class=BodyRoute)
 SLOT_ERRORS: Responses = {

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+
 from kvreclaim.engine.request.outputs import RequestMetrics
 
 
@@ -50,3 +52,33 @@ def _cached(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
         return {"cached_tokens": cached}
     by_tier = {"device": cached - loaded, "host": loaded - disk, "disk": disk}
     return {"cached_tokens": cached, "cached_tokens_by_tier": by_tier}
+
+
+Responses = dict[int | str, dict[str, Any]]
+
+
+class ResponseSchema(BaseModel):
+    """The shape of an answer; tests hold the answers against it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class KVCacheUsage(ResponseSchema):
+    policy: str | None
+    budget: int | None
+    tokens_evicted: int
+    blocks_freed: int
+    peak_blocks: int
+    reclaim_efficiency: float | None
+    reused_tokens: int
+
+
+def errors_of(model: type[BaseModel]) -> Responses:
+    """Every status that a route which generates may refuse with. model: the body."""
+    return {status: {"model": model} for status in (400, 401, 404, 408, 413, 429, 500, 503)}
+
+
+def streamed_body(model: type[BaseModel], events: str) -> Responses:
+    """An answer that is one JSON object, or server-sent events with `stream`. events: what they are."""
+    content = {"text/event-stream": {"schema": {"type": "string", "description": events}}}
+    return {200: {"model": model, "description": "The answer.", "content": content}}

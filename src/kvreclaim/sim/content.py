@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from itertools import zip_longest
 from struct import Struct
+from typing import Any
 
 from kvreclaim.checks import require
+from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.prefix.keys import BlockKey, BlockKeys, BlockName, root_uid, uid_of
 
 _KEY = Struct("<qq")
@@ -121,3 +123,20 @@ class TraceKeys(BlockKeys):
         key = self[index]
         parent = self[index - 1].digest if index else b""
         return BlockName(key.digest, parent, uids[index + 1], uids[index], index, key.tokens)
+
+
+class TraceMemory(MemoryManager):
+    """Block by block. links: of the trace."""
+
+    def __init__(self, num_blocks: int, block_size: int, links: Links, **others: Any) -> None:
+        super().__init__(num_blocks, block_size, **others)
+        self._links = links
+
+    def keys(self, token_ids: Any, cache_salt: str | None = None, *, lasting: bool = True) -> TraceKeys:
+        assert isinstance(token_ids, TraceTokens), f"{type(token_ids).__name__} are no tokens of a trace"
+        return TraceKeys(self._links, token_ids)
+
+    def follows_itself(self, seq_id: int) -> bool:
+        keys = self.table(seq_id).keys
+        assert isinstance(keys, TraceKeys), f"sequence {seq_id} is of no trace"
+        return keys.has_own_tail and super().follows_itself(seq_id)

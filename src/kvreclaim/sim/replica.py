@@ -8,8 +8,7 @@ from dataclasses import replace
 from math import sqrt
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.plan.cost import StepLoad, StepTime
-from kvreclaim.plan.loads import keys_read, load_of
+from kvreclaim.plan.cost import StepLoad, StepTime, keys_read, load_of
 from kvreclaim.schedule import Footprint, Pass, StepDone, StepPlan
 from kvreclaim.schedule.budget.lengths import excess_slots
 from kvreclaim.sim.content import Links

@@ -10,8 +10,7 @@ from kvreclaim.checks import check_choice, require
 from kvreclaim.plan.cost import StepLoad
 from kvreclaim.sim.report import distribution
 from kvreclaim.sim.request import SimRequest
-from kvreclaim.sim.scenario import Scenario
-from kvreclaim.sim.targets import AXES
+from kvreclaim.sim.scenario import AXES, Scenario
 
 PREEMPTED = 0.01
 """Share of the requests that may be preempted where max_num_seqs is sought."""

@@ -14,9 +14,8 @@ from kvreclaim.schedule.budget.footprint import Footprint
 from kvreclaim.schedule.preemption_cost import PreemptionCostModel
 from kvreclaim.schedule.rates import Rates
 from kvreclaim.schedule.scheduler import Scheduler
-from kvreclaim.sim.content import Links
+from kvreclaim.sim.content import Links, TraceMemory
 from kvreclaim.sim.extents.memory import ExtentMemory
-from kvreclaim.sim.memory import TraceMemory
 from kvreclaim.sim.request import Simulated
 
 

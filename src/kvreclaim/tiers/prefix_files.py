@@ -17,8 +17,8 @@ from typing import Final
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.tiers.directory import NAMESPACE_DIR, StoreDirectory
 from kvreclaim.tiers.file_io import FileIO
+from kvreclaim.tiers.jobs import JobOutcome, outcome_of
 from kvreclaim.tiers.namespace import Namespace
-from kvreclaim.tiers.outcome import JobOutcome, outcome_of
 from kvreclaim.tiers.session_file import SessionFile, save_whole
 
 SUFFIX: Final = ".prefix"

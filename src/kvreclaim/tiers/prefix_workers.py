@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from threading import Condition, Thread
 
-from kvreclaim.tiers.outcome import JobOutcome
+from kvreclaim.tiers.jobs import DiskCounters, JobOutcome
 from kvreclaim.tiers.prefix_files import PrefixFiles
 from kvreclaim.tiers.session_file import SessionFile
 from kvreclaim.tiers.workers import DEADLINE_S, MAX_QUEUED_BYTES
@@ -19,21 +19,11 @@ LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class PrefixCounters:
-    """Since the start. bytes and seconds: of files that were stored and loaded; corrupt: that were damaged or
-    of something else; lost: that another process had removed; io_errors: of the disk; dropped: stores that
-    were not tried, or had no room; removed: files that made room for others."""
+class PrefixCounters(DiskCounters):
+    """The same of files. corrupt: that were damaged or of something else; lost: that another process had
+    removed; dropped: had no room, too; removed: files that made room for others."""
 
-    stores: int = 0
-    loads: int = 0
-    stored_bytes: int = 0
-    loaded_bytes: int = 0
-    store_seconds: float = 0.0
-    load_seconds: float = 0.0
-    corrupt: int = 0
     lost: int = 0
-    io_errors: int = 0
-    dropped: int = 0
     removed: int = 0
 
 
@@ -238,7 +228,6 @@ class PrefixWorkers:
                 self._changed.notify_all()
 
     def _store(self, name: str, file: SessionFile) -> Stored:
-        started = self._clock()
         outcome, num_bytes, gone = self.files.store(name, file)
         with self._changed:
             counters = self._counters
@@ -247,7 +236,6 @@ class PrefixWorkers:
                 self._gate.succeeded()
                 counters.stores += 1
                 counters.stored_bytes += num_bytes
-                counters.store_seconds += self._clock() - started
             elif outcome.is_failure:
                 self._gate.failed(outcome)
                 counters.io_errors += 1
@@ -266,7 +254,6 @@ class PrefixWorkers:
             if isinstance(found, SessionFile):
                 counters.loads += 1
                 counters.loaded_bytes += sum(tensor.nbytes for tensor in found.tensors.values())
-                counters.load_seconds += seconds
                 return Loaded(name, found, is_gone=False, seconds=seconds)
             counters.lost += found is JobOutcome.BLANK
             counters.io_errors += found.is_failure

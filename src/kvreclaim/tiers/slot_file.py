@@ -16,8 +16,8 @@ from kvreclaim.memory.prefix.keys import BlockName
 from kvreclaim.tiers import record
 from kvreclaim.tiers.directory import SIZE_FIELD, StoreDirectory
 from kvreclaim.tiers.file_io import FileIO
+from kvreclaim.tiers.jobs import JobOutcome, outcome_of
 from kvreclaim.tiers.namespace import Namespace
-from kvreclaim.tiers.outcome import JobOutcome, outcome_of
 from kvreclaim.tiers.record import RecordHeader
 from kvreclaim.tiers.recovery import Recovered, usable
 

@@ -12,8 +12,7 @@ from threading import Condition, Thread
 from typing import Final
 
 from kvreclaim.memory.prefix.keys import BlockName
-from kvreclaim.tiers.jobs import DiskCounters, JobResult, TierJob
-from kvreclaim.tiers.outcome import JobOutcome
+from kvreclaim.tiers.jobs import DiskCounters, JobOutcome, JobResult, TierJob
 from kvreclaim.tiers.slot_file import SlotFile
 from kvreclaim.tiers.write_gate import WriteGate
 
@@ -220,7 +219,7 @@ class DiskWorkers:
         """Give a job its result; the lock is held."""
         seconds = 0.0 if job.started_at is None else self._clock() - job.started_at
         del self._unfinished[job.job_id]
-        self._counters.count(job, outcome, seconds)
+        self._counters.count(job, outcome)
         num_bytes = job.buffer.nbytes if outcome is JobOutcome.OK else 0
         self._done.append(JobResult(job.job_id, outcome, seconds, num_bytes))
 

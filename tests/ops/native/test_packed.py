@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from random_rows import KINDS, random_rows
 from torch import Tensor
 
 from kvreclaim.ops import native
@@ -14,7 +15,6 @@ from kvreclaim.ops.native.norm import rms_norm
 from kvreclaim.ops.native.packed import ACTIVATIONS, packed_linear, unpack_rows
 from kvreclaim.ops.packed import PackedMatrix
 from kvreclaim.weights.packed import CodeRule, PackedRows
-from kvreclaim.weights.random_rows import KINDS, random_rows
 
 ROWS = (1, 2, 3, 5, 8, 9, 21)
 

@@ -24,6 +24,7 @@ from triton.runtime.jit import JITFunction
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from format_fill import Filled, Rig, fill
 from paged_oracle import Ask, Shape, World, under, world
+from random_rows import KINDS, random_rows
 
 from kvreclaim.ops import reference
 from kvreclaim.ops import triton as kernels
@@ -32,7 +33,6 @@ from kvreclaim.ops.kv_cache import PagedTokens
 from kvreclaim.ops.packed import PackedMatrix
 from kvreclaim.ops.rope import RopeLayout
 from kvreclaim.ops.triton import attention, packed, scoring
-from kvreclaim.weights.random_rows import KINDS, random_rows
 
 SHAPES = [
     Shape(kv_heads=2, group=4, dim=128, dtype=torch.bfloat16),

@@ -11,6 +11,7 @@ import tiny
 import tiny_gguf
 import tiny_packed
 import torch
+from random_rows import KINDS, random_rows
 from torch import Tensor
 from triton_pair import DEVICE
 
@@ -18,7 +19,6 @@ from kvreclaim import LLM, SamplingParams
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.packed import PackedMatrix
 from kvreclaim.ops.triton.packed import FEW_ROWS, packed_linear, unpack_rows
-from kvreclaim.weights.random_rows import KINDS, random_rows
 
 OUT, COLUMNS = 72, 512
 

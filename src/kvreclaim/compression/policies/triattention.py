@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-import torch
 from torch import Tensor
 
-from kvreclaim.checks import check_choice, check_int
 from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode, Signal
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.ops.key_source import DenseSource, KeySource
-from kvreclaim.ops.rope import RopeLayout, from_bands, to_bands
+from kvreclaim.ops.key_source import KeySource
+from kvreclaim.ops.rope import RopeLayout, to_bands
 from kvreclaim.ops.scoring import group_z_scores, offset_phases, turned_queries
 from kvreclaim.options import option
 
@@ -60,13 +58,13 @@ class TriAttention(CompressionPolicy):
         stats, layout = views[0].stats, views[0].facts.rope
         assert stats is not None, f"layer {views[0].layer}: no query statistics"
         assert layout is not None, f"layer {views[0].layer}: no verified rotation"
-        query = _Query(stats.q_mean, stats.q_abs_mean, layout)
+        query = HeadQueries(stats.q_mean, stats.q_abs_mean, layout)
         scores = query.scores([(view.source, view.logical_len) for view in views], self)
         return group_z_scores(scores, [view.candidates for view in views], views[0].source.shape[0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Query:
+class HeadQueries:
     """The statistics of a layer's queries: mean [H, D], abs_mean [H, >= F]."""
 
     mean: Tensor
@@ -88,59 +86,3 @@ class _Query:
             source.trig_norm_scores(own, spread, self.layout)
             for (source, _), own in zip(places, queries, strict=True)
         ]
-
-
-def raw_scores(
-    keys: Tensor,
-    q_mean: Tensor,
-    q_abs_mean: Tensor,
-    inv_freq: Tensor,
-    logical_len: int,
-    *,
-    aggregate: str = "mean",
-    rope_style: str = "half",
-) -> Tensor:
-    """The published score of each key for each query head, before the z-score: for conformance tests.
-
-    Args:
-        keys:        [K, T, 2F] rotated at their original positions, any float dtype
-        q_mean:      [H, F] complex, E[q_f] before rotation; H a multiple of K
-        q_abs_mean:  [H, F], E|q_f|
-        inv_freq:    [F], the model's frequencies
-        logical_len: L, position of the next query, tokens
-        aggregate:   over the offsets 2^0 ... 2^16: "mean" or "max"
-        rope_style:  "half" (band f is dims f, f + F) or "interleaved" (2f, 2f + 1)
-
-    Returns: [H, T] fp32 (fp64 for fp64 keys). The policy runs the same code.
-    Raises: InvalidArgumentError for shapes that do not fit or an unknown aggregate or style.
-    Source: arXiv 2604.04921.
-    """
-    check_choice("aggregate", aggregate, get_args(Aggregate))
-    check_choice("rope_style", rope_style, ("half", "interleaved"))
-    check_int("logical_len", logical_len, 0)
-    _check_shapes(keys, q_mean, q_abs_mean, inv_freq)
-    layout = RopeLayout(inv_freq.to(torch.float64), "half" if rope_style == "half" else "interleaved")
-    mean = from_bands(q_mean, q_mean.real.new_empty(q_mean.shape[0], 0), layout)
-    policy = TriAttention("mean" if aggregate == "mean" else "max")
-    return _Query(mean, q_abs_mean, layout).scores([(DenseSource(keys, keys), logical_len)], policy)[0]
-
-
-def _check_shapes(keys: Tensor, q_mean: Tensor, q_abs_mean: Tensor, inv_freq: Tensor) -> None:
-    if inv_freq.ndim != 1 or not inv_freq.is_floating_point():
-        raise InvalidArgumentError(f"inv_freq is {_what(inv_freq)}; it must be real [F].")
-    bands = inv_freq.numel()
-    if keys.ndim != 3 or keys.shape[-1] != 2 * bands or not keys.is_floating_point():
-        raise InvalidArgumentError(f"keys is {_what(keys)}; it must be real [K, T, 2F = {2 * bands}].")
-    if q_mean.ndim != 2 or q_mean.shape[1] != bands or not q_mean.is_complex():
-        raise InvalidArgumentError(f"q_mean is {_what(q_mean)}; it must be complex [H, {bands}].")
-    if q_abs_mean.shape != q_mean.shape or not q_abs_mean.is_floating_point():
-        raise InvalidArgumentError(f"q_abs_mean is {_what(q_abs_mean)}; it must be real [H, {bands}].")
-    heads, kv_heads = q_mean.shape[0], keys.shape[0]
-    if heads == 0 or kv_heads == 0 or heads % kv_heads:
-        raise InvalidArgumentError(
-            f"{heads} query heads cannot share {kv_heads} KV heads; H must be a positive multiple of K."
-        )
-
-
-def _what(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -13,7 +13,7 @@ from kvreclaim.compression.prefill.minference import AShape, BlockSparse, Vertic
 from kvreclaim.compression.prefill.per_head import MInference
 from kvreclaim.compression.prefill.pooled import Pooled
 from kvreclaim.compression.prefill.xattention import XAttention
-from kvreclaim.compression.spec.grammar import Spec, Value, parse_spec, write_value
+from kvreclaim.compression.spec.grammar import Spec, Value, parse_spec
 from kvreclaim.config import DENSE
 from kvreclaim.entry_points import load, names_in
 from kvreclaim.errors import InvalidArgumentError
@@ -50,18 +50,6 @@ def make_method(text: str) -> SparsePrefill | None:
         require(name not in given, f"sparse prefill {spec.name} is given {name!r} twice; keep one.")
         given[name] = value
     return cls(**given)  # type: ignore[arg-type]
-
-
-def method_spec(method: SparsePrefill | None) -> str:
-    """Its canonical text, with the options that are not at their default."""
-    if method is None:
-        return DENSE
-    parts = [
-        f"{field.name}={write_value(getattr(method, field.name))}"
-        for field in fields(method)
-        if field.init and getattr(method, field.name) != field.default
-    ]
-    return f"{method.name}({', '.join(parts)})" if parts else method.name
 
 
 def _method_class(name: str) -> type[SparsePrefill]:

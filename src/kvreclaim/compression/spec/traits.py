@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,12 +20,31 @@ from typing import Any
 from kvreclaim.checks import require
 from kvreclaim.compression.spec.arguments import WRAPPED, named_arguments, refuse_unknown, wrapped
 from kvreclaim.compression.spec.grammar import Spec, Value, parse_spec
-from kvreclaim.compression.spec.wrapping import unfit_to_wrap
 from kvreclaim.config import AUTO, CompressionSettings
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.schedule.budget.check import check_blocks
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 from kvreclaim.schedule.budget.footprint import Footprint, budget_in_blocks
+
+
+class Trait(StrEnum):
+    """A reason, as it ends a sentence."""
+
+    KEEPS_ALL = "keeps everything, so that there is nothing to rank"
+    WHOLE_BLOCKS = "evicts whole blocks, not tokens"
+    UNEVEN = "lets heads keep unequal numbers of tokens"
+    CACHE_RELATIVE = "takes a token's slot for its position"
+    LIFTS = "lifts scores within a head, which says nothing between heads"
+
+
+def unfit_to_wrap(method: EvictionMethod) -> Trait | None:
+    """Why a policy of this method may be unfit; None: it ranks tokens, and equally many of each head stay."""
+    if not method.evicts:
+        return Trait.KEEPS_ALL
+    if method.whole_blocks:
+        return Trait.WHOLE_BLOCKS
+    return Trait.UNEVEN if method.uneven else None
+
 
 _ROWS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     json.loads((Path(__file__).parent / "policies.json").read_text())

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.compression.compressor import Compressor
-from kvreclaim.compression.recall.page_scores import benefit, live_mass, mixture_benefit
+from kvreclaim.compression.recall.digest import benefit, live_mass, mixture_benefit
 from kvreclaim.engine.compact.recall_choice import best_pages, ranked
 from kvreclaim.engine.compact.recall_cold import ColdPool
 from kvreclaim.engine.compact.recall_state import PageTable

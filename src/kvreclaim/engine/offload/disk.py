@@ -16,8 +16,8 @@ from kvreclaim.ops.formats import KVFormat
 from kvreclaim.schedule.rates import Rates
 from kvreclaim.tiers.host import HostSlots
 from kvreclaim.tiers.jobs import DiskCounters
+from kvreclaim.tiers.jobs import JobOutcome as Ended
 from kvreclaim.tiers.namespace import Namespace, weights_digest
-from kvreclaim.tiers.outcome import JobOutcome as Ended
 from kvreclaim.tiers.record import VERSION
 from kvreclaim.tiers.slot_file import SlotFile
 from kvreclaim.tiers.workers import DiskWorkers

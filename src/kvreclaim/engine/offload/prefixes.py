@@ -21,8 +21,8 @@ from kvreclaim.engine.request.request import Sequence
 from kvreclaim.engine.request.sizing import load_wait, prefix_worth
 from kvreclaim.schedule.disk_prefixes import DiskPrefixIndex
 from kvreclaim.schedule.snapshot_key import SnapshotKey
+from kvreclaim.tiers.jobs import JobOutcome
 from kvreclaim.tiers.namespace import Namespace
-from kvreclaim.tiers.outcome import JobOutcome
 from kvreclaim.tiers.prefix_files import PrefixFiles
 from kvreclaim.tiers.prefix_workers import Loaded, PrefixWorkers, Stored
 from kvreclaim.tiers.session_file import SessionFile

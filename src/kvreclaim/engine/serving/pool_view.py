@@ -6,7 +6,7 @@ import numpy as np
 
 from kvreclaim.engine.request.request import Request, Sequence
 from kvreclaim.engine.step.engine import Engine
-from kvreclaim.memory import marks
+from kvreclaim.memory import blocks
 from kvreclaim.page.view import CACHED, FREE, IN_USE, PINNED, SHARED, PoolView, RequestView
 
 
@@ -16,8 +16,8 @@ def pool_view(engine: Engine) -> PoolView:
     pool.pins.expire()
     refs = np.frombuffer(pool.refs, dtype=np.int32)
     bits = np.frombuffer(pool.marks, dtype=np.uint8)
-    state = np.where(bits & marks.CACHED, np.uint8(CACHED), np.uint8(FREE))
-    state[(bits & marks.PINNED) > 0] = PINNED
+    state = np.where(bits & blocks.CACHED, np.uint8(CACHED), np.uint8(FREE))
+    state[(bits & blocks.PINNED) > 0] = PINNED
     state[refs > 0] = IN_USE
     state[refs > 1] = SHARED
     running: dict[str, list[Sequence]] = {}

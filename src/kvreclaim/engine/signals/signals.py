@@ -78,7 +78,6 @@ class Signals:
     ) -> None:
         self.loaded = loaded
         self.facts = facts = groups.facts
-        self._has_groups = bool(groups.windows)
         self.cache = cache
         self.backend = backend
         self._queries: dict[int, QueryStore] = {}

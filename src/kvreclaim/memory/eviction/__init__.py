@@ -1,4 +1,4 @@
-"""Orders in which cached blocks are reused: one file each, found by name."""
+"""Orders in which cached blocks are reused, found by name."""
 
 from kvreclaim.memory.eviction.base import EvictionOrder
 from kvreclaim.memory.eviction.registry import DEFAULT_ORDER, eviction_orders, make_order

@@ -10,9 +10,8 @@ from kvreclaim.entry_points import load, names_in
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.eviction.base import EvictionOrder
 from kvreclaim.memory.eviction.gdsf import GDSF
-from kvreclaim.memory.eviction.lfu import LFU
 from kvreclaim.memory.eviction.lru import LRU
-from kvreclaim.memory.eviction.priority import Priority
+from kvreclaim.memory.eviction.ranked import LFU, Priority
 from kvreclaim.memory.eviction.slru import SLRU
 
 ENTRY_POINT_GROUP = "kvreclaim.eviction_orders"

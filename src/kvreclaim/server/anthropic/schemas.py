@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from kvreclaim.server import schemas
 from kvreclaim.server.errors import AnthropicError
-from kvreclaim.server.schemas import KVCacheUsage, ResponseSchema
+from kvreclaim.server.usage import KVCacheUsage, ResponseSchema, errors_of, streamed_body
 
 
 class TokensCount(ResponseSchema):
@@ -59,5 +58,5 @@ class AnsweredMessage(ResponseSchema):
     usage: MessageUsage
 
 
-ERRORS = schemas.errors_of(AnthropicError)
-STREAMED = schemas.streamed(AnsweredMessage, "`event:` and `data:` lines")
+ERRORS = errors_of(AnthropicError)
+STREAMED = streamed_body(AnsweredMessage, "`event:` and `data:` lines")

@@ -10,8 +10,7 @@ from prometheus_client import generate_latest
 from kvreclaim.engine.serving.client import EngineClient
 from kvreclaim.engine.serving.served import ServedModel
 from kvreclaim.errors import EngineDeadError
-from kvreclaim.server.metrics.collector import MetricsCollector, registry_of
-from kvreclaim.server.metrics.http import HttpCounts
+from kvreclaim.server.metrics.collector import HttpCounts, MetricsCollector, registry_of
 from kvreclaim.server.metrics.observer import Counted, count
 
 PATIENCE_S = 2.0

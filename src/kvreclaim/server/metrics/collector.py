@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
@@ -16,6 +17,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from kvreclaim.engine.serving.served import ServedModel
+from kvreclaim.server.access import Access
 from kvreclaim.server.metrics.catalogue import (
     COUNTERS,
     ENGINE_LABELS,
@@ -25,9 +27,29 @@ from kvreclaim.server.metrics.catalogue import (
     MetricKind,
     MetricSpec,
 )
-from kvreclaim.server.metrics.http import HttpCounts
 from kvreclaim.server.metrics.observer import Counted, Histogram
 from kvreclaim.server.metrics.tiers import Values
+
+
+class HttpCounts:
+    """A watcher. by_status: answers by (route, method, status)."""
+
+    def __init__(self) -> None:
+        self.by_status: Counter[tuple[str, str, str]] = Counter()
+
+    def __call__(self, access: Access) -> None:
+        self.by_status[access.route, access.method, str(access.status)] += 1
+
+    def refused(self, status: int) -> None:
+        """A connection that never became a request."""
+        self.by_status["unmatched", "other", str(status)] += 1
+
+    def by_class(self) -> Counter[tuple[str, str, str]]:
+        """The same by class of status: 2xx, 4xx, ..."""
+        found: Counter[tuple[str, str, str]] = Counter()
+        for (route, method, status), count in self.by_status.items():
+            found[route, method, f"{status[0]}xx"] += count
+        return found
 
 
 class MetricsCollector(Collector):

@@ -9,8 +9,8 @@ from fastapi import APIRouter, Query
 from pydantic import Field
 
 from kvreclaim.server.openai.schemas import ERRORS
-from kvreclaim.server.schemas import Responses, ResponseSchema
 from kvreclaim.server.service import Service, ServiceDep
+from kvreclaim.server.usage import Responses, ResponseSchema
 
 router = APIRouter(tags=["openai"])
 

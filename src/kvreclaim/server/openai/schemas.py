@@ -6,9 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from kvreclaim.server import schemas
 from kvreclaim.server.errors import OpenAIError
-from kvreclaim.server.schemas import KVCacheUsage, Responses, ResponseSchema
+from kvreclaim.server.usage import KVCacheUsage, Responses, ResponseSchema, errors_of, streamed_body
 
 
 class CachedByTier(ResponseSchema):
@@ -150,8 +149,8 @@ class ChatCompletionChunk(ResponseSchema):
     usage: Usage | None = None
 
 
-ERRORS = schemas.errors_of(OpenAIError)
+ERRORS = errors_of(OpenAIError)
 
 
 def streamed(model: type[BaseModel]) -> Responses:
-    return schemas.streamed(model, "`data:` lines, each a chunk; the last is [DONE]")
+    return streamed_body(model, "`data:` lines, each a chunk; the last is [DONE]")

@@ -13,9 +13,9 @@ from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import Fields, Listed
 from kvreclaim.server.openai.messages import ConversationOptions, Messages, render
 from kvreclaim.server.openai.schemas import ERRORS
-from kvreclaim.server.schemas import Responses
 from kvreclaim.server.service import Service, ServiceDep, TenantDep
 from kvreclaim.server.tenants import Tenant
+from kvreclaim.server.usage import Responses
 
 router = APIRouter(tags=["tokenizer"], route_class=BodyRoute)
 TEXT_ERRORS: Responses = {status: ERRORS[status] for status in (400, 401, 404, 408, 413, 429)}

@@ -135,7 +135,7 @@ class ExtentMemory:
             last = table.runs[-1]
             table.chain = last.link(last.end - 1)
         table.group, table.place = match.group, match.place
-        table.num_blocks = table.num_entries = match.num_blocks
+        table.num_blocks = match.num_blocks
         table.logical_len = table.physical_len = match.num_tokens
         self._tables[seq_id] = table
 

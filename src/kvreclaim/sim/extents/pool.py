@@ -177,7 +177,6 @@ class ExtentPool:
             done = self._enter(table, numbers[group], chain, wanted)
             table.room -= done
             table.place += done
-            table.num_entries += done
             num_blocks -= done
 
     def _enter(self, table: RunTable, number: int, chain: Link, wanted: int) -> int:

@@ -76,7 +76,6 @@ class RunTable:
 
     chain:         what its next full block follows; None: its blocks are found no more
     group, place:  of keys.groups, where its next full block belongs
-    num_entries:   leading full blocks that were found or entered
     growing:       the run that it entered last: no entry behind its end has ever had its epoch
     """
 
@@ -91,7 +90,6 @@ class RunTable:
     exact: bool = True
     group: int = 0
     place: int = 0
-    num_entries: int = 0
     repeated_len: int = 0
     growing: Run | None = None
 

@@ -1,4 +1,4 @@
-"""Packed rows of random codes, for benchmarks and tests: every kind that the kernels know."""
+"""Packed rows of random codes: every kind that the kernels know."""
 
 from __future__ import annotations
 
