@@ -78,7 +78,7 @@ class Extension:
         """The step's tokens have been committed; none has been drawn yet."""
 
     def compressed(self, seq: Seq, done: Pass[int], kept: Tensor | Heads) -> None:
-        """A pass over a sequence has been run. kept: CompactionResult's."""
+        """A pass over a sequence has been run. kept: the slots that stay, as in CompactionResult."""
 
     def processed(self, seq: Seq) -> None:
         """A sequence's tokens have been drawn and its pass, if one was due, has been run."""
