@@ -41,6 +41,58 @@ def hits(memory: MemoryManager, tokens, salt: str | None = None) -> int:
 PINNED_PROMPT, OTHER, THIRD = range(9), range(100, 109), range(200, 209)
 
 
+def test_an_expired_pin_leaves_the_order_as_if_it_had_never_been():
+    """The oldest block is passed over twice while it is pinned, and is the very next one after that."""
+    memory, clock = memory_of(6)
+    serve(memory, 0, range(5), Retention(4, 60))
+    serve(memory, 1, OTHER)
+    serve(memory, 2, range(300, 308))
+    assert hits(memory, OTHER) == 8
+    clock.now += 59.9
+    serve(memory, 3, range(400, 404))
+    assert (hits(memory, range(5)), hits(memory, OTHER)) == (4, 8)
+    clock.now += 0.2
+    serve(memory, 4, range(500, 504))
+    assert (hits(memory, range(5)), hits(memory, OTHER)) == (0, 8)
+
+
+def test_time_runs_while_a_block_is_in_use_and_begins_anew_at_a_hit():
+    memory, clock = memory_of(8)
+    serve(memory, 0, PINNED_PROMPT, Retention(8, 60))
+    clock.now += 50
+    run(memory, 1, range(5))
+    clock.now += 50
+    assert memory.stats().pinned == 1, "the first block was hit, the second was not"
+    memory.free(1)
+    clock.now += 10
+    assert memory.stats().pinned == 0
+    serve(memory, 2, PINNED_PROMPT)
+    assert memory.stats().pinned == 0, "a hit revives no pin that is over"
+
+
+def test_a_match_alone_refreshes_nothing():
+    memory, clock = memory_of(8)
+    serve(memory, 0, PINNED_PROMPT, Retention(8, 60))
+    clock.now += 50
+    assert hits(memory, PINNED_PROMPT) == 8
+    clock.now += 10
+    assert memory.stats().pinned == 0
+
+
+@pytest.mark.parametrize("first", [60, 300])
+def test_of_two_pins_the_longer_holds(first):
+    memory, clock = memory_of(8)
+    serve(memory, 0, PINNED_PROMPT, Retention(8, first))
+    serve(memory, 1, PINNED_PROMPT, Retention(8, 360 - first))
+    clock.now += 299
+    assert memory.stats().pinned == 2
+    assert serve(memory, 2, PINNED_PROMPT) == 8
+    clock.now += 299
+    assert memory.stats().pinned == 2
+    clock.now += 1
+    assert memory.stats().pinned == 0
+
+
 def test_more_than_the_budget_is_refused_from_the_end_and_counted():
     memory, clock = memory_of(10, 0.45)
     serve(memory, 0, range(25), Retention(24, 60))

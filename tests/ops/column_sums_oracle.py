@@ -33,6 +33,7 @@ def case(which: Case, dtype: torch.dtype, shape: Shape | None = None) -> World:
         Ask(1, 30),
         Ask(3, 30, shift=4, slot_positions=random_positions(2, shape, 27, 4)),
         Ask(1, 21, shift=100),
+        Ask(12, 12),
         Ask(5, 40, shift=13, slot_positions=random_positions(3, shape, 20, 13)),
     ]
     return world(shape, asks)

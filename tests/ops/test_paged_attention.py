@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from column_sums_oracle import Case, case, random_positions
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_oracle import ALL_HOW, DTYPES, Ask, Shape, assert_equal, attend, expected, noise, under, world
+from paged_oracle import ALL_HOW, DTYPES, Ask, Shape, assert_equal, attend, expected, under, world
 
 from kvreclaim.ops import reference
 
@@ -51,26 +52,11 @@ def test_every_kind_of_softmax(how: dict, kind: str, dtype: torch.dtype) -> None
     assert_equal(attend(w, **how), expected(w, **how))
 
 
-def random_positions(seed: int, shape: Shape, slots: int, shift: int) -> torch.Tensor:
-    """[L, K, slots] int32: ascending positions of the survivors among slots + shift tokens."""
-    order = noise(seed, shape.layers, shape.kv_heads, slots + shift).argsort(-1)[..., :slots]
-    return order.sort(-1).values.to(torch.int32)
-
-
 @DTYPES
 @ALL_HOW
 def test_a_window_counts_logical_positions(how: dict, dtype: torch.dtype) -> None:
     """After a compaction every head holds other positions, and later slots lie at slot + shift."""
-    shape = Shape(layers=2, dtype=dtype)
-    batch = [
-        Ask(1, 30, shift=9, slot_positions=random_positions(1, shape, 25, 9)),
-        Ask(1, 30),
-        Ask(3, 30, shift=4, slot_positions=random_positions(2, shape, 27, 4)),
-        Ask(1, 21, shift=100),
-        Ask(12, 12),
-        Ask(5, 40, shift=13, slot_positions=random_positions(3, shape, 20, 13)),
-    ]
-    w = world(shape, batch)
+    w = case(Case.MOVED, dtype)
     for layer in (0, 1, 0):
         assert_equal(attend(w, layer, **how), expected(w, layer, **how))
 

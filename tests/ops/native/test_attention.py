@@ -42,27 +42,6 @@ def test_seventy_sequences_of_very_different_lengths(threads: int) -> None:
     assert_close(*attend_both(w))
 
 
-@DTYPES
-def test_one_long_sequence_on_one_and_two_threads_is_the_same_to_the_bit(dtype: torch.dtype) -> None:
-    w = twins(Shape(dtype=dtype), [Ask(1, 5000)])
-    results = []
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        results.append(attend_both(w))
-    torch.set_num_threads(1)
-    assert_close(*results[1])
-    assert torch.equal(results[0][0], results[1][0])
-
-
-def test_a_row_depends_on_its_own_sequence_only() -> None:
-    many = twins(Shape(dtype=torch.bfloat16), [Ask(1, 700), Ask(1, 3000), Ask(1, 5)])
-    together = attend_both(many)[0]
-    for i, seq in enumerate(many.batch.sequences):
-        alone = replace(many.batch, sequences=(seq,))
-        out = native.paged_attention(many.q[i : i + 1], under(many.native, 0, scale=64**-0.5), alone)
-        assert torch.equal(out[0], together[i])
-
-
 def moved(shape: Shape, query_len: int, seq_len: int, seed: int) -> Ask:
     """Slots moved by compaction, all but the last few: other ones per layer and head."""
     size = (shape.layers, shape.kv_heads, max(seq_len - 3, 1))

@@ -119,7 +119,7 @@ def test_copies_and_cells(name: str) -> None:
     check_cells(rig_of(name), SMALL, 53)
 
 
-@each_isa(("int8", "int4", "fp8_e4m3"), narrow=())
+@each_isa(("fp32", "bf16", "int8", "int4", "fp8_e4m3"), narrow=())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_row_depends_on_no_neighbour_and_no_thread(isa: str, name: str, dtype: torch.dtype) -> None:
     """Bit for bit: each sequence alone, and all on one thread and on two."""

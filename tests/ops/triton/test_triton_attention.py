@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from column_sums_oracle import random_positions
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_oracle import Ask, Shape, noise, under, world
+from paged_oracle import Ask, Shape, under, world
 from triton_pair import DEVICE, DTYPES, assert_close, attend_both, on_device, poisoned, wanted
 
 from kvreclaim.ops import triton as kernels
@@ -81,12 +82,6 @@ def test_seventy_sequences() -> None:
     lengths = [1 + (i * 37) % 23 for i in range(66)] + [200, 1, 64, 333]
     w = world(Shape(kv_heads=1, group=2, dim=32), [Ask(1 + i % 2, 1 + n) for i, n in enumerate(lengths)])
     assert_close(*attend_both(w))
-
-
-def random_positions(seed: int, shape: Shape, slots: int, shift: int) -> torch.Tensor:
-    """[L, K, slots] int32: ascending positions of the survivors among slots + shift tokens."""
-    order = noise(seed, shape.layers, shape.kv_heads, slots + shift).argsort(-1)[..., :slots]
-    return order.sort(-1).values.to(torch.int32)
 
 
 @pytest.mark.parametrize("how", [{}, {"window": 9}, HOW["all"]], ids=["plain", "window", "all"])
