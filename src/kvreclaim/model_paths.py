@@ -45,6 +45,11 @@ def gguf_home() -> Path:
     return _home() / "gguf"
 
 
+def ruler_home() -> Path:
+    """Folder of RULER's rows that have been made."""
+    return _home() / "ruler"
+
+
 def real_model() -> Path | None:
     """Directory of the model that `kvreclaim fetch` downloads; None if it is not there."""
     directory = models_home() / REAL_MODEL

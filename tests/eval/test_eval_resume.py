@@ -9,7 +9,8 @@ import tiny
 from guess import POLICIES, SMALL, Guess
 
 from kvreclaim import LLM
-from kvreclaim.eval import evaluate
+from kvreclaim.eval import EvalPlan, evaluate
+from kvreclaim.eval.compare import run_plan
 from kvreclaim.eval.journal import JOURNAL
 from kvreclaim.eval.runner import BatchRunner
 
@@ -113,3 +114,13 @@ def test_more_examples_and_seeds_are_added_to_those_there(llm, tmp_path, count):
     fewer = evaluate(*arguments, out=tmp_path, **{**SMALL, "num_examples": 2})
     assert count.examples == 12
     assert fewer.rows[0].num_examples == 2
+
+
+def test_the_rest_is_estimated_after_one_example(llm, count):
+    estimates = []
+    plan = EvalPlan(policies=["knorm"], budgets=[0.5], **SMALL)
+    run_plan(
+        llm, plan, [Guess()], on_estimate=lambda seconds: estimates.append((seconds > 0, count.examples))
+    )
+    assert estimates == [(True, 1)]
+    assert count.examples == 5

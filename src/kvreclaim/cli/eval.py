@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 KINDS = ("json", "csv", "html")
 DEFAULT_TASKS = "recall,multi_query,variable_tracking"
 TASKS = "Tasks"
+RULER, BESIDE_RULER = "ruler", 256
+"""Tokens of RULER's sequences beyond num_tokens: the chat template, and the answer of fwe."""
 ENGINE = (
     "kernels",
     "block_size",
@@ -83,7 +85,8 @@ def evaluate(
         typer.Option(
             rich_help_panel=TASKS,
             help="Tasks: recall, multi_query, variable_tracking, rsq, chain; needles, table, assignments "
-            "(also :known); perplexity, agreement (also :prose, :code; agreement:own); jsonl:PATH.",
+            "(also :known); perplexity, agreement (also :prose, :code; agreement:own); jsonl:PATH; "
+            "ruler (13 tasks), ruler:vt.",
         ),
     ] = DEFAULT_TASKS,
     model: opt.ModelOption = None,
@@ -104,12 +107,15 @@ def evaluate(
     plan = EvalPlan(**grid, **shared)
     if threads is not None:
         torch.set_num_threads(threads)
+    longest = sizes.num_tokens + (BESIDE_RULER if RULER in tasks else 0)
     copies = 2 if plan.chunk_reuse == (WHOLE,) else 3  # running, cached, and chunks
     whole_batch = {
-        "num_blocks": copies * (blocks_for(sizes.num_tokens, engine.block_size) + 1) * plan.batch_size,
+        "num_blocks": copies * (blocks_for(longest, engine.block_size) + 1) * plan.batch_size,
         "max_num_seqs": plan.batch_size,
         "kv_cache_dtype": plan.kv_cache_dtypes[0],
     }
+    if RULER in tasks:  # a document is one chunk, so that it is compressed once
+        whole_batch["max_num_batched_tokens"] = max(engine.max_num_batched_tokens, longest)
     llm = LLM(opt.model_of(model), dtype=dtype, device=device, **asdict(engine) | whole_batch)
     _report(llm, plan, make_tasks(names_in(tasks), llm, sizes), files)
 
@@ -117,13 +123,21 @@ def evaluate(
 def _report(llm: LLM, plan: EvalPlan, tasks: Sequence[Task], files: EvalOutputs) -> None:
     from kvreclaim.bench.common import wide_console
     from kvreclaim.eval.compare import run_plan
-    from kvreclaim.eval.show import progress_bar, show_report
+    from kvreclaim.eval.show import progress_bar, show_estimate, show_report
 
     errors = wide_console(stderr=True)
     errors.print(llm.engine.kernels, markup=False)
     try:
         with progress_bar(errors) as on_start:
-            report = run_plan(llm, plan, tasks, out=files.out, command=command_line(), on_start=on_start)
+            report = run_plan(
+                llm,
+                plan,
+                tasks,
+                out=files.out,
+                command=command_line(),
+                on_start=on_start,
+                on_estimate=partial(show_estimate, errors),
+            )
     except KeyboardInterrupt:
         kept = f"the same command goes on from {files.out}" if files.out else "nothing was kept; add --out"
         typer.echo(f"interrupted; {kept}", err=True)

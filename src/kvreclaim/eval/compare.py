@@ -9,7 +9,7 @@ from typing import Any
 
 import kvreclaim
 from kvreclaim.engine.api.llm import LLM
-from kvreclaim.eval.grid import EvalGrid, OnProgress
+from kvreclaim.eval.grid import EvalGrid, OnEstimate, OnProgress
 from kvreclaim.eval.journal import Journal
 from kvreclaim.eval.plan import EvalPlan, TaskOptions
 from kvreclaim.eval.report import EvalReport, FormatFacts, ReportHeader
@@ -60,16 +60,20 @@ def run_plan(
     out: Path | None = None,
     command: str = "kvreclaim.eval.evaluate",
     on_start: OnStart | None = None,
+    on_estimate: OnEstimate | None = None,
 ) -> EvalReport:
     """Run what is not in the journal yet, and report all of it.
 
     on_start: told the number of examples of the whole grid, returns what is told of each batch
+    on_estimate: told how many seconds are left, after the first example
     """
     plan = plan.resolved(llm)
     with Journal(out) as journal:
         grid = EvalGrid(llm, plan, tasks, journal)
         if on_start is not None:
             grid.on_progress = on_start(grid.num_examples)
+        if on_estimate is not None:
+            grid.on_estimate = on_estimate
         grid.run()
         storages = {name: runner.storage for name, runner in grid.runners.items()}
         rows = make_rows(plan, tasks, grid.cells(), grid.problems(), storages)

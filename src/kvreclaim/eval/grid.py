@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +18,7 @@ from kvreclaim.eval.runner import BatchRunner, CellError, open_runners
 from kvreclaim.eval.task import Item, Task
 
 OnProgress = Callable[[str, int], None]
+OnEstimate = Callable[[float], None]
 
 
 @dataclass(eq=False)
@@ -24,6 +26,7 @@ class EvalGrid:
     """A plan on a model, half done or done.
 
     on_progress: told (what is being done, examples that are now done)
+    on_estimate: told how many seconds are left, after the first example under all settings
     """
 
     llm: LLM
@@ -31,7 +34,9 @@ class EvalGrid:
     tasks: Sequence[Task]
     journal: Journal
     on_progress: OnProgress = lambda label, advance: None
+    on_estimate: OnEstimate = lambda seconds: None
     _problems: dict[tuple[GridColumn, str], Problem] = field(default_factory=dict, init=False)
+    _estimated: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         names = [task.name for task in self.tasks]
@@ -50,12 +55,22 @@ class EvalGrid:
 
     def run(self) -> None:
         """Run what is not in the journal yet. All settings see a batch before the next batch begins, so
-        that an unfinished run compares equals with equals."""
+        that an unfinished run compares equals with equals. The first batch is a single example, so that
+        the estimate comes early."""
         for task in self.tasks:
             for seed in self._seeds(task):
                 for numbers, items in self._batches(task, seed, self._wanted(task)):
-                    for setting in self.plan.settings():
-                        self._run_batch(setting, task, seed, dict(zip(numbers, items, strict=True)))
+                    batch, started = dict(zip(numbers, items, strict=True)), time.perf_counter()
+                    settings = self.plan.settings()
+                    num_run = sum(self._run_batch(setting, task, seed, batch) for setting in settings)
+                    if num_run and not self._estimated:
+                        self._estimated = True
+                        self.on_estimate((time.perf_counter() - started) / num_run * self._num_left)
+
+    @property
+    def _num_left(self) -> int:
+        done = (results for by_seed in self.cells().values() for results in by_seed.values())
+        return self.num_examples - sum(map(len, done))
 
     def cells(self) -> Cells:
         """Results of every (setting, task), by seed and example; only those that the plan asks for."""
@@ -93,13 +108,15 @@ class EvalGrid:
     def _batches(self, task: Task, seed: int, wanted: range) -> Iterator[tuple[range, list[Item]]]:
         first = wanted.start
         while first < wanted.stop:
-            numbers = range(first, min(first + self.plan.batch_size, wanted.stop))
+            most = self.plan.batch_size if self._estimated else 1
+            numbers = range(first, min(first + most, wanted.stop))
             items = [task.item(seed, index) for index in numbers]
             size = min(runner.batch_size(items) for runner in self.runners.values())
             yield numbers[:size], items[:size]
-            first += size
+            first = numbers[:size].stop
 
-    def _run_batch(self, setting: GridColumn, task: Task, seed: int, items: dict[int, Item]) -> None:
+    def _run_batch(self, setting: GridColumn, task: Task, seed: int, items: dict[int, Item]) -> int:
+        """Run the examples that are not in the journal. Returns: how many."""
         label = f"{task.name}: {setting.label}"
         setting = self._as_run(setting)
         about = self._about(setting, task, seed)
@@ -116,6 +133,7 @@ class EvalGrid:
             except KVReclaimError as error:
                 self._problems[setting, task.name] = Problem("refused", str(error))
         self.on_progress(label, len(items))
+        return len(missing)
 
     def _about(self, setting: GridColumn, task: Task, seed: int) -> dict[str, Any]:
         run = self.identities[setting.kv_cache_dtype]

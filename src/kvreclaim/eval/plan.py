@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 FULL = "full"
 DIALECTS = ("auto", "demo", "text")
+KNOWN, UNKNOWN = "known", "unknown"
 UNSHARED = ("policy", "budget", "stats", "verify", "verify_tokens")
 """Fields of CompressionSettings that differ between cells, or that a scored text has no use for."""
 SHARED = tuple(name for name in settings_of(CompressionSettings) if name not in UNSHARED)
@@ -53,6 +54,13 @@ class GridColumn:
     def is_full(self) -> bool:
         """Whether nothing is evicted: the full cache."""
         return is_full(self.policy)
+
+    @property
+    def evicts(self) -> bool:
+        """Whether the policy evicts tokens."""
+        from kvreclaim.compression.registry import make_policy
+
+        return make_policy(self.policy).eviction_method.evicts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,12 +188,18 @@ class TaskOptions:
     text:           of perplexity, and of agreement instead of random tokens
     dialect:        "demo", "text", or "auto": demo where the tokenizer's words are the demo model's
     max_new_tokens: None takes each task's own
+    question:       of RULER: in the cache when it is compressed ("known"), or asked afterwards
     """
 
     num_tokens: int = option(2048, "Maximum length of a sequence in tokens.", low=16)
     dialect: str = option("auto", "Dialect of the tasks: auto, demo or text.", choices=DIALECTS)
     text: Path | None = option(None, "UTF-8 text file for perplexity and agreement.")
     max_new_tokens: int | None = option(None, "Maximum number of tokens per generated answer.", low=1)
+    question: str = option(
+        UNKNOWN,
+        "RULER's question: unknown or known when the document is compressed.",
+        choices=(UNKNOWN, KNOWN),
+    )
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -10,12 +10,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from kvreclaim.compression.registry import make_policy
 from kvreclaim.eval.budget import FormatStorage
 from kvreclaim.eval.plan import EvalPlan, GridColumn
 from kvreclaim.eval.report import EvalRow
 from kvreclaim.eval.results import Result
-from kvreclaim.eval.task import Metric, Task
+from kvreclaim.eval.task import Metric, SuiteTask, Task
 
 NUM_BINS = 10
 ALONE = "the format alone meets the budget: this is the full cache"
@@ -39,35 +38,84 @@ def make_rows(
     problems: Mapping[tuple[GridColumn, str], Problem],
     storages: Mapping[str, FormatStorage],
 ) -> list[EvalRow]:
-    """A row for each setting on each task, in the order of the plan. storages: by KV format."""
+    """A row for each setting on each task, in the order of the plan, then of each suite's mean.
+
+    storages: by KV format
+    """
     rows = []
     for task in tasks:
-        full = next((cells[s, task.name] for s in plan.settings() if _is_baseline(s, plan)), None)
+        own = {setting: cells[setting, task.name] for setting in plan.settings()}
         for setting in plan.settings():
-            by_seed = cells[setting, task.name]
-            storage = storages[setting.kv_cache_dtype]
-            alone = not setting.is_full and storage.meets(setting.fraction)
-            problem = problems.get((setting, task.name)) or _distrust(plan, setting, by_seed, alone=alone)
-            fields = _costs(setting, by_seed, storage)
-            if problem is None:
-                fields |= _quality(task.metric, by_seed)
-                fields |= _beside_full(task.metric, by_seed, full)
-                fields["reason"] = ALONE if alone else _note(setting, by_seed)
-            else:
-                fields |= {"status": problem.status, "reason": problem.reason}
-            rows.append(
-                EvalRow(
-                    policy=setting.policy,
-                    fraction=setting.fraction,
-                    kv_cache_dtype=setting.kv_cache_dtype,
-                    sparse_prefill=setting.sparse_prefill,
-                    chunk_reuse=setting.chunk_reuse,
-                    task=task.name,
-                    metric=task.metric,
-                    **fields,
-                )
-            )
+            problem = problems.get((setting, task.name))
+            rows.append(_row(plan, setting, task.name, task.metric, own, own, problem, storages))
+    for suite, names in _suites(tasks).items():
+        every = {s: _joined([cells[s, name] for name in names], _all) for s in plan.settings()}
+        means = {s: _joined([cells[s, name] for name in names], _mean) for s in plan.settings()}
+        for setting in plan.settings():
+            problem = next((problems[setting, name] for name in names if (setting, name) in problems), None)
+            title = f"{suite}, mean of {len(names)}"
+            rows.append(_row(plan, setting, title, Metric.ACCURACY, every, means, problem, storages))
     return rows
+
+
+def _row(
+    plan: EvalPlan,
+    setting: GridColumn,
+    name: str,
+    metric: Metric,
+    runs: Mapping[GridColumn, BySeed],
+    judged: Mapping[GridColumn, BySeed],
+    problem: Problem | None,
+    storages: Mapping[str, FormatStorage],
+) -> EvalRow:
+    """runs, judged: results that costs and values come from."""
+    by_seed, storage = runs[setting], storages[setting.kv_cache_dtype]
+    alone = not setting.is_full and storage.meets(setting.fraction)
+    problem = problem or _distrust(plan, setting, by_seed, alone=alone)
+    fields = _costs(setting, by_seed, storage)
+    if problem is None:
+        full = next((judged[s] for s in plan.settings() if _is_baseline(s, plan)), None)
+        fields |= _quality(metric, judged[setting])
+        fields |= _beside_full(metric, judged[setting], full)
+        fields["reason"] = ALONE if alone else _note(setting, by_seed)
+    else:
+        fields |= {"status": problem.status, "reason": problem.reason}
+    return EvalRow(
+        policy=setting.policy,
+        fraction=setting.fraction,
+        kv_cache_dtype=setting.kv_cache_dtype,
+        sparse_prefill=setting.sparse_prefill,
+        chunk_reuse=setting.chunk_reuse,
+        task=name,
+        metric=metric,
+        **fields,
+    )
+
+
+def _suites(tasks: Sequence[Task]) -> dict[str, list[str]]:
+    """Suite -> its tasks, where there are several."""
+    found: dict[str, list[str]] = {}
+    for task in tasks:
+        if isinstance(task, SuiteTask):
+            found.setdefault(task.suite, []).append(task.name)
+    return {suite: names for suite, names in found.items() if len(names) > 1}
+
+
+def _joined(cells: Sequence[BySeed], join: Callable[[tuple[Result, ...]], list[Result]]) -> BySeed:
+    """Results of several tasks, joined where seed and example are the same."""
+    return {
+        seed: [result for same in zip(*(cell[seed] for cell in cells), strict=False) for result in join(same)]
+        for seed in cells[0]
+    }
+
+
+def _all(results: tuple[Result, ...]) -> list[Result]:
+    return list(results)
+
+
+def _mean(results: tuple[Result, ...]) -> list[Result]:
+    share = float(np.mean([r.points / r.out_of for r in results]))
+    return [results[0].model_copy(update={"points": share, "out_of": 1.0})]
 
 
 def _is_baseline(setting: GridColumn, plan: EvalPlan) -> bool:
@@ -86,11 +134,7 @@ def _distrust(plan: EvalPlan, setting: GridColumn, by_seed: BySeed, *, alone: bo
     results = _flat(by_seed)
     if not results:
         return Problem("error", "nothing was run")
-    if (
-        not alone
-        and make_policy(setting.policy).eviction_method.evicts
-        and not any(r.compactions for r in results)
-    ):
+    if not alone and setting.evicts and not any(r.compactions for r in results):
         longest = max(results, key=lambda r: r.num_tokens)
         return Problem(
             "error",
@@ -114,7 +158,7 @@ def _note(setting: GridColumn, by_seed: BySeed) -> str | None:
     results = _flat(by_seed)
     compressed = sum(r.compactions > 0 for r in results)
     notes = sorted({r.note for r in results if r.note})
-    if make_policy(setting.policy).eviction_method.evicts and compressed < len(results):
+    if setting.evicts and compressed < len(results):
         notes.append(
             f"compression fired in {compressed} of {len(results)} examples; the others were too short"
         )

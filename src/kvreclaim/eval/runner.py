@@ -192,7 +192,7 @@ class BatchRunner:
         prompts = frozenset(item.prompt for item in items)
         if prompts <= self._cached:
             return
-        self.llm.engine.memory.reset_prefix_cache()
+        self.llm.engine.reset_prefix_cache()
         self._cached = frozenset()
         if 2 * sum(self._blocks(item.num_tokens) for item in items) <= self._num_blocks:
             first = {"sparse_prefill": self.plan.sparse_prefill[0]}
@@ -249,7 +249,11 @@ def _prompts(items: Sequence[Item], setting: GridColumn) -> list[dict[str, Any]]
     without chunks where these are to be reused."""
     how, method = chunk_reuse_of(setting.chunk_reuse), {"sparse_prefill": setting.sparse_prefill}
     if how is None:
-        return [{"prompt_token_ids": list(item.prompt), **method} for item in items]
+        return [
+            {"prompt_token_ids": list(item.prompt), "compress_prompt_at": at, **method}
+            for item in items
+            for at in (item.compress_at if setting.evicts else None,)
+        ]
     if not all(item.chunks for item in items):
         raise InvalidArgumentError(
             f"chunk reuse {setting.chunk_reuse} is for prompts with chunks, and this task has none; take "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 from rich import box
 from rich.console import Console
@@ -40,6 +41,13 @@ def progress_bar(console: Console) -> Iterator[OnStart]:
             )
 
         yield on_start
+
+
+def show_estimate(console: Console, seconds: float) -> None:
+    """How long the rest takes, as far as the first example tells."""
+    console.print(
+        f"about {timedelta(seconds=round(seconds))} left, if all examples take as long as the first"
+    )
 
 
 def show_report(console: Console, report: EvalReport) -> None:

@@ -30,6 +30,7 @@ class Item:
     continuation:   token ids that are scored (teacher forcing); empty where the answer is generated
     max_new_tokens: most tokens of a generated answer
     chunks:         parts of the prompt that may be reused, each from its first token to behind its last
+    compress_at:    leading tokens of the prompt that are compressed before the rest is known; None: none
     payload:        whatever the task needs for its verdict
     """
 
@@ -37,6 +38,7 @@ class Item:
     continuation: tuple[int, ...] = ()
     max_new_tokens: int = 0
     chunks: tuple[tuple[int, int], ...] = ()
+    compress_at: int | None = None
     payload: Any = None
 
     @property
@@ -133,3 +135,11 @@ class FreeTask(Protocol):
     def judge_free(self, item: Item, answer: Answer) -> Mapping[str, float]:
         """Further figures of an answer that was generated (TaskScore.extra)."""
         ...
+
+
+@runtime_checkable
+class SuiteTask(Protocol):
+    """One of several tasks whose mean is reported, too. suite: its name"""
+
+    @property
+    def suite(self) -> str: ...

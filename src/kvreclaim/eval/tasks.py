@@ -13,7 +13,8 @@ from kvreclaim.eval.agreement import Agreement
 from kvreclaim.eval.demo_tasks import DEMO_TASKS
 from kvreclaim.eval.jsonl import JsonlTask, read_questions
 from kvreclaim.eval.passages import Passages
-from kvreclaim.eval.plan import TaskOptions
+from kvreclaim.eval.plan import KNOWN, TaskOptions
+from kvreclaim.eval.ruler.task import ruler_tasks, spell_out
 from kvreclaim.eval.task import Task
 from kvreclaim.eval.text.base import TextTask
 from kvreclaim.eval.text.codes import TextMultiQuery, TextRecall
@@ -36,7 +37,7 @@ TEXT_TASKS: Mapping[str, type[TextTask]] = MappingProxyType(
 FORCED_TASKS: Mapping[str, type[ForcedTask]] = MappingProxyType(
     {"needles": Needles, "table": CodeTable, "assignments": Assignments}
 )
-KNOWN, CHUNKS = "known", "chunks"
+CHUNKS = "chunks"
 NUM_CHUNKS = 8
 TEXTS: Mapping[str, Callable[[], texts.Texts]] = MappingProxyType({"prose": texts.prose, "code": texts.code})
 OWN = "own"
@@ -47,6 +48,7 @@ ANY_MODEL = (
     *(f"agreement[:{name}]" for name in (*TEXTS, OWN)),
     "jsonl:PATH",
     "jsonl-exact:PATH",
+    "ruler[:TASK]",
 )
 JSONL_TOKENS = 256
 
@@ -56,10 +58,12 @@ def make_tasks(names: Sequence[str], llm: LLM, options: TaskOptions) -> list[Tas
 
     Names: those of DEMO_TASKS, or of TEXT_TASKS ("rsq:12" sets the steps) and FORCED_TASKS ("needles:known":
     the question stands before the compression; "needles:chunks": documents that may be reused), by dialect;
-    ANY_MODEL.
+    ANY_MODEL. "ruler" stands for all tasks of RULER.
     Raises: InvalidArgumentError for an unknown name and for what a task lacks.
     """
-    return [_make(name, llm, options) for name in names]
+    names = spell_out(names)
+    made = ruler_tasks(names, llm, options)
+    return [made.get(name) or _make(name, llm, options) for name in names]
 
 
 def uses_demo(llm: LLM, dialect: str) -> bool:

@@ -54,17 +54,24 @@ class Encoder:
     tokenizer: Tokenizer
 
     def __call__(self, text: str) -> tuple[int, ...]:
-        if not getattr(self.tokenizer, "chat_template", None):
-            return tuple(self.tokenizer.encode(text))
+        return self.tokens(self.render(text))
+
+    def render(self, text: str) -> str:
+        """The text in the chat template."""
+        if self.identity is None:
+            return text
         turn = [{"role": "user", "content": text}]
-        whole = self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
-        return tuple(self.tokenizer.encode(str(whole), add_special_tokens=False))
+        return str(self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False))
+
+    def tokens(self, rendered: str) -> tuple[int, ...]:
+        """Token ids of what `render` gave, or of its beginning; a template writes special tokens itself."""
+        return tuple(self.tokenizer.encode(rendered, add_special_tokens=self.identity is None))
 
     @property
     def identity(self) -> str | None:
         """The template's text: another one makes another prompt."""
         template = getattr(self.tokenizer, "chat_template", None)
-        return None if template is None else str(template)
+        return str(template) if template else None
 
 
 def sentence(rng: random.Random) -> str:

