@@ -12,7 +12,7 @@ import anthropic
 import pytest
 import web
 from bare_messages import HELLO
-from messaging import GREEDY, Connect, expected
+from messaging import GREEDY, Connect, ask, expected
 from running import MODEL, Running, running_server
 from steering import LIMIT_S, paused, read_at_once, until
 
@@ -136,3 +136,13 @@ def test_pings_fill_the_silence(tiny_oracle: LLM, monkeypatch: pytest.MonkeyPatc
                     go[1].set()
     text = "".join(e["delta"]["text"] for e in events if e["type"] == "content_block_delta")
     assert text == expected(tiny_oracle).text
+
+
+def test_the_client_reads_over_pings(
+    tiny_server: Running, client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(answers, "PING_S", 0.0)
+    given = {"model": MODEL, "max_tokens": 12, "messages": HELLO, "extra_body": GREEDY}
+    with client.messages.stream(**given) as stream:
+        text = stream.get_final_text()
+    assert text == ask(client).content[0].text
