@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.changes import CompactionPlan, Growth, Shrunk, TableState
-from kvreclaim.memory.offload import NoOffload
+from kvreclaim.memory.offload import OffloadSlots
 from kvreclaim.memory.prefix.keys import BlockKeys
 from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.memory.stats import MemoryStats
@@ -21,7 +21,7 @@ class KVMemory(Protocol):
     """
 
     block_size: int
-    offload: NoOffload
+    offload: OffloadSlots
 
     @property
     def num_pool_blocks(self) -> int: ...

@@ -16,7 +16,7 @@ from kvreclaim.memory.eviction import DEFAULT_ORDER, EvictionOrder, make_order
 from kvreclaim.memory.groups.full import FullAttentionGroup
 from kvreclaim.memory.groups.group import GroupManager
 from kvreclaim.memory.groups.window import WindowGroup
-from kvreclaim.memory.offload import NoOffload
+from kvreclaim.memory.offload import NoOffload, OffloadSlots
 from kvreclaim.memory.pins import Retention
 from kvreclaim.memory.pool import BlockPool
 from kvreclaim.memory.prefix.index import NUM_REMEMBERED, WINDOW, Entry, PrefixIndex
@@ -63,7 +63,7 @@ class MemoryManager:
         clock: Callable[[], float] = time.monotonic,
         windows: Sequence[Window] = (),
         window_group: type[WindowGroup] = WindowGroup,
-        offload: Callable[[FullAttentionGroup], NoOffload] = NoOffload,
+        offload: Callable[[FullAttentionGroup], OffloadSlots] = NoOffload,
     ) -> None:
         if block_size < 1:
             raise InvalidArgumentError(f"block_size is {block_size}; at least 1 slot is needed; use 16")

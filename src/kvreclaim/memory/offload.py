@@ -1,4 +1,4 @@
-"""The interface of the slots below the pool, for memory manager and scheduler; here there are none."""
+"""The interface of the slots below the pool, for memory manager and scheduler, and what stands for none."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Parked:
         return [slot for slot in self.slots[self.num_below :] if slot is not None]
 
 
-class NoParking:
-    """No slots for sequences that give their blocks back: nobody is parked."""
+class ParkingSlots:
+    """Slots for sequences that give their blocks back. These methods park nobody."""
 
     def is_parked(self, seq_id: int) -> bool:
         return False
@@ -92,15 +92,15 @@ class NoParking:
         return []
 
 
-class NoOffload:
-    """No slots below the pool. TieredOffload overrides all of this.
+class OffloadSlots:
+    """Slots below the pool. These methods do nothing, as if there were none.
 
     num_slots: slots on the host
     parking:   where sequences that give way keep what they hold
     """
 
     num_slots = 0
-    parking = NoParking()
+    parking = ParkingSlots()
 
     def __init__(self, full: FullAttentionGroup | None = None) -> None:
         """full: the group whose blocks are offloaded"""
@@ -174,3 +174,7 @@ class NoOffload:
 
     def stored(self) -> None:
         """All slots that pop_stores named are filled or forgotten."""
+
+
+class NoOffload(OffloadSlots):
+    """No slots below the pool."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.engine.signals.signals import Signals
-from kvreclaim.memory.offload import Move, NoOffload
+from kvreclaim.memory.offload import Move, OffloadSlots
 from kvreclaim.schedule.rates import Rates
 from kvreclaim.tiers.host import HostSlots
 
@@ -33,7 +33,7 @@ class MoveTotals:
 class Moves:
     """Between the blocks of a cache and slots of the host, at once: at return all bytes have arrived."""
 
-    def __init__(self, offload: NoOffload, slots: HostSlots, signals: Signals, rates: Rates) -> None:
+    def __init__(self, offload: OffloadSlots, slots: HostSlots, signals: Signals, rates: Rates) -> None:
         self.offload, self.slots, self.signals, self.rates = offload, slots, signals, rates
         self.totals = MoveTotals()
         self._probe()

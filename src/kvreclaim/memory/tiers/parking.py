@@ -10,13 +10,13 @@ from itertools import takewhile
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.groups.full import FullAttentionGroup
-from kvreclaim.memory.offload import Move, NoParking, Parked
+from kvreclaim.memory.offload import Move, Parked, ParkingSlots
 from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.memory.tiers.disk_prefixes import NoDiskPrefixes
 from kvreclaim.memory.tiers.host_prefixes import HostPrefixes
 
 
-class ParkedSequences(NoParking):
+class ParkedSequences(ParkingSlots):
     """Keeps what sequences hold in host slots while they have no blocks.
 
     The moves of a parked sequence are in `pop_swap_outs`: block to slot, before anything else in a step. The

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.groups.full import FullAttentionGroup
-from kvreclaim.memory.offload import Move, NoOffload
+from kvreclaim.memory.offload import Move, OffloadSlots
 from kvreclaim.memory.pool import BlockPool
 from kvreclaim.memory.prefix.index import INELIGIBLE
 from kvreclaim.memory.prefix.keys import BlockKeys
@@ -35,7 +35,7 @@ class TierCounts:
     from_disk: int = 0
 
 
-class TieredOffload(NoOffload):
+class TieredOffload(OffloadSlots):
     """Exact full blocks also lie in host slots, as long as these have room, and in slots of a file below;
     sequences that give way keep what they hold in host slots.
 
@@ -172,7 +172,7 @@ class TieredOffload(NoOffload):
         self._unfollow(seq_id)
 
     def reset(self, *, external: bool) -> None:
-        """Like NoOffload's; on disk once the caller has done what `disk.take_reset` says."""
+        """Like OffloadSlots's; on disk once the caller has done what `disk.take_reset` says."""
         if external:
             self.host.pool.clear_index()
             self.on_disk.reset()

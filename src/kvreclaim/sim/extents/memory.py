@@ -11,7 +11,7 @@ from typing import Any, NoReturn, cast
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.changes import NO_GROWTH, Growth, Shrunk, TableState
-from kvreclaim.memory.offload import NoOffload
+from kvreclaim.memory.offload import NoOffload, OffloadSlots
 from kvreclaim.memory.prefix.index import INELIGIBLE, MISS_REASONS, SUB_BLOCK
 from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.memory.stats import MemoryStats
@@ -51,7 +51,7 @@ class ExtentMemory:
     ) -> None:
         self.block_size = block_size
         self.pool = ExtentPool(num_blocks)
-        self.offload = NoOffload()
+        self.offload: OffloadSlots = NoOffload()
         self._links = links
         self._enabled = enable_prefix_caching
         self._tables: dict[int, Any] = {}
