@@ -212,7 +212,7 @@ def test_what_a_request_cannot_ask_of_it(make_llm, tmp_path):
         host.generate(sparse)
     with pytest.raises(InvalidArgumentError, match="chunks cannot be reused"):
         host.generate([Chunk(PROMPTS[0]), Chunk(PROMPTS[1]), [1, 2]], GREEDY)
-    with pytest.raises(InvalidArgumentError, match="sessions are not saved"):
+    with pytest.raises(InvalidArgumentError, match="sessions cannot be saved"):
         host.save_session(PROMPTS[0], tmp_path / "a.session")
     assert not host.engine.has_unfinished
     host.generate(PROMPTS, GREEDY, CompressionConfig("full"))

@@ -304,7 +304,7 @@ REFUSED = {
     "n=1 without beams": ({}, {"recall": "query"}, {"n": 2, "temperature": 1.0}),
     "holds its own tokens": ({}, {"mode": "union"}, {}),
     "protect_prompt": ({}, {"protect_prompt": True}, {}),
-    "does not slide": ({}, {"policy": "paged_eviction"}, {}),
+    "does not move": ({}, {"policy": "paged_eviction"}, {}),
     "positions=original": ({}, {"policy": "streaming_llm(positions=cache)"}, {}),
     "weighs what came back": ({}, {"policy": "snapkv(when=prefill)"}, {}),
     "use surrogate": ({}, {"policy": "kvzap"}, {}),
@@ -339,5 +339,5 @@ def test_models_that_it_is_not_for(family, make_cold):
 def test_compress_prompt_at_is_refused(make_cold):
     llm = make_cold()
     (prompt,) = tiny.prompts((70,), seed=3)
-    with pytest.raises(InvalidArgumentError, match="what compress_prompt_at leaves is kept"):
+    with pytest.raises(InvalidArgumentError, match="compress_prompt_at keeps its result"):
         llm.engine.add_request("r", prompt, GREEDY, llm.compressor(small()), compress_prompt_at=60)

@@ -76,7 +76,7 @@ def spell_out(names: Sequence[str]) -> list[str]:
 
 
 def ruler_tasks(names: Sequence[str], llm: LLM, options: TaskOptions) -> dict[str, RulerTask]:
-    """Those of the names that are RULER's, by name; all share one maker of rows. Raises:
+    """The tasks of RULER among the names, by name; all share one maker of rows. Raises:
     InvalidArgumentError for an unknown one, and where the package is missing or the rows don't fit."""
     wanted = {name: name.partition(":")[2] for name in names if name.startswith(f"{RULER}:")}
     if not wanted:
