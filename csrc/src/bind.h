@@ -15,7 +15,7 @@ namespace kvreclaim {
 
 namespace nb = nanobind;
 
-enum class Element { kF32, kBF16, kF16, kBool, kU8, kI32, kI64, kOther };
+enum class Element { kF32, kBF16, kF16, kU8, kI32, kI64, kOther };
 
 // A view of a CPU tensor, valid while the Python object lives.
 class Tensor {

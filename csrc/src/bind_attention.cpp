@@ -22,17 +22,16 @@ struct Batch {
 
 using BlockIds = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-template <class E>
-SlotTable<E> slot_table(nb::handle object, const char* name, Element element) {
+SlotPositions positions_of(nb::handle object) {
   if (object.is_none()) return {nullptr, 0, 0, 0};
-  const Tensor table(object, name, 3);
-  table.require(table.element() == element, "has another dtype than the kernel takes");
+  const Tensor table(object, "slot_positions", 3);
+  table.require(table.element() == Element::kI32, "has another dtype than the kernel takes");
   table.require(table.size(2) <= 1 || table.stride(2) == 1, "is not contiguous in its slots");
-  return {reinterpret_cast<const E*>(table.bytes()), table.stride(0), table.stride(1), table.size(2)};
+  return {reinterpret_cast<const int32_t*>(table.bytes()), table.stride(0), table.stride(1), table.size(2)};
 }
 
 void add(Batch& self, nb::object block_ids, int64_t query_len, int64_t seq_len, int64_t shift,
-         nb::object evicted, nb::object slot_positions) {
+         nb::object slot_positions) {
   const auto ids = nb::cast<BlockIds>(block_ids);
   if (query_len < 0 || query_len > seq_len) throw nb::value_error("query_len is negative or above seq_len");
   if ((int64_t)ids.size() * self.block_size < seq_len)
@@ -41,16 +40,14 @@ void add(Batch& self, nb::object block_ids, int64_t query_len, int64_t seq_len, 
     if (ids.data()[i] < 0) throw nb::value_error("block_ids has a negative block");
     if (ids.data()[i] > self.max_block) self.max_block = ids.data()[i];
   }
-  self.sequences.push_back({ids.data(), self.num_rows, query_len, seq_len, shift,
-                            slot_table<uint8_t>(evicted, "evicted", Element::kBool),
-                            slot_table<int32_t>(slot_positions, "slot_positions", Element::kI32)});
+  self.sequences.push_back({ids.data(), self.num_rows, query_len, seq_len, shift, positions_of(slot_positions)});
   self.num_rows += query_len;
   self.owners.push_back(std::move(block_ids));
-  self.owners.push_back(std::move(evicted));
   self.owners.push_back(std::move(slot_positions));
 }
 
-// Sequences without masks out of int32 tensors: block_table [N, W], query_starts [N + 1], seq_lens and shifts [N].
+// Sequences without slot_positions out of int32 tensors: block_table [N, W], query_starts [N + 1], seq_lens and
+// shifts [N].
 Batch from_arrays(int64_t block_size, nb::object block_table, nb::handle query_starts, nb::handle seq_lens,
                   nb::handle shifts) {
   const Tensor table(block_table, "block_table", 2), starts(query_starts, "query_starts", 1),
@@ -124,7 +121,7 @@ void bind_attention(nb::module_& m) {
   nb::class_<Batch>(m, "Batch")
       .def(nb::init<int64_t>(), nb::arg("block_size"))
       .def("add", add, nb::arg("block_ids"), nb::arg("query_len"), nb::arg("seq_len"), nb::arg("shift"),
-           nb::arg("evicted").none(), nb::arg("slot_positions").none())
+           nb::arg("slot_positions").none())
       .def_static("from_arrays", from_arrays, nb::arg("block_size"), nb::arg("block_table"), nb::arg("query_starts"),
                   nb::arg("seq_lens"), nb::arg("shifts"));
   m.def("paged_attention", attend, nb::arg("q"), nb::arg("out"), nb::arg("cache"), nb::arg("layer"),

@@ -39,7 +39,6 @@ Element element_of(const nb::dlpack::dtype& type) {
     case 2 * 256 + 32: return Element::kF32;
     case 4 * 256 + 16: return Element::kBF16;
     case 2 * 256 + 16: return Element::kF16;
-    case 6 * 256 + 8: return Element::kBool;
     case 1 * 256 + 8: return Element::kU8;
     case 0 * 256 + 32: return Element::kI32;
     case 0 * 256 + 64: return Element::kI64;

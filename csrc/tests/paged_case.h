@@ -13,14 +13,13 @@ struct Case {
   std::vector<std::pair<int64_t, int64_t>> lengths;  // (queries, slots)
   float softcap = 0;
   int64_t window = 0;
-  bool sinks = false, masks = false;
+  bool sinks = false, positions = false;
   std::optional<Format> format = {};  // of the cache; none: the type's
   bool latent = false;
 };
 
 struct Sequence {
   std::vector<int32_t> blocks;
-  std::vector<uint8_t> evicted;
   std::vector<int32_t> positions;
   SequenceView view;
 };
@@ -29,9 +28,6 @@ struct Sequence {
 inline bool sees(const AttentionArgs& a, const Sequence& seq, int64_t head, int64_t query, int64_t slot) {
   if (slot > query) return false;
   const SequenceView& view = seq.view;
-  if (view.evicted.data && slot < view.evicted.slots &&
-      view.evicted.data[a.layer * view.evicted.stride_layer + head * view.evicted.stride_head + slot])
-    return false;
   int64_t position = slot + view.shift;
   if (view.positions.data && slot < view.positions.slots)
     position = view.positions.data[a.layer * view.positions.stride_layer + head * view.positions.stride_head + slot];
@@ -71,15 +67,11 @@ inline void fill(TestCache& cache, int64_t layer, const Sequence& seq, Random& r
     }
 }
 
-inline void add_masks(Sequence& seq, int64_t heads, Random& random) {
+inline void add_positions(Sequence& seq, int64_t heads, Random& random) {
   const int64_t slots = seq.view.seq_len - 1;
   if (slots <= 0) return;
-  for (int64_t i = 0; i < 2 * heads * slots; ++i) {
-    seq.evicted.push_back(random.below(3) == 0);
-    seq.positions.push_back((int32_t)(2 * (i % slots) + random.below(2)));
-  }
+  for (int64_t i = 0; i < 2 * heads * slots; ++i) seq.positions.push_back((int32_t)(2 * (i % slots) + random.below(2)));
   seq.view.shift = seq.view.seq_len;
-  seq.view.evicted = {seq.evicted.data(), heads * slots, slots, slots};
   seq.view.positions = {seq.positions.data(), heads * slots, slots, slots};
 }
 
@@ -140,10 +132,10 @@ struct Layout {
       auto [queries, slots] = test.lengths[i];
       Sequence& seq = sequences[i];
       for (int64_t b = 0; b * test.block_size < slots; ++b) seq.blocks.push_back(--next);
-      seq.view = {seq.blocks.data(), rows, queries, slots, 3, {nullptr, 0, 0, 0}, {nullptr, 0, 0, 0}};
+      seq.view = {seq.blocks.data(), rows, queries, slots, 3, {nullptr, 0, 0, 0}};
       rows += queries;
       fill(cache, kLayer, seq, random);
-      if (test.masks) add_masks(seq, test.heads, random);
+      if (test.positions) add_positions(seq, test.heads, random);
       views.push_back(seq.view);
     }
     const int64_t heads = test.heads * test.group;

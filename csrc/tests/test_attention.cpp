@@ -76,8 +76,8 @@ KVR_TEST(attention_formats_splits_and_options) {
   for (Format format : {Format::kFP8, Format::kInt8, Format::kInt4, Format::kTurbo4})
     for (Type type : {Type::kF32, Type::kBF16}) {
       run({type, 1, 1, 48, 32, 32, {{1, 511}, {1, 512}, {1, 513}}, 0, 0, false, false, format});
-      for (bool masks : {false, true})
-        run({type, 1, 2, 16, 32, 32, {{1, 100}, {5, 30}, {1, 150}}, 2.0f, 40, true, masks, format});
+      for (bool positions : {false, true})
+        run({type, 1, 2, 16, 32, 32, {{1, 100}, {5, 30}, {1, 150}}, 2.0f, 40, true, positions, format});
     }
   for (Format format : {Format::kBF16, Format::kFP8, Format::kInt8, Format::kInt4, Format::kTurbo4})
     run({Type::kBF16, 2, 1, 16, 32, 32, {{1, 2100}, {1, 8250}}, 0, 0, false, false, format});

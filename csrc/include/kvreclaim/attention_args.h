@@ -5,10 +5,9 @@
 
 namespace kvreclaim {
 
-// A [L, K, slots] tensor of a sequence, contiguous in its slots; data null: there is none.
-template <class E>
-struct SlotTable {
-  const E* data;
+// Logical positions of the slots of a sequence, [L, K, slots], contiguous in slots; data null: slot + shift.
+struct SlotPositions {
+  const int32_t* data;
   int64_t stride_layer, stride_head, slots;
 };
 
@@ -20,8 +19,7 @@ struct SequenceView {
   const int32_t* block_ids;
   int64_t first_row;  // of the queries, in the flat token dim
   int64_t query_len, seq_len, shift;
-  SlotTable<uint8_t> evicted;
-  SlotTable<int32_t> positions;
+  SlotPositions positions;
   int64_t index = 0;  // in its batch; the kernel sets it in its own copies
 };
 

@@ -34,7 +34,7 @@ inline const char* append_sequences(const BatchArrays& a, int64_t block_size, st
   sequences.reserve(sequences.size() + (size_t)a.num_sequences);
   for (int64_t i = 0; i < a.num_sequences; ++i)
     sequences.push_back({a.block_table + i * a.width, a.query_starts[i], a.query_starts[i + 1] - a.query_starts[i],
-                         a.seq_lens[i], a.shifts[i], {}, {}});
+                         a.seq_lens[i], a.shifts[i], {}});
   max_block = highest;
   return nullptr;
 }

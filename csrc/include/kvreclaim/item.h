@@ -80,13 +80,7 @@ inline void open_tile(const AttentionArgs& a, const Item& item, int64_t at, Tile
 }
 
 inline void open_mask(const AttentionArgs& a, const Item& item, int64_t at, TileMask& mask) {
-  const SlotTable<uint8_t>& evicted = item.seq.evicted;
-  mask.has_evicted = evicted.data != nullptr && at < evicted.slots;
-  if (mask.has_evicted) {
-    const uint8_t* dead = evicted.data + a.layer * evicted.stride_layer + item.head * evicted.stride_head;
-    for (int64_t t = 0; t < kTile; ++t) mask.live[t] = at + t < evicted.slots && dead[at + t] ? 0 : -1;
-  }
-  const SlotTable<int32_t>& known = item.seq.positions;
+  const SlotPositions& known = item.seq.positions;
   mask.has_positions = a.window != 0 && known.data != nullptr;
   if (mask.has_positions) {
     const int32_t* table = known.data + a.layer * known.stride_layer + item.head * known.stride_head;
@@ -99,7 +93,7 @@ inline void open_mask(const AttentionArgs& a, const Item& item, int64_t at, Tile
 KVR_INLINE RowBounds bounds_of(const AttentionArgs& a, const Item& item, const RowGroup& group, int64_t r, int64_t at,
                                const TileMask& mask, bool& hides) {
   const int64_t low = group.low[r] - at, end = smaller(item.high, group.end[r]) - at;
-  hides = end < kTile || low > 0 || mask.has_evicted || mask.has_positions;
+  hides = end < kTile || low > 0 || mask.has_positions;
   const int64_t first_position = group.end[r] + item.seq.shift - a.window;
   return {(int32_t)larger(low, 0), (int32_t)larger(end, 0), (int32_t)first_position};
 }
@@ -109,7 +103,7 @@ template <int R>
 inline void finish_scores(const AttentionArgs& a, const Item& item, const RowGroup& group, int64_t at,
                           const TileMask& mask, float* scores) {
   const bool sees_all = group.low[R - 1] <= at && at + kTile <= smaller(item.high, group.end[0]);
-  if (sees_all && a.softcap == 0 && !mask.has_evicted && !mask.has_positions) return;
+  if (sees_all && a.softcap == 0 && !mask.has_positions) return;
   for (int r = 0; r < R; ++r) {
     float* s = scores + r * kTile;
     if (a.softcap != 0) softcap_row(s, a.softcap * kLog2e);

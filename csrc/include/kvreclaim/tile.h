@@ -204,10 +204,9 @@ inline void all_values(const ValueRows& in, int64_t word = 0) {
   }
 }
 
-// Which slots of a tile a row may see, besides its causal and window bounds.
+// Where the slots of a tile are at positions of their own: the window then looks at each.
 struct TileMask {
-  bool has_evicted, has_positions;
-  int32_t live[kTile];       // -1: attended, 0: evicted
+  bool has_positions;
   int32_t positions[kTile];  // logical position of each slot
 };
 
@@ -237,7 +236,6 @@ KVR_INLINE void mask_row(float* s, const RowBounds& bounds, const TileMask& mask
   for (int t = 0; t < kTile; t += kLanes) {
     const vi slot = iota() + t;
     vi seen = (slot >= bounds.low) & (slot < bounds.high);
-    if (mask.has_evicted) seen &= load<vi>(mask.live + t);
     if (mask.has_positions) seen &= load<vi>(mask.positions + t) >= bounds.first_position;
     store(s + t, select(seen, load<vf>(s + t), hidden));
   }

@@ -49,5 +49,5 @@ def make_batch(batch: AttentionBatch) -> Any:
         )
     view = native().Batch(batch.block_size)
     for seq in batch.sequences:
-        view.add(seq.block_ids, seq.query_len, seq.seq_len, seq.shift, None, seq.slot_positions)
+        view.add(seq.block_ids, seq.query_len, seq.seq_len, seq.shift, seq.slot_positions)
     return view
