@@ -30,6 +30,10 @@ PUBLISHED_ROWS = 500
 FEWEST_ROWS = 16
 NUM_QA_SEEDS = 10
 """Both question files hold at least this many times PUBLISHED_ROWS questions."""
+ROWS = "validation.jsonl"
+"""The name that the scripts give the file; its folder is there before it."""
+TIMED_OUT = "Timeout ("
+"""What faulthandler writes when scripts.LIMIT_S are over."""
 PUNKT = "tokenizers/punkt_tab/english"
 PUNKT_FILES = ("abbrev_types.txt", "collocations.tab", "ortho_context.tab", "sent_starters.txt")
 
@@ -98,7 +102,8 @@ class RulerRows:
 
     def _make(self, seed: int, count: int) -> None:
         """Make what no earlier run has made; the user's cache directory keeps it."""
-        with TemporaryDirectory() as directory:
+        ruler_home().mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=ruler_home()) as directory:
             folder = Path(directory)
             self.tokenizer.save_pretrained(folder)
             about = {"package": version(PACKAGE), "punkt": has_punkt(), "tokenizer": _digest(folder)}
@@ -106,16 +111,16 @@ class RulerRows:
             kept = {name: ruler_home() / cell_key(about | options[name]) for name in self.names}
             missing = [name for name in self.names if not kept[name].is_dir()]
             errors = _run(folder, [_command(folder, name, options[name]) for name in missing])
-            ruler_home().mkdir(parents=True, exist_ok=True)
             for name in missing:
-                if not (folder / name).is_dir():
+                if not (folder / name / ROWS).is_file():
+                    why = "it found none in time" if TIMED_OUT in errors else errors.strip()[-300:]
                     raise InvalidArgumentError(
-                        f"RULER's script made no rows of {self.num_tokens} tokens for {name}; raise the "
-                        f"number of tokens. It wrote: {errors.strip()[-300:]}"
+                        f"RULER's script made no rows of {self.num_tokens} tokens for {name} ({why}); raise "
+                        "the number of tokens."
                     )
                 moved(folder / name, kept[name])
         for name in self.names:
-            lines = (kept[name] / "validation.jsonl").read_text(encoding="utf-8").splitlines()
+            lines = (kept[name] / ROWS).read_text(encoding="utf-8").splitlines()
             self._rows[name, seed] = [_parts(published_tasks()[name], json.loads(line)) for line in lines]
 
     def _options(self, name: str, seed: int, count: int) -> dict[str, Any]:
