@@ -57,7 +57,7 @@ def test_what_the_model_cannot_serve(policy, facts, message):
     [
         (
             {"eviction_method": EvictionMethod.CELLS, "needs": frozenset({Signal.ATTENTION_MASS})},
-            "no attention mass is kept",
+            "attention mass needs equal ones",
         ),
         ({"eviction_method": EvictionMethod.CELLS, "cache_relative": True}, "slot for its position"),
         ({"eviction_method": EvictionMethod.BLOCKS, "cache_relative": True}, "slot for its position"),

@@ -97,7 +97,7 @@ def test_kvzip_among_others_does_what_it_does_alone(policy, make_llm):
 
 def test_who_compresses_more_than_once_is_refused(make_llm):
     llm = make_llm()
-    with pytest.raises(InvalidArgumentError, match=r"needs the prompt read again.*let it be prompt_only"):
+    with pytest.raises(InvalidArgumentError, match=r"needs the prompt read again.*set prompt_only"):
         llm.generate(tiny.prompts((30,)), GREEDY, small("recorder", options={"want": "again"}))
     assert_idle(llm)
 

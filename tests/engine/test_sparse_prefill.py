@@ -196,7 +196,7 @@ def test_methods_that_gain_nothing_are_not_switched_on_for_all(method, make_llm)
 
 
 def test_layers_with_windows_in_the_same_table_are_refused(make_llm):
-    with pytest.raises(InvalidArgumentError, match="not served for layers with a sliding window"):
+    with pytest.raises(InvalidArgumentError, match="does not work in layers with a sliding window"):
         make_llm("mistral", sparse_prefill=POOLED, **SMALL)
 
 

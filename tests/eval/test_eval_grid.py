@@ -82,17 +82,12 @@ def test_figures_are_those_of_direct_calls(llm, report, policy, fraction):
     assert [row.value_by_seed[s] for s in "01"] == pytest.approx([points / asked * 2 for points in by_seed])
 
 
-def test_bytes_held_fall_only_where_survivors_move(report):
-    full, moved, stuck = (
-        report.row(*key, fraction)
-        for key, fraction in (((p, "guess"), f) for p, f in zip(POLICIES, (1.0, 0.3, 0.3), strict=True))
-    )
+def test_bytes_held_fall_to_the_budget(report):
+    full, moved = (report.row(p, "guess", f) for p, f in zip(POLICIES[:2], (1.0, 0.3), strict=True))
     assert moved.kv_bytes < 0.6 * full.kv_bytes == 0.6 * full.kv_bytes_full
-    assert stuck.kv_bytes > 0.9 * full.kv_bytes
     assert moved.kv_bytes == 4 * BLOCK_BYTES  # 48 tokens and the interval of 16
     assert moved.kv_bytes_peak == 5.6 * BLOCK_BYTES  # prompts of 80, 80, 81, 81 and 82 tokens
     assert moved.reclaim_efficiency == 1.0
-    assert moved.value == stuck.value
     assert full.of_full == 1.0
     assert moved.of_full == pytest.approx(moved.value / full.value)
     assert moved.of_full_ci95[0] < moved.of_full < moved.of_full_ci95[1]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvreclaim.compression.head_shares import FRACTIONS
 from kvreclaim.compression.stats import QueryStats, StatsMetadata
-from kvreclaim.integrations.vllm.facts import Shard
+from kvreclaim.integrations.vllm.shard import Shard
 
 
 @pytest.mark.parametrize(
