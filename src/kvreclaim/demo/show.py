@@ -105,7 +105,9 @@ def show_real(console: Console, report: RealReport) -> None:
 
 def _text_table(report: RealReport) -> Table:
     """A line for each policy and budget, both tasks side by side."""
-    table = Table(title="\nWhat stays", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title="\nWhat stays", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
     for i, heading in enumerate(TEXT):
         table.add_column(heading, justify="right" if i else "left", no_wrap=True)
     needles, prose = ([row for row in report.rows if row.task == task] for task in REAL_TASKS)
@@ -130,7 +132,9 @@ def _chances(report: DemoReport) -> str:
 
 def _table(title: str, columns: Columns, runs: Sequence[PoolRun], *, ruled: bool = True) -> Table:
     """A line for each run; ruled: with a rule between budgets."""
-    table = Table(title=f"\n{title}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=f"\n{title}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
     for i, heading in enumerate(columns):
         table.add_column(heading, justify="right" if i else "left", no_wrap=True)
     first_s = runs[0].elapsed_s
