@@ -15,7 +15,7 @@ from kvreclaim.cli import options as opt
 from kvreclaim.cli.bench_options import command_line
 from kvreclaim.cli.config_options import ConfigOptions, names_in, with_config
 from kvreclaim.config import CompressionSettings, EngineConfig
-from kvreclaim.eval.plan import EvalPlan, TaskOptions
+from kvreclaim.eval.plan import RULER, EvalPlan, TaskOptions
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.options import COMPRESSION, MODEL, option
 from kvreclaim.outputs import check_writable
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 KINDS = ("json", "csv", "html")
 DEFAULT_TASKS = "recall,multi_query,variable_tracking"
 TASKS = "Tasks"
-RULER, BESIDE_RULER = "ruler", 256
+BESIDE_RULER = 256
 """Tokens of RULER's sequences beyond num_tokens: the chat template, and the answer of fwe."""
 ENGINE = (
     "kernels",
@@ -107,17 +107,19 @@ def evaluate(
     plan = EvalPlan(**grid, **shared)
     if threads is not None:
         torch.set_num_threads(threads)
-    longest = sizes.num_tokens + (BESIDE_RULER if RULER in tasks else 0)
+    names = names_in(tasks)
+    has_ruler = any(name.partition(":")[0] == RULER for name in names)
+    longest = sizes.num_tokens + (BESIDE_RULER if has_ruler else 0)
     copies = 2 if plan.chunk_reuse == (WHOLE,) else 3  # running, cached, and chunks
     whole_batch = {
         "num_blocks": copies * (blocks_for(longest, engine.block_size) + 1) * plan.batch_size,
         "max_num_seqs": plan.batch_size,
         "kv_cache_dtype": plan.kv_cache_dtypes[0],
     }
-    if RULER in tasks:  # a document is one chunk, so that it is compressed once
+    if has_ruler:  # a document is one chunk, so that it is compressed once
         whole_batch["max_num_batched_tokens"] = max(engine.max_num_batched_tokens, longest)
     llm = LLM(opt.model_of(model), dtype=dtype, device=device, **asdict(engine) | whole_batch)
-    _report(llm, plan, make_tasks(names_in(tasks), llm, sizes), files)
+    _report(llm, plan, make_tasks(names, llm, sizes), files)
 
 
 def _report(llm: LLM, plan: EvalPlan, tasks: Sequence[Task], files: EvalOutputs) -> None:

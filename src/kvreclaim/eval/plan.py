@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 FULL = "full"
 DIALECTS = ("auto", "demo", "text")
 KNOWN, UNKNOWN = "known", "unknown"
+RULER = "ruler"
 UNSHARED = ("policy", "budget", "stats", "verify", "verify_tokens")
 """Fields of CompressionSettings that differ between cells, or that a scored text has no use for."""
 SHARED = tuple(name for name in settings_of(CompressionSettings) if name not in UNSHARED)

@@ -49,7 +49,7 @@ def make_rows(
             problem = problems.get((setting, task.name))
             rows.append(_row(plan, setting, task.name, task.metric, own, own, problem, storages))
     for suite, names in _suites(tasks).items():
-        every = {s: _joined([cells[s, name] for name in names], _all) for s in plan.settings()}
+        every = {s: _joined([cells[s, name] for name in names], list) for s in plan.settings()}
         means = {s: _joined([cells[s, name] for name in names], _mean) for s in plan.settings()}
         for setting in plan.settings():
             problem = next((problems[setting, name] for name in names if (setting, name) in problems), None)
@@ -107,10 +107,6 @@ def _joined(cells: Sequence[BySeed], join: Callable[[tuple[Result, ...]], list[R
         seed: [result for same in zip(*(cell[seed] for cell in cells), strict=False) for result in join(same)]
         for seed in cells[0]
     }
-
-
-def _all(results: tuple[Result, ...]) -> list[Result]:
-    return list(results)
 
 
 def _mean(results: tuple[Result, ...]) -> list[Result]:

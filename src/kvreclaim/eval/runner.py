@@ -249,11 +249,12 @@ def _prompts(items: Sequence[Item], setting: GridColumn) -> list[dict[str, Any]]
     without chunks where these are to be reused."""
     how, method = chunk_reuse_of(setting.chunk_reuse), {"sparse_prefill": setting.sparse_prefill}
     if how is None:
-        return [
-            {"prompt_token_ids": list(item.prompt), "compress_prompt_at": at, **method}
-            for item in items
-            for at in (item.compress_at if setting.evicts else None,)
-        ]
+        if setting.evicts:
+            return [
+                {"prompt_token_ids": list(item.prompt), "compress_prompt_at": item.compress_at, **method}
+                for item in items
+            ]
+        return [{"prompt_token_ids": list(item.prompt), **method} for item in items]
     if not all(item.chunks for item in items):
         raise InvalidArgumentError(
             f"chunk reuse {setting.chunk_reuse} is for prompts with chunks, and this task has none; take "

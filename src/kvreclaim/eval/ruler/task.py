@@ -10,12 +10,10 @@ from typing import Any
 
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.eval.plan import KNOWN, UNKNOWN, TaskOptions
+from kvreclaim.eval.plan import KNOWN, RULER, UNKNOWN, TaskOptions
 from kvreclaim.eval.ruler.rows import PACKAGE, PUBLISHED_ROWS, RulerRows, has_punkt, published_tasks
 from kvreclaim.eval.task import Answer, Item, PlainTask, TaskScore
 from kvreclaim.eval.text.prose import Encoder
-
-RULER = "ruler"
 
 
 @dataclass(frozen=True)

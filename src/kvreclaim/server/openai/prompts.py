@@ -33,25 +33,9 @@ SAMPLING = (
 )
 ONLY_BEAMS = ("beam_width", "length_penalty", "early_stopping")
 DRAWN = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "min_tokens",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "stop",
-    "stop_token_ids",
-    "allowed_token_ids",
-    "bad_words",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
+    *(name for name in SAMPLING if name not in ("n", "ignore_eos")),
     "logprobs",
     "top_logprobs",
-    "prompt_logprobs",
     "stream",
 )
 """Fields of tokens that are drawn one after the other, which no beam search takes."""
@@ -115,6 +99,36 @@ def engine_prompt(
     )
 
 
+def beams_of(fields: GenerationFields, max_tokens: int) -> BeamSearchParams | None:
+    """The search that a request asks for; None: it asks for none. Raises: ApiError naming the field."""
+    if not fields.use_beam_search:
+        for name in ONLY_BEAMS:
+            if getattr(fields, name) is not None:
+                raise ApiError(
+                    400, f"{name} is set, but use_beam_search is not true; set it, or leave {name} out.", name
+                )
+        return None
+    for name in DRAWN:
+        value = getattr(fields, name, None)
+        changes_nothing = value is None or value is HARMLESS.get(name, False)
+        if not changes_nothing and not (name == "temperature" and value == 0):
+            raise ApiError(
+                400, f"{name} does not go with use_beam_search, which draws no tokens; leave one out.", name
+            )
+    wanted = fields.n or 1
+    given = {name: getattr(fields, name) for name in ("length_penalty", "early_stopping", "ignore_eos")}
+    try:
+        return BeamSearchParams(
+            beam_width=fields.beam_width or wanted,
+            num_return_sequences=wanted,
+            max_tokens=max_tokens,
+            **{name: value for name, value in given.items() if value is not None},
+        )
+    except InvalidArgumentError as error:
+        named = "n" if error.field == "num_return_sequences" else error.field
+        raise ApiError(400, str(error), named if named in type(fields).model_fields else None) from error
+
+
 def bounded(prompts: list[RequestSpec], service: Service) -> list[RequestSpec]:
     """The same prompts, if their log-probabilities are no more than one answer may have; outputs without a
     limit of their own get the one that follows. Raises: ApiError 400."""
@@ -162,33 +176,3 @@ def _retention(fields: GenerationFields, num_tokens: int) -> tuple[Retention, ..
     if fields.prompt_cache_retention is None and fields.prompt_cache_key is None:
         return ()
     return (Retention(num_tokens, RETENTION_S[fields.prompt_cache_retention or "in_memory"]),)
-
-
-def beams_of(fields: GenerationFields, max_tokens: int) -> BeamSearchParams | None:
-    """The search that a request asks for; None: it asks for none. Raises: ApiError naming the field."""
-    if not fields.use_beam_search:
-        for name in ONLY_BEAMS:
-            if getattr(fields, name) is not None:
-                raise ApiError(
-                    400, f"{name} is set, but use_beam_search is not true; set it, or leave {name} out.", name
-                )
-        return None
-    for name in DRAWN:
-        value = getattr(fields, name, None)
-        changes_nothing = value is None or value is HARMLESS.get(name, False)
-        if not changes_nothing and not (name == "temperature" and value == 0):
-            raise ApiError(
-                400, f"{name} does not go with use_beam_search, which draws no tokens; leave one out.", name
-            )
-    wanted = fields.n or 1
-    given = {name: getattr(fields, name) for name in ("length_penalty", "early_stopping", "ignore_eos")}
-    try:
-        return BeamSearchParams(
-            beam_width=fields.beam_width or wanted,
-            num_return_sequences=wanted,
-            max_tokens=max_tokens,
-            **{name: value for name, value in given.items() if value is not None},
-        )
-    except InvalidArgumentError as error:
-        named = "n" if error.field == "num_return_sequences" else error.field
-        raise ApiError(400, str(error), named if named in type(fields).model_fields else None) from error
