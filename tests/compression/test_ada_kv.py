@@ -54,10 +54,7 @@ def test_equals_a_loop_where_heads_hold_unequal_numbers(lengths, alpha, share, s
     assert counts([scores], 2, 2 + free, alpha).mean().item() == pytest.approx(2 + free)
 
 
-INNER = ["full", "quest", "paged_eviction", "pyramidkv", "segments", "protect", "critical"]
-
-
-@pytest.mark.parametrize("inner", [*INNER, "critical(knorm)"])
-def test_refuses_scores_that_do_not_compare_between_heads(inner):
+@pytest.mark.parametrize("inner", ["full", "quest", "paged_eviction", "pyramidkv", "protect(ada_kv)"])
+def test_refuses_what_ranks_no_tokens_or_counts_itself(inner):
     with pytest.raises(InvalidArgumentError, match=r"ada_kv\([\w-]+\) is refused"):
         make_policy(f"ada_kv({inner})")

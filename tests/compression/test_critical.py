@@ -36,7 +36,7 @@ def one_head(first_stage=0.5, budget=4, protected=0):
         candidates=slice(0, 8 - protected),
         budget=budget,
     )
-    return Critical(H2O(), first_stage).score(view)[0]
+    return Critical(H2O(), first_stage).rerank(view, MASS)[0]
 
 
 def top(scores, count):
@@ -77,7 +77,7 @@ def test_norms_are_the_mean_over_the_group(step, monkeypatch):
     norms = outputs.abs().sum(-1).view(2, 2, 9).mean(1)
     product = view.signals.mass * norms
     expected = product / product.amax(dim=1, keepdim=True)
-    torch.testing.assert_close(Critical(H2O()).score(view), expected)
+    torch.testing.assert_close(Critical(H2O()).rerank(view, view.signals.mass), expected)
 
 
 def test_a_negative_inner_score_is_shifted_to_zero():
@@ -89,7 +89,9 @@ def test_a_negative_inner_score_is_shifted_to_zero():
     view = dataclasses.replace(view, source=DenseSource(view.keys, values), signals=ones)
     inner = Knorm().score(view)
     shifted = inner - inner.amin(dim=1, keepdim=True)
-    torch.testing.assert_close(Critical(Knorm()).score(view), shifted / shifted.amax(dim=1, keepdim=True))
+    torch.testing.assert_close(
+        Critical(Knorm()).rerank(view, inner), shifted / shifted.amax(dim=1, keepdim=True)
+    )
 
 
 def test_chooses_through_the_compressor():
@@ -114,10 +116,10 @@ def test_asks_for_what_the_inner_policy_needs_and_the_projection():
     assert policy.default_mode == policy.inner.default_mode
     facts = model_facts()
     view = layer_view(facts.layers[0], query_stats(facts).layer(0))
-    assert policy.score(view).isfinite().all()
+    assert policy.rerank(view, policy.score(view)).isfinite().all()
 
 
-@pytest.mark.parametrize("inner", ["full", "quest", "paged_eviction", "pyramidkv", "ada_kv"])
+@pytest.mark.parametrize("inner", ["full", "quest", "paged_eviction"])
 def test_refuses_what_it_cannot_rank(inner):
     with pytest.raises(InvalidArgumentError, match=rf"critical\({inner}\) is refused: .* such as critical"):
         make_policy(f"critical({inner})")

@@ -39,7 +39,7 @@ def kept_by(scores, positions, logical_len, budget, *, protected=(0, 0), **optio
         budget=budget,
         signals=LayerSignals(positions=torch.tensor([positions], dtype=torch.int32)),
     )
-    found = Segments(Given(), **options).score(view)[0, view.candidates]
+    found = Segments(Given(), **options).rerank(view, Given().score(view))[0, view.candidates]
     free = budget - sum(protected)
     return sorted(protected[0] + j for j in found.argsort(descending=True, stable=True)[:free].tolist())
 
@@ -97,9 +97,7 @@ def test_no_region_dies_out_over_many_passes():
         assert torch.bincount(row * 8 // 440, minlength=8).min() == 0
 
 
-@pytest.mark.parametrize(
-    "inner", ["full", "quest", "paged_eviction", "pyramidkv", "ada_kv", "streaming_llm(positions=cache)"]
-)
+@pytest.mark.parametrize("inner", ["full", "quest", "paged_eviction", "streaming_llm(positions=cache)"])
 def test_refuses_what_ranks_no_tokens_by_position(inner):
     name = make_policy(inner).name
     with pytest.raises(InvalidArgumentError, match=rf"segments\({name}\) is refused: {name} "):

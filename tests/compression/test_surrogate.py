@@ -147,7 +147,7 @@ def test_a_layer_may_take_all():
     assert Shares(Knorm(), 0.5).counts(CountsQuestion(scores, 0, 4, 0)).tolist() == [[6, 6], [2, 2]]
 
 
-@pytest.mark.parametrize("spec", ["segments(knorm)", "critical(protect(knorm))", "ada_kv", "full", "quest"])
+@pytest.mark.parametrize("spec", ["segments(ada_kv)", "ada_kv", "full", "quest"])
 def test_what_cannot_be_compared_is_refused(spec):
     with pytest.raises(InvalidArgumentError, match=r"shares\(.*\) is refused"):
         make_policy(f"shares({spec})")

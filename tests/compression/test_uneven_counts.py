@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.head_shares import FRACTIONS
+from kvreclaim.compression.head_views import HeadsQuestion, head_view
 from kvreclaim.compression.policies.ada_kv import AdaKV
 from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.compression.policy import CountsQuestion, LayerSignals, LayerView, Mode
 from kvreclaim.compression.select import select
 from kvreclaim.compression.stats import LayerStats
-from kvreclaim.compression.uneven import HeadsQuestion, choose_uneven, head_view, prompt_left, round_to_blocks
+from kvreclaim.compression.uneven import choose_uneven, prompt_left, round_to_blocks
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.key_source import DenseSource
@@ -29,7 +30,8 @@ from kvreclaim.ops.key_source import DenseSource
 
 def blocks(counts, size, protected, most, total):
     counts = np.atleast_2d(np.array(counts, dtype=float))
-    return round_to_blocks(counts, size, protected, np.broadcast_to(most, counts.shape), total).tolist()
+    protected, most = (np.broadcast_to(each, counts.shape) for each in (protected, most))
+    return round_to_blocks(counts, size, protected, most, total).tolist()
 
 
 def test_the_largest_remainders_gain_a_block():
@@ -81,7 +83,7 @@ def test_no_other_rounding_is_nearer(data):
     total = data.draw(st.integers(least * heads, int(most.sum())))
     shares = np.array([data.draw(st.floats(0, 1)) for _ in range(heads)]) + 1e-3
     counts = shares / shares.sum() * total * size
-    found = round_to_blocks(counts[None], size, protected, most[None], total)[0]
+    found = round_to_blocks(counts[None], size, np.full((1, heads), protected), most[None], total)[0]
     assert found.sum() == total
     assert (found >= least).all()
     assert (found <= most).all()

@@ -60,7 +60,7 @@ class HeadNorm(Knorm):
         wanted = torch.full_like(room, places)
         wanted[0] += places / 2
         wanted[-1] -= places / 2
-        counts = torch.full((layers, heads), float(question.protected))
+        counts = question.protected + torch.zeros(layers, heads, dtype=torch.float64)
         for layer, (rows, share) in enumerate(zip(scores, fill(wanted, room, places * layers), strict=True)):
             owner = torch.cat([torch.full((row.numel(),), head) for head, row in enumerate(rows)])
             top = torch.cat(list(rows)).topk(round(float(share))).indices

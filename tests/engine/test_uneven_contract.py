@@ -31,7 +31,7 @@ def test_what_cannot_be_served_is_refused(make_llm):
     with pytest.raises(InvalidArgumentError, match=r"a sliding window that share .*, and layer 0"):
         make_llm("mistral").generate(prompt, GREEDY, heads(interval=16))
     with pytest.raises(InvalidArgumentError, match="is refused"):
-        heads("segments(head-norm)")
+        heads("shares(head-norm)")
     with pytest.raises(InvalidArgumentError, match="decides itself"):
         heads(mode="union")
     assert_idle(llm)

@@ -34,7 +34,9 @@ def watched(monkeypatch, cls):
         "protect(paged_eviction, first=5, spans=((40, 43), (100, 103)))",
         "protect(segments(random), first=5, spans=((40, 60), (100, 103)))",
         "pyramidkv(protect(random, first=5, spans=((40, 60), (100, 103))), beta=2)",
-        "shares(protect(random, first=5, spans=((40, 60), (100, 103))), by=static, floor=0.6)",
+        "shares(protect(random, first=5, spans=((40, 60), (100, 103))), by=static)",
+        "shares(protect(random, first=5, spans=((40, 60), (100, 103))))",
+        "protect(segments(ada_kv(random)), first=5, spans=((40, 60), (100, 103)))",
     ],
 )
 def test_protected_tokens_outlive_all_others(spec, make_llm, monkeypatch):

@@ -28,6 +28,7 @@ from kvreclaim.compression.refusals import (
 from kvreclaim.compression.select import ALWAYS, FREE, PROMPT, lowest_blocks, refuse_nan, select_each
 from kvreclaim.compression.stats import LayerStats, QueryStats
 from kvreclaim.compression.stats_digest import stats_digest
+from kvreclaim.compression.wrapping import ranked
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import reference
 from kvreclaim.ops.facts import LayerFacts, ModelFacts
@@ -276,7 +277,10 @@ class Compressor:
 
     def _scores(self, layer: int, questions: Sequence[PassQuestion], keep: int) -> list[Tensor]:
         """[K, T] fp32 of one layer of each; -inf for tokens that none of its future queries can see."""
-        found = self.score([self._view(layer, question, keep) for question in questions])
+        views = [self._view(layer, question, keep) for question in questions]
+        found = self.score(views)
+        if self.policy.reranks:
+            found = [ranked(self.policy, *pair) for pair in zip(views, found, strict=True)]
         window = self._windows[layer]
         if window is None:
             return found

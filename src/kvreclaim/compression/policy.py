@@ -96,7 +96,8 @@ class LayerView:
     candidates:  tokens that may be evicted; the rest are protected sinks or recent tokens
     signals:     the signals that the policy needs, besides statistics
     first:       True if nothing has been evicted yet: neighbouring slots hold neighbouring tokens
-    budget:      tokens that each head keeps, protected ones included; with unequal heads the average
+    budget:      tokens that each head keeps, protected ones included; with unequal heads the average while
+                 they are scored, and each head's own number when it is reranked
     first_head:  index in the model of the view's first KV head
 
     With unequal heads a view shows one KV head: K = 1, H = G.
@@ -129,22 +130,23 @@ class CountsQuestion:
     """Input of `counts`: how many tokens does each head of one sequence keep?
 
     scores:      scores[layer][head] [T] fp32 of the tokens that may be evicted; T may differ
-    protected:   sinks and recent tokens, which every head keeps in addition
+    protected:   [L, K] float64 tokens that each head keeps in addition: sinks, recent and protected ones; or
+                 one number for all heads
     budget:      tokens per head on average, protected ones included
     logical_len: position of the next query: tokens of the text so far, evicted ones included
     stats:       of each layer; None unless the policy needs them
     """
 
     scores: Sequence[Sequence[Tensor]]
-    protected: int
+    protected: Tensor | int
     budget: int
     logical_len: int
     stats: Sequence[LayerStats] | None = None
 
     @property
-    def free(self) -> int:
+    def free(self) -> float:
         """Tokens per head on average, besides protected ones."""
-        return self.budget - self.protected
+        return self.budget - float(torch.as_tensor(self.protected, dtype=torch.float64).mean())
 
     @property
     def limit(self) -> Tensor:
@@ -166,7 +168,8 @@ class CompressionPolicy(ABC):
     query_window:   queries kept for Signal.RECENT_QUERIES
     prompt_only:    True if it compresses only once, at the end of the prompt
     cache_relative: True if a token's position is its slot: keys are rotated again when they move
-    lifts:          True if it raises some scores within a head, so that scores do not compare between heads
+    reranks:        True if it changes the order of a head's tokens by how many that head keeps, or protects
+                    some: override rerank, or protects
     any_heads:      True if score_many takes views of one KV head each, from any layers
     """
 
@@ -193,7 +196,7 @@ class CompressionPolicy(ABC):
         return False
 
     @property
-    def lifts(self) -> bool:
+    def reranks(self) -> bool:
         return False
 
     @property
@@ -220,6 +223,15 @@ class CompressionPolicy(ABC):
         `score` of its view alone, bit for bit. Override it if work can be shared (see score_all)."""
         return [self.score(view) for view in views]
 
+    def rerank(self, view: LayerView, scores: Tensor) -> Tensor:
+        """[K, T] fp32 to select by within each head, from the view's scores. By these heads do not compare:
+        counts are asked for by the scores alone. Pure as `score`."""
+        return scores
+
+    def protects(self, logical_len: int) -> tuple[tuple[int, int], ...]:
+        """Spans (a, b) of positions a <= p < b whose tokens go after all others; needs has POSITIONS."""
+        return ()
+
     def counts(self, question: CountsQuestion) -> Tensor:
         """CELLS only: tokens that each head keeps, [L, K] float, before rounding to blocks. Their
         mean is the budget; a head keeps at least the protected ones."""
@@ -237,9 +249,8 @@ class CompressionPolicy(ABC):
 
 def traits(policy: CompressionPolicy) -> frozenset[Trait]:
     """Traits for which wrappers may refuse the policy."""
-    found = {Trait.CACHE_RELATIVE: policy.cache_relative, Trait.LIFTS: policy.lifts}
     own = unfit_to_wrap(policy.eviction_method)
-    return frozenset(({own} if own else set()) | {trait for trait, has in found.items() if has})
+    return frozenset({own} if own else ()) | ({Trait.CACHE_RELATIVE} if policy.cache_relative else set())
 
 
 def _of_inner(name: str) -> Any:
@@ -279,10 +290,16 @@ class Wrapper(CompressionPolicy):
     query_window = _of_inner("query_window")
     prompt_only = _of_inner("prompt_only")
     cache_relative = _of_inner("cache_relative")
-    lifts = _of_inner("lifts")
+    reranks = _of_inner("reranks")
     any_heads = _of_inner("any_heads")
     needs = _of_inner("needs")
     default_mode = _of_inner("default_mode")
+
+    def rerank(self, view: LayerView, scores: Tensor) -> Tensor:
+        return self.inner.rerank(view, scores)
+
+    def protects(self, logical_len: int) -> tuple[tuple[int, int], ...]:
+        return self.inner.protects(logical_len)
 
     def counts(self, question: CountsQuestion) -> Tensor:
         return self.inner.counts(question)

@@ -8,74 +8,56 @@ counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvreclaim.compression.compressor import Compressor, SignalSource
-from kvreclaim.compression.policy import CountsQuestion, LayerSignals, LayerView
+from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.head_views import (
+    HeadsQuestion,
+    free_slots,
+    view_of_head,
+    view_of_layer,
+    views_of_heads,
+)
+from kvreclaim.compression.policy import CompressionPolicy, CountsQuestion, LayerView
 from kvreclaim.compression.select import NanCheck, refuse_nan
+from kvreclaim.compression.wrapping import ranked, within
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.ops.key_source import KeySource
 
-HeadSource = Callable[[int, int | None], KeySource]
 Heads = list[list[Tensor]]
 """One tensor per layer and KV head."""
 
 
 def round_to_blocks(
-    counts: np.ndarray, block_size: int, protected: int, most: np.ndarray, total: int
+    counts: np.ndarray, block_size: int, protected: np.ndarray, most: np.ndarray, total: int
 ) -> np.ndarray:
     """Blocks that each head keeps: counts / S by largest remainder, with a fixed sum. Every head keeps those
     of its protected tokens, and at least one: a head that attends to nothing has no answer.
 
     Args:
         counts:    [L, K] float, tokens
-        protected: tokens that every head keeps
-        most:      [L, K] int, blocks that each head can keep, no fewer than it must
+        protected: [L, K] int, tokens that each head keeps, if it can
+        most:      [L, K] int, blocks that each head can keep, at least one
         total:     the sum, from that of the blocks that heads must keep to that of most
 
     Returns: [L, K] int64, the nearest such numbers in the sum of squares.
     Ties: the lowest (layer, head) gains, the highest loses.
     """
-    least = max(1, blocks_for(protected, block_size))
-    assert least * most.size <= total <= most.sum(), f"{total} blocks, {least * most.size} to {most.sum()}"
     wanted = counts.ravel() / block_size
     room = most.ravel().astype(np.int64)
+    least = np.minimum(np.maximum(1, -(-protected.ravel() // block_size)), room)
+    assert least.sum() <= total <= room.sum(), f"{total} blocks, {least.sum()} to {room.sum()}"
     blocks = np.clip(np.floor(wanted).astype(np.int64), least, room)
     while (missing := total - int(blocks.sum())) != 0:
         step = 1 if missing > 0 else -1
         able = np.flatnonzero(blocks < room if step > 0 else blocks > least)[::step]
         blocks[able[np.argmax(step * (wanted[able] - blocks[able]))]] += step
     return blocks.reshape(counts.shape)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HeadsQuestion:
-    """Asks what to keep of one sequence whose heads may be uneven.
-
-    source:       (layer, head) -> one head's keys and values, or (layer, None) -> all heads', asked only at
-                  the first pass
-    signals:      layer -> what the policy's needs name besides statistics, of all heads
-    tokens:       [L, K] int64, live tokens of each head
-    prompt_slots: [L, K] int64, how many of them, from the first on, are of the prompt
-    logical_len:  position of the next query
-    first:        nothing has been evicted yet: all heads hold the same tokens
-    own:          (layer, head) -> fields of LayerSignals, of its own tokens [1, T], that lie where these do
-    """
-
-    source: HeadSource
-    signals: SignalSource
-    tokens: np.ndarray
-    prompt_slots: np.ndarray
-    logical_len: int
-    first: bool
-    own: Callable[[int, int], Mapping[str, Tensor]] = lambda *_: {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,22 +88,70 @@ def choose_uneven(
     firsts = [_first_free(compressor, question) for question in questions]
     scores = [_checked_scores(rows, check) for rows in _scores(compressor, questions, firsts)]
     return [
-        select_heads(compressor, *each, block_size) for each in zip(questions, firsts, scores, strict=True)
+        select_heads(compressor, *each, block_size, check)
+        for each in zip(questions, firsts, scores, strict=True)
     ]
 
 
 def select_heads(
-    compressor: Compressor, question: HeadsQuestion, first: int, scores: Heads, block_size: int
+    compressor: Compressor,
+    question: HeadsQuestion,
+    first: int,
+    scores: Heads,
+    block_size: int,
+    check: NanCheck,
 ) -> UnevenChoice:
     """From one sequence's scores to what stays of each head. first: the first slot that may go"""
-    recent, tokens = compressor.config.recent, question.tokens
-    free = [[row[_free(first, len(row), recent)] for row in rows] for rows in scores]
-    asked = CountsQuestion(free, first + recent, compressor.budget, question.logical_len, compressor.stats)
-    counts = _checked(compressor, compressor.policy.counts(asked), tokens)
+    recent, tokens, policy = compressor.config.recent, question.tokens, compressor.policy
+    free = [[row[free_slots(first, len(row), recent)] for row in rows] for rows in scores]
+    protected = np.full(tokens.shape, first + recent)
+    views = views_of_heads(compressor, question, first) if policy.reranks else []
+    if spans := policy.protects(question.logical_len):
+        free, protected = _set_apart(compressor, views, spans, free, protected)
+    always = torch.from_numpy(protected).double()
+    asked = CountsQuestion(free, always, compressor.budget, question.logical_len, compressor.stats)
+    counts = _checked(compressor, policy.counts(asked), tokens)
     total = tokens.size * compressor.budget // block_size
-    blocks = round_to_blocks(counts, block_size, first + recent, tokens // block_size, total)
+    blocks = round_to_blocks(counts, block_size, protected, tokens // block_size, total)
+    if views:
+        scores = _checked_scores(_ranked(policy, views, scores, blocks * block_size), check)
     kept = _kept(compressor, question, scores, blocks * block_size)
     return UnevenChoice(kept, round(float(np.maximum(counts - blocks * block_size, 0).sum())))
+
+
+def _set_apart(
+    compressor: Compressor,
+    views: list[list[LayerView]],
+    spans: Sequence[tuple[int, int]],
+    free: Heads,
+    protected: np.ndarray,
+) -> tuple[Heads, np.ndarray]:
+    """The scores of each head that compete, and its tokens that do not: those of the spans stay in every
+    head; of more than fit its budget the best."""
+    others, counts = [], protected.copy()
+    for layer, rows in enumerate(free):
+        others.append(rows[:])
+        for head, row in enumerate(rows):
+            view = views[layer][head]
+            named = within(view, spans)[0, view.candidates]
+            most = compressor.budget - int(protected[layer, head])
+            counts[layer, head] += (stay := min(int(named.sum()), most))
+            best = row.masked_fill(~named, -torch.inf).topk(stay, sorted=False).indices
+            others[-1][head] = row[torch.ones_like(named).index_fill_(0, best, False)]
+    return others, counts
+
+
+def _ranked(
+    policy: CompressionPolicy, views: list[list[LayerView]], scores: Heads, keep: np.ndarray
+) -> Heads:
+    """The scores to select by within each head, which keeps so many tokens [L, K]."""
+    return [
+        [
+            ranked(policy, replace(view, budget=int(keep[layer, head])), row[None])[0]
+            for head, (view, row) in enumerate(zip(views[layer], rows, strict=True))
+        ]
+        for layer, rows in enumerate(scores)
+    ]
 
 
 def _checked_scores(scores: Heads, check: NanCheck) -> Heads:
@@ -144,10 +174,6 @@ def _first_free(compressor: Compressor, question: HeadsQuestion) -> int:
     return config.sinks
 
 
-def _free(first: int, num_tokens: int, recent: int) -> slice:
-    return slice(first, max(first, num_tokens - recent))
-
-
 def _scores(compressor: Compressor, questions: Sequence[HeadsQuestion], firsts: Sequence[int]) -> list[Heads]:
     """[T] fp32 each: whole layers while all heads hold the same tokens, else head by head, each for all
     sequences at once; or all heads of all at once, if the policy can. firsts: the first slot that may go."""
@@ -157,7 +183,7 @@ def _scores(compressor: Compressor, questions: Sequence[HeadsQuestion], firsts: 
     whole = [i for i, question in enumerate(questions) if question.first and not together]
     alone = [i for i in range(len(questions)) if i not in whole]
     for layer in range(num_layers if whole else 0):
-        views = [_view(compressor, layer, questions[i], firsts[i]) for i in whole]
+        views = [view_of_layer(compressor, layer, questions[i], firsts[i]) for i in whole]
         for i, scores in zip(whole, compressor.score(views), strict=True):
             found[i][layer] = list(scores)
     signals = [lru_cache(1)(question.signals) for question in questions]
@@ -165,46 +191,10 @@ def _scores(compressor: Compressor, questions: Sequence[HeadsQuestion], firsts: 
     step = len(places) if together else len(alone)
     for start in range(0, len(places), max(1, step)):
         some = places[start : start + step]
-        views = [_head_view(compressor, n, h, questions[i], firsts[i], signals[i](n)) for i, n, h in some]
+        views = [view_of_head(compressor, n, h, questions[i], firsts[i], signals[i](n)) for i, n, h in some]
         for (i, layer, _), scores in zip(some, compressor.score(views), strict=True):
             found[i][layer].append(scores[0])
     return found
-
-
-def _view(compressor: Compressor, layer: int, question: HeadsQuestion, first: int) -> LayerView:
-    """The view of all heads of a layer."""
-    return LayerView(
-        layer,
-        question.source(layer, None),
-        question.logical_len,
-        compressor.facts.layers[layer],
-        compressor.stats_of(layer),
-        _free(first, int(question.tokens[layer, 0]), compressor.config.recent),
-        signals=question.signals(layer),
-        first=question.first,
-        budget=compressor.budget,
-    )
-
-
-def _head_view(
-    compressor: Compressor, layer: int, head: int, question: HeadsQuestion, first: int, signals: LayerSignals
-) -> LayerView:
-    """The view of one head. signals: of all heads of the layer"""
-    source = question.source(layer, head)
-    known = head_signals(signals, head, compressor.facts.layers[layer].num_kv_heads)
-    facts, stats = compressor.of_head(layer, head)
-    return LayerView(
-        layer,
-        source,
-        question.logical_len,
-        facts,
-        stats,
-        _free(first, source.shape[1], compressor.config.recent),
-        signals=replace(known, **question.own(layer, head)),
-        first=question.first,
-        budget=compressor.budget,
-        first_head=head,
-    )
 
 
 def _checked(compressor: Compressor, counts: Tensor, tokens: np.ndarray) -> np.ndarray:
@@ -256,30 +246,3 @@ def prompt_left(kept: Heads, prompt_slots: np.ndarray) -> np.ndarray:
     limits = np.repeat(prompt_slots.ravel(), np.diff(ends, prepend=0))
     inside = np.cumsum(torch.cat(heads).cpu().numpy() < limits)
     return np.diff(np.append(0, inside)[ends], prepend=0).reshape(prompt_slots.shape)
-
-
-def head_signals(signals: LayerSignals, head: int, num_kv_heads: int) -> LayerSignals:
-    """The signals of one KV head and its query heads; sliced, not copied."""
-    own = {
-        field.name: tensor.unflatten(0, (num_kv_heads, -1))[head]
-        for field in fields(signals)
-        if isinstance(tensor := getattr(signals, field.name), Tensor)
-    }
-    return replace(signals, **own) if own else signals
-
-
-def head_view(view: LayerView, head: int, source: KeySource, candidates: slice) -> LayerView:
-    """A view of one KV head and its query heads.
-
-    source: of this head, K = 1
-    """
-    heads = view.facts.num_kv_heads
-    return replace(
-        view,
-        source=source,
-        facts=view.facts.kv_head(head),
-        stats=None if view.stats is None else view.stats.kv_head(head, heads),
-        candidates=candidates,
-        signals=head_signals(view.signals, head, heads),
-        first_head=head,
-    )

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvreclaim.compression.policy import Mode, Trait, Wrapper
+from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode, Trait, Wrapper
 from kvreclaim.ops.moving import move
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
+_LARGEST_BLOCK = 4096
 _MARGIN = 2.0**-10
 _STEPS = 100
 
@@ -25,10 +26,7 @@ class Uneven(Wrapper):
     eviction_method = EvictionMethod.CELLS
     default_mode = Mode.PER_LAYER_HEAD
 
-    @property
-    def unfit(self) -> tuple[Trait, ...]:
-        """Scores that are lifted within a head rank its tokens; only what compares heads cannot use them."""
-        return tuple(trait for trait in Trait if trait is not Trait.LIFTS)
+    unfit = tuple(Trait)
 
     @property
     def remedy(self) -> str:
@@ -57,6 +55,24 @@ def _with_safe(scores: Tensor, safe: int) -> Tensor:
     """The scores of one head, its best `safe` ones above everything."""
     best = scores.topk(min(safe, len(scores)), sorted=False).indices
     return scores.clone().index_fill_(0, best, torch.inf)
+
+
+def ranked(policy: CompressionPolicy, view: LayerView, scores: Tensor) -> Tensor:
+    """[K, T] fp32 to select by within each head, from the view's scores: reranked, protected tokens first."""
+    scores = policy.rerank(view, scores)
+    if not (spans := policy.protects(view.logical_len)):
+        return scores
+    # a block's score is a mean over its tokens: one protected token must outweigh all the others
+    factor = _LARGEST_BLOCK if policy.eviction_method.whole_blocks else 1.0
+    return lift(scores, within(view, spans), factor)
+
+
+def within(view: LayerView, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """[K, T] bool: tokens whose positions lie in one of the spans."""
+    positions = view.signals.positions
+    assert positions is not None, f"layer {view.layer}: no positions"
+    inside = [(positions >= start) & (positions < end) for start, end in spans]
+    return torch.stack(inside).any(dim=0)
 
 
 def lift(scores: Tensor, chosen: Tensor, factor: float = 1.0) -> Tensor:

@@ -12,6 +12,7 @@ from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.policy import CompressionPolicy, CountsQuestion, LayerView, Mode, Signal
 from kvreclaim.compression.registry import make_policy, policy_spec
+from kvreclaim.compression.wrapping import ranked
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.key_source import DenseSource
 from kvreclaim.ops.rope import RopeLayout
@@ -65,11 +66,11 @@ def is_pure(policy: CompressionPolicy) -> None:
     """The same view gives the same scores, changes in nothing, and no global generator moves."""
     view, untouched = _view(), _view()
     before = torch.get_rng_state()
-    first = policy.score(view)
+    first = _scores(policy, view)
     torch.rand(3)
-    again = policy.score(view)
+    again = _scores(policy, view)
     torch.set_rng_state(before)
-    policy.score(view)
+    _scores(policy, view)
     assert torch.equal(before, torch.get_rng_state()), f"{policy_spec(policy)} moves the global generator"
     assert torch.equal(first, again), f"{policy_spec(policy)} scores one view in two ways"
     for ours, other in zip(_tensors(view), _tensors(untouched), strict=True):
@@ -79,12 +80,12 @@ def is_pure(policy: CompressionPolicy) -> None:
 def heads_are_apart(policy: CompressionPolicy) -> None:
     """A KV head's scores depend on that head alone, or else all heads have the same scores."""
     view = _view()
-    both = policy.score(view)
+    both = _scores(policy, view)
     if torch.equal(both[0], both[1]):
         return
     for head in range(2):
         torch.testing.assert_close(
-            policy.score(toys.kv_head_view(view, head))[0],
+            _scores(policy, toys.kv_head_view(view, head))[0],
             both[head],
             msg=lambda text: f"{policy_spec(policy)}: a head's scores depend on other heads. {text}",
         )
@@ -94,7 +95,7 @@ def strides_do_not_matter(policy: CompressionPolicy) -> None:
     """Keys and values score alike however they lie in memory."""
     view = _view()
     keys, values = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in view.source.tensors())
-    torch.testing.assert_close(policy.score(toys.with_kv(view, keys, values)), policy.score(view))
+    torch.testing.assert_close(_scores(policy, toys.with_kv(view, keys, values)), _scores(policy, view))
 
 
 def a_roomy_budget_keeps_all(policy: CompressionPolicy) -> None:
@@ -183,8 +184,13 @@ def _views() -> Iterator[LayerView]:
         yield dataclasses.replace(view, logical_len=num_tokens, first=True)
 
 
+def _scores(policy: CompressionPolicy, view: LayerView) -> Tensor:
+    """The scores that tokens are selected by within a head."""
+    return ranked(policy, view, policy.score(view))
+
+
 def _finite_scores(policy: CompressionPolicy, view: LayerView) -> None:
-    scores = policy.score(view)
+    scores = _scores(policy, view)
     expected = (view.source.shape, torch.float32)
     got = (tuple(scores.shape), scores.dtype)
     assert got == expected, f"{policy_spec(policy)} gives scores {got}, not {expected}"

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from kvreclaim.compression.head_shares import FRACTIONS
+from kvreclaim.compression.head_views import head_view
 from kvreclaim.compression.policy import LayerSignals, LayerView
 from kvreclaim.compression.stats import LayerStats, QueryStats, StatsMetadata
 from kvreclaim.compression.surrogate import KNOTS, num_features
-from kvreclaim.compression.uneven import head_view
 from kvreclaim.ops.facts import LayerFacts, ModelFacts, Softmax
 from kvreclaim.ops.key_source import DenseSource
 from kvreclaim.ops.rope import RopeLayout

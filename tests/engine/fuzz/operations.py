@@ -38,6 +38,8 @@ POLICIES = (
     "segments(tova, n=2)",
     "protect(knorm, first=3)",
     "pyramidkv(snapkv(window=3))",
+    "protect(shares(surrogate), first=5, last=4)",
+    "segments(ada_kv(snapkv(window=2)), n=2)",
     "ada_kv(snapkv(window=2), alpha=0)",
     "block-norm",
     "prompt-norm",

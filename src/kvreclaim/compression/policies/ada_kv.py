@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvreclaim.compression.policy import CountsQuestion, Trait
+from kvreclaim.compression.policy import CountsQuestion
 from kvreclaim.compression.wrapping import Uneven, fill, top_counts
 from kvreclaim.options import option
 
@@ -22,15 +22,13 @@ class AdaKV(Uneven):
     Paper: arXiv 2407.11550.
 
     inner: gives the scores, which must mean the same in all heads of a layer; snapkv, as published,
-           where none is named. A policy that lifts scores within a head (segments, protect, critical) is
-           refused
+           where none is named
     alpha: share of the budget that is safe in every head; .2 as published
     Cost: that of inner and one sort per layer.
     """
 
     alpha: float = option(0.2, low=0, high=1)
     name = "ada_kv"
-    unfit = tuple(Trait)
 
     def counts(self, question: CountsQuestion) -> Tensor:
         limit, free = question.limit, question.free

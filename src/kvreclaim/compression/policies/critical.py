@@ -28,8 +28,8 @@ class Critical(Wrapper):
 
     Paper: arXiv 2502.03805. Best around a policy that does not weigh with ||v|| itself.
 
-    inner:       the policy that is ranked again; where another wrapper gives heads unequal numbers of
-                 tokens, as in pyramidkv(critical(snapkv)), the halves are those of the average budget
+    inner:       the policy that is ranked again; with unequal heads the halves are those of what each head
+                 keeps
     first_stage: share of the budget that goes by the inner score alone; .5 as published
     Cost: that of inner and a product of [T, Dv] by [Dv, M] per query head, M the model's hidden size;
     state: that of inner.
@@ -37,16 +37,16 @@ class Critical(Wrapper):
 
     first_stage: float = option(0.5, low=0, high=1)
     name = "critical"
-    lifts = True
-    unfit = (Trait.KEEPS_ALL, Trait.WHOLE_BLOCKS, Trait.UNEVEN)
-    remedy = "wrap a policy that gives every head the same number of tokens, such as critical(snapkv)"
+    reranks = True
+    unfit = (Trait.KEEPS_ALL, Trait.WHOLE_BLOCKS)
+    remedy = "wrap a policy that ranks tokens, such as critical(snapkv)"
 
     @property
     def needs(self) -> frozenset[Signal]:
         return self.inner.needs | {Signal.OUTPUT_PROJECTION}
 
-    def score(self, view: LayerView) -> Tensor:
-        inner = self.inner.score(view)
+    def rerank(self, view: LayerView, scores: Tensor) -> Tensor:
+        inner = self.inner.rerank(view, scores)
         scores = torch.zeros_like(inner)
         part = inner[:, view.candidates]
         num_candidates = part.shape[1]

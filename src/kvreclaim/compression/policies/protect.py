@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from kvreclaim.checks import is_int
-from kvreclaim.compression.policy import LayerView, Signal, Trait, Wrapper
-from kvreclaim.compression.wrapping import lift
+from kvreclaim.compression.policy import Signal, Trait, Wrapper
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.options import option
-
-_LARGEST_BLOCK = 4096
 
 
 @dataclass(frozen=True)
@@ -21,7 +16,9 @@ class Protect(Wrapper):
     """Another policy's ranking, with the tokens at certain logical positions before all others.
 
     A token at position p of L is protected if p < first, p >= L - last, or a <= p < b for a span
-    (a, b). Protected tokens go only when no other one is left to go, the worst of them first.
+    (a, b). Protected tokens go only when no other one is left to go, the worst of them first. With unequal
+    heads each head keeps all of them, and its other tokens by its count; of more than the budget each head
+    keeps as many as the budget, the best of them.
 
     Three things differ from CompressionConfig. Its `sinks` and `recent` count live slots and hold
     absolutely: they must fit into the budget. Its `protect_prompt` covers the prompt, whole, and ranks
@@ -40,9 +37,9 @@ class Protect(Wrapper):
     last: int = option(0, low=0, unit=" tokens")
     spans: tuple[tuple[int, int], ...] = ()
     name = "protect"
-    lifts = True
-    unfit = (Trait.KEEPS_ALL, Trait.UNEVEN, Trait.CACHE_RELATIVE)
-    remedy = "wrap a policy that ranks tokens and keeps equally many in every head, as protect(snapkv)"
+    reranks = True
+    unfit = (Trait.KEEPS_ALL, Trait.CACHE_RELATIVE)
+    remedy = "wrap a policy that ranks tokens, such as protect(snapkv)"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,16 +49,10 @@ class Protect(Wrapper):
     def needs(self) -> frozenset[Signal]:
         return self.inner.needs | {Signal.POSITIONS}
 
-    def score(self, view: LayerView) -> Tensor:
-        positions = view.signals.positions
-        assert positions is not None, f"layer {view.layer}: no positions"
-        chosen = (positions < self.first) | (positions >= view.logical_len - self.last)
-        for start, end in self.spans:
-            chosen = chosen | ((positions >= start) & (positions < end))
-        # a block's score is a mean over its tokens: one protected token must outweigh all the others
-        return lift(
-            self.inner.score(view), chosen, _LARGEST_BLOCK if self.eviction_method.whole_blocks else 1.0
-        )
+    def protects(self, logical_len: int) -> tuple[tuple[int, int], ...]:
+        ends = ((0, self.first), (logical_len - self.last, logical_len))
+        named = (span for span in (*ends, *self.spans) if span[0] < span[1])
+        return (*named, *self.inner.protects(logical_len))
 
 
 def _checked_spans(spans: object) -> tuple[tuple[int, int], ...]:

@@ -36,7 +36,7 @@ class PyramidKV(Uneven):
     name = "pyramidkv"
 
     def counts(self, question: CountsQuestion) -> Tensor:
-        limit, average = question.limit, float(question.free)
+        limit, average = question.limit, question.free
         layers, most = len(limit), float(limit.max())
         last = average / self.beta
         if 2 * average - last >= most:

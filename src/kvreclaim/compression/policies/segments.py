@@ -25,8 +25,8 @@ class Segments(Wrapper):
     to the best tokens left, wherever they are. So no region of the trace dies out as long as it holds
     a token that may go, and a token keeps its place by its rank among its neighbours.
 
-    The quota holds in each head that has a set of its own (per_layer_head); in the modes that share a
-    set it is the heads' vote.
+    The quota holds in each head that has a set of its own (per_layer_head); with unequal heads the budget is
+    what that head keeps. In the modes that share a set it is the heads' vote.
 
     inner: ranks the tokens
     n:     segments; 8 keeps a needle among an eighth of its rivals
@@ -37,16 +37,16 @@ class Segments(Wrapper):
     n: int = option(8, low=1, high=MAX_SEGMENTS, unit=" segments")
     share: float = option(0.5, low=0, high=1)
     name = "segments"
-    lifts = True
-    unfit = (Trait.KEEPS_ALL, Trait.WHOLE_BLOCKS, Trait.UNEVEN, Trait.CACHE_RELATIVE)
-    remedy = "wrap a policy that ranks tokens and keeps equally many in every head, as segments(snapkv)"
+    reranks = True
+    unfit = (Trait.KEEPS_ALL, Trait.WHOLE_BLOCKS, Trait.CACHE_RELATIVE)
+    remedy = "wrap a policy that ranks tokens, such as segments(snapkv)"
 
     @property
     def needs(self) -> frozenset[Signal]:
         return self.inner.needs | {Signal.POSITIONS}
 
-    def score(self, view: LayerView) -> Tensor:
-        scores = self.inner.score(view)
+    def rerank(self, view: LayerView, scores: Tensor) -> Tensor:
+        scores = self.inner.rerank(view, scores)
         assert view.signals.positions is not None, f"layer {view.layer}: no positions"
         rivals = scores[:, view.candidates]
         protected = scores.shape[1] - rivals.shape[1]

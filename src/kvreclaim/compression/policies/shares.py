@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.compression.head_shares import share_at
-from kvreclaim.compression.policy import CountsQuestion, Signal, Trait
+from kvreclaim.compression.policy import CountsQuestion, Signal
 from kvreclaim.compression.wrapping import Uneven, fill, top_counts
 from kvreclaim.options import option
 
@@ -34,8 +34,7 @@ class Shares(Uneven):
     streaming_llm are close to DuoAttention, arXiv 2410.10819.
 
     inner: ranks the tokens; surrogate where none is named. By threshold its scores must mean the same in all
-           layers and heads, and a policy that lifts scores within a head (segments, protect, critical) is
-           refused; static shares go with any ranking
+           layers and heads; static shares go with any ranking
     floor: share of the budget that every head has, whatever its scores or its share
     by:    who decides
     Cost: that of inner and, by threshold, one selection among all scores.
@@ -47,10 +46,6 @@ class Shares(Uneven):
     default_inner = "surrogate"
 
     @property
-    def unfit(self) -> tuple[Trait, ...]:
-        return tuple(Trait) if self.by == "threshold" else super().unfit
-
-    @property
     def needs(self) -> frozenset[Signal]:
         return self.inner.needs | ({Signal.HEAD_SHARES} if self.by == "static" else frozenset())
 
@@ -59,7 +54,7 @@ class Shares(Uneven):
         if self.by == "static":
             return question.protected + self._static(question, safe)
         heads = [head for layer in question.scores for head in layer]
-        places = min(question.free * len(heads), sum(map(len, heads)))
+        places = min(round(question.free * len(heads)), sum(map(len, heads)))
         found = top_counts(heads, safe, places)
         return question.protected + torch.stack(found.split([len(layer) for layer in question.scores]))
 

@@ -34,7 +34,6 @@ class Trait(StrEnum):
     WHOLE_BLOCKS = "evicts whole blocks, not tokens"
     UNEVEN = "lets heads keep unequal numbers of tokens"
     CACHE_RELATIVE = "takes a token's slot for its position"
-    LIFTS = "lifts scores within a head, which says nothing between heads"
 
 
 def unfit_to_wrap(method: EvictionMethod) -> Trait | None:

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvreclaim.compression.head_views import HeadsQuestion
 from kvreclaim.compression.policy import Signal
-from kvreclaim.compression.uneven import HeadsQuestion, UnevenChoice, choose_uneven, prompt_left
+from kvreclaim.compression.uneven import UnevenChoice, choose_uneven, prompt_left
 from kvreclaim.engine.attend.cell_tables import grown_cells, head_lengths
 from kvreclaim.engine.compact.job import CompactionJob, CompactionResult
 from kvreclaim.engine.compact.pass_context import PassContext

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.head_views import HeadsQuestion
 from kvreclaim.compression.policy import NO_SIGNALS, LayerSignals
-from kvreclaim.compression.uneven import Heads, HeadsQuestion, choose_uneven, prompt_left
+from kvreclaim.compression.uneven import Heads, choose_uneven, prompt_left
 from kvreclaim.integrations.vllm.cells.grid import CellGrid
 from kvreclaim.integrations.vllm.cells.heads import HeadTables
 from kvreclaim.integrations.vllm.cells.positions import HeadPositions, Positions

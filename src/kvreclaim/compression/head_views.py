@@ -1,0 +1,116 @@
+"""What is asked about a sequence whose heads may be uneven, and the views of its layers and heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+from torch import Tensor
+
+from kvreclaim.compression.compressor import Compressor, SignalSource
+from kvreclaim.compression.policy import LayerSignals, LayerView
+from kvreclaim.ops.key_source import KeySource
+
+HeadSource = Callable[[int, int | None], KeySource]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadsQuestion:
+    """Asks what to keep of one sequence whose heads may be uneven.
+
+    source:       (layer, head) -> one head's keys and values, or (layer, None) -> all heads', asked only at
+                  the first pass
+    signals:      layer -> what the policy's needs name besides statistics, of all heads
+    tokens:       [L, K] int64, live tokens of each head
+    prompt_slots: [L, K] int64, how many of them, from the first on, are of the prompt
+    logical_len:  position of the next query
+    first:        nothing has been evicted yet: all heads hold the same tokens
+    own:          (layer, head) -> fields of LayerSignals, of its own tokens [1, T], that lie where these do
+    """
+
+    source: HeadSource
+    signals: SignalSource
+    tokens: np.ndarray
+    prompt_slots: np.ndarray
+    logical_len: int
+    first: bool
+    own: Callable[[int, int], Mapping[str, Tensor]] = lambda *_: {}
+
+
+def free_slots(first: int, num_tokens: int, recent: int) -> slice:
+    """The slots between those that always stay."""
+    return slice(first, max(first, num_tokens - recent))
+
+
+def view_of_layer(compressor: Compressor, layer: int, question: HeadsQuestion, first: int) -> LayerView:
+    """The view of all heads of a layer."""
+    return LayerView(
+        layer,
+        question.source(layer, None),
+        question.logical_len,
+        compressor.facts.layers[layer],
+        compressor.stats_of(layer),
+        free_slots(first, int(question.tokens[layer, 0]), compressor.config.recent),
+        signals=question.signals(layer),
+        first=question.first,
+        budget=compressor.budget,
+    )
+
+
+def view_of_head(
+    compressor: Compressor, layer: int, head: int, question: HeadsQuestion, first: int, signals: LayerSignals
+) -> LayerView:
+    """The view of one head. signals: of all heads of the layer"""
+    source = question.source(layer, head)
+    known = head_signals(signals, head, compressor.facts.layers[layer].num_kv_heads)
+    facts, stats = compressor.of_head(layer, head)
+    return LayerView(
+        layer,
+        source,
+        question.logical_len,
+        facts,
+        stats,
+        free_slots(first, source.shape[1], compressor.config.recent),
+        signals=replace(known, **question.own(layer, head)),
+        first=question.first,
+        budget=compressor.budget,
+        first_head=head,
+    )
+
+
+def views_of_heads(compressor: Compressor, question: HeadsQuestion, first: int) -> list[list[LayerView]]:
+    """The views of every head."""
+    num_layers, num_heads = question.tokens.shape
+    return [
+        [view_of_head(compressor, layer, head, question, first, signals) for head in range(num_heads)]
+        for layer in range(num_layers)
+        for signals in [question.signals(layer)]
+    ]
+
+
+def head_signals(signals: LayerSignals, head: int, num_kv_heads: int) -> LayerSignals:
+    """The signals of one KV head and its query heads; sliced, not copied."""
+    own = {
+        field.name: tensor.unflatten(0, (num_kv_heads, -1))[head]
+        for field in fields(signals)
+        if isinstance(tensor := getattr(signals, field.name), Tensor)
+    }
+    return replace(signals, **own) if own else signals
+
+
+def head_view(view: LayerView, head: int, source: KeySource, candidates: slice) -> LayerView:
+    """A view of one KV head and its query heads.
+
+    source: of this head, K = 1
+    """
+    heads = view.facts.num_kv_heads
+    return replace(
+        view,
+        source=source,
+        facts=view.facts.kv_head(head),
+        stats=None if view.stats is None else view.stats.kv_head(head, heads),
+        candidates=candidates,
+        signals=head_signals(view.signals, head, heads),
+        first_head=head,
+    )
