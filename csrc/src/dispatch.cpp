@@ -1,6 +1,7 @@
 // Picks the kernels' instruction set once, at the first use.
 #include <cstdlib>
 #include <cstring>
+#include <string>
 
 #include "kvreclaim/table.h"
 #ifdef KVR_X86
@@ -38,6 +39,7 @@ struct Tables {
   int count = 0;
 
   void add(const KernelTable& table) {
+    if (table.isa == nullptr) return;  // absent.cpp
     tables[count] = &table;
     names[count++] = table.isa;
   }
@@ -78,11 +80,16 @@ const KernelTable& kernels() { return *chosen(); }
 const char* const* supported_isas() { return all().names; }
 
 const char* compiled_isas() {
+  static const std::string names = [] {
+    std::string text = "baseline";
 #ifdef KVR_X86
-  return "baseline avx2 avx512 avx512vnni avx512bf16 amx";
-#else
-  return "baseline";
+    for (const KernelTable* table :
+         {&avx2::kTable, &avx512::kTable, &avx512vnni::kTable, &avx512bf16::kTable, &amx::kTable})
+      if (table->isa != nullptr) text += std::string(" ") + table->isa;
 #endif
+    return text;
+  }();
+  return names.c_str();
 }
 
 bool set_isa(const char* name) {
