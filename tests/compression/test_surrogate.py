@@ -17,7 +17,15 @@ from kvreclaim.compression.policies.surrogate import GRAIN
 from kvreclaim.compression.policy import CountsQuestion, LayerSignals
 from kvreclaim.compression.refusals import layer_stats
 from kvreclaim.compression.registry import make_policy
-from kvreclaim.compression.surrogate import KNOTS, SOON, SurrogateFit, age_features, needed, num_features
+from kvreclaim.compression.surrogate import (
+    KNOTS,
+    SOON,
+    SurrogateFit,
+    age_features,
+    needed,
+    num_features,
+    weighed,
+)
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.rope import RopeLayout, rotate
 from kvreclaim.ops.scoring import surrogate_features
@@ -81,6 +89,16 @@ def test_age_is_linear_in_its_logarithm_between_knots():
 def test_what_is_needed_soon_outweighs_what_may_be_asked():
     reached = torch.tensor([[[0.9, 0.9, 0.9]], [[0.1, 0.0, 0.5]], [[0.2, 0.3, 0.5]]])
     torch.testing.assert_close(needed(reached, 2), torch.tensor([[0.1 * math.exp(SOON), 0.3]]))
+
+
+def test_attention_counts_by_what_the_value_adds():
+    """To the residual stream, through the query head that makes most of it."""
+    reached, values, weights = noise(1, 3, 2, 5).abs(), noise(2, 2, 5, 4), noise(3, 2, 3, 4, 7)
+    found = weighed(reached, values, weights @ weights.mT)
+    for head in range(2):
+        for token in range(5):
+            added = max((values[head, token] @ weights[head, query]).norm() for query in range(3))
+            torch.testing.assert_close(found[:, head, token], reached[:, head, token] * added)
 
 
 def test_a_fit_without_a_layer_is_refused():

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 import tiny
+import tiny_packed
 import torch
 from torch import Tensor, nn
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.model.loader import load_model
-from kvreclaim.model.projection import output_projections
+from kvreclaim.model.projection import output_projections, value_grams
 
 
 class Echo:
@@ -57,6 +58,31 @@ def test_heads_add_up_to_what_the_attention_module_gives(family: str, kernels: s
         bias = loaded.model.model.layers[layer].self_attn.o_proj.bias
         got = torch.einsum("thd,hdm->tm", echo.outputs[layer], weight) + (0 if bias is None else bias)
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt-oss", "gemma3"])
+def test_grams_give_the_norm_of_what_a_value_adds(family: str, tiny_dir) -> None:
+    loaded = load_model(tiny_dir(family), dtype="float32", device="cpu")
+    grams, weights = (find(loaded.model, loaded.facts) for find in (value_grams, output_projections))
+    for gram, weight, facts in zip(grams, weights, loaded.facts.layers, strict=True):
+        value = torch.randn(facts.v_head_dim, generator=torch.Generator().manual_seed(3))
+        want = (value @ weight).square().sum(-1).view(facts.num_kv_heads, -1)
+        torch.testing.assert_close(value @ gram @ value, want, atol=1e-5, rtol=1e-4)
+
+
+def test_grams_of_packed_weights_are_those_of_their_numbers(tmp_path) -> None:
+    plain = tiny_packed.write("awq", tmp_path)
+    packed = load_model(tmp_path, dtype="float32", device="cpu")
+    grams = (value_grams(model, packed.facts) for model in (packed.model, plain))
+    for got, want in zip(*grams, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", tiny.LATENT)
+def test_a_latent_counts_by_its_own_norm(family: str, tiny_dir) -> None:
+    loaded = load_model(tiny_dir(family), dtype="float32", device="cpu")
+    for gram in value_grams(loaded.model, loaded.facts):
+        assert gram.equal(torch.eye(gram.shape[-1]).expand_as(gram))
 
 
 def test_the_weights_are_not_copied(tiny_dir) -> None:

@@ -21,12 +21,12 @@ from kvreclaim.compression.kvzap import UNITS, KVzapFit
 from kvreclaim.compression.public_kvzap import read_kvzap
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.compression.stats_builder import Clustering, StatsBuilder
-from kvreclaim.compression.surrogate import SurrogateFit, needed
+from kvreclaim.compression.surrogate import SurrogateFit, needed, weighed
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model.capture import NEAR, capture_queries, now
 from kvreclaim.model.inputs import inputs_handed_out
 from kvreclaim.model.loader import LoadedModel
-from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.model.projection import value_grams
 
 PIECE_TOKENS = 1024
 """Length of a document that is said twice; a longer one is cut. More cost more per token and tell nothing
@@ -135,7 +135,7 @@ def calibrate(
     published = None if kvzap is None or fitted else read_kvzap(kvzap, loaded.facts)
     clustering = Clustering(num_centers, shared_centers, seed, min_weight, min_distance, max_points)
     builder = StatsBuilder(loaded.facts, clustering, covariance)
-    learnt = _Learnt(loaded.facts, FITTED[str(kvzap)] if fitted else None)
+    learnt = _Learnt(loaded, FITTED[str(kvzap)] if fitted else None)
     if surrogate and all(documents):
         documents = pieces(documents, loaded.facts.max_position // 2)
     bar = tqdm(total=loaded.facts.num_layers, desc="calibrate", unit="layer", disable=not show_progress)
@@ -154,7 +154,9 @@ class _Learnt:
     """Results of repeated documents: a surrogate of a token's worth, the shares of heads, and where
     that is asked for weights of hidden states (kvzap_units: KVzapFit's)."""
 
-    def __init__(self, facts: ModelFacts, kvzap_units: int | None) -> None:
+    def __init__(self, loaded: LoadedModel, kvzap_units: int | None) -> None:
+        facts = loaded.facts
+        self._grams = list(value_grams(loaded.model, facts))
         self._fit = SurrogateFit(facts)
         self._shares = SharesFit(facts)
         self._kvzap = None if kvzap_units is None else KVzapFit(facts, kvzap_units)
@@ -170,8 +172,9 @@ class _Learnt:
     ) -> None:
         """OnReached of capture_queries."""
         cut = now(keys.shape[1])
-        self._fit.add(layer, keys[:, :cut], values[:, :cut], needed(reached, cut))
-        ever = reached.amax(dim=0)
+        worth = weighed(reached, values, self._grams[layer])
+        self._fit.add(layer, keys[:, :cut], values[:, :cut], needed(worth, cut))
+        ever = worth.amax(dim=0)
         self._shares.add(layer, document, ever)
         if self._kvzap is not None:
             assert hidden is not None, f"layer {layer} hands out nothing; the probe saw it do so"

@@ -4,7 +4,9 @@ The teacher is a document said twice, without words between, and compressed, in 
 of it have been said once. The rest of it is the text going on: the most that any of its queries pays a token
 tells what is needed soon. Whoever writes the document the second time reads the first copy: that tells what
 may be asked of it (KVzip's score, arXiv 2505.23416, without its instruction). What is needed soon counts
-e^SOON times as much, since it is sure to come.
+e^SOON times as much, since it is sure to come. Attention is weighed by what the token's value then adds to
+the residual stream, |W_o v| (as in KVzap's KVzip+, arXiv 2601.07891): much attention to a small value
+changes little.
 
 The logarithm of the larger of the two is fitted, for each (layer, KV head), by ridge regression on numbers
 that the cache holds anyway and that do not depend on the token's position, and on its age. So the score can
@@ -56,10 +58,21 @@ def age_scores(weights: Tensor) -> Tensor:
     return (weights.double() @ age_features(ages).T).float()
 
 
-def needed(reached: Tensor, now: int) -> Tensor:
-    """The teacher's score of the tokens before `now`: [K, now], 0 to e^SOON.
+def weighed(reached: Tensor, values: Tensor, gram: Tensor) -> Tensor:
+    """Attention times the most that a query head's projection makes of the value: [P, K, T] fp32.
 
-    reached: [3, K, T] the most that a query pays each token: before now, from now on, the second time
+    reached: [P, K, T] the most that queries pay each token
+    values:  [K, T, Dv] any float dtype; gram: [K, G, Dv, Dv] (model.projection.value_grams)
+    """
+    rows = values.float()[:, None]
+    squares = ((rows @ gram.to(rows)) * rows).sum(dim=-1).amax(dim=1)
+    return reached * squares.clamp_min(0).sqrt().to(reached)
+
+
+def needed(reached: Tensor, now: int) -> Tensor:
+    """The teacher's score of the tokens before `now`: [K, now], >= 0.
+
+    reached: [3, K, T] worth of each token to queries before now, from now on, the second time (weighed)
     """
     soon, asked = reached[1:, :, :now]
     return torch.maximum(soon * math.exp(SOON), asked)

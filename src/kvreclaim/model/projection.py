@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.ops.facts import LayerFacts, ModelFacts
+from kvreclaim.ops.facts import ModelFacts
 
 NAMES = ("o_proj", "dense", "out_proj", "wo", "c_proj")
 """Names of the linear layer after attention."""
@@ -23,24 +27,53 @@ def output_projections(model: nn.Module, facts: ModelFacts) -> tuple[Tensor, ...
             f"{facts.name!r} keeps one latent per token for all heads, and what W_o makes of a latent would "
             "take a matrix of its own for each head (W_uv W_o); use a policy that needs no output projection."
         )
+    found = _linears(model, facts)
+    for index, linear in zip(facts.ids, found, strict=True):
+        weight = linear.weight.detach() if isinstance(linear, nn.Linear) else None
+        if weight is None or not weight.is_floating_point() or weight.dim() != 2:
+            raise InvalidArgumentError(
+                f"the output projection of attention layer {index} of {facts.name!r} was not found (a plain "
+                f"linear layer named {', '.join(NAMES)}); use a policy that does not need it."
+            )
+    return tuple(
+        linear.weight.detach().view(-1, shape.num_heads, shape.v_head_dim).permute(1, 2, 0)
+        for linear, shape in zip(found, facts.layers, strict=True)
+    )
+
+
+def value_grams(model: nn.Module, facts: ModelFacts) -> Iterator[Tensor]:
+    """W_o^T W_o of every layer by query head, [K, G, Dv, Dv] fp32: v @ gram @ v is the squared norm of what a
+    value adds to the residual stream. Packed weights are read through their own product. Where no projection
+    is found, or a cache holds latents, the identity: the value's own norm counts."""
+    for linear, shape in zip(_linears(model, facts), facts.layers, strict=True):
+        one = torch.eye(shape.v_head_dim, device=facts.device)
+        heads = (shape.num_kv_heads, shape.group_size)
+        if linear is None or shape.latent:
+            yield one.expand(*heads, -1, -1)
+            continue
+        bias = getattr(linear, "bias", None)
+        rows = linear(torch.eye(linear.in_features, device=facts.device, dtype=facts.dtype)).float()
+        rows = (rows if bias is None else rows - bias.float()).unflatten(0, (*heads, shape.v_head_dim))
+        yield rows @ rows.mT
+
+
+def _linears(model: nn.Module, facts: ModelFacts) -> list[Any]:
+    """The linear layer behind each layer's attention, plain or packed; None where there is none."""
     owners: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         index = getattr(module, "layer_idx", None)
         if isinstance(index, int):
             owners.setdefault(index, []).append(module)
-    pairs = zip(facts.ids, facts.layers, strict=True)
-    return tuple(_projection(owners.get(layer, []), layer, shape, facts.name) for layer, shape in pairs)
-
-
-def _projection(owners: list[nn.Module], layer: int, shape: LayerFacts, name_of_model: str) -> Tensor:
-    for owner in owners:
-        for name in NAMES:
-            linear = getattr(owner, name, None)
-            if isinstance(linear, nn.Linear) and linear.in_features == shape.num_heads * shape.v_head_dim:
-                weight = linear.weight.detach()
-                if weight.is_floating_point() and weight.shape == (linear.out_features, linear.in_features):
-                    return weight.view(-1, shape.num_heads, shape.v_head_dim).permute(1, 2, 0)
-    raise InvalidArgumentError(
-        f"the output projection of attention layer {layer} of {name_of_model!r} was not found (a plain "
-        f"linear layer named {', '.join(NAMES)}); use a policy that does not need it."
-    )
+    return [
+        next(
+            (
+                linear
+                for owner in owners.get(layer, [])
+                for name in NAMES
+                if getattr(linear := getattr(owner, name, None), "in_features", None)
+                == shape.num_heads * shape.v_head_dim
+            ),
+            None,
+        )
+        for layer, shape in zip(facts.ids, facts.layers, strict=True)
+    ]
