@@ -24,7 +24,7 @@ AT_ONCE = 4
 """Policies in one batch: larger products are faster ones, and the pool holds all of their caches."""
 STRETCH, SAID_AGAIN = 32, 8
 """Tokens of a stretch that is said again, and one in how many tokens is in one."""
-LEAST_TOKENS, MOST_TOKENS = 320, 2304
+LEAST_TOKENS, MOST_TOKENS = 320, 2048
 """Bounds of a document's length: a tenth of less has no room beside sinks and recent tokens, and more tells
 little more."""
 

@@ -34,8 +34,8 @@ _COLUMNS = (
 class Reading:
     """How much of the text is read."""
 
-    max_tokens: int = option(25_600, "Maximum number of tokens to read from the text.", low=1)
-    trial: int = option(3, "Documents to hold out for the trial of the candidates; 0: no trial.", low=0)
+    max_tokens: int = option(6144, "Maximum number of tokens to read from the text.", low=1)
+    trial: int = option(1, "Documents to hold out for the trial of the candidates; 0: no trial.", low=0)
     candidates: tuple[str, ...] = option((), "More policies to try, besides the standard ones.")
 
     def __post_init__(self) -> None:
