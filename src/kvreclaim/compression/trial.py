@@ -12,6 +12,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, model_validator
 
 CANDIDATES = (
+    "shares(surrogate, floor=0.2)",
     "shares(surrogate)",
     "shares(query_mixture, by=static)",
     "shares(knorm(keep=large), by=static)",

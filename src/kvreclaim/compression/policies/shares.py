@@ -40,7 +40,7 @@ class Shares(Uneven):
     Cost: that of inner and, by threshold, one selection among all scores.
     """
 
-    floor: float = option(0.2, low=0, high=1)
+    floor: float = option(0.0, low=0, high=1)
     by: Literal["threshold", "static"] = option("threshold")
     name = "shares"
     default_inner = "surrogate"
