@@ -147,7 +147,7 @@ class TestAuto:
         return path
 
     def test_is_the_trials_best_everywhere_behind(self, make_llm, file, found) -> None:
-        config = CompressionConfig(budget=24, interval=8, sinks=2, recent=8, stats=file)
+        config = CompressionConfig(budget=32, interval=16, sinks=2, recent=8, stats=file)
         llm = make_llm("llama", compression=config)
         assert llm.compression.policy == found.best
         assert llm.compressor(config).policy == llm.compressor(llm.compression).policy
@@ -156,7 +156,7 @@ class TestAuto:
         prompts = tiny.prompts((60,), seed=9)
         auto, named = (
             llm.generate(prompts, greedy, compression)[0].outputs[0].token_ids
-            for compression in (None, CompressionConfig(found.best, 24, 8, 2, 8, stats=file))
+            for compression in (None, CompressionConfig(found.best, 32, 16, 2, 8, stats=file))
         )
         assert auto == named
 
