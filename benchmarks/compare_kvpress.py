@@ -1,0 +1,210 @@
+"""kvreclaim beside NVIDIA's kvpress: the same model, rows of RULER and shares of the context's keys.
+
+    make compare-kvpress MODEL=DIR
+
+Prompts and points are those of `kvreclaim eval --tasks ruler`. kvpress runs in fp32 on the same token ids,
+in an environment of its own (kvpress_worker.py). Both keep their results in the journal of --out.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+from benchmarks.kvpress_side import COUNTS, WORKER, PressGrid, PressPlan, Worker
+from kvreclaim import LLM
+from kvreclaim.bench.common import wide_console
+from kvreclaim.bench.plans import THREADS
+from kvreclaim.checks import require
+from kvreclaim.cli.bench_options import command_line, ready, script
+from kvreclaim.cli.config_options import ConfigOptions
+from kvreclaim.config import AUTO
+from kvreclaim.errors import KVReclaimError
+from kvreclaim.eval.budget import FormatStorage
+from kvreclaim.eval.compare import run_plan
+from kvreclaim.eval.html import write_html
+from kvreclaim.eval.journal import Journal
+from kvreclaim.eval.plan import FULL, RULER, EvalPlan, TaskOptions
+from kvreclaim.eval.report import EvalReport, EvalRow
+from kvreclaim.eval.rows import make_rows
+from kvreclaim.eval.show import progress_bar, show_estimate, show_report
+from kvreclaim.eval.task import Answer, Item, PlainTask, TaskScore
+from kvreclaim.eval.tasks import make_tasks
+from kvreclaim.model.gguf import convert_gguf
+from kvreclaim.model_paths import moved
+from kvreclaim.options import check_options, option
+
+BESIDE = 256
+"""Tokens beyond num_tokens: the chat template, the question and the longest answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparePlan:
+    """Policies and presses at the same shares."""
+
+    model: Path = option(Path(), "Model directory or .gguf file.")
+    tasks: tuple[str, ...] = option((RULER,), "Tasks, comma-separated: ruler, or some, such as ruler:vt.")
+    num_tokens: int = option(4096, "RULER's length in tokens.", low=256)
+    num_examples: int = option(1, "Examples per task.", low=1)
+    policies: tuple[str, ...] = option((FULL, AUTO), "kvreclaim's policies, comma-separated.")
+    presses: tuple[str, ...] = option((), "Presses of kvpress, comma-separated; without it, all of them.")
+    budgets: tuple[float, ...] = option((0.2, 0.1), "Shares of the context's keys, comma-separated.")
+    sinks: int = option(4, "First tokens that kvreclaim's policies keep.", low=0)
+    recent: int = option(64, "Newest tokens that kvreclaim's policies keep.", low=0)
+    dtype: str = option("float32", "Dtype of kvreclaim; kvpress computes in fp32.")
+    threads: int = option(2, THREADS, low=1, high=1024)
+    kvpress_python: Path = option(
+        Path(".kvpress-env/bin/python"), "Interpreter of kvpress' environment (`make kvpress-env`)."
+    )
+    out: Path = option(Path("eval_out/kvpress"), "Directory of the journal and the report.")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        require(
+            (self.model / "config.json").is_file() or (self.model.suffix == ".gguf" and self.model.is_file()),
+            f"--model is {str(self.model)!r}; name a model directory or a .gguf file.",
+        )
+        require(
+            self.kvpress_python.is_file(),
+            f"--kvpress-python is {str(self.kvpress_python)!r}, which is missing; run `make kvpress-env`, "
+            "or name the Python of another environment that has kvpress.",
+        )
+
+    def grid(self, kind: Callable[..., EvalPlan] = EvalPlan, **more: Any) -> Any:
+        """The grid of one side. The interval leaves room for question and answer: kvpress compresses once."""
+        names = ("policies", "budgets", "num_examples", "sinks", "recent")
+        shared = {name: getattr(self, name) for name in names}
+        return kind(**shared, batch_size=1, interval=BESIDE, **more)
+
+
+@dataclass(frozen=True, slots=True)
+class ContextItem(Item):
+    """An example whose budget is a share of its context, as a press' is."""
+
+    @property
+    def num_tokens(self) -> int:
+        assert self.compress_at is not None, "ContextTask has checked it"
+        return self.compress_at
+
+
+@dataclass(frozen=True)
+class ContextTask(PlainTask):
+    """A task of RULER with budgets over the context alone."""
+
+    task: Any
+    suite = RULER
+
+    @property
+    def name(self) -> str:
+        return self.task.name
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        return {**self.task.identity, "budget": "of the context"}
+
+    def num_examples(self, wanted: int) -> int:
+        return self.task.num_examples(wanted)
+
+    def item(self, seed: int, index: int) -> ContextItem:
+        """Raises: InvalidArgumentError for a prompt without a question that is asked later."""
+        item = self.task.item(seed, index)
+        require(item.compress_at is not None, f"task {self.name} compresses no context; take tasks of ruler.")
+        return ContextItem(*(getattr(item, each.name) for each in fields(Item)))
+
+    def judge(self, item: Item, answer: Answer) -> TaskScore:
+        return self.task.judge(item, answer)
+
+
+def chosen_presses(plan: ComparePlan) -> tuple[str, list[str]]:
+    """kvpress' version, and the presses of the plan. Raises: KVReclaimError."""
+    done = subprocess.run([plan.kvpress_python, WORKER], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise KVReclaimError(f"{plan.kvpress_python} cannot run kvpress: {done.stderr.strip()[-300:]}")
+    has = json.loads(done.stdout)
+    for press in plan.presses:
+        require(
+            press in has["presses"], f"press {press!r} is unknown; known are {', '.join(has['presses'])}."
+        )
+    return has["version"], list(plan.presses or has["presses"])
+
+
+def compare(plan: ComparePlan) -> EvalReport:
+    """Both sides in one report, kvreclaim's first."""
+    version, presses = chosen_presses(plan)
+    longest, console = plan.num_tokens + BESIDE, wide_console(stderr=True)
+    llm = LLM(
+        plan.model,
+        dtype=plan.dtype,
+        num_blocks=2 * (longest // 16 + 2),
+        max_num_seqs=1,
+        max_num_batched_tokens=longest,
+    )
+    options = TaskOptions(num_tokens=plan.num_tokens)
+    tasks = [ContextTask(task) for task in make_tasks(plan.tasks, llm, options)]
+    with progress_bar(console) as on_start:
+        report = run_plan(
+            llm,
+            plan.grid(),
+            tasks,
+            out=plan.out,
+            command=command_line(),
+            on_start=on_start,
+            on_estimate=lambda seconds: show_estimate(console, seconds),
+        )
+    storages = {AUTO: FormatStorage.of(AUTO, llm.loaded.facts, report.header.block_size)}
+    del llm
+    side, about = (
+        plan.grid(PressPlan, presses=presses),
+        {"kvpress": version, "model": report.header.fingerprint},
+    )
+    with ExitStack() as stack:
+        journal = stack.enter_context(Journal(plan.out))
+        grid = PressGrid(side, tasks, journal, about, report.header.block_size)
+        if missing := grid.missing():
+            weights = weights_of(plan.model, plan.out)
+            worker = stack.enter_context(Worker(plan.kvpress_python, weights, plan.threads))
+            on_start = stack.enter_context(progress_bar(console))
+            on_progress = on_start(sum(len(columns) for _, _, columns in missing))
+            grid.run(worker, on_progress, lambda seconds: show_estimate(console, seconds))
+        rows = make_rows(side, tasks, grid.cells(), grid.problems, storages)
+    ours = [row.model_copy(update={"extra": row.extra | kept(row)}) for row in report.rows]
+    both = [*ours, *(row.model_copy(update=dict.fromkeys(COUNTS)) for row in rows)]
+    order = report.tasks
+    return EvalReport(header=report.header, rows=sorted(both, key=lambda row: order.index(row.task)))
+
+
+def kept(row: EvalRow) -> dict[str, float]:
+    """The share of the context's keys that a row of ours keeps."""
+    return {"kept": row.budget / row.num_tokens} if row.budget and row.num_tokens else {}
+
+
+def weights_of(model: Path, out: Path) -> Path:
+    """A directory that transformers loads; a GGUF file is converted once."""
+    if model.is_dir():
+        return model
+    target = out / model.stem
+    if not target.is_dir():
+        with TemporaryDirectory(dir=out) as made:
+            convert_gguf(model, Path(made) / "model", print)
+            moved(Path(made) / "model", target)
+    return target
+
+
+@script
+def app(plan: Annotated[ComparePlan, ConfigOptions(config=ComparePlan)]) -> None:
+    """Compare kvreclaim's policies with kvpress' presses on RULER."""
+    with ready(plan.threads):
+        report = compare(plan)
+        show_report(wide_console(), report)
+        report.write_json(plan.out / "report.json")
+        write_html(report, plan.out / "report.html")
+
+
+if __name__ == "__main__":
+    app()
