@@ -82,6 +82,23 @@ def test_figures_are_those_of_direct_calls(llm, report, policy, fraction):
     assert [row.value_by_seed[s] for s in "01"] == pytest.approx([points / asked * 2 for points in by_seed])
 
 
+def test_tokens_are_kept_like_the_share_that_comes_to_as_many(llm, report):
+    arguments = (llm, POLICIES, [48], [Guess()])
+    rows = evaluate(*arguments, seeds=[0, 1], **SMALL).rows
+    other = {"fraction", "tokens", "kv_bytes_budget", "elapsed_s", "tokens_per_s"}
+    shares = [row for row in report.rows if row.fraction in (1.0, 0.3)]
+    assert [row.model_dump(exclude=other) for row in rows] == [
+        row.model_dump(exclude=other) for row in shares
+    ]
+    assert [(row.fraction, row.tokens, row.keeps) for row in rows[:2]] == [
+        (1.0, None, "100%"),
+        (None, 48, "48 tokens"),
+    ]
+    assert rows[1].kv_bytes_budget == 3 * BLOCK_BYTES
+    protected = evaluate(*arguments, protect_prompt=True, **SMALL).row("knorm", "guess", 48)
+    assert protected.budget == 128  # whole blocks of 48 and a prompt of 80 to 82 tokens
+
+
 def test_bytes_held_fall_to_the_budget(report):
     full, moved = (report.row(p, "guess", f) for p, f in zip(POLICIES[:2], (1.0, 0.3), strict=True))
     assert moved.kv_bytes < 0.6 * full.kv_bytes == 0.6 * full.kv_bytes_full

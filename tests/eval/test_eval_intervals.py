@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvreclaim.eval.rows import bootstrap, ratio_interval, wilson
+from kvreclaim.eval.intervals import bootstrap, ratio_interval, wilson
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def _text_table(report: RealReport) -> Table:
     for i, heading in enumerate(TEXT):
         table.add_column(heading, justify="right" if i else "left", no_wrap=True)
     needles, prose = ([row for row in report.rows if row.task == task] for task in REAL_TASKS)
-    pairs = sorted(zip(needles, prose, strict=True), key=lambda pair: -pair[0].fraction)
+    pairs = sorted(zip(needles, prose, strict=True), key=lambda pair: -(pair[0].fraction or 0))
     rows = [
         asked.model_dump()
         | {"needles": asked.value, "perplexity": read.value}
@@ -198,7 +198,7 @@ def draw_real(report: RealReport, path: Path) -> None:
         points = sorted((row.fraction, row.value) for row in rows if row.policy == policy)
         left.plot(*zip(*points, (1.0, whole.value), strict=True), marker="o", label=policy)
     left.set_xscale("log")
-    left.set_xticks(sorted({row.fraction for row in rows}))
+    left.set_xticks(sorted({row.fraction or 0 for row in rows}))
     left.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     left.xaxis.set_minor_formatter(NullFormatter())
     left.set_xlabel("share of the full cache's bytes")

@@ -45,10 +45,13 @@ class FormatStorage:
         share = Fraction(str(fraction)) * num_tokens * self.reference_bytes
         return max(0, int(share // self.block_bytes)) * self.block_size
 
-    def meets(self, fraction: float) -> bool:
+    def meets(self, fraction: float | None) -> bool:
         """Whether the full cache in this format takes no more than that share, so that nothing need go.
 
-        False for a format that saves nothing: there, a share of 1 is a policy that is never asked."""
+        False for a format that saves nothing: there, a share of 1 is a policy that is never asked. False for
+        None, a budget in tokens: these are the same in every format."""
+        if fraction is None:
+            return False
         allowed = Fraction(str(fraction)) * self.reference_bytes * self.block_size
         return self.block_bytes <= allowed and self.block_bytes < self.reference_bytes * self.block_size
 

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvreclaim.eval.report import EvalReport, EvalRow, frontier
+from kvreclaim.eval.results import TRACE
 from kvreclaim.eval.task import Metric
 
 Style = dict[str, Any]
@@ -53,29 +54,36 @@ def quality_chart(report: EvalReport) -> str | None:
 
 
 def freed_chart(report: EvalReport) -> str | None:
-    """Blocks freed against the share that was to be kept."""
+    """Blocks freed against the budget."""
     return _lines(report, lambda row: row.blocks_freed, "blocks freed, all examples")
 
 
 def speed_chart(report: EvalReport) -> str | None:
-    """Tokens/s against the share that was to be kept."""
+    """Tokens/s against the budget."""
     of = {row.task: row.speed_of for row in reversed(report.rows) if row.speed_of is not None}
     return _lines(
         report, lambda row: row.tokens_per_s if row.speed_of == of.get(row.task) else None, "tokens/s"
     )
 
 
+def trace_chart(report: EvalReport) -> str | None:
+    """Tokens generated against the budget, of tasks with a chain of thought."""
+    rows = [row for row in report.rows if TRACE in row.extra]
+    return _lines(report.model_copy(update={"rows": rows}), lambda row: row.extra[TRACE], "tokens generated")
+
+
 def loss_chart(report: EvalReport, task: str) -> str | None:
-    """Where the evidence of wrong answers lay: a panel for each share kept, a line for each policy, a cell
-    for each tenth of the sequence with the share of its verdicts that were wrong; blank: nothing asked."""
+    """Where the evidence of wrong answers lay: a panel for each budget, a line for each policy, a cell for
+    each tenth of the sequence with the share of its verdicts that were wrong; blank: nothing asked."""
     rows = [row for row in report.rows if row.task == task and row.status == "ok" and any(row.asked_at)]
-    fractions = sorted({row.fraction for row in rows if row.fraction < 1}, reverse=True) or [1.0]
+    found = {(row.fraction or row.tokens or 0, row.keeps) for row in rows if row.fraction != 1}
+    budgets = [budget for _, budget in sorted(found, reverse=True)] or ["100%"]
     if not rows:
         return None
-    most = max(len([row for row in rows if row.fraction in (fraction, 1.0)]) for fraction in fractions)
-    figure, axes = _figure(len(fractions), (PANEL_INCHES[0], 1.2 + 0.26 * most))
-    for axis, fraction in zip(axes, fractions, strict=False):
-        some = [row for row in rows if row.fraction in (fraction, 1.0)]
+    most = max(len([row for row in rows if row.keeps in (budget, "100%")]) for budget in budgets)
+    figure, axes = _figure(len(budgets), (PANEL_INCHES[0], 1.2 + 0.26 * most))
+    for axis, budget in zip(axes, budgets, strict=False):
+        some = [row for row in rows if row.keeps in (budget, "100%")]
         lost, asked = np.array([r.lost_at for r in some]), np.array([r.asked_at for r in some])
         shares = np.divide(lost, asked, out=np.full(lost.shape, np.nan), where=asked > 0)
         axis.grid(visible=False)
@@ -83,19 +91,22 @@ def loss_chart(report: EvalReport, task: str) -> str | None:
         image = axis.imshow(shares, vmin=0, vmax=1, cmap="viridis", aspect="auto", extent=edges)
         axis.set_yticks(range(len(some)), [row.policy for row in some], fontsize=8)
         axis.set_xlabel("where the evidence stands in the sequence")
-        axis.set_title(f"{task}, {fraction:.0%} kept", fontsize=10)
+        axis.set_title(f"{task}, {budget} kept", fontsize=10)
     figure.colorbar(image, ax=list(axes), label="share lost")
     return _svg(figure)
 
 
 def _lines(report: EvalReport, value: Callable[[EvalRow], float | None], what: str) -> str | None:
+    in_tokens = any(row.tokens for row in report.rows)
+
     def draw(axis: Axes, rows: list[EvalRow], style: Style) -> None:
-        points = sorted((row.fraction, y) for row in rows if (y := value(row)) is not None)
+        at = ((row.tokens or row.budget or 0) if in_tokens else row.fraction or 0 for row in rows)
+        points = sorted((x, y) for x, row in zip(at, rows, strict=True) if (y := value(row)) is not None)
         if points:
             axis.plot(*zip(*points, strict=True), markersize=5, linewidth=1.2, **style)
 
     def finish(axis: Axes, rows: list[EvalRow]) -> None:
-        axis.set_xlabel("share of the full cache's bytes")
+        axis.set_xlabel("budget, tokens" if in_tokens else "share of the full cache's bytes")
         axis.set_ylabel(what if what != "tokens/s" else f"tokens/s of {rows[0].speed_of}")
 
     return _by_task(report, draw, finish)

@@ -63,7 +63,7 @@ def cell_identity(
         "policy": repr(make_policy(setting.policy)),
         "spec": setting.policy,
         "policy_code": policy_digest(setting.policy),
-        "fraction": setting.fraction,
+        "budget": setting.budget,
         "sparse_prefill": setting.sparse_prefill,
         "compared_prefill": plan.sparse_prefill[0],
         "chunk_reuse": setting.chunk_reuse,

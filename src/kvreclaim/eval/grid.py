@@ -97,7 +97,7 @@ class EvalGrid:
         """The full cache in place of a policy that would never be asked, since the format alone meets the
         budget."""
         alone = self.runners[setting.kv_cache_dtype].storage.meets(setting.fraction)
-        return replace(setting, policy=FULL, fraction=1.0) if alone else setting
+        return replace(setting, policy=FULL, budget=1.0) if alone else setting
 
     def _wanted(self, task: Task) -> range:
         return range(task.num_examples(self.plan.num_examples))

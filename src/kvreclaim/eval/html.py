@@ -32,6 +32,7 @@ def render(report: EvalReport) -> str:
     environment.filters["mib"] = _mib
     figures = [
         ("Quality against K/V bytes", charts.quality_chart(report)),
+        ("Tokens generated", charts.trace_chart(report)),
         ("Blocks freed", charts.freed_chart(report)),
         ("Tokens per second", charts.speed_chart(report)),
         *(

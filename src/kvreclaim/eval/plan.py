@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvreclaim.checks import check_int, check_number, require
+from kvreclaim.checks import check_int, require
 from kvreclaim.chunks import WHOLE, chunk_reuse_of
 from kvreclaim.config import AUTO, DENSE, CompressionSettings, format_names
 from kvreclaim.options import check_options, option, settings_of
@@ -33,13 +33,21 @@ def is_full(policy: str) -> bool:
     return policy != AUTO and make_policy(policy).name == FULL
 
 
+def keeps(fraction: float | None, tokens: int | None) -> str:
+    """A budget for people: a share in per cent, or tokens."""
+    return f"{tokens} tokens" if fraction is None else f"{100 * fraction:.4g}%"
+
+
 @dataclass(frozen=True, slots=True)
 class GridColumn:
-    """One column of the grid: a policy at a share of the full cache's bytes, in one KV format, behind prompts
-    that are computed in one way."""
+    """One column of the grid: a policy at a budget, in one KV format, behind prompts that are computed in one
+    way.
+
+    budget: a float is a share of the full cache's bytes, an int is tokens
+    """
 
     policy: str
-    fraction: float
+    budget: float
     kv_cache_dtype: str
     sparse_prefill: str = DENSE
     chunk_reuse: str = WHOLE
@@ -49,7 +57,17 @@ class GridColumn:
         form = "" if self.kv_cache_dtype == AUTO else f" {self.kv_cache_dtype}"
         prefill = "" if self.sparse_prefill == DENSE else f" {self.sparse_prefill}"
         reuse = "" if self.chunk_reuse == WHOLE else f" {self.chunk_reuse}"
-        return f"{self.policy}{form} {self.fraction:.3g}{prefill}{reuse}"
+        return f"{self.policy}{form} {keeps(self.fraction, self.tokens)}{prefill}{reuse}"
+
+    @property
+    def fraction(self) -> float | None:
+        """The budget as a share; None if it is in tokens."""
+        return None if isinstance(self.budget, int) else self.budget
+
+    @property
+    def tokens(self) -> int | None:
+        """The budget in tokens; None if it is a share."""
+        return self.budget if isinstance(self.budget, int) else None
 
     @property
     def is_full(self) -> bool:
@@ -70,7 +88,9 @@ class EvalPlan:
 
     policies:       specs as in CompressionConfig.policy; "full" is run once, whatever the budgets; "auto" is
                     reported as the policy that it stands for
-    budgets:        shares of the full cache's bytes at each sequence's final length, in (0, 1]
+    budgets:        either all shares of the full cache's bytes at each sequence's final length, in (0, 1], or
+                    all tokens per KV head, whole numbers from 2; with protect_prompt, tokens are those kept
+                    besides the prompt
     kv_cache_dtypes: as in EngineConfig; "auto" is the model's own dtype. The full cache in the first of them
                     is what all others are compared with
     sparse_prefill: as in EngineConfig; the first of them, too, is that of what others are compared with
@@ -86,7 +106,9 @@ class EvalPlan:
         "Policies, comma-separated, with wrappers and options, such as protect(knorm),h2o.",
     )
     budgets: Sequence[float] = option(
-        (0.5, 0.25, 0.1), "Budgets as shares of the full cache's bytes in the model's dtype, comma-separated."
+        (0.5, 0.25, 0.1),
+        "Budgets, comma-separated: shares of the full cache's bytes in the model's dtype (0.5,0.25), or "
+        "tokens per KV head (512,256).",
     )
     kv_cache_dtypes: Sequence[str] = option(
         (AUTO,),
@@ -131,13 +153,16 @@ class EvalPlan:
             make_method(method)
         for reuse in self.chunk_reuse:
             chunk_reuse_of(reuse)
-        for budget in self.budgets:
-            check_number("a budget", budget, 0.0, 1.0)
-            require(budget > 0, f"a budget is {budget!r}; it must be a share above 0, up to 1.")
+        object.__setattr__(self, "budgets", tuple(map(_budget, self.budgets)))
+        require(
+            len(set(map(type, self.budgets))) == 1,
+            f"budgets are {', '.join(map(str, self.budgets))}; give shares (up to 1) or tokens (from 2), not "
+            "both in one run.",
+        )
         for seed in self.seeds:
             check_int("a seed", seed, 0)
-        most = 10**9  # budgets are checked per sequence; everything else that a config refuses, here
-        CompressionConfig(FULL, most, **self.shared)
+        for budget in self.budgets:  # shares are checked per sequence; everything else is, here
+            CompressionConfig(FULL, budget if isinstance(budget, int) else 10**9, **self.shared)
 
     def resolved(self, llm: LLM) -> EvalPlan:
         """With the policy that the model's statistics name in the place of "auto". Raises:
@@ -152,12 +177,12 @@ class EvalPlan:
     def settings(self) -> list[GridColumn]:
         """All columns; the full cache once for each KV format."""
         return [
-            GridColumn(policy, float(fraction), dtype, method, reuse)
+            GridColumn(policy, budget, dtype, method, reuse)
             for dtype in self.kv_cache_dtypes
             for method in self.sparse_prefill
             for reuse in self.chunk_reuse
             for policy in self.policies
-            for fraction in ((1.0,) if is_full(policy) else self.budgets)
+            for budget in ((1.0,) if is_full(policy) else self.budgets)
         ]
 
     def compression(
@@ -170,8 +195,8 @@ class EvalPlan:
             return None
         require(
             budget >= 1,
-            f"{setting.fraction:g} of this sequence's cache is less than one block; raise the number of "
-            "tokens or the budget, or lower the block size.",
+            f"{keeps(setting.fraction, setting.tokens)} of this sequence's cache: less than one block; raise "
+            "the number of tokens or the budget, or lower the block size.",
         )
         return CompressionConfig(setting.policy, budget, stats=stats, **self.shared)
 
@@ -179,6 +204,16 @@ class EvalPlan:
     def shared(self) -> dict[str, Any]:
         """Settings of every compression, by the names of CompressionConfig's fields; stats are extra."""
         return {name: getattr(self, name) for name in SHARED}
+
+
+def _budget(given: object) -> float:
+    """A share as a float, tokens as an int. Raises: InvalidArgumentError."""
+    number = float(given) if isinstance(given, (int, float)) and not isinstance(given, bool) else 0.0
+    require(
+        0 < number <= 1 or (number > 1 and number.is_integer()),
+        f"a budget is {given!r}; it must be a share above 0, up to 1, or a whole number of tokens.",
+    )
+    return number if number <= 1 else int(number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +224,7 @@ class TaskOptions:
     text:           of perplexity, and of agreement instead of random tokens
     dialect:        "demo", "text", or "auto": demo where the tokenizer's words are the demo model's
     max_new_tokens: None takes each task's own
+    temperature, samples: of gsm8k and reasoning-gym: sampled answers to each problem; their mean is reported
     question:       of RULER: in the cache when it is compressed ("known"), or asked afterwards
     """
 
@@ -196,6 +232,10 @@ class TaskOptions:
     dialect: str = option("auto", "Dialect of the tasks: auto, demo or text.", choices=DIALECTS)
     text: Path | None = option(None, "UTF-8 text file for perplexity and agreement.")
     max_new_tokens: int | None = option(None, "Maximum number of tokens per generated answer.", low=1)
+    temperature: float = option(
+        0.0, "Temperature of gsm8k and reasoning-gym; 0 is greedy.", low=0.0, high=2.0
+    )
+    samples: int = option(1, "Answers per problem of gsm8k and reasoning-gym.", low=1)
     question: str = option(
         UNKNOWN,
         "RULER's question: unknown or known when the document is compressed.",
@@ -204,3 +244,7 @@ class TaskOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
+        require(
+            self.samples == 1 or self.temperature > 0,
+            f"samples is {self.samples}, but at temperature 0 all answers are equal; raise temperature.",
+        )

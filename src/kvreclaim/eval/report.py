@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from kvreclaim.chunks import WHOLE
 from kvreclaim.config import AUTO, DENSE
+from kvreclaim.eval.plan import keeps
 from kvreclaim.eval.task import Metric
 from kvreclaim.outputs import write_json, writing
 
@@ -23,8 +24,9 @@ class EvalRow(BaseModel):
     status, reason:  "ok", where reason says what could not be done besides; "refused": the policy cannot
                      run here; "error": the figures can't be trusted
     fraction:        of the full cache's bytes in the model's own dtype, at each sequence's final length; 1
-                     for the full cache
-    budget:          the same in tokens, in whole blocks; mean over the examples
+                     for the full cache, None for a budget in tokens
+    tokens:          the budget that was asked for, if it was in tokens
+    budget:          the budget in tokens, in whole blocks; mean over the examples
     value:           of the metric; accuracy repeats it where the metric is accuracy, else None
     ci95:            of value, over examples; ci_method: wilson or bootstrap
     value_by_seed:   seed -> value
@@ -34,7 +36,7 @@ class EvalRow(BaseModel):
     kv_bytes:        most K/V bytes that a sequence's blocks held behind its prompt, mean over examples
     kv_bytes_peak:   the same at any time, the prompt's prefill included
     kv_bytes_budget: fraction x the bytes of the full cache, mean; kv_bytes_full: of the full cache's blocks,
-                     both in the model's own dtype
+                     both in the model's own dtype; kv_bytes_budget of a budget in tokens: in the row's format
     blocks_freed, tokens_evicted, compactions, preemptions: summed over the examples
     reclaim_efficiency: blocks freed / blocks that perfect packing would have freed
     examples_compressed: examples in which at least one compression fired
@@ -45,7 +47,8 @@ class EvalRow(BaseModel):
     """
 
     policy: str
-    fraction: float
+    fraction: float | None
+    tokens: int | None = None
     budget: int | None = None
     kv_cache_dtype: str
     sparse_prefill: str = DENSE
@@ -92,12 +95,13 @@ class EvalRow(BaseModel):
     @property
     def mix(self) -> str:
         """Policy, format and what they were to keep."""
-        return self.name if self.policy == "full" else f"{self.name}, {self.keeps} of the bytes"
+        of = "" if self.fraction is None else " of the bytes"
+        return self.name if self.policy == "full" else f"{self.name}, {self.keeps}{of}"
 
     @property
     def keeps(self) -> str:
-        """The share in per cent."""
-        return f"{100 * self.fraction:.4g}%"
+        """The share in per cent, or tokens."""
+        return keeps(self.fraction, self.tokens)
 
     @property
     def bytes_per_token(self) -> float | None:
@@ -185,12 +189,12 @@ class EvalReport(BaseModel):
             return "nothing was run"
         return f"{run.num_examples} examples, {run.num_judged:g} verdicts; tokens/s of {run.speed_of}"
 
-    def row(self, policy: str, task: str, fraction: float | None = None) -> EvalRow:
-        """The first row of a policy on a task (and at a fraction). Raises: KeyError."""
+    def row(self, policy: str, task: str, budget: float | None = None) -> EvalRow:
+        """The first row of a policy on a task (and at a budget, a share or tokens). Raises: KeyError."""
         for row in self.rows:
-            if (row.policy, row.task) == (policy, task) and fraction in (None, row.fraction):
+            if (row.policy, row.task) == (policy, task) and budget in (None, row.fraction, row.tokens):
                 return row
-        raise KeyError(f"no row of {policy} on {task} at {fraction}")
+        raise KeyError(f"no row of {policy} on {task} at {budget}")
 
     def write_json(self, path: Path) -> None:
         write_json(path, self.model_dump(mode="json"))

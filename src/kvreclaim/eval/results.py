@@ -8,13 +8,16 @@ from pydantic import BaseModel, ConfigDict
 
 from kvreclaim.engine.request.outputs import RequestMetrics
 
+TRACE = "trace_tokens"
+"""The extra figure of tasks with a chain of thought: tokens generated."""
+
 
 class Result(BaseModel):
     """Figures of one example.
 
     points, out_of, found, lost, extra: as in task.TaskScore
-    num_tokens, budget:  final length and budget, tokens
-    full_blocks:         blocks that the full cache of this sequence takes
+    num_tokens, budget:  final length (at most, if the answer was generated) and budget, tokens
+    full_blocks:         blocks that the full cache of this sequence takes at its end
     answer_blocks:       most blocks that its table held behind the prompt; peak_blocks: at any time
     timed_tokens, elapsed_s: tokens generated, or computed (not hit) where nothing was, and its share of the
                          batch's wall time; generated says which

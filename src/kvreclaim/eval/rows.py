@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import sqrt
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvreclaim.eval.budget import FormatStorage
+from kvreclaim.eval.intervals import Array, Interval, bootstrap, ratio_interval
 from kvreclaim.eval.plan import EvalPlan, GridColumn
 from kvreclaim.eval.report import EvalRow
-from kvreclaim.eval.results import Result
-from kvreclaim.eval.task import Metric, SuiteTask, Task
+from kvreclaim.eval.results import TRACE, Result
+from kvreclaim.eval.task import Metric, SampledTask, SuiteTask, Task
 
 NUM_BINS = 10
 ALONE = "the format alone meets the budget: this is the full cache"
@@ -42,15 +42,18 @@ def make_rows(
 
     storages: by KV format
     """
-    rows = []
+    rows: list[EvalRow] = []
+    judged: Cells = {}
     for task in tasks:
         own = {setting: cells[setting, task.name] for setting in plan.settings()}
+        by_problem = {setting: _by_problem(task, by_seed) for setting, by_seed in own.items()}
+        judged |= {(setting, task.name): by_seed for setting, by_seed in by_problem.items()}
         for setting in plan.settings():
             problem = problems.get((setting, task.name))
-            rows.append(_row(plan, setting, task.name, task.metric, own, own, problem, storages))
+            rows.append(_row(plan, setting, task.name, task.metric, own, by_problem, problem, storages))
     for suite, names in _suites(tasks).items():
         every = {s: _joined([cells[s, name] for name in names], list) for s in plan.settings()}
-        means = {s: _joined([cells[s, name] for name in names], _mean) for s in plan.settings()}
+        means = {s: _joined([judged[s, name] for name in names], _mean) for s in plan.settings()}
         for setting in plan.settings():
             problem = next((problems[setting, name] for name in names if (setting, name) in problems), None)
             title = f"{suite}, mean of {len(names)}"
@@ -71,18 +74,21 @@ def _row(
     """runs, judged: results that costs and values come from."""
     by_seed, storage = runs[setting], storages[setting.kv_cache_dtype]
     alone = not setting.is_full and storage.meets(setting.fraction)
-    problem = problem or _distrust(plan, setting, by_seed, alone=alone)
+    problem = problem or _distrust(plan, setting, by_seed, storage, alone=alone)
     fields = _costs(setting, by_seed, storage)
     if problem is None:
         full = next((judged[s] for s in plan.settings() if _is_baseline(s, plan)), None)
         fields |= _quality(metric, judged[setting])
         fields |= _beside_full(metric, judged[setting], full)
+        whole = next((runs[s] for s in plan.settings() if _is_baseline(s, plan)), None)
+        fields["extra"] |= _trace_of(by_seed, whole)
         fields["reason"] = ALONE if alone else _note(setting, by_seed)
     else:
         fields |= {"status": problem.status, "reason": problem.reason}
     return EvalRow(
         policy=setting.policy,
         fraction=setting.fraction,
+        tokens=setting.tokens,
         kv_cache_dtype=setting.kv_cache_dtype,
         sparse_prefill=setting.sparse_prefill,
         chunk_reuse=setting.chunk_reuse,
@@ -90,6 +96,22 @@ def _row(
         metric=metric,
         **fields,
     )
+
+
+def _by_problem(task: Task, by_seed: BySeed) -> BySeed:
+    """One result for each problem: the sum of the verdicts on its samples, which are not independent."""
+    samples = task.samples if isinstance(task, SampledTask) else 1
+    if samples == 1:
+        return by_seed
+    return {
+        seed: [_summed(results[i : i + samples]) for i in range(0, len(results), samples)]
+        for seed, results in by_seed.items()
+    }
+
+
+def _summed(results: Sequence[Result]) -> Result:
+    sums = {name: sum(getattr(r, name) for r in results) for name in ("points", "out_of")}
+    return results[0].model_copy(update=sums)
 
 
 def _suites(tasks: Sequence[Task]) -> dict[str, list[str]]:
@@ -124,19 +146,22 @@ def _flat(by_seed: BySeed) -> list[Result]:
     return [result for results in by_seed.values() for result in results]
 
 
-def _distrust(plan: EvalPlan, setting: GridColumn, by_seed: BySeed, *, alone: bool) -> Problem | None:
+def _distrust(
+    plan: EvalPlan, setting: GridColumn, by_seed: BySeed, storage: FormatStorage, *, alone: bool
+) -> Problem | None:
     """Why figures are worthless: a policy that never ran (though the format alone was not enough), a
     sequence computed twice."""
     results = _flat(by_seed)
     if not results:
         return Problem("error", "nothing was run")
     if not alone and setting.evicts and not any(r.compactions for r in results):
-        longest = max(results, key=lambda r: r.num_tokens)
+        longest = max(results, key=lambda r: r.full_blocks)
+        most = min(longest.num_tokens, longest.full_blocks * storage.block_size)
         return Problem(
             "error",
-            f"no compression fired: the longest of {len(results)} sequences has {longest.num_tokens} tokens, "
-            f"and one fires at budget {longest.budget} + interval {plan.interval}; raise the number of "
-            "tokens, or lower the budget or the interval",
+            f"no compression fired: the longest of {len(results)} sequences has {most} tokens at most, and "
+            f"one fires at budget {longest.budget} + interval {plan.interval}; raise the number of tokens, "
+            "or lower the budget or the interval",
         )
     if preempted := sum(r.preemptions for r in results):
         return Problem("error", f"{preempted} preemptions; give the pool more blocks or lower the batch size")
@@ -175,7 +200,9 @@ def _costs(setting: GridColumn, by_seed: BySeed, storage: FormatStorage) -> dict
         "kv_bytes": storage.held_bytes(mean["answer_blocks"]),
         "kv_bytes_peak": storage.held_bytes(mean["peak_blocks"]),
         "kv_bytes_full": mean["full_blocks"] * storage.block_size * storage.reference_bytes,
-        "kv_bytes_budget": setting.fraction * mean["num_tokens"] * storage.reference_bytes,
+        "kv_bytes_budget": mean["budget"] * storage.token_bytes
+        if setting.fraction is None
+        else setting.fraction * mean["num_tokens"] * storage.reference_bytes,
         **total,
         "reclaim_efficiency": total["blocks_freed"] / total["blocks_perfect"]
         if total["blocks_perfect"]
@@ -245,6 +272,14 @@ def _beside_full(metric: Metric, by_seed: BySeed, full: BySeed | None) -> dict[s
     }
 
 
+def _trace_of(by_seed: BySeed, full: BySeed | None) -> dict[str, float]:
+    """Tokens generated over the full cache's, on the same examples; nothing where no trace was generated."""
+    ours, theirs = ([r.extra.get(TRACE) for r in _flat(each or {})] for each in (by_seed, full))
+    if len(ours) != len(theirs) or None in (*ours, *theirs) or not theirs:
+        return {}
+    return {"trace_of": sum(filter(None, ours)) / max(1.0, sum(filter(None, theirs)))}
+
+
 def _columns(results: Sequence[Result]) -> tuple[Array, Array]:
     return np.array([r.points for r in results]), np.array([r.out_of for r in results])
 
@@ -258,59 +293,3 @@ def _value(metric: Metric, points: Any, out_of: Any) -> Any:
     share = points / out_of
     value = np.exp(share) if metric is Metric.PERPLEXITY else share
     return float(value) if np.ndim(value) == 0 else value
-
-
-NUM_RESAMPLES = 2000
-SEED = 20_240_229
-Z95 = 1.959963984540054
-Array = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """low and high bound of a 95 % interval, and how it was found: "wilson" or "bootstrap"."""
-
-    low: float
-    high: float
-    method: str
-
-
-def wilson(successes: float, trials: int) -> Interval:
-    """Wilson interval of a share of independent trials. Source: Wilson, JASA 22 (1927) 209-212."""
-    share, z2 = successes / trials, Z95**2
-    centre = (share + z2 / (2 * trials)) / (1 + z2 / trials)
-    half = Z95 * sqrt(share * (1 - share) / trials + z2 / (4 * trials**2)) / (1 + z2 / trials)
-    low = 0.0 if share == 0 else max(0.0, centre - half)
-    high = 1.0 if share == 1 else min(1.0, centre + half)
-    return Interval(low, high, "wilson")
-
-
-def ratio_interval(points: Array, out_of: Array) -> Interval | None:
-    """Interval of sum(points) / sum(out_of), points in [0, out_of], over examples [n].
-
-    Wilson where each example is one verdict, and where all of them are right or all of them are wrong,
-    which the bootstrap would call certain (an example then counts as one trial); else the bootstrap.
-    None for a single example that is partly right.
-    """
-    binary = bool(np.all(out_of == 1) and np.all((points == 0) | (points == 1)))
-    share = float(points.sum() / out_of.sum())
-    if binary or share in (0.0, 1.0):
-        return wilson(share * len(points), len(points))
-    return bootstrap(lambda rows: points[rows].sum(-1) / out_of[rows].sum(-1), len(points))
-
-
-def bootstrap(statistic: Callable[[NDArray[np.int64]], Array], num_examples: int) -> Interval | None:
-    """Percentile bootstrap by example, fixed seed, NUM_RESAMPLES resamples.
-
-    statistic: indices [resamples, num_examples] -> values [resamples]; those not finite are left out
-    Returns: None for fewer than two examples, or where no value is finite.
-    """
-    if num_examples < 2:
-        return None
-    rows = np.random.default_rng(SEED).integers(0, num_examples, (NUM_RESAMPLES, num_examples))
-    values = statistic(rows)
-    values = values[np.isfinite(values)]
-    if not len(values):
-        return None
-    low, high = np.percentile(values, (2.5, 97.5))
-    return Interval(float(low), float(high), "bootstrap")

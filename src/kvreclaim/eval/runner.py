@@ -5,18 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from kvreclaim.chunks import Chunk, chunk_reuse_of
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.engine.api.llm import LLM, Observer
-from kvreclaim.engine.api.prompts import Piece
 from kvreclaim.engine.request.outputs import RequestMetrics, RequestOutput, ScoreOutput
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 from kvreclaim.eval.agreement import Divergence, FullRows
 from kvreclaim.eval.budget import FormatStorage
 from kvreclaim.eval.plan import EvalPlan, GridColumn
+from kvreclaim.eval.prompts import engine_prompts
 from kvreclaim.eval.results import Result, cost
 from kvreclaim.eval.task import Answer, FreeTask, Item, Task, TaskScore
 from kvreclaim.memory.blocks import blocks_for
@@ -69,6 +68,8 @@ class BatchRunner:
 
     def batch_size(self, items: Sequence[Item]) -> int:
         """Examples that the pool holds at once even with the full cache, so that nothing is preempted."""
+        if items[0].turns:
+            return 1
         most = self._num_blocks // max(self._blocks(item.num_tokens) for item in items)
         return max(1, min(self.plan.batch_size, self.llm.engine.config.max_num_seqs, most))
 
@@ -78,13 +79,7 @@ class BatchRunner:
         Raises: KVReclaimError where the setting cannot run here; CellError where a request failed.
         """
         configs = [self._config(item, setting) for item in items]
-        self._prepare(items)
-        watchers = [Divergence(rows) for rows in self.first.full_rows(items)] if task.compares else None
-        said = (
-            self._score(items, configs, watchers, setting)
-            if items[0].continuation
-            else self._generate(items, configs, setting)
-        )
+        said = self._said(task, items, configs, setting)
         outcomes = [task.judge(item, s.answer) for item, s in zip(items, said, strict=True)]
         note = None
         if self.plan.free_running and items[0].continuation and isinstance(task, FreeTask):
@@ -95,14 +90,36 @@ class BatchRunner:
                 note = f"not run freely: {error}"
         return [self._result(*each, note) for each in zip(items, said, outcomes, strict=True)]
 
+    def _said(
+        self,
+        task: Task,
+        items: Sequence[Item],
+        configs: list[CompressionConfig | None],
+        setting: GridColumn,
+    ) -> list[_Said]:
+        if items[0].turns:
+            return [self._replay(*each, setting) for each in zip(items, configs, strict=True)]
+        self._prepare(items)
+        if not items[0].continuation:
+            return self._generate(items, configs, setting)
+        watchers = [Divergence(rows) for rows in self.first.full_rows(items)] if task.compares else None
+        return self._score(items, configs, watchers, setting)
+
     def _config(self, item: Item, setting: GridColumn) -> CompressionConfig | None:
         """The compression of one sequence; tried on the model, so that what cannot run is refused before
         anything does."""
-        budget = self.storage.budget_tokens(setting.fraction, item.num_tokens)
-        config = self.plan.compression(setting, budget, self.stats)
+        config = self.plan.compression(setting, self._budget(item, setting), self.stats)
         if config is not None:
             self.llm.compressor(config)
         return config
+
+    def _budget(self, item: Item, setting: GridColumn) -> int:
+        """The budget of one sequence, tokens in whole blocks."""
+        if setting.fraction is not None:
+            return self.storage.budget_tokens(setting.fraction, item.num_tokens)
+        assert setting.tokens is not None, "a budget is a share or tokens"
+        protected = len(item.prompt) if self.plan.protect_prompt else 0
+        return (setting.tokens + protected) // self.storage.block_size * self.storage.block_size
 
     def _run_free(
         self,
@@ -147,15 +164,37 @@ class BatchRunner:
         watchers: Sequence[Observer] | None,
         setting: GridColumn,
     ) -> tuple[list[ScoreOutput], float]:
-        prompts = _prompts(items, setting)
+        prompts = engine_prompts(items, setting)
         texts = [list(item.continuation) for item in items]
         return timed(lambda: self.llm.score(prompts, texts, configs, observers=watchers))
 
-    def full_rows(self, items: Sequence[Item]) -> list[FullRows]:
-        """The full cache's distributions, kept until other items come."""
+    def _replay(self, item: Item, config: CompressionConfig | None, setting: GridColumn) -> _Said:
+        """Score a session's turns one after another, from an empty prefix cache, as an agent sends them."""
+        full = self.first.full_rows(item.turns, sum(len(turn.continuation) for turn in item.turns))
+        self._forget()
+        said = [
+            self._score([turn], [config], [Divergence(rows)], setting)[0]
+            for turn, rows in zip(item.turns, full, strict=True)
+        ]
+        turns = [
+            {**each.answer.compared, "cached": each.metrics.num_cached_tokens, "prompt": len(turn.prompt)}
+            for turn, each in zip(item.turns, said, strict=True)
+        ]
+        return replace(
+            said[-1],
+            answer=Answer(turns=tuple(turns)),
+            timed_tokens=sum(each.timed_tokens for each in said),
+            elapsed_s=sum(each.elapsed_s for each in said),
+        )
+
+    def full_rows(self, items: Sequence[Item], num_places: int = 0) -> list[FullRows]:
+        """The full cache's distributions, kept until other items come.
+
+        num_places: tokens that share one example's ROW_BYTES; 0: those of each item
+        """
         if any(item not in self._rows for item in items):
             vocab = self.llm.loaded.vocab_size
-            self._rows = {item: FullRows(len(item.continuation), vocab) for item in items}
+            self._rows = {item: FullRows(num_places or len(item.continuation), vocab) for item in items}
             self._prepare(items)
             rows = [self._rows[item] for item in items]
             first = next(setting for setting in self.plan.settings())
@@ -167,13 +206,14 @@ class BatchRunner:
     ) -> list[_Said]:
         params = [
             SamplingParams(
-                temperature=0.0,
+                temperature=item.temperature,
+                seed=item.seed,
                 max_tokens=len(item.continuation) or item.max_new_tokens,
                 ignore_eos=bool(item.continuation),
             )
             for item in items
         ]
-        prompts = _prompts(items, setting)
+        prompts = engine_prompts(items, setting)
         outs, elapsed_s = timed(lambda: self.llm.generate(prompts, params, configs))
         return [
             _Said(
@@ -192,13 +232,16 @@ class BatchRunner:
         prompts = frozenset(item.prompt for item in items)
         if prompts <= self._cached:
             return
-        self.llm.engine.reset_prefix_cache()
-        self._cached = frozenset()
+        self._forget()
         if 2 * sum(self._blocks(item.num_tokens) for item in items) <= self._num_blocks:
             first = {"sparse_prefill": self.plan.sparse_prefill[0]}
             texts = [{"prompt_token_ids": list(item.prompt), **first} for item in items]
             self.llm.score(texts, [[0]] * len(items))
             self._cached = prompts
+
+    def _forget(self) -> None:
+        self.llm.engine.reset_prefix_cache()
+        self._cached = frozenset()
 
     @property
     def _num_blocks(self) -> int:
@@ -215,11 +258,12 @@ class BatchRunner:
         if reused := said.metrics.num_reused_tokens:
             share = reused / said.metrics.num_prompt_tokens
             outcome = replace(outcome, extra={**outcome.extra, "reused": share})
+        length = len(item.prompt) + (len(item.continuation) or len(said.answer.token_ids))
         return Result(
             **asdict(outcome),
             num_tokens=item.num_tokens,
             budget=said.metrics.budget or item.num_tokens,
-            full_blocks=self._blocks(item.num_tokens),
+            full_blocks=self._blocks(length),
             timed_tokens=said.timed_tokens,
             elapsed_s=said.elapsed_s,
             generated=said.generated,
@@ -242,34 +286,6 @@ def open_runners(llm: LLM, plan: EvalPlan) -> dict[str, BatchRunner]:
         first = next(iter(runners.values()), None)
         runners[name] = BatchRunner(engines[storage.name], plan, storage, stats, first)
     return runners
-
-
-def _prompts(items: Sequence[Item], setting: GridColumn) -> list[dict[str, Any]]:
-    """The prompts as the engine gets them: whole, or in pieces. Raises: InvalidArgumentError for prompts
-    without chunks where these are to be reused."""
-    how, method = chunk_reuse_of(setting.chunk_reuse), {"sparse_prefill": setting.sparse_prefill}
-    if how is None:
-        if setting.evicts:
-            return [
-                {"prompt_token_ids": list(item.prompt), "compress_prompt_at": item.compress_at, **method}
-                for item in items
-            ]
-        return [{"prompt_token_ids": list(item.prompt), **method} for item in items]
-    if not all(item.chunks for item in items):
-        raise InvalidArgumentError(
-            f"chunk reuse {setting.chunk_reuse} is for prompts with chunks, and this task has none; take "
-            "needles:chunks, table:chunks or assignments:chunks, or whole."
-        )
-    return [{"prompt": _pieces(item), "chunk_reuse": how, **method} for item in items]
-
-
-def _pieces(item: Item) -> list[Piece]:
-    prompt, end = list(item.prompt), 0
-    pieces: list[Piece] = []
-    for first, stop in item.chunks:
-        pieces += [prompt[end:first], Chunk(prompt[first:stop])]
-        end = stop
-    return [piece for piece in [*pieces, prompt[end:]] if piece]
 
 
 def _load_stats(llm: LLM, plan: EvalPlan) -> QueryStats | None:

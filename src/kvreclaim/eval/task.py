@@ -29,16 +29,21 @@ class Item:
     prompt:         token ids
     continuation:   token ids that are scored (teacher forcing); empty where the answer is generated
     max_new_tokens: most tokens of a generated answer
+    temperature, seed: of its sampling
     chunks:         parts of the prompt that may be reused, each from its first token to behind its last
     compress_at:    leading tokens of the prompt that are compressed before the rest is known; None: none
+    turns:          of a session, in order, each scored after the one before; the item is like the last
     payload:        whatever the task needs for its verdict
     """
 
     prompt: tuple[int, ...]
     continuation: tuple[int, ...] = ()
     max_new_tokens: int = 0
+    temperature: float = 0.0
+    seed: int | None = None
     chunks: tuple[tuple[int, int], ...] = ()
     compress_at: int | None = None
+    turns: tuple[Item, ...] = ()
     payload: Any = None
 
     @property
@@ -54,6 +59,7 @@ class Answer:
     predicted, logprobs: per continuation token, the most likely token and the given one's log-probability
     text, token_ids:     of a generated answer
     compared:            sums against the full cache, for a task that compares (agreement.Divergence)
+    turns:               of a session: the same for each turn, and tokens of its prompt: "prompt", "cached"
     """
 
     predicted: tuple[int, ...] = ()
@@ -61,6 +67,7 @@ class Answer:
     text: str = ""
     token_ids: tuple[int, ...] = ()
     compared: Mapping[str, float] = field(default_factory=dict)
+    turns: tuple[Mapping[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +142,15 @@ class FreeTask(Protocol):
     def judge_free(self, item: Item, answer: Answer) -> Mapping[str, float]:
         """Further figures of an answer that was generated (TaskScore.extra)."""
         ...
+
+
+@runtime_checkable
+class SampledTask(Protocol):
+    """A task whose problems are answered several times: examples i x samples to (i + 1) x samples - 1 are the
+    answers to problem i."""
+
+    @property
+    def samples(self) -> int: ...
 
 
 @runtime_checkable

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from kvreclaim import corpora as texts
+from kvreclaim.checks import require
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval.agreement import Agreement
@@ -15,7 +16,7 @@ from kvreclaim.eval.jsonl import JsonlTask, read_questions
 from kvreclaim.eval.passages import Passages
 from kvreclaim.eval.plan import KNOWN, TaskOptions
 from kvreclaim.eval.ruler.task import ruler_tasks, spell_out
-from kvreclaim.eval.task import Task
+from kvreclaim.eval.task import SampledTask, Task
 from kvreclaim.eval.text.base import TextTask
 from kvreclaim.eval.text.codes import TextMultiQuery, TextRecall
 from kvreclaim.eval.text.forced import ForcedTask
@@ -49,6 +50,9 @@ ANY_MODEL = (
     "jsonl:PATH",
     "jsonl-exact:PATH",
     "ruler[:TASK]",
+    "gsm8k",
+    "agent_recorded",
+    "reasoning-gym:TASK",
 )
 JSONL_TOKENS = 256
 
@@ -62,8 +66,15 @@ def make_tasks(names: Sequence[str], llm: LLM, options: TaskOptions) -> list[Tas
     Raises: InvalidArgumentError for an unknown name and for what a task lacks.
     """
     names = spell_out(names)
-    made = ruler_tasks(names, llm, options)
-    return [made.get(name) or _make(name, llm, options) for name in names]
+    made: dict[str, Task] = {**ruler_tasks(names, llm, options)}
+    tasks = [made.get(name) or _make(name, llm, options) for name in names]
+    for task in tasks:
+        require(
+            not options.temperature or isinstance(task, SampledTask),
+            f"temperature is {options.temperature}, but task {task.name} is judged without sampling; leave "
+            "temperature out, or run gsm8k and reasoning-gym alone.",
+        )
+    return tasks
 
 
 def uses_demo(llm: LLM, dialect: str) -> bool:
@@ -90,6 +101,14 @@ def _make(name: str, llm: LLM, options: TaskOptions) -> Task:
         if not argument and options.text is None:
             return Agreement(RandomWindows(llm.loaded.vocab_size, options.num_tokens), name)
         return Agreement(_windows(argument, llm, options), name)
+    if name == "gsm8k" or (kind == "reasoning-gym" and argument):
+        from kvreclaim.eval.reasoning import reasoning_task
+
+        return reasoning_task(name, llm, options)
+    if name == "agent_recorded":
+        from kvreclaim.eval.agents import agent_task
+
+        return agent_task(llm, options)
     if kind in ("jsonl", "jsonl-exact") and argument:
         return _jsonl(name, Path(argument), llm, options)
     if uses_demo(llm, options.dialect):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvreclaim.checks import require
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model.loader import Tokenizer
 
@@ -58,10 +59,20 @@ class Encoder:
 
     def render(self, text: str) -> str:
         """The text in the chat template."""
-        if self.identity is None:
-            return text
-        turn = [{"role": "user", "content": text}]
-        return str(self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False))
+        return text if self.identity is None else self.chat([{"role": "user", "content": text}])
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """A conversation in the chat template, up to where the model answers."""
+        turns = [dict(message) for message in messages]
+        return str(self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
+
+    def require_template(self, task: str, model: str) -> None:
+        """Raises: InvalidArgumentError for a tokenizer without chat template."""
+        require(
+            self.identity is not None,
+            f"task {task} needs a chat template, and the tokenizer of {model} has none; take a model that "
+            "was tuned to follow instructions.",
+        )
 
     def tokens(self, rendered: str) -> tuple[int, ...]:
         """Token ids of what `render` gave, or of its beginning; a template writes special tokens itself."""
