@@ -67,6 +67,10 @@ class ComparePlan:
     def __post_init__(self) -> None:
         check_options(self)
         require(
+            all(budget <= 1 for budget in self.budgets),
+            f"--budgets is {', '.join(map(str, self.budgets))}; presses take shares, above 0 and up to 1.",
+        )
+        require(
             (self.model / "config.json").is_file() or (self.model.suffix == ".gguf" and self.model.is_file()),
             f"--model is {str(self.model)!r}; name a model directory or a .gguf file.",
         )

@@ -263,7 +263,7 @@ class BatchRunner:
             **asdict(outcome),
             num_tokens=item.num_tokens,
             budget=said.metrics.budget or item.num_tokens,
-            full_blocks=self._blocks(length),
+            full_blocks=self._blocks(min(length, item.num_tokens)),
             timed_tokens=said.timed_tokens,
             elapsed_s=said.elapsed_s,
             generated=said.generated,
