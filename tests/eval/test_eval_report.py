@@ -126,6 +126,28 @@ def test_html_is_one_file_with_all_charts(report, tmp_path):
     assert "0.225" in words
 
 
+def test_the_mean_of_a_suite_has_a_chart_of_its_own(report):
+    alone = render(report)
+    assert "Means of suites" not in alone
+    mean = "ruler, mean of 2"
+    rows = [*report.rows, row("full", 1.0, task=mean), row("knorm", 0.5, task=mean)]
+    assert "<h2>Means of suites against K/V bytes</h2>" in render(EvalReport(header=HEADER, rows=rows))
+
+
+def test_a_chart_has_budgets_in_tokens(report):
+    extra = {"trace_tokens": 9.0}
+    rows = [row("full", 1.0).model_copy(update={"extra": extra})]
+    for share, tokens in ((0.5, 512), (0.25, 256)):
+        update = {"fraction": None, "tokens": tokens, "extra": extra}
+        rows.append(row("knorm", share).model_copy(update=update))
+    in_tokens = EvalReport(header=HEADER, rows=rows)
+    assert [each.keeps for each in in_tokens.rows] == ["100%", "512 tokens", "256 tokens"]
+    page = render(in_tokens)
+    assert "<h2>Tokens generated</h2>" in page
+    assert "256 tokens" in page
+    assert charts.trace_chart(report) is None
+
+
 def test_a_report_without_figures_is_written_too():
     report = EvalReport(header=HEADER, rows=[stopped("h2o", 0.5, "refused", "why")])
     assert "why" in render(report)

@@ -30,7 +30,10 @@ def render(report: EvalReport) -> str:
     )
     environment.filters["number"] = _number
     environment.filters["mib"] = _mib
+    of_suites = [row for row in report.rows if row.task not in report.header.tasks]
+    suites = report.model_copy(update={"rows": of_suites})
     figures = [
+        ("Means of suites against K/V bytes", charts.quality_chart(suites)),
         ("Quality against K/V bytes", charts.quality_chart(report)),
         ("Tokens generated", charts.trace_chart(report)),
         ("Blocks freed", charts.freed_chart(report)),

@@ -52,6 +52,7 @@ ANY_MODEL = (
     "ruler[:TASK]",
     "gsm8k",
     "agent_recorded",
+    "ifeval",
     "reasoning-gym:TASK",
 )
 JSONL_TOKENS = 256
@@ -105,6 +106,10 @@ def _make(name: str, llm: LLM, options: TaskOptions) -> Task:
         from kvreclaim.eval.reasoning import reasoning_task
 
         return reasoning_task(name, llm, options)
+    if name == "ifeval":
+        from kvreclaim.eval.ifeval import ifeval_task
+
+        return ifeval_task(llm, options)
     if name == "agent_recorded":
         from kvreclaim.eval.agents import agent_task
 

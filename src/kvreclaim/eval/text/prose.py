@@ -50,16 +50,23 @@ class ProseQuestion:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Text to token ids, as one user turn of the tokenizer's chat template where it has one."""
+    """Text to token ids, as one user turn of the tokenizer's chat template where it has one.
+
+    system: the system prompt before it; only for tokenizers with a chat template
+    """
 
     tokenizer: Tokenizer
+    system: str | None = None
 
     def __call__(self, text: str) -> tuple[int, ...]:
         return self.tokens(self.render(text))
 
     def render(self, text: str) -> str:
         """The text in the chat template."""
-        return text if self.identity is None else self.chat([{"role": "user", "content": text}])
+        if self.identity is None:
+            return text
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return self.chat([*system, {"role": "user", "content": text}])
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """A conversation in the chat template, up to where the model answers."""
