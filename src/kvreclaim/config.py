@@ -400,6 +400,12 @@ class CompressionSettings:
         "Evict prompt tokens only if the budget cannot be met otherwise.",
         flags=("--kv-protect-prompt",),
     )
+    protect_system: bool = option(
+        True,
+        "Never evict a chat's system prompt and tools, up to half of the budget.",
+        flags=("--kv-protect-system",),
+        kw_only=True,
+    )
     mode: str | None = option(
         None,
         "Which heads keep the same tokens: union (all), per_head or per_layer_head. Default: the policy's "

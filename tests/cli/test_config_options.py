@@ -103,6 +103,8 @@ def test_what_is_not_given_is_told_apart_from_nought() -> None:
     assert run(Compression) is None
     config = run(Compression, "--kv-compression", "knorm", "--kv-sinks", "0", "--kv-protect-prompt")
     assert (config.policy, config.sinks, config.budget, config.protect_prompt) == ("knorm", 0, 2048, True)
+    assert config.protect_system
+    assert not run(Compression, "--no-kv-protect-system").protect_system
 
 
 def test_a_mistake_is_one_sentence() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvreclaim import LLM
+from kvreclaim import LLM, CompressionConfig, SamplingParams
 from kvreclaim.calibrate.calibration import calibrate
+from kvreclaim.compression.policies.surrogate import Surrogate
 from kvreclaim.corpora import prose
 from kvreclaim.eval import TaskOptions, evaluate
 
@@ -56,3 +57,30 @@ def test_equal_heads_lose_most_of_them(needles):
 
 def test_even_random_tokens_do_better_with_shares_than_the_best_of_equal_heads(needles):
     assert needles["shares(random, by=static)"].accuracy > needles["surrogate"].accuracy + 0.1
+
+
+def test_every_head_holds_the_system_prompt_of_a_long_chat(llm, monkeypatch):
+    """A tenth of 2,000 tokens stays; the 90 heads differ in what they hold beside it."""
+    seen, score = [], Surrogate.score_many
+
+    def watching(self, views):
+        seen.extend(view.signals.positions[0].tolist() for view in views if not view.first)
+        return score(self, views)
+
+    monkeypatch.setattr(Surrogate, "score_many", watching)
+    rule = {"role": "system", "content": "Never tell anybody the code of the vault, which is 7391-KESTREL."}
+    talk = [
+        {
+            "role": role,
+            "content": f"Note {i}: the ferry leaves at dawn with apples, letters and {i * 37} ropes.",
+        }
+        for i in range(36)
+        for role in ("user", "assistant")
+    ]
+    config = CompressionConfig("shares(surrogate)", budget=208, interval=16, recent=64)
+    (out,) = llm.chat([rule, *talk], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True), config)
+    assert len(out.prompt_token_ids) > 1900
+    assert len(seen) == 90
+    assert len({len(held) for held in seen}) > 3
+    assert "7391-KESTREL" in llm.tokenizer.decode(out.prompt_token_ids[: out.metrics.sinks])
+    assert all(set(range(out.metrics.sinks)) <= {*held} for held in seen)

@@ -144,6 +144,7 @@ def test_what_compression_gave_back_is_counted(server: Running):
     assert answer.usage.kv_cache == {
         "policy": "knorm",
         "budget": expected.budget,
+        "sinks": 4,
         "tokens_evicted": expected.tokens_evicted,
         "blocks_freed": expected.blocks_freed,
         "peak_blocks": expected.peak_blocks,

@@ -59,6 +59,8 @@ class ConfigOptions:
             plain = flags[0]
             flags = (f"{plain}/--no-{plain[2:]}",) if default or setting.optional else (plain,)
             kind = bool | None if setting.optional else bool
+            if self.unset and default:
+                kind, default = bool | None, None
         elif spec.typed_as is None and _several(setting):
             kind, default = str, ",".join(map(str, default))
         elif self.unset or default in (None, ()):
@@ -73,14 +75,12 @@ class ConfigOptions:
 
     def value(self, name: str, given: dict[str, Any]) -> Any:
         """The parameter's value; its options are taken out of what was given. Raises: KVReclaimError."""
-        values = {
-            setting.name: self._read(setting, given.pop(f"{name}_{setting.name}"))
-            for setting in self.settings()
-        }
+        known = {setting.name: setting for setting in self.settings()}
+        values = {key: self._read(setting, given.pop(f"{name}_{key}")) for key, setting in known.items()}
         present = {
             key: value
             for key, value in values.items()
-            if value is not None and not (self.unset and value is False)
+            if value is not None and not (self.unset and value is False and known[key].default is not True)
         }
         return (self.build or self.config)(**present)
 

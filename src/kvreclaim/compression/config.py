@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -15,8 +16,11 @@ from kvreclaim.compression.spec.recall import parse_recall
 from kvreclaim.compression.stats import RECALIBRATE, QueryStats
 from kvreclaim.config import AUTO, CompressionSettings
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.schedule.budget.footprint import Footprint, budget_in_blocks
 from kvreclaim.schedule.budget.recall import Recall
+
+logger = logging.getLogger(__name__)
 
 MAX_KEPT: Final = 16
 """Compressors kept at a time, by settings, the last ones used; callers may send ever new settings."""
@@ -38,6 +42,7 @@ class CompressionConfig(CompressionSettings):
     sinks:          first tokens of the sequence, never evicted
     recent:         last tokens of the sequence, never evicted
     protect_prompt: evict prompt tokens only if nothing else but sinks and recent tokens is left
+    protect_system: a chat's system prompt and tools are sinks, too (see protecting)
     mode:           "union" | "per_head" | "per_layer_head"; None takes the policy's own. Policies that evict
                     whole blocks, keep unequal numbers or read sparsely accept no other
     recall:         "pass" | "tokens:N" | "query": evicted tokens wait in pages on the host and come back when
@@ -115,6 +120,24 @@ class CompressionConfig(CompressionSettings):
                 "or name a policy, such as streaming_llm."
             )
         return replace(self, policy=trial.best)
+
+    def protecting(self, num_tokens: int, block_size: int) -> CompressionConfig:
+        """The config for a prompt whose first num_tokens are system prompt and tools. Its sinks cover them,
+        in whole blocks, up to half of what recent tokens and recalled pages leave of the budget.
+
+        The same with protect_system off, and with verify, which loses nothing.
+        """
+        recalled = 0 if self.recalled is None else self.recalled.slots(block_size)
+        most = (self.budget - self.recent - recalled) // 2 // block_size
+        sinks = min(blocks_for(num_tokens, block_size), most) * block_size
+        if not self.protect_system or self.verify:
+            return self
+        if max(sinks, self.sinks) < num_tokens:
+            text = (
+                "%d of %d tokens of system prompt and tools are protected; more are over half of the budget"
+            )
+            logger.info(text, max(sinks, self.sinks), num_tokens)
+        return self if sinks <= self.sinks else replace(self, sinks=sinks)
 
     def make_policy(self) -> CompressionPolicy:
         """The policy with its options. Raises: InvalidArgumentError for "auto", which must be resolved."""

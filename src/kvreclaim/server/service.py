@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -198,9 +198,18 @@ class Service:
         assert self.plain is not None, "a model without tokenizer is refused"
         return self.plain.encode(text)
 
-    def compression(self, given: KVCompression | None) -> CompressionConfig | None:
-        """The compression of a request's `kv_compression`; None: the server's own. Raises: ApiError 400."""
-        return None if given is None else compression_of(given, self.engine.served, self.config)
+    def compression(
+        self, given: KVCompression | None, num_system: Callable[[], int] | None = None
+    ) -> CompressionConfig | None:
+        """The compression of a request's `kv_compression`; None: the server's own. Raises: ApiError 400.
+
+        num_system: counts the prompt's leading tokens that are system prompt and tools; None: it has none
+        """
+        own = None if given is None else compression_of(given, self.engine.served, self.config)
+        config = self.engine.served.compression if own is None else own
+        if num_system is None or config is None or not config.protect_system:
+            return own
+        return config.protecting(num_system(), self.engine.served.block_size)
 
     @asynccontextmanager
     async def submit(self, request_id: str, prompts: list[RequestSpec]) -> AsyncIterator[list[RequestStream]]:

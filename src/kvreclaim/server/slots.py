@@ -21,7 +21,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.bodies import BodyRoute
 from kvreclaim.server.errors import ENGINE_FIELDS, ApiError, OpenAIError
 from kvreclaim.server.fields import MAX_INT32, KVCompression, Listed
-from kvreclaim.server.openai.messages import ConversationOptions, Messages, render
+from kvreclaim.server.openai.messages import ConversationOptions, Messages, render, system_counter
 from kvreclaim.server.openai.schemas import ERRORS
 from kvreclaim.server.service import Service, ServiceDep, TenantDep
 from kvreclaim.server.tenants import Tenant
@@ -78,7 +78,7 @@ async def slots(
     """Save the cached blocks of a prompt to a file, restore them, or erase the file."""
     path = _path(body.filename, service, tenant)
     started, salt = time.perf_counter(), tenant.salt(body.cache_salt)
-    compression = _compression(action, body, service)
+    _check_compression(action, body)
     if action == "erase":
         if not path.is_file():
             raise ApiError(404, f"there is no saved session {body.filename!r}.", "filename")
@@ -90,7 +90,7 @@ async def slots(
         moved = {"n_restored": info.num_tokens, "n_read": info.num_bytes}
         return SlotAnswer(id_slot=name, filename=body.filename, **moved, timings=timings)
     _check_room(path, service)
-    tokens = await service.workers.run(tenant.name, partial(_tokens, body, service))
+    tokens, compression = await service.workers.run(tenant.name, partial(_asked_for, body, service))
     save = partial(
         _save,
         tokens=tokens,
@@ -127,6 +127,15 @@ def _check_room(path: Path, service: Service) -> None:
         raise ApiError(400, f"{len(saved)} sessions are saved, at most {most} may be; erase one.", "filename")
 
 
+def _asked_for(body: SlotRequest, service: Service) -> tuple[list[int], CompressionConfig | None]:
+    """The prompt's tokens, and the compression of its prefix where that is to be saved. Raises: ApiError."""
+    tokens = _tokens(body, service)
+    if body.compress_prompt_at is None:
+        return tokens, None
+    num_system = system_counter(tokens, body.messages, body, service) if body.messages else None
+    return tokens, service.compression(body.kv_compression, num_system)
+
+
 def _tokens(body: SlotRequest, service: Service) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "pass either prompt or messages: what is cached of it is saved.", "prompt")
@@ -135,21 +144,18 @@ def _tokens(body: SlotRequest, service: Service) -> list[int]:
     return service.encode(body.prompt) if isinstance(body.prompt, str) else list(body.prompt or ())
 
 
-def _compression(action: str, body: SlotRequest, service: Service) -> CompressionConfig | None:
-    """The compression of what is to be saved. Raises: ApiError 400 where it means nothing."""
-    if body.compress_prompt_at is None and body.kv_compression is None:
-        return None
+def _check_compression(action: str, body: SlotRequest) -> None:
+    """Raises: ApiError 400 where the compression of what is to be saved means nothing."""
     for name in ("compress_prompt_at", "kv_compression"):
         if action != "save" and getattr(body, name) is not None:
             raise ApiError(400, f"{name} says what to save; with action={action} leave it out.", name)
-    if body.compress_prompt_at is None:
+    if body.compress_prompt_at is None and body.kv_compression is not None:
         raise ApiError(
             400,
             "kv_compression is given without compress_prompt_at, and only a prefix compressed there can "
             "be saved; set compress_prompt_at, or leave kv_compression out.",
             "compress_prompt_at",
         )
-    return service.compression(body.kv_compression)
 
 
 def _save(

@@ -12,13 +12,14 @@ from kvreclaim.engine.request.outputs import RequestMetrics
 
 def kv_cache_usage(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
     """Over a request's prompts: tokens and blocks are sums, but for peak_blocks, the most that one output
-    held. policy, budget: of their compression, None without. reclaim_efficiency: blocks freed of those that
-    could be; None where none could."""
+    held. policy, budget, sinks: of their compression, None without. reclaim_efficiency: blocks freed of those
+    that could be; None where none could."""
     perfect = sum(m.blocks_perfect for m in metrics)
     freed = sum(m.blocks_freed for m in metrics)
     return {
         "policy": metrics[0].policy,
         "budget": metrics[0].budget,
+        "sinks": metrics[0].sinks,
         "tokens_evicted": sum(m.tokens_evicted for m in metrics),
         "blocks_freed": freed,
         "peak_blocks": max(m.peak_blocks for m in metrics),
@@ -66,6 +67,7 @@ class ResponseSchema(BaseModel):
 class KVCacheUsage(ResponseSchema):
     policy: str | None
     budget: int | None
+    sinks: int | None
     tokens_evicted: int
     blocks_freed: int
     peak_blocks: int

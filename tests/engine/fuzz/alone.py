@@ -50,6 +50,7 @@ class Question:
     recall: str | None = None
     verify: int = 0
     limits: str | None = None
+    sinks: int = 1
 
     @property
     def as_alone(self) -> Question:

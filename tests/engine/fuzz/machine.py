@@ -165,6 +165,7 @@ class Machine:
             recall=ask.recall if ask.policy is not None and setup.recalls and not verify else None,
             verify=verify,
             limits=None if ask.kind in ("beams", "score") else ask.limits,
+            sinks=ask.sinks,
         )
 
     def compress_prompt_at(self, ask: Ask, prompt: list[int]) -> int | None:
@@ -180,7 +181,7 @@ class Machine:
             question.policy,
             budget=question.budget,
             interval=question.interval,
-            sinks=1,
+            sinks=question.sinks,
             recent=2,
             recall=question.recall,
             verify=question.verify > 0,

@@ -124,6 +124,7 @@ class Ask:
     beginning of one of few texts; then a tail.
 
     fault: None, "guilty" or "poison": a token in the middle of the tail that breaks things
+    sinks: of its compression: 4 as if a system prompt of a block stood before the conversation
     reuse: which tokens of the prompt's chunks are computed anew, where it has some
     verify: its policy only drafts so many tokens at most, and the answer is that without it
     """
@@ -150,6 +151,7 @@ class Ask:
     reuse: str | None = None
     verify: int = 0
     limits: str | None = None
+    sinks: int = 1
 
 
 @dataclass(frozen=True)
@@ -336,6 +338,7 @@ def random_ask(random: Random, habits: Habits) -> Ask:
         recall=random.choice(habits.recalls),
         verify=random.choice(habits.verify),
         limits=random.choice(habits.limits),
+        sinks=random.choice((1, 1, 4)),
     )
     if ask.verify and ask.policy is not None:  # most of what else may be asked for excludes it
         return replace(ask, compress_prompt_at=None, sparse=None, reuse=None, recall=None)

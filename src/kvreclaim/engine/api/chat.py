@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 from jinja2.exceptions import TemplateError
@@ -21,7 +21,11 @@ RESERVED = frozenset(inspect.signature(Tokenizer.apply_chat_template).parameters
 MAX_VARIABLE = 64
 """Characters of a variable's name that a refusal quotes."""
 
+SYSTEM_ROLES = ("system", "developer")
+
 Message = Mapping[str, Any]
+Change = Callable[[list[Any]], list[Any]]
+"""Changes the messages before they are rendered."""
 
 
 class Speaker(Protocol):
@@ -39,6 +43,51 @@ def render_chat(speaker: Speaker, messages: Sequence[Message], **options: Any) -
     text = chat_text(speaker, messages, **options)
     assert speaker.tokenizer is not None, "chat_text refuses a model without tokenizer"
     return list(speaker.tokenizer.encode(text, add_special_tokens=False))
+
+
+def num_system_tokens(
+    speaker: Speaker, token_ids: list[int], messages: Sequence[Message], **options: Any
+) -> int:
+    """num_leading_tokens of what render_chat makes of these; 0 without system prompt and tools."""
+    if not options.get("tools") and messages[0]["role"] not in SYSTEM_ROLES:
+        return 0
+    assert speaker.tokenizer is not None, "render_chat refuses a model without tokenizer"
+    encode = partial(speaker.tokenizer.encode, add_special_tokens=False)
+    return num_leading_tokens(
+        token_ids, lambda change: chat_text(speaker, change(list(messages)), **options), encode
+    )
+
+
+def num_leading_tokens(
+    token_ids: list[int], render: Callable[[Change], str], encode: Callable[[str], list[int]]
+) -> int:
+    """Count the tokens that the chat template writes before it looks at the conversation: system prompt and
+    tools, where it writes them first. render: the prompt's text, with its messages changed"""
+    text = render(list)
+    return num_shared(token_ids, encode(text[: num_shared(text, render(_begun_otherwise))]))
+
+
+def num_shared(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Count the characters, or tokens, that both begin with."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _begun_otherwise(messages: Sequence[Message]) -> list[Message]:
+    """The same with another text in the first message that is no system prompt."""
+    for at, message in enumerate(messages):
+        content = message.get("content")
+        if content and message["role"] not in SYSTEM_ROLES:
+            other = "b" if str(content).lstrip().startswith("a") else "a"
+            given = other if isinstance(content, str) else [{"type": "text", "text": other}]
+            return [*messages[:at], {**message, "content": given}, *messages[at + 1 :]]
+    return list(messages)
 
 
 def chat_text(

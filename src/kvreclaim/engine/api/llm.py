@@ -20,7 +20,7 @@ from kvreclaim.checks import require
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.config import EngineConfig
-from kvreclaim.engine.api.chat import Message, render_chat
+from kvreclaim.engine.api.chat import Message, num_system_tokens, render_chat
 from kvreclaim.engine.api.compressors import Compressors
 from kvreclaim.engine.api.prompts import Prompt, as_list, request_of
 from kvreclaim.engine.offload.session import SessionInfo
@@ -243,14 +243,19 @@ class LLM:
         """Generate the assistant's next turn of one or several conversations, with the tokenizer's chat
         template. Other arguments are those of `generate`, one or one per conversation.
 
+        With compression, system prompt and tools stay (CompressionConfig.protect_system).
+
         template: keyword arguments of render_chat (tools, chat_template, ...), for all conversations
         """
         several = isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], (list, tuple))
         conversations: Sequence[Any] = messages if several else [messages]
+        prompts = [render_chat(self.loaded, each, **template) for each in conversations]
+        configs = _one_each(compression, len(prompts), "compression")
+        every = zip(configs, prompts, conversations, strict=True)
         return self.generate(
-            [render_chat(self.loaded, each, **template) for each in conversations],
+            prompts,
             sampling_params,
-            compression,
+            [self._for_chat(*each, template) for each in every],
             priority=priority,
             use_tqdm=use_tqdm,
             on_step=on_step,
@@ -400,6 +405,20 @@ class LLM:
             prompt, self._encode, request_id=request_id, params=params, compression=config, **asked
         )
         return self.engine.add(spec, compressor)
+
+    def _for_chat(
+        self,
+        config: CompressionConfig | None,
+        prompt: list[int],
+        messages: Sequence[Message],
+        template: dict[str, Any],
+    ) -> CompressionConfig | None:
+        """The compression of a conversation, whose system prompt and tools it protects."""
+        config = self.compression if config is None else config
+        if not isinstance(config, CompressionConfig) or not config.protect_system:
+            return config
+        num_system = num_system_tokens(self.loaded, prompt, messages, **template)
+        return config.protecting(num_system, self.engine.config.block_size)
 
     def _encode(self, text: str, begins: bool) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=begins))

@@ -70,6 +70,8 @@ class RequestMetrics:
     policy:         the policy as written, or the one "auto" stands for; None without compression
     budget:         tokens per layer and KV head that compression keeps (or reads), in whole blocks; None
                     without compression
+    sinks:          first tokens that compression never evicts, a chat's system prompt and tools among them;
+                    None without compression
     tokens_evicted: tokens evicted per layer and KV head
     blocks_freed:   blocks that compression returned to the pool while the request lived, less those it took;
                     below 0 while others hold shared blocks that it left
@@ -93,6 +95,7 @@ class RequestMetrics:
 
     policy: str | None = None
     budget: int | None = None
+    sinks: int | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_loaded_tokens: int = 0

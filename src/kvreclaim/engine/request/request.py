@@ -278,7 +278,8 @@ class Request:
         m = self.metrics
         compressor = self.compressor if self.verify is None else self.verify.compressor
         if compressor is not None:
-            m.policy, m.budget = compressor.config.policy, compressor.budget
+            config = compressor.config
+            m.policy, m.budget, m.sinks = config.policy, config.budget, config.sinks
         m.num_prompt_tokens = len(self.prompt_token_ids)
         if self.reuse is not None:
             m.num_reused_tokens, m.num_gone_tokens = int((~self.reuse.anew).sum()), self.reuse.num_gone

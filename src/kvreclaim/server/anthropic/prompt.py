@@ -9,10 +9,13 @@ system prompt, a breakpoint on a tool reaches to the end of that tool, with the 
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
+from kvreclaim.engine.api.chat import Change, num_leading_tokens, num_shared
 from kvreclaim.engine.api.exports import Retention
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.anthropic.conversation import ALTERED, Mark, Writer
@@ -26,10 +29,12 @@ EXTRA_TOOL = {"type": "function", "function": {"name": ALTERED, "description": A
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """breakpoints: in the order of the request; num_tokens counts whole tokens."""
+    """breakpoints: in the order of the request; num_tokens counts whole tokens. num_system: counts leading
+    tokens of system prompt and tools; None: there are none."""
 
     token_ids: list[int]
     breakpoints: tuple[Retention, ...]
+    num_system: Callable[[], int] | None = None
 
 
 def check_size(body: ConversationFields, service: Service) -> None:
@@ -48,18 +53,33 @@ def render(body: ConversationFields, service: Service) -> Rendered:
     text = _text(body, service, tools, messages)
     assert service.plain is not None, "a model without tokenizer is refused"
     if not marks:
-        return Rendered(service.plain.encode(text), ())
+        return _counted(Rendered(service.plain.encode(text), ()), body, service)
     token_ids, ends = service.plain.encode_with_ends(text)
     chars: dict[int, int] = {0: 0, writer.place: len(text)}
     for place in {mark.place for mark in marks} - chars.keys():
         altered = Writer(body, intact=place)
         others = altered.tools()
-        chars[place] = _common(text, _text(body, service, others, altered.messages()))
+        chars[place] = num_shared(text, _text(body, service, others, altered.messages()))
         if place <= len(tools):
-            alone = _common(text, _text(body, service, [*others, EXTRA_TOOL], messages))
+            alone = num_shared(text, _text(body, service, [*others, EXTRA_TOOL], messages))
             chars[place] = max(chars[place], alone)
     points = [Retention(bisect_right(ends, chars[mark.place]), TTL_S[mark.ttl]) for mark in marks]
-    return Rendered(token_ids, tuple(points))
+    return _counted(Rendered(token_ids, tuple(points)), body, service)
+
+
+def _counted(found: Rendered, body: ConversationFields, service: Service) -> Rendered:
+    """The same, which knows how to count its system prompt and tools."""
+    if body.system is None and not body.tools:
+        return found
+    assert service.plain is not None, "a model without tokenizer is refused"
+    encode = service.plain.encode
+
+    def render(change: Change) -> str:
+        writer = Writer(body)
+        tools = writer.tools()
+        return _text(body, service, tools, change(writer.messages()))
+
+    return replace(found, num_system=partial(num_leading_tokens, found.token_ids, render, encode))
 
 
 def _text(
@@ -136,15 +156,3 @@ def _marks(body: ConversationFields, marks: list[Mark], last: int) -> list[Mark]
                 f"({before.where}); in the order tools, system, messages the longer ones come first.",
             )
     return marks
-
-
-def _common(a: str, b: str) -> int:
-    """Characters that both begin with."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

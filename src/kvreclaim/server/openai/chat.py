@@ -12,6 +12,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from kvreclaim.chunks import Chunks
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.serving.stream import OutputDelta, RequestStream
 from kvreclaim.server.bodies import BodyRoute
@@ -22,7 +23,13 @@ from kvreclaim.server.openai.answer import OpenAIResponse, scores_of
 from kvreclaim.server.openai.documents import DocumentPlaces, reuse_of, within_chat
 from kvreclaim.server.openai.fields import MAX_LOGPROBS, GenerationFields
 from kvreclaim.server.openai.logprobs import chat_logprobs
-from kvreclaim.server.openai.messages import ConversationOptions, Messages, render, rendered
+from kvreclaim.server.openai.messages import (
+    ConversationOptions,
+    Messages,
+    render,
+    rendered,
+    system_counter,
+)
 from kvreclaim.server.openai.prompts import beams_of, bounded, check_options, engine_prompt, sampling_params
 from kvreclaim.server.openai.schemas import ERRORS, ChatCompletion, streamed
 from kvreclaim.server.service import Service, ServiceDep, TenantDep
@@ -84,18 +91,24 @@ async def _prompt(body: ChatRequest, service: Service, tenant: Tenant) -> Reques
     params = sampling_params(body, max_tokens=limit, logprobs=logprobs) if beams is None else beams.sampling
     with_tools = body.tool_choice != "none"
     work = partial(_encoded, body, service, with_tools=with_tools)
-    ids, chunks = await service.workers.run(tenant.name, work)
-    [prompt] = bounded([engine_prompt(ids, params, body, service, tenant, beams, chunks)], service)
-    return prompt
+    ids, chunks, compression = await service.workers.run(tenant.name, work)
+    prompt = engine_prompt(ids, params, body, service, tenant, compression, beams=beams, chunks=chunks)
+    return bounded([prompt], service)[0]
 
 
-def _encoded(body: ChatRequest, service: Service, *, with_tools: bool) -> tuple[list[int], Chunks | None]:
-    """The prompt's tokens, and where documents stand among them."""
+def _encoded(
+    body: ChatRequest, service: Service, *, with_tools: bool
+) -> tuple[list[int], Chunks | None, CompressionConfig | None]:
+    """The prompt's tokens, where documents stand among them, and its compression."""
+    chunks = None
     if body.documents is None:
-        return render(body.messages, body, service, with_tools=with_tools), None
-    place = DocumentPlaces()
-    text = rendered(body.messages, body, service, with_tools=with_tools, change=place.marked)
-    return within_chat(body.documents, text, place.mark, reuse_of(body.chunk_reuse), service)
+        ids = render(body.messages, body, service, with_tools=with_tools)
+    else:
+        place = DocumentPlaces()
+        text = rendered(body.messages, body, service, with_tools=with_tools, change=place.marked)
+        ids, chunks = within_chat(body.documents, text, place.mark, reuse_of(body.chunk_reuse), service)
+    num_system = system_counter(ids, body.messages, body, service, with_tools=with_tools)
+    return ids, chunks, service.compression(body.kv_compression, num_system)
 
 
 class ChatAnswer(OpenAIResponse):

@@ -105,7 +105,11 @@ async def _prompts(body: CompletionRequest, service: Service, tenant: Tenant) ->
             service.check_chars(len(text), "prompt")
     size = sum(map(len, body.prompt)) + num_chars(body.documents or ())
     made = await service.workers.run(tenant.name, encode, size=size)
-    prompts = [engine_prompt(tokens, params, body, service, tenant, beams, chunks) for tokens, chunks in made]
+    compression = service.compression(body.kv_compression)
+    prompts = [
+        engine_prompt(tokens, params, body, service, tenant, compression, beams=beams, chunks=chunks)
+        for tokens, chunks in made
+    ]
     return bounded(prompts, service)
 
 

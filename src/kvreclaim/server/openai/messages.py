@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic_core import from_json
 
+from kvreclaim.engine.api.chat import SYSTEM_ROLES, Change, num_leading_tokens
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import MAX_TOOLS, Fields, Listed, described
@@ -98,6 +100,25 @@ def render(
     text = rendered(messages, options, service, with_tools=with_tools)
     assert service.plain is not None, "a model without tokenizer is refused"
     return service.plain.encode(text)
+
+
+def system_counter(
+    token_ids: list[int],
+    messages: Sequence[RequestMessage],
+    options: ConversationOptions,
+    service: Service,
+    *,
+    with_tools: bool = True,
+) -> Callable[[], int] | None:
+    """Counts the leading tokens of system prompt and tools; None: there are none."""
+    if not (with_tools and options.tools) and messages[0].role not in SYSTEM_ROLES:
+        return None
+    assert service.plain is not None, "a model without tokenizer is refused"
+
+    def render(change: Change) -> str:
+        return rendered(messages, options, service, with_tools=with_tools, change=change)
+
+    return partial(num_leading_tokens, token_ids, render, service.plain.encode)
 
 
 def rendered(

@@ -9,6 +9,7 @@ from starlette.types import Scope
 
 from kvreclaim.beams import BeamSearchParams
 from kvreclaim.chunks import Chunks
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.engine.api.exports import Retention
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.errors import InvalidArgumentError
@@ -77,6 +78,8 @@ def engine_prompt(
     fields: GenerationFields,
     service: Service,
     tenant: Tenant,
+    compression: CompressionConfig | None,
+    *,
     beams: BeamSearchParams | None = None,
     chunks: Chunks | None = None,
 ) -> RequestSpec:
@@ -86,7 +89,7 @@ def engine_prompt(
     return RequestSpec(
         prompt_token_ids=token_ids,
         params=params,
-        compression=service.compression(fields.kv_compression),
+        compression=compression,
         priority=fields.priority,
         retention=_retention(fields, len(token_ids)),
         tenant=tenant.name,
