@@ -36,7 +36,9 @@ def llm(real_dir):
 
 @pytest.fixture(scope="module")
 def tasks(llm):
-    return dict(zip(TASKS, make_tasks(TASKS, llm, TaskOptions(num_tokens=1024)), strict=True))
+    return dict(
+        zip(TASKS, make_tasks(TASKS, llm, TaskOptions(num_tokens=1024, max_new_tokens=32)), strict=True)
+    )
 
 
 def prepared(real_dir, folder, name):
