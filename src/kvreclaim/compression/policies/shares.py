@@ -21,10 +21,10 @@ _LEAST_SHARE = 1e-6
 class Shares(Uneven):
     """Another policy's scores, with counts that go to the heads that need them, in whatever layer.
 
-    All layers and heads together have L K n places, n = budget - protected tokens. Every head first gets its
-    own top floor(floor n) of them.
+    All layers and heads together have L K n places, n = budget - protected tokens. A share of them (floor) is
+    divided equally, and heads compete for the others:
 
-    by="threshold": the places left go to the highest scores of all.
+    by="threshold": the places go to the highest scores of all.
     by="static":    head h gets c share_h(budget / T) T tokens, protected ones included, at least these and at
                     most what it holds; T is the length of the text so far, share_h comes from calibration
                     (head_shares.py), c makes the mean the budget. What a head no longer holds goes to the
@@ -35,7 +35,7 @@ class Shares(Uneven):
 
     inner: ranks the tokens; surrogate where none is named. By threshold its scores must mean the same in all
            layers and heads; static shares go with any ranking
-    floor: share of the budget that every head has, whatever its scores or its share
+    floor: share of the places that is divided equally: against heads whose scores are all a little too low
     by:    who decides
     Cost: that of inner and, by threshold, one selection among all scores.
     """
@@ -50,23 +50,26 @@ class Shares(Uneven):
         return self.inner.needs | ({Signal.HEAD_SHARES} if self.by == "static" else frozenset())
 
     def counts(self, question: CountsQuestion) -> Tensor:
-        safe = int(self.floor * question.free)
-        if self.by == "static":
-            return question.protected + self._static(question, safe)
-        heads = [head for layer in question.scores for head in layer]
-        places = min(round(question.free * len(heads)), sum(map(len, heads)))
-        found = top_counts(heads, safe, places)
-        return question.protected + torch.stack(found.split([len(layer) for layer in question.scores]))
+        found = self._static(question) if self.by == "static" else self._by_threshold(question)
+        if self.floor:
+            wanted = self.floor * question.free + (1 - self.floor) * found
+            found = fill(wanted, question.limit, float(found.sum()))
+        return question.protected + found
 
     @staticmethod
-    def _static(question: CountsQuestion, safe: int) -> Tensor:
+    def _by_threshold(question: CountsQuestion) -> Tensor:
         """[L, K] float64 tokens of each head beside the protected ones."""
+        heads = [head for layer in question.scores for head in layer]
+        places = min(round(question.free * len(heads)), sum(map(len, heads)))
+        return top_counts(heads, 0, places).view(len(question.scores), -1)
+
+    @staticmethod
+    def _static(question: CountsQuestion) -> Tensor:
+        """The same."""
         assert question.stats is not None, "needs has HEAD_SHARES"
         given = [stats.head_shares for stats in question.stats if stats.head_shares is not None]
         fraction = question.budget / question.logical_len
         shares = share_at(torch.stack(given).cpu(), question.stats[0].fractions, fraction)
         whole = shares.clamp(min=_LEAST_SHARE) * question.logical_len
         limit = question.limit
-        least = limit.clamp(max=safe)
-        total = float(question.free * limit.numel() - least.sum())
-        return least + fill(whole - question.protected - least, limit - least, total, step=whole)
+        return fill(whole - question.protected, limit, float(question.free * limit.numel()), step=whole)
