@@ -15,7 +15,7 @@ from kvreclaim.cli import options as opt
 from kvreclaim.cli.bench_options import command_line
 from kvreclaim.cli.config_options import ConfigOptions, names_in, with_config
 from kvreclaim.config import CompressionSettings, EngineConfig
-from kvreclaim.eval.plan import RULER, EvalPlan, TaskOptions
+from kvreclaim.eval.plan import RULER, UNSHARED, EvalPlan, TaskOptions
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.options import COMPRESSION, MODEL, option
 from kvreclaim.outputs import check_writable
@@ -71,7 +71,7 @@ def evaluate(
         ConfigOptions(
             config=CompressionSettings,
             panel=COMPRESSION,
-            without=("policy", "budget", "verify", "verify_tokens"),
+            without=tuple(name for name in UNSHARED if name != "stats"),
             defaults={"recent": 64},
             own_names=True,
             build=dict,
