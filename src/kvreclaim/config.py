@@ -429,7 +429,7 @@ class CompressionSettings:
     )
     stats: object = option(
         None,
-        "File of query statistics. Default: the one beside the weights.",
+        "File of query statistics. Default: the one beside the weights, else the one in the cache directory.",
         flags=("--kv-compression-stats",),
         typed_as=str,
     )

@@ -45,6 +45,11 @@ def gguf_home() -> Path:
     return _home() / "gguf"
 
 
+def stats_home() -> Path:
+    """Folder of statistics that calibration keeps, a file for each model."""
+    return _home() / "stats"
+
+
 def ruler_home() -> Path:
     """Folder of RULER's rows that have been made."""
     return _home() / "ruler"

@@ -80,7 +80,34 @@ def test_a_trial_on_held_out_windows_is_printed_and_kept(tmp_path, tiny_dir):
     ]
 
 
-def test_no_file_is_one_sentence():
+def test_without_output_the_cache_directory_keeps_them_for_auto(tmp_path, tiny_dir, monkeypatch):
+    monkeypatch.setenv("KVRECLAIM_HOME", str(tmp_path))
+    model = ["--model", str(tiny_dir("llama"))]
+    options = ["--max-tokens", "2400", "--centers", "2"]
+    result = CliRunner().invoke(app, ["calibrate", *model, *options])
+    assert result.exit_code == 0, result.output
+    (file,) = (tmp_path / "stats").iterdir()
+    best = QueryStats.load(file).metadata.trial.best
+    request = ["--prompt", "a", "--max-tokens", "2", "--kv-compression", "auto", "--num-blocks", "200"]
+    for more in ([], ["--kv-compression-calibrate"]):
+        result = CliRunner().invoke(app, ["generate", *model, *request, *more])
+        assert result.exit_code == 0, result.output
+        assert best in result.stderr
+        assert "calibrated now" not in result.stderr
+
+
+def test_generate_calibrates_first_where_that_is_asked(tmp_path, tiny_dir, monkeypatch):
+    monkeypatch.setenv("KVRECLAIM_HOME", str(tmp_path))
+    command = ["generate", "--model", str(tiny_dir("llama")), "--prompt", "a", "--max-tokens", "2"]
+    result = CliRunner().invoke(app, [*command, "--num-blocks", "200", "--kv-compression-calibrate"])
+    assert result.exit_code == 0, result.output
+    (file,) = (tmp_path / "stats").iterdir()
+    assert f"{file} will keep them" in result.stderr
+    assert "documents to try" in result.stderr
+    assert QueryStats.load(file).metadata.trial.best in result.stderr
+
+
+def test_without_output_where_others_are_read_first_is_one_sentence():
     result = CliRunner().invoke(app, ["calibrate", "--model", "demo"])
     assert result.exit_code == 2
     assert "add --output FILE.safetensors" in result.output

@@ -119,11 +119,11 @@ def test_a_mistake_is_one_sentence() -> None:
 @pytest.mark.parametrize(
     ("command", "groups", "others"),
     [
-        (serve, {"config": ServerConfig, "engine": EngineConfig}, {"log_level", "log_format"}),
+        (serve, {"config": ServerConfig, "engine": EngineConfig}, {"calibrate", "log_level", "log_format"}),
         (
             generate,
             {"engine": EngineConfig, "params": SamplingParams},
-            {"prompt", "chat", "session", "compress_prompt_at"},
+            {"calibrate", "prompt", "chat", "session", "compress_prompt_at"},
         ),
     ],
 )

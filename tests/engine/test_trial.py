@@ -164,7 +164,7 @@ class TestAuto:
         with pytest.raises(InvalidArgumentError, match=r"hold no trial of .*run `kvreclaim calibrate`"):
             make_llm("llama", compression=CompressionConfig())
         plain = LLM(tiny_dir("llama"), device="cpu", num_blocks=8)
-        with pytest.raises(InvalidArgumentError, match=r"no statistics of .*run `kvreclaim calibrate`"):
+        with pytest.raises(InvalidArgumentError, match=r"no statistics of .* --kv-compression-calibrate"):
             plain.generate([[5, 6]], compression=CompressionConfig())
 
     def test_of_another_model_is_refused(self, make_llm, file) -> None:

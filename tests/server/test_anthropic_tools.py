@@ -89,7 +89,7 @@ def test_without_tools_it_is_text(client: anthropic.Anthropic, more: dict[str, A
 def test_without_a_parser_it_is_text(speaker: LLM, client: anthropic.Anthropic):
     """tool_use is a promise of the server's own: by default its answers are as the model wrote them."""
     with (
-        running_server(LLM(speaker.stats_file.parent, num_blocks=64)) as server,
+        running_server(speaker.sibling(num_blocks=64)) as server,
         anthropic.Anthropic(base_url=server.base_url, api_key="any", max_retries=0) as plain,
     ):
         message = plain.messages.create(**asked(*CALL))

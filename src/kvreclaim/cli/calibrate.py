@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,10 +11,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kvreclaim.calibrate.settings import Measuring, Reading
 from kvreclaim.checks import require
 from kvreclaim.cli.config_options import ConfigOptions, with_config
 from kvreclaim.cli.options import Device, DType, ModelOption, model_of, writable
-from kvreclaim.options import check_options, option
+from kvreclaim.model_paths import stats_home
+from kvreclaim.outputs import writing
 
 if TYPE_CHECKING:
     from kvreclaim.compression.stats import QueryStats
@@ -30,40 +29,18 @@ _COLUMNS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reading:
-    """How much of the text is read."""
-
-    max_tokens: int = option(6144, "Maximum number of tokens to read from the text.", low=1)
-    trial: int = option(1, "Documents to hold out for the trial of the candidates; 0: no trial.", low=0)
-    candidates: tuple[str, ...] = option((), "More policies to try, besides the standard ones.")
-
-    def __post_init__(self) -> None:
-        check_options(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measuring:
-    """Statistics kept of the queries; compression.Clustering checks them."""
-
-    num_centers: int = option(16, "Query centers per head; 0 keeps only moments.", flags=("--centers",))
-    shared_centers: bool = option(False, "Share centers among the query heads of a KV head.")
-    min_weight: float = option(0.0, "Drop centers with a smaller share of the queries.")
-    min_distance: float = option(0.0, "Merge centers closer than this share of the spread.")
-    seed: int = option(0, "Seed of the clustering.")
-    surrogate: bool = option(True, "Repeat the text and learn which tokens and heads the repetition needs.")
-    kvzap: str | None = option(
-        None, "Score weights on hidden states: fit them (linear or mlp), or load them from a directory."
-    )
-    max_points: int = option(4096, "Queries per head that are clustered, evenly spaced over the text.", low=1)
-
-
 @with_config
 def calibrate(
     reading: Annotated[Reading, ConfigOptions(config=Reading)],
     measuring: Annotated[dict[str, Any], ConfigOptions(config=Measuring, build=dict)],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the statistics to this .safetensors file.")
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Write the statistics to this .safetensors file. Default: the model's file in the cache "
+            "directory, which policy auto finds.",
+        ),
     ] = None,
     show: Annotated[
         Path | None, typer.Option(help="Print the trial in this statistics file, and measure nothing.")
@@ -99,8 +76,9 @@ def calibrate(
     device: Device = "auto",
 ) -> None:
     """Measure a model's query statistics for the policies that use them, and find its best policy."""
+    from kvreclaim.calibrate.statistics import measure
     from kvreclaim.compression.stats import QueryStats
-    from kvreclaim.engine.api.llm import LLM
+    from kvreclaim.engine.api.llm import FOR_CALIBRATION, LLM
     from kvreclaim.model.loader import hide_progress_bars
 
     console = Console()
@@ -113,24 +91,32 @@ def calibrate(
         llm = LLM(model_of(model), dtype=dtype, device=device, max_num_seqs=1, enable_prefix_caching=False)
         _find_patterns(llm, sparse_prefill, text, reading.max_tokens, budget, console)
         return
-    require(output is not None, "no file is named to write; add --output FILE.safetensors.")
-    assert output is not None
-    QueryStats.check_target(output)
+    if output is not None:
+        QueryStats.check_target(output)
     hide_progress_bars()
-    llm = LLM(
-        model_of(model),
-        dtype=dtype,
-        device=device,
-        num_blocks=1,
-        max_model_len=1,
-        disable_hybrid_kv_cache_manager=True,
-    )
-    stats = _measure(llm, text, reading, {"covariance": covariance, **measuring}, console)
-    stats.save(output, half=half)
+    llm = LLM(model_of(model), dtype=dtype, device=device, **FOR_CALIBRATION)
+    output = output or _kept(llm)
+    stats = measure(llm, text, reading, {"covariance": covariance, **measuring}, console.print)
+    with writing(output):
+        stats.save(output, half=half)
     found = stats.mean_concentration([layer.rope for layer in llm.loaded.facts.layers]).tolist()
     console.print(f"concentration R by layer: {' '.join(f'{value:.3f}' for value in found)}")
     _show(console, stats)
     console.print(f"[green]{output}[/green]: {output.stat().st_size / 1e6:.1f} MB")
+
+
+def _kept(llm: LLM) -> Path:
+    """The model's file in the cache directory. Raises: InvalidArgumentError if nobody would read it."""
+    from kvreclaim.calibrate.statistics import check_keeps
+
+    file = llm.stats_file
+    require(
+        file.parent == stats_home(),
+        f"statistics in {str(file)!r} are read before those in the cache directory; add --output "
+        "FILE.safetensors, or remove them.",
+    )
+    check_keeps(file)
+    return file
 
 
 def _find_patterns(
@@ -147,48 +133,6 @@ def _find_patterns(
     counts = (f"{heads.count(n)} {method.name}" for n, method in enumerate(patterns.methods))
     console.print(f"{len(heads)} KV heads: {', '.join(counts)}")
     console.print(f"kvreclaim serve --sparse-prefill \"minference(heads='{target}')\"", markup=False)
-
-
-def _measure(
-    llm: LLM, text: Path | None, reading: Reading, measuring: dict[str, Any], console: Console
-) -> QueryStats:
-    """Statistics of one part of the text, and a trial on another."""
-    from kvreclaim.calibrate import trial
-    from kvreclaim.calibrate.calibration import calibrate as measure
-    from kvreclaim.calibrate.calibration import held_out, pieces, read_documents
-    from kvreclaim.compression.trial import CANDIDATES, FRACTIONS
-
-    found = read_documents(
-        llm.loaded, text, max_tokens=reading.max_tokens, context=trial.window(llm.loaded.facts)
-    )
-    rest, tried = held_out(found, reading.trial)
-    documents = pieces(rest)
-    asked = ("shares(kvzap)",) if measuring.get("kvzap") else ()
-    candidates = tuple(dict.fromkeys((*CANDIDATES, *asked, *reading.candidates)))
-    _announce(llm, documents, tried, 1 + len(candidates) * len(FRACTIONS), console)
-    stats = measure(llm.loaded, documents, show_progress=True, **measuring)
-    if not tried:
-        return stats
-    found_best = trial.try_candidates(llm, stats, tried, candidates=candidates, show_progress=True)
-    return stats.with_trial(found_best)
-
-
-def _announce(
-    llm: LLM, documents: Sequence[list[int]], tried: Sequence[list[int]], num_settings: int, console: Console
-) -> None:
-    """Print an estimate of the duration, from one forward pass."""
-    from kvreclaim.calibrate.trial import num_tokens
-    from kvreclaim.model.capture import capture_queries
-
-    started = time.perf_counter()
-    capture_queries(llm.loaded, [documents[0]], lambda *_: None)
-    per_token = (time.perf_counter() - started) / len(documents[0])
-    fitted = sum(map(len, documents))
-    tokens = 3 * fitted + sum(num_tokens(len(document), num_settings) for document in tried)
-    console.print(
-        f"{fitted} tokens to fit to, {len(tried)} documents to try {num_settings} settings on: about "
-        f"{max(1, math.ceil(tokens * per_token / 60))} min"
-    )
 
 
 def _show(console: Console, stats: QueryStats) -> None:

@@ -89,6 +89,7 @@ def evaluate(
             "ruler (13 tasks), ruler:vt; gsm8k, reasoning-gym:TASK; agent_recorded; ifeval.",
         ),
     ] = DEFAULT_TASKS,
+    calibrate: opt.Calibrate = False,
     model: opt.ModelOption = None,
     dtype: opt.DType = "auto",
     device: opt.Device = "auto",
@@ -115,6 +116,7 @@ def evaluate(
         "num_blocks": copies * (blocks_for(longest, engine.block_size) + 1) * plan.batch_size,
         "max_num_seqs": plan.batch_size,
         "kv_cache_dtype": plan.kv_cache_dtypes[0],
+        "calibrate": opt.with_calibration(None, calibrate and plan.stats is None)[1],
     }
     if has_ruler:  # a document is one chunk, so that it is compressed once
         whole_batch["max_num_batched_tokens"] = max(engine.max_num_batched_tokens, longest)

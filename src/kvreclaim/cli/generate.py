@@ -43,6 +43,7 @@ def generate(
         ),
     ],
     compression: Annotated[Any, opt.Compression],
+    calibrate: opt.Calibrate = False,
     chat: Annotated[
         bool,
         typer.Option("--chat", help="Apply the model's chat template to the prompt."),
@@ -73,7 +74,8 @@ def generate(
     from kvreclaim.model.loader import hide_progress_bars
 
     hide_progress_bars()
-    options = asdict(engine) | {"max_num_seqs": 1}
+    chosen, at_start = opt.with_calibration(compression, calibrate)
+    options = asdict(engine) | {"max_num_seqs": 1, "calibrate": at_start}
     with closing(LLM(opt.model_of(model), dtype=dtype, device=device, **options)) as llm:
         asked: dict[str, Any] = {"prompt": prompt, "compress_prompt_at": compress_prompt_at}
         if chat:
@@ -81,10 +83,10 @@ def generate(
             asked["prompt_token_ids"] = render_chat(llm.loaded, messages)
         if session is not None and session.exists():
             typer.echo(f"{llm.load_session(session).num_tokens} tokens are restored", err=True)
-        answered = _stream(llm, asked, params, compression)
+        answered = _stream(llm, asked, params, chosen)
         if session is not None:
             kept = {"prompt_token_ids": answered, "compress_prompt_at": compress_prompt_at}
-            config = None if compress_prompt_at is None else compression
+            config = None if compress_prompt_at is None else chosen
             info = llm.save_session(kept, session, compression=config)
             typer.echo(f"{info.num_tokens} tokens are saved", err=True)
 

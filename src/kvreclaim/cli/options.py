@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +17,7 @@ from kvreclaim.options import COMPRESSION, MODEL
 from kvreclaim.outputs import check_writable
 
 if TYPE_CHECKING:
-    from kvreclaim import CompressionConfig
+    from kvreclaim import LLM, CompressionConfig
 
 PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp")
 SAMPLING = "Sampling"
@@ -86,5 +87,27 @@ def compression_of(**settings: Any) -> CompressionConfig | None:
     return CompressionConfig(**settings) if settings else None
 
 
+def with_calibration(
+    compression: CompressionConfig | None, asked: bool, say: Callable[[str], object] = _tell
+) -> tuple[CompressionConfig | None, Callable[[LLM], object] | None]:
+    """LLM's `compression`, which is auto where only calibration is asked for, and its `calibrate`."""
+    if not asked:
+        return compression, None
+    from kvreclaim import CompressionConfig
+    from kvreclaim.calibrate.statistics import calibrate_at_start
+
+    compression = compression or CompressionConfig()
+    return compression, None if compression.stats is not None else partial(calibrate_at_start, say=say)
+
+
+Calibrate = Annotated[
+    bool,
+    typer.Option(
+        "--kv-compression-calibrate",
+        rich_help_panel=COMPRESSION,
+        help="If the model has no statistics, calibrate it at the start (minutes) and keep them in the cache "
+        "directory.",
+    ),
+]
 Compression = ConfigOptions(config=CompressionSettings, panel=COMPRESSION, unset=True, build=compression_of)
 KVCacheDType = ConfigOptions(config=EngineConfig, only=("kv_cache_dtype",))

@@ -30,6 +30,7 @@ def serve(
     config: Annotated[dict[str, Any], ConfigOptions(config=ServerConfig, panel=SERVER, build=dict)],
     engine: Annotated[EngineConfig, ConfigOptions(config=EngineConfig)],
     compression: Annotated[Any, opt.Compression],
+    calibrate: opt.Calibrate = False,
     log_level: Annotated[
         str, typer.Option(rich_help_panel=OBSERVABILITY, help="Log level: debug, info, warning or error.")
     ] = "info",
@@ -61,11 +62,13 @@ def serve(
     with bind(settings.host, settings.port) as listener:  # before the model is loaded
         for line in said:
             logger.info(line)
+        chosen, at_start = opt.with_calibration(compression, calibrate, logger.info)
         spec = EngineSpec(
             model=str(path),
             dtype=dtype,
             device=device,
-            compression=compression,
+            compression=chosen,
+            calibrate=at_start,
             options=asdict(engine),
             prepare=partial(_prepare, log_format, log_level, log_prompts=settings.log_prompts),
         )

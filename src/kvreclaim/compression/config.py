@@ -115,8 +115,9 @@ class CompressionConfig(CompressionSettings):
         trial = None if stats is None else stats.metadata.trial
         if trial is None:
             lack = "there are no statistics" if stats is None else "the statistics hold no trial"
+            start = ", start with --kv-compression-calibrate" if stats is None else ""
             raise InvalidArgumentError(
-                f"policy auto is what calibration finds best, and {lack} of {whose}; {RECALIBRATE}, "
+                f"policy auto is what calibration finds best, and {lack} of {whose}; {RECALIBRATE}{start}, "
                 "or name a policy, such as streaming_llm."
             )
         return replace(self, policy=trial.best)

@@ -289,7 +289,7 @@ def open_runners(llm: LLM, plan: EvalPlan) -> dict[str, BatchRunner]:
 
 
 def _load_stats(llm: LLM, plan: EvalPlan) -> QueryStats | None:
-    """The caller's statistics, or those beside the weights; read once for all budgets."""
+    """The caller's statistics, or the model's; read once for all budgets."""
     if isinstance(plan.stats, QueryStats):
         return plan.stats
     beside = llm.stats_file

@@ -100,7 +100,7 @@ class Compressors:
         return Compressor(served, self._facts, stats, self._select_top)
 
     def _source(self, config: CompressionConfig) -> StatsSource | None:
-        """The source of a config's statistics: its own, or the file beside the weights if there is one."""
+        """The source of a config's statistics: its own, or the model's file if there is one."""
         if config.stats is None and self._stats_file.is_file():
             return self._stats_file
         return config.stats
@@ -110,5 +110,6 @@ class Compressors:
             return source
         name = os.fspath(source)
         if name not in self._stats:
+            logger.info("query statistics: %s", name)
             self._stats[name] = QueryStats.load(source).to(self._facts.device)
         return self._stats[name]

@@ -22,6 +22,7 @@ from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.api.chat import Message, num_system_tokens, render_chat
 from kvreclaim.engine.api.compressors import Compressors
+from kvreclaim.engine.api.kept_statistics import kept_statistics
 from kvreclaim.engine.api.prompts import Prompt, as_list, request_of
 from kvreclaim.engine.offload.session import SessionInfo
 from kvreclaim.engine.offload.stats import TierStats
@@ -44,6 +45,12 @@ T = TypeVar("T")
 
 OF_THE_WEIGHTS = ("quantized_activations", "hf_overrides")
 """Engine options that are fixed when a model is loaded."""
+FOR_CALIBRATION: dict[str, Any] = {
+    "num_blocks": 1,
+    "max_model_len": 1,
+    "disable_hybrid_kv_cache_manager": True,
+}
+"""Options of an engine that only measures its model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +77,8 @@ class LLM:
         dtype:        "auto", "float32", "bfloat16", "float16"
         device:       "auto", "cpu", "cuda"
         compression:  of requests without their own; None keeps every token
+        calibrate:    writes stats_file, such as calibrate.statistics.calibrate_at_start; called at the start,
+                      with an LLM of this model, if there is no such file and `compression` names none
         engine_options: fields of EngineConfig. A max_model_len is refused if the pool cannot hold one
                       sequence of that length under `compression`
 
@@ -83,6 +92,7 @@ class LLM:
         dtype: str = "auto",
         device: str = "auto",
         compression: CompressionConfig | None = None,
+        calibrate: Callable[[LLM], object] | None = None,
         **engine_options: Any,
     ) -> None:
         config = EngineConfig.from_options(engine_options)
@@ -94,7 +104,13 @@ class LLM:
             quantized_activations=config.quantized_activations,
             hf_overrides=json.loads(config.hf_overrides or "{}"),
         )
-        self._start(loaded, statistics_beside(model), config, compression)
+        beside = statistics_beside(model)
+        stats_file = beside if beside.is_file() else kept_statistics(loaded)
+        is_named = getattr(compression, "stats", None) is not None
+        if calibrate is not None and not (is_named or stats_file.is_file()):
+            self._start(loaded, stats_file, _measuring(config), None)
+            calibrate(self)
+        self._start(loaded, stats_file, config, compression)
 
     def _start(
         self,
@@ -429,7 +445,7 @@ class LLM:
         return self.compressors.resolved(config)
 
     def compressor(self, config: CompressionConfig) -> Compressor:
-        """A compressor for this model; reads the statistics beside the weights if the config names none."""
+        """A compressor for this model; reads the model's statistics if the config names none."""
         _check_type(config, CompressionConfig, "compression")
         return self.compressors.of(config)
 
@@ -446,6 +462,13 @@ class LLM:
             for request in requests:
                 if not request.finished:
                     self.engine.abort(request.request_id)
+
+
+def _measuring(config: EngineConfig) -> EngineConfig:
+    """Settings of an engine that measures a model that was loaded with these."""
+    return EngineConfig(
+        **FOR_CALIBRATION, kernels=config.kernels, **{name: getattr(config, name) for name in OF_THE_WEIGHTS}
+    )
 
 
 def _check_type(value: Any, allowed: type, name: str) -> None:

@@ -18,7 +18,7 @@ from kvreclaim.engine.serving.stream import OutputDelta, Update
 class EngineSpec:
     """An engine that is to run in a process of its own; all of it can be pickled.
 
-    model, dtype, device, compression, options: as LLM takes them
+    model, dtype, device, compression, calibrate, options: as LLM takes them
     prepare:   called there before anything else, to set up its log
     """
 
@@ -26,6 +26,7 @@ class EngineSpec:
     dtype: str = "auto"
     device: str = "auto"
     compression: CompressionConfig | None = None
+    calibrate: Callable[[LLM], object] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     prepare: Callable[[], None] | None = None
 
@@ -35,6 +36,7 @@ class EngineSpec:
             "dtype": self.dtype,
             "device": self.device,
             "compression": self.compression,
+            "calibrate": self.calibrate,
         }
         return LLM(self.model, **place, **self.options)
 

@@ -1,0 +1,35 @@
+"""Settings of a calibration, without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvreclaim.options import check_options, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How much of the text is read."""
+
+    max_tokens: int = option(6144, "Maximum number of tokens to read from the text.", low=1)
+    trial: int = option(1, "Documents to hold out for the trial of the candidates; 0: no trial.", low=0)
+    candidates: tuple[str, ...] = option((), "More policies to try, besides the standard ones.")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measuring:
+    """Statistics kept of the queries; compression.Clustering checks them."""
+
+    num_centers: int = option(16, "Query centers per head; 0 keeps only moments.", flags=("--centers",))
+    shared_centers: bool = option(False, "Share centers among the query heads of a KV head.")
+    min_weight: float = option(0.0, "Drop centers with a smaller share of the queries.")
+    min_distance: float = option(0.0, "Merge centers closer than this share of the spread.")
+    seed: int = option(0, "Seed of the clustering.")
+    surrogate: bool = option(True, "Repeat the text and learn which tokens and heads the repetition needs.")
+    kvzap: str | None = option(
+        None, "Score weights on hidden states: fit them (linear or mlp), or load them from a directory."
+    )
+    max_points: int = option(4096, "Queries per head that are clustered, evenly spaced over the text.", low=1)

@@ -1,0 +1,99 @@
+"""Statistics of a model with a trial: what `kvreclaim calibrate` writes and policy auto reads."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kvreclaim.calibrate import trial
+from kvreclaim.calibrate.calibration import calibrate, held_out, pieces, read_documents
+from kvreclaim.calibrate.settings import Measuring, Reading
+from kvreclaim.compression.stats import QueryStats
+from kvreclaim.compression.trial import CANDIDATES, FRACTIONS
+from kvreclaim.engine.api.llm import LLM
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.model.capture import capture_queries
+from kvreclaim.outputs import check_writable, writing
+
+Say = Callable[[str], object]
+logger = logging.getLogger(__name__)
+
+
+def calibrate_at_start(llm: LLM, say: Say = logger.info) -> None:
+    """Write llm.stats_file with the defaults of `kvreclaim calibrate`; for LLM(calibrate=...).
+
+    Raises: InvalidArgumentError for a file that cannot be written, and what `measure` raises.
+    """
+    file = llm.stats_file
+    check_keeps(file)
+    say(f"{llm.loaded.facts.name} has no statistics and is calibrated now; {file} will keep them")
+    stats = measure(llm, None, Reading(), asdict(Measuring()), say, show_progress=sys.stderr.isatty())
+    with writing(file):
+        stats.save(file)
+
+
+def check_keeps(file: Path) -> None:
+    """Refuse a cache directory that takes no file, before anything is measured. Raises:
+    InvalidArgumentError."""
+    try:
+        check_writable(file)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(
+            f"statistics cannot be kept in {str(file.parent)!r}; set KVRECLAIM_HOME to a directory that can "
+            "be written."
+        ) from error
+
+
+def measure(
+    llm: LLM,
+    text: str | os.PathLike[str] | None,
+    reading: Reading,
+    measuring: Mapping[str, Any],
+    say: Say,
+    *,
+    show_progress: bool = True,
+) -> QueryStats:
+    """Statistics of one part of the text, and a trial on another.
+
+    llm:       an engine with llm.FOR_CALIBRATION
+    text:      a file; None: text that every machine has
+    measuring: arguments of `calibrate`
+    say:       told how long it takes, before it does
+
+    Raises: InvalidArgumentError for a model without tokenizer, and a text that it does not know.
+    """
+    found = read_documents(
+        llm.loaded, text, max_tokens=reading.max_tokens, context=trial.window(llm.loaded.facts)
+    )
+    rest, tried = held_out(found, reading.trial)
+    documents = pieces(rest)
+    asked = ("shares(kvzap)",) if measuring.get("kvzap") else ()
+    candidates = tuple(dict.fromkeys((*CANDIDATES, *asked, *reading.candidates)))
+    _announce(llm, documents, tried, 1 + len(candidates) * len(FRACTIONS), say)
+    stats = calibrate(llm.loaded, documents, show_progress=show_progress, **measuring)
+    if not tried:
+        return stats
+    best = trial.try_candidates(llm, stats, tried, candidates=candidates, show_progress=show_progress)
+    return stats.with_trial(best)
+
+
+def _announce(
+    llm: LLM, documents: Sequence[list[int]], tried: Sequence[list[int]], num_settings: int, say: Say
+) -> None:
+    """Say an estimate of the duration, from one forward pass."""
+    started = time.perf_counter()
+    capture_queries(llm.loaded, [documents[0]], lambda *_: None)
+    per_token = (time.perf_counter() - started) / len(documents[0])
+    fitted = sum(map(len, documents))
+    tokens = 3 * fitted + sum(trial.num_tokens(len(document), num_settings) for document in tried)
+    say(
+        f"{fitted} tokens to fit to, {len(tried)} documents to try {num_settings} settings on: about "
+        f"{max(1, math.ceil(tokens * per_token / 60))} min"
+    )
