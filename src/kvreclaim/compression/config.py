@@ -128,11 +128,11 @@ class CompressionConfig(CompressionSettings):
 
         The same with protect_system off, and with verify, which loses nothing.
         """
+        if not self.protect_system or self.verify:
+            return self
         recalled = 0 if self.recalled is None else self.recalled.slots(block_size)
         most = (self.budget - self.recent - recalled) // 2 // block_size
         sinks = min(blocks_for(num_tokens, block_size), most) * block_size
-        if not self.protect_system or self.verify:
-            return self
         if max(sinks, self.sinks) < num_tokens:
             text = (
                 "%d of %d tokens of system prompt and tools are protected; more are over half of the budget"

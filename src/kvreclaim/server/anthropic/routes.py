@@ -34,12 +34,13 @@ async def create_message(
     given = {name: getattr(body, name) for name in (*SHARED, "max_tokens")}
     given["stop"] = body.stop_sequences
     params = sampling_of(given, MessageRequest.model_fields)
-    service.compression(body.kv_compression)  # refused before anything is rendered
+    compression = service.compression(body.kv_compression)  # refused before anything is rendered
     check_priority(body.priority, tenant, service.config)
     service.check_room(tenant.name)
     rendered = await _render(body, service, tenant)
-    count = partial(service.compression, body.kv_compression, rendered.num_system)
-    compression = await service.workers.run(tenant.name, count)
+    if rendered.num_system is not None:
+        count = partial(service.compression, body.kv_compression, rendered.num_system)
+        compression = await service.workers.run(tenant.name, count)
     prompt = RequestSpec(
         prompt_token_ids=rendered.token_ids,
         params=params,
