@@ -12,6 +12,8 @@ from kvreclaim.eval import TaskOptions, evaluate
 from kvreclaim.eval import agents as agents_module
 from kvreclaim.eval import packages as packages_module
 from kvreclaim.eval.agents import AgentSessions
+from kvreclaim.eval.html import render
+from kvreclaim.eval.rows import _by_turn
 from kvreclaim.eval.tasks import make_tasks
 from kvreclaim.eval.text.prose import Encoder
 
@@ -73,11 +75,14 @@ def test_agreement_and_cached_tokens_are_those_of_turns_one_after_another(llm, t
     full, ours = report.rows
     config = CompressionConfig("knorm", 64, interval=16, sinks=2, recent=8)
     agreed = places = cached = prompts = whole_cached = 0
+    shares = []
     for session in (task.item(0, 0), task.item(0, 1)):
         wholes, compressed = replayed(llm, session, None), replayed(llm, session, config)
-        for (whole, _), (own, _) in zip(wholes, compressed, strict=True):
-            agreed += int((whole.argmax(-1) == own.argmax(-1)).sum())
+        for turn, (whole, _), (own, found) in zip(session.turns, wholes, compressed, strict=True):
+            same = (whole.argmax(-1) == own.argmax(-1)).float()
+            agreed += int(same.sum())
             places += len(whole)
+            shares.append([float(same.mean()), found / len(turn.prompt)])
         cached += sum(tokens for _, tokens in compressed[1:])
         whole_cached += sum(tokens for _, tokens in wholes[1:])
         prompts += sum(len(turn.prompt) for turn in session.turns[1:])
@@ -88,6 +93,15 @@ def test_agreement_and_cached_tokens_are_those_of_turns_one_after_another(llm, t
     assert full.extra["cached"] == pytest.approx(whole_cached / prompts, abs=0.02)
     assert ours.extra["cached"] == pytest.approx(cached / prompts, abs=0.02)
     assert 0 < ours.extra["cached"] < full.extra["cached"]
+    assert full.agreement_by_turn == [1.0] * len(session.turns)
+    by_turn = torch.tensor(shares).reshape(2, -1, 2).mean(0)
+    assert ours.agreement_by_turn == pytest.approx(by_turn[:, 0].tolist())
+    assert ours.cached_by_turn == pytest.approx(by_turn[:, 1].tolist(), abs=0.02)
+    assert "by turn" in render(report)
+
+
+def test_a_turn_is_the_mean_of_the_sessions_that_have_it():
+    assert _by_turn([(0.0, 1.0), (), (0.5, 0.5, 0.25)]) == [0.25, 0.75, 0.25]
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,15 @@ class AgentSessions(PlainTask):
             "kl": total["kl"] / total["places"],
             "cached": sum(sums["cached"] for sums in later) / sum(sums["prompt"] for sums in later),
         }
-        return TaskScore(total["agree"], total["places"], tuple(found), tuple(lost), extra)
+        return TaskScore(
+            total["agree"],
+            total["places"],
+            tuple(found),
+            tuple(lost),
+            extra,
+            cached_by_turn=tuple(sums["cached"] / sums["prompt"] for sums in answer.turns),
+            agreement_by_turn=tuple(sums["agree"] / sums["places"] for sums in answer.turns),
+        )
 
 
 def agent_task(llm: LLM, options: TaskOptions) -> AgentSessions:

@@ -96,6 +96,24 @@ def loss_chart(report: EvalReport, task: str) -> str | None:
     return _svg(figure)
 
 
+def turns_chart(report: EvalReport, name: str) -> str | None:
+    """A figure of sessions turn by turn: a line for each policy and budget, paler the smaller the budget."""
+
+    def draw(axis: Axes, rows: list[EvalRow], style: Style) -> None:
+        for i, row in enumerate(sorted(rows, key=lambda row: -(row.budget or 0))):
+            shares = getattr(row, name)
+            told = {"label": f"{row.name} {row.keeps}", "alpha": 1 - i / (i + 2)}
+            axis.plot(range(1, len(shares) + 1), shares, markersize=3, linewidth=1.2, **{**style, **told})
+
+    def finish(axis: Axes, rows: list[EvalRow]) -> None:
+        axis.set_xlabel("turn")
+        axis.set_ylabel("share")
+        axis.set_ylim(-0.03, 1.03)
+
+    rows = [row for row in report.rows if getattr(row, name)]
+    return _by_task(report.model_copy(update={"rows": rows}), draw, finish)
+
+
 def _lines(report: EvalReport, value: Callable[[EvalRow], float | None], what: str) -> str | None:
     in_tokens = any(row.tokens for row in report.rows)
 

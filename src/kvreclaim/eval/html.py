@@ -37,6 +37,8 @@ def render(report: EvalReport) -> str:
         ("Quality against K/V bytes", charts.quality_chart(report)),
         ("Tokens generated", charts.trace_chart(report)),
         ("Blocks freed", charts.freed_chart(report)),
+        ("Share of the prompt that the cache served, by turn", charts.turns_chart(report, "cached_by_turn")),
+        ("Agreement with the full cache, by turn", charts.turns_chart(report, "agreement_by_turn")),
         ("Tokens per second", charts.speed_chart(report)),
         *(
             (f"Where the lost evidence stood: {task}", charts.loss_chart(report, task))

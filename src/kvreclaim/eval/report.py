@@ -44,6 +44,7 @@ class EvalRow(BaseModel):
                      tokens computed, not those that the prefix cache had) or "generation" (tokens generated)
     extra:           further figures, mean over examples (exact_match, progress, kl, ...)
     lost_at, asked_at: verdicts by where their evidence lay, in tenths of the sequence: wrong ones, all
+    cached_by_turn, agreement_by_turn: of sessions: as in task.TaskScore, mean over those with such a turn
     """
 
     policy: str
@@ -84,6 +85,8 @@ class EvalRow(BaseModel):
     extra: dict[str, float] = {}
     lost_at: list[int] = []
     asked_at: list[int] = []
+    cached_by_turn: list[float] = []
+    agreement_by_turn: list[float] = []
 
     @property
     def name(self) -> str:

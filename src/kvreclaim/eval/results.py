@@ -15,7 +15,7 @@ TRACE = "trace_tokens"
 class Result(BaseModel):
     """Figures of one example.
 
-    points, out_of, found, lost, extra: as in task.TaskScore
+    points, out_of, found, lost, extra, cached_by_turn, agreement_by_turn: as in task.TaskScore
     num_tokens, budget:  final length (at most, if the answer was generated) and budget, tokens
     full_blocks:         blocks that the full cache of this sequence takes at its end
     answer_blocks:       most blocks that its table held behind the prompt; peak_blocks: at any time
@@ -31,6 +31,8 @@ class Result(BaseModel):
     found: tuple[float, ...] = ()
     lost: tuple[float, ...] = ()
     extra: dict[str, float] = {}
+    cached_by_turn: tuple[float, ...] = ()
+    agreement_by_turn: tuple[float, ...] = ()
     num_tokens: int
     budget: int
     full_blocks: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Literal
 
 import numpy as np
@@ -218,11 +219,18 @@ def _costs(setting: GridColumn, by_seed: BySeed, storage: FormatStorage) -> dict
         },
         "lost_at": _histogram([place for r in results for place in r.lost]),
         "asked_at": _histogram([place for r in results for place in (*r.found, *r.lost)]),
+        "cached_by_turn": _by_turn([r.cached_by_turn for r in results]),
+        "agreement_by_turn": _by_turn([r.agreement_by_turn for r in results]),
     }
 
 
 _MEANS = ("budget", "answer_blocks", "peak_blocks", "full_blocks", "num_tokens")
 _SUMS = ("blocks_freed", "blocks_perfect", "tokens_evicted", "compactions", "preemptions")
+
+
+def _by_turn(sessions: Sequence[Sequence[float]]) -> list[float]:
+    """Means over the sessions that have the turn."""
+    return [float(np.mean([s for s in turn if s is not None])) for turn in zip_longest(*sessions)]
 
 
 def _histogram(places: list[float]) -> list[int]:

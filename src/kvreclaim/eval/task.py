@@ -76,6 +76,8 @@ class TaskScore:
 
     found, lost: where the evidence of right and of wrong answers lay, as shares of the sequence in [0, 1]
     extra:       further figures, averaged over the examples of a row
+    cached_by_turn, agreement_by_turn: of each turn of a session: the share of its prompt that the prefix
+                 cache served, and of what it answers that is the full cache's
     """
 
     points: float
@@ -83,6 +85,8 @@ class TaskScore:
     found: tuple[float, ...] = ()
     lost: tuple[float, ...] = ()
     extra: Mapping[str, float] = field(default_factory=dict)
+    cached_by_turn: tuple[float, ...] = ()
+    agreement_by_turn: tuple[float, ...] = ()
 
 
 @runtime_checkable
