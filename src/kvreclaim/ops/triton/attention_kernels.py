@@ -42,7 +42,7 @@ def decode_kernel(
     is_row = rows < A.GROUP
     heads = head * A.GROUP + rows
     query, latent = load_queries(queries, token, heads, is_row, store, L, A)
-    query_slots = tl.zeros([A.BLOCK_M], tl.int32) + (length - 1)
+    query_slots = tl.full([A.BLOCK_M], 0, tl.int32) + (length - 1)
 
     first = 0
     if A.HAS_WINDOW and not A.HAS_POSITIONS:

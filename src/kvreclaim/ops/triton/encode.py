@@ -99,7 +99,7 @@ def _encode_vector(x, store, L: tl.constexpr, SIDE: tl.constexpr):
         x = _turned(x, store, L, SIDE)
         step = tl.where(code == 0, 1.0, tl.load(store.table + code))
         x = tl.div_rn(x, step[:, None])
-        numbers = tl.zeros(x.shape, tl.int32)
+        numbers = tl.full(x.shape, 0, tl.int32)
         for i in tl.static_range(15):
             numbers += (x > tl.load(store.table + (BOUNDARIES + i))).to(tl.int32)
         return _packed(numbers, x.shape[0], BLOCK_D), code

@@ -113,7 +113,7 @@ def packed_product_kernel(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     part = tl.program_id(2)
     first, end = part * STEP, tl.minimum(part * STEP + STEP, K)
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    total = tl.full([BLOCK_M, BLOCK_N], 0, tl.float32)
     for start in range(first, end, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         mask = (n < N)[None, :] & (k < end)[:, None]

@@ -113,7 +113,7 @@ def trig_norm_kernel(
     SHARE: tl.constexpr = TILE_ROWS // GROUP_ROWS
     FIRST: tl.constexpr = L.DV if L.LATENT else 0
 
-    scores = tl.zeros([GROUP_ROWS, BLOCK_N], tl.float32)
+    scores = tl.full([GROUP_ROWS, BLOCK_N], 0, tl.float32)
     tile = store.k
     if HAS_QUERIES or L.FORMAT != PLAIN:
         tile = load_real(store, rows, valid, L, 0)
@@ -182,7 +182,7 @@ def mixture_kernel(
     rows = slot_rows(block_ids, tokens, valid, head, L.KV_HEADS, L.S)
     keys = tl.trans(load_real(store, rows, valid, L, 0))
     squares = keys * keys
-    best = tl.zeros([BLOCK_N], tl.float32)
+    best = tl.full([BLOCK_N], 0, tl.float32)
     for first in range(0, num_centers, TILE_ROWS):
         row = first + tl.arange(0, TILE_ROWS)
         is_row = row < num_centers
@@ -192,7 +192,7 @@ def mixture_kernel(
         if L.LATENT:
             more = _latent_products(variances, store, center, is_row, rows, valid, L, CHUNK, True, PRECISION)
             spread += more * (scale * scale * 0.5)
-        mean = tl.zeros([TILE_ROWS, BLOCK_N], tl.float32)
+        mean = tl.full([TILE_ROWS, BLOCK_N], 0, tl.float32)
         for offset in range(0, num_offsets):
             column = center.to(tl.int64) * num_offsets + offset
             tile = _query_rows(centers + FIRST, column, is_row, DIMS, L.D, L.BLOCK_D) * scale

@@ -100,8 +100,8 @@ def attend_slots(
     shift = tl.load(seqs.shifts + seq)
     known_positions = seqs.positions + seq * 4
     top = tl.full([A.BLOCK_M], NOTHING, tl.float32)
-    total = tl.zeros([A.BLOCK_M], tl.float32)
-    acc = tl.zeros([A.BLOCK_M, L.BLOCK_DV], tl.float32)
+    total = tl.full([A.BLOCK_M], 0, tl.float32)
+    acc = tl.full([A.BLOCK_M, L.BLOCK_DV], 0, tl.float32)
     for tile in range(start, stop, A.BLOCK_N):
         slots = tile + tl.arange(0, A.BLOCK_N)
         valid = slots < stop
