@@ -3,7 +3,8 @@
     make compare-kvpress MODEL=DIR
 
 Prompts and points are those of `kvreclaim eval --tasks ruler`. kvpress runs in fp32 on the same token ids,
-in an environment of its own (kvpress_worker.py). Both keep their results in the journal of --out.
+in an environment of its own (kvpress_worker.py). Both run on the GPU, if there is one, and keep their results
+in the journal of --out.
 """
 
 from __future__ import annotations

@@ -112,9 +112,16 @@ class Worker:
         self.model = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation="sdpa"
         ).eval()
+        self.model.to("cuda" if torch.cuda.is_available() else "cpu")
         tokenizer = AutoTokenizer.from_pretrained(directory)
         self.pipe = pipeline("kv-press-text-generation", model=self.model, tokenizer=tokenizer)
         self.layers = [layer.self_attn for layer in self.model.model.layers]
+
+    def _now(self) -> float:
+        """Seconds, once the device has done its work."""
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
     @torch.inference_mode()
     def answers(self, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -128,13 +135,13 @@ class Worker:
     def _all(
         self, row: dict[str, Any], cells: list[Cell], refusals: Refusals
     ) -> Iterator[tuple[Cell, dict[str, Any]]]:
-        ids = torch.tensor([row["prompt"]])
+        ids = torch.tensor([row["prompt"]], device=self.model.device)
         context, question = ids[:, : row["compress_at"]], ids[:, row["compress_at"] :]
         kvzip = [cell for cell in cells if cell[0] == "kvzip"]
         presses = {c: press for c in cells if c not in kvzip and (press := PRESSES[c[0]](1 - c[1]))}
-        shared, started = SharedPrefill(self.model, presses, refusals), time.perf_counter()
+        shared, started = SharedPrefill(self.model, presses, refusals), self._now()
         full = shared.run(context)
-        seconds = time.perf_counter() - started
+        seconds = self._now() - started
         for cell in cells:
             if cell not in kvzip and cell not in refusals:
                 with refusals.of(cell):
@@ -156,13 +163,13 @@ class Worker:
         refusals: Refusals,
     ) -> Iterator[tuple[Cell, dict[str, Any]]]:
         """KVzip repeats the context once for all shares: its scores do not depend on the share."""
-        press, cache, started = PRESSES["kvzip"](0.5), DynamicCache(), time.perf_counter()
+        press, cache, started = PRESSES["kvzip"](0.5), DynamicCache(), self._now()
         scores: list[torch.Tensor] = []
         compress = press.compress_post
         press.compress_post = lambda model: scores.append(press.score_val.clone())
         with refusals.of(cells[0]), press(self.model):
             self.model.model(input_ids=context, past_key_values=cache)
-        seconds = time.perf_counter() - started
+        seconds = self._now() - started
         if cells[0] in refusals:
             refusals.update(dict.fromkeys(cells, refusals[cells[0]]))
             return
@@ -187,9 +194,9 @@ class Worker:
         before = cache.get_seq_length()
         for layer, mask in zip(self.layers, masks, strict=True):
             layer.masked_key_indices = mask
-        started = time.perf_counter()
+        started = self._now()
         text = self.pipe.generate_answer(question, cache, row["compress_at"], row["max_new_tokens"])
-        answer_s = time.perf_counter() - started
+        answer_s = self._now() - started
         added = cache.get_seq_length() - before
         return {
             "text": text,
