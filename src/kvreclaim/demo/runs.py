@@ -14,7 +14,7 @@ from kvreclaim.engine.api.llm import LLM
 from kvreclaim.engine.request.outputs import RequestOutput, ScoreOutput, StepStats
 from kvreclaim.eval.chain import ChainTask
 from kvreclaim.eval.example import Example, TokenKind, accuracy, exact_match, progress
-from kvreclaim.eval.runner import timed
+from kvreclaim.eval.requests import timed
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.sampling_params import SamplingParams
 

@@ -12,9 +12,10 @@ from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 from kvreclaim.eval.fingerprint import cell_identity, run_identity
 from kvreclaim.eval.journal import Journal, cell_key
 from kvreclaim.eval.plan import FULL, EvalPlan, GridColumn
+from kvreclaim.eval.requests import CellError
 from kvreclaim.eval.results import Result
 from kvreclaim.eval.rows import Cells, Problem
-from kvreclaim.eval.runner import BatchRunner, CellError, open_runners
+from kvreclaim.eval.runner import BatchRunner, open_runners
 from kvreclaim.eval.task import Item, Task
 
 OnProgress = Callable[[str, int], None]

@@ -2,41 +2,20 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TypeVar
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.stats import QueryStats
-from kvreclaim.engine.api.llm import LLM, Observer
-from kvreclaim.engine.request.outputs import RequestMetrics, RequestOutput, ScoreOutput
-from kvreclaim.errors import InvalidArgumentError, KVReclaimError
+from kvreclaim.engine.api.llm import LLM
+from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval.agreement import Divergence, FullRows
 from kvreclaim.eval.budget import FormatStorage
 from kvreclaim.eval.plan import EvalPlan, GridColumn
-from kvreclaim.eval.prompts import engine_prompts
+from kvreclaim.eval.requests import Said, generate, score, timed_scores
 from kvreclaim.eval.results import Result, cost
 from kvreclaim.eval.task import Answer, FreeTask, Item, Task, TaskScore
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.sampling_params import SamplingParams
-
-Out = TypeVar("Out", ScoreOutput, RequestOutput)
-
-
-class CellError(KVReclaimError):
-    """A request of a cell failed while it ran; the message says how."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Said:
-    """Results for one item; seconds and tokens are those of its batch's call, per example."""
-
-    answer: Answer
-    metrics: RequestMetrics
-    timed_tokens: int
-    elapsed_s: float
-    generated: bool
 
 
 class BatchRunner:
@@ -84,7 +63,7 @@ class BatchRunner:
         note = None
         if self.plan.free_running and items[0].continuation and isinstance(task, FreeTask):
             try:
-                freely = self._generate(items, configs, setting)
+                freely = generate(self.llm, items, configs, setting)
                 said, outcomes = self._run_free(task, items, freely, said, outcomes)
             except InvalidArgumentError as error:  # a policy that needs the future, for one
                 note = f"not run freely: {error}"
@@ -96,14 +75,14 @@ class BatchRunner:
         items: Sequence[Item],
         configs: list[CompressionConfig | None],
         setting: GridColumn,
-    ) -> list[_Said]:
+    ) -> list[Said]:
         if items[0].turns:
             return [self._replay(*each, setting) for each in zip(items, configs, strict=True)]
         self._prepare(items)
         if not items[0].continuation:
-            return self._generate(items, configs, setting)
+            return generate(self.llm, items, configs, setting)
         watchers = [Divergence(rows) for rows in self.first.full_rows(items)] if task.compares else None
-        return self._score(items, configs, watchers, setting)
+        return score(self.llm, items, configs, watchers, setting)
 
     def _config(self, item: Item, setting: GridColumn) -> CompressionConfig | None:
         """The compression of one sequence; tried on the model, so that what cannot run is refused before
@@ -125,10 +104,10 @@ class BatchRunner:
         self,
         task: FreeTask,
         items: Sequence[Item],
-        freely: list[_Said],
-        said: list[_Said],
+        freely: list[Said],
+        said: list[Said],
         outcomes: list[TaskScore],
-    ) -> tuple[list[_Said], list[TaskScore]]:
+    ) -> tuple[list[Said], list[TaskScore]]:
         """The same with figures of free generation; speed is that of generating, memory that of scoring."""
         said = [replace(f, metrics=s.metrics) for s, f in zip(said, freely, strict=True)]
         outcomes = [
@@ -137,43 +116,12 @@ class BatchRunner:
         ]
         return said, outcomes
 
-    def _score(
-        self,
-        items: Sequence[Item],
-        configs: list[CompressionConfig | None],
-        watchers: list[Divergence] | None,
-        setting: GridColumn,
-    ) -> list[_Said]:
-        outs, elapsed_s = self._timed_scores(items, configs, watchers, setting)
-        sums = [{}] * len(items) if watchers is None else [watcher.sums() for watcher in watchers]
-        return [
-            _Said(
-                Answer(tuple(out.predicted), tuple(out.logprobs), compared=compared),
-                out.metrics,
-                item.num_tokens - out.metrics.num_cached_tokens,
-                elapsed_s / len(items),
-                generated=False,
-            )
-            for item, out, compared in zip(items, outs, sums, strict=True)
-        ]
-
-    def _timed_scores(
-        self,
-        items: Sequence[Item],
-        configs: list[CompressionConfig | None],
-        watchers: Sequence[Observer] | None,
-        setting: GridColumn,
-    ) -> tuple[list[ScoreOutput], float]:
-        prompts = engine_prompts(items, setting)
-        texts = [list(item.continuation) for item in items]
-        return timed(lambda: self.llm.score(prompts, texts, configs, observers=watchers))
-
-    def _replay(self, item: Item, config: CompressionConfig | None, setting: GridColumn) -> _Said:
+    def _replay(self, item: Item, config: CompressionConfig | None, setting: GridColumn) -> Said:
         """Score a session's turns one after another, from an empty prefix cache, as an agent sends them."""
         full = self.first.full_rows(item.turns, sum(len(turn.continuation) for turn in item.turns))
         self._forget()
         said = [
-            self._score([turn], [config], [Divergence(rows)], setting)[0]
+            score(self.llm, [turn], [config], [Divergence(rows)], setting)[0]
             for turn, rows in zip(item.turns, full, strict=True)
         ]
         turns = [
@@ -198,33 +146,8 @@ class BatchRunner:
             self._prepare(items)
             rows = [self._rows[item] for item in items]
             first = next(setting for setting in self.plan.settings())
-            self._timed_scores(items, [None] * len(items), rows, first)
+            timed_scores(self.llm, items, [None] * len(items), rows, first)
         return [self._rows[item] for item in items]
-
-    def _generate(
-        self, items: Sequence[Item], configs: list[CompressionConfig | None], setting: GridColumn
-    ) -> list[_Said]:
-        params = [
-            SamplingParams(
-                temperature=item.temperature,
-                seed=item.seed,
-                max_tokens=len(item.continuation) or item.max_new_tokens,
-                ignore_eos=bool(item.continuation),
-            )
-            for item in items
-        ]
-        prompts = engine_prompts(items, setting)
-        outs, elapsed_s = timed(lambda: self.llm.generate(prompts, params, configs))
-        return [
-            _Said(
-                Answer(text=out.outputs[0].text, token_ids=tuple(out.outputs[0].token_ids)),
-                out.metrics,
-                out.metrics.num_generated_tokens,
-                elapsed_s / len(items),
-                generated=True,
-            )
-            for out in outs
-        ]
 
     def _prepare(self, items: Sequence[Item]) -> None:
         """Put the prompts into the prefix cache, or empty it. Twice the room: a policy's survivors are copied
@@ -252,7 +175,7 @@ class BatchRunner:
     def _blocks(self, num_tokens: int) -> int:
         return blocks_for(num_tokens, self.llm.engine.config.block_size)
 
-    def _result(self, item: Item, said: _Said, outcome: TaskScore, note: str | None) -> Result:
+    def _result(self, item: Item, said: Said, outcome: TaskScore, note: str | None) -> Result:
         if (read := said.metrics.prefill_share) is not None:
             outcome = replace(outcome, extra={**outcome.extra, "prefill_read": read})
         if reused := said.metrics.num_reused_tokens:
@@ -296,14 +219,3 @@ def _load_stats(llm: LLM, plan: EvalPlan) -> QueryStats | None:
     if plan.stats is not None:
         return QueryStats.load(plan.stats)
     return QueryStats.load(beside) if beside.is_file() else None
-
-
-def timed(call: Callable[[], list[Out]]) -> tuple[list[Out], float]:
-    """Results of a batch, and seconds. Raises: CellError if a request failed."""
-    started = time.perf_counter()
-    outs = call()
-    elapsed_s = time.perf_counter() - started
-    failed = [out.error for out in outs if out.error is not None]
-    if failed:
-        raise CellError(f"{len(failed)} of {len(outs)} requests failed: {failed[0]}")
-    return outs, elapsed_s

@@ -7,6 +7,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvreclaim.checks import require
+from kvreclaim.engine.api.tool_calls import PARSERS
 from kvreclaim.options import (
     CACHING,
     COMPRESSION,
@@ -17,7 +18,6 @@ from kvreclaim.options import (
     check_options,
     option,
 )
-from kvreclaim.server.tool_calls import PARSERS
 
 MAX_INT32 = (1 << 31) - 1
 
@@ -30,7 +30,7 @@ class ServerConfig:
     api_keys:          accepted keys, one per tenant; none: everybody is one tenant
     operator_key:      None: the only API key is the operator's; without keys, everybody is the operator
     chat_template:     Jinja text in place of the tokenizer's own
-    tool_call_parser:  a name in server/tool_calls.py; None: answers are text only
+    tool_call_parser:  a name in engine/api/tool_calls.py; None: answers are text only
     """
 
     served_model_name: tuple[str, ...] = option(

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 from kvreclaim.engine.api.exports import Retention
+from kvreclaim.engine.api.tool_calls import Piece, Splitter
 from kvreclaim.engine.request.outputs import RequestMetrics
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.serving.stream import OutputDelta, RequestStream, Update
@@ -16,7 +17,6 @@ from kvreclaim.server.anthropic.fields import TTL_S, MessageRequest
 from kvreclaim.server.events import event
 from kvreclaim.server.ids import answer_id
 from kvreclaim.server.service import Service, check_update
-from kvreclaim.server.tool_calls import Piece, Splitter
 from kvreclaim.server.usage import kv_cache_usage
 from kvreclaim.server.vocabulary import Continuation
 

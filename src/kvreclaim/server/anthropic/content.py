@@ -7,10 +7,10 @@ import uuid
 from collections.abc import Iterable
 from typing import Any
 
+from kvreclaim.engine.api.tool_calls import Piece, ToolCall
 from kvreclaim.engine.request.outputs import RequestMetrics
 from kvreclaim.engine.serving.stream import OutputDelta
 from kvreclaim.server.events import event
-from kvreclaim.server.tool_calls import Piece, ToolCall
 
 
 def content_blocks(pieces: Iterable[Piece]) -> list[dict[str, Any]]:

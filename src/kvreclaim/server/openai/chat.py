@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from kvreclaim.chunks import Chunks
 from kvreclaim.compression.config import CompressionConfig
+from kvreclaim.engine.api.tool_calls import Splitter, ToolCall
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.serving.stream import OutputDelta, RequestStream
 from kvreclaim.server.bodies import BodyRoute
@@ -34,7 +35,6 @@ from kvreclaim.server.openai.prompts import beams_of, bounded, check_options, en
 from kvreclaim.server.openai.schemas import ERRORS, ChatCompletion, streamed
 from kvreclaim.server.service import Service, ServiceDep, TenantDep
 from kvreclaim.server.tenants import Tenant
-from kvreclaim.server.tool_calls import Splitter, ToolCall
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvreclaim.engine.api.tool_calls import HermesParser, Piece, ToolCall
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.config import ServerConfig
-from kvreclaim.server.tool_calls import HermesParser, Piece, ToolCall
 
 WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
 CALL = ToolCall("weather", '{"city": "Bern"}')
