@@ -58,6 +58,7 @@ class ComparePlan:
     budgets: tuple[float, ...] = option((0.2, 0.1), "Shares of the context's keys, comma-separated.")
     sinks: int = option(4, "First tokens that kvreclaim's policies keep.", low=0)
     recent: int = option(64, "Newest tokens that kvreclaim's policies keep.", low=0)
+    batch_size: int = option(1, "Examples that kvreclaim answers together; kvpress takes one at a time.", low=1)
     dtype: str = option("float32", "Dtype of kvreclaim; kvpress computes in fp32.")
     threads: int = option(2, THREADS, low=1, high=1024)
     kvpress_python: Path = option(
@@ -83,9 +84,9 @@ class ComparePlan:
 
     def grid(self, kind: Callable[..., EvalPlan] = EvalPlan, **more: Any) -> Any:
         """The grid of one side. The interval leaves room for question and answer: kvpress compresses once."""
-        names = ("policies", "budgets", "num_examples", "sinks", "recent")
+        names = ("policies", "budgets", "num_examples", "batch_size", "sinks", "recent")
         shared = {name: getattr(self, name) for name in names}
-        return kind(**shared, batch_size=1, interval=BESIDE, **more)
+        return kind(**shared, interval=BESIDE, **more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +147,8 @@ def compare(plan: ComparePlan) -> EvalReport:
     llm = LLM(
         plan.model,
         dtype=plan.dtype,
-        num_blocks=2 * (longest // 16 + 2),
-        max_num_seqs=1,
+        num_blocks=2 * (longest // 16 + 2) * plan.batch_size,
+        max_num_seqs=plan.batch_size,
         max_num_batched_tokens=longest,
     )
     options = TaskOptions(num_tokens=plan.num_tokens)
