@@ -58,7 +58,9 @@ class ComparePlan:
     budgets: tuple[float, ...] = option((0.2, 0.1), "Shares of the context's keys, comma-separated.")
     sinks: int = option(4, "First tokens that kvreclaim's policies keep.", low=0)
     recent: int = option(64, "Newest tokens that kvreclaim's policies keep.", low=0)
-    batch_size: int = option(1, "Examples that kvreclaim answers together; kvpress takes one at a time.", low=1)
+    batch_size: int = option(
+        1, "Examples that kvreclaim answers together; kvpress takes one at a time.", low=1
+    )
     dtype: str = option("float32", "Dtype of kvreclaim; kvpress computes in fp32.")
     threads: int = option(2, THREADS, low=1, high=1024)
     kvpress_python: Path = option(
