@@ -142,7 +142,7 @@ def test_what_cannot_run_is_refused_and_the_others_go_on(llm):
 
 
 def test_a_preempted_sequence_makes_a_cell_an_error(llm, monkeypatch):
-    monkeypatch.setattr(BatchRunner, "batch_size", lambda self, items: len(items))
+    monkeypatch.setattr(BatchRunner, "batch_size", lambda self, task, items: len(items))
     crowded = LLM(llm.loaded.model.name_or_path, dtype="float32", device="cpu", num_blocks=25)
     settings = {**SMALL, "batch_size": 5}
     (row,) = evaluate(crowded, ["full"], [0.5], [Chatter()], **settings).rows

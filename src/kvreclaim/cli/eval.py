@@ -86,7 +86,7 @@ def evaluate(
             rich_help_panel=TASKS,
             help="Tasks: recall, multi_query, variable_tracking, rsq, chain; needles, table, assignments "
             "(also :known); perplexity, agreement (also :prose, :code; agreement:own); jsonl:PATH; "
-            "ruler (13 tasks), ruler:vt; gsm8k, reasoning-gym:TASK; agent_recorded; ifeval.",
+            "ruler (13 tasks), ruler:vt; gsm8k, reasoning-gym:TASK; agent_recorded, bfcl; ifeval.",
         ),
     ] = DEFAULT_TASKS,
     calibrate: opt.Calibrate = False,

@@ -85,20 +85,21 @@ class AgentSessions(PlainTask):
             found += [at] * agree
             lost += [at] * (int(sums["places"]) - agree)
         total = {name: sum(sums[name] for sums in answer.turns) for name in ("agree", "places", "kl")}
-        later = answer.turns[1:]
-        extra = {
-            "kl": total["kl"] / total["places"],
-            "cached": sum(sums["cached"] for sums in later) / sum(sums["prompt"] for sums in later),
-        }
+        extra = {"kl": total["kl"] / total["places"], "cached": cached_share(answer.turns[1:])}
         return TaskScore(
             total["agree"],
             total["places"],
             tuple(found),
             tuple(lost),
             extra,
-            cached_by_turn=tuple(sums["cached"] / sums["prompt"] for sums in answer.turns),
+            cached_by_turn=tuple(cached_share([sums]) for sums in answer.turns),
             agreement_by_turn=tuple(sums["agree"] / sums["places"] for sums in answer.turns),
         )
+
+
+def cached_share(turns: Sequence[Mapping[str, float]]) -> float:
+    """The share of these turns' prompts that the prefix cache served."""
+    return sum(sums["cached"] for sums in turns) / sum(sums["prompt"] for sums in turns)
 
 
 def agent_task(llm: LLM, options: TaskOptions) -> AgentSessions:

@@ -112,7 +112,7 @@ class EvalGrid:
             most = self.plan.batch_size if self._estimated else 1
             numbers = range(first, min(first + most, wanted.stop))
             items = [task.item(seed, index) for index in numbers]
-            size = min(runner.batch_size(items) for runner in self.runners.values())
+            size = min(runner.batch_size(task, items) for runner in self.runners.values())
             yield numbers[:size], items[:size]
             first = numbers[:size].stop
 

@@ -185,6 +185,11 @@ class EvalPlan:
             for budget in ((1.0,) if is_full(policy) else self.budgets)
         ]
 
+    @property
+    def baseline(self) -> GridColumn:
+        """The full cache that all others are compared with."""
+        return GridColumn(FULL, 1.0, self.kv_cache_dtypes[0], self.sparse_prefill[0], self.chunk_reuse[0])
+
     def compression(
         self, setting: GridColumn, budget: int, stats: QueryStats | None
     ) -> CompressionConfig | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -10,6 +12,7 @@ from kvreclaim.engine.request.outputs import RequestMetrics
 
 TRACE = "trace_tokens"
 """The extra figure of tasks with a chain of thought: tokens generated."""
+SUMMED = ("blocks_freed", "blocks_perfect", "tokens_evicted", "compactions", "preemptions")
 
 
 class Result(BaseModel):
@@ -50,10 +53,16 @@ class Result(BaseModel):
     note: str | None = None
 
 
+def over(requests: Sequence[RequestMetrics]) -> RequestMetrics:
+    """Metrics of a session: the last request's, with sums and peaks over all of them."""
+    totals = {name: sum(getattr(each, name) for each in requests) for name in (*SUMMED, "num_gone_tokens")}
+    peaks = {name: max(getattr(each, name) for each in requests) for name in ("peak_blocks", "answer_blocks")}
+    return replace(requests[-1], **totals, **peaks)
+
+
 def cost(metrics: RequestMetrics) -> dict[str, Any]:
     """The fields of Result that the engine tells."""
-    names = ("peak_blocks", "blocks_freed", "blocks_perfect", "tokens_evicted", "compactions", "preemptions")
-    return {name: getattr(metrics, name) for name in names} | {
+    return {name: getattr(metrics, name) for name in ("peak_blocks", *SUMMED)} | {
         "answer_blocks": metrics.answer_blocks or metrics.peak_blocks,
         "gone_tokens": metrics.num_gone_tokens,
     }

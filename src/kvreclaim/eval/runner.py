@@ -13,8 +13,8 @@ from kvreclaim.eval.agreement import Divergence, FullRows
 from kvreclaim.eval.budget import FormatStorage
 from kvreclaim.eval.plan import EvalPlan, GridColumn
 from kvreclaim.eval.requests import Said, generate, score, timed_scores
-from kvreclaim.eval.results import Result, cost
-from kvreclaim.eval.task import Answer, FreeTask, Item, Task, TaskScore
+from kvreclaim.eval.results import Result, cost, over
+from kvreclaim.eval.task import Answer, ConversationTask, FreeTask, Item, Task, TaskScore
 from kvreclaim.memory.blocks import blocks_for
 
 
@@ -41,13 +41,14 @@ class BatchRunner:
         self.stats = stats
         self.first = first or self
         self._rows: dict[Item, FullRows] = {}
+        self._sessions: dict[Item, Said] = {}
         self._cached: frozenset[tuple[int, ...]] = frozenset()
         held = llm.engine.cache.bytes_per_block
         assert held == storage.block_bytes, f"{storage.name}: {held} bytes a block, not {storage.block_bytes}"
 
-    def batch_size(self, items: Sequence[Item]) -> int:
+    def batch_size(self, task: Task, items: Sequence[Item]) -> int:
         """Examples that the pool holds at once even with the full cache, so that nothing is preempted."""
-        if items[0].turns:
+        if items[0].turns or isinstance(task, ConversationTask):
             return 1
         most = self._num_blocks // max(self._blocks(item.num_tokens) for item in items)
         return max(1, min(self.plan.batch_size, self.llm.engine.config.max_num_seqs, most))
@@ -78,6 +79,8 @@ class BatchRunner:
     ) -> list[Said]:
         if items[0].turns:
             return [self._replay(*each, setting) for each in zip(items, configs, strict=True)]
+        if isinstance(task, ConversationTask):
+            return [self._converse(task, *each, setting) for each in zip(items, configs, strict=True)]
         self._prepare(items)
         if not items[0].continuation:
             return generate(self.llm, items, configs, setting)
@@ -89,6 +92,8 @@ class BatchRunner:
         anything does."""
         config = self.plan.compression(setting, self._budget(item, setting), self.stats)
         if config is not None:
+            if item.num_system:
+                config = config.protecting(item.num_system, self.storage.block_size)
             self.llm.compressor(config)
         return config
 
@@ -128,12 +133,32 @@ class BatchRunner:
             {**each.answer.compared, "cached": each.metrics.num_cached_tokens, "prompt": len(turn.prompt)}
             for turn, each in zip(item.turns, said, strict=True)
         ]
-        return replace(
-            said[-1],
-            answer=Answer(turns=tuple(turns)),
-            timed_tokens=sum(each.timed_tokens for each in said),
-            elapsed_s=sum(each.elapsed_s for each in said),
-        )
+        return _joined(said, Answer(turns=tuple(turns)))
+
+    def _converse(
+        self, task: ConversationTask, item: Item, config: CompressionConfig | None, setting: GridColumn
+    ) -> Said:
+        """Generate a session, and the full cache's if it is not known yet."""
+        full = self.first.full_session(task, item)
+        said = full if setting == self.plan.baseline else self._session(task, item, config, setting)
+        return replace(said, answer=replace(said.answer, full=full.answer))
+
+    def full_session(self, task: ConversationTask, item: Item) -> Said:
+        """The full cache's session of an item, generated once."""
+        if item not in self._sessions:
+            self._sessions[item] = self._session(task, item, None, self.plan.baseline)
+        return self._sessions[item]
+
+    def _session(
+        self, task: ConversationTask, item: Item, config: CompressionConfig | None, setting: GridColumn
+    ) -> Said:
+        """Ask one request after another, from an empty prefix cache."""
+        self._forget()
+        session, said = task.converse(item), []
+        while (request := session.request()) is not None:
+            said += generate(self.llm, [request], [config], setting)
+            session.take(said[-1].answer.text, len(request.prompt), said[-1].metrics.num_cached_tokens)
+        return _joined(said, session.answer)
 
     def full_rows(self, items: Sequence[Item], num_places: int = 0) -> list[FullRows]:
         """The full cache's distributions, kept until other items come.
@@ -181,7 +206,8 @@ class BatchRunner:
         if reused := said.metrics.num_reused_tokens:
             share = reused / said.metrics.num_prompt_tokens
             outcome = replace(outcome, extra={**outcome.extra, "reused": share})
-        length = len(item.prompt) + (len(item.continuation) or len(said.answer.token_ids))
+        told = said.metrics
+        length = told.num_prompt_tokens + (len(item.continuation) or told.num_generated_tokens)
         return Result(
             **asdict(outcome),
             num_tokens=item.num_tokens,
@@ -193,6 +219,17 @@ class BatchRunner:
             note=note,
             **cost(said.metrics),
         )
+
+
+def _joined(said: Sequence[Said], answer: Answer) -> Said:
+    """What was said in a session's requests, as one."""
+    return replace(
+        said[-1],
+        answer=answer,
+        metrics=over([each.metrics for each in said]),
+        timed_tokens=sum(each.timed_tokens for each in said),
+        elapsed_s=sum(each.elapsed_s for each in said),
+    )
 
 
 def open_runners(llm: LLM, plan: EvalPlan) -> dict[str, BatchRunner]:

@@ -32,6 +32,7 @@ class Item:
     temperature, seed: of its sampling
     chunks:         parts of the prompt that may be reused, each from its first token to behind its last
     compress_at:    leading tokens of the prompt that are compressed before the rest is known; None: none
+    num_system:     leading tokens that are system prompt and tools, which a chat's compression protects
     turns:          of a session, in order, each scored after the one before; the item is like the last
     payload:        whatever the task needs for its verdict
     """
@@ -43,6 +44,7 @@ class Item:
     seed: int | None = None
     chunks: tuple[tuple[int, int], ...] = ()
     compress_at: int | None = None
+    num_system: int = 0
     turns: tuple[Item, ...] = ()
     payload: Any = None
 
@@ -59,7 +61,9 @@ class Answer:
     predicted, logprobs: per continuation token, the most likely token and the given one's log-probability
     text, token_ids:     of a generated answer
     compared:            sums against the full cache, for a task that compares (agreement.Divergence)
-    turns:               of a session: the same for each turn, and tokens of its prompt: "prompt", "cached"
+    turns:               of a session: the same for each turn, and tokens of its prompts: "prompt", "cached"
+    calls:               of a session: tool calls by turn and step
+    full:                of a session that is generated: the full cache's answer, for a task that compares
     """
 
     predicted: tuple[int, ...] = ()
@@ -68,6 +72,8 @@ class Answer:
     token_ids: tuple[int, ...] = ()
     compared: Mapping[str, float] = field(default_factory=dict)
     turns: tuple[Mapping[str, float], ...] = ()
+    calls: tuple[tuple[Any, ...], ...] = ()
+    full: Answer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +103,7 @@ class Task(Protocol):
     metric:   of its rows
     identity: all that decides its items and verdicts, as JSON values; part of the journal's key
     seeded:   False where the seed changes nothing (a given file): the first seed alone is run
-    compares: True where the verdict needs the full cache's distributions (Answer.compared)
+    compares: True where the verdict needs the full cache's distributions (Answer.compared) or answer (full)
     """
 
     @property
@@ -145,6 +151,32 @@ class FreeTask(Protocol):
 
     def judge_free(self, item: Item, answer: Answer) -> Mapping[str, float]:
         """Further figures of an answer that was generated (TaskScore.extra)."""
+        ...
+
+
+class Conversation(Protocol):
+    """A conversation: each request depends on the answers before it."""
+
+    @property
+    def answer(self) -> Answer:
+        """What was said in all of it."""
+        ...
+
+    def request(self) -> Item | None:
+        """The next one; None at the end."""
+        ...
+
+    def take(self, text: str, num_prompt: int, num_cached: int) -> None:
+        """The answer to the last request, and tokens: of its prompt, of these those found cached."""
+        ...
+
+
+@runtime_checkable
+class ConversationTask(Protocol):
+    """A task whose items are conversations. Their requests are at most item.num_tokens long."""
+
+    def converse(self, item: Item) -> Conversation:
+        """The conversation of an item, at its beginning."""
         ...
 
 

@@ -52,6 +52,7 @@ ANY_MODEL = (
     "ruler[:TASK]",
     "gsm8k",
     "agent_recorded",
+    "bfcl[:CATEGORY]",
     "ifeval",
     "reasoning-gym:TASK",
 )
@@ -114,6 +115,10 @@ def _make(name: str, llm: LLM, options: TaskOptions) -> Task:
         from kvreclaim.eval.agents import agent_task
 
         return agent_task(llm, options)
+    if kind == "bfcl":
+        from kvreclaim.eval.bfcl import bfcl_task
+
+        return bfcl_task(name, llm, options)
     if kind in ("jsonl", "jsonl-exact") and argument:
         return _jsonl(name, Path(argument), llm, options)
     if uses_demo(llm, options.dialect):
