@@ -107,6 +107,7 @@ def turns_chart(report: EvalReport, name: str) -> str | None:
 
     def finish(axis: Axes, rows: list[EvalRow]) -> None:
         axis.set_xlabel("turn")
+        axis.locator_params("x", integer=True)
         axis.set_ylabel("share")
         axis.set_ylim(-0.03, 1.03)
 
