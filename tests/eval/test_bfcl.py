@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import repeat
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval import Answer, Item, TaskOptions, TaskScore, evaluate
 from kvreclaim.eval import bfcl as bfcl_module
 from kvreclaim.eval import packages as packages_module
-from kvreclaim.eval.bfcl import CATEGORIES, BfclSession, BfclTask
+from kvreclaim.eval.bfcl import CATEGORIES, BfclSession, BfclTask, steps_of
 from kvreclaim.eval.bfcl_cases import load_cases
 from kvreclaim.eval.task import PlainTask
 from kvreclaim.eval.tasks import make_tasks
@@ -41,7 +42,7 @@ class Chain:
 
     @property
     def answer(self):
-        return Answer(turns=tuple(self.turns), calls=tuple(self.texts))
+        return Answer(turns=tuple(self.turns), texts=tuple((text,) for text in self.texts))
 
     def request(self):
         return Item(tuple(self.tokens), max_new_tokens=NEW_TOKENS) if len(self.texts) < NUM_REQUESTS else None
@@ -68,7 +69,7 @@ class Chains(PlainTask):
         return Chain(self.llm, list(item.prompt))
 
     def judge(self, item, answer):
-        same = tuple(float(a == b) for a, b in zip(answer.calls, answer.full.calls, strict=True))
+        same = tuple(float(a == b) for a, b in zip(answer.texts, answer.full.texts, strict=True))
         cached = tuple(turn["cached"] / turn["prompt"] for turn in answer.turns)
         return TaskScore(sum(same), len(same), cached_by_turn=cached, agreement_by_turn=same)
 
@@ -113,6 +114,10 @@ def said(name: str, **arguments: object) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
+def written(call: ToolCall) -> str:
+    return said(call.name, **json.loads(call.arguments))
+
+
 class Counter:
     """Stands for a case: results are numbers of calls so far."""
 
@@ -152,7 +157,7 @@ def test_a_turn_goes_on_until_an_answer_without_call(session):
     prompts = answered(session, f"Wait.{said('a', x=1)}{said('bad')}", "Done.", said("a"), "Over.")
     assert prompts == [(0,), (0,) * 4, (1,) * 6, (1,) * 8, None]
     a, bad = ToolCall("a", '{"x": 1}'), ToolCall("bad", "{}")
-    assert session.answer.calls == (((a, bad),), ((ToolCall("a", "{}"),),))
+    assert [steps_of(texts) for texts in session.answer.texts] == [[(a, bad)], [(ToolCall("a", "{}"),)]]
     first, second = session.answer.turns
     assert first == {"prompt": 20, "cached": 8, "calls": 2, "accepted": 1, "done": 1}
     assert second == {"prompt": 20, "cached": 8, "calls": 1, "accepted": 1, "done": 1}
@@ -182,7 +187,7 @@ def test_a_session_ends_at_the_limit_of_steps_or_of_tokens(session):
     assert session.answer.turns[0]["done"] == 0
     longer = BfclSession(session.task, Counter())
     assert answered(longer, said("a") * 7, "Done.")[1:] == [(0,) * 9, None]
-    assert len(longer.answer.turns) == len(longer.answer.calls) == 1  # the second was never asked
+    assert len(longer.answer.turns) == len(longer.answer.texts) == 1  # the second was never asked
 
 
 @pytest.mark.parametrize(
@@ -256,24 +261,23 @@ def test_the_verdict_on_a_session():
     pytest.importorskip("bfcl_eval")
     case = load_cases("base")["multi_turn_base_0"]
     task = BfclTask(SimpleNamespace(), "base", 4096, 64, "bfcl")
-    calls = tuple(tuple((call_of(text, case),) for text in turn) for turn in case.truth)
+    texts = tuple((*map(written, map(call_of, turn, repeat(case))), "Done.") for turn in case.truth)
     turns = tuple(
         {"prompt": 100.0, "cached": 25.0 * at, "calls": 2.0, "accepted": 1.0, "done": 1.0} for at in range(4)
     )
-    item = Item((1,), payload="multi_turn_base_0")
-    score = task.judge(item, Answer(turns=turns, calls=calls, full=Answer(calls=calls)))
+    item, full = Item((1,), payload="multi_turn_base_0"), Answer(texts=texts)
+    score = task.judge(item, Answer(turns=turns, texts=texts, full=full))
     assert (score.points, score.out_of) == (1, 1)
-    assert score.extra == {
-        "turns": 1,
-        "turns_right": 1,
-        "calls": 8,
-        "same_calls": 1,
-        "valid_calls": 0.5,
-        "cached": 0.5,
-    }
+    extra = {"turns": 1, "turns_right": 1, "calls": 8, "same_calls": 1, "valid_calls": 0.5, "cached": 0.5}
+    assert score.extra == extra
     assert score.cached_by_turn == (0, 0.25, 0.5, 0.75)
-    cut = Answer(turns=(*turns[:1], {**turns[1], "done": 0.0}), calls=calls[:2], full=Answer(calls=calls))
+    other = (*texts[0][:-1], "I am done.")
+    cut = Answer(turns=(turns[0], {**turns[1], "done": 0.0}), texts=(other, texts[1][:1]), full=full)
     score = task.judge(item, cut)
     assert score.points == 0
-    assert (score.extra["turns"], score.extra["turns_right"]) == (0.25, 0.25)
-    assert score.agreement_by_turn == (1, 1, 0, 0)
+    assert [score.extra[name] for name in ("turns", "turns_right", "same_calls")] == [0.25] * 3
+    assert score.agreement_by_turn == (0, 0, 0, 0)
+    silent = Answer(turns=({**turns[0], "calls": 0.0},), texts=(("What?",),))
+    score = task.judge(item, replace(silent, full=silent))
+    assert score.extra == {"turns": 0.25, "turns_right": 0, "calls": 0}
+    assert score.agreement_by_turn == (1,)

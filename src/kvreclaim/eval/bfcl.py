@@ -27,14 +27,14 @@ MAX_NEW_TOKENS = 256
 class BfclSession(Conversation):
     """A conversation. A turn is done when the model answers without a call.
 
-    calls: by turn and step; turns: figures of each turn (Answer.turns), with "calls", "accepted" (calls that
-    their function took) and "done"
+    texts: answers by turn; turns: figures of each (Answer.turns), with "calls", "accepted" (calls that their
+    function took) and "done"
     """
 
     task: BfclTask
     case: BfclCase
     messages: list[dict[str, Any]] = field(default_factory=list)
-    calls: list[list[tuple[ToolCall, ...]]] = field(default_factory=list)
+    texts: list[list[str]] = field(default_factory=list)
     turns: list[dict[str, float]] = field(default_factory=list)
 
     def request(self) -> Item | None:
@@ -43,8 +43,8 @@ class BfclSession(Conversation):
                 return None
             self.messages += self.case.turn(len(self.turns))
             self.turns.append(dict.fromkeys(("prompt", "cached", "calls", "accepted", "done"), 0.0))
-            self.calls.append([])
-        if len(self.calls[-1]) > most_steps():
+            self.texts.append([])
+        if len(self.texts[-1]) > most_steps():
             return None
         task = self.task
         prompt = task.prompt(self.case, self.messages, len(self.turns) - 1)
@@ -52,19 +52,16 @@ class BfclSession(Conversation):
         return Item(prompt, max_new_tokens=task.max_new_tokens) if fits else None
 
     def take(self, text: str, num_prompt: int, num_cached: int) -> None:
-        pieces = Splitter("hermes").take(text, last=True)
-        calls = tuple(piece for piece in pieces if isinstance(piece, ToolCall))
-        said = "".join(piece for piece in pieces if isinstance(piece, str))
+        self.texts[-1].append(text)
+        (said, calls), turn = parsed(text), self.turns[-1]
         message = {"role": "assistant", "content": said}
-        turn = self.turns[-1]
         turn["prompt"] += num_prompt
         turn["cached"] += num_cached
         if not calls:
             turn["done"] = 1.0
             self.messages.append(message)
             return
-        self.calls[-1].append(calls)
-        results = self.case.run([step for steps in self.calls for step in steps])
+        results = self.case.run([step for texts in self.texts for step in steps_of(texts)])
         turn["calls"] += len(calls)
         turn["accepted"] += sum(not result.startswith(REFUSED) for result in results)
         made = [
@@ -77,7 +74,19 @@ class BfclSession(Conversation):
     @property
     def answer(self) -> Answer:
         asked = [turn for turn in self.turns if turn["prompt"]]
-        return Answer(turns=tuple(asked), calls=tuple(map(tuple, self.calls[: len(asked)])))
+        return Answer(turns=tuple(asked), texts=tuple(map(tuple, self.texts[: len(asked)])))
+
+
+def parsed(text: str) -> tuple[str, tuple[ToolCall, ...]]:
+    """What an answer says, and its tool calls."""
+    pieces = Splitter("hermes").take(text, last=True)
+    said = "".join(piece for piece in pieces if isinstance(piece, str))
+    return said, tuple(piece for piece in pieces if isinstance(piece, ToolCall))
+
+
+def steps_of(texts: Sequence[str]) -> list[tuple[ToolCall, ...]]:
+    """The calls of a turn's answers, step by step."""
+    return [calls for text in texts if (calls := parsed(text)[1])]
 
 
 @dataclass(frozen=True)
@@ -88,8 +97,8 @@ class BfclTask(PlainTask):
     value: sessions whose turns are all right
     extra: turns: share of the turns that were done, within num_tokens and the package's limit of steps;
            turns_right: share of leading turns that are right; calls: their number; valid_calls: share of them
-           that their function took; same_calls: share of the turns whose calls are the full cache's; cached:
-           as in agents.AgentSessions
+           that their function took; same_calls: share of the turns with calls that has the full cache's;
+           cached: as in agents.AgentSessions; agreement_by_turn: 1 if all answers are the full cache's
     """
 
     speaker: Speaker
@@ -144,15 +153,12 @@ class BfclTask(PlainTask):
         case, turns = self.cases[item.payload], answer.turns
         assert answer.full is not None, "the task compares"
         num_turns, done = len(case.truth), int(sum(turn["done"] for turn in turns))
-        right = case.num_right(answer.calls[:done])
-        same = [float(ours == theirs) for ours, theirs in zip_longest(answer.calls, answer.full.calls)]
-        calls = sum(turn["calls"] for turn in turns)
-        extra = {
-            "turns": done / num_turns,
-            "turns_right": right / num_turns,
-            "calls": calls,
-            "same_calls": sum(same) / len(same),
-        }
+        ours, theirs = ([steps_of(texts) for texts in each.texts] for each in (answer, answer.full))
+        right, calls = case.num_right(ours[:done]), sum(turn["calls"] for turn in turns)
+        extra = {"turns": done / num_turns, "turns_right": right / num_turns, "calls": calls}
+        called = [(a, b) for a, b in zip_longest(ours, theirs) if a or b]
+        if called:
+            extra["same_calls"] = sum(a == b for a, b in called) / len(called)
         if calls:
             extra["valid_calls"] = sum(turn["accepted"] for turn in turns) / calls
         if len(turns) > 1:
@@ -162,7 +168,7 @@ class BfclTask(PlainTask):
             1,
             extra=extra,
             cached_by_turn=tuple(cached_share([turn]) for turn in turns),
-            agreement_by_turn=tuple(same),
+            agreement_by_turn=tuple(float(a == b) for a, b in zip_longest(answer.texts, answer.full.texts)),
         )
 
 

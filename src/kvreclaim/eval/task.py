@@ -62,8 +62,8 @@ class Answer:
     text, token_ids:     of a generated answer
     compared:            sums against the full cache, for a task that compares (agreement.Divergence)
     turns:               of a session: the same for each turn, and tokens of its prompts: "prompt", "cached"
-    calls:               of a session: tool calls by turn and step
-    full:                of a session that is generated: the full cache's answer, for a task that compares
+    texts:               of a conversation: the answers by turn
+    full:                of a conversation: the full cache's answer, for a task that compares
     """
 
     predicted: tuple[int, ...] = ()
@@ -72,7 +72,7 @@ class Answer:
     token_ids: tuple[int, ...] = ()
     compared: Mapping[str, float] = field(default_factory=dict)
     turns: tuple[Mapping[str, float], ...] = ()
-    calls: tuple[tuple[Any, ...], ...] = ()
+    texts: tuple[tuple[str, ...], ...] = ()
     full: Answer | None = None
 
 
