@@ -18,6 +18,7 @@ CONFIGS = (EngineConfig, SamplingParams, CompressionSettings, CompressionConfig,
 NEEDED: dict[type, dict[str, Any]] = {ServerConfig: {"served_model_name": ("m",)}}
 ROOM: dict[str, dict[str, Any]] = {
     "budget": {"sinks": 0, "recent": 0},
+    "content": {"max_loss": 0.5},
     "max_tokens": {"min_tokens": 0},
     "temperature": {"n": 1},
 }

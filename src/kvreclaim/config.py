@@ -24,6 +24,7 @@ from kvreclaim.options import (
     SPECULATION,
     check_options,
     option,
+    settings_of,
 )
 
 AUTO = "auto"
@@ -342,6 +343,11 @@ class EngineConfig:
         return cls(**options)
 
 
+DEFAULT_BUDGET = 2048
+CONTENTS = ("prose", "lookups")
+"""Contents of the documents that calibration measures losses on."""
+MEASURED = ("interval", "recent", "protect_prompt", "mode", "recall", "verify")
+"""Fields of CompressionSettings that have their defaults where losses are measured."""
 BUDGETS = tuple(32 * each for each in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512))
 """Steps of budget "auto"."""
 
@@ -350,7 +356,8 @@ BUDGETS = tuple(32 * each for each in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96
 class CompressionSettings:
     """The part of CompressionConfig that needs no torch.
 
-    It checks numbers; CompressionConfig checks the rest. Raises: InvalidArgumentError.
+    It checks numbers; CompressionConfig checks the rest. Without a budget it is DEFAULT_BUDGET, with max_loss
+    everything until the prompt is known. Raises: InvalidArgumentError.
     """
 
     policy: str = option(
@@ -361,8 +368,9 @@ class CompressionSettings:
         panel=FIRST,
     )
     budget: int = option(
-        2048,
-        "Tokens to keep per layer and KV head. auto, with --verify: as few as drafting allows.",
+        None,
+        "Tokens to keep per layer and KV head. auto, with --verify: as few as drafting allows. Default: "
+        f"{DEFAULT_BUDGET}.",
         low=1,
         high=MAX_COUNT,
         unit=" tokens",
@@ -441,11 +449,31 @@ class CompressionSettings:
         flags=("--kv-recall", "--recall"),
         kw_only=True,
     )
+    max_loss: float | None = option(
+        None,
+        "Instead of a budget: the smallest one at which 95 % of documents like those of `kvreclaim calibrate "
+        "--curve` lose at most this share of their answers, such as 0.01.",
+        low=0.0,
+        high=1.0,
+        flags=("--kv-max-loss",),
+        kw_only=True,
+        panel=FIRST,
+    )
+    content: str | None = option(
+        None,
+        "What --kv-max-loss is about: prose, or lookups of facts. Default: whichever needs more tokens.",
+        choices=CONTENTS,
+        flags=("--kv-content",),
+        kw_only=True,
+    )
     auto_budget: bool | None = field(default=None, kw_only=True)
     """Whether budget was "auto"; set by it."""
 
     def __post_init__(self) -> None:
+        if self.budget is None:
+            object.__setattr__(self, "budget", DEFAULT_BUDGET if self.max_loss is None else MAX_COUNT)
         check_options(self)
+        self._check_max_loss()
         always = self.sinks + self.recent
         if self.budget == AUTO:
             object.__setattr__(self, "auto_budget", True)
@@ -461,3 +489,26 @@ class CompressionSettings:
             f"budget is {self.budget} tokens, but sinks + recent = {always} are always kept; raise the "
             "budget, or lower sinks or recent.",
         )
+
+    def _check_max_loss(self) -> None:
+        if self.max_loss is None:
+            require(
+                self.content is None,
+                f"content is {self.content!r}, but max_loss is None: content says what max_loss is about; "
+                "give both, or leave content out.",
+                "content",
+            )
+            return
+        require(
+            self.budget == MAX_COUNT,
+            f"budget is {self.budget!r} and max_loss {self.max_loss}, which chooses a budget; leave one out.",
+            "max_loss",
+        )
+        for name in MEASURED:
+            value, default = getattr(self, name), settings_of(CompressionSettings)[name].default
+            require(
+                value == default,
+                f"{name} is {value!r}, but losses are measured with {default!r}; leave {name}, or max_loss, "
+                "out.",
+                name,
+            )

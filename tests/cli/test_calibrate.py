@@ -137,3 +137,48 @@ def test_patterns_of_heads_go_to_a_file_of_their_own(text):
     both = CliRunner().invoke(app, [*options, "-o", "x.safetensors"])
     assert both.exit_code == 2
     assert "name one" in both.output
+
+
+def test_a_loss_curve_is_added_printed_and_kept(tmp_path, tiny_dir):
+    """To a trial's statistics, on text that it has not read; serving finds it."""
+    model, first, output = str(tiny_dir("llama")), tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    reading = ["--max-tokens", "2400", "--centers", "2"]
+    result = CliRunner().invoke(app, ["calibrate", "--model", model, "-o", str(first), *reading])
+    assert result.exit_code == 0, result.output
+    asked = ["--stats", str(first), "--curve", "192", "--curve-documents", "19", "--max-tokens", "2400"]
+    result = CliRunner().invoke(app, ["calibrate", "--model", model, "-o", str(output), *asked])
+    assert result.exit_code == 0, result.output
+    assert "38 documents for the loss curve: about" in result.stdout
+    before, after = (QueryStats.load(file).metadata for file in (first, output))
+    assert after.model_copy(update={"curve": None}) == before
+    assert after.curve.policy == after.trial.best
+    assert [(cell.content, cell.num_tokens) for cell in after.curve.cells] == [
+        ("prose", 192),
+        ("lookups", 192),
+    ]
+    again = CliRunner().invoke(app, ["calibrate", "--show", str(output)])
+    assert again.exit_code == 0, again.output
+    cell = after.curve.cells[0]
+    assert all(f" {budget} " in again.stdout for budget in cell.budgets)
+    promised = cell.promised(0.01)
+    kept = "all" if promised == 192 else promised
+    assert f"--kv-max-loss on prose of 192 tokens keeps at 0.01: {kept}, 0.02: " in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--curve", "192", "--trial", "0"], "there is no trial; pass a longer text, or --trial above 0"),
+        (["--curve", "100"], "curve has documents of 100 tokens, which must leave room for a budget"),
+        (["--curve", "500"], "below the model's limit of 512; change the length"),
+        (["--curve", "352", "--curve-documents", "9999"], "curve needs 9999 documents of 480 tokens behind"),
+        (["--curve-documents", "18"], "curve_documents is 18; it must be an integer >= 19"),
+        (["--stats", "a.safetensors"], "none is asked for; pass --curve"),
+    ],
+)
+def test_a_curve_is_refused_before_anything_is_measured(tmp_path, tiny_dir, options, message):
+    output = ["-o", str(tmp_path / "stats.safetensors")]
+    result = CliRunner().invoke(app, ["calibrate", "--model", str(tiny_dir("llama")), *output, *options])
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert "to fit to" not in result.stdout

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvreclaim.checks import check_int
+from kvreclaim.compression.conformal import LEAST_VALUES
 from kvreclaim.options import check_options, option
 
 
@@ -14,9 +16,19 @@ class Reading:
     max_tokens: int = option(6144, "Maximum number of tokens to read from the text.", low=1)
     trial: int = option(1, "Documents to hold out for the trial of the candidates; 0: no trial.", low=0)
     candidates: tuple[str, ...] = option((), "More policies to try, besides the standard ones.")
+    curve: tuple[int, ...] = option(
+        (),
+        "Lengths in tokens, such as 1024,2048, at which to measure the loss over budgets, from which "
+        "--kv-max-loss chooses. Default: none.",
+    )
+    curve_documents: int = option(
+        20, "Held-out documents of each length and content of the curve.", low=LEAST_VALUES
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
+        for length in self.curve:
+            check_int("a length of the curve", length, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from typing import Any
 from kvreclaim.calibrate import trial
 from kvreclaim.calibrate.calibration import calibrate, held_out, pieces, read_documents
 from kvreclaim.calibrate.settings import Measuring, Reading
+from kvreclaim.checks import require
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.compression.trial import CANDIDATES, FRACTIONS
 from kvreclaim.engine.api.llm import LLM
@@ -76,24 +77,57 @@ def measure(
     documents = pieces(rest)
     asked = ("shares(kvzap)",) if measuring.get("kvzap") else ()
     candidates = tuple(dict.fromkeys((*CANDIDATES, *asked, *reading.candidates)))
+    require(
+        not reading.curve or bool(tried),
+        "a curve is of the policy that the trial finds best, and there is no trial; pass a longer text, or "
+        "--trial above 0.",
+        "curve",
+    )
+    add_curve = curve_of(llm, text, reading, say, show_progress=show_progress)
     _announce(llm, documents, tried, 1 + len(candidates) * len(FRACTIONS), say)
     stats = calibrate(llm.loaded, documents, show_progress=show_progress, **measuring)
     if not tried:
         return stats
     best = trial.try_candidates(llm, stats, tried, candidates=candidates, show_progress=show_progress)
-    return stats.with_trial(best)
+    return add_curve(stats.with_trial(best))
+
+
+def curve_of(
+    llm: LLM, text: str | os.PathLike[str] | None, reading: Reading, say: Say, *, show_progress: bool = True
+) -> Callable[[QueryStats], QueryStats]:
+    """Make what adds a loss curve to statistics, if one is asked for: its documents are checked now.
+
+    Raises: what read_documents and curve_documents raise; later what measure_curve raises.
+    """
+    if not reading.curve:
+        return lambda stats: stats
+    from kvreclaim.calibrate.curve import curve_documents, measure_curve
+
+    documents = curve_documents(llm, text, reading)
+
+    def add(stats: QueryStats) -> QueryStats:
+        num_tokens = sum(document.num_computed(llm.engine.config.block_size) for document in documents)
+        minutes = _minutes(llm, documents[0].prompt, num_tokens)
+        say(f"{len(documents)} documents for the loss curve: about {minutes} min")
+        return stats.with_curve(measure_curve(llm, stats, documents, show_progress=show_progress))
+
+    return add
 
 
 def _announce(
     llm: LLM, documents: Sequence[list[int]], tried: Sequence[list[int]], num_settings: int, say: Say
 ) -> None:
-    """Say an estimate of the duration, from one forward pass."""
-    started = time.perf_counter()
-    capture_queries(llm.loaded, [documents[0]], lambda *_: None)
-    per_token = (time.perf_counter() - started) / len(documents[0])
+    """Say an estimate of the duration."""
     fitted = sum(map(len, documents))
     tokens = 3 * fitted + sum(trial.num_tokens(len(document), num_settings) for document in tried)
     say(
         f"{fitted} tokens to fit to, {len(tried)} documents to try {num_settings} settings on: about "
-        f"{max(1, math.ceil(tokens * per_token / 60))} min"
+        f"{_minutes(llm, documents[0], tokens)} min"
     )
+
+
+def _minutes(llm: LLM, document: list[int], num_tokens: int) -> int:
+    """An estimate for so many tokens, from one forward pass."""
+    started = time.perf_counter()
+    capture_queries(llm.loaded, [document], lambda *_: None)
+    return max(1, math.ceil(num_tokens * (time.perf_counter() - started) / len(document) / 60))

@@ -19,10 +19,12 @@ from kvreclaim.model_paths import stats_home
 from kvreclaim.outputs import writing
 
 if TYPE_CHECKING:
+    from kvreclaim.compression.loss_curve import LossCurve
     from kvreclaim.compression.stats import QueryStats
     from kvreclaim.compression.trial import Trial
     from kvreclaim.engine.api.llm import LLM
 
+SHOWN_LOSSES = (0.01, 0.02, 0.05)
 _COLUMNS = (
     "cont, rep: nats per token above the full cache on a document's continuation and on repeated parts; "
     "right: correctly repeated tokens, relative to the full cache; loss: both, mean over budgets"
@@ -43,7 +45,12 @@ def calibrate(
         ),
     ] = None,
     show: Annotated[
-        Path | None, typer.Option(help="Print the trial in this statistics file, and measure nothing.")
+        Path | None,
+        typer.Option(help="Print the trial and the loss curve in this statistics file, and measure nothing."),
+    ] = None,
+    stats_file: Annotated[
+        Path | None,
+        typer.Option("--stats", help="Add --curve to the statistics in this file, and measure nothing else."),
     ] = None,
     sparse_prefill: Annotated[
         Path | None,
@@ -76,7 +83,7 @@ def calibrate(
     device: Device = "auto",
 ) -> None:
     """Measure a model's query statistics for the policies that use them, and find its best policy."""
-    from kvreclaim.calibrate.statistics import measure
+    from kvreclaim.calibrate.statistics import curve_of, measure
     from kvreclaim.compression.stats import QueryStats
     from kvreclaim.engine.api.llm import FOR_CALIBRATION, LLM
     from kvreclaim.model.loader import hide_progress_bars
@@ -96,7 +103,15 @@ def calibrate(
     hide_progress_bars()
     llm = LLM(model_of(model), dtype=dtype, device=device, **FOR_CALIBRATION)
     output = output or _kept(llm)
-    stats = measure(llm, text, reading, {"covariance": covariance, **measuring}, console.print)
+    if stats_file is not None:
+        require(
+            bool(reading.curve), "--stats is where a curve is added, and none is asked for; pass --curve."
+        )
+        stats = QueryStats.load(stats_file)
+        stats.check_model(llm.loaded.facts)
+        stats = curve_of(llm, text, reading, console.print)(stats)
+    else:
+        stats = measure(llm, text, reading, {"covariance": covariance, **measuring}, console.print)
     with writing(output):
         stats.save(output, half=half)
     found = stats.mean_concentration([layer.rope for layer in llm.loaded.facts.layers]).tolist()
@@ -149,6 +164,8 @@ def _show(console: Console, stats: QueryStats) -> None:
         console.print("no trial: policy auto needs one (longer text, or --trial above 0)")
     else:
         _show_trial(console, found.trial)
+    if found.curve is not None:
+        _show_curve(console, found.curve)
 
 
 def _show_trial(console: Console, trial: Trial) -> None:
@@ -180,3 +197,30 @@ def _show_trial(console: Console, trial: Trial) -> None:
             "repetition does not count: the full cache repeats a document no better than it continues it"
         )
     console.print(f"policy auto: [bold]{trial.best}[/bold]")
+
+
+def _show_curve(console: Console, curve: LossCurve) -> None:
+    table = Table(
+        "content",
+        title=f"loss curve of {curve.policy}: {len(curve.cells[0].losses)} held-out documents each",
+        caption="loss: share of answers that the full cache gives right and the compressed one wrong, median "
+        "and what 95 % of documents like these do not exceed",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    table.caption_justify = "left"
+    for name in ("tokens", "right", "budget", "kept", "median", "95 %"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for cell in curve.cells:
+        named = (cell.content, f"{cell.num_tokens}", f"{cell.right:.1%}")
+        for budget in cell.budgets:
+            median, bound = cell.summary(budget)
+            table.add_row(
+                *named, f"{budget}", f"{budget / cell.num_tokens:.1%}", f"{median:.2%}", f"{bound:.2%}"
+            )
+            named = ("", "", "")
+    console.print(table)
+    for cell in curve.cells:
+        budgets = ((loss, cell.promised(loss)) for loss in SHOWN_LOSSES)
+        kept = ", ".join(f"{loss:g}: {'all' if b == cell.num_tokens else b}" for loss, b in budgets)
+        console.print(f"--kv-max-loss on {cell.content} of {cell.num_tokens} tokens keeps at {kept}")

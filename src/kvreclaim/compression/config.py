@@ -10,6 +10,7 @@ from typing import Final
 
 from kvreclaim.checks import check_choice, require
 from kvreclaim.compatibility import Feature, refuse
+from kvreclaim.compression.loss_curve import LossCurve
 from kvreclaim.compression.policy import CompressionPolicy, Mode
 from kvreclaim.compression.registry import make_policy
 from kvreclaim.compression.spec.recall import parse_recall
@@ -17,11 +18,13 @@ from kvreclaim.compression.stats import RECALIBRATE, QueryStats
 from kvreclaim.config import AUTO, CompressionSettings
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.options import settings_of
 from kvreclaim.schedule.budget.footprint import Footprint, budget_in_blocks
 from kvreclaim.schedule.budget.recall import Recall
 
 logger = logging.getLogger(__name__)
 
+FULL: Final = "full"
 MAX_KEPT: Final = 16
 """Compressors kept at a time, by settings, the last ones used; callers may send ever new settings."""
 StatsSource = str | os.PathLike[str] | QueryStats
@@ -38,6 +41,8 @@ class CompressionConfig(CompressionSettings):
                     RequestMetrics.budget is the one used. "auto" (with verify): starts with the smallest of
                     config.BUDGETS that fits, rises when a draft is rejected, and falls after a while
                     without rejections
+    max_loss:       instead of a budget: that of the loss curve in the statistics (see promised)
+    content:        what the prompt is, of config.CONTENTS; None: whichever needs the larger budget
     interval:       tokens over the budget at which the next compression runs
     sinks:          first tokens of the sequence, never evicted
     recent:         last tokens of the sequence, never evicted
@@ -78,6 +83,11 @@ class CompressionConfig(CompressionSettings):
                 f"options is {self.options!r}; pass a mapping of option names to values."
             )
         object.__setattr__(self, "options", dict(self.options))
+        require(
+            self.max_loss is None or not self.options,
+            "options belong to a policy, and max_loss is about the policy of the loss curve; leave one out.",
+            "options",
+        )
         recall = self.recalled
         require(
             recall is None or self.mode in (None, Mode.PER_LAYER_HEAD),
@@ -122,6 +132,28 @@ class CompressionConfig(CompressionSettings):
             )
         return replace(self, policy=trial.best)
 
+    def promised(self, curve: LossCurve, num_tokens: int, block_size: int) -> CompressionConfig:
+        """The config with the budget that keeps the loss of a prompt of this length within max_loss, in whole
+        blocks, or with policy "full" where only that does; itself without max_loss.
+
+        Raises: InvalidArgumentError if the curve is of another policy.
+        """
+        if self.max_loss is None:
+            return self
+        require(
+            self.policy == curve.policy,
+            f"policy is {self.policy!r}, but the loss was measured under {curve.policy!r}; leave policy out, "
+            "or give a budget instead of max_loss.",
+            "policy",
+        )
+        budget = curve.promised(self.max_loss, num_tokens, self.content)
+        if budget is None:
+            return replace(self, policy=FULL, max_loss=None, content=None)
+        budget = blocks_for(budget, block_size) * block_size
+        sinks = min(self.sinks, settings_of(CompressionSettings)["sinks"].default)
+        found = replace(self, budget=budget, sinks=sinks, max_loss=None, content=None)
+        return found if sinks == self.sinks else found._covering(self.sinks, block_size)
+
     def protecting(self, num_tokens: int, block_size: int) -> CompressionConfig:
         """The config for a prompt whose first num_tokens are system prompt and tools. Its sinks cover them,
         in whole blocks, up to half of what recent tokens and recalled pages leave of the budget.
@@ -130,6 +162,9 @@ class CompressionConfig(CompressionSettings):
         """
         if not self.protect_system or self.verify:
             return self
+        return self._covering(num_tokens, block_size)
+
+    def _covering(self, num_tokens: int, block_size: int) -> CompressionConfig:
         recalled = 0 if self.recalled is None else self.recalled.slots(block_size)
         most = (self.budget - self.recent - recalled) // 2 // block_size
         sinks = min(blocks_for(num_tokens, block_size), most) * block_size

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kvreclaim.compression.loss_curve import STATS_HEADER, LossCurve
 from kvreclaim.compression.public_kvzap import KVzapWeights
 from kvreclaim.compression.public_stats import read_public_stats
 from kvreclaim.compression.trial import Trial
@@ -24,7 +25,6 @@ from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.rope import RopeLayout, to_bands
 
 RECALIBRATE = "run `kvreclaim calibrate` for this model"
-_HEADER = "kvreclaim"
 _CENTER_TENSORS = ("centers", "center_var", "center_weight")
 _HALVED = ("centers", "center_var")
 _KV_TENSORS = ("surrogate", "surrogate_age", "head_shares", "kvzap_out")
@@ -43,6 +43,7 @@ class StatsMetadata(BaseModel):
     kvzap_units:    hidden units between them and the scores; 0: the scores are linear
     fractions:      of a text, falling, for which shares of heads are there; empty: they are not
     trial:          what candidate policies have made of held-out documents; the policy "auto" is its best
+    curve:          what the best lost at several budgets, from which max_loss chooses one
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
@@ -65,6 +66,7 @@ class StatsMetadata(BaseModel):
     kvzap_units: NonNegativeInt = 0
     fractions: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = ()
     trial: Trial | None = None
+    curve: LossCurve | None = None
     source: str
 
     @property
@@ -200,6 +202,10 @@ class QueryStats:
         """The same, with what a trial has found."""
         return replace(self, metadata=self.metadata.model_copy(update={"trial": trial}))
 
+    def with_curve(self, curve: LossCurve) -> QueryStats:
+        """The same, with what the policy of the curve lost."""
+        return replace(self, metadata=self.metadata.model_copy(update={"curve": curve}))
+
     def with_kvzap(self, weights: KVzapWeights) -> QueryStats:
         """The same, with weights of hidden states."""
         sizes = {"kvzap_inputs": weights.num_inputs, "kvzap_units": weights.num_units}
@@ -258,7 +264,7 @@ class QueryStats:
         self.check_target(target)
         temporary = target.with_name(f"{target.name}.{os.getpid()}.partial")
         try:
-            header = {_HEADER: self.metadata.model_dump_json()}
+            header = {STATS_HEADER: self.metadata.model_dump_json()}
             halved = _HALVED if half else ()
             tensors = {n: t.half() if n in halved else t for n, t in self._present().items()}
             save_file({n: t.contiguous() for n, t in tensors.items()}, temporary, metadata=header)
@@ -327,13 +333,13 @@ def _check_tensor(name: str, tensor: Tensor | None, shape: tuple[int, ...] | Non
 def _load_own(path: Path) -> QueryStats:
     try:
         with safe_open(path, framework="pt") as file:
-            header = (file.metadata() or {}).get(_HEADER)
+            header = (file.metadata() or {}).get(STATS_HEADER)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             tensors |= {
                 n: tensors[n].float() for n in _HALVED if n in tensors and tensors[n].dtype is torch.half
             }
         if header is None:
-            raise StatsMismatchError(f"{path} has no {_HEADER!r} metadata; it is no statistics file.")
+            raise StatsMismatchError(f"{path} has no {STATS_HEADER!r} metadata; it is no statistics file.")
         metadata = StatsMetadata.model_validate(json.loads(header))
     except (SafetensorError, ValidationError, json.JSONDecodeError) as error:
         raise StatsMismatchError(f"{path} is no valid statistics file ({error}); {RECALIBRATE}.") from error

@@ -21,7 +21,7 @@ FULL = "full"
 DIALECTS = ("auto", "demo", "text")
 KNOWN, UNKNOWN = "known", "unknown"
 RULER = "ruler"
-UNSHARED = ("policy", "budget", "stats", "verify", "verify_tokens", "protect_system")
+UNSHARED = ("policy", "budget", "max_loss", "content", "stats", "verify", "verify_tokens", "protect_system")
 """Fields of CompressionSettings that differ between cells, or that a given prompt has no use for."""
 SHARED = tuple(name for name in settings_of(CompressionSettings) if name not in UNSHARED)
 

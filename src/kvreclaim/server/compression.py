@@ -26,8 +26,10 @@ def compression_of(given: KVCompression, served: ServedModel, limits: ServerConf
     try:
         if fields.get("policy", AUTO if own is None else own.policy) == AUTO:
             fields["policy"] = served.auto.named()
-        if "budget" in fields and own is not None:
-            fields["auto_budget"] = None
+        if "budget" in fields:
+            fields = {"auto_budget": None, "max_loss": None, "content": None} | fields
+        elif "max_loss" in fields:
+            fields["budget"] = None
         if own is None:
             settings = CompressionConfig(**fields)
         elif fields.get("policy", own.policy) == own.policy:
@@ -71,6 +73,11 @@ def check_limits(asked: CompressionConfig, own: CompressionConfig | None, limits
         recall is None or recall.every <= window,
         f"recall {asked.recall!r} looks back on more queries than the {window} that this server keeps; "
         "ask for tokens:N with N no larger.",
+    )
+    require(
+        most is None or asked.max_loss is None or asked.budget <= most,
+        f"max_loss may keep every token, but this server keeps {most} at most; ask for a budget of {most} or "
+        "less.",
     )
     require(
         most is None or asked.budget <= most,

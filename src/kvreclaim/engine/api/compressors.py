@@ -11,14 +11,17 @@ from threading import Lock, RLock
 
 from torch import Tensor
 
+from kvreclaim.checks import require
 from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.config import MAX_KEPT, CompressionConfig, StatsSource
+from kvreclaim.compression.loss_curve import MEASURE_CURVE
 from kvreclaim.compression.refusals import STATISTICS, format_features, policy_features
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.config import AUTO
+from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.facts import ModelFacts
-from kvreclaim.ops.formats import KVFormat
+from kvreclaim.ops.formats import KVFormat, kv_format
 
 logger = logging.getLogger(__name__)
 
@@ -74,16 +77,57 @@ class Compressors:
         """The setting with the policy that the model's statistics name where it says "auto"; it may read a
         file the first time.
 
+        Raises: InvalidArgumentError, StatsMismatchError. With max_loss also if the statistics hold no curve.
+        """
+        if config.policy == AUTO or config.max_loss is not None:
+            stats = self._checked(config)
+            config = config.resolved(stats, repr(self._facts.name))
+            self._promised(config, stats, 1)
+        return config
+
+    def promised(self, config: CompressionConfig, num_tokens: int) -> CompressionConfig:
+        """The setting for a prompt of this length: with the budget of the loss curve in place of max_loss.
+
         Raises: InvalidArgumentError, StatsMismatchError.
         """
-        if config.policy != AUTO:
+        if config.max_loss is None:
             return config
-        with self._making:
-            source = self._source(config)
-            stats = None if source is None else self._read(source)
-        if stats is not None:
-            stats.check_model(self._facts)
-        return config.resolved(stats, repr(self._facts.name))
+        stats = self._checked(config)
+        return self._promised(config.resolved(stats, repr(self._facts.name)), stats, num_tokens)
+
+    def _promised(
+        self, config: CompressionConfig, stats: QueryStats | None, num_tokens: int
+    ) -> CompressionConfig:
+        if config.max_loss is None:
+            return config
+        own = kv_format(AUTO, self._facts.dtype).name
+        require(
+            self._kv_format.name == own,
+            f"max_loss is {config.max_loss}, but losses are measured with keys and values in {own}, and "
+            f"kv_cache_dtype is {self._kv_format.name}; leave kv_cache_dtype out, or give a budget.",
+            "max_loss",
+        )
+        curve = None if stats is None else stats.metadata.curve
+        if curve is None:
+            lack = "there are no statistics" if stats is None else "the statistics hold no loss curve"
+            raise InvalidArgumentError(
+                f"max_loss is {config.max_loss}, and {lack} of {self._facts.name!r}; {MEASURE_CURVE}, or "
+                "give a budget.",
+                field="max_loss",
+            )
+        return config.promised(curve, num_tokens, self._block_size)
+
+    def _checked(self, config: CompressionConfig) -> QueryStats | None:
+        """The statistics of a setting, if there are any; nobody waits for those that have been read."""
+        source = self._source(config)
+        if source is None:
+            return None
+        stats = source if isinstance(source, QueryStats) else self._stats.get(os.fspath(source))
+        if stats is None:
+            with self._making:
+                stats = self._read(source)
+        stats.check_model(self._facts)
+        return stats
 
     def _make(self, config: CompressionConfig) -> Compressor:
         config = self.resolved(config)

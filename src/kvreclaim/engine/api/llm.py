@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -16,9 +16,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from kvreclaim.beams import BeamSearchParams
-from kvreclaim.checks import require
+from kvreclaim.checks import check_int, require
 from kvreclaim.compression.compressor import Compressor
-from kvreclaim.compression.config import CompressionConfig
+from kvreclaim.compression.config import FULL, CompressionConfig
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.api.chat import Message, num_system_tokens, render_chat
 from kvreclaim.engine.api.compressors import Compressors
@@ -29,6 +29,7 @@ from kvreclaim.engine.offload.stats import TierStats
 from kvreclaim.engine.request.outputs import EngineTotals, RequestOutput, ScoreOutput, StepStats
 from kvreclaim.engine.request.request import Request
 from kvreclaim.engine.request.sizing import choose_limits
+from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.speculative.load import DraftModel, load_draft
 from kvreclaim.engine.step.engine import Engine
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
@@ -363,8 +364,10 @@ class LLM:
 
         Raises: InvalidArgumentError if nothing is cached, OSError.
         """
-        spec = request_of(prompt, self._encode, params=SamplingParams())
-        tokens, salt, config = spec.prompt_token_ids, spec.cache_salt, compression or self.compression
+        spec = self.promised(
+            request_of(prompt, self._encode, params=SamplingParams(), compression=compression)
+        )
+        tokens, salt, config = spec.prompt_token_ids, spec.cache_salt, spec.compression
         if spec.compress_prompt_at is None:
             require(
                 compression is None,
@@ -415,11 +418,15 @@ class LLM:
         """asked: RequestSpec's other fields"""
         _check_type(params, SamplingParams, "sampling_params")
         config = compression if compression is not None else self.compression
-        compressor = self.compressor(config) if config is not None else None
+        if config is not None:
+            _check_type(config, CompressionConfig, "compression")
         request_id = f"request-{next(self._ids)}"
-        spec = request_of(
-            prompt, self._encode, request_id=request_id, params=params, compression=config, **asked
+        spec = self.promised(
+            request_of(
+                prompt, self._encode, request_id=request_id, params=params, compression=config, **asked
+            )
         )
+        compressor = None if spec.compression is None else self.compressor(spec.compression)
         return self.engine.add(spec, compressor)
 
     def _for_chat(
@@ -443,6 +450,17 @@ class LLM:
         """The config with "auto" replaced by the policy that this model's statistics name."""
         _check_type(config, CompressionConfig, "compression")
         return self.compressors.resolved(config)
+
+    def promised(self, spec: RequestSpec) -> RequestSpec:
+        """The request with its compression, or else this LLM's, at the budget that max_loss promises for its
+        prompt, or for what is compressed of it. Where everything must stay, compress_prompt_at has no use."""
+        config, at = spec.compression or self.compression, spec.compress_prompt_at
+        if config is not None and config.max_loss is not None:
+            if at is not None:
+                check_int("compress_prompt_at", at, 1)
+            config = self.compressors.promised(config, len(spec.prompt_token_ids) if at is None else at)
+            at = None if config.policy == FULL else at
+        return replace(spec, compression=config, compress_prompt_at=at)
 
     def compressor(self, config: CompressionConfig) -> Compressor:
         """A compressor for this model; reads the model's statistics if the config names none."""

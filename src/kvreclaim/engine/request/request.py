@@ -279,7 +279,8 @@ class Request:
         compressor = self.compressor if self.verify is None else self.verify.compressor
         if compressor is not None:
             config = compressor.config
-            m.policy, m.budget, m.sinks = config.policy, config.budget, config.sinks
+            keeps_all = compressor.eviction_method.keeps_all
+            m.policy, m.budget, m.sinks = config.policy, None if keeps_all else config.budget, config.sinks
         m.num_prompt_tokens = len(self.prompt_token_ids)
         if self.reuse is not None:
             m.num_reused_tokens, m.num_gone_tokens = int((~self.reuse.anew).sum()), self.reuse.num_gone

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -135,9 +136,12 @@ class EngineCoreProc:
     def _add(self, message: Add) -> None:
         """Requests whose compressors are known at once; a thread makes others, so that no step waits."""
         llm = self._host.llm
-        configs = [
-            new.compression if new.compression is not None else llm.compression for new in message.news
-        ]
+        try:
+            message = replace(message, news=[llm.promised(new) for new in message.news])
+        except KVReclaimError as error:
+            self._queue(message, error)
+            return
+        configs = [new.compression for new in message.news]
         known = [None if config is None else llm.compressors.kept(config) for config in configs]
         if all(k is not None or config is None for k, config in zip(known, configs, strict=True)):
             self._queue(message, known)

@@ -82,13 +82,12 @@ class AsyncEngine(EngineClient):
         return self.host.num_waiting
 
     async def _add(self, news: Sequence[RequestSpec]) -> None:
+        news = [self.llm.promised(new) for new in news]
         compressors = [await self._compressor(new.compression) for new in news]
         await self.call(lambda host: host.add_all(news, compressors))
 
     async def _compressor(self, config: CompressionConfig | None) -> Compressor | None:
-        """The compressor of a request's own config, or of the LLM's. Made where neither a step nor the event
-        loop has to wait."""
-        config = config if config is not None else self.llm.compression
+        """The compressor of a request's config. Made where neither a step nor the event loop has to wait."""
         if config is None:
             return None
         return self.llm.compressors.kept(config) or await asyncio.to_thread(self.llm.compressor, config)

@@ -32,7 +32,16 @@ SUPPORTED = (
     "query_mixture, triattention, expected_attention, surrogate, knorm, keydiff, lagkv, random or "
     "streaming_llm, or shares(...) around one of them"
 )
-NOT_TAKEN = ("stats", "recall", "verify", "verify_tokens", "auto_budget", "protect_system")
+NOT_TAKEN = (
+    "stats",
+    "recall",
+    "verify",
+    "verify_tokens",
+    "auto_budget",
+    "protect_system",
+    "max_loss",
+    "content",
+)
 """Fields of CompressionConfig that are set elsewhere, or that vLLM's scheduler has no place for."""
 _FIELDS = tuple(field.name for field in fields(CompressionConfig) if field.name not in NOT_TAKEN)
 

@@ -1,0 +1,169 @@
+"""The loss of one policy over budgets, on documents of several lengths and contents."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean
+
+from tqdm.auto import tqdm
+
+from kvreclaim.calibrate.calibration import read_documents
+from kvreclaim.calibrate.lookups import lookup_documents
+from kvreclaim.calibrate.settings import Reading
+from kvreclaim.checks import require
+from kvreclaim.compression.config import CompressionConfig
+from kvreclaim.compression.loss_curve import LossCell, LossCurve
+from kvreclaim.compression.stats import QueryStats
+from kvreclaim.config import CONTENTS
+from kvreclaim.engine.api.llm import LLM
+from kvreclaim.engine.request.outputs import ScoreOutput
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.memory.blocks import blocks_for
+
+PROSE, LOOKUPS = CONTENTS
+CONTINUED = 128
+"""Tokens of prose that are scored behind a document."""
+ASKED = 2
+"""Questions of each kind of fact."""
+STEPS = 8
+"""Budgets are multiples of this part of a document."""
+
+
+@dataclass(frozen=True)
+class CurveDocument:
+    """prompt: in the cache when it is compressed; answers: places in the continuation, each right or wrong as
+    a whole"""
+
+    content: str
+    prompt: list[int]
+    continuation: list[int]
+    answers: list[range]
+
+    def num_computed(self, block_size: int) -> int:
+        """Tokens that are computed for it: the prompt once, the continuation under each budget."""
+        count = 1 + len(budgets(len(self.prompt), block_size))
+        return len(self.prompt) + count * len(self.continuation)
+
+
+def budgets(num_tokens: int, block_size: int) -> list[int]:
+    """Budgets of a document in whole blocks, rising: those that leave a choice under the default settings."""
+    default = CompressionConfig("full")
+    steps = {num_tokens * n // STEPS // block_size * block_size for n in range(1, STEPS)}
+    return sorted(budget for budget in steps if budget > default.sinks + default.recent)
+
+
+def curve_documents(llm: LLM, path: str | os.PathLike[str] | None, reading: Reading) -> list[CurveDocument]:
+    """Documents of each content and length, made of the text behind the tokens that calibration reads.
+
+    Raises: InvalidArgumentError for a text that is too short, and lengths that do not fit the model or a
+    budget.
+    """
+    read = read_documents(llm.loaded, path, max_tokens=sys.maxsize, context=sys.maxsize)
+    text, count = list(itertools.chain.from_iterable(read))[reading.max_tokens :], reading.curve_documents
+    block_size, most = llm.engine.config.block_size, llm.loaded.facts.max_position
+    documents: list[CurveDocument] = []
+    for length in reading.curve:
+        size = length + CONTINUED
+        require(
+            bool(budgets(length, block_size)) and size < most,
+            f"curve has documents of {length} tokens, which must leave room for a budget beside sinks and "
+            f"recent tokens, and for {CONTINUED} tokens more below the model's limit of {most}; "
+            "change the length.",
+            "curve",
+        )
+        require(
+            len(text) >= count * size,
+            f"curve needs {count} documents of {size} tokens behind those that calibration is fitted to, and "
+            f"the text has {len(text)} tokens there; pass a longer text with --text, or shorter lengths.",
+            "curve",
+        )
+        for n in range(count):
+            begin = n * len(text) // count
+            prompt, continuation = text[begin : begin + length], text[begin + length : begin + size]
+            answers = [range(i, i + 1) for i in range(CONTINUED)]
+            documents.append(CurveDocument(PROSE, list(prompt), list(continuation), answers))
+        documents += _lookups(llm, text, length, count)
+    return documents
+
+
+def _lookups(llm: LLM, text: Sequence[int], length: int, count: int) -> list[CurveDocument]:
+    documents = []
+    for made in lookup_documents(llm.tokenizer, text, count=count, num_tokens=length, asked=ASKED):
+        continuation: list[int] = []
+        answers: list[range] = []
+        for asked in made.questions:
+            continuation += asked.question
+            answers.append(range(len(continuation), len(continuation) + len(asked.answer)))
+            continuation += asked.answer
+        documents.append(CurveDocument(LOOKUPS, made.prompt, continuation, answers))
+    return documents
+
+
+def measure_curve(
+    llm: LLM, stats: QueryStats, documents: Sequence[CurveDocument], *, show_progress: bool = False
+) -> LossCurve:
+    """Score what follows each document with the full cache, and under the policy auto at each budget.
+
+    Settings of the compression are the defaults, and passes run as in serving: at the prompt's end, and as
+    the continuation grows.
+
+    Raises: InvalidArgumentError where the statistics hold no trial, or a request fails.
+    """
+    config = CompressionConfig(stats=stats).resolved(stats, stats.metadata.model_name)
+    engine = _engine_for(llm, documents)
+    found: dict[tuple[str, int], list[tuple[float, tuple[float, ...]]]] = {}
+    for document in tqdm(documents, desc="curve", unit="document", disable=not show_progress):
+        row = _measured(engine, document, config.policy, stats)
+        found.setdefault((document.content, len(document.prompt)), []).append(row)
+    block_size = engine.engine.config.block_size
+    return LossCurve(
+        policy=config.policy,
+        cells=tuple(
+            LossCell(
+                content=content,
+                num_tokens=length,
+                right=mean(right for right, _ in rows),
+                budgets=tuple(budgets(length, block_size)),
+                losses=tuple(losses for _, losses in rows),
+            )
+            for (content, length), rows in found.items()
+        ),
+    )
+
+
+def _engine_for(llm: LLM, documents: Sequence[CurveDocument]) -> LLM:
+    """Big enough that all budgets of a document run at once and find it in the prefix cache."""
+    longest = max(len(document.prompt) + len(document.continuation) for document in documents)
+    block_size = llm.engine.config.block_size
+    return llm.sibling(
+        num_blocks=(STEPS + 2) * blocks_for(longest, block_size),
+        max_model_len=longest + 1,
+        enable_prefix_caching=True,
+        spread_compression=False,
+    )
+
+
+def _measured(
+    engine: LLM, document: CurveDocument, policy: str, stats: QueryStats
+) -> tuple[float, tuple[float, ...]]:
+    """Share of answers that the full cache gives right, and the loss at each budget."""
+    sizes = budgets(len(document.prompt), engine.engine.config.block_size)
+    engine.score([document.prompt], [document.continuation[:1]])  # alone, so that all find it
+    configs = [None, *(CompressionConfig(policy, size, stats=stats) for size in sizes)]
+    count = len(configs)
+    outputs = engine.score([document.prompt] * count, [document.continuation] * count, configs)
+    full, *others = (_right(document, output) for output in outputs)
+    losses = (mean(a and not b for a, b in zip(full, other, strict=True)) for other in others)
+    return mean(full), tuple(losses)
+
+
+def _right(document: CurveDocument, output: ScoreOutput) -> list[bool]:
+    """Which answers greedy decoding would give."""
+    if output.error is not None:
+        raise InvalidArgumentError(f"the curve failed: {output.error}")
+    same = [a == b for a, b in zip(output.predicted, document.continuation, strict=True)]
+    return [all(same[i] for i in answer) for answer in document.answers]

@@ -1,0 +1,150 @@
+"""A request with max_loss gets exactly the budget that the loss curve promises for its prompt."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+from curves import curve
+from settings import assert_idle
+
+from kvreclaim import LLM, CompressionConfig, SamplingParams
+from kvreclaim.compression.stats import QueryStats
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.model_paths import STATS_FILE
+
+CURVE = curve(
+    "knorm",
+    {
+        ("prose", 256): {160: 0.04, 208: 0.01},
+        ("lookups", 256): {160: 0.2, 208: 0.04},
+        ("prose", 440): {160: 0.3, 256: 0.04},
+        ("lookups", 440): {160: 0.3, 256: 0.05},
+    },
+)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+PROMPTS = {length: tiny.prompts((length,), seed=length)[0] for length in (250, 257, 430, 450)}
+
+
+@pytest.fixture(scope="module")
+def bare(calibrated_dir) -> QueryStats:
+    return QueryStats.load(calibrated_dir("llama") / STATS_FILE)
+
+
+@pytest.fixture(scope="module")
+def stats(bare) -> QueryStats:
+    return bare.with_curve(CURVE)
+
+
+@pytest.fixture(scope="module")
+def llm(calibrated_dir) -> LLM:
+    options = {"dtype": "float32", "device": "cpu", "spread_compression": False}
+    return LLM(calibrated_dir("llama"), num_blocks=400, **options)
+
+
+def promising(stats: QueryStats, max_loss: float = 0.05, **fields) -> CompressionConfig:
+    return CompressionConfig("knorm", max_loss=max_loss, stats=stats, **fields)
+
+
+@pytest.mark.parametrize("content", [None, "prose", "lookups"])
+@pytest.mark.parametrize("max_loss", [0.01, 0.04, 0.05])
+@pytest.mark.parametrize("length", PROMPTS)
+def test_the_budget_is_the_curves(llm, stats, length, max_loss, content) -> None:
+    """As if it had been given; where the curve has none, the full cache, and the answer says so."""
+    config = promising(stats, max_loss, content=content)
+    budget = CURVE.promised(max_loss, length, content)
+    named = None if budget is None else CompressionConfig("knorm", budget, stats=stats)
+    got, wanted = (llm.generate([PROMPTS[length]], GREEDY, each)[0] for each in (config, named))
+    assert got.outputs[0].token_ids == wanted.outputs[0].token_ids
+    assert got.metrics.budget == budget
+    assert got.metrics.policy == ("full" if budget is None else "knorm")
+    assert got.metrics.tokens_evicted == wanted.metrics.tokens_evicted
+    assert_idle(llm)
+
+
+def test_prefix_hits_and_forks_have_the_budget_of_the_whole_prompt(llm, stats) -> None:
+    llm.engine.reset_prefix_cache()
+    params = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=4, ignore_eos=True)
+    for hits in (False, True):
+        (output,) = llm.generate([PROMPTS[430]], params, promising(stats))
+        assert (output.metrics.num_cached_tokens > 0) == hits
+        assert output.metrics.budget == 256
+        assert output.metrics.tokens_evicted == 430 - 256  # once, before the fork
+    assert_idle(llm)
+
+
+def test_a_compressed_prefix_has_the_budget_of_its_own_length(llm, stats) -> None:
+    """So that prompts of different lengths share it. Where it must stay whole, it is not compressed."""
+    llm.engine.reset_prefix_cache()
+    for tail in (1, 120):
+        prompt = {"prompt_token_ids": PROMPTS[250] + PROMPTS[257][:tail], "compress_prompt_at": 250}
+        (output,) = llm.generate([prompt], GREEDY, promising(stats, content="prose"))
+        assert output.metrics.budget == 160
+        assert output.metrics.num_cached_tokens == (0 if tail == 1 else 250)
+        (whole,) = llm.generate([prompt], GREEDY, promising(stats, 0.0))
+        assert (whole.metrics.policy, whole.metrics.tokens_evicted) == ("full", 0)
+
+
+def test_of_the_llm_and_beside_other_requests(calibrated_dir, stats) -> None:
+    """Each prompt has its own; a request's compression goes first. Room is kept for the whole cache."""
+    own = promising(stats)
+    with LLM(
+        calibrated_dir("llama"), dtype="float32", device="cpu", num_blocks=40, compression=own, block_size=16
+    ) as llm:
+        outputs = llm.generate(
+            list(PROMPTS.values()), GREEDY, [None, None, promising(stats, 0.0), None], use_tqdm=False
+        )
+        assert [output.metrics.budget for output in outputs] == [208, 256, None, None]
+        assert llm.engine.max_model_len == 512
+        scored = llm.score([PROMPTS[430]], [[5, 6]])
+        assert scored[0].metrics.budget == 256
+
+
+def test_budgets_are_whole_blocks_and_no_fewer_tokens(calibrated_dir, stats) -> None:
+    llm = LLM(calibrated_dir("llama"), dtype="float32", device="cpu", num_blocks=40, block_size=64)
+    (output,) = llm.generate([PROMPTS[250]], GREEDY, promising(stats))
+    assert output.metrics.budget == 256
+
+
+def test_sinks_of_a_system_prompt_take_up_to_half_of_it(stats) -> None:
+    config = promising(stats).protecting(100, 16)
+    assert config.sinks == 112
+    served = config.promised(CURVE, 430, 16)
+    assert (served.budget, served.sinks, served.recent) == (256, 64, 128)
+    assert promising(stats, sinks=9).promised(CURVE, 430, 16).sinks == 16
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"budget": 512}, "budget is 512 and max_loss 0.05, which chooses a budget; leave one out"),
+            (
+                {"recent": 64},
+                "recent is 64, but losses are measured with 128; leave recent, or max_loss, out",
+            ),
+            ({"verify": True}, "verify is True, but losses are measured with False"),
+            ({"max_loss": 1.5}, "max_loss is 1.5; it must be a number from 0.0 to 1.0"),
+            ({"max_loss": None, "content": "prose"}, "content is 'prose', but max_loss is None"),
+            ({"content": "poems"}, "content is 'poems'; it must be one of prose, lookups"),
+            ({"options": {"keep": "large"}}, "options belong to a policy, and max_loss"),
+        ],
+    )
+    def test_what_does_not_go_together(self, stats, fields, message) -> None:
+        with pytest.raises(InvalidArgumentError, match=message) as caught:
+            CompressionConfig(**{"policy": "knorm", "max_loss": 0.05, "stats": stats, **fields})
+        assert str(caught.value).endswith(".")
+
+    def test_without_a_curve_or_under_another_policy(self, llm, bare, stats) -> None:
+        for config, message in [
+            (promising(bare), "max_loss is 0.05, and the statistics hold no loss curve of"),
+            (promising(bare), "run `kvreclaim calibrate --curve 1024,2048` for this model, or give a budget"),
+            (CompressionConfig("random", max_loss=0.1, stats=stats), "policy is 'random', but the loss was"),
+        ]:
+            with pytest.raises(InvalidArgumentError, match=message):
+                llm.generate([PROMPTS[250]], GREEDY, config)
+            with pytest.raises(InvalidArgumentError, match=message):
+                llm.resolved(config)
+
+    def test_in_another_kv_format(self, make_llm, stats) -> None:
+        with pytest.raises(InvalidArgumentError, match="kv_cache_dtype is int8; leave kv_cache_dtype out"):
+            make_llm(num_blocks=8, kv_cache_dtype="int8", compression=promising(stats))
