@@ -18,7 +18,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval import Answer, Item, TaskOptions, TaskScore, evaluate
 from kvreclaim.eval import bfcl as bfcl_module
 from kvreclaim.eval import packages as packages_module
-from kvreclaim.eval.bfcl import CATEGORIES, BfclSession, BfclTask, steps_of
+from kvreclaim.eval.bfcl import CATEGORIES, BfclSession, BfclTask, parsed, steps_of
 from kvreclaim.eval.bfcl_cases import load_cases
 from kvreclaim.eval.task import PlainTask
 from kvreclaim.eval.tasks import make_tasks
@@ -180,6 +180,14 @@ def test_a_turn_goes_on_until_an_answer_without_call(session):
         "Error during execution 1",
         "2",
     ]
+
+
+def test_calls_in_fences_count():
+    call = ToolCall("a", '{"x": {}}')
+    fenced = '```json\n{\n "name": "a",\n "arguments": {"x": {}}\n}\n```'
+    assert parsed(f"So:\n{fenced}\n{fenced}") == ("So:", (call, call))
+    other = '```json\n{"x": {"name": "a"}}\n```'
+    assert parsed(other) == (other, ())
 
 
 def test_a_session_ends_at_the_limit_of_steps_or_of_tokens(session):

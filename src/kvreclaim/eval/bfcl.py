@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,6 +22,7 @@ from kvreclaim.eval.task import Answer, Conversation, Item, PlainTask, TaskScore
 
 CATEGORIES = ("base", "miss_func", "miss_param", "long_context")
 MAX_NEW_TOKENS = 256
+FENCED = re.compile(r'```(?:json)?\s*(\{\s*"name".*?\})\s*```', re.DOTALL)
 
 
 @dataclass
@@ -78,8 +80,8 @@ class BfclSession(Conversation):
 
 
 def parsed(text: str) -> tuple[str, tuple[ToolCall, ...]]:
-    """What an answer says, and its tool calls."""
-    pieces = Splitter("hermes").take(text, last=True)
+    """What an answer says, and its tool calls. As in llama.cpp, calls in fences count: Qwen2.5-Coder's."""
+    pieces = Splitter("hermes").take(FENCED.sub(r"<tool_call>\1</tool_call>", text), last=True)
     said = "".join(piece for piece in pieces if isinstance(piece, str))
     return said, tuple(piece for piece in pieces if isinstance(piece, ToolCall))
 
