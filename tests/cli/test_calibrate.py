@@ -71,7 +71,7 @@ def test_a_trial_on_held_out_windows_is_printed_and_kept(tmp_path, tiny_dir):
     assert result.exit_code == 0, result.output
     trial = QueryStats.load(output).metadata.trial
     assert trial.policies[-2:] == ("random", "knorm")
-    assert trial.documents == 1
+    assert trial.documents == 2
     again = CliRunner().invoke(app, ["calibrate", "--show", str(output)])
     assert again.exit_code == 0, again.output
     assert f"policy auto: {trial.best}" in again.stdout

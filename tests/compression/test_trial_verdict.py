@@ -53,6 +53,20 @@ def test_what_a_model_cannot_read_back_with_all_of_its_cache_does_not_count() ->
     assert trial(*TABLE).reads_back
 
 
+def test_answers_count_where_the_full_cache_gives_any() -> None:
+    def answered(asked: float | None) -> dict[str, float | None]:
+        return {"asked": asked, "asked_right": None if asked is None else 0.5}
+
+    full = FULL.model_copy(update=answered(0.2))
+    rows = [
+        row.model_copy(update=answered(lost)) for row, lost in zip(TABLE, (0.3, 0.5, 1.2, 1.8), strict=True)
+    ]
+    found = trial(*rows, full=full)
+    assert found.loss("knorm") == pytest.approx((0.1 + 0.1 + 0.1 + 0.5 + 0.7 + 0.3) / 2)
+    assert found.loss("random") == pytest.approx((0.3 - 0.1 + 1.0 + 0.2 + 0.5 + 1.6) / 2)
+    assert found.best == "knorm"
+
+
 def test_of_equals_the_first_that_was_tried_is_taken() -> None:
     rows = [outcome(policy, 0.2, 2.5, 0.5) for policy in ("tova", "h2o", "knorm")]
     assert trial(*rows).ranked == ("tova", "h2o", "knorm")

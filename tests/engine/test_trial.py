@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams
 from kvreclaim.calibrate.calibration import held_out
-from kvreclaim.calibrate.trial import num_tokens, try_candidates, window
+from kvreclaim.calibrate.lookups import LookupDocument, Question
+from kvreclaim.calibrate.trial import num_tokens, told, try_candidates, window
 from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.compression.policy import LayerView
 from kvreclaim.compression.stats import QueryStats
@@ -23,6 +24,7 @@ from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
 from kvreclaim.model_paths import STATS_FILE
 
 DOCUMENTS = tiny.prompts((340, 400), seed=4)
+TOLD = [told(document) for document in DOCUMENTS]
 CANDIDATES = ("streaming_llm", "query_mixture", "shares(surrogate)", "h2o", "shares(h2o)")
 
 
@@ -32,9 +34,27 @@ def stats(calibrated_dir) -> QueryStats:
 
 
 @pytest.fixture(scope="module")
-def found(calibrated_dir, stats) -> Trial:
+def model(tiny_dir):
+    return AutoModelForCausalLM.from_pretrained(tiny_dir("llama"), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def lookup(model) -> LookupDocument:
+    """Two questions that the full cache answers, and between them one that it does not."""
+    prompt, *questions = tiny.prompts((330, 9, 5, 7), seed=6)
+    answers = []
+    for question in questions:
+        read = [*prompt, *question]
+        whole = model.generate(torch.tensor([read]), do_sample=False, max_new_tokens=6)
+        answers.append(whole[0, len(read) :].tolist())
+    answers[1] = answers[1][::-1]
+    return LookupDocument("records", prompt, list(map(Question, ("records",) * 3, questions, answers)))
+
+
+@pytest.fixture(scope="module")
+def found(calibrated_dir, stats, lookup) -> Trial:
     llm = LLM(calibrated_dir("llama"), dtype="float32", device="cpu", num_blocks=8)
-    return try_candidates(llm, stats, DOCUMENTS, candidates=CANDIDATES)
+    return try_candidates(llm, stats, [*TOLD, lookup], candidates=CANDIDATES)
 
 
 def nats(model, context: list[int], tokens: list[int]) -> tuple[float, float]:
@@ -46,36 +66,47 @@ def nats(model, context: list[int], tokens: list[int]) -> tuple[float, float]:
     return float(lost), float((rows.argmax(-1) == wanted).double().mean())
 
 
-def test_the_full_caches_row_is_what_transformers_says(found, tiny_dir) -> None:
-    """The last eighth goes on; 32 of every 256 tokens of what stands before are said again."""
-    model = AutoModelForCausalLM.from_pretrained(tiny_dir("llama"), dtype=torch.float32)
+def test_the_full_caches_row_is_what_transformers_says(found, model, lookup) -> None:
+    """The last eighth goes on; 32 of every 512 tokens of what stands before are said again. The first token
+    of both is read, not scored. A question that the full cache does not answer is left out."""
     rows = []
     for document in DOCUMENTS:
         first = len(document) * 7 // 8
-        prompt = document[:first]
-        again = prompt[:32] + prompt[256:288]
-        rows.append((*nats(model, prompt, document[first:]), *nats(model, prompt, again)))
+        prompt = document[: first + 1]
+        again = document[1:32]
+        said = nats(model, [*document[:first], document[0]], again)
+        rows.append((*nats(model, prompt, document[first + 1 :]), *said))
     once, once_right, again, again_right = torch.tensor(rows).mean(0).tolist()
     assert found.full.once == pytest.approx(once, abs=1e-4)
     assert found.full.again == pytest.approx(again, abs=1e-4)
     assert (found.full.once_right, found.full.again_right) == pytest.approx((once_right, again_right))
-    assert found.tokens == sum(len(document) * 7 // 8 for document in DOCUMENTS)
+    asked = [nats(model, lookup.prompt + each.question, each.answer) for each in lookup.questions]
+    assert [right >= 0.5 for _, right in asked] == [True, False, True]
+    assert found.questions == 2
+    assert found.full.asked == pytest.approx((asked[0][0] + asked[2][0]) / 2, abs=1e-4)
+    assert found.full.asked_right == 1
+    assert found.tokens == sum(len(document) * 7 // 8 for document in DOCUMENTS) + 330
 
 
-def test_a_candidates_row_is_what_score_says_under_its_budget(found, stats, calibrated_dir) -> None:
+def test_a_candidates_row_is_what_score_says_under_its_budget(found, stats, lookup, calibrated_dir) -> None:
     llm = LLM(calibrated_dir("llama"), dtype="float32", device="cpu", num_blocks=200)
     (row,) = [row for row in found.outcomes if (row.policy, row.fraction) == ("query_mixture", 0.2)]
     budgets, lost = [], []
-    for document in DOCUMENTS:
-        prompt = document[: len(document) * 7 // 8]
-        budgets.append(round(len(prompt) * 0.2 / 16) * 16)
+    for document in (*TOLD, lookup):
+        budgets.append(round(len(document.prompt) * 0.2 / 16) * 16)
         recent = min(64, budgets[-1] // 4)
         config = CompressionConfig("query_mixture", budgets[-1], 128, 4, recent, stats=stats)
-        (output,) = llm.score([prompt], [document[len(prompt) :]], config)
-        assert output.metrics.tokens_evicted > 0
-        lost.append(-sum(output.logprobs) / len(output.logprobs))
-    assert row.budget == sum(budgets) / 2
-    assert row.once == pytest.approx(sum(lost) / 2, abs=1e-6)
+        for each in document.questions:
+            said = [*each.question, *each.answer]
+            (output,) = llm.score([document.prompt], [said], config)
+            assert output.metrics.tokens_evicted > 0
+            logprobs = output.logprobs[len(each.question) :]
+            lost.append(-sum(logprobs) / len(logprobs))
+    once, again, once2, again2, asked, _, asked2 = lost
+    assert row.budget == pytest.approx(sum(budgets) / 3)
+    assert (row.once, row.again, row.asked) == pytest.approx(
+        ((once + once2) / 2, (again + again2) / 2, (asked + asked2) / 2), abs=1e-6
+    )
 
 
 def test_what_the_model_cannot_have_is_left_out_and_said(found) -> None:
@@ -84,9 +115,9 @@ def test_what_the_model_cannot_have_is_left_out_and_said(found) -> None:
     assert all(math.isfinite(found.loss(policy)) for policy in found.policies)
 
 
-def test_the_same_documents_give_the_same_trial_and_no_block_is_lost(found, stats, make_llm) -> None:
+def test_the_same_documents_give_the_same_trial_and_no_block_is_lost(found, stats, lookup, make_llm) -> None:
     llm = make_llm("llama", num_blocks=8)
-    assert try_candidates(llm, stats, DOCUMENTS, candidates=CANDIDATES) == found
+    assert try_candidates(llm, stats, [*TOLD, lookup], candidates=CANDIDATES) == found
     assert_idle(llm)
 
 
@@ -99,30 +130,31 @@ def test_a_candidate_that_fails_while_it_runs_is_left_out_whole(stats, make_llm,
         return [view.keys.float().norm(dim=-1) for view in views]
 
     monkeypatch.setattr(Knorm, "score_many", failing)
-    left = try_candidates(make_llm("llama"), stats, DOCUMENTS, candidates=["knorm", "streaming_llm"])
+    left = try_candidates(make_llm("llama"), stats, TOLD, candidates=["knorm", "streaming_llm"])
     assert left.policies == ("streaming_llm",)
     assert list(left.refused) == ["knorm"]
     with pytest.raises(InvalidArgumentError, match="no candidate could run: "):
-        try_candidates(make_llm("llama"), stats, DOCUMENTS, candidates=["knorm"])
+        try_candidates(make_llm("llama"), stats, TOLD, candidates=["knorm"])
 
 
-@pytest.mark.parametrize("documents", [[], [[5] * 319]])
-def test_documents_too_short_for_a_tenth_are_refused(documents, stats, make_llm) -> None:
+def test_documents_too_short_for_a_tenth_and_none_are_refused(stats, make_llm) -> None:
     with pytest.raises(InvalidArgumentError, match="documents of 320 tokens and more"):
-        try_candidates(make_llm("llama"), stats, documents)
+        told([5] * 319)
+    with pytest.raises(InvalidArgumentError, match="pass one"):
+        try_candidates(make_llm("llama"), stats, [])
 
 
 def test_nobody_to_try_is_an_error(stats, make_llm) -> None:
     with pytest.raises(InvalidArgumentError, match="no candidate can run: policy shares keeps"):
-        try_candidates(make_llm("llama"), stats, DOCUMENTS, candidates=["shares(h2o)"])
+        try_candidates(make_llm("llama"), stats, TOLD, candidates=["shares(h2o)"])
 
 
 def test_the_longest_document_can_be_said_again(make_llm) -> None:
     llm = make_llm("llama")
-    length = window(llm.loaded.facts)
-    prompt = length * 7 // 8
-    assert prompt + -(-prompt // 256) * 32 <= llm.loaded.facts.max_position
-    assert num_tokens(2048, 3) == 1792 + 3 * (256 + 224)
+    longest = told([5] * window(llm.loaded.facts))
+    follows = [len(each.question) + len(each.answer) for each in longest.questions]
+    assert len(longest.prompt) + max(follows) <= llm.loaded.facts.max_position
+    assert num_tokens(told([5] * 2048), 3) == 1792 + 3 * (256 + 128)
 
 
 def test_documents_are_held_out_evenly_among_those_that_are_long_enough() -> None:

@@ -86,6 +86,7 @@ def lookup_documents(
         "text.",
         "prose",
     )
+    prose = [token for token in prose if token not in tokenizer.all_special_ids]
     made = []
     for number in range(count):
         start = (len(prose) - num_tokens) * number // count

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvreclaim.calibrate import trial
 from kvreclaim.calibrate.calibration import calibrate, held_out, pieces, read_documents
+from kvreclaim.calibrate.lookups import LookupDocument, lookup_documents
 from kvreclaim.calibrate.settings import Measuring, Reading
 from kvreclaim.checks import require
 from kvreclaim.compression.stats import QueryStats
@@ -73,7 +74,8 @@ def measure(
     found = read_documents(
         llm.loaded, text, max_tokens=reading.max_tokens, context=trial.window(llm.loaded.facts)
     )
-    rest, tried = held_out(found, reading.trial)
+    rest, kept = held_out(found, reading.trial)
+    tried = [document for text in kept for document in trial_documents(llm, text)]
     documents = pieces(rest)
     asked = ("shares(kvzap)",) if measuring.get("kvzap") else ()
     candidates = tuple(dict.fromkeys((*CANDIDATES, *asked, *reading.candidates)))
@@ -114,12 +116,18 @@ def curve_of(
     return add
 
 
+def trial_documents(llm: LLM, text: Sequence[int]) -> list[LookupDocument]:
+    """A text of a trial as it is, and facts strewn in it."""
+    prose = trial.told(text)
+    return [prose, *lookup_documents(llm.tokenizer, text, count=1, num_tokens=len(prose.prompt))]
+
+
 def _announce(
-    llm: LLM, documents: Sequence[list[int]], tried: Sequence[list[int]], num_settings: int, say: Say
+    llm: LLM, documents: Sequence[list[int]], tried: Sequence[LookupDocument], num_settings: int, say: Say
 ) -> None:
     """Say an estimate of the duration."""
     fitted = sum(map(len, documents))
-    tokens = 3 * fitted + sum(trial.num_tokens(len(document), num_settings) for document in tried)
+    tokens = 3 * fitted + sum(trial.num_tokens(document, num_settings) for document in tried)
     say(
         f"{fitted} tokens to fit to, {len(tried)} documents to try {num_settings} settings on: about "
         f"{_minutes(llm, documents[0], tokens)} min"

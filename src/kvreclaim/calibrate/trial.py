@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
 from tqdm.auto import tqdm
 
+from kvreclaim.calibrate.lookups import LookupDocument, Question
 from kvreclaim.checks import require
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.stats import QueryStats
@@ -22,8 +23,10 @@ from kvreclaim.ops.facts import ModelFacts
 SINKS, RECENT, INTERVAL = 4, 64, 128
 AT_ONCE = 4
 """Policies in one batch: larger products are faster ones, and the pool holds all of their caches."""
-STRETCH, SAID_AGAIN = 32, 8
+STRETCH, SAID_AGAIN = 32, 16
 """Tokens of a stretch that is said again, and one in how many tokens is in one."""
+ANSWERED = 0.5
+"""Share of an answer's tokens that the full cache says, of a question that counts."""
 LEAST_TOKENS, MOST_TOKENS = 320, 2048
 """Bounds of a document's length: a tenth of less has no room beside sinks and recent tokens, and more tells
 little more."""
@@ -31,15 +34,20 @@ little more."""
 
 _Setting = tuple[str, float]
 """Policy and fraction."""
+_ONCE, _AGAIN = "once", "again"
+"""Kinds of what follows prose; all others are kinds of look-ups."""
 
 
 @dataclass(frozen=True)
-class _Case:
-    """A document cut for the trial: `prompt` stands in the cache, then it goes on, or is said again."""
+class _Said:
+    """Score of one answer: nats below certainty, mean over its tokens; share that the model said itself."""
 
-    prompt: list[int]
-    once: list[int]
-    again: list[int]
+    nats: float
+    right: float
+
+
+_Row = tuple[int, list[_Said]]
+"""Budget, and what was said to each question of a document."""
 
 
 def window(facts: ModelFacts) -> int:
@@ -47,81 +55,92 @@ def window(facts: ModelFacts) -> int:
     return min(MOST_TOKENS, facts.max_position - STRETCH)
 
 
-def num_tokens(length: int, num_settings: int) -> int:
+def num_tokens(document: LookupDocument, num_settings: int) -> int:
     """Tokens that a trial computes for a document: the document once, what follows it under every setting."""
-    case = _cut([0] * length)
-    return len(case.prompt) + num_settings * (len(case.once) + len(case.again))
+    return len(document.prompt) + num_settings * sum(
+        len(each.question) + len(each.answer) for each in document.questions
+    )
+
+
+def told(document: Sequence[int]) -> LookupDocument:
+    """A document of prose cut for the trial: behind its first part it goes on, or is said again."""
+    require(
+        len(document) >= LEAST_TOKENS,
+        f"a trial needs documents of {LEAST_TOKENS} tokens and more; pass a longer text, or no trial.",
+    )
+    first = len(document) * 7 // 8
+    prompt, rest = list(document[:first]), list(document[first:])
+    starts = range(0, first, STRETCH * SAID_AGAIN)
+    again = [token for start in starts for token in prompt[start : start + STRETCH]]
+    follows = ((_ONCE, rest), (_AGAIN, again))
+    return LookupDocument("prose", prompt, [Question(kind, ids[:1], ids[1:]) for kind, ids in follows])
 
 
 def try_candidates(
     llm: LLM,
     stats: QueryStats,
-    documents: Sequence[Sequence[int]],
+    documents: Sequence[LookupDocument],
     *,
     candidates: Sequence[str] = CANDIDATES,
     fractions: Sequence[float] = FRACTIONS,
     show_progress: bool = False,
 ) -> Trial:
-    """Compress each document's first part under every candidate to every fraction, and score what follows.
+    """Compress each document under every candidate to every fraction, and score what follows it.
 
-    What follows are the document's last eighth and, apart from it, stretches of the first part said again,
-    evenly over it: the one asks what the text itself needs, the other what anyone may ask of it. Passes run
-    as in serving: at the prompt's end, and as the continuation grows.
+    Prose goes on, and apart from that stretches of it are said again: the one asks what the text itself
+    needs, the other what anyone may ask of it. Each question of a look-up document is asked alone, and its
+    answer's tokens are scored; a question counts if the full cache says at least half of them. Passes run as
+    in serving: at the document's end, and as what follows grows.
 
     llm:        its weights, KV format and kernels are used, in an engine of the trial's own
     stats:      that the candidates read
-    documents:  token ids that nothing in stats was fitted to
+    documents:  prose (told) and look-ups (lookup_documents) that nothing in stats was fitted to
     candidates: policies as they are written everywhere; those that the model cannot have are left out
-    fractions:  of the first part, rounded to blocks
+    fractions:  of a document, rounded to blocks
 
-    Raises: InvalidArgumentError without a document that is long enough, or without a candidate that can run.
+    Raises: InvalidArgumentError without prose, or without a candidate that can run.
     """
-    cases = [_cut(list(document)) for document in documents]
-    require(
-        bool(documents) and min(map(len, documents)) >= LEAST_TOKENS,
-        f"a trial needs documents of {LEAST_TOKENS} tokens and more; pass a longer text, or no trial.",
-    )
-    engine = _engine_for(llm, cases)
+    require(bool(documents), "a trial needs a document; pass one.")
+    engine = _engine_for(llm, documents)
     served, refused = _served(engine, stats, candidates)
     require(bool(served), f"no candidate can run: {'; '.join(refused.values())}")
-    full: list[TrialScore] = []
-    found: dict[_Setting, list[tuple[int, TrialScore]]] = {}
+    full: list[list[_Said]] = []
+    found: dict[_Setting, list[_Row]] = {}
     groups = [served[i : i + AT_ONCE] for i in range(0, len(served), AT_ONCE)]
-    bar = tqdm(total=len(cases) * len(groups), desc="trial", disable=not show_progress)
+    bar = tqdm(total=len(documents) * len(groups), desc="trial", disable=not show_progress)
     with bar:
-        for case in cases:
-            full.append(_full(engine, case))
+        for document in documents:
+            full.append(_full(engine, document))
             for group in groups:
                 left = [policy for policy in group if policy not in refused]
                 settings = list(itertools.product(left, fractions))
-                for setting, row in _tried(engine, case, settings, stats, refused):
+                for setting, row in _tried(engine, document, settings, stats, refused):
                     found.setdefault(setting, []).append(row)
                 bar.update()
     rows = {setting: row for setting, row in found.items() if setting[0] not in refused}
     require(bool(rows), f"no candidate could run: {'; '.join(refused.values())}")
+    places = _counted(documents, full)
     return Trial(
-        documents=len(cases),
-        tokens=sum(len(case.prompt) for case in cases),
-        full=_mean(full),
-        outcomes=tuple(_outcome(setting, row) for setting, row in rows.items()),
+        documents=len(documents),
+        tokens=sum(len(document.prompt) for document in documents),
+        questions=len(places["asked"]),
+        full=_mean(places, full),
+        outcomes=tuple(
+            TrialOutcome(policy=policy, fraction=fraction, budget=mean(budgets), **dict(_mean(places, said)))
+            for (policy, fraction), row in rows.items()
+            for budgets, said in [zip(*row, strict=True)]
+        ),
         refused=refused,
     )
 
 
-def _cut(document: list[int]) -> _Case:
-    first = len(document) * 7 // 8
-    prompt = document[:first]
-    return _Case(prompt, document[first:], list(_stretches(prompt)))
-
-
-def _stretches(prompt: list[int]) -> Iterator[int]:
-    for start in range(0, len(prompt), STRETCH * SAID_AGAIN):
-        yield from prompt[start : start + STRETCH]
-
-
-def _engine_for(llm: LLM, cases: Sequence[_Case]) -> LLM:
+def _engine_for(llm: LLM, documents: Sequence[LookupDocument]) -> LLM:
     """Big enough that a document is computed in one step, and that a batch of candidates finds it there."""
-    longest = max(len(case.prompt) + max(len(case.once), len(case.again)) for case in cases)
+    longest = max(
+        len(document.prompt) + len(each.question) + len(each.answer)
+        for document in documents
+        for each in document.questions
+    )
     return llm.sibling(
         num_blocks=2 * AT_ONCE * blocks_for(longest, llm.engine.memory.block_size),
         max_model_len=longest + 1,
@@ -146,9 +165,9 @@ def _served(
     return tuple(served), refused
 
 
-def _budget(engine: LLM, case: _Case, fraction: float) -> int:
+def _budget(engine: LLM, document: LookupDocument, fraction: float) -> int:
     block = engine.engine.memory.block_size
-    return max(round(len(case.prompt) * fraction / block), 1) * block
+    return max(round(len(document.prompt) * fraction / block), 1) * block
 
 
 def _config(policy: str, budget: int, stats: QueryStats) -> CompressionConfig:
@@ -156,66 +175,87 @@ def _config(policy: str, budget: int, stats: QueryStats) -> CompressionConfig:
     return CompressionConfig(policy, budget, INTERVAL, SINKS, recent, stats=stats)
 
 
-def _full(engine: LLM, case: _Case) -> TrialScore:
-    """Scores of continuations in the full cache. The document is computed alone, so that all find it."""
-    engine.score([case.prompt], [case.once[:1]])
-    return _said(case, *_score(engine, case, [None]))
+def _full(engine: LLM, document: LookupDocument) -> list[_Said]:
+    """What the full cache says. The document is computed alone, so that all find it."""
+    engine.score([document.prompt], [document.questions[0].question])
+    return _said(document, _score(engine, document, [None]))
 
 
 def _tried(
-    engine: LLM, case: _Case, settings: Sequence[_Setting], stats: QueryStats, refused: dict[str, str]
-) -> Iterator[tuple[_Setting, tuple[int, TrialScore]]]:
-    """Budget and outcome of each setting, all in one batch; refused gets policies that fail, and why."""
-    budgets = [_budget(engine, case, fraction) for _, fraction in settings]
+    engine: LLM,
+    document: LookupDocument,
+    settings: Sequence[_Setting],
+    stats: QueryStats,
+    refused: dict[str, str],
+) -> Iterator[tuple[_Setting, _Row]]:
+    """Outcome of each setting, all in one batch; refused gets policies that fail, and why."""
+    budgets = [_budget(engine, document, fraction) for _, fraction in settings]
     policies = [policy for policy, _ in settings]
     try:
-        outputs = _score(engine, case, list(map(_config, policies, budgets, itertools.repeat(stats))))
+        outputs = _score(engine, document, list(map(_config, policies, budgets, itertools.repeat(stats))))
     except KVReclaimError as error:  # of one of them, before anything has run
         alone = {name: [setting for setting in settings if setting[0] == name] for name in policies}
         if len(alone) == 1:
             refused[policies[0]] = str(error)
         else:
             for own in alone.values():
-                yield from _tried(engine, case, own, stats, refused)
+                yield from _tried(engine, document, own, stats, refused)
         return
-    for setting, budget, once, again in zip(settings, budgets, outputs[::2], outputs[1::2], strict=True):
+    count = len(document.questions)
+    for number, (setting, budget) in enumerate(zip(settings, budgets, strict=True)):
         try:
-            yield setting, (budget, _said(case, once, again))
+            yield setting, (budget, _said(document, outputs[number * count : (number + 1) * count]))
         except KVReclaimError as error:
             refused[setting[0]] = str(error)
 
 
-def _score(engine: LLM, case: _Case, configs: Sequence[CompressionConfig | None]) -> list[ScoreOutput]:
-    """Score the document going on, and said again, under each setting."""
-    count = len(configs)
-    asked = [config for config in configs for _ in range(2)]
-    return engine.score([case.prompt] * (2 * count), [case.once, case.again] * count, asked)
-
-
-def _said(case: _Case, once: ScoreOutput, again: ScoreOutput) -> TrialScore:
-    for output in (once, again):
-        if output.error is not None:
-            raise InvalidArgumentError(f"the trial failed: {output.error}")
-    return TrialScore(
-        once=_nats(once),
-        once_right=_right(once, case.once),
-        again=_nats(again),
-        again_right=_right(again, case.again),
+def _score(
+    engine: LLM, document: LookupDocument, configs: Sequence[CompressionConfig | None]
+) -> list[ScoreOutput]:
+    """Score all questions under each setting; they share the document's cache, compressed once."""
+    asked = list(itertools.product(configs, document.questions))
+    return engine.score(
+        [
+            {
+                "prompt_token_ids": document.prompt + each.question,
+                "compress_prompt_at": config and len(document.prompt),
+            }
+            for config, each in asked
+        ],
+        [each.answer for _, each in asked],
+        [config for config, _ in asked],
     )
 
 
-def _outcome(setting: _Setting, rows: Sequence[tuple[int, TrialScore]]) -> TrialOutcome:
-    (policy, fraction), (budgets, said) = setting, zip(*rows, strict=True)
-    return TrialOutcome(policy=policy, fraction=fraction, budget=mean(budgets), **dict(_mean(said)))
+def _said(document: LookupDocument, outputs: Sequence[ScoreOutput]) -> list[_Said]:
+    said = []
+    for each, output in zip(document.questions, outputs, strict=True):
+        if output.error is not None:
+            raise InvalidArgumentError(f"the trial failed: {output.error}")
+        right = mean(float(a == b) for a, b in zip(output.predicted, each.answer, strict=True))
+        said.append(_Said(-mean(output.logprobs), right))
+    return said
 
 
-def _nats(output: ScoreOutput) -> float:
-    return -mean(output.logprobs)
+def _counted(
+    documents: Sequence[LookupDocument], full: Sequence[list[_Said]]
+) -> dict[str, list[tuple[int, int]]]:
+    """Where the answers stand that count: of going on, of saying again, and of the questions that the full
+    cache answers."""
+    places: dict[str, list[tuple[int, int]]] = {_ONCE: [], _AGAIN: [], "asked": []}
+    for n, document in enumerate(documents):
+        for m, each in enumerate(document.questions):
+            if each.kind in places:
+                places[each.kind].append((n, m))
+            elif full[n][m].right >= ANSWERED:
+                places["asked"].append((n, m))
+    return places
 
 
-def _right(output: ScoreOutput, tokens: list[int]) -> float:
-    return mean(float(a == b) for a, b in zip(output.predicted, tokens, strict=True))
-
-
-def _mean(said: Sequence[TrialScore]) -> TrialScore:
-    return TrialScore(**{name: mean(getattr(one, name) for one in said) for name in TrialScore.model_fields})
+def _mean(places: Mapping[str, Sequence[tuple[int, int]]], said: Sequence[list[_Said]]) -> TrialScore:
+    found: dict[str, float] = {}
+    for name, own in places.items():
+        if own:
+            found[name] = mean(said[n][m].nats for n, m in own)
+            found[f"{name}_right"] = mean(said[n][m].right for n, m in own)
+    return TrialScore(**found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
 
 SHOWN_LOSSES = (0.01, 0.02, 0.05)
 _COLUMNS = (
-    "cont, rep: nats per token above the full cache on a document's continuation and on repeated parts; "
-    "right: correctly repeated tokens, relative to the full cache; loss: both, mean over budgets"
+    "cont, rep, asked: nats per token above the full cache on a document's continuation, on repeated parts, "
+    "on answers; right: correct tokens of answers, relative to the full cache; loss: all, mean over budgets"
 )
 
 
@@ -171,22 +170,24 @@ def _show(console: Console, stats: QueryStats) -> None:
 def _show_trial(console: Console, trial: Trial) -> None:
     full = trial.full
     title = f"trial: {trial.documents} held-out documents, {trial.tokens} tokens in the cache"
+    if trial.questions:
+        title += f", {trial.questions} questions"
     table = Table("policy", title=title, caption=_COLUMNS, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.caption_justify, table.columns[0].no_wrap = "left", True
-    for name in ("loss", "kept", "cont", "rep", "right"):
+    for name in ("loss", "kept", "cont", "rep", "asked", "right"):
         table.add_column(name, justify="right", no_wrap=True)
-    full_right = f"({full.again_right:.3f})"
-    table.add_row("full", "", "100%", f"({full.once:.3f})", f"({full.again:.3f})", full_right)
+    of_full = (full.once, full.again, full.asked, full.asked_right)
+    table.add_row("full", "", "100%", *("–" if x is None else f"({x:.3f})" for x in of_full))
     for policy in trial.ranked:
         named = (policy, f"{trial.loss(policy):.3f}")
         for row in (row for row in trial.outcomes if row.policy == policy):
-            right = row.again_right / full.again_right if full.again_right else math.nan
+            asked = f"{trial.asked_lost(row):+.3f}", f"{(row.asked_right or 0) / (full.asked_right or 1):.1%}"
             table.add_row(
                 *named,
                 f"{row.fraction:.0%}",
                 f"{row.once - full.once:+.3f}",
                 f"{row.again - full.again:+.3f}",
-                f"{right:.1%}",
+                *(asked if trial.questions else ("–", "–")),
             )
             named = ("", "")
     console.print(table)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from statistics import mean
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt, model_validator
 
 CANDIDATES = (
     "shares(surrogate, floor=0.2)",
@@ -33,13 +33,16 @@ class _Frozen(BaseModel):
 class TrialScore(_Frozen):
     """Score of given tokens: nats below certainty, mean over them; share of them it said itself.
 
-    The document goes on (`once`), and stretches of it are said again (`again`).
+    A document goes on (`once`), stretches of it are said again (`again`), and questions about facts in it are
+    answered (`asked`; None without questions that the full cache answers).
     """
 
     once: FiniteFloat
     once_right: float = Field(ge=0, le=1)
     again: FiniteFloat
     again_right: float = Field(ge=0, le=1)
+    asked: FiniteFloat | None = None
+    asked_right: float | None = Field(default=None, ge=0, le=1)
 
 
 class TrialOutcome(TrialScore):
@@ -55,13 +58,15 @@ class Trial(_Frozen):
 
     version:   of how documents are cut and what is counted
     documents: held out from everything that was fitted
+    questions: about them that the full cache answers
     tokens:    of them, those that stood in the cache when it was compressed
     refused:   candidates that the model, its engine or its statistics cannot serve, and why
     """
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     documents: PositiveInt
     tokens: PositiveInt
+    questions: NonNegativeInt = 0
     full: TrialScore
     outcomes: tuple[TrialOutcome, ...] = Field(min_length=1)
     refused: dict[str, str] = {}
@@ -89,9 +94,16 @@ class Trial(_Frozen):
         return self.full.again < self.full.once
 
     def lost(self, outcome: TrialOutcome) -> float:
-        """Nats per token against the full cache: going on and, if the model reads back, saying again."""
+        """Nats per token against the full cache: going on, answering and, if the model reads back, saying
+        again."""
         again = outcome.again - self.full.again if self.reads_back else 0.0
-        return outcome.once - self.full.once + again
+        return outcome.once - self.full.once + again + self.asked_lost(outcome)
+
+    def asked_lost(self, outcome: TrialOutcome) -> float:
+        """The part of it that answers lose; 0 without questions."""
+        if outcome.asked is None or self.full.asked is None:
+            return 0.0
+        return outcome.asked - self.full.asked
 
     def loss(self, policy: str) -> float:
         """The figure that decides: nats per token lost, mean over the fractions."""
