@@ -8,6 +8,7 @@ from kvreclaim.compression.prefill.per_head import Patterns
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.eval.chain import ChainTask
 from kvreclaim.eval.vocabulary import TOKENS
+from kvreclaim.model_paths import REAL_MODEL, shipped_statistics
 
 
 @pytest.fixture
@@ -78,6 +79,17 @@ def test_a_trial_on_held_out_windows_is_printed_and_kept(tmp_path, tiny_dir):
     assert again.stdout.splitlines() == [
         line for line in result.stdout.splitlines() if line in again.stdout.splitlines()
     ]
+
+
+def test_questions_of_a_trial_are_shown():
+    file = shipped_statistics(REAL_MODEL)
+    trial = QueryStats.load(file).metadata.trial
+    result = CliRunner().invoke(app, ["calibrate", "--show", str(file)])
+    assert result.exit_code == 0, result.output
+    assert f"{trial.questions} questions" in result.stdout
+    for row in trial.outcomes:
+        assert f"{row.asked - trial.full.asked:+.3f}" in result.stdout
+        assert f"{row.asked_right / trial.full.asked_right:.1%}" in result.stdout
 
 
 def test_without_output_the_cache_directory_keeps_them_for_auto(tmp_path, tiny_dir, monkeypatch):

@@ -23,8 +23,8 @@ def outcome(policy: str, fraction: float, once: float, again: float) -> TrialOut
     )
 
 
-def trial(*outcomes: TrialOutcome, full: TrialScore = FULL) -> Trial:
-    return Trial(documents=2, tokens=500, full=full, outcomes=outcomes)
+def trial(*outcomes: TrialOutcome, full: TrialScore = FULL, questions: int = 0) -> Trial:
+    return Trial(documents=2, tokens=500, questions=questions, full=full, outcomes=outcomes)
 
 
 TABLE = (
@@ -53,7 +53,7 @@ def test_what_a_model_cannot_read_back_with_all_of_its_cache_does_not_count() ->
     assert trial(*TABLE).reads_back
 
 
-def test_answers_count_where_the_full_cache_gives_any() -> None:
+def test_answers_replace_repetition_where_the_full_cache_gives_any() -> None:
     def answered(asked: float | None) -> dict[str, float | None]:
         return {"asked": asked, "asked_right": None if asked is None else 0.5}
 
@@ -61,9 +61,9 @@ def test_answers_count_where_the_full_cache_gives_any() -> None:
     rows = [
         row.model_copy(update=answered(lost)) for row, lost in zip(TABLE, (0.3, 0.5, 1.2, 1.8), strict=True)
     ]
-    found = trial(*rows, full=full)
-    assert found.loss("knorm") == pytest.approx((0.1 + 0.1 + 0.1 + 0.5 + 0.7 + 0.3) / 2)
-    assert found.loss("random") == pytest.approx((0.3 - 0.1 + 1.0 + 0.2 + 0.5 + 1.6) / 2)
+    found = trial(*rows, full=full, questions=3)
+    assert found.loss("knorm") == pytest.approx((0.1 + 0.1 + 0.5 + 0.3) / 2)
+    assert found.loss("random") == pytest.approx((0.3 + 1.0 + 0.2 + 1.6) / 2)
     assert found.best == "knorm"
 
 

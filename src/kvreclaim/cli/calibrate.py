@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,9 +26,10 @@ if TYPE_CHECKING:
 
 SHOWN_LOSSES = (0.01, 0.02, 0.05)
 _COLUMNS = (
-    "cont, rep, asked: nats per token above the full cache on a document's continuation, on repeated parts, "
-    "on answers; right: correct tokens of answers, relative to the full cache; loss: all, mean over budgets"
+    "cont, {}: nats per token above the full cache on a document's continuation and on {}; right: correct "
+    "tokens of the latter, relative to the full cache; loss: both, mean over budgets"
 )
+_JUDGED = {"asked": "answers to questions", "again": "repeated parts"}
 
 
 @with_config
@@ -168,32 +170,33 @@ def _show(console: Console, stats: QueryStats) -> None:
 
 
 def _show_trial(console: Console, trial: Trial) -> None:
-    full = trial.full
+    full, judged = trial.full, trial.judged
     title = f"trial: {trial.documents} held-out documents, {trial.tokens} tokens in the cache"
     if trial.questions:
         title += f", {trial.questions} questions"
-    table = Table("policy", title=title, caption=_COLUMNS, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    caption = _COLUMNS.format(judged, _JUDGED[judged])
+    table = Table("policy", title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.caption_justify, table.columns[0].no_wrap = "left", True
-    for name in ("loss", "kept", "cont", "rep", "asked", "right"):
+    for name in ("loss", "kept", "cont", judged, "right"):
         table.add_column(name, justify="right", no_wrap=True)
-    of_full = (full.once, full.again, full.asked, full.asked_right)
-    table.add_row("full", "", "100%", *("–" if x is None else f"({x:.3f})" for x in of_full))
+    full_nats, full_right = getattr(full, judged), getattr(full, f"{judged}_right")
+    table.add_row("full", "", "100%", f"({full.once:.3f})", f"({full_nats:.3f})", f"({full_right:.3f})")
     for policy in trial.ranked:
         named = (policy, f"{trial.loss(policy):.3f}")
         for row in (row for row in trial.outcomes if row.policy == policy):
-            asked = f"{trial.asked_lost(row):+.3f}", f"{(row.asked_right or 0) / (full.asked_right or 1):.1%}"
+            right = getattr(row, f"{judged}_right") / full_right if full_right else math.nan
             table.add_row(
                 *named,
                 f"{row.fraction:.0%}",
                 f"{row.once - full.once:+.3f}",
-                f"{row.again - full.again:+.3f}",
-                *(asked if trial.questions else ("–", "–")),
+                f"{getattr(row, judged) - full_nats:+.3f}",
+                f"{right:.1%}",
             )
             named = ("", "")
     console.print(table)
     for policy, reason in trial.refused.items():
         console.print(f"not tried: {policy}: {reason}", markup=False)
-    if not trial.reads_back:
+    if not trial.questions and not trial.reads_back:
         console.print(
             "repetition does not count: the full cache repeats a document no better than it continues it"
         )

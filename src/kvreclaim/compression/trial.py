@@ -93,17 +93,17 @@ class Trial(_Frozen):
         do so with all of the cache is not judged by it."""
         return self.full.again < self.full.once
 
-    def lost(self, outcome: TrialOutcome) -> float:
-        """Nats per token against the full cache: going on, answering and, if the model reads back, saying
-        again."""
-        again = outcome.again - self.full.again if self.reads_back else 0.0
-        return outcome.once - self.full.once + again + self.asked_lost(outcome)
+    @property
+    def judged(self) -> Literal["asked", "again"]:
+        """What stands for look-ups: answers, or saying again where the full cache answers no question."""
+        return "asked" if self.questions else "again"
 
-    def asked_lost(self, outcome: TrialOutcome) -> float:
-        """The part of it that answers lose; 0 without questions."""
-        if outcome.asked is None or self.full.asked is None:
-            return 0.0
-        return outcome.asked - self.full.asked
+    def lost(self, outcome: TrialOutcome) -> float:
+        """Nats per token against the full cache: going on and, if the model can do it at all, looking up."""
+        once = outcome.once - self.full.once
+        if not self.questions and not self.reads_back:
+            return once
+        return once + float(getattr(outcome, self.judged) - getattr(self.full, self.judged))
 
     def loss(self, policy: str) -> float:
         """The figure that decides: nats per token lost, mean over the fractions."""
