@@ -137,5 +137,4 @@ def test_eval_has_the_settings_of_its_plan_under_their_own_names() -> None:
     names = set(inspect.signature(evaluate).parameters)
     shared = {f"shared_{name}" for name in settings_of(CompressionSettings)}
     scored = {"shared_verify", "shared_verify_tokens", "shared_protect_system"}  # would change nothing
-    chosen = {"shared_policy", "shared_budget", "shared_max_loss", "shared_content"}
-    assert shared - names == chosen | scored
+    assert shared - names == {"shared_policy", "shared_budget"} | scored

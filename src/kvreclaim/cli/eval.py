@@ -71,7 +71,7 @@ def evaluate(
         ConfigOptions(
             config=CompressionSettings,
             panel=COMPRESSION,
-            without=tuple(name for name in UNSHARED if name != "stats"),
+            without=tuple(name for name in UNSHARED if name not in ("max_loss", "content", "stats")),
             defaults={"recent": 64},
             own_names=True,
             build=dict,

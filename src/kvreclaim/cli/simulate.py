@@ -80,6 +80,8 @@ def simulate(
         plain = without_compression(serving).settings(machine, cost)
         reports["whole cache"] = report(replace(scenario, settings=plain))
     name = serving.compression or "whole cache"
+    if serving.max_loss is not None:
+        name = f"max loss {serving.max_loss:g}"
     reports[name] = report(scenario)
     _show(reports, console)
     if chart is not None:

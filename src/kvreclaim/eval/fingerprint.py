@@ -64,6 +64,7 @@ def cell_identity(
         "spec": setting.policy,
         "policy_code": policy_digest(setting.policy),
         "budget": setting.budget,
+        "max_loss": [setting.max_loss, plan.content],
         "sparse_prefill": setting.sparse_prefill,
         "compared_prefill": plan.sparse_prefill[0],
         "chunk_reuse": setting.chunk_reuse,

@@ -33,8 +33,10 @@ def is_full(policy: str) -> bool:
     return policy != AUTO and make_policy(policy).name == FULL
 
 
-def keeps(fraction: float | None, tokens: int | None) -> str:
-    """A budget for people: a share in per cent, or tokens."""
+def keeps(fraction: float | None, tokens: int | None, max_loss: float | None = None) -> str:
+    """A budget for people: a share in per cent, tokens, or what may be lost."""
+    if max_loss is not None:
+        return f"max loss {max_loss:g}"
     return f"{tokens} tokens" if fraction is None else f"{100 * fraction:.4g}%"
 
 
@@ -43,7 +45,7 @@ class GridColumn:
     """One column of the grid: a policy at a budget, in one KV format, behind prompts that are computed in one
     way.
 
-    budget: a float is a share of the full cache's bytes, an int is tokens
+    budget: a float is a share of the full cache's bytes, an int is tokens; max_loss stands in its place
     """
 
     policy: str
@@ -51,18 +53,19 @@ class GridColumn:
     kv_cache_dtype: str
     sparse_prefill: str = DENSE
     chunk_reuse: str = WHOLE
+    max_loss: float | None = None
 
     @property
     def label(self) -> str:
         form = "" if self.kv_cache_dtype == AUTO else f" {self.kv_cache_dtype}"
         prefill = "" if self.sparse_prefill == DENSE else f" {self.sparse_prefill}"
         reuse = "" if self.chunk_reuse == WHOLE else f" {self.chunk_reuse}"
-        return f"{self.policy}{form} {keeps(self.fraction, self.tokens)}{prefill}{reuse}"
+        return f"{self.policy}{form} {keeps(self.fraction, self.tokens, self.max_loss)}{prefill}{reuse}"
 
     @property
     def fraction(self) -> float | None:
-        """The budget as a share; None if it is in tokens."""
-        return None if isinstance(self.budget, int) else self.budget
+        """The budget as a share; None if it is in tokens, or max_loss chooses it."""
+        return None if isinstance(self.budget, int) or self.max_loss is not None else self.budget
 
     @property
     def tokens(self) -> int | None:
@@ -97,6 +100,7 @@ class EvalPlan:
     chunk_reuse:    ways of reusing the chunks of prompts that have some; likewise
     num_examples:   per cell and seed
     interval, sinks, recent, protect_prompt, mode, recall, stats: as in CompressionConfig
+    max_loss, content: likewise, in place of budgets and of all settings before them
     free_running:   also generate where a task scores a gold trace
     batch_size:     examples at once; fewer where the pool holds fewer
     """
@@ -133,6 +137,8 @@ class EvalPlan:
     mode: str | None = None
     recall: str | None = None
     stats: Any = None
+    max_loss: float | None = None
+    content: str | None = None
 
     def __post_init__(self) -> None:
         from kvreclaim.compression.config import CompressionConfig
@@ -161,6 +167,15 @@ class EvalPlan:
         )
         for seed in self.seeds:
             check_int("a seed", seed, 0)
+        if self.max_loss is not None:
+            given = ("budgets", *SHARED)
+            changed = [name for name in given if getattr(self, name) != getattr(EvalPlan, name)]
+            require(
+                not changed,
+                f"{', '.join(changed)} given beside max_loss, which chooses a budget and is measured with "
+                "default settings; leave one out.",
+                "max_loss",
+            )
         for budget in self.budgets:  # shares are checked per sequence; everything else is, here
             CompressionConfig(FULL, budget if isinstance(budget, int) else 10**9, **self.shared)
 
@@ -177,12 +192,12 @@ class EvalPlan:
     def settings(self) -> list[GridColumn]:
         """All columns; the full cache once for each KV format."""
         return [
-            GridColumn(policy, budget, dtype, method, reuse)
+            GridColumn(policy, budget, dtype, method, reuse, None if is_full(policy) else self.max_loss)
             for dtype in self.kv_cache_dtypes
             for method in self.sparse_prefill
             for reuse in self.chunk_reuse
             for policy in self.policies
-            for budget in ((1.0,) if is_full(policy) else self.budgets)
+            for budget in ((1.0,) if is_full(policy) or self.max_loss is not None else self.budgets)
         ]
 
     @property
@@ -198,6 +213,10 @@ class EvalPlan:
 
         if setting.is_full:
             return None
+        if setting.max_loss is not None:
+            return CompressionConfig(
+                setting.policy, max_loss=setting.max_loss, content=self.content, stats=stats
+            )
         require(
             budget >= 1,
             f"{keeps(setting.fraction, setting.tokens)} of this sequence's cache: less than one block; raise "

@@ -26,6 +26,8 @@ class EvalRow(BaseModel):
     fraction:        of the full cache's bytes in the model's own dtype, at each sequence's final length; 1
                      for the full cache, None for a budget in tokens
     tokens:          the budget that was asked for, if it was in tokens
+    max_loss:        what was asked for in place of a budget; extra's `broken` is then the share of examples
+                     that lost more
     budget:          the budget in tokens, in whole blocks; mean over the examples
     value:           of the metric; accuracy repeats it where the metric is accuracy, else None
     ci95:            of value, over examples; ci_method: wilson or bootstrap
@@ -50,6 +52,7 @@ class EvalRow(BaseModel):
     policy: str
     fraction: float | None
     tokens: int | None = None
+    max_loss: float | None = None
     budget: int | None = None
     kv_cache_dtype: str
     sparse_prefill: str = DENSE
@@ -104,7 +107,7 @@ class EvalRow(BaseModel):
     @property
     def keeps(self) -> str:
         """The share in per cent, or tokens."""
-        return keeps(self.fraction, self.tokens)
+        return keeps(self.fraction, self.tokens, self.max_loss)
 
     @property
     def bytes_per_token(self) -> float | None:

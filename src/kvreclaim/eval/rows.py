@@ -83,6 +83,8 @@ def _row(
         fields |= _beside_full(metric, judged[setting], full)
         whole = next((runs[s] for s in plan.settings() if _is_baseline(s, plan)), None)
         fields["extra"] |= _trace_of(by_seed, whole)
+        if setting.max_loss is not None and whole is not None and metric is Metric.ACCURACY:
+            fields["extra"]["broken"] = _broken(setting.max_loss, _flat(by_seed), _flat(whole))
         fields["reason"] = ALONE if alone else _note(setting, by_seed)
     else:
         fields |= {"status": problem.status, "reason": problem.reason}
@@ -90,6 +92,7 @@ def _row(
         policy=setting.policy,
         fraction=setting.fraction,
         tokens=setting.tokens,
+        max_loss=setting.max_loss,
         kv_cache_dtype=setting.kv_cache_dtype,
         sparse_prefill=setting.sparse_prefill,
         chunk_reuse=setting.chunk_reuse,
@@ -153,7 +156,8 @@ def _distrust(
     results = _flat(by_seed)
     if not results:
         return Problem("error", "nothing was run")
-    if not alone and setting.evicts and not any(r.compactions for r in results):
+    never = alone or setting.max_loss is not None
+    if not never and setting.evicts and not any(r.compactions for r in results):
         longest = max(results, key=lambda r: r.full_blocks)
         most = min(longest.num_tokens, longest.full_blocks * storage.block_size)
         return Problem(
@@ -284,6 +288,12 @@ def _trace_of(by_seed: BySeed, full: BySeed | None) -> dict[str, float]:
     if len(ours) != len(theirs) or None in (*ours, *theirs) or not theirs:
         return {}
     return {"trace_of": sum(filter(None, ours)) / max(1.0, sum(filter(None, theirs)))}
+
+
+def _broken(max_loss: float, ours: Sequence[Result], full: Sequence[Result]) -> float:
+    """Share of examples that lost more than promised."""
+    pairs = zip(ours, full, strict=True)
+    return float(np.mean([f.points / f.out_of - r.points / r.out_of > max_loss for r, f in pairs]))
 
 
 def _columns(results: Sequence[Result]) -> tuple[Array, Array]:

@@ -99,6 +99,8 @@ class BatchRunner:
 
     def _budget(self, item: Item, setting: GridColumn) -> int:
         """The budget of one sequence, tokens in whole blocks."""
+        if setting.max_loss is not None:
+            return item.num_tokens  # until the engine knows the prompt
         if setting.fraction is not None:
             return self.storage.budget_tokens(setting.fraction, item.num_tokens)
         assert setting.tokens is not None, "a budget is a share or tokens"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from kvreclaim.compatibility import Feature, refuse
@@ -20,6 +21,9 @@ from kvreclaim.schedule.budget.footprint import Footprint
 def plan(model: str | Path, asked: PlanRequest) -> PlanReport:
     """Answer what was asked. Raises: InvalidArgumentError, UnsupportedModelError."""
     shape = load_shape(model)
+    if (promise := asked.promise(asked.compression)) is not None:
+        found = promise.compression(asked.context or asked.prefix + asked.own, asked.block_size)
+        asked = replace(asked, compression=found, max_loss=None, content=None, stats=None)
     auto = asked.kv_cache_dtype == "auto"
     form = kv_bytes(asked.kv_cache_dtype, dtype_of(shape) if auto else "bf16")
     cache = Cache(shape, form, _footprint(asked))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvreclaim.checks import require
+from kvreclaim.compression.spec.promise import PromiseOptions
 from kvreclaim.config import format_name
 from kvreclaim.options import check_options, option
 from kvreclaim.plan.roofline import BANDWIDTH_SHARE, FLOPS_SHARE
@@ -13,7 +14,7 @@ SEQUENCES, CARD, TRACE = "Sequences", "Card", "Trace"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRequest:
+class PlanRequest(PromiseOptions):
     """Raises: InvalidArgumentError."""
 
     context: int | None = option(None, "Length of one sequence in tokens.", low=1, panel=SEQUENCES)
@@ -109,6 +110,13 @@ class PlanRequest:
             f"sequences is {self.sequences}, prefix {self.prefix} and own {self.own}; a load has a number of "
             "sequences, and tokens in each.",
             "sequences",
+        )
+        require(
+            self.max_loss is None
+            or (self.trace is None and (self.context is None) != (self.sequences is None)),
+            "max_loss gives each length its budget, and a plan has one; pass --context or --sequences, and "
+            "for a trace use `kvreclaim simulate`.",
+            "max_loss",
         )
         self._check_trace()
         self._check_card()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from kvreclaim.checks import require
+from kvreclaim.compression.spec.promise import PromiseOptions
 from kvreclaim.compression.spec.traits import footprint
 from kvreclaim.kv_bytes import KVBytes, kv_bytes
 from kvreclaim.options import check_options, option
@@ -124,7 +125,7 @@ class ReplicaOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serving:
+class Serving(PromiseOptions):
     """The engine's settings, as `kvreclaim serve` has them. Raises: InvalidArgumentError."""
 
     block_size: int = option(16, "Tokens per block.", low=1)
@@ -156,7 +157,7 @@ class Serving:
         check_options(self)
 
     def footprint(self) -> Footprint:
-        """The footprint of every request."""
+        """The footprint of every request, the largest under max_loss."""
         size, chunk = self.block_size, self.max_num_batched_tokens
         if self.compression is None:
             return Footprint(block_size=size, max_chunk=chunk)
@@ -165,6 +166,7 @@ class Serving:
     def settings(self, machine: ReplicaOptions, cost: Linear) -> Settings:
         """The settings of each replica."""
         per_block, footprint = machine.bytes_per_block(self.block_size), self.footprint()
+        promise = self.promise(self.compression)
         num_blocks, longest = machine.pool(footprint, self.max_num_seqs), self.max_model_len
         held = longest_sequence(None, longest or 1, footprint, num_blocks)
         require(
@@ -189,6 +191,7 @@ class Serving:
             bytes_per_block=per_block,
             rates=machine.rates(self.block_size, cost),
             spread=self.spread_compression,
+            promise=promise,
         )
 
 
@@ -260,4 +263,4 @@ class Traffic:
 
 def without_compression(serving: Serving) -> Serving:
     """The same engine that evicts nothing."""
-    return replace(serving, compression=None)
+    return replace(serving, compression=None, max_loss=None, content=None, stats=None)

@@ -83,7 +83,7 @@ class Replica:
 
     def sequence(self, number: int, asked: SimRequest, arrival_s: float) -> Simulated | str:
         """A request as this engine would take it, or why it can never run here."""
-        settings, footprint = self.settings, self._footprint(number)
+        settings, footprint = self.settings, self._footprint(number, asked.num_prompt)
         prompt, blocks = asked.num_prompt, settings.num_blocks
         longest = settings.max_model_len or 1 << 40
         limit = min(longest, prompt + asked.num_output)
@@ -106,8 +106,8 @@ class Replica:
             ),
         )
 
-    def _footprint(self, number: int) -> Footprint:
-        footprint = self.settings.footprint
+    def _footprint(self, number: int, num_prompt: int) -> Footprint:
+        footprint = self.settings.footprint_of(num_prompt)
         choices = footprint.interval - footprint.block_size + 1
         if not self.settings.spread or choices < 2:
             return footprint
@@ -207,7 +207,7 @@ class Replica:
                     ended.append(seq)
         self._end(ended, now)
         computed = [seq for seq, _ in rows]
-        if self.settings.footprint.eviction_method.evicts:
+        if self.settings.evicts:
             self._compress(computed)
         self._count_running(1)
         return ended
@@ -227,7 +227,7 @@ class Replica:
             if len(seq.token_ids) >= seq.max_len:
                 ended.append(seq)
         self._end(ended, now)
-        if self.settings.footprint.eviction_method.evicts:
+        if self.settings.evicts:
             self._compress(running)
         self._count_running(1)
         return ended

@@ -96,7 +96,9 @@ class Search:
 
     def _least_tpot_s(self, asked: SimRequest) -> float:
         """Seconds of a step that decodes this request alone."""
-        keys = min(asked.num_prompt, self.scenario.settings.footprint.budget or asked.num_prompt)
+        keys = min(
+            asked.num_prompt, self.scenario.settings.footprint_of(asked.num_prompt).budget or asked.num_prompt
+        )
         return self.scenario.cost.step_s(StepLoad(1, 1, keys, 0.0, 1)) if asked.num_output > 1 else 0.0
 
     def _least_ttft_s(self, asked: SimRequest) -> float:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvreclaim.checks import check_int, require
+from kvreclaim.compression.spec.promise import Promise
 from kvreclaim.memory.eviction import DEFAULT_ORDER
 from kvreclaim.memory.kv_memory import KVMemory
 from kvreclaim.memory.offload import NoOffload
@@ -24,6 +25,7 @@ class Settings:
     """One engine, all replicas alike. As in EngineConfig, and:
 
     footprint:       of every request; its block_size and max_chunk are set here
+    promise:         budgets by the length of the prompt, in its place
     bytes_per_block: moved when a block goes to the host or comes back
     max_model_len:   that no sequence exceeds; None: whatever the pool can hold
     host_blocks:     0: nothing lies below the pool
@@ -48,6 +50,7 @@ class Settings:
     leaps: bool = True
     extents: bool = True
     spread: bool = False
+    promise: Promise | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens"):
@@ -67,6 +70,17 @@ class Settings:
             "does what other sequences still hold of them; take one that compacts.",
             "compression",
         )
+
+    def footprint_of(self, num_prompt: int) -> Footprint:
+        """The footprint of a request with a prompt of this length."""
+        if self.promise is None:
+            return self.footprint
+        return self.promise.footprint(num_prompt, self.block_size, self.max_num_batched_tokens)
+
+    @property
+    def evicts(self) -> bool:
+        """Whether any request may be compressed."""
+        return self.promise is not None or self.footprint.eviction_method.evicts
 
     @property
     def counts_in_extents(self) -> bool:

@@ -1,0 +1,51 @@
+"""The evaluation under max_loss: the engine's own budgets, and how many examples lost more than promised."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+from curves import curve
+from guess import Guess
+
+from kvreclaim import LLM, CompressionConfig
+from kvreclaim.calibrate.calibration import calibrate
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.eval import Answer, evaluate
+from kvreclaim.eval.plan import EvalPlan
+
+TASK = Guess(num_tokens=440)
+CURVE = curve("knorm", {("prose", 224): {160: 0.04}, ("lookups", 224): {176: 0.04}})
+
+
+def test_examples_that_lost_more_are_counted(tiny_dir) -> None:
+    """Prompts of 220 to 224 tokens have a budget; those of an example beyond have the full cache."""
+    llm = LLM(tiny_dir("llama"), dtype="float32", device="cpu", num_blocks=200)
+    stats = calibrate(llm.loaded, tiny.prompts((90,)), num_centers=2).with_curve(CURVE)
+    report = evaluate(
+        llm, ["full", "knorm"], EvalPlan.budgets, [TASK], num_examples=12, stats=stats, max_loss=0.05
+    )
+    full, row = report.rows
+    broken, budgets = 0, []
+    for index in range(12):
+        item = TASK.item(0, index)
+        config = CompressionConfig("knorm", max_loss=0.05, stats=stats)
+        whole, out = llm.score([item.prompt] * 2, [list(item.continuation)] * 2, [None, config])
+        budgets.append(out.metrics.budget or item.num_tokens)
+        shares = [
+            s.points / s.out_of for s in (TASK.judge(item, Answer(o.predicted, ())) for o in (whole, out))
+        ]
+        broken += shares[0] - shares[1] > 0.05
+    assert budgets[:10] == [176] * 10
+    assert budgets[10:] == [450, 451]
+    assert 0 < broken < 12
+    assert row.extra["broken"] == pytest.approx(broken / 12)
+    assert row.budget == round(sum(budgets) / 12)
+    assert (row.keeps, row.max_loss, row.fraction) == ("max loss 0.05", 0.05, None)
+    assert (full.max_loss, row.status) == (None, "ok")
+    assert "broken" not in full.extra
+
+
+@pytest.mark.parametrize(("fields", "name"), [({"recent": 32}, "recent"), ({"budgets": (0.3,)}, "budgets")])
+def test_nothing_else_is_set_beside_it(fields, name) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"^{name} given beside max_loss"):
+        EvalPlan(max_loss=0.1, **fields)

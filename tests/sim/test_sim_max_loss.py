@@ -1,0 +1,126 @@
+"""Planner and simulator give a prompt the budget that the engine gives it under max_loss."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+from curves import curve
+from typer.testing import CliRunner
+
+from kvreclaim import LLM, CompressionConfig
+from kvreclaim.calibrate.calibration import calibrate
+from kvreclaim.cli.main import app
+from kvreclaim.engine.request.footprints import footprint_of
+from kvreclaim.sim.options import Serving
+
+CURVE = curve(
+    "knorm",
+    {
+        ("prose", 256): {160: 0.04, 208: 0.01},
+        ("lookups", 256): {160: 0.2, 208: 0.04},
+        ("prose", 384): {168: 0.05, 256: 0.04},
+        ("lookups", 384): {168: 0.05, 256: 0.05},
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_dir) -> LLM:
+    return LLM(tiny_dir("llama"), dtype="float32", device="cpu", num_blocks=40, spread_compression=False)
+
+
+@pytest.fixture(scope="module")
+def file(llm, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("curve") / "stats.safetensors"
+    calibrate(llm.loaded, tiny.prompts((90,)), num_centers=2).with_curve(CURVE).save(path)
+    return path
+
+
+def asked(file: Path, max_loss: float) -> tuple[str, ...]:
+    return "--kv-max-loss", str(max_loss), "--kv-compression-stats", str(file)
+
+
+def run(tmp_path: Path, *arguments: str) -> dict:
+    out = tmp_path / "out.json"
+    result = CliRunner().invoke(app, [*arguments, "--json", str(out)])
+    assert result.exit_code == 0, result.output
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("content", [None, "prose", "lookups"])
+@pytest.mark.parametrize("max_loss", [0.0, 0.04, 0.05])
+def test_every_length_has_the_engines_footprint(llm, file, max_loss, content) -> None:
+    promise = Serving(max_loss=max_loss, content=content, stats=str(file)).promise(None)
+    config = CompressionConfig("knorm", max_loss=max_loss, content=content, stats=file)
+    engine = llm.engine.config
+    for length in (1, 200, 256, 257, 384, 385):
+        compressor = llm.compressor(llm.compressors.promised(config, length))
+        keeps_all = compressor.eviction_method.keeps_all
+        own = footprint_of(None if keeps_all else compressor, engine, [1] * length)
+        assert promise.footprint(length, engine.block_size, engine.max_num_batched_tokens) == own
+
+
+@pytest.mark.parametrize(
+    ("context", "max_loss", "budget"), [(250, 0.05, 208), (300, 0.05, 176), (300, 0.0, 0)]
+)
+def test_a_plan_is_that_of_the_promised_budget(tmp_path, file, context, max_loss, budget) -> None:
+    """168 tokens are 11 blocks; 0: nothing goes."""
+    model = ("plan", "--model", "Llama-3.1-8B", "--gpu", "4090", "--weights", "awq4")
+    named = ("--compression", f"knorm:budget={budget}") if budget else ()
+    promised, given = (
+        run(tmp_path, *model, "--context", str(context), *options)
+        for options in (asked(file, max_loss), named)
+    )
+    assert promised == given
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_loss", "budget"), [(250, 0.05, 208), (380, 0.05, 176), (400, 0.05, 0)]
+)
+def test_a_simulation_is_that_of_the_promised_budget(tmp_path, file, prompt, max_loss, budget) -> None:
+    load = ("simulate", "--requests", "20", "--rate", "50", "--prompt", str(prompt), "--output", "200")
+    machine = ("--model", "Llama-3.1-8B", "--gpu", "H100", "--num-blocks", "80")
+    named = ("--compression", f"knorm:budget={budget}") if budget else ()
+    promised, given = (run(tmp_path, *load, *machine, *options) for options in (asked(file, max_loss), named))
+    counted = (
+        "requests",
+        "blocks_freed",
+        "peak_blocks",
+        "passes",
+        "steps",
+        "preemptions",
+        "ttft_s",
+        "refused",
+    )
+    assert [promised[name] for name in counted] == [given[name] for name in counted]
+    assert (promised["blocks_freed"] > 0) == bool(budget)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--kv-max-loss", "0.1"), "no statistics are named; run `kvreclaim calibrate --curve"),
+        (("--kv-compression-stats", "a"), "stats is 'a', but max_loss is None"),
+        (("--kv-content", "prose"), "content is 'prose', but max_loss is None"),
+        (("--kv-max-loss", "0.1", "--compression", "knorm"), "compression is 'knorm' and max_loss 0.1"),
+        (("--kv-max-loss", "0.1", "--kv-compression-stats", "no-such"), "'no-such' cannot be read"),
+    ],
+)
+def test_mistakes_are_one_sentence(options, message) -> None:
+    plan = ("plan", "--model", "Llama-3.1-8B", "--context", "300")
+    simulate = ("simulate", "--requests", "2", "--rate", "1", "--gpu", "H100")
+    for command in (plan, simulate):
+        result = CliRunner().invoke(app, [*command, *options])
+        assert result.exit_code == 2, result.output
+        assert message in result.stderr
+        assert result.stderr.count("\n") == 1
+
+
+def test_a_plan_has_one_length(file) -> None:
+    for more in ((), ("--context", "300", "--sequences", "4", "--own", "9")):
+        result = CliRunner().invoke(app, ["plan", "--model", "Llama-3.1-8B", *asked(file, 0.1), *more])
+        assert result.exit_code == 2
+        assert "max_loss gives each length its budget, and a plan has one" in result.stderr
