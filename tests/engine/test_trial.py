@@ -192,6 +192,19 @@ class TestAuto:
         )
         assert auto == named
 
+    @pytest.mark.parametrize(
+        ("budget", "policy", "warned"), [(192, "auto", 1), (208, "auto", 0), (32, "knorm", 0)]
+    )
+    def test_a_small_budget_is_not_taken_silently(
+        self, make_llm, file, caplog, budget: int, policy: str, warned: int
+    ) -> None:
+        llm = make_llm("llama")
+        for _ in range(2):
+            llm.compressor(CompressionConfig(policy, budget, 16, 2, 8, stats=file))
+        warnings = [r.getMessage() for r in caplog.records if "forgets details" in r.getMessage()]
+        text = f"budget is {budget} tokens a head; below about 200, policy auto forgets details; raise it"
+        assert warnings == warned * [text]
+
     def test_without_a_trial_says_what_to_run(self, make_llm, tiny_dir) -> None:
         with pytest.raises(InvalidArgumentError, match=r"hold no trial of .*run `kvreclaim calibrate`"):
             make_llm("llama", compression=CompressionConfig())

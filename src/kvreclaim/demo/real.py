@@ -150,14 +150,14 @@ class Conversations:
         ]
         params = SamplingParams(temperature=0.0, max_tokens=plan.num_answer_tokens, ignore_eos=True)
         config = self._compression(fraction, plan.num_load_tokens)
-        _, steps, figures = generate_batch(llm, prompts, [params] * len(prompts), config)
+        outputs, steps, figures = generate_batch(llm, prompts, [params] * len(prompts), config)
         return LoadRun(
             policy="full" if fraction is None else self.policy,
             fraction=fraction,
             budget=None if config is None else config.budget,
             num_requests=len(prompts),
             **figures,
-            **load_figures(steps),
+            **load_figures(outputs, steps),
         )
 
     def _compression(self, fraction: float | None, num_tokens: int) -> CompressionConfig | None:

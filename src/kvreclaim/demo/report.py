@@ -59,9 +59,10 @@ class PolicyRun(PoolRun):
 
 
 class LoadRun(PoolRun):
-    """Many requests at once."""
+    """Many requests at once. longest_wait_s: until the last of them had its first token"""
 
     num_requests: int
+    longest_wait_s: float
     most_running: int
     mean_running: float
 

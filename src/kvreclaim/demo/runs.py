@@ -123,8 +123,8 @@ def run_load(plan: DemoPlan, llm: LLM, on_progress: OnProgress) -> list[LoadRun]
     runs = []
     for policy, fraction in (("full", None), (HEADLINE, plan.load_fraction)):
         on_progress(f"load, {policy}")
-        _, steps, figures = _generate(llm, examples, plan.compression(policy, fraction))
-        figures |= plan.names(policy, fraction) | load_figures(steps)
+        outputs, steps, figures = _generate(llm, examples, plan.compression(policy, fraction))
+        figures |= plan.names(policy, fraction) | load_figures(outputs, steps)
         runs.append(LoadRun(num_requests=len(examples), **figures))
     return runs
 
@@ -168,10 +168,11 @@ def generate_batch(
     )
 
 
-def load_figures(steps: Sequence[StepStats]) -> dict[str, Any]:
+def load_figures(outputs: Sequence[RequestOutput], steps: Sequence[StepStats]) -> dict[str, Any]:
     """Figures of a run under load."""
     running = [step.num_running for step in steps]
-    return {"most_running": max(running), "mean_running": mean(running)}
+    waits = [out.metrics.ttft_s or 0.0 for out in outputs]
+    return {"most_running": max(running), "mean_running": mean(running), "longest_wait_s": max(waits)}
 
 
 def _accuracies(examples: Sequence[Example], scored: list[ScoreOutput]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ LOAD = POLICY | {
     "peak\nblocks": "{peak_blocks}",
     "tok/s": "{tokens_per_s:,.0f}",
     "secs": "{elapsed_s:.1f}",
-    "faster": "{faster:.2f}x",
+    "longest\nwait, s": "{longest_wait_s:.1f}",
 }
 TEXT = {
     "policy": "{policy}",
@@ -137,8 +137,7 @@ def _table(title: str, columns: Columns, runs: Sequence[PoolRun], *, ruled: bool
     )
     for i, heading in enumerate(columns):
         table.add_column(heading, justify="right" if i else "left", no_wrap=True)
-    first_s = runs[0].elapsed_s
-    rows = [run.model_dump() | {"keeps": run.keeps, "faster": first_s / run.elapsed_s} for run in runs]
+    rows = [run.model_dump() | {"keeps": run.keeps} for run in runs]
     for line, run, after in zip(cells(columns, rows), runs, [*runs[1:], runs[-1]], strict=True):
         table.add_row(*line, end_section=ruled and after.fraction != run.fraction)
     return table

@@ -25,6 +25,9 @@ from kvreclaim.ops.formats import KVFormat, kv_format
 
 logger = logging.getLogger(__name__)
 
+FEW_TOKENS = 200
+"""Tokens a head below which look-ups are lost on every model that was measured (docs/evidence.md)."""
+
 
 class Compressors:
     """One compressor for each setting. A file of statistics is read once, on whatever many settings it bears,
@@ -79,6 +82,9 @@ class Compressors:
 
         Raises: InvalidArgumentError, StatsMismatchError. With max_loss also if the statistics hold no curve.
         """
+        if config.policy == AUTO and config.max_loss is None and config.budget < FEW_TOKENS:
+            text = "budget is %d tokens a head; below about %d, policy auto forgets details; raise it"
+            logger.warning(text, config.budget, FEW_TOKENS)
         if config.policy == AUTO or config.max_loss is not None:
             stats = self._checked(config)
             config = config.resolved(stats, repr(self._facts.name))
