@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean
 
 from tqdm.auto import tqdm
@@ -87,44 +87,49 @@ def try_candidates(
 ) -> Trial:
     """Compress each document under every candidate to every fraction, and score what follows it.
 
-    Prose goes on, and apart from that stretches of it are said again: the one asks what the text itself
-    needs, the other what anyone may ask of it. Each question of a look-up document is asked alone, and its
-    answer's tokens are scored; a question counts if the full cache says at least half of them. Passes run as
-    in serving: at the document's end, and as what follows grows.
+    Prose goes on: that asks what the text itself needs. Each question of a look-up document is asked alone,
+    and its answer's tokens are scored: that asks what anyone may ask of it. A question counts if the full
+    cache says at least half of them. If it answers none, stretches of the prose are said again instead.
+    Passes run as in serving: at the document's end, and as what follows grows.
 
     llm:        its weights, KV format and kernels are used, in an engine of the trial's own
     stats:      that the candidates read
-    documents:  prose (told) and look-ups (lookup_documents) that nothing in stats was fitted to
+    documents:  prose (told) and, after it, look-ups (lookup_documents); nothing in stats was fitted to them
     candidates: policies as they are written everywhere; those that the model cannot have are left out
     fractions:  of a document, rounded to blocks
 
-    Raises: InvalidArgumentError without prose, or without a candidate that can run.
+    Raises: InvalidArgumentError without a document, or without a candidate that can run.
     """
     require(bool(documents), "a trial needs a document; pass one.")
     engine = _engine_for(llm, documents)
     served, refused = _served(engine, stats, candidates)
     require(bool(served), f"no candidate can run: {'; '.join(refused.values())}")
-    full: list[list[_Said]] = []
+    full = [_full(engine, document) for document in documents]
+    places = _counted(documents, full)
+    full_score = _mean(places, full)
+    if places["asked"]:  # repetition only stands in for answers
+        places[_AGAIN] = []
+        documents = [
+            replace(document, questions=[each for each in document.questions if each.kind != _AGAIN])
+            for document in documents
+        ]
     found: dict[_Setting, list[_Row]] = {}
     groups = [served[i : i + AT_ONCE] for i in range(0, len(served), AT_ONCE)]
     bar = tqdm(total=len(documents) * len(groups), desc="trial", disable=not show_progress)
     with bar:
-        for document in documents:
-            full.append(_full(engine, document))
-            for group in groups:
-                left = [policy for policy in group if policy not in refused]
-                settings = list(itertools.product(left, fractions))
-                for setting, row in _tried(engine, document, settings, stats, refused):
-                    found.setdefault(setting, []).append(row)
-                bar.update()
+        for document, group in itertools.product(documents, groups):
+            left = [policy for policy in group if policy not in refused]
+            settings = list(itertools.product(left, fractions))
+            for setting, row in _tried(engine, document, settings, stats, refused):
+                found.setdefault(setting, []).append(row)
+            bar.update()
     rows = {setting: row for setting, row in found.items() if setting[0] not in refused}
     require(bool(rows), f"no candidate could run: {'; '.join(refused.values())}")
-    places = _counted(documents, full)
     return Trial(
         documents=len(documents),
         tokens=sum(len(document.prompt) for document in documents),
         questions=len(places["asked"]),
-        full=_mean(places, full),
+        full=full_score,
         outcomes=tuple(
             TrialOutcome(policy=policy, fraction=fraction, budget=mean(budgets), **dict(_mean(places, said)))
             for (policy, fraction), row in rows.items()
@@ -176,7 +181,7 @@ def _config(policy: str, budget: int, stats: QueryStats) -> CompressionConfig:
 
 
 def _full(engine: LLM, document: LookupDocument) -> list[_Said]:
-    """What the full cache says. The document is computed alone, so that all find it."""
+    """What the full cache says. The document is computed alone, so that all its questions find it."""
     engine.score([document.prompt], [document.questions[0].question])
     return _said(document, _score(engine, document, [None]))
 

@@ -33,14 +33,14 @@ class _Frozen(BaseModel):
 class TrialScore(_Frozen):
     """Score of given tokens: nats below certainty, mean over them; share of them it said itself.
 
-    A document goes on (`once`), stretches of it are said again (`again`), and questions about facts in it are
-    answered (`asked`; None without questions that the full cache answers).
+    A document goes on (`once`), questions about facts in it are answered (`asked`; None if the full cache
+    answers none of them), and stretches of it are said again (`again`; None under a policy with `asked`).
     """
 
     once: FiniteFloat
     once_right: float = Field(ge=0, le=1)
-    again: FiniteFloat
-    again_right: float = Field(ge=0, le=1)
+    again: FiniteFloat | None = None
+    again_right: float | None = Field(default=None, ge=0, le=1)
     asked: FiniteFloat | None = None
     asked_right: float | None = Field(default=None, ge=0, le=1)
 
@@ -91,7 +91,7 @@ class Trial(_Frozen):
     def reads_back(self) -> bool:
         """Whether the model says what stands in its cache better than what it has not read; one that cannot
         do so with all of the cache is not judged by it."""
-        return self.full.again < self.full.once
+        return self.full.again is not None and self.full.again < self.full.once
 
     @property
     def judged(self) -> Literal["asked", "again"]:
