@@ -14,7 +14,7 @@ class Reading:
     """How much of the text is read."""
 
     max_tokens: int = option(6144, "Maximum number of tokens to read from the text.", low=1)
-    trial: int = option(1, "Windows of the text to hold out for the trial of the candidates; 0: no trial.", low=0)
+    trial: int = option(1, "Windows of text to hold out for the trial of the candidates; 0: no trial.", low=0)
     candidates: tuple[str, ...] = option((), "More policies to try, besides the standard ones.")
     curve: tuple[int, ...] = option(
         (),
