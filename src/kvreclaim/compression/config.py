@@ -181,7 +181,7 @@ class CompressionConfig(CompressionSettings):
 
     def in_blocks(self, block_size: int) -> CompressionConfig:
         """The config with its budget rounded to blocks of this size, if heads keep unequal numbers."""
-        if not self.make_policy().eviction_method.uneven:
+        if self.max_loss is not None or not self.make_policy().eviction_method.uneven:
             return self
         budget = budget_in_blocks(self.budget, block_size, self.sinks + self.recent)
         return self if budget == self.budget else replace(self, budget=budget)

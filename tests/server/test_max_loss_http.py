@@ -1,0 +1,96 @@
+"""Clients ask for a loss in place of a budget, in both dialects, and are told the budget that serves them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx2
+import pytest
+from curves import curve
+from running import MODEL, Running, running_server
+
+from kvreclaim import LLM, CompressionConfig, demo_model
+from kvreclaim.compression.stats import QueryStats
+from kvreclaim.model_paths import statistics_beside
+
+BODIES = {
+    "/v1/completions": {"prompt": [5 + i % 200 for i in range(350)]},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "GO wind " * 150}]},
+    "/v1/messages": {"messages": [{"role": "user", "content": "GO wind " * 150}]},
+}
+LOSSES = {("prose", 512): {160: 0.05, 192: 0.0}, ("lookups", 512): {160: 0.3, 192: 0.05}}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory) -> Path:
+    stats = QueryStats.load(statistics_beside(demo_model()))
+    path = tmp_path_factory.mktemp("curve") / "stats.safetensors"
+    stats.with_curve(curve(stats.metadata.trial.best, LOSSES)).save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def promising(file) -> Iterator[Running]:
+    own = CompressionConfig(max_loss=0.05, stats=file)
+    with running_server(LLM(demo_model(), num_blocks=256, compression=own)) as running:
+        yield running
+
+
+def ask(server: Running, path: str, compression: dict | None) -> httpx2.Response:
+    body = {"model": MODEL, "max_tokens": 2, **BODIES[path]}
+    if compression is not None:
+        body["kv_compression"] = compression
+    return httpx2.post(server.base_url + path, json=body, timeout=60)
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    ("asked", "budget"),
+    [
+        (None, 192),
+        ({"content": "prose"}, 160),
+        ({"max_loss": 0.3}, 160),
+        ({"max_loss": 0.01}, None),
+        ({"max_loss": 0.01, "content": "prose"}, 192),
+        ({"budget": 256}, 256),
+    ],
+)
+def test_the_budget_is_the_curves(promising, path, asked, budget) -> None:
+    answer = ask(promising, path, asked)
+    assert answer.status_code == 200, answer.text
+    found = answer.json()["usage"]["kv_cache"]
+    assert found["budget"] == budget
+    assert (found["tokens_evicted"] > 0) == (budget is not None)
+    assert (found["policy"] == "full") == (budget is None)
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"budget": 256, "max_loss": 0.1}, "budget is 256 and max_loss 0.1, which chooses a budget"),
+        ({"max_loss": 2.0}, "max_loss is 2.0; it must be a number from 0.0 to 1.0"),
+        ({"content": "poems"}, "poems"),
+        ({"recent": 16}, "recent is 16, but losses are measured with 128"),
+        ({"policy": "knorm", "max_loss": 0.1}, "policy is 'knorm', but the loss was measured under"),
+    ],
+)
+def test_what_cannot_be_promised_is_a_400(promising, path, asked, message) -> None:
+    answer = ask(promising, path, asked)
+    assert answer.status_code == 400, answer.text
+    assert message in answer.json()["error"]["message"]
+
+
+def test_within_an_operators_bound_and_without_a_curve(file) -> None:
+    """A promise may need every token; statistics without a curve promise nothing."""
+    own = CompressionConfig(budget=192, stats=file)
+    with running_server(LLM(demo_model(), num_blocks=128, compression=own), max_kv_budget=256) as server:
+        answer = ask(server, "/v1/completions", {"max_loss": 0.1})
+        assert answer.status_code == 400
+        assert "max_loss may keep every token, but this server keeps 256 at most" in answer.text
+    with running_server(LLM(demo_model(), num_blocks=128, compression=replace(own, stats=None))) as server:
+        answer = ask(server, "/v1/completions", {"max_loss": 0.1})
+        assert answer.status_code == 400
+        assert "the statistics hold no loss curve" in answer.text
