@@ -117,19 +117,23 @@ def test_shipped_statistics_lie_beside_the_weights_until_others_do(
     assert not (other / STATS_FILE).exists()
 
 
-@pytest.mark.parametrize(("theirs", "replaced"), [(1, True), (2, False), (3, False)])
+@pytest.mark.parametrize(
+    ("theirs", "trial", "replaced"),
+    [(1, None, True), (2, None, False), (2, 1, True), (2, 2, False), (3, 1, False)],
+)
 def test_statistics_that_this_version_cannot_read_are_replaced(
-    shop, wheels, tmp_path, monkeypatch, theirs, replaced
+    shop, wheels, tmp_path, monkeypatch, theirs, trial, replaced
 ) -> None:
-    def write(path, version) -> None:
-        header = {"kvreclaim": json.dumps({"format_version": version})}
+    def write(path, version, trial) -> None:
+        about = {"format_version": version, "trial": trial and {"version": trial}}
+        header = {"kvreclaim": json.dumps(about)}
         save_file({"x": torch.zeros(1)}, path, metadata=header)
 
     shipped = tmp_path / "shipped.safetensors"
     monkeypatch.setattr(fetch, "shipped_statistics", lambda name: shipped)
     target = fetch_model(shop[1], tmp_path / "made", quiet)
-    write(target / STATS_FILE, theirs)
-    write(shipped, 2)
+    write(target / STATS_FILE, theirs, trial)
+    write(shipped, 2, 2)
     before = (target / STATS_FILE).read_bytes()
     fetch_model(shop[1], target, quiet)
     assert (target / STATS_FILE).read_bytes() == (shipped.read_bytes() if replaced else before)

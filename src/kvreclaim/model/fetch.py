@@ -270,14 +270,16 @@ def _add_statistics(directory: Path, source: ModelSource) -> None:
             os.replace(shutil.copyfile(shipped, Path(made, STATS_FILE)), own)
 
 
-def _version(statistics: Path) -> int:
-    """Version of the format of a statistics file; sys.maxsize where it does not say, so that it is left
-    alone."""
+def _version(statistics: Path) -> tuple[int, int]:
+    """Versions of a statistics file and of the trial in it; sys.maxsize where it does not say, so that it is
+    left alone."""
     try:
         with safe_open(statistics, framework="numpy") as file:
-            return int(json.loads((file.metadata() or {})["kvreclaim"])["format_version"])
+            about = json.loads((file.metadata() or {})["kvreclaim"])
+        trial = about.get("trial")
+        return int(about["format_version"]), int(trial["version"]) if trial else sys.maxsize
     except (SafetensorError, ValueError, KeyError, TypeError):
-        return sys.maxsize
+        return sys.maxsize, sys.maxsize
 
 
 def _put(directory: Path, target: Path, source: ModelSource) -> None:
