@@ -148,6 +148,7 @@ class CompressionConfig(CompressionSettings):
         )
         budget = curve.promised(self.max_loss, num_tokens, self.content)
         if budget is None:
+            logger.info("max_loss %g: a prompt of %d tokens keeps them all", self.max_loss, num_tokens)
             return replace(self, policy=FULL, max_loss=None, content=None)
         budget = blocks_for(budget, block_size) * block_size
         sinks = min(self.sinks, settings_of(CompressionSettings)["sinks"].default)
