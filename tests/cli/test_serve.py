@@ -191,6 +191,7 @@ def test_the_help_is_in_panels_the_most_used_options_first() -> None:
         "--kv-cache-dtype",
         "--kv-compression",
         "--kv-budget",
+        "--kv-max-loss",
     ]
     assert panels.keys() == {
         "Options",

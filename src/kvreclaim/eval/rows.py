@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvreclaim.eval.budget import FormatStorage
 from kvreclaim.eval.intervals import Array, Interval, bootstrap, ratio_interval
-from kvreclaim.eval.plan import FULL, EvalPlan, GridColumn
+from kvreclaim.eval.plan import EvalPlan, GridColumn
 from kvreclaim.eval.report import EvalRow
 from kvreclaim.eval.results import TRACE, Result
 from kvreclaim.eval.task import Metric, SampledTask, SuiteTask, Task
@@ -141,7 +141,9 @@ def _mean(results: tuple[Result, ...]) -> list[Result]:
 
 
 def _is_baseline(setting: GridColumn, plan: EvalPlan) -> bool:
-    return setting.is_full and replace(setting, policy=FULL) == plan.baseline
+    first = plan.kv_cache_dtypes[0], plan.sparse_prefill[0], plan.chunk_reuse[0]
+    own = setting.kv_cache_dtype, setting.sparse_prefill, setting.chunk_reuse
+    return setting.is_full and own == first
 
 
 def _flat(by_seed: BySeed) -> list[Result]:
