@@ -25,13 +25,13 @@ from kvreclaim.bench.plans import THREADS
 from kvreclaim.checks import require
 from kvreclaim.cli.bench_options import command_line, ready, script
 from kvreclaim.cli.config_options import ConfigOptions
-from kvreclaim.config import AUTO
+from kvreclaim.config import AUTO, FULL
 from kvreclaim.errors import KVReclaimError
 from kvreclaim.eval.budget import FormatStorage
 from kvreclaim.eval.compare import run_plan
 from kvreclaim.eval.html import write_html
 from kvreclaim.eval.journal import Journal
-from kvreclaim.eval.plan import FULL, RULER, EvalPlan, TaskOptions
+from kvreclaim.eval.plan import RULER, EvalPlan, TaskOptions
 from kvreclaim.eval.report import EvalReport, EvalRow
 from kvreclaim.eval.rows import make_rows
 from kvreclaim.eval.show import progress_bar, show_estimate, show_report

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvreclaim.config import AUTO
+from kvreclaim.config import AUTO, FULL
 from kvreclaim.errors import KVReclaimError
 from kvreclaim.eval.grid import OnProgress
 from kvreclaim.eval.journal import Journal, cell_key
-from kvreclaim.eval.plan import FULL, EvalPlan, GridColumn
+from kvreclaim.eval.plan import EvalPlan, GridColumn
 from kvreclaim.eval.results import Result
 from kvreclaim.eval.rows import Cells, Problem
 from kvreclaim.eval.task import Answer, Item, Task, TaskScore

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvreclaim import LLM, demo_model
 from kvreclaim.calibrate.calibration import calibrate
-from kvreclaim.calibrate.trial import told, try_candidates
+from kvreclaim.calibrate.trial import prose_document, try_candidates
 from kvreclaim.eval.demo_tasks import DEMO_TASKS, calibration_documents
 from kvreclaim.model_paths import STATS_FILE
 
@@ -28,7 +28,7 @@ def main() -> None:
     documents = calibration_documents(args.documents, args.tokens, args.tasks)
     stats = calibrate(llm.loaded, documents, num_centers=args.centers, show_progress=True)
     tried = calibration_documents(args.trial, args.tokens, args.tasks, seed=HELD_OUT_SEED)
-    trial = try_candidates(llm, stats, list(map(told, tried)), show_progress=True)
+    trial = try_candidates(llm, stats, list(map(prose_document, tried)), show_progress=True)
     stats.with_trial(trial).save(args.model / STATS_FILE)
     print(f"{stats.metadata.num_tokens} tokens, {args.centers} centres per head: {STATS_FILE}")
     print(f"policy auto: {trial.best}")

@@ -28,6 +28,8 @@ from kvreclaim.options import (
 )
 
 AUTO = "auto"
+FULL = "full"
+"""The policy that keeps everything."""
 DENSE = "dense"
 KERNELS = ("auto", "native", "triton", "reference")
 KV_CACHE_DTYPES = ("auto", "fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4", "turboquant4")

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from kvreclaim import LLM, CompressionConfig, SamplingParams
 from kvreclaim.calibrate.calibration import held_out
 from kvreclaim.calibrate.lookups import LookupDocument, Question
-from kvreclaim.calibrate.trial import num_tokens, told, try_candidates, window
+from kvreclaim.calibrate.trial import num_tokens, prose_document, try_candidates, window
 from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.compression.policy import LayerView
 from kvreclaim.compression.stats import QueryStats
@@ -24,7 +24,7 @@ from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
 from kvreclaim.model_paths import STATS_FILE
 
 DOCUMENTS = tiny.prompts((340, 400), seed=4)
-TOLD = [told(document) for document in DOCUMENTS]
+TOLD = [prose_document(document) for document in DOCUMENTS]
 CANDIDATES = ("streaming_llm", "query_mixture", "shares(surrogate)", "h2o", "shares(h2o)")
 
 
@@ -143,7 +143,7 @@ def test_a_candidate_that_fails_while_it_runs_is_left_out_whole(stats, make_llm,
 
 def test_documents_too_short_for_a_tenth_and_none_are_refused(stats, make_llm) -> None:
     with pytest.raises(InvalidArgumentError, match="documents of 320 tokens and more"):
-        told([5] * 319)
+        prose_document([5] * 319)
     with pytest.raises(InvalidArgumentError, match="pass one"):
         try_candidates(make_llm("llama"), stats, [])
 
@@ -155,10 +155,10 @@ def test_nobody_to_try_is_an_error(stats, make_llm) -> None:
 
 def test_the_longest_document_can_be_said_again(make_llm) -> None:
     llm = make_llm("llama")
-    longest = told([5] * window(llm.loaded.facts))
+    longest = prose_document([5] * window(llm.loaded.facts))
     follows = [len(each.question) + len(each.answer) for each in longest.questions]
     assert len(longest.prompt) + max(follows) <= llm.loaded.facts.max_position
-    assert num_tokens(told([5] * 2048), 3) == 1792 + 3 * (256 + 128)
+    assert num_tokens(prose_document([5] * 2048), 3) == 1792 + 3 * (256 + 128)
 
 
 def test_documents_are_held_out_evenly_among_those_that_are_long_enough() -> None:

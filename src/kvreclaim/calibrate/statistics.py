@@ -118,7 +118,7 @@ def curve_of(
 
 def trial_documents(llm: LLM, text: Sequence[int]) -> list[LookupDocument]:
     """A text of a trial as it is, and facts strewn in it."""
-    prose = trial.told(text)
+    prose = trial.prose_document(text)
     return [prose, *lookup_documents(llm.tokenizer, text, count=1, num_tokens=len(prose.prompt))]
 
 

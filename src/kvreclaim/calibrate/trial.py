@@ -62,7 +62,7 @@ def num_tokens(document: LookupDocument, num_settings: int) -> int:
     )
 
 
-def told(document: Sequence[int]) -> LookupDocument:
+def prose_document(document: Sequence[int]) -> LookupDocument:
     """A document of prose cut for the trial: behind its first part it goes on, or is said again."""
     require(
         len(document) >= LEAST_TOKENS,
@@ -94,7 +94,7 @@ def try_candidates(
 
     llm:        its weights, KV format and kernels are used, in an engine of the trial's own
     stats:      that the candidates read
-    documents:  prose (told) and, after it, look-ups (lookup_documents); nothing in stats was fitted to them
+    documents:  of prose_document and, after it, of lookup_documents; nothing in stats was fitted to them
     candidates: policies as they are written everywhere; those that the model cannot have are left out
     fractions:  of a document, rounded to blocks
 

@@ -15,7 +15,7 @@ from kvreclaim.compression.policy import CompressionPolicy, Mode
 from kvreclaim.compression.registry import make_policy
 from kvreclaim.compression.spec.recall import parse_recall
 from kvreclaim.compression.stats import RECALIBRATE, QueryStats
-from kvreclaim.config import AUTO, CompressionSettings
+from kvreclaim.config import AUTO, FULL, CompressionSettings
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.options import settings_of
@@ -24,7 +24,6 @@ from kvreclaim.schedule.budget.recall import Recall
 
 logger = logging.getLogger(__name__)
 
-FULL: Final = "full"
 MAX_KEPT: Final = 16
 """Compressors kept at a time, by settings, the last ones used; callers may send ever new settings."""
 StatsSource = str | os.PathLike[str] | QueryStats

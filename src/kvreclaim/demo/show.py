@@ -33,10 +33,12 @@ GAIN = POLICY | {
     "pre-\nempted": "{preemptions}",
     "tok/s": "{tokens_per_s:,.0f}",
 }
-LOAD = POLICY | {
+ROOM = POLICY | {
     "most\nrun": "{most_running}",
     "pre-\nempted": "{preemptions}",
     "peak\nblocks": "{peak_blocks}",
+}
+LOAD = ROOM | {
     "tok/s": "{tokens_per_s:,.0f}",
     "secs": "{elapsed_s:.1f}",
     "longest\nwait, s": "{longest_wait_s:.1f}",
@@ -99,7 +101,7 @@ def show_real(console: Console, report: RealReport) -> None:
         f"{report.load[0].num_requests} conversations about {report.num_load_tokens} tokens each at once in "
         f"{report.num_blocks} blocks"
     )
-    console.print(_table(crowd, LOAD, report.load, ruled=False))
+    console.print(_table(crowd, ROOM, report.load, ruled=False))
     _print_charts(console, "blocks in use over time", report.load, report.num_blocks)
 
 

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvreclaim.config import FULL
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 from kvreclaim.eval.fingerprint import cell_identity, run_identity
 from kvreclaim.eval.journal import Journal, cell_key
-from kvreclaim.eval.plan import FULL, EvalPlan, GridColumn
+from kvreclaim.eval.plan import EvalPlan, GridColumn
 from kvreclaim.eval.requests import CellError
 from kvreclaim.eval.results import Result
 from kvreclaim.eval.rows import Cells, Problem

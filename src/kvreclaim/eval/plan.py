@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvreclaim.checks import check_int, require
 from kvreclaim.chunks import WHOLE, chunk_reuse_of
-from kvreclaim.config import AUTO, DENSE, CompressionSettings, format_names
+from kvreclaim.config import AUTO, DENSE, FULL, CompressionSettings, format_names
 from kvreclaim.options import check_options, option, settings_of
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from kvreclaim.compression.stats import QueryStats
     from kvreclaim.engine.api.llm import LLM
 
-FULL = "full"
 DIALECTS = ("auto", "demo", "text")
 KNOWN, UNKNOWN = "known", "unknown"
 RULER = "ruler"

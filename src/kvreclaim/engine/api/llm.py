@@ -18,8 +18,8 @@ from tqdm.auto import tqdm
 from kvreclaim.beams import BeamSearchParams
 from kvreclaim.checks import check_int, require
 from kvreclaim.compression.compressor import Compressor
-from kvreclaim.compression.config import FULL, CompressionConfig
-from kvreclaim.config import EngineConfig
+from kvreclaim.compression.config import CompressionConfig
+from kvreclaim.config import FULL, EngineConfig
 from kvreclaim.engine.api.chat import Message, num_system_tokens, render_chat
 from kvreclaim.engine.api.compressors import Compressors
 from kvreclaim.engine.api.kept_statistics import kept_statistics
