@@ -2,9 +2,9 @@
 
     make compare-kvpress MODEL=DIR
 
-Prompts and points are those of `kvreclaim eval --tasks ruler`. kvpress runs in fp32 on the same token ids,
-in an environment of its own (kvpress_worker.py). Both run on the GPU, if there is one, and keep their results
-in the journal of --out.
+Prompts and points are those of `kvreclaim eval --tasks ruler`. kvpress reads the same token ids
+in the same dtype, in an environment of its own (kvpress_worker.py). Both run on the GPU, if there is one, and
+keep their results in the journal of --out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvreclaim.bench.plans import THREADS
 from kvreclaim.checks import require
 from kvreclaim.cli.bench_options import command_line, ready, script
 from kvreclaim.cli.config_options import ConfigOptions
-from kvreclaim.config import AUTO, FULL
+from kvreclaim.compression_settings import AUTO, FULL
 from kvreclaim.errors import KVReclaimError
 from kvreclaim.eval.budget import FormatStorage
 from kvreclaim.eval.compare import run_plan
@@ -61,7 +61,7 @@ class ComparePlan:
     batch_size: int = option(
         1, "Examples that kvreclaim answers together; kvpress takes one at a time.", low=1
     )
-    dtype: str = option("float32", "Dtype of kvreclaim; kvpress computes in fp32.")
+    dtype: str = option("float32", "Dtype of both: float32, bfloat16 or float16.")
     threads: int = option(2, THREADS, low=1, high=1024)
     kvpress_python: Path = option(
         Path(".kvpress-env/bin/python"), "Interpreter of kvpress' environment (`make kvpress-env`)."
@@ -169,14 +169,14 @@ def compare(plan: ComparePlan) -> EvalReport:
     del llm
     side, about = (
         plan.grid(PressPlan, presses=presses),
-        {"kvpress": version, "model": report.header.fingerprint},
+        {"kvpress": version, "model": report.header.fingerprint, "dtype": plan.dtype},
     )
     with ExitStack() as stack:
         journal = stack.enter_context(Journal(plan.out))
         grid = PressGrid(side, tasks, journal, about, report.header.block_size)
         if missing := grid.missing():
             weights = weights_of(plan.model, plan.out)
-            worker = stack.enter_context(Worker(plan.kvpress_python, weights, plan.threads))
+            worker = stack.enter_context(Worker(plan.kvpress_python, weights, plan.dtype, plan.threads))
             on_start = stack.enter_context(progress_bar(console))
             on_progress = on_start(sum(len(columns) for _, _, columns in missing))
             grid.run(worker, on_progress, lambda seconds: show_estimate(console, seconds))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvreclaim.config import AUTO, FULL
+from kvreclaim.compression_settings import AUTO, FULL
 from kvreclaim.errors import KVReclaimError
 from kvreclaim.eval.grid import OnProgress
 from kvreclaim.eval.journal import Journal, cell_key
@@ -62,8 +62,8 @@ class PressPlan(EvalPlan):
 class Worker:
     """kvpress in its own environment: one model, one row at a time."""
 
-    def __init__(self, python: Path, model: Path, threads: int) -> None:
-        command = [python, WORKER, "--model", model]
+    def __init__(self, python: Path, model: Path, dtype: str, threads: int) -> None:
+        command = [python, WORKER, "--model", model, "--dtype", dtype]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._process = subprocess.Popen(command, env=environment, text=True, **pipes)

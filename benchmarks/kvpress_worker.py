@@ -108,9 +108,9 @@ class SharedPrefill:
 class Worker:
     """One model, its rows one after the other."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, dtype: torch.dtype) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation="sdpa"
+            directory, dtype=dtype, attn_implementation="sdpa"
         ).eval()
         self.model.to("cuda" if torch.cuda.is_available() else "cpu")
         tokenizer = AutoTokenizer.from_pretrained(directory)
@@ -211,11 +211,12 @@ class Worker:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="directory of a transformers model; without it, print what is there")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     options = parser.parse_args()
     if options.model is None:
         print(json.dumps({"version": version("kvpress"), "presses": list(PRESSES)}))
         return
-    worker = Worker(options.model)
+    worker = Worker(options.model, getattr(torch, options.dtype))
     for line in sys.stdin:
         for answer in worker.answers(json.loads(line)):
             print(json.dumps(answer), flush=True)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.config import CompressionSettings, EngineConfig
+from kvreclaim.compression_settings import CompressionSettings
+from kvreclaim.config import EngineConfig
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.options import Setting, settings_of
 from kvreclaim.sampling_params import SamplingParams

@@ -16,7 +16,8 @@ from kvreclaim.cli.generate import generate
 from kvreclaim.cli.main import app
 from kvreclaim.cli.options import Compression
 from kvreclaim.cli.serve import serve
-from kvreclaim.config import CompressionSettings, EngineConfig
+from kvreclaim.compression_settings import CompressionSettings
+from kvreclaim.config import EngineConfig
 from kvreclaim.eval.plan import EvalPlan, TaskOptions
 from kvreclaim.options import Setting, settings_of
 from kvreclaim.sampling_params import SamplingParams

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from kvreclaim.bench.systems.base import NAMES, OURS, Fill, Point, SystemSetup
 from kvreclaim.checks import check_choice, require
 from kvreclaim.compression.spec.traits import traits
-from kvreclaim.config import AUTO, format_names
+from kvreclaim.compression_settings import AUTO
+from kvreclaim.config import format_names
 from kvreclaim.options import check_options, option
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from kvreclaim.checks import require
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.loss_curve import LossCell, LossCurve
 from kvreclaim.compression.stats import QueryStats
-from kvreclaim.config import CONTENTS
+from kvreclaim.compression_settings import CONTENTS
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.engine.request.outputs import ScoreOutput
 from kvreclaim.errors import InvalidArgumentError

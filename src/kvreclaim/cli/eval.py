@@ -14,7 +14,8 @@ from kvreclaim.chunks import WHOLE
 from kvreclaim.cli import options as opt
 from kvreclaim.cli.bench_options import command_line
 from kvreclaim.cli.config_options import ConfigOptions, names_in, with_config
-from kvreclaim.config import CompressionSettings, EngineConfig
+from kvreclaim.compression_settings import CompressionSettings
+from kvreclaim.config import EngineConfig
 from kvreclaim.eval.plan import RULER, UNSHARED, EvalPlan, TaskOptions
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.options import COMPRESSION, MODEL, option

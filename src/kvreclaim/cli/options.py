@@ -11,7 +11,8 @@ import typer
 
 from kvreclaim import demo_model, real_model
 from kvreclaim.cli.config_options import ConfigOptions
-from kvreclaim.config import CompressionSettings, EngineConfig
+from kvreclaim.compression_settings import CompressionSettings
+from kvreclaim.config import EngineConfig
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.options import COMPRESSION, MODEL
 from kvreclaim.outputs import check_writable

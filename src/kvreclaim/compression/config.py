@@ -15,7 +15,7 @@ from kvreclaim.compression.policy import CompressionPolicy, Mode
 from kvreclaim.compression.registry import make_policy
 from kvreclaim.compression.spec.recall import parse_recall
 from kvreclaim.compression.stats import RECALIBRATE, QueryStats
-from kvreclaim.config import AUTO, FULL, CompressionSettings
+from kvreclaim.compression_settings import AUTO, FULL, CompressionSettings
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.options import settings_of
@@ -38,10 +38,9 @@ class CompressionConfig(CompressionSettings):
     budget:         tokens that a compression leaves per layer and KV head; more than sinks + recent. If heads
                     keep unequal numbers, it is the average, rounded to blocks (footprint.budget_in_blocks);
                     RequestMetrics.budget is the one used. "auto" (with verify): starts with the smallest of
-                    config.BUDGETS that fits, rises when a draft is rejected, and falls after a while
-                    without rejections
+                    BUDGETS that fits, rises when a draft is rejected, falls after a while without rejections
     max_loss:       instead of a budget: that of the loss curve in the statistics (see promised)
-    content:        what the prompt is, of config.CONTENTS; None: whichever needs the larger budget
+    content:        what the prompt is, one of CONTENTS; None: whichever needs the larger budget
     interval:       tokens over the budget at which the next compression runs
     sinks:          first tokens of the sequence, never evicted
     recent:         last tokens of the sequence, never evicted

@@ -35,7 +35,7 @@ from kvreclaim.compression.policies.triattention import TriAttention
 from kvreclaim.compression.policy import CompressionPolicy, Wrapper
 from kvreclaim.compression.spec.arguments import WRAPPED, named_arguments, refuse_unknown, wrapped
 from kvreclaim.compression.spec.grammar import Spec, parse_spec, write_value
-from kvreclaim.config import AUTO
+from kvreclaim.compression_settings import AUTO
 from kvreclaim.entry_points import load, names_in
 from kvreclaim.errors import InvalidArgumentError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from kvreclaim.config import AUTO
+from kvreclaim.compression_settings import AUTO
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import kv_format
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvreclaim.config import FULL
+from kvreclaim.compression_settings import FULL
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 from kvreclaim.eval.fingerprint import cell_identity, run_identity

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvreclaim.checks import check_int, require
 from kvreclaim.chunks import WHOLE, chunk_reuse_of
-from kvreclaim.config import AUTO, DENSE, FULL, CompressionSettings, format_names
+from kvreclaim.compression_settings import AUTO, FULL, CompressionSettings
+from kvreclaim.config import DENSE, format_names
 from kvreclaim.options import check_options, option, settings_of
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from kvreclaim.chunks import WHOLE
-from kvreclaim.config import AUTO, DENSE
+from kvreclaim.compression_settings import AUTO
+from kvreclaim.config import DENSE
 from kvreclaim.eval.plan import keeps
 from kvreclaim.eval.task import Metric
 from kvreclaim.outputs import write_json, writing

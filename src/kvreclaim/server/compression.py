@@ -6,7 +6,7 @@ import dataclasses
 
 from kvreclaim.checks import require
 from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.config import AUTO
+from kvreclaim.compression_settings import AUTO
 from kvreclaim.engine.serving.served import ServedModel
 from kvreclaim.errors import KVReclaimError
 from kvreclaim.server.config import ServerConfig

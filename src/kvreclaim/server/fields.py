@@ -18,7 +18,7 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from kvreclaim.config import CompressionSettings
+from kvreclaim.compression_settings import CompressionSettings
 from kvreclaim.options import settings_of
 from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.server.config import MAX_INT32

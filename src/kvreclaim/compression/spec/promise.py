@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from kvreclaim.checks import require
 from kvreclaim.compression.spec.traits import footprint
-from kvreclaim.config import CONTENTS
+from kvreclaim.compression_settings import CONTENTS
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.options import option
 from kvreclaim.schedule.budget.footprint import Footprint

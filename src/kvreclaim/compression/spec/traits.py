@@ -20,7 +20,7 @@ from typing import Any
 from kvreclaim.checks import require
 from kvreclaim.compression.spec.arguments import WRAPPED, named_arguments, refuse_unknown, wrapped
 from kvreclaim.compression.spec.grammar import Spec, Value, parse_spec
-from kvreclaim.config import AUTO, CompressionSettings
+from kvreclaim.compression_settings import AUTO, CompressionSettings
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.schedule.budget.check import check_blocks
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod

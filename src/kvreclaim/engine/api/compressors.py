@@ -18,7 +18,7 @@ from kvreclaim.compression.config import MAX_KEPT, CompressionConfig, StatsSourc
 from kvreclaim.compression.loss_curve import MEASURE_CURVE
 from kvreclaim.compression.refusals import STATISTICS, format_features, policy_features
 from kvreclaim.compression.stats import QueryStats
-from kvreclaim.config import AUTO
+from kvreclaim.compression_settings import AUTO
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import KVFormat, kv_format

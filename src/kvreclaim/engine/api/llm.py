@@ -19,7 +19,8 @@ from kvreclaim.beams import BeamSearchParams
 from kvreclaim.checks import check_int, require
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.config import FULL, EngineConfig
+from kvreclaim.compression_settings import FULL
+from kvreclaim.config import EngineConfig
 from kvreclaim.engine.api.chat import Message, num_system_tokens, render_chat
 from kvreclaim.engine.api.compressors import Compressors
 from kvreclaim.engine.api.kept_statistics import kept_statistics

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.config import AUTO
+from kvreclaim.compression_settings import AUTO
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.errors import KVReclaimError
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvreclaim.compression.compressor import Compressor
-from kvreclaim.config import BUDGETS, EngineConfig
+from kvreclaim.compression_settings import BUDGETS
+from kvreclaim.config import EngineConfig
 from kvreclaim.engine.request.footprints import footprint_of
 from kvreclaim.engine.request.verify import Verify
 from kvreclaim.ops.groups import LayerGroups

@@ -114,9 +114,10 @@ class RulerRows:
             for name in missing:
                 if not (folder / name / ROWS).is_file():
                     why = "it found none in time" if TIMED_OUT in errors else errors.strip()[-300:]
+                    lacks = "ModuleNotFoundError" in errors
                     raise InvalidArgumentError(
-                        f"RULER's script made no rows of {self.num_tokens} tokens for {name} ({why}); raise "
-                        "the number of tokens."
+                        f"RULER's script made no rows of {self.num_tokens} tokens for {name} ({why}); "
+                        + ("pip install 'kvreclaim[ruler]'." if lacks else "raise the number of tokens.")
                     )
                 moved(folder / name, kept[name])
         for name in self.names:

@@ -21,7 +21,7 @@ from kvreclaim.compression.policy import CompressionPolicy
 from kvreclaim.compression.refusals import STATISTICS, policy_features
 from kvreclaim.compression.registry import make_policy
 from kvreclaim.compression.stats import QueryStats
-from kvreclaim.config import AUTO
+from kvreclaim.compression_settings import AUTO
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm import page_address as address
 from kvreclaim.integrations.vllm.asking import KEY, VARIABLE

@@ -1,0 +1,181 @@
+"""Settings of compression that need no torch; each is checked once, then frozen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvreclaim.checks import require
+from kvreclaim.options import FIRST, MAX_COUNT, check_options, option, settings_of
+
+AUTO = "auto"
+FULL = "full"
+"""The policy that keeps everything."""
+DEFAULT_BUDGET = 2048
+CONTENTS = ("prose", "lookups")
+"""Contents of the documents that calibration measures losses on."""
+MEASURED = ("interval", "recent", "protect_prompt", "mode", "recall", "verify")
+"""Fields of CompressionSettings that have their defaults where losses are measured."""
+BUDGETS = tuple(32 * each for each in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512))
+"""Steps of budget "auto"."""
+
+
+@dataclass(frozen=True)
+class CompressionSettings:
+    """The part of CompressionConfig that needs no torch.
+
+    It checks numbers; CompressionConfig checks the rest. Without a budget it is DEFAULT_BUDGET, with max_loss
+    everything until the prompt is known. Raises: InvalidArgumentError.
+    """
+
+    policy: str = option(
+        AUTO,
+        "Compression policy: a name, or auto, the one that calibration found best for the model. Default: "
+        "no compression; auto if another compression option is given.",
+        flags=("--kv-compression",),
+        panel=FIRST,
+    )
+    budget: int = option(
+        None,
+        "Tokens to keep per layer and KV head. auto, with --verify: as few as drafting allows. Default: "
+        f"{DEFAULT_BUDGET}.",
+        low=1,
+        high=MAX_COUNT,
+        unit=" tokens",
+        flags=("--kv-budget",),
+        typed_as=str,
+        also=(AUTO,),
+        panel=FIRST,
+    )
+    interval: int = option(
+        128,
+        "Compress again when a sequence is this many tokens over the budget.",
+        low=1,
+        high=MAX_COUNT,
+        unit=" token",
+        flags=("--kv-compression-interval",),
+    )
+    sinks: int = option(
+        4,
+        "First tokens that are never evicted.",
+        low=0,
+        high=MAX_COUNT,
+        unit=" tokens",
+        flags=("--kv-sinks",),
+    )
+    recent: int = option(
+        128,
+        "Last tokens that are never evicted.",
+        low=0,
+        high=MAX_COUNT,
+        unit=" tokens",
+        flags=("--kv-recent",),
+    )
+    protect_prompt: bool = option(
+        False,
+        "Evict prompt tokens only if the budget cannot be met otherwise.",
+        flags=("--kv-protect-prompt",),
+    )
+    protect_system: bool = option(
+        True,
+        "Never evict a chat's system prompt and tools, up to half of the budget.",
+        flags=("--kv-protect-system",),
+        kw_only=True,
+    )
+    mode: str | None = option(
+        None,
+        "Which heads keep the same tokens: union (all), per_head or per_layer_head. Default: the policy's "
+        "own.",
+        flags=("--kv-compression-mode",),
+    )
+    verify: bool = option(
+        False,
+        "Draft from the compressed cache and verify with the full one. The output is that of the full cache.",
+        flags=("--verify",),
+        kw_only=True,
+    )
+    verify_tokens: int = option(
+        16,
+        "Maximum number of draft tokens between two verifications.",
+        low=1,
+        high=64,
+        unit=" token",
+        flags=("--verify-tokens",),
+        kw_only=True,
+    )
+    stats: object = option(
+        None,
+        "File of query statistics. Default: the one beside the weights, else the one in the cache directory.",
+        flags=("--kv-compression-stats",),
+        typed_as=str,
+    )
+    recall: str | None = option(
+        None,
+        "Keep evicted tokens in host memory (--kv-recall-size) and bring them back when queries need them: "
+        "at compressions (pass), every N tokens too (tokens:N), or at every token (query). Options as in "
+        "query(blocks=8).",
+        flags=("--kv-recall", "--recall"),
+        kw_only=True,
+    )
+    max_loss: float | None = option(
+        None,
+        "Instead of a budget: the smallest one at which 95 % of documents like those of `kvreclaim calibrate "
+        "--curve` lose at most this share of their answers, such as 0.01.",
+        low=0.0,
+        high=1.0,
+        flags=("--kv-max-loss",),
+        kw_only=True,
+        panel=FIRST,
+    )
+    content: str | None = option(
+        None,
+        "What --kv-max-loss is about: prose, or lookups of facts. Default: whichever needs more tokens.",
+        choices=CONTENTS,
+        flags=("--kv-content",),
+        kw_only=True,
+    )
+    auto_budget: bool | None = field(default=None, kw_only=True)
+    """Whether budget was "auto"; set by it."""
+
+    def __post_init__(self) -> None:
+        if self.budget is None:
+            object.__setattr__(self, "budget", DEFAULT_BUDGET if self.max_loss is None else MAX_COUNT)
+        check_options(self)
+        self._check_max_loss()
+        always = self.sinks + self.recent
+        if self.budget == AUTO:
+            object.__setattr__(self, "auto_budget", True)
+            object.__setattr__(self, "budget", next((b for b in BUDGETS if b >= always + 16), MAX_COUNT))
+        require(
+            self.verify or not self.auto_budget,
+            "budget is 'auto', but verify is False; a budget may be tried out only where the full cache "
+            "verifies; set verify=True, or pass a number of tokens.",
+            "budget",
+        )
+        require(
+            self.budget > always,
+            f"budget is {self.budget} tokens, but sinks + recent = {always} are always kept; raise the "
+            "budget, or lower sinks or recent.",
+        )
+
+    def _check_max_loss(self) -> None:
+        if self.max_loss is None:
+            require(
+                self.content is None,
+                f"content is {self.content!r}, but max_loss is None: content says what max_loss is about; "
+                "give both, or leave content out.",
+                "content",
+            )
+            return
+        require(
+            self.budget == MAX_COUNT,
+            f"budget is {self.budget!r} and max_loss {self.max_loss}, which chooses a budget; leave one out.",
+            "max_loss",
+        )
+        for name in MEASURED:
+            value, default = getattr(self, name), settings_of(CompressionSettings)[name].default
+            require(
+                value == default,
+                f"{name} is {value!r}, but losses are measured with {default!r}; leave {name}, or max_loss, "
+                "out.",
+                name,
+            )
