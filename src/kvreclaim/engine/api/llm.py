@@ -456,12 +456,12 @@ class LLM:
         """The request with its compression, or else this LLM's, at the budget that max_loss promises for its
         prompt, or for what is compressed of it. Where everything must stay, compress_prompt_at has no use."""
         config, at = spec.compression or self.compression, spec.compress_prompt_at
-        if config is not None and config.max_loss is not None:
-            if at is not None:
-                check_int("compress_prompt_at", at, 1)
-            config = self.compressors.promised(config, len(spec.prompt_token_ids) if at is None else at)
-            at = None if config.policy == FULL else at
-        return replace(spec, compression=config, compress_prompt_at=at)
+        if config is None or config.max_loss is None:
+            return spec if spec.compression is config else replace(spec, compression=config)
+        if at is not None:
+            check_int("compress_prompt_at", at, 1)
+        config = self.compressors.promised(config, len(spec.prompt_token_ids) if at is None else at)
+        return replace(spec, compression=config, compress_prompt_at=None if config.policy == FULL else at)
 
     def compressor(self, config: CompressionConfig) -> Compressor:
         """A compressor for this model; reads the model's statistics if the config names none."""

@@ -82,9 +82,15 @@ class AsyncEngine(EngineClient):
         return self.host.num_waiting
 
     async def _add(self, news: Sequence[RequestSpec]) -> None:
-        news = [self.llm.promised(new) for new in news]
+        news = [await self._promised(new) for new in news]
         compressors = [await self._compressor(new.compression) for new in news]
         await self.call(lambda host: host.add_all(news, compressors))
+
+    async def _promised(self, new: RequestSpec) -> RequestSpec:
+        """The request at its budget. For max_loss a file of statistics may have to be read."""
+        if new.compression is None or new.compression.max_loss is None:
+            return self.llm.promised(new)
+        return await asyncio.to_thread(self.llm.promised, new)
 
     async def _compressor(self, config: CompressionConfig | None) -> Compressor | None:
         """The compressor of a request's config. Made where neither a step nor the event loop has to wait."""
