@@ -1,4 +1,4 @@
-"""Write what `kvreclaim plan` prints into the documents that show it, from the repository's root."""
+"""Write what `kvreclaim plan` prints into docs/planning.md, from the repository's root."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shlex
 import subprocess
 from pathlib import Path
 
-DOCS = [Path(__file__).parents[1] / "docs" / name for name in ("planning.md", "evidence.md")]
+PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
 BLOCK = re.compile(r"```console\n\$ (kvreclaim plan .*)\n(?:(?!```)(?:.*\n))*```")
 
 
@@ -18,5 +18,4 @@ def printed(found: re.Match[str]) -> str:
 
 
 if __name__ == "__main__":
-    for document in DOCS:
-        document.write_text(BLOCK.sub(printed, document.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(BLOCK.sub(printed, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
