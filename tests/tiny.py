@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+DEVICE = os.environ.get("KVRECLAIM_TEST_DEVICE", "cpu")
+"""Of the engines in tests that can run elsewhere: `make gpu` runs them on cuda."""
 VOCAB_SIZE = 272
 WINDOW = 8
 CHUNK = 16

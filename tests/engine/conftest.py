@@ -32,10 +32,10 @@ def calibrated_dir(tiny_dir: Callable[[str], Path], tmp_path_factory) -> Callabl
 
 @pytest.fixture
 def make_llm(calibrated_dir) -> Callable[..., LLM]:
-    """(family, **engine arguments) -> an engine on the CPU, in fp32 where nothing else is said."""
+    """(family, **engine arguments) -> an engine on tiny.DEVICE, in fp32 where nothing else is said."""
 
     def make(family: str = "llama", **arguments) -> LLM:
         given = {"num_blocks": 200, "dtype": "float32", **arguments}
-        return LLM(calibrated_dir(family), device="cpu", **given)
+        return LLM(calibrated_dir(family), device=tiny.DEVICE, **given)
 
     return make

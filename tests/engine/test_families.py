@@ -34,7 +34,7 @@ def expected(tiny_dir: Callable[[str], Path]) -> Expected:
 
 
 def load(directory: Path, **limits: int | bool) -> LLM:
-    return LLM(directory, dtype="float32", device="cpu", **limits)
+    return LLM(directory, dtype="float32", device=tiny.DEVICE, **limits)
 
 
 def few(family: str, num_blocks: int, grouped: int, tables: int) -> int:

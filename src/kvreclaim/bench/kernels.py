@@ -19,7 +19,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from kvreclaim.bench.common import Row, alternate, seconds, sheet, spread
+from kvreclaim.bench.common import Columns, Row, alternate, seconds, sheet, spread
 from kvreclaim.bench.kernel_cases import KernelCase, standard
 from kvreclaim.bench.kernel_shapes import BLOCK_SIZE, Filled, KernelShape
 from kvreclaim.errors import KVReclaimError
@@ -30,6 +30,20 @@ TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 2e-4}
 """Largest difference from the reference over the reference's largest value."""
 MIN_SLICE_S = 0.02
 BASE = "bf16"
+COLUMNS: Columns = {
+    "op": "{op} ({kernels})",
+    "tokens": "{context:,} x {batch}",
+    "D": "{head_dim}",
+    "dtype": "{dtype}",
+    "K/V": "{kv_cache_dtype}",
+    "µs": "{us:,.0f}",
+    "MiB": "{mib:,.1f}",
+    "GB/s": "{gb_s:,.1f}",
+    "of read": "{read_share:.0%}",
+    "of copy": "{copy_share:.0%}",
+    "of FLOP/s": "{flop_share:.0%}",
+    "x bf16": "{times_bf16:.2f}",
+}
 
 
 class WrongKernelError(KVReclaimError, RuntimeError):
@@ -166,21 +180,7 @@ def rows_table(rows: list[Row], machine: MachineSpeed) -> Table:
         f"kernels; read {machine.read_gb_s:.1f}, copy {machine.copy_gb_s:.1f} GB/s, "
         f"{machine.gflop_s:.0f} GFLOP/s in fp32"
     )
-    columns = {
-        "op": "{op} ({kernels})",
-        "tokens": "{context:,} x {batch}",
-        "D": "{head_dim}",
-        "dtype": "{dtype}",
-        "K/V": "{kv_cache_dtype}",
-        "µs": "{us:,.0f}",
-        "MiB": "{mib:,.1f}",
-        "GB/s": "{gb_s:,.1f}",
-        "of read": "{read_share:.0%}",
-        "of copy": "{copy_share:.0%}",
-        "of FLOP/s": "{flop_share:.0%}",
-        "x bf16": "{times_bf16:.2f}",
-    }
-    return sheet(title, columns, rows)
+    return sheet(title, COLUMNS, rows)
 
 
 BUFFER_BYTES = 512 * 2**20
