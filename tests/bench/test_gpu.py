@@ -49,7 +49,9 @@ def far() -> float:
 
 
 def small(path: Path) -> Part:
-    return Part(name="tests:small", arguments=(*PYTEST, str(path)), limit_s=600)
+    """A part of one file, whose tests are named from its directory."""
+    arguments = (*PYTEST, "--rootdir", str(path.parent), str(path))
+    return Part(name="tests:small", arguments=arguments, limit_s=600)
 
 
 def bench(code: str, **more) -> Part:
