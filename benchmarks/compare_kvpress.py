@@ -61,7 +61,7 @@ class ComparePlan:
     batch_size: int = option(
         1, "Examples that kvreclaim answers together; kvpress takes one at a time.", low=1
     )
-    dtype: str = option("float32", "Dtype of both: float32, bfloat16 or float16.")
+    dtype: str = option("float32", "Dtype of both.", choices=("float32", "bfloat16", "float16"))
     threads: int = option(2, THREADS, low=1, high=1024)
     kvpress_python: Path = option(
         Path(".kvpress-env/bin/python"), "Interpreter of kvpress' environment (`make kvpress-env`)."

@@ -122,3 +122,10 @@ def test_without_the_package_the_error_says_how_to_get_it(llm, monkeypatch):
     published_tasks.cache_clear()
     with pytest.raises(InvalidArgumentError, match=r"pip install 'kvreclaim\[ruler\]'"):
         make_tasks(["ruler"], llm, TaskOptions())
+
+
+def test_a_package_that_a_script_lacks_is_named_with_what_brings_it(llm, monkeypatch):
+    error = "ModuleNotFoundError: No module named 'scipy'"
+    monkeypatch.setattr(rows_module, "_run", lambda folder, commands: error)
+    with pytest.raises(InvalidArgumentError, match=rf"for fwe \({error}\); pip install 'kvreclaim\[ruler\]'"):
+        make_tasks(["ruler:fwe"], llm, TaskOptions(num_tokens=1111))
