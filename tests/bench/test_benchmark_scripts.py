@@ -10,7 +10,7 @@ import tiny
 import tiny_packed
 from typer.testing import CliRunner
 
-from benchmarks import chunks, compress, packed, plot_decode, prefill, prefix, step, tiers
+from benchmarks import chunks, compress, packed, plot_decode, prefill, prefix, prompt_time, step, tiers
 from kvreclaim import demo_model
 from kvreclaim.memory import eviction_orders
 from kvreclaim.ops import extension
@@ -74,6 +74,19 @@ def test_prefill_compares_methods_with_dense(tmp_path):
     assert rows[4]["read"] < rows[1]["read"] < 1
     assert {row["stretched"] for row in rows} == {9001 / 4096}
     assert "tokens read" in output
+
+
+def test_prompt_time_compares_policies_with_the_full_cache(tmp_path):
+    options = ("--lengths", "400,600", "--chunk", 256, "--budgets", 0.3, "--rounds", 1)
+    rows, output = run(tmp_path, prompt_time, *COMMON, *options, "--policies", "auto,shares(kvzip)")
+    assert [(row["length"], row["policy"], row["budget"]) for row in rows] == [
+        (length, policy, 0.3) for length in (400, 600) for policy in ("auto", "shares(kvzip)")
+    ]
+    assert all(row["ratio"] == pytest.approx(row["seconds"] / row["full_s"]) for row in rows)
+    assert "compressed / full" in output
+    result = runner.invoke(prompt_time.app, [*map(str, COMMON), "--lengths", "300"])
+    assert result.exit_code == 2
+    assert "0.2 of 300 tokens" in " ".join(result.output.split())
 
 
 def test_plot_writes_an_image(tmp_path):
