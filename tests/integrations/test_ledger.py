@@ -7,7 +7,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from list_pool import FakeRequest, ListPool, computed, make_ledger
 
@@ -198,6 +198,35 @@ def test_a_decode_pass_brings_a_request_to_exactly_its_budget() -> None:
         4,
         1,
     )
+
+
+@given(
+    prompt=st.integers(1, 300),
+    length=st.integers(2, 300),
+    budget=st.integers(6, 64),
+    interval=st.integers(1, 40),
+    chunk=st.integers(1, 64),
+)
+def test_a_request_is_compressed_only_if_it_outgrows_budget_and_interval(
+    prompt: int, length: int, budget: int, interval: int, chunk: int
+) -> None:
+    """However its prompt is cut: a pass saves nothing for one that ends before."""
+    ledger = make_ledger(**BASE, budget=budget, interval=interval)
+    request = FakeRequest("a", min(prompt, length - 1))
+    num_passes = 0
+    while request.num_computed_tokens < length - 1:  # the last token is never computed
+        passes = ledger.compress([request])
+        num_passes += len(passes)
+        del request.slots[: sum(done.num_tokens - done.keep for done in passes)]
+        left = request.num_prompt_tokens - request.num_computed_tokens
+        count = min(chunk, left) if left > 0 else 1
+        assert ledger.pool.grow("a", request.num_computed_tokens + count)
+        request.grow(count)
+    due = budget + max(interval, 32)
+    if length - 1 <= due:
+        assert num_passes == 0
+    elif prompt <= due:
+        assert num_passes > 0
 
 
 def test_sessions_that_resume_are_left_alone() -> None:
