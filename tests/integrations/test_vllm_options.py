@@ -23,6 +23,7 @@ FULL = PLAIN | {
     "protect_prompt": True,
     "mode": "per_head",
     "stats": "here.safetensors",
+    "calibrate": False,
     "options": {},
     "opt_in": True,
     "page_port": 8700,

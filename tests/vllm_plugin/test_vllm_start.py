@@ -21,15 +21,17 @@ from vllm.exceptions import VLLMClientError, VLLMValidationError
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.integrations.vllm import family, hooks
+from kvreclaim.integrations.vllm import family, hooks, model_statistics
+from kvreclaim.integrations.vllm.model_statistics import ModelToLoad
 
 front = family.module("front")
 check_request, take_over = front.check_request, front.take_over
 
 
 @pytest.fixture(autouse=True)
-def _no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("KVRECLAIM_VLLM", raising=False)
+    monkeypatch.setenv("KVRECLAIM_HOME", str(tmp_path / "home"))  # without statistics
 
 
 # Asked for.
@@ -49,6 +51,22 @@ def test_the_configuration_names_our_scheduler_and_worker_and_one_line_says_so(
         assert part in lines[0]
 
 
+def test_without_statistics_the_model_is_handed_to_calibration_as_vllm_will_load_it(
+    tiny_model: Path, tiny_stats: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[ModelToLoad, bool]] = []
+
+    def find(model: ModelToLoad, calibrate: bool) -> str:
+        asked.append((model, calibrate))
+        return str(tiny_stats)
+
+    monkeypatch.setattr(model_statistics, "find_statistics", find)
+    config = make_config(tiny_model, {"policy": "query_mixture", "budget": 256})
+    assert config.additional_config["kv_compression"]["stats"] == str(tiny_stats)
+    told = {"dtype": "bfloat16", "device": "cpu", "hf_overrides": "{}"}
+    assert asked == [(ModelToLoad(tiny_model, told), True)]
+
+
 def test_the_variable_asks_as_well_and_travels_in_the_configuration(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,7 +84,7 @@ def test_the_variable_asks_as_well_and_travels_in_the_configuration(
         ('{"policy": "streaming_llm", "budget": 512}', ASKED, "different things"),
         (None, {"policy": "streaming_llm", "budgets": 256}, "no field 'budgets'"),
         (None, {"policy": "snapkv", "budget": 256}, "which vLLM does not keep"),
-        (None, {"policy": "query_mixture", "budget": 256}, "needs query statistics"),
+        (None, {"policy": "query_mixture", "calibrate": False}, "needs query statistics"),
         (None, "streaming_llm", "must be an object"),
     ],
 )

@@ -75,13 +75,18 @@ def configure(config: Any) -> None:
     """
     from kvreclaim.integrations.vllm import family, signatures
     from kvreclaim.integrations.vllm.config_refusals import refuse_config
+    from kvreclaim.integrations.vllm.model_statistics import ModelToLoad, find_statistics
     from kvreclaim.integrations.vllm.options import Options
 
     signatures.check_front()
     front = family.module("front")
-    options = Options.find(config.additional_config, os.environ)
-    assert options is not None
     refuse_config(config)
+    options = Options.find(
+        config.additional_config,
+        os.environ,
+        lambda make: find_statistics(ModelToLoad.of_config(config), make),
+    )
+    assert options is not None
     # What came by the environment reaches every process; the caller's own object stays as it is.
     config.additional_config = {**config.additional_config, KEY: options.as_json()}
     front.take_over(config)

@@ -1,15 +1,15 @@
 """The plugin's options, and what one request may change of them.
 
 Operator: additional_config["kv_compression"], an object with the fields of CompressionConfig (`stats`: a file
-that every worker can read), `opt_in`, `page_port` and `page_host`; or the same object as JSON in the variable
-KVRECLAIM_VLLM. Request: extra_args["kv_compression"], "off", "on", or an object with some of the fields of
-CompressionConfig but `stats`; as JSON text where only text can be sent.
+that every worker can read), `calibrate`, `opt_in`, `page_port` and `page_host`; or the same object as JSON in
+the variable KVRECLAIM_VLLM. Request: extra_args["kv_compression"], "off", "on", or an object with some of the
+fields of CompressionConfig but `stats`; as JSON text where only text can be sent.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -43,6 +43,8 @@ NOT_TAKEN = (
     "content",
 )
 """Fields of CompressionConfig that are set elsewhere, or that vLLM's scheduler has no place for."""
+Look = Callable[[bool], str | None]
+"""Finds the file of the model's statistics where none is named; whether one may be made."""
 _FIELDS = tuple(field.name for field in fields(CompressionConfig) if field.name not in NOT_TAKEN)
 
 
@@ -50,32 +52,37 @@ _FIELDS = tuple(field.name for field in fields(CompressionConfig) if field.name 
 class Options:
     """Options of the engine; checked, plain JSON in and out.
 
-    settings: of every request that says nothing else
-    stats:    file of query statistics
-    opt_in:   only requests that ask for compression get it
-    page:     where the block pool is shown; None: nowhere
+    settings:  of every request that says nothing else
+    stats:     file of query statistics
+    calibrate: whether they are made where the policy needs them and there are none
+    opt_in:    only requests that ask for compression get it
+    page:      where the block pool is shown; None: nowhere
     """
 
     settings: CompressionConfig
     stats: str | None = None
+    calibrate: bool = True
     opt_in: bool = False
     page: PageAddress | None = None
 
     @classmethod
-    def find(cls, additional_config: object, environ: Mapping[str, str]) -> Options | None:
-        """The options, or None if nobody asks for compression. Raises: InvalidArgumentError."""
+    def find(
+        cls, additional_config: object, environ: Mapping[str, str], look: Look | None = None
+    ) -> Options | None:
+        """The options, or None if nobody asks for compression. Raises: InvalidArgumentError, and what look
+        raises."""
         has_config = isinstance(additional_config, Mapping) and KEY in additional_config
         found = additional_config[KEY] if isinstance(additional_config, Mapping) and has_config else None
         if VARIABLE not in environ:
-            return cls.read(found, f"{KEY} in additional_config") if has_config else None
+            return cls.read(found, f"{KEY} in additional_config", look) if has_config else None
         require(
             isinstance(additional_config, Mapping),
             f"{VARIABLE} is set, but additional_config is {type(additional_config).__name__}, which cannot "
             f"carry it to the workers; pass an object as additional_config, or unset {VARIABLE}.",
         )
-        given = cls.read(_parse(environ[VARIABLE], VARIABLE), VARIABLE)
+        given = cls.read(_parse(environ[VARIABLE], VARIABLE), VARIABLE, look)
         require(
-            not has_config or cls.read(found, f"{KEY} in additional_config") == given,
+            not has_config or cls.read(found, f"{KEY} in additional_config", look) == given,
             f"{VARIABLE} and {KEY} in additional_config ask for different things; keep one of them.",
         )
         return given
@@ -88,7 +95,7 @@ class Options:
         return options
 
     @classmethod
-    def read(cls, value: object, where: str) -> Options:
+    def read(cls, value: object, where: str, look: Look | None = None) -> Options:
         """From a JSON object. Raises: InvalidArgumentError, naming where it stood."""
         require(
             isinstance(value, Mapping),
@@ -96,21 +103,26 @@ class Options:
             '{"policy": "streaming_llm", "budget": 2048}; leave it out to compress nothing.',
         )
         assert isinstance(value, Mapping)
-        _check_names(value, (*_FIELDS, "stats", "opt_in", *address.FIELDS), where)
-        rest = {name: value[name] for name in value if name in _FIELDS}
-        if rest.get("policy", AUTO) == AUTO:
-            rest["policy"] = _best_that_fits(value.get("stats"), where)
-        options = cls(
-            _changed(CompressionConfig(), rest, where),
-            value.get("stats"),
-            value.get("opt_in", False),
-            PageAddress.read(value, where),
+        _check_names(value, (*_FIELDS, "stats", "calibrate", "opt_in", *address.FIELDS), where)
+        settings = _changed(
+            CompressionConfig(), {name: value[name] for name in value if name in _FIELDS}, where
+        )
+        stats, calibrate, opt_in = (
+            value.get(name, default)
+            for name, default in (("stats", None), ("calibrate", True), ("opt_in", False))
         )
         require(
-            options.stats is None or isinstance(options.stats, str),
-            f"stats in {where} is {options.stats!r}; it must be the path of a file of `kvreclaim calibrate`.",
+            stats is None or isinstance(stats, str),
+            f"stats in {where} is {stats!r}; it must be the path of a file of `kvreclaim calibrate`.",
         )
-        check_bool(f"opt_in in {where}", options.opt_in)
+        check_bool(f"calibrate in {where}", calibrate)
+        check_bool(f"opt_in in {where}", opt_in)
+        page = PageAddress.read(value, where)
+        if stats is None and look is not None and _reads_stats(settings):
+            stats = look(calibrate)
+        if settings.policy == AUTO:
+            settings = _changed(settings, {"policy": _best_that_fits(stats, where)}, where)
+        options = cls(settings, stats, calibrate, opt_in, page)
         options._check_stats(where)
         return options
 
@@ -121,6 +133,7 @@ class Options:
         return own | {
             "mode": None if mode is None else str(mode),
             "stats": self.stats,
+            "calibrate": self.calibrate,
             "opt_in": self.opt_in,
             **address.as_json(self.page),
         }
@@ -213,18 +226,22 @@ def check_policy(policy: CompressionPolicy) -> None:
     refuse(policy_features(policy) | {Feature.VLLM: SUPPORTED})
 
 
-def _best_that_fits(stats: object, where: str) -> str:
+def _reads_stats(settings: CompressionConfig) -> bool:
+    return settings.policy == AUTO or bool(settings.make_policy().needs & STATISTICS)
+
+
+def _best_that_fits(stats: str | None, where: str) -> str:
     """The policy for auto inside vLLM: the best of the statistics' trial among those with equal heads.
 
     Raises: InvalidArgumentError, StatsMismatchError.
     """
     named = f"; name a policy in {where}, such as streaming_llm."
     require(
-        isinstance(stats, str),
+        stats is not None,
         "policy auto is what calibration finds best, and no statistics are named: name a file of `kvreclaim "
         f'calibrate` as "stats"{named}',
     )
-    assert isinstance(stats, str)
+    assert stats is not None
     trial = QueryStats.load(stats).metadata.trial
     require(trial is not None, f"the statistics {stats!r} hold no trial, which policy auto needs{named}")
     assert trial is not None
@@ -266,5 +283,6 @@ def _changed(base: CompressionConfig, given: Mapping[str, Any], where: str) -> C
         raise InvalidArgumentError(f"{where} cannot be read: {error}; write plain JSON values.") from None
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"{where}: {error}") from None
-    check_policy(settings.make_policy())
+    if settings.policy != AUTO:
+        check_policy(settings.make_policy())
     return settings
