@@ -25,6 +25,8 @@ FULL = PLAIN | {
     "stats": "here.safetensors",
     "calibrate": False,
     "options": {},
+    "max_loss": None,
+    "content": None,
     "opt_in": True,
     "page_port": 8700,
     "page_host": "::1",

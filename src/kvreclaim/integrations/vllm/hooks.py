@@ -77,6 +77,7 @@ def configure(config: Any) -> None:
     from kvreclaim.integrations.vllm.config_refusals import refuse_config
     from kvreclaim.integrations.vllm.model_statistics import ModelToLoad, find_statistics
     from kvreclaim.integrations.vllm.options import Options
+    from kvreclaim.integrations.vllm.promise import check_cache_dtype
 
     signatures.check_front()
     front = family.module("front")
@@ -87,6 +88,7 @@ def configure(config: Any) -> None:
         lambda make: find_statistics(ModelToLoad.of_config(config), make),
     )
     assert options is not None
+    check_cache_dtype(options.settings, config)
     # What came by the environment reaches every process; the caller's own object stays as it is.
     config.additional_config = {**config.additional_config, KEY: options.as_json()}
     front.take_over(config)

@@ -240,7 +240,8 @@ class Ledger:
         engine for everybody."""
         params = request.sampling_params
         try:
-            settings = self.options.of_request(None if params is None else params.extra_args)
+            asked = self.options.of_request(None if params is None else params.extra_args)
+            settings = self.options.of_prompt(asked, request.num_prompt_tokens, self.block_size)
         except InvalidArgumentError as error:
             logger.error("request %s is not compressed: %s", request.request_id, error)
             settings = None

@@ -26,6 +26,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm import page_address as address
 from kvreclaim.integrations.vllm.asking import KEY, VARIABLE
 from kvreclaim.integrations.vllm.page_address import PageAddress
+from kvreclaim.integrations.vllm.promise import curve_in, in_place_of_budget
 from kvreclaim.schedule.budget.footprint import Footprint
 
 SUPPORTED = (
@@ -39,8 +40,6 @@ NOT_TAKEN = (
     "verify_tokens",
     "auto_budget",
     "protect_system",
-    "max_loss",
-    "content",
 )
 """Fields of CompressionConfig that are set elsewhere, or that vLLM's scheduler has no place for."""
 Look = Callable[[bool], str | None]
@@ -105,7 +104,9 @@ class Options:
         assert isinstance(value, Mapping)
         _check_names(value, (*_FIELDS, "stats", "calibrate", "opt_in", *address.FIELDS), where)
         settings = _changed(
-            CompressionConfig(), {name: value[name] for name in value if name in _FIELDS}, where
+            CompressionConfig(),
+            in_place_of_budget({name: value[name] for name in value if name in _FIELDS}),
+            where,
         )
         stats, calibrate, opt_in = (
             value.get(name, default)
@@ -120,8 +121,13 @@ class Options:
         page = PageAddress.read(value, where)
         if stats is None and look is not None and _reads_stats(settings):
             stats = look(calibrate)
-        if settings.policy == AUTO:
+        if settings.policy == AUTO and settings.max_loss is None:
             settings = _changed(settings, {"policy": _best_that_fits(stats, where)}, where)
+        if settings.max_loss is not None:
+            curve = curve_in(stats, settings.max_loss)
+            if settings.policy == AUTO:
+                settings = _changed(settings, {"policy": curve.policy}, where)
+            settings.promised(curve, 1, 1)  # raises for another policy, or an unknown content
         options = cls(settings, stats, calibrate, opt_in, page)
         options._check_stats(where)
         return options
@@ -159,9 +165,27 @@ class Options:
             wanted = {**wanted, "policy": self.settings.policy}
         if "policy" in wanted and wanted["policy"] != self.settings.policy:
             wanted = {"options": {}, **wanted}
-        settings = _changed(self.settings, wanted, KEY)
+        settings = _changed(self.settings, in_place_of_budget(dict(wanted)), KEY)
+        if settings.max_loss is not None:
+            settings.promised(curve_in(self.stats, settings.max_loss), 1, 1)
         self._check_request(settings)
         return _unless_full(settings)
+
+    def of_prompt(
+        self, settings: CompressionConfig | None, num_tokens: int, block_size: int
+    ) -> CompressionConfig | None:
+        """Settings of a request with the budget that max_loss promises for its prompt; None: everything
+        stays. Raises: InvalidArgumentError."""
+        if settings is None or settings.max_loss is None:
+            return settings
+        curve = curve_in(self.stats, settings.max_loss)
+        found = _unless_full(settings.promised(curve, num_tokens, block_size))
+        require(
+            not is_bounded(self.settings) or found is None or found.budget <= self.settings.budget,
+            f"max_loss {settings.max_loss} takes {found and found.budget} tokens for this prompt, "
+            f"and this server was started with {self.settings.budget}; allow more loss, or give a budget.",
+        )
+        return found
 
     @property
     def has_cells(self) -> bool:
@@ -187,8 +211,9 @@ class Options:
         if is_bounded(own):
             for name in ("budget", "interval"):
                 asked, limit = getattr(settings, name), getattr(own, name)
+                is_open = name == "budget" and settings.max_loss is not None  # until the prompt is known
                 require(
-                    asked <= limit,
+                    is_open or asked <= limit,
                     f"{name} is {asked} tokens; this server was started with {limit} and sized its memory by "
                     f"it; ask for {limit} or less, or turn compression off for this request.",
                 )
@@ -227,7 +252,11 @@ def check_policy(policy: CompressionPolicy) -> None:
 
 
 def _reads_stats(settings: CompressionConfig) -> bool:
-    return settings.policy == AUTO or bool(settings.make_policy().needs & STATISTICS)
+    return (
+        settings.policy == AUTO
+        or settings.max_loss is not None
+        or bool(settings.make_policy().needs & STATISTICS)
+    )
 
 
 def _best_that_fits(stats: str | None, where: str) -> str:

@@ -10,6 +10,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.asking import is_asked_for
 from kvreclaim.integrations.vllm.metrics import Counters
 from kvreclaim.integrations.vllm.options import KEY, Options, is_bounded
+from kvreclaim.integrations.vllm.promise import check_cache_dtype, said
 from kvreclaim.integrations.vllm.wrapping import wrap
 from kvreclaim.memory.blocks import blocks_for
 
@@ -51,7 +52,7 @@ def describe(config: Any) -> str:
     options = Options.of_config(config)
     settings = options.settings
     parts = [
-        f"{settings.policy}, budget {settings.budget}, interval {settings.interval} tokens",
+        f"{settings.policy}, {said(settings)}, interval {settings.interval} tokens",
         "unequal heads" if options.has_cells else "equal heads",
         f"statistics {options.stats}" if options.stats else "no statistics",
         "requests that ask for it" if options.opt_in else "all requests",
@@ -155,7 +156,11 @@ def check_request(request: Any, vllm_config: Any) -> None:
         return
     extra_args = request.sampling_params.extra_args
     try:
-        settings = Options.of_config(vllm_config).of_request(extra_args)
+        options = Options.of_config(vllm_config)
+        settings = options.of_request(extra_args)
+        if settings is not None and settings.max_loss is not None:
+            check_cache_dtype(settings, vllm_config)
+            settings = options.of_prompt(settings, _num_prompt(request), vllm_config.cache_config.block_size)
         if settings is not None and request.resumable and KEY in (extra_args or {}):
             raise InvalidArgumentError(
                 f"{KEY} is given for a session of streaming input, which is never compressed; "
@@ -187,11 +192,15 @@ def _check_length(request: Any, vllm_config: Any) -> None:
             f"cache holds {room}; send its whole prompt at once, or start the server with a --max-model-len "
             "that fits."
         )
-    ids = request.prompt_token_ids
-    prompt = len(ids) if ids is not None else request.prompt_embeds.shape[0]
+    prompt = _num_prompt(request)
     if min(prompt + request.sampling_params.max_tokens, longest) > room:
         raise InvalidArgumentError(
             f"this request keeps all its tokens, {prompt} of the prompt and up to "
             f"{request.sampling_params.max_tokens} of output, and the KV cache holds {room}; "
             f"lower max_tokens, or let it be compressed ({KEY} = 'on')."
         )
+
+
+def _num_prompt(request: Any) -> int:
+    ids = request.prompt_token_ids
+    return len(ids) if ids is not None else int(request.prompt_embeds.shape[0])

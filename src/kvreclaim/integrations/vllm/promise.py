@@ -1,0 +1,57 @@
+"""max_loss inside vLLM: the budget that the loss curve in the statistics promises for a prompt's length.
+
+The front end and the scheduler both ask; lengths and the file decide, so they agree.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from kvreclaim.checks import require
+from kvreclaim.compression.config import CompressionConfig
+from kvreclaim.compression.loss_curve import MEASURE_CURVE, LossCurve, read_curve
+from kvreclaim.compression_settings import MEASURED, CompressionSettings
+from kvreclaim.options import settings_of
+
+_read = lru_cache(maxsize=8)(read_curve)
+
+
+def curve_in(stats: str | None, max_loss: float) -> LossCurve:
+    """Read once in a process. Raises: InvalidArgumentError without statistics, or a curve in them."""
+    require(
+        stats is not None,
+        f"max_loss is {max_loss}, and the server was started without statistics; {MEASURE_CURVE} and name "
+        'its file as "stats", or give a budget.',
+        "max_loss",
+    )
+    assert stats is not None
+    return _read(stats)
+
+
+def in_place_of_budget(given: dict[str, Any]) -> dict[str, Any]:
+    """Settings that change others: a budget takes the place of max_loss, and max_loss that of a budget and of
+    whatever losses are not measured with."""
+    if "budget" in given:
+        return {"max_loss": None, "content": None, **given}
+    if given.get("max_loss") is not None:
+        known = settings_of(CompressionSettings)
+        return {name: known[name].default for name in MEASURED} | {"budget": None, **given}
+    return given
+
+
+def check_cache_dtype(settings: CompressionConfig, config: Any) -> None:
+    """Raises: InvalidArgumentError where keys and values are not stored as when losses were measured."""
+    dtype, own = config.cache_config.cache_dtype, str(config.model_config.dtype).removeprefix("torch.")
+    require(
+        settings.max_loss is None or dtype in ("auto", own),
+        f"max_loss is {settings.max_loss}, but losses are measured with keys and values in {own}, and "
+        f"--kv-cache-dtype is {dtype}; leave it out, or give a budget.",
+        "max_loss",
+    )
+
+
+def said(settings: CompressionConfig) -> str:
+    """The budget, or what chooses it, in words."""
+    budget, loss = settings.budget, settings.max_loss
+    return f"budget {budget}" if loss is None else f"max_loss {loss} (a request may keep everything)"
