@@ -20,6 +20,7 @@ from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.compression.policy import LayerView
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.compression.trial import Trial
+from kvreclaim.engine.api.llm import FOR_CALIBRATION
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
 from kvreclaim.model_paths import STATS_FILE
 
@@ -116,6 +117,16 @@ def test_a_candidates_row_is_what_score_says_under_its_budget(found, stats, look
 def test_what_the_model_cannot_have_is_left_out_and_said(found) -> None:
     assert found.policies == ("streaming_llm", "query_mixture", "shares(surrogate)", "h2o")
     assert "shares" in found.refused["shares(h2o)"]
+    assert all(math.isfinite(found.loss(policy)) for policy in found.policies)
+
+
+def test_windows_have_tables_of_their_own_in_the_trial(calibrated_dir) -> None:
+    """Unequal heads are tried where other layers have windows, as serving has them."""
+    directory = calibrated_dir("gemma3")
+    llm = LLM(directory, dtype="float32", device="cpu", **FOR_CALIBRATION)
+    stats = QueryStats.load(directory / STATS_FILE)
+    found = try_candidates(llm, stats, TOLD, candidates=("shares(surrogate)", "query_mixture"))
+    assert found.policies == ("shares(surrogate)", "query_mixture")
     assert all(math.isfinite(found.loss(policy)) for policy in found.policies)
 
 

@@ -152,6 +152,7 @@ def _engine_for(llm: LLM, documents: Sequence[LookupDocument]) -> LLM:
         max_num_batched_tokens=max(longest, llm.engine.config.max_num_batched_tokens),
         enable_prefix_caching=True,
         spread_compression=False,
+        disable_hybrid_kv_cache_manager=None,  # windows in tables of their own, as in serving
     )
 
 
