@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ class FakeRequest:
     wanted: Any = None
     resumable: bool = False
     num_computed_tokens: int = 0
+    spec_token_ids: list[int] = field(default_factory=list)
     slots: list[bool] = field(default_factory=list)
     said: int = 0
 
@@ -40,6 +42,8 @@ class FakeRequest:
 class ListPool:
     """Blocks as integers; a place given back holds None behind the others, as the real adapter leaves it."""
 
+    num_spare = 0
+
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -54,11 +58,18 @@ class ListPool:
     def places(self, request_id: str) -> int:
         return len(self.tables.get(request_id, ()))
 
+    def covering(self, num_spare: int) -> ListPool:
+        """Shares all but num_spare."""
+        pool = copy(self)
+        pool.num_spare = num_spare
+        return pool
+
     def held(self, request_id: str) -> list[int]:
         return [block for block in self.tables.get(request_id, ()) if block is not None]
 
     def table_state(self, request_id: str) -> TableState:
         held = self.held(request_id)
+        held = held[: len(held) - self.num_spare]
         return TableState(held, [self.refs[block] for block in held], [self.indexed[block] for block in held])
 
     def take(self) -> int:
@@ -73,6 +84,7 @@ class ListPool:
             self.indexed[block] = False
         targets = [self.take() if block is None else block for block in plan.targets]
         assert all(self.refs[block] == 1 and not self.indexed[block] for block in targets)
+        targets += old[len(old) - self.num_spare :]
         holes = len(self.tables[request_id]) - len(targets)
         self.tables[request_id] = [*targets, *[None] * holes]
         for block in old:

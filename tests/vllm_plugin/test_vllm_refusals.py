@@ -31,12 +31,12 @@ from kvreclaim.integrations.vllm.refusals import refuse_groups, refuse_layers, r
         (
             {
                 "speculative_config": {
-                    "method": "ngram",
+                    "method": "ngram_gpu",
                     "num_speculative_tokens": 2,
                     "prompt_lookup_max": 3,
                 }
             },
-            "speculative decoding",
+            "method 'ngram_gpu' of --speculative-config",
         ),
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size = 2"),
         (

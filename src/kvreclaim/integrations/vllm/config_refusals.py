@@ -14,6 +14,9 @@ from kvreclaim.integrations.vllm.refusals import (
     other_model,
 )
 
+DRAFTERS = ("ngram",)
+"""Methods of speculative decoding that go with compression."""
+
 
 def _greater(path: str, option: str, limit: int = 1) -> Callable[[Any], str | None]:
     def find(config: Any) -> str | None:
@@ -65,6 +68,21 @@ def _dual_chunk(config: Any) -> str | None:
     return "dual-chunk attention" if found else None
 
 
+def _drafter(config: Any) -> str | None:
+    speculative = config.speculative_config
+    if speculative is None or speculative.method in DRAFTERS:
+        return None
+    return f"method {speculative.method!r} of --speculative-config"
+
+
+def _drafts_ahead(config: Any) -> str | None:
+    if config.speculative_config is None:
+        return None
+    if config.scheduler_config.async_scheduling:
+        return "--speculative-config beside asynchronous scheduling"
+    return "--speculative-config in the V2 model runner" if config.use_v2_model_runner else None
+
+
 _SPLIT = "a compressed request's tokens are no longer where their positions say, which the split goes by"
 _MOVE = (
     "it maps blocks to ranges of tokens, and a compressed request's blocks hold survivors of all its context"
@@ -72,9 +90,14 @@ _MOVE = (
 
 CONFIG: tuple[ConfigRefusal, ...] = (
     ConfigRefusal(
-        _set("speculative_config", "speculative decoding (--speculative-config)"),
-        "drafted tokens that are rejected and the slots kept for them are not accounted for",
-        "remove --speculative-config",
+        _drafter,
+        "its drafter counts cache slots by positions, which compression changes, or it is not tested",
+        f"use {' or '.join(DRAFTERS)}",
+    ),
+    ConfigRefusal(
+        _drafts_ahead,
+        "the scheduler does not know yet how many drafts were accepted, or it is not tested",
+        "use --no-async-scheduling and VLLM_USE_V2_MODEL_RUNNER=0, or remove --speculative-config",
     ),
     ConfigRefusal(
         _greater("parallel_config.pipeline_parallel_size", "--pipeline-parallel-size"),

@@ -19,6 +19,7 @@ from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.options import Options, plain_footprint
 from kvreclaim.integrations.vllm.passes import Counts, StepMessage, Totals
+from kvreclaim.integrations.vllm.speculation import cut_drafts
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.schedule import Account, Footprint, Pass
 from kvreclaim.schedule.budget import ledger
@@ -26,13 +27,14 @@ from kvreclaim.schedule.budget.ledger import compress
 
 
 class VllmRequest(Protocol):
-    """Fields read of vLLM's request. num_computed_tokens counts the steps in flight; without speculative
-    decoding none of these tokens is taken back."""
+    """Fields read of vLLM's request. num_computed_tokens counts the steps in flight; none of these tokens is
+    taken back: see speculation.py."""
 
     request_id: str
     num_computed_tokens: int
     num_prompt_tokens: int
     num_tokens: int
+    spec_token_ids: list[int]
     resumable: bool
     sampling_params: Any
 
@@ -48,6 +50,9 @@ class PlacedPool(ledger.LedgerPool[str], Protocol):
 
     def places(self, request_id: str) -> int:
         """Blocks that the request has had so far, those given back included; 0 for one that is not known."""
+
+    def covering(self, num_spare: int) -> ledger.LedgerPool[str]:
+        """The same, in which a pass leaves the last blocks of a table alone: they hold no token."""
 
 
 @dataclass(slots=True, eq=False)
@@ -94,13 +99,22 @@ class Ledger:
         pool:       see there
         block_size: of a block of the pool, tokens
         max_chunk:  tokens that one step computes at most
+        num_drafts: of speculative decoding, of a request in one step at most
     """
 
-    def __init__(self, options: Options, pool: PlacedPool, block_size: int, max_chunk: int) -> None:
+    def __init__(
+        self,
+        options: Options,
+        pool: PlacedPool,
+        block_size: int,
+        max_chunk: int,
+        num_drafts: int = 0,
+    ) -> None:
         self.options = options
         self.pool = pool
         self.block_size = block_size
         self.max_chunk = max_chunk
+        self.num_drafts = num_drafts
         self.totals = Totals()
         self.records: dict[str, RequestAccount] = {}
         self._plain = plain_footprint(block_size, max_chunk)
@@ -110,7 +124,8 @@ class Ledger:
 
     def compress(self, running: Sequence[VllmRequest]) -> list[Pass[str]]:
         """Shrink every request that is due, in order; pool and tables are changed at return. Called once
-        before each step. A request whose pass lacks blocks computes nothing before it: `may_go_on`.
+        before each step. A request whose pass lacks blocks computes nothing before it: `may_go_on`. Drafts
+        that would be verified beyond a request's next pass are taken from it.
 
         Returns: the step's passes, to which `may_go_on` adds.
         """
@@ -121,11 +136,21 @@ class Ledger:
             record = self._record(request)
             lengths = request.num_computed_tokens, request.num_prompt_tokens
             # Sessions that resume with more input are left alone: they send their whole table again.
-            if request.resumable or not record.footprint.is_due(*lengths, record.account):
+            if request.resumable:
                 continue
-            if not self._pass(request, record):
+            if record.footprint.is_due(*lengths, record.account) and not self._pass(request, record):
                 self._lacking.add(request.request_id)
+            if request.spec_token_ids:
+                cut_drafts(request, self._until_pass(request, record))
         return self._passes
+
+    def _until_pass(self, request: VllmRequest, record: RequestAccount) -> int:
+        """Tokens that may be computed before the next pass; of who lacks blocks for one, the one that is
+        certain."""
+        if request.request_id in self._lacking:
+            return 1
+        lengths = request.num_computed_tokens, request.num_prompt_tokens
+        return record.footprint.tokens_until_pass(*lengths, record.account)
 
     def may_go_on(self, request: VllmRequest) -> bool:
         """Whether a running request may compute its next tokens. No: its pass lacks blocks because others
@@ -139,7 +164,9 @@ class Ledger:
     def _pass(self, request: VllmRequest, record: RequestAccount) -> bool:
         """Carry out the pass of a request that is due. Returns: whether there were blocks for it."""
         lengths = request.num_computed_tokens, request.num_prompt_tokens
-        done = compress(request.request_id, *lengths, record.footprint, record.account, self.pool)
+        num_spare = self.pool.places(request.request_id) - self._blocks(request.num_computed_tokens)
+        pool = self.pool.covering(num_spare)
+        done = compress(request.request_id, *lengths, record.footprint, record.account, pool)
         if done is None:
             return False
         for counts in (record.counts, self.totals):
@@ -185,9 +212,10 @@ class Ledger:
         footprint = self._record(request).footprint
         if not footprint.bounded or request.resumable:
             return None
+        needed = footprint.slots_needed(request.num_prompt_tokens, request.num_tokens)
         return Caps(
-            prefill=self._blocks(footprint.slots_needed(request.num_prompt_tokens, request.num_tokens)),
-            settled=self._blocks(min(request.num_tokens, footprint.decode_cap)),
+            prefill=self._blocks(needed + self.num_drafts),
+            settled=self._blocks(min(request.num_tokens, footprint.decode_cap) + self.num_drafts),
         )
 
     def room(self, request: VllmRequest, running: Sequence[VllmRequest]) -> int | None:
@@ -227,7 +255,8 @@ class Ledger:
     def most_blocks(self, num_tokens: int) -> int:
         """Blocks that one request of this length may hold under the engine's own settings."""
         footprint = self.options.settings.in_blocks(self.block_size).footprint(self._plain)
-        return self._blocks(footprint.slots_needed(num_tokens, num_tokens))
+        needed = footprint.slots_needed(num_tokens, num_tokens) + self.num_drafts
+        return self._blocks(min(needed, num_tokens))
 
     def _record(self, request: VllmRequest) -> RequestAccount:
         record = self.records.get(request.request_id)

@@ -65,7 +65,8 @@ def describe(config: Any) -> str:
 def capped_bytes(
     needed: int, vllm_config: Any, kv_cache_groups: Any, bytes_per_block: Callable[[], int]
 ) -> int:
-    """Bytes that one request of max_model_len holds at most: needed, or its budget, interval and one chunk.
+    """Bytes that one request of max_model_len holds at most: needed, or its budget, interval, one chunk and
+    drafts.
 
     Unchanged where prompts are kept whole and for groups that are refused later.
     """
@@ -76,8 +77,15 @@ def capped_bytes(
     tokens = Options.of_config(vllm_config).bound(block_size, scheduler.max_num_batched_tokens)
     if tokens is None:
         return needed
-    blocks = blocks_for(min(vllm_config.model_config.max_model_len, tokens), block_size)
+    tokens = min(vllm_config.model_config.max_model_len, tokens + _num_drafts(vllm_config))
+    blocks = blocks_for(tokens, block_size)
     return min(needed, blocks * int(bytes_per_block()))
+
+
+def _num_drafts(vllm_config: Any) -> int:
+    """Drafts that one step verifies of a request at most."""
+    speculative = vllm_config.speculative_config
+    return 0 if speculative is None else int(speculative.num_speculative_tokens)
 
 
 def install_front_end() -> None:
@@ -193,7 +201,8 @@ def _check_length(request: Any, vllm_config: Any) -> None:
             "that fits."
         )
     prompt = _num_prompt(request)
-    if min(prompt + request.sampling_params.max_tokens, longest) > room:
+    most = prompt + request.sampling_params.max_tokens + _num_drafts(vllm_config)
+    if min(most, longest) > room:
         raise InvalidArgumentError(
             f"this request keeps all its tokens, {prompt} of the prompt and up to "
             f"{request.sampling_params.max_tokens} of output, and the KV cache holds {room}; "

@@ -33,11 +33,17 @@ class VllmPool:
 
     A table keeps its length: the place of a block given back holds the null block, behind the blocks that are
     left, so that "blocks missing = ceil(tokens / block size) - length of the table" stays right for vLLM.
+
+    num_spare: see PlacedPool.covering
     """
 
-    def __init__(self, manager: KVCacheManager) -> None:
+    def __init__(self, manager: KVCacheManager, num_spare: int = 0) -> None:
+        self.manager, self.num_spare = manager, num_spare
         self.tables = manager.coordinator.single_type_managers[0]
         self.pool = manager.block_pool
+
+    def covering(self, num_spare: int) -> VllmPool:
+        return VllmPool(self.manager, num_spare)
 
     @property
     def num_blocks(self) -> int:
@@ -51,7 +57,7 @@ class VllmPool:
         return len(self.tables.req_to_blocks.get(request_id, ()))
 
     def table_state(self, request_id: str) -> TableState:
-        blocks = [block for block in self.tables.req_to_blocks[request_id] if not block.is_null]
+        blocks, _ = self._split(request_id)
         return TableState(
             [block.block_id for block in blocks],
             [block.ref_cnt for block in blocks],
@@ -60,20 +66,27 @@ class VllmPool:
 
     def shrink(self, plan: CompactionPlan[str]) -> Shrunk:
         request_id = plan.seq_id
-        old = self.tables.req_to_blocks[request_id]
-        own = {block.block_id: block for block in old if not block.is_null}
+        blocks, spare = self._split(request_id)
+        own = {block.block_id: block for block in blocks}
         free_before = self.num_free
         if plan.strip:
             self.pool.evict_blocks(set(plan.strip))
         fresh = iter(self.pool.get_new_blocks(plan.targets.count(None)))
         targets = [next(fresh) if block is None else own[block] for block in plan.targets]
         target_ids = tuple(block.block_id for block in targets)
-        holes = [self.pool.null_block] * (len(old) - len(targets))
-        self.tables.req_to_blocks[request_id] = targets + holes
+        table = targets + spare
+        holes = [self.pool.null_block] * (self.places(request_id) - len(table))
+        self.tables.req_to_blocks[request_id] = table + holes
         self.tables.num_cached_block[request_id] = sys.maxsize  # all is in the prefix index that ever will be
         kept = set(target_ids)
         self.pool.free_blocks([block for key, block in reversed(own.items()) if key not in kept])
-        return Shrunk(target_ids, self.num_free - free_before)
+        return Shrunk(tuple(block.block_id for block in table), self.num_free - free_before)
+
+    def _split(self, request_id: str) -> tuple[list[Any], list[Any]]:
+        """The blocks that hold its tokens, and the spare ones."""
+        blocks = [block for block in self.tables.req_to_blocks[request_id] if not block.is_null]
+        end = len(blocks) - self.num_spare
+        return blocks[:end], blocks[end:]
 
 
 class ReclaimKVCacheManager(KVCacheManager):
@@ -132,7 +145,8 @@ class SchedulerHooks:
         manager: Any = self.kv_cache_manager  # type: ignore[attr-defined]
         block_size = manager.coordinator.single_type_managers[0].block_size
         max_chunk = self.max_num_scheduled_tokens  # type: ignore[attr-defined]
-        self.reclaim = Ledger(options, VllmPool(manager), block_size, max_chunk)
+        num_drafts = self.num_spec_tokens  # type: ignore[attr-defined]
+        self.reclaim = Ledger(options, VllmPool(manager), block_size, max_chunk, num_drafts)
         manager.__class__ = ReclaimKVCacheManager
         manager.reclaim, manager.scheduler = self.reclaim, self
         self._reported = replace(self.reclaim.totals)
