@@ -165,7 +165,7 @@ def compare(plan: ComparePlan) -> EvalReport:
             on_start=on_start,
             on_estimate=lambda seconds: show_estimate(console, seconds),
         )
-    storages = {AUTO: FormatStorage.of(AUTO, llm.loaded.facts, report.header.block_size)}
+    storages = {AUTO: FormatStorage.of(AUTO, llm.engine.groups.facts, report.header.block_size)}
     del llm
     side, about = (
         plan.grid(PressPlan, presses=presses),

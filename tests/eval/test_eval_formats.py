@@ -135,3 +135,16 @@ def test_the_header_says_what_each_format_takes(report):
     assert head.kv_formats[0].bytes_per_token == head.kv_bytes_per_token == 512
     assert head.kv_formats[3].bytes_per_token < head.kv_bytes_per_token / 5
     assert all(each.kernels.endswith(f"KV {each.name}") for each in head.kv_formats)
+
+
+def test_budgets_and_bytes_are_those_of_the_layers_with_full_attention(tiny_dir):
+    """Windows have tables of their own, which compression leaves alone."""
+    llm = LLM(tiny_dir("gemma3"), dtype="float32", device="cpu", num_blocks=200)
+    layers = [layer for layer in llm.loaded.facts.layers if layer.softmax.window is None]
+    assert 0 < len(layers) < len(llm.loaded.facts.layers)
+    report = evaluate(llm, POLICIES, [0.6], [Guess()], **{**SMALL, "num_examples": 2})
+    rows = {row.policy: row for row in report.rows}
+    full, knorm = rows["full"], rows["knorm"]
+    assert full.kv_bytes_full == (10 + 11) / 2 * FORMATS["fp32"].bytes_per_block(layers, 16)
+    assert knorm.examples_compressed == 2
+    assert knorm.kv_bytes < full.kv_bytes

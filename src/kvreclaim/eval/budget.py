@@ -12,9 +12,10 @@ from kvreclaim.ops.formats import kv_format
 
 @dataclass(frozen=True, slots=True)
 class FormatStorage:
-    """Bytes of a sequence's K/V in one format, beside the full cache's in the model's own dtype.
+    """Bytes of a sequence's K/V in one format, beside the full cache's in the model's own dtype: of
+    the layers that compression is about, without windows that have tables of their own.
 
-    block_bytes:     of one block over all layers, scales and centres included
+    block_bytes:     of one block over these layers, scales and centres included
     reference_bytes: of one token in the model's own dtype: what a budget is a share of
     """
 
@@ -36,7 +37,7 @@ class FormatStorage:
 
     @property
     def token_bytes(self) -> float:
-        """Bytes of one token over all layers, in a full block."""
+        """Bytes of one token over these layers, in a full block."""
         return self.block_bytes / self.block_size
 
     def budget_tokens(self, fraction: float, num_tokens: int) -> int:

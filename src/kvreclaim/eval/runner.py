@@ -237,7 +237,7 @@ def _joined(said: Sequence[Said], answer: Answer) -> Said:
 def open_runners(llm: LLM, plan: EvalPlan) -> dict[str, BatchRunner]:
     """One for each KV format of the plan, over the same weights; the caller's own engine serves the format
     that it has, and formats of two names share one."""
-    facts, config = llm.loaded.facts, llm.engine.config
+    facts, config = llm.engine.groups.facts, llm.engine.config
     stats = _load_stats(llm, plan)
     engines = {llm.engine.kv_format.name: llm}
     runners: dict[str, BatchRunner] = {}
