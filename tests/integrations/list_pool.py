@@ -67,6 +67,15 @@ class ListPool:
     def held(self, request_id: str) -> list[int]:
         return [block for block in self.tables.get(request_id, ()) if block is not None]
 
+    def others_held(self, request_id: str) -> int:
+        return 0
+
+    def others_most(self, num_tokens: int) -> int:
+        return 0
+
+    def others_settled(self, num_tokens: int) -> int:
+        return 0
+
     def table_state(self, request_id: str) -> TableState:
         held = self.held(request_id)
         held = held[: len(held) - self.num_spare]

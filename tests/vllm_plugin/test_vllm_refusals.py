@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from configs import SCHEDULER, SMALL, make_config, make_model
+from configs import ASKED, SCHEDULER, SMALL, make_config, make_model
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -20,8 +21,17 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
+from kvreclaim.integrations.vllm import family
 from kvreclaim.integrations.vllm.config_refusals import refuse_config
+from kvreclaim.integrations.vllm.group_refusals import (
+    refuse_config_with_groups,
+    refuse_options_with_groups,
+    refuse_unnamed_groups,
+)
+from kvreclaim.integrations.vllm.groups import layer_kinds, most_window_blocks
+from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.refusals import refuse_groups, refuse_layers, refuse_scheduler
 
 
@@ -140,17 +150,12 @@ def mla() -> transformers.PretrainedConfig:
             "a hybrid model",
         ),
         (
-            lambda: qwen3(sliding_window=64, use_sliding_window=True, max_window_layers=1),
-            "Qwen3ForCausalLM",
-            r"sliding-window layers \(1 of 2 with a window of 64 tokens\)",
-        ),
-        (
             lambda: qwen3(sliding_window=64, use_sliding_window=True, max_window_layers=0),
             "Qwen3ForCausalLM",
             r"sliding-window layers \(all, with a window of 64 tokens\)",
         ),
     ],
-    ids=["MLA", "Mamba", "hybrid", "some windows", "all windows"],
+    ids=["MLA", "Mamba", "hybrid", "all windows"],
 )
 def test_models_with_other_caches_are_refused_by_name(
     make: Callable[[], transformers.PretrainedConfig], architecture: str, word: str, tmp_path: Path
@@ -168,11 +173,81 @@ def test_a_window_that_is_switched_off_is_none(tmp_path: Path) -> None:
     assert make_config(model).scheduler_config.scheduler_cls == SCHEDULER
 
 
+# Full attention beside sliding windows.
+
+
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three layers of which one has full attention."""
+    config = qwen3(sliding_window=64, use_sliding_window=True, max_window_layers=1)
+    config.num_hidden_layers, config.layer_types = 3, ["full_attention", *["sliding_attention"] * 2]
+    return make_model(tmp_path_factory.mktemp("windows") / "model", config, "Qwen3ForCausalLM")
+
+
+PLAIN = {"enable_prefix_caching": False}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+
+
+def test_full_attention_beside_windows_is_taken(windows: Path) -> None:
+    config = make_config(windows, **PLAIN)
+    assert config.scheduler_config.scheduler_cls == SCHEDULER
+    assert layer_kinds(config.model_config) == (1, 2, 64)
+    each = spec(SlidingWindowSpec, sliding_window=64, block_size=config.cache_config.block_size)
+    most = each.max_admission_blocks_per_request(config.max_in_flight_tokens, 10**9)
+    assert most_window_blocks(config) == 2 * most
+    refuse_unnamed_groups(config, cache_config(spec(), spec(SlidingWindowSpec, sliding_window=64)))
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "word"),
+    [
+        ("keydiff", {}, "prefix caching"),
+        ("keydiff", {**PLAIN, "speculative_config": NGRAM}, "--speculative-config"),
+        ("query_mixture", PLAIN, "query statistics"),
+        ("auto", PLAIN, "query statistics"),
+        ("shares(knorm)", PLAIN, "unequal heads"),
+    ],
+)
+def test_beside_windows_these_are_refused(
+    policy: str, options: dict[str, Any], word: str, windows: Path
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"{word} for a model whose layers are of several kinds"):
+        make_config(windows, {**ASKED, "policy": policy}, **options)
+
+
+def test_named_statistics_are_refused_beside_windows(windows: Path) -> None:
+    options = Options(CompressionConfig(policy="keydiff"), "some.safetensors")
+    with pytest.raises(InvalidArgumentError, match="query statistics for a model"):
+        refuse_options_with_groups(make_config(windows, None), options)
+
+
+def test_the_v2_runner_is_refused_beside_windows(windows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(windows, None, **PLAIN)
+    monkeypatch.setattr(type(config), "use_v2_model_runner", True)
+    with pytest.raises(InvalidArgumentError, match="V2 model runner for a model"):
+        refuse_config_with_groups(config)
+
+
+def test_windows_are_refused_in_0_33(windows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(windows, None, **PLAIN)
+    monkeypatch.setattr(family, "find_family", lambda: family.FAMILIES["0.33"])
+    with pytest.raises(InvalidArgumentError, match=r"this version of vLLM for a model .* use vLLM 0\.32"):
+        refuse_config_with_groups(config)
+
+
+def test_groups_that_layer_types_do_not_name_are_refused(tiny_model: Path) -> None:
+    config = make_config(tiny_model, None)
+    refuse_unnamed_groups(config, cache_config(spec()))
+    with pytest.raises(UnsupportedModelError, match="layer_types do not name"):
+        refuse_unnamed_groups(config, cache_config(spec(), spec(SlidingWindowSpec, sliding_window=64)))
+
+
 # What only the engine core and the workers see.
 
 
 def spec(kind: type = FullAttentionSpec, **more: Any) -> Any:
-    return kind(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, **more)
+    usual = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+    return kind(**{**usual, **more})
 
 
 def cache_config(*specs: Any) -> Any:
@@ -185,11 +260,32 @@ def test_one_group_of_full_attention_is_taken() -> None:
     refuse_groups(cache_config(spec(kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)))
 
 
+def test_one_group_of_full_attention_beside_windows_is_taken() -> None:
+    refuse_groups(cache_config(*[spec(SlidingWindowSpec, sliding_window=64)] * 2, spec()))
+
+
 @pytest.mark.parametrize(
     ("specs", "word"),
     [
         ([], "has 0"),
-        ([spec(), spec(SlidingWindowSpec, sliding_window=64)], "FullAttentionSpec, SlidingWindowSpec"),
+        ([spec(), spec()], r"has 2 \(FullAttentionSpec, FullAttentionSpec\)"),
+        ([spec(SlidingWindowSpec, sliding_window=64)] * 2, r"has 2 \(SlidingWindowSpec, SlidingWindowSpec\)"),
+        (
+            [spec(), spec(ChunkedLocalAttentionSpec, attention_chunk_size=64)],
+            "FullAttentionSpec, ChunkedLocalAttentionSpec",
+        ),
+        (
+            [spec(), spec(SlidingWindowSpec, sliding_window=64, block_size=64)],
+            r"one block size, in which it counts; this model has \[32, 64\]",
+        ),
+        (
+            [spec(sliding_window=64), spec(SlidingWindowSpec, sliding_window=64)],
+            r"sliding-window layers \(sliding_window = 64\)",
+        ),
+        (
+            [FullAttentionSpec.merge([spec(), spec(sliding_window=64)])],
+            r"sliding-window layers \(sliding_window = 64\)",
+        ),
         ([spec(SlidingWindowSpec, sliding_window=64)], "a cache of kind SlidingWindowSpec"),
         ([spec(sliding_window=64)], r"sliding-window layers \(sliding_window = 64\)"),
         ([spec(attention_chunk_size=64)], "chunked attention"),

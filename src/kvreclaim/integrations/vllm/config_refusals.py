@@ -56,10 +56,6 @@ def _windows(config: Any) -> str | None:
     window = model.get_sliding_window()
     if config.cache_config.sliding_window is not None:
         return f"sliding-window layers (all, with a window of {window} tokens)"
-    kinds = getattr(model.hf_text_config, "layer_types", None) or ()
-    if window is not None and "sliding_attention" in kinds:
-        count = kinds.count("sliding_attention")
-        return f"sliding-window layers ({count} of {len(kinds)} with a window of {window} tokens)"
     return None
 
 

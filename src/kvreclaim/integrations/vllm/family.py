@@ -38,6 +38,7 @@ class VllmFamily:
     attention:  the KV caches of the layers
     probing:    the model's layers and their rotation
     cells:      attention over cells, for unequal heads
+    groups:     whether full attention beside sliding windows is tested
     """
 
     package: str
@@ -48,6 +49,7 @@ class VllmFamily:
     attention: str = f"{_V32}.attention"
     probing: str = f"{_V32}.probing"
     cells: str = f"{_V32}.cells_side"
+    groups: bool = True
 
     def expected(self) -> str:
         """The text of its expected.txt."""
@@ -60,6 +62,7 @@ FAMILIES = {
         _V33,
         # Its builder, which platforms may replace, says what a block takes.
         PoolCheck("vllm.v1.core.kv_cache_planning", "_pool_bytes_per_block_from_builder"),
+        groups=False,
     ),
 }
 

@@ -54,6 +54,15 @@ class PlacedPool(ledger.LedgerPool[str], Protocol):
     def covering(self, num_spare: int) -> ledger.LedgerPool[str]:
         """The same, in which a pass leaves the last blocks of a table alone: they hold no token."""
 
+    def others_held(self, request_id: str) -> int:
+        """Blocks that the request holds in groups that are not compressed."""
+
+    def others_most(self, num_tokens: int) -> int:
+        """Blocks that a request of so many tokens holds there at most."""
+
+    def others_settled(self, num_tokens: int) -> int:
+        """The same, once its prompt is computed."""
+
 
 @dataclass(slots=True, eq=False)
 class RequestAccount:
@@ -69,8 +78,9 @@ class RequestAccount:
 @dataclass(frozen=True, slots=True)
 class Caps:
     """Blocks that a compressed request of the present length holds at most: while its prompt is computed, and
-    once it is."""
+    once it is. own: of `prefill` those of the group that is compressed."""
 
+    own: int
     prefill: int
     settled: int
 
@@ -213,9 +223,12 @@ class Ledger:
         if not footprint.bounded or request.resumable:
             return None
         needed = footprint.slots_needed(request.num_prompt_tokens, request.num_tokens)
+        own = self._blocks(needed + self.num_drafts)
+        settled = self._blocks(min(request.num_tokens, footprint.decode_cap) + self.num_drafts)
         return Caps(
-            prefill=self._blocks(needed + self.num_drafts),
-            settled=self._blocks(min(request.num_tokens, footprint.decode_cap) + self.num_drafts),
+            own=own,
+            prefill=own + self.pool.others_most(request.num_tokens),
+            settled=settled + self.pool.others_settled(request.num_tokens),
         )
 
     def room(self, request: VllmRequest, running: Sequence[VllmRequest]) -> int | None:
@@ -256,7 +269,7 @@ class Ledger:
         """Blocks that one request of this length may hold under the engine's own settings."""
         footprint = self.options.settings.in_blocks(self.block_size).footprint(self._plain)
         needed = footprint.slots_needed(num_tokens, num_tokens) + self.num_drafts
-        return self._blocks(min(needed, num_tokens))
+        return self._blocks(min(needed, num_tokens)) + self.pool.others_most(num_tokens)
 
     def _record(self, request: VllmRequest) -> RequestAccount:
         record = self.records.get(request.request_id)
@@ -281,7 +294,8 @@ class Ledger:
 
     def _held(self, request_id: str) -> int:
         """Blocks of a request that is not new."""
-        return self.pool.places(request_id) - self.records[request_id].account.num_evicted // self.block_size
+        own = self.pool.places(request_id) - self.records[request_id].account.num_evicted // self.block_size
+        return own + self.pool.others_held(request_id)
 
     def _blocks(self, num_tokens: int) -> int:
         return blocks_for(num_tokens, self.block_size)

@@ -45,16 +45,29 @@ def other_model(find: Callable[[Any], str | None], why: str, remedy: str = OTHER
 
 
 def refuse_groups(kv_cache_config: Any) -> None:
-    """Check a KVCacheConfig: one group of ordinary full attention. Raises: UnsupportedModelError."""
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
+    """Check a KVCacheConfig: one group of ordinary full attention, beside sliding windows at most.
+
+    Raises: UnsupportedModelError.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    full = [spec for spec in specs if isinstance(spec, FullAttentionSpec)]
+    windows = [spec for spec in specs if type(spec) is SlidingWindowSpec]
+    if len(specs) != 1 and (len(full) != 1 or len(windows) != len(specs) - 1):
+        kinds = ", ".join(type(spec).__name__ for spec in specs) or "none"
         raise UnsupportedModelError(
-            f"kv_compression needs one group of layers with one kind of cache; this model has {len(groups)} "
-            f"({kinds}): compression keeps one length per request; {OTHER_MODEL}, {ELSE}."
+            "kv_compression needs one group of layers with full attention, beside none or groups of sliding "
+            f"windows; this model has {len(specs)} ({kinds}); {OTHER_MODEL}, {ELSE}."
+        )
+    sizes = sorted({spec.block_size for spec in specs})
+    if len(sizes) > 1:
+        raise UnsupportedModelError(
+            "kv_compression needs groups of layers with one block size, in which it counts; this model has "
+            f"{sizes}; {OTHER_MODEL}, {ELSE}."
         )
     for row in GROUP:
-        row.check(groups[0].kv_cache_spec)
+        row.check(full[0] if full else specs[0])
     if kv_cache_config.needs_kv_cache_zeroing:
         raise UnsupportedModelError(
             "kv_compression does not work with caches of several precisions: vLLM zeroes blocks when it "

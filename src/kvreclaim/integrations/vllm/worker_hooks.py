@@ -15,6 +15,8 @@ from kvreclaim.integrations.vllm.cells.heads import MAX_ENTRIES, HeadTables
 from kvreclaim.integrations.vllm.cells.passes import MAX_BYTES
 from kvreclaim.integrations.vllm.cells.positions import PassTrace, Positions
 from kvreclaim.integrations.vllm.facts import describe
+from kvreclaim.integrations.vllm.group_refusals import refuse_unnamed_groups
+from kvreclaim.integrations.vllm.groups import layer_kinds
 from kvreclaim.integrations.vllm.layouts import CacheViews
 from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.refusals import refuse_groups, refuse_layers
@@ -62,6 +64,7 @@ class WorkerHooks:
         worker: Any = self
         runner = worker.model_runner
         refuse_groups(runner.kv_cache_config)
+        refuse_unnamed_groups(worker.vllm_config, runner.kv_cache_config)
         layers = probing.attention_layers(runner)
         refuse_layers({layer.layer_name: layer for layer in layers})
         signatures.check_layers(layers)
@@ -134,6 +137,7 @@ def _scratch(worker: Any) -> int:
     layers, kv_heads = (
         find(worker.parallel_config) for find in (model.get_num_layers, model.get_num_kv_heads)
     )
+    kinds = layer_kinds(model)
     tables = cells_bytes(
         num_layers=layers,
         num_kv_heads=kv_heads,
@@ -142,7 +146,7 @@ def _scratch(worker: Any) -> int:
         num_rows=config.scheduler_config.max_num_seqs,
     )
     scratch = scratch_bytes(
-        num_layers=layers,
+        num_layers=layers if kinds is None else kinds.full,
         num_heads=model.get_num_attention_heads(worker.parallel_config),
         num_kv_heads=kv_heads,
         head_dim=model.get_head_size(),

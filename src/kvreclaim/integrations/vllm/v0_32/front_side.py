@@ -8,6 +8,7 @@ from typing import Any
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.asking import is_asked_for
+from kvreclaim.integrations.vllm.groups import most_window_blocks
 from kvreclaim.integrations.vllm.metrics import Counters
 from kvreclaim.integrations.vllm.options import KEY, Options, is_bounded
 from kvreclaim.integrations.vllm.promise import check_cache_dtype, said
@@ -70,16 +71,19 @@ def capped_bytes(
 
     Unchanged where prompts are kept whole and for groups that are refused later.
     """
-    if len(kv_cache_groups) != 1:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    full = [g.kv_cache_spec for g in kv_cache_groups if isinstance(g.kv_cache_spec, FullAttentionSpec)]
+    if len(full) != 1:
         return needed
-    block_size = kv_cache_groups[0].kv_cache_spec.block_size
+    block_size, longest = full[0].block_size, vllm_config.model_config.max_model_len
     scheduler = vllm_config.scheduler_config
     tokens = Options.of_config(vllm_config).bound(block_size, scheduler.max_num_batched_tokens)
     if tokens is None:
         return needed
-    tokens = min(vllm_config.model_config.max_model_len, tokens + _num_drafts(vllm_config))
-    blocks = blocks_for(tokens, block_size)
-    return min(needed, blocks * int(bytes_per_block()))
+    tokens = min(longest, tokens + _num_drafts(vllm_config))
+    spared = blocks_for(longest, block_size) - blocks_for(tokens, block_size)
+    return needed - spared * int(bytes_per_block())
 
 
 def _num_drafts(vllm_config: Any) -> int:
@@ -192,7 +196,8 @@ def _check_length(request: Any, vllm_config: Any) -> None:
     engines = (
         parallel.data_parallel_size_local if parallel.local_engines_only else parallel.data_parallel_size
     )
-    room = (cache.num_gpu_blocks // engines - 1) * cache.block_size
+    spare = 1 + most_window_blocks(vllm_config)
+    room = (cache.num_gpu_blocks // engines - spare) * cache.block_size
     longest = vllm_config.model_config.max_model_len
     if request.resumable and longest > room:
         raise InvalidArgumentError(

@@ -17,6 +17,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kvreclaim.errors import UnsupportedModelError
+from kvreclaim.integrations.vllm.groups import full_layers
 from kvreclaim.model.rotation import frequencies_in, rotary_frequencies
 from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.rope_probe import POSITIONS, loudest
@@ -58,7 +59,7 @@ class AttentionRecorder:
 
 
 def attention_layers(runner: Any) -> list[Attention]:
-    """The decoder's attention layers in the order of their index.
+    """The decoder's layers with full attention, in the order of their index.
 
     Raises: UnsupportedModelError where a layer of the model keeps its state elsewhere.
     """
@@ -70,7 +71,8 @@ def attention_layers(runner: Any) -> list[Attention]:
             f"{runner.model_config.model} has {len(found)} attention layers that vLLM pages, numbers "
             f"{sorted(by_index)}, but {expected} layers; use a model whose every layer is softmax attention."
         )
-    return [by_index[index] for index in range(expected)]
+    full = full_layers(runner.kv_cache_config)
+    return [by_index[index] for index in range(expected) if by_index[index].layer_name in full]
 
 
 def shape_of(layer: Attention) -> LayerFacts:

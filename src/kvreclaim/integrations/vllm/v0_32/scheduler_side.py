@@ -7,6 +7,7 @@ configuration names, and the KV cache manager of one instance changes its class.
 from __future__ import annotations
 
 import sys
+from copy import copy
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from vllm.v1.request import RequestStatus
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm import signatures
+from kvreclaim.integrations.vllm.groups import full_group, window_blocks
 from kvreclaim.integrations.vllm.ledger import Ledger
 from kvreclaim.integrations.vllm.live.step_observer import StepObserver
 from kvreclaim.integrations.vllm.options import Options
@@ -26,10 +28,12 @@ from kvreclaim.memory.changes import CompactionPlan, Shrunk, TableState
 
 FIGURES = "kvreclaim"
 RUNNING = RequestStatus.RUNNING
+IN_FLIGHT = 2
+"""Tokens of one request that decodes, in steps that the asynchronous scheduler has under way."""
 
 
 class VllmPool:
-    """vLLM's block pool and the tables of its one KV cache group, as an accounts.PlacedPool.
+    """vLLM's block pool and the tables of its KV cache group with full attention, as a ledger.PlacedPool.
 
     A table keeps its length: the place of a block given back holds the null block, behind the blocks that are
     left, so that "blocks missing = ceil(tokens / block size) - length of the table" stays right for vLLM.
@@ -37,13 +41,18 @@ class VllmPool:
     num_spare: see PlacedPool.covering
     """
 
-    def __init__(self, manager: KVCacheManager, num_spare: int = 0) -> None:
-        self.manager, self.num_spare = manager, num_spare
-        self.tables = manager.coordinator.single_type_managers[0]
+    num_spare = 0
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        managers = manager.coordinator.single_type_managers
+        self.tables = managers[full_group(manager.kv_cache_config)]
+        self.windows = [each for each in managers if each is not self.tables]
         self.pool = manager.block_pool
 
     def covering(self, num_spare: int) -> VllmPool:
-        return VllmPool(self.manager, num_spare)
+        other = copy(self)
+        other.num_spare = num_spare
+        return other
 
     @property
     def num_blocks(self) -> int:
@@ -55,6 +64,25 @@ class VllmPool:
 
     def places(self, request_id: str) -> int:
         return len(self.tables.req_to_blocks.get(request_id, ()))
+
+    def others_held(self, request_id: str) -> int:
+        tables = (each.req_to_blocks.get(request_id, ()) for each in self.windows)
+        return sum(not block.is_null for table in tables for block in table)
+
+    def others_most(self, num_tokens: int) -> int:
+        return sum(
+            min(blocks_for(num_tokens, each.block_size), each.max_admission_blocks_per_request)
+            for each in self.windows
+        )
+
+    def others_settled(self, num_tokens: int) -> int:
+        return sum(
+            min(
+                blocks_for(num_tokens, each.block_size),
+                window_blocks(each.sliding_window, each.block_size, IN_FLIGHT),
+            )
+            for each in self.windows
+        )
 
     def table_state(self, request_id: str) -> TableState:
         blocks, _ = self._split(request_id)
@@ -116,8 +144,8 @@ class ReclaimKVCacheManager(KVCacheManager):
                 return None
             return super().allocate_slots(request, num_new_tokens, *args, **kwargs)
         caps = self.reclaim.caps(request)
-        tables = self.coordinator.single_type_managers[0]
-        tables.max_admission_blocks_per_request = None if caps is None else caps.prefill
+        tables = self.reclaim.pool.tables  # type: ignore[attr-defined]
+        tables.max_admission_blocks_per_request = None if caps is None else caps.own
         room = self.reclaim.room(request, self.scheduler.running)
         if room is None:
             return None
@@ -143,10 +171,10 @@ class SchedulerHooks:
         refuse_scheduler(self)
         options = Options.of_config(vllm_config)
         manager: Any = self.kv_cache_manager  # type: ignore[attr-defined]
-        block_size = manager.coordinator.single_type_managers[0].block_size
+        pool = VllmPool(manager)
         max_chunk = self.max_num_scheduled_tokens  # type: ignore[attr-defined]
         num_drafts = self.num_spec_tokens  # type: ignore[attr-defined]
-        self.reclaim = Ledger(options, VllmPool(manager), block_size, max_chunk, num_drafts)
+        self.reclaim = Ledger(options, pool, pool.tables.block_size, max_chunk, num_drafts)
         manager.__class__ = ReclaimKVCacheManager
         manager.reclaim, manager.scheduler = self.reclaim, self
         self._reported = replace(self.reclaim.totals)

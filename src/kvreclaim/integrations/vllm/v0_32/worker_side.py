@@ -15,6 +15,8 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 from kvreclaim.integrations.vllm.applier import Applier, RunnerRows
 from kvreclaim.integrations.vllm.cells.heads import HeadTables
+from kvreclaim.integrations.vllm.groups import full_group
+from kvreclaim.integrations.vllm.v0_32.group_lengths import GroupLengths, install
 
 
 def is_v2(runner: Any) -> bool:
@@ -42,6 +44,9 @@ def adopt(runner: Any, applier: Applier) -> None:
         return
     runner.reclaim = applier
     runner.reclaim_rows = applier.rows
+    rows: Any = applier.rows
+    if rows.lengths is not None:
+        install(runner, rows.group, rows.lengths)
     if not isinstance(runner, V1Hooks):
         runner.__class__ = type(f"Reclaim{type(runner).__name__}", (V1Hooks, type(runner)), {})
 
@@ -58,10 +63,15 @@ class V1Rows:
 
     shifts: request -> position minus slot, of requests where they differ
     buffer: [max_num_reqs] int32, the shifts of a step's batch; persistent, as pinned copies want it
+    group:  the cache group that is compressed
+    lengths: of it, where there are several groups; None: the runner's own are changed
     """
 
     def __init__(self, runner: Any, heads: HeadTables | None = None) -> None:
         self.runner, self.heads = runner, heads
+        self.group = full_group(runner.kv_cache_config)
+        several = len(runner.kv_cache_config.kv_cache_groups) > 1
+        self.lengths = GroupLengths(runner) if several else None
         self.shifts: dict[str, int] = {}
         self.buffer = runner._make_buffer(runner.max_num_reqs, dtype=torch.int32)
         if runner.device.type == "cpu":
@@ -75,12 +85,13 @@ class V1Rows:
         """In the request's state, from which a row is made when the request returns to the batch, and in its
         row if it has one."""
         ids = list(block_ids)
-        self.runner.requests[request_id].block_ids[0][:] = ids
+        self.runner.requests[request_id].block_ids[self.group][:] = ids
         row = self.runner.input_batch.req_id_to_index.get(request_id)
         if row is not None:
-            table = self.runner.input_batch.block_table
+            tables = self.runner.input_batch.block_table
+            table, blocks = (tables, (ids,)) if self.lengths is None else (tables[self.group], ids)
             table.clear_row(row)
-            table.add_row((ids,), row)
+            table.add_row(blocks, row)
         self.shifts[request_id] = shift
 
     def forget(self, request_ids: Iterable[str]) -> None:
@@ -119,11 +130,21 @@ class V1Hooks:
         batch = runner.input_batch
         if self.reclaim_rows.heads is not None:
             self.reclaim_rows.heads.announce(batch.req_ids)
-        shift = self.reclaim_rows.of_batch(batch.req_ids)
+        shift, lengths = self.reclaim_rows.of_batch(batch.req_ids), self.reclaim_rows.lengths
         if shift is not None:
             count, tokens = batch.num_reqs, scheduler_output.total_num_scheduled_tokens
-            runner.seq_lens[:count] -= shift.gpu[:count]
-            runner.optimistic_seq_lens_cpu[:count] -= shift.cpu[:count]
+            if lengths is None:
+                runner.seq_lens[:count] -= shift.gpu[:count]
+                runner.optimistic_seq_lens_cpu[:count] -= shift.cpu[:count]
             slots = runner.positions[:tokens] - shift.gpu[runner.req_indices.gpu[:tokens]]
-            batch.block_table.compute_slot_mapping(count, runner.query_start_loc.gpu[: count + 1], slots)
+            table = batch.block_table if lengths is None else batch.block_table[self.reclaim_rows.group]
+            table.compute_slot_mapping(count, runner.query_start_loc.gpu[: count + 1], slots)
+        if lengths is not None:
+            lengths.step = None if shift is None else (batch.num_reqs, shift)
         return result
+
+    def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
+        """Its lengths are no request's."""
+        if self.reclaim_rows.lengths is not None:
+            self.reclaim_rows.lengths.step = None
+        return super()._dummy_run(*args, **kwargs)  # type: ignore[misc]
