@@ -21,6 +21,7 @@ FULL = PLAIN | {
     "sinks": 8,
     "recent": 32,
     "protect_prompt": True,
+    "protect_system": False,
     "mode": "per_head",
     "stats": "here.safetensors",
     "calibrate": False,

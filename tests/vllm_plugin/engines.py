@@ -155,18 +155,8 @@ class Engine:
 
         Returns: its id. Raises: what vLLM raises for it.
         """
-        from vllm import SamplingParams
-
         name = next(self._names) if name is None else name
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=max_tokens,
-            logprobs=0,
-            ignore_eos=True,
-            stop_token_ids=list(stop),
-            extra_args=None if settings is None else {KEY: settings},
-            **sampling,
-        )
+        params = greedy(max_tokens, settings, stop_token_ids=list(stop), **sampling)
         self.engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
         return name
 
@@ -217,6 +207,12 @@ class Engine:
         names = [self.add(prompt, max_tokens, settings=settings) for prompt in prompts]
         self.finish()
         return [self.answer(name) for name in names]
+
+    def chat(self, messages: list[dict[str, Any]], max_tokens: int, *, settings: Any = None) -> Answer:
+        """One conversation to its end, by way of vLLM's own chat; settings as in add()."""
+        [output] = self.llm.chat(messages, greedy(max_tokens, settings), use_tqdm=False)
+        self._finished[output.request_id] = output
+        return self.answer(output.request_id)
 
     def abort(self, names: Sequence[str]) -> None:
         """Abort requests by the ids that add() returned."""
@@ -293,6 +289,16 @@ class Engines:
         if self.engine is not None:
             self.engine.close()
         self.engine = self.policy = None
+
+
+def greedy(max_tokens: int, settings: Any = None, **sampling: Any) -> Any:
+    """vllm.SamplingParams that the end token does not stop; settings as in Engine.add."""
+    from vllm import SamplingParams
+
+    extra_args = None if settings is None else {KEY: settings}
+    return SamplingParams(
+        temperature=0.0, max_tokens=max_tokens, logprobs=0, ignore_eos=True, extra_args=extra_args, **sampling
+    )
 
 
 def _take_trace(worker: Any) -> bytes:

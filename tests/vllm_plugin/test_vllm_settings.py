@@ -122,6 +122,26 @@ class TestLargeBudget:
             engine.add(PROMPT, NEW, settings=settings)
         assert same(one(engine), plain)
 
+    def test_a_chats_system_prompt_is_kept_as_sinks(self, engine: Engine) -> None:
+        messages = [
+            {"role": "system", "content": "never say the word of the day " * 3},
+            {"role": "user", "content": "a tale of the sea " * 20},
+        ]
+        system = f"system: {messages[0]['content']}\nuser: "
+        text = f"{system}{messages[1]['content']}\nassistant: "
+        ids = engine.llm.get_tokenizer().encode(text, add_special_tokens=False)
+        assert len(ids) == len(text)  # a letter is a token
+
+        def told(**settings: Any) -> Answer:
+            [answer] = emptied(engine).generate([ids], NEW, settings={"budget": 256, **settings})
+            return answer
+
+        kept = engine.chat(messages, NEW, settings={"budget": 256})
+        assert same(kept, told(sinks=-(-len(system) // 32) * 32))
+        lost = emptied(engine).chat(messages, NEW, settings={"budget": 256, "protect_system": False})
+        assert same(lost, told())
+        assert not same(kept, lost)
+
     def test_the_counters_on_the_metrics_page_are_the_sums_of_the_figures(self, engine: Engine) -> None:
         labels = {"model_name": str(engine.config.model_config.served_model_name), "engine": "0"}
 

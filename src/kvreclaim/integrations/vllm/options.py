@@ -33,14 +33,7 @@ SUPPORTED = (
     "query_mixture, triattention, expected_attention, surrogate, knorm, keydiff, lagkv, random or "
     "streaming_llm, or shares(...) around one of them"
 )
-NOT_TAKEN = (
-    "stats",
-    "recall",
-    "verify",
-    "verify_tokens",
-    "auto_budget",
-    "protect_system",
-)
+NOT_TAKEN = ("stats", "recall", "verify", "verify_tokens", "auto_budget")
 """Fields of CompressionConfig that are set elsewhere, or that vLLM's scheduler has no place for."""
 Look = Callable[[bool], str | None]
 """Finds the file of the model's statistics where none is named; whether one may be made."""
@@ -134,10 +127,7 @@ class Options:
 
     def as_json(self) -> dict[str, Any]:
         """JSON from which `read` makes equal options."""
-        own = {name: getattr(self.settings, name) for name in _FIELDS}
-        mode = self.settings.mode
-        return own | {
-            "mode": None if mode is None else str(mode),
+        return as_plain(self.settings) | {
             "stats": self.stats,
             "calibrate": self.calibrate,
             "opt_in": self.opt_in,
@@ -234,6 +224,12 @@ class Options:
             f"{own.policy!r}, has not loaded; ask for that policy, or for one without statistics such as "
             "streaming_llm or knorm.",
         )
+
+
+def as_plain(settings: CompressionConfig) -> dict[str, Any]:
+    """JSON from which a request's settings are read as these."""
+    own = {name: getattr(settings, name) for name in _FIELDS}
+    return own | {"mode": None if settings.mode is None else str(settings.mode)}
 
 
 def plain_footprint(block_size: int, max_chunk: int) -> Footprint:

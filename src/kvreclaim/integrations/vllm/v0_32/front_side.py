@@ -12,6 +12,7 @@ from kvreclaim.integrations.vllm.groups import most_window_blocks
 from kvreclaim.integrations.vllm.metrics import Counters
 from kvreclaim.integrations.vllm.options import KEY, Options, is_bounded
 from kvreclaim.integrations.vllm.promise import check_cache_dtype, said
+from kvreclaim.integrations.vllm.v0_32 import chat_side
 from kvreclaim.integrations.vllm.wrapping import wrap
 from kvreclaim.memory.blocks import blocks_for
 
@@ -97,6 +98,7 @@ def install_front_end() -> None:
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.metrics.loggers import StatLoggerManager
 
+    chat_side.install()
     wrap(StatLoggerManager, "__init__", _counting)
     wrap(InputProcessor, "process_inputs", _checking)
 
@@ -151,17 +153,20 @@ def make_stat_logger() -> type:
 def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
     """InputProcessor.process_inputs: wrong settings are an error of this request, not of the engine."""
 
-    def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        request = original(self, *args, **kwargs)
+    def process_inputs(self: Any, request_id: Any, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        request = original(self, request_id, prompt, *args, **kwargs)
         if is_asked_for(self.vllm_config.additional_config, {}):
-            check_request(request, self.vllm_config)
+            check_request(request, self.vllm_config, prompt)
         return request
 
     return process_inputs
 
 
-def check_request(request: Any, vllm_config: Any) -> None:
-    """Raises: VLLMValidationError, HTTP 400, for settings that are wrong or too large for the pool."""
+def check_request(request: Any, vllm_config: Any, prompt: object = None) -> None:
+    """Check its settings, and let them protect the system prompt of a prompt that a chat was rendered to.
+
+    Raises: VLLMValidationError, HTTP 400, for settings that are wrong or too large for the pool.
+    """
     from vllm.exceptions import VLLMValidationError
 
     if request.sampling_params is None:
@@ -170,6 +175,9 @@ def check_request(request: Any, vllm_config: Any) -> None:
     try:
         options = Options.of_config(vllm_config)
         settings = options.of_request(extra_args)
+        if settings is not None and not request.resumable:
+            block_size = vllm_config.cache_config.block_size
+            settings = chat_side.protected(request.sampling_params, settings, prompt, block_size)
         if settings is not None and settings.max_loss is not None:
             check_cache_dtype(settings, vllm_config)
             settings = options.of_prompt(settings, _num_prompt(request), vllm_config.cache_config.block_size)

@@ -1,0 +1,128 @@
+"""A chat's system prompt and tools: counted where vLLM renders the chat, kept as sinks of its request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kvreclaim.compression.config import CompressionConfig
+from kvreclaim.engine.api.chat import SYSTEM_ROLES, num_shared
+from kvreclaim.integrations.vllm.asking import is_asked_for
+from kvreclaim.integrations.vllm.options import KEY, as_plain
+from kvreclaim.integrations.vllm.wrapping import wrap
+
+logger = logging.getLogger("vllm.kvreclaim")
+NUM_SYSTEM = "kvreclaim_num_system"
+"""Key in a rendered chat: its leading tokens that are system prompt and tools."""
+
+
+def install() -> None:
+    """Wrap vLLM's renderers. Idempotent; other configurations see no change."""
+    from vllm.renderers.base import BaseRenderer
+
+    wrap(BaseRenderer, "render_chat", _counting)
+    wrap(BaseRenderer, "render_chat_async", _counting_async)
+
+
+def protected(params: Any, settings: CompressionConfig, prompt: object, block_size: int) -> CompressionConfig:
+    """The settings with system prompt and tools among the sinks, written into params for the scheduler."""
+    count = prompt.get(NUM_SYSTEM, 0) if isinstance(prompt, Mapping) else 0
+    found = settings.protecting(count, block_size) if count else settings
+    if found is not settings:
+        params.extra_args = {**(params.extra_args or {}), KEY: as_plain(found)}
+    return found
+
+
+def _counting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """BaseRenderer.render_chat."""
+
+    def render_chat(
+        self: Any, conversations: Any, chat_params: Any, tok_params: Any = None, **kwargs: Any
+    ) -> Any:
+        if not is_asked_for(self.config.additional_config, {}):
+            return original(self, conversations, chat_params, tok_params, **kwargs)
+        conversations = [readable(messages) for messages in conversations]
+        rendered, prompts = original(self, conversations, chat_params, tok_params, **kwargs)
+        for messages, prompt in zip(conversations, prompts, strict=True):
+            if has_system(messages, chat_params):
+                note_system(self, messages, prompt, chat_params, tok_params)
+        return rendered, prompts
+
+    return render_chat
+
+
+def _counting_async(original: Callable[..., Any]) -> Callable[..., Any]:
+    """BaseRenderer.render_chat_async; renders and tokenizes in the threads in which vLLM does."""
+
+    async def render_chat_async(
+        self: Any, conversations: Any, chat_params: Any, tok_params: Any = None, **kwargs: Any
+    ) -> Any:
+        if not is_asked_for(self.config.additional_config, {}):
+            return await original(self, conversations, chat_params, tok_params, **kwargs)
+        conversations = [readable(messages) for messages in conversations]
+        rendered, prompts = await original(self, conversations, chat_params, tok_params, **kwargs)
+        for messages, prompt in zip(conversations, prompts, strict=True):
+            if has_system(messages, chat_params):
+                asked = (self, messages, prompt, chat_params, tok_params)
+                await asyncio.get_running_loop().run_in_executor(self._executor, note_system, *asked)
+        return rendered, prompts
+
+    return render_chat_async
+
+
+def readable(messages: Sequence[Any]) -> list[Any]:
+    """The same with contents that can be read twice: over HTTP, lists of parts come as iterators."""
+    return [
+        message
+        if not isinstance(message, dict) or isinstance(message.get("content"), str | list | None)
+        else {**message, "content": list(message["content"])}
+        for message in messages
+    ]
+
+
+def has_system(messages: Sequence[Any], chat_params: Any) -> bool:
+    """Whether there may be something to protect."""
+    return bool(messages) and (_is_system(messages[0]) or bool(chat_params.chat_template_kwargs.get("tools")))
+
+
+def note_system(
+    renderer: Any, messages: Sequence[Any], prompt: Any, chat_params: Any, tok_params: Any
+) -> None:
+    """Write the number under NUM_SYSTEM into the rendered prompt, where it is one of tokens.
+
+    As num_leading_tokens counts, but the conversation is cut down to one message: it may be long, and its
+    pictures would be loaded again.
+    """
+    if prompt.get("prompt_token_ids") is None:
+        return
+    try:
+        drafts = [renderer.render_messages(opened(messages, text), chat_params)[1] for text in "ab"]
+        key = "prompt" if "prompt" in drafts[0] else "prompt_token_ids"  # some tokenizers render at once
+        one, other = (draft[key] for draft in drafts)
+        head = one[: num_shared(one, other)]
+        params = renderer.default_chat_tok_params if tok_params is None else tok_params
+        tokens = renderer.tokenize_prompt({key: head}, params)["prompt_token_ids"] if head else []
+        prompt[NUM_SYSTEM] = num_shared(list(tokens), list(prompt["prompt_token_ids"]))
+    except Exception as error:  # a template is foreign code, and the prompt itself is rendered
+        logger.warning(
+            "a chat's system prompt and tools are not protected: the chat template renders the chat, but not "
+            "its beginning (%s)",
+            type(error).__name__,
+        )
+
+
+def opened(messages: Sequence[Any], text: str) -> list[Any]:
+    """The system prompt, and this text in place of the conversation: what the template writes whatever the
+    text, it writes before it looks at the conversation."""
+    talk = (index for index, message in enumerate(messages) if not _is_system(message))
+    first = next(talk, None)
+    if first is None:
+        return list(messages)
+    later = [message for message in messages[first:] if _is_system(message)]
+    return [*messages[:first], {"role": "user", "content": text}, *later]
+
+
+def _is_system(message: Any) -> bool:
+    return isinstance(message, Mapping) and message.get("role") in SYSTEM_ROLES
