@@ -124,7 +124,7 @@ class TestLargeBudget:
 
     def test_a_chats_system_prompt_is_kept_as_sinks(self, engine: Engine) -> None:
         messages = [
-            {"role": "system", "content": "never say the word of the day " * 3},
+            {"role": "system", "content": "never say the word of the day "},
             {"role": "user", "content": "a tale of the sea " * 20},
         ]
         system = f"system: {messages[0]['content']}\nuser: "
