@@ -50,10 +50,21 @@ from kvreclaim.integrations.vllm.refusals import refuse_groups, refuse_layers, r
         ),
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size = 2"),
         (
-            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
-            "a KV connector",
+            {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}},
+            "the KV connector NixlConnector",
         ),
-        ({"kv_offloading_size": 1.0}, "KV offloading"),
+        (
+            {
+                "kv_offloading_size": 1.0,
+                "async_scheduling": False,
+                "speculative_config": {
+                    "method": "ngram",
+                    "num_speculative_tokens": 2,
+                    "prompt_lookup_max": 3,
+                },
+            },
+            "drafts of a request that is hidden from the connector",
+        ),
         (
             {"ec_transfer_config": {"ec_connector": "ExampleConnector", "ec_role": "ec_both"}},
             "an encoder-cache connector",
@@ -203,6 +214,7 @@ def test_full_attention_beside_windows_is_taken(windows: Path) -> None:
     [
         ("keydiff", {}, "prefix caching"),
         ("keydiff", {**PLAIN, "speculative_config": NGRAM}, "--speculative-config"),
+        ("keydiff", {**PLAIN, "kv_offloading_size": 1.0}, "--kv-offloading-size"),
         ("query_mixture", PLAIN, "query statistics"),
         ("auto", PLAIN, "query statistics"),
         ("shares(knorm)", PLAIN, "unequal heads"),
@@ -303,7 +315,7 @@ def test_groups_of_other_kinds_are_refused(specs: list[Any], word: str) -> None:
 
 def scheduler(**more: Any) -> Any:
     manager = SimpleNamespace(block_size=32)
-    usual = {"connector": None, "ec_connector": None, "defer_block_free": False, "hash_block_size": 32}
+    usual = {"ec_connector": None, "hash_block_size": 32}
     coordinator = SimpleNamespace(single_type_managers=[manager])
     return SimpleNamespace(kv_cache_manager=SimpleNamespace(coordinator=coordinator), **{**usual, **more})
 
@@ -311,9 +323,7 @@ def scheduler(**more: Any) -> Any:
 @pytest.mark.parametrize(
     ("more", "word"),
     [
-        ({"connector": object()}, "a KV connector"),
         ({"ec_connector": object()}, "an encoder-cache connector"),
-        ({"defer_block_free": True}, "put off"),
         ({"hash_block_size": 16}, "hashes of 16 tokens in blocks of 32"),
     ],
 )

@@ -16,6 +16,8 @@ from kvreclaim.integrations.vllm.refusals import (
 
 DRAFTERS = ("ngram",)
 """Methods of speculative decoding that go with compression."""
+CONNECTOR = "OffloadingConnector"
+"""The KV connector that goes with compression: it stores blocks one by one, while they are exact."""
 
 
 def _greater(path: str, option: str, limit: int = 1) -> Callable[[Any], str | None]:
@@ -79,11 +81,25 @@ def _drafts_ahead(config: Any) -> str | None:
     return "--speculative-config in the V2 model runner" if config.use_v2_model_runner else None
 
 
-_SPLIT = "a compressed request's tokens are no longer where their positions say, which the split goes by"
-_MOVE = (
-    "it maps blocks to ranges of tokens, and a compressed request's blocks hold survivors of all its context"
-)
+def _connector(config: Any) -> str | None:
+    import vllm
 
+    transfer = config.kv_transfer_config
+    if transfer is None:
+        return None
+    place, version = transfer.kv_connector_module_path, vllm.__version__
+    if transfer.kv_connector == CONNECTOR and not place and version.startswith("0.32."):
+        return None
+    return f"the KV connector {transfer.kv_connector} of {place or f'vLLM {version}'}"
+
+
+def _drafts_beside_connector(config: Any) -> str | None:
+    if config.speculative_config is None or config.kv_transfer_config is None:
+        return None
+    return "--speculative-config beside KV offloading (--kv-offloading-size)"
+
+
+_SPLIT = "a compressed request's tokens are no longer where their positions say, which the split goes by"
 CONFIG: tuple[ConfigRefusal, ...] = (
     ConfigRefusal(
         _drafter,
@@ -118,8 +134,16 @@ CONFIG: tuple[ConfigRefusal, ...] = (
         _set("parallel_config.enable_elastic_ep", "elastic expert parallelism (--enable-elastic-ep)"),
         "workers come and go without the state of compressed requests",
     ),
-    ConfigRefusal(_set("cache_config.kv_offloading_size", "KV offloading (--kv-offloading-size)"), _MOVE),
-    ConfigRefusal(_set("kv_transfer_config", "a KV connector (--kv-transfer-config)"), _MOVE),
+    ConfigRefusal(
+        _drafts_beside_connector,
+        "drafts of a request that is hidden from the connector are not tested",
+        "remove one of them",
+    ),
+    ConfigRefusal(
+        _connector,
+        "it may hand over a request that is no longer exact, or it is not tested",
+        f"use {CONNECTOR} (--kv-offloading-size) with vLLM 0.32",
+    ),
     ConfigRefusal(
         _set("ec_transfer_config", "an encoder-cache connector (--ec-transfer-config)"), "it is not tested"
     ),

@@ -33,6 +33,9 @@ CONFIG: tuple[ConfigRefusal, ...] = (
     ConfigRefusal(
         lambda config: "--speculative-config" if config.speculative_config is not None else None, UNTESTED
     ),
+    ConfigRefusal(
+        lambda config: "--kv-offloading-size" if config.kv_transfer_config is not None else None, UNTESTED
+    ),
 )
 OPTIONS: tuple[ConfigRefusal, ...] = (
     ConfigRefusal(

@@ -193,6 +193,23 @@ class Ledger:
             settings[done.seq_id] = own
         return StepMessage(alive, settings) if alive else None
 
+    def current_passes(self) -> tuple[Pass[str], ...]:
+        """The passes of the step that vLLM schedules now, as far as they are carried out."""
+        return tuple(filter(self.is_current, self._passes))
+
+    def is_compressed(self, request_id: str) -> bool:
+        """Whether the request has had a pass since its cache began."""
+        record = self.records.get(request_id)
+        return record is not None and record.account.num_evicted > 0
+
+    def most_hit(self, request: VllmRequest) -> int | None:
+        """Tokens of a prefix that a request may find in caches, so that one step's tokens have room beside
+        them; None: no bound, as it keeps all its tokens."""
+        if self.caps(request) is None:
+            return None
+        chunk = self._blocks(min(request.num_tokens, self.max_chunk))
+        return (self.pool.num_blocks - chunk) * self.block_size
+
     def is_current(self, done: Pass[str]) -> bool:
         """Whether the blocks of the pass are still its request's: not since it was preempted or finished."""
         record = self.records.get(done.seq_id)

@@ -109,15 +109,13 @@ GROUP: tuple[ConfigRefusal, ...] = (
 
 
 def refuse_scheduler(scheduler: Any) -> None:
-    """Check a Scheduler that is ready: blocks come and go at once, and hashes are per block.
+    """Check a Scheduler that is ready: hashes are per block.
 
     Raises: InvalidArgumentError.
     """
     manager = scheduler.kv_cache_manager.coordinator.single_type_managers[0]
     found = {
-        "a KV connector": scheduler.connector is not None,
         "an encoder-cache connector": scheduler.ec_connector is not None,
-        "frees of blocks that are put off": scheduler.defer_block_free,
         f"prefix hashes of {scheduler.hash_block_size} tokens in blocks of {manager.block_size}": (
             scheduler.hash_block_size != manager.block_size
         ),
@@ -125,8 +123,8 @@ def refuse_scheduler(scheduler: Any) -> None:
     for what, holds in found.items():
         if holds:
             raise InvalidArgumentError(
-                f"kv_compression does not work with {what}: a freed block must be free at once and be hashed "
-                f"whole; remove the option that asks for it, {ELSE}."
+                f"kv_compression does not work with {what}: a block must be hashed whole and belong to the "
+                f"KV cache alone; remove the option that asks for it, {ELSE}."
             )
 
 

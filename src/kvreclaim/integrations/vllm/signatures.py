@@ -27,6 +27,11 @@ def check_core() -> None:
     expect.check(sections()["core"])
 
 
+def check_connector() -> None:
+    """Check the KV connector and its scheduler, if there is one. Raises: UnsupportedVllmError."""
+    expect.check(sections()["connector"])
+
+
 def check_worker(runner: Any) -> None:
     """Once the runner is made, before it loads the model. Raises: UnsupportedVllmError."""
     table = sections()

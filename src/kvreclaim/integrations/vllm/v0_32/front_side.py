@@ -141,7 +141,8 @@ def make_stat_logger() -> type:
             figures = scheduler_stats.kv_connector_stats if scheduler_stats is not None else None
             if figures and FIGURES in figures:
                 # The loggers behind us take what is in this field for a connector's statistics.
-                scheduler_stats.kv_connector_stats = None
+                rest = {name: value for name, value in figures.items() if name != FIGURES}
+                scheduler_stats.kv_connector_stats = rest or None
                 self.counters.add(figures[FIGURES], engine_idx)
 
         def log_engine_initialized(self) -> None:

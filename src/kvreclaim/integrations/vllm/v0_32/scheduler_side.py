@@ -130,13 +130,11 @@ class ReclaimKVCacheManager(KVCacheManager):
     def get_computed_blocks(self, request: Any, *args: Any, **kwargs: Any) -> tuple[Any, int, int]:
         """A hit must leave room for one step's tokens, or a prompt longer than the pool would never start."""
         blocks, num_tokens, boundary = super().get_computed_blocks(request, *args, **kwargs)
-        ledger = self.reclaim
-        chunk = min(request.num_tokens, ledger.max_chunk)
-        most = ledger.pool.num_blocks - blocks_for(chunk, ledger.block_size)
-        if len(blocks.blocks[0]) <= most or ledger.caps(request) is None:
+        most = self.reclaim.most_hit(request)
+        if most is None or num_tokens <= most:
             return blocks, num_tokens, boundary
-        cut = self.create_kv_cache_blocks((list(blocks.blocks[0][:most]),))
-        return cut, most * ledger.block_size, 0
+        num_blocks = most // self.reclaim.block_size
+        return self.create_kv_cache_blocks((list(blocks.blocks[0][:num_blocks]),)), most, 0
 
     def allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         if request.status is RUNNING:
@@ -177,6 +175,11 @@ class SchedulerHooks:
         self.reclaim = Ledger(options, pool, pool.tables.block_size, max_chunk, num_drafts)
         manager.__class__ = ReclaimKVCacheManager
         manager.reclaim, manager.scheduler = self.reclaim, self
+        connector = self.connector  # type: ignore[attr-defined]
+        if connector is not None:
+            from kvreclaim.integrations.vllm.v0_32.connector_side import ConnectorHooks  # not for 0.33
+
+            ConnectorHooks(connector, self.reclaim)
         self._reported = replace(self.reclaim.totals)
         self._check_pool()
         self.sights = StepObserver(self.reclaim)
@@ -231,7 +234,7 @@ class SchedulerHooks:
         return kv_params, ec_params
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
-        """Add the figures since the last statistics, in a field that is free since KV connectors are refused.
+        """Add the figures since the last statistics beside a KV connector's; our logger takes them out.
 
         Differences, not sums: with several front ends each of them gets some of the statistics.
         """
@@ -241,6 +244,7 @@ class SchedulerHooks:
             self.sights.looked_up(found.queries + found.preempted_queries, found.hits + found.preempted_hits)
         if stats is not None and self.reclaim.totals != self._reported:
             totals, before = asdict(self.reclaim.totals), asdict(self._reported)
-            stats.kv_connector_stats = {FIGURES: {name: totals[name] - before[name] for name in totals}}
+            figures = {name: totals[name] - before[name] for name in totals}
+            stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), FIGURES: figures}
             self._reported = replace(self.reclaim.totals)
         return stats

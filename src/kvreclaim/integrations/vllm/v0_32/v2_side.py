@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from kvreclaim.errors import UnsupportedModelError
@@ -121,7 +122,10 @@ class V2Hooks:
     reclaim: Applier
 
     def update_requests(self, scheduler_output: Any) -> None:
-        """Passes first: new requests have their slots, finished ones have none, no block is appended yet."""
+        """Passes first: new requests have their slots, finished ones have none, no block is appended yet.
+        Before them a KV connector ends stores that read what they write; vLLM asks again later."""
+        if getattr(scheduler_output, "kvreclaim", None) is not None and has_kv_transfer_group():
+            get_kv_transfer_group().handle_preemptions(scheduler_output.kv_connector_metadata)
         self.reclaim.begin(scheduler_output)
         super().update_requests(scheduler_output)  # type: ignore[misc]
 
