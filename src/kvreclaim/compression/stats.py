@@ -341,7 +341,11 @@ def _load_own(path: Path) -> QueryStats:
         if header is None:
             raise StatsMismatchError(f"{path} has no {STATS_HEADER!r} metadata; it is no statistics file.")
         metadata = StatsMetadata.model_validate(json.loads(header))
-    except (SafetensorError, ValidationError, json.JSONDecodeError) as error:
+    except ValidationError as error:
+        first = error.errors()[0]
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}"[:200]
+        raise StatsMismatchError(f"{path} is no valid statistics file ({why}); {RECALIBRATE}.") from error
+    except (SafetensorError, json.JSONDecodeError) as error:
         raise StatsMismatchError(f"{path} is no valid statistics file ({error}); {RECALIBRATE}.") from error
     if unknown := sorted(set(tensors) - set(_TENSORS)):
         raise StatsMismatchError(f"{path} holds unknown tensors {', '.join(unknown)}; {RECALIBRATE}.")
