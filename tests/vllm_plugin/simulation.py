@@ -1,33 +1,30 @@
-"""vLLM's real scheduler, KV cache manager and block pool with a worker made of plain lists: fit to be fuzzed.
-
-The worker keeps, for every slot of every block, which token's state was written there last, and for every
-request which states it has to find. A block given back too early, written while shared, hit although its
-content was computed over an evicted context, or read through a wrong row shows as a wrong state.
-"""
+"""vLLM's real scheduler, KV cache manager and block pool with a worker made of plain lists (list_worker.py):
+fit to be fuzzed."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
+from list_worker import ListWorker, WindowWorker
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvreclaim.integrations.vllm.groups import full_group
+
 STOP = 7
-State = tuple[Any, ...]
 
 
 def make_scheduler(
@@ -37,11 +34,13 @@ def make_scheduler(
     *,
     asynchronous: bool = False,
     v2: bool = False,
+    window: int | None = None,
     **engine: Any,
 ) -> Any:
     """The scheduler that an engine with these options would make; None: vLLM's own.
 
     num_blocks: of the pool, the null block included
+    window:     of sliding windows, tokens, in a cache group before that of full attention and one behind it
     engine:     of EngineArgs; lengths in tokens
     """
     given = {"block_size": 32, "max_num_seqs": 16, "max_num_batched_tokens": 256, **engine}
@@ -61,6 +60,15 @@ def make_scheduler(
     config.cache_config.num_gpu_blocks = num_blocks
     spec = FullAttentionSpec(block_size=given["block_size"], num_kv_heads=1, head_size=1, dtype=torch.float32)
     groups = [KVCacheGroupSpec(["layer"], spec)]
+    if window is not None:
+        sliding = SlidingWindowSpec(
+            block_size=given["block_size"],
+            num_kv_heads=1,
+            head_size=1,
+            dtype=torch.float32,
+            sliding_window=window,
+        )
+        groups = [KVCacheGroupSpec(["before"], sliding), *groups, KVCacheGroupSpec(["behind"], sliding)]
     register_all_kvcache_specs(config)
     made = config.scheduler_config.get_scheduler_cls()(
         vllm_config=config,
@@ -73,107 +81,6 @@ def make_scheduler(
     return made
 
 
-@dataclass
-class Row:
-    """A request inside the worker: its blocks, how far it is, the states that it must find in its slots."""
-
-    block_ids: list[int]
-    num_computed: int
-    shift: int = 0
-    states: list[State] = field(default_factory=list)
-
-
-class ListWorker:
-    """Executes steps as a model runner does: forget, compress, take blocks, write, then read everything."""
-
-    def __init__(self, num_blocks: int, block_size: int, random: Random) -> None:
-        self.size = block_size
-        self.random = random
-        self.cells: list[State] = [()] * (num_blocks * block_size)
-        self.rows: dict[str, Row] = {}
-        self.tokens: dict[str, list[int]] = {}
-        self.chains: dict[str, list[int]] = {}
-
-    def execute(self, output: Any) -> ModelRunnerOutput:
-        cached = output.scheduled_cached_reqs
-        fresh = [data.req_id for data in output.scheduled_new_reqs]
-        gone = (*output.finished_req_ids, *(output.preempted_req_ids or ()), *fresh, *cached.resumed_req_ids)
-        for request_id in gone:
-            self.rows.pop(request_id, None)
-        message = getattr(output, "kvreclaim", None)
-        for done in message.passes if message else ():
-            self.compress(done)
-        for data in output.scheduled_new_reqs:
-            self.rows[data.req_id] = Row(list(data.block_ids[0]), data.num_computed_tokens)
-        for request_id, new, computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            if request_id in cached.resumed_req_ids:
-                self.rows[request_id] = Row(list(new[0]), computed)
-            elif new is not None:
-                self.rows[request_id].block_ids.extend(new[0])
-            assert self.rows[request_id].num_computed == computed
-        for request_id in (*fresh, *cached.resumed_req_ids):
-            row = self.rows[request_id]
-            row.states = [self.full_state(request_id, place) for place in range(row.num_computed)]
-        for request_id, count in output.num_scheduled_tokens.items():
-            self.compute(request_id, count)
-        for request_id, row in self.rows.items():
-            self.check(request_id, row)
-        return self.sample(output)
-
-    def compress(self, done: Any) -> None:
-        row = self.rows[done.seq_id]
-        assert row.block_ids == list(done.source_ids), "the scheduler and the worker differ in the row"
-        assert (len(row.states), row.num_computed) == (done.num_tokens, done.logical_len)
-        assert done.first == (row.shift == 0)
-        self.check(done.seq_id, row)
-        kept = sorted(self.random.sample(range(done.num_tokens), done.keep))
-        row.states = [row.states[place] for place in kept]
-        row.block_ids = list(done.target_ids)
-        row.shift += done.num_tokens - done.keep
-        assert row.shift == done.shift
-        assert len(row.block_ids) == -(-done.keep // self.size)
-        for place in range(len(row.block_ids) * self.size):
-            self.cells[self.slot(row, place)] = row.states[place] if place < done.keep else ("tail",)
-
-    def compute(self, request_id: str, count: int) -> None:
-        row = self.rows[request_id]
-        for place in range(row.num_computed, row.num_computed + count):
-            own = ("own", request_id, place, self.random.random())
-            row.states.append(own if row.shift else self.full_state(request_id, place))
-            self.cells[self.slot(row, place - row.shift)] = row.states[-1]
-        row.num_computed += count
-        assert len(row.block_ids) == -(-len(row.states) // self.size), "blocks to spare, or too few"
-
-    def check(self, request_id: str, row: Row) -> None:
-        for place in range(0, len(row.states), self.size):
-            expected = row.states[place : place + self.size]
-            slot = self.slot(row, place)
-            found = self.cells[slot : slot + len(expected)]
-            assert found == expected, f"{request_id} finds {found} from {place} on, not {expected}"
-
-    def sample(self, output: Any) -> ModelRunnerOutput:
-        ids = list(output.num_scheduled_tokens)
-        sampled: list[list[int]] = []
-        for request_id in ids:
-            tokens = self.tokens[request_id]
-            done = self.rows[request_id].num_computed >= len(tokens)
-            sampled.append([Random(f"{request_id} {len(tokens)}").randrange(2, 500)] if done else [])
-            tokens.extend(sampled[-1])
-        return ModelRunnerOutput(ids, {name: row for row, name in enumerate(ids)}, sampled)
-
-    def full_state(self, request_id: str, place: int) -> State:
-        """Of a token computed over its whole context, which names it."""
-        chain = self.chains.setdefault(request_id, [0])
-        while len(chain) < place + 2:
-            chain.append(hash((chain[-1], self.tokens[request_id][len(chain) - 1])))
-        return ("full", place, chain[place + 1])
-
-    def slot(self, row: Row, place: int) -> int:
-        return row.block_ids[place // self.size] * self.size + place % self.size
-
-
 class World:
     """A scheduler and its worker, step by step, with the whole structure checked after each."""
 
@@ -182,9 +89,12 @@ class World:
         self.scheduler = scheduler
         self.manager = scheduler.kv_cache_manager
         self.pool = self.manager.block_pool
-        self.tables = self.manager.coordinator.single_type_managers[0]
+        self.managers = self.manager.coordinator.single_type_managers
+        group = full_group(self.manager.kv_cache_config)
+        self.tables = self.managers[group]
         self.size = self.tables.block_size
-        self.worker = ListWorker(self.pool.num_gpu_blocks, self.size, Random(seed))
+        worker = ListWorker if len(self.managers) == 1 else WindowWorker
+        self.worker = worker(self.pool.num_gpu_blocks, self.size, Random(seed), group)
         self.depth = 2 if isinstance(scheduler, AsyncScheduler) else 1
         self.flying: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self.requests: dict[str, Request] = {}
@@ -276,8 +186,8 @@ class World:
     def check_pool(self) -> None:
         """Every block is free, or counted by exactly the tables that hold it."""
         counts = [0] * self.pool.num_gpu_blocks
-        for name in list(self.tables.req_to_blocks):
-            held = self.held(name)
+        for blocks in (table for each in self.managers for table in each.req_to_blocks.values()):
+            held = [block.block_id for block in blocks if not block.is_null]
             assert len(set(held)) == len(held)
             for block_id in held:
                 counts[block_id] += 1
@@ -287,10 +197,11 @@ class World:
             if not block.is_null:
                 assert block.ref_cnt == counts[block.block_id]
                 assert (block.block_id in free) == (block.ref_cnt == 0)
+                assert block.block_hash is None or self.worker.is_exact(block.block_id)
 
     def check_empty(self) -> None:
         """Nothing is left of anybody."""
-        assert not self.tables.req_to_blocks
+        assert not any(each.req_to_blocks for each in self.managers)
         assert not self.scheduler.requests
         assert self.used == 0
         if (ledger := getattr(self.scheduler, "reclaim", None)) is not None:

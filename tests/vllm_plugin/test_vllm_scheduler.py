@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from list_worker import WindowWorker
 from simulation import World, make_scheduler
 
 from kvreclaim.errors import InvalidArgumentError
@@ -50,12 +51,13 @@ WANTED: list[Any] = [None, None, None, "on", *SMALLER]
 
 
 @RUNNERS
+@pytest.mark.parametrize("window", [None, WindowWorker.WINDOW], ids=["full", "windows"])
 @pytest.mark.parametrize("seed", range(12))
 def test_random_traffic_leaves_every_block_where_it_belongs(
-    model: Path, asynchronous: bool, v2: bool, seed: int
+    model: Path, asynchronous: bool, v2: bool, window: int | None, seed: int
 ) -> None:
     random = Random(seed)
-    pool = random.choice([14, 20, 40])
+    pool = random.choice([14, 20, 40]) if window is None else random.choice([45, 70])
     world = World(
         make_scheduler(
             model,
@@ -63,10 +65,12 @@ def test_random_traffic_leaves_every_block_where_it_belongs(
             UNEVEN if seed % 2 else SMALL,
             asynchronous=asynchronous,
             v2=v2,
+            window=window,
             max_model_len=2048,
             max_num_batched_tokens=random.choice([64, 128, 200]),
             max_num_seqs=random.choice([2, 8]),
             scheduling_policy=random.choice(["fcfs", "priority"]),
+            prefix_cache_retention_interval=0 if window is None else random.choice([0, 64, None]),
         ),
         seed,
     )
@@ -126,6 +130,31 @@ def test_shared_blocks_are_not_written_though_the_pool_is_full(model: Path) -> N
     world.pool.free_blocks(taken)
     del world.check_pool
     world.drain()
+    world.check_empty()
+
+
+def test_a_hit_leaves_room_for_a_chunk_and_its_windows(model: Path) -> None:
+    """28 of 39 blocks are in the prefix index; 2 are for the chunk and 5 for each of two windows."""
+    more = {"prefix_cache_retention_interval": None, "max_num_batched_tokens": 64, "max_model_len": 2048}
+    world = World(make_scheduler(model, 40, SMALL, window=WindowWorker.WINDOW, **more))
+    head, tail = tokens(Random(1), 28 * 32), tokens(Random(2), 500)
+    world.add("a", head, 2, "off")
+    world.drain()
+    world.add("b", head + tail, 20)
+    world.drain()
+    assert world.hits == (39 - 2 - 2 * 5) * 32
+    world.check_empty()
+
+
+def test_windows_are_hit_where_a_request_was_exact(model: Path) -> None:
+    """vLLM would keep those before the prompt's end alone; the first pass comes in the third chunk."""
+    world = World(make_scheduler(model, 60, SMALL, window=33, max_num_batched_tokens=64, max_model_len=2048))
+    world.worker.WINDOW = 33
+    prompt = tokens(Random(1), 300)
+    for name in ("a", "b"):
+        world.add(name, prompt, 40)
+        world.drain()
+    assert world.hits == 128
     world.check_empty()
 
 

@@ -208,7 +208,27 @@ class Ledger:
         if self.caps(request) is None:
             return None
         chunk = self._blocks(min(request.num_tokens, self.max_chunk))
-        return (self.pool.num_blocks - chunk) * self.block_size
+        others = self.pool.others_most(request.num_tokens)
+        return (self.pool.num_blocks - chunk - others) * self.block_size
+
+    def hit_boundary(self, request: VllmRequest, step: range, tail: int, known: int) -> int:
+        """The one boundary inside a request at which vLLM keeps blocks of sliding windows for others: the end
+        of what is computed before the first pass, or, as it is known, where prefixes that others share end.
+
+        Args:
+            step: tokens that are computed next
+            tail: tokens of whole blocks of windows that a hit needs
+        """
+        record, num_prompt = self._record(request), request.num_prompt_tokens
+        first = record.footprint.first_pass(num_prompt)
+        if first is None or record.account.num_evicted:
+            return known
+        early = first - 1  # the id of the last token may come after its pass
+        if step.start < known < early:
+            return known
+        is_last = record.footprint.is_due(step.stop, num_prompt, record.account)
+        end = step.stop // self.block_size * self.block_size
+        return end if is_last and end - step.start >= tail else early
 
     def is_current(self, done: Pass[str]) -> bool:
         """Whether the blocks of the pass are still its request's: not since it was preempted or finished."""

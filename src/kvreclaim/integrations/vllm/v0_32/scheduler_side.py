@@ -105,7 +105,8 @@ class VllmPool:
         table = targets + spare
         holes = [self.pool.null_block] * (self.places(request_id) - len(table))
         self.tables.req_to_blocks[request_id] = table + holes
-        self.tables.num_cached_block[request_id] = sys.maxsize  # all is in the prefix index that ever will be
+        for each in (self.tables, *self.windows):
+            each.num_cached_block[request_id] = sys.maxsize  # all is in the prefix index that ever will be
         kept = set(target_ids)
         self.pool.free_blocks([block for key, block in reversed(own.items()) if key not in kept])
         return Shrunk(tuple(block.block_id for block in table), self.num_free - free_before)
@@ -133,14 +134,24 @@ class ReclaimKVCacheManager(KVCacheManager):
         most = self.reclaim.most_hit(request)
         if most is None or num_tokens <= most:
             return blocks, num_tokens, boundary
-        num_blocks = most // self.reclaim.block_size
-        return self.create_kv_cache_blocks((list(blocks.blocks[0][:num_blocks]),)), most, 0
+        if len(blocks.blocks) == 1:
+            num_blocks = most // self.reclaim.block_size
+            return self.create_kv_cache_blocks((list(blocks.blocks[0][:num_blocks]),)), most, 0
+        # Windows have other blocks in front of a shorter prefix, if they still have them.
+        found, num_tokens, _ = self.coordinator.find_longest_cache_hit(request.block_hashes, most)
+        return self.create_kv_cache_blocks(found), num_tokens, 0
 
-    def allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
+    def allocate_slots(
+        self, request: Any, num_new_tokens: int, num_new_computed_tokens: int = 0, *args: Any, **kwargs: Any
+    ) -> Any:
+        args = num_new_tokens, num_new_computed_tokens, *args
+        start = request.num_computed_tokens + num_new_computed_tokens
+        step = range(start, start + num_new_tokens)
         if request.status is RUNNING:
             if not self.reclaim.may_go_on(request):
                 return None
-            return super().allocate_slots(request, num_new_tokens, *args, **kwargs)
+            self._keep_windows(request, step)
+            return super().allocate_slots(request, *args, **kwargs)
         caps = self.reclaim.caps(request)
         tables = self.reclaim.pool.tables  # type: ignore[attr-defined]
         tables.max_admission_blocks_per_request = None if caps is None else caps.own
@@ -148,7 +159,18 @@ class ReclaimKVCacheManager(KVCacheManager):
         if room is None:
             return None
         kwargs["reserved_blocks"] = max(kwargs.get("reserved_blocks", 0), room)
-        return super().allocate_slots(request, num_new_tokens, *args, **kwargs)
+        self._keep_windows(request, step)
+        return super().allocate_slots(request, *args, **kwargs)
+
+    def _keep_windows(self, request: Any, step: range) -> None:
+        """Tell vLLM of which windows others need the blocks: see Ledger.hit_boundary."""
+        pool: VllmPool = self.reclaim.pool  # type: ignore[assignment]
+        if pool.windows:
+            size = pool.tables.block_size
+            tail = max(blocks_for(each.sliding_window - 1, size) for each in pool.windows) * size
+            request.shared_prefix_boundary = self.reclaim.hit_boundary(
+                request, step, tail, request.shared_prefix_boundary
+            )
 
 
 class SchedulerHooks:

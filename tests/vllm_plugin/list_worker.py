@@ -1,0 +1,165 @@
+"""A worker made of plain lists, for simulation.py.
+
+It keeps, for every slot of every block, which token's state was written there last, and for every request
+which states it has to find. A block given back too early, written while shared, hit although its content was
+computed over an evicted context, or read through a wrong row shows as a wrong state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from vllm.v1.outputs import ModelRunnerOutput
+
+State = tuple[Any, ...]
+
+
+@dataclass
+class Row:
+    """A request inside the worker: its blocks, how far it is, the states that it must find in its slots."""
+
+    block_ids: list[int]
+    num_computed: int
+    shift: int = 0
+    states: list[State] = field(default_factory=list)
+
+
+class ListWorker:
+    """Executes steps as a model runner does: forget, compress, take blocks, write, then read everything."""
+
+    def __init__(self, num_blocks: int, block_size: int, random: Random, group: int = 0) -> None:
+        self.size = block_size
+        self.group = group
+        self.random = random
+        self.cells: list[State] = [()] * (num_blocks * block_size)
+        self.rows: dict[str, Row] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.chains: dict[str, list[int]] = {}
+
+    def execute(self, output: Any) -> ModelRunnerOutput:
+        cached = output.scheduled_cached_reqs
+        fresh = [data.req_id for data in output.scheduled_new_reqs]
+        gone = (*output.finished_req_ids, *(output.preempted_req_ids or ()), *fresh, *cached.resumed_req_ids)
+        for request_id in gone:
+            self.rows.pop(request_id, None)
+        message = getattr(output, "kvreclaim", None)
+        for done in message.passes if message else ():
+            self.compress(done)
+        for data in output.scheduled_new_reqs:
+            self.rows[data.req_id] = Row(list(data.block_ids[self.group]), data.num_computed_tokens)
+        for request_id, new, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            if request_id in cached.resumed_req_ids:
+                self.rows[request_id] = Row(list(new[self.group]), computed)
+            elif new is not None:
+                self.rows[request_id].block_ids.extend(new[self.group])
+            assert self.rows[request_id].num_computed == computed
+        for request_id in (*fresh, *cached.resumed_req_ids):
+            row = self.rows[request_id]
+            row.states = [self.full_state(request_id, place) for place in range(row.num_computed)]
+        for request_id, count in output.num_scheduled_tokens.items():
+            self.compute(request_id, count)
+        for request_id, row in self.rows.items():
+            self.check(request_id, row)
+        return self.sample(output)
+
+    def compress(self, done: Any) -> None:
+        row = self.rows[done.seq_id]
+        assert row.block_ids == list(done.source_ids), "the scheduler and the worker differ in the row"
+        assert (len(row.states), row.num_computed) == (done.num_tokens, done.logical_len)
+        assert done.first == (row.shift == 0)
+        self.check(done.seq_id, row)
+        kept = sorted(self.random.sample(range(done.num_tokens), done.keep))
+        row.states = [row.states[place] for place in kept]
+        row.block_ids = list(done.target_ids)
+        row.shift += done.num_tokens - done.keep
+        assert row.shift == done.shift
+        assert len(row.block_ids) == -(-done.keep // self.size)
+        for place in range(len(row.block_ids) * self.size):
+            self.cells[self.slot(row, place)] = row.states[place] if place < done.keep else ("tail",)
+
+    def compute(self, request_id: str, count: int) -> None:
+        row = self.rows[request_id]
+        for place in range(row.num_computed, row.num_computed + count):
+            own = ("own", request_id, place, self.random.random())
+            row.states.append(own if row.shift else self.full_state(request_id, place))
+            self.cells[self.slot(row, place - row.shift)] = row.states[-1]
+        row.num_computed += count
+        assert len(row.block_ids) == -(-len(row.states) // self.size), "blocks to spare, or too few"
+
+    def check(self, request_id: str, row: Row) -> None:
+        for place in range(0, len(row.states), self.size):
+            expected = row.states[place : place + self.size]
+            slot = self.slot(row, place)
+            found = self.cells[slot : slot + len(expected)]
+            assert found == expected, f"{request_id} finds {found} from {place} on, not {expected}"
+
+    def sample(self, output: Any) -> ModelRunnerOutput:
+        ids = list(output.num_scheduled_tokens)
+        sampled: list[list[int]] = []
+        for request_id in ids:
+            tokens = self.tokens[request_id]
+            done = self.rows[request_id].num_computed >= len(tokens)
+            sampled.append([Random(f"{request_id} {len(tokens)}").randrange(2, 500)] if done else [])
+            tokens.extend(sampled[-1])
+        return ModelRunnerOutput(ids, {name: row for row, name in enumerate(ids)}, sampled)
+
+    def full_state(self, request_id: str, place: int) -> State:
+        """Of a token computed over its whole context, which names it."""
+        chain = self.chains.setdefault(request_id, [0])
+        while len(chain) < place + 2:
+            chain.append(hash((chain[-1], self.tokens[request_id][len(chain) - 1])))
+        return ("full", place, chain[place + 1])
+
+    def is_exact(self, block_id: int) -> bool:
+        """Whether all of a block was computed over a full context."""
+        states = self.cells[block_id * self.size : (block_id + 1) * self.size]
+        return all(state[0] == "full" for state in states)
+
+    def slot(self, row: Row, place: int) -> int:
+        return row.block_ids[place // self.size] * self.size + place % self.size
+
+
+class WindowWorker(ListWorker):
+    """One whose requests have tables in groups of sliding windows as well, with states of their own."""
+
+    WINDOW = 50
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.windows: dict[str, dict[int, list[int]]] = {}
+        self.history: dict[str, list[State]] = {}
+
+    def execute(self, output: Any) -> ModelRunnerOutput:
+        cached = output.scheduled_cached_reqs
+        begun = {data.req_id: data.block_ids for data in output.scheduled_new_reqs}
+        for request_id, new in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if request_id in cached.resumed_req_ids:
+                begun[request_id] = new
+            elif new is not None:
+                for group, table in self.windows[request_id].items():
+                    table.extend(new[group])
+        for request_id, tables in begun.items():
+            self.history.pop(request_id, None)
+            self.windows[request_id] = {
+                group: list(ids) for group, ids in enumerate(tables) if group != self.group
+            }
+        return super().execute(output)
+
+    def compute(self, request_id: str, count: int) -> None:
+        """What a window sees is what it would see without compression."""
+        row = self.rows[request_id]
+        history = self.history.setdefault(request_id, list(row.states))
+        start = row.num_computed
+        super().compute(request_id, count)
+        history += row.states[len(row.states) - count :]
+        for group, table in self.windows[request_id].items():
+            for place in range(max(0, start - self.WINDOW + 1), len(history)):
+                slot = table[place // self.size] * self.size + place % self.size
+                own = (*history[place], group)
+                if place >= start:
+                    self.cells[slot] = own
+                assert self.cells[slot] == own, f"{request_id} finds {self.cells[slot]}, not {own}"
