@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvreclaim.integrations.vllm.wrapping import wrap
 
@@ -13,24 +14,24 @@ from kvreclaim.integrations.vllm.wrapping import wrap
 class GroupLengths:
     """What the compressed group's metadata has for lengths.
 
-    step:    (requests of the step, their shifts); None: no request is shifted
+    step:    shifts of the step's requests, on the device and on the host; None: no request is shifted
     lengths: persistent, since CUDA graphs hold its address
     """
 
     def __init__(self, runner: Any) -> None:
-        self.step: tuple[int, Any] | None = None
-        self.lengths = torch.zeros_like(runner.seq_lens)
+        self.step: tuple[Tensor, Tensor] | None = None
+        self.lengths = torch.zeros(runner.max_num_reqs, dtype=torch.int32, device=runner.device)
 
     def shorten(self, common: Any) -> Any:
         """This metadata with the lengths of the cache. max_seq_len stays, a bound."""
         lengths, bound = self.lengths[: common.num_reqs], common.seq_lens_cpu_upper_bound
         lengths.copy_(common.seq_lens)
         if self.step is not None:
-            count, shift = self.step
-            lengths[:count] -= shift.gpu[:count]
+            on_device, on_host = self.step
+            lengths[: len(on_device)] -= on_device
             if bound is not None:
                 bound = bound.clone()
-                bound[:count] -= shift.cpu[:count]
+                bound[: len(on_host)] -= on_host
         return common.replace(
             seq_lens=lengths, seq_lens_cpu_upper_bound=bound, _num_computed_tokens_cache=None
         )

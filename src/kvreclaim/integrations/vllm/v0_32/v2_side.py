@@ -10,6 +10,8 @@ its prompt for ever. Physical are only the copies that attention gets:
     the slots of the new tokens     from positions - shift
     seq_lens, and their bound on the host, by which FlashInfer and the CPU plan
 
+and of several cache groups those of the one that is compressed.
+
 Paths that are not real steps, and why they need nothing:
 
     profile_run, profile_cudagraph_memory  come before the cache exists, hence before adopt_v2
@@ -34,6 +36,8 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from kvreclaim.errors import UnsupportedModelError
+from kvreclaim.integrations.vllm.groups import full_group
+from kvreclaim.integrations.vllm.v0_32.group_lengths import GroupLengths, install
 
 if TYPE_CHECKING:
     from kvreclaim.integrations.vllm.applier import Applier
@@ -54,6 +58,8 @@ class V2Rows:
 
     slots: of the requests with a shift; no other slot has one.
     seq_lens: [max_num_reqs] int32, physical. One buffer for ever: CUDA graphs hold its address.
+    group: the cache group that is compressed
+    lengths: of it, where there are several groups; None: all attention gets seq_lens
     """
 
     def __init__(self, runner: Any, heads: HeadTables | None = None) -> None:
@@ -63,6 +69,9 @@ class V2Rows:
         self.device = torch.zeros(runner.max_num_reqs, dtype=torch.int32, device=runner.device)
         self.seq_lens = torch.zeros_like(self.device)
         self.current: Shifted | None = None
+        self.group = full_group(runner.kv_cache_config)
+        several = len(runner.kv_cache_config.kv_cache_groups) > 1
+        self.lengths = GroupLengths(runner) if several else None
 
     @property
     def num_shifted(self) -> int:
@@ -70,8 +79,12 @@ class V2Rows:
 
     def rewrite(self, request_id: str, block_ids: Sequence[int], shift: int) -> None:
         """Before vLLM appends this step's blocks: staged writes of one launch may not overlap."""
-        slot = self.runner.req_states.req_id_to_index[request_id]
-        self.runner.block_tables.append_block_ids(slot, (list(block_ids),), overwrite=True)
+        slot, tables = self.runner.req_states.req_id_to_index[request_id], self.runner.block_tables
+        if self.lengths is None:
+            tables.append_block_ids(slot, (list(block_ids),), overwrite=True)
+        else:
+            tables.block_tables[self.group].stage_write(slot, 0, list(block_ids))
+            tables.num_blocks.np[self.group, slot] = len(block_ids)
         self._set(slot, shift)
         self.slots[request_id] = slot
 
@@ -99,15 +112,37 @@ class V2Rows:
         )
         return replace(batch, positions=batch.positions[: batch.num_tokens] - per_token)
 
+    def place(self, batch: Any, slots: Tensor) -> None:
+        """Put the slots of the compressed one of several groups where they belong, in slots [groups, tokens],
+        which are vLLM's for this batch."""
+        placed = self.placed(batch)
+        if placed is batch:
+            return
+        own = self.runner.block_tables.compute_slot_mappings(
+            batch.idx_mapping,
+            batch.query_start_loc,
+            placed.positions,
+            slots.shape[1],
+            torch.empty_like(self.runner.block_tables.slot_mappings),
+        )
+        slots[self.group].copy_(own[self.group])
+
     def shortened(self, batch: Any) -> Any:
-        """The batch as attention sees it: always in the one buffer, so that capture and replay agree."""
+        """The batch as attention sees it: always in the one buffer, so that capture and replay agree. Of
+        several groups only one sees it so, by its lengths."""
+        shifted = self.current if self.current is not None and self.current.batch is batch else None
+        if self.lengths is not None:
+            self.lengths.step = None
+            if shifted is not None:
+                self.lengths.step = shifted.device, torch.from_numpy(shifted.host)
+            return batch
         lens = self.seq_lens[: batch.seq_lens.shape[0]]
         lens.copy_(batch.seq_lens)
         bound = batch.seq_lens_cpu_upper_bound
-        if self.current is not None and self.current.batch is batch:
-            lens[: len(self.current.host)] -= self.current.device
+        if shifted is not None:
+            lens[: len(shifted.host)] -= shifted.device
             bound = bound.clone()
-            bound[: len(self.current.host)] -= torch.from_numpy(self.current.host)
+            bound[: len(shifted.host)] -= torch.from_numpy(shifted.host)
         return replace(batch, seq_lens=lens, seq_lens_cpu_upper_bound=bound)
 
     def _set(self, slot: int, shift: int) -> None:
@@ -131,7 +166,12 @@ class V2Hooks:
 
     def prepare_attn(self, input_batch: Any) -> Any:
         """Prepare real batches. Slots go into vLLM's own persistent buffer, from physical positions."""
-        return super().prepare_attn(_rows(self.reclaim).placed(input_batch))  # type: ignore[misc]
+        rows = _rows(self.reclaim)
+        if rows.lengths is None:
+            return super().prepare_attn(rows.placed(input_batch))  # type: ignore[misc]
+        tables, slots = super().prepare_attn(input_batch)  # type: ignore[misc]
+        rows.place(input_batch, slots)
+        return tables, slots
 
 
 class ReclaimModelState(DefaultModelState):
@@ -157,6 +197,9 @@ def adopt_v2(runner: Any, applier: Applier) -> None:
             f"{type(state).__name__} in vLLM's V2 model runner. Leave kv_compression out for it."
         )
     runner.reclaim = state.reclaim = applier
+    rows = _rows(applier)
+    if rows.lengths is not None:
+        install(runner, rows.group, rows.lengths)
     state.__class__ = ReclaimModelState
     if not isinstance(runner, V2Hooks):
         runner.__class__ = type(f"Reclaim{type(runner).__name__}", (V2Hooks, type(runner)), {})

@@ -140,7 +140,8 @@ class V1Hooks:
             table = batch.block_table if lengths is None else batch.block_table[self.reclaim_rows.group]
             table.compute_slot_mapping(count, runner.query_start_loc.gpu[: count + 1], slots)
         if lengths is not None:
-            lengths.step = None if shift is None else (batch.num_reqs, shift)
+            count = batch.num_reqs
+            lengths.step = None if shift is None else (shift.gpu[:count], shift.cpu[:count])
         return result
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
