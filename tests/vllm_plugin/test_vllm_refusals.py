@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from configs import ASKED, SCHEDULER, SMALL, make_config, make_model
+from configs import SCHEDULER, SMALL, make_config, make_model
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -21,17 +21,14 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
 from kvreclaim.integrations.vllm import family
 from kvreclaim.integrations.vllm.config_refusals import refuse_config
 from kvreclaim.integrations.vllm.group_refusals import (
     refuse_config_with_groups,
-    refuse_options_with_groups,
     refuse_unnamed_groups,
 )
 from kvreclaim.integrations.vllm.groups import layer_kinds, most_window_blocks
-from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.refusals import refuse_groups, refuse_layers, refuse_scheduler
 
 
@@ -195,12 +192,11 @@ def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("windows") / "model", config, "Qwen3ForCausalLM")
 
 
-PLAIN = {"enable_prefix_caching": False}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 
 
 def test_full_attention_beside_windows_is_taken(windows: Path) -> None:
-    config = make_config(windows, **PLAIN)
+    config = make_config(windows)
     assert config.scheduler_config.scheduler_cls == SCHEDULER
     assert layer_kinds(config.model_config) == (1, 2, 64)
     each = spec(SlidingWindowSpec, sliding_window=64, block_size=config.cache_config.block_size)
@@ -210,38 +206,19 @@ def test_full_attention_beside_windows_is_taken(windows: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "options", "word"),
+    ("options", "word"),
     [
-        ("keydiff", {}, "prefix caching"),
-        ("keydiff", {**PLAIN, "speculative_config": NGRAM}, "--speculative-config"),
-        ("keydiff", {**PLAIN, "kv_offloading_size": 1.0}, "--kv-offloading-size"),
-        ("query_mixture", PLAIN, "query statistics"),
-        ("auto", PLAIN, "query statistics"),
-        ("shares(knorm)", PLAIN, "unequal heads"),
+        ({"speculative_config": NGRAM}, "--speculative-config"),
+        ({"kv_offloading_size": 1.0}, "--kv-offloading-size"),
     ],
 )
-def test_beside_windows_these_are_refused(
-    policy: str, options: dict[str, Any], word: str, windows: Path
-) -> None:
+def test_beside_windows_these_are_refused(options: dict[str, Any], word: str, windows: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=f"{word} for a model whose layers are of several kinds"):
-        make_config(windows, {**ASKED, "policy": policy}, **options)
-
-
-def test_named_statistics_are_refused_beside_windows(windows: Path) -> None:
-    options = Options(CompressionConfig(policy="keydiff"), "some.safetensors")
-    with pytest.raises(InvalidArgumentError, match="query statistics for a model"):
-        refuse_options_with_groups(make_config(windows, None), options)
-
-
-def test_the_v2_runner_is_refused_beside_windows(windows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = make_config(windows, None, **PLAIN)
-    monkeypatch.setattr(type(config), "use_v2_model_runner", True)
-    with pytest.raises(InvalidArgumentError, match="V2 model runner for a model"):
-        refuse_config_with_groups(config)
+        make_config(windows, **options)
 
 
 def test_windows_are_refused_in_0_33(windows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = make_config(windows, None, **PLAIN)
+    config = make_config(windows, None)
     monkeypatch.setattr(family, "find_family", lambda: family.FAMILIES["0.33"])
     with pytest.raises(InvalidArgumentError, match=r"this version of vLLM for a model .* use vLLM 0\.32"):
         refuse_config_with_groups(config)

@@ -31,7 +31,8 @@ NOT_PROBED = "it is looked for only where query statistics are given: set stats"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Described:
-    """Facts of the heads that this rank holds, and their statistics on its device, where some were given.
+    """Facts of the heads that this rank holds, in the layers that are compressed, and their statistics on its
+    device, where some were given.
 
     facts.fingerprint: of the whole model; "" where no statistics were given, for then nothing is verified
     """
@@ -50,21 +51,23 @@ def describe(runner: Any, options: Options) -> Described:
         StatsMismatchError:    they are malformed, or of another model
         UnsupportedModelError: the model has layers without paged attention, or cannot be probed
     """
-    layers = probing.attention_layers(runner)
+    layers, full = probing.every_layer(runner), probing.attention_layers(runner)
     local = [probing.shape_of(layer) for layer in layers]
+    ids = tuple(n for n, layer in enumerate(layers) if layer in full)
     if options.stats is None:
-        return Described(_model_facts(runner, local, "", NOT_PROBED), None)
+        return Described(_model_facts(runner, local, "", NOT_PROBED).of_layers(ids), None)
     local = _with_rotation(runner, local, probing.record(runner, layers))
     num_heads, num_kv_heads = probing.total_heads(runner)
     whole = [replace(layer, num_heads=num_heads, num_kv_heads=num_kv_heads) for layer in local]
     identity = fingerprint(
         runner.model_config.hf_text_config, whole, quantization_in(runner.model_config.hf_config)
     )
-    facts = _model_facts(runner, local, identity)
+    facts = _model_facts(runner, local, identity).of_layers(ids)
     rank, size = probing.tensor_parallel()
     shard = Shard.of_rank(rank, size, num_heads, num_kv_heads)
-    stats = _load(options, replace(facts, layers=tuple(whole)), rank).shard(shard.heads, shard.kv_heads)
-    return Described(facts, tuple(stats.layer(n).to(facts.device) for n in range(facts.num_layers)))
+    whole_facts = replace(facts, layers=tuple(whole[n] for n in ids))
+    stats = _load(options, whole_facts, rank).shard(shard.heads, shard.kv_heads)
+    return Described(facts, tuple(stats.layer(n).to(facts.device) for n in facts.ids))
 
 
 def _with_rotation(

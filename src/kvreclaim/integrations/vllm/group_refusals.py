@@ -6,42 +6,19 @@ from typing import Any
 
 from kvreclaim.integrations.vllm import family
 from kvreclaim.integrations.vllm.groups import layer_kinds
-from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.refusals import OTHER_MODEL, ConfigRefusal, other_model
 
 WHERE = " for a model whose layers are of several kinds (full attention beside sliding windows)"
 UNTESTED = "it is not tested"
-STATISTICS = ConfigRefusal(
-    lambda named: "query statistics" if named else None,
-    UNTESTED,
-    "take a policy without them, such as keydiff, and no stats",
-)
 CONFIG: tuple[ConfigRefusal, ...] = (
     ConfigRefusal(
         lambda _: None if family.find_family().groups else "this version of vLLM", UNTESTED, "use vLLM 0.32"
-    ),
-    ConfigRefusal(
-        lambda config: "prefix caching" if config.cache_config.enable_prefix_caching else None,
-        "a hit has one length in all groups, and compression changes one of them",
-        "use --no-enable-prefix-caching",
-    ),
-    ConfigRefusal(
-        lambda config: "vLLM's V2 model runner" if config.use_v2_model_runner else None,
-        UNTESTED,
-        "set VLLM_USE_V2_MODEL_RUNNER=0",
     ),
     ConfigRefusal(
         lambda config: "--speculative-config" if config.speculative_config is not None else None, UNTESTED
     ),
     ConfigRefusal(
         lambda config: "--kv-offloading-size" if config.kv_transfer_config is not None else None, UNTESTED
-    ),
-)
-OPTIONS: tuple[ConfigRefusal, ...] = (
-    ConfigRefusal(
-        lambda options: "unequal heads" if options.has_cells else None,
-        UNTESTED,
-        "take a policy with equal heads, such as keydiff",
     ),
 )
 MODEL = other_model(
@@ -61,19 +38,6 @@ def refuse_config_with_groups(vllm_config: Any) -> None:
     if layer_kinds(vllm_config.model_config) is not None:
         for row in CONFIG:
             row.check(vllm_config, WHERE)
-
-
-def refuse_options_with_groups(vllm_config: Any, options: Options) -> None:
-    """The same once they are. Raises: InvalidArgumentError."""
-    if layer_kinds(vllm_config.model_config) is not None:
-        for row in OPTIONS:
-            row.check(options, WHERE)
-        STATISTICS.check(options.stats is not None, WHERE)
-
-
-def refuse_statistics_with_groups(vllm_config: Any) -> None:
-    """Before they are looked for or made. Raises: InvalidArgumentError."""
-    STATISTICS.check(layer_kinds(vllm_config.model_config) is not None, WHERE)
 
 
 def refuse_unnamed_groups(vllm_config: Any, kv_cache_config: Any) -> None:

@@ -75,11 +75,7 @@ def configure(config: Any) -> None:
     """
     from kvreclaim.integrations.vllm import family, signatures
     from kvreclaim.integrations.vllm.config_refusals import refuse_config
-    from kvreclaim.integrations.vllm.group_refusals import (
-        refuse_config_with_groups,
-        refuse_options_with_groups,
-        refuse_statistics_with_groups,
-    )
+    from kvreclaim.integrations.vllm.group_refusals import refuse_config_with_groups
     from kvreclaim.integrations.vllm.model_statistics import ModelToLoad, find_statistics
     from kvreclaim.integrations.vllm.options import Options
     from kvreclaim.integrations.vllm.promise import check_cache_dtype
@@ -89,13 +85,12 @@ def configure(config: Any) -> None:
     refuse_config(config)
     refuse_config_with_groups(config)
 
-    def look(make: bool) -> str | None:
-        refuse_statistics_with_groups(config)
-        return find_statistics(ModelToLoad.of_config(config), make)
-
-    options = Options.find(config.additional_config, os.environ, look)
+    options = Options.find(
+        config.additional_config,
+        os.environ,
+        lambda make: find_statistics(ModelToLoad.of_config(config), make),
+    )
     assert options is not None
-    refuse_options_with_groups(config, options)
     check_cache_dtype(options.settings, config)
     # What came by the environment reaches every process; the caller's own object stays as it is.
     config.additional_config = {**config.additional_config, KEY: options.as_json()}

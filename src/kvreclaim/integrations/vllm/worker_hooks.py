@@ -138,15 +138,16 @@ def _scratch(worker: Any) -> int:
         find(worker.parallel_config) for find in (model.get_num_layers, model.get_num_kv_heads)
     )
     kinds = layer_kinds(model)
+    compressed = layers if kinds is None else kinds.full
     tables = cells_bytes(
-        num_layers=layers,
+        num_layers=compressed,
         num_kv_heads=kv_heads,
         num_tokens=model.max_model_len,
         block_size=worker.cache_config.block_size,
         num_rows=config.scheduler_config.max_num_seqs,
     )
     scratch = scratch_bytes(
-        num_layers=layers if kinds is None else kinds.full,
+        num_layers=compressed,
         num_heads=model.get_num_attention_heads(worker.parallel_config),
         num_kv_heads=kv_heads,
         head_dim=model.get_head_size(),

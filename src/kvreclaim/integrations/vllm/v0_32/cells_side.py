@@ -21,6 +21,7 @@ from kvreclaim.integrations.vllm import signatures
 from kvreclaim.integrations.vllm.cells.grid import find_grid
 from kvreclaim.integrations.vllm.cells.heads import HeadTables, StepCells
 from kvreclaim.integrations.vllm.cells.proof import prove_cells
+from kvreclaim.integrations.vllm.groups import full_group
 from kvreclaim.integrations.vllm.layouts import CacheViews
 from kvreclaim.integrations.vllm.v0_32 import probing
 
@@ -174,6 +175,6 @@ def _attend(layers: list[Any]) -> Callable[[int, Tensor, StepCells], Tensor]:
 
 
 def _builders(runner: Any) -> list[CellsBuilder]:
-    return [
-        builder for groups in runner.attn_groups for group in groups for builder in group.metadata_builders
-    ]
+    """The builders of the cache group that is compressed."""
+    groups = runner.attn_groups[full_group(runner.kv_cache_config)]
+    return [builder for group in groups for builder in group.metadata_builders]

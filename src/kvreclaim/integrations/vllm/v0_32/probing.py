@@ -58,8 +58,8 @@ class AttentionRecorder:
         return output
 
 
-def attention_layers(runner: Any) -> list[Attention]:
-    """The decoder's layers with full attention, in the order of their index.
+def every_layer(runner: Any) -> list[Attention]:
+    """The decoder's layers, in the order of their index.
 
     Raises: UnsupportedModelError where a layer of the model keeps its state elsewhere.
     """
@@ -71,8 +71,16 @@ def attention_layers(runner: Any) -> list[Attention]:
             f"{runner.model_config.model} has {len(found)} attention layers that vLLM pages, numbers "
             f"{sorted(by_index)}, but {expected} layers; use a model whose every layer is softmax attention."
         )
+    return [by_index[index] for index in range(expected)]
+
+
+def attention_layers(runner: Any) -> list[Attention]:
+    """The layers that are compressed: those with full attention.
+
+    Raises: UnsupportedModelError, as every_layer does.
+    """
     full = full_layers(runner.kv_cache_config)
-    return [by_index[index] for index in range(expected) if by_index[index].layer_name in full]
+    return [layer for layer in every_layer(runner) if layer.layer_name in full]
 
 
 def shape_of(layer: Attention) -> LayerFacts:

@@ -1,0 +1,105 @@
+"""A random model with sliding windows beside full attention, and transformers with tokens dropped in the
+layers with full attention alone.
+
+>>> directory = make_gemma(tmp_path / "gemma")
+>>> check_windowed(directory, prompt, engine.answer(name), passes_of(trace, name))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import oracle
+import torch
+from engines import Answer
+from models import (
+    ATTENTION_GAIN,
+    EMBEDDING_STD,
+    HEAD_GAIN,
+    MLP_GAIN,
+    VOCAB_SIZE,
+    _tell_heads_apart,
+    _tokenizer,
+)
+from oracle import Kept
+from torch import Tensor
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+WINDOW = 64
+FP32 = 1e-3
+"""Mean difference of log-probabilities that computing in fp32 may make."""
+KINDS = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+
+
+def make_gemma(path: Path) -> Path:
+    """Write a tiny Gemma 3 in bf16, the same one every time. Returns: path."""
+    config = Gemma3TextConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=len(KINDS),
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        query_pre_attn_scalar=64,
+        sliding_window=WINDOW,
+        layer_types=KINDS,
+        max_position_embeddings=16_384,
+        bos_token_id=None,
+        eos_token_id=VOCAB_SIZE - 1,
+        pad_token_id=VOCAB_SIZE - 1,
+        tie_word_embeddings=False,
+    )
+    network = Gemma3ForCausalLM(config)
+    gains = {"o_proj": ATTENTION_GAIN, "down_proj": MLP_GAIN, "lm_head": HEAD_GAIN}
+    with torch.no_grad():
+        for index, (name, weight) in enumerate(network.named_parameters()):
+            generator = torch.Generator().manual_seed(index)
+            if weight.ndim == 2:
+                gain = next((gain for part, gain in gains.items() if part in name), 1.0)
+                std = EMBEDDING_STD if "embed" in name else gain * weight.shape[1] ** -0.5
+                weight.copy_(torch.randn(weight.shape, generator=generator) * std)
+            elif name.endswith(("q_norm.weight", "k_norm.weight")):
+                weight.fill_(0.4)  # Gemma's norms multiply by 1 + weight
+        for index, layer in enumerate(network.model.layers):
+            _tell_heads_apart(layer.self_attn, index % 2, config.num_key_value_heads)
+    network.to(torch.bfloat16).save_pretrained(path)
+    _tokenizer().save_pretrained(path)
+    return path
+
+
+@torch.inference_mode()
+def windowed_logprobs(
+    model: Path, prompt: Sequence[int], output: Sequence[int], passes: Sequence[Kept]
+) -> Tensor:
+    """As oracle.logprobs_with_drops, of a model whose windows see what they always see."""
+    network = oracle._load(model)
+    config, ids = network.config, torch.tensor([[*prompt, *output]])
+    count, at = ids.shape[1], 0
+    age = torch.arange(count)[:, None] - torch.arange(count)
+    for kind, layer in zip(config.layer_types, network.model.layers, strict=True):
+        attention = layer.self_attn
+        attention.kv_rounding = None
+        if kind == "full_attention":
+            attention.seen = oracle.attention_mask(passes, at, config.num_attention_heads, count)
+            at += 1
+        else:
+            attention.seen = ((age >= 0) & (age < config.sliding_window))[None]
+    logits = network(ids, use_cache=False, logits_to_keep=len(output) + 1).logits[0]
+    of_output = logits[:-1].float().log_softmax(dim=-1)
+    return of_output.gather(1, torch.tensor(output)[:, None])[:, 0]
+
+
+def check_windowed(
+    model: Path, prompt: Sequence[int], answer: Answer, passes: Sequence[Kept], said: slice = slice(None)
+) -> None:
+    """Assert that these of the answer's log-probabilities are those with the passes' tokens dropped in the
+    layers with full attention alone, and that dropping them matters."""
+    dropped = windowed_logprobs(model, prompt, answer.tokens, passes)
+    error = float((dropped - answer.logprobs)[said].abs().mean())
+    assert error <= FP32, f"log-probabilities differ by {error:.5f} on average"
+    if passes:
+        whole = windowed_logprobs(model, prompt, answer.tokens, ())
+        effect = float((dropped - whole)[said].abs().mean())
+        assert effect > 20 * FP32, f"{len(passes)} passes change log-probabilities by {effect:.3f} only"
