@@ -1,10 +1,15 @@
-"""A measured loss is what greedy decoding under the budget would get wrong."""
+"""A measured loss is what sampling under the budget is expected to get wrong more often."""
 
 from __future__ import annotations
 
+import math
+from statistics import mean
+
 import pytest
 import tiny
+import torch
 from settings import assert_idle
+from transformers import PreTrainedModel
 
 from kvreclaim import LLM, CompressionConfig
 from kvreclaim.calibrate.curve import CurveDocument, budgets, measure_curve
@@ -29,24 +34,35 @@ def stats(calibrated_dir) -> QueryStats:
     return QueryStats.load(calibrated_dir("llama") / STATS_FILE).with_trial(trial)
 
 
-def test_losses_are_answers_that_only_the_full_cache_gives(llm, stats, calibrated_dir) -> None:
-    """All but the last token are what the full cache says itself. Answers are the first 8 tokens, each by
-    itself, and the others in pairs."""
+def test_losses_are_the_fall_of_the_answers_probability(llm, stats, calibrated_dir) -> None:
+    """The answers are what the full cache says itself: the first 8 tokens, each alone, and the others in
+    pairs."""
     size = 24
     full = tiny.greedy(calibrated_dir("llama"), PROMPTS, size)
     documents = []
     for prompt, said in zip(PROMPTS, full, strict=True):
         answers = [range(i, i + 1) for i in range(8)] + [range(i, i + 2) for i in range(8, size, 2)]
-        documents.append(CurveDocument("prose", prompt, [*said[:-1], said[-1] ^ 1], answers))
+        documents.append(CurveDocument("prose", prompt, said, answers))
     curve = measure_curve(llm, stats, documents)
     (cell,) = curve.cells
-    assert (curve.policy, cell.content, cell.num_tokens, cell.right) == ("knorm", "prose", 300, 15 / 16)
+    assert (curve.policy, cell.content, cell.num_tokens) == ("knorm", "prose", 300)
+    model = tiny.load_oracle(calibrated_dir("llama"))
+    right = [_probability(model, document) for document in documents]
+    assert cell.right == pytest.approx(mean(right), abs=1e-5)
     assert cell.budgets == tuple(budgets(300, 16)) == (144, 176, 224, 256)
-    for document, losses in zip(documents, cell.losses, strict=True):
+    for document, whole, losses in zip(documents, right, cell.losses, strict=True):
         for budget, loss in zip(cell.budgets, losses, strict=True):
             (out,) = llm.score([document.prompt], [document.continuation], CompressionConfig("knorm", budget))
-            wrong = {i for i in range(size) if out.predicted[i] != document.continuation[i]}
-            lost = sum(bool(wrong & set(answer)) for answer in document.answers[:-1])
-            assert loss == pytest.approx(lost / len(document.answers))
+            left = mean(math.exp(sum(out.logprobs[i] for i in answer)) for answer in document.answers)
+            assert loss == pytest.approx(max(0.0, whole - left), abs=1e-5)
     assert any(any(losses) for losses in cell.losses)
     assert_idle(llm)
+
+
+@torch.inference_mode()
+def _probability(model: PreTrainedModel, document: CurveDocument) -> float:
+    """Of an answer, mean, in transformers with the full cache."""
+    logits = model(torch.tensor([document.prompt + document.continuation])).logits[0]
+    said = logits[len(document.prompt) - 1 : -1].log_softmax(-1)
+    logprobs = said[torch.arange(len(said)), document.continuation]
+    return mean(logprobs[each.start : each.stop].sum().exp().item() for each in document.answers)

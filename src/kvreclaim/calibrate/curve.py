@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -35,8 +36,8 @@ STEPS = 8
 
 @dataclass(frozen=True)
 class CurveDocument:
-    """prompt: in the cache when it is compressed; answers: places in the continuation, each right or wrong as
-    a whole"""
+    """prompt: in the cache when it is compressed; answers: places in the continuation, each said or not as a
+    whole"""
 
     content: str
     prompt: list[int]
@@ -150,20 +151,18 @@ def _engine_for(llm: LLM, documents: Sequence[CurveDocument]) -> LLM:
 def _measured(
     engine: LLM, document: CurveDocument, policy: str, stats: QueryStats
 ) -> tuple[float, tuple[float, ...]]:
-    """Share of answers that the full cache gives right, and the loss at each budget."""
+    """Probability of an answer with the full cache, and what is lost of it at each budget."""
     sizes = budgets(len(document.prompt), engine.engine.config.block_size)
     engine.score([document.prompt], [document.continuation[:1]])  # alone, so that all find it
     configs = [None, *(CompressionConfig(policy, size, stats=stats) for size in sizes)]
     count = len(configs)
     outputs = engine.score([document.prompt] * count, [document.continuation] * count, configs)
     full, *others = (_right(document, output) for output in outputs)
-    losses = (mean(a and not b for a, b in zip(full, other, strict=True)) for other in others)
-    return mean(full), tuple(losses)
+    return full, tuple(max(0.0, full - other) for other in others)
 
 
-def _right(document: CurveDocument, output: ScoreOutput) -> list[bool]:
-    """Which answers greedy decoding would give."""
+def _right(document: CurveDocument, output: ScoreOutput) -> float:
+    """Mean probability of an answer: the share of right ones to expect at temperature 1."""
     if output.error is not None:
         raise InvalidArgumentError(f"the curve failed: {output.error}")
-    same = [a == b for a, b in zip(output.predicted, document.continuation, strict=True)]
-    return [all(same[i] for i in answer) for answer in document.answers]
+    return mean(math.exp(sum(output.logprobs[i] for i in answer)) for answer in document.answers)

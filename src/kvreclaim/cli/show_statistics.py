@@ -79,8 +79,8 @@ def _show_curve(console: Console, curve: LossCurve) -> None:
     table = Table(
         "content",
         title=f"loss curve of {curve.policy}: {len(curve.cells[0].losses)} held-out documents each",
-        caption="loss: share of answers that the full cache gives right and the compressed one wrong, median "
-        "and what 95 % of documents like these do not exceed",
+        caption="right: probability of an answer with the full cache; loss: by how much it falls, median and "
+        "what 95 % of documents like these do not exceed",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )

@@ -33,10 +33,9 @@ class LossCell(_Frozen):
     """Documents of one content and length under each budget.
 
     num_tokens: of a document in the cache when it is compressed, and so the budget that keeps everything
-    right:      answers that the full cache gives right, mean over documents
+    right:      probability of an answer with the full cache, mean over answers and documents
     budgets:    tokens per layer and KV head, rising
-    losses:     by document and budget, share of the answers that the full cache gives right and the
-                compressed one gives wrong
+    losses:     by document and budget, by how much that falls with the compressed cache; 0 where it rises
     """
 
     content: str
