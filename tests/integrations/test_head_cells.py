@@ -17,7 +17,8 @@ from kvreclaim.integrations.vllm.applier import Applier
 from kvreclaim.integrations.vllm.cells.grid import find_grid
 from kvreclaim.integrations.vllm.cells.heads import HeadTables
 from kvreclaim.integrations.vllm.cells.positions import PassTrace, Positions
-from kvreclaim.integrations.vllm.layouts import CacheViews, VllmLayerCache
+from kvreclaim.integrations.vllm.layer_cache import VllmLayerCache
+from kvreclaim.integrations.vllm.layouts import CacheViews
 from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.passes import StepMessage
 from kvreclaim.ops.cell_tables import CellTable

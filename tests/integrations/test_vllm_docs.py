@@ -60,8 +60,8 @@ def test_every_option_that_is_to_be_removed_is_among_the_refused():
 def test_every_cache_dtype_and_back_end_is_named():
     table = HEADINGS["What composes with what"]
     assert all(f"`{dtype}`" in table for dtype in refusals.CACHE_DTYPES)
-    assert len(refusals.BACKENDS) == 4
-    assert re.search(r"attention back-ends \| CPU .* FlashAttention, FlashInfer, Triton;", table)
+    assert len(refusals.BACKENDS) == 5
+    assert re.search(r"attention back-ends \| CPU .* FlashAttention, FlashInfer, Triton; TurboQuant", table)
 
 
 def test_every_metric_is_in_the_table():

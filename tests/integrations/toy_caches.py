@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvreclaim.integrations.vllm.layouts import CacheViews, VllmLayerCache
+from kvreclaim.integrations.vllm.layer_cache import VllmLayerCache
+from kvreclaim.integrations.vllm.layouts import CacheViews
 
 L, B, K, S, D = 2, 9, 2, 8, 16
 

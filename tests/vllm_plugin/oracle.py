@@ -8,7 +8,7 @@ what differs from vLLM is vLLM's rounding, and a token that rounding flipped doe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ def logprobs_with_drops(
     passes: Sequence[Kept],
     *,
     rounding: Callable[[Tensor], Tensor] | None = None,
+    exact_layers: Collection[int] = (),
 ) -> Tensor:
     """Log-probability of each output token given all tokens before it, less what the passes dropped.
 
@@ -58,6 +59,7 @@ def logprobs_with_drops(
         passes:   of this request, in the order they were made; none is the full context
         rounding: what storing does to keys (after rotation) and values, None for nothing; for a cache in fp8:
                   lambda x: x.to(torch.float8_e4m3fn).float()
+        exact_layers: layers whose cache does not round
 
     Returns: [len(output)] float32.
     """
@@ -65,7 +67,7 @@ def logprobs_with_drops(
     ids = torch.tensor([[*prompt, *output]])
     for index, layer in enumerate(network.model.layers):
         layer.self_attn.seen = attention_mask(passes, index, network.config.num_attention_heads, ids.shape[1])
-        layer.self_attn.kv_rounding = rounding
+        layer.self_attn.kv_rounding = None if index in exact_layers else rounding
     logits = network(ids, use_cache=False).logits[0]
     of_output = logits[len(prompt) - 1 : -1].float().log_softmax(dim=-1)
     return of_output.gather(1, torch.tensor(output)[:, None])[:, 0]

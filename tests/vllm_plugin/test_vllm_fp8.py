@@ -47,7 +47,9 @@ def rounding(kind: str) -> Callable[[Tensor], Tensor]:
     return lambda x: stored(x, kind)
 
 
-def generate(model: Path, stats: Path, kind: str, dtype: str) -> Found:
+def generate(
+    model: Path, stats: Path, kind: str, dtype: str, policies: tuple[str, ...] = POLICIES, **more: Any
+) -> Found:
     """What a fresh engine answers, and keeps, by policy."""
     settings = {
         "policy": UNEVEN,
@@ -56,10 +58,10 @@ def generate(model: Path, stats: Path, kind: str, dtype: str) -> Found:
         "recent": 32,
         "stats": str(stats),
     }
-    engine = Engine(model, compression=settings, kv_cache_dtype=kind, dtype=dtype)
+    engine = Engine(model, compression=settings, kv_cache_dtype=kind, dtype=dtype, **more)
     found: Found = {}
     try:
-        for policy in POLICIES:
+        for policy in policies:
             with engine.traced() as traces:
                 answers = engine.generate(PROMPTS, NUM_TOKENS, settings={"policy": policy})
             found[policy] = [(answer, passes_of(traces, answer.request_id)) for answer in answers]
@@ -129,6 +131,22 @@ def test_e4m3(tiny_model: Path, tiny_stats: Path) -> None:
 
 def test_e5m2(tiny_model: Path, e5m2: Found) -> None:
     check_against_transformers(tiny_model, e5m2, "fp8_e5m2", FP32)
+
+
+def test_layers_that_differ_in_kv_dtype(tiny_model: Path, tiny_stats: Path) -> None:
+    """The first layer's cache is float32, as --kv-cache-dtype-skip-layers wants it; heads stay equal."""
+    policies = (UNEVEN, "knorm")
+    found = generate(
+        tiny_model, tiny_stats, "fp8_e5m2", "float32", policies, kv_cache_dtype_skip_layers=["0"]
+    )
+    for each in found.values():
+        for prompt, (answer, passes) in zip(PROMPTS, each, strict=True):
+            assert len(passes) >= 3
+            expected = (tiny_model, prompt, answer.tokens, passes)
+            mixed = logprobs_with_drops(*expected, rounding=rounding("fp8_e5m2"), exact_layers={0})
+            assert apart(answer, mixed) <= FP32
+            assert apart(answer, logprobs_with_drops(*expected, rounding=rounding("fp8_e5m2"))) > FP32
+            assert apart(answer, full_logprobs(tiny_model, prompt, answer.tokens)) > MATTERS
 
 
 @pytest.mark.skipif(AMX, reason="with AMX, vLLM rounds bfloat16 in a way that the oracle does not follow")

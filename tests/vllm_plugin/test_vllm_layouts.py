@@ -21,7 +21,8 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.integrations.vllm import family
-from kvreclaim.integrations.vllm.layouts import CacheViews, PackedLayout, VllmLayerCache
+from kvreclaim.integrations.vllm.layer_cache import VllmLayerCache
+from kvreclaim.integrations.vllm.layouts import CacheViews, PackedLayout
 
 attention = family.module("attention")
 
@@ -135,11 +136,12 @@ def test_another_order_on_a_cpu_is_learned_or_refused(monkeypatch: pytest.Monkey
         views.prove()
 
 
-def gpu_caches(
-    layout: KVCacheLayout, block_size: int, dtype: torch.dtype, kernel: int | None
-) -> list[Tensor]:
+def plain_spec(block_size: int, dtype: torch.dtype) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=block_size, num_kv_heads=K, head_size=D, dtype=dtype)
+
+
+def gpu_caches(layout: KVCacheLayout, spec: FullAttentionSpec, kernel: int | None = None) -> list[Tensor]:
     """The layers' views [B, K, S, 2D] as vLLM makes them of one buffer."""
-    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=K, head_size=D, dtype=dtype)
     strides = compute_layout_strides(spec, B, L, layout)
     tensor = KVCacheTensor(
         size=L * B * spec.page_size_bytes,
@@ -165,7 +167,7 @@ def flash_layer(cache: Tensor, dtype: torch.dtype) -> VllmLayerCache:
 
 @pytest.mark.parametrize("layout", list(KVCacheLayout), ids=lambda layout: layout.name)
 def test_every_layout_of_gpus(layout: KVCacheLayout) -> None:
-    caches = gpu_caches(layout, 16, torch.bfloat16, None)
+    caches = gpu_caches(layout, plain_spec(16, torch.bfloat16))
     views = CacheViews([flash_layer(cache, torch.bfloat16) for cache in caches], B)
     views.prove()
     assert not any(cache.any() for cache in caches)
@@ -174,7 +176,7 @@ def test_every_layout_of_gpus(layout: KVCacheLayout) -> None:
 
 @pytest.mark.parametrize("layout", [KVCacheLayout.LBHNC, KVCacheLayout.LBNHC], ids=lambda layout: layout.name)
 def test_kernel_blocks_smaller_than_those_of_the_tables(layout: KVCacheLayout) -> None:
-    caches = gpu_caches(layout, 32, torch.bfloat16, 16)
+    caches = gpu_caches(layout, plain_spec(32, torch.bfloat16), 16)
     assert caches[0].shape[:3] == (2 * B, K, 16)
     views = CacheViews([flash_layer(cache, torch.bfloat16) for cache in caches], B)
     assert (views.ratio, views.block_size) == (2, 32)

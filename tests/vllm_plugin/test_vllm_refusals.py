@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 import transformers
 from configs import SCHEDULER, SMALL, make_config, make_model
+from vllm.config.cache import CacheDType
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -19,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVQuantMode,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
@@ -29,7 +32,13 @@ from kvreclaim.integrations.vllm.group_refusals import (
     refuse_unnamed_groups,
 )
 from kvreclaim.integrations.vllm.groups import layer_kinds, most_window_blocks
-from kvreclaim.integrations.vllm.refusals import refuse_groups, refuse_layers, refuse_scheduler
+from kvreclaim.integrations.vllm.refusals import (
+    CACHE_DTYPES,
+    SLOT_DTYPES,
+    refuse_groups,
+    refuse_layers,
+    refuse_scheduler,
+)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +75,12 @@ from kvreclaim.integrations.vllm.refusals import refuse_groups, refuse_layers, r
             {"ec_transfer_config": {"ec_connector": "ExampleConnector", "ec_role": "ec_both"}},
             "an encoder-cache connector",
         ),
-        ({"kv_cache_dtype": "int8_per_token_head"}, "--kv-cache-dtype int8_per_token_head"),
+        ({"kv_cache_dtype": "nvfp4"}, "--kv-cache-dtype nvfp4: a block keeps the scales of all its tokens"),
+        ({"kv_cache_dtype": "fp8_ds_mla"}, "--kv-cache-dtype fp8_ds_mla: a slot holds the latent of MLA"),
+        (
+            {"kv_cache_dtype": "ultraquant_4bit"},
+            "--kv-cache-dtype ultraquant_4bit in this version of vLLM: it",
+        ),
         ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
         ({"scheduler_cls": "some.other.Scheduler"}, "--scheduler-cls"),
         ({"worker_cls": "some.other.Worker"}, "--worker-cls"),
@@ -83,15 +97,26 @@ def test_options_that_do_not_compose_are_refused_with_the_reason(
 
 @pytest.mark.parametrize(
     "options",
-    [{"kv_offloading_size": 1.0}, {"pipeline_parallel_size": 2}, {"kv_cache_dtype": "int8_per_token_head"}],
+    [{"kv_offloading_size": 1.0}, {"pipeline_parallel_size": 2}, {"kv_cache_dtype": "nvfp4"}],
 )
 def test_the_same_options_are_fine_where_nobody_asks(options: dict[str, Any], tiny_model: Path) -> None:
     assert make_config(tiny_model, None, **options).scheduler_config.scheduler_cls is None
 
 
-@pytest.mark.parametrize("dtype", ["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "bfloat16"])
-def test_these_cache_dtypes_are_taken(dtype: str, tiny_model: Path) -> None:
+@pytest.mark.parametrize("dtype", CACHE_DTYPES)
+def test_these_cache_dtypes_are_taken(dtype: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert make_config(tiny_model, kv_cache_dtype=dtype).scheduler_config.scheduler_cls == SCHEDULER
+    if dtype in SLOT_DTYPES:
+        untested = replace(family.find_family(), slots=False)
+        monkeypatch.setattr(family, "find_family", lambda: untested)
+        with pytest.raises(InvalidArgumentError, match=f"{dtype} in this version of vLLM: it is not tested"):
+            make_config(tiny_model, kv_cache_dtype=dtype)
+
+
+def test_every_cache_dtype_of_vllm_is_taken_or_refused_with_a_reason(tiny_model: Path) -> None:
+    for dtype in set(get_args(CacheDType)) - set(CACHE_DTYPES):
+        with pytest.raises(InvalidArgumentError, match=f"does not work with --kv-cache-dtype {dtype}"):
+            make_config(tiny_model, kv_cache_dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -247,6 +272,17 @@ def cache_config(*specs: Any) -> Any:
 def test_one_group_of_full_attention_is_taken() -> None:
     refuse_groups(cache_config(spec()))
     refuse_groups(cache_config(spec(kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)))
+    refuse_groups(cache_config(spec(kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD, state_content_bytes=136)))
+
+
+def test_layers_that_differ_in_kv_dtype_alone_are_taken() -> None:
+    """As TurboQuant has them: its first and last layers keep the model's dtype."""
+    packed = spec(dtype=torch.uint8, kv_quant_mode=KVQuantMode.TURBOQUANT_4BIT_NC, state_content_bytes=70)
+    layers = {"model.layers.0.attn": spec(), "model.layers.1.attn": packed}
+    refuse_groups(cache_config(UniformTypeKVCacheSpecs.from_specs(layers)))
+    layers["model.layers.1.attn"] = spec(kv_quant_mode=KVQuantMode.NVFP4)
+    with pytest.raises(UnsupportedModelError, match="the cache quantisation NVFP4"):
+        refuse_groups(cache_config(UniformTypeKVCacheSpecs.from_specs(layers)))
 
 
 def test_one_group_of_full_attention_beside_windows_is_taken() -> None:
@@ -279,7 +315,7 @@ def test_one_group_of_full_attention_beside_windows_is_taken() -> None:
         ([spec(sliding_window=64)], r"sliding-window layers \(sliding_window = 64\)"),
         ([spec(attention_chunk_size=64)], "chunked attention"),
         ([spec(non_causal=True)], "both directions"),
-        ([spec(kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD)], "INT8_PER_TOKEN_HEAD"),
+        ([spec(kv_quant_mode=KVQuantMode.NVFP4)], "NVFP4"),
         ([spec(tokens_per_state=4)], "a compressed cache"),
         ([spec(num_head_slots=1)], "packed heads"),
         ([spec(state_content_bytes=64)], "packed keys and values"),
@@ -312,8 +348,9 @@ def test_schedulers_that_free_otherwise_are_refused(more: dict[str, Any], word: 
 
 def layer(backend: str = "FLASH_ATTN", **more: Any) -> Any:
     usual = {
-        "attn_backend": SimpleNamespace(get_name=lambda: backend),
+        "attn_backend": SimpleNamespace(get_name=lambda: backend, supported_kv_cache_dtypes=["auto"]),
         "attn_type": "decoder",
+        "kv_cache_dtype": "auto",
         "impl": SimpleNamespace(alibi_slopes=None),
         "sliding_window": None,
         "kv_sharing_target_layer_name": None,
@@ -328,6 +365,7 @@ def layer(backend: str = "FLASH_ATTN", **more: Any) -> Any:
     ("second", "word"),
     [
         (layer("FLEX_ATTENTION"), "attention backend FLEX_ATTENTION in second"),
+        (layer(kv_cache_dtype="int8_per_token_head"), "int8_per_token_head of FLASH_ATTN in second"),
         (layer(attn_type="encoder_only"), "type 'encoder_only'"),
         (layer(impl=SimpleNamespace(alibi_slopes=torch.ones(2))), "ALiBi in second"),
         (layer(sliding_window=64), "a sliding window of 64 tokens in second"),

@@ -92,7 +92,7 @@ def test_the_attention_backend_in_use_is_looked_at() -> None:
 
     def layer(kind: type) -> Any:
         backend = SimpleNamespace(get_name=lambda: "CPU_ATTN")
-        return SimpleNamespace(attn_backend=backend, impl=kind.__new__(kind))
+        return SimpleNamespace(attn_backend=backend, kv_cache_dtype="auto", impl=kind.__new__(kind))
 
     signatures.check_layers([layer(CPUAttentionBackendImpl)])
     with pytest.raises(UnsupportedVllmError, match=r"Odd.do_kv_cache_update is \(self, layer, kv, kv_cache"):

@@ -228,5 +228,5 @@ def _stage(kernels: Backend, facts: LayerFacts, views: CacheViews) -> Stage | No
     """Where keys are copied for kernels that cannot read the host's cache; None: scored as they are."""
     if kernels.NAME == reference.NAME:
         return None
-    exact = torch.bfloat16 if views.layers[0].stored == torch.bfloat16 else torch.float32
-    return Stage(kernels, facts, exact)
+    exact = all(layer.stored == torch.bfloat16 for layer in views.layers)
+    return Stage(kernels, facts, torch.bfloat16 if exact else torch.float32)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kvreclaim.integrations.vllm import family
 from kvreclaim.integrations.vllm.refusals import (
     CACHE_DTYPES,
     DISTANCES,
     OTHER_MODEL,
+    SLOT_DTYPES,
     WINDOW,
     ConfigRefusal,
     other_model,
@@ -48,9 +50,19 @@ def _runner(config: Any) -> str | None:
     return f"the runner type {runner!r}" if runner != "generate" else None
 
 
-def _cache_dtype(config: Any) -> str | None:
+def _cache_dtype(*those: str) -> Callable[[Any], str | None]:
+    def find(config: Any) -> str | None:
+        dtype = config.cache_config.cache_dtype
+        return f"--kv-cache-dtype {dtype}" if dtype in those else None
+
+    return find
+
+
+def _unknown_dtype(config: Any) -> str | None:
+    """Find a dtype that is not known in this version."""
     dtype = config.cache_config.cache_dtype
-    return f"--kv-cache-dtype {dtype}" if dtype not in CACHE_DTYPES else None
+    known = dtype in CACHE_DTYPES and (dtype not in SLOT_DTYPES or family.find_family().slots)
+    return None if known else f"--kv-cache-dtype {dtype} in this version of vLLM"
 
 
 def _windows(config: Any) -> str | None:
@@ -99,6 +111,7 @@ def _drafts_beside_connector(config: Any) -> str | None:
     return "--speculative-config beside KV offloading (--kv-offloading-size)"
 
 
+DTYPES = f"use one of {', '.join(CACHE_DTYPES)}"
 _SPLIT = "a compressed request's tokens are no longer where their positions say, which the split goes by"
 CONFIG: tuple[ConfigRefusal, ...] = (
     ConfigRefusal(
@@ -164,10 +177,16 @@ CONFIG: tuple[ConfigRefusal, ...] = (
         "layers that share a cache would be compressed twice",
     ),
     ConfigRefusal(
-        _cache_dtype,
-        "its scales or packed values lie beside the tokens, so that tokens cannot move one by one",
-        f"use one of {', '.join(CACHE_DTYPES)}",
+        _cache_dtype("nvfp4", "nvfp4_4over6"),
+        "a block keeps the scales of all its tokens together, in an order that the GPU's kernel chooses",
+        DTYPES,
     ),
+    ConfigRefusal(
+        _cache_dtype("fp8_ds_mla", "nvfp4_ds_mla"),
+        "a slot holds the latent of MLA instead of keys and values per head",
+        DTYPES,
+    ),
+    ConfigRefusal(_unknown_dtype, "it is not tested", DTYPES),
     other_model(_runner, "only generation keeps a cache that grows", "use --runner generate"),
     other_model(
         _set("model_config.is_encoder_decoder", "an encoder-decoder model"),

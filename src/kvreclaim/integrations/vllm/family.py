@@ -39,6 +39,7 @@ class VllmFamily:
     probing:    the model's layers and their rotation
     cells:      attention over cells, for unequal heads
     groups:     whether full attention beside sliding windows is tested
+    slots:      whether KV dtypes whose slots hold scales are tested
     """
 
     package: str
@@ -50,6 +51,7 @@ class VllmFamily:
     probing: str = f"{_V32}.probing"
     cells: str = f"{_V32}.cells_side"
     groups: bool = True
+    slots: bool = True
 
     def expected(self) -> str:
         """The text of its expected.txt."""
@@ -63,6 +65,7 @@ FAMILIES = {
         # Its builder, which platforms may replace, says what a block takes.
         PoolCheck("vllm.v1.core.kv_cache_planning", "_pool_bytes_per_block_from_builder"),
         groups=False,
+        slots=False,
     ),
 }
 

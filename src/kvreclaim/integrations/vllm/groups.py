@@ -29,12 +29,22 @@ def layer_kinds(model_config: Any) -> LayerKinds | None:
     return LayerKinds(full, sliding, window)
 
 
-def full_group(kv_cache_config: Any) -> int:
-    """The index of the group that is compressed, of groups that refuse_groups has let through."""
+def layer_specs(spec: Any) -> tuple[Any, ...]:
+    """A group's spec, or those of its layers where they differ (in KV dtype, for example)."""
+    return tuple(getattr(spec, "kv_cache_specs", {"": spec}).values())
+
+
+def is_full(spec: Any) -> bool:
+    """Whether all layers of a group have full attention."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+    return all(isinstance(one, FullAttentionSpec) for one in layer_specs(spec))
+
+
+def full_group(kv_cache_config: Any) -> int:
+    """The index of the group that is compressed, of groups that refuse_groups has let through."""
     groups = kv_cache_config.kv_cache_groups
-    return next(n for n, group in enumerate(groups) if isinstance(group.kv_cache_spec, FullAttentionSpec))
+    return next(n for n, group in enumerate(groups) if is_full(group.kv_cache_spec))
 
 
 def full_layers(kv_cache_config: Any) -> frozenset[str]:

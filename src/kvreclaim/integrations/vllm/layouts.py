@@ -1,12 +1,8 @@
-"""Where keys and values lie in the blocks of the host engine's cache: read in token order, moved in place.
-
-Nothing here knows the host's classes: a VllmLayerCache says what one of its attention layers offers.
-"""
+"""Where keys and values lie in the blocks of the host engine's cache: read in token order, moved in place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -15,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.errors import UnsupportedModelError
+from kvreclaim.integrations.vllm.layer_cache import VllmLayerCache, as_float, restored, write_tokens
 from kvreclaim.integrations.vllm.staging import CacheSource, Stage
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.moving import move
@@ -23,42 +20,8 @@ from kvreclaim.ops.reference import compact_layer, gather_slots
 BITS = 3
 """Bits of an index that are written at once: 0 to 7 are exact in every dtype that a cache may have, fp8
 included."""
-
-Write = Callable[[Tensor, Tensor, Tensor], None]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class VllmLayerCache:
-    """The cache of one attention layer, as its backend sees it.
-
-    name:     of the layer, for messages, with that of its backend
-    cache:    [B, K, S, 2D] in any strides; B may count blocks smaller than those of the block tables
-    head_dim: D
-    stored:   what the bytes are: the dtype of the cache, or the fp8 dtype where the cache is uint8
-    compute:  dtype of the keys and values that the backend is given
-    k_scale:  what a stored fp8 key is multiplied by, one or one per head [K]; v_scale alike
-    write:    the backend's own: keys [T, K, D] and values [T, K, D] into slots [T] int64
-    packed:   the backend orders the 2 * S * D elements of a (block, head) in a way of its own
-    """
-
-    name: str
-    cache: Tensor
-    head_dim: int
-    stored: torch.dtype
-    compute: torch.dtype
-    k_scale: Tensor | float
-    v_scale: Tensor | float
-    write: Write
-    packed: bool
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.cache.shape[1]
-
-    @property
-    def block_size(self) -> int:
-        """S, of the blocks that the backend sees."""
-        return self.cache.shape[2]
+NEAR = 0.5
+"""Most that a packed token may differ from what was written, over its norm; another token differs by 1.4."""
 
 
 class CacheLayout(Protocol):
@@ -75,7 +38,7 @@ class CacheLayout(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StridedLayout:
-    """keys and values are views [B, K, S, D] of the cache."""
+    """keys and values are views [B, K, S, D] of the cache, or of bytes."""
 
     keys: Tensor
     values: Tensor
@@ -150,14 +113,9 @@ class CacheViews:
     def read(self, layer: int, block_ids: Tensor, num_tokens: int, part: int) -> Tensor:
         """Keys (part 0) or values (1) of a layer in the first num_tokens slots of a table (see block_ids).
 
-        Returns: [K, T, D], a copy; in fp32 from an fp8 cache.
+        Returns: [K, T, D], a copy; in fp32 from a quantised cache.
         """
-        return self.plain(layer, self.layouts[layer].gather(part, block_ids, num_tokens), part)
-
-    def plain(self, layer: int, stored: Tensor, part: int) -> Tensor:
-        """[K, T, D] as stored in a layer, as numbers: what is stored itself, or fp8 in fp32, scaled."""
-        cache = self.layers[layer]
-        return _plain(stored, cache.stored, (cache.k_scale, cache.v_scale)[part])
+        return self.layers[layer].plain(self.layouts[layer].gather(part, block_ids, num_tokens), part)
 
     def source(
         self, layer: int, block_ids: Tensor, num_tokens: int, stage: Stage | None = None
@@ -186,14 +144,12 @@ class CacheViews:
         size = self.layers[0].block_size
         slots = (table[:, None] * size + torch.arange(size, device=self.device)).flatten()
         for layer, layout in zip(self.layers, self.layouts, strict=True):
-            shape = (2, slots.shape[0], layer.num_kv_heads, layer.head_dim)
-            digits = torch.randint(0, 1 << BITS, shape, generator=torch.Generator().manual_seed(1))
-            keys, values = digits.to(self.device)
+            written = _sample(layer, slots.shape[0]).to(self.device)
             with restored(layer.cache, table):
-                write_tokens(layer, keys, values, slots)
+                write_tokens(layer, written[0], written[1], slots)
                 found = [layout.gather(part, table, slots.shape[0]) for part in (0, 1)]
-            for part, written in zip(found, (keys, values), strict=True):
-                if not torch.equal(_as_float(part, layer.stored), written.transpose(0, 1).float()):
+            for part, tokens in enumerate(written):
+                if not _is(layer, found[part], part, tokens.transpose(0, 1).float()):
                     raise UnsupportedModelError(
                         f"{layer.name}: what the backend stores is not where kvreclaim reads it; this "
                         "build's cache layout is unknown to it. Use another --attention-backend, or leave "
@@ -201,10 +157,28 @@ class CacheViews:
                     )
 
 
+def _is(layer: VllmLayerCache, stored: Tensor, part: int, written: Tensor) -> bool:
+    """Whether what gather has read is what was written, [K, T, D]."""
+    if layer.slots is None:
+        return torch.equal(as_float(stored, layer.stored), written)
+    error = torch.linalg.vector_norm(layer.plain(stored, part) - written, dim=-1)
+    return bool((error <= NEAR * torch.linalg.vector_norm(written, dim=-1)).all())
+
+
+def _sample(layer: VllmLayerCache, num_tokens: int) -> Tensor:
+    """Keys and values [2, T, K, D] to write: digits, which are stored exactly, or random where scales are."""
+    shape, generator = (2, num_tokens, layer.num_kv_heads, layer.head_dim), torch.Generator().manual_seed(1)
+    if layer.slots is not None:
+        return torch.randn(shape, generator=generator)
+    return torch.randint(0, 1 << BITS, shape, generator=generator)
+
+
 def _layout(layer: VllmLayerCache) -> CacheLayout:
     """Addressing of one layer. The element size is all that a move needs: fp8 is moved as bytes."""
     if not layer.packed:
-        return StridedLayout(layer.cache[..., : layer.head_dim], layer.cache[..., layer.head_dim :])
+        middle = layer.head_dim
+        parts = (slice(0, middle), slice(middle, 2 * middle)) if layer.slots is None else layer.slots.parts
+        return StridedLayout(*(layer.cache[..., part] for part in parts))
     size, dim = layer.block_size, layer.head_dim
     order = _learn(layer)
     raw = layer.cache.view(*layer.cache.shape[:2], 2 * size * dim)
@@ -231,7 +205,7 @@ def _learn(layer: VllmLayerCache) -> Tensor:
             keys, values = numbers >> shift & (1 << BITS) - 1
             write_tokens(layer, keys, values, slots)
             stored = layer.cache[block].reshape(heads, count)
-            found += _as_float(stored, layer.stored).round().long() << shift
+            found += as_float(stored, layer.stored).round().long() << shift
     order = found[0].argsort()
     every = torch.arange(count, device=device)
     if not (torch.equal(found, found[:1].expand_as(found)) and torch.equal(found[0][order], every)):
@@ -253,37 +227,4 @@ def _strided(raw: Tensor, order: Tensor) -> Tensor | None:
         return None
     return raw.as_strided(
         (*raw.shape[:2], size, dim), (*raw.stride()[:2], by_slot, by_dim), raw.storage_offset() + start
-    )
-
-
-def write_tokens(layer: VllmLayerCache, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-    """Store small numbers [T, K, D] such that they are in the cache as they are, whatever the scales."""
-    scaled = [
-        (x * (scale[:, None] if isinstance(scale, Tensor) and scale.ndim else scale)).to(layer.compute)
-        for x, scale in ((keys, layer.k_scale), (values, layer.v_scale))
-    ]
-    layer.write(scaled[0].contiguous(), scaled[1].contiguous(), slots)
-
-
-@contextmanager
-def restored(cache: Tensor, blocks: Tensor) -> Iterator[None]:
-    """Put these blocks back as they were."""
-    before = cache[blocks]
-    try:
-        yield
-    finally:
-        cache[blocks] = before
-
-
-def _as_float(stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """Stored numbers, not scaled."""
-    return stored.view(dtype).float()
-
-
-def _plain(stored: Tensor, dtype: torch.dtype, scale: Tensor | float) -> Tensor:
-    """[K, T, D]: what is stored itself where it is a float that ops compute with; fp8 in fp32, scaled."""
-    if dtype == stored.dtype:
-        return stored
-    return _as_float(stored, dtype) * (
-        scale[:, None, None] if isinstance(scale, Tensor) and scale.ndim else scale
     )

@@ -11,10 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
+from kvreclaim.integrations.vllm.groups import is_full, layer_specs
 
-CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
-BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
-QUANT_MODES = ("NONE", "FP8_PER_TENSOR")
+SLOT_DTYPES = (
+    *("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head"),
+    *("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc"),
+)
+"""A slot has a token's key and value with their own scales."""
+CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", *SLOT_DTYPES)
+BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "TURBOQUANT")
+SLOT_MODES = tuple(name.upper() for name in SLOT_DTYPES)
+QUANT_MODES = ("NONE", "FP8_PER_TENSOR", *SLOT_MODES)
 ELSE = "or leave kv_compression out"
 OTHER_MODEL = "take a model with ordinary attention in every layer"
 WINDOW = "the window is counted in cache slots, which compression changes"
@@ -49,10 +56,10 @@ def refuse_groups(kv_cache_config: Any) -> None:
 
     Raises: UnsupportedModelError.
     """
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    full = [spec for spec in specs if isinstance(spec, FullAttentionSpec)]
+    full = [spec for spec in specs if is_full(spec)]
     windows = [spec for spec in specs if type(spec) is SlidingWindowSpec]
     if len(specs) != 1 and (len(full) != 1 or len(windows) != len(specs) - 1):
         kinds = ", ".join(type(spec).__name__ for spec in specs) or "none"
@@ -66,13 +73,14 @@ def refuse_groups(kv_cache_config: Any) -> None:
             "kv_compression needs groups of layers with one block size, in which it counts; this model has "
             f"{sizes}; {OTHER_MODEL}, {ELSE}."
         )
-    for row in GROUP:
-        row.check(full[0] if full else specs[0])
-    if kv_cache_config.needs_kv_cache_zeroing:
+    for spec in layer_specs(full[0] if full else specs[0]):
+        for row in GROUP:
+            row.check(spec)
+    if len(specs) > 1 and kv_cache_config.needs_kv_cache_zeroing:
         raise UnsupportedModelError(
-            "kv_compression does not work with caches of several precisions: vLLM zeroes blocks when it "
-            "hands them out, also those that survivors were just moved to; use one --kv-cache-dtype for all "
-            f"layers, {ELSE}."
+            "kv_compression does not work with several groups of layers in several precisions: vLLM zeroes "
+            "the blocks that it hands out, which is not tested; use one --kv-cache-dtype for all layers, "
+            f"{ELSE}."
         )
 
 
@@ -95,6 +103,11 @@ def _quant_mode(spec: Any) -> str | None:
     return f"the cache quantisation {mode}" if mode not in QUANT_MODES else None
 
 
+def _content(spec: Any) -> str | None:
+    known = spec.state_content_bytes is None or spec.kv_quant_mode.name in SLOT_MODES
+    return None if known else f"packed keys and values (state_content_bytes = {spec.state_content_bytes})"
+
+
 _PACKED = "keys and values do not lie token by token"
 GROUP: tuple[ConfigRefusal, ...] = (
     other_model(_spec_kind, "only full attention keeps a slot per token"),
@@ -104,7 +117,7 @@ GROUP: tuple[ConfigRefusal, ...] = (
     other_model(_quant_mode, _PACKED, f"use one of {', '.join(CACHE_DTYPES)}"),
     other_model(_field("tokens_per_state", "a compressed cache", 1), _PACKED),
     other_model(_field("num_head_slots", "packed heads"), _PACKED),
-    other_model(_field("state_content_bytes", "packed keys and values"), _PACKED),
+    other_model(_content, _PACKED),
 )
 
 
@@ -133,6 +146,12 @@ def _backend(layer: Any) -> str | None:
     return f"the attention backend {name}" if name not in BACKENDS else None
 
 
+def _stored(layer: Any) -> str | None:
+    dtype = layer.kv_cache_dtype
+    known = dtype not in SLOT_DTYPES or dtype in layer.attn_backend.supported_kv_cache_dtypes
+    return None if known else f"--kv-cache-dtype {dtype} of {layer.attn_backend.get_name()}"
+
+
 def _attn_type(layer: Any) -> str | None:
     return f"attention of type {str(layer.attn_type)!r}" if layer.attn_type != "decoder" else None
 
@@ -142,6 +161,11 @@ LAYER: tuple[ConfigRefusal, ...] = (
         _backend,
         "the order of its cache is not known here",
         f"choose one of {', '.join(BACKENDS)} with --attention-backend",
+    ),
+    ConfigRefusal(
+        _stored,
+        "the back-end does not say that it stores it",
+        "choose another --kv-cache-dtype or --attention-backend",
     ),
     other_model(_attn_type, "only a decoder's cache grows"),
     other_model(

@@ -5,11 +5,12 @@ The modules of vLLM's workers are looked at in workers only: importing them else
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvreclaim.integrations.vllm import expect
 from kvreclaim.integrations.vllm.family import find_family
+from kvreclaim.integrations.vllm.refusals import SLOT_DTYPES
 
 
 def sections() -> dict[str, tuple[expect.Function | expect.Names, ...]]:
@@ -48,10 +49,12 @@ def check_cells(layers: Iterable[Any]) -> None:
     expect.check([*table["cells"], *(row for name in sorted(names) for row in table[f"cells {name}"])])
 
 
-def check_layers(layers: Iterable[Any]) -> None:
+def check_layers(layers: Sequence[Any]) -> None:
     """The attention backends in use, by the implementation of each layer. Raises: UnsupportedVllmError."""
     table = sections()
     for name, kind in {(layer.attn_backend.get_name(), type(layer.impl)) for layer in layers}:
         expect.refuse(
             row.difference(kind) for row in table[f"backend {name}"] if isinstance(row, expect.Function)
         )
+    if any(layer.kv_cache_dtype in SLOT_DTYPES for layer in layers):
+        expect.check(table["slots"])

@@ -72,6 +72,8 @@ def find_grid(views: CacheViews) -> CellGrid:
     strides = caches[0].stride()
     if any(cache.stride() != strides for cache in caches):
         raise UnsupportedModelError(f"layers have caches of several strides, {strides} among them")
+    if len({cache.dtype for cache in caches}) != 1:
+        raise UnsupportedModelError("layers have caches of several dtypes")
     if len({cache.untyped_storage().data_ptr() for cache in caches}) != 1:
         raise UnsupportedModelError("layers have caches in several allocations")
     offsets = [cache.storage_offset() for cache in caches]

@@ -175,7 +175,7 @@ class _Asked:
         own = self.cells[layer, head, : blocks_for(tokens, owner.grid.block_size)]
 
         def read(part: int) -> Tensor:
-            return owner.views.plain(layer, owner.grid.layout.gather(part, own, tokens), part)
+            return owner.views.layers[layer].plain(owner.grid.layout.gather(part, own, tokens), part)
 
         return CacheSource((1, tokens), owner.grid.device, read, owner.head_stage)
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.integrations.vllm.cells.grid import CellGrid
 from kvreclaim.integrations.vllm.cells.heads import StepCells
-from kvreclaim.integrations.vllm.layouts import CacheViews, restored, write_tokens
+from kvreclaim.integrations.vllm.layer_cache import restored, write_tokens
+from kvreclaim.integrations.vllm.layouts import CacheViews
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.facts import LayerFacts
 from kvreclaim.ops.moving import move
@@ -119,7 +120,7 @@ def _expected(
         length = int(step.lengths[layer, row])
         cells = step.tables[layer, row, : blocks_for(length, grid.block_size)].long()
         keys, values = (
-            views.plain(layer, grid.layout.gather(part, cells, length), part)[0].float() for part in (0, 1)
+            own.plain(grid.layout.gather(part, cells, length), part)[0].float() for part in (0, 1)
         )
         logits = torch.einsum("qgd,td->qgt", asked.float(), keys) * softmax.scale
         if softmax.softcap is not None:

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from kvreclaim.integrations.vllm.layouts import VllmLayerCache, Write
+from kvreclaim.integrations.vllm.layer_cache import VllmLayerCache, Write
 from kvreclaim.integrations.vllm.v0_32 import probing
+from kvreclaim.integrations.vllm.v0_32.slot_formats import slot_format
 
 FP8 = {
     "fp8": torch.float8_e4m3fn,
@@ -16,7 +17,7 @@ FP8 = {
 }
 """The dtype of a uint8 cache's bytes, by vLLM's name of the cache dtype."""
 PACKED_BACKENDS = frozenset({"CPU_ATTN"})
-"""Backends with an order of their own inside a block; all others keep keys in [..., :D], values behind."""
+"""Backends with an order of their own inside a block; all others keep a token's key and value in its slot."""
 
 
 def layer_caches(runner: Any) -> tuple[VllmLayerCache, ...]:
@@ -31,7 +32,7 @@ def num_blocks(runner: Any) -> int:
 
 def _layer_cache(layer: Any, dtype: torch.dtype) -> VllmLayerCache:
     backend, cache = layer.attn_backend.get_name(), layer.kv_cache
-    stored = FP8.get(layer.kv_cache_dtype)
+    stored, slots = FP8.get(layer.kv_cache_dtype), slot_format(layer)
     on_host = cache.device.type == "cpu"
     k_scale, v_scale = 1.0, 1.0
     if stored is not None:  # the CPU backend takes its scales from the host's copies
@@ -39,7 +40,7 @@ def _layer_cache(layer: Any, dtype: torch.dtype) -> VllmLayerCache:
         v_scale = layer._v_scale_float if on_host else layer._v_scale
     return VllmLayerCache(
         name=f"{layer.layer_name} ({backend}{f', isa {layer.isa}' if hasattr(layer, 'isa') else ''})",
-        cache=cache,
+        cache=cache if slots is None else cache.view(torch.uint8),
         head_dim=layer.head_size,
         stored=cache.dtype if stored is None else stored,
         compute=dtype,
@@ -47,6 +48,7 @@ def _layer_cache(layer: Any, dtype: torch.dtype) -> VllmLayerCache:
         v_scale=v_scale,
         write=_writer(layer),
         packed=backend in PACKED_BACKENDS,
+        slots=slots,
     )
 
 

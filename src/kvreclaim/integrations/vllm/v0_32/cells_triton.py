@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
@@ -16,6 +17,8 @@ from vllm.v1.kv_cache_interface import KVQuantMode
 from kvreclaim.integrations.vllm.cells.heads import StepCells
 from kvreclaim.integrations.vllm.v0_32.attention import FP8
 from kvreclaim.integrations.vllm.v0_32.cells_side import CellsBuilder, CellsImpl
+
+FP32_BYTES = 4
 
 
 class CellsTritonBuilder(CellsBuilder, TritonAttentionMetadataBuilder):
@@ -30,6 +33,9 @@ class CellsTritonImpl(CellsImpl, TritonAttentionImpl):
     def attend_cells(self, layer: Any, rows: Tensor, output: Tensor, step: StepCells) -> None:
         assert self.reclaim is not None, "adopt_cells has set it"
         view, index = self.reclaim.view.transpose(1, 2), self.reclaim.index
+        if self._kv_quant_mode.is_per_token_head:
+            self._attend_slots(rows, view, output, step, index)
+            return
         keys, values = view.split(self.head_size, dim=-1)
         if self.kv_cache_dtype in FP8:
             keys, values = keys.view(self.fp8_dtype), values.view(self.fp8_dtype)
@@ -51,6 +57,30 @@ class CellsTritonImpl(CellsImpl, TritonAttentionImpl):
             use_td=self.use_td,
         )
 
+    def _attend_slots(self, rows: Tensor, view: Tensor, output: Tensor, step: StepCells, layer: int) -> None:
+        """Over cells whose slots hold scales: numbers of the key, scale, numbers of the value, scale."""
+        keys, values = view.split(view.shape[-1] // 2, dim=-1)
+        k_scales, v_scales = (x[..., -FP32_BYTES:].view(torch.float32)[..., 0] for x in (keys, values))
+        stored = {
+            KVQuantMode.INT8_PER_TOKEN_HEAD: torch.int8,
+            KVQuantMode.FP8_PER_TOKEN_HEAD: self.fp8_dtype,
+            KVQuantMode.INT4_PER_TOKEN_HEAD: torch.uint8,
+        }[self._kv_quant_mode]
+        attend_unified(
+            rows,
+            keys.view(stored),
+            values.view(stored),
+            output,
+            step,
+            layer,
+            self.scale,
+            self.logits_soft_cap,
+            kv_quant_mode=self._kv_quant_mode,
+            k_scale_cache=k_scales,
+            v_scale_cache=v_scales,
+            use_td=self.use_td,
+        )
+
 
 def attend_unified(
     rows: Tensor,
@@ -68,7 +98,7 @@ def attend_unified(
     Args:
         rows:         [T * K, G, D]; output alike
         keys, values: [entries, S, 1, D] in any strides
-        quantization: of vLLM's kernel: descales, kv_quant_mode and use_td
+        quantization: of vLLM's kernel: descales or caches of scales, kv_quant_mode and use_td
     """
     nothing = {"q_descale": None, "k_descale": None, "v_descale": None}
     triton_unified_attention.unified_attention(

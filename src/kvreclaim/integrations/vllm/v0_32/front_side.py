@@ -8,7 +8,7 @@ from typing import Any
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.asking import is_asked_for
-from kvreclaim.integrations.vllm.groups import most_window_blocks
+from kvreclaim.integrations.vllm.groups import is_full, most_window_blocks
 from kvreclaim.integrations.vllm.metrics import Counters
 from kvreclaim.integrations.vllm.options import KEY, Options, is_bounded
 from kvreclaim.integrations.vllm.promise import check_cache_dtype, said
@@ -72,9 +72,7 @@ def capped_bytes(
 
     Unchanged where prompts are kept whole and for groups that are refused later.
     """
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
-    full = [g.kv_cache_spec for g in kv_cache_groups if isinstance(g.kv_cache_spec, FullAttentionSpec)]
+    full = [group.kv_cache_spec for group in kv_cache_groups if is_full(group.kv_cache_spec)]
     if len(full) != 1:
         return needed
     block_size, longest = full[0].block_size, vllm_config.model_config.max_model_len
