@@ -150,12 +150,23 @@ def _load(model: Path) -> Any:
 
 
 def _attend(
-    module: Any, q: Tensor, k: Tensor, v: Tensor, _: Any, scaling: float, **unused: Any
+    module: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    _: Any,
+    scaling: float,
+    s_aux: Tensor | None = None,
+    **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over a whole sequence, with what logprobs_with_drops laid down in the layer."""
+    """Attention over a whole sequence, with what logprobs_with_drops laid down in the layer; s_aux: [H]
+    sinks."""
     if module.kv_rounding is not None:
         k, v = module.kv_rounding(k), module.kv_rounding(v)
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    weights = (q @ k.transpose(-1, -2) * scaling).masked_fill(~module.seen, -torch.inf)
-    return (weights.softmax(dim=-1) @ v).transpose(1, 2).contiguous(), None
+    logits = (q @ k.transpose(-1, -2) * scaling).masked_fill(~module.seen, -torch.inf)
+    if s_aux is not None:
+        logits = torch.cat([logits, s_aux[None, :, None, None].expand(*logits.shape[:-1], 1)], dim=-1)
+    weights = logits.softmax(dim=-1)[..., : k.shape[2]]
+    return (weights @ v).transpose(1, 2).contiguous(), None

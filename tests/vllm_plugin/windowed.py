@@ -1,4 +1,4 @@
-"""A random model with sliding windows beside full attention, and transformers with tokens dropped in the
+"""Random models with sliding windows beside full attention, and transformers with tokens dropped in the
 layers with full attention alone.
 
 >>> directory = make_gemma(tmp_path / "gemma")
@@ -24,7 +24,13 @@ from models import (
 )
 from oracle import Kept
 from torch import Tensor
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    PreTrainedModel,
+)
 
 WINDOW = 64
 FP32 = 1e-3
@@ -52,18 +58,56 @@ def make_gemma(path: Path) -> Path:
         tie_word_embeddings=False,
     )
     network = Gemma3ForCausalLM(config)
+    _fill(network)
+    with torch.no_grad():
+        for index, layer in enumerate(network.model.layers):
+            _tell_heads_apart(layer.self_attn, index % 2, config.num_key_value_heads)
+    return _save(network, path)
+
+
+def make_gpt_oss(path: Path) -> Path:
+    """Write a tiny GPT-OSS in bf16, whose query heads have sinks, the same one every time. Returns: path."""
+    config = GptOssConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        bos_token_id=None,
+        eos_token_id=VOCAB_SIZE - 1,
+        pad_token_id=VOCAB_SIZE - 1,
+        tie_word_embeddings=False,
+    )
+    network = GptOssForCausalLM(config)
+    _fill(network)
+    return _save(network, path)
+
+
+def _fill(network: PreTrainedModel) -> None:
+    """Weights of every matrix by a generator of its own."""
     gains = {"o_proj": ATTENTION_GAIN, "down_proj": MLP_GAIN, "lm_head": HEAD_GAIN}
     with torch.no_grad():
         for index, (name, weight) in enumerate(network.named_parameters()):
             generator = torch.Generator().manual_seed(index)
-            if weight.ndim == 2:
+            if name.endswith("sinks"):
+                weight.copy_(torch.randn(weight.shape, generator=generator))
+            elif weight.ndim >= 2:
                 gain = next((gain for part, gain in gains.items() if part in name), 1.0)
-                std = EMBEDDING_STD if "embed" in name else gain * weight.shape[1] ** -0.5
+                std = EMBEDDING_STD if "embed" in name else gain * weight.shape[-1] ** -0.5
                 weight.copy_(torch.randn(weight.shape, generator=generator) * std)
+            elif name.endswith("bias"):
+                weight.zero_()
             elif name.endswith(("q_norm.weight", "k_norm.weight")):
                 weight.fill_(0.4)  # Gemma's norms multiply by 1 + weight
-        for index, layer in enumerate(network.model.layers):
-            _tell_heads_apart(layer.self_attn, index % 2, config.num_key_value_heads)
+
+
+def _save(network: PreTrainedModel, path: Path) -> Path:
     network.to(torch.bfloat16).save_pretrained(path)
     _tokenizer().save_pretrained(path)
     return path
