@@ -114,7 +114,7 @@ class Worker:
     def serve(self, *, prompts: Prompts, max_tokens: int) -> Answer:
         """All requests to their ends in the pool. Answers, step by step, seconds since the start, requests
         that run and wait, blocks in use; of all: seconds of wall and processor, preemptions, a digest of the
-        tokens, and what compression did."""
+        tokens, what compression and drafts did."""
         log = _ServeLog(self.scheduler)
         self.count = {}
         tokens: dict[str, Any] = {}
@@ -125,6 +125,7 @@ class Worker:
         while self.engine.has_unfinished_requests():
             for output in self._step():
                 tokens[output.request_id] = output.outputs[0].token_ids
+                log.answers += 1
             log.note(time.perf_counter() - started)
         elapsed_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
         self.engine.reset_prefix_cache()
@@ -233,10 +234,13 @@ class _ServeLog:
         self.pool = scheduler.kv_cache_manager.block_pool
         self.tables = scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
         self.preemptions = self.after_pass = self.decoding = 0
+        self.answers = self.drafted = self.accepted = 0
         self.steps: dict[str, list[float]] = {"at_s": [], "running": [], "waiting": [], "blocks": []}
         self.before = self._totals()
         self.preempt, self.schedule = scheduler._preempt_request, scheduler.schedule
         scheduler._preempt_request, scheduler.schedule = self._counted, self._watched
+        self.verify = scheduler.make_spec_decoding_stats
+        scheduler.make_spec_decoding_stats = self._verified
 
     def _totals(self) -> Answer:
         reclaim = getattr(self.scheduler, "reclaim", None)
@@ -245,6 +249,12 @@ class _ServeLog:
     def _counted(self, *args: Any, **kwargs: Any) -> Any:
         self.preemptions += 1
         return self.preempt(*args, **kwargs)
+
+    def _verified(self, stats: Any, num_draft_tokens: int, num_accepted_tokens: int, **more: Any) -> Any:
+        """Drafts of one request that a step has verified."""
+        self.drafted += num_draft_tokens
+        self.accepted += num_accepted_tokens
+        return self.verify(stats, num_draft_tokens, num_accepted_tokens, **more)
 
     def _watched(self, *args: Any, **kwargs: Any) -> Any:
         """The scheduler's own answer; notes the most blocks that a request has after a compression of it."""
@@ -267,12 +277,13 @@ class _ServeLog:
                 self.decoding = max(self.decoding, held)
 
     def stop(self) -> Answer:
-        """The record. decoding, after_pass: most blocks of one request while it decodes, and after a
-        pass."""
-        del self.scheduler._preempt_request, self.scheduler.schedule
+        """The record. decoding, after_pass: most blocks of one request while it decodes, and after a pass;
+        answers: steps that gave a request tokens, of all requests."""
+        del self.scheduler._preempt_request, self.scheduler.schedule, self.scheduler.make_spec_decoding_stats
         done = {name: value - self.before[name] for name, value in self._totals().items()}
         left = self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks()
         figures = {"preemptions": self.preemptions, "after_pass": self.after_pass, "decoding": self.decoding}
+        figures |= {"answers": self.answers, "drafted": self.drafted, "accepted": self.accepted}
         return {**self.steps, **figures, "left": left, "reclaim": done}
 
 
