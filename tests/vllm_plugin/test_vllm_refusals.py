@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,6 +54,17 @@ from kvreclaim.integrations.vllm.refusals import (
                 }
             },
             "method 'ngram_gpu' of --speculative-config",
+        ),
+        (
+            {
+                "speculative_config": {
+                    "method": "ngram",
+                    "num_speculative_tokens": 2,
+                    "prompt_lookup_max": 3,
+                    "disable_padded_drafter_batch": True,
+                }
+            },
+            "disable_padded_drafter_batch in --speculative-config",
         ),
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size = 2"),
         (
@@ -151,6 +163,18 @@ def test_what_this_build_cannot_configure_is_refused_as_well(
     object.__setattr__(owner, name, value)
     with pytest.raises((InvalidArgumentError, UnsupportedModelError), match=word):
         refuse_config(config)
+
+
+def test_a_draft_model_is_taken_in_0_32_alone(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = {"method": "draft_model", "model": str(tiny_model), "num_speculative_tokens": 2}
+    config = make_config(tiny_model, None, speculative_config=drafter)
+    for version, expected in (
+        ("0.32", nullcontext()),
+        ("0.33", pytest.raises(InvalidArgumentError, match="method 'draft_model' of --spec")),
+    ):
+        monkeypatch.setattr(family, "find_family", lambda name=version: family.FAMILIES[name])
+        with expected:
+            refuse_config(config)
 
 
 # Models that are refused.

@@ -99,10 +99,14 @@ class Applier:
         self.clock: PassClock = DeviceClock() if facts.device.type == "cuda" else HostClock()
         self.figures = WorkerFigures()
         self.trace: PassTrace | None = None
+        self.drafter: Applier | None = None
+        """The one of a drafter's layers; it forgets by our rows, so it learns first what a step brings."""
         self.compressor(options.settings)
 
     def begin(self, scheduler_output: Any) -> None:
         """The first thing of a step: forget who is gone, then carry out the passes in their order."""
+        if self.drafter is not None:
+            self.drafter.begin(scheduler_output)
         if self.rows.num_shifted or self.trace is not None:
             self._forget(scheduler_output)
         message: StepMessage | None = getattr(scheduler_output, "kvreclaim", None)
@@ -135,17 +139,22 @@ class Applier:
     def take_seconds(self) -> float | None:
         """Seconds of passes that have ended since the last call; None if there were none. Never waits."""
         ended = self.clock.take()
+        drafter = None if self.drafter is None else self.drafter.take_seconds()
         if ended is None:
-            return None
+            return drafter
         seconds, flagged = ended
+        seconds += drafter or 0.0
         self.figures.seconds += seconds
         for request_id in flagged:
-            logger.error(
-                "request %s: its keys scored NaN, so what was kept of it is arbitrary and its output cannot "
-                "be trusted; other requests are not affected. Check the model's dtype and the statistics.",
-                request_id,
-            )
+            self._warn(request_id)
         return seconds
+
+    def _warn(self, request_id: str) -> None:
+        logger.error(
+            "request %s: its keys scored NaN, so what was kept of it is arbitrary and its output cannot "
+            "be trusted; other requests are not affected. Check the model's dtype and the statistics.",
+            request_id,
+        )
 
     def _compressor(self, settings: CompressionConfig) -> Compressor:
         return Compressor(settings, self.facts, self.stats, self._select_top)

@@ -15,9 +15,8 @@ from kvreclaim.integrations.vllm.refusals import (
     ConfigRefusal,
     other_model,
 )
+from kvreclaim.integrations.vllm.speculation import BY_TOKENS, WITH_LAYERS
 
-DRAFTERS = ("ngram",)
-"""Methods of speculative decoding that go with compression."""
 CONNECTOR = "OffloadingConnector"
 """The KV connector that goes with compression: it stores blocks one by one, while they are exact."""
 
@@ -80,9 +79,21 @@ def _dual_chunk(config: Any) -> str | None:
 
 def _drafter(config: Any) -> str | None:
     speculative = config.speculative_config
-    if speculative is None or speculative.method in DRAFTERS:
+    if speculative is None or speculative.method in _drafters():
         return None
     return f"method {speculative.method!r} of --speculative-config"
+
+
+def _drafters() -> tuple[str, ...]:
+    """Methods of speculative decoding that go with compression in this version."""
+    return BY_TOKENS if family.find_family().drafter is None else BY_TOKENS + WITH_LAYERS
+
+
+def _drafting(config: Any) -> str | None:
+    speculative = config.speculative_config
+    names = ("parallel_drafting", "use_heterogeneous_vocab", "disable_padded_drafter_batch")
+    found = [name for name in names if getattr(speculative, name, False)]
+    return f"{found[0]} in --speculative-config" if found else None
 
 
 def _drafts_ahead(config: Any) -> str | None:
@@ -117,8 +128,9 @@ CONFIG: tuple[ConfigRefusal, ...] = (
     ConfigRefusal(
         _drafter,
         "its drafter counts cache slots by positions, which compression changes, or it is not tested",
-        f"use {' or '.join(DRAFTERS)}",
+        f"use {' or '.join(BY_TOKENS)}, or with vLLM 0.32 {' or '.join(WITH_LAYERS)}",
     ),
+    ConfigRefusal(_drafting, "it is not tested"),
     ConfigRefusal(
         _drafts_ahead,
         "the scheduler does not know yet how many drafts were accepted, or it is not tested",

@@ -52,22 +52,27 @@ def describe(runner: Any, options: Options) -> Described:
         UnsupportedModelError: the model has layers without paged attention, or cannot be probed
     """
     layers, full = probing.every_layer(runner), probing.attention_layers(runner)
-    local = [probing.shape_of(layer) for layer in layers]
+    local, model = [probing.shape_of(layer) for layer in layers], (runner.model_config, runner.device)
     ids = tuple(n for n, layer in enumerate(layers) if layer in full)
     if options.stats is None:
-        return Described(_model_facts(runner, local, "", NOT_PROBED).of_layers(ids), None)
+        return Described(_model_facts(*model, local, "", NOT_PROBED).of_layers(ids), None)
     local = _with_rotation(runner, local, probing.record(runner, layers))
     num_heads, num_kv_heads = probing.total_heads(runner)
     whole = [replace(layer, num_heads=num_heads, num_kv_heads=num_kv_heads) for layer in local]
     identity = fingerprint(
         runner.model_config.hf_text_config, whole, quantization_in(runner.model_config.hf_config)
     )
-    facts = _model_facts(runner, local, identity).of_layers(ids)
+    facts = _model_facts(*model, local, identity).of_layers(ids)
     rank, size = probing.tensor_parallel()
     shard = Shard.of_rank(rank, size, num_heads, num_kv_heads)
     whole_facts = replace(facts, layers=tuple(whole[n] for n in ids))
     stats = _load(options, whole_facts, rank).shard(shard.heads, shard.kv_heads)
     return Described(facts, tuple(stats.layer(n).to(facts.device) for n in facts.ids))
+
+
+def plain_facts(config: Any, device: Any, layers: Sequence[Any]) -> ModelFacts:
+    """Describe a model by vLLM's configuration of it and its attention layers, without running it."""
+    return _model_facts(config, device, [probing.shape_of(layer) for layer in layers], "", NOT_PROBED)
 
 
 def _with_rotation(
@@ -86,15 +91,14 @@ def _with_rotation(
 
 
 def _model_facts(
-    runner: Any, layers: Sequence[LayerFacts], identity: str, problem: str | None = None
+    config: Any, device: Any, layers: Sequence[LayerFacts], identity: str, problem: str | None = None
 ) -> ModelFacts:
-    config = runner.model_config
     return ModelFacts(
         name=config.model,
         fingerprint=identity,
         layers=tuple(layers),
         dtype=config.dtype,
-        device=runner.device,
+        device=device,
         max_position=config.max_model_len,
         rope_problem=problem,
     )

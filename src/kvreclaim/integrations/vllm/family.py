@@ -38,6 +38,7 @@ class VllmFamily:
     attention:  the KV caches of the layers
     probing:    the model's layers and their rotation
     cells:      attention over cells, for unequal heads
+    drafter:    drafters with layers of their own; None: not tested
     groups:     whether full attention beside sliding windows is tested
     slots:      whether KV dtypes whose slots hold scales are tested
     """
@@ -50,6 +51,7 @@ class VllmFamily:
     attention: str = f"{_V32}.attention"
     probing: str = f"{_V32}.probing"
     cells: str = f"{_V32}.cells_side"
+    drafter: str | None = f"{_V32}.draft_side"
     groups: bool = True
     slots: bool = True
 
@@ -64,6 +66,7 @@ FAMILIES = {
         _V33,
         # Its builder, which platforms may replace, says what a block takes.
         PoolCheck("vllm.v1.core.kv_cache_planning", "_pool_bytes_per_block_from_builder"),
+        drafter=None,
         groups=False,
         slots=False,
     ),

@@ -109,7 +109,8 @@ class Ledger:
         pool:       see there
         block_size: of a block of the pool, tokens
         max_chunk:  tokens that one step computes at most
-        num_drafts: of speculative decoding, of a request in one step at most
+        num_drafts: of speculative decoding, of a request in one step at most: those verified and those that
+                    a drafter writes behind them
     """
 
     def __init__(
@@ -150,15 +151,18 @@ class Ledger:
                 continue
             if record.footprint.is_due(*lengths, record.account) and not self._pass(request, record):
                 self._lacking.add(request.request_id)
-            if request.spec_token_ids:
-                cut_drafts(request, self._until_pass(request, record))
+        if self.num_drafts:
+            for request in running:
+                if request.spec_token_ids and not request.resumable:
+                    cut_drafts(request, self._until_pass(request))
         return self._passes
 
-    def _until_pass(self, request: VllmRequest, record: RequestAccount) -> int:
+    def _until_pass(self, request: VllmRequest) -> int:
         """Tokens that may be computed before the next pass; of who lacks blocks for one, the one that is
         certain."""
         if request.request_id in self._lacking:
             return 1
+        record = self._record(request)
         lengths = request.num_computed_tokens, request.num_prompt_tokens
         return record.footprint.tokens_until_pass(*lengths, record.account)
 

@@ -33,6 +33,13 @@ def check_connector() -> None:
     expect.check(sections()["connector"])
 
 
+def check_drafter(kind: type) -> None:
+    """Check a drafter with layers of its own. Raises: UnsupportedVllmError."""
+    rows = sections()["drafter"]
+    expect.check(rows)
+    expect.check_overrides(kind, rows)
+
+
 def check_worker(runner: Any) -> None:
     """Once the runner is made, before it loads the model. Raises: UnsupportedVllmError."""
     table = sections()

@@ -9,7 +9,12 @@ that were taken for rejected drafts stay where they are.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
+
+BY_TOKENS = ("ngram",)
+"""Methods whose drafts come from the tokens alone."""
+WITH_LAYERS = ("draft_model", "eagle")
+"""Methods of drafters with layers of their own, which share the target's block tables."""
 
 
 class Drafting(Protocol):
@@ -18,6 +23,16 @@ class Drafting(Protocol):
     num_computed_tokens: int
     num_tokens: int
     spec_token_ids: list[int]
+
+
+def num_drafts(vllm_config: Any) -> int:
+    """Drafts of a request in one step at most: those verified, and as many that a drafter with layers of its
+    own writes behind them."""
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return 0
+    each = int(speculative.num_speculative_tokens)
+    return each if speculative.method in BY_TOKENS else 2 * each
 
 
 def cut_drafts(request: Drafting, until: int) -> None:

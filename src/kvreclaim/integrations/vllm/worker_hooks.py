@@ -14,7 +14,8 @@ from kvreclaim.integrations.vllm.applier import Applier
 from kvreclaim.integrations.vllm.cells.heads import MAX_ENTRIES, HeadTables
 from kvreclaim.integrations.vllm.cells.passes import MAX_BYTES
 from kvreclaim.integrations.vllm.cells.positions import PassTrace, Positions
-from kvreclaim.integrations.vllm.facts import describe
+from kvreclaim.integrations.vllm.drafter import DrafterApplier
+from kvreclaim.integrations.vllm.facts import describe, plain_facts
 from kvreclaim.integrations.vllm.group_refusals import refuse_unnamed_groups
 from kvreclaim.integrations.vllm.groups import layer_kinds
 from kvreclaim.integrations.vllm.layouts import CacheViews
@@ -76,9 +77,22 @@ class WorkerHooks:
         heads = _heads(worker, views) if options.has_cells else None
         rows = worker_side.rows_of(runner, heads)
         self.reclaim = Applier(options, known.facts, known.stats, views, rows, heads)
+        self.reclaim.drafter = self._drafter(options, rows)
         worker_side.adopt(runner, self.reclaim)
         if worker.device.type != "cpu":
             self.reclaim.rehearse()
+
+    def _drafter(self, options: Options, rows: Any) -> DrafterApplier | None:
+        """What compresses a drafter's layers; None: there are none."""
+        worker: Any = self
+        if worker.vllm_config.speculative_config is None or family.find_family().drafter is None:
+            return None
+        with torch.inference_mode():
+            found = family.module("drafter").adopt_drafter(worker.model_runner, rows)
+        if found is None:
+            return None
+        facts = plain_facts(found.config, worker.model_runner.device, found.layers)
+        return DrafterApplier(options, facts, found.views, rows)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """The seconds of passes go back with the output."""

@@ -22,7 +22,7 @@ PACKED_BACKENDS = frozenset({"CPU_ATTN"})
 
 def layer_caches(runner: Any) -> tuple[VllmLayerCache, ...]:
     """The caches of all attention layers, in the order of the layers."""
-    return tuple(_layer_cache(layer, runner.model_config.dtype) for layer in probing.attention_layers(runner))
+    return tuple(layer_cache(layer, runner.model_config.dtype) for layer in probing.attention_layers(runner))
 
 
 def num_blocks(runner: Any) -> int:
@@ -30,7 +30,8 @@ def num_blocks(runner: Any) -> int:
     return int(runner.kv_cache_config.num_blocks)
 
 
-def _layer_cache(layer: Any, dtype: torch.dtype) -> VllmLayerCache:
+def layer_cache(layer: Any, dtype: torch.dtype) -> VllmLayerCache:
+    """The cache of one. dtype: that the model computes in."""
     backend, cache = layer.attn_backend.get_name(), layer.kv_cache
     stored, slots = FP8.get(layer.kv_cache_dtype), slot_format(layer)
     on_host = cache.device.type == "cpu"

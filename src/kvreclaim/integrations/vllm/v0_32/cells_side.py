@@ -147,7 +147,7 @@ def adopt_cells(runner: Any, views: CacheViews) -> HeadTables:
     fixed = None if grid.device.type == "cpu" else int(runner.model_config.max_model_len)
     scheduler = runner.vllm_config.scheduler_config
     heads = HeadTables(grid, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, fixed)
-    for builder in _builders(runner):
+    for builder in _builders(runner, {layer.layer_name for layer in layers}):
         builder.reclaim = heads
     return heads
 
@@ -174,7 +174,9 @@ def _attend(layers: list[Any]) -> Callable[[int, Tensor, StepCells], Tensor]:
     return attend
 
 
-def _builders(runner: Any) -> list[CellsBuilder]:
-    """The builders of the cache group that is compressed."""
+def _builders(runner: Any, names: set[str]) -> list[CellsBuilder]:
+    """The builders of these layers, in the cache group that is compressed: a step's cells are taken once, and
+    a drafter's may be there, too."""
     groups = runner.attn_groups[full_group(runner.kv_cache_config)]
-    return [builder for group in groups for builder in group.metadata_builders]
+    own = (group for group in groups if names.intersection(group.layer_names))
+    return [builder for group in own for builder in group.metadata_builders]

@@ -59,11 +59,13 @@ class AttentionRecorder:
 
 
 def every_layer(runner: Any) -> list[Attention]:
-    """The decoder's layers, in the order of their index.
+    """The decoder's layers, in the order of their index, without a drafter's.
 
     Raises: UnsupportedModelError where a layer of the model keeps its state elsewhere.
     """
     found = get_layers_from_vllm_config(runner.vllm_config, Attention)
+    for name in drafter_layers(runner):
+        del found[name]
     by_index = {extract_layer_index(name): layer for name, layer in found.items()}
     expected = runner.model_config.hf_text_config.num_hidden_layers
     if len(by_index) != len(found) or sorted(by_index) != list(range(expected)):
@@ -81,6 +83,11 @@ def attention_layers(runner: Any) -> list[Attention]:
     """
     full = full_layers(runner.kv_cache_config)
     return [layer for layer in every_layer(runner) if layer.layer_name in full]
+
+
+def drafter_layers(runner: Any) -> frozenset[str]:
+    """Names of a drafter's own attention layers."""
+    return frozenset(getattr(getattr(runner, "drafter", None), "_draft_attn_layer_names", ()))
 
 
 def shape_of(layer: Attention) -> LayerFacts:

@@ -65,7 +65,10 @@ class V1Rows:
     buffer: [max_num_reqs] int32, the shifts of a step's batch; persistent, as pinned copies want it
     group:  the cache group that is compressed
     lengths: of it, where there are several groups; None: the runner's own are changed
+    step:   the buffer with the shifts of the present step's batch; None: all are 0
     """
+
+    step: Any = None
 
     def __init__(self, runner: Any, heads: HeadTables | None = None) -> None:
         self.runner, self.heads = runner, heads
@@ -131,6 +134,7 @@ class V1Hooks:
         if self.reclaim_rows.heads is not None:
             self.reclaim_rows.heads.announce(batch.req_ids)
         shift, lengths = self.reclaim_rows.of_batch(batch.req_ids), self.reclaim_rows.lengths
+        self.reclaim_rows.step = shift
         if shift is not None:
             count, tokens = batch.num_reqs, scheduler_output.total_num_scheduled_tokens
             if lengths is None:
