@@ -1,4 +1,4 @@
-"""A real model with sliding windows, by the default policy; GEMMA is its directory."""
+"""A real model with sliding windows; GEMMA is its directory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ GEMMA = os.environ.get("GEMMA", "")
 
 
 @pytest.mark.skipif(not GEMMA, reason="set GEMMA to the directory of a Gemma 3")
-def test_logprobs_are_those_of_the_tokens_kept_in_full_layers() -> None:
+@pytest.mark.parametrize("policy", ["auto", "shares(surrogate)"])
+def test_logprobs_are_those_of_the_tokens_kept_in_full_layers(policy: str) -> None:
     """The first time, without statistics, the model is calibrated."""
-    settings = {"budget": 256, "interval": 64, "sinks": 4, "recent": 32}
+    settings = {"policy": policy, "budget": 256, "interval": 64, "sinks": 4, "recent": 32}
     engine = Engine(Path(GEMMA), compression=settings, num_blocks=200, chunk=512, dtype="float32")
     text = Path(__file__).parents[2].joinpath("docs", "vllm.md").read_text(encoding="utf-8")
     prompt = AutoTokenizer.from_pretrained(GEMMA)(text).input_ids[:900]

@@ -16,13 +16,11 @@ CANDIDATES = (
     "shares(surrogate)",
     "shares(query_mixture, by=static)",
     "shares(knorm(keep=large), by=static)",
-    "shares(keydiff, by=static)",
     "query_mixture",
-    "keydiff",
     "triattention",
     "streaming_llm",
 )
-"""Default candidates; of equals the first is taken. The last four keep equal
+"""Default candidates; of equals the first is taken. The last three keep equal
 heads: what a server without unequal ones, or a model without shares, can have."""
 FRACTIONS = (0.2, 0.1)
 """Fractions of a document that stay."""
