@@ -29,6 +29,7 @@ FULL = PLAIN | {
     "max_loss": None,
     "content": None,
     "opt_in": True,
+    "snapshots": True,
     "page_port": 8700,
     "page_host": "::1",
 }
@@ -93,6 +94,7 @@ def test_a_variable_that_cannot_be_followed(config: object, variable: str, words
         ({"options": {"x": object()}}, "cannot be read"),
         ({"stats": 3}, "stats in the test is 3; it must be the path"),
         ({"opt_in": "yes"}, "opt_in in the test is 'yes'"),
+        ({"snapshots": 1}, "snapshots in the test is 1"),
         ({"policy": "query_mixture"}, "needs query statistics; name a file"),
     ],
 )

@@ -37,10 +37,16 @@ class ListWorker:
         self.rows: dict[str, Row] = {}
         self.tokens: dict[str, list[int]] = {}
         self.chains: dict[str, list[int]] = {}
+        self.kept: dict[int, tuple[list[State], list[int]]] = {}
 
     def execute(self, output: Any) -> ModelRunnerOutput:
         cached = output.scheduled_cached_reqs
         fresh = [data.req_id for data in output.scheduled_new_reqs]
+        news = getattr(output, "kvreclaim_snapshots", None)
+        for number, num_tokens, request_id in news.kept if news else ():
+            row = self.rows[request_id]
+            states = row.states[: num_tokens - row.shift]
+            self.kept[number] = states, self.tokens[request_id][:num_tokens]
         gone = (*output.finished_req_ids, *(output.preempted_req_ids or ()), *fresh, *cached.resumed_req_ids)
         for request_id in gone:
             self.rows.pop(request_id, None)
@@ -60,6 +66,10 @@ class ListWorker:
         for request_id in (*fresh, *cached.resumed_req_ids):
             row = self.rows[request_id]
             row.states = [self.full_state(request_id, place) for place in range(row.num_computed)]
+        for begun in news.begun if news else ():
+            self.begin(begun)
+        for number in news.dropped if news else ():
+            del self.kept[number]
         for request_id, count in output.num_scheduled_tokens.items():
             self.compute(request_id, count)
         for request_id, row in self.rows.items():
@@ -80,6 +90,14 @@ class ListWorker:
         assert len(row.block_ids) == -(-done.keep // self.size)
         for place in range(len(row.block_ids) * self.size):
             self.cells[self.slot(row, place)] = row.states[place] if place < done.keep else ("tail",)
+
+    def begin(self, begun: Any) -> None:
+        """The snapshot's states, which the request finds in its blocks."""
+        row, (states, tokens) = self.rows[begun.request_id], self.kept[begun.number]
+        assert self.tokens[begun.request_id][: begun.num_tokens] == tokens
+        assert (row.num_computed, len(states)) == (begun.num_tokens, begun.num_tokens - begun.shift)
+        row.states, row.shift = list(states), begun.shift
+        self.check(begun.request_id, row)
 
     def compute(self, request_id: str, count: int) -> None:
         row = self.rows[request_id]

@@ -98,7 +98,7 @@ class World:
         self.depth = 2 if isinstance(scheduler, AsyncScheduler) else 1
         self.flying: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self.requests: dict[str, Request] = {}
-        self.steps = self.peak = self.hits = self.num_passes = 0
+        self.steps = self.peak = self.hits = self.num_passes = self.num_begun = 0
         self.outputs: dict[str, Any] = {}
 
     def add(
@@ -131,6 +131,8 @@ class World:
                 # A reset drops what was in flight: vLLM tells the worker again which tokens there are.
                 self.worker.tokens[name] = list(self.requests[name].all_token_ids)
                 self.worker.chains.pop(name, None)
+            news = getattr(output, "kvreclaim_snapshots", None)
+            self.num_begun += len(news.begun) if news else 0
             self.hits += sum(data.num_computed_tokens for data in output.scheduled_new_reqs)
             self.flying.append((output, self.worker.execute(output)))
             self.steps += output.total_num_scheduled_tokens > 0
@@ -197,7 +199,11 @@ class World:
             if not block.is_null:
                 assert block.ref_cnt == counts[block.block_id]
                 assert (block.block_id in free) == (block.ref_cnt == 0)
-                assert block.block_hash is None or self.worker.is_exact(block.block_id)
+                assert (
+                    block.block_hash is None
+                    or block.block_hash.startswith(b"kvreclaim snapshot")
+                    or self.worker.is_exact(block.block_id)
+                )
 
     def check_empty(self) -> None:
         """Nothing is left of anybody."""

@@ -9,10 +9,13 @@ import interpreted  # before anything that imports Triton
 
 # isort: split
 import pytest
+import vllm
 from engines import Engine
 from models import random_prompts
 from oracle import check_logprobs, passes_of
 from uneven import check_mixed, compression
+
+SNAPSHOTS = vllm.__version__.startswith("0.32.")
 
 
 @pytest.fixture(scope="module", params=["synchronous", "asynchronous"])
@@ -20,7 +23,7 @@ def engine(request: pytest.FixtureRequest, tiny_model: Path, tiny_stats: Path) -
     interpreted.use_v2_runner()
     made = Engine(
         tiny_model,
-        compression=compression(tiny_stats, budget=96, interval=32),
+        compression={**compression(tiny_stats, budget=96, interval=32), "snapshots": SNAPSHOTS},
         num_blocks=60,
         chunk=128,
         batch=3,
@@ -36,6 +39,20 @@ def engine(request: pytest.FixtureRequest, tiny_model: Path, tiny_stats: Path) -
 
 def test_logprobs_are_those_over_the_tokens_kept(engine: Engine, tiny_model: Path) -> None:
     check_mixed(engine, tiny_model, 3, (200, 160, 100, 150))
+
+
+@pytest.mark.skipif(not SNAPSHOTS, reason="snapshots are refused with other versions")
+def test_the_next_turn_begins_with_a_snapshot(engine: Engine, tiny_model: Path) -> None:
+    [prompt] = random_prompts((170,), seed=5)
+    with engine.traced() as traces:
+        [first] = engine.generate([prompt], 30)
+        text = prompt + first.tokens
+        [second] = engine.generate([text], 30)
+    assert second.cached_tokens == (len(text) - 1) // 32 * 32
+    passes = passes_of(traces, first.request_id)
+    assert passes[-1].num_computed <= second.cached_tokens
+    passes += passes_of(traces, second.request_id)
+    check_logprobs(tiny_model, text, second.tokens, second.logprobs, passes)
 
 
 def test_captures_and_dummy_batches_are_no_requests(engine: Engine, tiny_model: Path) -> None:

@@ -107,16 +107,21 @@ def agent_task(llm: LLM, options: TaskOptions) -> AgentSessions:
     that are all too long."""
     encode = Encoder(llm.tokenizer)
     encode.require_template(AGENT_RECORDED, llm.loaded.facts.name)
+    return recorded_sessions(encode, options.num_tokens)
+
+
+def recorded_sessions(encode: Encoder, num_tokens: int) -> AgentSessions:
+    """The package's sessions in a tokenizer's chat template. Raises: as agent_task."""
     module = task_package(f"{PACKAGE}.areas.agent_recorded", AGENT_RECORDED, EXTRA)
     cases = module.load_agent_recorded_multi_turn_cases()
     require(bool(cases), f"the sessions of task {AGENT_RECORDED} are not there; install {PACKAGE} again.")
     conversations = [
         [*case["messages"], {"role": "assistant", "content": case["reference_response"]}] for case in cases
     ]
-    task = AgentSessions(encode, conversations, options.num_tokens)
+    task = AgentSessions(encode, conversations, num_tokens)
     require(
         task.num_examples(1) > 0,
-        f"num_tokens is {options.num_tokens}, and no session of {AGENT_RECORDED} has {FEWEST_TURNS} turns "
+        f"num_tokens is {num_tokens}, and no session of {AGENT_RECORDED} has {FEWEST_TURNS} turns "
         "that fit into it; raise it.",
     )
     return task

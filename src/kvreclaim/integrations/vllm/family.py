@@ -41,6 +41,7 @@ class VllmFamily:
     drafter:    drafters with layers of their own; None: not tested
     groups:     whether full attention beside sliding windows is tested
     slots:      whether KV dtypes whose slots hold scales are tested
+    snapshots:  whether these are tested
     """
 
     package: str
@@ -54,6 +55,7 @@ class VllmFamily:
     drafter: str | None = f"{_V32}.draft_side"
     groups: bool = True
     slots: bool = True
+    snapshots: bool = True
 
     def expected(self) -> str:
         """The text of its expected.txt."""
@@ -69,6 +71,7 @@ FAMILIES = {
         drafter=None,
         groups=False,
         slots=False,
+        snapshots=False,
     ),
 }
 

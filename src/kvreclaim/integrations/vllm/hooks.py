@@ -79,6 +79,7 @@ def configure(config: Any) -> None:
     from kvreclaim.integrations.vllm.model_statistics import ModelToLoad, find_statistics
     from kvreclaim.integrations.vllm.options import Options
     from kvreclaim.integrations.vllm.promise import check_cache_dtype
+    from kvreclaim.integrations.vllm.snapshot_refusals import refuse_config_with_snapshots
 
     signatures.check_front()
     front = family.module("front")
@@ -91,6 +92,7 @@ def configure(config: Any) -> None:
         lambda make: find_statistics(ModelToLoad.of_config(config), make),
     )
     assert options is not None
+    refuse_config_with_snapshots(config, options)
     check_cache_dtype(options.settings, config)
     # What came by the environment reaches every process; the caller's own object stays as it is.
     config.additional_config = {**config.additional_config, KEY: options.as_json()}

@@ -195,11 +195,16 @@ class Ledger:
             own = self.records[done.seq_id].settings
             assert own is not None, f"request {done.seq_id} is not compressed"
             settings[done.seq_id] = own
+        self._passes = []
         return StepMessage(alive, settings) if alive else None
 
     def current_passes(self) -> tuple[Pass[str], ...]:
         """The passes of the step that vLLM schedules now, as far as they are carried out."""
         return tuple(filter(self.is_current, self._passes))
+
+    def has_unsent(self, request_id: str) -> bool:
+        """Whether a pass of the request is decided that is not in a message yet."""
+        return any(done.seq_id == request_id for done in self._passes)
 
     def is_compressed(self, request_id: str) -> bool:
         """Whether the request has had a pass since its cache began."""
@@ -245,6 +250,15 @@ class Ledger:
         if record is not None:
             record.account = Account()
         self._lacking.discard(request_id)
+
+    def settings_of(self, request: VllmRequest) -> CompressionConfig | None:
+        """How the request is compressed; None: not at all."""
+        return self._record(request).settings
+
+    def begin(self, request: VllmRequest, account: Account, num_tokens: int, is_prompt: bool) -> None:
+        """Its cache begins with so many tokens of a snapshot, and this account of them."""
+        self._record(request).account = account
+        self.totals.snapshot_tokens += num_tokens if is_prompt else request.num_prompt_tokens
 
     def close(self, request_id: str) -> None:
         """The request is over; its id may be used again."""

@@ -17,6 +17,10 @@ COUNTERS = {
     ),
     "blocks_freed": ("kvreclaim_blocks_freed", "KV cache blocks that compression gave back to the pool."),
     "compactions": ("kvreclaim_compactions", "Compressions of a request that were carried out."),
+    "snapshot_tokens": (
+        "kvreclaim_snapshot_tokens",
+        "Prompt tokens that were not computed because a snapshot has what compression kept of them.",
+    ),
     "seconds": ("kvreclaim_compression_seconds", "Time that the worker of rank 0 spent compressing."),
 }
 """Name of a figure in Totals -> counter and its help."""

@@ -1,9 +1,9 @@
 """The plugin's options, and what one request may change of them.
 
 Operator: additional_config["kv_compression"], an object with the fields of CompressionConfig (`stats`: a file
-that every worker can read), `calibrate`, `opt_in`, `page_port` and `page_host`; or the same object as JSON in
-the variable KVRECLAIM_VLLM. Request: extra_args["kv_compression"], "off", "on", or an object with some of the
-fields of CompressionConfig but `stats`; as JSON text where only text can be sent.
+that every worker can read), `calibrate`, `opt_in`, `snapshots`, `page_port` and `page_host`; or the same
+object as JSON in the variable KVRECLAIM_VLLM. Request: extra_args["kv_compression"], "off", "on", or an
+object with some of the fields of CompressionConfig but `stats`; as JSON text where only text can be sent.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ NOT_TAKEN = ("stats", "recall", "verify", "verify_tokens", "auto_budget")
 """Fields of CompressionConfig that are set elsewhere, or that vLLM's scheduler has no place for."""
 Look = Callable[[bool], str | None]
 """Finds the file of the model's statistics where none is named; whether one may be made."""
+_FLAGS = {"calibrate": True, "opt_in": False, "snapshots": False}
+"""Fields of Options that are true or false, and their defaults."""
 _FIELDS = tuple(field.name for field in fields(CompressionConfig) if field.name not in NOT_TAKEN)
 
 
@@ -49,6 +51,7 @@ class Options:
     calibrate: whether they are made where the policy needs them and there are none
     opt_in:    only requests that ask for compression get it
     page:      where the block pool is shown; None: nowhere
+    snapshots: whether requests begin with what earlier ones have kept of the same tokens
     """
 
     settings: CompressionConfig
@@ -56,6 +59,7 @@ class Options:
     calibrate: bool = True
     opt_in: bool = False
     page: PageAddress | None = None
+    snapshots: bool = False
 
     @classmethod
     def find(
@@ -95,25 +99,22 @@ class Options:
             '{"policy": "streaming_llm", "budget": 2048}; leave it out to compress nothing.',
         )
         assert isinstance(value, Mapping)
-        _check_names(value, (*_FIELDS, "stats", "calibrate", "opt_in", *address.FIELDS), where)
+        _check_names(value, (*_FIELDS, "stats", *_FLAGS, *address.FIELDS), where)
         settings = _changed(
             CompressionConfig(),
             in_place_of_budget({name: value[name] for name in value if name in _FIELDS}),
             where,
         )
-        stats, calibrate, opt_in = (
-            value.get(name, default)
-            for name, default in (("stats", None), ("calibrate", True), ("opt_in", False))
-        )
+        stats, flags = value.get("stats"), _FLAGS | {name: value[name] for name in value if name in _FLAGS}
         require(
             stats is None or isinstance(stats, str),
             f"stats in {where} is {stats!r}; it must be the path of a file of `kvreclaim calibrate`.",
         )
-        check_bool(f"calibrate in {where}", calibrate)
-        check_bool(f"opt_in in {where}", opt_in)
+        for name, flag in flags.items():
+            check_bool(f"{name} in {where}", flag)
         page = PageAddress.read(value, where)
         if stats is None and look is not None and _reads_stats(settings):
-            stats = look(calibrate)
+            stats = look(flags["calibrate"])
         if settings.policy == AUTO and settings.max_loss is None:
             settings = _changed(settings, {"policy": _best_that_fits(stats, where)}, where)
         if settings.max_loss is not None:
@@ -121,7 +122,7 @@ class Options:
             if settings.policy == AUTO:
                 settings = _changed(settings, {"policy": curve.policy}, where)
             settings.promised(curve, 1, 1)  # raises for another policy, or an unknown content
-        options = cls(settings, stats, calibrate, opt_in, page)
+        options = cls(settings, stats, page=page, **flags)
         options._check_stats(where)
         return options
 
@@ -131,6 +132,7 @@ class Options:
             "stats": self.stats,
             "calibrate": self.calibrate,
             "opt_in": self.opt_in,
+            "snapshots": self.snapshots,
             **address.as_json(self.page),
         }
 

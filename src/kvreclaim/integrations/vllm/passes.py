@@ -41,6 +41,8 @@ class Counts:
 
 @dataclass(slots=True)
 class Totals(Counts):
-    """Sums since the start. seconds: of the worker of rank 0."""
+    """Sums since the start. seconds: of the worker of rank 0; snapshot_tokens: of prompts, that were not
+    computed because a snapshot has them."""
 
     seconds: float = 0.0
+    snapshot_tokens: int = 0

@@ -40,6 +40,11 @@ def check_drafter(kind: type) -> None:
     expect.check_overrides(kind, rows)
 
 
+def check_snapshots() -> None:
+    """Check what snapshots use of the block pool, if any are kept. Raises: UnsupportedVllmError."""
+    expect.check(sections()["snapshots"])
+
+
 def check_worker(runner: Any) -> None:
     """Once the runner is made, before it loads the model. Raises: UnsupportedVllmError."""
     table = sections()

@@ -27,6 +27,13 @@ class HeadPositions:
         new = torch.arange(self.computed, computed, dtype=torch.int32, device=left.device)
         return torch.cat([left, new])
 
+    def until(self, num_tokens: int) -> HeadPositions:
+        """Leave the first num_tokens tokens; every head has those that go, the last ones."""
+        behind = self.computed - num_tokens
+        if behind <= 0:
+            return self
+        return HeadPositions([[slots[:-behind] for slots in rows] for rows in self.left], num_tokens)
+
 
 @dataclass(slots=True)
 class Positions:

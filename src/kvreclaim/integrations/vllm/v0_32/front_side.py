@@ -59,6 +59,7 @@ def describe(config: Any) -> str:
         "unequal heads" if options.has_cells else "equal heads",
         f"statistics {options.stats}" if options.stats else "no statistics",
         "requests that ask for it" if options.opt_in else "all requests",
+        *(["snapshots"] if options.snapshots else []),
         config.scheduler_config.scheduler_cls.rpartition(".")[2],
         config.parallel_config.worker_cls.rpartition(".")[2],
     ]

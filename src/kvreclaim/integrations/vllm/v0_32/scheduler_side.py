@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from copy import copy
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.request import RequestStatus
@@ -26,6 +26,9 @@ from kvreclaim.integrations.vllm.speculation import num_drafts
 from kvreclaim.integrations.vllm.v0_32 import looking
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.changes import CompactionPlan, Shrunk, TableState
+
+if TYPE_CHECKING:
+    from kvreclaim.integrations.vllm.v0_32.snapshot_side import SchedulerSnapshots
 
 FIGURES = "kvreclaim"
 RUNNING = RequestStatus.RUNNING
@@ -142,6 +145,10 @@ class ReclaimKVCacheManager(KVCacheManager):
         found, num_tokens, _ = self.coordinator.find_longest_cache_hit(request.block_hashes, most)
         return self.create_kv_cache_blocks(found), num_tokens, 0
 
+    def holes(self, request: Any) -> int:
+        """Places of evicted tokens in the table that a request which waits would begin with."""
+        return 0
+
     def allocate_slots(
         self, request: Any, num_new_tokens: int, num_new_computed_tokens: int = 0, *args: Any, **kwargs: Any
     ) -> Any:
@@ -155,7 +162,7 @@ class ReclaimKVCacheManager(KVCacheManager):
             return super().allocate_slots(request, *args, **kwargs)
         caps = self.reclaim.caps(request)
         tables = self.reclaim.pool.tables  # type: ignore[attr-defined]
-        tables.max_admission_blocks_per_request = None if caps is None else caps.own
+        tables.max_admission_blocks_per_request = None if caps is None else caps.own + self.holes(request)
         room = self.reclaim.room(request, self.scheduler.running)
         if room is None:
             return None
@@ -179,10 +186,12 @@ class SchedulerHooks:
 
     reclaim: what is compressed and what it has come to; set once vLLM's own parts are made
     sights:  who watches it
+    snapshots: None where none are kept
     """
 
     reclaim: Ledger
     sights: StepObserver
+    snapshots: SchedulerSnapshots | None = None
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         """Raises: UnsupportedVllmError, InvalidArgumentError, UnsupportedModelError."""
@@ -197,6 +206,10 @@ class SchedulerHooks:
         self.reclaim = Ledger(options, pool, pool.tables.block_size, max_chunk, num_drafts(vllm_config))
         manager.__class__ = ReclaimKVCacheManager
         manager.reclaim, manager.scheduler = self.reclaim, self
+        if options.snapshots:
+            from kvreclaim.integrations.vllm.v0_32.snapshot_side import adopt_snapshots  # not for 0.33
+
+            self.snapshots = adopt_snapshots(self)
         connector = self.connector  # type: ignore[attr-defined]
         if connector is not None:
             from kvreclaim.integrations.vllm.v0_32.connector_side import ConnectorHooks  # not for 0.33
@@ -229,6 +242,8 @@ class SchedulerHooks:
         message = self.reclaim.message(passes)
         if message is not None:
             output.kvreclaim = message
+        if self.snapshots is not None:
+            self.snapshots.send(output)
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -243,6 +258,8 @@ class SchedulerHooks:
 
     def _free_request_blocks(self, request: Any) -> None:
         self.sights.freeing(request)
+        if self.snapshots is not None:
+            self.snapshots.keep(request)
         self.reclaim.forget(request.request_id)
         super()._free_request_blocks(request)  # type: ignore[misc]
 

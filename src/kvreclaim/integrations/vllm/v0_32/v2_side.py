@@ -85,6 +85,10 @@ class V2Rows:
         else:
             tables.block_tables[self.group].stage_write(slot, 0, list(block_ids))
             tables.num_blocks.np[self.group, slot] = len(block_ids)
+        self.begin(request_id, shift)
+
+    def begin(self, request_id: str, shift: int) -> None:
+        slot = self.runner.req_states.req_id_to_index[request_id]
         self._set(slot, shift)
         self.slots[request_id] = slot
 

@@ -97,6 +97,9 @@ class V1Rows:
             table.add_row(blocks, row)
         self.shifts[request_id] = shift
 
+    def begin(self, request_id: str, shift: int) -> None:
+        self.shifts[request_id] = shift
+
     def forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             self.shifts.pop(request_id, None)
