@@ -45,6 +45,9 @@ class SharedRows:
     def rewrite(self, request_id: str, block_ids: Sequence[int], shift: int) -> None:
         """Leave it to the target's."""
 
+    def begin(self, request_id: str, shift: int) -> None:
+        """Leave it to the target's."""
+
     def forget(self, request_ids: Iterable[str]) -> None:
         """Leave it to the target's."""
 
