@@ -53,7 +53,7 @@ def serve(scheduler: Any, name: str, turn: Item) -> int:
 
 def shares(model: Path, sessions: Sequence[Item], compression: Mapping[str, Any] | None, args: Any) -> str:
     """Of all turns but the first of each session: tokens of prompts, and which share the cache served."""
-    lengths = {"max_model_len": args.num_tokens + 1, "max_num_batched_tokens": args.chunk}
+    lengths = {"max_model_len": args.num_tokens, "max_num_batched_tokens": args.chunk}
     served = prompts = 0
     for session in sessions:
         scheduler = make_scheduler(model, args.blocks, compression, block_size=BLOCK_SIZE, **lengths)
