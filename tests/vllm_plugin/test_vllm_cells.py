@@ -209,7 +209,7 @@ def cpu_views(isa: str, size: int, dtype: torch.dtype, cache_dtype: str = "auto"
     whole = torch.zeros(L, *layers[0].kv_cache.shape, dtype=layers[0].kv_cache.dtype)
     for n, layer in enumerate(layers):
         layer.kv_cache = whole[n]
-    return CacheViews([attention._layer_cache(layer, dtype) for layer in layers], B), layers[0]
+    return CacheViews([attention.layer_cache(layer, dtype) for layer in layers], B), layers[0]
 
 
 def cpu_impl(cache_dtype: str) -> Make:

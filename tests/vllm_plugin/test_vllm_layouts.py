@@ -88,7 +88,7 @@ def check(views: CacheViews, exact: Exact = lambda x, part: x) -> None:
 @pytest.mark.parametrize(("isa", "block_size"), [("vec", 32), ("vec", 64), ("vec16", 16), ("vec16", 48)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_what_the_cpu_backend_writes(isa: str, block_size: int, dtype: torch.dtype) -> None:
-    layer = attention._layer_cache(cpu_layer(isa, block_size, dtype), dtype)
+    layer = attention.layer_cache(cpu_layer(isa, block_size, dtype), dtype)
     views = CacheViews([layer], B)
     views.prove()
     assert not layer.cache.any()
@@ -100,7 +100,7 @@ def test_what_the_cpu_backend_writes(isa: str, block_size: int, dtype: torch.dty
 def test_what_the_cpu_backend_writes_in_fp8(cache_dtype: str, dtype: torch.dtype) -> None:
     if not torch.cpu._is_avx512_supported():
         pytest.skip("vLLM stores fp8 on CPUs with AVX-512 only")
-    layer = attention._layer_cache(cpu_layer("vec", 32, dtype, cache_dtype), dtype)
+    layer = attention.layer_cache(cpu_layer("vec", 32, dtype, cache_dtype), dtype)
     views = CacheViews([layer], B)
     views.prove()
 
@@ -123,7 +123,7 @@ def test_another_order_on_a_cpu_is_learned_or_refused(monkeypatch: pytest.Monkey
             raw[block, :, 32 * D :].view(K, 16, D, 2)[:, place // 2, :, place % 2] = value
 
     layer.impl.do_kv_cache_update = pairs
-    views = CacheViews([attention._layer_cache(layer, torch.bfloat16)], B)
+    views = CacheViews([attention.layer_cache(layer, torch.bfloat16)], B)
     assert isinstance(views.layouts[0], PackedLayout)
     views.prove()
     check(views)

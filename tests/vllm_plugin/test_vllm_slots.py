@@ -43,7 +43,7 @@ def slots_in(cache: Tensor, table: tuple[int, ...], num_tokens: int) -> list[lis
 @pytest.mark.parametrize(("dtype", "layout"), CASES, ids=lambda x: getattr(x, "name", x))
 def test_slots_move_whole_and_are_read_as_vllm_reads_them(dtype: str, layout: KVCacheLayout) -> None:
     layers = layers_of(dtype, layout)
-    caches = [attention._layer_cache(layer, torch.float32) for layer in layers]
+    caches = [attention.layer_cache(layer, torch.float32) for layer in layers]
     views = CacheViews(caches, B)
     views.prove()
     noise = torch.Generator().manual_seed(5)
@@ -76,7 +76,7 @@ def test_slots_move_whole_and_are_read_as_vllm_reads_them(dtype: str, layout: KV
 def test_cells_with_scales_are_attended_over(dtype: str) -> None:
     """vLLM's kernel over cells of any layer and head, against softmax over what they hold."""
     layers = layers_of(dtype, KVCacheLayout.BLNHC if dtype == PER_TOKEN_HEAD[0] else KVCacheLayout.LBHNC)
-    views = CacheViews([attention._layer_cache(layer, torch.float32) for layer in layers], B)
+    views = CacheViews([attention.layer_cache(layer, torch.float32) for layer in layers], B)
     grid = find_grid(views)
 
     def attend_cells(index: int, rows: Tensor, step: StepCells) -> Tensor:
@@ -100,4 +100,4 @@ def test_a_format_that_is_another_one_is_refused() -> None:
 
         layer.impl.do_kv_cache_update = shifted
     with pytest.raises(UnsupportedModelError, match="not where kvreclaim reads it"):
-        CacheViews([attention._layer_cache(layer, torch.float32) for layer in layers], B).prove()
+        CacheViews([attention.layer_cache(layer, torch.float32) for layer in layers], B).prove()
