@@ -44,24 +44,31 @@ class Said:
 
 def run(engine: Engine, prompts: Sequence[list[int]], wanted: Sequence[Any]) -> Said:
     counts, rejected = [0, 0], Counter[str]()
-    inner = engine.scheduler.make_spec_decoding_stats
+    inner, ledger = engine.scheduler.make_spec_decoding_stats, engine.scheduler.reclaim
+    sent, message = set[str](), ledger.message
 
     def count(
         stats: Any, num_draft_tokens: int, num_accepted_tokens: int, request_id: str, **more: Any
     ) -> Any:
         counts[0] += num_draft_tokens
         counts[1] += num_accepted_tokens
-        if request_id not in {done.seq_id for done in engine.scheduler.reclaim.current_passes()}:
+        if request_id not in sent:
             rejected[request_id.rpartition("-")[0]] += num_draft_tokens - num_accepted_tokens
         return inner(stats, num_draft_tokens, num_accepted_tokens, request_id=request_id, **more)
 
-    engine.scheduler.make_spec_decoding_stats = count
+    def send(passes: Any) -> Any:
+        found = message(passes)
+        sent.clear()
+        sent.update(done.seq_id for done in (found.passes if found else ()))
+        return found
+
+    engine.scheduler.make_spec_decoding_stats, ledger.message = count, send
     with engine.traced() as trace:
         names = [
             engine.add(prompt, OUTPUT, settings=asked) for prompt, asked in zip(prompts, wanted, strict=True)
         ]
         engine.run()
-    del engine.scheduler.make_spec_decoding_stats
+    del engine.scheduler.make_spec_decoding_stats, ledger.message
     answers = [engine.answer(name) for name in names]
     passes = [passes_of(trace, name) for name in names]
     return Said(answers, passes, *counts, [rejected[name] for name in names])
