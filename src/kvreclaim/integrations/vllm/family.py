@@ -41,7 +41,7 @@ class VllmFamily:
     drafter:    drafters with layers of their own; None: not tested
     groups:     whether full attention beside sliding windows is tested
     slots:      whether KV dtypes whose slots hold scales are tested
-    snapshots:  whether these are tested
+    snapshots:  what keeps them, where that is tested
     """
 
     package: str
@@ -55,7 +55,7 @@ class VllmFamily:
     drafter: str | None = f"{_V32}.draft_side"
     groups: bool = True
     slots: bool = True
-    snapshots: bool = True
+    snapshots: str | None = f"{_V32}.snapshot_side"
 
     def expected(self) -> str:
         """The text of its expected.txt."""
@@ -71,7 +71,7 @@ FAMILIES = {
         drafter=None,
         groups=False,
         slots=False,
-        snapshots=False,
+        snapshots=None,
     ),
 }
 

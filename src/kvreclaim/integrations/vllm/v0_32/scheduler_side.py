@@ -9,13 +9,13 @@ from __future__ import annotations
 import sys
 from copy import copy
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.request import RequestStatus
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.integrations.vllm import signatures
+from kvreclaim.integrations.vllm import family, signatures
 from kvreclaim.integrations.vllm.groups import full_group, window_blocks
 from kvreclaim.integrations.vllm.ledger import Ledger
 from kvreclaim.integrations.vllm.live.step_observer import StepObserver
@@ -26,9 +26,6 @@ from kvreclaim.integrations.vllm.speculation import num_drafts
 from kvreclaim.integrations.vllm.v0_32 import looking
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.changes import CompactionPlan, Shrunk, TableState
-
-if TYPE_CHECKING:
-    from kvreclaim.integrations.vllm.v0_32.snapshot_side import SchedulerSnapshots
 
 FIGURES = "kvreclaim"
 RUNNING = RequestStatus.RUNNING
@@ -191,7 +188,7 @@ class SchedulerHooks:
 
     reclaim: Ledger
     sights: StepObserver
-    snapshots: SchedulerSnapshots | None = None
+    snapshots: Any = None
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         """Raises: UnsupportedVllmError, InvalidArgumentError, UnsupportedModelError."""
@@ -207,9 +204,7 @@ class SchedulerHooks:
         manager.__class__ = ReclaimKVCacheManager
         manager.reclaim, manager.scheduler = self.reclaim, self
         if options.snapshots:
-            from kvreclaim.integrations.vllm.v0_32.snapshot_side import adopt_snapshots  # not for 0.33
-
-            self.snapshots = adopt_snapshots(self)
+            self.snapshots = family.module("snapshots").adopt_snapshots(self)
         connector = self.connector  # type: ignore[attr-defined]
         if connector is not None:
             from kvreclaim.integrations.vllm.v0_32.connector_side import ConnectorHooks  # not for 0.33
