@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,7 @@ def shares(model: Path, sessions: Sequence[Item], compression: Mapping[str, Any]
     served = prompts = 0
     for session in sessions:
         scheduler = make_scheduler(model, args.blocks, compression, block_size=BLOCK_SIZE, **lengths)
-        for number, turn in zip(count(), session.turns, strict=False):
+        for number, turn in enumerate(session.turns):
             found = serve(scheduler, str(number), turn)
             if number:
                 served, prompts = served + found, prompts + len(turn.prompt)

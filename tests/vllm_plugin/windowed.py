@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import oracle
 import torch
@@ -36,26 +37,29 @@ WINDOW = 64
 FP32 = 1e-3
 """Mean difference of log-probabilities that computing in fp32 may make."""
 KINDS = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "sliding_window": WINDOW,
+    "bos_token_id": None,
+    "eos_token_id": VOCAB_SIZE - 1,
+    "pad_token_id": VOCAB_SIZE - 1,
+    "tie_word_embeddings": False,
+}
 
 
 def make_gemma(path: Path) -> Path:
     """Write a tiny Gemma 3 in bf16, the same one every time. Returns: path."""
     config = Gemma3TextConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=128,
+        **SIZES,
         intermediate_size=256,
         num_hidden_layers=len(KINDS),
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
         query_pre_attn_scalar=64,
-        sliding_window=WINDOW,
         layer_types=KINDS,
         max_position_embeddings=16_384,
-        bos_token_id=None,
-        eos_token_id=VOCAB_SIZE - 1,
-        pad_token_id=VOCAB_SIZE - 1,
-        tie_word_embeddings=False,
     )
     network = Gemma3ForCausalLM(config)
     _fill(network)
@@ -68,21 +72,12 @@ def make_gemma(path: Path) -> Path:
 def make_gpt_oss(path: Path) -> Path:
     """Write a tiny GPT-OSS in bf16, whose query heads have sinks, the same one every time. Returns: path."""
     config = GptOssConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=128,
+        **SIZES,
         intermediate_size=128,
         num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        sliding_window=WINDOW,
         layer_types=["sliding_attention", "full_attention"] * 2,
         num_local_experts=4,
         num_experts_per_tok=2,
-        bos_token_id=None,
-        eos_token_id=VOCAB_SIZE - 1,
-        pad_token_id=VOCAB_SIZE - 1,
-        tie_word_embeddings=False,
     )
     network = GptOssForCausalLM(config)
     _fill(network)

@@ -20,11 +20,9 @@ from kvreclaim.integrations.vllm.cells.heads import HeadTables
 from kvreclaim.integrations.vllm.cells.passes import UnevenPasses
 from kvreclaim.integrations.vllm.cells.positions import PassTrace, Positions, as_heads
 from kvreclaim.integrations.vllm.clocks import DeviceClock, HostClock, PassClock
-from kvreclaim.integrations.vllm.kept_states import KeptStates
 from kvreclaim.integrations.vllm.layouts import CacheViews
 from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.passes import StepMessage
-from kvreclaim.integrations.vllm.snapshots import SnapshotNews
 from kvreclaim.integrations.vllm.staging import BLOCK_SIZE, Stage, staged_layer
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops import reference
@@ -47,11 +45,6 @@ class RunnerRows(Protocol):
 
     def rewrite(self, request_id: str, block_ids: Sequence[int], shift: int) -> None:
         """From now on the request's tokens lie in these blocks; position minus slot is shift."""
-        ...
-
-    def begin(self, request_id: str, shift: int) -> None:
-        """This request, new in this step, begins with tokens whose position minus slot is shift; its blocks
-        are the runner's already."""
         ...
 
     def forget(self, request_ids: Iterable[str]) -> None:
@@ -101,37 +94,25 @@ class Applier:
         self.shape = (facts.num_layers, facts.layers[0].num_kv_heads)
         self.positions = Positions(self.shape, facts.device)
         self.prompts: dict[str, int] = {}
-        self.kept = KeptStates(self.prompts, heads)
         self.compressor = lru_cache(MAX_KEPT)(self._compressor)
         """The compressor of these settings; the last 16 are kept."""
         self.clock: PassClock = DeviceClock() if facts.device.type == "cuda" else HostClock()
         self.figures = WorkerFigures()
         self.trace: PassTrace | None = None
-        self.drafter: Applier | None = None
-        """The one of a drafter's layers; it forgets by our rows, so it learns first what a step brings."""
         self.compressor(options.settings)
 
     def begin(self, scheduler_output: Any) -> None:
         """The first thing of a step: forget who is gone, then carry out the passes in their order."""
-        if self.drafter is not None:
-            self.drafter.begin(scheduler_output)
-        news: SnapshotNews | None = getattr(scheduler_output, "kvreclaim_snapshots", None)
-        positions = [self.positions] if self.trace is None else [self.positions, self.trace.positions]
-        if news is not None:
-            self.kept.keep(news, positions)
         if self.rows.num_shifted or self.trace is not None:
             self._forget(scheduler_output)
         message: StepMessage | None = getattr(scheduler_output, "kvreclaim", None)
-        if message is not None:
-            with torch.inference_mode():
-                self.clock.start()
-                for one in message.passes:
-                    self._carry_out(one, message.settings[one.seq_id])
-                self.clock.stop()
-        if news is not None:
-            self.kept.begin(news, positions)
-            for begun in news.begun:
-                self.rows.begin(begun.request_id, begun.shift)
+        if message is None:
+            return
+        with torch.inference_mode():
+            self.clock.start()
+            for one in message.passes:
+                self._carry_out(one, message.settings[one.seq_id])
+            self.clock.stop()
 
     def rehearse(self) -> None:
         """One choice by the engine's settings over whatever lies in the cache; nothing moves. What a device
@@ -154,11 +135,9 @@ class Applier:
     def take_seconds(self) -> float | None:
         """Seconds of passes that have ended since the last call; None if there were none. Never waits."""
         ended = self.clock.take()
-        drafter = None if self.drafter is None else self.drafter.take_seconds()
         if ended is None:
-            return drafter
+            return None
         seconds, flagged = ended
-        seconds += drafter or 0.0
         self.figures.seconds += seconds
         for request_id in flagged:
             self._warn(request_id)

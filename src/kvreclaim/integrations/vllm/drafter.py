@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.config import CompressionConfig
@@ -45,9 +46,6 @@ class SharedRows:
     def rewrite(self, request_id: str, block_ids: Sequence[int], shift: int) -> None:
         """Leave it to the target's."""
 
-    def begin(self, request_id: str, shift: int) -> None:
-        """Leave it to the target's."""
-
     def forget(self, request_ids: Iterable[str]) -> None:
         """Leave it to the target's."""
 
@@ -70,3 +68,22 @@ class DrafterApplier(Applier):
 
     def _warn(self, request_id: str) -> None:
         logger.warning("request %s: the drafter's keys scored NaN, so its drafts are poor.", request_id)
+
+
+class DraftedApplier(Applier):
+    """The target's, with that of the drafter's layers. The drafter's forgets by the rows of the target's, so
+    it learns first what a step brings."""
+
+    def __init__(self, drafter: DrafterApplier, *args: Any) -> None:
+        super().__init__(*args)
+        self.drafter = drafter
+
+    def begin(self, scheduler_output: Any) -> None:
+        self.drafter.begin(scheduler_output)
+        super().begin(scheduler_output)
+
+    def take_seconds(self) -> float | None:
+        """Both in one figure."""
+        own, drafters = super().take_seconds(), self.drafter.take_seconds()
+        self.figures.seconds += drafters or 0.0
+        return drafters if own is None else own + (drafters or 0.0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
 
+from kvreclaim.integrations.vllm.applier import Applier, RunnerRows
 from kvreclaim.integrations.vllm.cells.heads import HeadTables
 from kvreclaim.integrations.vllm.cells.positions import HeadPositions, Positions
 from kvreclaim.integrations.vllm.snapshots import Begun, SnapshotNews
@@ -63,3 +65,32 @@ class KeptStates:
             return cells
         tokens = (cells.counts - cells.num_blocks) * block_size + one.num_tokens - one.shift
         return replace(cells, prompt_slots=tokens)
+
+
+class BeginningRows(RunnerRows, Protocol):
+    """Rows of requests that may begin with a snapshot."""
+
+    def begin(self, request_id: str, shift: int) -> None:
+        """This request, new in this step, begins with tokens whose position minus slot is shift; its blocks
+        are the runner's already."""
+        ...
+
+
+class SnapshotApplier(Applier):
+    """Keeps what snapshots need to know of requests, and gives it to those that begin with them."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.kept = KeptStates(self.prompts, None if self.uneven is None else self.uneven.heads)
+
+    def begin(self, scheduler_output: Any) -> None:
+        news: SnapshotNews | None = getattr(scheduler_output, "kvreclaim_snapshots", None)
+        if news is None:
+            super().begin(scheduler_output)
+            return
+        positions = [self.positions] if self.trace is None else [self.positions, self.trace.positions]
+        self.kept.keep(news, positions)
+        super().begin(scheduler_output)
+        self.kept.begin(news, positions)
+        for begun in news.begun:
+            cast(BeginningRows, self.rows).begin(begun.request_id, begun.shift)

@@ -36,10 +36,10 @@ CONFIG: tuple[ConfigRefusal, ...] = (
     ),
     ConfigRefusal(
         lambda config: None if layer_kinds(config.model_config) is None else "sliding windows",
-        "what they saw is not kept",
+        "a snapshot has no blocks of the window layers",
         'remove "snapshots"',
     ),
-    ConfigRefusal(_events, "events would name blocks of which nobody was told", REMEDY),
+    ConfigRefusal(_events, "events would name blocks that no earlier event announced", REMEDY),
     ConfigRefusal(
         lambda config: "--speculative-config" if config.speculative_config is not None else None,
         "it is not tested",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +16,6 @@ from kvreclaim.integrations.vllm.applier import Applier
 from kvreclaim.integrations.vllm.cells.heads import MAX_ENTRIES, HeadTables
 from kvreclaim.integrations.vllm.cells.passes import MAX_BYTES
 from kvreclaim.integrations.vllm.cells.positions import PassTrace, Positions
-from kvreclaim.integrations.vllm.drafter import DrafterApplier
 from kvreclaim.integrations.vllm.facts import describe, plain_facts
 from kvreclaim.integrations.vllm.group_refusals import refuse_unnamed_groups
 from kvreclaim.integrations.vllm.groups import layer_kinds
@@ -76,23 +77,28 @@ class WorkerHooks:
         known = describe(runner, options)
         heads = _heads(worker, views) if options.has_cells else None
         rows = worker_side.rows_of(runner, heads)
-        self.reclaim = Applier(options, known.facts, known.stats, views, rows, heads)
-        self.reclaim.drafter = self._drafter(options, rows)
+        self.reclaim = self._kind(options, rows)(options, known.facts, known.stats, views, rows, heads)
         worker_side.adopt(runner, self.reclaim)
         if worker.device.type != "cpu":
             self.reclaim.rehearse()
 
-    def _drafter(self, options: Options, rows: Any) -> DrafterApplier | None:
-        """What compresses a drafter's layers; None: there are none."""
+    def _kind(self, options: Options, rows: Any) -> Callable[..., Applier]:
+        """What makes the applier that this engine's options need, of Applier's arguments."""
         worker: Any = self
+        if options.snapshots:
+            from kvreclaim.integrations.vllm.kept_states import SnapshotApplier
+
+            return SnapshotApplier
         if worker.vllm_config.speculative_config is None or family.find_family().drafter is None:
-            return None
+            return Applier
         with torch.inference_mode():
             found = family.module("drafter").adopt_drafter(worker.model_runner, rows)
         if found is None:
-            return None
+            return Applier
+        from kvreclaim.integrations.vllm.drafter import DraftedApplier, DrafterApplier
+
         facts = plain_facts(found.config, worker.model_runner.device, found.layers)
-        return DrafterApplier(options, facts, found.views, rows)
+        return partial(DraftedApplier, DrafterApplier(options, facts, found.views, rows))
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """The seconds of passes go back with the output."""

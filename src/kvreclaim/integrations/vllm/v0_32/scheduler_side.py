@@ -183,12 +183,10 @@ class SchedulerHooks:
 
     reclaim: what is compressed and what it has come to; set once vLLM's own parts are made
     sights:  who watches it
-    snapshots: None where none are kept
     """
 
     reclaim: Ledger
     sights: StepObserver
-    snapshots: Any = None
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         """Raises: UnsupportedVllmError, InvalidArgumentError, UnsupportedModelError."""
@@ -204,7 +202,7 @@ class SchedulerHooks:
         manager.__class__ = ReclaimKVCacheManager
         manager.reclaim, manager.scheduler = self.reclaim, self
         if options.snapshots:
-            self.snapshots = family.module("snapshots").adopt_snapshots(self)
+            family.module("snapshots").adopt_snapshots(self)
         connector = self.connector  # type: ignore[attr-defined]
         if connector is not None:
             from kvreclaim.integrations.vllm.v0_32.connector_side import ConnectorHooks  # not for 0.33
@@ -237,8 +235,6 @@ class SchedulerHooks:
         message = self.reclaim.message(passes)
         if message is not None:
             output.kvreclaim = message
-        if self.snapshots is not None:
-            self.snapshots.send(output)
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -253,8 +249,6 @@ class SchedulerHooks:
 
     def _free_request_blocks(self, request: Any) -> None:
         self.sights.freeing(request)
-        if self.snapshots is not None:
-            self.snapshots.keep(request)
         self.reclaim.forget(request.request_id)
         super()._free_request_blocks(request)  # type: ignore[misc]
 

@@ -21,14 +21,29 @@ from kvreclaim.integrations.vllm.v0_32.scheduler_side import ReclaimKVCacheManag
 NULL_BLOCK = 0
 
 
-def adopt_snapshots(scheduler: Any) -> SchedulerSnapshots:
+def adopt_snapshots(scheduler: Any) -> None:
     """Have a scheduler, whose ledger is set, keep them. Raises: UnsupportedVllmError."""
     signatures.check_snapshots()
-    manager = scheduler.kv_cache_manager
+    manager, kind = scheduler.kv_cache_manager, type(scheduler)
     manager.__class__ = SnapshotKVCacheManager
     manager.snapshots = SchedulerSnapshots(scheduler.reclaim, NamedBlocks(scheduler.reclaim.pool))
     manager.found = {}
-    return manager.snapshots
+    scheduler.__class__ = type(f"Snapshot{kind.__name__}", (SnapshotHooks, kind), {})
+
+
+class SnapshotHooks:
+    """Over a scheduler of ours."""
+
+    kv_cache_manager: SnapshotKVCacheManager
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self.kv_cache_manager.snapshots.send(output)
+        return output
+
+    def _free_request_blocks(self, request: Any) -> None:
+        self.kv_cache_manager.snapshots.keep(request)
+        super()._free_request_blocks(request)  # type: ignore[misc]
 
 
 class NamedBlocks:

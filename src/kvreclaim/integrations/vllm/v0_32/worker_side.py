@@ -105,7 +105,9 @@ class V1Rows:
             self.shifts.pop(request_id, None)
 
     def of_batch(self, request_ids: Sequence[str]) -> Any:
-        """The buffer with these requests' shifts, on its way to the device; None if all are 0."""
+        """The buffer with these requests' shifts, on its way to the device; None if all are 0. It is step
+        until the next call."""
+        self.step = None
         if not self.shifts:
             return None
         count, get = len(request_ids), self.shifts.get
@@ -114,7 +116,8 @@ class V1Rows:
             return None
         self.buffer.np[:count] = shifts
         self.buffer.copy_to_gpu(count)
-        return self.buffer
+        self.step = self.buffer
+        return self.step
 
 
 class V1Hooks:
@@ -137,7 +140,6 @@ class V1Hooks:
         if self.reclaim_rows.heads is not None:
             self.reclaim_rows.heads.announce(batch.req_ids)
         shift, lengths = self.reclaim_rows.of_batch(batch.req_ids), self.reclaim_rows.lengths
-        self.reclaim_rows.step = shift
         if shift is not None:
             count, tokens = batch.num_reqs, scheduler_output.total_num_scheduled_tokens
             if lengths is None:
