@@ -401,11 +401,9 @@ TABLE: tuple[Refusal, ...] = (
             ((F.VLLM, signal), f"{{{signal.name.lower()}!r}} needs {what}, which vLLM does not keep")
             for signal, what in (
                 (F.ATTENTION_MASS, "the attention that each token has received"),
-                (F.RECENT_QUERIES, "the most recent queries"),
                 (F.OUTPUT_PROJECTION, "the weights of the output projection"),
                 (F.FUTURE_QUERIES, "the queries still to come"),
                 (F.READS_AGAIN, "the prompt once more"),
-                (F.TOKEN_SCORES, "the score of each token's hidden state"),
             )
         ),
     ),

@@ -118,13 +118,18 @@ def layer_stats(
         return given
     stats = required_stats(policy, given)
     stats.check_model(facts)
+    check_inputs(policy, stats, facts)
+    return tuple(stats.layer(n).to(facts.device) for n in facts.ids)
+
+
+def check_inputs(policy: CompressionPolicy, stats: QueryStats, facts: ModelFacts) -> None:
+    """Raise StatsMismatchError if the policy needs weights of hidden states, and they are of another size."""
     if Signal.TOKEN_SCORES in policy.needs and stats.metadata.kvzap_inputs != facts.hidden_size:
         raise StatsMismatchError(
             f"policy {policy.name} weighs hidden states of {stats.metadata.kvzap_inputs} numbers, and the "
             f"attention layers of {facts.name!r} are given {facts.hidden_size or 'none that could be seen'}; "
             f"{RECALIBRATE}, or use surrogate."
         )
-    return tuple(stats.layer(n).to(facts.device) for n in facts.ids)
 
 
 def require_centers(policy: CompressionPolicy, stats: tuple[LayerStats, ...]) -> None:

@@ -293,26 +293,10 @@ class Signals:
         self, window: int, items: list[tuple[Scheduled, int]]
     ) -> Callable[[AttentionCall], None]:
         """Stores the last queries of each sequence's chunk; items: (scheduled, first row in the step)."""
-        store = self._query_store(window)
-        rows: list[np.ndarray] = []
-        places: list[np.ndarray] = []
-        counts: list[int] = []
-        for item, first_row in items:
-            first, end = item.seq.num_computed, item.seq.num_computed + item.num_tokens
-            store.begin(item.seq.seq_id, first)
-            positions = np.arange(max(first, end - window), end)
-            rows.append(positions - first + first_row)
-            places.append(positions % window)
-            counts.append(len(positions))
-        device = self.cache.device
-        source = torch.from_numpy(np.concatenate(rows)).to(device)
-        place = torch.from_numpy(np.concatenate(places)).to(device)
-        target = store.index(np.repeat([item.seq.seq_id for item, _ in items], counts).tolist())
-
-        def write(call: AttentionCall) -> None:
-            store.tensor[:, call.layer].index_put_((target, place), call.q[source].to(store.tensor.dtype))
-
-        return write
+        step = self._query_store(window).of_step(
+            [(item.seq.seq_id, item.seq.num_computed, item.num_tokens, row) for item, row in items]
+        )
+        return lambda call: step.write(call.layer, call.q)
 
     def _mass_write(
         self, seq_ids: list[int], members: list[int], batch: AttentionBatch

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,16 +19,40 @@ def score_bytes(cache: KVCache) -> int:
     return cache.num_layers * cache.num_blocks * cache.num_kv_heads * cache.block_size * DTYPE.itemsize
 
 
-class SlotScores:
+class ScorePlanes:
+    """One fp16 number per slot, layer and KV head, beside a cache that may be of any make.
+
+    layers: [B, K, S, 1] of each; cells: the same numbers by cells, [cells, 1, S, 1]
+    """
+
+    def __init__(self, layers: Sequence[Tensor], cells: Tensor) -> None:
+        self.layers, self.cells = tuple(layers), cells
+        self.block_size = cells.shape[2]
+
+    def write(self, layer: int, slots: Tensor, scores: Tensor) -> None:
+        """Store scores [T, K] of new tokens in their slots [T]; beyond fp16 they are its largest."""
+        most = torch.finfo(DTYPE).max
+        rows = scores.clamp(-most, most).to(DTYPE)[..., None]
+        self.layers[layer][slots // self.block_size, :, slots % self.block_size] = rows
+
+    def of(self, layer: int, block_ids: Tensor, num_tokens: int) -> Tensor:
+        """[K, num_tokens] fp32 of the slots of a sequence's blocks."""
+        return gather_slots(self.layers[layer], block_ids, num_tokens)[..., 0].float()
+
+    def of_cells(self, cells: Tensor, num_tokens: int) -> Tensor:
+        """[1, num_tokens] fp32 of the slots of one head's cells."""
+        return gather_slots(self.cells, cells, num_tokens)[..., 0].float()
+
+
+class SlotScores(ScorePlanes):
     """[L, B, K, S] fp16: one number per slot, layer and KV head of a cache, found by ids of blocks and cells.
     Who shares, copies or moves blocks does so with their scores, too; so prefix hits and forks find what was
     computed with the tokens, and nothing has to be told of ends and preemptions."""
 
     def __init__(self, cache: KVCache) -> None:
-        self.block_size = cache.block_size
         shape = (cache.num_layers, cache.num_blocks, cache.num_kv_heads, cache.block_size, 1)
         self._blocks = torch.zeros(shape, dtype=DTYPE, device=cache.device)
-        self._cells = self._blocks.view(-1, 1, cache.block_size, 1)
+        super().__init__(tuple(self._blocks), self._blocks.view(-1, 1, cache.block_size, 1))
 
     @property
     def nbytes(self) -> int:
@@ -36,20 +62,6 @@ class SlotScores:
     def planes(self) -> tuple[Tensor, ...]:
         """[L, B, K, S, 1]: what moves with blocks."""
         return (self._blocks,)
-
-    def write(self, layer: int, slots: Tensor, scores: Tensor) -> None:
-        """Store scores [T, K] of new tokens in their slots [T]; beyond fp16 they are its largest."""
-        most = torch.finfo(DTYPE).max
-        rows = scores.clamp(-most, most).to(DTYPE)[..., None]
-        self._blocks[layer][slots // self.block_size, :, slots % self.block_size] = rows
-
-    def of(self, layer: int, block_ids: Tensor, num_tokens: int) -> Tensor:
-        """[K, num_tokens] fp32 of the slots of a sequence's blocks."""
-        return gather_slots(self._blocks[layer], block_ids, num_tokens)[..., 0].float()
-
-    def of_cells(self, cells: Tensor, num_tokens: int) -> Tensor:
-        """[1, num_tokens] fp32 of the slots of one head's cells."""
-        return gather_slots(self._cells, cells, num_tokens)[..., 0].float()
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy scores as Backend.copy_blocks copies blocks."""
@@ -65,9 +77,9 @@ class SlotScores:
     def compact(self, kept: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
         """Compact scores as Backend.compact does."""
         rows = kept.expand(len(self._blocks), -1, -1)
-        for plane, row in zip(self._blocks, rows, strict=True):
+        for plane, row in zip(self.layers, rows, strict=True):
             compact_layer(plane, row, source_ids, target_ids)
 
     def compact_cells(self, kept: Tensor, source: Tensor, target: Tensor) -> None:
         """Compact scores over the view of cells; kept: [M] slots of the source cells."""
-        compact_layer(self._cells, kept[None], source, target)
+        compact_layer(self.cells, kept[None], source, target)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,21 +49,21 @@ class RowStore:
     ) -> None:
         self.tensor = torch.zeros((0, *shape), dtype=dtype, device=device)
         self._room = room
-        self._rows: dict[int, int] = {}
+        self._rows: dict[Hashable, int] = {}
         self._free: list[int] = []
 
-    def __contains__(self, seq_id: int) -> bool:
+    def __contains__(self, seq_id: Hashable) -> bool:
         return seq_id in self._rows
 
-    def row(self, seq_id: int) -> Tensor:
+    def row(self, seq_id: Hashable) -> Tensor:
         """The row of a sequence that has one: a view, valid until a row is taken."""
         return self.tensor[self._rows[seq_id]]
 
-    def index(self, seq_ids: list[int]) -> Tensor:
+    def index(self, seq_ids: Sequence[Hashable]) -> Tensor:
         """[len(seq_ids)] int64 rows of sequences that have one."""
         return torch.tensor([self._rows[seq_id] for seq_id in seq_ids], device=self.tensor.device)
 
-    def take(self, seq_id: int) -> None:
+    def take(self, seq_id: Hashable) -> None:
         """Give the sequence a row of zeros unless it has one."""
         if seq_id in self._rows:
             return
@@ -71,13 +74,13 @@ class RowStore:
         self._rows[seq_id] = self._free.pop()
         self.row(seq_id).zero_()
 
-    def copy(self, parent_id: int, child_id: int) -> None:
+    def copy(self, parent_id: Hashable, child_id: Hashable) -> None:
         """The child's row begins as its parent's, if that has one."""
         if parent_id in self._rows:
             self.take(child_id)
             self.row(child_id).copy_(self.row(parent_id))
 
-    def drop(self, seq_id: int) -> None:
+    def drop(self, seq_id: Hashable) -> None:
         row = self._rows.pop(seq_id, None)
         if row is not None:
             self._free.append(row)
@@ -111,53 +114,85 @@ class QueryStore(RowStore):
         shape = (facts.num_layers, window, layer.num_heads, layer.head_dim)
         super().__init__(shape, facts.dtype, facts.device, room)
         self.window = window
-        self._first: dict[int, int] = {}
+        self._first: dict[Hashable, int] = {}
 
-    def begin(self, seq_id: int, position: int) -> None:
+    def begin(self, seq_id: Hashable, position: int) -> None:
         """A row for a sequence whose queries come from this position on, unless it has one."""
         self.take(seq_id)
         self._first.setdefault(seq_id, position)
 
-    def write(self, seq_id: int, layer: int, first: int, queries: Tensor) -> None:
+    def write(self, seq_id: Hashable, layer: int, first: int, queries: Tensor) -> None:
         """Queries [n, H, D] of one layer from position `first` on; only the last `window` are kept."""
         self.begin(seq_id, first)
         skipped = max(0, len(queries) - self.window)
         places = torch.arange(first + skipped, first + len(queries), device=self.tensor.device) % self.window
         self.row(seq_id)[layer, places] = queries[skipped:].to(self.tensor.dtype)
 
-    def copy(self, parent_id: int, child_id: int) -> None:
+    def of_step(self, chunks: Sequence[tuple[Hashable, int, int, int]]) -> StepQueries:
+        """Where the last queries of each sequence's chunk go; takes rows for new sequences.
+
+        chunks: (sequence, position of its first token, tokens, its first row in the step)
+        """
+        rows: list[np.ndarray] = []
+        places: list[np.ndarray] = []
+        for seq_id, first, count, first_row in chunks:
+            self.begin(seq_id, first)
+            positions = np.arange(first + max(0, count - self.window), first + count)
+            rows.append(positions - first + first_row)
+            places.append(positions % self.window)
+        owners = np.repeat([self._rows[seq_id] for seq_id, *_ in chunks], [len(each) for each in rows])
+        found = (np.concatenate(rows), owners, np.concatenate(places))
+        return StepQueries(self, *(torch.from_numpy(each).to(self.tensor.device) for each in found))
+
+    def copy(self, parent_id: Hashable, child_id: Hashable) -> None:
         super().copy(parent_id, child_id)
         if parent_id in self._first:
             self._first[child_id] = self._first[parent_id]
 
-    def drop(self, seq_id: int) -> None:
+    def drop(self, seq_id: Hashable) -> None:
         super().drop(seq_id)
         self._first.pop(seq_id, None)
 
-    def park(self, seq_id: int) -> tuple[int, Tensor] | None:
+    def park(self, seq_id: Hashable) -> tuple[int, Tensor] | None:
         """A sequence's first position and its row, on the host; its row here is free. None without one."""
         kept = self.copy_of(seq_id)
         self.drop(seq_id)
         return kept
 
-    def copy_of(self, seq_id: int) -> tuple[int, Tensor] | None:
+    def copy_of(self, seq_id: Hashable) -> tuple[int, Tensor] | None:
         """The same, and the row stays."""
         if seq_id not in self:
             return None
         return self._first[seq_id], self.row(seq_id).to("cpu", copy=True)
 
-    def resume(self, seq_id: int, kept: tuple[int, Tensor]) -> None:
+    def resume(self, seq_id: Hashable, kept: tuple[int, Tensor]) -> None:
         """Take back what was parked. Raises: MemoryError if there is no room for it."""
         self.begin(seq_id, kept[0])
         self.row(seq_id).copy_(kept[1])
 
-    def last(self, seq_id: int, layer: int, end: int) -> Tensor:
+    def last(self, seq_id: Hashable, layer: int, end: int) -> Tensor:
         """[H, n, D]: the queries of positions end - n .. end - 1, oldest first; n <= window, fewer where
         they have not been seen."""
         start = max(end - self.window, self._first[seq_id])
         row, first = self.row(seq_id)[layer], start % self.window
         parts = [row[first : first + end - start], row[: max(0, first + end - start - self.window)]]
         return torch.cat(parts).transpose(0, 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepQueries:
+    """Queries of a step that a store keeps. rows: [n] int64, of the step; sequences, places: where in the
+    store."""
+
+    store: QueryStore
+    rows: Tensor
+    sequences: Tensor
+    places: Tensor
+
+    def write(self, layer: int, queries: Tensor) -> None:
+        """queries: [T, H, D] of the step."""
+        target = self.store.tensor[:, layer]
+        target.index_put_((self.sequences, self.places), queries[self.rows].to(target.dtype))
 
 
 class MassStore(RowStore):
@@ -211,7 +246,7 @@ class DigestStore(RowStore):
         layer = facts.layers[0]
         shape = (facts.num_layers, 2, layer.num_kv_heads, 0, layer.head_dim)
         super().__init__(shape, dtype, facts.device, room)
-        self._known: dict[int, int] = {}
+        self._known: dict[Hashable, int] = {}
 
     def claim(self, seq_id: int, num_blocks: int) -> range:
         """Make room for the sequence's first num_blocks blocks. Returns: those that have no digest yet; the
@@ -228,6 +263,6 @@ class DigestStore(RowStore):
         if seq_id in self._known:
             self._known[seq_id] = min(self._known[seq_id], num_blocks)
 
-    def drop(self, seq_id: int) -> None:
+    def drop(self, seq_id: Hashable) -> None:
         super().drop(seq_id)
         self._known.pop(seq_id, None)

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.compressor import Compressor, SignalSource
 from kvreclaim.compression.config import MAX_KEPT, CompressionConfig
-from kvreclaim.compression.policy import Signal
+from kvreclaim.compression.policy import NO_SIGNALS, Signal
 from kvreclaim.compression.stats import LayerStats
 from kvreclaim.compression.uneven import Heads
 from kvreclaim.integrations.vllm.cells.heads import HeadTables
@@ -88,9 +88,7 @@ class Applier:
         self.kernels = _kernels(facts)
         self.stage = _stage(self.kernels, facts.layers[0], views)
         head_stage = _stage(self.kernels, facts.layers[0].kv_head(0), views)
-        self.uneven = (
-            None if heads is None else UnevenPasses(views, heads.grid, heads, self.stage, head_stage)
-        )
+        self.uneven = None if heads is None else self._uneven_passes(heads, head_stage)
         self.shape = (facts.num_layers, facts.layers[0].num_kv_heads)
         self.positions = Positions(self.shape, facts.device)
         self.prompts: dict[str, int] = {}
@@ -100,6 +98,9 @@ class Applier:
         self.figures = WorkerFigures()
         self.trace: PassTrace | None = None
         self.compressor(options.settings)
+
+    def _uneven_passes(self, heads: HeadTables, head_stage: Stage | None) -> UnevenPasses:
+        return UnevenPasses(self.views, heads.grid, heads, self.stage, head_stage)
 
     def begin(self, scheduler_output: Any) -> None:
         """The first thing of a step: forget who is gone, then carry out the passes in their order."""
@@ -129,8 +130,12 @@ class Applier:
                 0,
                 num_tokens,
                 positions=positions[None, None],
+                signals=self._rehearsed_signals(table, num_tokens),
                 check=lambda _: None,
             )
+
+    def _rehearsed_signals(self, blocks: Tensor, num_tokens: int) -> SignalSource:
+        return lambda _: NO_SIGNALS
 
     def take_seconds(self) -> float | None:
         """Seconds of passes that have ended since the last call; None if there were none. Never waits."""
@@ -187,6 +192,7 @@ class Applier:
             prompt,
             one.logical_len,
             positions=known,
+            signals=self._signals(one, compressor, source),
             first=one.first,
             keep=one.keep,
             check=partial(self.clock.watch, one.seq_id),
@@ -198,15 +204,12 @@ class Applier:
             self.prompts[one.seq_id] = left
         return as_heads(kept, self.shape)
 
+    def _signals(self, one: Pass[str], compressor: Compressor, blocks: Tensor) -> SignalSource:
+        """layer -> signals of the request's tokens in these blocks."""
+        return lambda _: NO_SIGNALS
+
     def _forget(self, output: Any) -> None:
-        """Requests that ended, lost their cache, or begin with a cache that we have not touched."""
-        gone = [
-            *output.finished_req_ids,
-            *(output.preempted_req_ids or ()),
-            *(request.req_id for request in output.scheduled_new_reqs),
-            *output.scheduled_cached_reqs.resumed_req_ids,
-        ]
-        if gone:
+        if gone := gone_requests(output):
             self.rows.forget(gone)
             self.positions.forget(gone)
             for request_id in gone:
@@ -215,6 +218,16 @@ class Applier:
                 self.uneven.forget(gone)
             if self.trace is not None:
                 self.trace.forget(gone)
+
+
+def gone_requests(output: Any) -> list[str]:
+    """Requests that ended, lost their cache, or begin with a cache that we have not touched."""
+    return [
+        *output.finished_req_ids,
+        *(output.preempted_req_ids or ()),
+        *(request.req_id for request in output.scheduled_new_reqs),
+        *output.scheduled_cached_reqs.resumed_req_ids,
+    ]
 
 
 def _kernels(facts: ModelFacts) -> Backend:

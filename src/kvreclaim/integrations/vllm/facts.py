@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvreclaim.compression.refusals import required_stats
+from kvreclaim.compression.refusals import check_inputs, required_stats
 from kvreclaim.compression.stats import LayerStats, QueryStats
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError, UnsupportedModelError
 from kvreclaim.integrations.vllm import family
@@ -65,7 +65,8 @@ def describe(runner: Any, options: Options) -> Described:
     facts = _model_facts(*model, local, identity).of_layers(ids)
     rank, size = probing.tensor_parallel()
     shard = Shard.of_rank(rank, size, num_heads, num_kv_heads)
-    whole_facts = replace(facts, layers=tuple(whole[n] for n in ids))
+    hidden = probing.hidden_size(runner)
+    whole_facts = replace(facts, layers=tuple(whole[n] for n in ids), hidden_size=hidden)
     stats = _load(options, whole_facts, rank).shard(shard.heads, shard.kv_heads)
     return Described(facts, tuple(stats.layer(n).to(facts.device) for n in facts.ids))
 
@@ -108,8 +109,10 @@ def _load(options: Options, whole: ModelFacts, rank: int) -> QueryStats:
     """The statistics of the whole model, checked against it. Every node reads its own copy of the file, so
     an error names the node."""
     try:
-        stats = required_stats(options.settings.make_policy(), options.stats)
+        policy = options.settings.make_policy()
+        stats = required_stats(policy, options.stats)
         stats.check_model(whole)
+        check_inputs(policy, stats, whole)
     except (InvalidArgumentError, StatsMismatchError) as error:
         raise type(error)(f"On {platform.node()}, rank {rank}: {error}") from error
     return stats

@@ -42,6 +42,7 @@ class VllmFamily:
     groups:     whether full attention beside sliding windows is tested
     slots:      whether KV dtypes whose slots hold scales are tested
     snapshots:  what keeps them, where that is tested
+    signals:    hooks on the layers, where they are tested
     """
 
     package: str
@@ -56,6 +57,7 @@ class VllmFamily:
     groups: bool = True
     slots: bool = True
     snapshots: str | None = f"{_V32}.snapshot_side"
+    signals: str | None = f"{_V32}.signal_side"
 
     def expected(self) -> str:
         """The text of its expected.txt."""
@@ -72,6 +74,7 @@ FAMILIES = {
         groups=False,
         slots=False,
         snapshots=None,
+        signals=None,
     ),
 }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -79,6 +80,7 @@ def configure(config: Any) -> None:
     from kvreclaim.integrations.vllm.model_statistics import ModelToLoad, find_statistics
     from kvreclaim.integrations.vllm.options import Options
     from kvreclaim.integrations.vllm.promise import check_cache_dtype
+    from kvreclaim.integrations.vllm.signal_refusals import refuse_config_with_signals
     from kvreclaim.integrations.vllm.snapshot_refusals import refuse_config_with_snapshots
 
     signatures.check_front()
@@ -90,6 +92,7 @@ def configure(config: Any) -> None:
         config.additional_config,
         os.environ,
         lambda make: find_statistics(ModelToLoad.of_config(config), make),
+        partial(refuse_config_with_signals, config),
     )
     assert options is not None
     refuse_config_with_snapshots(config, options)

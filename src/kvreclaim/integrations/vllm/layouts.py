@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -79,6 +80,21 @@ class PackedLayout:
         return found.unflatten(-1, order.shape)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class JoinedLayout:
+    """A layout, and a plane [B, K, S, n] of something else that lies beside its slots and moves with them."""
+
+    layout: CacheLayout
+    plane: Tensor
+
+    def gather(self, part: int, block_ids: Tensor, num_tokens: int) -> Tensor:
+        return self.layout.gather(part, block_ids, num_tokens)
+
+    def compact(self, kept: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
+        self.layout.compact(kept, source_ids, target_ids)
+        compact_layer(self.plane, kept, source_ids, target_ids)
+
+
 class CacheViews:
     """All layers' caches, in the order of the layers, addressed by the blocks of the host's block tables.
 
@@ -102,6 +118,12 @@ class CacheViews:
         self.block_size = layers[0].block_size * self.ratio
         self.device = layers[0].cache.device
         self.layouts: tuple[CacheLayout, ...] = tuple(_layout(layer) for layer in layers)
+
+    def joining(self, planes: Sequence[Tensor]) -> CacheViews:
+        """The same caches, with which a plane of each layer moves."""
+        other = copy(self)
+        other.layouts = tuple(map(JoinedLayout, self.layouts, planes))
+        return other
 
     def block_ids(self, ids: Sequence[int]) -> Tensor:
         """[blocks * ratio] int64 on the device: a block table's ids as the backends count. No host sync."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from kvreclaim.compression.config import CompressionConfig
@@ -20,6 +20,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.options import Options, plain_footprint
 from kvreclaim.integrations.vllm.passes import Counts, StepMessage, Totals
 from kvreclaim.integrations.vllm.speculation import cut_drafts
+from kvreclaim.integrations.vllm.watched import query_window
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.schedule import Account, Footprint, Pass
 from kvreclaim.schedule.budget import ledger
@@ -213,12 +214,15 @@ class Ledger:
 
     def most_hit(self, request: VllmRequest) -> int | None:
         """Tokens of a prefix that a request may find in caches, so that one step's tokens have room beside
-        them; None: no bound, as it keeps all its tokens."""
-        if self.caps(request) is None:
-            return None
-        chunk = self._blocks(min(request.num_tokens, self.max_chunk))
-        others = self.pool.others_most(request.num_tokens)
-        return (self.pool.num_blocks - chunk - others) * self.block_size
+        them, and its first pass finds the queries that it looks at; None: no bound."""
+        footprint, found = self._record(request).footprint, []
+        if footprint.window != 1:
+            found.append(footprint.hit_limit(request.num_prompt_tokens, request.num_tokens))
+        if self.caps(request) is not None:
+            chunk = self._blocks(min(request.num_tokens, self.max_chunk))
+            others = self.pool.others_most(request.num_tokens)
+            found.append((self.pool.num_blocks - chunk - others) * self.block_size)
+        return min(found) // self.block_size * self.block_size if found else None
 
     def hit_boundary(self, request: VllmRequest, step: range, tail: int, known: int) -> int:
         """The one boundary inside a request at which vLLM keeps blocks of sliding windows for others: the end
@@ -345,7 +349,8 @@ class Ledger:
         if settings is None:
             return RequestAccount(None, self._plain)
         settings = settings.in_blocks(self.block_size)
-        return RequestAccount(settings, settings.footprint(self._plain))
+        window = max(1, query_window(settings.make_policy(), self.block_size))
+        return RequestAccount(settings, replace(settings.footprint(self._plain), window=window))
 
     def _held(self, request_id: str) -> int:
         """Blocks of a request that is not new."""

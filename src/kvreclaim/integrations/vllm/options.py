@@ -12,12 +12,13 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 from kvreclaim.checks import check_bool, require
 from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.compression.policy import CompressionPolicy
+from kvreclaim.compression.policy import CompressionPolicy, Signal
 from kvreclaim.compression.refusals import STATISTICS, policy_features
 from kvreclaim.compression.registry import make_policy
 from kvreclaim.compression.stats import QueryStats
@@ -27,16 +28,18 @@ from kvreclaim.integrations.vllm import page_address as address
 from kvreclaim.integrations.vllm.asking import KEY, VARIABLE
 from kvreclaim.integrations.vllm.page_address import PageAddress
 from kvreclaim.integrations.vllm.promise import curve_in, in_place_of_budget
+from kvreclaim.integrations.vllm.watched import WATCHED, Serves, check_window, serves_all
 from kvreclaim.schedule.budget.footprint import Footprint
 
 SUPPORTED = (
-    "query_mixture, triattention, expected_attention, surrogate, knorm, keydiff, lagkv, random or "
-    "streaming_llm, or shares(...) around one of them"
+    "query_mixture, triattention, expected_attention, surrogate, kvzap, snapkv, tova, r_kv, knorm, keydiff, "
+    "lagkv, random or streaming_llm, or shares(...) around one of them"
 )
 NOT_TAKEN = ("stats", "recall", "verify", "verify_tokens", "auto_budget")
 """Fields of CompressionConfig that are set elsewhere, or that vLLM's scheduler has no place for."""
 Look = Callable[[bool], str | None]
 """Finds the file of the model's statistics where none is named; whether one may be made."""
+
 _FLAGS = {"calibrate": True, "opt_in": False, "snapshots": False}
 """Fields of Options that are true or false, and their defaults."""
 _FIELDS = tuple(field.name for field in fields(CompressionConfig) if field.name not in NOT_TAKEN)
@@ -63,22 +66,26 @@ class Options:
 
     @classmethod
     def find(
-        cls, additional_config: object, environ: Mapping[str, str], look: Look | None = None
+        cls,
+        additional_config: object,
+        environ: Mapping[str, str],
+        look: Look | None = None,
+        serves: Serves = serves_all,
     ) -> Options | None:
         """The options, or None if nobody asks for compression. Raises: InvalidArgumentError, and what look
         raises."""
         has_config = isinstance(additional_config, Mapping) and KEY in additional_config
         found = additional_config[KEY] if isinstance(additional_config, Mapping) and has_config else None
         if VARIABLE not in environ:
-            return cls.read(found, f"{KEY} in additional_config", look) if has_config else None
+            return cls.read(found, f"{KEY} in additional_config", look, serves) if has_config else None
         require(
             isinstance(additional_config, Mapping),
             f"{VARIABLE} is set, but additional_config is {type(additional_config).__name__}, which cannot "
             f"carry it to the workers; pass an object as additional_config, or unset {VARIABLE}.",
         )
-        given = cls.read(_parse(environ[VARIABLE], VARIABLE), VARIABLE, look)
+        given = cls.read(_parse(environ[VARIABLE], VARIABLE), VARIABLE, look, serves)
         require(
-            not has_config or cls.read(found, f"{KEY} in additional_config", look) == given,
+            not has_config or cls.read(found, f"{KEY} in additional_config", look, serves) == given,
             f"{VARIABLE} and {KEY} in additional_config ask for different things; keep one of them.",
         )
         return given
@@ -91,7 +98,9 @@ class Options:
         return options
 
     @classmethod
-    def read(cls, value: object, where: str, look: Look | None = None) -> Options:
+    def read(
+        cls, value: object, where: str, look: Look | None = None, serves: Serves = serves_all
+    ) -> Options:
         """From a JSON object. Raises: InvalidArgumentError, naming where it stood."""
         require(
             isinstance(value, Mapping),
@@ -112,15 +121,18 @@ class Options:
         )
         for name, flag in flags.items():
             check_bool(f"{name} in {where}", flag)
-        page = PageAddress.read(value, where)
+        page, check = PageAddress.read(value, where), partial(serves, snapshots=flags["snapshots"])
+        if settings.policy != AUTO:
+            check(settings.make_policy())
         if stats is None and look is not None and _reads_stats(settings):
             stats = look(flags["calibrate"])
         if settings.policy == AUTO and settings.max_loss is None:
-            settings = _changed(settings, {"policy": _best_that_fits(stats, where)}, where)
+            settings = _changed(settings, {"policy": _best_that_fits(stats, where, check)}, where)
         if settings.max_loss is not None:
             curve = curve_in(stats, settings.max_loss)
             if settings.policy == AUTO:
                 settings = _changed(settings, {"policy": curve.policy}, where)
+                check(settings.make_policy())
             settings.promised(curve, 1, 1)  # raises for another policy, or an unknown content
         options = cls(settings, stats, page=page, **flags)
         options._check_stats(where)
@@ -184,6 +196,11 @@ class Options:
         """Whether heads may keep unequal numbers of tokens, which attention has to be made ready for."""
         return self.settings.make_policy().eviction_method.uneven
 
+    @property
+    def watched(self) -> frozenset[Signal]:
+        """Signals of layers that hooks keep, for all requests."""
+        return self.settings.make_policy().needs & WATCHED
+
     def bound(self, block_size: int, max_chunk: int) -> int | None:
         """Tokens that one compressed request holds at most; None: its whole length."""
         settings = self.settings.in_blocks(block_size)
@@ -219,7 +236,9 @@ class Options:
             f"policy {settings.policy!r} lets heads keep unequal numbers of tokens, for which this server, "
             f"started with {own.policy!r}, has not made attention ready; ask for a policy with equal heads.",
         )
-        missing = (settings.make_policy().needs - own.make_policy().needs) & STATISTICS
+        policy, started = settings.make_policy(), own.make_policy()
+        check_window(policy, started)
+        missing = (policy.needs - started.needs) & STATISTICS
         require(
             not missing,
             f"policy {settings.policy!r} needs query statistics that this server, started with "
@@ -257,8 +276,8 @@ def _reads_stats(settings: CompressionConfig) -> bool:
     )
 
 
-def _best_that_fits(stats: str | None, where: str) -> str:
-    """The policy for auto inside vLLM: the best of the statistics' trial among those with equal heads.
+def _best_that_fits(stats: str | None, where: str, serves: Callable[[CompressionPolicy], None]) -> str:
+    """The policy for auto inside vLLM: the best of the statistics' trial among those that run here.
 
     Raises: InvalidArgumentError, StatsMismatchError.
     """
@@ -274,7 +293,8 @@ def _best_that_fits(stats: str | None, where: str) -> str:
     assert trial is not None
     for policy in trial.ranked:
         with suppress(InvalidArgumentError):
-            check_policy(make_policy(policy))
+            check_policy(found := make_policy(policy))
+            serves(found)
             return policy
     raise InvalidArgumentError(
         f"no policy of the trial in {stats!r} goes inside vLLM ({', '.join(trial.ranked)}){named}"

@@ -45,6 +45,11 @@ def check_snapshots() -> None:
     expect.check(sections()["snapshots"])
 
 
+def check_signals() -> None:
+    """Check what hooks on layers use, if there are any. Raises: UnsupportedVllmError."""
+    expect.check(sections()["signals"])
+
+
 def check_worker(runner: Any) -> None:
     """Once the runner is made, before it loads the model. Raises: UnsupportedVllmError."""
     table = sections()

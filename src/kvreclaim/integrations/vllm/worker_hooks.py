@@ -89,6 +89,11 @@ class WorkerHooks:
             from kvreclaim.integrations.vllm.kept_states import SnapshotApplier
 
             return SnapshotApplier
+        if options.watched:
+            from kvreclaim.integrations.vllm.signal_applier import SignalApplier
+
+            watch = family.module("signals").watch_layers(worker.model_runner, options.watched)
+            return partial(SignalApplier, watch)
         if worker.vllm_config.speculative_config is None or family.find_family().drafter is None:
             return Applier
         with torch.inference_mode():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,7 +73,7 @@ class UnevenPasses:
         open_slots = one.num_tokens % (self.grid.block_size * self.views.ratio)
         full = one.num_tokens - open_slots
         held = self.heads.held.get(one.seq_id)
-        asked = _Asked(self, one, full, blocks, held, positions)
+        asked = self._ask(compressor, one, full, blocks, held, positions)
         [choice] = choose_uneven(compressor, [asked.question()], self.grid.block_size, check)
         num_targets = (one.keep - open_slots) // self.grid.block_size
         targets = np.concatenate([self._as_backend(block) for block in one.target_ids])[:num_targets]
@@ -86,6 +87,9 @@ class UnevenPasses:
             for n, rows in enumerate(choice.kept)
         ]
 
+    def _ask(self, compressor: Compressor, *args: Any) -> Asked:
+        return Asked(self, *args)
+
     def forget(self, request_ids: Iterable[str]) -> None:
         """These requests are gone or start anew."""
         self.heads.forget(request_ids)
@@ -93,7 +97,7 @@ class UnevenPasses:
     def _as_backend(self, block: int) -> np.ndarray:
         return block * self.views.ratio + np.arange(self.views.ratio)
 
-    def _move(self, asked: _Asked, kept: Heads, blocks: np.ndarray) -> CellTable:
+    def _move(self, asked: Asked, kept: Heads, blocks: np.ndarray) -> CellTable:
         """Heads are read whole before they are written, a few at a time."""
         size = self.grid.block_size
         wanted = np.array([[len(slots) // size for slots in rows] for rows in kept])
@@ -111,7 +115,7 @@ class UnevenPasses:
         return CellTable(table, wanted, len(blocks), asked.prompt_left(kept))
 
 
-class _Asked:
+class Asked:
     """One request before a pass, without its open block.
 
     tokens:  [L, K] int64 of each head; present: [L, K, W] its cells

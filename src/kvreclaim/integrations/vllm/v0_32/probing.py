@@ -113,6 +113,12 @@ def total_heads(runner: Any) -> tuple[int, int]:
     return int(config.model_arch_config.total_num_attention_heads), int(config.get_total_num_kv_heads())
 
 
+def hidden_size(runner: Any) -> int | None:
+    """Numbers of a hidden state; None where the configuration does not say."""
+    size: int | None = getattr(runner.model_config.hf_text_config, "hidden_size", None)
+    return size
+
+
 def frequencies(runner: Any) -> list[Tensor]:
     """The rotary frequencies that the model may use, float64 on its device, as transformers has them: vLLM
     keeps rounded cosines instead, except where it runs transformers' own modules.
@@ -144,14 +150,15 @@ def record(runner: Any, layers: Sequence[Attention]) -> list[Recorded]:
             model(input_ids=token, positions=positions)
     except Exception as error:  # whatever a model may raise: it is passed on, with what was tried
         raise UnsupportedModelError(
-            f"{name} could not be run on one token to find how it encodes positions "
-            f"({type(error).__name__}: {error}); use a policy without statistics, and leave out stats."
+            f"{name} could not be run on one token to find how it encodes positions, or what its layers show "
+            f"({type(error).__name__}: {error}); use a policy without statistics or queries, such as knorm, "
+            "and leave out stats."
         ) from error
     silent = [n for n, recorder in enumerate(recorders) if recorder.recorded is None]
     if silent:
         raise UnsupportedModelError(
-            f"layers {silent} of {name} were not asked for attention; use a policy without statistics, and "
-            "leave out stats."
+            f"layers {silent} of {name} were not asked for attention; use a policy without statistics or "
+            "queries, such as knorm, and leave out stats."
         )
     return [recorder.recorded for recorder in recorders if recorder.recorded is not None]
 

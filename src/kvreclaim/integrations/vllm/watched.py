@@ -1,0 +1,39 @@
+"""Which policies look at what layers are given, and how far back."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvreclaim.checks import require
+from kvreclaim.compression.policy import CompressionPolicy, Signal
+
+WATCHED = frozenset({Signal.RECENT_QUERIES, Signal.TOKEN_SCORES})
+"""Signals that need hooks on the layers."""
+
+
+class Serves(Protocol):
+    """Raises InvalidArgumentError for a policy that this vLLM cannot serve, or not beside snapshots."""
+
+    def __call__(self, policy: CompressionPolicy, *, snapshots: bool) -> None: ...
+
+
+def serves_all(policy: CompressionPolicy, *, snapshots: bool) -> None:
+    """Serve every policy."""
+
+
+def query_window(policy: CompressionPolicy, block_size: int) -> int:
+    """Queries that must be computed before a pass; 0: none. Unequal heads leave the open block where it is,
+    and look at the queries before it."""
+    if Signal.RECENT_QUERIES not in policy.needs:
+        return 0
+    return policy.query_window + (block_size - 1 if policy.eviction_method.uneven else 0)
+
+
+def check_window(asked: CompressionPolicy, started: CompressionPolicy) -> None:
+    """Raise InvalidArgumentError for a request's policy that looks further back than the engine's."""
+    if Signal.RECENT_QUERIES in asked.needs:
+        require(
+            asked.query_window <= started.query_window,
+            f"policy {asked.name!r} looks at the last {asked.query_window} queries, and this server, started "
+            f"with {started.name!r}, keeps {started.query_window}; ask for a policy that looks at no more.",
+        )
