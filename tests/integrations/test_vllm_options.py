@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
+from kvreclaim.checks import require
 from kvreclaim.compression.config import CompressionConfig
+from kvreclaim.compression.policy import CompressionPolicy
 from kvreclaim.compression.registry import policy_names
 from kvreclaim.compression.trial import Trial, TrialOutcome, TrialScore
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.options import Options, is_bounded
+from kvreclaim.integrations.vllm.watched import WATCHED
 from kvreclaim.testing.toys import model_facts, query_stats
 
 PLAIN = {"policy": "streaming_llm", "budget": 512, "interval": 64}
@@ -106,14 +109,10 @@ def test_bad_fields_are_named(fields: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("policy", "words"),
     [
-        ("snapkv", "the most recent queries"),
-        ("tova", "the most recent queries"),
-        ("r_kv", "the most recent queries"),
         ("h2o", "the attention that each token has received"),
         ("critical", "the weights of the output projection"),
         ("oracle", "the queries still to come"),
-        ("ada_kv", "the most recent queries"),
-        ("pyramidkv", "the most recent queries"),
+        ("kvzip", "the prompt once more"),
         ("paged_eviction", "evicts whole blocks"),
         ("quest", "reads some blocks only"),
         ("streaming_llm(positions=cache)", "turns keys"),
@@ -190,7 +189,8 @@ def test_another_policy_does_not_inherit_options() -> None:
         ({"stats": "x"}, "no field 'stats'; statistics are loaded when the server starts"),
         ({"opt_in": True}, "no field 'opt_in'"),
         ({"policy": "triattention"}, "needs query statistics that this server"),
-        ({"policy": "snapkv"}, "the most recent queries"),
+        ({"policy": "snapkv"}, "looks at the last 32 queries, and this server, started with '.*', keeps 0"),
+        ({"policy": "kvzap"}, "needs query statistics that this server"),
     ],
 )
 def test_what_a_request_may_not_say(wanted: object, words: str) -> None:
@@ -238,7 +238,13 @@ class TestAuto:
                 policy=policy, fraction=0.2, budget=64, once=once, once_right=0, again=1, again_right=0
             )
 
-        losses = {"snapkv": 1.0, "knorm(keep=large)": 1.2, "query_mixture": 1.1, "shares(surrogate)": 1.05}
+        losses = {
+            "h2o": 0.9,
+            "snapkv": 1.0,
+            "knorm(keep=large)": 1.2,
+            "query_mixture": 1.1,
+            "shares(surrogate)": 1.05,
+        }
         rows = tuple(outcome(policy, loss) for policy, loss in losses.items())
         full = TrialScore(once=1, once_right=0, again=1, again_right=0)
         found = Trial(documents=1, tokens=320, full=full, outcomes=rows)
@@ -247,10 +253,18 @@ class TestAuto:
         return str(path)
 
     def test_is_the_best_that_vllm_has_all_for(self, file) -> None:
-        options, best = read(policy="auto", stats=file), "shares(surrogate)"
+        assert read(policy="auto", stats=file).settings.policy == "snapkv"
+
+    def test_is_the_best_that_this_vllm_serves(self, file) -> None:
+        def serves(policy: CompressionPolicy, *, snapshots: bool) -> None:
+            require(not snapshots or not policy.needs & WATCHED, "not beside snapshots")
+
+        asked = {**PLAIN, "policy": "auto", "stats": file, "snapshots": True}
+        options, best = Options.read(asked, "the test", serves=serves), "shares(surrogate)"
         assert options.settings.policy == options.as_json()["policy"] == best
         assert options.has_cells
-        assert Options.read({"budget": 512, "stats": file}, "the test").settings.policy == best
+        again = Options.read({"budget": 512, "stats": file, "snapshots": True}, "the test", serves=serves)
+        assert again.settings.policy == best
         asked = options.of_request({"kv_compression": {"policy": "auto", "budget": 300}})
         assert (asked.policy, asked.budget) == (best, 300)
 

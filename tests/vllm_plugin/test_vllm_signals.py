@@ -46,7 +46,7 @@ are in the prefix cache: so much that the queries that they look at before their
 class World:
     """One engine, and compressors of the same settings for its model."""
 
-    def __init__(self, model: Path, policy: str, stats: Path, **more: Any) -> None:
+    def __init__(self, model: Path, policy: str, stats: Path) -> None:
         self.model, self.policy, self.stats = model, policy, stats
         self.facts = load_model(model, dtype="float32", device="cpu").facts
         self.engine = Engine(
@@ -54,7 +54,7 @@ class World:
             compression={"policy": policy, "stats": str(stats), **SETTINGS},
             chunk=CHUNK,
             dtype="float32",
-            **more,
+            asynchronous=policy == PREFILL,
         )
         self.compressor = lru_cache(self._compressor)
 

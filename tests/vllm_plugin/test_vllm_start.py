@@ -83,7 +83,7 @@ def test_the_variable_asks_as_well_and_travels_in_the_configuration(
         ("", None, "no JSON"),
         ('{"policy": "streaming_llm", "budget": 512}', ASKED, "different things"),
         (None, {"policy": "streaming_llm", "budgets": 256}, "no field 'budgets'"),
-        (None, {"policy": "snapkv", "budget": 256}, "which vLLM does not keep"),
+        (None, {"policy": "h2o", "budget": 256}, "which vLLM does not keep"),
         (None, {"policy": "query_mixture", "calibrate": False}, "needs query statistics"),
         (None, "streaming_llm", "must be an object"),
     ],
