@@ -60,10 +60,13 @@ class Walk:
         self.grid = find_grid(self.views)
         self.heads = HeadTables(self.grid, 8, 64)
         self.settings = settings.in_blocks(S)
-        self.applier = Applier(Options(self.settings), make_facts(), None, self.views, FakeRows(), self.heads)
+        self.applier = self.make_applier()
         self.applier.trace = self.trace = PassTrace(Positions((L, K), torch.device("cpu")))
         self.free = list(range(1, POOL))
         self.requests: list[Request] = []
+
+    def make_applier(self) -> Applier:
+        return Applier(Options(self.settings), make_facts(), None, self.views, FakeRows(), self.heads)
 
     def grow(self, request: Request, count: int) -> None:
         needed = -(-(request.length + count) // S) - len(request.blocks)

@@ -29,6 +29,30 @@ def query_window(policy: CompressionPolicy, block_size: int) -> int:
     return policy.query_window + (block_size - 1 if policy.eviction_method.uneven else 0)
 
 
+def signal_bytes(
+    policy: CompressionPolicy,
+    block_size: int,
+    available: int,
+    *,
+    num_heads: int,
+    head_bytes: int,
+    num_rows: int,
+) -> int:
+    """Bytes that hooks keep on one worker, of those available for a pool and for them.
+
+    Queries: half as many again, as their store doubles when it has no row left. Scores: two bytes beside each
+    key and value.
+
+    Args:
+        num_heads:  query heads of all layers; head_bytes: of one query, key or value
+        num_rows:   requests at once
+    """
+    queries = query_window(policy, block_size) * num_heads * head_bytes * num_rows * 3 // 2
+    if Signal.TOKEN_SCORES not in policy.needs:
+        return min(queries, available)
+    return min(available, queries + max(0, available - queries) // (head_bytes + 1))
+
+
 def check_window(asked: CompressionPolicy, started: CompressionPolicy) -> None:
     """Raise InvalidArgumentError for a request's policy that looks further back than the engine's."""
     if Signal.RECENT_QUERIES in asked.needs:

@@ -22,6 +22,7 @@ from kvreclaim.integrations.vllm.groups import layer_kinds
 from kvreclaim.integrations.vllm.layouts import CacheViews
 from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.refusals import refuse_groups, refuse_layers
+from kvreclaim.integrations.vllm.watched import signal_bytes
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.scoring import MAX_LOGITS
 
@@ -58,7 +59,8 @@ class WorkerHooks:
         worker: Any = self
         if worker.device.type == "cpu" or worker.cache_config.kv_cache_memory_bytes:
             return available
-        return max(0, available - _scratch(worker))
+        left = max(0, available - _scratch(worker))
+        return left - _kept_signals(worker, left)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Raises: UnsupportedModelError, UnsupportedVllmError, InvalidArgumentError, StatsMismatchError."""
@@ -177,19 +179,39 @@ def _scratch(worker: Any) -> int:
         num_kv_heads=kv_heads,
         head_dim=model.get_head_size(),
         num_tokens=min(bound, model.max_model_len),
+        num_queries=options.settings.make_policy().query_window,
     )
     return scratch + (tables if options.has_cells else 0)
 
 
+def _kept_signals(worker: Any, available: int) -> int:
+    """Bytes, of those that are there for the pool, that hooks on layers keep beside it."""
+    config, model, parallel = worker.vllm_config, worker.model_config, worker.parallel_config
+    return signal_bytes(
+        Options.of_config(config).settings.make_policy(),
+        worker.cache_config.block_size,
+        available,
+        num_heads=model.get_num_layers(parallel) * model.get_num_attention_heads(parallel),
+        head_bytes=model.get_head_size() * model.dtype.itemsize,
+        num_rows=config.scheduler_config.max_num_seqs,
+    )
+
+
 def scratch_bytes(
-    *, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int, num_tokens: int
+    *,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_tokens: int,
+    num_queries: int = 0,
 ) -> int:
     """Bytes that compressing num_tokens live tokens takes at its peak, beside the cache, on one worker.
 
     Scoring a layer: three copies of a batch of logits; keys, values and the keys' squares in fp32. Choosing:
     the scores of all layers, once more without the protected tokens, their order and indices. Moving is less.
     """
-    logits = max(MAX_LOGITS, num_heads * MAX_OFFSETS * num_tokens)
+    logits = max(MAX_LOGITS, num_heads * max(MAX_OFFSETS, num_queries) * num_tokens)
     layer = 4 * num_kv_heads * num_tokens * head_dim
     scores = num_layers * num_kv_heads * num_tokens
     return int(SAFETY * (3 * 4 * logits + 4 * layer + 40 * scores))
