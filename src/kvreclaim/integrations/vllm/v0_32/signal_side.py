@@ -25,7 +25,7 @@ REMEDY = "take a policy without it, such as surrogate or knorm"
 
 
 class Sight(Protocol):
-    """Who is shown what layers are given."""
+    """Takes what layers are given."""
 
     def see_queries(self, layer: int, queries: Tensor) -> None: ...
 
@@ -73,7 +73,7 @@ class LayerWatch:
         self._handles.append(module.register_forward_pre_hook(seen, with_kwargs=True))
 
 
-class Seen:
+class Glimpse:
     """What one run of the model has shown, by layer."""
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ def _around(runner: Any, layer: nn.Module) -> nn.Module:
 def _prove(runner: Any, watch: LayerWatch, needs: frozenset[Signal]) -> None:
     """Run the model on one token: every layer must show the queries that its attention is given, and a hidden
     state of the model's size. Raises: UnsupportedModelError."""
-    layers, seen = probing.attention_layers(runner), Seen()
+    layers, seen = probing.attention_layers(runner), Glimpse()
     watch.sight = seen
     recorded = probing.record(runner, layers)
     watch.sight = None
