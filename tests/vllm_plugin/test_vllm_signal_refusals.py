@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import vllm
 from configs import make_config, make_model
 from test_vllm_refusals import NGRAM, qwen3
 
@@ -18,6 +19,9 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm import family
 from kvreclaim.integrations.vllm.signal_refusals import refuse_config_with_signals
 
+pytestmark = pytest.mark.skipif(
+    not vllm.__version__.startswith("0.32."), reason="hooks on layers are refused with other versions"
+)
 SNAPKV = {"policy": "ada_kv(snapkv)", "budget": 256, "interval": 64}
 
 
