@@ -1,4 +1,4 @@
-"""`kvreclaim bench vllm --cases serve`: turns and ratios, with a stand-in for `vllm serve` and its client."""
+"""`kvreclaim bench vllm --cases serve,plenty`: turns and ratios, with a stand-in for `vllm serve` and its client."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 from kvreclaim import demo_model
-from kvreclaim.bench import vllm_serve
+from kvreclaim.bench import vllm_load, vllm_plenty, vllm_serve
 from kvreclaim.bench.systems import vllm_server
 from kvreclaim.cli.main import app
 
 STAND_IN = """#!{python}
-import http.server, json, os, signal, sys, time
+import http.server, json, os, signal, sys, threading, time
 folder = {folder!r}
 words = sys.argv[1:]
 assert words[:2] == ["-m", "vllm.entrypoints.cli.main"]
@@ -34,15 +34,33 @@ if words[2] == "serve":
             count = len(open(state).read()) if runs else 0
             text = 'vllm:kv_cache_usage_perc{{engine="0"}} %f\\n' % (0.5 if plugin else 1)
             text += "vllm:num_requests_running %d\\n" % (count > 0)
-            text += "vllm:num_preemptions_total %d\\n" % (0 if plugin else count)
+            text += "vllm:num_preemptions_total %d\\n" % (0 if plugin else {preempted} * count)
             if plugin and {installed}:
                 text += "kvreclaim_blocks_freed_total{{engine=\\"0\\"}} %d\\n" % (100 * count)
+                text += "kvreclaim_compactions_total %d\\n" % (10 * count)
             self.send_response(200)
             self.end_headers()
             self.wfile.write(b"" if self.path == "/health" else text.encode())
+    class Feed(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            assert self.path == "/page/feed"
+            self.send_response(200)
+            self.end_headers()
+            try:
+                while True:
+                    self.wfile.write(b"data: 1\\n\\n")
+                    time.sleep(0.02)
+            except OSError:
+                pass
+        def log_message(self, *_):
+            pass
         def log_message(self, *_):
             pass
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    asked = json.loads(options.get("--additional-config", "{{}}")).get("kv_compression", {{}})
+    if "page_port" in asked:
+        feed = http.server.ThreadingHTTPServer(("127.0.0.1", asked["page_port"]), Feed)
+        threading.Thread(target=feed.serve_forever, daemon=True).start()
     http.server.HTTPServer(("127.0.0.1", int(options["--port"])), Page).serve_forever()
 assert words[2:4] == ["bench", "serve"]
 if options["--num-prompts"] != "1":
@@ -55,20 +73,26 @@ seed = int(options["--seed"])
 speed = (2 + seed) if plugin else 1
 result = {{"completed": 12, "output_throughput": 50.0 * speed, "duration": 9.0}}
 result["request_goodput"] = {goodput} * speed
-for name in ("ttft", "tpot", "e2el"):
+result["total_output_tokens"] = 600
+for name in ("ttft", "tpot", "itl", "e2el"):
     result |= {{"median_%s_ms" % name: 1000.0 / speed, "p99_%s_ms" % name: 2000.0 / speed}}
+if "--save-detailed" in words:
+    assert "--disable-shuffle" in words
+    talks = [entry["conversations"] for entry in json.load(open(options["--dataset-path"]))]
+    assert len(talks) == int(options["--num-prompts"])
+    said = [" %s, and so on" % answer["value"] for _, answer in talks]
+    result["generated_texts"] = [said[0].replace(",", "7,"), *said[1:]] if plugin else said
 with open(os.path.join(options["--result-dir"], options["--result-filename"]), "w") as file:
     json.dump(result, file)
 """
 
 
-def bench(folder: Path, *arguments: object, installed: bool = True, goodput: float = 0.1):
+def bench(folder: Path, *arguments: object, installed=True, goodput=0.1, preempted=1, cases="serve"):
     python = folder / "python"
-    python.write_text(
-        STAND_IN.format(python=sys.executable, folder=str(folder), installed=installed, goodput=goodput)
-    )
+    facts = {"installed": installed, "goodput": goodput, "preempted": preempted}
+    python.write_text(STAND_IN.format(python=sys.executable, folder=str(folder), **facts))
     python.chmod(0o755)
-    given = ("--model", demo_model(), "--vllm-python", python, "--cases", "serve", *arguments)
+    given = ("--model", demo_model(), "--vllm-python", python, "--cases", cases, *arguments)
     return CliRunner().invoke(app, ["bench", "vllm", *map(str, given)])
 
 
@@ -118,21 +142,88 @@ def test_an_environment_without_the_plugin_is_refused(tmp_path):
     assert "does not load kvreclaim's plugin" in result.stderr
 
 
-def test_real_text_is_cut_to_the_load(tmp_path, real_dir):
-    plan = vllm_serve.VllmPlan(model=real_dir, python=tmp_path, prompts="text")
-    with vllm_serve._without_statistics(real_dir) as model, vllm_serve._texts(plan, model) as file:
-        assert not (model / "kvreclaim_stats.safetensors").exists()
-        assert (model / "config.json").is_file()
-        entries = json.loads(file.read_text())
-    assert len(entries) > 4 * vllm_serve.LOAD.requests
+def test_a_pool_that_is_never_short_beside_one_that_is_watched(tmp_path):
+    file = tmp_path / "out.json"
+    more = ("--policy", "knorm", "--turns", 3, "--json", file)
+    result = bench(tmp_path, *more, preempted=0, cases="plenty")
+    assert result.exit_code == 0, result.output
+    without, ours, seen = rows = json.loads(file.read_text())["plenty"]
+    assert vllm_plenty.plenty_table(rows) in result.stdout
+    assert [row["passes"] for row in rows] == [0, 10, 10]
+    for row in (ours, seen):
+        assert row["speed_ratio"] == pytest.approx(median([2, 3, 4]))
+        assert row["itl_ratio"] == pytest.approx(median([1 / 2, 1 / 3, 1 / 4]))
+    assert without["speed_ratio"] == 1
+    assert all(turn["frames"] > 0 for turn in seen["turns"])
+    clients = [json.loads(line)[0] for line in (tmp_path / "clients.jsonl").read_text().splitlines()]
+    assert clients == [False, True, True, True, True, False, True, False, True]  # each round begins elsewhere
+
+
+def test_a_pool_that_was_short_is_an_error(tmp_path):
+    result = bench(tmp_path, "--policy", "knorm", "--turns", 1, preempted=1, cases="plenty")
+    assert isinstance(result.exception, RuntimeError)
+    assert "nobody is preempted" in str(result.exception)
+
+
+def test_lookups_are_judged(tmp_path, real_dir):
+    file = tmp_path / "out.json"
+    more = ("--model", real_dir, "--policy", "knorm", "--turns", 2, "--prompts", "lookups", "--json", file)
+    result = bench(tmp_path, *more)
+    assert result.exit_code == 0, result.output
+    without, ours = json.loads(file.read_text())["serve"]
+    requests = vllm_serve.LOADS["lookups"].requests
+    for turn in without["turns"]:
+        assert turn["right"] == [True] * requests
+        assert "generated_texts" not in turn
+    assert ours["turns"][1]["right"] == [False] + [True] * (requests - 1)
+    assert ours["right"] == 1 - 1 / requests
+    assert f"| {ours['right']:.3f} |" in result.stdout
+
+
+def texts(model: Path, folder: Path, prompts: str, turns: int = 2):
+    plan = vllm_load.VllmPlan(model=model, python=folder, prompts=prompts, turns=turns)
+    load = vllm_serve.LOADS[prompts]
+    with vllm_load._without_statistics(model) as linked:
+        assert not (linked / "kvreclaim_stats.safetensors").exists()
+        assert (linked / "config.json").is_file()
+        made = vllm_load._prompts(plan, load, linked, folder)
+    assert len(made) == turns
+    return load, made, [json.loads(one.file.read_text()) for one in made]
+
+
+def lengths(model: Path, entry) -> list[int]:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(real_dir)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return [len(tokenizer(part["value"]).input_ids) for part in entry["conversations"]]
+
+
+def test_real_text_is_cut_to_the_load(tmp_path, real_dir):
+    load, _, [entries, _] = texts(real_dir, tmp_path, "text")
+    assert len(entries) > 4 * load.requests
     for entry in entries[:10]:
-        prompt, answer = (len(tokenizer(part["value"]).input_ids) for part in entry["conversations"])
-        assert abs(prompt - vllm_serve.LOAD.prompt) <= 8
-        assert 0.66 <= answer / vllm_serve.LOAD.output <= 1.34
-        assert prompt + answer <= vllm_serve.LOAD.longest
+        prompt, answer = lengths(real_dir, entry)
+        assert abs(prompt - load.prompt) <= 8
+        assert 0.66 <= answer / load.output <= 1.34
+        assert prompt + answer <= load.longest
+
+
+def test_no_lookup_comes_twice_and_each_has_its_fact(tmp_path, real_dir):
+    load, made, entries = texts(real_dir, tmp_path, "lookups")
+    asked = [talk["value"] for turn in entries for talk, _ in (entry["conversations"] for entry in turn)]
+    assert len(set(asked)) == 2 * load.requests
+    for one, turn in zip(made, entries, strict=True):
+        assert len(one.answers) == len(turn) == load.requests
+        for answer, entry in zip(one.answers, turn, strict=True):
+            prompt, _ = (part["value"] for part in entry["conversations"])
+            assert prompt.count(answer) == 1
+            assert prompt.rstrip().endswith(("It weighs", "It is"))
+    assert all(load.prompt - 48 <= lengths(real_dir, entry)[0] <= 1024 for entry in entries[0])
+
+
+def test_an_answer_is_right_if_it_begins_with_the_right_one():
+    prompts = vllm_load.Prompts(answers=["123", "123", "123", "pen"])
+    assert prompts.right([" 123 grams", "1234", "it is 123", "\n pen, pen"]) == [True, False, False, True]
 
 
 @pytest.mark.parametrize("goodput", ["ttft", "ttft:0", "itl:5", "ttft:1.5", "ttft:1,x:2"])

@@ -22,9 +22,9 @@ MODEL = Path("bench_models/qwen3-26m")
 THREADS = "CPU threads of every system."
 KERNELS = "kvreclaim's kernels: auto, reference, native or triton."
 VLLM_PYTHON = "Interpreter of vLLM's environment (`make vllm-env`)."
-VLLM_CASES = ("small", "large", "cost", "serve")
+VLLM_CASES = ("small", "large", "cost", "serve", "plenty")
 OBJECTIVES = ("ttft", "tpot", "e2el")
-PROMPTS = ("random", "text")
+PROMPTS = ("random", "text", "lookups")
 DEMO = "demo"
 """The demo model, which is given documents of its own kind."""
 VERIFY_SYSTEMS = ("full", "lossy", "verify", "full-host", "verify-host")
@@ -224,7 +224,7 @@ class ServePlan(PolicyPlan):
 class VllmPlan(ModelPlan):
     """vLLM with and without the plugin. stats: of the model's queries; None takes its own file."""
 
-    cases: tuple[str, ...] = option(VLLM_CASES, "small, large, cost, serve; comma-separated.")
+    cases: tuple[str, ...] = option(VLLM_CASES, "small, large, cost, serve, plenty; comma-separated.")
     policy: str = option("query_mixture", "Compression policy of the side with the plugin.")
     interval: int = option(
         128, "Tokens over the budget at which the policy compresses.", low=1, unit=" token"
@@ -235,14 +235,20 @@ class VllmPlan(ModelPlan):
     rounds: int = option(24, "Rounds per start in case cost, after a warm-up.", low=1)
     threads: int = option(1, THREADS, low=1, high=1024)
     plot: Path | None = option(None, "Write the pool over time to this image.")
-    rate: float = option(4.0, "Requests per second in case serve.", low=0.001, high=1000.0)
-    turns: int = option(2, "Runs per side in case serve.", low=1)
-    prompts: str = option("random", "Prompts in case serve: random tokens or text.", choices=PROMPTS)
+    rate: float = option(4.0, "Requests per second in cases serve and plenty.", low=0.001, high=1000.0)
+    turns: int = option(2, "Runs per side in cases serve and plenty.", low=1)
+    prompts: str = option(
+        "random",
+        "Prompts in cases serve and plenty: random tokens, text, or lookups, whose answers are judged.",
+        choices=PROMPTS,
+    )
     goodput: tuple[str, ...] = option(
         ("ttft:10000", "tpot:200"),
         "Latency targets in case serve, comma-separated: ttft:MS, tpot:MS, e2el:MS.",
     )
-    seed: int = option(0, "Seed of the first run in case serve; each further run takes the next.", low=0)
+    seed: int = option(
+        0, "Seed of the first run in cases serve and plenty; each further run takes the next.", low=0
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -125,9 +125,9 @@ def serve(plan: Annotated[ServePlan, ConfigOptions(config=ServePlan)], json_file
 @bench_app.command("vllm")
 @with_config
 def vllm(plan: Annotated[VllmPlan, ConfigOptions(config=VllmPlan)], json_file: Json = None) -> None:
-    """Run vLLM with and without the plugin: pool, `vllm bench serve`, and the cost when unused."""
+    """Run vLLM with and without the plugin: pool, `vllm bench serve`, and the cost when used or not."""
     with ready(plan.threads):
-        from kvreclaim.bench import common, vllm_cost, vllm_pool, vllm_serve
+        from kvreclaim.bench import common, vllm_cost, vllm_plenty, vllm_pool, vllm_serve
 
         console = common.wide_console(stderr=True)
         rows, versions = vllm_pool.run(plan, console)
@@ -137,13 +137,15 @@ def vllm(plan: Annotated[VllmPlan, ConfigOptions(config=VllmPlan)], json_file: J
             if plan.plot is not None:
                 vllm_pool.pool_chart(rows, plan.plot)
         # These take long: what is known so far outlives a run that is stopped.
-        parts: dict[str, list[dict[str, Any]]] = {"cost": [], "serve": []}
+        cases = {
+            "serve": (vllm_serve.run, vllm_serve.serve_table),
+            "plenty": (vllm_plenty.run, vllm_plenty.plenty_table),
+            "cost": (vllm_cost.run, vllm_cost.cost_table),
+        }
+        parts: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}
         publish(rows, [], json_file, peer_versions=versions, **parts)
-        if "serve" in plan.cases:
-            parts["serve"] = vllm_serve.run(plan, console)
-            typer.echo("\n" + vllm_serve.serve_table(parts["serve"]))
-            publish(rows, [], json_file, peer_versions=versions, **parts)
-        if "cost" in plan.cases:
-            parts["cost"] = vllm_cost.run(plan, console)
-            typer.echo("\n" + vllm_cost.cost_table(parts["cost"]))
-            publish(rows, [], json_file, peer_versions=versions, **parts)
+        for name, (measure, table) in cases.items():
+            if name in plan.cases:
+                parts[name] = measure(plan, console)
+                typer.echo("\n" + table(parts[name]))
+                publish(rows, [], json_file, peer_versions=versions, **parts)

@@ -51,7 +51,7 @@ class VllmServer:
             "VLLM_PLUGINS": "kvreclaim" if plugin else "",
             "VLLM_LOGGING_LEVEL": "INFO",
         }
-        port = _free_port()
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         given = {"host": "127.0.0.1", "port": port, "served-model-name": NAME, **options}
         arguments = [part for name, value in given.items() for part in (f"--{name}", str(value))]
@@ -157,7 +157,7 @@ class Gauges:
                     self.values[name].append(found[name])
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """One that no other socket is given for a minute; vLLM takes it before it loads a model."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = int(listener.getsockname()[1])

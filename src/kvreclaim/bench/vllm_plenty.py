@@ -1,0 +1,145 @@
+"""What compression costs or saves where memory is never short: speed and the time between tokens.
+
+The pool holds all requests whole, so that none is preempted; with the plugin every request comes over its
+budget. The third side is the second one's server while a viewer reads the feed of its live page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import count
+from statistics import median
+from threading import Event, Thread
+from urllib.request import urlopen
+
+from rich.console import Console
+
+from kvreclaim.bench.common import Columns, Row, alternate, cells, markdown
+from kvreclaim.bench.plans import VllmPlan
+from kvreclaim.bench.systems.vllm_server import VllmServer, free_port
+from kvreclaim.bench.vllm_load import Prompts, ServeLoad, ratio, run_turn, serving
+from kvreclaim.bench.vllm_pool import WITH, WITHOUT, option_of
+
+WATCHED = f"{WITH}, watched"
+LOAD = ServeLoad(num_blocks=12 * 50 + 1)
+"""A request ends within 50 blocks."""
+FEED_TIMEOUT_S = 60.0
+"""The feed speaks every second."""
+FIGURES = (
+    *("output_throughput", "median_itl_ms", "p99_itl_ms", "median_ttft_ms", "p99_ttft_ms", "preemptions"),
+    *("passes", "pass_s", "duration", "mean_blocks", "peak_blocks", "total_output_tokens"),
+)
+RATIOS = {"speed": "output_throughput", "itl": "median_itl_ms", "p99_itl": "p99_itl_ms"}
+
+
+def run(plan: VllmPlan, console: Console) -> list[Row]:
+    """Serve the load on all sides in turns. Returns: three rows, with `turns` behind the medians.
+
+    Raises: SkipPoint where vLLM fails; InvalidArgumentError where the plugin is not installed; RuntimeError
+    where the sides did not do the same work, or not under these circumstances.
+    """
+    port, option = free_port(), option_of(plan, LOAD.budget)
+    option["kv_compression"]["page_port"] = port
+    with serving(plan, LOAD, {WITHOUT: None, WITH: option}, console) as (servers, prompts):
+
+        def turn(server: VllmServer, turns: Iterator[tuple[int, Prompts]]) -> Row:
+            found = run_turn(plan, LOAD, server, turns)
+            console.print(f"turn with seed {found['seed']}: {found['duration']:.1f} s", style="dim")
+            return found
+
+        def turns() -> Iterator[tuple[int, Prompts]]:
+            return zip(count(plan.seed), prompts, strict=False)
+
+        found = alternate(
+            {
+                WITHOUT: partial(turn, servers[WITHOUT], turns()),
+                WITH: partial(turn, servers[WITH], turns()),
+                WATCHED: partial(watched, port, partial(turn, servers[WITH], turns())),
+            },
+            plan.turns,
+        )
+    check(found)
+    return [_row(plan, system, found) for system in found]
+
+
+def watched(port: int, turn: Callable[[], Row]) -> Row:
+    """The turn while somebody reads the page's feed, as fast as it comes. frames: how many came"""
+    frames, over = 0, Event()
+
+    def read() -> None:
+        nonlocal frames
+        with urlopen(f"http://127.0.0.1:{port}/page/feed", timeout=FEED_TIMEOUT_S) as feed:
+            for line in feed:
+                frames += line.startswith(b"data:")
+                if over.is_set():
+                    return
+
+    viewer = Thread(target=read)
+    viewer.start()
+    try:
+        return {**turn(), "frames": frames}
+    finally:
+        over.set()
+        viewer.join()
+
+
+def check(found: Mapping[str, Sequence[Row]]) -> None:
+    """Raises: RuntimeError."""
+    for turns in zip(*found.values(), strict=True):
+        without, ours, seen = turns
+        facts = {
+            "all answer equally many tokens": len({one["total_output_tokens"] for one in turns}) == 1,
+            "nobody is preempted": not any(one["preemptions"] for one in turns),
+            "the plugin compresses": without["passes"] == 0 < min(ours["passes"], seen["passes"]),
+            "the viewer sees frames": seen["frames"] > 0,
+        }
+        for fact, holds in facts.items():
+            if not holds:
+                raise RuntimeError(f"in the turn with seed {without['seed']} it is not so that {fact}")
+
+
+def _row(plan: VllmPlan, system: str, found: Mapping[str, Sequence[Row]]) -> Row:
+    turns, base = found[system], found[WITHOUT]
+    ours = system != WITHOUT
+    return {
+        "system": system,
+        **plan.facts(),
+        "policy": plan.policy if ours else None,
+        "budget": LOAD.budget if ours else None,
+        "interval": plan.interval if ours else None,
+        "num_blocks": LOAD.num_blocks - 1,
+        "rate": plan.rate,
+        "prompts": plan.prompts,
+        **{f"{name}_ratio": ratio(base, turns, figure) for name, figure in RATIOS.items()},
+        "speed_ratios": [
+            one["output_throughput"] / other["output_throughput"]
+            for one, other in zip(turns, base, strict=True)
+        ],
+        **{name: median(one[name] for one in turns) for name in FIGURES},
+        "turns": turns,
+    }
+
+
+def _beside(figure: str, name: str) -> Callable[[Row], str]:
+    """The figure, and for the sides with the plugin what it is of the other's."""
+    return lambda row: (f"{figure} ({{{name}:.2f}} x)" if row["budget"] else figure).format_map(row)
+
+
+COLUMNS: Columns = {
+    "system": "{system}",
+    "output tokens/s": _beside("{output_throughput:.1f}", "speed_ratio"),
+    "slowest to fastest turn": lambda row: (
+        f"{min(row['speed_ratios']):.2f} to {max(row['speed_ratios']):.2f} x" if row["budget"] else "-"
+    ),
+    "between tokens, ms: p50": _beside("{median_itl_ms:.1f}", "itl_ratio"),
+    "p99": _beside("{p99_itl_ms:.1f}", "p99_itl_ratio"),
+    "passes": "{passes:.0f}",
+    "seconds in them": "{pass_s:.2f}",
+    "blocks: mean, most": "{mean_blocks:.0f}, {peak_blocks:.0f}",
+}
+
+
+def plenty_table(rows: Sequence[Row]) -> str:
+    """The table for a document, in Markdown."""
+    return markdown(COLUMNS, cells(COLUMNS, rows))
