@@ -1,4 +1,4 @@
-"""`kvreclaim bench vllm --cases serve,plenty`: turns and ratios, with a stand-in for `vllm serve` and its client."""
+"""`kvreclaim bench vllm --cases serve,plenty`: turns and ratios, with stand-ins for a server and a client."""
 
 from __future__ import annotations
 
