@@ -126,7 +126,7 @@ bench-full: setup bench_models/qwen3-26m bench_models/qwen3-0.6b
 	$(BIN)/python benchmarks/plot_decode.py $(RESULTS)/decode-26m.json $(RESULTS)/decode-0.6b.json --out docs/decode_speed.png
 
 # vLLM's pool with and without the plugin, `vllm bench serve` against both, on the language model, too, and what the
-# plugin costs where it does nothing: the tables of docs/vllm.md.
+# plugin costs where memory is never short and where it does nothing: the tables of docs/vllm.md.
 bench-vllm: setup vllm-env bench_models/qwen3-26m
 	$(BIN)/kvreclaim bench vllm --vllm-python $(VLLM_PYTHON) --cases small,large --plot docs/vllm_pool.png \
 		--json $(RESULTS)/vllm-26m.json
@@ -134,13 +134,17 @@ bench-vllm: setup vllm-env bench_models/qwen3-26m
 	$(BIN)/kvreclaim bench vllm --vllm-python $(VLLM_PYTHON) --cases cost --starts 2 --rounds 12 \
 		--json $(RESULTS)/vllm-cost-26m.json
 
-# Goodput at equal memory, by vLLM's own client; a quarter of an hour. Where the language model cannot be had, without.
+# Goodput at equal memory and speed in plenty of it, by vLLM's own client; half an hour. Where the language model cannot
+# be had, without.
 SERVE = $(BIN)/kvreclaim bench vllm --vllm-python $(VLLM_PYTHON) --cases serve
+PLENTY = $(BIN)/kvreclaim bench vllm --vllm-python $(VLLM_PYTHON) --cases plenty
 bench-vllm-serve: setup vllm-env bench_models/qwen3-26m
 	$(SERVE) --json $(RESULTS)/vllm-serve-26m.json
+	$(PLENTY) --turns 6 --json $(RESULTS)/vllm-plenty-26m.json
 	-$(BIN)/kvreclaim fetch
 	model=$$($(BIN)/python -c "import kvreclaim; print(kvreclaim.real_model() or '')"); [ -z "$$model" ] || \
-		$(SERVE) --model "$$model" --prompts text --policy "shares(surrogate)" --json $(RESULTS)/vllm-serve-135m.json
+		{ $(SERVE) --model "$$model" --prompts text --policy "shares(surrogate)" --json $(RESULTS)/vllm-serve-135m.json; \
+		$(PLENTY) --model "$$model" --prompts text --policy "shares(surrogate)" --json $(RESULTS)/vllm-plenty-135m.json; }
 
 # What a budget keeps of the answers inside vLLM, beside our own engine, on the language model: half an hour.
 vllm-quality: setup vllm-env real-model

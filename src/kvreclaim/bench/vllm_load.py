@@ -126,7 +126,11 @@ def _server(plan: VllmPlan, load: ServeLoad, model: Path, option: Row | None) ->
 
 
 def run_turn(
-    plan: VllmPlan, load: ServeLoad, server: VllmServer, turns: Iterator[tuple[int, Prompts]]
+    plan: VllmPlan,
+    load: ServeLoad,
+    server: VllmServer,
+    console: Console,
+    turns: Iterator[tuple[int, Prompts]],
 ) -> Row:
     """One run of the client, and what the server's metrics said meanwhile. turns: seeds and prompts."""
     (seed, prompts), before = next(turns), server.metrics()
@@ -135,6 +139,8 @@ def run_turn(
     after = server.metrics()
     details = {name: result.pop(name, None) for name in ("generated_texts", "ttfts", "itls", "start_times")}
     right = prompts.right(details["generated_texts"]) if prompts.answers else []
+    said = f"seed {seed}: {result['duration']:.1f} s, goodput {result['request_goodput']:.4f} requests/s"
+    console.print(said + (f", {sum(right)} of {len(right)} right" if right else ""), style="dim")
     blocks = [share * (load.num_blocks - 1) for share in gauges.values[USAGE]]
     return result | {
         "seed": seed,

@@ -43,22 +43,12 @@ def run(plan: VllmPlan, console: Console) -> list[Row]:
     option["kv_compression"]["page_port"] = port
     with serving(plan, LOAD, {WITHOUT: None, WITH: option}, console) as (servers, prompts):
 
-        def turn(server: VllmServer, turns: Iterator[tuple[int, Prompts]]) -> Row:
-            found = run_turn(plan, LOAD, server, turns)
-            console.print(f"turn with seed {found['seed']}: {found['duration']:.1f} s", style="dim")
-            return found
+        def turn(name: str) -> Callable[[], Row]:
+            pairs = zip(count(plan.seed), prompts, strict=False)
+            return partial(run_turn, plan, LOAD, servers[name], console, pairs)
 
-        def turns() -> Iterator[tuple[int, Prompts]]:
-            return zip(count(plan.seed), prompts, strict=False)
-
-        found = alternate(
-            {
-                WITHOUT: partial(turn, servers[WITHOUT], turns()),
-                WITH: partial(turn, servers[WITH], turns()),
-                WATCHED: partial(watched, port, partial(turn, servers[WITH], turns())),
-            },
-            plan.turns,
-        )
+        sides = {WITHOUT: turn(WITHOUT), WITH: turn(WITH), WATCHED: partial(watched, port, turn(WITH))}
+        found = alternate(sides, plan.turns)
     check(found)
     return [_row(plan, system, found) for system in found]
 

@@ -22,7 +22,7 @@ from kvreclaim.bench.vllm_pool import BLOCK_SIZE, WITH, WITHOUT, option_of
 LOADS = {
     "random": ServeLoad(),
     "text": ServeLoad(),
-    "lookups": ServeLoad(requests=16, prompt=992, output=384, spread=0.0, num_blocks=97),
+    "lookups": ServeLoad(prompt=992, output=256, spread=0.0, num_blocks=97, budget=320),
 }
 """By --prompts."""
 
@@ -36,7 +36,7 @@ def run(plan: VllmPlan, console: Console) -> list[Row]:
     options = {WITHOUT: None, WITH: option_of(plan, load.budget)}
     with serving(plan, load, options, console) as (servers, prompts):
         turns = {
-            name: partial(run_turn, plan, load, server, zip(count(plan.seed), prompts, strict=False))
+            name: partial(run_turn, plan, load, server, console, zip(count(plan.seed), prompts, strict=False))
             for name, server in servers.items()
         }
         found = alternate(turns, plan.turns)
