@@ -27,7 +27,7 @@ if words[2] == "serve":
     assert ("--additional-config" in options) is plugin
     assert not any(name.startswith("kvreclaim_stats") for name in os.listdir(words[3]))
     with open(os.path.join(folder, "served-%d.json" % plugin), "w") as file:
-        json.dump(options, file)
+        json.dump(options | {{"flags": words}}, file)
     class Page(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             runs = os.path.exists(state)
@@ -156,6 +156,10 @@ def test_a_pool_that_is_never_short_beside_one_that_is_watched(tmp_path):
     assert without["speed_ratio"] == 1
     assert all(turn["frames"] > 0 for turn in seen["turns"])
     clients = [json.loads(line)[0] for line in (tmp_path / "clients.jsonl").read_text().splitlines()]
+    for side in (0, 1):  # one server gets the same prompts twice
+        flags = json.loads((tmp_path / f"served-{side}.json").read_text())["flags"]
+        assert "--no-enable-prefix-caching" in flags
+        assert "None" not in flags
     assert clients == [False, True, True, True, True, False, True, False, True]  # each round begins elsewhere
 
 

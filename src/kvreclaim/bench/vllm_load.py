@@ -50,6 +50,7 @@ class ServeLoad:
     prompt:         tokens; vLLM's client takes at most 1,024 of a text
     output, spread: tokens of an answer, from output * (1 - spread) to output * (1 + spread)
     num_blocks:     as vLLM's --num-gpu-blocks-override, one of them its null block
+    prefix_caching: off where a server gets the same prompts twice
     """
 
     requests: int = 12
@@ -59,6 +60,7 @@ class ServeLoad:
     num_blocks: int = 129
     budget: int = 256
     chunk: int = 512
+    prefix_caching: bool = True
 
     @property
     def longest(self) -> int:
@@ -119,6 +121,7 @@ def _server(plan: VllmPlan, load: ServeLoad, model: Path, option: Row | None) ->
         "max-num-seqs": load.requests,
         "max-num-batched-tokens": load.chunk,
         "max-model-len": load.longest,
+        **({} if load.prefix_caching else {"no-enable-prefix-caching": None}),
         **({} if option is None else {"additional-config": json.dumps(option)}),
     }
     pool_bytes = load.num_blocks * BLOCK_SIZE * kv_bytes_per_token(plan.model, 2)

@@ -1,12 +1,12 @@
 """What compression costs or saves where memory is never short: speed and the time between tokens.
 
 The pool holds all requests whole, so that none is preempted; with the plugin every request comes over its
-budget. The third side is the second one's server while a viewer reads the feed of its live page.
+budget. The third side is the second one's server while a viewer reads the feed of its live page. Prefix caching is off, as one of the two would find what the other has computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from statistics import median
@@ -17,12 +17,12 @@ from rich.console import Console
 
 from kvreclaim.bench.common import Columns, Row, alternate, cells, markdown
 from kvreclaim.bench.plans import VllmPlan
-from kvreclaim.bench.systems.vllm_server import VllmServer, free_port
-from kvreclaim.bench.vllm_load import Prompts, ServeLoad, ratio, run_turn, serving
+from kvreclaim.bench.systems.vllm_server import free_port
+from kvreclaim.bench.vllm_load import ServeLoad, ratio, run_turn, serving
 from kvreclaim.bench.vllm_pool import WITH, WITHOUT, option_of
 
 WATCHED = f"{WITH}, watched"
-LOAD = ServeLoad(num_blocks=12 * 50 + 1)
+LOAD = ServeLoad(num_blocks=12 * 50 + 1, prefix_caching=False)
 """A request ends within 50 blocks."""
 FEED_TIMEOUT_S = 60.0
 """The feed speaks every second."""
@@ -47,7 +47,11 @@ def run(plan: VllmPlan, console: Console) -> list[Row]:
             pairs = zip(count(plan.seed), prompts, strict=False)
             return partial(run_turn, plan, LOAD, servers[name], console, pairs)
 
-        sides = {WITHOUT: turn(WITHOUT), WITH: turn(WITH), WATCHED: partial(watched, port, turn(WITH))}
+        sides: dict[str, Callable[[], Row]] = {
+            WITHOUT: turn(WITHOUT),
+            WITH: turn(WITH),
+            WATCHED: partial(watched, port, turn(WITH)),
+        }
         found = alternate(sides, plan.turns)
     check(found)
     return [_row(plan, system, found) for system in found]

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from threading import Event, Thread
 from time import monotonic
@@ -31,7 +32,7 @@ WAIT_S = 0.2
 class VllmServer:
     """One server on a free port of this machine.
 
-    options: of `vllm serve`, without the two dashes
+    options: of `vllm serve`, without the two dashes; None: a flag, which has no value
     Raises: SkipPoint where it does not come up.
     """
 
@@ -54,11 +55,13 @@ class VllmServer:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         given = {"host": "127.0.0.1", "port": port, "served-model-name": NAME, **options}
-        arguments = [part for name, value in given.items() for part in (f"--{name}", str(value))]
+        pairs = (
+            [f"--{name}"] if value is None else [f"--{name}", str(value)] for name, value in given.items()
+        )
         handle, name = tempfile.mkstemp(prefix="vllm-serve-", suffix=".log")
         self.log = Path(name)
         self.process = subprocess.Popen(
-            [*self._command, "serve", str(model), "--enforce-eager", *arguments],
+            [*self._command, "serve", str(model), "--enforce-eager", *chain(*pairs)],
             stdout=handle,
             stderr=subprocess.STDOUT,
             env=self._environment,
