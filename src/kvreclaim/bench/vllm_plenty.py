@@ -1,7 +1,8 @@
 """What compression costs or saves where memory is never short: speed and the time between tokens.
 
 The pool holds all requests whole, so that none is preempted; with the plugin every request comes over its
-budget. The third side is the second one's server while a viewer reads the feed of its live page. Prefix caching is off, as one of the two would find what the other has computed.
+budget. The third side is the second one's server while a viewer reads the feed of its live page. Prefix
+caching is off, as one of these two would find what the other has computed.
 """
 
 from __future__ import annotations
