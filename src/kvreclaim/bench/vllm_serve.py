@@ -22,7 +22,7 @@ from kvreclaim.bench.vllm_pool import BLOCK_SIZE, WITH, WITHOUT, option_of
 LOADS = {
     "random": ServeLoad(),
     "text": ServeLoad(),
-    "lookups": ServeLoad(prompt=992, output=256, spread=0.0, num_blocks=97, budget=320),
+    "lookups": ServeLoad(requests=16, prompt=992, output=128, spread=0.0, num_blocks=97),
 }
 """By --prompts."""
 
