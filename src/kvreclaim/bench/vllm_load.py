@@ -140,12 +140,12 @@ def run_turn(
     with Gauges(server, RUNNING, (USAGE, RUNNING)) as gauges:
         result = server.bench(_arguments(plan, load, seed, prompts))
     after = server.metrics()
-    details = {name: result.pop(name, None) for name in ("generated_texts", "ttfts", "itls", "start_times")}
-    right = prompts.right(details["generated_texts"]) if prompts.answers else []
+    right = prompts.right(result["generated_texts"]) if prompts.answers else []
     said = f"seed {seed}: {result['duration']:.1f} s, goodput {result['request_goodput']:.4f} requests/s"
     console.print(said + (f", {sum(right)} of {len(right)} right" if right else ""), style="dim")
     blocks = [share * (load.num_blocks - 1) for share in gauges.values[USAGE]]
-    return result | {
+    return {
+        **{name: value for name, value in result.items() if not isinstance(value, list)},
         "seed": seed,
         "right": right,
         **{name: after.get(key, 0.0) - before.get(key, 0.0) for name, key in COUNTERS.items()},
