@@ -191,7 +191,7 @@ def _without_statistics(model: Path) -> Iterator[Path]:
 
 
 def _prompts(plan: VllmPlan, load: ServeLoad, model: Path, folder: Path) -> list[Prompts]:
-    """Those of each turn."""
+    """What the client sends in each turn."""
     if plan.prompts == "random":
         return [Prompts()] * plan.turns
     from transformers import AutoTokenizer
