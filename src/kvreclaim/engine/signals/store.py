@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.ops.moving import move
 
 
 class ByteBudget:
@@ -142,7 +143,7 @@ class QueryStore(RowStore):
             places.append(positions % self.window)
         owners = np.repeat([self._rows[seq_id] for seq_id, *_ in chunks], [len(each) for each in rows])
         found = (np.concatenate(rows), owners, np.concatenate(places))
-        return StepQueries(self, *(torch.from_numpy(each).to(self.tensor.device) for each in found))
+        return StepQueries(self, *(move(each, self.tensor.device) for each in found))
 
     def copy(self, parent_id: Hashable, child_id: Hashable) -> None:
         super().copy(parent_id, child_id)
