@@ -140,7 +140,7 @@ SERVE = $(BIN)/kvreclaim bench vllm --vllm-python $(VLLM_PYTHON) --cases serve
 PLENTY = $(BIN)/kvreclaim bench vllm --vllm-python $(VLLM_PYTHON) --cases plenty
 bench-vllm-serve: setup vllm-env bench_models/qwen3-26m
 	$(SERVE) --json $(RESULTS)/vllm-serve-26m.json
-	$(PLENTY) --turns 6 --json $(RESULTS)/vllm-plenty-26m.json
+	$(PLENTY) --turns 4 --json $(RESULTS)/vllm-plenty-26m.json
 	-$(BIN)/kvreclaim fetch
 	model=$$($(BIN)/python -c "import kvreclaim; print(kvreclaim.real_model() or '')"); [ -z "$$model" ] || \
 		{ $(SERVE) --model "$$model" --prompts text --policy "shares(surrogate)" --json $(RESULTS)/vllm-serve-135m.json; \
