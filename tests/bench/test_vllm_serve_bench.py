@@ -41,6 +41,8 @@ if words[2] == "serve":
             self.send_response(200)
             self.end_headers()
             self.wfile.write(b"" if self.path == "/health" else text.encode())
+        def log_message(self, *_):
+            pass
     class Feed(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             assert self.path == "/page/feed"
@@ -52,8 +54,6 @@ if words[2] == "serve":
                     time.sleep(0.02)
             except OSError:
                 pass
-        def log_message(self, *_):
-            pass
         def log_message(self, *_):
             pass
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
@@ -166,7 +166,7 @@ def test_a_pool_that_is_never_short_beside_one_that_is_watched(tmp_path):
 def test_a_pool_that_was_short_is_an_error(tmp_path):
     result = bench(tmp_path, "--policy", "knorm", "--turns", 1, preempted=1, cases="plenty")
     assert isinstance(result.exception, RuntimeError)
-    assert "nobody is preempted" in str(result.exception)
+    assert "a request was preempted" in str(result.exception)
 
 
 def test_lookups_are_judged(tmp_path, real_dir):

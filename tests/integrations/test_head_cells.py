@@ -124,6 +124,22 @@ class Walk:
         self.free += request.blocks
         self.applier.begin(output(finished={request.name}))
 
+    def step(self, number: int, rng: random.Random) -> int:
+        """A request may come; each grows, after a pass if it is due; one may go. Returns: passes."""
+        num_passes = 0
+        if len(self.requests) < 3 and rng.random() < 0.4 and len(self.free) > 8:
+            self.requests.append(Request(f"r{number}"))
+            self.grow(self.requests[-1], rng.randint(1, 2 * S))
+        for request in list(self.requests):
+            if request.length >= self.settings.budget + S:
+                self.compress(request, rng)
+                num_passes += 1
+            if len(self.free) > 3:
+                self.grow(request, rng.randint(1, S))
+        if self.requests and rng.random() < 0.1:
+            self.end(rng.choice(self.requests))
+        return num_passes
+
     def check(self, order: list[Request]) -> None:
         """Every head of every request, through the tables of a step with one query each."""
         self.heads.announce([request.name for request in order])
@@ -164,18 +180,7 @@ def test_a_walk_against_lists(make: str, alternating: bool, policy: str, change:
     walk = Walk(make_layers(make, alternating), replace(SETTINGS, policy=policy, **change))
     num_passes = 0
     for number in range(60):
-        if len(walk.requests) < 3 and rng.random() < 0.4 and len(walk.free) > 8:
-            walk.requests.append(Request(f"r{number}"))
-            walk.grow(walk.requests[-1], rng.randint(1, 2 * S))
-        for request in list(walk.requests):
-            if request.length >= walk.settings.budget + S:
-                walk.compress(request, rng)
-                num_passes += 1
-            room = len(walk.free) - 2
-            if room > 1:
-                walk.grow(request, rng.randint(1, S))
-        if walk.requests and rng.random() < 0.1:
-            walk.end(rng.choice(walk.requests))
+        num_passes += walk.step(number, rng)
         if walk.requests:
             walk.check(rng.sample(walk.requests, len(walk.requests)))
     assert num_passes > 5

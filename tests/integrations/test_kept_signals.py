@@ -82,19 +82,7 @@ def test_scores_go_where_their_tokens_go(make: str, alternating: bool) -> None:
     rng = random.Random(f"{make} {alternating}")
     torch.manual_seed(2)
     walk = ScoredWalk(make_layers(make, alternating), replace(SETTINGS, policy="shares(kvzap)"))
-    num_passes = 0
-    for number in range(40):
-        if len(walk.requests) < 3 and rng.random() < 0.4 and len(walk.free) > 8:
-            walk.requests.append(Request(f"r{number}"))
-            walk.grow(walk.requests[-1], rng.randint(1, 2 * S))
-        for request in list(walk.requests):
-            if request.length >= walk.settings.budget + S:
-                walk.compress(request, rng)
-                num_passes += 1
-            if len(walk.free) > 3:
-                walk.grow(request, rng.randint(1, S))
-        if walk.requests and rng.random() < 0.1:
-            walk.end(rng.choice(walk.requests))
+    num_passes = sum(walk.step(number, rng) for number in range(40))
     assert num_passes > 5
 
 

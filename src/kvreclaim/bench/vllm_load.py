@@ -10,7 +10,7 @@ import json
 import random
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from kvreclaim.bench.common import Row
 from kvreclaim.bench.plans import VllmPlan
 from kvreclaim.bench.systems.vllm_peer import kv_bytes_per_token
 from kvreclaim.bench.systems.vllm_server import Gauges, VllmServer
-from kvreclaim.bench.vllm_pool import BLOCK_SIZE
+from kvreclaim.bench.vllm_pool import BLOCK_SIZE, WITHOUT
 from kvreclaim.calibrate.lookups import lookup_documents
 from kvreclaim.corpora import code, prose
 from kvreclaim.errors import InvalidArgumentError
@@ -128,15 +128,19 @@ def _server(plan: VllmPlan, load: ServeLoad, model: Path, option: Row | None) ->
     return VllmServer(plan.python, plan.threads, pool_bytes, model, options, plugin=option is not None)
 
 
-def run_turn(
-    plan: VllmPlan,
-    load: ServeLoad,
-    server: VllmServer,
-    console: Console,
-    turns: Iterator[tuple[int, Prompts]],
+def turns_of(
+    plan: VllmPlan, load: ServeLoad, server: VllmServer, console: Console, prompts: Sequence[Prompts]
+) -> Callable[[], Row]:
+    """What runs the client, each time with the next seed and its prompts."""
+    turns = enumerate(prompts, plan.seed)
+    return lambda: _turn(plan, load, server, console, *next(turns))
+
+
+def _turn(
+    plan: VllmPlan, load: ServeLoad, server: VllmServer, console: Console, seed: int, prompts: Prompts
 ) -> Row:
-    """One run of the client, and what the server's metrics said meanwhile. turns: seeds and prompts."""
-    (seed, prompts), before = next(turns), server.metrics()
+    """One run of the client, and what the server's metrics said meanwhile."""
+    before = server.metrics()
     with Gauges(server, RUNNING, (USAGE, RUNNING)) as gauges:
         result = server.bench(_arguments(plan, load, seed, prompts))
     after = server.metrics()
@@ -155,11 +159,50 @@ def run_turn(
     }
 
 
-def ratio(base: Sequence[Row], turns: Sequence[Row], name: str) -> float | None:
-    """Median of the turns' own ratios; None where the other side has none."""
-    if not all(one[name] for one in base):
-        return None
-    return median(own[name] / other[name] for own, other in zip(turns, base, strict=True))
+def make_row(
+    plan: VllmPlan,
+    load: ServeLoad,
+    system: str,
+    found: Mapping[str, Sequence[Row]],
+    *,
+    figures: Sequence[str],
+    compared: Mapping[str, str],
+) -> Row:
+    """A system's medians over its turns, and the turns.
+
+    found:    turns of all systems
+    compared: name of a ratio -> figure. A turn's ratio is to the same turn without the plugin; none where
+              that has nothing
+    """
+    turns, base, ours = found[system], found[WITHOUT], system != WITHOUT
+    right = [one for turn in turns for one in turn["right"]]
+    ratios = {
+        name: [own[figure] / other[figure] for own, other in zip(turns, base, strict=True)]
+        for name, figure in compared.items()
+        if all(one[figure] for one in base)
+    }
+    return {
+        "system": system,
+        **plan.facts(),
+        "policy": plan.policy if ours else None,
+        "budget": load.budget if ours else None,
+        "interval": plan.interval if ours else None,
+        "num_blocks": load.num_blocks - 1,
+        "block_size": BLOCK_SIZE,
+        "rate": plan.rate,
+        "prompts": plan.prompts,
+        **{f"{name}_ratio": median(ratios[name]) if name in ratios else None for name in compared},
+        **{f"{name}_ratios": each for name, each in ratios.items()},
+        **{name: median(one[name] for one in turns) for name in figures},
+        "right": fmean(right) if right else None,
+        "turns": turns,
+    }
+
+
+def beside(figure: str, name: str) -> Callable[[Row], str]:
+    """The figure, and for sides with the plugin the ratio of this name, if there is one."""
+    both = f"{figure} ({{{name}:.2f}} x)"
+    return lambda row: (both if row["budget"] and row[name] is not None else figure).format_map(row)
 
 
 def _arguments(plan: VllmPlan, load: ServeLoad, seed: int, prompts: Prompts) -> list[str]:

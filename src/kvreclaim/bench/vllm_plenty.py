@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import count
-from statistics import median
 from threading import Event, Thread
 from urllib.request import urlopen
 
@@ -19,7 +17,7 @@ from rich.console import Console
 from kvreclaim.bench.common import Columns, Row, alternate, cells, markdown
 from kvreclaim.bench.plans import VllmPlan
 from kvreclaim.bench.systems.vllm_server import free_port
-from kvreclaim.bench.vllm_load import ServeLoad, ratio, run_turn, serving
+from kvreclaim.bench.vllm_load import ServeLoad, beside, make_row, serving, turns_of
 from kvreclaim.bench.vllm_pool import WITH, WITHOUT, option_of
 
 WATCHED = f"{WITH}, watched"
@@ -31,7 +29,7 @@ FIGURES = (
     *("output_throughput", "median_itl_ms", "p99_itl_ms", "median_ttft_ms", "p99_ttft_ms", "preemptions"),
     *("passes", "pass_s", "duration", "mean_blocks", "peak_blocks", "total_output_tokens"),
 )
-RATIOS = {"speed": "output_throughput", "itl": "median_itl_ms", "p99_itl": "p99_itl_ms"}
+COMPARED = {"speed": "output_throughput", "itl": "median_itl_ms", "p99_itl": "p99_itl_ms"}
 
 
 def run(plan: VllmPlan, console: Console) -> list[Row]:
@@ -43,19 +41,17 @@ def run(plan: VllmPlan, console: Console) -> list[Row]:
     port, option = free_port(), option_of(plan, LOAD.budget)
     option["kv_compression"]["page_port"] = port
     with serving(plan, LOAD, {WITHOUT: None, WITH: option}, console) as (servers, prompts):
-
-        def turn(name: str) -> Callable[[], Row]:
-            pairs = zip(count(plan.seed), prompts, strict=False)
-            return partial(run_turn, plan, LOAD, servers[name], console, pairs)
-
+        plain, ours, seen = (
+            turns_of(plan, LOAD, servers[name], console, prompts) for name in (WITHOUT, WITH, WITH)
+        )
         sides: dict[str, Callable[[], Row]] = {
-            WITHOUT: turn(WITHOUT),
-            WITH: turn(WITH),
-            WATCHED: partial(watched, port, turn(WITH)),
+            WITHOUT: plain,
+            WITH: ours,
+            WATCHED: partial(watched, port, seen),
         }
         found = alternate(sides, plan.turns)
     check(found)
-    return [_row(plan, system, found) for system in found]
+    return [make_row(plan, LOAD, system, found, figures=FIGURES, compared=COMPARED) for system in found]
 
 
 def watched(port: int, turn: Callable[[], Row]) -> Row:
@@ -83,55 +79,33 @@ def check(found: Mapping[str, Sequence[Row]]) -> None:
     """Raises: RuntimeError."""
     for turns in zip(*found.values(), strict=True):
         without, ours, seen = turns
-        facts = {
-            "all answer equally many tokens": len({one["total_output_tokens"] for one in turns}) == 1,
-            "nobody is preempted": not any(one["preemptions"] for one in turns),
-            "the plugin compresses": without["passes"] == 0 < min(ours["passes"], seen["passes"]),
-            "the viewer sees frames": seen["frames"] > 0,
+        wrong = {
+            "the sides answered different numbers of tokens": len(
+                {one["total_output_tokens"] for one in turns}
+            )
+            > 1,
+            "a request was preempted": any(one["preemptions"] for one in turns),
+            "the plugin has not compressed": not min(ours["passes"], seen["passes"]),
+            "passes ran without the plugin": without["passes"] > 0,
+            "the viewer has seen no frame": not seen["frames"],
         }
-        for fact, holds in facts.items():
-            if not holds:
-                raise RuntimeError(f"in the turn with seed {without['seed']} it is not so that {fact}")
-
-
-def _row(plan: VllmPlan, system: str, found: Mapping[str, Sequence[Row]]) -> Row:
-    turns, base = found[system], found[WITHOUT]
-    ours = system != WITHOUT
-    return {
-        "system": system,
-        **plan.facts(),
-        "policy": plan.policy if ours else None,
-        "budget": LOAD.budget if ours else None,
-        "interval": plan.interval if ours else None,
-        "num_blocks": LOAD.num_blocks - 1,
-        "rate": plan.rate,
-        "prompts": plan.prompts,
-        **{f"{name}_ratio": ratio(base, turns, figure) for name, figure in RATIOS.items()},
-        "speed_ratios": [
-            one["output_throughput"] / other["output_throughput"]
-            for one, other in zip(turns, base, strict=True)
-        ],
-        **{name: median(one[name] for one in turns) for name in FIGURES},
-        "turns": turns,
-    }
-
-
-def _beside(figure: str, name: str) -> Callable[[Row], str]:
-    """The figure, and for the sides with the plugin what it is of the other's."""
-    return lambda row: (f"{figure} ({{{name}:.2f}} x)" if row["budget"] else figure).format_map(row)
+        for what, holds in wrong.items():
+            if holds:
+                raise RuntimeError(f"in the turn with seed {without['seed']} {what}")
 
 
 COLUMNS: Columns = {
     "system": "{system}",
-    "output tokens/s": _beside("{output_throughput:.1f}", "speed_ratio"),
+    "right": "{right:.3f}",
+    "output tokens/s": beside("{output_throughput:.1f}", "speed_ratio"),
     "slowest to fastest turn": lambda row: (
         f"{min(row['speed_ratios']):.2f} to {max(row['speed_ratios']):.2f} x" if row["budget"] else "-"
     ),
-    "between tokens, ms: p50": _beside("{median_itl_ms:.1f}", "itl_ratio"),
-    "p99": _beside("{p99_itl_ms:.1f}", "p99_itl_ratio"),
+    "between tokens, ms: p50": beside("{median_itl_ms:.1f}", "itl_ratio"),
+    "p99": beside("{p99_itl_ms:.1f}", "p99_itl_ratio"),
     "passes": "{passes:.0f}",
     "seconds in them": "{pass_s:.2f}",
-    "blocks: mean, most": "{mean_blocks:.0f}, {peak_blocks:.0f}",
+    "blocks: mean, maximum": "{mean_blocks:.0f}, {peak_blocks:.0f}",
 }
 
 

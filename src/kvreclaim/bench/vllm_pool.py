@@ -192,8 +192,8 @@ COLUMNS: Columns = {
     "system": lambda row: row["system"] + (f", budget {row['budget']}" if row["budget"] else ""),
     "steps": _beside("{steps:,}", "{steps_ratio:.2f} x fewer"),
     "preempted": "{preemptions}",
-    "running: mean, most": "{mean_running:.1f}, {max_running}",
-    "blocks: mean, most": "{mean_blocks:,.0f}, {peak_blocks:,}",
+    "running: mean, maximum": "{mean_running:.1f}, {max_running}",
+    "blocks: mean, maximum": "{mean_blocks:,.0f}, {peak_blocks:,}",
     "seconds": "{elapsed_s:,.1f}",
     "tokens/s": _beside("{tokens_per_s:,.0f}", "{speed_ratio:.2f} x"),
 }

@@ -8,16 +8,13 @@ stands behind a document, and an answer is right if it begins with that.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import count
-from statistics import fmean, median
 
 from rich.console import Console
 
 from kvreclaim.bench.common import Columns, Row, alternate, cells, markdown
 from kvreclaim.bench.plans import VllmPlan
-from kvreclaim.bench.vllm_load import LATENCIES, ServeLoad, ratio, run_turn, serving
-from kvreclaim.bench.vllm_pool import BLOCK_SIZE, WITH, WITHOUT, option_of
+from kvreclaim.bench.vllm_load import LATENCIES, ServeLoad, beside, make_row, serving, turns_of
+from kvreclaim.bench.vllm_pool import WITH, WITHOUT, option_of
 
 LOADS = {
     "random": ServeLoad(),
@@ -35,40 +32,12 @@ def run(plan: VllmPlan, console: Console) -> list[Row]:
     load = LOADS[plan.prompts]
     options = {WITHOUT: None, WITH: option_of(plan, load.budget)}
     with serving(plan, load, options, console) as (servers, prompts):
-        turns = {
-            name: partial(run_turn, plan, load, server, console, zip(count(plan.seed), prompts, strict=False))
-            for name, server in servers.items()
-        }
-        found = alternate(turns, plan.turns)
-    return _rows(plan, load, found)
-
-
-def _rows(plan: VllmPlan, load: ServeLoad, found: dict[str, list[Row]]) -> list[Row]:
-    rows = []
-    base = found[WITHOUT]
-    for system, turns in found.items():
-        rows.append(
-            {
-                "system": system,
-                **plan.facts(),
-                "policy": plan.policy if system == WITH else None,
-                "budget": load.budget if system == WITH else None,
-                "interval": plan.interval if system == WITH else None,
-                "num_blocks": load.num_blocks - 1,
-                "block_size": BLOCK_SIZE,
-                "rate": plan.rate,
-                "prompts": plan.prompts,
-                "objectives": list(plan.goodput),
-                "speed_ratio": ratio(base, turns, "output_throughput"),
-                "goodput_ratio": ratio(base, turns, "request_goodput"),
-                **{name: median(turn[name] for turn in turns) for name in FIGURES},
-                "right": fmean(right)
-                if (right := [one for turn in turns for one in turn["right"]])
-                else None,
-                "turns": turns,
-            }
-        )
-    return rows
+        sides = {name: turns_of(plan, load, server, console, prompts) for name, server in servers.items()}
+        found = alternate(sides, plan.turns)
+    more = {"objectives": list(plan.goodput)}
+    return [
+        make_row(plan, load, system, found, figures=FIGURES, compared=COMPARED) | more for system in found
+    ]
 
 
 FIGURES = (
@@ -76,12 +45,7 @@ FIGURES = (
     *("mean_blocks", "peak_blocks", "mean_running", "duration"),
     *(f"{kind}_{name}_ms" for name in LATENCIES for kind in ("median", "p99")),
 )
-
-
-def _beside(figure: str, ratio: str) -> Callable[[Row], str]:
-    """The figure, and for the side with the plugin what it is of the other's, if that has any."""
-    both = f"{figure} ({{{ratio}:.2f}} x)"
-    return lambda row: (both if row["budget"] and row[ratio] is not None else figure).format_map(row)
+COMPARED = {"speed": "output_throughput", "goodput": "request_goodput"}
 
 
 def _seconds(name: str) -> Callable[[Row], str]:
@@ -95,14 +59,14 @@ COLUMNS: Columns = {
     ),
     "answers": "{completed:.0f}",
     "right": "{right:.3f}",
-    "goodput, requests/s": _beside("{request_goodput:.3f}", "goodput_ratio"),
-    "output tokens/s": _beside("{output_throughput:.1f}", "speed_ratio"),
+    "goodput, requests/s": beside("{request_goodput:.3f}", "goodput_ratio"),
+    "output tokens/s": beside("{output_throughput:.1f}", "speed_ratio"),
     "first token, s": _seconds("ttft"),
     "per token, s": _seconds("tpot"),
     "to the end, s": _seconds("e2el"),
     "preempted": "{preemptions:.0f}",
     "running": "{mean_running:.1f}",
-    "blocks: mean, most": "{mean_blocks:.0f}, {peak_blocks:.0f}",
+    "blocks: mean, maximum": "{mean_blocks:.0f}, {peak_blocks:.0f}",
 }
 
 

@@ -39,7 +39,6 @@ NOT_TAKEN = ("stats", "recall", "verify", "verify_tokens", "auto_budget")
 """Fields of CompressionConfig that are set elsewhere, or that vLLM's scheduler has no place for."""
 Look = Callable[[bool], str | None]
 """Finds the file of the model's statistics where none is named; whether one may be made."""
-
 _FLAGS = {"calibrate": True, "opt_in": False, "snapshots": False}
 """Fields of Options that are true or false, and their defaults."""
 _FIELDS = tuple(field.name for field in fields(CompressionConfig) if field.name not in NOT_TAKEN)
