@@ -103,7 +103,8 @@ def _often(monkeypatch):
 
 def test_both_sides_get_the_same_in_turns(tmp_path):
     file = tmp_path / "out.json"
-    result = bench(tmp_path, "--policy", "knorm", "--turns", 3, "--rate", 2.5, "--json", file)
+    more = ("--budget", 320, "--turns", 3, "--rate", 2.5, "--json", file)
+    result = bench(tmp_path, "--policy", "knorm", *more)
     assert result.exit_code == 0, result.output
     without, ours = json.loads(file.read_text())["serve"]
     assert vllm_serve.serve_table([without, ours]) in result.stdout
@@ -127,7 +128,7 @@ def test_both_sides_get_the_same_in_turns(tmp_path):
     for name in ("--num-gpu-blocks-override", "--block-size", "--max-model-len", "--max-num-batched-tokens"):
         assert served[0][name] == served[1][name]
     option = json.loads(served[1]["--additional-config"])["kv_compression"]
-    assert (option["policy"], option["budget"]) == ("knorm", 256)
+    assert (option["policy"], option["budget"]) == ("knorm", 320)
 
 
 def test_no_goodput_has_no_ratio(tmp_path):

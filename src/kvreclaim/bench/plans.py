@@ -226,6 +226,7 @@ class VllmPlan(ModelPlan):
 
     cases: tuple[str, ...] = option(VLLM_CASES, "small, large, cost, serve, plenty; comma-separated.")
     policy: str = option("query_mixture", "Compression policy of the side with the plugin.")
+    budget: int = option(256, "Tokens that it keeps in cases serve and plenty.", low=1)
     interval: int = option(
         128, "Tokens over the budget at which the policy compresses.", low=1, unit=" token"
     )

@@ -58,7 +58,6 @@ class ServeLoad:
     output: int = 768
     spread: float = 0.33
     num_blocks: int = 129
-    budget: int = 256
     chunk: int = 512
     prefix_caching: bool = True
 
@@ -185,7 +184,7 @@ def make_row(
         "system": system,
         **plan.facts(),
         "policy": plan.policy if ours else None,
-        "budget": load.budget if ours else None,
+        "budget": plan.budget if ours else None,
         "interval": plan.interval if ours else None,
         "num_blocks": load.num_blocks - 1,
         "block_size": BLOCK_SIZE,

@@ -38,7 +38,7 @@ def run(plan: VllmPlan, console: Console) -> list[Row]:
     Raises: SkipPoint where vLLM fails; InvalidArgumentError where the plugin is not installed; RuntimeError
     where the sides did not do the same work, or not under these circumstances.
     """
-    port, option = free_port(), option_of(plan, LOAD.budget)
+    port, option = free_port(), option_of(plan, plan.budget)
     option["kv_compression"]["page_port"] = port
     with serving(plan, LOAD, {WITHOUT: None, WITH: option}, console) as (servers, prompts):
         plain, ours, seen = (

@@ -30,7 +30,7 @@ def run(plan: VllmPlan, console: Console) -> list[Row]:
     Raises: SkipPoint where vLLM fails; InvalidArgumentError where the plugin is not installed.
     """
     load = LOADS[plan.prompts]
-    options = {WITHOUT: None, WITH: option_of(plan, load.budget)}
+    options = {WITHOUT: None, WITH: option_of(plan, plan.budget)}
     with serving(plan, load, options, console) as (servers, prompts):
         sides = {name: turns_of(plan, load, server, console, prompts) for name, server in servers.items()}
         found = alternate(sides, plan.turns)
