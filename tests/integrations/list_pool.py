@@ -22,6 +22,7 @@ class FakeRequest:
     wanted: Any = None
     resumable: bool = False
     num_computed_tokens: int = 0
+    num_output_placeholders: int = 0
     spec_token_ids: list[int] = field(default_factory=list)
     slots: list[bool] = field(default_factory=list)
     said: int = 0

@@ -10,7 +10,6 @@ An Engine is expensive (10 to 20 s): make one for many tests, and close() it bef
 
 from __future__ import annotations
 
-import functools
 import itertools
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -308,25 +307,18 @@ def _take_trace(worker: Any) -> bytes:
 
 @contextmanager
 def forced_async() -> Iterator[None]:
-    """Engines made meanwhile schedule asynchronously, which the CPU platform otherwise forbids."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.plugins import load_general_plugins
+    """Engines made meanwhile schedule asynchronously, which the CPU platform otherwise forbids, whenever a
+    configuration is made."""
+    from vllm.platforms.cpu import CpuPlatform
 
-    from kvreclaim.integrations.vllm import family
+    inner = vars(CpuPlatform)["check_and_update_config"]
 
-    load_general_plugins()  # before ours is wrapped around it
-    inner = EngineArgs.create_engine_config
+    def check_and_update_config(cls: type, vllm_config: Any) -> None:
+        inner.__func__(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
 
-    @functools.wraps(inner)  # the plugin compares signatures
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        config = inner(self, *args, **kwargs)
-        config.scheduler_config.async_scheduling = True
-        if KEY in config.additional_config:
-            family.module("front").take_over(config)
-        return config
-
-    EngineArgs.create_engine_config = create_engine_config
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
     try:
         yield
     finally:
-        EngineArgs.create_engine_config = inner
+        CpuPlatform.check_and_update_config = inner

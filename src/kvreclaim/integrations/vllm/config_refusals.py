@@ -96,12 +96,9 @@ def _drafting(config: Any) -> str | None:
     return f"{found[0]} in --speculative-config" if found else None
 
 
-def _drafts_ahead(config: Any) -> str | None:
-    if config.speculative_config is None:
-        return None
-    if config.scheduler_config.async_scheduling:
-        return "--speculative-config beside asynchronous scheduling"
-    return "--speculative-config in the V2 model runner" if config.use_v2_model_runner else None
+def _drafts_in_v2(config: Any) -> str | None:
+    found = config.speculative_config is not None and config.use_v2_model_runner
+    return "--speculative-config in the V2 model runner" if found else None
 
 
 def _connector(config: Any) -> str | None:
@@ -132,9 +129,9 @@ CONFIG: tuple[ConfigRefusal, ...] = (
     ),
     ConfigRefusal(_drafting, "it is not tested"),
     ConfigRefusal(
-        _drafts_ahead,
-        "the scheduler does not know yet how many drafts were accepted, or it is not tested",
-        "use --no-async-scheduling and VLLM_USE_V2_MODEL_RUNNER=0, or remove --speculative-config",
+        _drafts_in_v2,
+        "it has drafters of its own, which are not tested",
+        "use VLLM_USE_V2_MODEL_RUNNER=0, or remove --speculative-config",
     ),
     ConfigRefusal(
         _greater("parallel_config.pipeline_parallel_size", "--pipeline-parallel-size"),

@@ -19,7 +19,7 @@ from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.options import Options, plain_footprint
 from kvreclaim.integrations.vllm.passes import Counts, StepMessage, Totals
-from kvreclaim.integrations.vllm.speculation import cut_drafts
+from kvreclaim.integrations.vllm.speculation import NO_DRAFTS, Drafts
 from kvreclaim.integrations.vllm.watched import query_window
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.schedule import Account, Footprint, Pass
@@ -28,13 +28,14 @@ from kvreclaim.schedule.budget.ledger import compress
 
 
 class VllmRequest(Protocol):
-    """Fields read of vLLM's request. num_computed_tokens counts the steps in flight; none of these tokens is
-    taken back: see speculation.py."""
+    """Fields read of vLLM's request. num_computed_tokens counts the steps in flight; of these tokens none is
+    taken back where a pass is decided: see speculation.py."""
 
     request_id: str
     num_computed_tokens: int
     num_prompt_tokens: int
     num_tokens: int
+    num_output_placeholders: int
     spec_token_ids: list[int]
     resumable: bool
     sampling_params: Any
@@ -110,8 +111,7 @@ class Ledger:
         pool:       see there
         block_size: of a block of the pool, tokens
         max_chunk:  tokens that one step computes at most
-        num_drafts: of speculative decoding, of a request in one step at most: those verified and those that
-                    a drafter writes behind them
+        drafts:     of speculative decoding
     """
 
     def __init__(
@@ -120,13 +120,13 @@ class Ledger:
         pool: PlacedPool,
         block_size: int,
         max_chunk: int,
-        num_drafts: int = 0,
+        drafts: Drafts = NO_DRAFTS,
     ) -> None:
         self.options = options
         self.pool = pool
         self.block_size = block_size
         self.max_chunk = max_chunk
-        self.num_drafts = num_drafts
+        self.drafts = drafts
         self.totals = Totals()
         self.records: dict[str, RequestAccount] = {}
         self._plain = plain_footprint(block_size, max_chunk)
@@ -152,10 +152,10 @@ class Ledger:
                 continue
             if record.footprint.is_due(*lengths, record.account) and not self._pass(request, record):
                 self._lacking.add(request.request_id)
-        if self.num_drafts:
+        if self.drafts.most:
             for request in running:
                 if request.spec_token_ids and not request.resumable:
-                    cut_drafts(request, self._until_pass(request))
+                    self.drafts.cut(request, self._until_pass(request))
         return self._passes
 
     def _until_pass(self, request: VllmRequest) -> int:
@@ -282,8 +282,8 @@ class Ledger:
         if not footprint.bounded or request.resumable:
             return None
         needed = footprint.slots_needed(request.num_prompt_tokens, request.num_tokens)
-        own = self._blocks(needed + self.num_drafts)
-        settled = self._blocks(min(request.num_tokens, footprint.decode_cap) + self.num_drafts)
+        own = self._blocks(needed + self.drafts.most)
+        settled = self._blocks(min(request.num_tokens, footprint.decode_cap) + self.drafts.most)
         return Caps(
             own=own,
             prefill=own + self.pool.others_most(request.num_tokens),
@@ -327,7 +327,7 @@ class Ledger:
     def most_blocks(self, num_tokens: int) -> int:
         """Blocks that one request of this length may hold under the engine's own settings."""
         footprint = self.options.settings.in_blocks(self.block_size).footprint(self._plain)
-        needed = footprint.slots_needed(num_tokens, num_tokens) + self.num_drafts
+        needed = footprint.slots_needed(num_tokens, num_tokens) + self.drafts.most
         return self._blocks(min(needed, num_tokens)) + self.pool.others_most(num_tokens)
 
     def _record(self, request: VllmRequest) -> RequestAccount:

@@ -12,7 +12,7 @@ from kvreclaim.integrations.vllm.groups import is_full, most_window_blocks
 from kvreclaim.integrations.vllm.metrics import Counters
 from kvreclaim.integrations.vllm.options import KEY, Options, is_bounded
 from kvreclaim.integrations.vllm.promise import check_cache_dtype, said
-from kvreclaim.integrations.vllm.speculation import num_drafts
+from kvreclaim.integrations.vllm.speculation import drafts_of
 from kvreclaim.integrations.vllm.v0_32 import chat_side
 from kvreclaim.integrations.vllm.wrapping import wrap
 from kvreclaim.memory.blocks import blocks_for
@@ -82,7 +82,7 @@ def capped_bytes(
     tokens = Options.of_config(vllm_config).bound(block_size, scheduler.max_num_batched_tokens)
     if tokens is None:
         return needed
-    tokens = min(longest, tokens + num_drafts(vllm_config))
+    tokens = min(longest, tokens + drafts_of(vllm_config).most)
     spared = blocks_for(longest, block_size) - blocks_for(tokens, block_size)
     return needed - spared * int(bytes_per_block())
 
@@ -209,7 +209,7 @@ def _check_length(request: Any, vllm_config: Any) -> None:
             "that fits."
         )
     prompt = _num_prompt(request)
-    most = prompt + request.sampling_params.max_tokens + num_drafts(vllm_config)
+    most = prompt + request.sampling_params.max_tokens + drafts_of(vllm_config).most
     if min(most, longest) > room:
         raise InvalidArgumentError(
             f"this request keeps all its tokens, {prompt} of the prompt and up to "

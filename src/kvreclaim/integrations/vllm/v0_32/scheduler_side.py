@@ -22,7 +22,7 @@ from kvreclaim.integrations.vllm.live.step_observer import StepObserver
 from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.promise import said
 from kvreclaim.integrations.vllm.refusals import refuse_groups, refuse_scheduler
-from kvreclaim.integrations.vllm.speculation import num_drafts
+from kvreclaim.integrations.vllm.speculation import drafts_of
 from kvreclaim.integrations.vllm.v0_32 import looking
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.changes import CompactionPlan, Shrunk, TableState
@@ -198,7 +198,7 @@ class SchedulerHooks:
         manager: Any = self.kv_cache_manager  # type: ignore[attr-defined]
         pool = VllmPool(manager)
         max_chunk = self.max_num_scheduled_tokens  # type: ignore[attr-defined]
-        self.reclaim = Ledger(options, pool, pool.tables.block_size, max_chunk, num_drafts(vllm_config))
+        self.reclaim = Ledger(options, pool, pool.tables.block_size, max_chunk, drafts_of(vllm_config))
         manager.__class__ = ReclaimKVCacheManager
         manager.reclaim, manager.scheduler = self.reclaim, self
         if options.snapshots:
