@@ -52,6 +52,11 @@ def lengths_of_passes(num_drafts: int, accepted: Sequence[int], ahead: bool, int
             request.known += 1 + right
             num_steps += 1
         request.spec_token_ids = [-1] * num_drafts
+        figures = ledger.figures(request)
+        assert figures is not None
+        assert figures["kv_tokens"] == request.known - 1 - figures["tokens_evicted"], (
+            "drafts in flight do not count"
+        )
     return lengths
 
 

@@ -273,7 +273,8 @@ class Ledger:
         record = self._record(request)
         if record.settings is None:
             return None
-        live = request.num_computed_tokens - record.account.num_evicted
+        settled = request.num_computed_tokens - request.num_output_placeholders
+        live = settled - record.account.num_evicted
         return asdict(record.counts) | {"kv_tokens": live}
 
     def caps(self, request: VllmRequest) -> Caps | None:
