@@ -53,6 +53,8 @@ class ListWorker:
         message = getattr(output, "kvreclaim", None)
         for done in message.passes if message else ():
             self.compress(done)
+        for block_id in output.new_block_ids_to_zero or ():
+            self.fill(block_id, ("zero",))
         for data in output.scheduled_new_reqs:
             self.rows[data.req_id] = Row(list(data.block_ids[self.group]), data.num_computed_tokens)
         for request_id, new, computed in zip(
@@ -137,18 +139,19 @@ class ListWorker:
         states = self.cells[block_id * self.size : (block_id + 1) * self.size]
         return all(state[0] == "full" for state in states)
 
+    def fill(self, block_id: int, state: State) -> None:
+        self.cells[block_id * self.size : (block_id + 1) * self.size] = [state] * self.size
+
     def slot(self, row: Row, place: int) -> int:
         return row.block_ids[place // self.size] * self.size + place % self.size
 
 
-class WindowWorker(ListWorker):
-    """One whose requests have tables in groups of sliding windows as well, with states of their own."""
-
-    WINDOW = 50
+class GroupWorker(ListWorker):
+    """One whose requests have tables in other groups as well."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.windows: dict[str, dict[int, list[int]]] = {}
+        self.others: dict[str, dict[int, list[int]]] = {}
         self.history: dict[str, list[State]] = {}
 
     def execute(self, output: Any) -> ModelRunnerOutput:
@@ -158,26 +161,62 @@ class WindowWorker(ListWorker):
             if request_id in cached.resumed_req_ids:
                 begun[request_id] = new
             elif new is not None:
-                for group, table in self.windows[request_id].items():
+                for group, table in self.others[request_id].items():
                     table.extend(new[group])
         for request_id, tables in begun.items():
             self.history.pop(request_id, None)
-            self.windows[request_id] = {
+            self.others[request_id] = {
                 group: list(ids) for group, ids in enumerate(tables) if group != self.group
             }
         return super().execute(output)
 
     def compute(self, request_id: str, count: int) -> None:
-        """What a window sees is what it would see without compression."""
+        """What another group sees is what it would see without compression."""
         row = self.rows[request_id]
         history = self.history.setdefault(request_id, list(row.states))
         start = row.num_computed
         super().compute(request_id, count)
         history += row.states[len(row.states) - count :]
-        for group, table in self.windows[request_id].items():
+        self.look_back(request_id, history, start)
+
+    def look_back(self, request_id: str, history: list[State], start: int) -> None:
+        """Read and write what the other groups hold of the tokens so far; those from start on are new."""
+        raise NotImplementedError
+
+
+class WindowWorker(GroupWorker):
+    """Groups of sliding windows, with states of their own."""
+
+    WINDOW = 50
+
+    def look_back(self, request_id: str, history: list[State], start: int) -> None:
+        for group, table in self.others[request_id].items():
             for place in range(max(0, start - self.WINDOW + 1), len(history)):
                 slot = table[place // self.size] * self.size + place % self.size
                 own = (*history[place], group)
                 if place >= start:
                     self.cells[slot] = own
                 assert self.cells[slot] == own, f"{request_id} finds {self.cells[slot]}, not {own}"
+
+
+class StateWorker(GroupWorker):
+    """Groups of recurrent state: a block holds one, of all tokens up to where a step has ended.
+
+    reach: tokens for which vLLM has one block
+    """
+
+    reach: int
+
+    def look_back(self, request_id: str, history: list[State], start: int) -> None:
+        for group, table in self.others[request_id].items():
+            if start:
+                block_id = table[(start - 1) // self.reach]
+                found, own = self.cells[block_id * self.size], _state(group, history[:start])
+                assert found == own, f"{request_id} finds {found}, not {own}"
+            self.fill(table[(len(history) - 1) // self.reach], _state(group, history))
+
+
+def _state(group: int, history: list[State]) -> State:
+    """Full where all of the tokens are."""
+    kind = "full" if all(state[0] == "full" for state in history) else "own"
+    return (kind, group, len(history), hash(tuple(history)))

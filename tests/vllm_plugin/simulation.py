@@ -3,6 +3,7 @@ fit to be fuzzed."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,19 +11,25 @@ from random import Random
 from typing import Any
 
 import torch
-from list_worker import ListWorker, WindowWorker
+from list_worker import ListWorker, StateWorker, WindowWorker
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvreclaim.integrations.vllm.groups import full_group
+from kvreclaim.integrations.vllm.groups import full_group, is_recurrent
 
 STOP = 7
 
@@ -35,12 +42,14 @@ def make_scheduler(
     asynchronous: bool = False,
     v2: bool = False,
     window: int | None = None,
+    states: bool = False,
     **engine: Any,
 ) -> Any:
     """The scheduler that an engine with these options would make; None: vLLM's own.
 
     num_blocks: of the pool, the null block included
     window:     of sliding windows, tokens, in a cache group before that of full attention and one behind it
+    states:     recurrent ones in these groups instead
     engine:     of EngineArgs; lengths in tokens
     """
     given = {"block_size": 32, "max_num_seqs": 16, "max_num_batched_tokens": 256, **engine}
@@ -58,22 +67,31 @@ def make_scheduler(
 
         family.module("front").take_over(config)
     config.cache_config.num_gpu_blocks = num_blocks
-    spec = FullAttentionSpec(block_size=given["block_size"], num_kv_heads=1, head_size=1, dtype=torch.float32)
-    groups = [KVCacheGroupSpec(["layer"], spec)]
+    size = given["block_size"]
+    spec = FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    groups, other = [KVCacheGroupSpec(["layer"], spec)], None
     if window is not None:
-        sliding = SlidingWindowSpec(
-            block_size=given["block_size"],
-            num_kv_heads=1,
-            head_size=1,
-            dtype=torch.float32,
-            sliding_window=window,
+        other = SlidingWindowSpec(
+            block_size=size, num_kv_heads=1, head_size=1, dtype=torch.float32, sliding_window=window
         )
-        groups = [KVCacheGroupSpec(["before"], sliding), *groups, KVCacheGroupSpec(["behind"], sliding)]
+    elif states:
+        config.cache_config.block_size = size
+        caching = config.cache_config.enable_prefix_caching
+        config.cache_config.mamba_cache_mode = "align" if caching else "none"
+        other = MambaSpec(
+            block_size=size if caching else config.model_config.max_model_len,
+            shapes=((2 * size,),),
+            dtypes=(torch.float32,),
+            mamba_cache_mode=config.cache_config.mamba_cache_mode,
+        )
+    if other is not None:
+        groups = [KVCacheGroupSpec(["before"], other), *groups, KVCacheGroupSpec(["behind"], other)]
+        size = math.lcm(size, other.block_size)
     register_all_kvcache_specs(config)
     made = config.scheduler_config.get_scheduler_cls()(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups),
-        block_size=given["block_size"],
+        block_size=size,
         log_stats=True,
         structured_output_manager=StructuredOutputManager(config),
     )
@@ -93,8 +111,12 @@ class World:
         group = full_group(self.manager.kv_cache_config)
         self.tables = self.managers[group]
         self.size = self.tables.block_size
-        worker = ListWorker if len(self.managers) == 1 else WindowWorker
+        other = next((each for each in self.managers if each is not self.tables), None)
+        is_state = other is not None and is_recurrent(other.kv_cache_spec)
+        worker = ListWorker if other is None else StateWorker if is_state else WindowWorker
         self.worker = worker(self.pool.num_gpu_blocks, self.size, Random(seed), group)
+        if is_state:
+            self.worker.reach = other.block_size
         self.depth = 2 if isinstance(scheduler, AsyncScheduler) else 1
         self.flying: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self.requests: dict[str, Request] = {}

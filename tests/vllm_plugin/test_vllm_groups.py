@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from engines import Engine
+from group_checks import check_batch, check_conversation, check_preemption
 from models import make_stats, random_prompts
-from oracle import passes_of
-from uneven import is_uneven
 from vllm.exceptions import VLLMValidationError
-from windowed import KINDS, check_windowed, make_gemma
+from windowed import KINDS, make_gemma
 
-from kvreclaim.integrations.vllm.groups import most_window_blocks
+from kvreclaim.integrations.vllm.groups import most_other_blocks
 
 BLOCK, CHUNK, NUM_BLOCKS = 32, 128, 60
 SETTINGS = {"budget": 128, "interval": 64, "sinks": 4, "recent": 32}
@@ -61,19 +59,7 @@ def is_asynchronous(engine: Engine) -> bool:
 
 def test_logprobs_are_those_of_the_tokens_kept_in_full_layers(engine: Engine, gemma: Path) -> None:
     """Beside requests by the engine's policy one by another, and one that is not compressed."""
-    prompts, wanted = random_prompts((600, 450, 400), seed=1), (None, {"policy": "keydiff"}, "off")
-    with engine.traced() as trace:
-        names = [
-            engine.add(prompt, 100, settings=asked) for prompt, asked in zip(prompts, wanted, strict=True)
-        ]
-        engine.run()
-    uneven = []
-    for name, prompt, asked in zip(names, prompts, wanted, strict=True):
-        answer, passes = engine.answer(name), passes_of(trace, name)
-        assert all(len(kept.positions) == KINDS.count("full_attention") for kept in passes)
-        assert not passes if asked == "off" else len(passes) >= 3
-        check_windowed(gemma, prompt, answer, passes)
-        uneven.append(is_uneven(passes))
+    uneven = check_batch(engine, gemma, (None, {"policy": "keydiff"}, "off"), KINDS.count("full_attention"))
     assert uneven == [is_asynchronous(engine), False, False]
 
 
@@ -98,80 +84,17 @@ def test_a_prompt_three_times_the_pool(engine: Engine) -> None:
 
 
 def test_what_is_computed_before_the_first_pass_is_hit_and_nothing_else(engine: Engine, gemma: Path) -> None:
-    """A conversation is sent again, compressed and not. In no group a block of a compressed request comes to
-    the prefix cache."""
-    [prompt] = random_prompts([400], seed=5)
-    hashed: dict[str, set[int]] = {}
-
-    def look() -> None:
-        for request in engine.scheduler.running:
-            name = request.request_id
-            if engine.scheduler.reclaim.is_compressed(name):
-                now = _hashed(engine, name)
-                assert now <= hashed.setdefault(name, now)
-
-    with engine.traced() as trace:
-        first = engine.add(prompt, 100)
-        engine.run(after_step=look)
-        said = engine.answer(first)
-        text = prompt + said.tokens
-        again = engine.add(text, 40)
-        engine.run(after_step=look)
-        whole = engine.add(text, 40, settings="off")
-        engine.run(after_step=look)
-    assert said.figures["compactions"] > 1
-    check_windowed(gemma, prompt, said, passes_of(trace, first))
-    # The second chunk makes the first pass due. Over a hit as long as that one chunk more is exact.
-    for name, hit in ((again, 2 * CHUNK), (whole, 3 * CHUNK)):
-        answer = engine.answer(name)
-        assert answer.cached_tokens == hit
-        check_windowed(gemma, text, answer, passes_of(trace, name))
-    assert len(hashed) == 2
-
-
-def _hashed(engine: Engine, name: str) -> set[int]:
-    managers = engine.scheduler.kv_cache_manager.coordinator.single_type_managers
-    blocks = [block for each in managers for block in each.req_to_blocks[name] if not block.is_null]
-    return {block.block_id for block in blocks if block.block_hash is not None}
+    """The second chunk makes the first pass due. Over a hit as long as that one chunk more is exact."""
+    check_conversation(engine, gemma, (2 * CHUNK, 3 * CHUNK))
 
 
 def test_compressed_requests_come_back_from_a_preemption(engine: Engine, gemma: Path) -> None:
-    """Somebody takes every free block while both are compressed, until vLLM has preempted the last one."""
-    scheduler, pool = engine.scheduler, engine.pool
-    taken: list[Any] = []
-    last: list[Any] = []
-    said: list[int] = []
-
-    def starve() -> None:
-        running = scheduler.running
-        if taken and len(running) < 2:
-            said.append(last[0].num_output_tokens)
-            pool.free_blocks(taken)
-            taken.clear()
-        elif taken or (
-            not last
-            and len(running) == 2
-            and all(scheduler.reclaim.is_compressed(request.request_id) for request in running)
-        ):
-            last[:] = [running[-1]]
-            taken.extend(pool.get_new_blocks(pool.get_num_free_blocks()))
-
-    prompts = random_prompts((300, 350), seed=7)
-    with engine.traced() as trace:
-        names = [engine.add(prompt, 120) for prompt in prompts]
-        watch = engine.run(after_step=starve)
-    assert watch.preemptions == 1
-    first, passes = engine.answer(names[0]), passes_of(trace, names[1])
-    check_windowed(gemma, prompts[0], first, passes_of(trace, names[0]))
-    again = next(n for n in range(1, len(passes)) if passes[n].num_computed <= passes[n - 1].num_computed)
-    answer = engine.answer(names[1])
-    check_windowed(gemma, prompts[1], answer, passes[:again], slice(said[0]))
-    check_windowed(gemma, prompts[1], answer, passes[again:], slice(said[0], None))
+    check_preemption(engine, gemma)
 
 
 def test_a_request_that_keeps_all_needs_room_for_its_windows_too(engine: Engine) -> None:
     """At the limit it is served; beyond it its prompt and windows would not fit, whoever waits for them."""
-    room = (NUM_BLOCKS - 1 - most_window_blocks(engine.config)) * BLOCK
+    room = (NUM_BLOCKS - 1 - most_other_blocks(engine.config)) * BLOCK
     prompt = random_prompts((room,), seed=8)[0]
     with pytest.raises(VLLMValidationError, match=f"keeps all its tokens.*holds {room};"):
         engine.add(prompt, 1, settings="off")

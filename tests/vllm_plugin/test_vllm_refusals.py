@@ -32,7 +32,7 @@ from kvreclaim.integrations.vllm.group_refusals import (
     refuse_config_with_groups,
     refuse_unnamed_groups,
 )
-from kvreclaim.integrations.vllm.groups import layer_kinds, most_window_blocks
+from kvreclaim.integrations.vllm.groups import layer_kinds, most_other_blocks
 from kvreclaim.integrations.vllm.refusals import (
     CACHE_DTYPES,
     SLOT_DTYPES,
@@ -250,7 +250,7 @@ def test_full_attention_beside_windows_is_taken(windows: Path) -> None:
     assert layer_kinds(config.model_config) == (1, 2, 64)
     each = spec(SlidingWindowSpec, sliding_window=64, block_size=config.cache_config.block_size)
     most = each.max_admission_blocks_per_request(config.max_in_flight_tokens, 10**9)
-    assert most_window_blocks(config) == 2 * most
+    assert most_other_blocks(config) == 2 * most
     refuse_unnamed_groups(config, cache_config(spec(), spec(SlidingWindowSpec, sliding_window=64)))
 
 

@@ -74,6 +74,36 @@ def test_random_traffic_leaves_every_block_where_it_belongs(
         ),
         seed,
     )
+    run_traffic(world, random)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_traffic_beside_recurrent_states(
+    model: Path, asynchronous: bool, caching: bool, seed: int
+) -> None:
+    random = Random(seed)
+    world = World(
+        make_scheduler(
+            model,
+            random.choice([40, 60]),
+            UNEVEN if seed % 2 else SMALL,
+            asynchronous=asynchronous,
+            states=True,
+            enable_prefix_caching=caching,
+            max_model_len=2048,
+            max_num_batched_tokens=random.choice([64, 128, 200]),
+            max_num_seqs=random.choice([2, 8]),
+            scheduling_policy=random.choice(["fcfs", "priority"]),
+            prefix_cache_retention_interval=random.choice([0, 64, None]),
+        ),
+        seed,
+    )
+    run_traffic(world, random)
+
+
+def run_traffic(world: World, random: Random) -> None:
     if random.random() < 0.5:  # admission without a forecast: preemptions
         world.scheduler.reclaim.room = lambda request, running: 0
     prefixes = [tokens(random, random.choice([40, 100, 300])) for _ in range(3)]
@@ -150,6 +180,18 @@ def test_windows_are_hit_where_a_request_was_exact(model: Path) -> None:
     """vLLM would keep those before the prompt's end alone; the first pass comes in the third chunk."""
     world = World(make_scheduler(model, 60, SMALL, window=33, max_num_batched_tokens=64, max_model_len=2048))
     world.worker.WINDOW = 33
+    prompt = tokens(Random(1), 300)
+    for name in ("a", "b"):
+        world.add(name, prompt, 40)
+        world.drain()
+    assert world.hits == 128
+    world.check_empty()
+
+
+def test_a_state_is_hit_where_a_request_was_exact(model: Path) -> None:
+    """vLLM would keep that before the prompt's end alone; the first pass comes after the second chunk."""
+    more = {"max_num_batched_tokens": 64, "max_model_len": 2048}
+    world = World(make_scheduler(model, 60, SMALL, states=True, **more))
     prompt = tokens(Random(1), 300)
     for name in ("a", "b"):
         world.add(name, prompt, 40)

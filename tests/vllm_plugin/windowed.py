@@ -1,5 +1,5 @@
-"""Random models with sliding windows beside full attention, and transformers with tokens dropped in the
-layers with full attention alone.
+"""Random models with sliding windows or recurrent layers beside full attention, and transformers with tokens
+dropped in the layers with full attention alone.
 
 >>> directory = make_gemma(tmp_path / "gemma")
 >>> check_windowed(directory, prompt, engine.answer(name), passes_of(trace, name))
@@ -112,13 +112,15 @@ def _save(network: PreTrainedModel, path: Path) -> Path:
 def windowed_logprobs(
     model: Path, prompt: Sequence[int], output: Sequence[int], passes: Sequence[Kept]
 ) -> Tensor:
-    """As oracle.logprobs_with_drops, of a model whose windows see what they always see."""
+    """As oracle.logprobs_with_drops, of a model whose other layers see what they always see."""
     network = oracle._load(model)
     config, ids = network.config, torch.tensor([[*prompt, *output]])
     count, at = ids.shape[1], 0
     age = torch.arange(count)[:, None] - torch.arange(count)
     for kind, layer in zip(config.layer_types, network.model.layers, strict=True):
-        attention = layer.self_attn
+        attention = getattr(layer, "self_attn", None)
+        if attention is None:
+            continue
         attention.kv_rounding = None
         if kind == "full_attention":
             attention.seen = oracle.attention_mask(passes, at, config.num_attention_heads, count)

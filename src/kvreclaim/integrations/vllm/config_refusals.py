@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvreclaim.integrations.vllm import family
+from kvreclaim.integrations.vllm.groups import layer_kinds
 from kvreclaim.integrations.vllm.refusals import (
     CACHE_DTYPES,
     DISTANCES,
@@ -70,6 +71,11 @@ def _windows(config: Any) -> str | None:
     if config.cache_config.sliding_window is not None:
         return f"sliding-window layers (all, with a window of {window} tokens)"
     return None
+
+
+def _hybrid(config: Any) -> str | None:
+    unnamed = config.model_config.is_hybrid and layer_kinds(config.model_config) is None
+    return "a hybrid model whose configuration names no layer_types" if unnamed else None
 
 
 def _dual_chunk(config: Any) -> str | None:
@@ -207,8 +213,8 @@ CONFIG: tuple[ConfigRefusal, ...] = (
         "its state does not grow, there is nothing to compress",
     ),
     other_model(
-        _set("model_config.is_hybrid", "a hybrid model (Mamba or linear attention beside attention)"),
-        "its cache has several groups, and compression keeps one length per request",
+        _hybrid,
+        "how many layers have attention, and how many a recurrent state, is known from these",
     ),
     other_model(
         _set("model_config.use_mla", "multi-head latent attention (MLA)"),

@@ -1,14 +1,15 @@
-"""What does not go with several cache groups, full attention beside sliding windows: not tested so far."""
+"""What does not go with several cache groups, full attention beside sliding windows or recurrent layers: not
+tested so far, or impossible."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.integrations.vllm import family
 from kvreclaim.integrations.vllm.groups import layer_kinds
 from kvreclaim.integrations.vllm.refusals import OTHER_MODEL, ConfigRefusal, other_model
 
-WHERE = " for a model whose layers are of several kinds (full attention beside sliding windows)"
 UNTESTED = "it is not tested"
 CONFIG: tuple[ConfigRefusal, ...] = (
     ConfigRefusal(
@@ -20,6 +21,19 @@ CONFIG: tuple[ConfigRefusal, ...] = (
     ConfigRefusal(
         lambda config: "--kv-offloading-size" if config.kv_transfer_config is not None else None, UNTESTED
     ),
+)
+RECURRENT: tuple[ConfigRefusal, ...] = (
+    ConfigRefusal(
+        lambda config: "the V2 model runner" if config.use_v2_model_runner else None,
+        UNTESTED,
+        "set VLLM_USE_V2_MODEL_RUNNER=0",
+    ),
+)
+STATISTICS = ConfigRefusal(
+    lambda config: "query statistics" if _is_recurrent(config) else None,
+    "`kvreclaim calibrate` cannot run it to make them",
+    "leave out stats and name a policy without them, such as shares(keydiff), lagkv or streaming_llm",
+    UnsupportedModelError,
 )
 MODEL = other_model(
     lambda config: (
@@ -35,9 +49,24 @@ def refuse_config_with_groups(vllm_config: Any) -> None:
 
     Raises: InvalidArgumentError.
     """
-    if layer_kinds(vllm_config.model_config) is not None:
-        for row in CONFIG:
-            row.check(vllm_config, WHERE)
+    kinds = layer_kinds(vllm_config.model_config)
+    if kinds is not None:
+        for row in (*CONFIG, *(RECURRENT if kinds.window is None else ())):
+            row.check(
+                vllm_config,
+                f" for a model whose layers are of several kinds (full attention beside {kinds.words})",
+            )
+
+
+def refuse_statistics(vllm_config: Any) -> None:
+    """Check a model for which the policy, or the operator, wants query statistics. Raises:
+    UnsupportedModelError."""
+    STATISTICS.check(vllm_config, " of a model with recurrent layers")
+
+
+def _is_recurrent(config: Any) -> bool:
+    kinds = layer_kinds(config.model_config)
+    return kinds is not None and kinds.window is None
 
 
 def refuse_unnamed_groups(vllm_config: Any, kv_cache_config: Any) -> None:

@@ -76,7 +76,7 @@ def configure(config: Any) -> None:
     """
     from kvreclaim.integrations.vllm import family, signatures
     from kvreclaim.integrations.vllm.config_refusals import refuse_config
-    from kvreclaim.integrations.vllm.group_refusals import refuse_config_with_groups
+    from kvreclaim.integrations.vllm.group_refusals import refuse_config_with_groups, refuse_statistics
     from kvreclaim.integrations.vllm.model_statistics import ModelToLoad, find_statistics
     from kvreclaim.integrations.vllm.options import Options
     from kvreclaim.integrations.vllm.promise import check_cache_dtype
@@ -88,13 +88,19 @@ def configure(config: Any) -> None:
     refuse_config(config)
     refuse_config_with_groups(config)
 
+    def look(make: bool) -> str | None:
+        refuse_statistics(config)
+        return find_statistics(ModelToLoad.of_config(config), make)
+
     options = Options.find(
         config.additional_config,
         os.environ,
-        lambda make: find_statistics(ModelToLoad.of_config(config), make),
+        look,
         partial(refuse_config_with_signals, config),
     )
     assert options is not None
+    if options.stats is not None:
+        refuse_statistics(config)
     refuse_config_with_snapshots(config, options)
     check_cache_dtype(options.settings, config)
     # What came by the environment reaches every process; the caller's own object stays as it is.

@@ -243,6 +243,13 @@ class Ledger:
         end = step.stop // self.block_size * self.block_size
         return end if is_last and end - step.start >= tail else early
 
+    def ends_exact(self, request: VllmRequest, step: range) -> bool:
+        """Whether the first pass follows this step, and the step ends with a block: others may still find the
+        recurrent state that it leaves."""
+        record = self._record(request)
+        is_last = record.footprint.is_due(step.stop, request.num_prompt_tokens, record.account)
+        return is_last and not record.account.num_evicted and step.stop % self.block_size == 0
+
     def is_current(self, done: Pass[str]) -> bool:
         """Whether the blocks of the pass are still its request's: not since it was preempted or finished."""
         record = self.records.get(done.seq_id)

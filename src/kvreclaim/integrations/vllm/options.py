@@ -165,6 +165,12 @@ class Options:
         )
         _check_names(wanted, _FIELDS, KEY)
         if wanted.get("policy") == AUTO:
+            require(
+                self.stats is not None,
+                f"policy auto in {KEY} is what calibration found best, and this server, started with "
+                f"{self.settings.policy!r}, has no statistics; ask for that policy, or for another one "
+                "without statistics such as streaming_llm or knorm.",
+            )
             wanted = {**wanted, "policy": self.settings.policy}
         if "policy" in wanted and wanted["policy"] != self.settings.policy:
             wanted = {"options": {}, **wanted}

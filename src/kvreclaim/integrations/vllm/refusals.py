@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
-from kvreclaim.integrations.vllm.groups import is_full, layer_specs
+from kvreclaim.integrations.vllm.groups import full_group, is_full, is_recurrent, layer_specs
 
 SLOT_DTYPES = (
     *("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head"),
@@ -52,7 +52,7 @@ def other_model(find: Callable[[Any], str | None], why: str, remedy: str = OTHER
 
 
 def refuse_groups(kv_cache_config: Any) -> None:
-    """Check a KVCacheConfig: one group of ordinary full attention, beside sliding windows at most.
+    """Check a KVCacheConfig: one group of ordinary full attention, beside sliding windows or recurrent state.
 
     Raises: UnsupportedModelError.
     """
@@ -61,13 +61,15 @@ def refuse_groups(kv_cache_config: Any) -> None:
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     full = [spec for spec in specs if is_full(spec)]
     windows = [spec for spec in specs if type(spec) is SlidingWindowSpec]
-    if len(specs) != 1 and (len(full) != 1 or len(windows) != len(specs) - 1):
+    states = [spec for spec in specs if is_recurrent(spec)]
+    others = len(specs) - 1
+    if others and (len(full) != 1 or others not in (len(windows), len(states))):
         kinds = ", ".join(type(spec).__name__ for spec in specs) or "none"
         raise UnsupportedModelError(
-            "kv_compression needs one group of layers with full attention, beside none or groups of sliding "
-            f"windows; this model has {len(specs)} ({kinds}); {OTHER_MODEL}, {ELSE}."
+            "kv_compression needs one group of layers with full attention, beside none, or groups of sliding "
+            f"windows or of recurrent state; this model has {len(specs)} ({kinds}); {OTHER_MODEL}, {ELSE}."
         )
-    sizes = sorted({spec.block_size for spec in specs})
+    sizes = sorted({spec.block_size for spec in (*full, *windows)})
     if len(sizes) > 1:
         raise UnsupportedModelError(
             "kv_compression needs groups of layers with one block size, in which it counts; this model has "
@@ -76,11 +78,11 @@ def refuse_groups(kv_cache_config: Any) -> None:
     for spec in layer_specs(full[0] if full else specs[0]):
         for row in GROUP:
             row.check(spec)
-    if len(specs) > 1 and kv_cache_config.needs_kv_cache_zeroing:
+    kinds = {(one.dtype, one.kv_quant_mode) for spec in (*full, *windows) for one in layer_specs(spec)}
+    if others and len(kinds) > 1:
         raise UnsupportedModelError(
-            "kv_compression does not work with several groups of layers in several precisions: vLLM zeroes "
-            "the blocks that it hands out, which is not tested; use one --kv-cache-dtype for all layers, "
-            f"{ELSE}."
+            "kv_compression does not work with several groups of layers in several precisions: it is not "
+            f"tested; use one --kv-cache-dtype for all layers, {ELSE}."
         )
 
 
@@ -126,11 +128,12 @@ def refuse_scheduler(scheduler: Any) -> None:
 
     Raises: InvalidArgumentError.
     """
-    manager = scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+    caches = scheduler.kv_cache_manager
+    manager = caches.coordinator.single_type_managers[full_group(caches.kv_cache_config)]
     found = {
         "an encoder-cache connector": scheduler.ec_connector is not None,
         f"prefix hashes of {scheduler.hash_block_size} tokens in blocks of {manager.block_size}": (
-            scheduler.hash_block_size != manager.block_size
+            caches.block_pool.enable_caching and scheduler.hash_block_size != manager.block_size
         ),
     }
     for what, holds in found.items():

@@ -42,7 +42,7 @@ CONFIG: tuple[ConfigRefusal, ...] = (
         f"remove it, or {OTHER}",
     ),
     ConfigRefusal(
-        lambda config: None if layer_kinds(config.model_config) is None else "sliding windows",
+        lambda config: (kinds := layer_kinds(config.model_config)) and kinds.words,
         UNTESTED,
         OTHER,
     ),

@@ -35,8 +35,8 @@ CONFIG: tuple[ConfigRefusal, ...] = (
         REMEDY,
     ),
     ConfigRefusal(
-        lambda config: None if layer_kinds(config.model_config) is None else "sliding windows",
-        "a snapshot has no blocks of the window layers",
+        lambda config: (kinds := layer_kinds(config.model_config)) and kinds.words,
+        "a snapshot has no blocks of these layers",
         'remove "snapshots"',
     ),
     ConfigRefusal(_events, "events would name blocks that no earlier event announced", REMEDY),

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.asking import is_asked_for
-from kvreclaim.integrations.vllm.groups import is_full, most_window_blocks
+from kvreclaim.integrations.vllm.groups import is_full, most_other_blocks
 from kvreclaim.integrations.vllm.metrics import Counters
 from kvreclaim.integrations.vllm.options import KEY, Options, is_bounded
 from kvreclaim.integrations.vllm.promise import check_cache_dtype, said
@@ -199,7 +199,7 @@ def _check_length(request: Any, vllm_config: Any) -> None:
     engines = (
         parallel.data_parallel_size_local if parallel.local_engines_only else parallel.data_parallel_size
     )
-    spare = 1 + most_window_blocks(vllm_config)
+    spare = 1 + most_other_blocks(vllm_config)
     room = (cache.num_gpu_blocks // engines - spare) * cache.block_size
     longest = vllm_config.model_config.max_model_len
     if request.resumable and longest > room:

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kvreclaim.errors import UnsupportedModelError
-from kvreclaim.integrations.vllm.groups import full_layers
+from kvreclaim.integrations.vllm.groups import full_layers, has_states
 from kvreclaim.model.rotation import frequencies_in, rotary_frequencies
 from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.rope_probe import POSITIONS, loudest
@@ -59,21 +59,23 @@ class AttentionRecorder:
 
 
 def every_layer(runner: Any) -> list[Attention]:
-    """The decoder's layers, in the order of their index, without a drafter's.
+    """The decoder's layers with attention, in the order of their index, without a drafter's.
 
-    Raises: UnsupportedModelError where a layer of the model keeps its state elsewhere.
+    Raises: UnsupportedModelError where a layer of the model keeps its state in no cache group.
     """
     found = get_layers_from_vllm_config(runner.vllm_config, Attention)
     for name in drafter_layers(runner):
         del found[name]
     by_index = {extract_layer_index(name): layer for name, layer in found.items()}
     expected = runner.model_config.hf_text_config.num_hidden_layers
-    if len(by_index) != len(found) or sorted(by_index) != list(range(expected)):
+    indices = sorted(by_index)
+    some = has_states(runner.kv_cache_config)
+    if len(by_index) != len(found) or not (some or indices == list(range(expected))):
         raise UnsupportedModelError(
             f"{runner.model_config.model} has {len(found)} attention layers that vLLM pages, numbers "
-            f"{sorted(by_index)}, but {expected} layers; use a model whose every layer is softmax attention."
+            f"{indices}, but {expected} layers; use a model whose every layer is softmax attention."
         )
-    return [by_index[index] for index in range(expected)]
+    return [by_index[index] for index in indices]
 
 
 def attention_layers(runner: Any) -> list[Attention]:

@@ -16,7 +16,13 @@ from vllm.v1.request import RequestStatus
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm import family, signatures
-from kvreclaim.integrations.vllm.groups import full_group, window_blocks
+from kvreclaim.integrations.vllm.groups import (
+    IN_FLIGHT,
+    full_group,
+    is_recurrent,
+    state_blocks,
+    window_blocks,
+)
 from kvreclaim.integrations.vllm.ledger import Ledger
 from kvreclaim.integrations.vllm.live.step_observer import StepObserver
 from kvreclaim.integrations.vllm.options import Options
@@ -29,8 +35,6 @@ from kvreclaim.memory.changes import CompactionPlan, Shrunk, TableState
 
 FIGURES = "kvreclaim"
 RUNNING = RequestStatus.RUNNING
-IN_FLIGHT = 2
-"""Tokens of one request that decodes, in steps that the asynchronous scheduler has under way."""
 
 
 class VllmPool:
@@ -47,7 +51,9 @@ class VllmPool:
     def __init__(self, manager: KVCacheManager) -> None:
         managers = manager.coordinator.single_type_managers
         self.tables = managers[full_group(manager.kv_cache_config)]
-        self.windows = [each for each in managers if each is not self.tables]
+        self.others = [each for each in managers if each is not self.tables]
+        self.windows = [each for each in self.others if not is_recurrent(each.kv_cache_spec)]
+        self.states = [each for each in self.others if each not in self.windows]
         self.pool = manager.block_pool
 
     def covering(self, num_spare: int) -> VllmPool:
@@ -67,23 +73,14 @@ class VllmPool:
         return len(self.tables.req_to_blocks.get(request_id, ()))
 
     def others_held(self, request_id: str) -> int:
-        tables = (each.req_to_blocks.get(request_id, ()) for each in self.windows)
+        tables = (each.req_to_blocks.get(request_id, ()) for each in self.others)
         return sum(not block.is_null for table in tables for block in table)
 
     def others_most(self, num_tokens: int) -> int:
-        return sum(
-            min(blocks_for(num_tokens, each.block_size), each.max_admission_blocks_per_request)
-            for each in self.windows
-        )
+        return sum(min(blocks_for(num_tokens, each.block_size), _most(each)) for each in self.others)
 
     def others_settled(self, num_tokens: int) -> int:
-        return sum(
-            min(
-                blocks_for(num_tokens, each.block_size),
-                window_blocks(each.sliding_window, each.block_size, IN_FLIGHT),
-            )
-            for each in self.windows
-        )
+        return sum(min(blocks_for(num_tokens, each.block_size), _settled(each)) for each in self.others)
 
     def table_state(self, request_id: str) -> TableState:
         blocks, _ = self._split(request_id)
@@ -103,10 +100,12 @@ class VllmPool:
         fresh = iter(self.pool.get_new_blocks(plan.targets.count(None)))
         targets = [next(fresh) if block is None else own[block] for block in plan.targets]
         target_ids = tuple(block.block_id for block in targets)
+        if self.states:  # none is zeroed after the pass, because somebody had it in this step, too
+            self.tables.new_block_ids = [n for n in self.tables.new_block_ids if n not in target_ids]
         table = targets + spare
         holes = [self.pool.null_block] * (self.places(request_id) - len(table))
         self.tables.req_to_blocks[request_id] = table + holes
-        for each in (self.tables, *self.windows):
+        for each in (self.tables, *self.others):
             each.num_cached_block[request_id] = sys.maxsize  # all is in the prefix index that ever will be
         kept = set(target_ids)
         self.pool.free_blocks([block for key, block in reversed(own.items()) if key not in kept])
@@ -117,6 +116,22 @@ class VllmPool:
         blocks = [block for block in self.tables.req_to_blocks[request_id] if not block.is_null]
         end = len(blocks) - self.num_spare
         return blocks[:end], blocks[end:]
+
+
+def _most(manager: Any) -> int:
+    """Blocks of a request at most in a group that is not compressed."""
+    if is_recurrent(spec := manager.kv_cache_spec):
+        return state_blocks(
+            spec.mamba_cache_mode == "align", spec.num_prefill_checkpoint_blocks, in_flight=IN_FLIGHT
+        )
+    return int(manager.max_admission_blocks_per_request)
+
+
+def _settled(manager: Any) -> int:
+    """The same, once the prompt is computed."""
+    if is_recurrent(spec := manager.kv_cache_spec):
+        return state_blocks(spec.mamba_cache_mode == "align", num_checkpoints=0, in_flight=1)
+    return window_blocks(manager.sliding_window, manager.block_size, IN_FLIGHT)
 
 
 class ReclaimKVCacheManager(KVCacheManager):
@@ -138,9 +153,14 @@ class ReclaimKVCacheManager(KVCacheManager):
         if len(blocks.blocks) == 1:
             num_blocks = most // self.reclaim.block_size
             return self.create_kv_cache_blocks((list(blocks.blocks[0][:num_blocks]),)), most, 0
-        # Windows have other blocks in front of a shorter prefix, if they still have them.
+        # Other groups have other blocks in front of a shorter prefix, if they still have them.
         found, num_tokens, _ = self.coordinator.find_longest_cache_hit(request.block_hashes, most)
         return self.create_kv_cache_blocks(found), num_tokens, 0
+
+    def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
+        """The asynchronous scheduler hashes blocks once it knows their tokens."""
+        if not self.reclaim.is_compressed(request.request_id):
+            super().cache_blocks(request, num_computed_tokens)
 
     def holes(self, request: Any) -> int:
         """Places of evicted tokens in the table that a request which waits would begin with."""
@@ -155,7 +175,9 @@ class ReclaimKVCacheManager(KVCacheManager):
         if request.status is RUNNING:
             if not self.reclaim.may_go_on(request):
                 return None
-            self._keep_windows(request, step)
+            self._keep_for_others(request, step)
+            if self.reclaim.is_compressed(request.request_id):
+                kwargs["delay_cache_blocks"] = True  # states find a way past num_cached_block
             return super().allocate_slots(request, *args, **kwargs)
         caps = self.reclaim.caps(request)
         tables = self.reclaim.pool.tables  # type: ignore[attr-defined]
@@ -164,12 +186,14 @@ class ReclaimKVCacheManager(KVCacheManager):
         if room is None:
             return None
         kwargs["reserved_blocks"] = max(kwargs.get("reserved_blocks", 0), room)
-        self._keep_windows(request, step)
+        self._keep_for_others(request, step)
         return super().allocate_slots(request, *args, **kwargs)
 
-    def _keep_windows(self, request: Any, step: range) -> None:
-        """Tell vLLM of which windows others need the blocks: see Ledger.hit_boundary."""
+    def _keep_for_others(self, request: Any, step: range) -> None:
+        """Tell vLLM of which windows and states others need the blocks: see Ledger.hit_boundary."""
         pool: VllmPool = self.reclaim.pool  # type: ignore[assignment]
+        if pool.states and self.reclaim.ends_exact(request, step):
+            request.shared_prefix_boundary = step.stop
         if pool.windows:
             size = pool.tables.block_size
             tail = max(blocks_for(each.sliding_window - 1, size) for each in pool.windows) * size

@@ -1,0 +1,90 @@
+"""Recurrent layers beside compressed full attention: short convolutions with prefix caching, where vLLM keeps
+states at ends of blocks, and Mamba2 without, where a request has one state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import Engine
+from group_checks import check_batch, check_conversation, check_preemption
+from models import random_prompts
+from recurrent import ROTATED, make_granite, make_lfm2
+
+from kvreclaim.integrations.vllm.groups import layer_kinds, most_other_blocks
+
+CHUNK = 128
+SETTINGS: dict[str, dict[str, Any]] = {
+    "lfm2": {"policy": "shares(keydiff)", "interval": 64},
+    "granite": {"policy": "shares(knorm)", "interval": 128},
+}
+"""A pass gives two blocks back."""
+
+
+@pytest.fixture(scope="module", params=["lfm2", "granite"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    make = {"lfm2": make_lfm2, "granite": make_granite}[request.param]
+    return make(tmp_path_factory.mktemp("models") / request.param)
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[Engine]:
+    """The schedulers take turns."""
+    more: dict[str, Any] = {"compilation_config": ROTATED}
+    if model.name == "granite":
+        more = {"asynchronous": True, "enable_prefix_caching": False}
+    engine = Engine(
+        model,
+        compression={**SETTINGS[model.name], "budget": 128, "sinks": 4, "recent": 32},
+        num_blocks=60,
+        chunk=CHUNK,
+        max_len=8192,
+        dtype="float32",
+        **more,
+    )
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(autouse=True)
+def empty(engine: Engine) -> Iterator[None]:
+    """No test hits what another one left."""
+    yield
+    assert engine.is_empty()
+
+
+def test_logprobs_are_those_of_the_tokens_kept_in_attention_layers(engine: Engine, model: Path) -> None:
+    """Beside requests by the engine's policy one by another, and one that is not compressed."""
+    assert check_batch(engine, model, (None, {"policy": "lagkv"}, "off"), 2) == [True, False, False]
+
+
+def test_a_long_prompt_holds_its_budget_and_its_states(engine: Engine) -> None:
+    kinds = layer_kinds(engine.config.model_config)
+    assert kinds == (2, 4, None)
+    size = engine.config.cache_config.block_size
+    [prompt] = random_prompts([min(4000, 2 * 60 * size)], seed=4)
+    name = engine.add(prompt, 20)
+    watch = engine.run()
+    answer, ledger = engine.answer(name), engine.scheduler.reclaim
+    assert answer.figures["tokens_evicted"] + answer.figures["kv_tokens"] == len(prompt) + 19
+    most = ledger.most_blocks(8192)
+    assert max(watch.used) <= most
+    assert ledger.pool.others_most(8192) <= most_other_blocks(engine.config) < most
+
+
+def test_what_is_computed_before_the_first_pass_is_hit_and_nothing_else(engine: Engine, model: Path) -> None:
+    """The second chunk makes the first pass due; over a hit as long as that one chunk more is exact."""
+    check_conversation(engine, model, (2 * CHUNK, 3 * CHUNK) if model.name == "lfm2" else (0, 0))
+
+
+def test_compressed_requests_come_back_from_a_preemption(engine: Engine, model: Path) -> None:
+    check_preemption(engine, model)
+
+
+def test_blocks_come_with_states_of_others_in_them(engine: Engine, model: Path) -> None:
+    """Whatever a free block holds, no number included, it changes no answer."""
+    for layer in engine.runner.reclaim.views.layers:
+        layer.cache.fill_(float("nan"))
+    assert check_batch(engine, model, (None, {"policy": "lagkv"}, "off"), 2)[0]
