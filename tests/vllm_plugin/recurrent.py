@@ -55,8 +55,8 @@ def make_lfm2(path: Path) -> Path:
 
 
 def make_granite(path: Path) -> Path:
-    """Write a tiny Granite 4, of Mamba2, in bf16, the same one every time. A state is as large as 38 tokens, and
-    blocks have 64. Returns: path."""
+    """Write a tiny Granite 4, of Mamba2, in bf16, the same one every time. A state is as large as 38 tokens,
+    so blocks have 64. Returns: path."""
     config = GraniteMoeHybridConfig(
         **SIZES,
         layer_types=[STATE, STATE, FULL] * 2,

@@ -202,17 +202,12 @@ def mla() -> transformers.PretrainedConfig:
             "a model without attention",
         ),
         (
-            lambda: transformers.JambaConfig(**SMALL, num_key_value_heads=2, num_experts=2),
-            "JambaForCausalLM",
-            "a hybrid model",
-        ),
-        (
             lambda: qwen3(sliding_window=64, use_sliding_window=True, max_window_layers=0),
             "Qwen3ForCausalLM",
             r"sliding-window layers \(all, with a window of 64 tokens\)",
         ),
     ],
-    ids=["MLA", "Mamba", "hybrid", "all windows"],
+    ids=["MLA", "Mamba", "all windows"],
 )
 def test_models_with_other_caches_are_refused_by_name(
     make: Callable[[], transformers.PretrainedConfig], architecture: str, word: str, tmp_path: Path
@@ -353,8 +348,12 @@ def test_groups_of_other_kinds_are_refused(specs: list[Any], word: str) -> None:
 def scheduler(**more: Any) -> Any:
     manager = SimpleNamespace(block_size=32)
     usual = {"ec_connector": None, "hash_block_size": 32}
-    coordinator = SimpleNamespace(single_type_managers=[manager])
-    return SimpleNamespace(kv_cache_manager=SimpleNamespace(coordinator=coordinator), **{**usual, **more})
+    caches = SimpleNamespace(
+        coordinator=SimpleNamespace(single_type_managers=[manager]),
+        block_pool=SimpleNamespace(enable_caching=True),
+        kv_cache_config=cache_config(spec()),
+    )
+    return SimpleNamespace(kv_cache_manager=caches, **{**usual, **more})
 
 
 @pytest.mark.parametrize(
