@@ -203,20 +203,26 @@ class StateWorker(GroupWorker):
     """Groups of recurrent state: a block holds one, of all tokens up to where a step has ended.
 
     reach: tokens for which vLLM has one block
+    sums:  of each request its history, and what has become of the state after each token of it
     """
 
     reach: int
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.sums: dict[str, tuple[list[State], list[State]]] = {}
+
     def look_back(self, request_id: str, history: list[State], start: int) -> None:
+        known, sums = self.sums.get(request_id, ([], []))
+        if known is not history:
+            sums = [("full", 0)]
+            self.sums[request_id] = history, sums
+        for state in history[len(sums) - 1 :]:
+            kind = "full" if sums[-1][0] == state[0] == "full" else "own"
+            sums.append((kind, hash((sums[-1], state))))
         for group, table in self.others[request_id].items():
             if start:
-                block_id = table[(start - 1) // self.reach]
-                found, own = self.cells[block_id * self.size], _state(group, history[:start])
+                found = self.cells[table[(start - 1) // self.reach] * self.size]
+                own = (*sums[start], group)
                 assert found == own, f"{request_id} finds {found}, not {own}"
-            self.fill(table[(len(history) - 1) // self.reach], _state(group, history))
-
-
-def _state(group: int, history: list[State]) -> State:
-    """Full where all of the tokens are."""
-    kind = "full" if all(state[0] == "full" for state in history) else "own"
-    return (kind, group, len(history), hash(tuple(history)))
+            self.fill(table[(len(history) - 1) // self.reach], (*sums[-1], group))

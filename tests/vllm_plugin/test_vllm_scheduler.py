@@ -79,7 +79,7 @@ def test_random_traffic_leaves_every_block_where_it_belongs(
 
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_traffic_beside_recurrent_states(
     model: Path, asynchronous: bool, caching: bool, seed: int
 ) -> None:

@@ -122,7 +122,7 @@ def windowed_logprobs(
         if attention is None:
             continue
         attention.kv_rounding = None
-        if kind == "full_attention":
+        if kind in ("full_attention", "hybrid"):
             attention.seen = oracle.attention_mask(passes, at, config.num_attention_heads, count)
             at += 1
         else:

@@ -78,8 +78,8 @@ def refuse_groups(kv_cache_config: Any) -> None:
     for spec in layer_specs(full[0] if full else specs[0]):
         for row in GROUP:
             row.check(spec)
-    kinds = {(one.dtype, one.kv_quant_mode) for spec in (*full, *windows) for one in layer_specs(spec)}
-    if others and len(kinds) > 1:
+    precisions = {(one.dtype, one.kv_quant_mode) for spec in (*full, *windows) for one in layer_specs(spec)}
+    if others and len(precisions) > 1:
         raise UnsupportedModelError(
             "kv_compression does not work with several groups of layers in several precisions: it is not "
             f"tested; use one --kv-cache-dtype for all layers, {ELSE}."
