@@ -1,0 +1,100 @@
+"""Formats of outputs by name, and which of them a chat template speaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+
+from kvreclaim.parsers.harmony import Harmony
+from kvreclaim.parsers.json_calls import DEEPSEEK, HERMES, KIMI, MISTRAL, JsonCalls, LlamaCalls
+from kvreclaim.parsers.parser import Parser, Tools
+from kvreclaim.parsers.pieces import CallBegin, Piece, Text
+from kvreclaim.parsers.tag_calls import DSML, GLM, MINIMAX, QWEN3_CODER, TagCalls
+from kvreclaim.parsers.thinking import MAGISTRAL, THINK, ThinkFormat, Thinking
+
+HARMONY = "harmony"
+TOOL_PARSERS: Mapping[str, Callable[[Tools], Parser]] = MappingProxyType(
+    {
+        "hermes": partial(JsonCalls, HERMES),
+        "qwen3_coder": partial(TagCalls, QWEN3_CODER),
+        "llama3_json": LlamaCalls,
+        "mistral": partial(JsonCalls, MISTRAL),
+        "deepseek_v3": partial(JsonCalls, DEEPSEEK),
+        "deepseek_v32": partial(TagCalls, DSML),
+        "glm45": partial(TagCalls, GLM),
+        "kimi_k2": partial(JsonCalls, KIMI),
+        "minimax_m2": partial(TagCalls, MINIMAX),
+        HARMONY: Harmony,
+    }
+)
+"""Names as in vLLM; deepseek_v3 reads V3.1 and R1, too."""
+REASONING_PARSERS: Mapping[str, ThinkFormat | None] = MappingProxyType(
+    {"think": THINK, "magistral": MAGISTRAL, HARMONY: None}
+)
+"""think: Qwen3, DeepSeek R1, GLM and all others with <think>."""
+SIGNS: tuple[tuple[str, str], ...] = (
+    ("<|channel|>", HARMONY),
+    ("<｜DSML｜", "deepseek_v32"),
+    ("<｜tool▁call▁begin｜>", "deepseek_v3"),
+    ("<|tool_call_begin|>", "kimi_k2"),
+    ("<minimax:tool_call>", "minimax_m2"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<arg_key>", "glm45"),
+    ("<function=", "qwen3_coder"),
+    ("<tool_call>", "hermes"),
+    ("<|python_tag|>", "llama3_json"),
+    ('"parameters": dictionary of argument name and its value', "llama3_json"),
+)
+"""Text of a chat template, and the tool parser of which it is a sign; the first found counts."""
+
+
+def tool_parser_of(template: str) -> str | None:
+    """The tool parser for a chat template, None if it speaks no known format."""
+    return next((name for sign, name in SIGNS if sign in template), None)
+
+
+def reasoning_parser_of(template: str) -> str | None:
+    """The reasoning parser for a chat template, None if it knows no reasoning."""
+    if "<|channel|>" in template:
+        return HARMONY
+    formats = {name: form for name, form in REASONING_PARSERS.items() if form is not None}
+    return next((name for name, form in formats.items() if form.opening in template), None)
+
+
+class Splitter:
+    """One output as pieces; without parsers it is all text.
+
+    tool_parser:      a name in TOOL_PARSERS
+    reasoning_parser: a name in REASONING_PARSERS
+    tools:            the schemas of the functions that the model was told of
+    prompt_end:       of the prompt's text, in which the reasoning may have begun
+    """
+
+    def __init__(
+        self,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
+        *,
+        tools: Tools | None = None,
+        prompt_end: str = "",
+    ) -> None:
+        self.num_calls = 0
+        self._parsers: list[Parser] = []
+        form = None if reasoning_parser is None else REASONING_PARSERS[reasoning_parser]
+        if form is not None:
+            self._parsers.append(Thinking(form, begun=prompt_end.rstrip().endswith(form.opening)))
+        name = HARMONY if reasoning_parser == HARMONY else tool_parser
+        if name is not None:
+            self._parsers.append(TOOL_PARSERS[name](tools or {}))
+
+    def take(self, text: str, *, last: bool) -> list[Piece]:
+        """Pieces that are settled now."""
+        pieces: list[Piece] = [Text(text)] if text else []
+        for parser in self._parsers:
+            read: list[Piece] = []
+            for piece in pieces:
+                read += parser.feed(piece.text) if isinstance(piece, Text) else [piece]
+            pieces = read + (parser.finish() if last else [])
+        self.num_calls += sum(isinstance(piece, CallBegin) for piece in pieces)
+        return pieces

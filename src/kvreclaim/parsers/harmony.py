@@ -1,0 +1,60 @@
+"""Harmony, the format of GPT-OSS: messages in channels, some of them for a function.
+
+Source: https://cookbook.openai.com/articles/openai-harmony
+"""
+
+from __future__ import annotations
+
+import re
+
+from kvreclaim.parsers.parser import Parser
+from kvreclaim.parsers.pieces import CallBegin, CallEnd, Reasoning, Text
+from kvreclaim.parsers.scanner import Reading
+
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+ENDS = ("<|end|>", "<|return|>", "<|call|>")
+RECIPIENT = re.compile(r"to=(?:functions\.)?(?P<name>[\w.\-]{1,128})")
+LONGEST = 512
+"""Characters of a message's head."""
+
+
+class Harmony(Parser):
+    """The channel `analysis` is reasoning; a message to a function is a call; all others are text."""
+
+    def read(self) -> Reading[None]:
+        scanner = self.scanner
+        marker = yield from scanner.text_until(START, CHANNEL, *ENDS)
+        while marker is not None:
+            if marker in ENDS:
+                marker = yield from scanner.text_until(START, CHANNEL, *ENDS)
+                continue
+            head = yield from self._head()
+            if head is None:
+                scanner.release()
+                marker = yield from scanner.text_until(START, CHANNEL, *ENDS)
+            elif recipient := RECIPIENT.search(head):
+                marker = yield from self._call(recipient["name"])
+            else:
+                kind = Reasoning if re.search(r"<\|channel\|>\s*analysis", head) else Text
+                marker = yield from scanner.text_until(START, CHANNEL, *ENDS, kind=kind)
+
+    def _head(self) -> Reading[str | None]:
+        """Read up to a message's content. Returns: None if none comes, which leaves all unread."""
+        scanner = self.scanner
+        while (place := scanner.held.find(MESSAGE)) < 0:
+            if len(scanner.held) > LONGEST or not (yield from scanner.more()):
+                return None
+        scanner.take(place + len(MESSAGE))
+        return scanner.taken
+
+    def _call(self, name: str) -> Reading[str | None]:
+        """Read a call's arguments. Returns: the marker behind it."""
+        scanner = self.scanner
+        while not scanner.held.strip() and (yield from scanner.more()):
+            pass
+        scanner.take(len(scanner.held) - len(scanner.held.lstrip()))
+        scanner.pieces.append(CallBegin(name))
+        complete = yield from scanner.stream_object()
+        scanner.pieces.append(CallEnd(None if complete else scanner.taken))
+        scanner.taken = ""
+        return (yield from scanner.text_until(START, CHANNEL, *ENDS, trim=complete))

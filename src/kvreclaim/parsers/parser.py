@@ -1,0 +1,46 @@
+"""A parser of outputs: code that reads text in order and stops where it lacks some."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from kvreclaim.parsers.pieces import Piece
+from kvreclaim.parsers.scanner import Reading, Scanner
+
+Tools = Mapping[str, Mapping[str, Any]]
+"""The JSON schema of each function's parameters, by its name."""
+
+
+class Parser(ABC):
+    """Splits one output into pieces, the same whatever the cuts.
+
+    What may turn out to be part of a call is held back; what looked like one and is none is text, to the last
+    character. White space around calls belongs to neither side: chat templates put it there themselves.
+    """
+
+    def __init__(self, tools: Tools | None = None) -> None:
+        self.tools: Tools = tools or {}
+        self.scanner = Scanner()
+        self._reading = self.read()
+        self._go_on()
+
+    @abstractmethod
+    def read(self) -> Reading[None]:
+        """Read the whole output."""
+
+    def feed(self, text: str) -> list[Piece]:
+        """Pieces that are settled after this text."""
+        self.scanner.held += text
+        return self._go_on()
+
+    def finish(self) -> list[Piece]:
+        """No text follows: what was held back."""
+        self.scanner.ended = True
+        return self._go_on()
+
+    def _go_on(self) -> list[Piece]:
+        next(self._reading, None)
+        pieces, self.scanner.pieces = self.scanner.pieces, []
+        return pieces

@@ -1,0 +1,82 @@
+"""What an output consists of: text, reasoning, and tool calls whose arguments stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegin:
+    """A call begins; id: the model's own, where its format has one."""
+
+    name: str
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The next part of a call's arguments; all parts together are the JSON text of an object."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """The call is complete, or was broken off.
+
+    broken: then all of it as the model wrote it; what follows it comes as text
+    """
+
+    broken: str | None = None
+
+
+Piece = Text | Reasoning | CallBegin | Arguments | CallEnd
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A function that the model wants to be called; arguments: the JSON text of an object."""
+
+    name: str
+    arguments: str
+    id: str | None = None
+
+
+def merged(pieces: Iterable[Piece]) -> list[Text | Reasoning | ToolCall]:
+    """The pieces of a whole output: neighbours joined, a call that broke off as text."""
+    found: list[Text | Reasoning | ToolCall] = []
+    begun: CallBegin | None = None
+    parts: list[str] = []
+
+    def add(piece: Text | Reasoning) -> None:
+        last = found[-1] if found else None
+        if type(last) is type(piece):
+            found[-1] = type(piece)(last.text + piece.text)
+        elif piece.text:
+            found.append(piece)
+
+    for piece in pieces:
+        match piece:
+            case CallBegin():
+                begun, parts = piece, []
+            case Arguments(text):
+                parts.append(text)
+            case CallEnd(None):
+                assert begun is not None, "a call ends that has begun"
+                found.append(ToolCall(begun.name, "".join(parts), begun.id))
+            case CallEnd(broken):
+                add(Text(broken or ""))
+            case Text() | Reasoning():
+                add(piece)
+    return found

@@ -1,0 +1,181 @@
+"""Text that comes in pieces, for parsers that read it as if it were there."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Generator
+from typing import Any, TypeVar
+
+from pydantic_core import from_json
+
+from kvreclaim.parsers.pieces import Arguments, Piece, Reasoning, Text
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]
+"""Yields where it needs more text, and returns what it has read."""
+
+
+class Scanner:
+    """What has come and is not settled yet, and the pieces that are.
+
+    held:  text to be read
+    ended: no more text comes
+    taken: text of the call that is being read, as it was written
+    """
+
+    def __init__(self) -> None:
+        self.held = ""
+        self.ended = False
+        self.taken = ""
+        self.pieces: list[Piece] = []
+
+    def take(self, count: int) -> str:
+        """Read so many characters of a call."""
+        text, self.held = self.held[:count], self.held[count:]
+        self.taken += text
+        return text
+
+    def more(self) -> Reading[bool]:
+        """Wait for more text. Returns: whether some has come."""
+        size = len(self.held)
+        while len(self.held) == size and not self.ended:
+            yield
+        return len(self.held) > size
+
+    def text_until(
+        self, *markers: str, trim: bool = False, kind: type[Text] | type[Reasoning] = Text
+    ) -> Reading[str | None]:
+        """Pass on text up to the next of these markers, which is read as the beginning of a call, with the
+        white space before it. Returns: the marker, or None at the end of the output.
+
+        trim: leave out white space at the beginning
+        """
+        while True:
+            self.held = self.held.lstrip() if trim else self.held
+            place, marker = min(((self.held.find(m), m) for m in markers if m in self.held), default=(-1, ""))
+            if marker:
+                settled = len(self.held[:place].rstrip())
+            else:
+                settled = len(self.held) if self.ended else self._num_settled(markers)
+            if settled:
+                trim = False
+                self.pieces.append(kind(self.held[:settled]))
+            self.held = self.held[settled:]
+            if marker:
+                self.taken = ""
+                self.take(place - settled + len(marker))
+                return marker
+            if self.ended:
+                return None
+            yield from self.more()
+
+    def _num_settled(self, markers: tuple[str, ...]) -> int:
+        """All but the beginning of a marker at the end, and the white space before it."""
+        end = len(self.held) - max((overlap(self.held, marker) for marker in markers), default=0)
+        return len(self.held[:end].rstrip())
+
+    def release(self) -> None:
+        """What looked like a call is text."""
+        if self.taken:
+            self.pieces.append(Text(self.taken))
+        self.taken = ""
+
+    def stream_object(self) -> Reading[bool]:
+        """Pass on the JSON object at the beginning as arguments, as it comes.
+
+        Returns: False where it is no JSON, or ends before it is complete; what was good so far is passed on.
+        """
+        brackets, sent = Brackets(), ""
+        while True:
+            end = brackets.closed_at(self.held)
+            fragment = self.held if end is None else self.held[:end]
+            if not _is_json(sent + fragment, partial=end is None):
+                return False
+            if fragment:
+                sent += self.take(len(fragment))
+                self.pieces.append(Arguments(fragment))
+            if end is not None:
+                return True
+            if not (yield from self.more()):
+                return False
+
+    def stream_string(self, close: str, *, lines: bool) -> Reading[bool]:
+        """Pass on the text up to `close` as the inside of a JSON string.
+
+        lines: less one line break at either end
+
+        Returns: False where the output ends before.
+        """
+        begun = not lines
+        while True:
+            if not begun and self.held:
+                self.take(self.held.startswith("\n"))
+                begun = True
+            place = self.held.find(close)
+            inside = self.held[: place if place >= 0 else len(self.held) - overlap(self.held, close)]
+            text = inside.removesuffix("\n") if lines else inside  # may be the last one
+            if text:
+                self.pieces.append(Arguments(json.dumps(text, ensure_ascii=False)[1:-1]))
+            if place >= 0:
+                self.take(place + len(close))
+                return True
+            self.take(len(text))
+            if not (yield from self.more()):
+                return False
+
+
+class Brackets:
+    """Finds the end of a JSON object whose text comes in pieces."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._inside = False  # a string
+        self._escaped = False
+
+    def closed_at(self, text: str) -> int | None:
+        """Where the object ends in the next piece of it; None: not in this one."""
+        for match in re.finditer(r'\\|["{}\[\]]|[^\\"{}\[\]]+', text):
+            character = match[0]
+            if self._escaped:
+                self._escaped = False
+                if len(character) == 1:
+                    continue
+            if self._inside:
+                self._escaped = character == "\\"
+                self._inside = character != '"'
+            elif character == '"':
+                self._inside = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return match.end()
+        return None
+
+
+def overlap(text: str, marker: str) -> int:
+    """Characters at the end of the text that may begin the marker."""
+    return next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
+
+
+def _is_json(text: str, *, partial: bool) -> bool:
+    """Whether this is JSON, or can be the beginning of it."""
+    if not partial:
+        return object_of(text) is not None
+    try:
+        from_json(text, allow_inf_nan=False, allow_partial="trailing-strings")
+    except ValueError:
+        return False
+    return True
+
+
+def object_of(text: str) -> dict[str, Any] | None:
+    """The JSON object that this text is, None if it is none."""
+    try:
+        value = from_json(text, allow_inf_nan=False)
+        json.dumps(value, allow_nan=False)  # 1e999 is read as infinity, which is no JSON
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None

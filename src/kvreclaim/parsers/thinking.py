@@ -1,0 +1,44 @@
+"""Reasoning in front of an answer, between two tags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvreclaim.parsers.parser import Parser
+from kvreclaim.parsers.pieces import Reasoning
+from kvreclaim.parsers.scanner import Reading
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkFormat:
+    opening: str = "<think>"
+    closing: str = "</think>"
+
+
+THINK = ThinkFormat()
+MAGISTRAL = ThinkFormat("[THINK]", "[/THINK]")
+
+
+class Thinking(Parser):
+    """Reasoning, then text. White space around the tags belongs to neither.
+
+    begun: the prompt ends with the opening tag, as some templates have it
+    """
+
+    def __init__(self, form: ThinkFormat = THINK, *, begun: bool = False) -> None:
+        self.format, self.begun = form, begun
+        super().__init__()
+
+    def read(self) -> Reading[None]:
+        scanner, opening = self.scanner, self.format.opening
+        while opening.startswith(scanner.held.strip()[: len(opening)]) and len(scanner.held.strip()) < len(
+            opening
+        ):
+            if not (yield from scanner.more()):
+                break
+        if scanner.held.lstrip().startswith(opening):
+            scanner.held = scanner.held.lstrip()[len(opening) :]
+            self.begun = True
+        if self.begun:
+            yield from scanner.text_until(self.format.closing, trim=True, kind=Reasoning)
+        yield from scanner.text_until(trim=self.begun)

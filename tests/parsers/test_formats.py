@@ -1,0 +1,338 @@
+"""Outputs in every format: the published examples, cut anywhere, are the same pieces; nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from kvreclaim.parsers.formats import (
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    Splitter,
+    reasoning_parser_of,
+    tool_parser_of,
+)
+from kvreclaim.parsers.json_calls import DEEPSEEK, KIMI, LLAMA, MISTRAL
+from kvreclaim.parsers.json_calls import HERMES as HERMES_FORMAT
+from kvreclaim.parsers.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text, ToolCall, merged
+from kvreclaim.parsers.tag_calls import DSML as DSML_FORMAT
+from kvreclaim.parsers.tag_calls import GLM, MINIMAX
+from kvreclaim.parsers.tag_calls import QWEN3_CODER as QWEN3_CODER_FORMAT
+
+JSON_FORMATS = (DEEPSEEK, HERMES_FORMAT, KIMI, LLAMA, MISTRAL)
+TAG_FORMATS = (DSML_FORMAT, GLM, MINIMAX, QWEN3_CODER_FORMAT)
+TOOLS = {
+    "get_weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "zip": {"type": ["string", "null"]},
+            "options": {"type": "object"},
+        },
+    }
+}
+WEATHER = ToolCall("get_weather", '{"city": "Bern"}')
+HERMES = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bern"}}\n</tool_call>'
+QWEN3_CODER = (
+    "<tool_call>\n<function=get_weather>\n<parameter=city>\nBern\n</parameter>\n"
+    '<parameter=days>\n3\n</parameter>\n<parameter=options>\n{"a": [1, null]}\n</parameter>\n'
+    "<parameter=zip>\nnull\n</parameter>\n</function>\n</tool_call>"
+)
+DSML = (
+    '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+    '<｜DSML｜parameter name="city" string="true">Bern</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="days" string="false">5</｜DSML｜parameter>\n'
+    "</｜DSML｜invoke>\n</｜DSML｜function_calls>"
+)
+DEEPSEEK_V3 = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+    '{"city": "Bern"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n'
+    "```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+HARMONY = (
+    "<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant<|channel|>commentary"
+    ' to=functions.get_weather <|constrain|>json<|message|>{"city": "Bern"}<|call|>'
+)
+EXAMPLES: list[tuple[str, str, list[Text | Reasoning | ToolCall]]] = [
+    ("hermes", "no call at all", [Text("no call at all")]),
+    ("hermes", "", []),
+    ("hermes", f"Let me look.\n{HERMES}", [Text("Let me look."), WEATHER]),
+    ("hermes", f"{HERMES}\n{HERMES}\n", [WEATHER, WEATHER]),
+    ("hermes", f"a {HERMES} b\n", [Text("a"), WEATHER, Text("b\n")]),
+    ("hermes", "ends with spaces  \n", [Text("ends with spaces  \n")]),
+    ("hermes", '<tool_call>{"name": "now"}</tool_call>', [ToolCall("now", "{}")]),
+    (
+        "hermes",
+        '<tool_call>{"arguments": {"a": [1]}, "name": "f"}</tool_call>',
+        [ToolCall("f", '{"a": [1]}')],
+    ),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}, "id": 7}</tool_call>', [ToolCall("f", "{}")]),
+    # The closing tag may be missing at the end, or stand inside a string.
+    ("hermes", HERMES.removesuffix("</tool_call>"), [WEATHER]),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"x": "a </tool_call> \\" b"}}</tool_call>!',
+        [ToolCall("f", '{"x": "a </tool_call> \\" b"}'), Text("!")],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"arguments": {"x": "a </tool_call> \\" b"}, "name": "f"}</tool_call>!',
+        [ToolCall("f", '{"x": "a </tool_call> \\" b"}'), Text("!")],
+    ),
+    # What is no call is text; a call behind it is still found.
+    ("hermes", f"<tool_call> oh {HERMES}", [Text("<tool_call> oh"), WEATHER]),
+    (
+        "qwen3_coder",
+        f"A\n{QWEN3_CODER}",
+        [
+            Text("A"),
+            ToolCall("get_weather", '{"city": "Bern", "days": 3, "options": {"a": [1, null]}, "zip": null}'),
+        ],
+    ),
+    ("qwen3_coder", "<tool_call>\n<function=now>\n</function>\n</tool_call>", [ToolCall("now", "{}")]),
+    (
+        "qwen3_coder",
+        '<function=get_weather>\n<parameter=city>\n\n"Be\\rn"\n\n</parameter>\n</function>\n</tool_call>',
+        [ToolCall("get_weather", '{"city": "\\n\\"Be\\\\rn\\"\\n"}')],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=f>\n<parameter=x>\n12\n</parameter>\n</function>\n</tool_call>",
+        [ToolCall("f", '{"x": "12"}')],
+    ),
+    ("llama3_json", '{"name": "get_weather", "parameters": {"city": "Bern"}}', [WEATHER]),
+    ("llama3_json", '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Bern"}}', [WEATHER]),
+    (
+        "llama3_json",
+        '{"name": "get_weather", "parameters": {"city": "Bern"}}; {"name": "get_weather", "parameters": {}}',
+        [WEATHER, ToolCall("get_weather", "{}")],
+    ),
+    (
+        "llama3_json",
+        '{"name": "Alice", "parameters": {}} is JSON',
+        [Text('{"name": "Alice", "parameters": {}} is JSON')],
+    ),
+    ("mistral", 'Hm.[TOOL_CALLS]get_weather{"city": "Bern"}', [Text("Hm."), WEATHER]),
+    (
+        "mistral",
+        '[TOOL_CALLS]get_weather[CALL_ID]aB3[ARGS]{"city": "Bern"}[TOOL_CALLS]now[ARGS]{}',
+        [ToolCall("get_weather", '{"city": "Bern"}', "aB3"), ToolCall("now", "{}")],
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Bern"}, "id": "a1"}, '
+        '{"name": "now", "arguments": {}}]',
+        [WEATHER, ToolCall("now", "{}")],
+    ),
+    ("deepseek_v3", DEEPSEEK_V3, [WEATHER, ToolCall("now", "{}")]),
+    (
+        "deepseek_v3",
+        "Sure.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+        '{"city": "Bern"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        [Text("Sure."), WEATHER],
+    ),
+    (
+        "deepseek_v32",
+        f"Sure.\n\n{DSML}",
+        [Text("Sure."), ToolCall("get_weather", '{"city": "Bern", "days": 5}')],
+    ),
+    (
+        "glm45",
+        "Sure.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Bern</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+        [Text("Sure."), ToolCall("get_weather", '{"city": "Bern", "days": 3}')],
+    ),
+    ("glm45", "<tool_call>now\n</tool_call>", [ToolCall("now", "{}")]),
+    (
+        "kimi_k2",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
+        '<|tool_call_argument_begin|>{"city": "Bern"}<|tool_call_end|><|tool_calls_section_end|>',
+        [ToolCall("get_weather", '{"city": "Bern"}', "functions.get_weather:0")],
+    ),
+    (
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Bern</parameter>\n'
+        "</invoke>\n</minimax:tool_call>",
+        [WEATHER],
+    ),
+    ("harmony", HARMONY, [Reasoning("Look it up."), WEATHER]),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>Hello.<|return|>",
+        [Reasoning("Easy."), Text("Hello.")],
+    ),
+    (
+        "harmony",
+        "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.now"
+        "<|channel|>commentary json<|message|>{}",
+        [Text("I look."), ToolCall("now", "{}")],
+    ),
+]
+BROKEN = [
+    ("hermes", "x <tool_call>\nnot JSON\n</tool_call> y"),
+    ("hermes", 'a <tool_call>{"name": "f", "argum'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "half'),
+    ("hermes", "<tool_call>[1]</tool_call>"),
+    ("hermes", '<tool_call>{"name": ""}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "x"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"x": 1e999}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"x": 1}} and so on</tool_call> y'),
+    ("hermes", "<tool_call>" + "[" * 1000 + "</tool_call>"),
+    ("qwen3_coder", "a <tool_call>\n<function=f>\n<parameter=x>\nhalf"),
+    ("qwen3_coder", "<tool_call>\n<function=f>\nno parameter</function>"),
+    ("glm45", "<tool_call>f\n<arg_key>city</arg_key>"),
+    ("mistral", "[TOOL_CALLS] is a marker"),
+    ("deepseek_v3", '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": oops}'),
+    ("llama3_json", '{"nam'),
+    ("llama3_json", '{"name": "get_weather", "parameters": {"city": Bern}}'),
+    ("harmony", "<|channel|>commentary to=functions.f"),
+]
+"""Outputs that hold no call that is complete: all of them is text."""
+
+
+def pieces(tool_parser: str, chunks: Sequence[str], **more: str) -> list[Piece]:
+    splitter = Splitter(tool_parser, tools=TOOLS, **more)
+    found = [piece for chunk in chunks for piece in splitter.take(chunk, last=False)]
+    found += splitter.take("", last=True)
+    assert splitter.num_calls == sum(isinstance(piece, CallBegin) for piece in found)
+    assert all(piece.text for piece in found if isinstance(piece, Text | Reasoning | Arguments))
+    return found
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), EXAMPLES)
+def test_published_examples_cut_anywhere(name: str, text: str, expected: list[Piece]) -> None:
+    assert merged(pieces(name, [text])) == expected
+    assert merged(pieces(name, list(text))) == expected
+    for place in range(len(text)):
+        assert merged(pieces(name, [text[:place], text[place:]])) == expected
+    assert all(json.loads(call.arguments) is not None for call in expected if isinstance(call, ToolCall))
+
+
+@pytest.mark.parametrize(("name", "text"), BROKEN)
+def test_what_is_no_call_is_text_to_the_last_character(name: str, text: str) -> None:
+    assert merged(pieces(name, [text])) == [Text(text)]
+    assert merged(pieces(name, list(text))) == [Text(text)]
+
+
+def test_arguments_stream_before_a_call_is_complete() -> None:
+    splitter = Splitter("hermes")
+    assert splitter.take('<tool_call>{"name": "write", "arguments": {"text": "on', last=False) == [
+        CallBegin("write"),
+        Arguments('{"text": "on'),
+    ]
+    assert splitter.take("ce", last=False) == [Arguments("ce")]
+    assert splitter.take('"}}</tool', last=False) == [Arguments('"}')]
+    assert splitter.take("_call>", last=False) == [CallEnd()]
+    splitter = Splitter("qwen3_coder")
+    assert splitter.take("<function=write>\n<parameter=text>\non", last=False) == [
+        CallBegin("write"),
+        Arguments('{"text": '),
+        Arguments('"'),
+        Arguments("on"),
+    ]
+    assert splitter.take("ce\n</par", last=False) == [Arguments("ce")]
+
+
+def test_a_streamed_call_that_breaks_off_goes_on_as_text() -> None:
+    found = pieces("hermes", ['<tool_call>{"name": "f", "arguments": {"x": 1', "oops}</tool_call>"])
+    assert found == [
+        CallBegin("f"),
+        Arguments('{"x": 1'),
+        CallEnd('<tool_call>{"name": "f", "arguments": {"x": 1'),
+        Text("oops}</tool_call>"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt_end", "text", "expected"),
+    [
+        ("think", "", "<think>\nHm.\n</think>\n\nYes.", [Reasoning("Hm."), Text("Yes.")]),
+        (
+            "think",
+            "<|im_start|>assistant\n<think>\n",
+            "Hm. </thin>\n</think>\n\nYes.",
+            [Reasoning("Hm. </thin>"), Text("Yes.")],
+        ),
+        ("think", "<think>\n\n</think>\n\n", "Yes.", [Text("Yes.")]),
+        ("think", "", "<think>Hm", [Reasoning("Hm")]),
+        ("think", "", " <thin", [Text(" <thin")]),
+        ("think", "", "No <think> here </think>", [Text("No <think> here </think>")]),
+        ("magistral", "", "[THINK]Hm.[/THINK]Yes.", [Reasoning("Hm."), Text("Yes.")]),
+        (
+            "harmony",
+            "",
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
+            [Reasoning("Hm."), Text("Yes.")],
+        ),
+        ("think", "", f"<think>{HERMES}</think>{HERMES}", [Reasoning(HERMES), WEATHER]),
+    ],
+)
+def test_reasoning(name: str, prompt_end: str, text: str, expected: list[Piece]) -> None:
+    for chunks in ([text], list(text)):
+        assert merged(pieces("hermes", chunks, reasoning_parser=name, prompt_end=prompt_end)) == expected
+
+
+def squeezed(text: str) -> str:
+    """Less white space and markers around calls, which belong to nothing."""
+    for form in (*JSON_FORMATS, *TAG_FORMATS):
+        for marker in form.around:
+            text = text.replace(marker, "")
+    return "".join(text.split())
+
+
+def test_random_outputs_are_the_same_whatever_the_cuts_and_lose_nothing() -> None:
+    """Texts of parts of the examples."""
+    rng = random.Random(0)
+    texts: dict[str, list[str]] = {}
+    for name, text, *_ in [*EXAMPLES, *BROKEN]:
+        texts.setdefault(name, []).append(text)
+    for name, known in texts.items():
+        for _ in range(150):
+            parts = []
+            for _ in range(rng.randint(1, 4)):
+                text = rng.choice(known)[:200]
+                begin, end = sorted(rng.randint(0, len(text)) for _ in range(2))
+                parts.append(text[begin:end])
+            text = "".join(parts)
+            cuts = sorted(rng.randint(0, len(text)) for _ in range(5))
+            chunks = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+            whole = merged(pieces(name, [text]))
+            assert merged(pieces(name, chunks)) == whole, (name, text, cuts)
+            said = "".join(piece.text for piece in whole if isinstance(piece, Text | Reasoning))
+            if name != "harmony" and not any(isinstance(piece, ToolCall) for piece in whole):
+                assert squeezed(said) == squeezed(text), (name, text)
+
+
+def test_every_parser_leaves_plain_text_alone() -> None:
+    for name in TOOL_PARSERS:
+        assert merged(pieces(name, ["Plain text, ", 'with {"json": 1}.'])) == [
+            Text('Plain text, with {"json": 1}.')
+        ]
+
+
+@pytest.mark.parametrize(
+    ("template", "tool_parser", "reasoning_parser"),
+    [
+        ('{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>', None, None),
+        ("<tool_call>\n{...}\n</tool_call>", "hermes", None),
+        ("<tool_call>\n<function=example>\n", "qwen3_coder", None),
+        ("<tool_call>{name}<arg_key>", "glm45", None),
+        ("[TOOL_CALLS]", "mistral", None),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "deepseek_v3", None),
+        ("<|start|>assistant<|channel|>analysis", "harmony", "harmony"),
+        ("{%- if '</think>' in content %}<think>\n", None, "think"),
+        ("", None, None),
+    ],
+)
+def test_formats_are_known_by_the_chat_template(
+    template: str, tool_parser: str | None, reasoning_parser: str | None
+) -> None:
+    assert tool_parser_of(template) == tool_parser
+    assert reasoning_parser_of(template) == reasoning_parser
+    assert tool_parser is None or tool_parser in TOOL_PARSERS
+    assert reasoning_parser is None or reasoning_parser in REASONING_PARSERS
