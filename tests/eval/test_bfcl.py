@@ -13,7 +13,6 @@ import tiny
 from guess import SMALL
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams
-from kvreclaim.engine.api.tool_calls import ToolCall
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval import Answer, Item, TaskOptions, TaskScore, evaluate
 from kvreclaim.eval import bfcl as bfcl_module
@@ -22,6 +21,7 @@ from kvreclaim.eval.bfcl import CATEGORIES, BfclSession, BfclTask, parsed, steps
 from kvreclaim.eval.bfcl_cases import load_cases
 from kvreclaim.eval.task import PlainTask
 from kvreclaim.eval.tasks import make_tasks
+from kvreclaim.parsers.pieces import ToolCall
 
 NUM_REQUESTS, NEW_TOKENS, NUM_SYSTEM = 4, 24, 40
 

@@ -199,7 +199,7 @@ def pieces(tool_parser: str, chunks: Sequence[str], **more: str) -> list[Piece]:
     splitter = Splitter(tool_parser, tools=TOOLS, **more)
     found = [piece for chunk in chunks for piece in splitter.take(chunk, last=False)]
     found += splitter.take("", last=True)
-    assert splitter.num_calls == sum(isinstance(piece, CallBegin) for piece in found)
+    assert splitter.num_calls == found.count(CallEnd())
     assert all(piece.text for piece in found if isinstance(piece, Text | Reasoning | Arguments))
     return found
 

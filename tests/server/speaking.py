@@ -22,8 +22,13 @@ WORDS = (
     "Let",
     "me",
     "look.",
+    "<think>",
+    "</think>",
+    "[TOOL_CALLS]",
+    'weather{"city":',
+    '"Bern"}',
 )
-CALL = WORDS[2:6]
+CALL, MISTRAL_CALL = WORDS[2:6], WORDS[11:14]
 MAX_WORDS = 9
 
 
@@ -37,7 +42,7 @@ def save_speaker(directory: Path, chat_template: str) -> Path:
     vocab = {word: number for number, word in enumerate(WORDS)} | others
     backend = Tokenizer(WordLevel(vocab, unk_token="<unk>"))
     backend.pre_tokenizer = WhitespaceSplit()
-    backend.add_special_tokens([AddedToken("<eos>", special=True)])
+    backend.add_special_tokens([AddedToken(token, special=True) for token in ("<eos>", "[TOOL_CALLS]")])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="<unk>")
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(directory)

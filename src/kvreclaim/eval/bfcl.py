@@ -14,11 +14,13 @@ from typing import Any
 from kvreclaim.checks import require
 from kvreclaim.engine.api.chat import Speaker, num_system_tokens, render_chat
 from kvreclaim.engine.api.llm import LLM
-from kvreclaim.engine.api.tool_calls import HermesParser, Splitter, ToolCall
 from kvreclaim.eval.agents import cached_share
 from kvreclaim.eval.bfcl_cases import BFCL, REFUSED, BfclCase, load_cases, most_steps
 from kvreclaim.eval.plan import TaskOptions
 from kvreclaim.eval.task import Answer, Conversation, Item, PlainTask, TaskScore
+from kvreclaim.parsers.formats import Splitter
+from kvreclaim.parsers.json_calls import HERMES
+from kvreclaim.parsers.pieces import Text, ToolCall, merged
 
 CATEGORIES = ("base", "miss_func", "miss_param", "long_context")
 MAX_NEW_TOKENS = 256
@@ -81,8 +83,8 @@ class BfclSession(Conversation):
 
 def parsed(text: str) -> tuple[str, tuple[ToolCall, ...]]:
     """What an answer says, and its tool calls. As in llama.cpp, calls in fences count: Qwen2.5-Coder's."""
-    pieces = Splitter("hermes").take(FENCED.sub(r"<tool_call>\1</tool_call>", text), last=True)
-    said = "".join(piece for piece in pieces if isinstance(piece, str))
+    pieces = merged(Splitter("hermes").take(FENCED.sub(r"<tool_call>\1</tool_call>", text), last=True))
+    said = "".join(piece.text for piece in pieces if isinstance(piece, Text))
     return said, tuple(piece for piece in pieces if isinstance(piece, ToolCall))
 
 
@@ -183,9 +185,9 @@ def bfcl_task(name: str, llm: LLM, options: TaskOptions) -> BfclTask:
         f"task {name} is unknown; the multi-turn categories of {BFCL} are {', '.join(CATEGORIES)}.",
     )
     require(
-        HermesParser.OPEN in str(llm.tokenizer.chat_template),
+        HERMES.opens[0] in str(llm.tokenizer.chat_template),
         f"task {name} needs a chat template that writes tool calls as Hermes and Qwen do "
-        f"({HermesParser.OPEN}), and that of {llm.loaded.facts.name} does not; take another model.",
+        f"({HERMES.opens[0]}), and that of {llm.loaded.facts.name} does not; take another model.",
     )
     task = BfclTask(llm.loaded, category, options.num_tokens, options.max_new_tokens or MAX_NEW_TOKENS, name)
     require(

@@ -13,8 +13,8 @@ from importlib.resources import files
 from typing import Any
 from uuid import uuid4
 
-from kvreclaim.engine.api.tool_calls import ToolCall
 from kvreclaim.eval.packages import task_package
+from kvreclaim.parsers.pieces import ToolCall
 
 BFCL = "bfcl"
 EXTRA = "bfcl"

@@ -1,4 +1,4 @@
-"""Formats of outputs by name, and which of them a chat template speaks."""
+"""Formats of outputs by name, which of them a chat template speaks, and an output split by them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 
+from kvreclaim.parsers import harmony
 from kvreclaim.parsers.harmony import Harmony
 from kvreclaim.parsers.json_calls import DEEPSEEK, HERMES, KIMI, MISTRAL, JsonCalls, LlamaCalls
 from kvreclaim.parsers.parser import Parser, Tools
-from kvreclaim.parsers.pieces import CallBegin, Piece, Text
+from kvreclaim.parsers.pieces import CallEnd, Piece, Text
 from kvreclaim.parsers.tag_calls import DSML, GLM, MINIMAX, QWEN3_CODER, TagCalls
 from kvreclaim.parsers.thinking import MAGISTRAL, THINK, ThinkFormat, Thinking
 
@@ -62,8 +63,20 @@ def reasoning_parser_of(template: str) -> str | None:
     return next((name for name, form in formats.items() if form.opening in template), None)
 
 
+def markers(tool_parser: str | None, reasoning_parser: str | None) -> tuple[str, ...]:
+    """The markers that these parsers look for: with a tokenizer to which they are special tokens, outputs
+    must show those."""
+    if HARMONY in (tool_parser, reasoning_parser):
+        return harmony.MARKERS
+    form = None if reasoning_parser is None else REASONING_PARSERS[reasoning_parser]
+    found = () if form is None else (form.opening, form.closing)
+    return found if tool_parser is None else (*found, *TOOL_PARSERS[tool_parser]({}).markers)
+
+
 class Splitter:
     """One output as pieces; without parsers it is all text.
+
+    num_calls: complete ones so far
 
     tool_parser:      a name in TOOL_PARSERS
     reasoning_parser: a name in REASONING_PARSERS
@@ -96,5 +109,5 @@ class Splitter:
             for piece in pieces:
                 read += parser.feed(piece.text) if isinstance(piece, Text) else [piece]
             pieces = read + (parser.finish() if last else [])
-        self.num_calls += sum(isinstance(piece, CallBegin) for piece in pieces)
+        self.num_calls += pieces.count(CallEnd())
         return pieces

@@ -13,6 +13,7 @@ from kvreclaim.parsers.scanner import Reading
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
+MARKERS = (START, CHANNEL, *ENDS)
 RECIPIENT = re.compile(r"to=(?:functions\.)?(?P<name>[\w.\-]{1,128})")
 LONGEST = 512
 """Characters of a message's head."""
@@ -21,22 +22,26 @@ LONGEST = 512
 class Harmony(Parser):
     """The channel `analysis` is reasoning; a message to a function is a call; all others are text."""
 
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return MARKERS
+
     def read(self) -> Reading[None]:
         scanner = self.scanner
-        marker = yield from scanner.text_until(START, CHANNEL, *ENDS)
+        marker = yield from scanner.text_until(*MARKERS)
         while marker is not None:
             if marker in ENDS:
-                marker = yield from scanner.text_until(START, CHANNEL, *ENDS)
+                marker = yield from scanner.text_until(*MARKERS)
                 continue
             head = yield from self._head()
             if head is None:
                 scanner.release()
-                marker = yield from scanner.text_until(START, CHANNEL, *ENDS)
+                marker = yield from scanner.text_until(*MARKERS)
             elif recipient := RECIPIENT.search(head):
                 marker = yield from self._call(recipient["name"])
             else:
                 kind = Reasoning if re.search(r"<\|channel\|>\s*analysis", head) else Text
-                marker = yield from scanner.text_until(START, CHANNEL, *ENDS, kind=kind)
+                marker = yield from scanner.text_until(*MARKERS, kind=kind)
 
     def _head(self) -> Reading[str | None]:
         """Read up to a message's content. Returns: None if none comes, which leaves all unread."""
@@ -57,4 +62,4 @@ class Harmony(Parser):
         complete = yield from scanner.stream_object()
         scanner.pieces.append(CallEnd(None if complete else scanner.taken))
         scanner.taken = ""
-        return (yield from scanner.text_until(START, CHANNEL, *ENDS, trim=complete))
+        return (yield from scanner.text_until(*MARKERS, trim=complete))

@@ -105,11 +105,14 @@ class JsonCalls(Parser):
         self.format = form
         super().__init__(tools)
 
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (*self.format.opens, *self.format.around)
+
     def read(self) -> Reading[None]:
-        opens, around = self.format.opens, self.format.around
         trim = False
-        while marker := (yield from self.scanner.text_until(*opens, *around, trim=trim)):
-            trim = marker in around or (yield from self.calls())
+        while marker := (yield from self.scanner.text_until(*self.markers, trim=trim)):
+            trim = marker in self.format.around or (yield from self.calls())
 
     def calls(self) -> Reading[bool]:
         """Read a call, and those that follow it without a marker. Returns: False if text follows."""

@@ -26,6 +26,11 @@ class Parser(ABC):
         self._reading = self.read()
         self._go_on()
 
+    @property
+    @abstractmethod
+    def markers(self) -> tuple[str, ...]:
+        """What the parser looks for."""
+
     @abstractmethod
     def read(self) -> Reading[None]:
         """Read the whole output."""

@@ -89,11 +89,14 @@ class TagCalls(Parser):
         self.format = form
         super().__init__(tools)
 
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (*self.format.opens, *self.format.around)
+
     def read(self) -> Reading[None]:
-        opens, around = self.format.opens, self.format.around
-        trim = False
-        while marker := (yield from self.scanner.text_until(*opens, *around, trim=trim)):
-            trim = marker in around or (yield from self._call(opens[marker]))
+        form, trim = self.format, False
+        while marker := (yield from self.scanner.text_until(*self.markers, trim=trim)):
+            trim = marker in form.around or (yield from self._call(form.opens[marker]))
 
     def _call(self, tail: re.Pattern[str]) -> Reading[bool]:
         """Read a call. Returns: False if what comes now is text."""

@@ -29,6 +29,10 @@ class Thinking(Parser):
         self.format, self.begun = form, begun
         super().__init__()
 
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return self.format.opening, self.format.closing
+
     def read(self) -> Reading[None]:
         scanner, opening = self.scanner, self.format.opening
         while opening.startswith(scanner.held.strip()[: len(opening)]) and len(scanner.held.strip()) < len(

@@ -7,7 +7,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvreclaim.checks import require
-from kvreclaim.engine.api.tool_calls import PARSERS
 from kvreclaim.options import (
     CACHING,
     COMPRESSION,
@@ -18,8 +17,10 @@ from kvreclaim.options import (
     check_options,
     option,
 )
+from kvreclaim.parsers.formats import REASONING_PARSERS, TOOL_PARSERS
 
 MAX_INT32 = (1 << 31) - 1
+AUTO, NONE = "auto", "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,8 @@ class ServerConfig:
     api_keys:          accepted keys, one per tenant; none: everybody is one tenant
     operator_key:      None: the only API key is the operator's; without keys, everybody is the operator
     chat_template:     Jinja text in place of the tokenizer's own
-    tool_call_parser:  a name in engine/api/tool_calls.py; None: answers are text only
+    tool_call_parser, reasoning_parser: a name in parsers/formats.py; auto: the one that the chat template
+                       shows; none: calls and reasoning stay text
     """
 
     served_model_name: tuple[str, ...] = option(
@@ -165,8 +167,17 @@ class ServerConfig:
     chat_template: str | None = option(
         None, "File with a Jinja chat template. Default: the model's own.", typed_as=Path, panel=MODEL
     )
-    tool_call_parser: str | None = option(
-        None, "Format of the model's tool calls: hermes.", choices=tuple(PARSERS), panel=MODEL
+    tool_call_parser: str = option(
+        AUTO,
+        "Format of the model's tool calls. auto: known by the chat template.",
+        choices=(AUTO, NONE, *TOOL_PARSERS),
+        panel=MODEL,
+    )
+    reasoning_parser: str = option(
+        AUTO,
+        "Format of the model's reasoning. auto: known by the chat template.",
+        choices=(AUTO, NONE, *REASONING_PARSERS),
+        panel=MODEL,
     )
     engine_process: bool = option(True, "Run the engine in a process of its own, not in a thread.")
     log_prompts: bool = option(False, "Log prompts and answers too.", panel=OBSERVABILITY)

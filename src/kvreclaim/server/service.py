@@ -27,6 +27,7 @@ from kvreclaim.server.compression import compression_of
 from kvreclaim.server.config import ServerConfig
 from kvreclaim.server.errors import ApiError, failed
 from kvreclaim.server.fields import KVCompression
+from kvreclaim.server.output_format import OutputFormat, output_format
 from kvreclaim.server.tenants import Tenant
 from kvreclaim.server.vocabulary import Vocabulary
 from kvreclaim.server.workers import Workers, default_threads
@@ -120,6 +121,11 @@ class Service:
         if self.engine.tokenizer is None:
             raise InvalidArgumentError(f"{self.engine.name} has no tokenizer; pass prompts as token ids.")
         return self.engine.tokenizer
+
+    @cached_property
+    def output_format(self) -> OutputFormat:
+        """How outputs are split. Raises: InvalidArgumentError where there is no tokenizer."""
+        return output_format(self.tokenizer, self.config)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:

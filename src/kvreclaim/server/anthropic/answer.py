@@ -8,10 +8,10 @@ from contextlib import aclosing
 from typing import Any
 
 from kvreclaim.engine.api.exports import Retention
-from kvreclaim.engine.api.tool_calls import Piece, Splitter
 from kvreclaim.engine.request.outputs import RequestMetrics
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.serving.stream import OutputDelta, RequestStream, Update
+from kvreclaim.parsers.pieces import Piece
 from kvreclaim.server.anthropic.content import BlockEvents, content_blocks, stop_of
 from kvreclaim.server.anthropic.fields import TTL_S, MessageRequest
 from kvreclaim.server.events import event
@@ -34,9 +34,7 @@ class AnthropicResponse:
         self.service = service
         self.request_id = request_id
         self.prompt = prompt
-        # Calls are looked for where the model has been told of tools.
-        offered = body.tools and (body.tool_choice is None or body.tool_choice.type != "none")
-        self.splitter = Splitter(service.config.tool_call_parser if offered else None)
+        self.splitter = service.output_format.splitter(prompt.prompt_token_ids, body.offered)
         is_prefilled = body.messages[-1].role == "assistant"
         self._prefill = Continuation(service.vocabulary, prompt.prompt_token_ids) if is_prefilled else None
 

@@ -7,23 +7,15 @@ import uuid
 from collections.abc import Iterable
 from typing import Any
 
-from kvreclaim.engine.api.tool_calls import Piece, ToolCall
 from kvreclaim.engine.request.outputs import RequestMetrics
 from kvreclaim.engine.serving.stream import OutputDelta
+from kvreclaim.parsers.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text, ToolCall, merged
 from kvreclaim.server.events import event
 
 
 def content_blocks(pieces: Iterable[Piece]) -> list[dict[str, Any]]:
-    """The blocks of a whole answer; text that was cut in pieces is one block."""
-    blocks: list[dict[str, Any]] = []
-    for piece in pieces:
-        if isinstance(piece, ToolCall):
-            blocks.append(_tool_use(piece, json.loads(piece.arguments)))
-        elif blocks and blocks[-1]["type"] == "text":
-            blocks[-1]["text"] += piece
-        else:
-            blocks.append({"type": "text", "text": piece})
-    return blocks
+    """The blocks of a whole answer."""
+    return [_block(part) for part in merged(pieces)]
 
 
 class BlockEvents:
@@ -31,39 +23,44 @@ class BlockEvents:
 
     def __init__(self) -> None:
         self._index = 0
-        self._in_text = False
+        self._open: type[Piece] | None = None
 
     def write(self, pieces: Iterable[Piece]) -> list[bytes]:
         events: list[bytes] = []
         for piece in pieces:
-            if isinstance(piece, ToolCall):
-                events += self.end()
-                events.append(self._start(_tool_use(piece, {})))
-                events.append(self._delta({"type": "input_json_delta", "partial_json": piece.arguments}))
-                events.append(self._stop())
-                continue
-            if not self._in_text:
-                self._in_text = True
-                events.append(self._start({"type": "text", "text": ""}))
-            events.append(self._delta({"type": "text_delta", "text": piece}))
+            match piece:
+                case Text(text):
+                    events += self._begin(Text, {"type": "text", "text": ""})
+                    events.append(self._delta({"type": "text_delta", "text": text}))
+                case Reasoning(text):
+                    events += self._begin(Reasoning, _block(Reasoning("")))
+                    events.append(self._delta({"type": "thinking_delta", "thinking": text}))
+                case CallBegin(name, call_id):
+                    events += [*self.end(), *self._begin(CallBegin, _block(ToolCall(name, "{}", call_id)))]
+                case Arguments(text):
+                    events.append(self._delta({"type": "input_json_delta", "partial_json": text}))
+                case CallEnd():
+                    events += self.end()
         return events
 
     def end(self) -> list[bytes]:
         """End the block that is open, if one is."""
-        if not self._in_text:
+        if self._open is None:
             return []
-        self._in_text = False
-        return [self._stop()]
+        self._open = None
+        self._index += 1
+        return [_block_event("content_block_stop", self._index - 1)]
 
-    def _start(self, block: dict[str, Any]) -> bytes:
-        return _block_event("content_block_start", self._index, content_block=block)
+    def _begin(self, kind: type[Piece], block: dict[str, Any]) -> list[bytes]:
+        """Begin a block, unless one of this kind is open."""
+        if self._open is kind:
+            return []
+        ended = self.end()
+        self._open = kind
+        return [*ended, _block_event("content_block_start", self._index, content_block=block)]
 
     def _delta(self, delta: dict[str, str]) -> bytes:
         return _block_event("content_block_delta", self._index, delta=delta)
-
-    def _stop(self) -> bytes:
-        self._index += 1
-        return _block_event("content_block_stop", self._index - 1)
 
 
 def stop_of(
@@ -86,8 +83,16 @@ def stop_of(
     return {"stop_reason": reason, "stop_sequence": sequence}
 
 
-def _tool_use(call: ToolCall, arguments: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex}", "name": call.name, "input": arguments}
+def _block(part: Text | Reasoning | ToolCall) -> dict[str, Any]:
+    """signature: empty, as nothing of ours checks it"""
+    match part:
+        case Text(text):
+            return {"type": "text", "text": text}
+        case Reasoning(text):
+            return {"type": "thinking", "thinking": text, "signature": ""}
+        case ToolCall(name, arguments, call_id):
+            made = call_id or f"toolu_{uuid.uuid4().hex}"
+            return {"type": "tool_use", "id": made, "name": name, "input": json.loads(arguments)}
 
 
 def _block_event(name: str, index: int, **more: Any) -> bytes:

@@ -13,6 +13,7 @@ from kvreclaim.server.anthropic.fields import (
     Block,
     ConversationFields,
     TextBlock,
+    ThinkingBlock,
     ToolResultBlock,
     ToolUseBlock,
 )
@@ -73,6 +74,9 @@ class Writer:
         if kind == "text":
             texts = [self._text(block, where) for where, block in located if isinstance(block, TextBlock)]
             return [{"role": role, "content": "\n".join(texts)}]
+        if kind == "thinking":
+            thoughts = [self._thought(block, where) for where, block in located if block.type == "thinking"]
+            return [{"role": role, "content": "", "reasoning_content": "\n".join(thoughts)}]
         if kind == "tool_use":
             uses = [(where, block) for where, block in located if isinstance(block, ToolUseBlock)]
             names |= {block.id: block.name for _, block in uses}
@@ -92,6 +96,11 @@ class Writer:
 
     def _text(self, block: TextBlock, where: str) -> str:
         text = self._piece(block.text)
+        self._mark(block, where)
+        return text
+
+    def _thought(self, block: ThinkingBlock, where: str) -> str:
+        text = self._piece(block.thinking)
         self._mark(block, where)
         return text
 
@@ -138,13 +147,18 @@ def _blocks_of(body: ConversationFields) -> Iterator[tuple[str, str, AnyBlock]]:
 
 
 def _joined(written: list[TemplateMessage]) -> Iterator[TemplateMessage]:
-    """Text and the calls right behind it are one message, as templates write them."""
+    """Thoughts, the text right behind them and the calls behind that are one message, as templates write
+    them."""
     pending: TemplateMessage | None = None
     for message in written:
         if pending is None:
             pending = message
-        elif pending["role"] == "assistant" and "tool_calls" in message and "tool_calls" not in pending:
-            pending = {**message, "content": pending["content"] + message["content"]}
+        elif (
+            pending["role"] == message["role"] == "assistant"
+            and "tool_calls" not in pending
+            and "reasoning_content" not in message
+        ):
+            pending = {**pending, **message, "content": pending["content"] + message["content"]}
         else:
             yield pending
             pending = message

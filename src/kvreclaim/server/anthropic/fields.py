@@ -12,7 +12,7 @@ from kvreclaim.server.fields import MAX_BLOCKS, MAX_TOOLS, Fields, GeneratingFie
 TTL_S: Mapping[str, float] = {"5m": 300.0, "1h": 3600.0}
 BLOCKS_OF_ROLE: Mapping[str, tuple[str, ...]] = {
     "user": ("text", "tool_result"),
-    "assistant": ("text", "tool_use"),
+    "assistant": ("text", "thinking", "tool_use"),
     "system": ("text",),
 }
 
@@ -44,6 +44,14 @@ class ToolUseBlock(Block):
     input: dict[str, Any]
 
 
+class ThinkingBlock(Block):
+    """signature: of the answer, which nothing checks"""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
 TextBlocks = Annotated[
     Annotated[Listed[TextBlock], Field(max_length=MAX_BLOCKS)],
     BeforeValidator(as_blocks, json_schema_input_type=str | list[TextBlock]),
@@ -57,7 +65,7 @@ class ToolResultBlock(Block):
     is_error: bool = False
 
 
-AnyBlock = Annotated[TextBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+AnyBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
 AnyBlocks = Annotated[
     Listed[AnyBlock], BeforeValidator(as_blocks, json_schema_input_type=str | list[AnyBlock])
 ]
@@ -112,6 +120,13 @@ class ConversationFields(Fields):
     thinking: Thinking | None = None
     cache_control: CacheControl | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def offered(self) -> dict[str, dict[str, Any]] | None:
+        """The inputs' schemas of the tools that the model is told of; None: of none."""
+        if not self.tools or (self.tool_choice is not None and self.tool_choice.type == "none"):
+            return None
+        return {tool.name: tool.input_schema for tool in self.tools}
 
 
 class MessageRequest(GeneratingFields, ConversationFields):

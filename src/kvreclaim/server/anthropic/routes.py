@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from fastapi import APIRouter, Request
@@ -41,6 +42,8 @@ async def create_message(
     if rendered.num_system is not None:
         count = partial(service.compression, body.kv_compression, rendered.num_system)
         compression = await service.workers.run(tenant.name, count)
+    if service.output_format.needs_special_tokens(with_tools=body.offered is not None):
+        params = replace(params, skip_special_tokens=False)
     prompt = RequestSpec(
         prompt_token_ids=rendered.token_ids,
         params=params,

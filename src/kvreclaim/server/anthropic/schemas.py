@@ -42,6 +42,12 @@ class AnsweredToolUse(ResponseSchema):
     input: dict[str, Any]
 
 
+class AnsweredThinking(ResponseSchema):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
 StopReason = Literal[
     "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded", "pause_turn"
 ]
@@ -52,7 +58,7 @@ class AnsweredMessage(ResponseSchema):
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[AnsweredText | AnsweredToolUse]
+    content: list[AnsweredText | AnsweredThinking | AnsweredToolUse]
     stop_reason: StopReason
     stop_sequence: str | None
     usage: MessageUsage

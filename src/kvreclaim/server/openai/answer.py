@@ -52,7 +52,7 @@ class OpenAIResponse(ABC):
         self.response_id = answer_id(request_id, self.route)
         self.prompts = prompts
         self.options = fields.stream_options or StreamOptions()
-        skips = fields.skip_special_tokens is not False
+        skips = prompts[0].params.skip_special_tokens
         self.vocabulary = service.vocabulary if skips else service.whole_vocabulary
         self.places = defaultdict[int, TokenPlaces](lambda: TokenPlaces(self.vocabulary))
         self._created = int(time.time())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import uuid
 from collections import defaultdict
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -13,9 +13,10 @@ from starlette.responses import Response
 
 from kvreclaim.chunks import Chunks
 from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.engine.api.tool_calls import Splitter, ToolCall
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.serving.stream import OutputDelta, RequestStream
+from kvreclaim.parsers.formats import Splitter
+from kvreclaim.parsers.pieces import Piece
 from kvreclaim.server.bodies import BodyRoute
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import Fields, described
@@ -24,6 +25,7 @@ from kvreclaim.server.openai.answer import OpenAIResponse, scores_of
 from kvreclaim.server.openai.documents import DocumentPlaces, reuse_of, within_chat
 from kvreclaim.server.openai.fields import MAX_LOGPROBS, GenerationFields
 from kvreclaim.server.openai.logprobs import chat_logprobs
+from kvreclaim.server.openai.message_parts import MessageChunks, whole_message
 from kvreclaim.server.openai.messages import (
     ConversationOptions,
     Messages,
@@ -59,6 +61,13 @@ class ChatRequest(GenerationFields, ConversationOptions):
     tool_choice: ToolChoice | None = None
     response_format: ResponseFormat | None = None
 
+    @property
+    def offered(self) -> dict[str, dict[str, Any]] | None:
+        """The parameters' schemas of the functions that the model is told of; None: of none."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        return {tool.function.name: tool.function.parameters or {} for tool in self.tools}
+
 
 @router.post("/v1/chat/completions", responses=ERRORS | streamed(ChatCompletion), response_class=Response)
 async def chat_completions(
@@ -89,9 +98,11 @@ async def _prompt(body: ChatRequest, service: Service, tenant: Tenant) -> Reques
     beams = beams_of(body, limit or service.longest)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = sampling_params(body, max_tokens=limit, logprobs=logprobs) if beams is None else beams.sampling
-    with_tools = body.tool_choice != "none"
+    with_tools = body.offered is not None
     work = partial(_encoded, body, service, with_tools=with_tools)
     ids, chunks, compression = await service.workers.run(tenant.name, work)
+    if body.skip_special_tokens is None and service.output_format.needs_special_tokens(with_tools=with_tools):
+        params = replace(params, skip_special_tokens=False)
     prompt = engine_prompt(ids, params, body, service, tenant, compression, beams=beams, chunks=chunks)
     return bounded([prompt], service)[0]
 
@@ -123,32 +134,29 @@ class ChatAnswer(OpenAIResponse):
         self, fields: ChatRequest, service: Service, request_id: str, prompts: list[RequestSpec]
     ) -> None:
         super().__init__(fields, service, request_id, prompts)
-        parser = service.config.tool_call_parser if fields.tools and fields.tool_choice != "none" else None
-        self._splitters: defaultdict[int, Splitter] = defaultdict(lambda: Splitter(parser))
+        self._splitters: defaultdict[int, Splitter] = defaultdict(
+            lambda: service.output_format.splitter(prompts[0].prompt_token_ids, fields.offered)
+        )
+        self._chunks_of: defaultdict[int, MessageChunks] = defaultdict(MessageChunks)
 
     def choice(self, index: int, delta: OutputDelta, stream: RequestStream) -> dict[str, Any]:
-        text, calls = self._said(index, delta)
-        message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
-        if calls:
-            message["tool_calls"] = calls
+        message = whole_message(self._split(index, delta))
         return self._about(index, delta) | {"message": message}
 
     def chunk_choices(
         self, index: int, delta: OutputDelta, stream: RequestStream, *, first: bool
     ) -> list[dict[str, Any]]:
-        choices: list[dict[str, Any]] = []
+        parts = self._chunks_of[index].write(self._split(index, delta))
+        tokens = delta.token_ids and (self.fields.logprobs or self.fields.return_token_ids)
+        if not parts and (tokens or delta.finish_reason):
+            parts = [{}]
+        told = [{"index": index, "delta": part, "logprobs": None, "finish_reason": None} for part in parts]
+        if told:
+            told[-1] |= self._about(index, delta)
         if first:
             role = {"role": "assistant", "content": ""}
-            choices.append({"index": index, "delta": role, "logprobs": None, "finish_reason": None})
-        before = self._splitters[index].num_calls
-        text, calls = self._said(index, delta)
-        said: dict[str, Any] = {"content": text} if text else {}
-        if calls:
-            said["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls, before)]
-        tokens = delta.token_ids and (self.fields.logprobs or self.fields.return_token_ids)
-        if said or tokens or delta.finish_reason:
-            choices.append(self._about(index, delta) | {"delta": said})
-        return choices
+            told.insert(0, {"index": index, "delta": role, "logprobs": None, "finish_reason": None})
+        return told
 
     def extras(self, stream: RequestStream) -> dict[str, Any]:
         return self.of_prompt(stream)
@@ -168,15 +176,6 @@ class ChatAnswer(OpenAIResponse):
             about["token_ids"] = delta.token_ids
         return about | scores_of(delta)
 
-    def _said(self, index: int, delta: OutputDelta) -> tuple[str, list[dict[str, Any]]]:
-        """Settled parts of an output: text and tool calls."""
-        pieces = self._splitters[index].take(delta.text, last=delta.finish_reason is not None)
-        return "".join(each for each in pieces if isinstance(each, str)), [
-            {
-                "id": f"call_{uuid.uuid4().hex}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in pieces
-            if isinstance(call, ToolCall)
-        ]
+    def _split(self, index: int, delta: OutputDelta) -> list[Piece]:
+        """Settled parts of an output."""
+        return self._splitters[index].take(delta.text, last=delta.finish_reason is not None)

@@ -42,13 +42,17 @@ class ToolCallMessage(Fields):
 
 
 class RequestMessage(Fields):
-    """A message of any role. What an answer's message has besides may be sent back as long as it is null."""
+    """A message of any role. What an answer's message has besides may be sent back as long as it is null.
+
+    reasoning_content: of the assistant, for templates that show it
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
     tool_calls: Annotated[Listed[ToolCallMessage], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -173,6 +177,8 @@ def _for_template(message: RequestMessage, developer: str) -> dict[str, Any]:
     made: dict[str, Any] = {"role": role, "content": content}
     if message.name is not None:
         made["name"] = message.name
+    if message.reasoning_content is not None:
+        made["reasoning_content"] = message.reasoning_content
     if message.tool_calls:
         made["tool_calls"] = [_call(call) for call in message.tool_calls]
     if message.tool_call_id is not None:

@@ -89,22 +89,23 @@ class ChatLogprobs(ResponseSchema):
 
 
 class CalledFunction(ResponseSchema):
-    name: str
+    name: str | None = None
     arguments: str
 
 
 class AnsweredCall(ResponseSchema):
-    """index only in chunks."""
+    """index only in chunks; id, type and name only in a call's first chunk."""
 
     index: int | None = None
-    id: str
-    type: Literal["function"]
+    id: str | None = None
+    type: Literal["function"] | None = None
     function: CalledFunction
 
 
 class ChatMessage(ResponseSchema):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
     tool_calls: list[AnsweredCall] | None = None
 
 

@@ -1,0 +1,121 @@
+"""Reasoning and special markers in answers of both dialects, found by the chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import anthropic
+import openai
+import pytest
+from running import MODEL, Running, openai_client, running_server
+from speaking import MISTRAL_CALL, save_speaker, saying
+
+from kvreclaim import LLM
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.server.config import ServerConfig
+
+TEMPLATE = (
+    "{{ tools | tojson if tools }}{% for m in messages %}"
+    "{{ ' <think> ' + m.reasoning_content + ' </think>' if m.reasoning_content }} {{ m.content }}"
+    "{% endfor %}{{ ' <think>' if begin }}{# [TOOL_CALLS] #}"
+)
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+SAID = [{"role": "user", "content": "w20 w21"}]
+THOUGHT = ("<think>", "Let", "me", "</think>", "look.")
+
+
+@pytest.fixture(scope="module")
+def speaker(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return LLM(save_speaker(tmp_path_factory.mktemp("speaker"), TEMPLATE), num_blocks=64)
+
+
+@pytest.fixture(scope="module")
+def server(speaker: LLM) -> Iterator[Running]:
+    with running_server(speaker) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai_client(server) as client:
+        yield client
+
+
+def test_reasoning_is_apart_from_the_answer(client: openai.OpenAI) -> None:
+    fields = {"model": MODEL, "messages": SAID, "extra_body": saying(*THOUGHT)}
+    message = client.chat.completions.create(**fields).choices[0].message
+    assert (message.reasoning_content, message.content) == ("Let me", "look.")
+    deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**fields, stream=True)]
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "Let me"
+    assert "".join(delta.content or "" for delta in deltas) == "look."
+
+
+def test_reasoning_that_the_template_begins(client: openai.OpenAI) -> None:
+    body = saying(*THOUGHT[1:]) | {"chat_template_kwargs": {"begin": True}}
+    message = client.chat.completions.create(model=MODEL, messages=SAID, extra_body=body).choices[0].message
+    assert (message.reasoning_content, message.content) == ("Let me", "look.")
+
+
+def test_reasoning_can_be_sent_back(client: openai.OpenAI, speaker: LLM) -> None:
+    thought = {"role": "assistant", "content": "look.", "reasoning_content": "Let me"}
+    fields = {"model": MODEL, "messages": [*SAID, thought, *SAID], "extra_body": saying("me")}
+    usage = client.chat.completions.create(**fields).usage
+    prompt = "w20 w21 <think> Let me </think> look. w20 w21"
+    assert usage.prompt_tokens == len(speaker.tokenizer.encode(prompt, add_special_tokens=False))
+
+
+def test_thinking_blocks_whole_streamed_and_sent_back(server: Running, speaker: LLM) -> None:
+    given = {"model": MODEL, "max_tokens": 20}
+    with anthropic.Anthropic(base_url=server.base_url, api_key="any", max_retries=0) as client:
+        fields = {**given, "messages": SAID, "extra_body": saying(*THOUGHT)}
+        message = client.messages.create(**fields)
+        with client.messages.stream(**fields) as stream:
+            streamed = stream.get_final_message()
+        for content in (message.content, streamed.content):
+            assert [block.type for block in content] == ["thinking", "text"]
+            assert (content[0].thinking, content[1].text) == ("Let me", "look.")
+        turns = [*SAID, {"role": "assistant", "content": message.content}, *SAID]
+        usage = client.messages.create(**given, messages=turns, extra_body=saying("me")).usage
+    prompt = "w20 w21 <think> Let me </think> look. w20 w21"
+    whole = usage.input_tokens + usage.cache_read_input_tokens
+    assert whole == len(speaker.tokenizer.encode(prompt, add_special_tokens=False))
+
+
+def test_markers_that_are_special_tokens(client: openai.OpenAI) -> None:
+    """Texts leave special tokens out; where a format needs them, the parser sees them, and nobody else."""
+    fields = {"model": MODEL, "messages": SAID, "extra_body": saying("look.", *MISTRAL_CALL)}
+    for more in ({}, {"logprobs": True, "top_logprobs": 1}):
+        choice = client.chat.completions.create(**fields, tools=TOOLS, **more).choices[0]
+        assert (choice.message.content, choice.finish_reason) == ("look.", "tool_calls")
+        [call] = choice.message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Bern"}')
+    text = client.chat.completions.create(**fields).choices[0].message.content
+    assert text == 'look. weather{"city": "Bern"}'
+
+
+def test_arguments_stream_and_a_call_is_begun_once(client: openai.OpenAI) -> None:
+    fields = {"model": MODEL, "messages": SAID, "tools": TOOLS, "extra_body": saying(*MISTRAL_CALL)}
+    calls = [
+        call
+        for chunk in client.chat.completions.create(**fields, stream=True)
+        for call in chunk.choices[0].delta.tool_calls or []
+    ]
+    assert [call.index for call in calls] == [0] * len(calls)
+    assert len(calls) > 1
+    assert (calls[0].function.name, calls[0].type) == ("weather", "function")
+    assert all(call.id is None and call.function.name is None for call in calls[1:])
+    assert "".join(call.function.arguments for call in calls) == '{"city": "Bern"}'
+
+
+@pytest.mark.parametrize("name", ["tool_call_parser", "reasoning_parser"])
+def test_an_unknown_parser_is_refused_with_the_known_ones(name: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=rf"{name} is 'mermes'; it must be one of auto, none, "):
+        ServerConfig(served_model_name=("m",), **{name: "mermes"})
+
+
+def test_without_parsers_all_is_text(speaker: LLM) -> None:
+    options = {"tool_call_parser": "none", "reasoning_parser": "none"}
+    with running_server(speaker.sibling(num_blocks=64), **options) as server, openai_client(server) as client:
+        fields = {"model": MODEL, "messages": SAID, "tools": TOOLS, "extra_body": saying(*THOUGHT)}
+        message = client.chat.completions.create(**fields).choices[0].message
+    assert message.content == " ".join(THOUGHT)
