@@ -40,7 +40,7 @@ REFUSED = [
                 {"role": "assistant", "content": [{"type": "thinking", "thinking": "", "signature": ""}]}
             ]
         },
-        "'thinking'",
+        "ends with a thinking",
     ),
     ({"messages": [{"role": "user", "content": [USE]}]}, "content.0 is a tool_use block"),
     (

@@ -12,7 +12,7 @@ from kvreclaim.parsers.json_calls import DEEPSEEK, HERMES, KIMI, MISTRAL, JsonCa
 from kvreclaim.parsers.parser import Parser, Tools
 from kvreclaim.parsers.pieces import CallEnd, Piece, Text
 from kvreclaim.parsers.tag_calls import DSML, GLM, MINIMAX, QWEN3_CODER, TagCalls
-from kvreclaim.parsers.thinking import MAGISTRAL, THINK, ThinkFormat, Thinking
+from kvreclaim.parsers.thinking import MAGISTRAL, THINK, ThinkFormat, ThinkParser
 
 HARMONY = "harmony"
 TOOL_PARSERS: Mapping[str, Callable[[Tools], Parser]] = MappingProxyType(
@@ -96,7 +96,7 @@ class Splitter:
         self._parsers: list[Parser] = []
         form = None if reasoning_parser is None else REASONING_PARSERS[reasoning_parser]
         if form is not None:
-            self._parsers.append(Thinking(form, begun=prompt_end.rstrip().endswith(form.opening)))
+            self._parsers.append(ThinkParser(form, begun=prompt_end.rstrip().endswith(form.opening)))
         name = HARMONY if reasoning_parser == HARMONY else tool_parser
         if name is not None:
             self._parsers.append(TOOL_PARSERS[name](tools or {}))

@@ -19,7 +19,7 @@ THINK = ThinkFormat()
 MAGISTRAL = ThinkFormat("[THINK]", "[/THINK]")
 
 
-class Thinking(Parser):
+class ThinkParser(Parser):
     """Reasoning, then text. White space around the tags belongs to neither.
 
     begun: the prompt ends with the opening tag, as some templates have it

@@ -126,8 +126,8 @@ def _check_tools(body: ConversationFields) -> None:
     if last.role == "assistant" and last.content[-1].type != "text":
         raise ApiError(
             400,
-            f"messages.{len(body.messages) - 1} ends with a tool_use, which cannot be continued; add its "
-            "tool_result.",
+            f"messages.{len(body.messages) - 1} ends with a {last.content[-1].type}, which cannot be "
+            "continued; add text, or the tool_result of a tool_use.",
         )
 
 

@@ -43,7 +43,7 @@ class DetokenizeRequest(Fields):
     tokens: Listed[int]
 
 
-class Text(BaseModel):
+class DetokenizeResponse(BaseModel):
     prompt: str
 
 
@@ -95,7 +95,7 @@ def _ids(body: TokenizeRequest, service: Service) -> list[int]:
     return service.encode(prompt, add_special_tokens=special)
 
 
-@router.post("/detokenize", responses=TEXT_ERRORS, response_model=Text)
+@router.post("/detokenize", responses=TEXT_ERRORS, response_model=DetokenizeResponse)
 async def detokenize(body: DetokenizeRequest, service: ServiceDep, tenant: TenantDep) -> Response:
     """Detokenise token ids, special tokens included."""
     if body.model is not None:
@@ -105,7 +105,7 @@ async def detokenize(body: DetokenizeRequest, service: ServiceDep, tenant: Tenan
     if wrong is not None:
         raise ApiError(400, f"tokens holds {wrong}; the model's ids go from 0 to {size - 1}.", "tokens")
 
-    def work() -> Text:
-        return Text(prompt=str(service.tokenizer.decode(body.tokens)))
+    def work() -> DetokenizeResponse:
+        return DetokenizeResponse(prompt=str(service.tokenizer.decode(body.tokens)))
 
     return await _written(work, service, tenant, size=len(body.tokens))
