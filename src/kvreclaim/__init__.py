@@ -49,6 +49,7 @@ __all__ = [
     "SamplingParams",
     "SpeculativeConfig",
     "StatsMismatchError",
+    "StructuredOutputsParams",
     "UnknownRequestError",
     "UnsupportedModelError",
     "UnsupportedVllmError",
@@ -59,6 +60,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "kvreclaim.engine.api.llm",
+    "StructuredOutputsParams": "kvreclaim.structured_outputs",
     "AsyncEngine": "kvreclaim.engine.serving.thread",
     "CompressionConfig": "kvreclaim.compression.config",
     "RequestOutput": "kvreclaim.engine.request.outputs",

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from kvreclaim.checks import check_int, check_number, require
 from kvreclaim.options import MAX_COUNT, check_options, option
+from kvreclaim.structured_outputs import StructuredOutputsParams
 
 MAX_SEED = (1 << 64) - 1
 MAX_BIAS = 100.0
@@ -29,6 +30,7 @@ class SamplingParams:
     allowed_token_ids: only these tokens are sampled
     bad_words:   texts that no output contains: a token that would complete one is not sampled. Each is
                  tokenised twice, at the start of a text and after a space
+    structured_outputs: what every output must look like; it ends when nothing more may come
     """
 
     n: int = option(1, low=1)
@@ -96,6 +98,7 @@ class SamplingParams:
         typed_as=list[str],
         kw_only=True,
     )
+    structured_outputs: StructuredOutputsParams | None = field(default=None, kw_only=True)
     stop_strings: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -108,6 +111,12 @@ class SamplingParams:
         )
         self._check_bias()
         self._check_ends()
+        given = self.structured_outputs
+        require(
+            given is None or isinstance(given, StructuredOutputsParams),
+            f"structured_outputs is a {type(given).__name__}; pass StructuredOutputsParams(...), or None.",
+            "structured_outputs",
+        )
         for name in ("stop_token_ids", "allowed_token_ids"):
             _check_token_ids(name, getattr(self, name))
         require(

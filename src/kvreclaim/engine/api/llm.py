@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
@@ -39,6 +40,7 @@ from kvreclaim.memory.stats import MemoryStats
 from kvreclaim.model.loader import LoadedModel, Tokenizer, load_model
 from kvreclaim.model_paths import statistics_beside
 from kvreclaim.sampling_params import SamplingParams
+from kvreclaim.structured_outputs import StructuredOutputsParams
 
 OnStep = Callable[[StepStats], None]
 Observer = Callable[[int, Tensor], None]
@@ -133,6 +135,7 @@ class LLM:
             self.engine.groups.facts, stats_file, select_top, kv_format, block_size
         )
         self._ids = itertools.count()
+        self._making_grammars = threading.Lock()
         self.compression = None if compression is None else self.resolved(compression)
         own = None if self.compression is None else self.compressor(self.compression)
         self.engine.bound(own, config.max_model_len)
@@ -467,6 +470,16 @@ class LLM:
         """A compressor for this model; reads the model's statistics if the config names none."""
         _check_type(config, CompressionConfig, "compression")
         return self.compressors.of(config)
+
+    def knows_grammar(self, params: StructuredOutputsParams) -> bool:
+        """Whether the grammar has been made, so that a request with it can be added at once."""
+        made = vars(self.engine).get("grammars")
+        return made is not None and made.has(params)
+
+    def make_grammar(self, params: StructuredOutputsParams) -> None:
+        """Make a grammar for requests to come; other threads may do so, too. Raises: InvalidArgumentError."""
+        with self._making_grammars:
+            self.engine.grammars.matcher(params)
 
     def _run(self, requests: list[Request], use_tqdm: bool, on_step: OnStep | None) -> None:
         bar = tqdm(total=len(requests), desc="requests", disable=not use_tqdm)

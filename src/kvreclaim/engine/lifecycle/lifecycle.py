@@ -331,6 +331,7 @@ class Lifecycle:
             generator=generator,
             detokenizer=detokenizer,
             gang=request.beams is not None,
+            matcher=None if request.grammar is None else request.grammar.deep_copy(),
         )
         self.sequences[seq_id] = seq
         request.sequences.append(seq)

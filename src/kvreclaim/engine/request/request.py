@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -32,6 +33,9 @@ from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.schedule.budget.account import Account
 
+if TYPE_CHECKING:
+    from kvreclaim.engine.sampling.grammar import Matcher
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence(schedule.ScheduledSequence):
@@ -42,6 +46,7 @@ class Sequence(schedule.ScheduledSequence):
     cell_cache: (version, cells of each head), where heads have their own tables
     window_cache: of each window (version, block ids [groups, blocks])
     hypothesis: that it says, where it is what a beam search has come to
+    matcher:    where it stands in its request's grammar
     """
 
     token_ids: list[int]
@@ -58,6 +63,7 @@ class Sequence(schedule.ScheduledSequence):
     cell_cache: tuple[int, np.ndarray] | None = None
     window_cache: dict[int, tuple[int, np.ndarray]] = field(default_factory=dict)
     hypothesis: Hypothesis | None = None
+    matcher: Matcher | None = None
 
     @property
     def waits_for_fork(self) -> bool:
@@ -102,7 +108,9 @@ class Sequence(schedule.ScheduledSequence):
         generated = self.token_ids[self.num_prompt :] if penalizes or words else []
         if words:
             forbidden += completing(words, generated)
-        return SampleRow(params, self.request.prompt_token_ids, generated, forbidden, self.generator)
+        return SampleRow(
+            params, self.request.prompt_token_ids, generated, forbidden, self.generator, self.matcher
+        )
 
     def output(self) -> CompletionOutput:
         found = self.hypothesis
@@ -214,6 +222,7 @@ class Request:
     reuse:     of its prompt's chunks; None: it has none
     verify:    None unless a compressed cache drafts for it; compressor is None then
     bad_words: token ids of each of its params' bad_words
+    grammar:   of its structured outputs, at the beginning of each
     parent:    on whose behalf it is computed; None: a caller's own. children: that it waits for
     is_plain:  full attention over all its tokens, and nothing is kept beside them
     """
@@ -234,6 +243,7 @@ class Request:
     reuse: Reuse | None = None
     verify: Verify | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: Matcher | None = None
     parent: Request | None = None
     children: list[Request] = field(default_factory=list)
     is_plain: bool = field(init=False)

@@ -8,12 +8,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kvreclaim.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from kvreclaim.engine.sampling.grammar import Matcher
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,6 +26,7 @@ class SampleRow:
     prompt, generated: token ids so far, for penalties
     forbidden:         token ids that may not come now (end tokens before min_tokens, ends of bad words)
     generator:         the output's own source of randomness, on the logits' device: batching changes nothing
+    matcher:           where the output stands in its grammar
     """
 
     params: SamplingParams
@@ -30,6 +34,7 @@ class SampleRow:
     generated: list[int]
     forbidden: tuple[int, ...]
     generator: torch.Generator | None
+    matcher: Matcher | None = None
 
     @property
     def is_argmax(self) -> bool:
@@ -135,7 +140,26 @@ class Allowed(LogitsProcessor):
         logits[index] = kept
 
 
-RESTRICTIONS: tuple[LogitsProcessor, ...] = (Forbidden(), Allowed())
+class Structured(LogitsProcessor):
+    """Only tokens come that the output's grammar goes on with."""
+
+    def applies(self, row: SampleRow) -> bool:
+        return row.matcher is not None
+
+    def apply(self, logits: Tensor, places: list[int], rows: Sequence[SampleRow]) -> None:
+        from kvreclaim.engine.sampling.grammar import restrict
+
+        restrict(logits, places, [row.matcher for row in rows if row.matcher is not None])
+
+
+def follow(matcher: Matcher, token: int) -> bool:
+    """Take the next token into account. Returns: whether the output is complete. Raises: ValueError."""
+    if not matcher.consume_token(token):
+        raise ValueError(f"token {token} breaks the grammar of structured_outputs: {matcher.get_error()}")
+    return bool(matcher.is_stopped())
+
+
+RESTRICTIONS: tuple[LogitsProcessor, ...] = (Forbidden(), Allowed(), Structured())
 PROCESSORS: tuple[LogitsProcessor, ...] = (LogitBias(), RepetitionPenalty(), CountPenalties(), *RESTRICTIONS)
 """In the order in which they change logits. vLLM restricts first, which comes to the same."""
 

@@ -134,16 +134,19 @@ class EngineCoreProc:
                 self._answer(ticket, lambda: function(self._host), allow_dead=allow_dead)
 
     def _add(self, message: Add) -> None:
-        """Requests whose compressors are known at once; a thread makes others, so that no step waits."""
+        """Requests whose compressors and grammars are known at once; a thread makes others, so that no step
+        waits."""
         llm = self._host.llm
         try:
             message = replace(message, news=[llm.promised(new) for new in message.news])
         except KVReclaimError as error:
             self._queue(message, error)
             return
+        grammars = [new.params.structured_outputs for new in message.news if new.params.structured_outputs]
         configs = [new.compression for new in message.news]
         known = [None if config is None else llm.compressors.kept(config) for config in configs]
-        if all(k is not None or config is None for k, config in zip(known, configs, strict=True)):
+        ready = all(k is not None or config is None for k, config in zip(known, configs, strict=True))
+        if ready and all(map(llm.knows_grammar, grammars)):
             self._queue(message, known)
             return
 
@@ -151,6 +154,8 @@ class EngineCoreProc:
 
         def make() -> None:
             try:
+                for grammar in grammars:
+                    llm.make_grammar(grammar)
                 made = [None if config is None else llm.compressor(config) for config in configs]
             except Exception as error:
                 refusal = error

@@ -7,7 +7,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.compressor import Compressor
@@ -62,6 +62,9 @@ from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.schedule import Pass
 from kvreclaim.schedule.companions import Companions
 from kvreclaim.schedule.preemption_cost import PreemptionCostModel
+
+if TYPE_CHECKING:
+    from kvreclaim.engine.sampling.grammar import Grammars
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +134,21 @@ class Engine:
             loaded, self._admitting, groups, self.features, self.signals, self.recalls, prefill
         )
         self._num_added = 0
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Of structured outputs, from the first request on that asks for one. Raises: InvalidArgumentError
+        without a tokenizer or an end-of-sequence token."""
+        from kvreclaim.engine.sampling.grammar import Grammars
+
+        loaded = self.loaded
+        if loaded.tokenizer is None or not loaded.eos_token_ids:
+            raise InvalidArgumentError(
+                "structured_outputs need a tokenizer and an end-of-sequence token, and this model lacks one; "
+                "leave them out.",
+                field="structured_outputs",
+            )
+        return Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
 
     @cached_property
     def snapshots(self) -> SnapshotStore:
@@ -259,6 +277,8 @@ class Engine:
 
         made = self.factory.make(spec, compressor, self._num_added, reuse_of, parent)
         request, footprint = made.request, made.footprint
+        if spec.params.structured_outputs is not None:
+            request.grammar = self.grammars.matcher(spec.params.structured_outputs)
         if footprint.compress_prompt_at:
             _ = self.snapshots  # from now on
         is_chunked = spec.chunks is not None and request.reuse is not None

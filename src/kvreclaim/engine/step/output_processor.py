@@ -15,7 +15,7 @@ from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
 from kvreclaim.engine.request.outputs import FinishReason
 from kvreclaim.engine.request.request import Beams, Request, Scheduled, Sequence
 from kvreclaim.engine.sampling.logprobs import report_prompt
-from kvreclaim.engine.sampling.processors import SampleRow
+from kvreclaim.engine.sampling.processors import SampleRow, follow
 from kvreclaim.engine.sampling.sampler import SampledToken, draw
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.schedule import Pass
@@ -298,6 +298,7 @@ class OutputProcessor:
         if request.metrics.ttft_s is None:
             request.metrics.ttft_s = time.perf_counter() - request.arrival_s
         seq.token_ids.append(token)
+        complete = seq.matcher is not None and follow(seq.matcher, token)
         self.totals.generation_tokens += 1
         may_stop = seq.num_generated >= params.min_tokens
         is_eos = token in self._eos_token_ids and not params.ignore_eos
@@ -307,5 +308,7 @@ class OutputProcessor:
             stop = seq.detokenizer.append(token, may_stop=may_stop and not ends)
         if ends or stop is not None:
             seq.stop_reason = stop if stop is not None else (token if is_stop and not is_eos else None)
+            return "stop"
+        if complete:
             return "stop"
         return "length" if len(seq.token_ids) >= request.max_len else None

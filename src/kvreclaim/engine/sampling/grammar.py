@@ -1,0 +1,100 @@
+"""Grammars of structured outputs, by llguidance: which tokens may come next.
+
+llguidance is taken before xgrammar: it compiles nothing that grows with the schema, copies its states (for
+n > 1), bounds the work of a schema that explodes, and refuses what it does not support by name.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from functools import cached_property
+from typing import Any
+
+import llguidance
+import numpy as np
+import torch
+from llguidance.hf import from_tokenizer
+from torch import Tensor
+
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.structured_outputs import StructuredOutputsParams
+
+KEPT = 128
+"""Grammars that are kept, the latest ones."""
+WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
+"""Between parts of JSON: enough to indent, and no model can go on with it for ever."""
+Matcher = llguidance.LLMatcher
+"""State of one output: consume_token takes a token, is_stopped says that nothing but an end may come."""
+
+
+class Grammars:
+    """Grammars for one model's tokens, each made once; threads may share them."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self._given = tokenizer, vocab_size, sorted(eos_token_ids)
+        self._kept: OrderedDict[tuple[str, str], Matcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @cached_property
+    def _tokens(self) -> llguidance.LLTokenizer:
+        tokenizer, vocab_size, eos = self._given
+        return from_tokenizer(tokenizer, vocab_size, eos)
+
+    def has(self, params: StructuredOutputsParams) -> bool:
+        """Whether the grammar has been made."""
+        return params.source in self._kept
+
+    def matcher(self, params: StructuredOutputsParams) -> Matcher:
+        """A state at the beginning of an output. Raises: InvalidArgumentError for a bad grammar."""
+        key = params.source
+        with self._lock:
+            first = self._kept.get(key)
+            if first is None:
+                first = self._made(*key)
+            self._kept[key] = first
+            self._kept.move_to_end(key)
+            while len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        return first.deep_copy()
+
+    def _made(self, kind: str, text: str) -> Matcher:
+        try:
+            matcher = Matcher(self._tokens, _grammar(kind, text), log_level=0)
+        except ValueError as error:
+            raise _refusal(kind, str(error)) from error
+        if matcher.is_error():
+            raise _refusal(kind, matcher.get_error())
+        return matcher
+
+
+def _grammar(kind: str, text: str) -> str:
+    """In llguidance's own form. Raises: ValueError."""
+    if kind == "json":
+        json.loads(text)
+        return Matcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITE_SPACE})
+    return llguidance.grammar_from(kind, text)  # type: ignore[arg-type]
+
+
+def _refusal(kind: str, reason: str) -> InvalidArgumentError:
+    said = " ".join(reason.split())[:300].rstrip(".")
+    return InvalidArgumentError(
+        f"structured_outputs.{kind} cannot be followed: {said}; change it.", field="structured_outputs"
+    )
+
+
+def restrict(logits: Tensor, places: list[int], matchers: list[Matcher]) -> None:
+    """Leave in logits [N, V], in the rows at these places, the tokens that may come next.
+
+    Raises: ValueError where a grammar costs too much to follow.
+    """
+    vocab = logits.shape[-1]
+    words = np.zeros((len(places), (vocab + 31) // 32), dtype=np.uint32)
+    for row, matcher in zip(words, matchers, strict=True):
+        matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if matcher.is_error():
+            raise ValueError(f"the grammar of structured_outputs cannot be followed: {matcher.get_error()}")
+    bits = np.unpackbits(words.view(np.uint8), axis=-1, count=vocab, bitorder="little")
+    barred = torch.from_numpy(bits == 0).to(logits.device)
+    logits[places] = logits[places].masked_fill(barred, float("-inf"))
