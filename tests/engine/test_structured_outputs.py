@@ -108,7 +108,7 @@ def test_several_outputs_have_states_of_their_own(llm: LLM) -> None:
 def test_under_compression_and_preemption(real_dir: Path, policy: str) -> None:
     """A pool too small for all: requests are preempted and compressed within their outputs."""
     compression = CompressionConfig(policy, budget=64, interval=16, recent=16)
-    llm = LLM(real_dir, num_blocks=24, max_model_len=300, max_num_seqs=4, enable_prefix_caching=False)
+    llm = LLM(real_dir, num_blocks=14, max_model_len=200, max_num_seqs=4, enable_prefix_caching=False)
     given = {"regex": r"([a-z]{1,8}, ){30}end"}
     params = [asking(1.0, seed=seed, **given) for seed in range(4)]
     outs = llm.generate([PROMPT * 4] * 4, params, compression)
@@ -168,10 +168,10 @@ def test_what_is_given_is_checked(given: dict[str, object], said: str) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"json": "{"}, "structured_outputs.json cannot be followed: Expecting property name"),
+        ({"json": "{"}, "the JSON schema cannot be followed: Expecting property name"),
         ({"json": {"type": "strin"}}, "Invalid type: strin; change it"),
         ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
-        ({"regex": "(a"}, "structured_outputs.regex cannot be followed: .*unclosed group"),
+        ({"regex": "(a"}, "the regular expression cannot be followed: .*unclosed group"),
         ({"grammar": "start: foo"}, 'unknown name: "foo"'),
     ],
 )

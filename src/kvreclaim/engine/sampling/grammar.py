@@ -25,6 +25,7 @@ KEPT = 128
 """Grammars that are kept, the latest ones."""
 WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 """Between parts of JSON: enough to indent, and no model can go on with it for ever."""
+NAMES = {"json": "JSON schema", "regex": "regular expression", "choice": "choice", "grammar": "grammar"}
 Matcher = llguidance.LLMatcher
 """State of one output: consume_token takes a token, is_stopped says that nothing but an end may come."""
 
@@ -69,6 +70,17 @@ class Grammars:
         return matcher
 
 
+def check(params: StructuredOutputsParams) -> None:
+    """Raises: InvalidArgumentError for a bad grammar, whatever the model."""
+    kind, text = params.source
+    try:
+        is_wrong, reasons = Matcher.validate_grammar_with_warnings(_grammar(kind, text))
+    except ValueError as error:
+        is_wrong, reasons = True, [str(error)]
+    if is_wrong:
+        raise _refusal(kind, reasons[0])
+
+
 def _grammar(kind: str, text: str) -> str:
     """In llguidance's own form. Raises: ValueError."""
     if kind == "json":
@@ -80,7 +92,7 @@ def _grammar(kind: str, text: str) -> str:
 def _refusal(kind: str, reason: str) -> InvalidArgumentError:
     said = " ".join(reason.split())[:300].rstrip(".")
     return InvalidArgumentError(
-        f"structured_outputs.{kind} cannot be followed: {said}; change it.", field="structured_outputs"
+        f"the {NAMES[kind]} cannot be followed: {said}; change it.", field="structured_outputs"
     )
 
 

@@ -19,7 +19,7 @@ from kvreclaim.parsers.formats import Splitter
 from kvreclaim.parsers.pieces import Piece
 from kvreclaim.server.bodies import BodyRoute
 from kvreclaim.server.errors import ApiError
-from kvreclaim.server.fields import Fields, described
+from kvreclaim.server.fields import described
 from kvreclaim.server.ids import request_id_of
 from kvreclaim.server.openai.answer import OpenAIResponse, scores_of
 from kvreclaim.server.openai.documents import DocumentPlaces, reuse_of, within_chat
@@ -35,6 +35,7 @@ from kvreclaim.server.openai.messages import (
 )
 from kvreclaim.server.openai.prompts import beams_of, bounded, check_options, engine_prompt, sampling_params
 from kvreclaim.server.openai.schemas import ERRORS, ChatCompletion, streamed
+from kvreclaim.server.openai.structured import ResponseFormat, checked_structured
 from kvreclaim.server.service import Service, ServiceDep, TenantDep
 from kvreclaim.server.tenants import Tenant
 
@@ -44,12 +45,6 @@ ToolChoice = Annotated[
     Literal["auto", "none"],
     described('"auto" or "none"; a call cannot be forced here, because decoding is not guided by a grammar'),
 ]
-
-
-class ResponseFormat(Fields):
-    """Only text: there is no guided decoding."""
-
-    type: Literal["text"]
 
 
 class ChatRequest(GenerationFields, ConversationOptions):
@@ -97,7 +92,17 @@ async def _prompt(body: ChatRequest, service: Service, tenant: Tenant) -> Reques
     limit = body.max_completion_tokens or body.max_tokens
     beams = beams_of(body, limit or service.longest)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = sampling_params(body, max_tokens=limit, logprobs=logprobs) if beams is None else beams.sampling
+    structured = await checked_structured(body.structured_outputs, service, tenant, body.response_format)
+    if beams is None:
+        params = sampling_params(body, max_tokens=limit, logprobs=logprobs, structured_outputs=structured)
+    elif structured is None:
+        params = beams.sampling
+    else:
+        raise ApiError(
+            400,
+            "response_format does not go with use_beam_search, whose beams follow no grammar; leave one out.",
+            "response_format",
+        )
     with_tools = body.offered is not None
     work = partial(_encoded, body, service, with_tools=with_tools)
     ids, chunks, compression = await service.workers.run(tenant.name, work)

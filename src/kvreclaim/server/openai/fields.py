@@ -16,6 +16,7 @@ from kvreclaim.server.fields import (
     StopStrings,
 )
 from kvreclaim.server.openai.documents import ChunkReuseFields, Documents
+from kvreclaim.server.openai.structured import StructuredOutputs
 
 MAX_LOGPROBS = 20
 MAX_USER_LENGTH = 512
@@ -55,6 +56,7 @@ class GenerationFields(GeneratingFields):
     prompt_cache_retention: PromptCacheRetention | None = None
     user: str | None = Field(None, min_length=1, max_length=MAX_USER_LENGTH)
     safety_identifier: str | None = Field(None, min_length=1, max_length=MAX_USER_LENGTH)
+    structured_outputs: StructuredOutputs | None = None
     documents: Documents | None = None
     chunk_reuse: ChunkReuseFields | None = None
 

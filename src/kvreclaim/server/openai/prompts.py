@@ -38,6 +38,7 @@ DRAWN = (
     "logprobs",
     "top_logprobs",
     "stream",
+    "structured_outputs",
 )
 """Fields of tokens that are drawn one after the other, which no beam search takes."""
 HARMLESS = {"skip_special_tokens": True}

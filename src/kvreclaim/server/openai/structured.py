@@ -1,0 +1,117 @@
+"""What an answer must look like, as OpenAI's response_format and vLLM's structured_outputs say it."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from kvreclaim.engine.api.structured import check_grammar
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.server.errors import ApiError
+from kvreclaim.server.fields import Fields, at_most, described
+from kvreclaim.server.service import Service
+from kvreclaim.server.tenants import Tenant
+from kvreclaim.structured_outputs import StructuredOutputsParams
+
+KINDS = tuple(field.name for field in fields(StructuredOutputsParams))
+OF_SCHEMA = ("name", "description", "schema", "strict")
+
+
+class ResponseFormat(Fields):
+    """json_schema: name, schema, and perhaps description and strict; the schema is followed either way"""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Annotated[dict[str, Any], at_most(len(OF_SCHEMA))] | None = None
+
+
+StructuredOutputs = Annotated[
+    Annotated[dict[str, Any], at_most(len(KINDS))],
+    described(f"an object with one of {', '.join(KINDS)}"),
+]
+
+
+async def checked_structured(
+    structured_outputs: dict[str, Any] | None,
+    service: Service,
+    tenant: Tenant,
+    response_format: ResponseFormat | None = None,
+) -> StructuredOutputsParams | None:
+    """What these fields ask for; None: nothing. Raises: ApiError naming the field, also for a bad schema."""
+    params = structured_of(response_format, structured_outputs)
+    if params is not None:
+        try:
+            await service.workers.run(tenant.name, partial(check_grammar, params))
+        except InvalidArgumentError as error:
+            field = f"structured_outputs.{params.source[0]}"
+            raise ApiError(
+                400, str(error), field if structured_outputs else "response_format.json_schema.schema"
+            ) from error
+    return params
+
+
+def structured_of(
+    response_format: ResponseFormat | None, structured_outputs: dict[str, Any] | None
+) -> StructuredOutputsParams | None:
+    """Raises: ApiError naming the field."""
+    form = None if response_format is None or response_format.type == "text" else response_format
+    given = {name: value for name, value in (structured_outputs or {}).items() if value is not None}
+    if form is not None and given:
+        raise ApiError(
+            400, "response_format and structured_outputs are both set; pass one of them.", "response_format"
+        )
+    if form is None and not given:
+        _check_without_schema(response_format)
+        return None
+    if form is not None:
+        return _of_format(form)
+    if unknown := next((name for name in given if name not in KINDS), None):
+        field = f"structured_outputs.{unknown}"
+        raise ApiError(400, f"{field} is not supported here; pass one of {', '.join(KINDS)}.", field)
+    wrong = next((name for name, value in given.items() if not isinstance(value, _TYPES[name])), None)
+    if wrong is not None:
+        field = f"structured_outputs.{wrong}"
+        raise ApiError(400, f"{field} is a {type(given[wrong]).__name__}; {_WANTED[wrong]}.", field)
+    try:
+        return StructuredOutputsParams(**given)
+    except InvalidArgumentError as error:
+        raise ApiError(400, str(error), "structured_outputs") from error
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "json": (str, dict),
+    "regex": (str,),
+    "choice": (list,),
+    "grammar": (str,),
+    "json_object": (bool,),
+}
+_WANTED = {
+    "json": "pass a JSON schema",
+    "regex": "pass a text",
+    "choice": "pass a list of texts",
+    "grammar": "pass a text",
+    "json_object": "pass true",
+}
+
+
+def _of_format(form: ResponseFormat) -> StructuredOutputsParams:
+    if form.type == "json_object":
+        _check_without_schema(form)
+        return StructuredOutputsParams(json_object=True)
+    given = form.json_schema or {}
+    if unknown := next((name for name in given if name not in OF_SCHEMA), None):
+        field = f"response_format.json_schema.{unknown}"
+        raise ApiError(400, f"{field} is not supported here; remove it.", field)
+    if not isinstance(given.get("name"), str):
+        field = "response_format.json_schema.name"
+        raise ApiError(400, f"{field} is missing or no text; pass one.", field)
+    if not isinstance(given.get("schema"), dict):
+        field = "response_format.json_schema.schema"
+        raise ApiError(400, f"{field} is missing or no object; pass a JSON schema.", field)
+    return StructuredOutputsParams(json=given["schema"])
+
+
+def _check_without_schema(form: ResponseFormat | None) -> None:
+    if form is not None and form.json_schema is not None:
+        field = "response_format.json_schema"
+        raise ApiError(400, f"{field} is set, but the type is {form.type!r}; set it to 'json_schema'.", field)

@@ -1,0 +1,137 @@
+"""Structured outputs over HTTP: response_format and structured_outputs, with OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import openai
+import pytest
+from pydantic import BaseModel, Field
+from running import MODEL, openai_client, running_server
+
+from kvreclaim import LLM
+
+SAID = [{"role": "user", "content": "A cat of three years."}]
+
+
+class Animal(BaseModel):
+    kind: Literal["cat", "dog"]
+    age: int = Field(ge=0, le=99)
+
+
+SCHEMA = {
+    "name": "animal",
+    "strict": True,
+    "schema": {**Animal.model_json_schema(), "additionalProperties": False},
+}
+
+
+@pytest.fixture(scope="module")
+def client(real_dir: Path) -> Iterator[openai.OpenAI]:
+    llm = LLM(real_dir, num_blocks=96, max_model_len=512)
+    with running_server(llm) as server, openai_client(server) as client:
+        yield client
+
+
+def chat(client: openai.OpenAI, **fields: Any) -> Any:
+    return client.chat.completions.create(model=MODEL, messages=SAID, max_tokens=60, seed=1, **fields)
+
+
+def test_json_schema_whole_and_streamed(client: openai.OpenAI) -> None:
+    form = {"type": "json_schema", "json_schema": SCHEMA}
+    choices = chat(client, response_format=form, n=3, temperature=1.5).choices
+    assert all(choice.finish_reason == "stop" for choice in choices)
+    for choice in choices:
+        Animal.model_validate_json(choice.message.content)
+    text = "".join(
+        chunk.choices[0].delta.content or "" for chunk in chat(client, response_format=form, stream=True)
+    )
+    Animal.model_validate_json(text)
+
+
+def test_parse_of_the_clients_own(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model=MODEL, messages=SAID, max_tokens=60, seed=2, response_format=Animal
+    )
+    assert isinstance(answer.choices[0].message.parsed, Animal)
+
+
+def test_json_object(client: openai.OpenAI) -> None:
+    choice = chat(client, response_format={"type": "json_object"}, logprobs=True).choices[0]
+    assert choice.message.content.lstrip().startswith("{")
+    if choice.finish_reason == "stop":
+        assert isinstance(json.loads(choice.message.content), dict)
+
+
+@pytest.mark.parametrize(
+    ("given", "texts"),
+    [({"choice": ["left", "right"]}, ("left", "right")), ({"regex": "[0-1]{2}"}, ("00", "01", "10", "11"))],
+)
+def test_structured_outputs_of_both_routes(
+    client: openai.OpenAI, given: dict[str, Any], texts: tuple[str, ...]
+) -> None:
+    body = {
+        "structured_outputs": given,
+        "kv_compression": {"policy": "streaming_llm", "budget": 32, "recent": 8},
+    }
+    assert chat(client, extra_body=body).choices[0].message.content in texts
+    answer = client.completions.create(model=MODEL, prompt="Turn " * 60, max_tokens=8, extra_body=body)
+    assert answer.choices[0].text in texts
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"type": "strin"}},
+                }
+            },
+            "response_format.json_schema.schema",
+            "Invalid type: strin",
+        ),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.name", "is missing"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+            "is missing",
+        ),
+        (
+            {"response_format": {"type": "text", "json_schema": SCHEMA}},
+            "response_format.json_schema",
+            "the type is 'text'",
+        ),
+        (
+            {"extra_body": {"structured_outputs": {"regex": "(a"}}},
+            "structured_outputs.regex",
+            "unclosed group",
+        ),
+        ({"extra_body": {"structured_outputs": {"regx": "a"}}}, "structured_outputs.regx", "not supported"),
+        ({"extra_body": {"structured_outputs": {"regex": 1}}}, "structured_outputs.regex", "is a int"),
+        (
+            {
+                "response_format": {"type": "json_object"},
+                "extra_body": {"structured_outputs": {"regex": "a"}},
+            },
+            "response_format",
+            "both set",
+        ),
+        (
+            {"response_format": {"type": "json_object"}, "extra_body": {"use_beam_search": True}},
+            "response_format",
+            "use_beam_search",
+        ),
+    ],
+)
+def test_refusals_name_the_place(
+    client: openai.OpenAI, fields: dict[str, Any], param: str, said: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model=MODEL, messages=SAID, **fields)
+    assert caught.value.param == param
+    assert said in str(caught.value)
