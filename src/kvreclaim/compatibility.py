@@ -26,7 +26,6 @@ class Feature(StrEnum):
     CHUNK_REUSE = "chunk reuse"
     COMPRESS_AT = "compress_prompt_at"
     BEAM_SEARCH = "beam search"
-    STRUCTURED = "structured outputs"
     SEVERAL_OUTPUTS = "n > 1"
     PROMPT_LOGPROBS = "prompt_logprobs"
     SCORING = "scoring a continuation"

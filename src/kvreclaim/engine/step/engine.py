@@ -137,8 +137,10 @@ class Engine:
 
     @cached_property
     def grammars(self) -> Grammars:
-        """Of structured outputs, from the first request on that asks for one. Raises: InvalidArgumentError
-        without a tokenizer or an end-of-sequence token."""
+        """Makes grammars of structured outputs, from the first request on that asks for one.
+
+        Raises: InvalidArgumentError without a tokenizer or an end-of-sequence token.
+        """
         from kvreclaim.engine.sampling.grammar import Grammars
 
         loaded = self.loaded

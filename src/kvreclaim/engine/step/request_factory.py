@@ -175,7 +175,6 @@ def request_features(
         Feature.COMPRESS_AT: spec.compress_prompt_at is not None,
         Feature.BEAM_SEARCH: spec.beams is not None,
         Feature.SEVERAL_OUTPUTS: spec.params.n > 1,
-        Feature.STRUCTURED: spec.params.structured_outputs is not None,
         Feature.PROMPT_LOGPROBS: spec.params.prompt_logprobs is not None,
         Feature.SCORING: spec.continuation is not None,
     }
