@@ -2,7 +2,8 @@
 of CUDA's. Transfers run as late as the connector allows, so that too early a write shows.
 
 >>> engine = Engine(model, compression=..., kv_transfer_config=offloading())
->>> worker_of(engine).stored()  # {key of a block: its bytes in all layers}
+>>> worker = worker_of(engine.scheduler.connector, get_kv_transfer_group())
+>>> worker.stored()  # {key of a block: its bytes in all layers}
 """
 
 from __future__ import annotations
@@ -24,12 +25,11 @@ def offloading(**more: Any) -> dict[str, Any]:
     return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
-def worker_of(engine: Any) -> HostWorker:
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    worker: HostWorker = get_kv_transfer_group().connector_worker.worker
-    worker.places = engine.scheduler.connector.connector_scheduler.manager.places
-    return worker
+def worker_of(scheduler: Any, worker: Any) -> HostWorker:
+    """Of an OffloadingConnector, in the scheduler and in the worker."""
+    found: HostWorker = worker.connector_worker.worker
+    found.places = scheduler.connector_scheduler.manager.places
+    return found
 
 
 class HostManager(CPUOffloadingManager):

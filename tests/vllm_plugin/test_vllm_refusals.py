@@ -42,6 +42,13 @@ from kvreclaim.integrations.vllm.refusals import (
 )
 
 
+def several(*names: str) -> dict[str, Any]:
+    """A --kv-transfer-config of these connectors."""
+    each = [{"kv_connector": name, "kv_role": "kv_both"} for name in names]
+    more = {"connectors": each}
+    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": more}
+
+
 @pytest.mark.parametrize(
     ("options", "word"),
     [
@@ -69,7 +76,19 @@ from kvreclaim.integrations.vllm.refusals import (
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size = 2"),
         (
             {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}},
-            "the KV connector NixlConnector",
+            "the KV connector NixlConnector: it hands over whole prompts",
+        ),
+        (
+            {"kv_transfer_config": several("OffloadingConnector", "LMCacheConnectorV1")},
+            "the KV connector LMCacheConnectorV1: it takes hits whole",
+        ),
+        (
+            {"kv_transfer_config": several("ExampleConnector", "DecodeBenchConnector")},
+            "the KV connector DecodeBenchConnector of vLLM",
+        ),
+        (
+            {"kv_transfer_config": several("ExampleConnector"), "tensor_parallel_size": 2},
+            "the KV connector ExampleConnector and --tensor-parallel-size 2: all ranks write the same files",
         ),
         (
             {

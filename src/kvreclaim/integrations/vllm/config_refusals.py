@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvreclaim.integrations.vllm import family
+from kvreclaim.integrations.vllm.connector_refusals import ROWS as CONNECTOR_ROWS
 from kvreclaim.integrations.vllm.groups import layer_kinds
 from kvreclaim.integrations.vllm.refusals import (
     CACHE_DTYPES,
@@ -17,9 +18,6 @@ from kvreclaim.integrations.vllm.refusals import (
     other_model,
 )
 from kvreclaim.integrations.vllm.speculation import BY_TOKENS, WITH_LAYERS
-
-CONNECTOR = "OffloadingConnector"
-"""The KV connector that goes with compression: it stores blocks one by one, while they are exact."""
 
 
 def _greater(path: str, option: str, limit: int = 1) -> Callable[[Any], str | None]:
@@ -107,22 +105,10 @@ def _drafts_in_v2(config: Any) -> str | None:
     return "--speculative-config in the V2 model runner" if found else None
 
 
-def _connector(config: Any) -> str | None:
-    import vllm
-
-    transfer = config.kv_transfer_config
-    if transfer is None:
-        return None
-    place, version = transfer.kv_connector_module_path, vllm.__version__
-    if transfer.kv_connector == CONNECTOR and not place and version.startswith("0.32."):
-        return None
-    return f"the KV connector {transfer.kv_connector} of {place or f'vLLM {version}'}"
-
-
 def _drafts_beside_connector(config: Any) -> str | None:
     if config.speculative_config is None or config.kv_transfer_config is None:
         return None
-    return "--speculative-config beside KV offloading (--kv-offloading-size)"
+    return "--speculative-config beside a KV connector (--kv-offloading-size, --kv-transfer-config)"
 
 
 DTYPES = f"use one of {', '.join(CACHE_DTYPES)}"
@@ -167,11 +153,7 @@ CONFIG: tuple[ConfigRefusal, ...] = (
         "drafts of a request that is hidden from the connector are not tested",
         "remove one of them",
     ),
-    ConfigRefusal(
-        _connector,
-        "it may hand over a request that is no longer exact, or it is not tested",
-        f"use {CONNECTOR} (--kv-offloading-size) with vLLM 0.32",
-    ),
+    *CONNECTOR_ROWS,
     ConfigRefusal(
         _set("ec_transfer_config", "an encoder-cache connector (--ec-transfer-config)"), "it is not tested"
     ),

@@ -28,9 +28,10 @@ def check_core() -> None:
     expect.check(sections()["core"])
 
 
-def check_connector() -> None:
-    """Check the KV connector and its scheduler, if there is one. Raises: UnsupportedVllmError."""
-    expect.check(sections()["connector"])
+def check_connector(name: str) -> None:
+    """Check a KV connector of this name and its scheduler, if there is one. Raises: UnsupportedVllmError."""
+    table = sections()
+    expect.check((*table["connector"], *table[f"connector {name}"]))
 
 
 def check_drafter(kind: type) -> None:
