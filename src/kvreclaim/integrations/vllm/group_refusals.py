@@ -8,7 +8,7 @@ from typing import Any
 from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.integrations.vllm import family
 from kvreclaim.integrations.vllm.groups import layer_kinds
-from kvreclaim.integrations.vllm.refusals import OTHER_MODEL, ConfigRefusal, other_model
+from kvreclaim.integrations.vllm.refusals import OTHER_MODEL, ConfigRefusal, kv_connector, other_model
 
 UNTESTED = "it is not tested"
 CONFIG: tuple[ConfigRefusal, ...] = (
@@ -18,9 +18,7 @@ CONFIG: tuple[ConfigRefusal, ...] = (
     ConfigRefusal(
         lambda config: "--speculative-config" if config.speculative_config is not None else None, UNTESTED
     ),
-    ConfigRefusal(
-        lambda config: "--kv-offloading-size" if config.kv_transfer_config is not None else None, UNTESTED
-    ),
+    ConfigRefusal(kv_connector, UNTESTED),
 )
 RECURRENT: tuple[ConfigRefusal, ...] = (
     ConfigRefusal(

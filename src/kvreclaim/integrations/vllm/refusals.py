@@ -51,6 +51,11 @@ def other_model(find: Callable[[Any], str | None], why: str, remedy: str = OTHER
     return ConfigRefusal(find, why, remedy, UnsupportedModelError)
 
 
+def kv_connector(config: Any) -> str | None:
+    """Any KV connector, for what goes with none."""
+    return "a KV connector, such as --kv-offloading-size" if config.kv_transfer_config is not None else None
+
+
 def refuse_groups(kv_cache_config: Any) -> None:
     """Check a KVCacheConfig: one group of ordinary full attention, beside sliding windows or recurrent state.
 

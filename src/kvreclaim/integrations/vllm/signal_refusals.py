@@ -7,7 +7,7 @@ from typing import Any
 from kvreclaim.compression.policy import CompressionPolicy, Signal
 from kvreclaim.integrations.vllm import family
 from kvreclaim.integrations.vllm.groups import layer_kinds
-from kvreclaim.integrations.vllm.refusals import ConfigRefusal
+from kvreclaim.integrations.vllm.refusals import ConfigRefusal, kv_connector
 from kvreclaim.integrations.vllm.watched import WATCHED
 
 OTHER = "take a policy without these, such as surrogate or knorm"
@@ -47,7 +47,7 @@ CONFIG: tuple[ConfigRefusal, ...] = (
         OTHER,
     ),
     ConfigRefusal(
-        lambda config: "--kv-offloading-size" if config.kv_transfer_config is not None else None,
+        kv_connector,
         "tokens that are loaded show no layer anything",
         f"remove it, or {OTHER}",
     ),

@@ -7,7 +7,7 @@ from typing import Any
 from kvreclaim.integrations.vllm import family
 from kvreclaim.integrations.vllm.groups import layer_kinds
 from kvreclaim.integrations.vllm.options import Options
-from kvreclaim.integrations.vllm.refusals import ConfigRefusal
+from kvreclaim.integrations.vllm.refusals import ConfigRefusal, kv_connector
 
 WHERE = ' beside "snapshots"'
 REMEDY = 'remove it or "snapshots"'
@@ -30,7 +30,7 @@ CONFIG: tuple[ConfigRefusal, ...] = (
         REMEDY,
     ),
     ConfigRefusal(
-        lambda config: "--kv-offloading-size" if config.kv_transfer_config is not None else None,
+        kv_connector,
         "what follows a snapshot would be stored as if it were exact",
         REMEDY,
     ),
