@@ -168,8 +168,6 @@ class Applier:
         compressor = self.compressor(settings)
         positions = self.positions if Signal.POSITIONS in compressor.policy.needs else None
         asked = positions is not None or self.trace is not None
-        if self.views.stale:
-            self.views.clear(set(one.target_ids).difference(one.source_ids))
         if one.eviction_method.uneven and self.uneven is not None:
             check = partial(self.clock.watch, one.seq_id)
             kept = self.uneven.carry_out(one, compressor, positions, check, asked)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -101,13 +101,12 @@ class CacheViews:
     Args:
         layers:     equal in shape
         num_blocks: blocks of the host's pool; a layer's cache has a multiple of them
-        stale:      a block may come with anything in it, also what is no number: see clear
 
     Raises: UnsupportedModelError if a backend's order inside a block is not understood.
     """
 
-    def __init__(self, layers: Sequence[VllmLayerCache], num_blocks: int, stale: bool = False) -> None:
-        self.layers, self.stale = tuple(layers), stale
+    def __init__(self, layers: Sequence[VllmLayerCache], num_blocks: int) -> None:
+        self.layers = tuple(layers)
         self.num_blocks = num_blocks
         blocks = {layer.cache.shape[0] for layer in layers}
         self.ratio, rest = divmod(max(blocks), num_blocks)
@@ -156,13 +155,6 @@ class CacheViews:
         target_ids = target_ids[: blocks_for(kept.shape[-1], self.layers[0].block_size)]
         for layer, rows in zip(self.layouts, kept.expand(len(self.layers), heads, -1), strict=True):
             layer.compact(rows, source_ids, target_ids)
-
-    def clear(self, ids: Collection[int]) -> None:
-        """Zero blocks of the host's pool in all layers: kernels multiply what lies behind the last token by
-        0."""
-        blocks = self.block_ids(sorted(ids))
-        for layer in self.layers:
-            layer.cache[blocks] = 0
 
     def prove(self) -> None:
         """Write two blocks of every layer through its own backend and read them back; they are restored.

@@ -18,7 +18,7 @@ from kvreclaim.integrations.vllm.cells.passes import MAX_BYTES
 from kvreclaim.integrations.vllm.cells.positions import PassTrace, Positions
 from kvreclaim.integrations.vllm.facts import describe, plain_facts
 from kvreclaim.integrations.vllm.group_refusals import refuse_unnamed_groups
-from kvreclaim.integrations.vllm.groups import has_states, layer_kinds
+from kvreclaim.integrations.vllm.groups import layer_kinds
 from kvreclaim.integrations.vllm.layouts import CacheViews
 from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.refusals import refuse_groups, refuse_layers
@@ -73,11 +73,7 @@ class WorkerHooks:
         refuse_layers({layer.layer_name: layer for layer in layers})
         signatures.check_layers(layers)
         with torch.inference_mode():
-            views = CacheViews(
-                attention.layer_caches(runner),
-                attention.num_blocks(runner),
-                has_states(runner.kv_cache_config),
-            )
+            views = CacheViews(attention.layer_caches(runner), attention.num_blocks(runner))
             views.prove()
         options = Options.of_config(worker.vllm_config)
         known = describe(runner, options)

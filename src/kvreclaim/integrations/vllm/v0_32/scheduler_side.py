@@ -100,7 +100,7 @@ class VllmPool:
         fresh = iter(self.pool.get_new_blocks(plan.targets.count(None)))
         targets = [next(fresh) if block is None else own[block] for block in plan.targets]
         target_ids = tuple(block.block_id for block in targets)
-        if self.states:  # none is zeroed after the pass, because somebody had it in this step, too
+        if self.states:  # workers zero what requests take in a step, after its passes, which fill these
             self.tables.new_block_ids = [n for n in self.tables.new_block_ids if n not in target_ids]
         table = targets + spare
         holes = [self.pool.null_block] * (self.places(request_id) - len(table))
