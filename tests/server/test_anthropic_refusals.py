@@ -63,10 +63,6 @@ REFUSED = [
     ({"tool_choice": {"type": "auto"}}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice.type"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "weather"}}, "tool_choice"),
-    (
-        {"tools": [TOOL], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
-        "disable_parallel",
-    ),
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
     ({"thinking": {"type": "adaptive"}}, "thinking.type"),
     ({"thinking": {"type": "disabled"}, "chat_template_kwargs": {"enable_thinking": True}}, "thinking"),

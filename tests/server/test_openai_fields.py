@@ -344,8 +344,14 @@ CHECKS: dict[str, Callable[[Talker], None]] = {
 }
 
 
+WITHOUT_EFFECT = {"service_tier", "metadata", "store", "modalities", "prediction"}
+ELSEWHERE = {"parallel_tool_calls", "reasoning_effort", "structured_outputs"}
+"""Tested in test_reasoning.py and test_structured_http.py, as are those above."""
+
+
 def test_no_field_is_missing_here():
     named = {*CHECKS, *SAMPLING} - {"completion_logprobs", "chat_logprobs"} | {"logprobs"}
+    named |= WITHOUT_EFFECT | ELSEWHERE
     assert named == {*CompletionRequest.model_fields, *ChatRequest.model_fields}
 
 

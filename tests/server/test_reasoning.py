@@ -119,3 +119,49 @@ def test_without_parsers_all_is_text(speaker: LLM) -> None:
         fields = {"model": MODEL, "messages": SAID, "tools": TOOLS, "extra_body": saying(*THOUGHT)}
         message = client.chat.completions.create(**fields).choices[0].message
     assert message.content == " ".join(THOUGHT)
+
+
+def test_only_the_first_call_where_calls_are_not_parallel(client: openai.OpenAI, server: Running) -> None:
+    """What comes behind it is left out, streamed or not."""
+    words = saying(*MISTRAL_CALL, "look.")
+    fields = {"model": MODEL, "messages": SAID, "tools": TOOLS, "extra_body": words}
+    both = client.chat.completions.create(**fields).choices[0].message
+    assert (both.content, len(both.tool_calls)) == ("look.", 1)
+    one = client.chat.completions.create(**fields, parallel_tool_calls=False).choices[0]
+    assert (one.message.content, len(one.message.tool_calls), one.finish_reason) == (None, 1, "tool_calls")
+    tools = [{"name": "weather", "input_schema": {"type": "object"}}]
+    given = {"model": MODEL, "max_tokens": 20, "messages": SAID, "tools": tools, "extra_body": words}
+    with anthropic.Anthropic(base_url=server.base_url, api_key="any", max_retries=0) as other:
+        choice = {"type": "auto", "disable_parallel_tool_use": True}
+        message = other.messages.create(**given, tool_choice=choice)
+    assert [block.type for block in message.content] == ["tool_use"]
+
+
+def test_ordinary_fields_are_taken_and_null_is_as_good_as_absent(client: openai.OpenAI) -> None:
+    fields = {"model": MODEL, "messages": SAID, "tool_choice": "auto", "parallel_tool_calls": True}
+    told = {"service_tier": "auto", "metadata": {"a": "b"}, "store": False, "modalities": ["text"]}
+    told["prediction"] = {"type": "content", "content": "look."}
+    nothing = {"audio": None, "web_search_options": None, "functions": None}
+    extra = saying("look.") | nothing
+    answer = client.chat.completions.create(**fields, **told, extra_body=extra)
+    assert answer.choices[0].message.content == "look."
+
+
+EFFORT = "{% for m in messages %}{{ m.content }}{% endfor %} w3{{ '1' if enable_thinking else '2' }}"
+
+
+@pytest.mark.parametrize(("effort", "word"), [("none", "w32"), ("high", "w31")])
+def test_reasoning_effort_switches_thinking(speaker: LLM, effort: str, word: str) -> None:
+    with (
+        running_server(speaker.sibling(num_blocks=64), chat_template=EFFORT) as server,
+        openai_client(server) as client,
+    ):
+        fields = {"model": MODEL, "messages": SAID, "extra_body": saying("me") | {"return_token_ids": True}}
+        answer = client.chat.completions.create(**fields, reasoning_effort=effort)
+        prompt = answer.model_extra["prompt_token_ids"]
+        assert speaker.tokenizer.decode(prompt).split()[-1] == word
+        clash = {"chat_template_kwargs": {"enable_thinking": True}}
+        with pytest.raises(openai.BadRequestError, match="both set"):
+            client.chat.completions.create(
+                model=MODEL, messages=SAID, reasoning_effort=effort, extra_body=clash
+            )

@@ -82,6 +82,7 @@ class Splitter:
     reasoning_parser: a name in REASONING_PARSERS
     tools:            the schemas of the functions that the model was told of
     prompt_end:       of the prompt's text, in which the reasoning may have begun
+    one_call:         what comes behind the first call is left out
     """
 
     def __init__(
@@ -91,8 +92,10 @@ class Splitter:
         *,
         tools: Tools | None = None,
         prompt_end: str = "",
+        one_call: bool = False,
     ) -> None:
         self.num_calls = 0
+        self._one_call = one_call
         self._parsers: list[Parser] = []
         form = None if reasoning_parser is None else REASONING_PARSERS[reasoning_parser]
         if form is not None:
@@ -109,5 +112,8 @@ class Splitter:
             for piece in pieces:
                 read += parser.feed(piece.text) if isinstance(piece, Text) else [piece]
             pieces = read + (parser.finish() if last else [])
+        if self._one_call:
+            ends = pieces.index(CallEnd()) + 1 if CallEnd() in pieces else len(pieces)
+            pieces = [] if self.num_calls else pieces[:ends]
         self.num_calls += pieces.count(CallEnd())
         return pieces

@@ -74,7 +74,7 @@ Listed = Annotated[list[Item], Field(fail_fast=True)]
 
 class Fields(BaseModel):
     """A JSON object of a request: values are taken as they are, unknown names are refused, the first of them
-    alone."""
+    alone; null is as good as absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -83,7 +83,10 @@ class Fields(BaseModel):
     def _refuse_unknown(cls, value: Any) -> Any:
         known = cls.__pydantic_fields__
         if isinstance(value, dict) and not value.keys() <= known.keys():
-            unknown = next(name for name in value if name not in known)
+            value = {name: given for name, given in value.items() if name in known or given is not None}
+            unknown = next((name for name in value if name not in known), None)
+            if unknown is None:
+                return value
             problem = InitErrorDetails(type="extra_forbidden", loc=(unknown,), input=None)
             raise ValidationError.from_exception_data(cls.__name__, [problem])
         return value

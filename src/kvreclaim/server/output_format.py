@@ -23,7 +23,11 @@ class OutputFormat:
     reasoning_parser: str | None
 
     def splitter(
-        self, prompt_token_ids: list[int], tools: Mapping[str, Mapping[str, Any]] | None
+        self,
+        prompt_token_ids: list[int],
+        tools: Mapping[str, Mapping[str, Any]] | None,
+        *,
+        one_call: bool,
     ) -> Splitter:
         """For one output. tools: the schemas of the functions that the model was told of; None: of none"""
         prompt_end = ""
@@ -34,6 +38,7 @@ class OutputFormat:
             self.reasoning_parser,
             tools=tools,
             prompt_end=prompt_end,
+            one_call=one_call,
         )
 
     def needs_special_tokens(self, *, with_tools: bool) -> bool:

@@ -34,7 +34,10 @@ class AnthropicResponse:
         self.service = service
         self.request_id = request_id
         self.prompt = prompt
-        self.splitter = service.output_format.splitter(prompt.prompt_token_ids, body.offered)
+        one_call = body.tool_choice is not None and bool(body.tool_choice.disable_parallel_tool_use)
+        self.splitter = service.output_format.splitter(
+            prompt.prompt_token_ids, body.offered, one_call=one_call
+        )
         is_prefilled = body.messages[-1].role == "assistant"
         self._prefill = Continuation(service.vocabulary, prompt.prompt_token_ids) if is_prefilled else None
 

@@ -98,7 +98,7 @@ class ToolChoice(Fields):
     """auto or none; calls cannot be forced, since there is no guided decoding."""
 
     type: Literal["auto", "none"]
-    disable_parallel_tool_use: Literal[False] | None = None
+    disable_parallel_tool_use: bool | None = None
 
 
 class Thinking(Fields):

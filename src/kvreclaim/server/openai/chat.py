@@ -19,7 +19,7 @@ from kvreclaim.parsers.formats import Splitter
 from kvreclaim.parsers.pieces import Piece
 from kvreclaim.server.bodies import BodyRoute
 from kvreclaim.server.errors import ApiError
-from kvreclaim.server.fields import described
+from kvreclaim.server.fields import Listed, described
 from kvreclaim.server.ids import request_id_of
 from kvreclaim.server.openai.answer import OpenAIResponse, scores_of
 from kvreclaim.server.openai.documents import DocumentPlaces, reuse_of, within_chat
@@ -54,6 +54,9 @@ class ChatRequest(GenerationFields, ConversationOptions):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: Annotated[Listed[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    prediction: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
 
     @property
@@ -84,8 +87,6 @@ def _check(body: ChatRequest) -> None:
         raise ApiError(
             400, "top_logprobs is set, but logprobs is not true; set it or remove it.", "top_logprobs"
         )
-    if body.tool_choice is not None and not body.tools:
-        raise ApiError(400, "tool_choice is set, but there are no tools; remove it.", "tool_choice")
 
 
 async def _prompt(body: ChatRequest, service: Service, tenant: Tenant) -> RequestSpec:
@@ -140,7 +141,9 @@ class ChatAnswer(OpenAIResponse):
     ) -> None:
         super().__init__(fields, service, request_id, prompts)
         self._splitters: defaultdict[int, Splitter] = defaultdict(
-            lambda: service.output_format.splitter(prompts[0].prompt_token_ids, fields.offered)
+            lambda: service.output_format.splitter(
+                prompts[0].prompt_token_ids, fields.offered, one_call=fields.parallel_tool_calls is False
+            )
         )
         self._chunks_of: defaultdict[int, MessageChunks] = defaultdict(MessageChunks)
 

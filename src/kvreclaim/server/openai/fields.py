@@ -14,12 +14,14 @@ from kvreclaim.server.fields import (
     GeneratingFields,
     Listed,
     StopStrings,
+    at_most,
 )
 from kvreclaim.server.openai.documents import ChunkReuseFields, Documents
 from kvreclaim.server.openai.structured import StructuredOutputs
 
 MAX_LOGPROBS = 20
 MAX_USER_LENGTH = 512
+MAX_METADATA = 16
 PromptCacheRetention = Literal["in_memory", "in-memory", "24h"]
 RETENTION_S: Mapping[str, float] = {"in_memory": 300.0, "in-memory": 300.0, "24h": 86_400.0}
 
@@ -56,6 +58,9 @@ class GenerationFields(GeneratingFields):
     prompt_cache_retention: PromptCacheRetention | None = None
     user: str | None = Field(None, min_length=1, max_length=MAX_USER_LENGTH)
     safety_identifier: str | None = Field(None, min_length=1, max_length=MAX_USER_LENGTH)
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    metadata: Annotated[dict[str, str], at_most(MAX_METADATA)] | None = None
+    store: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     documents: Documents | None = None
     chunk_reuse: ChunkReuseFields | None = None

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic_core import from_json
 
-from kvreclaim.engine.api.chat import SYSTEM_ROLES, Change, num_leading_tokens
+from kvreclaim.engine.api.chat import SYSTEM_ROLES, Change, num_leading_tokens, variables_of
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import MAX_TOOLS, Fields, Listed, described
@@ -91,6 +91,7 @@ class ConversationOptions(Fields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
 
 def render(
@@ -145,6 +146,8 @@ def rendered(
     goes_on = bool(options.continue_final_message)
     answers = not goes_on if options.add_generation_prompt is None else options.add_generation_prompt
 
+    variables = _variables(options, service)
+
     def written(conversation: list[dict[str, Any]]) -> str:
         try:
             return text_of(
@@ -153,7 +156,7 @@ def rendered(
                 tools=tools or None,
                 add_generation_prompt=answers,
                 continue_final_message=goes_on,
-                template_kwargs=options.chat_template_kwargs,
+                template_kwargs=variables,
             )
         except InvalidArgumentError as error:
             name = (error.field or "").partition(".")[0]
@@ -166,6 +169,30 @@ def rendered(
             field = f"messages.{place}.name"
             raise ApiError(400, f"{field} changes nothing in this model's chat template; remove it.", field)
     return text
+
+
+def _variables(options: ConversationOptions, service: Service) -> dict[str, Any] | None:
+    """The template's variables, reasoning_effort as the one that the template has for it."""
+    effort, given = options.reasoning_effort, options.chat_template_kwargs
+    if effort is None:
+        return given
+    known = variables_of(str(service.config.chat_template or service.tokenizer.chat_template))
+    values = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    name = next((name for name in values if name in known), None)
+    if name is None:
+        raise ApiError(
+            400,
+            "reasoning_effort is set, but this model's chat template has no switch for it (reasoning_effort "
+            "or enable_thinking); remove it.",
+            "reasoning_effort",
+        )
+    if name in (given or {}):
+        raise ApiError(
+            400,
+            f"reasoning_effort and chat_template_kwargs.{name} are both set; leave one out.",
+            "reasoning_effort",
+        )
+    return {**(given or {}), name: values[name]}
 
 
 def _for_template(message: RequestMessage, developer: str) -> dict[str, Any]:
