@@ -173,6 +173,7 @@ def test_what_is_given_is_checked(given: dict[str, object], said: str) -> None:
         ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
         ({"regex": "(a"}, "the regular expression cannot be followed: .*unclosed group"),
         ({"grammar": "start: foo"}, 'unknown name: "foo"'),
+        ({"json": "[" * 100_000}, "the JSON schema cannot be followed"),
     ],
 )
 def test_a_bad_grammar_is_refused_and_leaves_no_trace(llm: LLM, given: dict[str, object], said: str) -> None:

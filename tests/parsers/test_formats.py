@@ -71,6 +71,11 @@ EXAMPLES: list[tuple[str, str, list[Text | Reasoning | ToolCall]]] = [
         [ToolCall("f", '{"a": [1]}')],
     ),
     ("hermes", '<tool_call>{"name": "f", "arguments": {}, "id": 7}</tool_call>', [ToolCall("f", "{}")]),
+    (
+        "hermes",
+        '<tool_call>{"parameters": {"city": "Bern"}, "name": "get_weather"}\n</tool_call>',
+        [WEATHER],
+    ),
     # The closing tag may be missing at the end, or stand inside a string.
     ("hermes", HERMES.removesuffix("</tool_call>"), [WEATHER]),
     (
@@ -116,7 +121,15 @@ EXAMPLES: list[tuple[str, str, list[Text | Reasoning | ToolCall]]] = [
         '{"name": "Alice", "parameters": {}} is JSON',
         [Text('{"name": "Alice", "parameters": {}} is JSON')],
     ),
+    (
+        "llama3_json",
+        '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Bern"}}; then I wait',
+        [WEATHER, Text("; then I wait")],
+    ),
+    ("llama3_json", '{"name": "get_weather", "parameters": {"city": "Bern"}}\n', [WEATHER]),
     ("mistral", 'Hm.[TOOL_CALLS]get_weather{"city": "Bern"}', [Text("Hm."), WEATHER]),
+    ("mistral", r'[TOOL_CALLS]C:\x{"a": 1}', [ToolCall(r"C:\x", '{"a": 1}')]),
+    ("harmony", "<|channel|>commentary to=functions.now<|message|><|call|>", [ToolCall("now", "{}")]),
     (
         "mistral",
         '[TOOL_CALLS]get_weather[CALL_ID]aB3[ARGS]{"city": "Bern"}[TOOL_CALLS]now[ARGS]{}',
@@ -183,6 +196,10 @@ BROKEN = [
     ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"x": 1}} and so on</tool_call> y'),
     ("hermes", "<tool_call>" + "[" * 1000 + "</tool_call>"),
+    ("hermes", '<tool_call>{"name": "get\nweather", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "a\\q", "arguments": {}}</tool_call>'),
+    ("hermes", f'<tool_call>{{"name": "f", "arguments": {{}}, "note": "{"x" * 600}"}}</tool_call>'),
+    ("hermes", 'the <tool_call> tag is 5" wide, said "he" {"name": "f"}</tool_call>'),
     ("qwen3_coder", "a <tool_call>\n<function=f>\n<parameter=x>\nhalf"),
     ("qwen3_coder", "<tool_call>\n<function=f>\nno parameter</function>"),
     ("glm45", "<tool_call>f\n<arg_key>city</arg_key>"),
@@ -196,6 +213,8 @@ BROKEN = [
 
 
 def pieces(tool_parser: str, chunks: Sequence[str], **more: str) -> list[Piece]:
+    if tool_parser == "harmony":
+        more.setdefault("reasoning_parser", "harmony")
     splitter = Splitter(tool_parser, tools=TOOLS, **more)
     found = [piece for chunk in chunks for piece in splitter.take(chunk, last=False)]
     found += splitter.take("", last=True)
@@ -336,3 +355,42 @@ def test_formats_are_known_by_the_chat_template(
     assert reasoning_parser_of(template) == reasoning_parser
     assert tool_parser is None or tool_parser in TOOL_PARSERS
     assert reasoning_parser is None or reasoning_parser in REASONING_PARSERS
+
+
+def test_harmony_without_its_calls_or_its_reasoning() -> None:
+    """A request without tools gets no call, whatever the model says."""
+    analysis, call = Reasoning("Look it up."), Text('{"city": "Bern"}')
+    splitter = Splitter(None, "harmony")
+    assert merged(splitter.take(HARMONY, last=True)) == [analysis, call]
+    splitter = Splitter("harmony", None)
+    assert merged(splitter.take(HARMONY, last=True)) == [Text("Look it up."), WEATHER]
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "value"),
+    [
+        ({"type": "boolean"}, "True", True),
+        ({"type": ["integer", "null"]}, "None", None),
+        ({"const": 5}, "5", 5),
+        ({"enum": ["a", 1]}, "1", 1),
+        ({"enum": 5}, "1", "1"),
+        ({"anyOf": 5}, "1", "1"),
+        ({"type": [{}]}, "1", "1"),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "7", 7),
+        ({"type": "string"}, "True", "True"),
+        ({"$ref": "#/x"}, '{"a": [1]}', {"a": [1]}),
+        ({}, "[1]", "[1]"),
+    ],
+)
+def test_an_argument_in_a_tag_has_the_type_of_its_schema(schema: object, written: str, value: object) -> None:
+    text = f"<tool_call>\n<function=f>\n<parameter=x>\n{written}\n</parameter>\n</function>\n</tool_call>"
+    splitter = Splitter("qwen3_coder", tools={"f": {"properties": {"x": schema}}})
+    [call] = merged(splitter.take(text, last=True))
+    assert json.loads(call.arguments) == {"x": value}
+
+
+def test_a_closing_tag_in_a_string_ends_no_call() -> None:
+    splitter = Splitter("hermes")
+    parts = ['<tool_call>{"arguments": {"a": "', *["</tool_call>"] * 500, '"}, "name": "f"}</tool_call>']
+    found = [piece for part in parts for piece in splitter.take(part, last=False)]
+    assert merged(found) == [ToolCall("f", json.dumps({"a": "</tool_call>" * 500}))]

@@ -29,7 +29,7 @@ TOOL_PARSERS: Mapping[str, Callable[[Tools], Parser]] = MappingProxyType(
         HARMONY: Harmony,
     }
 )
-"""Names as in vLLM; deepseek_v3 reads V3.1 and R1, too."""
+"""Most names are vLLM's; deepseek_v3 reads V3.1 and R1, too."""
 REASONING_PARSERS: Mapping[str, ThinkFormat | None] = MappingProxyType(
     {"think": THINK, "magistral": MAGISTRAL, HARMONY: None}
 )
@@ -100,9 +100,12 @@ class Splitter:
         form = None if reasoning_parser is None else REASONING_PARSERS[reasoning_parser]
         if form is not None:
             self._parsers.append(ThinkParser(form, begun=prompt_end.rstrip().endswith(form.opening)))
-        name = HARMONY if reasoning_parser == HARMONY else tool_parser
-        if name is not None:
-            self._parsers.append(TOOL_PARSERS[name](tools or {}))
+        names = tool_parser, reasoning_parser
+        if HARMONY in names:
+            calls, reasoning = (name == HARMONY for name in names)
+            self._parsers.append(Harmony(tools, calls=calls, reasoning=reasoning))
+        elif tool_parser is not None:
+            self._parsers.append(TOOL_PARSERS[tool_parser](tools or {}))
 
     def take(self, text: str, *, last: bool) -> list[Piece]:
         """Pieces that are settled now."""

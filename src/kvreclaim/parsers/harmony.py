@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 
-from kvreclaim.parsers.parser import Parser
-from kvreclaim.parsers.pieces import CallBegin, CallEnd, Reasoning, Text
+from kvreclaim.parsers.parser import Parser, Tools
+from kvreclaim.parsers.pieces import Arguments, CallBegin, CallEnd, Reasoning, Text
 from kvreclaim.parsers.scanner import Reading
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -20,7 +20,14 @@ LONGEST = 512
 
 
 class Harmony(Parser):
-    """The channel `analysis` is reasoning; a message to a function is a call; all others are text."""
+    """The channel `analysis` is reasoning; a message to a function is a call; all others are text.
+
+    calls, reasoning: whether to look for them; else they are text, too
+    """
+
+    def __init__(self, tools: Tools | None = None, *, calls: bool = True, reasoning: bool = True) -> None:
+        self.calls, self.reasoning = calls, reasoning
+        super().__init__(tools)
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -37,16 +44,17 @@ class Harmony(Parser):
             if head is None:
                 scanner.release()
                 marker = yield from scanner.text_until(*MARKERS)
-            elif recipient := RECIPIENT.search(head):
+            elif self.calls and (recipient := RECIPIENT.search(head)):
                 marker = yield from self._call(recipient["name"])
             else:
-                kind = Reasoning if re.search(r"<\|channel\|>\s*analysis", head) else Text
+                thinks = self.reasoning and re.search(r"<\|channel\|>\s*analysis", head)
+                kind = Reasoning if thinks else Text
                 marker = yield from scanner.text_until(*MARKERS, kind=kind)
 
     def _head(self) -> Reading[str | None]:
         """Read up to a message's content. Returns: None if none comes, which leaves all unread."""
         scanner = self.scanner
-        while (place := scanner.held.find(MESSAGE)) < 0:
+        while (place := scanner.held.find(MESSAGE, 0, LONGEST)) < 0:
             if len(scanner.held) > LONGEST or not (yield from scanner.more()):
                 return None
         scanner.take(place + len(MESSAGE))
@@ -55,11 +63,15 @@ class Harmony(Parser):
     def _call(self, name: str) -> Reading[str | None]:
         """Read a call's arguments. Returns: the marker behind it."""
         scanner = self.scanner
-        while not scanner.held.strip() and (yield from scanner.more()):
+        while any(end.startswith(scanner.held.strip()) for end in ENDS) and (yield from scanner.more()):
             pass
         scanner.take(len(scanner.held) - len(scanner.held.lstrip()))
         scanner.pieces.append(CallBegin(name))
-        complete = yield from scanner.stream_object()
+        if scanner.held.startswith(ENDS) or not scanner.held:
+            scanner.pieces.append(Arguments("{}"))
+            complete = True
+        else:
+            complete = yield from scanner.stream_object()
         scanner.pieces.append(CallEnd(None if complete else scanner.taken))
         scanner.taken = ""
         return (yield from scanner.text_until(*MARKERS, trim=complete))

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 from pydantic_core import from_json
 
+from kvreclaim.parsers.json_object import JsonObject
 from kvreclaim.parsers.parser import Parser, Tools
 from kvreclaim.parsers.pieces import Arguments, CallBegin, CallEnd
 from kvreclaim.parsers.scanner import Reading, object_of, overlap
 
 NAME = r"(?P<name>[^\s<>{}\[\]\"|｜]{1,128})"
-QUOTED = r'"(?P<name>(?:[^"\\]|\\.){1,128})"'
+QUOTED = r'(?P<quoted>"(?:[^"\\]|\\.){1,128}")'
 FIELDS = rf'\{{\s*"name"\s*:\s*{QUOTED}\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
 MORE_FIELDS = r'\s*(?:,\s*"\w+"\s*:\s*(?:"(?:[^"\\]|\\.)*"|[\w.]+)\s*)*\}'
 LONGEST = 512
@@ -25,7 +26,7 @@ LONGEST = 512
 class Form:
     """One way to write a call: head, the object of arguments, tail.
 
-    head: with the groups `name` and perhaps `id`
+    head: with the group `name`, or `quoted`, and perhaps `id`
     more: between two calls of which the second has no marker; end: behind the last of them
     """
 
@@ -39,7 +40,7 @@ class Form:
 class JsonFormat:
     """opens: markers that begin a call; close: the one that ends it, if there is one
     around: markers around all calls, which belong to nothing
-    whole:  a call may also be one object whose fields stand in another order
+    whole:  a call is one object, whose fields may also stand in another order
     """
 
     opens: tuple[str, ...]
@@ -103,14 +104,14 @@ class JsonCalls(Parser):
 
     def __init__(self, form: JsonFormat, tools: Tools | None = None) -> None:
         self.format = form
+        self._object_end: int | None = None
         super().__init__(tools)
 
     @property
     def markers(self) -> tuple[str, ...]:
         return (*self.format.opens, *self.format.around)
 
-    def read(self) -> Reading[None]:
-        trim = False
+    def read(self, *, trim: bool = False) -> Reading[None]:
         while marker := (yield from self.scanner.text_until(*self.markers, trim=trim)):
             trim = marker in self.format.around or (yield from self.calls())
 
@@ -118,14 +119,14 @@ class JsonCalls(Parser):
         """Read a call, and those that follow it without a marker. Returns: False if text follows."""
         scanner = self.scanner
         while found := (yield from self._head()):
-            form, head = found
-            scanner.pieces.append(CallBegin(from_json(f'"{head["name"]}"'), head.groupdict().get("id")))
+            form, name, call_id = found
+            scanner.pieces.append(CallBegin(name, call_id))
             complete = (yield from scanner.stream_object()) and (yield from self._tail(form))
             scanner.pieces.append(CallEnd(None if complete else scanner.taken))
             scanner.taken = ""
             if not complete or not (yield from self._goes_on(form)):
                 return complete
-        if self.format.whole and self._whole():
+        if self.format.whole and (yield from self._whole()):
             return True
         scanner.release()
         return False
@@ -134,23 +135,30 @@ class JsonCalls(Parser):
         """Whether a function of this name can be called."""
         return True
 
-    def _head(self) -> Reading[tuple[Form, re.Match[str]] | None]:
-        """Read up to the arguments of a call. Returns: None if there are none, which leaves all unread."""
-        scanner = self.scanner
+    def _head(self) -> Reading[tuple[Form, str, str | None] | None]:
+        """Read up to the arguments of a call. Returns: its form, name and id; None if there are none, which
+        leaves all unread."""
+        scanner, found, seen = self.scanner, JsonObject(), 0
+        self._object_end = None
         while True:
             for form in self.format.forms:
                 head = form.head.match(scanner.held, 0, LONGEST)
-                if head and self.accepts(head["name"]):
+                if head and (name := _name(head)) and self.accepts(name):
                     scanner.take(head.end())
-                    return form, head
-            decided = self._close_at() >= 0 if self.format.whole else len(scanner.held) > LONGEST
+                    return form, name, head.groupdict().get("id")
+            if self.format.whole:
+                seen += found.feed(scanner.held[seen:])
+                self._object_end = seen if found.done else None
+                decided = found.done or found.bad
+            else:
+                decided = len(scanner.held) > LONGEST
             if decided or not (yield from scanner.more()):
                 return None
 
     def _tail(self, form: Form) -> Reading[bool]:
         """Read what ends a call; at the end of the output a part of it will do."""
         scanner = self.scanner
-        while (tail := form.tail.match(scanner.held)) is None:
+        while (tail := form.tail.match(scanner.held, 0, LONGEST)) is None:
             if len(scanner.held) > LONGEST:
                 return False
             if not (yield from scanner.more()):
@@ -163,34 +171,29 @@ class JsonCalls(Parser):
     def _goes_on(self, form: Form) -> Reading[bool]:
         """Read what stands between two calls, or behind the last one. Returns: whether another follows."""
         scanner = self.scanner
-        while form.more and not scanner.held.strip() and (yield from scanner.more()):
+        while form.more and scanner.held.strip() in ("", form.more) and (yield from scanner.more()):
             pass
-        place = len(scanner.held) - len(scanner.held.lstrip())
-        sign = scanner.held[place : place + 1]
-        if sign and sign in (form.more, form.end):
-            scanner.take(place + 1)
+        sign = re.escape(form.more)
+        found = re.match(rf"\s*{sign}\s*(?=\{{)", scanner.held) if form.more else None
+        ends = re.match(rf"\s*{re.escape(form.end)}", scanner.held) if form.end else None
+        if between := found or ends:
+            scanner.take(between.end())
             scanner.taken = ""
-        return bool(sign) and sign == form.more
+        return found is not None
 
-    def _close_at(self) -> int:
-        """Where the call's end stands that is in no string; -1: nowhere yet."""
-        held, close = self.scanner.held, self.format.close
-        place = held.find(close)
-        while place >= 0 and _within_string(held[:place]):
-            place = held.find(close, place + 1)
-        return place
-
-    def _whole(self) -> bool:
+    def _whole(self) -> Reading[bool]:
         """Read a call that is one object, whatever the order of its fields."""
-        scanner, place = self.scanner, self._close_at()
-        end = len(scanner.held) if place < 0 else place
-        call = object_of(scanner.held[:end]) or {}
-        name, arguments = call.get("name"), call.get("arguments", {})
+        scanner = self.scanner
+        call = object_of(scanner.held[: self._object_end or 0]) or {}
+        name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
         if not (isinstance(name, str) and name and isinstance(arguments, dict)):
             return False
-        text = json.dumps(arguments, ensure_ascii=False)
-        scanner.pieces += [CallBegin(name), Arguments(text), CallEnd()]
-        scanner.take(end if place < 0 else end + len(self.format.close))
+        scanner.take(self._object_end or 0)
+        close = re.compile(rf"\s*{re.escape(self.format.close)}")
+        if not (yield from self._tail(Form(close, close))):
+            return False
+        scanner.pieces += [CallBegin(name), Arguments(json.dumps(arguments, ensure_ascii=False)), CallEnd()]
+        scanner.taken = ""
         return True
 
 
@@ -200,7 +203,7 @@ class LlamaCalls(JsonCalls):
     def __init__(self, tools: Tools | None = None) -> None:
         super().__init__(LLAMA, tools)
 
-    def read(self) -> Reading[None]:
+    def read(self, *, trim: bool = False) -> Reading[None]:
         while True:
             begins = re.sub(r"\s", "", self.scanner.held[:LONGEST])[: len(BARE)]
             if (
@@ -209,14 +212,18 @@ class LlamaCalls(JsonCalls):
                 or not (yield from self.scanner.more())
             ):
                 break
-        if begins == BARE:
-            yield from self.calls()
-        yield from super().read()
+        trim = begins == BARE and (yield from self.calls())
+        yield from super().read(trim=trim)
 
     def accepts(self, name: str) -> bool:
         return not self.tools or name in self.tools
 
 
-def _within_string(text: str) -> bool:
-    """Whether this beginning of a JSON text ends inside a string."""
-    return re.sub(r"\\.", "", text, flags=re.DOTALL).count('"') % 2 == 1
+def _name(head: re.Match[str]) -> str | None:
+    """The function's name; None where a quoted one is no JSON."""
+    if "quoted" not in head.groupdict():
+        return head["name"]
+    try:
+        return str(from_json(head["quoted"]))
+    except ValueError:
+        return None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Generator
 from typing import Any, TypeVar
 
 from pydantic_core import from_json
 
+from kvreclaim.parsers.json_object import JsonObject
 from kvreclaim.parsers.pieces import Arguments, Piece, Reasoning, Text
 
 T = TypeVar("T")
@@ -86,17 +86,13 @@ class Scanner:
 
         Returns: False where it is no JSON, or ends before it is complete; what was good so far is passed on.
         """
-        brackets, sent = Brackets(), ""
+        found = JsonObject()
         while True:
-            end = brackets.closed_at(self.held)
-            fragment = self.held if end is None else self.held[:end]
-            if not _is_json(sent + fragment, partial=end is None):
-                return False
-            if fragment:
-                sent += self.take(len(fragment))
-                self.pieces.append(Arguments(fragment))
-            if end is not None:
-                return True
+            count = found.feed(self.held)
+            if count:
+                self.pieces.append(Arguments(self.take(count)))
+            if found.done or found.bad:
+                return found.done
             if not (yield from self.more()):
                 return False
 
@@ -110,7 +106,7 @@ class Scanner:
         begun = not lines
         while True:
             if not begun and self.held:
-                self.take(self.held.startswith("\n"))
+                self.take(len(self.held) - len(self.held.removeprefix("\n")))
                 begun = True
             place = self.held.find(close)
             inside = self.held[: place if place >= 0 else len(self.held) - overlap(self.held, close)]
@@ -125,57 +121,15 @@ class Scanner:
                 return False
 
 
-class Brackets:
-    """Finds the end of a JSON object whose text comes in pieces."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._inside = False  # a string
-        self._escaped = False
-
-    def closed_at(self, text: str) -> int | None:
-        """Where the object ends in the next piece of it; None: not in this one."""
-        for match in re.finditer(r'\\|["{}\[\]]|[^\\"{}\[\]]+', text):
-            character = match[0]
-            if self._escaped:
-                self._escaped = False
-                if len(character) == 1:
-                    continue
-            if self._inside:
-                self._escaped = character == "\\"
-                self._inside = character != '"'
-            elif character == '"':
-                self._inside = True
-            elif character in "{[":
-                self._depth += 1
-            elif character in "}]":
-                self._depth -= 1
-                if self._depth <= 0:
-                    return match.end()
-        return None
-
-
 def overlap(text: str, marker: str) -> int:
     """Characters at the end of the text that may begin the marker."""
     return next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
-
-
-def _is_json(text: str, *, partial: bool) -> bool:
-    """Whether this is JSON, or can be the beginning of it."""
-    if not partial:
-        return object_of(text) is not None
-    try:
-        from_json(text, allow_inf_nan=False, allow_partial="trailing-strings")
-    except ValueError:
-        return False
-    return True
 
 
 def object_of(text: str) -> dict[str, Any] | None:
     """The JSON object that this text is, None if it is none."""
     try:
         value = from_json(text, allow_inf_nan=False)
-        json.dumps(value, allow_nan=False)  # 1e999 is read as infinity, which is no JSON
     except ValueError:
         return None
     return value if isinstance(value, dict) else None

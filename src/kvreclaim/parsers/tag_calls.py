@@ -26,12 +26,14 @@ JSON_TYPES: Mapping[str, tuple[type, ...]] = {
     "null": (type(None),),
 }
 
+SPELLINGS = {"True": "true", "False": "false", "None": "null"}
+
 
 @dataclass(frozen=True, slots=True)
 class TagFormat:
     """How a call is written: opens, head, parameters, tail.
 
-    opens:     markers that begin a call, each with what ends one that it begins
+    opens:     each marker that begins a call, and the pattern that ends such a call
     head:      the rest of the beginning, with the group `name`
     parameter: begins an argument, with the group `key` and perhaps `string`, "true" or "false"
     close:     ends an argument
@@ -127,7 +129,7 @@ class TagCalls(Parser):
         scanner = self.scanner
         while True:
             for tag in tags:
-                if found := tag.match(scanner.held):
+                if found := tag.match(scanner.held, 0, LONGEST):
                     scanner.take(found.end())
                     return found
             if len(scanner.held) > LONGEST or not (yield from scanner.more()):
@@ -162,25 +164,27 @@ def _schema(schemas: Any, key: str, string: str | None) -> Mapping[str, Any]:
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
-    """The JSON types that a schema allows; a string where it says nothing."""
-    if any(name in schema for name in ("anyOf", "oneOf")):
-        options = schema.get("anyOf") or schema.get("oneOf")
-        return {each for one in options or () if isinstance(one, Mapping) for each in _types(one)} or {
-            "string"
-        }
-    given = schema.get("type")
-    if given is None and "enum" in schema:
-        values = schema["enum"]
-        return {name for name, kinds in JSON_TYPES.items() if any(isinstance(v, kinds) for v in values)}
-    if given is None and any(name in schema for name in ("$ref", "allOf", "properties", "items")):
-        return set(JSON_TYPES)
-    return {given} if isinstance(given, str) else set(given or {"string"})
+    """The JSON types that a schema allows; a string where it says nothing that is understood."""
+    given, values = schema.get("type"), schema.get("enum", [schema["const"]] if "const" in schema else None)
+    options = schema.get("anyOf", schema.get("oneOf"))
+    found: set[str] = set()
+    if isinstance(options, list):
+        found = {each for one in options if isinstance(one, Mapping) for each in _types(one)}
+    elif given is not None:
+        named = given if isinstance(given, list) else [given]
+        found = {name for name in named if isinstance(name, str)}
+    elif isinstance(values, list):
+        found = {name for name, kinds in JSON_TYPES.items() if any(isinstance(v, kinds) for v in values)}
+    elif any(name in schema for name in ("$ref", "allOf", "properties", "items")):
+        found = set(JSON_TYPES)
+    return found or {"string"}
 
 
 def _json_of(text: str, types: set[str]) -> str:
-    """An argument's JSON: the text itself, where that is JSON of an allowed type, else a string."""
+    """An argument's JSON: the text itself where that is JSON (or True, False, None), unless its type is not
+    allowed and a string is; else a string."""
     try:
-        value = from_json(text, allow_inf_nan=False)
+        value = from_json(SPELLINGS.get(text, text), allow_inf_nan=False)
         made = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except ValueError:
         return json.dumps(text, ensure_ascii=False)

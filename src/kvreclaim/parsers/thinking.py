@@ -35,9 +35,7 @@ class ThinkParser(Parser):
 
     def read(self) -> Reading[None]:
         scanner, opening = self.scanner, self.format.opening
-        while opening.startswith(scanner.held.strip()[: len(opening)]) and len(scanner.held.strip()) < len(
-            opening
-        ):
+        while (begins := scanner.held.strip()) != opening and opening.startswith(begins):
             if not (yield from scanner.more()):
                 break
         if scanner.held.lstrip().startswith(opening):

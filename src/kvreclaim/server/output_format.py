@@ -50,8 +50,10 @@ class OutputFormat:
 
 def output_format(tokenizer: Tokenizer, config: ServerConfig) -> OutputFormat:
     template = str(config.chat_template or tokenizer.chat_template or "")
-    named = (config.tool_call_parser, tool_parser_of), (config.reasoning_parser, reasoning_parser_of)
-    tool_parser, reasoning_parser = (
-        known(template) if name == AUTO else None if name == NONE else name for name, known in named
+    chosen: dict[str, str | None] = {NONE: None}
+    tools = {**chosen, AUTO: tool_parser_of(template)}
+    reasoning = {**chosen, AUTO: reasoning_parser_of(template)}
+    tool_name, reasoning_name = config.tool_call_parser, config.reasoning_parser
+    return OutputFormat(
+        tokenizer, tools.get(tool_name, tool_name), reasoning.get(reasoning_name, reasoning_name)
     )
-    return OutputFormat(tokenizer, tool_parser, reasoning_parser)

@@ -50,10 +50,8 @@ class Grammars:
     def matcher(self, params: StructuredOutputsParams) -> Matcher:
         """A state at the beginning of an output. Raises: InvalidArgumentError for a bad grammar."""
         key = params.source
+        first = self._kept.get(key) or self._made(*key)
         with self._lock:
-            first = self._kept.get(key)
-            if first is None:
-                first = self._made(*key)
             self._kept[key] = first
             self._kept.move_to_end(key)
             while len(self._kept) > KEPT:
@@ -63,7 +61,7 @@ class Grammars:
     def _made(self, kind: str, text: str) -> Matcher:
         try:
             matcher = Matcher(self._tokens, _grammar(kind, text), log_level=0)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _refusal(kind, str(error)) from error
         if matcher.is_error():
             raise _refusal(kind, matcher.get_error())
@@ -75,7 +73,7 @@ def check(params: StructuredOutputsParams) -> None:
     kind, text = params.source
     try:
         is_wrong, reasons = Matcher.validate_grammar_with_warnings(_grammar(kind, text))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         is_wrong, reasons = True, [str(error)]
     if is_wrong:
         raise _refusal(kind, reasons[0])
@@ -84,7 +82,7 @@ def check(params: StructuredOutputsParams) -> None:
 def _grammar(kind: str, text: str) -> str:
     """In llguidance's own form. Raises: ValueError."""
     if kind == "json":
-        json.loads(text)
+        json.loads(text)  # says where it is no JSON
         return Matcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITE_SPACE})
     return llguidance.grammar_from(kind, text)  # type: ignore[arg-type]
 

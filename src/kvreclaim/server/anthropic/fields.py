@@ -95,7 +95,7 @@ class AnthropicTool(Block):
 
 
 class ToolChoice(Fields):
-    """auto or none; calls cannot be forced, since there is no guided decoding."""
+    """auto or none; calls cannot be forced, which this server does not do."""
 
     type: Literal["auto", "none"]
     disable_parallel_tool_use: bool | None = None

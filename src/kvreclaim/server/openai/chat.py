@@ -43,7 +43,7 @@ router = APIRouter(tags=["openai"], route_class=BodyRoute)
 
 ToolChoice = Annotated[
     Literal["auto", "none"],
-    described('"auto" or "none"; a call cannot be forced here, because decoding is not guided by a grammar'),
+    described('"auto" or "none"; this server cannot force a call'),
 ]
 
 
@@ -99,10 +99,11 @@ async def _prompt(body: ChatRequest, service: Service, tenant: Tenant) -> Reques
     elif structured is None:
         params = beams.sampling
     else:
+        field = "structured_outputs" if body.structured_outputs else "response_format"
         raise ApiError(
             400,
-            "response_format does not go with use_beam_search, whose beams follow no grammar; leave one out.",
-            "response_format",
+            f"{field} does not go with use_beam_search, whose beams follow no grammar; leave one out.",
+            field,
         )
     with_tools = body.offered is not None
     work = partial(_encoded, body, service, with_tools=with_tools)
@@ -140,12 +141,17 @@ class ChatAnswer(OpenAIResponse):
         self, fields: ChatRequest, service: Service, request_id: str, prompts: list[RequestSpec]
     ) -> None:
         super().__init__(fields, service, request_id, prompts)
-        self._splitters: defaultdict[int, Splitter] = defaultdict(
-            lambda: service.output_format.splitter(
-                prompts[0].prompt_token_ids, fields.offered, one_call=fields.parallel_tool_calls is False
-            )
-        )
+        self._one_call = fields.parallel_tool_calls is False
+        self._splitters: defaultdict[int, Splitter] = defaultdict(self._splitter)
         self._chunks_of: defaultdict[int, MessageChunks] = defaultdict(MessageChunks)
+
+    def _splitter(self) -> Splitter:
+        """Of one output; what follows a grammar is text as it is."""
+        prompt = self.prompts[0]
+        if prompt.params.structured_outputs is not None:
+            return Splitter()
+        form, tools = self.service.output_format, self.fields.offered
+        return form.splitter(prompt.prompt_token_ids, tools, one_call=self._one_call)
 
     def choice(self, index: int, delta: OutputDelta, stream: RequestStream) -> dict[str, Any]:
         message = whole_message(self._split(index, delta))
@@ -172,7 +178,8 @@ class ChatAnswer(OpenAIResponse):
     def _about(self, index: int, delta: OutputDelta) -> dict[str, Any]:
         """All fields except the content."""
         reason: str | None = delta.finish_reason
-        if reason == "stop" and delta.stop_reason is None and self._splitters[index].num_calls:
+        ends = reason == "stop" and delta.stop_reason is None
+        if (ends or (reason and self._one_call)) and self._splitters[index].num_calls:
             reason = "tool_calls"
         logprobs = None
         if self.fields.logprobs:

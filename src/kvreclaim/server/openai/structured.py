@@ -43,10 +43,10 @@ async def checked_structured(
         try:
             await service.workers.run(tenant.name, partial(check_grammar, params))
         except InvalidArgumentError as error:
-            field = f"structured_outputs.{params.source[0]}"
-            raise ApiError(
-                400, str(error), field if structured_outputs else "response_format.json_schema.schema"
-            ) from error
+            in_format = response_format is not None and response_format.type == "json_schema"
+            own = f"structured_outputs.{params.source[0]}"
+            field = "response_format.json_schema.schema" if in_format else own
+            raise ApiError(400, str(error), field) from error
     return params
 
 
@@ -98,7 +98,7 @@ def _of_format(form: ResponseFormat) -> StructuredOutputsParams:
     if form.type == "json_object":
         _check_without_schema(form)
         return StructuredOutputsParams(json_object=True)
-    given = form.json_schema or {}
+    given = {name: value for name, value in (form.json_schema or {}).items() if value is not None}
     if unknown := next((name for name in given if name not in OF_SCHEMA), None):
         field = f"response_format.json_schema.{unknown}"
         raise ApiError(400, f"{field} is not supported here; remove it.", field)

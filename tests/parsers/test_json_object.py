@@ -1,0 +1,76 @@
+"""A JSON object that comes in pieces, beside Python's and pydantic's readers of whole ones."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic_core import from_json
+
+from kvreclaim.parsers.json_object import JsonObject
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.text(max_size=4), values, max_size=3), st.booleans(), st.data())
+def test_every_object_is_read_to_its_end_whatever_the_cuts(
+    value: dict[str, object], ascii_only: bool, data: st.DataObject
+) -> None:
+    text = json.dumps(value, ensure_ascii=ascii_only, indent=data.draw(st.sampled_from([None, 1])))
+    cut = data.draw(st.integers(0, len(text)))
+    found = JsonObject()
+    count = found.feed(text[:cut])
+    assert count == cut
+    if not found.done:
+        count += found.feed(text[cut:] + "} and more")
+    assert (count, found.done, found.bad) == (len(text), True, False)
+
+
+def test_changed_objects_are_what_other_readers_take_them_for() -> None:
+    rng = random.Random(0)
+    whole = '{"a": [1, -2.5e3, "x\\n\\u00e9\\ud83d\\ude00"], "b": {"c": null, "d": true}, "e": ""}'
+    right = 0
+    for _ in range(3000):
+        text = list(whole)
+        for _ in range(rng.randint(1, 2)):
+            text[rng.randrange(1, len(text))] = rng.choice('{}[]",:\\u0e-+. \tnt1d')
+        changed = "".join(text)
+        found = JsonObject()
+        count = found.feed(changed)
+        try:
+            from_json(changed)
+            valid = True
+        except ValueError:
+            valid = False
+        assert valid == (found.done and not changed[count:].strip()), changed
+        right += valid
+    assert right > 100
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("[1]", 0),
+        ("x", 0),
+        ('{"a" 1}', 5),
+        ('{"a": 1oops}', 7),
+        ('{"a": 01}', 8),
+        ('{"a": 1e999}', 11),
+        ('{"a": tru}', 9),
+        ('{"a": "\n"}', 7),
+        ('{"a": "\\ud800"}', 13),
+        ('{"a": "\\x"}', 8),
+        ('{"a": 1,}', 8),
+        ('{"a": ' + "[" * 300, 205),
+    ],
+)
+def test_what_is_bad_is_bad_at_its_first_wrong_character(text: str, count: int) -> None:
+    found = JsonObject()
+    assert (found.feed(text), found.bad, found.done) == (count, True, False)
