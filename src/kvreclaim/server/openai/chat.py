@@ -146,7 +146,7 @@ class ChatAnswer(OpenAIResponse):
         self._chunks_of: defaultdict[int, MessageChunks] = defaultdict(MessageChunks)
 
     def _splitter(self) -> Splitter:
-        """Of one output; what follows a grammar is text as it is."""
+        """Make what splits one output; text that follows a grammar stays whole."""
         prompt = self.prompts[0]
         if prompt.params.structured_outputs is not None:
             return Splitter()
