@@ -346,7 +346,7 @@ CHECKS: dict[str, Callable[[Talker], None]] = {
 
 WITHOUT_EFFECT = {"service_tier", "metadata", "store", "modalities", "prediction"}
 ELSEWHERE = {"parallel_tool_calls", "reasoning_effort", "structured_outputs"}
-"""Tested in test_reasoning.py and test_structured_http.py, as are those above."""
+"""Tested in test_reasoning_http.py and test_structured_http.py, as are those above."""
 
 
 def test_no_field_is_missing_here():
