@@ -121,7 +121,7 @@ class JsonCalls(Parser):
         while found := (yield from self._head()):
             form, name, call_id = found
             scanner.pieces.append(CallBegin(name, call_id))
-            complete = (yield from scanner.stream_object()) and (yield from self._tail(form))
+            complete = (yield from scanner.stream_object()) and (yield from self._tail(form.tail))
             scanner.pieces.append(CallEnd(None if complete else scanner.taken))
             scanner.taken = ""
             if not complete or not (yield from self._goes_on(form)):
@@ -155,10 +155,10 @@ class JsonCalls(Parser):
             if decided or not (yield from scanner.more()):
                 return None
 
-    def _tail(self, form: Form) -> Reading[bool]:
+    def _tail(self, pattern: re.Pattern[str]) -> Reading[bool]:
         """Read what ends a call; at the end of the output a part of it will do."""
         scanner = self.scanner
-        while (tail := form.tail.match(scanner.held, 0, LONGEST)) is None:
+        while (tail := pattern.match(scanner.held, 0, LONGEST)) is None:
             if len(scanner.held) > LONGEST:
                 return False
             if not (yield from scanner.more()):
@@ -189,8 +189,7 @@ class JsonCalls(Parser):
         if not (isinstance(name, str) and name and isinstance(arguments, dict)):
             return False
         scanner.take(self._object_end or 0)
-        close = re.compile(rf"\s*{re.escape(self.format.close)}")
-        if not (yield from self._tail(Form(close, close))):
+        if not (yield from self._tail(re.compile(rf"\s*{re.escape(self.format.close)}"))):
             return False
         scanner.pieces += [CallBegin(name), Arguments(json.dumps(arguments, ensure_ascii=False)), CallEnd()]
         scanner.taken = ""

@@ -1,4 +1,7 @@
-"""A JSON object that is checked while it comes, character by character."""
+"""A JSON object that is checked while it comes, character by character.
+
+pydantic's reader of incomplete JSON is no check: it takes {"x": 1oops} for the beginning of an object.
+"""
 
 from __future__ import annotations
 

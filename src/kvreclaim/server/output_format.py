@@ -19,6 +19,7 @@ class OutputFormat:
     """tool_parser, reasoning_parser: names in parsers/formats.py; None: such parts stay text"""
 
     tokenizer: Tokenizer
+    special_tokens: frozenset[str]
     tool_parser: str | None
     reasoning_parser: str | None
 
@@ -44,8 +45,7 @@ class OutputFormat:
     def needs_special_tokens(self, *, with_tools: bool) -> bool:
         """Whether the parsers look for special tokens, which texts leave out by default."""
         looked_for = markers(self.tool_parser if with_tools else None, self.reasoning_parser)
-        special = {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}
-        return not special.isdisjoint(looked_for)
+        return not self.special_tokens.isdisjoint(looked_for)
 
 
 def output_format(tokenizer: Tokenizer, config: ServerConfig) -> OutputFormat:
@@ -54,6 +54,7 @@ def output_format(tokenizer: Tokenizer, config: ServerConfig) -> OutputFormat:
     tools = {**chosen, AUTO: tool_parser_of(template)}
     reasoning = {**chosen, AUTO: reasoning_parser_of(template)}
     tool_name, reasoning_name = config.tool_call_parser, config.reasoning_parser
+    special = frozenset(str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
     return OutputFormat(
-        tokenizer, tools.get(tool_name, tool_name), reasoning.get(reasoning_name, reasoning_name)
+        tokenizer, special, tools.get(tool_name, tool_name), reasoning.get(reasoning_name, reasoning_name)
     )

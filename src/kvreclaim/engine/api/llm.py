@@ -471,15 +471,14 @@ class LLM:
         _check_type(config, CompressionConfig, "compression")
         return self.compressors.of(config)
 
-    def knows_grammar(self, params: StructuredOutputsParams) -> bool:
-        """Whether the grammar has been made, so that a request with it can be added at once."""
-        made = vars(self.engine).get("grammars")
-        return made is not None and made.has(params)
-
     def make_grammar(self, params: StructuredOutputsParams) -> None:
-        """Make a grammar for requests to come; other threads may do so, too. Raises: InvalidArgumentError."""
-        with self._making_grammars:
-            self.engine.grammars.matcher(params)
+        """Make a grammar that requests will need, if there is none; from any thread, so that no step waits.
+
+        Raises: InvalidArgumentError.
+        """
+        with self._making_grammars:  # the first one reads the vocabulary
+            grammars = self.engine.grammars
+        grammars.matcher(params)
 
     def _run(self, requests: list[Request], use_tqdm: bool, on_step: OnStep | None) -> None:
         bar = tqdm(total=len(requests), desc="requests", disable=not use_tqdm)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from functools import cached_property
 from typing import Any
 
 import llguidance
@@ -34,18 +33,9 @@ class Grammars:
     """Grammars for one model's tokens, each made once; threads may share them."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        self._given = tokenizer, vocab_size, sorted(eos_token_ids)
+        self._tokens = from_tokenizer(tokenizer, vocab_size, sorted(eos_token_ids))
         self._kept: OrderedDict[tuple[str, str], Matcher] = OrderedDict()
         self._lock = threading.Lock()
-
-    @cached_property
-    def _tokens(self) -> llguidance.LLTokenizer:
-        tokenizer, vocab_size, eos = self._given
-        return from_tokenizer(tokenizer, vocab_size, eos)
-
-    def has(self, params: StructuredOutputsParams) -> bool:
-        """Whether the grammar has been made."""
-        return params.source in self._kept
 
     def matcher(self, params: StructuredOutputsParams) -> Matcher:
         """A state at the beginning of an output. Raises: InvalidArgumentError for a bad grammar."""

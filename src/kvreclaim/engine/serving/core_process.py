@@ -134,8 +134,8 @@ class EngineCoreProc:
                 self._answer(ticket, lambda: function(self._host), allow_dead=allow_dead)
 
     def _add(self, message: Add) -> None:
-        """Requests whose compressors and grammars are known at once; a thread makes others, so that no step
-        waits."""
+        """Requests whose compressors are known and that need no grammar at once; for others a thread makes
+        what they need, so that no step waits."""
         llm = self._host.llm
         try:
             message = replace(message, news=[llm.promised(new) for new in message.news])
@@ -146,7 +146,7 @@ class EngineCoreProc:
         configs = [new.compression for new in message.news]
         known = [None if config is None else llm.compressors.kept(config) for config in configs]
         ready = all(k is not None or config is None for k, config in zip(known, configs, strict=True))
-        if ready and all(map(llm.knows_grammar, grammars)):
+        if ready and not grammars:
             self._queue(message, known)
             return
 

@@ -85,7 +85,7 @@ class AsyncEngine(EngineClient):
         news = [await self._promised(new) for new in news]
         compressors = [await self._compressor(new.compression) for new in news]
         for grammar in (new.params.structured_outputs for new in news):
-            if grammar is not None and not self.llm.knows_grammar(grammar):
+            if grammar is not None:
                 await asyncio.to_thread(self.llm.make_grammar, grammar)
         await self.call(lambda host: host.add_all(news, compressors))
 

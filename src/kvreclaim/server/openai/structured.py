@@ -6,7 +6,6 @@ from dataclasses import fields
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from kvreclaim.engine.api.structured import check_grammar
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import Fields, at_most, described
@@ -40,8 +39,10 @@ async def checked_structured(
     """What these fields ask for; None: nothing. Raises: ApiError naming the field, also for a bad schema."""
     params = structured_of(response_format, structured_outputs)
     if params is not None:
+        from kvreclaim.engine.sampling.grammar import check
+
         try:
-            await service.workers.run(tenant.name, partial(check_grammar, params))
+            await service.workers.run(tenant.name, partial(check, params))
         except InvalidArgumentError as error:
             in_format = response_format is not None and response_format.type == "json_schema"
             own = f"structured_outputs.{params.source[0]}"

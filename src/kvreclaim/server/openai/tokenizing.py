@@ -47,7 +47,7 @@ class DetokenizeResponse(BaseModel):
     prompt: str
 
 
-OF_MESSAGES = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+OF_MESSAGES = tuple(ConversationOptions.model_fields)
 
 
 @router.post("/tokenize", responses=TEXT_ERRORS, response_model=TokenizeResponse)
