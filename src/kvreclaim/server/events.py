@@ -79,16 +79,22 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
+def error_of(error: Exception, scope: Scope) -> ApiError:
+    """What a client is told of an error after its answer had begun; the log has what it is not told."""
+    if isinstance(error, KVReclaimError):
+        return from_engine(error, scope["path"])
+    if isinstance(error, ApiError):
+        return error
+    request_id = request_id_of(scope)
+    logger.error("request %s failed", request_id, exc_info=error)
+    return failed(request_id)
+
+
 def error_event(error: Exception, scope: Scope) -> bytes:
     """The event of an error after the answer had begun, in the dialect of the path."""
-    request_id, path = request_id_of(scope), scope["path"]
-    if isinstance(error, KVReclaimError):
-        error = from_engine(error, path)
-    if not isinstance(error, ApiError):
-        logger.error("request %s failed", request_id, exc_info=error)
-        error = failed(request_id)
+    path = scope["path"]
     name = "error" if path.startswith(ANTHROPIC_PREFIX) else None
-    return event(error_body(error, path, request_id), name)
+    return event(error_body(error_of(error, scope), path, request_id_of(scope)), name)
 
 
 async def stream_events(events: AsyncGenerator[bytes, None], request: Request) -> Response:

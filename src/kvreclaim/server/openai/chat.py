@@ -75,7 +75,7 @@ async def chat_completions(
     check_options(body, service, request.scope)
     _check(body)
     service.check_room(tenant.name, n=body.num_sequences)
-    prompt = await _prompt(body, service, tenant)
+    prompt = await prompt_of(body, service, tenant)
     return await ChatAnswer(body, service, request_id_of(request.scope), [prompt]).respond(request)
 
 
@@ -89,7 +89,8 @@ def _check(body: ChatRequest) -> None:
         )
 
 
-async def _prompt(body: ChatRequest, service: Service, tenant: Tenant) -> RequestSpec:
+async def prompt_of(body: ChatRequest, service: Service, tenant: Tenant) -> RequestSpec:
+    """What the engine is asked. Raises: ApiError naming the field."""
     limit = body.max_completion_tokens or body.max_tokens
     beams = beams_of(body, limit or service.longest)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -154,19 +155,19 @@ class ChatAnswer(OpenAIResponse):
         return form.splitter(prompt.prompt_token_ids, tools, one_call=self._one_call)
 
     def choice(self, index: int, delta: OutputDelta, stream: RequestStream) -> dict[str, Any]:
-        message = whole_message(self._split(index, delta))
-        return self._about(index, delta) | {"message": message}
+        message = whole_message(self.split(index, delta))
+        return self.about(index, delta) | {"message": message}
 
     def chunk_choices(
         self, index: int, delta: OutputDelta, stream: RequestStream, *, first: bool
     ) -> list[dict[str, Any]]:
-        parts = self._chunks_of[index].write(self._split(index, delta))
+        parts = self._chunks_of[index].write(self.split(index, delta))
         tokens = delta.token_ids and (self.fields.logprobs or self.fields.return_token_ids)
         if not parts and (tokens or delta.finish_reason):
             parts = [{}]
         told = [{"index": index, "delta": part, "logprobs": None, "finish_reason": None} for part in parts]
         if told:
-            told[-1] |= self._about(index, delta)
+            told[-1] |= self.about(index, delta)
         if first:
             role = {"role": "assistant", "content": ""}
             told.insert(0, {"index": index, "delta": role, "logprobs": None, "finish_reason": None})
@@ -175,7 +176,7 @@ class ChatAnswer(OpenAIResponse):
     def extras(self, stream: RequestStream) -> dict[str, Any]:
         return self.of_prompt(stream)
 
-    def _about(self, index: int, delta: OutputDelta) -> dict[str, Any]:
+    def about(self, index: int, delta: OutputDelta) -> dict[str, Any]:
         """All fields except the content."""
         reason: str | None = delta.finish_reason
         ends = reason == "stop" and delta.stop_reason is None
@@ -191,6 +192,6 @@ class ChatAnswer(OpenAIResponse):
             about["token_ids"] = delta.token_ids
         return about | scores_of(delta)
 
-    def _split(self, index: int, delta: OutputDelta) -> list[Piece]:
+    def split(self, index: int, delta: OutputDelta) -> list[Piece]:
         """Settled parts of an output."""
         return self._splitters[index].take(delta.text, last=delta.finish_reason is not None)

@@ -36,24 +36,17 @@ class StreamOptions(Fields):
 TokenIds = Annotated[Listed[int], Field(max_length=MAX_TOKEN_LIST)]
 
 
-class GenerationFields(GeneratingFields):
-    """Fields of both routes; docs/api.md describes them. None stands for the default named there."""
+class SharedFields(GeneratingFields):
+    """Fields of these two routes and of /v1/responses; docs/api.md describes them. None stands for the
+    default named there."""
 
     model: str
-    stream_options: StreamOptions | None = None
-    n: int | None = Field(None, ge=1)
-    use_beam_search: bool | None = None
-    beam_width: int | None = Field(None, ge=1)
-    length_penalty: float | None = None
-    early_stopping: bool | Literal["never"] | None = None
     stop: StopStrings | None = None
     stop_token_ids: TokenIds | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: BadWords | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    return_token_ids: bool | None = None
     prompt_cache_key: str | None = Field(None, min_length=1)
     prompt_cache_retention: PromptCacheRetention | None = None
     user: str | None = Field(None, min_length=1, max_length=MAX_USER_LENGTH)
@@ -64,6 +57,19 @@ class GenerationFields(GeneratingFields):
     structured_outputs: StructuredOutputs | None = None
     documents: Documents | None = None
     chunk_reuse: ChunkReuseFields | None = None
+
+
+class GenerationFields(SharedFields):
+    """Fields of both routes."""
+
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1)
+    use_beam_search: bool | None = None
+    beam_width: int | None = Field(None, ge=1)
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    return_token_ids: bool | None = None
 
     @property
     def num_sequences(self) -> int:

@@ -238,7 +238,7 @@ def _check_calls(messages: Sequence[RequestMessage]) -> None:
             field = f"{where}.tool_calls"
             raise ApiError(400, f"{field} belongs to the assistant, not to {message.role}; remove it.", field)
         for call in message.tool_calls or ():
-            _check_arguments(call.function.arguments, f"{where}.tool_calls")
+            check_arguments(call.function.arguments, f"{where}.tool_calls")
             known.add(call.id)
         if (message.role == "tool") != (message.tool_call_id is not None):
             verb = "is missing" if message.role == "tool" else "belongs to tool messages; remove it"
@@ -248,7 +248,8 @@ def _check_calls(messages: Sequence[RequestMessage]) -> None:
             raise ApiError(400, f"{field} is the id of no call before it; pass the call's id.", field)
 
 
-def _check_arguments(text: str, field: str) -> None:
+def check_arguments(text: str, field: str) -> None:
+    """Raises: ApiError naming the field unless the text is an object."""
     try:
         valid = isinstance(from_json(text), dict)
     except ValueError:
