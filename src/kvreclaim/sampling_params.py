@@ -31,6 +31,8 @@ class SamplingParams:
     bad_words:   texts that no output contains: a token that would complete one is not sampled. Each is
                  tokenised twice, at the start of a text and after a space
     structured_outputs: what every output must look like; it ends when nothing more may come
+    thinking_token_budget: tokens of reasoning after which what ends it is forced; the model's chat template
+                 must show how it writes its reasoning
     """
 
     n: int = option(1, low=1)
@@ -99,6 +101,9 @@ class SamplingParams:
         kw_only=True,
     )
     structured_outputs: StructuredOutputsParams | None = field(default=None, kw_only=True)
+    thinking_token_budget: int | None = option(
+        None, "End the model's reasoning after this many tokens.", low=0, high=MAX_COUNT, kw_only=True
+    )
     stop_strings: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -138,6 +138,7 @@ PROMPTS = {
         "user: the end of the story\n<plain>assistant: ",
     ),
     "cache_control": ({"cache_control": MARK}, RENDERED),
+    "eager inputs": ({"tools": [{**TOOL, "eager_input_streaming": True}]}, DEFINITION + RENDERED),
 }
 
 
@@ -282,12 +283,13 @@ def test_no_field_is_missing_here():
     tested |= {name for fields, _ in SAMPLED.values() for name in fields}
     tested |= {"model", "stream", "ignore_eos", "kv_compression", "cache_salt", "priority", "metadata"}
     tested |= {"compress_prompt_at", "sparse_prefill"}
+    tested |= {"service_tier"}  # it has no effect
     assert set(MessageRequest.model_fields) <= tested
     assert set(ConversationFields.model_fields) <= tested
     blocks = {
         TextBlock: "text citations",
         ToolUseBlock: "id name input",
-        AnthropicTool: "name description input_schema",
+        AnthropicTool: "name description input_schema eager_input_streaming",
     }
     blocks[ToolResultBlock] = "tool_use_id content is_error"
     for model, names in blocks.items():

@@ -150,7 +150,6 @@ def test_a_request_is_refused_by_the_name_of_its_field(
         (CHAT, {"messages": [{"role": "user", "content": "a" * 600}]}, "messages"),
         (CHAT, {"extra_body": {"chat_template_kwargs": {"zoo": 1}}}, "chat_template_kwargs"),
         (CHAT, {"extra_body": CONTINUE}, "continue_final_message"),
-        (CHAT, {"tools": TOOLS}, "tools"),
     ],
     ids=str,
 )

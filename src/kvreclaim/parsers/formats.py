@@ -12,7 +12,7 @@ from kvreclaim.parsers.json_calls import DEEPSEEK, HERMES, KIMI, MISTRAL, JsonCa
 from kvreclaim.parsers.parser import Parser, Tools
 from kvreclaim.parsers.pieces import CallEnd, Piece, Text
 from kvreclaim.parsers.tag_calls import DSML, GLM, MINIMAX, QWEN3_CODER, TagCalls
-from kvreclaim.parsers.thinking import MAGISTRAL, THINK, ThinkFormat, ThinkParser
+from kvreclaim.parsers.thinking import MAGISTRAL, THINK, ThinkFormat, ThinkParser, ThinkSpan
 
 HARMONY = "harmony"
 TOOL_PARSERS: Mapping[str, Callable[[Tools], Parser]] = MappingProxyType(
@@ -63,6 +63,13 @@ def reasoning_parser_of(template: str) -> str | None:
     return next((name for name, form in formats.items() if form.opening in template), None)
 
 
+def think_format(reasoning_parser: str | None) -> ThinkFormat | None:
+    """How the reasoning that a parser looks for is written, None without one."""
+    if reasoning_parser == HARMONY:
+        return harmony.ANALYSIS
+    return None if reasoning_parser is None else REASONING_PARSERS[reasoning_parser]
+
+
 def markers(tool_parser: str | None, reasoning_parser: str | None) -> tuple[str, ...]:
     """The markers that these parsers look for: with a tokenizer to which they are special tokens, outputs
     must show those."""
@@ -99,7 +106,7 @@ class Splitter:
         self._parsers: list[Parser] = []
         form = None if reasoning_parser is None else REASONING_PARSERS[reasoning_parser]
         if form is not None:
-            self._parsers.append(ThinkParser(form, begun=prompt_end.rstrip().endswith(form.opening)))
+            self._parsers.append(ThinkParser(form, begun=ThinkSpan.behind(form, prompt_end).begun))
         names = tool_parser, reasoning_parser
         if HARMONY in names:
             calls, reasoning = (name == HARMONY for name in names)

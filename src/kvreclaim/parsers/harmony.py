@@ -10,6 +10,7 @@ import re
 from kvreclaim.parsers.parser import Parser, Tools
 from kvreclaim.parsers.pieces import Arguments, CallBegin, CallEnd, Reasoning, Text
 from kvreclaim.parsers.scanner import Reading
+from kvreclaim.parsers.thinking import ThinkFormat
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
@@ -17,6 +18,12 @@ MARKERS = (START, CHANNEL, *ENDS)
 RECIPIENT = re.compile(r"to=(?:functions\.)?(?P<name>[\w.\-]{1,128})")
 LONGEST = 512
 """Characters of a message's head."""
+ANALYSIS = ThinkFormat(
+    f"{CHANNEL}analysis{MESSAGE}",
+    ENDS[0],
+    ends=f"{ENDS[0]}{START}assistant{CHANNEL}final{MESSAGE}",
+    again=True,
+)
 
 
 class Harmony(Parser):

@@ -11,12 +11,38 @@ from kvreclaim.parsers.scanner import Reading
 
 @dataclass(frozen=True, slots=True)
 class ThinkFormat:
+    """ends: what is written to end the reasoning before its time; empty: the closing marker
+    again: more reasoning may follow, anywhere
+    """
+
     opening: str = "<think>"
     closing: str = "</think>"
+    ends: str = ""
+    again: bool = False
+
+    @property
+    def ending(self) -> str:
+        return self.ends or self.closing
 
 
 THINK = ThinkFormat()
 MAGISTRAL = ThinkFormat("[THINK]", "[/THINK]")
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkSpan:
+    """Where the reasoning of an answer lies.
+
+    begun: the prompt ends with the opening marker, as some templates have it
+    """
+
+    form: ThinkFormat
+    begun: bool = False
+
+    @classmethod
+    def behind(cls, form: ThinkFormat, prompt_end: str) -> ThinkSpan:
+        """The span of an answer to a prompt whose text ends so."""
+        return cls(form, prompt_end.rstrip().endswith(form.opening))
 
 
 class ThinkParser(Parser):

@@ -63,6 +63,7 @@ ENGINE_FIELDS = {"compression": "kv_compression"} | {
         "cache_salt",
         "compress_prompt_at",
         "beam_width",
+        "thinking_token_budget",
     )
 }
 """The engine's arguments, the prompt apart, and what requests call them."""

@@ -6,22 +6,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvreclaim.engine.api.chat import variables_of
 from kvreclaim.engine.api.exports import Tokenizer
+from kvreclaim.engine.api.thinking import prompt_end, think_span
 from kvreclaim.parsers.formats import Splitter, markers, reasoning_parser_of, tool_parser_of
+from kvreclaim.parsers.thinking import ThinkSpan
 from kvreclaim.server.config import AUTO, NONE, ServerConfig
 
-PROMPT_END = 16
-"""Tokens at the end of a prompt in which a template may have opened the reasoning."""
+WRITTEN = "hermes"
+"""Parser of calls where the server itself tells the model of its tools."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """tool_parser, reasoning_parser: names in parsers/formats.py; None: such parts stay text"""
+    """template: for chats with tools
+    writes_tools: the template has no place for tools; they are written by server/tool_prompt.py
+    tool_parser, reasoning_parser: names in parsers/formats.py; None: such parts stay text
+    """
 
     tokenizer: Tokenizer
     special_tokens: frozenset[str]
+    template: str
     tool_parser: str | None
     reasoning_parser: str | None
+    writes_tools: bool = False
 
     def splitter(
         self,
@@ -31,16 +39,17 @@ class OutputFormat:
         one_call: bool,
     ) -> Splitter:
         """For one output. tools: the schemas of the functions that the model was told of; None: of none"""
-        prompt_end = ""
-        if self.reasoning_parser is not None:
-            prompt_end = str(self.tokenizer.decode(prompt_token_ids[-PROMPT_END:], skip_special_tokens=False))
         return Splitter(
             self.tool_parser if tools is not None else None,
             self.reasoning_parser,
             tools=tools,
-            prompt_end=prompt_end,
+            prompt_end=prompt_end(self.tokenizer, prompt_token_ids) if self.reasoning_parser else "",
             one_call=one_call,
         )
+
+    def thinking(self, prompt_token_ids: list[int]) -> ThinkSpan | None:
+        """Where the answer has its reasoning; None: nobody looks for it."""
+        return think_span(self.tokenizer, self.reasoning_parser, prompt_token_ids)
 
     def needs_special_tokens(self, *, with_tools: bool) -> bool:
         """Whether the parsers look for special tokens, which texts leave out by default."""
@@ -49,12 +58,26 @@ class OutputFormat:
 
 
 def output_format(tokenizer: Tokenizer, config: ServerConfig) -> OutputFormat:
-    template = str(config.chat_template or tokenizer.chat_template or "")
+    template = _template(tokenizer, config)
     chosen: dict[str, str | None] = {NONE: None}
     tools = {**chosen, AUTO: tool_parser_of(template)}
     reasoning = {**chosen, AUTO: reasoning_parser_of(template)}
     tool_name, reasoning_name = config.tool_call_parser, config.reasoning_parser
+    writes = tool_name in (AUTO, WRITTEN) and bool(template) and "tools" not in variables_of(template)
     special = frozenset(str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
     return OutputFormat(
-        tokenizer, special, tools.get(tool_name, tool_name), reasoning.get(reasoning_name, reasoning_name)
+        tokenizer,
+        special,
+        template,
+        WRITTEN if writes else tools.get(tool_name, tool_name),
+        reasoning.get(reasoning_name, reasoning_name),
+        writes,
     )
+
+
+def _template(tokenizer: Tokenizer, config: ServerConfig) -> str:
+    """The chat template for chats with tools; of several the tokenizer has one for them. Empty: none."""
+    if config.chat_template or not isinstance(tokenizer.chat_template, dict):
+        return str(config.chat_template or tokenizer.chat_template or "")
+    named = tokenizer.chat_template
+    return str(named.get("tool_use") or named.get("default") or "")

@@ -16,7 +16,7 @@ from fastapi import Depends, Request
 
 from kvreclaim.checks import check_text
 from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.engine.api.chat import chat_text
+from kvreclaim.engine.api.chat import chat_text, variables_of
 from kvreclaim.engine.api.exports import Tokenizer
 from kvreclaim.engine.api.plain import PlainText
 from kvreclaim.engine.request.spec import RequestSpec
@@ -29,6 +29,7 @@ from kvreclaim.server.errors import ApiError, failed
 from kvreclaim.server.fields import KVCompression
 from kvreclaim.server.output_format import OutputFormat, output_format
 from kvreclaim.server.tenants import Tenant
+from kvreclaim.server.tool_prompt import in_system, in_user, plain_turns, tools_text
 from kvreclaim.server.vocabulary import Vocabulary
 from kvreclaim.server.workers import Workers, default_threads
 
@@ -126,6 +127,10 @@ class Service:
     def output_format(self) -> OutputFormat:
         """How outputs are split. Raises: InvalidArgumentError where there is no tokenizer."""
         return output_format(self.tokenizer, self.config)
+
+    def template_reads(self, variable: str) -> bool:
+        """Whether the chat template reads a variable."""
+        return variable in variables_of(self.output_format.template)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -260,14 +265,26 @@ def text_of(
     given: tuple[Any, ...] = (messages, tools, template_kwargs)
     if service.plain is not None:  # without tokenizer chat_text refuses
         given = tuple(map(service.plain.guard, given))
-    return chat_text(
-        service.engine,
-        given[0],
-        tools=given[1],
-        template_kwargs=given[2],
-        chat_template=service.config.chat_template,
-        **options,
-    )
+    options |= {"template_kwargs": given[2], "chat_template": service.config.chat_template}
+    if service.plain is not None and service.output_format.writes_tools:
+        return _with_tools(service, given[0], given[1] or [], options)
+    return chat_text(service.engine, given[0], tools=given[1], **options)
+
+
+def _with_tools(
+    service: Service, messages: list[dict[str, Any]], tools: list[dict[str, Any]], options: dict[str, Any]
+) -> str:
+    """The same for a template that has no place for tools: they stand in the system prompt or, where it has
+    none of these either, before the first text of the user."""
+    told, knows_calls = tools_text(tools), "tool_calls" in service.output_format.template
+    turns = messages if knows_calls and not told else plain_turns(messages)
+    if not told:
+        return chat_text(service.engine, turns, **options)
+    try:
+        text = chat_text(service.engine, in_system(turns, told), **options)
+    except InvalidArgumentError:
+        text = ""
+    return text if told in text else chat_text(service.engine, in_user(turns, told), **options)
 
 
 def longest_token(tokenizer: Tokenizer | None) -> int:

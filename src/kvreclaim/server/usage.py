@@ -31,7 +31,15 @@ def kv_cache_usage(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
 def usage_of(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
     """Sums over a request's prompts; OpenAI's counts, and beside them what its cache gave back."""
     usage = token_usage(metrics, sum(m.num_generated_tokens for m in metrics))
+    if (reasoning := reasoning_tokens(metrics)) is not None:
+        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
     return {**usage, "kv_cache": kv_cache_usage(metrics)}
+
+
+def reasoning_tokens(metrics: Sequence[RequestMetrics]) -> int | None:
+    """Generated tokens of reasoning; None where nobody looks for it."""
+    found = [m.num_reasoning_tokens for m in metrics if m.num_reasoning_tokens is not None]
+    return sum(found) if found else None
 
 
 def token_usage(metrics: Sequence[RequestMetrics], num_generated: int) -> dict[str, Any]:

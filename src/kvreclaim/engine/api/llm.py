@@ -26,6 +26,7 @@ from kvreclaim.engine.api.chat import Message, num_system_tokens, render_chat
 from kvreclaim.engine.api.compressors import Compressors
 from kvreclaim.engine.api.kept_statistics import kept_statistics
 from kvreclaim.engine.api.prompts import Prompt, as_list, request_of
+from kvreclaim.engine.api.thinking import span_by_template
 from kvreclaim.engine.offload.session import SessionInfo
 from kvreclaim.engine.offload.stats import TierStats
 from kvreclaim.engine.request.outputs import EngineTotals, RequestOutput, ScoreOutput, StepStats
@@ -430,6 +431,8 @@ class LLM:
                 prompt, self._encode, request_id=request_id, params=params, compression=config, **asked
             )
         )
+        if params.thinking_token_budget is not None:
+            spec = replace(spec, thinking=span_by_template(self.loaded.tokenizer, spec.prompt_token_ids))
         compressor = None if spec.compression is None else self.compressor(spec.compression)
         return self.engine.add(spec, compressor)
 

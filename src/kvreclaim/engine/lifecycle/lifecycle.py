@@ -20,6 +20,7 @@ from kvreclaim.engine.request.request import Request, Scheduled, Sequence
 from kvreclaim.engine.request.snapshot_recipe import snapshot_key
 from kvreclaim.engine.sampling.beam_search import Hypothesis
 from kvreclaim.engine.sampling.detokenizer import Detokenizer
+from kvreclaim.engine.sampling.thinking import ThinkTracker
 from kvreclaim.engine.signals.needs import chunk_salt, prefix_salt
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.memory.manager import MemoryManager
@@ -172,7 +173,18 @@ class Lifecycle:
             for token in found.token_ids:
                 seq.detokenizer.append(token, may_stop=False)
             seq.detokenizer.finish()
+        if (tracker := self._tracker(request)) is not None:
+            seq.thinking = tracker
+            for token in found.token_ids:
+                tracker.take(token)
         return seq
+
+    def _tracker(self, request: Request) -> ThinkTracker | None:
+        """What follows an output's reasoning; None: nobody asks about it."""
+        span = request.spec.thinking
+        if span is None:
+            return None
+        return ThinkTracker(span, self.loaded.tokenizer, request.params.thinking_token_budget)
 
     def follow(self, plan: StepPlan) -> list[Scheduled]:
         """Note what a plan has done to sequences. Returns: what is to be computed."""
@@ -332,6 +344,7 @@ class Lifecycle:
             detokenizer=detokenizer,
             gang=request.beams is not None,
             matcher=None if request.grammar is None else request.grammar.deep_copy(),
+            thinking=None if request.beams is not None else self._tracker(request),
         )
         self.sequences[seq_id] = seq
         request.sequences.append(seq)

@@ -88,6 +88,7 @@ class RequestMetrics:
     prefill_tokens_seen: tokens that dense attention would have read for sparsely computed prompt tokens,
                     summed over rows, layers and KV heads; prefill_tokens_read: of these, those read
     num_reused_tokens: prompt tokens whose keys and values come from chunks computed alone
+    num_reasoning_tokens: generated tokens of reasoning, its markers not among them; None: nobody asked
     num_gone_tokens: prompt tokens that were to be reused but had left the cache, and were computed
     queue_s:        seconds from arrival to the first step that computes a token; None while it waits
     ttft_s, e2e_s:  seconds from arrival to the first and the last token; None until then
@@ -105,6 +106,7 @@ class RequestMetrics:
     num_reused_tokens: int = 0
     num_gone_tokens: int = 0
     num_generated_tokens: int = 0
+    num_reasoning_tokens: int | None = None
     tokens_evicted: int = 0
     blocks_freed: int = 0
     blocks_perfect: int = 0

@@ -29,6 +29,7 @@ from kvreclaim.engine.sampling.beam_search import BeamSearch, Hypothesis
 from kvreclaim.engine.sampling.detokenizer import Detokenizer
 from kvreclaim.engine.sampling.logprobs import Logprob, PromptLogprobs
 from kvreclaim.engine.sampling.processors import SampleRow, completing
+from kvreclaim.engine.sampling.thinking import ThinkTracker
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.schedule.budget.account import Account
@@ -47,6 +48,7 @@ class Sequence(schedule.ScheduledSequence):
     window_cache: of each window (version, block ids [groups, blocks])
     hypothesis: that it says, where it is what a beam search has come to
     matcher:    where it stands in its request's grammar
+    thinking:   where it stands in its reasoning
     """
 
     token_ids: list[int]
@@ -64,6 +66,7 @@ class Sequence(schedule.ScheduledSequence):
     window_cache: dict[int, tuple[int, np.ndarray]] = field(default_factory=dict)
     hypothesis: Hypothesis | None = None
     matcher: Matcher | None = None
+    thinking: ThinkTracker | None = None
 
     @property
     def waits_for_fork(self) -> bool:
@@ -108,8 +111,9 @@ class Sequence(schedule.ScheduledSequence):
         generated = self.token_ids[self.num_prompt :] if penalizes or words else []
         if words:
             forbidden += completing(words, generated)
+        forced = None if self.thinking is None else self.thinking.forced
         return SampleRow(
-            params, self.request.prompt_token_ids, generated, forbidden, self.generator, self.matcher
+            params, self.request.prompt_token_ids, generated, forbidden, self.generator, self.matcher, forced
         )
 
     def output(self) -> CompletionOutput:
@@ -295,6 +299,8 @@ class Request:
         if self.reuse is not None:
             m.num_reused_tokens, m.num_gone_tokens = int((~self.reuse.anew).sum()), self.reuse.num_gone
         m.num_generated_tokens = sum(seq.num_generated for seq in self.sequences)
+        tracked = [seq.thinking.num_tokens for seq in self.sequences if seq.thinking is not None]
+        m.num_reasoning_tokens = sum(tracked) if self.spec.thinking is not None else None
         accounts = [seq.account for seq in self.sequences]
         peaks = [(seq.peak_blocks, seq.answer_blocks) for seq in self.sequences]
         m.tokens_lost_to_rounding = sum(seq.state.rounded for seq in self.sequences)

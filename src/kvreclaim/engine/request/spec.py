@@ -9,6 +9,7 @@ from kvreclaim.chunks import Chunks
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.prefill.method import SparsePrefill
 from kvreclaim.memory.pins import Retention
+from kvreclaim.parsers.thinking import ThinkSpan
 from kvreclaim.sampling_params import SamplingParams
 
 
@@ -28,6 +29,7 @@ class RequestSpec:
     cache_salt:   prefix blocks are shared only among requests with the same salt
     sparse_prefill: method of the prompt, by name or as an object; None: the engine's own
     chunks:       parts of the prompt that are computed alone once and reused
+    thinking:     where its outputs have reasoning, whose tokens are counted; None: nobody asks
     may_end_early: if the pool cannot hold max_tokens, end the outputs where it ends; False: refuse
     """
 
@@ -45,6 +47,7 @@ class RequestSpec:
     cache_salt: str | None = None
     sparse_prefill: str | SparsePrefill | None = None
     chunks: Chunks | None = None
+    thinking: ThinkSpan | None = None
     may_end_early: bool = False
 
     @property

@@ -27,6 +27,7 @@ class SampleRow:
     forbidden:         token ids that may not come now (end tokens before min_tokens, ends of bad words)
     generator:         the output's own source of randomness, on the logits' device: batching changes nothing
     matcher:           where the output stands in its grammar
+    forced:            the only token that may come now, whatever else is asked for
     """
 
     params: SamplingParams
@@ -35,6 +36,7 @@ class SampleRow:
     forbidden: tuple[int, ...]
     generator: torch.Generator | None
     matcher: Matcher | None = None
+    forced: int | None = None
 
     @property
     def is_argmax(self) -> bool:
@@ -152,6 +154,18 @@ class Structured(LogitsProcessor):
         restrict(logits, places, [row.matcher for row in rows if row.matcher is not None])
 
 
+class ThinkingEnd(LogitsProcessor):
+    """One token alone comes, which ends the reasoning."""
+
+    def applies(self, row: SampleRow) -> bool:
+        return row.forced is not None
+
+    def apply(self, logits: Tensor, places: list[int], rows: Sequence[SampleRow]) -> None:
+        index = _index(logits, places, [[row.forced] for row in rows if row.forced is not None])
+        logits[places] = float("-inf")
+        logits[index] = 0.0
+
+
 def follow(matcher: Matcher, token: int) -> bool:
     """Take the next token into account. Returns: whether the output is complete. Raises: ValueError."""
     if not matcher.consume_token(token):
@@ -159,7 +173,7 @@ def follow(matcher: Matcher, token: int) -> bool:
     return bool(matcher.is_stopped())
 
 
-RESTRICTIONS: tuple[LogitsProcessor, ...] = (Forbidden(), Allowed(), Structured())
+RESTRICTIONS: tuple[LogitsProcessor, ...] = (Forbidden(), Allowed(), Structured(), ThinkingEnd())
 PROCESSORS: tuple[LogitsProcessor, ...] = (LogitBias(), RepetitionPenalty(), CountPenalties(), *RESTRICTIONS)
 """In the order in which they change logits. vLLM restricts first, which comes to the same."""
 

@@ -299,6 +299,8 @@ class OutputProcessor:
             request.metrics.ttft_s = time.perf_counter() - request.arrival_s
         seq.token_ids.append(token)
         complete = seq.matcher is not None and follow(seq.matcher, token)
+        if seq.thinking is not None:
+            seq.thinking.take(token)
         self.totals.generation_tokens += 1
         may_stop = seq.num_generated >= params.min_tokens
         is_eos = token in self._eos_token_ids and not params.ignore_eos

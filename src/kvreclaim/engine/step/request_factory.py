@@ -28,6 +28,7 @@ from kvreclaim.engine.step.validation import (
     check_recall,
     check_salt,
     check_sparse_prefill,
+    check_thinking,
     checked_bad_words,
     output_limit,
 )
@@ -84,6 +85,7 @@ class RequestFactory:
         lengths = len(prompt), len(tokens) - (spec.continuation is not None)  # its last token is not computed
         check_prompt(tokens, params, config, self.loaded)
         bad_words = checked_bad_words(params, self.loaded)
+        check_thinking(params, spec.thinking, self.loaded)
         check_salt(spec.cache_salt)
         check_priority(spec.priority, config)
         method, sparse = self._prefill_method(spec), None

@@ -11,9 +11,11 @@ from kvreclaim.config import EngineConfig
 from kvreclaim.engine.compact.recalls import Recalls
 from kvreclaim.engine.sampling.beam_search import BeamSearch
 from kvreclaim.engine.sampling.processors import word_ids
+from kvreclaim.engine.sampling.thinking import FIELD, closing_ids
 from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.parsers.thinking import ThinkSpan
 from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.schedule.budget.check import check_blocks
 from kvreclaim.schedule.budget.footprint import Footprint
@@ -71,6 +73,20 @@ def checked_bad_words(params: SamplingParams, loaded: LoadedModel) -> tuple[tupl
         )
         found.update(dict.fromkeys(ids))
     return tuple(found)
+
+
+def check_thinking(params: SamplingParams, span: ThinkSpan | None, loaded: LoadedModel) -> None:
+    """Raise InvalidArgumentError for a budget of reasoning that cannot be ended."""
+    if params.thinking_token_budget is None:
+        return
+    require(
+        span is not None,
+        f"{FIELD} is set, but nothing says how this model writes its reasoning (its chat template shows "
+        "none, or no reasoning parser is on); leave it out.",
+        FIELD,
+    )
+    if span is not None:
+        closing_ids(span, loaded.tokenizer)
 
 
 def check_salt(cache_salt: str | None) -> None:

@@ -17,7 +17,7 @@ from kvreclaim.server.anthropic.fields import TTL_S, MessageRequest
 from kvreclaim.server.events import event
 from kvreclaim.server.ids import answer_id
 from kvreclaim.server.service import Service, check_update
-from kvreclaim.server.usage import kv_cache_usage
+from kvreclaim.server.usage import kv_cache_usage, reasoning_tokens
 from kvreclaim.server.vocabulary import Continuation
 
 ROUTE = "/v1/messages"
@@ -177,8 +177,8 @@ def input_usage(metrics: RequestMetrics, breakpoints: Sequence[Retention], block
 
 def whole_usage(metrics: RequestMetrics, breakpoints: Sequence[Retention], block_size: int) -> dict[str, Any]:
     """At the end of a request: input, output, and what compression did."""
-    return {
-        **input_usage(metrics, breakpoints, block_size),
-        "output_tokens": metrics.num_generated_tokens,
-        "kv_cache": kv_cache_usage([metrics]),
-    }
+    usage = input_usage(metrics, breakpoints, block_size)
+    usage["output_tokens"] = metrics.num_generated_tokens
+    if (reasoning := reasoning_tokens([metrics])) is not None:
+        usage["output_tokens_details"] = {"thinking_tokens": reasoning}
+    return {**usage, "kv_cache": kv_cache_usage([metrics])}

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from kvreclaim.server.config import MAX_INT32
 from kvreclaim.server.fields import MAX_BLOCKS, MAX_TOOLS, Fields, GeneratingFields, Listed, StopList, refusal
 
 TTL_S: Mapping[str, float] = {"5m": 300.0, "1h": 3600.0}
@@ -86,9 +87,10 @@ class AnthropicMessage(Fields):
 
 
 class AnthropicTool(Block):
-    """type: only tools that the client runs itself"""
+    """type: only tools that the client runs itself; eager_input_streaming: inputs always stream at once"""
 
     type: Literal["custom"] | None = None
+    eager_input_streaming: bool | None = None
     name: str = Field(min_length=1)
     description: str | None = None
     input_schema: dict[str, Any]
@@ -102,7 +104,18 @@ class ToolChoice(Fields):
 
 
 class Thinking(Fields):
-    type: Literal["disabled"]
+    """budget_tokens: of reasoning, with `enabled` alone; display: reasoning is always shown whole"""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
+    display: Literal["summarized"] | None = None
+
+    @model_validator(mode="after")
+    def _check_budget(self) -> Thinking:
+        if (self.budget_tokens is not None) != (self.type == "enabled"):
+            needed = "needs" if self.type == "enabled" else "takes no"
+            raise refusal(f"thinking of type {self.type!r} {needed} budget_tokens")
+        return self
 
 
 class Metadata(Fields):
@@ -135,3 +148,8 @@ class MessageRequest(GeneratingFields, ConversationFields):
     max_tokens: int = Field(ge=1)
     stop_sequences: StopList | None = None
     metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+
+    @property
+    def thinking_token_budget(self) -> int | None:
+        return None if self.thinking is None else self.thinking.budget_tokens

@@ -47,6 +47,7 @@ def check_size(body: ConversationFields, service: Service) -> None:
 def render(body: ConversationFields, service: Service) -> Rendered:
     """The prompt of the next turn. Raises: ApiError, InvalidArgumentError."""
     _check_tools(body)
+    _check_thinking(body, service)
     writer = Writer(body)
     tools, messages = writer.tools(), writer.messages()
     marks = _marks(body, writer.marks, writer.place)
@@ -93,7 +94,8 @@ def _text(
             raise ApiError(
                 400, "thinking and chat_template_kwargs.enable_thinking are both set; leave one out."
             )
-        variables["enable_thinking"] = False
+        if body.thinking.type == "disabled" or service.template_reads("enable_thinking"):
+            variables["enable_thinking"] = body.thinking.type != "disabled"
     try:
         return text_of(
             service,
@@ -113,6 +115,25 @@ def _text(
         raise
 
 
+def _check_thinking(body: ConversationFields, service: Service) -> None:
+    """Raises: ApiError for reasoning that nobody would find, or that could not end."""
+    thinking, most = body.thinking, getattr(body, "max_tokens", None)
+    if thinking is None or thinking.type == "disabled":
+        return
+    if service.output_format.reasoning_parser is None:
+        raise ApiError(
+            400,
+            f"thinking is {thinking.type!r}, but this server knows no reasoning of this model (its chat "
+            "template shows none, or --reasoning-parser is none); leave thinking out.",
+        )
+    if most is not None and thinking.budget_tokens is not None and thinking.budget_tokens >= most:
+        raise ApiError(
+            400,
+            f"thinking.budget_tokens is {thinking.budget_tokens}, but max_tokens is {most}, which the answer "
+            "needs, too; lower it.",
+        )
+
+
 def _check_tools(body: ConversationFields) -> None:
     """Raises: ApiError for what would be of no effect or cannot be."""
     names: set[str] = set()
@@ -120,8 +141,6 @@ def _check_tools(body: ConversationFields) -> None:
         if tool.name in names:
             raise ApiError(400, f"tools holds {tool.name!r} twice; names of tools are unique.")
         names.add(tool.name)
-    if body.tool_choice is not None and not names:
-        raise ApiError(400, "tool_choice is set, but there are no tools; leave it out.")
     last = body.messages[-1]
     if last.role == "assistant" and last.content[-1].type != "text":
         raise ApiError(

@@ -33,7 +33,7 @@ async def create_message(
     if body.metadata is not None and body.metadata.user_id is not None:
         request.scope["state"]["user"] = body.metadata.user_id
     given = {name: getattr(body, name) for name in (*SHARED, "max_tokens")}
-    given["stop"] = body.stop_sequences
+    given |= {"stop": body.stop_sequences, "thinking_token_budget": body.thinking_token_budget}
     params = sampling_of(given, MessageRequest.model_fields)
     compression = service.compression(body.kv_compression)  # refused before anything is rendered
     check_priority(body.priority, tenant, service.config)
@@ -56,6 +56,7 @@ async def create_message(
         compress_prompt_at=_compress_prompt_at(
             body, rendered, compression or service.engine.served.compression
         ),
+        thinking=service.output_format.thinking(rendered.token_ids),
         may_end_early=True,
     )
     answer = AnthropicResponse(body, service, request_id_of(request.scope), prompt)

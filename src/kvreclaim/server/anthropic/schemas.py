@@ -19,14 +19,19 @@ class CacheCreation(ResponseSchema):
     ephemeral_1h_input_tokens: int
 
 
+class OutputTokensDetails(ResponseSchema):
+    thinking_tokens: int
+
+
 class MessageUsage(ResponseSchema):
-    """The three input counts sum to the prompt."""
+    """The three input counts sum to the prompt; output_tokens_details is present with a reasoning parser."""
 
     input_tokens: int
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     cache_creation: CacheCreation
     output_tokens: int
+    output_tokens_details: OutputTokensDetails | None = None
     kv_cache: KVCacheUsage
 
 

@@ -18,6 +18,7 @@ from kvreclaim.engine.serving.stream import OutputDelta, RequestStream
 from kvreclaim.parsers.formats import Splitter
 from kvreclaim.parsers.pieces import Piece
 from kvreclaim.server.bodies import BodyRoute
+from kvreclaim.server.config import MAX_INT32
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import Listed, described
 from kvreclaim.server.ids import request_id_of
@@ -57,6 +58,7 @@ class ChatRequest(GenerationFields, ConversationOptions):
     parallel_tool_calls: bool | None = None
     modalities: Annotated[Listed[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     prediction: dict[str, Any] | None = None
+    thinking_token_budget: int | None = Field(None, ge=0, le=MAX_INT32)
     response_format: ResponseFormat | None = None
 
     @property
@@ -95,8 +97,21 @@ async def prompt_of(body: ChatRequest, service: Service, tenant: Tenant) -> Requ
     beams = beams_of(body, limit or service.longest)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     structured = await checked_structured(body.structured_outputs, service, tenant, body.response_format)
+    if structured is not None and body.thinking_token_budget is not None:
+        raise ApiError(
+            400,
+            "thinking_token_budget does not go with structured outputs, which have no reasoning; leave one "
+            "out.",
+            "thinking_token_budget",
+        )
     if beams is None:
-        params = sampling_params(body, max_tokens=limit, logprobs=logprobs, structured_outputs=structured)
+        params = sampling_params(
+            body,
+            max_tokens=limit,
+            logprobs=logprobs,
+            structured_outputs=structured,
+            thinking_token_budget=body.thinking_token_budget,
+        )
     elif structured is None:
         params = beams.sampling
     else:
@@ -112,7 +127,8 @@ async def prompt_of(body: ChatRequest, service: Service, tenant: Tenant) -> Requ
     if body.skip_special_tokens is None and service.output_format.needs_special_tokens(with_tools=with_tools):
         params = replace(params, skip_special_tokens=False)
     prompt = engine_prompt(ids, params, body, service, tenant, compression, beams=beams, chunks=chunks)
-    return bounded([prompt], service)[0]
+    thinking = None if structured is not None else service.output_format.thinking(ids)
+    return bounded([replace(prompt, thinking=thinking)], service)[0]
 
 
 def _encoded(

@@ -8,17 +8,20 @@ from typing import Any
 
 from kvreclaim.parsers.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text, ToolCall, merged
 
+REASONING = ("reasoning_content", "reasoning")
+"""Names of the reasoning: most clients read the first, vLLM writes the second."""
+
 
 def whole_message(pieces: Iterable[Piece]) -> dict[str, Any]:
-    """content is null where there are only calls; reasoning_content and tool_calls are there if they are
-    more than empty."""
+    """content is null where there are only calls; reasoning_content, reasoning and tool_calls are there if
+    they are more than empty."""
     parts = merged(pieces)
     text = "".join(part.text for part in parts if isinstance(part, Text))
     reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
     calls = [_call(part.id, part.name, part.arguments) for part in parts if isinstance(part, ToolCall)]
     message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
     if reasoning:
-        message["reasoning_content"] = reasoning
+        message |= dict.fromkeys(REASONING, reasoning)
     if calls:
         message["tool_calls"] = calls
     return message
@@ -38,7 +41,7 @@ class MessageChunks:
                 case Text(text):
                     self._add(deltas, "content", text)
                 case Reasoning(text):
-                    self._add(deltas, "reasoning_content", text)
+                    self._add(deltas, REASONING[0], text)
                 case CallBegin(name, call_id):
                     self._num_begun += 1
                     self._add_call(deltas, _call(call_id, name, ""))
@@ -46,6 +49,9 @@ class MessageChunks:
                     self._add_call(deltas, {"function": {"arguments": text}})
                 case CallEnd():
                     pass
+        for delta in deltas:
+            if REASONING[0] in delta:
+                delta |= dict.fromkeys(REASONING, delta[REASONING[0]])
         return deltas
 
     def _add(self, deltas: list[dict[str, Any]], field: str, text: str) -> None:

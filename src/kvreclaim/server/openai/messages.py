@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic_core import from_json
 
-from kvreclaim.engine.api.chat import SYSTEM_ROLES, Change, num_leading_tokens, variables_of
+from kvreclaim.engine.api.chat import SYSTEM_ROLES, Change, num_leading_tokens
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import MAX_TOOLS, Fields, Listed, described
@@ -44,7 +44,7 @@ class ToolCallMessage(Fields):
 class RequestMessage(Fields):
     """A message of any role. What an answer's message has besides may be sent back as long as it is null.
 
-    reasoning_content: of the assistant, for templates that show it
+    reasoning_content, reasoning: of the assistant, for templates that show it
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -53,6 +53,7 @@ class RequestMessage(Fields):
     tool_calls: Annotated[Listed[ToolCallMessage], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -176,9 +177,8 @@ def _variables(options: ConversationOptions, service: Service) -> dict[str, Any]
     effort, given = options.reasoning_effort, options.chat_template_kwargs
     if effort is None:
         return given
-    known = variables_of(str(service.config.chat_template or service.tokenizer.chat_template))
     values = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-    name = next((name for name in values if name in known), None)
+    name = next(filter(service.template_reads, values), None)
     if name is None:
         raise ApiError(
             400,
@@ -204,8 +204,9 @@ def _for_template(message: RequestMessage, developer: str) -> dict[str, Any]:
     made: dict[str, Any] = {"role": role, "content": content}
     if message.name is not None:
         made["name"] = message.name
-    if message.reasoning_content is not None:
-        made["reasoning_content"] = message.reasoning_content
+    thought = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    if thought is not None:
+        made["reasoning_content"] = thought
     if message.tool_calls:
         made["tool_calls"] = [_call(call) for call in message.tool_calls]
     if message.tool_call_id is not None:
@@ -234,6 +235,9 @@ def _check_calls(messages: Sequence[RequestMessage]) -> None:
         where = f"messages.{place}"
         if message.content is None and not (message.role == "assistant" and message.tool_calls):
             raise ApiError(400, f"{where}.content is missing; pass text.", f"{where}.content")
+        if message.reasoning not in (None, message.reasoning_content or message.reasoning):
+            field = f"{where}.reasoning"
+            raise ApiError(400, f"{field} and reasoning_content differ; pass one of them.", field)
         if message.tool_calls and message.role != "assistant":
             field = f"{where}.tool_calls"
             raise ApiError(400, f"{field} belongs to the assistant, not to {message.role}; remove it.", field)

@@ -39,6 +39,7 @@ DRAWN = (
     "top_logprobs",
     "stream",
     "structured_outputs",
+    "thinking_token_budget",
 )
 """Fields of tokens that are drawn one after the other, which no beam search takes."""
 HARMLESS = {"skip_special_tokens": True}

@@ -23,13 +23,18 @@ class PromptTokensDetails(ResponseSchema):
     cached_tokens_by_tier: CachedByTier | None = None
 
 
+class CompletionTokensDetails(ResponseSchema):
+    reasoning_tokens: int
+
+
 class Usage(ResponseSchema):
-    """kv_cache is present when the request has ended."""
+    """kv_cache is present when the request has ended, completion_tokens_details with a reasoning parser."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
     kv_cache: KVCacheUsage | None = None
 
 
@@ -106,6 +111,7 @@ class ChatMessage(ResponseSchema):
     role: Literal["assistant"] | None = None
     content: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[AnsweredCall] | None = None
 
 
