@@ -22,6 +22,8 @@ from kvreclaim.server.bodies import body_limit
 from kvreclaim.server.openai.chat import ChatRequest
 from kvreclaim.server.openai.completions import CompletionRequest
 from kvreclaim.server.openai.tokenizing import DetokenizeRequest, TokenizeRequest
+from kvreclaim.server.responses.fields import ResponsesRequest
+from kvreclaim.server.responses.items import CallOutputItem, MessageItem, ReasoningItem
 from kvreclaim.server.workers import SMALL
 
 MODELS = (
@@ -31,6 +33,7 @@ MODELS = (
     DetokenizeRequest,
     MessageRequest,
     ConversationFields,
+    ResponsesRequest,
 )
 MANY, FEW = 20_000, 500
 PAD = "a" * 5000
@@ -67,6 +70,13 @@ HOSTILE: list[tuple[str, dict[str, Any], str]] = [
         "/v1/chat/completions",
         {"messages": [{**USER, **{f"x{i}": 1 for i in range(MANY)}}]},
         "messages.0.x0",
+    ),
+    ("/v1/responses", {"input": [{}] * FEW, "cache_salt": PAD}, "input.0.role"),
+    ("/v1/responses", {"input": "a", "tools": [{}] * MANY}, "tools.0"),
+    (
+        "/v1/responses",
+        {"input": [{"role": "user", "content": [{}] * FEW}], "cache_salt": PAD},
+        "input.0.content",
     ),
     ("/v1/messages", {"messages": [{}] * FEW, "max_tokens": 1, "cache_salt": PAD}, "messages.0.role"),
     (
@@ -123,7 +133,7 @@ def test_a_wrong_body_costs_one_error(
     assert threads[0].startswith("kvreclaim-worker")
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/v1/messages"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/v1/messages", "/v1/responses"])
 @pytest.mark.parametrize("blocks", [False, True])
 def test_more_messages_than_tokens_are_not_looked_at(
     server: Running, monkeypatch: pytest.MonkeyPatch, path: str, blocks: bool
@@ -132,14 +142,15 @@ def test_more_messages_than_tokens_are_not_looked_at(
     many = server.service.max_model_len + 1
     said = [{"type": "text", "text": "a"}] * many if blocks else "a"
     messages = [{"role": "user", "content": said}] * (1 if blocks else many)
+    field = "input" if path == "/v1/responses" else "messages"
     for model in MODELS:
         monkeypatch.setattr(model, "model_validate", None)
-    answer = post(server, path, json.dumps({"model": MODEL, "messages": messages}).encode())
+    answer = post(server, path, json.dumps({"model": MODEL, field: messages}).encode())
     assert answer.status_code == 400
     assert f"{many} messages or blocks" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*MODELS, MessageItem, CallOutputItem, ReasoningItem])
 def test_every_list_stops_at_its_first_wrong_element(model: type[BaseModel]):
     """Of the schemas that pydantic made: a field that is added later is seen here as well."""
     lists = [node for node in nodes(model.__pydantic_core_schema__) if node.get("type") == "list"]

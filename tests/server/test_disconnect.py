@@ -24,6 +24,7 @@ BODIES: dict[str, dict[str, Any]] = {
         "max_completion_tokens": 3500,
         **LONG,
     },
+    "/v1/responses": {"model": MODEL, "input": PROMPT, "max_output_tokens": 3500, **LONG},
     "/v1/messages": {
         "model": MODEL,
         "messages": [{"role": "user", "content": PROMPT}],

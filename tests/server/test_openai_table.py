@@ -14,6 +14,7 @@ from running import MODEL, Running
 
 from kvreclaim.server.openai.chat import ChatRequest
 from kvreclaim.server.openai.completions import CompletionRequest
+from kvreclaim.server.responses.fields import ResponsesRequest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
 CALLS = re.findall(r"^\| (openai|anthropic) \| `(client\..*)` \|$", PAGE, re.MULTILINE)
@@ -69,5 +70,6 @@ def test_a_call_of_the_asynchronous_client(server: Running, library: str, call: 
 def test_every_field_stands_on_the_page():
     rows = re.findall(r"^\| (?:… )?(`.*?) \|", PAGE, re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    accepted = {*CompletionRequest.model_fields, *ChatRequest.model_fields}
+    models = (CompletionRequest, ChatRequest, ResponsesRequest)
+    accepted = {name for model in models for name in model.model_fields}
     assert accepted - named == set()

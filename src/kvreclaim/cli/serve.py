@@ -91,10 +91,10 @@ def _prepare(log_format: str, log_level: str, *, log_prompts: bool) -> None:
 def _check_lasting(server: ServerConfig, engine: EngineConfig) -> None:
     """Raises: InvalidArgumentError if what is meant to outlive the process could not be found again."""
     keeps = [name for name in ("kv_offloading_disk_path",) if getattr(engine, name) is not None]
-    keeps += ["slot_save_path"] if server.slot_save_path is not None else []
+    keeps += [name for name in ("slot_save_path", "responses_db") if getattr(server, name) is not None]
     require(
         not (keeps and server.api_keys and server.tenant_secret is None),
-        f"{' and '.join(keeps)} is set, and so are API keys, but tenant_secret is not: tenants' prefixes are "
+        f"{' and '.join(keeps)} is set, and so are API keys, but tenant_secret is not: what tenants keep is "
         "found under names made with it, which would be others at the next start; give it, or leave the path "
         "out.",
         "tenant_secret",

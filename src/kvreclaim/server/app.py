@@ -17,6 +17,8 @@ from kvreclaim.server.gate import Gate
 from kvreclaim.server.observe import observe, stop_observing
 from kvreclaim.server.openai import chat, completions, models, tokenizing
 from kvreclaim.server.page.routes import install_page
+from kvreclaim.server.responses import routes as responses
+from kvreclaim.server.responses.store import ResponseStore
 from kvreclaim.server.service import Service
 
 
@@ -45,6 +47,7 @@ def create_app(service: Service) -> FastAPI:
         finally:
             service.workers.close()
             await service.engine.stop()
+            app.state.responses.close()
             await stop_observing(app)
 
     app = App(
@@ -58,10 +61,11 @@ def create_app(service: Service) -> FastAPI:
         redirect_slashes=False,  # a redirect would lead to the host that the request names
     )
     app.state.service = service
+    app.state.responses = ResponseStore(service.config)
     install_handlers(app)
     app.include_router(system.router)
     app.include_router(offload.router)
-    for room in (completions, chat, models, tokenizing):
+    for room in (completions, chat, responses, models, tokenizing):
         app.include_router(room.router)
     app.include_router(anthropic.router)
     app.include_router(slots.router)

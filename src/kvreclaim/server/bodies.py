@@ -86,10 +86,8 @@ async def _read(request: Request, service: Service) -> bytes:
         ) from None
 
 
-def num_messages(value: dict[str, Any]) -> int:
-    """Count the messages of a body of any shape, each as the blocks that it has; messages, each as the blocks
-    that it has."""
-    messages = value.get("messages")
+def num_messages(messages: Any) -> int:
+    """Count messages of any shape, each as the blocks that it has."""
     if not isinstance(messages, list):
         return 0
     contents = (message.get("content") for message in messages if isinstance(message, dict))
@@ -107,7 +105,9 @@ def parse(model: type[BaseModel], body: bytes, content_type: str, service: Servi
         raise ApiError(400, f"the body is not JSON: {error}.") from None
     if not isinstance(value, dict):
         raise ApiError(400, NO_OBJECT)
-    service.check_messages(num_messages(value), 0)  # to check each would cost more than to read them
+    field = "input" if "input" in model.model_fields else "messages"
+    # To check each would cost more than to read them.
+    service.check_messages(num_messages(value.get(field)), 0, field)
     try:
         return model.model_validate(value)
     except ValidationError as error:

@@ -150,6 +150,21 @@ class ServerConfig:
         "key.",
         panel=CACHING,
     )
+    responses_db: str | None = option(
+        None,
+        "SQLite file in which /v1/responses keeps its answers. Default: memory, until the server ends.",
+        panel=CACHING,
+    )
+    max_stored_responses: int = option(
+        1024, "Maximum number of responses kept per API key; the least recently used go.", low=1, panel=LIMITS
+    )
+    max_stored_responses_bytes: int = option(
+        1 << 26,
+        "Maximum size of the responses kept per API key, each with its conversation; a larger one is not "
+        "kept.",
+        low=1,
+        panel=LIMITS,
+    )
     max_saved_slots: int = option(64, "Maximum number of saved sessions per API key.", low=1, panel=LIMITS)
     shutdown_timeout_s: float = option(
         30.0,

@@ -9,6 +9,7 @@ from starlette.types import Scope
 ANSWER_PREFIXES = {
     "/v1/completions": "cmpl-",
     "/v1/chat/completions": "chatcmpl-",
+    "/v1/responses": "resp_",
     "/v1/messages": "msg_",
 }
 

@@ -185,17 +185,17 @@ class Service:
                 code="context_length_exceeded",
             )
 
-    def check_messages(self, num_messages: int, num_chars: int) -> None:
+    def check_messages(self, num_messages: int, num_chars: int, param: str = "messages") -> None:
         """Raises: ApiError 400 for a conversation that cannot fit, before it is rendered."""
         if num_messages > self.longest:
             raise ApiError(
                 400,
                 f"there are {num_messages} messages or blocks, but max_model_len is {self.longest} "
                 "tokens; leave some out.",
-                param="messages",
+                param=param,
                 code="context_length_exceeded",
             )
-        self.check_chars(num_chars, "messages")
+        self.check_chars(num_chars, param)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text prompt. Raises: ApiError 400 for what cannot fit, before it is encoded."""

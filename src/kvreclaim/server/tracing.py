@@ -24,6 +24,7 @@ from kvreclaim.server.ids import answer_id
 OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
     "/v1/messages": "chat",
 }
 TRACED = ("/v1/", "/tokenize", "/detokenize")

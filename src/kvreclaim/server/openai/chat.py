@@ -159,10 +159,10 @@ class ChatAnswer(OpenAIResponse):
     ) -> None:
         super().__init__(fields, service, request_id, prompts)
         self._one_call = fields.parallel_tool_calls is False
-        self._splitters: defaultdict[int, Splitter] = defaultdict(self._splitter)
+        self._splitters: defaultdict[int, Splitter] = defaultdict(self.splitter)
         self._chunks_of: defaultdict[int, MessageChunks] = defaultdict(MessageChunks)
 
-    def _splitter(self) -> Splitter:
+    def splitter(self) -> Splitter:
         """Make what splits one output; text that follows a grammar stays whole."""
         prompt = self.prompts[0]
         if prompt.params.structured_outputs is not None:

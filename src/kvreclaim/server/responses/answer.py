@@ -1,0 +1,145 @@
+"""A response in the making."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable
+from functools import partial
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import Response
+
+from kvreclaim.engine.request.spec import RequestSpec
+from kvreclaim.engine.serving.stream import Update
+from kvreclaim.parsers.pieces import Arguments, CallBegin, CallEnd, Piece, ToolCall, merged
+from kvreclaim.server.events import answer_json, error_of, event, json_of, stream_events
+from kvreclaim.server.ids import answer_id, request_id_of
+from kvreclaim.server.openai.answer import REPORT_SIZE
+from kvreclaim.server.openai.chat import ChatAnswer
+from kvreclaim.server.responses.head import failure, head, outcome_of, response_usage
+from kvreclaim.server.responses.names import own_names
+from kvreclaim.server.responses.output import Event, OutputItems
+from kvreclaim.server.responses.spoken import SpokenTokens
+from kvreclaim.server.responses.store import Kept, ResponseStore
+from kvreclaim.server.responses.translate import Translated
+from kvreclaim.server.service import Service, check_update
+
+ROUTE = "/v1/responses"
+
+
+class ResponseAnswer:
+    """The answer to a request that has been checked: whole, or as events."""
+
+    def __init__(
+        self, asked: Translated, service: Service, store: ResponseStore, request: Request, prompt: RequestSpec
+    ) -> None:
+        self.asked = asked
+        self.service = service
+        self.store = store
+        self.request = request
+        self.prompt = prompt
+        self.request_id = request_id_of(request.scope)
+        self.chat = ChatAnswer(asked.chat, service, self.request_id, [prompt])
+        self.output = OutputItems()
+        self.spoken = SpokenTokens(self.chat.splitter(), self.chat.vocabulary)
+        self.response = head(answer_id(self.request_id, ROUTE), asked.body, prompt.params)
+        self._num_events = 0
+
+    async def respond(self) -> Response:
+        if self.asked.body.stream:
+            return await stream_events(self._events(), self.request)
+        return await answer_json(self._whole(), self.request)
+
+    async def _whole(self) -> bytes:
+        """Raises: ApiError, 500 if the request failed."""
+        with own_names(self.asked.places):
+            async with self.service.submit(self.request_id, [self.prompt]) as (stream,):
+                update = await stream.rest()
+                check_update(stream, update)
+
+        def write() -> bytes:
+            self._take(update, whole=True)
+            return json_of(self.response)
+
+        return await self._beside(write, update)
+
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        """Raises: ApiError for what is refused before it begins; what fails later is the last event."""
+        with own_names(self.asked.places):
+            async with self.service.submit(self.request_id, [self.prompt]) as (stream,):
+                yield self._written(self._about("created"), self._about("in_progress"))
+                try:
+                    async for update in stream:
+                        check_update(stream, update)
+                        work = partial(self._news, update)
+                        if chunks := await self._beside(work, update):
+                            yield chunks
+                except Exception as error:
+                    self.response |= failure(error_of(error, self.request.scope).message)
+                    self.response["output"] = self.output.items
+                    yield self._written(self._about("failed"))
+
+    def _news(self, update: Update) -> bytes:
+        """The events of an update."""
+        events = self._take(update, whole=False)
+        if update.finished:
+            events.append(self._about(self.response["status"]))
+        return self._written(*events)
+
+    def _take(self, update: Update, *, whole: bool) -> list[Event]:
+        """Write what is new; at the end, settle the response and keep it.
+
+        whole: as one piece, in which a call that broke off is text
+        """
+        delta = update.deltas[0]
+        pieces = self.chat.split(0, delta)
+        about = self.chat.about(0, delta)
+        if about["logprobs"] is not None:
+            entries = about["logprobs"]["content"]
+            for message, logprobs in self.spoken.of_messages(delta.token_ids, entries, last=update.finished):
+                self.output.logprobs[message] += logprobs
+        events = self.output.write(_again(pieces) if whole else pieces)
+        if update.finished:
+            assert update.metrics is not None, "the last update has metrics"
+            self.response |= outcome_of(about["finish_reason"])
+            events += self.output.end_all(complete=self.response["status"] == "completed")
+            self.response |= {
+                "output": self.output.items,
+                "usage": response_usage([update.metrics]),
+            }
+            self.response["store"] = self.asked.body.kept and self._keep()
+        return events
+
+    def _keep(self) -> bool:
+        """Returns: whether it is kept."""
+        kept = Kept(json_of({"items": self.asked.items}), json_of(self.response))
+        return self.store.put(self.prompt.tenant, self.response["id"], kept)
+
+    def _about(self, kind: str) -> Event:
+        return {"type": f"response.{kind}", "response": self.response}
+
+    def _written(self, *events: Event) -> bytes:
+        written = []
+        for each in events:
+            data = {**each, "sequence_number": self._num_events}
+            self._num_events += 1
+            written.append(event(json_of(data).decode(), each["type"]))
+        return b"".join(written)
+
+    async def _beside(self, work: Any, update: Update) -> bytes:
+        """Write JSON: in a thread, if it is long, or the last, which is stored as well."""
+        tokens = sum(len(delta.token_ids) for delta in update.deltas.values())
+        size = tokens * (1 + (self.prompt.params.logprobs or 0)) * REPORT_SIZE
+        written: bytes = await self.service.workers.run(
+            self.prompt.tenant, work, size=None if update.finished else size
+        )
+        return written
+
+
+def _again(pieces: Iterable[Piece]) -> Iterable[Piece]:
+    """The pieces of a whole output, a call that broke off as text."""
+    for part in merged(pieces):
+        if isinstance(part, ToolCall):
+            yield from (CallBegin(part.name, part.id), Arguments(part.arguments), CallEnd())
+        else:
+            yield part

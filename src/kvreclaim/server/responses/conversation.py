@@ -1,0 +1,79 @@
+"""Items as the messages of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvreclaim.server.openai.messages import check_arguments
+from kvreclaim.server.responses.items import Item
+
+ChatMessage = dict[str, Any]
+
+
+@dataclass(slots=True)
+class ChatWriter:
+    """Writes items as messages, in order. Neighbours that the assistant made are one message, in which
+    reasoning stands before texts, and texts before calls; a second text is a second message, unless a call
+    stands between them.
+
+    places: what errors call each message
+    """
+
+    messages: list[ChatMessage] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
+
+    def write(self, items: Iterable[Item], place: str) -> None:
+        """place: what errors call these items, with {} for an item's number. Raises: ApiError."""
+        for number, item in enumerate(items):
+            self._write(item, place.format(number))
+
+    def say(self, role: str, content: str, place: str) -> None:
+        self._add({"role": role, "content": content}, place)
+
+    def _write(self, item: Item, place: str) -> None:
+        match item["type"]:
+            case "message" if item["role"] == "assistant":
+                message = self._turn(place, lambda open_: not open_["content"] or "tool_calls" in open_)
+                message["content"] += _texts(item["content"])
+            case "message":
+                self._add({"role": item["role"], "content": _texts(item["content"])}, place)
+            case "reasoning":
+                self._reason(item, place)
+            case "function_call" if item["status"] != "incomplete":
+                self._call(item, place)
+            case "function_call_output":
+                output = item["output"]
+                content = output if isinstance(output, str) else _texts(output)
+                self._add({"role": "tool", "tool_call_id": item["call_id"], "content": content}, place)
+
+    def _reason(self, item: Item, place: str) -> None:
+        text = "\n".join(part["text"] for part in item["content"])
+        if text:
+            fits = self._turn(place, lambda open_: not open_["content"] and "tool_calls" not in open_)
+            before = fits.get("reasoning_content")
+            fits["reasoning_content"] = text if before is None else f"{before}\n{text}"
+
+    def _call(self, item: Item, place: str) -> None:
+        check_arguments(item["arguments"], f"{place}.arguments")
+        message = self._turn(place, lambda _: True)
+        function = {"name": item["name"], "arguments": item["arguments"]}
+        call = {"id": item["call_id"], "type": "function", "function": function}
+        message.setdefault("tool_calls", []).append(call)
+
+    def _turn(self, place: str, fits: Any) -> ChatMessage:
+        """The assistant's message that is being written if it fits, or a new one."""
+        last = self.messages[-1] if self.messages else None
+        if last is None or last["role"] != "assistant" or not fits(last):
+            last = self._add({"role": "assistant", "content": []}, place)
+        return last
+
+    def _add(self, message: ChatMessage, place: str) -> ChatMessage:
+        self.messages.append(message)
+        self.places.append(place)
+        return message
+
+
+def _texts(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": part["text"]} for part in parts]

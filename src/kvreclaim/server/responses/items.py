@@ -1,0 +1,142 @@
+"""Items of a conversation, as requests have them and as they are kept."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PlainValidator
+
+from kvreclaim.server.fields import MAX_BLOCKS, Fields, Listed, described, refusal
+
+Item = dict[str, Any]
+"""JSON of an item, with an id, a status, and texts in parts."""
+PREFIXES: Mapping[str, str] = {
+    "message": "msg_",
+    "reasoning": "rs_",
+    "function_call": "fc_",
+    "function_call_output": "fco_",
+}
+
+
+def new_item(kind: str, status: str, **more: Any) -> Item:
+    return {"id": PREFIXES[kind] + uuid.uuid4().hex, "type": kind, "status": status, **more}
+
+
+class ItemText(Fields):
+    """annotations and logprobs of an answer's text may be sent back; the model reads the text alone."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: Listed[Any] | None = None
+    logprobs: Listed[Any] | None = None
+
+
+class ReasoningText(Fields):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+ItemContent = Annotated[
+    str | Annotated[Listed[ItemText], Field(max_length=MAX_BLOCKS)],
+    described(
+        "text or a list of input_text or output_text parts; images, audio, files and refusals are not "
+        "supported"
+    ),
+]
+
+
+class InputItem(Fields):
+    """id and status are kept; of a call, `incomplete` also means that the model does not read it again."""
+
+    id: str | None = Field(None, min_length=1)
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+    def shown(self, kind: str, **more: Any) -> Item:
+        """The item as it is kept and shown."""
+        item = new_item(kind, self.status or "completed", **more)
+        return item if self.id is None else {**item, "id": self.id}
+
+
+class MessageItem(InputItem):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: ItemContent
+
+    def kept(self) -> Item:
+        if self.role == "assistant":
+            parts = _parts(self.content, "output_text", annotations=[], logprobs=[])
+        else:
+            parts = _parts(self.content, "input_text")
+        return self.shown("message", role=self.role, content=parts)
+
+
+class CallItem(InputItem):
+    type: Literal["function_call"]
+    call_id: str = Field(min_length=1)
+    name: str
+    arguments: str
+
+    def kept(self) -> Item:
+        return self.shown("function_call", call_id=self.call_id, name=self.name, arguments=self.arguments)
+
+
+class CallOutputItem(InputItem):
+    type: Literal["function_call_output"]
+    call_id: str = Field(min_length=1)
+    output: ItemContent
+
+    def kept(self) -> Item:
+        output = self.output if isinstance(self.output, str) else _parts(self.output, "input_text")
+        return self.shown("function_call_output", call_id=self.call_id, output=output)
+
+
+class ReasoningItem(InputItem):
+    type: Literal["reasoning"]
+    content: Annotated[Listed[ReasoningText], Field(max_length=MAX_BLOCKS)] | None = None
+    summary: Annotated[
+        Annotated[Listed[Any], Field(max_length=0)],
+        described("an empty list; summaries are no reasoning that the model can read"),
+    ] = Field(default_factory=list)
+    encrypted_content: Annotated[None, described("null; nobody here can decrypt it")] = None
+
+    def kept(self) -> Item:
+        parts = [part.model_dump() for part in self.content or ()]
+        return self.shown("reasoning", summary=[], content=parts)
+
+
+AnyItem = MessageItem | CallItem | CallOutputItem | ReasoningItem
+MODELS: Mapping[str, type[AnyItem]] = {
+    "message": MessageItem,
+    "function_call": CallItem,
+    "function_call_output": CallOutputItem,
+    "reasoning": ReasoningItem,
+}
+
+
+def _kept(value: Any) -> Item:
+    """The item of a request as it is kept."""
+    kind = value.get("type") or "message" if isinstance(value, dict) else None
+    if not isinstance(kind, str) or kind not in MODELS:
+        known = ", ".join(MODELS)
+        raise refusal(f"it must be an object of type {known}; send other items' content as one of these")
+    return MODELS[kind].model_validate(value).kept()
+
+
+def _as_items(value: Any) -> Any:
+    """Read a text as what the user says."""
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+Items = Annotated[
+    Annotated[
+        Listed[Annotated[Item, PlainValidator(_kept, json_schema_input_type=AnyItem)]], Field(min_length=1)
+    ],
+    BeforeValidator(_as_items, json_schema_input_type=str | list[AnyItem]),
+]
+
+
+def _parts(content: str | list[ItemText], kind: str, **more: Any) -> list[dict[str, Any]]:
+    texts = [content] if isinstance(content, str) else [part.text for part in content]
+    return [{"type": kind, "text": text, **more} for text in texts]

@@ -1,0 +1,146 @@
+"""POST /v1/responses, and what is kept of it under /v1/responses/{response_id}."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Query, Request
+from pydantic import Field
+from pydantic_core import from_json
+from starlette.responses import Response
+
+from kvreclaim.server.bodies import BodyRoute
+from kvreclaim.server.errors import ApiError
+from kvreclaim.server.openai.chat import prompt_of
+from kvreclaim.server.openai.prompts import check_options
+from kvreclaim.server.openai.schemas import ERRORS
+from kvreclaim.server.responses.answer import ROUTE, ResponseAnswer
+from kvreclaim.server.responses.fields import ResponsesRequest
+from kvreclaim.server.responses.names import own_names
+from kvreclaim.server.responses.schemas import DeletedResponse, InputItemList, ResponseObject
+from kvreclaim.server.responses.store import Kept, ResponseStore
+from kvreclaim.server.responses.translate import translated
+from kvreclaim.server.service import Service, ServiceDep, TenantDep
+from kvreclaim.server.tenants import Tenant
+from kvreclaim.server.usage import Responses, ResponseSchema, streamed_body
+
+router = APIRouter(tags=["openai"], route_class=BodyRoute)
+STREAMED = streamed_body(ResponseObject, "`event:` and `data:` lines; the last event has the response")
+STORED_ERRORS: Responses = {status: ERRORS[status] for status in (400, 401, 404, 503)}
+ONE = ROUTE + "/{response_id}"
+
+
+def store_of(request: Request) -> ResponseStore:
+    """The app's store."""
+    store: ResponseStore = request.app.state.responses
+    return store
+
+
+StoreDep = Annotated[ResponseStore, Depends(store_of)]
+
+
+class Retrieval(ResponseSchema):
+    """How to read a response: at once, as only ended ones are kept."""
+
+    stream: bool | None = None
+
+
+class ItemPage(ResponseSchema):
+    """Turns pages; the newest item comes first unless order is asc."""
+
+    limit: int = Field(20, ge=1, le=100)
+    after: str | None = None
+    order: Literal["asc", "desc"] = "desc"
+
+
+@router.post(ROUTE, responses=ERRORS | STREAMED, response_class=Response)
+async def create_response(
+    body: ResponsesRequest, request: Request, service: ServiceDep, tenant: TenantDep, store: StoreDep
+) -> Response:
+    """Generate the assistant's next turn, and keep it for the turn after."""
+    service.check_model(body.model)
+    asked = await service.workers.run(tenant.name, partial(translated, body, store, tenant))
+    with own_names(asked.places):
+        check_options(asked.chat, service, request.scope)
+        service.check_room(tenant.name)
+        prompt = await prompt_of(asked.chat, service, tenant)
+    return await ResponseAnswer(asked, service, store, request, prompt).respond()
+
+
+@router.get(ONE, responses={200: {"model": ResponseObject}, **STORED_ERRORS}, response_class=Response)
+async def retrieve_response(
+    response_id: str,
+    how: Annotated[Retrieval, Query()],
+    service: ServiceDep,
+    tenant: TenantDep,
+    store: StoreDep,
+) -> Response:
+    """A response that was kept."""
+    if how.stream:
+        raise ApiError(400, "stream is true, but a stored response has ended; leave stream out.", "stream")
+    kept = await _kept(response_id, service, tenant, store)
+    return Response(kept.response, media_type="application/json")
+
+
+@router.delete(ONE, responses=STORED_ERRORS)
+async def delete_response(
+    response_id: str, service: ServiceDep, tenant: TenantDep, store: StoreDep
+) -> DeletedResponse:
+    """Forget a response; those that continue it remain."""
+    if not await service.workers.run(tenant.name, partial(store.delete, tenant.name, response_id)):
+        raise _missing(response_id)
+    return DeletedResponse(id=response_id)
+
+
+@router.get(f"{ONE}/input_items", responses=STORED_ERRORS)
+async def input_items(
+    response_id: str,
+    page: Annotated[ItemPage, Query()],
+    service: ServiceDep,
+    tenant: TenantDep,
+    store: StoreDep,
+) -> InputItemList:
+    """All items that a response answers, those of the responses that it continues included."""
+    kept = await _kept(response_id, service, tenant, store)
+    items: list[dict[str, Any]] = from_json(kept.input)["items"]
+    if page.order == "desc":
+        items.reverse()
+    ids = [item["id"] for item in items]
+    if page.after is not None:
+        if page.after not in ids:
+            raise ApiError(400, f"after is {page.after!r}, which is the id of no item here.", "after")
+        items = items[ids.index(page.after) + 1 :]
+    shown = items[: page.limit]
+    return InputItemList(
+        data=shown,
+        has_more=len(shown) < len(items),
+        first_id=shown[0]["id"] if shown else None,
+        last_id=shown[-1]["id"] if shown else None,
+    )
+
+
+@router.post(f"{ONE}/cancel", responses={**STORED_ERRORS, 200: {"model": ResponseObject}})
+async def cancel_response(
+    response_id: str, service: ServiceDep, tenant: TenantDep, store: StoreDep
+) -> ResponseObject:
+    """Always refused: who makes a response waits for it, and cancels it by closing the connection."""
+    await _kept(response_id, service, tenant, store)
+    raise ApiError(
+        400,
+        "only background responses can be cancelled, and this server makes none; close the connection of a "
+        "running one.",
+        "response_id",
+    )
+
+
+async def _kept(response_id: str, service: Service, tenant: Tenant, store: ResponseStore) -> Kept:
+    """Raises: ApiError 404."""
+    kept = await service.workers.run(tenant.name, partial(store.get, tenant.name, response_id))
+    if kept is None:
+        raise _missing(response_id)
+    return kept
+
+
+def _missing(response_id: str) -> ApiError:
+    return ApiError(404, f"there is no stored response {response_id!r}.", "response_id")

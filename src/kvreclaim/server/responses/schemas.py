@@ -1,0 +1,110 @@
+"""Schemas of answers for the OpenAPI description; tests compare answers with them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from kvreclaim.server.openai.schemas import ChatTokenLogprob, PromptTokensDetails
+from kvreclaim.server.usage import KVCacheUsage, ResponseSchema
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputText(ResponseSchema):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[ChatTokenLogprob]
+
+
+class OutputReasoning(ResponseSchema):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputMessage(ResponseSchema):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    status: ItemStatus
+    content: list[OutputText]
+
+
+class OutputCall(ResponseSchema):
+    id: str
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    status: ItemStatus
+
+
+class ReasoningOutput(ResponseSchema):
+    """summary: always empty"""
+
+    id: str
+    type: Literal["reasoning"]
+    status: ItemStatus
+    summary: list[Any]
+    content: list[OutputReasoning]
+
+
+class InputTokensDetails(PromptTokensDetails):
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(ResponseSchema):
+    reasoning_tokens: int
+
+
+class ResponseUsage(ResponseSchema):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+    kv_cache: KVCacheUsage
+
+
+class IncompleteDetails(ResponseSchema):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseFailure(ResponseSchema):
+    code: Literal["server_error"]
+    message: str
+
+
+class ResponseObject(BaseModel):
+    """Besides these fields it has the request's settings, with the defaults filled in.
+
+    store: whether it is kept
+    """
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["completed", "incomplete", "failed"]
+    error: ResponseFailure | None
+    incomplete_details: IncompleteDetails | None
+    model: str
+    output: list[OutputMessage | OutputCall | ReasoningOutput]
+    store: bool
+    usage: ResponseUsage
+
+
+class DeletedResponse(BaseModel):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
+class InputItemList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None

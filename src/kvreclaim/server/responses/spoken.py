@@ -1,0 +1,62 @@
+"""The tokens of an answer's texts, told from those of its reasoning, its calls and their markers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from kvreclaim.engine.sampling.detokenizer import TextStream
+from kvreclaim.parsers.formats import Splitter
+from kvreclaim.parsers.pieces import Reasoning, Text
+from kvreclaim.server.vocabulary import Vocabulary
+
+Logprobs = list[dict[str, Any]]
+
+
+class SpokenTokens:
+    """Follows an output token by token, however updates cut it. splitter: reads nothing else.
+
+    Tokens wait until the splitter has settled what they are. A text takes as many of the latest as have its
+    characters, so white space and markers in front of it are not among them.
+    """
+
+    def __init__(self, splitter: Splitter, vocabulary: Vocabulary) -> None:
+        self._splitter = splitter
+        self._stream = TextStream(vocabulary.tokenizer, skip_special_tokens=vocabulary.skip_special_tokens)
+        self._waiting: list[tuple[int, dict[str, Any]]] = []
+        self._message = -1
+        self._speaks = False
+
+    def of_messages(
+        self, token_ids: Iterable[int], logprobs: Logprobs, *, last: bool
+    ) -> list[tuple[int, Logprobs]]:
+        """(number of the message, log-probabilities of its next tokens). logprobs: of all tokens."""
+        found = []
+        for token_id, entry in zip(token_ids, logprobs, strict=True):
+            text = self._stream.step(token_id)
+            self._waiting.append((len(text), entry))
+            settled = self._settled(text, last=False)
+            found.append((self._message, settled))
+        if last:
+            settled = self._settled("", last=True)
+            found.append((self._message, settled))
+        return found
+
+    def _settled(self, text: str, *, last: bool) -> Logprobs:
+        """What the splitter says now about the tokens that wait."""
+        num_chars, pieces = 0, self._splitter.take(text, last=last)
+        for piece in pieces:
+            if isinstance(piece, Text):
+                num_chars += len(piece.text)
+                self._message += piece.text != "" and not self._speaks
+                self._speaks |= piece.text != ""
+            elif not isinstance(piece, Reasoning) or piece.text:
+                self._speaks = False
+        taken: Logprobs = []
+        while self._waiting and (num_chars > 0 or (taken and not self._waiting[-1][0])):
+            size, entry = self._waiting.pop()
+            num_chars -= size
+            taken.append(entry)
+        if pieces:
+            self._waiting.clear()
+        return taken[::-1]

@@ -1,0 +1,105 @@
+"""A request of the Responses API as the chat request that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import from_json
+
+from kvreclaim.server.errors import ApiError
+from kvreclaim.server.openai.chat import ChatRequest
+from kvreclaim.server.openai.fields import SharedFields
+from kvreclaim.server.responses.conversation import ChatWriter
+from kvreclaim.server.responses.fields import ResponsesRequest
+from kvreclaim.server.responses.items import Item
+from kvreclaim.server.responses.names import own_names
+from kvreclaim.server.responses.store import ResponseStore
+from kvreclaim.server.tenants import Tenant
+
+SAME = (
+    *SharedFields.model_fields,
+    *("parallel_tool_calls", "top_logprobs", "chat_template_kwargs", "thinking_token_budget"),
+)
+"""Fields that mean the same in both."""
+
+
+@dataclass(frozen=True, slots=True)
+class Translated:
+    """items: all that the response answers, earlier turns included; places: what errors call the chat's
+    messages"""
+
+    body: ResponsesRequest
+    chat: ChatRequest
+    items: list[Item]
+    places: Sequence[str]
+
+
+def translated(body: ResponsesRequest, store: ResponseStore, tenant: Tenant) -> Translated:
+    """Raises: ApiError naming the field."""
+    _check(body)
+    writer, before = ChatWriter(), _earlier(body.previous_response_id, store, tenant)
+    if body.instructions is not None:
+        writer.say("system", body.instructions, "instructions")
+    writer.write(before, "previous_response_id")
+    writer.write(body.input, "input.{}")
+    with own_names(writer.places):
+        chat = ChatRequest.model_validate({**_options(body), "messages": writer.messages})
+    return Translated(body, chat, [*before, *body.input], writer.places)
+
+
+def _check(body: ResponsesRequest) -> None:
+    if body.top_logprobs is not None and not body.with_logprobs:
+        raise ApiError(
+            400,
+            "top_logprobs is set, but include lacks message.output_text.logprobs; add it, or leave "
+            "top_logprobs out.",
+            "top_logprobs",
+        )
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(
+            400, "stream_options is set, but stream is not; set stream or leave it out.", "stream_options"
+        )
+
+
+def _earlier(response_id: str | None, store: ResponseStore, tenant: Tenant) -> list[Item]:
+    """What an earlier response answered, and what it said."""
+    if response_id is None:
+        return []
+    kept = store.get(tenant.name, response_id)
+    if kept is None:
+        raise ApiError(
+            400,
+            f"previous_response_id {response_id!r} names no stored response; send the conversation as input.",
+            "previous_response_id",
+            "previous_response_not_found",
+        )
+    items: list[Item] = from_json(kept.input)["items"] + from_json(kept.response)["output"]
+    return items
+
+
+def _options(body: ResponsesRequest) -> dict[str, Any]:
+    """All fields of the chat request but the messages."""
+    options = {name: getattr(body, name) for name in SAME}
+    options["max_completion_tokens"] = body.max_output_tokens
+    options["logprobs"] = body.with_logprobs
+    if body.tools:
+        options["tools"] = [_tool(tool.model_dump(exclude_none=True)) for tool in body.tools]
+    choice = body.tool_choice
+    if choice is None or isinstance(choice, str):
+        options["tool_choice"] = choice
+    else:
+        options["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    if body.reasoning is not None:
+        options["reasoning_effort"] = body.reasoning.effort
+    if body.text is not None and body.text.format is not None:
+        given = {name: value for name, value in body.text.format.items() if value is not None}
+        kind = given.pop("type", None)
+        schema = given if given or kind == "json_schema" else None
+        options["response_format"] = {"type": kind, "json_schema": schema}
+    return options
+
+
+def _tool(function: dict[str, Any]) -> dict[str, Any]:
+    return {"type": function.pop("type"), "function": function}

@@ -1,0 +1,452 @@
+"""/v1/responses: whole, as events, and as a conversation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import web
+from responding import ask, events, post, refused, said
+from running import MODEL, Running, running_server
+from speaking import CALL, save_speaker, saying
+from steering import assert_empty, halted
+
+from kvreclaim import LLM
+from kvreclaim.server.openai.fields import SharedFields
+from kvreclaim.server.responses.fields import ResponsesRequest
+from kvreclaim.server.responses.translate import translated
+
+TEMPLATE = (
+    "{{ tools | tojson if tools }}{% for m in messages %} {{ m.role }}:"
+    "{{ ' <think> ' + m.reasoning_content + ' </think>' if m.reasoning_content }} {{ m.content }}"
+    "{% for c in m.tool_calls or [] %} {{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+    "{% endfor %} {{ mood }}{# <tool_call> #}"
+)
+TOOLS = [{"type": "function", "name": "weather", "parameters": {"type": "object"}}]
+THOUGHT = ("<think>", "Let", "me", "</think>", "look.")
+SAID = {"input": "w20 w21", "tools": TOOLS}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_speaker(tmp_path_factory.mktemp("speaker"), TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def server(directory: Path) -> Iterator[Running]:
+    with running_server(LLM(directory, num_blocks=64)) as server:
+        yield server
+
+
+@pytest.fixture
+def prompts(server: Running, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the model got to read, request by request."""
+    read: list[str] = []
+    submit = server.service.submit
+
+    def spy(request_id: str, specs: list[Any]) -> Any:
+        decode = server.service.tokenizer.decode
+        read.extend(str(decode(spec.prompt_token_ids, skip_special_tokens=False)) for spec in specs)
+        return submit(request_id, specs)
+
+    monkeypatch.setattr(server.service, "submit", spy)
+    return read
+
+
+def test_text_reasoning_and_a_call(server: Running) -> None:
+    response = ask(server, **SAID, **saying(*THOUGHT, *CALL[:4]))
+    assert said(response) == [
+        ("reasoning", "Let me"),
+        ("message", "look."),
+        ("function_call", '{"city":"Bern"}'),
+    ]
+    assert [item["status"] for item in response["output"]] == ["completed"] * 3
+    assert response["output"][2]["call_id"].startswith("call_")
+    assert (response["status"], response["incomplete_details"]) == ("completed", None)
+    usage = response["usage"]
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+    assert usage["output_tokens_details"] == {"reasoning_tokens": 2}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_are_the_texts_alone(server: Running, stream: bool) -> None:
+    """Tokens of reasoning, calls and markers have none here, however the answer is cut."""
+    fields = {
+        **SAID,
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 2,
+        **saying(*THOUGHT, *CALL[:4]),
+    }
+    found = events(server, **fields) if stream else []
+    response = found[-1]["response"] if stream else ask(server, **fields)
+    [message] = [item for item in response["output"] if item["type"] == "message"]
+    logprobs = message["content"][0]["logprobs"]
+    assert [entry["token"].strip() for entry in logprobs] == ["look."]
+    assert len(logprobs[0]["top_logprobs"]) == 2
+    told = [
+        entry
+        for event in found
+        if event["type"].endswith("text.delta")
+        for entry in event.get("logprobs", [])
+    ]
+    assert told == (logprobs if stream else [])
+
+
+def test_the_same_as_events(server: Running) -> None:
+    """In their order; the deltas of each item make what it holds in the end."""
+    fields = {**SAID, **saying(*THOUGHT, *CALL[:4])}
+    found = events(server, **fields)
+    kinds = [event["type"].removeprefix("response.") for event in found]
+    text = ["content_part.added", "{}.delta", "{}.done", "content_part.done", "output_item.done"]
+    expected = ["created", "in_progress"]
+    for kind in ("reasoning_text", "output_text"):
+        expected += ["output_item.added", *(name.format(kind) for name in text)]
+    call = "function_call_arguments"
+    expected += ["output_item.added", f"{call}.delta", f"{call}.done", "output_item.done", "completed"]
+    assert list(dict.fromkeys(zip(kinds, [e.get("output_index") for e in found], strict=True))) == list(
+        dict.fromkeys(zip(expected, [None] * 2 + [0] * 6 + [1] * 6 + [2] * 4 + [None], strict=True))
+    )
+    response = found[-1]["response"]
+    for index, item in enumerate(response["output"]):
+        own = [event for event in found if event.get("output_index") == index]
+        written = "".join(event.get("delta", "") for event in own)
+        assert (item["type"], written) == said(response)[index]
+        assert own[-1]["item"] == item
+        assert {event.get("item_id", item["id"]) for event in own} == {item["id"]}
+    assert said(response) == said(ask(server, **fields))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_output_that_was_cut_off(server: Running, stream: bool) -> None:
+    fields = {**SAID, "max_output_tokens": 2, **saying("Let", "me", "look.")}
+    response = events(server, **fields)[-1]["response"] if stream else ask(server, **fields)
+    assert response["status"] == "incomplete"
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert response["output"][0]["status"] == "incomplete"
+    assert response["completed_at"] is None
+
+
+def test_an_answer_without_words_is_an_empty_message(server: Running) -> None:
+    assert said(ask(server, **SAID, **saying())) == [("message", "")]
+    assert [event["type"] for event in events(server, **SAID, **saying())][-2:] == [
+        "response.output_item.done",
+        "response.completed",
+    ]
+
+
+def test_a_call_cut_off_in_a_stream_is_not_read_again(server: Running, prompts: list[str]) -> None:
+    """Its arguments have been told of already; whole, it is text, as in chat."""
+    fields = {**SAID, "max_output_tokens": 2, **saying(*CALL)}
+    last = events(server, **fields)[-1]["response"]
+    assert last["status"] == "incomplete"
+    ask(server, input="w22", previous_response_id=last["id"], **saying("me"))
+    assert said(ask(server, **fields)) == [("message", " ".join(CALL[:2]))]
+    assert " w22" in prompts[1]
+
+
+def test_three_turns_are_one_conversation(server: Running, prompts: list[str]) -> None:
+    """previous_response_id gives the model what the whole conversation gives it, instructions apart."""
+    call = saying(*THOUGHT, *CALL[:4])
+    first = ask(server, **SAID, instructions="w40", **call)
+    result = {"type": "function_call_output", "call_id": first["output"][2]["call_id"], "output": "w30"}
+    second = ask(
+        server,
+        input=[result],
+        tools=TOOLS,
+        previous_response_id=first["id"],
+        instructions="w41",
+        **saying("me"),
+    )
+    ask(server, input="w23", tools=TOOLS, previous_response_id=second["id"], **saying("look."))
+    user = {"role": "user", "content": "w20 w21"}
+    whole = [user, *first["output"], result, *second["output"], {"role": "user", "content": "w23"}]
+    ask(server, input=whole, tools=TOOLS, **saying("look."))
+    assert prompts[2] == prompts[3]
+    assert "w40" not in prompts[1]
+    assert "w41" not in prompts[2]
+    chat = [
+        user,
+        {
+            "role": "assistant",
+            "content": "look.",
+            "reasoning_content": "Let me",
+            "tool_calls": [
+                {
+                    "id": "c",
+                    "type": "function",
+                    "function": {"name": "weather", "arguments": '{"city":"Bern"}'},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "w30"},
+        {"role": "assistant", "content": said(second)[0][1]},
+        {"role": "user", "content": "w23"},
+    ]
+    function = {name: value for name, value in TOOLS[0].items() if name != "type"}
+    tools = [{"type": "function", "function": function}]
+    body = {"model": MODEL, "messages": chat, "tools": tools, **saying("look.")}
+    assert web.post(f"{server.base_url}/v1/chat/completions", json=body).status_code == 200
+    assert prompts[4] == prompts[2]
+
+
+def test_items_of_a_conversation_are_kept_in_order(server: Running) -> None:
+    first = ask(
+        server,
+        input=[{"role": "system", "content": "w40"}, {"role": "user", "content": "w20"}],
+        **saying("me"),
+    )
+    second = ask(server, input="w21", previous_response_id=first["id"], **saying("look."))
+    address = f"{server.base_url}/v1/responses/{second['id']}"
+    assert web.get(address).json() == second
+    page = web.get(f"{address}/input_items", params={"order": "asc"}).json()
+    texts = [item["content"][0]["text"] for item in page["data"]]
+    assert texts == ["w40", "w20", said(first)[0][1], "w21"]
+    assert page["data"][2] == first["output"][0]
+    ids = [item["id"] for item in page["data"]]
+    turned = web.get(f"{address}/input_items", params={"limit": 2, "after": ids[3]}).json()
+    assert [item["id"] for item in turned["data"]] == [ids[2], ids[1]]
+    assert (turned["has_more"], turned["first_id"], turned["last_id"]) == (True, ids[2], ids[1])
+    assert web.get(f"{address}/input_items", params={"after": "none"}).status_code == 400
+    assert web.get(address, params={"stream": True}).status_code == 400
+    assert web.post(f"{address}/cancel").status_code == 400
+
+
+def test_what_is_deleted_is_gone_and_what_continues_it_remains(server: Running) -> None:
+    first = ask(server, input="w20", **saying("me"))
+    second = ask(server, input="w21", previous_response_id=first["id"], **saying("look."))
+    address = f"{server.base_url}/v1/responses/"
+    with web.Client() as client:
+        done = client.delete(address + first["id"])
+        assert done.json() == {"id": first["id"], "object": "response", "deleted": True}
+        for method, path in (("GET", ""), ("DELETE", ""), ("GET", "/input_items"), ("POST", "/cancel")):
+            assert client.request(method, address + first["id"] + path).status_code == 404
+    param, _ = refused(server, input="w22", previous_response_id=first["id"])
+    assert param == "previous_response_id"
+    ask(server, input="w22", previous_response_id=second["id"], **saying("me"))
+
+
+def test_store_false_keeps_nothing(server: Running) -> None:
+    response = ask(server, input="w20", store=False, **saying("me"))
+    assert response["store"] is False
+    assert web.get(f"{server.base_url}/v1/responses/{response['id']}").status_code == 404
+
+
+def test_settings_are_told_again(server: Running) -> None:
+    given = {
+        "instructions": "w40",
+        "metadata": {"a": "b"},
+        "max_output_tokens": 5,
+        "user": "somebody",
+        "parallel_tool_calls": False,
+        "tool_choice": "none",
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "prompt_cache_key": "chapter",
+        "prompt_cache_retention": "24h",
+        "max_tool_calls": 3,
+    }
+    response = ask(server, **SAID, **given)
+    assert {name: response[name] for name in given} == given
+    assert response["tools"][0]["name"] == "weather"
+    assert response["created_at"] <= response["completed_at"] if response["completed_at"] else True
+
+
+def test_without_tools_calls_are_text(server: Running, prompts: list[str]) -> None:
+    fields = {**SAID, "tool_choice": "none", "chat_template_kwargs": {"mood": "w50"}}
+    assert said(ask(server, **fields, **saying(*CALL[:4]))) == [("message", " ".join(CALL[:4]))]
+    assert "weather" not in prompts[0]
+    assert prompts[0].endswith("w50")
+
+
+CALLED = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "w30"}
+
+
+@pytest.mark.parametrize(
+    ("items", "prompt"),
+    [
+        (
+            [{"role": "user", "content": [{"type": "input_text", "text": t} for t in ("w20", "w21")]}],
+            "user: w20 w21",
+        ),
+        ([{"role": "developer", "content": "w20"}], "system: w20"),
+        (
+            [{"role": "user", "content": "w20"}, {"role": "assistant", "content": "me"}] * 2,
+            "user: w20 assistant: me user: w20 assistant: me",
+        ),
+        ([{"role": "assistant", "content": "me"}] * 2, "assistant: me assistant: me"),
+        (
+            [
+                {
+                    "type": "reasoning",
+                    "id": "r",
+                    "summary": [],
+                    "content": [{"type": "reasoning_text", "text": "w1"}],
+                },
+                CALLED,
+                {**CALLED, "call_id": "d"},
+                {"role": "assistant", "content": "me"},
+                {**OUTPUT, "output": [{"type": "input_text", "text": "w30"}]},
+                {**OUTPUT, "call_id": "d"},
+            ],
+            "assistant: <think> w1 </think> me f{} f{} tool: w30 tool: w30",
+        ),
+        ([CALLED, OUTPUT, CALLED, OUTPUT], "assistant: f{} tool: w30 assistant: f{} tool: w30"),
+    ],
+    ids=["parts", "developer", "turns", "neighbours", "one turn", "calls"],
+)
+def test_items_as_messages(server: Running, prompts: list[str], items: list[Any], prompt: str) -> None:
+    expected = server.service.tokenizer.encode(prompt, add_special_tokens=False)
+    response = ask(server, input=items, **saying("me"))
+    assert prompts[0].split() == str(server.service.tokenizer.decode(expected)).split()
+    assert response["usage"]["input_tokens"] == len(expected)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0"),
+        ({"input": [{"role": "user", "content": "w20"}, {"role": "tool", "content": "a"}]}, "input.1.role"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content"),
+        ({"input": [{**CALLED, "arguments": "{"}]}, "input.0.arguments"),
+        ({"input": [{"role": "user", "content": "w20"}, OUTPUT]}, "input.1.call_id"),
+        (
+            {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]},
+            "input.0.encrypted_content",
+        ),
+        ({"input": [{"type": "reasoning", "summary": [{"type": "summary_text"}]}]}, "input.0.summary"),
+        ({"input": "w20 " * 5000}, "input"),
+        ({"input": "w20", "conversation": "conv_1"}, "conversation"),
+        ({"input": "w20", "prompt": {"id": "x"}}, "prompt"),
+        ({"input": "w20", "background": True}, "background"),
+        ({"input": "w20", "truncation": "auto"}, "truncation"),
+        ({"input": "w20", "tools": [{"type": "web_search"}]}, "tools.0"),
+        ({"input": "w20", "tools": [{"type": "function", "name": ""}]}, "tools.0.name"),
+        ({"input": "w20", "include": ["web_search_call.results"]}, "include"),
+        ({"input": "w20", "top_logprobs": 2}, "top_logprobs"),
+        ({"input": "w20", "stream_options": {}}, "stream_options"),
+        (
+            {"input": "w20", "stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+        ),
+        ({"input": "w20", "text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"input": "w20", "text": {"format": {"type": "json_schema"}}}, "text.format.name"),
+        (
+            {
+                "input": "w20",
+                "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "strin"}}},
+            },
+            "text.format.schema",
+        ),
+        (
+            {
+                "input": "w20",
+                "text": {"format": {"type": "json_object"}},
+                "structured_outputs": {"regex": "a"},
+            },
+            "text.format",
+        ),
+        ({"input": "w20", "reasoning": {"effort": "low"}}, "reasoning.effort"),
+        ({"input": "w20", "reasoning": {"effort": "huge"}}, "reasoning.effort"),
+        ({"input": "w20", "reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ({"input": "w20", "max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "w20", "min_tokens": 9, "max_output_tokens": 5}, "min_tokens"),
+        ({"input": "w20", "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
+        ({"input": "w20", "priority": -1}, "priority"),
+        ({"input": "w20", "n": 2}, "n"),
+        ({"input": "w20", "user": "a", "safety_identifier": "b"}, "user"),
+        ({"input": "w20", "model": 1}, "model"),
+    ],
+)
+def test_a_refusal_names_this_apis_field(server: Running, body: dict[str, Any], param: str) -> None:
+    named, message = refused(server, **body)
+    assert named == param
+    assert not any(word in message for word in ("messages.", "response_format", "max_completion_tokens"))
+
+
+def test_other_statuses(server: Running) -> None:
+    assert refused(server, 404, model="zoo", input="w20")[0] == "model"
+    long = {"input": [{"role": "user", "content": "a"}] * 600}
+    assert refused(server, **long)[0] == "input"
+    found = events(server, input="w20", **saying("me"))
+    assert found[0]["response"]["status"] == "in_progress"
+
+
+def test_a_failure_is_the_last_event(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvreclaim.server.responses.answer.ResponseAnswer._take", None)
+    last = events(server, **SAID, **saying("me"))[-1]
+    assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+    assert last["response"]["error"]["code"] == "server_error"
+    assert web.get(f"{server.base_url}/v1/responses/{last['response']['id']}").status_code == 404
+
+
+def test_who_leaves_a_stream_takes_its_request_along(server: Running) -> None:
+    body = {"model": MODEL, **SAID, "ignore_eos": True, "stream": True}
+    with halted(server), web.stream("POST", f"{server.base_url}/v1/responses", json=body) as answer:
+        first = json.loads(next(line for line in answer.iter_lines() if line.startswith("data: "))[6:])
+        answer.close()
+        assert_empty(server)
+    assert web.get(f"{server.base_url}/v1/responses/{first['response']['id']}").status_code == 404
+
+
+def test_null_is_as_good_as_absent(server: Running) -> None:
+    nothing = dict.fromkeys(("conversation", "prompt", "background", "include", "text", "reasoning", "tools"))
+    assert post(server, {"input": "w20", **nothing, **saying("me")}).status_code == 200
+
+
+SHARED = {
+    "model": MODEL,
+    "stop": ["w60"],
+    "stop_token_ids": [61],
+    "allowed_token_ids": [1, 2, 3],
+    "bad_words": ["w62"],
+    "skip_special_tokens": False,
+    "include_stop_str_in_output": True,
+    "prompt_cache_key": "chapter",
+    "prompt_cache_retention": "24h",
+    "user": "somebody",
+    "safety_identifier": "somebody",
+    "service_tier": "flex",
+    "metadata": {"a": "b"},
+    "store": False,
+    "structured_outputs": {"regex": "a"},
+    "documents": ["w20"],
+    "chunk_reuse": {"share": 0.5},
+    "stream": True,
+    "logit_bias": {"4": 1.0},
+    "cache_salt": "a",
+    "priority": 3,
+    "kv_compression": {"policy": "knorm", "budget": 32},
+    "compress_prompt_at": 16,
+    "sparse_prefill": "dense",
+    "seed": 1,
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "top_k": 5,
+    "min_p": 0.1,
+    "repetition_penalty": 1.5,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "min_tokens": 2,
+    "ignore_eos": True,
+}
+OWN = {
+    *("input", "instructions", "previous_response_id", "tools", "tool_choice", "parallel_tool_calls", "text"),
+    *("reasoning", "max_output_tokens", "max_tool_calls", "top_logprobs", "include", "truncation"),
+    *("background", "stream_options", "chat_template_kwargs", "thinking_token_budget"),
+}
+"""Tested above, and in test_responses_client.py."""
+
+
+def test_fields_of_all_routes_reach_chat() -> None:
+    assert SHARED.keys() == SharedFields.model_fields.keys()
+    assert SHARED.keys() | OWN == ResponsesRequest.model_fields.keys()
+    body = ResponsesRequest.model_validate({**SHARED, "input": "w20"})
+    chat = translated(body, None, None).chat
+    for name in SHARED:
+        assert getattr(chat, name) == getattr(body, name) is not None
