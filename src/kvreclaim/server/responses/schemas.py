@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from kvreclaim.server.openai.schemas import ChatTokenLogprob, PromptTokensDetails
+from kvreclaim.server.openai.schemas import ChatTokenLogprob, CompletionTokensDetails, PromptTokensDetails
 from kvreclaim.server.usage import KVCacheUsage, ResponseSchema
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -55,15 +55,11 @@ class InputTokensDetails(PromptTokensDetails):
     cache_write_tokens: int
 
 
-class OutputTokensDetails(ResponseSchema):
-    reasoning_tokens: int
-
-
 class ResponseUsage(ResponseSchema):
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
-    output_tokens_details: OutputTokensDetails
+    output_tokens_details: CompletionTokensDetails
     total_tokens: int
     kv_cache: KVCacheUsage
 
