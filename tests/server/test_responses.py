@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import web
 from responding import ask, events, post, refused, said
 from running import MODEL, Running, running_server
 from speaking import CALL, save_speaker, saying
-from steering import assert_empty, halted
+from steering import LIMIT_S, Asking, assert_empty, halted
 
 from kvreclaim import LLM
 from kvreclaim.server.openai.fields import SharedFields
@@ -321,6 +322,7 @@ def test_items_as_messages(server: Running, prompts: list[str], items: list[Any]
         ),
         ({"input": [{"type": "reasoning", "summary": [{"type": "summary_text"}]}]}, "input.0.summary"),
         ({"input": "w20 " * 5000}, "input"),
+        ({"input": "w20 " * 600}, "input"),
         ({"input": "w20", "conversation": "conv_1"}, "conversation"),
         ({"input": "w20", "prompt": {"id": "x"}}, "prompt"),
         ({"input": "w20", "background": True}, "background"),
@@ -383,6 +385,22 @@ def test_a_failure_is_the_last_event(server: Running, monkeypatch: pytest.Monkey
     assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
     assert last["response"]["error"]["code"] == "server_error"
     assert web.get(f"{server.base_url}/v1/responses/{last['response']['id']}").status_code == 404
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_server_that_shuts_down_fails_what_runs(server: Running, stream: bool) -> None:
+    body = {"model": MODEL, **SAID, "ignore_eos": True, "stream": stream}
+    with halted(server) as wait:
+        asking = Asking(server, "/v1/responses", body)
+        wait()
+        aborted = asyncio.run_coroutine_threadsafe(server.service.engine.abort_all(), server.loop)
+        answer = asking.answer()
+        aborted.result(LIMIT_S)
+    last = json.loads(answer.text.rpartition("data: ")[2]) if stream else answer.json()
+    response = last["response"] if stream else last
+    assert (response["status"], response["store"]) == ("failed", False)
+    assert "shut down" in response["error"]["message"]
+    assert response["output"][0]["status"] == "incomplete"
 
 
 def test_who_leaves_a_stream_takes_its_request_along(server: Running) -> None:

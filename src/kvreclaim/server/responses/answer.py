@@ -107,7 +107,8 @@ class ResponseAnswer:
                 "output": self.output.items,
                 "usage": response_usage([update.metrics]),
             }
-            self.response["store"] = self.asked.body.kept and self._keep()
+            kept = self.asked.body.kept and self.response["status"] != "failed"
+            self.response["store"] = kept and self._keep()
         return events
 
     def _keep(self) -> bool:

@@ -34,6 +34,12 @@ class ChosenFunction(Fields):
     name: str = Field(min_length=1)
 
 
+class AllowedFunctions(Fields):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[Listed[ChosenFunction], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
 class TextOptions(Fields):
     """format: as chat's response_format, but with the schema's fields beside the type"""
 
@@ -73,8 +79,11 @@ class ResponsesRequest(SharedFields):
     ) = None
     tool_choice: (
         Annotated[
-            Literal["auto", "none", "required"] | ChosenFunction,
-            described('"auto", "none", "required" or {"type": "function", "name": ...}'),
+            Literal["auto", "none", "required"] | ChosenFunction | AllowedFunctions,
+            described(
+                '"auto", "none", "required", {"type": "function", "name": ...} or {"type": "allowed_tools", '
+                '"mode": "auto" or "required", "tools": [...]}'
+            ),
         ]
         | None
     ) = None

@@ -20,12 +20,15 @@ OWN: Mapping[str, str] = {
     "response_format.json_schema": "text.format",
     "reasoning_effort": "reasoning.effort",
     "logprobs": "top_logprobs",
+    "tool_choice.function": "tool_choice",
+    "tool_choice.allowed_tools": "tool_choice",
 }
 """Fields of a chat request, and what they are called here."""
 OF_MESSAGE: Mapping[str, str] = {"content": "content", "tool_call_id": "call_id"}
 _FIELD = re.compile(
     r"(?<![\w.])(?:messages\.(?P<message>\d+)(?:\.(?P<part>\w+))?|tools\.(?P<tool>\d+)\.function|"
     r"(?P<own>max_tokens|max_completion_tokens|response_format(?:\.json_schema)?|reasoning_effort|"
+    r"tool_choice\.(?:function|allowed_tools)|"
     r"^messages|^logprobs$)\b)"
 )
 

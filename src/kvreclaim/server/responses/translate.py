@@ -12,7 +12,7 @@ from kvreclaim.server.errors import ApiError
 from kvreclaim.server.openai.chat import ChatRequest
 from kvreclaim.server.openai.fields import SharedFields
 from kvreclaim.server.responses.conversation import ChatWriter
-from kvreclaim.server.responses.fields import ResponsesRequest
+from kvreclaim.server.responses.fields import AllowedFunctions, ChosenFunction, ResponsesRequest
 from kvreclaim.server.responses.items import Item
 from kvreclaim.server.responses.names import own_names
 from kvreclaim.server.responses.store import ResponseStore
@@ -86,11 +86,7 @@ def _options(body: ResponsesRequest) -> dict[str, Any]:
     options["logprobs"] = body.with_logprobs
     if body.tools:
         options["tools"] = [_tool(tool.model_dump(exclude_none=True)) for tool in body.tools]
-    choice = body.tool_choice
-    if choice is None or isinstance(choice, str):
-        options["tool_choice"] = choice
-    else:
-        options["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    options["tool_choice"] = _choice(body.tool_choice)
     if body.reasoning is not None:
         options["reasoning_effort"] = body.reasoning.effort
     if body.text is not None and body.text.format is not None:
@@ -101,5 +97,16 @@ def _options(body: ResponsesRequest) -> dict[str, Any]:
     return options
 
 
+def _choice(choice: str | ChosenFunction | AllowedFunctions | None) -> str | dict[str, Any] | None:
+    match choice:
+        case ChosenFunction():
+            return _tool(choice.model_dump())
+        case AllowedFunctions():
+            tools = [_choice(tool) for tool in choice.tools]
+            return {"type": choice.type, choice.type: {"mode": choice.mode, "tools": tools}}
+    return choice
+
+
 def _tool(function: dict[str, Any]) -> dict[str, Any]:
+    """The same with a level between type and name, as chat has it."""
     return {"type": function.pop("type"), "function": function}
