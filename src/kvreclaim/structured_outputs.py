@@ -63,3 +63,13 @@ class StructuredOutputsParams:
         if self.choice is not None:
             return "choice", json_text.dumps(list(self.choice))
         return ("regex", self.regex) if self.regex is not None else ("grammar", str(self.grammar))
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerGrammar(StructuredOutputsParams):
+    """The grammar of an answer that has more than one part, such as reasoning or calls, in llguidance's own
+    JSON."""
+
+    @property
+    def source(self) -> tuple[str, str]:
+        return "answer", str(self.grammar)

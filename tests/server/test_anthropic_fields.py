@@ -284,12 +284,13 @@ def test_no_field_is_missing_here():
     tested |= {"model", "stream", "ignore_eos", "kv_compression", "cache_salt", "priority", "metadata"}
     tested |= {"compress_prompt_at", "sparse_prefill"}
     tested |= {"service_tier"}  # it has no effect
+    tested |= {"output_config", "output_format"}  # in test_forced_http.py
     assert set(MessageRequest.model_fields) <= tested
     assert set(ConversationFields.model_fields) <= tested
     blocks = {
         TextBlock: "text citations",
         ToolUseBlock: "id name input",
-        AnthropicTool: "name description input_schema eager_input_streaming",
+        AnthropicTool: "name description input_schema strict eager_input_streaming",
     }
     blocks[ToolResultBlock] = "tool_use_id content is_error"
     for model, names in blocks.items():

@@ -138,7 +138,7 @@ class TagCalls(Parser):
     def _value(self, schema: Mapping[str, Any]) -> Reading[bool]:
         """Read an argument. Returns: False if it does not end."""
         scanner, close = self.scanner, self.format.close
-        types = _types(schema)
+        types = types_of(schema)
         if types == {"string"}:
             scanner.pieces.append(Arguments('"'))
             ended = yield from scanner.stream_string(close, lines=self.format.lines)
@@ -163,13 +163,13 @@ def _schema(schemas: Any, key: str, string: str | None) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def _types(schema: Mapping[str, Any]) -> set[str]:
+def types_of(schema: Mapping[str, Any]) -> set[str]:
     """The JSON types that a schema allows; a string where it says nothing that is understood."""
     given, values = schema.get("type"), schema.get("enum", [schema["const"]] if "const" in schema else None)
     options = schema.get("anyOf", schema.get("oneOf"))
     found: set[str] = set()
     if isinstance(options, list):
-        found = {each for one in options if isinstance(one, Mapping) for each in _types(one)}
+        found = {each for one in options if isinstance(one, Mapping) for each in types_of(one)}
     elif given is not None:
         named = given if isinstance(given, list) else [given]
         found = {name for name in named if isinstance(name, str)}

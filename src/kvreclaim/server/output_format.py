@@ -9,7 +9,7 @@ from typing import Any
 from kvreclaim.engine.api.chat import variables_of
 from kvreclaim.engine.api.exports import Tokenizer
 from kvreclaim.engine.api.thinking import prompt_end, think_span
-from kvreclaim.parsers.formats import Splitter, markers, reasoning_parser_of, tool_parser_of
+from kvreclaim.parsers.formats import HARMONY, Splitter, markers, reasoning_parser_of, tool_parser_of
 from kvreclaim.parsers.thinking import ThinkSpan
 from kvreclaim.server.config import AUTO, NONE, ServerConfig
 
@@ -22,14 +22,20 @@ class OutputFormat:
     """template: for chats with tools
     writes_tools: the template has no place for tools; they are written by server/tool_prompt.py
     tool_parser, reasoning_parser: names in parsers/formats.py; None: such parts stay text
+    unwritten: ids of the tokens that no free text of a grammar has, by their names
     """
 
     tokenizer: Tokenizer
     special_tokens: frozenset[str]
+    unwritten: Mapping[str, int]
     template: str
     tool_parser: str | None
     reasoning_parser: str | None
     writes_tools: bool = False
+
+    @property
+    def is_harmony(self) -> bool:
+        return HARMONY in (self.tool_parser, self.reasoning_parser)
 
     def splitter(
         self,
@@ -51,6 +57,14 @@ class OutputFormat:
         """Where the answer has its reasoning; None: nobody looks for it."""
         return think_span(self.tokenizer, self.reasoning_parser, prompt_token_ids)
 
+    def may_think(self, prompt_token_ids: list[int], *, goes_on: bool) -> bool:
+        """Whether the answer to this prompt may begin with reasoning. goes_on: the prompt ends within it"""
+        span = self.thinking(prompt_token_ids)
+        if span is None:
+            return False
+        over = prompt_end(self.tokenizer, prompt_token_ids).rstrip().endswith(span.form.closing)
+        return span.begun or not (goes_on or over)
+
     def needs_special_tokens(self, *, with_tools: bool) -> bool:
         """Whether the parsers look for special tokens, which texts leave out by default."""
         looked_for = markers(self.tool_parser if with_tools else None, self.reasoning_parser)
@@ -64,15 +78,21 @@ def output_format(tokenizer: Tokenizer, config: ServerConfig) -> OutputFormat:
     reasoning = {**chosen, AUTO: reasoning_parser_of(template)}
     tool_name, reasoning_name = config.tool_call_parser, config.reasoning_parser
     writes = tool_name in (AUTO, WRITTEN) and bool(template) and "tools" not in variables_of(template)
-    special = frozenset(str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
+    added = {str(token): (number, token.special) for number, token in tokenizer.added_tokens_decoder.items()}
     return OutputFormat(
         tokenizer,
-        special,
+        frozenset(name for name, (_, special) in added.items() if special),
+        {name: number for name, (number, special) in added.items() if special or _is_tag(name)},
         template,
         WRITTEN if writes else tools.get(tool_name, tool_name),
         reasoning.get(reasoning_name, reasoning_name),
         writes,
     )
+
+
+def _is_tag(token: str) -> bool:
+    """Whether llguidance takes an added token for a special one, whatever the tokenizer says."""
+    return token.startswith("<") and token.endswith(">")
 
 
 def _template(tokenizer: Tokenizer, config: ServerConfig) -> str:

@@ -18,13 +18,18 @@ from llguidance.hf import from_tokenizer
 from torch import Tensor
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.structured_outputs import StructuredOutputsParams
+from kvreclaim.parsers.lark import WHITE_SPACE
+from kvreclaim.structured_outputs import AnswerGrammar, StructuredOutputsParams
 
 KEPT = 128
 """Grammars that are kept, the latest ones."""
-WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
-"""Between parts of JSON: enough to indent, and no model can go on with it for ever."""
-NAMES = {"json": "JSON schema", "regex": "regular expression", "choice": "choice", "grammar": "grammar"}
+NAMES = {
+    "answer": "grammar of the answer",
+    "json": "JSON schema",
+    "regex": "regular expression",
+    "choice": "choice",
+    "grammar": "grammar",
+}
 Matcher = llguidance.LLMatcher
 """State of one output: consume_token takes a token, is_stopped says that nothing but an end may come."""
 
@@ -33,7 +38,14 @@ class Grammars:
     """Grammars for one model's tokens, each made once; threads may share them."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        self._tokens = from_tokenizer(tokenizer, vocab_size, sorted(eos_token_ids))
+        try:
+            self._tokens = from_tokenizer(tokenizer, vocab_size, sorted(eos_token_ids))
+        except ValueError as error:
+            raise InvalidArgumentError(
+                f"structured_outputs cannot be followed with this model's tokenizer: {error}; leave them "
+                "out.",
+                field="structured_outputs",
+            ) from error
         self._kept: OrderedDict[tuple[str, str], Matcher] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -60,17 +72,33 @@ class Grammars:
 
 def check(params: StructuredOutputsParams) -> None:
     """Raises: InvalidArgumentError for a bad grammar, whatever the model."""
-    kind, text = params.source
+    if (reason := reason_against(params)) is not None:
+        raise _refusal(params.source[0], reason)
+
+
+def reason_against(params: StructuredOutputsParams) -> str | None:
+    """Why a grammar without special tokens cannot be followed; None: it can."""
     try:
-        is_wrong, reasons = Matcher.validate_grammar_with_warnings(_grammar(kind, text))
+        is_wrong, reasons = Matcher.validate_grammar_with_warnings(_grammar(*params.source))
     except (ValueError, RecursionError) as error:
         is_wrong, reasons = True, [str(error)]
-    if is_wrong:
-        raise _refusal(kind, reasons[0])
+    return _shortened(reasons[0]) if is_wrong else None
+
+
+def composed(lark: str, answer: StructuredOutputsParams | None) -> AnswerGrammar:
+    """A grammar in Lark in which @answer stands for another one."""
+    grammars: list[dict[str, Any]] = [{"lark_grammar": lark}]
+    if answer is not None:
+        text = _grammar(*answer.source)
+        inner = json.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
+        grammars += [{**inner[0], "name": "answer"}, *inner[1:]]
+    return AnswerGrammar(grammar=json.dumps({"grammars": grammars}, separators=(",", ":")))
 
 
 def _grammar(kind: str, text: str) -> str:
     """In llguidance's own form. Raises: ValueError."""
+    if kind == "answer":
+        return text
     if kind == "json":
         json.loads(text)  # says where it is no JSON
         return Matcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITE_SPACE})
@@ -78,10 +106,14 @@ def _grammar(kind: str, text: str) -> str:
 
 
 def _refusal(kind: str, reason: str) -> InvalidArgumentError:
-    said = " ".join(reason.split())[:300].rstrip(".")
     return InvalidArgumentError(
-        f"the {NAMES[kind]} cannot be followed: {said}; change it.", field="structured_outputs"
+        f"the {NAMES.get(kind, kind)} cannot be followed: {_shortened(reason)}; change it.",
+        field="structured_outputs",
     )
+
+
+def _shortened(reason: str) -> str:
+    return " ".join(reason.split())[:300].rstrip(".")
 
 
 def restrict(logits: Tensor, places: list[int], matchers: list[Matcher]) -> None:

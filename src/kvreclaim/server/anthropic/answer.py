@@ -11,9 +11,11 @@ from kvreclaim.engine.api.exports import Retention
 from kvreclaim.engine.request.outputs import RequestMetrics
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.serving.stream import OutputDelta, RequestStream, Update
+from kvreclaim.parsers.formats import Splitter
 from kvreclaim.parsers.pieces import Piece
 from kvreclaim.server.anthropic.content import BlockEvents, content_blocks, stop_of
 from kvreclaim.server.anthropic.fields import TTL_S, MessageRequest
+from kvreclaim.server.calls import is_whole
 from kvreclaim.server.events import event
 from kvreclaim.server.ids import answer_id
 from kvreclaim.server.service import Service, check_update
@@ -35,9 +37,10 @@ class AnthropicResponse:
         self.request_id = request_id
         self.prompt = prompt
         one_call = body.tool_choice is not None and bool(body.tool_choice.disable_parallel_tool_use)
-        self.splitter = service.output_format.splitter(
-            prompt.prompt_token_ids, body.offered, one_call=one_call
-        )
+        form = service.output_format
+        self.splitter = form.splitter(prompt.prompt_token_ids, body.offered, one_call=one_call)
+        if is_whole(prompt):
+            self.splitter = Splitter()
         is_prefilled = body.messages[-1].role == "assistant"
         self._prefill = Continuation(service.vocabulary, prompt.prompt_token_ids) if is_prefilled else None
 

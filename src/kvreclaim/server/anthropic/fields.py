@@ -7,8 +7,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from kvreclaim.server.calls import Offer, Tool
 from kvreclaim.server.config import MAX_INT32
-from kvreclaim.server.fields import MAX_BLOCKS, MAX_TOOLS, Fields, GeneratingFields, Listed, StopList, refusal
+from kvreclaim.server.errors import ApiError
+from kvreclaim.server.fields import (
+    MAX_BLOCKS,
+    MAX_TOOLS,
+    Fields,
+    GeneratingFields,
+    Listed,
+    StopList,
+    at_most,
+    refusal,
+)
 
 TTL_S: Mapping[str, float] = {"5m": 300.0, "1h": 3600.0}
 BLOCKS_OF_ROLE: Mapping[str, tuple[str, ...]] = {
@@ -87,20 +98,31 @@ class AnthropicMessage(Fields):
 
 
 class AnthropicTool(Block):
-    """type: only tools that the client runs itself; eager_input_streaming: inputs always stream at once"""
+    """type: only tools that the client runs itself; eager_input_streaming: inputs always stream at once;
+    strict: they follow the schema"""
 
     type: Literal["custom"] | None = None
     eager_input_streaming: bool | None = None
     name: str = Field(min_length=1)
     description: str | None = None
     input_schema: dict[str, Any]
+    strict: bool | None = None
 
 
 class ToolChoice(Fields):
-    """auto or none; calls cannot be forced, which this server does not do."""
+    """name: of the tool, with the type `tool`"""
 
-    type: Literal["auto", "none"]
+    type: Literal["auto", "none", "any", "tool"]
+    name: str | None = Field(None, min_length=1)
     disable_parallel_tool_use: bool | None = None
+
+
+OutputFormat = Annotated[dict[str, Any], at_most(2)]
+"""type json_schema, and a schema"""
+
+
+class OutputConfig(Fields):
+    format: OutputFormat | None = None
 
 
 class Thinking(Fields):
@@ -141,6 +163,24 @@ class ConversationFields(Fields):
             return None
         return {tool.name: tool.input_schema for tool in self.tools}
 
+    @property
+    def offer(self) -> Offer | None:
+        """The tools that the answer may call; None: none. Raises: ApiError."""
+        if self.offered is None:
+            return None
+        choice = self.tool_choice or ToolChoice(type="auto", name=None)
+        tools = [
+            Tool(tool.name, tool.input_schema, bool(tool.strict), f"tools.{place}.input_schema")
+            for place, tool in enumerate(self.tools or ())
+        ]
+        if choice.type == "tool":
+            tools = [tool for tool in tools if tool.name == choice.name]
+        forced, strict = choice.type in ("any", "tool"), next((tool for tool in tools if tool.strict), None)
+        because = None if strict is None else strict.place.replace("input_schema", "strict")
+        because = "tool_choice" if forced else because
+        one = bool(choice.disable_parallel_tool_use) or choice.type == "tool"
+        return Offer(tools, forced=forced, one=one, because=because)
+
 
 class MessageRequest(GeneratingFields, ConversationFields):
     """The body of /v1/messages; docs/api.md describes its fields. None stands for the default named there."""
@@ -149,6 +189,27 @@ class MessageRequest(GeneratingFields, ConversationFields):
     stop_sequences: StopList | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
+
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+
+    @property
+    def schema_place(self) -> tuple[dict[str, Any], str] | None:
+        """The schema of the answer, and where it stands; None: there is none. Raises: ApiError."""
+        of_config = None if self.output_config is None else self.output_config.format
+        if of_config is not None and self.output_format is not None:
+            raise ApiError(400, "output_config.format and output_format are both set; leave one out.")
+        place = "output_format" if of_config is None else "output_config.format"
+        form = self.output_format if of_config is None else of_config
+        if form is None:
+            return None
+        if unknown := next((name for name in form if name not in ("type", "schema")), None):
+            raise ApiError(400, f"{place}.{unknown[:80]} is not supported here; remove it.")
+        if form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
+            raise ApiError(
+                400, f"{place} has no schema; pass the type json_schema and a `schema`, an object."
+            )
+        return form["schema"], f"{place}.schema"
 
     @property
     def thinking_token_budget(self) -> int | None:

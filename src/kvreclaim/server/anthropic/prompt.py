@@ -141,6 +141,16 @@ def _check_tools(body: ConversationFields) -> None:
         if tool.name in names:
             raise ApiError(400, f"tools holds {tool.name!r} twice; names of tools are unique.")
         names.add(tool.name)
+    choice = body.tool_choice
+    if choice is not None and choice.type in ("any", "tool") and not names:
+        raise ApiError(400, f"tool_choice is {choice.type!r}, but there are no tools; leave it out.")
+    if choice is not None and (choice.type == "tool") != (choice.name is not None):
+        verb = "is missing; pass a tool's" if choice.name is None else "is for the type tool; leave it out"
+        raise ApiError(400, f"tool_choice.name {verb}.")
+    if choice is not None and choice.name is not None and choice.name not in names:
+        raise ApiError(
+            400, f"tool_choice.name is {choice.name[:80]!r}, which none of the tools has; pass one of theirs."
+        )
     last = body.messages[-1]
     if last.role == "assistant" and last.content[-1].type != "text":
         raise ApiError(

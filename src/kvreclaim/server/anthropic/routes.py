@@ -15,6 +15,7 @@ from kvreclaim.server.anthropic.fields import ConversationFields, MessageRequest
 from kvreclaim.server.anthropic.prompt import Rendered, check_size, render
 from kvreclaim.server.anthropic.schemas import ERRORS, STREAMED, TokensCount
 from kvreclaim.server.bodies import BodyRoute
+from kvreclaim.server.calls import check_offer, checked_schema, followed
 from kvreclaim.server.events import answer_json, stream_events
 from kvreclaim.server.ids import request_id_of
 from kvreclaim.server.sampling import SHARED, check_priority, sampling_of
@@ -56,9 +57,9 @@ async def create_message(
         compress_prompt_at=_compress_prompt_at(
             body, rendered, compression or service.engine.served.compression
         ),
-        thinking=service.output_format.thinking(rendered.token_ids),
         may_end_early=True,
     )
+    prompt = await _followed(body, service, tenant, prompt)
     answer = AnthropicResponse(body, service, request_id_of(request.scope), prompt)
     if body.stream:
         return await stream_events(answer.events(), request)
@@ -73,6 +74,20 @@ async def count_tokens(
     _note(body, request, service)
     rendered = await _render(body, service, tenant)
     return TokensCount(input_tokens=len(rendered.token_ids))
+
+
+async def _followed(
+    body: MessageRequest, service: Service, tenant: Tenant, prompt: RequestSpec
+) -> RequestSpec:
+    """The same, whose answer is as tools and the schema ask. Raises: ApiError."""
+    form, run = service.output_format, partial(service.workers.run, tenant.name)
+    structured, offer, schema = None, body.offer, body.schema_place
+    if schema is not None:
+        structured = await run(partial(checked_schema, *schema))
+    if offer is not None:
+        await run(partial(check_offer, offer, form))
+    goes_on = body.messages[-1].role == "assistant"
+    return await run(partial(followed, form, offer, structured, prompt, goes_on=goes_on))
 
 
 def _compress_prompt_at(

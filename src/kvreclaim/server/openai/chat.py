@@ -18,9 +18,10 @@ from kvreclaim.engine.serving.stream import OutputDelta, RequestStream
 from kvreclaim.parsers.formats import Splitter
 from kvreclaim.parsers.pieces import Piece
 from kvreclaim.server.bodies import BodyRoute
+from kvreclaim.server.calls import Offer, check_offer, followed, is_whole
 from kvreclaim.server.config import MAX_INT32
 from kvreclaim.server.errors import ApiError
-from kvreclaim.server.fields import Listed, described
+from kvreclaim.server.fields import Listed
 from kvreclaim.server.ids import request_id_of
 from kvreclaim.server.openai.answer import OpenAIResponse, scores_of
 from kvreclaim.server.openai.documents import DocumentPlaces, reuse_of, within_chat
@@ -37,15 +38,12 @@ from kvreclaim.server.openai.messages import (
 from kvreclaim.server.openai.prompts import beams_of, bounded, check_options, engine_prompt, sampling_params
 from kvreclaim.server.openai.schemas import ERRORS, ChatCompletion, streamed
 from kvreclaim.server.openai.structured import ResponseFormat, checked_structured
+from kvreclaim.server.openai.tool_choice import ToolChoice, offer_of
 from kvreclaim.server.service import Service, ServiceDep, TenantDep
 from kvreclaim.server.tenants import Tenant
+from kvreclaim.structured_outputs import StructuredOutputsParams
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
-
-ToolChoice = Annotated[
-    Literal["auto", "none"],
-    described('"auto" or "none"; this server cannot force a call'),
-]
 
 
 class ChatRequest(GenerationFields, ConversationOptions):
@@ -67,6 +65,12 @@ class ChatRequest(GenerationFields, ConversationOptions):
         if not self.tools or self.tool_choice == "none":
             return None
         return {tool.function.name: tool.function.parameters or {} for tool in self.tools}
+
+    @property
+    def offer(self) -> Offer | None:
+        """The functions that the answer may call; None: none. Raises: ApiError naming the field."""
+        one = self.parallel_tool_calls is False
+        return offer_of([] if self.offered is None else self.tools or [], self.tool_choice, one=one)
 
 
 @router.post("/v1/chat/completions", responses=ERRORS | streamed(ChatCompletion), response_class=Response)
@@ -97,38 +101,38 @@ async def prompt_of(body: ChatRequest, service: Service, tenant: Tenant) -> Requ
     beams = beams_of(body, limit or service.longest)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     structured = await checked_structured(body.structured_outputs, service, tenant, body.response_format)
-    if structured is not None and body.thinking_token_budget is not None:
-        raise ApiError(
-            400,
-            "thinking_token_budget does not go with structured outputs, which have no reasoning; leave one "
-            "out.",
-            "thinking_token_budget",
-        )
+    offer, form = body.offer, service.output_format
+    if offer is not None:
+        await service.workers.run(tenant.name, partial(check_offer, offer, form))
     if beams is None:
-        params = sampling_params(
-            body,
-            max_tokens=limit,
-            logprobs=logprobs,
-            structured_outputs=structured,
-            thinking_token_budget=body.thinking_token_budget,
-        )
-    elif structured is None:
-        params = beams.sampling
+        own = {"logprobs": logprobs, "thinking_token_budget": body.thinking_token_budget}
+        params = sampling_params(body, max_tokens=limit, **own)
     else:
+        _check_no_grammar(body, offer, structured)
+        params = beams.sampling
+    with_tools = body.offered is not None
+    work = partial(_encoded, body, service, with_tools=with_tools)
+    ids, chunks, compression = await service.workers.run(tenant.name, work)
+    if body.skip_special_tokens is None and form.needs_special_tokens(with_tools=with_tools):
+        params = replace(params, skip_special_tokens=False)
+    prompt = engine_prompt(ids, params, body, service, tenant, compression, beams=beams, chunks=chunks)
+    follow = partial(followed, form, offer, structured, goes_on=bool(body.continue_final_message))
+    return bounded([await service.workers.run(tenant.name, partial(follow, prompt))], service)[0]
+
+
+def _check_no_grammar(
+    body: ChatRequest, offer: Offer | None, structured: StructuredOutputsParams | None
+) -> None:
+    """Raises: ApiError naming the field for which answers follow a grammar."""
+    field = None if offer is None else offer.because
+    if structured is not None:
         field = "structured_outputs" if body.structured_outputs else "response_format"
+    if field is not None:
         raise ApiError(
             400,
             f"{field} does not go with use_beam_search, whose beams follow no grammar; leave one out.",
             field,
         )
-    with_tools = body.offered is not None
-    work = partial(_encoded, body, service, with_tools=with_tools)
-    ids, chunks, compression = await service.workers.run(tenant.name, work)
-    if body.skip_special_tokens is None and service.output_format.needs_special_tokens(with_tools=with_tools):
-        params = replace(params, skip_special_tokens=False)
-    prompt = engine_prompt(ids, params, body, service, tenant, compression, beams=beams, chunks=chunks)
-    thinking = None if structured is not None else service.output_format.thinking(ids)
-    return bounded([replace(prompt, thinking=thinking)], service)[0]
 
 
 def _encoded(
@@ -163,9 +167,9 @@ class ChatAnswer(OpenAIResponse):
         self._chunks_of: defaultdict[int, MessageChunks] = defaultdict(MessageChunks)
 
     def splitter(self) -> Splitter:
-        """Make what splits one output; text that follows a grammar stays whole."""
+        """Make what splits one output; one that is nothing but a structured output stays whole."""
         prompt = self.prompts[0]
-        if prompt.params.structured_outputs is not None:
+        if is_whole(prompt):
             return Splitter()
         form, tools = self.service.output_format, self.fields.offered
         return form.splitter(prompt.prompt_token_ids, tools, one_call=self._one_call)

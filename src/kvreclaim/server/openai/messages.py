@@ -61,12 +61,12 @@ class RequestMessage(Fields):
 
 
 class FunctionDefinition(Fields):
-    """strict: true would promise arguments that follow the schema, which nothing here enforces."""
+    """strict: arguments follow the schema; no prompt has it"""
 
     name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None
 
 
 class FunctionTool(Fields):
@@ -143,7 +143,7 @@ def rendered(
     _check_calls(messages)
     developer = "developer" if _template_knows(service, "developer") else "system"
     made = change([_for_template(message, developer) for message in messages])
-    tools = [tool.model_dump(exclude_none=True) for tool in options.tools or ()] if with_tools else []
+    tools = [_definition(tool) for tool in options.tools or ()] if with_tools else []
     goes_on = bool(options.continue_final_message)
     answers = not goes_on if options.add_generation_prompt is None else options.add_generation_prompt
 
@@ -212,6 +212,10 @@ def _for_template(message: RequestMessage, developer: str) -> dict[str, Any]:
     if message.tool_call_id is not None:
         made["tool_call_id"] = message.tool_call_id
     return made
+
+
+def _definition(tool: FunctionTool) -> dict[str, Any]:
+    return tool.model_dump(exclude_none=True, exclude={"function": {"strict"}})
 
 
 def _num_chars(message: RequestMessage) -> int:

@@ -1,0 +1,178 @@
+"""A function's arguments as an expression of a grammar: as JSON, or as tags, one for each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.parsers.lark import ANY, Lark, escaped
+from kvreclaim.parsers.tag_calls import types_of
+
+NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})
+"""Keywords that restrict nothing."""
+DEFINITIONS = ("$defs", "definitions")
+OF_TAGS = NOTES | {"type", "properties", "required", "additionalProperties", "$schema", "$id", *DEFINITIONS}
+"""Keywords of an object whose properties are tags."""
+SPELLINGS = {r"\d": "[0-9]", r"\w": "[A-Za-z0-9_]", "/": r"\/"}
+"""JSON schemas mean no other scripts' digits and letters; a bare slash ends an expression."""
+
+
+@dataclass(frozen=True, slots=True)
+class Callee:
+    """A function that may be called.
+
+    parameters: the JSON schema of its arguments
+    place:      where the request has this schema
+    """
+
+    name: str
+    parameters: Mapping[str, Any]
+    place: str
+
+    def __post_init__(self) -> None:
+        if re.fullmatch(r"[\w.\-]{1,128}", self.name) is None:
+            field = f"{self.place.rpartition('.')[0]}.name"
+            raise InvalidArgumentError(
+                f"{field} is {self.name[:80]!r}, but calls that follow a grammar need names of at most 128 "
+                "letters, digits, _, . and -; rename it.",
+                field=field,
+            )
+        if self.parameters.get("type", "object") != "object":
+            raise self.refusal("", f"has type {str(self.parameters['type'])!r}; pass an object's schema")
+
+    def refusal(self, where: str, what: str) -> InvalidArgumentError:
+        return InvalidArgumentError(f"{self.place}{where} {what}.", field=self.place)
+
+
+@dataclass(frozen=True, slots=True)
+class TagShape:
+    """How an argument is written: the opening tag with %key, its value, the closing tag.
+
+    lines: the value stands on lines of its own
+    says:  the opening tag says in %string whether the value is text
+    """
+
+    opening: str
+    close: str
+    lines: bool = False
+    says: bool = False
+
+
+def json_arguments(lark: Lark, function: Callee) -> str:
+    return lark.json({"type": "object", **function.parameters})
+
+
+def tag_arguments(lark: Lark, function: Callee, tags: TagShape) -> str:
+    """In the schema's order. Raises: InvalidArgumentError for what tags cannot follow."""
+    return _Tags(lark, function, tags).written()
+
+
+class _Tags:
+    def __init__(self, lark: Lark, function: Callee, tags: TagShape) -> None:
+        self.lark = lark
+        self.function = function
+        self.tags = tags
+        self.definitions = {
+            name: function.parameters[name] for name in DEFINITIONS if name in function.parameters
+        }
+
+    def written(self) -> str:
+        schema = self.function.parameters
+        if unknown := schema.keys() - OF_TAGS:
+            raise self._refusal("", min(unknown))
+        required, properties = schema.get("required", []), dict(schema.get("properties", {}))
+        properties |= {key: {} for key in required if key not in properties}
+        parts = [
+            self._argument(key, each) + ("" if key in required else "?") for key, each in properties.items()
+        ]
+        more = schema.get("additionalProperties", True)
+        if not properties and more is not False:
+            name = self.lark.matching(r"[\w.\-]{1,64}")
+            parts = [self._one("", name, {} if more is True else more) + "*"]
+        return " ".join(parts)
+
+    def _argument(self, key: str, schema: Any) -> str:
+        if re.fullmatch(r'[^<>"\s](?:[^<>"]{0,126}[^<>"\s])?', key) is None:
+            raise self.function.refusal("", f"has a property {key[:80]!r}, which no tag can hold; rename it")
+        return self._one(f".properties.{key}", self.lark.text(key), schema)
+
+    def _one(self, where: str, key: str, schema: Any) -> str:
+        """A rule for an argument."""
+        if schema is False or not isinstance(schema, Mapping | bool):
+            raise self._refusal(where, str(schema))
+        schema, tags, lark = {} if schema is True else schema, self.tags, self.lark
+        types, options = types_of(schema), []
+        if types == {"string"} or ("string" in types and _is_free(schema)):
+            opening = lark.shaped(tags.opening, key=key, string=lark.text("true"))
+            options.append(f"{opening} {self._text(where, schema)}")
+        if types != {"string"} and (not options or tags.says):
+            opening = lark.shaped(tags.opening, key=key, string=lark.text("false"))
+            self._check_references(where, schema)
+            value = lark.json({**self.definitions, **schema})
+            options.append(lark.shaped(f"%opening~%value~{tags.close}", opening=opening, value=value))
+        return lark.rule(*options)
+
+    def _text(self, where: str, schema: Mapping[str, Any]) -> str:
+        """A value that is text, and the closing tag."""
+        lark, close, line = self.lark, self.tags.close, "\n" if self.tags.lines else ""
+        if _is_free(schema):
+            return lark.until(close)
+        given = schema.keys() - NOTES - {"type"}
+        if given <= {"enum", "const"}:
+            values = [schema["const"]] if "const" in schema else schema["enum"]
+            if len(given) > 1 or any(close in value for value in values):
+                raise self._refusal(where, "enum")
+            return lark.shaped(f"{line}%values{line}{close}", values=lark.rule(*map(lark.text, values)))
+        if unknown := given - {"pattern", "minLength", "maxLength"}:
+            raise self._refusal(where, min(unknown))
+        low, high = schema.get("minLength", 0), schema.get("maxLength", "")
+        regexes = [rf"(?s:.{{{low},{high}}})"]
+        if "pattern" in given:
+            regexes.append(self._regex(where, str(schema["pattern"])))
+        value = lark.matching(*regexes, but=f"{ANY}{escaped(close)}{ANY}")
+        return lark.shaped(f"{line}%value{line}{close}", value=value)
+
+    def _regex(self, where: str, pattern: str) -> str:
+        """A regular expression for the whole of a text in which the pattern is found."""
+        begins, ends = pattern.startswith("^"), re.search(r"(?<!\\)\$$", pattern) is not None
+        inside = pattern[begins : len(pattern) - ends]
+        if (begins or ends) and _has_options(inside):
+            raise self._refusal(where, "pattern")
+        inside = re.sub(r"\\.|/", lambda found: SPELLINGS.get(found[0], found[0]), inside)
+        return f"{'' if begins else ANY}(?:{inside}){'' if ends else ANY}"
+
+    def _check_references(self, where: str, schema: Any) -> None:
+        """References within the schema of a property go to definitions, which go with it."""
+        if isinstance(schema, Mapping):
+            target = schema.get("$ref")
+            if isinstance(target, str) and not target.startswith(tuple(f"#/{name}/" for name in DEFINITIONS)):
+                raise self._refusal(where, "$ref")
+        inside = (
+            schema.values() if isinstance(schema, Mapping) else schema if isinstance(schema, list) else ()
+        )
+        for each in inside:
+            self._check_references(where, each)
+
+    def _refusal(self, where: str, keyword: str) -> InvalidArgumentError:
+        what = f"has {keyword[:80]!r}, which cannot be followed where arguments are tags; remove it"
+        return self.function.refusal(where, what)
+
+
+def _is_free(schema: Mapping[str, Any]) -> bool:
+    """Whether types alone restrict it, so that it may be any text if it may be text."""
+    given = schema.keys() - NOTES
+    if given == {"anyOf"} and isinstance(schema["anyOf"], list):
+        return all(isinstance(each, Mapping) and each.keys() - NOTES <= {"type"} for each in schema["anyOf"])
+    return given <= {"type"}
+
+
+def _has_options(regex: str) -> bool:
+    """Whether there is a | outside of all brackets."""
+    bare = re.sub(r"\\.", "", regex)
+    bare = re.sub(r"\[[^\]]*\]", "", bare)
+    while (less := re.sub(r"\([^()]*\)", "", bare)) != bare:
+        bare = less
+    return "|" in bare

@@ -1,0 +1,167 @@
+"""What an answer must be, in both dialects: forced and strict calls and structured outputs as one grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvreclaim.engine.request.spec import RequestSpec
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.parsers.arguments import Callee
+from kvreclaim.parsers.grammars import Calls, answer_grammar
+from kvreclaim.parsers.lark import Lark
+from kvreclaim.parsers.thinking import ThinkSpan
+from kvreclaim.sampling_params import SamplingParams
+from kvreclaim.server.errors import ApiError
+from kvreclaim.server.output_format import OutputFormat
+from kvreclaim.structured_outputs import AnswerGrammar, StructuredOutputsParams
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function as a request defines it.
+
+    place: of its schema
+    """
+
+    name: str
+    schema: Mapping[str, Any]
+    strict: bool
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The functions that an answer may call.
+
+    forced:  it is a call, or several
+    one:     no more than one
+    because: the field for which calls follow a grammar; None: they need none
+    """
+
+    tools: Sequence[Tool]
+    forced: bool = False
+    one: bool = False
+    because: str | None = None
+
+    def calls(self, form: str) -> Calls:
+        """What an answer may call; arguments that are not forced or strict may be any. Raises: ApiError."""
+        try:
+            functions = [
+                Callee(each.name, each.schema if self.forced or each.strict else {}, each.place)
+                for each in self.tools
+            ]
+        except InvalidArgumentError as error:
+            raise ApiError(400, str(error), error.field) from error
+        return Calls(form, functions, forced=self.forced, one=self.one)
+
+
+def check_offer(offer: Offer, form: OutputFormat) -> None:
+    """Raises: ApiError where calls cannot follow a grammar in this model's format."""
+    from kvreclaim.engine.sampling.grammar import composed, reason_against
+
+    if offer.because is None:
+        return
+    if form.tool_parser is None:
+        raise ApiError(
+            400,
+            f"{offer.because} needs a format of calls, and this model's chat template shows none that is "
+            "known here; leave it out, or start the server with --tool-call-parser.",
+            offer.because,
+        )
+    for one in offer.calls(form.tool_parser).functions:
+        alone = Calls(form.tool_parser, [one], forced=True, one=True)
+        try:
+            lark = answer_grammar(Lark({}), alone, None, harmony=form.is_harmony, structured=False)
+            reason = reason_against(composed(lark, None))
+        except InvalidArgumentError as error:
+            raise ApiError(400, str(error), error.field or one.place) from error
+        if reason is not None:
+            raise ApiError(400, f"{one.place} cannot be followed: {reason}; change it.", one.place)
+
+
+def checked_schema(schema: dict[str, Any], place: str) -> StructuredOutputsParams:
+    """What a schema asks of an answer. Raises: ApiError for one that cannot be followed."""
+    from kvreclaim.engine.sampling.grammar import check
+
+    try:
+        params = StructuredOutputsParams(json=schema)
+        check(params)
+    except InvalidArgumentError as error:
+        raise ApiError(400, f"{place}: {error}", place) from error
+    return params
+
+
+def followed(
+    form: OutputFormat,
+    offer: Offer | None,
+    structured: StructuredOutputsParams | None,
+    prompt: RequestSpec,
+    *,
+    goes_on: bool,
+) -> RequestSpec:
+    """A prompt with the grammar that its answers follow, and where these have reasoning.
+
+    structured: of the answer behind its reasoning, or instead of calls
+    goes_on:    the prompt ends within the answer
+
+    Raises: ApiError.
+    """
+    ids, params = prompt.prompt_token_ids, prompt.params
+    span, may_think = form.thinking(ids), form.may_think(ids, goes_on=goes_on)
+    asks = offer is not None and offer.because is not None
+    if structured is None and not asks:
+        return replace(prompt, thinking=span)
+    calls = None if offer is None or form.tool_parser is None else offer.calls(form.tool_parser)
+    if form.is_harmony and goes_on:
+        if asks:
+            because = "" if offer is None else offer.because
+            raise ApiError(
+                400, f"{because} does not go with a message that is continued; leave one out.", because
+            )
+        calls, may_think = None, False
+    if calls is None and not may_think:
+        _check_budget(params, "an answer that has no reasoning, for it is structured")
+        return replace(prompt, params=replace(params, structured_outputs=structured))
+    if params.skip_special_tokens and form.needs_special_tokens(with_tools=calls is not None):
+        raise ApiError(
+            400,
+            "skip_special_tokens can hide where a call or reasoning ends; leave it out.",
+            "skip_special_tokens",
+        )
+    if form.is_harmony and calls is not None and calls.forced:
+        _check_budget(params, "a forced call in the format harmony")
+    whole = _grammar(form, calls, span if may_think and not form.is_harmony else None, structured)
+    return replace(
+        prompt, params=replace(params, structured_outputs=whole), thinking=span if may_think else None
+    )
+
+
+def is_whole(prompt: RequestSpec) -> bool:
+    """Whether an answer is nothing but a structured output."""
+    given = prompt.params.structured_outputs
+    return given is not None and not isinstance(given, AnswerGrammar)
+
+
+def _check_budget(params: SamplingParams, what: str) -> None:
+    if params.thinking_token_budget is not None:
+        field = "thinking_token_budget"
+        raise ApiError(400, f"{field} does not go with {what}; leave one out.", field)
+
+
+def _grammar(
+    form: OutputFormat,
+    calls: Calls | None,
+    span: ThinkSpan | None,
+    structured: StructuredOutputsParams | None,
+) -> AnswerGrammar:
+    from kvreclaim.engine.sampling.grammar import composed
+
+    try:
+        lark = answer_grammar(
+            Lark(form.unwritten), calls, span, harmony=form.is_harmony, structured=structured is not None
+        )
+        return composed(lark, None if calls is not None and calls.forced else structured)
+    except InvalidArgumentError as error:
+        raise ApiError(400, str(error), "tools") from error

@@ -1,0 +1,48 @@
+"""A model that writes at random, with the special tokens of several formats of calls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import tiny
+from tokenizers import AddedToken
+
+MARKERS = (
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁sep｜>",
+    "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_end|>",
+    "<|tool_call_argument_begin|>",
+    "<|channel|>",
+    "<|message|>",
+    "<|start|>",
+    "<|end|>",
+    "<|call|>",
+    "<|constrain|>",
+)
+TEMPLATE = "{{ tools | tojson if tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
+TERSE = {
+    str(token): -100.0 for token in range(262) if (tiny.tokenizer().decode([token]).strip() in ("", "a"))
+}
+"""Biases against white space where it may be left out, and against analysis in the format harmony."""
+
+
+def save_scribbler(directory: Path) -> Path:
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": [AddedToken(each, special=True) for each in MARKERS]}
+    )
+    tokenizer.chat_template = TEMPLATE
+    eos = tokenizer.eos_token_id
+    tiny.save_model(
+        "llama", directory, eos_token_id=eos, vocab_size=len(tokenizer) + 2, max_position_embeddings=2048
+    )
+    tokenizer.save_pretrained(directory)
+    return directory

@@ -1,0 +1,254 @@
+"""Forced and strict calls over HTTP: a model that writes at random writes whatever its grammar allows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import anthropic
+import jsonschema_rs
+import openai
+import pytest
+from running import MODEL, Running, openai_client, running_server
+from scribbling import TERSE, save_scribbler
+
+from kvreclaim import LLM
+from kvreclaim.parsers.formats import TOOL_PARSERS
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Bern", "Basel"]},
+        "days": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+SCHEMAS = {"get_weather": WEATHER, "now": {"type": "object", "properties": {}, "additionalProperties": False}}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMAS[name]}} for name in SCHEMAS]
+SAID = [{"role": "user", "content": "What is the weather?"}]
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    llm = LLM(save_scribbler(tmp_path_factory.mktemp("scribbler")), num_blocks=512)
+    with running_server(llm, tool_call_parser="hermes") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai_client(server) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def other(server: Running) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=server.base_url, api_key="any", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(params=TOOL_PARSERS)
+def form(server: Running, request: pytest.FixtureRequest) -> str:
+    speak(server, request.param)
+    return request.param
+
+
+def speak(server: Running, name: str) -> None:
+    """Calls are written so from now on."""
+    known = server.service.output_format
+    server.service.__dict__["output_format"] = replace(known, tool_parser=name)
+
+
+def ask(client: openai.OpenAI, **fields: Any) -> Any:
+    given = {
+        "model": MODEL,
+        "messages": SAID,
+        "tools": TOOLS,
+        "max_tokens": 300,
+        "seed": 1,
+        "logit_bias": TERSE,
+    }
+    return client.chat.completions.create(**{**given, **fields})
+
+
+def check_calls(calls: list[Any]) -> None:
+    for call in calls:
+        assert jsonschema_rs.is_valid(SCHEMAS[call.function.name], json.loads(call.function.arguments)), call
+
+
+def test_required_whole_and_streamed(client: openai.OpenAI, form: str) -> None:
+    for choice in ask(client, tool_choice="required", parallel_tool_calls=False, n=3).choices:
+        assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+        assert len(choice.message.tool_calls) == 1
+        check_calls(choice.message.tool_calls)
+    fields = {"tool_choice": NAMED, "temperature": 2.0}
+    (call,) = ask(client, **fields).choices[0].message.tool_calls
+    assert call.function.name == "get_weather"
+    check_calls([call])
+    told = [chunk.choices[0] for chunk in ask(client, **fields, stream=True)]
+    parts = [part.function for each in told for part in each.delta.tool_calls or ()]
+    assert "".join(part.arguments for part in parts) == call.function.arguments
+    assert (parts[0].name, told[-1].finish_reason) == ("get_weather", "tool_calls")
+    assert not any(each.delta.content for each in told)
+
+
+def test_several_calls_and_allowed_tools(client: openai.OpenAI, server: Running) -> None:
+    speak(server, "kimi_k2")
+    message = ask(client, tool_choice="required").choices[0].message
+    check_calls(message.tool_calls)
+    for mode, names in (("required", {"now"}), ("auto", {"get_weather"})):
+        allowed = [{"type": "function", "function": {"name": name}} for name in names]
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": allowed}}
+        bias = {**TERSE, str(token_of(server, "<|tool_calls_section_begin|>")): 100.0}
+        given = {"tool_choice": choice, "parallel_tool_calls": False, "logit_bias": bias}
+        message = ask(client, **given).choices[0].message
+        assert {call.function.name for call in message.tool_calls} == names
+
+
+def test_strict_calls_of_a_model_that_may_write_text(client: openai.OpenAI, server: Running) -> None:
+    """The bias makes it open a call; the schema does the rest, of the strict function alone."""
+    for name, opening in (("kimi_k2", "<|tool_calls_section_begin|>"), ("mistral", "[TOOL_CALLS]")):
+        speak(server, name)
+        bias = {**TERSE, str(token_of(server, opening)): 100.0}
+        tools = [strict(TOOLS[0]), TOOLS[1]]
+        for seed in range(3):
+            fields = {"tools": tools, "logit_bias": bias, "parallel_tool_calls": False, "seed": seed}
+            (choice,) = ask(client, **fields).choices
+            for call in choice.message.tool_calls or ():
+                if call.function.name == "get_weather":
+                    check_calls([call])
+            assert choice.message.tool_calls or choice.finish_reason == "length"
+        text = ask(client, tools=tools, max_tokens=5).choices[0].message
+        assert text.tool_calls is None
+        assert text.content
+
+
+def test_any_tool_and_strict_of_anthropic(other: anthropic.Anthropic, server: Running) -> None:
+    speak(server, "glm45")
+    tools = [{"name": name, "input_schema": SCHEMAS[name], "strict": True} for name in SCHEMAS]
+    fields = {"model": MODEL, "messages": SAID, "tools": tools, "max_tokens": 300}
+    extra = {"seed": 1, "logit_bias": TERSE}
+    for choice in (
+        {"type": "any", "disable_parallel_tool_use": True},
+        {"type": "tool", "name": "get_weather"},
+    ):
+        message = other.messages.create(**fields, tool_choice=choice, extra_body=extra)
+        with other.messages.stream(**fields, tool_choice=choice, extra_body=extra) as stream:
+            streamed = stream.get_final_message()
+        for each in (message, streamed):
+            (use,) = each.content
+            assert (use.type, each.stop_reason) == ("tool_use", "tool_use")
+            assert use.name in (choice.get("name"), *([] if "name" in choice else SCHEMAS))
+            assert jsonschema_rs.is_valid(SCHEMAS[use.name], use.input)
+
+
+def test_structured_outputs_of_anthropic(other: anthropic.Anthropic, server: Running) -> None:
+    speak(server, "hermes")
+    fields = {"model": MODEL, "messages": SAID, "max_tokens": 300}
+    form = {"type": "json_schema", "schema": WEATHER}
+    for more in ({"output_config": {"format": form}}, {"output_format": form}):
+        message = other.messages.create(**fields, extra_body={**more, "seed": 1, "logit_bias": TERSE})
+        assert jsonschema_rs.is_valid(WEATHER, json.loads(message.content[0].text))
+        assert message.stop_reason == "end_turn"
+
+
+def test_a_structured_answer_or_a_call(client: openai.OpenAI, server: Running) -> None:
+    speak(server, "kimi_k2")
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": WEATHER}}
+    opening = str(token_of(server, "<|tool_calls_section_begin|>"))
+    for bias in (100.0, -100.0):
+        fields = {
+            "response_format": form,
+            "tools": [*map(strict, TOOLS)],
+            "logit_bias": {**TERSE, opening: bias},
+            "parallel_tool_calls": False,
+        }
+        message = ask(client, **fields).choices[0].message
+        if bias > 0:
+            assert len(message.tool_calls) == 1
+        else:
+            assert jsonschema_rs.is_valid(WEATHER, json.loads(message.content))
+
+
+def strict(tool: dict[str, Any]) -> dict[str, Any]:
+    return {**tool, "function": {**tool["function"], "strict": True}}
+
+
+def token_of(server: Running, name: str) -> int:
+    return server.service.tokenizer.convert_tokens_to_ids(name)
+
+
+ANY_OF = {"anyOf": [WEATHER]}
+UNSET = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "param"),
+    [
+        ("hermes", {"tool_choice": NAMED, "tools": openai.NOT_GIVEN}, "tool_choice"),
+        (
+            "hermes",
+            {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+            "tool_choice.function.name",
+        ),
+        (
+            "hermes",
+            {
+                "tool_choice": "required",
+                "tools": [TOOLS[0], {"type": "function", "function": {"name": "f", "parameters": UNSET}}],
+            },
+            "tools.1.function.parameters",
+        ),
+        (
+            "glm45",
+            {
+                "tools": [
+                    strict(
+                        {"type": "function", "function": {"name": "f", "parameters": {"anyOf": [WEATHER]}}}
+                    )
+                ]
+            },
+            "tools.0.function.parameters",
+        ),
+        (
+            "mistral",
+            {"tools": [strict({"type": "function", "function": {"name": "a b"}})]},
+            "tools.0.function.name",
+        ),
+        (
+            "hermes",
+            {
+                "tool_choice": "required",
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}],
+            },
+            "tools.0.function.parameters",
+        ),
+        ("hermes", {"tool_choice": "required", "extra_body": {"use_beam_search": True}}, "tool_choice"),
+        (
+            "hermes",
+            {"tools": [strict(TOOLS[0])], "extra_body": {"use_beam_search": True}},
+            "tools.0.function.strict",
+        ),
+        (
+            "kimi_k2",
+            {"tool_choice": "required", "extra_body": {"skip_special_tokens": True}},
+            "skip_special_tokens",
+        ),
+        (None, {"tool_choice": "required"}, "tool_choice"),
+        (None, {"tools": [strict(TOOLS[0])]}, "tools.0.function.strict"),
+    ],
+    ids=str,
+)
+def test_refusals_name_the_place(
+    client: openai.OpenAI, server: Running, name: str | None, fields: dict[str, Any], param: str
+) -> None:
+    speak(server, name)
+    given = {"logit_bias": openai.NOT_GIVEN, "seed": openai.NOT_GIVEN}
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client, **given, **fields)
+    assert refused.value.param == param
+    assert refused.value.body["message"].endswith(".")
