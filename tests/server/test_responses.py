@@ -193,6 +193,19 @@ def test_three_turns_are_one_conversation(server: Running, prompts: list[str]) -
     assert prompts[4] == prompts[2]
 
 
+def test_items_that_are_named_are_those_that_were_kept(server: Running, prompts: list[str]) -> None:
+    """As previous_response_id has them; the named ones are what is kept again."""
+    first = ask(server, **SAID, **saying(*THOUGHT, *CALL[:4]))
+    user = {"role": "user", "content": "w20 w21"}
+    names = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+    result = {"type": "function_call_output", "call_id": first["output"][2]["call_id"], "output": "w30"}
+    ask(server, input=[result], previous_response_id=first["id"], **saying("me"))
+    named = ask(server, input=[user, *names, result], **saying("me"))
+    assert prompts[1] == prompts[2]
+    address = f"{server.base_url}/v1/responses/{named['id']}/input_items"
+    assert web.get(address, params={"order": "asc"}).json()["data"][1:4] == first["output"]
+
+
 def test_items_of_a_conversation_are_kept_in_order(server: Running) -> None:
     first = ask(
         server,
@@ -311,7 +324,9 @@ def test_items_as_messages(server: Running, prompts: list[str], items: list[Any]
     [
         ({}, "input"),
         ({"input": []}, "input"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0"),
+        ({"input": [{"type": "web_search_call", "id": "ws_1"}]}, "input.0"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0.id"),
+        ({"input": [{"type": "item_reference", "id": f"msg_{'0' * 32}_0"}]}, "input.0.id"),
         ({"input": [{"role": "user", "content": "w20"}, {"role": "tool", "content": "a"}]}, "input.1.role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content"),
         ({"input": [{**CALLED, "arguments": "{"}]}, "input.0.arguments"),

@@ -40,9 +40,10 @@ class ResponseAnswer:
         self.prompt = prompt
         self.request_id = request_id_of(request.scope)
         self.chat = ChatAnswer(asked.chat, service, self.request_id, [prompt])
-        self.output = OutputItems()
         self.spoken = SpokenTokens(self.chat.splitter(), self.chat.vocabulary)
-        self.response = head(answer_id(self.request_id, ROUTE), asked.body, prompt.params)
+        response_id = answer_id(self.request_id, ROUTE)
+        self.output = OutputItems(response_id)
+        self.response = head(response_id, asked.body, prompt.params)
         self._num_events = 0
 
     async def respond(self) -> Response:

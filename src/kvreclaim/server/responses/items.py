@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -9,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PlainValidator
 
 from kvreclaim.server.fields import MAX_BLOCKS, Fields, Listed, described, refusal
+from kvreclaim.server.ids import ANSWER_PREFIXES
 
 Item = dict[str, Any]
 """JSON of an item, with an id, a status, and texts in parts."""
@@ -18,10 +20,19 @@ PREFIXES: Mapping[str, str] = {
     "function_call": "fc_",
     "function_call_output": "fco_",
 }
+RESPONSE_PREFIX = ANSWER_PREFIXES["/v1/responses"]
+_OWN_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_\d+")
 
 
-def new_item(kind: str, status: str, **more: Any) -> Item:
-    return {"id": PREFIXES[kind] + uuid.uuid4().hex, "type": kind, "status": status, **more}
+def new_item(kind: str, status: str, own: str, **more: Any) -> Item:
+    """own: what makes its id another one than others'"""
+    return {"id": PREFIXES[kind] + own, "type": kind, "status": status, **more}
+
+
+def response_of(item_id: str) -> str | None:
+    """The id of the response that made an item; None: it is no id of an answer's item."""
+    found = _OWN_ID.fullmatch(item_id)
+    return found and f"{RESPONSE_PREFIX}{found[1]}"
 
 
 class ItemText(Fields):
@@ -55,7 +66,7 @@ class InputItem(Fields):
 
     def shown(self, kind: str, **more: Any) -> Item:
         """The item as it is kept and shown."""
-        item = new_item(kind, self.status or "completed", **more)
+        item = new_item(kind, self.status or "completed", uuid.uuid4().hex, **more)
         return item if self.id is None else {**item, "id": self.id}
 
 
@@ -106,12 +117,23 @@ class ReasoningItem(InputItem):
         return self.shown("reasoning", summary=[], content=parts)
 
 
-AnyItem = MessageItem | CallItem | CallOutputItem | ReasoningItem
+class ItemReference(Fields):
+    """An item of an answer that is kept, in place of the item itself."""
+
+    type: Literal["item_reference"]
+    id: str = Field(min_length=1)
+
+    def kept(self) -> Item:
+        return self.model_dump()
+
+
+AnyItem = MessageItem | CallItem | CallOutputItem | ReasoningItem | ItemReference
 MODELS: Mapping[str, type[AnyItem]] = {
     "message": MessageItem,
     "function_call": CallItem,
     "function_call_output": CallOutputItem,
     "reasoning": ReasoningItem,
+    "item_reference": ItemReference,
 }
 
 

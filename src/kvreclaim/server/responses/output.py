@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvreclaim.parsers.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text
-from kvreclaim.server.responses.items import Item, new_item
+from kvreclaim.server.responses.items import RESPONSE_PREFIX, Item, new_item
 from kvreclaim.server.responses.spoken import Logprobs
 
 Event = dict[str, Any]
@@ -17,11 +17,13 @@ Event = dict[str, Any]
 class OutputItems:
     """Writes pieces into items: each is begun, filled and done before the next one.
 
+    response_id: of the answer, which its items' ids show
     items:    those that are done
     logprobs: of the texts to come, by the number of their message among the messages
     """
 
-    def __init__(self) -> None:
+    def __init__(self, response_id: str) -> None:
+        self._own = response_id.removeprefix(RESPONSE_PREFIX)
         self.items: list[Item] = []
         self._item: Item | None = None
         self.logprobs: defaultdict[int, Logprobs] = defaultdict(list)
@@ -86,7 +88,7 @@ class OutputItems:
         if self._item is not None and self._item["type"] == kind:
             return []
         ended = self.end()
-        item = self._item = new_item(kind, "in_progress", **more)
+        item = self._item = new_item(kind, "in_progress", f"{self._own}_{len(self.items)}", **more)
         self._texts = []
         events = [*ended, self._of_item("output_item.added", dict(item), len(self.items))]
         if kind != "function_call":

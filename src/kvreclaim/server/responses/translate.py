@@ -13,7 +13,7 @@ from kvreclaim.server.openai.chat import ChatRequest
 from kvreclaim.server.openai.fields import SharedFields
 from kvreclaim.server.responses.conversation import ChatWriter
 from kvreclaim.server.responses.fields import AllowedFunctions, ChosenFunction, ResponsesRequest
-from kvreclaim.server.responses.items import Item
+from kvreclaim.server.responses.items import Item, response_of
 from kvreclaim.server.responses.names import own_names
 from kvreclaim.server.responses.store import ResponseStore
 from kvreclaim.server.tenants import Tenant
@@ -43,10 +43,11 @@ def translated(body: ResponsesRequest, store: ResponseStore, tenant: Tenant) -> 
     if body.instructions is not None:
         writer.say("system", body.instructions, "instructions")
     writer.write(before, "previous_response_id")
-    writer.write(body.input, "input.{}")
+    own = _resolved(body.input, store, tenant)
+    writer.write(own, "input.{}")
     with own_names(writer.places):
         chat = ChatRequest.model_validate({**_options(body), "messages": writer.messages})
-    return Translated(body, chat, [*before, *body.input], writer.places)
+    return Translated(body, chat, [*before, *own], writer.places)
 
 
 def _check(body: ResponsesRequest) -> None:
@@ -77,6 +78,31 @@ def _earlier(response_id: str | None, store: ResponseStore, tenant: Tenant) -> l
         )
     items: list[Item] = from_json(kept.input)["items"] + from_json(kept.response)["output"]
     return items
+
+
+def _resolved(items: list[Item], store: ResponseStore, tenant: Tenant) -> list[Item]:
+    """The same, with the items that are named in place of their names."""
+    known: dict[str, Item] = {}
+
+    def item_of(reference: str, place: int) -> Item:
+        response_id = response_of(reference)
+        if reference not in known and response_id is not None:
+            kept = store.get(tenant.name, response_id)
+            output: list[Item] = [] if kept is None else from_json(kept.response)["output"]
+            known.update((item["id"], item) for item in output)
+        if reference not in known:
+            field = f"input.{place}.id"
+            raise ApiError(
+                400,
+                f"{field} is {reference!r}, which names no item of a stored response; send the item itself.",
+                field,
+            )
+        return known[reference]
+
+    return [
+        item_of(item["id"], place) if item["type"] == "item_reference" else item
+        for place, item in enumerate(items)
+    ]
 
 
 def _options(body: ResponsesRequest) -> dict[str, Any]:
