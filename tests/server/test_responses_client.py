@@ -11,6 +11,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 from running import MODEL, openai_client, running_server
+from scribbling import TERSE, save_scribbler
 from speaking import CALL, save_speaker, saying
 
 from kvreclaim import LLM
@@ -71,14 +72,18 @@ class Animal(BaseModel):
     kind: Literal["cat", "dog"]
 
 
-def test_a_schema(real_dir: Path) -> None:
-    llm = LLM(real_dir, num_blocks=64, max_model_len=256)
+def test_a_schema(tmp_path: Path) -> None:
+    llm = LLM(save_scribbler(tmp_path), num_blocks=64)
     with running_server(llm) as server, openai_client(server) as client:
-        given = {"model": MODEL, "input": "A cat.", "max_output_tokens": 40, "temperature": 0}
-        parsed = client.responses.parse(**given, text_format=Animal)
-        assert isinstance(parsed.output_parsed, Animal)
-        form = {"format": {"type": "json_object"}}
-        text = client.responses.create(**given, text=form, include=["message.output_text.logprobs"])
-        assert text.output_text.lstrip().startswith("{")
-        logprobs = text.output[0].content[0].logprobs
-        assert "".join(entry.token for entry in logprobs).startswith(text.output_text)
+        given = {
+            "model": MODEL,
+            "input": "A cat.",
+            "max_output_tokens": 60,
+            "extra_body": {"logit_bias": TERSE},
+        }
+        assert isinstance(client.responses.parse(**given, text_format=Animal).output_parsed, Animal)
+        form = {"type": "json_schema", "name": "animal", "schema": Animal.model_json_schema()}
+        include = ["message.output_text.logprobs"]
+        answer = client.responses.create(**given, text={"format": form}, include=include)
+        logprobs = answer.output[0].content[0].logprobs
+        assert b"".join(bytes(entry.bytes) for entry in logprobs).decode() == answer.output_text
