@@ -45,12 +45,14 @@ def test_with_its_default(name: str) -> None:
 
 
 def test_the_examples_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first, second, third = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
+    first, second, turns, third = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
     assert "/tmp/kvreclaim-blocks" in first
     exec(compile(first.replace("/tmp/kvreclaim-blocks", str(tmp_path)), "docs/tiers.md", "exec"), {})
     assert "TierStats(host=SlotStats(" in capsys.readouterr().out
     exec(compile(second, "docs/tiers.md", "exec"), {})
     assert capsys.readouterr().out.split() == ["0", "200"]
+    exec(compile(turns, "docs/tiers.md", "exec"), {})
+    assert capsys.readouterr().out.split() == re.search(r"# (200 0, .*)", turns)[1].replace(",", "").split()
     assert "/tmp/kvreclaim-prefixes" in third
     exec(compile(third.replace("/tmp/kvreclaim-prefixes", str(tmp_path)), "docs/tiers.md", "exec"), {})
     assert capsys.readouterr().out.split() == ["0", "200"]

@@ -139,6 +139,11 @@ class EngineConfig:
         high=1.0,
         panel=CACHING,
     )
+    conversation_snapshots: bool = option(
+        False,
+        "Let the next turn of a compressed conversation start from what the last one kept.",
+        panel=CACHING,
+    )
     max_pinned_fraction: float = option(
         0.5, "Largest share of the pool for pinned blocks.", low=0.0, high=1.0, panel=CACHING
     )

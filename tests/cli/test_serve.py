@@ -43,7 +43,8 @@ def test_without_further_options_it_is_on_loopback(started: list) -> None:
     assert default.host == "127.0.0.1"
     engine = llm.engine.config
     chosen = ("num_blocks", "max_model_len", "max_signal_bytes")
-    assert engine == EngineConfig(**{name: getattr(engine, name) for name in chosen})
+    own = {name: getattr(engine, name) for name in chosen}
+    assert engine == EngineConfig(**own, conversation_snapshots=True)
     assert engine.max_signal_bytes > 0
     assert llm.compression is None
 

@@ -126,8 +126,9 @@ class Shadow:
         keep = snapshots.keep
 
         def watched_keep(parent, hidden):
-            is_kept = keep(parent, hidden)
-            if is_kept:
+            is_kept, key = keep(parent, hidden), hidden.snapshot_key
+            files = llm.engine.snapshots.files
+            if is_kept and (files is None or not (key in files.below or key.name in files._storing)):
                 self.kept[hidden.snapshot_key] = self.histories[hidden.seq_id]
             return is_kept
 

@@ -209,6 +209,7 @@ def test_kv_compression(server: Running):
     assert usage.kv_cache.blocks_freed > 0
     assert "kv_compression: budget" in refused(server, kv_compression={"budget": 0})
     assert "compress_prompt_at is 2" in refused(server, compress_prompt_at=2)
+    assert "conversation_snapshots" in refused(server, conversation_snapshots="no")  # and its own file
     assert "kv_compression.stats" in refused(server, kv_compression={"stats": "/etc/passwd"})
 
 
@@ -282,7 +283,7 @@ def test_no_field_is_missing_here():
     tested = {name.partition(" ")[0] for name in PROMPTS} | {name for f, _ in PROMPTS.values() for name in f}
     tested |= {name for fields, _ in SAMPLED.values() for name in fields}
     tested |= {"model", "stream", "ignore_eos", "kv_compression", "cache_salt", "priority", "metadata"}
-    tested |= {"compress_prompt_at", "sparse_prefill"}
+    tested |= {"compress_prompt_at", "conversation_snapshots", "sparse_prefill"}
     tested |= {"service_tier"}  # it has no effect
     tested |= {"output_config", "output_format"}  # in test_forced_http.py
     assert set(MessageRequest.model_fields) <= tested

@@ -150,5 +150,6 @@ def test_what_compression_gave_back_is_counted(server: Running):
         "peak_blocks": expected.peak_blocks,
         "reclaim_efficiency": expected.reclaim_efficiency,
         "reused_tokens": 0,
+        "snapshot_tokens": 0,
     }
     assert answer.usage.kv_cache["blocks_freed"] > 10

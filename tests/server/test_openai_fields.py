@@ -256,6 +256,18 @@ def check_compress_prompt_at(server: Talker) -> None:
         assert given["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
 
 
+def check_conversation_snapshots(server: Talker) -> None:
+    """This server keeps none unless a request asks for it."""
+    prompt, found = [42 + i % 90 for i in range(120)], []
+    for said in (True, True, False, None):
+        ask = {"conversation_snapshots": said, "kv_compression": COMPRESSION, "return_token_ids": True}
+        given = server.completion(prompt=prompt, **GREEDY, **ask)
+        found.append(given["usage"]["prompt_tokens_details"]["snapshot_tokens"])
+        prompt += given["choices"][0]["token_ids"] + [7, 8]
+    assert found == [0, 131, 0, 0]
+    assert server.refused(conversation_snapshots="no") == "conversation_snapshots"
+
+
 def check_sparse_prefill(server: Talker) -> None:
     """Beside a server whose prompts are computed sparsely: exact, with what needs it."""
     method = "a_shape(first=32, last=16, layers=0, block=16, sinks=16, local=16)"

@@ -28,7 +28,9 @@ def serve(
     model: opt.ModelOption = None,
     *,
     config: Annotated[dict[str, Any], ConfigOptions(config=ServerConfig, panel=SERVER, build=dict)],
-    engine: Annotated[EngineConfig, ConfigOptions(config=EngineConfig)],
+    engine: Annotated[
+        EngineConfig, ConfigOptions(config=EngineConfig, defaults={"conversation_snapshots": True})
+    ],
     compression: Annotated[Any, opt.Compression],
     calibrate: opt.Calibrate = False,
     log_level: Annotated[

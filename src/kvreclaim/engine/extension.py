@@ -29,7 +29,8 @@ class Extension:
 
     What admitted, forked, compressed or processed raises ends the request with reason "error". expand, attend
     and attended are tried again for each sequence of the step alone, and end the request for which they fail.
-    prepare ends all requests of the step. A failure of released is logged. The other methods must not raise.
+    prepare ends all requests of the step. A failure of ending or released is logged. The other methods must
+    not raise.
 
     rank: extensions are called from the lowest to the highest
     """
@@ -100,6 +101,9 @@ class Extension:
 
     def invalidated(self, seq: Seq) -> None:
         """Forget what a sequence's blocks hold: it may be wrong, and nobody may find it any more."""
+
+    def ending(self, seq: Seq) -> None:
+        """A sequence ends, not by an error, and holds its blocks for the last time."""
 
     def reset(self, seq_id: int) -> None:
         """Nothing of a sequence is kept: it is computed again from its tokens."""

@@ -96,10 +96,8 @@ class Admission(Generic[Seq]):
         has_seat = shares.has_seat(seq) if shares is not None else self._has_seat(seq)
         if not has_seat and (shares is None or not shares.may_ask_for_seat(seq)):
             return False
-        if seq.snapshot_key is not None and not seq.num_computed and has_seat:
-            snapshot = state.snapshots.find(seq)
-            if snapshot is not None:
-                return self._begin_as_fork(seq, snapshot, step)
+        if has_seat and (snapshot := state.snapshot(seq)) is not None:
+            return self._begin_as_fork(seq, snapshot, step)
         parking = state.memory.offload.parking
         parked, match = state.is_parked(seq), state.match(seq)
         own, with_prompts = own_slots(seq, match, state.memory), shares is not None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic
 
 from kvreclaim.schedule.queue import Seq
-from kvreclaim.schedule.snapshot_key import SnapshotKey
+from kvreclaim.schedule.snapshot_key import SnapshotKey, length_in
 
 
 @dataclass(slots=True)
@@ -38,6 +38,7 @@ class DiskPrefixIndex(Generic[Seq]):
         self._known: dict[str, int] = {}
         self._coming: set[SnapshotKey] = set()
         self._asked: dict[int, PendingLookup] = {}
+        self._found: dict[int, SnapshotKey | None] = {}
         self._wanted: list[SnapshotKey] = []
 
     def __contains__(self, key: SnapshotKey) -> bool:
@@ -81,11 +82,14 @@ class DiskPrefixIndex(Generic[Seq]):
     def ask(self, seq: Seq) -> bool:
         """Have its snapshot read, if one is there and worth it. To be called as often as one likes: it is
         read once. Returns: whether it is on its way."""
-        key = seq.snapshot_key
-        if key is None or not key.is_lasting or seq.seq_id in self._asked:
-            return key in self._coming
-        num_bytes, num_tokens = self._known.get(key.name), key.num_tokens
-        if num_bytes is None or (seq.max_prefix_hit is not None and seq.max_prefix_hit < num_tokens):
+        if (asked := self._asked.get(seq.seq_id)) is not None:
+            return asked.key in self._coming
+        key = self.find(seq)
+        num_bytes = None if key is None else self._known.get(key.name)
+        if key is None or num_bytes is None:
+            return False
+        num_tokens = key.num_tokens
+        if seq.max_prefix_hit is not None and seq.max_prefix_hit < num_tokens:
             return False
         if key not in self._coming:
             if not self._is_worth(num_bytes, num_tokens):
@@ -94,6 +98,26 @@ class DiskPrefixIndex(Generic[Seq]):
             self._wanted.append(key)
         self._asked[seq.seq_id] = PendingLookup(key, self._clock() + self._wait_s(num_tokens))
         return True
+
+    def find(self, seq: Seq) -> SnapshotKey | None:
+        """The key of the longest that a sequence that waits may begin with; where it has a lineage, of those
+        that were there when it came."""
+        if seq.lineage is None:
+            key = seq.snapshot_key
+            return key if key is not None and key.is_lasting else None
+        if seq.seq_id not in self._found:
+            self._found[seq.seq_id] = self._longest(seq.lineage) if seq.lineage.is_lasting else None
+        return self._found[seq.seq_id]
+
+    def _longest(self, lineage: SnapshotKey) -> SnapshotKey | None:
+        lengths = sorted({n for name in self._known if (n := length_in(name)) <= lineage.num_tokens})
+        found = [
+            replace(lineage, has_past=has_past).of_first(length)
+            for has_past in (False, True)
+            for length, name in zip(lengths, replace(lineage, has_past=has_past).names(lengths), strict=True)
+            if name in self._known
+        ]
+        return max(found, key=lambda key: key.num_tokens, default=None)
 
     def must_wait(self, seq_id: int) -> bool:
         """Whether a sequence that waits is to go on waiting."""
@@ -111,6 +135,7 @@ class DiskPrefixIndex(Generic[Seq]):
     def leave(self, seq_id: int) -> None:
         """A sequence has begun, or is gone; what comes later is there for others."""
         self._asked.pop(seq_id, None)
+        self._found.pop(seq_id, None)
 
     def take_wanted(self) -> list[SnapshotKey]:
         """Keys of files that are to be read."""

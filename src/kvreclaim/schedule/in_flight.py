@@ -59,22 +59,22 @@ class InFlight(Generic[Seq]):
         state = self.state
         if state.is_parked(seq):
             return None
-        if seq.snapshot_key is not None and not seq.num_computed:
-            if state.snapshots.find(seq) is not None:
-                return None
-            if (awaited := self._snapshot(seq)) is not None:
-                return awaited
-        return self._blocks(seq)
+        if seq.seeks_snapshot and state.snapshot(seq) is not None:
+            return None
+        return self._snapshot(seq) or self._blocks(seq)
 
     def _snapshot(self, seq: Seq) -> Awaited | None:
         at, size = seq.footprint.compress_prompt_at, self.state.memory.block_size
+        if seq.snapshot_key is None or seq.num_computed:
+            return None
         kept = blocks_for(seq.footprint.kept(at), size)
         if kept > self.state.snapshots.max_blocks or (
             seq.max_prefix_hit is not None and seq.max_prefix_hit < at
         ):
             return None
         for owner in self.state.running:
-            if owner.snapshot_key == seq.snapshot_key:
+            is_found = owner.begun_with is None or seq.lineage is not None
+            if owner.snapshot_key == seq.snapshot_key and is_found:
                 awaited = Awaited(owner, at, as_snapshot=True)
                 if self._comes(awaited):
                     return awaited

@@ -114,8 +114,7 @@ class Scheduler(Generic[Seq]):
         seq.keys = self.memory.keys(seq.token_ids, seq.cache_salt, lasting=seq.lasting)
         seq.status, seq.arrived_at = Status.WAITING, self._state.clock
         self.waiting.add(seq)
-        below = self.snapshots.below
-        if below is None or self.snapshots.get(seq.snapshot_key) is not None or not below.ask(seq):
+        if not (seq.seeks_snapshot and self.snapshots.has_asked(seq)):
             self._state.prefetch(seq)
 
     def fork(self, parent: Seq, child: Seq) -> bool:

@@ -48,6 +48,9 @@ class ScheduledSequence:
     lasting:      its blocks' bytes are all that belongs to them
     snapshot_key: names all that what a pass at its footprint's compress_prompt_at leaves depends on; None: it
                   is not to be kept, nor found
+    lineage:      the key of its prompt but for the last token: it may begin with any snapshot whose key
+                  begins this one, and what is left of it is kept when it ends; None: neither
+    begun_with:   the key of the snapshot that it has begun with
     gang:         its request's sequences run all or none: nobody else gets the seats of its forks, and one
                   that gives way takes the others with it
     followers:    of one of these that is computed again: the others, which fork from it behind their common
@@ -78,6 +81,8 @@ class ScheduledSequence:
     last_step: int = 0
     lasting: bool = True
     snapshot_key: SnapshotKey | None = None
+    lineage: SnapshotKey | None = None
+    begun_with: SnapshotKey | None = None
     gang: bool = False
     followers: list[Self] = field(default_factory=list)
     fork_at: int = 0
@@ -98,6 +103,11 @@ class ScheduledSequence:
     def kept_seats(self) -> int:
         """Seats of its own that nobody else may take."""
         return self.seats if self.gang else 1
+
+    @property
+    def seeks_snapshot(self) -> bool:
+        """Whether it may begin with a snapshot, if one is there."""
+        return (self.snapshot_key is not None or self.lineage is not None) and not self.num_computed
 
     @property
     def num_generated(self) -> int:
@@ -177,4 +187,5 @@ class ScheduledSequence:
         """Forget what was computed (preemption by recompute); the tokens stay known."""
         self.num_computed = 0
         self.account = Account()
+        self.begun_with = None
         self.draft_ids = []

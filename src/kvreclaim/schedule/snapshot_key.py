@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from kvreclaim.memory.prefix.keys import root_uid
@@ -18,12 +19,15 @@ class SnapshotKey:
     recipe: how it was made, as text that says the same in every process
     tokens: that were computed, packed, 8 bytes each
     is_lasting: False where the recipe means something in this process alone
+    has_past: whether what it names may depend on earlier requests, too: it was left by one that ended, or
+              that had begun with such a prefix
     """
 
     salt: str | None
     recipe: str
     tokens: bytes
     is_lasting: bool = True
+    has_past: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -33,6 +37,15 @@ class SnapshotKey:
     def token_ids(self) -> list[int]:
         return array("q", self.tokens).tolist()
 
+    def begins(self, other: SnapshotKey) -> bool:
+        """Whether it names what is left of the other one's beginning."""
+        same = self.salt == other.salt and self.recipe == other.recipe
+        return same and other.tokens.startswith(self.tokens)
+
+    def of_first(self, num_tokens: int) -> SnapshotKey:
+        """The key of what is left of its first tokens."""
+        return replace(self, tokens=self.tokens[: 8 * num_tokens])
+
     @cached_property
     def salt_uid(self) -> str:
         """In place of the salt, which is a secret."""
@@ -41,7 +54,21 @@ class SnapshotKey:
     @cached_property
     def name(self) -> str:
         """64 hexadecimal digits; what bears it is compared with the key itself."""
-        digest = hashlib.sha256(b"compressed prefix")
-        for field in (self.salt_uid.encode(), self.recipe.encode(), self.tokens):
+        return self.names([self.num_tokens])[0]
+
+    def names(self, lengths: Iterable[int]) -> list[str]:
+        """The names of the keys of so many of its first tokens, ascending. The first eight digits of a name
+        are the number of tokens."""
+        digest, found, before = hashlib.sha256(b"compressed prefix"), [], 0
+        for field in (self.salt_uid.encode(), self.recipe.encode(), bytes([self.has_past])):
             digest.update(len(field).to_bytes(8, "little") + field)
-        return digest.hexdigest()
+        for length in lengths:
+            digest.update(self.tokens[8 * before : 8 * length])
+            found.append(f"{length:08x}{digest.copy().hexdigest()[:56]}")
+            before = length
+        return found
+
+
+def length_in(name: str) -> int:
+    """The number of tokens that a name tells of."""
+    return int(name[:8], 16)

@@ -65,18 +65,25 @@ class Snapshots(Generic[Seq]):
         return None if key is None else self._held.get(key)
 
     def find(self, seq: Seq) -> Seq | None:
-        """The snapshot that a sequence that waits could begin with."""
-        found = self.get(seq.snapshot_key)
-        if (
-            found is None
-            or found in self._parked
-            or (seq.max_prefix_hit is not None and seq.max_prefix_hit < found.num_computed)
-        ):
-            return None
-        return found
+        """The longest snapshot that a sequence that waits could begin with."""
+        most = seq.max_prefix_hit
+        held = (
+            one
+            for one in self._of(seq)
+            if one not in self._parked and (most is None or one.num_computed <= most)
+        )
+        return max(held, key=lambda one: one.num_computed, default=None)
+
+    def _of(self, seq: Seq) -> list[Seq]:
+        """The snapshots of a sequence's first tokens."""
+        if seq.lineage is None:
+            found = self.get(seq.snapshot_key)
+            return [] if found is None else [found]
+        return [one for key, one in self._held.items() if key.begins(seq.lineage)]
 
     def keep(self, parent: Seq, snapshot: Seq) -> bool:
-        """Keep what a sequence is now, in a snapshot that bears its key. Returns: whether there is room."""
+        """Keep what a sequence is now, in a snapshot that bears its key. The one that the sequence has begun
+        with is the next to give way. Returns: whether there is room."""
         key = snapshot.snapshot_key
         if key is None or key in self._held or not self._make_room(self.memory.table(parent.seq_id)):
             return False
@@ -84,6 +91,9 @@ class Snapshots(Generic[Seq]):
         snapshot.keys = parent.keys.fork(snapshot.token_ids)
         snapshot.num_computed, snapshot.account = parent.num_computed, parent.account.fork()
         self.memory.fork(parent.seq_id, snapshot.seq_id, snapshot.keys)
+        if (before := self.get(parent.begun_with)) is not None and parent.begun_with is not None:
+            del self._held[parent.begun_with]
+            self._held = {parent.begun_with: before, **self._held}
         self._held[key] = snapshot
         return True
 
@@ -133,20 +143,31 @@ class Snapshots(Generic[Seq]):
 
     def must_wait(self, seq: Seq) -> bool:
         """Whether one that waits, and has computed nothing, is to go on waiting for what lies on disk."""
-        if self.below is None or self.get(seq.snapshot_key) is not None:
+        if self.below is None or self._reaches(seq):
             return False
         self.below.ask(seq)
         return self.below.must_wait(seq.seq_id)
 
+    def has_asked(self, seq: Seq) -> bool:
+        """Whether what lies on disk is on its way to one that has come."""
+        return self.below is not None and not self._reaches(seq) and self.below.ask(seq)
+
+    def _reaches(self, seq: Seq) -> bool:
+        """Whether what is on the device or the host is as long as what is on disk."""
+        assert self.below is not None, "there is a disk"
+        found = self._of(seq)
+        wanted = self.below.find(seq) if found else None
+        return bool(found) and (wanted is None or wanted.num_tokens <= max(one.num_computed for one in found))
+
     def has_missed(self, seq: Seq) -> bool:
         """Whether nothing comes from disk for one that has waited for it; said once."""
         has_missed = self.below is not None and self.below.has_missed(seq.seq_id)
-        return has_missed and self.get(seq.snapshot_key) is None
+        return has_missed and not self._of(seq)
 
     def leave(self, seq_id: int) -> None:
-        """A sequence has begun, or is gone."""
-        if self.below is not None:
-            self.below.leave(seq_id)
+        """A sequence has begun, or is gone; there is a disk."""
+        assert self.below is not None, "there is a disk"
+        self.below.leave(seq_id)
 
     def begin(self, snapshot: Seq, seq: Seq) -> None:
         """Let a sequence be its fork; the snapshot is in blocks, and there is room for what comes."""
@@ -154,7 +175,8 @@ class Snapshots(Generic[Seq]):
         assert snapshot.snapshot_key is not None, "it is found by its key"
         self._held[snapshot.snapshot_key] = self._held.pop(snapshot.snapshot_key)  # behind the others
         self.memory.fork(snapshot.seq_id, seq.seq_id, seq.keys)
-        seq.num_computed, seq.account = snapshot.num_computed, snapshot.account.fork()
+        seq.num_computed, seq.begun_with = snapshot.num_computed, snapshot.snapshot_key
+        seq.account = snapshot.account.fork_as_prompt(uneven=seq.footprint.eviction_method.uneven)
         self._used.append(snapshot)
         self.has_changed = True
         self.num_hits += 1

@@ -139,13 +139,19 @@ class State(Generic[Seq]):
         """Leading tokens that need not be computed of one that waits."""
         if self.is_parked(seq):
             return seq.num_computed
-        if not seq.num_computed and (snapshot := self.snapshots.find(seq)) is not None:
-            return snapshot.num_computed
-        return self.match(seq).num_tokens
+        snapshot, match = self.snapshot(seq), self.match(seq).num_tokens
+        return match if snapshot is None else max(match, snapshot.num_computed)
+
+    def snapshot(self, seq: Seq) -> Seq | None:
+        """The snapshot that one that waits is to begin with; None: exact blocks reach as far."""
+        found = self.snapshots.find(seq) if seq.seeks_snapshot and not self.is_parked(seq) else None
+        if found is None or self.match(seq).num_tokens >= found.num_computed:
+            return None
+        return found
 
     def must_wait(self, seq: Seq) -> bool:
         """Whether one that waits is to go on waiting for what is being read from disk for it."""
-        if seq.snapshot_key is not None and not seq.num_computed:
+        if seq.seeks_snapshot:
             if self.snapshots.must_wait(seq):
                 return True
             if self.snapshots.has_missed(seq):
@@ -154,7 +160,7 @@ class State(Generic[Seq]):
 
     def end_loading(self, seq: Seq) -> None:
         """It has begun, or is gone: what comes from disk for it is others'."""
-        if seq.snapshot_key is not None:
+        if self.snapshots.below is not None:
             self.snapshots.leave(seq.seq_id)
         self.memory.offload.end_loading(seq.seq_id)
 

@@ -163,6 +163,7 @@ class GeneratingFields(Fields):
     priority: int = Field(0, ge=-MAX_INT32 - 1, le=MAX_INT32)
     kv_compression: KVCompression | None = None
     compress_prompt_at: int | None = Field(None, ge=1, le=MAX_INT32)
+    conversation_snapshots: bool | None = None
     sparse_prefill: Literal["dense"] | None = None
 
 

@@ -25,6 +25,7 @@ def kv_cache_usage(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
         "peak_blocks": max(m.peak_blocks for m in metrics),
         "reclaim_efficiency": freed / perfect if perfect else None,
         "reused_tokens": sum(m.num_reused_tokens for m in metrics),
+        "snapshot_tokens": sum(m.num_snapshot_tokens for m in metrics),
     }
 
 
@@ -54,13 +55,15 @@ def token_usage(metrics: Sequence[RequestMetrics], num_generated: int) -> dict[s
 
 
 def _cached(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
-    """Prompt tokens that were not computed; where they lay, if any came from below the pool."""
+    """Prompt tokens that were not computed; of these, those of snapshots; where they lay, if any came from
+    below the pool."""
     cached = sum(m.num_cached_tokens for m in metrics)
     loaded, disk = sum(m.num_loaded_tokens for m in metrics), sum(m.num_disk_tokens for m in metrics)
+    found = {"cached_tokens": cached, "snapshot_tokens": sum(m.num_snapshot_tokens for m in metrics)}
     if not loaded:
-        return {"cached_tokens": cached}
+        return found
     by_tier = {"device": cached - loaded, "host": loaded - disk, "disk": disk}
-    return {"cached_tokens": cached, "cached_tokens_by_tier": by_tier}
+    return {**found, "cached_tokens_by_tier": by_tier}
 
 
 Responses = dict[int | str, dict[str, Any]]
@@ -81,6 +84,7 @@ class KVCacheUsage(ResponseSchema):
     peak_blocks: int
     reclaim_efficiency: float | None
     reused_tokens: int
+    snapshot_tokens: int
 
 
 def errors_of(model: type[BaseModel]) -> Responses:

@@ -131,6 +131,7 @@ class Machine:
             preemption_victim=setup.preemption_victim,
             kv_offloading_write_policy=setup.write_policy,
             prefix_snapshot_fraction=setup.prefix_snapshot_fraction,
+            conversation_snapshots=setup.conversations,
             kv_offloading_disk_path=self._new_directory() if setup.disk_slots else None,
             kv_offloading_disk_size=setup.disk_slots * (block_bytes + 3 * 4096) / 2**30 or 1.0,
             kv_load_policy=setup.load_policy,

@@ -87,7 +87,8 @@ class Setup:
     """An engine. shadow: every attention call is compared, else answers alone; least_shared: tokens that are
     worth waiting for while others compute them; windows: the family of a model some of whose layers have
     them; plain_windows: these keep fp32; drafts: tokens that are guessed for a sequence at most; on_host: the
-    blocks lie in host memory; cold_units: pages of evicted tokens that the host holds."""
+    blocks lie in host memory; cold_units: pages of evicted tokens that the host holds; conversations: turns
+    go on from what earlier ones have kept."""
 
     kv_format: str = "fp32"
     kernels: str = "reference"
@@ -111,6 +112,7 @@ class Setup:
     drafts: int = 0
     on_host: bool = False
     cold_units: int = 0
+    conversations: bool = False
 
     @property
     def recalls(self) -> bool:
@@ -127,6 +129,7 @@ class Ask:
     sinks: of its compression: 4 as if a system prompt of a block stood before the conversation
     reuse: which tokens of the prompt's chunks are computed anew, where it has some
     verify: its policy only drafts so many tokens at most, and the answer is that without it
+    goes_on: as the next turn of a conversation it is compressed as the earlier one
     """
 
     text: int = 0
@@ -152,6 +155,7 @@ class Ask:
     verify: int = 0
     limits: str | None = None
     sinks: int = 1
+    goes_on: bool = False
 
 
 @dataclass(frozen=True)
@@ -273,6 +277,37 @@ def crowded(random: Random, setup: Setup, operations: list[Operation]) -> tuple[
             recall=None,
             verify=random.choice((0, 0, 0, 4)),
             compress_prompt_at=each.compress_prompt_at if random.random() < 0.3 else None,
+        )
+        if isinstance(each, Ask)
+        else each
+        for each in operations
+    ]
+
+
+def talking(random: Random, setup: Setup, operations: list[Operation]) -> tuple[Setup, list[Operation]]:
+    """The same walk where most ask on after an earlier answer, compressed as that one was, and begin with
+    what it has kept; only their attention is compared."""
+    setup = replace(
+        setup,
+        conversations=True,
+        shadow=True,
+        prefix_caching=True,
+        prefix_snapshot_fraction=random.choice((0.5, 1.0)),
+        num_blocks=max(random.choice((12, 24)), setup.num_blocks),
+        max_num_batched_tokens=min(16, setup.max_num_batched_tokens),
+    )
+    kinds = ("greedy", "sampled", "many", "prompt_logprobs")
+    return setup, [
+        replace(
+            each,
+            goes_on=random.random() < 0.8,
+            turn_of=random.choice((None, 0, 1, 2)),
+            kind=each.kind if each.kind in kinds else random.choice(kinds),
+            max_tokens=random.choice((4, 9, 14)),
+            recall=None,
+            verify=0,
+            sparse=None,
+            reuse=None,
         )
         if isinstance(each, Ask)
         else each

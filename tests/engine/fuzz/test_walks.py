@@ -118,6 +118,14 @@ def test_a_random_walk_in_a_crowd(seed, machine, oracle):
     assert counts["steps"] > 0
 
 
+def test_random_walks_of_conversations(machine, oracle):
+    """Turns attend to what the ones before have kept, whatever happens; all others are answered as alone."""
+    counts = Counter()
+    for seed in SEEDS[:3]:
+        counts += Walk.of_seed(seed, STEPS, talk=True).run(machine, oracle)
+    assert counts["turns gone on"] > 3
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_random_walk_over_blocks_in_host_memory(seed, machine, oracle, monkeypatch):
     monkeypatch.setattr(streamed, "PIECE_BYTES", (1, 1 << 11, 1 << 22)[seed % 3])

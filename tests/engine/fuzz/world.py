@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -27,6 +27,8 @@ MOST_STEPS_TO_DRAIN = 3000
 MOST_TOKENS = 60
 OFF = 1e-5
 """Most that an attention may be off, as in every test with a shadow."""
+COMPRESSION = ("policy", "budget", "interval", "sinks", "compress_prompt_at", "salt")
+"""Of an Ask: what the turns of a conversation have in common."""
 OFF_NATIVE = 1e-4
 """Of native kernels over codes."""
 
@@ -39,6 +41,7 @@ class _RecallingPrefill(Recalling, PrefillShadow):
 class FuzzedRequest:
     """A request that was let in. may_fail: why it may end with an error."""
 
+    ask: Ask
     question: Question
     request: Request
     may_fail: str | None = None
@@ -47,13 +50,14 @@ class FuzzedRequest:
 @dataclass
 class World:
     """One engine. problems are raised as AssertionError. harmed: something has been made to go wrong that may
-    cost drafts."""
+    cost drafts. gone_on: requests that began with what earlier turns had kept: only attention is compared."""
 
     machine: Machine
     setup: Setup
     asked: list[FuzzedRequest] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     harmed: bool = False
+    gone_on: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.patch = pytest.MonkeyPatch()
@@ -83,6 +87,14 @@ class World:
                 self._blame(step, self.faults.fired)
 
         self.patch.setattr(self.engine.runner, "forward", watched)
+        begin = self.engine.scheduler.snapshots.begin
+
+        def watched_begin(snapshot, seq):
+            if seq.lineage is not None:
+                self.gone_on.add(seq.request_id)
+            begin(snapshot, seq)
+
+        self.patch.setattr(self.engine.scheduler.snapshots, "begin", watched_begin)
 
     def _blame(self, step, fired) -> None:
         if fired is None:
@@ -121,7 +133,7 @@ class World:
                     self.step()
 
     def ask(self, ask: Ask) -> None:
-        prompt = self._prompt(ask)
+        ask, prompt = self._begun(ask)
         question = self.machine.question(ask, prompt, self.setup)
         served = self.shadow is None and self.setup.prefix_caching and not self.setup.windows
         chunks = chunks_of(ask, len(prompt)) if served else None
@@ -145,7 +157,7 @@ class World:
         except KVReclaimError:
             self.counts["refused"] += 1
             return
-        asked = FuzzedRequest(question, request)
+        asked = FuzzedRequest(ask, question, request)
         if GUILTY in prompt or POISON in prompt:
             self.harmed = True
             asked.may_fail = "it holds a token that breaks things"
@@ -158,17 +170,20 @@ class World:
         self.by_id[name] = asked
         self.counts["asked"] += 1
 
-    def _prompt(self, ask: Ask) -> list[int]:
+    def _begun(self, ask: Ask) -> tuple[Ask, list[int]]:
+        """The request as it is asked for, and its prompt."""
         ended = [one for one in self.asked if one.request.finished and one.request.error is None]
         if ask.turn_of is not None and ended:
             before = ended[-1 - ask.turn_of % len(ended)]
             prompt = before.request.sequences[0].token_ids[:MOST_TOKENS]
+            if ask.goes_on and self.setup.conversations:
+                ask = replace(ask, **{name: getattr(before.ask, name) for name in COMPRESSION})
         else:
             prompt = list(self.machine.texts[ask.text][: ask.cut])
         tail = list(ask.tail)
         if ask.fault == "guilty" or (ask.fault == "poison" and self._keeps_nan):
             tail[len(tail) // 2 : len(tail) // 2] = [GUILTY if ask.fault == "guilty" else POISON]
-        return prompt + tail
+        return ask, prompt + tail
 
     @property
     def _keeps_nan(self) -> bool:
@@ -257,6 +272,7 @@ class World:
         self.faults.clear()
 
     def _check_empty(self) -> None:
+        self.counts["turns gone on"] += len(self.gone_on)
         self.counts["snapshots begun with"] += self.engine.scheduler.snapshots.num_hits
         self.engine.reset_prefix_cache()
         self.engine.step()
@@ -279,6 +295,7 @@ class World:
         bounded = asked.question.recall is not None and self.setup.cold_units < 4000
         in_one_table = bool(self.setup.windows and self.setup.host_slots and asked.question.policy)
         promised = not special and not bounded and not in_one_table
+        promised = promised and asked.request.request_id not in self.gone_on
         return self.setup.kv_format == "fp32" and promised
 
     def _check_reuse(self, asked: FuzzedRequest) -> None:

@@ -13,7 +13,13 @@ Piece = Chunk | str | list[int]
 Prompt = str | list[int] | Sequence[Piece] | Mapping[str, Any]
 """Text, token ids, a list of pieces with chunks ([Chunk(text), question]), or a mapping: text or pieces as
 "prompt", or ids as "prompt_token_ids", and PROMPT_OPTIONS."""
-PROMPT_OPTIONS = ("cache_salt", "compress_prompt_at", "chunk_reuse", "sparse_prefill")
+PROMPT_OPTIONS = (
+    "cache_salt",
+    "compress_prompt_at",
+    "conversation_snapshots",
+    "chunk_reuse",
+    "sparse_prefill",
+)
 """Further keys of a mapping, with RequestSpec's meanings; chunk_reuse is a ChunkReuse."""
 Encode = Callable[[str, bool], list[int]]
 """(text, whether the prompt begins with it) to tokens."""
@@ -93,7 +99,11 @@ def _divided(prompt: Prompt) -> tuple[Any, dict[str, Any]]:
     allowed = "token ids" if name == "prompt_token_ids" else "text, or a list of pieces with chunks"
     if not (isinstance(content, (list, tuple)) if name == "prompt_token_ids" else _is_prompt(content)):
         raise InvalidArgumentError(f"{name} is a {type(content).__name__}; pass {allowed}.", field="prompt")
-    for option, kind in (("chunk_reuse", ChunkReuse), ("sparse_prefill", str)):
+    for option, kind in (
+        ("chunk_reuse", ChunkReuse),
+        ("sparse_prefill", str),
+        ("conversation_snapshots", bool),
+    ):
         if not isinstance(options.get(option), kind | None):
             raise InvalidArgumentError(
                 f"{option} is {options[option]!r}; pass a {kind.__name__}, or leave it out.", field=option

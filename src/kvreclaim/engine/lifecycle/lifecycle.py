@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -63,17 +64,23 @@ class Lifecycle:
         *,
         queued: bool = True,
         max_prefix_hit: int | None = None,
+        has_turns: bool = False,
     ) -> None:
         """Take the request in, with its first sequence.
 
         queued:   at once, or when `queue` is called
         max_prefix_hit: leading tokens that a prefix hit may cover; None: any number
+        has_turns: it goes on from what earlier turns of its conversation have kept, and keeps it
         """
         seq = self._new_sequence(request, 0, token_ids, footprint)
         seq.seats = request.num_seats
-        if footprint.compress_prompt_at and request.compressor is not None:
+        if (compressor := request.compressor) is not None:
             salt = prefix_salt(request.spec.cache_salt, None, request.sparse_prefill)
-            seq.snapshot_key = snapshot_key(token_ids, salt, request.compressor, footprint)
+            if at := footprint.compress_prompt_at:
+                seq.snapshot_key = snapshot_key(token_ids[:at], salt, compressor, footprint)
+            if has_turns:
+                known = snapshot_key(request.prompt_token_ids[:-1], salt, compressor, footprint)
+                seq.lineage = replace(known, has_past=True)
         seq.max_prefix_hit = max_prefix_hit
         if request.lacks_prompt_logprobs:
             seq.max_prefix_hit = 0
@@ -150,7 +157,8 @@ class Lifecycle:
 
     def _copy(self, parent: Sequence, child: Sequence) -> None:
         """It holds its parent's blocks: it begins with all that goes with them."""
-        child.state = parent.state.fork()
+        child.state, child.lineage = parent.state.fork(), parent.lineage
+        child.begun_with = parent.begun_with
         if not child.request.is_plain:
             self.signals.fork(parent.seq_id, child.seq_id)
         for extension in self.extensions.ordered:
@@ -211,6 +219,7 @@ class Lifecycle:
             metrics = seq.request.metrics
             if metrics.queue_s is None:  # for the first time
                 metrics.num_cached_tokens, metrics.num_loaded_tokens = begun.num_hit, begun.num_loaded
+                metrics.num_snapshot_tokens = 0 if begun.snapshot is None else begun.num_hit
         for extension in self.extensions.ordered:
             extension.begun(plan)
         for seq_id, error in plan.failed:
@@ -294,7 +303,16 @@ class Lifecycle:
             self.requests.pop(request.request_id, None)
             for child in request.children:
                 self.end_request(child, "abort")
+        if reason != "error":
+            self._ending(seq)
         self._release(seq)
+
+    def _ending(self, seq: Sequence) -> None:
+        for extension in self.extensions.ordered:
+            try:
+                extension.ending(seq)
+            except Exception:
+                logger.exception("keeping what is left of request %s failed", seq.request_id)
 
     def _release(self, seq: Sequence) -> None:
         self.sequences.pop(seq.seq_id, None)

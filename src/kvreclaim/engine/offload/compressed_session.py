@@ -53,7 +53,7 @@ class CompressedSessions:
         """The key of what compression leaves of such a prompt. Raises: InvalidArgumentError."""
         footprint = footprint_of(compressor, self.config, [*token_ids, BEYOND], compress_prompt_at)
         assert compressor is not None, "footprint_of refuses a place without a policy that evicts"
-        return snapshot_key(token_ids, salt, compressor, footprint)
+        return snapshot_key(token_ids[:compress_prompt_at], salt, compressor, footprint)
 
     def file_of(self, key: SnapshotKey, fields: Mapping[str, str]) -> SessionFile:
         """The file of what is kept under a key, wherever that lies. Raises: InvalidArgumentError if nothing
@@ -99,7 +99,12 @@ class CompressedSessions:
             if tokens.dtype != torch.int64 or len(tokens) != file.facts["num_tokens"]:
                 raise UnfitError("its tokens do not fit")
             image = image_from(file.facts, file.tensors, self.cache)
-            key = SnapshotKey(salt, str(file.facts["recipe"]), tokens.numpy().tobytes())
+            key = SnapshotKey(
+                salt,
+                str(file.facts["recipe"]),
+                tokens.numpy().tobytes(),
+                has_past=bool(file.facts["has_past"]),
+            )
         except (UnfitError, KeyError) as error:
             raise InvalidArgumentError(
                 f"{os.fspath(path)} holds no compressed session of this engine ({error}); save it again.",

@@ -29,7 +29,13 @@ class UnfitError(ValueError):
 
 def key_facts(key: SnapshotKey) -> dict[str, Any]:
     """Facts of a key in a record; the tokens themselves are a tensor."""
-    return {"kind": KIND, "salt": key.salt_uid, "recipe": key.recipe, "num_tokens": key.num_tokens}
+    return {
+        "kind": KIND,
+        "salt": key.salt_uid,
+        "recipe": key.recipe,
+        "num_tokens": key.num_tokens,
+        "has_past": key.has_past,
+    }
 
 
 def record_of(image: Image, key: SnapshotKey, cache: KVCache) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Protocol
@@ -18,7 +19,7 @@ from kvreclaim.engine.request.request import Request, Sequence
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.sampling_params import SamplingParams
-from kvreclaim.schedule import Admitted, Pass, Scheduler, StepPlan
+from kvreclaim.schedule import Admitted, Pass, Scheduler, Status, StepPlan
 from kvreclaim.schedule.snapshot_key import SnapshotKey
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,18 @@ class SnapshotStore(Extension):
 
     def compressed(self, seq: Sequence, done: Pass[int], kept: Tensor | Heads) -> None:
         if seq.snapshot_key is not None and done.logical_len == seq.footprint.compress_prompt_at:
-            self.keep(seq)
+            self.keep(seq, replace(seq.snapshot_key, has_past=seq.begun_with is not None))
+
+    def ending(self, seq: Sequence) -> None:
+        """Keep what is left of it for the next turn of its conversation, unless exact blocks serve that."""
+        account = seq.account
+        live, room = seq.num_computed - account.num_evicted, self.signals.room
+        is_short = account.num_evicted and live < seq.footprint.prompt_cap
+        is_scarce = room.limit is not None and 2 * room.used > room.limit  # those that run need the rest
+        if seq.lineage is None or seq.status is not Status.RUNNING or not is_short or is_scarce:
+            return
+        tokens = array("q", seq.token_ids[: seq.num_computed]).tobytes()
+        self.keep(seq, replace(seq.lineage, tokens=tokens))
 
     def unmoved(self, plan: StepPlan) -> None:
         self.forget(plan.parked)
@@ -84,12 +96,15 @@ class SnapshotStore(Extension):
 
     def invalidated(self, seq: Sequence) -> None:
         self.invalidate(seq.snapshot_key)
+        self.invalidate(seq.begun_with)
 
-    def keep(self, parent: Sequence) -> None:
-        """Keep what compression at compress_prompt_at has left of a sequence, for requests that begin so."""
+    def keep(self, parent: Sequence, key: SnapshotKey) -> None:
+        """Keep what compression has left of a sequence, for requests that begin so."""
         seq = replace(
             parent,
             seq_id=self._new_id(),
+            snapshot_key=key,
+            lineage=None,
             token_ids=parent.token_ids[: parent.num_computed],
             state=parent.state.fork(),
             keys=None,
@@ -101,6 +116,7 @@ class SnapshotStore(Extension):
             window_cache={},
             generator=None,
             detokenizer=None,
+            matcher=None,
             logprobs=[],
         )
         if self.scheduler.snapshots.keep(parent, seq):
@@ -146,6 +162,9 @@ class SnapshotStore(Extension):
         if unparked and self.parking is not None:
             self.parking.resume(snapshot)
         seq.state = snapshot.state.fork()
+        if (cells := seq.state.cells) is not None:  # all of it is the prompt now
+            slots = cells.counts * seq.footprint.block_size
+            seq.state.cells = replace(cells, prompt_slots=slots)
         self.signals.fork(snapshot.seq_id, seq.seq_id)
 
     def used(self, snapshot_id: int) -> bool:

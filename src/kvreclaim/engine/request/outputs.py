@@ -83,6 +83,7 @@ class RequestMetrics:
     num_cached_tokens: prompt tokens served from the prefix cache: pool, host or disk
     num_loaded_tokens: of these, from host or disk
     num_disk_tokens: of these, read from disk while the request waited
+    num_snapshot_tokens: of num_cached_tokens, those of a compressed prefix; the others are exact blocks
     num_indexed_tokens: leading prompt tokens served from the prefix index or added to it
     num_repeated_tokens: of these, computed although the index had them
     prefill_tokens_seen: tokens that dense attention would have read for sparsely computed prompt tokens,
@@ -101,6 +102,7 @@ class RequestMetrics:
     num_cached_tokens: int = 0
     num_loaded_tokens: int = 0
     num_disk_tokens: int = 0
+    num_snapshot_tokens: int = 0
     num_indexed_tokens: int = 0
     num_repeated_tokens: int = 0
     num_reused_tokens: int = 0

@@ -9,10 +9,12 @@ from dataclasses import asdict, replace
 from importlib.metadata import version
 
 from kvreclaim.compression.compressor import Compressor
+from kvreclaim.config import EngineConfig
+from kvreclaim.engine.request.request import Request
 from kvreclaim.schedule import Footprint
 from kvreclaim.schedule.snapshot_key import SnapshotKey
 
-PASS_SEMANTICS = 1
+PASS_SEMANTICS = 2
 """To be raised when a pass with the same settings keeps something else, or leaves it elsewhere."""
 
 
@@ -20,8 +22,8 @@ VERSION = version("kvreclaim")
 
 
 def recipe_of(compressor: Compressor, footprint: Footprint) -> str:
-    """Everything that decides, in this engine, what is left of given tokens at footprint.compress_prompt_at.
-    The offset is not in it: it moves passes behind the prompt only."""
+    """Everything that decides, in this engine, what is left of given tokens. The offset is not in it: it
+    moves passes behind the prompt only; nor is compress_prompt_at: it is the number of the tokens."""
     policy = compressor.policy
     told = {
         "semantics": PASS_SEMANTICS,
@@ -30,17 +32,32 @@ def recipe_of(compressor: Compressor, footprint: Footprint) -> str:
         "mode": str(compressor.mode.value),
         "statistics": compressor.stats_digest,
         "footprint": {
-            **asdict(replace(footprint, offset=0)),
+            **asdict(replace(footprint, offset=0, compress_prompt_at=0)),
             "eviction_method": footprint.eviction_method.value,
         },
     }
     return json.dumps(told, sort_keys=True)
 
 
+def has_snapshots(request: Request, footprint: Footprint, config: EngineConfig, max_blocks: int) -> bool:
+    """Whether a request goes on from what earlier turns of its conversation have kept, and keeps it: one that
+    evicts tokens again and again, that no token of the prompt is wanted of, and that nothing but its own
+    tokens decides about. max_blocks: of all snapshots"""
+    asked = request.spec.conversation_snapshots
+    special = (request.scores, request.beams, request.reuse, request.parent, request.sparse_prefill)
+    return (
+        (config.conversation_snapshots if asked is None else asked)
+        and config.enable_prefix_caching
+        and max_blocks > 0
+        and footprint.bounded
+        and footprint.recall is None
+        and all(each is None for each in special)
+    )
+
+
 def snapshot_key(
     token_ids: Sequence[int], salt: str | None, compressor: Compressor, footprint: Footprint
 ) -> SnapshotKey:
-    """The key of what a pass at footprint.compress_prompt_at leaves of these tokens."""
+    """The key of what a pass behind these tokens leaves of them."""
     recipe = recipe_of(compressor, footprint)
-    tokens = array("q", token_ids[: footprint.compress_prompt_at]).tobytes()
-    return SnapshotKey(salt, recipe, tokens, is_lasting=" at 0x" not in recipe)
+    return SnapshotKey(salt, recipe, array("q", token_ids).tobytes(), is_lasting=" at 0x" not in recipe)

@@ -25,6 +25,8 @@ class RequestSpec:
     tenant:       tenants get fair shares of the engine
     compress_prompt_at: n: compress the first n prompt tokens at once, and keep the result for requests with
                   the same tokens, compression and n
+    conversation_snapshots: whether it goes on from what earlier turns of its conversation have kept after
+                  compression, and keeps it for the next one; None: as the engine is set
     beams:        a beam search; params are then its `sampling`
     cache_salt:   prefix blocks are shared only among requests with the same salt
     sparse_prefill: method of the prompt, by name or as an object; None: the engine's own
@@ -43,6 +45,7 @@ class RequestSpec:
     retention: tuple[Retention, ...] = ()
     tenant: str | None = None
     compress_prompt_at: int | None = None
+    conversation_snapshots: bool | None = None
     beams: BeamSearchParams | None = None
     cache_salt: str | None = None
     sparse_prefill: str | SparsePrefill | None = None

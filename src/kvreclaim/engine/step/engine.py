@@ -28,6 +28,7 @@ from kvreclaim.engine.request.footprints import footprint_of
 from kvreclaim.engine.request.outputs import EngineTotals, StepStats
 from kvreclaim.engine.request.request import Request
 from kvreclaim.engine.request.request import Sequence as Seq
+from kvreclaim.engine.request.snapshot_recipe import has_snapshots
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.engine.speculative.companion_copier import CompanionCache, CompanionCopier
@@ -281,11 +282,19 @@ class Engine:
         request, footprint = made.request, made.footprint
         if spec.params.structured_outputs is not None:
             request.grammar = self.grammars.matcher(spec.params.structured_outputs)
-        if footprint.compress_prompt_at:
+        has_turns = has_snapshots(request, footprint, self.config, self.scheduler.snapshots.max_blocks)
+        if footprint.compress_prompt_at or has_turns:
             _ = self.snapshots  # from now on
         is_chunked = spec.chunks is not None and request.reuse is not None
         most_hit = None if request.verify is None else self.verifier.max_prefix_hit(request.verify)
-        self.lifecycle.begin(request, made.tokens, footprint, queued=not is_chunked, max_prefix_hit=most_hit)
+        self.lifecycle.begin(
+            request,
+            made.tokens,
+            footprint,
+            queued=not is_chunked,
+            max_prefix_hit=most_hit,
+            has_turns=has_turns,
+        )
         if spec.chunks is not None and is_chunked:
             self.chunked.begin(request, spec.chunks.reuse)
         for extension in self.extensions.ordered:

@@ -29,6 +29,12 @@ class Account:
         gone = self.num_evicted
         return Account(gone, self.prompt_slots, self.last_computed, inherited_evicted=gone)
 
+    def fork_as_prompt(self, *, uneven: bool) -> Account:
+        """The same for a child all of whose tokens so far are its prompt."""
+        child = self.fork()
+        child.prompt_slots = 0 if uneven else self.last_computed - self.num_evicted
+        return child
+
     def prompt_now(self, num_computed: int, num_prompt: int) -> int:
         """Leading live slots that hold prompt tokens, those computed since the last pass included."""
         return self.prompt_slots + min(num_prompt, num_computed) - min(num_prompt, self.last_computed)

@@ -57,6 +57,7 @@ async def create_message(
         compress_prompt_at=_compress_prompt_at(
             body, rendered, compression or service.engine.served.compression
         ),
+        conversation_snapshots=body.conversation_snapshots,
         may_end_early=True,
     )
     prompt = await _followed(body, service, tenant, prompt)

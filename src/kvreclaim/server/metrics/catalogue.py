@@ -115,6 +115,7 @@ COUNTERS = (
     _counter(
         "vllm:prompt_tokens_cached", "Of these, tokens served from the prefix cache, host and disk included."
     ),
+    _counter("kvreclaim:snapshot_tokens", "Of these, tokens of compressed prefixes."),
     _counter(
         "vllm:prompt_tokens_by_source",
         "Prompt tokens: local_compute, local_cache_hit (the pool) or external_kv_transfer (host or disk).",

@@ -80,6 +80,7 @@ class MetricsObserver:
         self.prompt_tokens = 0
         self.prompt_tokens_cached = 0
         self.prompt_tokens_loaded = 0
+        self.snapshot_tokens = 0
         self.blocks_freed = 0
         self.blocks_taken = 0
         self.step_s = 0.0
@@ -175,6 +176,7 @@ class MetricsObserver:
             self.prompt_tokens += len(request.prompt_token_ids)
             self.prompt_tokens_cached += metrics.num_cached_tokens
             self.prompt_tokens_loaded += metrics.num_loaded_tokens
+            self.snapshot_tokens += metrics.num_snapshot_tokens
 
     def _complete(self, request: Request, seq: Sequence, now: float) -> None:
         """An output reached its end by itself. (One that was aborted has no latency worth averaging.)"""
@@ -249,6 +251,7 @@ def _request_values(seen: MetricsObserver, deferred: int) -> dict[str, Values]:
         },
         "vllm:prompt_tokens": seen.prompt_tokens,
         "vllm:prompt_tokens_cached": seen.prompt_tokens_cached,
+        "kvreclaim:snapshot_tokens": seen.snapshot_tokens,
         "vllm:prompt_tokens_by_source": {
             "local_compute": seen.prompt_tokens - seen.prompt_tokens_cached,
             "local_cache_hit": seen.prompt_tokens_cached - seen.prompt_tokens_loaded,

@@ -98,6 +98,7 @@ def engine_prompt(
         cache_salt=tenant.salt(fields.cache_salt),
         sparse_prefill=fields.sparse_prefill,
         compress_prompt_at=fields.compress_prompt_at,
+        conversation_snapshots=fields.conversation_snapshots,
         beams=beams,
         chunks=chunks,
         may_end_early=limits == [None] * len(limits),

@@ -17,9 +17,11 @@ class CachedByTier(ResponseSchema):
 
 
 class PromptTokensDetails(ResponseSchema):
-    """cached_tokens_by_tier: present if host or disk served some; its sum is cached_tokens."""
+    """snapshot_tokens: of cached_tokens, those of compressed prefixes. cached_tokens_by_tier: present if host
+    or disk served some; its sum is cached_tokens."""
 
     cached_tokens: int
+    snapshot_tokens: int
     cached_tokens_by_tier: CachedByTier | None = None
 
 
