@@ -84,15 +84,16 @@ def test_messages(server: Running):
     """Anthropic's breakpoints move along with the turns."""
     client = anthropic.Anthropic(base_url=server.base_url, api_key="any", max_retries=0)
     mark, messages, usages = {"type": "ephemeral"}, [], []
+    compression = {"policy": "knorm", "budget": 32, "interval": 16, "sinks": 2, "recent": 8}
     with client:
         for _ in range(3):
-            block = {"type": "text", "text": WORDS, "cache_control": mark}
+            block = {"type": "text", "text": WORDS[:180], "cache_control": mark}
             messages.append({"role": "user", "content": [block]})
             message = client.messages.create(
                 model=MODEL,
                 max_tokens=12,
                 messages=messages,
-                extra_body={"temperature": 0, "ignore_eos": True},
+                extra_body={"temperature": 0, "ignore_eos": True, "kv_compression": compression},
             )
             usages.append(message.usage)
             messages.append({"role": "assistant", "content": message.content})

@@ -456,6 +456,7 @@ SHARED = {
     "priority": 3,
     "kv_compression": {"policy": "knorm", "budget": 32},
     "compress_prompt_at": 16,
+    "conversation_snapshots": False,
     "sparse_prefill": "dense",
     "seed": 1,
     "temperature": 0.5,
