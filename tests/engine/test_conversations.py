@@ -127,7 +127,7 @@ def test_who_does_not_go_on(make_llm):
     for prompt, compression, options in others:
         _, metrics = ask(llm, prompt, 2, compression, **options)
         assert metrics.num_snapshot_tokens == 0
-    llm.score([text], [NEW], config())
+    assert llm.score([text], [NEW], config())[0].metrics.num_snapshot_tokens == 0
     assert ask(llm, text, 2)[1].num_snapshot_tokens == KEPT
     with pytest.raises(InvalidArgumentError, match="conversation_snapshots is 'no'"):
         ask(llm, text, conversation_snapshots="no")
@@ -159,6 +159,21 @@ def test_exact_blocks_that_reach_as_far_are_used(make_llm):
     _, metrics = ask(llm, text + NEW, FIRST, budget)
     assert metrics.num_snapshot_tokens == 0
     assert metrics.num_cached_tokens > len(PROMPT)
+
+
+def test_scored_turns(make_llm):
+    """With given answers, where they ask for it: log-probabilities are those of generating them."""
+    llm, other = make_llm(**ON), make_llm(**ENGINE)
+    text = []
+    for new in (PROMPT, NEW, LAST):
+        before, text = len(text), text + new
+        answer, _ = ask(llm, text)
+        (scored,) = other.score(
+            with_options([text], conversation_snapshots=True), [answer.token_ids], config()
+        )
+        assert before - 1 <= scored.metrics.num_snapshot_tokens <= before
+        assert scored.logprobs == pytest.approx(told(answer.token_ids, answer.logprobs)[1], abs=1e-4)
+        text = text + answer.token_ids
 
 
 def test_every_output_is_kept(make_llm):

@@ -41,12 +41,13 @@ def recipe_of(compressor: Compressor, footprint: Footprint) -> str:
 
 def has_snapshots(request: Request, footprint: Footprint, config: EngineConfig, max_blocks: int) -> bool:
     """Whether a request goes on from what earlier turns of its conversation have kept, and keeps it: one that
-    evicts tokens again and again, that no token of the prompt is wanted of, and that nothing but its own
-    tokens decides about. max_blocks: of all snapshots"""
+    evicts tokens again and again, and of whose prompt every token is computed as any other; one that is
+    scored only if it says so. max_blocks: of all snapshots"""
     asked = request.spec.conversation_snapshots
-    special = (request.scores, request.beams, request.reuse, request.parent, request.sparse_prefill)
+    by_default = config.conversation_snapshots and request.scores is None
+    special = (request.beams, request.reuse, request.parent, request.sparse_prefill)
     return (
-        (config.conversation_snapshots if asked is None else asked)
+        (by_default if asked is None else asked)
         and config.enable_prefix_caching
         and max_blocks > 0
         and footprint.bounded

@@ -1,0 +1,209 @@
+"""Turns of agents' conversations: the full cache, compression, and compression with conversation snapshots.
+
+    python benchmarks/turns.py --model DIR                   # made sessions
+    python benchmarks/turns.py --model DIR --sessions 4      # recorded ones (pip install "kvreclaim[agents]")
+
+Answers are given (teacher forcing), so that every setting sees the same tokens. Tokens and blocks are exact
+counts; the time to the first token is that of the prompt's last step.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from random import Random
+from statistics import median
+from time import perf_counter
+from typing import Annotated
+
+from rich.table import Table
+
+from kvreclaim.bench.common import Row, sheet
+from kvreclaim.bench.plans import ModelPlan
+from kvreclaim.bench.systems.base import text_tokens
+from kvreclaim.cli.bench_options import Json, publish, ready, script
+from kvreclaim.cli.config_options import ConfigOptions
+from kvreclaim.compression.config import CompressionConfig
+from kvreclaim.compression_settings import AUTO
+from kvreclaim.engine.api.llm import LLM
+from kvreclaim.eval.agents import recorded_sessions
+from kvreclaim.eval.task import Item
+from kvreclaim.eval.text.prose import Encoder
+from kvreclaim.options import option
+from kvreclaim.sampling_params import SamplingParams
+
+FULL, COMPRESSED, SNAPSHOTS = "full", "compressed", "with snapshots"
+ANSWER = 100
+TOOL = 1000, 4000
+"""Least and most tokens of a made tool output."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnsPlan(ModelPlan):
+    """Sessions, each under every setting."""
+
+    policy: str = option(AUTO, "Policy.")
+    budget: int = option(2048, "Tokens that it keeps.", low=1, unit=" tokens")
+    interval: int = option(128, "Tokens over the budget at which it compresses.", low=1, unit=" token")
+    stats: Path | None = option(None, "Statistics; default: those beside the model.")
+    sessions: int = option(0, "Recorded sessions; 0: one that is made.", low=0)
+    turns: int = option(40, "Turns of the made session, and most of a recorded one.", low=2)
+    scale: float = option(
+        0.25, "Of the made session's tool outputs, 1,000 to 4,000 tokens.", low=0.01, high=1
+    )
+    text: Path | None = option(None, "UTF-8 text that the made session is cut from; else random tokens.")
+    num_tokens: int = option(32_000, "Tokens of the longest session.", low=64)
+    chunk: int = option(2048, "Tokens of a prompt that one step computes.", low=1)
+    settings: tuple[str, ...] = option((FULL, COMPRESSED, SNAPSHOTS), "Settings, comma-separated.")
+
+
+def made_session(plan: TurnsPlan, llm: LLM) -> tuple[Item, ...]:
+    """Turns with tool outputs of uneven lengths, as far as they fit."""
+    random, lengths = Random(0), []
+    while len(lengths) < plan.turns and sum(map(sum, lengths)) < plan.num_tokens:
+        lengths.append((int(plan.scale * random.randint(*TOOL)), max(2, int(ANSWER * plan.scale))))
+    tokens = text_tokens(plan.text, sum(map(sum, lengths)), llm.loaded)
+    found, end = [], 0
+    for new, said in lengths:
+        if (end := end + new + said) <= plan.num_tokens:
+            found.append(Item(tuple(tokens[: end - said]), tuple(tokens[end - said : end])))
+    return tuple(found)
+
+
+def sessions_of(plan: TurnsPlan, llm: LLM) -> list[tuple[Item, ...]]:
+    if not plan.sessions:
+        return [made_session(plan, llm)]
+    task = recorded_sessions(Encoder(llm.tokenizer), plan.num_tokens)
+    items = (task.item(0, index) for index in range(task.num_examples(min(plan.sessions, sys.maxsize))))
+    return [item.turns[: plan.turns] for item in items]
+
+
+def run(plan: TurnsPlan) -> list[Row]:
+    """A row per session, setting and turn."""
+    compression = CompressionConfig(
+        plan.policy,
+        plan.budget,
+        interval=plan.interval,
+        stats=None if plan.stats is None else str(plan.stats),
+    )
+    llm = LLM(
+        plan.model,
+        dtype=plan.dtype,
+        max_num_seqs=1,
+        max_model_len=plan.num_tokens + 2,
+        max_num_batched_tokens=plan.chunk,
+    )
+    rows = []
+    for number, turns in enumerate(sessions_of(plan, llm)):
+        full: list[list[int]] = []
+        for setting in plan.settings:
+            llm.engine.reset_prefix_cache()
+            before: Sequence[int] = ()
+            for place, turn in enumerate(turns):
+                config = None if setting == FULL else compression
+                row, predicted = _turn(llm, turn, config, keeps=setting == SNAPSHOTS)
+                if setting == FULL:
+                    full.append(predicted)
+                agree = None
+                if full:
+                    same = sum(a == b for a, b in zip(predicted, full[place], strict=True))
+                    agree = same / len(predicted)
+                new = len(turn.prompt) - num_shared(before, turn.prompt)
+                rows.append(
+                    {**plan.facts(), "session": number, "setting": setting, "turn": place, "new": new}
+                    | row
+                    | {"agreement": agree}
+                )
+                before = turn.prompt + turn.continuation
+    return rows
+
+
+def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def _turn(llm: LLM, turn: Item, config: CompressionConfig | None, *, keeps: bool) -> tuple[Row, list[int]]:
+    """blocks: held by the request at most; blocks_left: by snapshots behind it."""
+    engine, compressor = llm.engine, None if config is None else llm.compressor(config)
+    started, first_s = perf_counter(), None
+    request = engine.add_request(
+        "turn",
+        list(turn.prompt),
+        SamplingParams(max_tokens=1),
+        compressor,
+        continuation=list(turn.continuation),
+        conversation_snapshots=keeps,
+    )
+    [seq] = request.sequences
+    while not request.finished:
+        engine.step()
+        if first_s is None and seq.num_computed >= seq.num_prompt:
+            first_s = perf_counter() - started
+    found = request.score_output()
+    assert found.error is None, found.error
+    metrics = found.metrics
+    row = {
+        "prompt": metrics.num_prompt_tokens,
+        "cached": metrics.num_cached_tokens,
+        "snapshot": metrics.num_snapshot_tokens,
+        "computed": metrics.num_prompt_tokens - metrics.num_cached_tokens,
+        "first_s": first_s,
+        "blocks": metrics.peak_blocks,
+        "answer_blocks": metrics.answer_blocks,
+        "blocks_left": engine.memory.stats().in_use,
+    }
+    return row, found.predicted
+
+
+def turns_table(rows: list[Row]) -> Table:
+    """A line per session and setting, over the turns behind the first."""
+    lines = []
+    for session, setting in dict.fromkeys((row["session"], row["setting"]) for row in rows):
+        own = [row for row in rows if (row["session"], row["setting"]) == (session, setting) and row["turn"]]
+        if not own:
+            continue
+        agreed = [row["agreement"] for row in own if row["agreement"] is not None]
+        lines.append(
+            {
+                "session": session,
+                "setting": setting,
+                "turns": len(own) + 1,
+                "tokens": own[-1]["prompt"],
+                "new": sum(row["new"] for row in own),
+                "computed": sum(row["computed"] for row in own),
+                "most": max(row["computed"] / row["new"] for row in own),
+                "first_s": median(row["first_s"] for row in own),
+                "blocks": max(row["answer_blocks"] for row in own),
+                "left": max(row["blocks_left"] for row in own),
+            }
+            | ({"agreement": sum(agreed) / len(agreed)} if agreed else {})
+        )
+    columns = {
+        "session": "{session}",
+        "setting": "{setting}",
+        "turns": "{turns}",
+        "last prompt": "{tokens:,}",
+        "new tokens": "{new:,}",
+        "computed": "{computed:,}",
+        "most, of a turn's new": "{most:.2f}",
+        "first token, s": "{first_s:.2f}",
+        "blocks, answering": "{blocks}",
+        "of snapshots": "{left}",
+        "agreement": "{agreement:.3f}",
+    }
+    return sheet("turns behind the first", columns, lines)
+
+
+@script
+def app(plan: Annotated[TurnsPlan, ConfigOptions(config=TurnsPlan)], json_file: Json = None) -> None:
+    """Turns of conversations: what is computed, held and answered."""
+    with ready(plan.threads):
+        rows = run(plan)
+        publish(rows, [turns_table(rows)], json_file)
+
+
+if __name__ == "__main__":
+    app()
