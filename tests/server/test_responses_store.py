@@ -51,6 +51,7 @@ def test_bytes_are_limited_too_and_what_is_larger_is_not_kept() -> None:
     assert kept.put(None, "5", Kept(b"x" * 35, b""))
     assert not kept.put(None, "6", Kept(b"x" * 35, b"y"))
     assert ids(kept, None, 7) == [5]
+    assert not store(max_stored_responses=0).put(None, "0", ONE)
 
 
 def test_a_tenant_has_its_own_limits_and_sees_its_own_only() -> None:

@@ -156,7 +156,10 @@ class ServerConfig:
         panel=CACHING,
     )
     max_stored_responses: int = option(
-        1024, "Maximum number of responses kept per API key; the least recently used go.", low=1, panel=LIMITS
+        1024,
+        "Maximum number of responses kept per API key; the least recently used go. 0 keeps none.",
+        low=0,
+        panel=LIMITS,
     )
     max_stored_responses_bytes: int = option(
         1 << 26,

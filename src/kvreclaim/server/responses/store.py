@@ -62,7 +62,7 @@ class ResponseStore:
         """Keep a response; those used least recently make room. Returns: whether it is kept, which one larger
         than the limit is not."""
         num_bytes = sum(map(len, kept))
-        if num_bytes > self._most_bytes:
+        if num_bytes > self._most_bytes or not self._most:
             return False
         row = (response_id, tenant or "", num_bytes, *kept)
         try:
