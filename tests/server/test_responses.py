@@ -399,6 +399,7 @@ def test_a_failure_is_the_last_event(server: Running, monkeypatch: pytest.Monkey
     last = events(server, **SAID, **saying("me"))[-1]
     assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
     assert last["response"]["error"]["code"] == "server_error"
+    assert last["response"]["store"] is False
     assert web.get(f"{server.base_url}/v1/responses/{last['response']['id']}").status_code == 404
 
 

@@ -76,8 +76,8 @@ class ResponseAnswer:
                         if chunks := await self._beside(work, update):
                             yield chunks
                 except Exception as error:
-                    self.response |= failure(error_of(error, self.request.scope).message)
-                    self.response["output"] = self.output.items
+                    failed = failure(error_of(error, self.request.scope).message)
+                    self.response |= failed | {"output": self.output.items, "store": False}
                     yield self._written(self._about("failed"))
 
     def _news(self, update: Update) -> bytes:
