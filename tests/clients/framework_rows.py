@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 from rows import SAY, TOOL, At, Rows, check
@@ -14,7 +14,7 @@ ROWS = Rows()
 class City(BaseModel):
     """A city."""
 
-    city: str
+    city: Literal["Bern", "Paris"]
 
 
 def weather(city: str) -> str:
@@ -42,9 +42,9 @@ def litellm_plain(at: At) -> None:
 
 @ROWS.add("litellm", "response_format, forced call")
 def litellm_structured(at: At) -> None:
-    answer = litellm_answer(at, response_format=City, max_tokens=100, temperature=0)
+    answer = litellm_answer(at, response_format=City, max_tokens=250, temperature=0)
     City.model_validate_json(answer.choices[0].message.content)
-    answer = litellm_answer(at, tools=[TOOL], tool_choice="required", max_tokens=100, temperature=0)
+    answer = litellm_answer(at, tools=[TOOL], tool_choice="required", max_tokens=250, temperature=0)
     check(answer.choices[0].message.tool_calls, answer)
 
 
@@ -58,7 +58,7 @@ def langchain_model(at: At, **fields: Any) -> Any:
     from langchain_openai import ChatOpenAI
 
     given: dict[str, Any] = {"base_url": at.v1, "api_key": "any", "model": at.model, "max_retries": 0}
-    return ChatOpenAI(**{**given, "max_tokens": 100, "temperature": 0, **fields})
+    return ChatOpenAI(**{**given, "max_tokens": 250, "temperature": 0, **fields})
 
 
 @ROWS.add("LangChain", "ChatOpenAI: invoke, stream, bind_tools")
@@ -86,7 +86,7 @@ def langchain_anthropic(at: At) -> None:
     from langchain_anthropic import ChatAnthropic
 
     model: Any = ChatAnthropic(
-        base_url=at.url, api_key="any", model=at.model, max_tokens=100, temperature=0, max_retries=0
+        base_url=at.url, api_key="any", model=at.model, max_tokens=250, temperature=0, max_retries=0
     )
     check(model.invoke("Name a city."), "nothing")
     check(isinstance(model.with_structured_output(City).invoke("Name a city."), City), "no City")
@@ -120,7 +120,7 @@ for mode in ("TOOLS", "JSON", "JSON_SCHEMA"):
             messages=[{"role": "user", "content": 'Name a city, as {"city": "its name"}.'}],
             response_model=City,
             max_retries=1,
-            max_tokens=100,
+            max_tokens=250,
             temperature=0,
         )
         check(isinstance(found, City), found)
@@ -138,14 +138,14 @@ def pydantic_text(at: At) -> None:
     from pydantic_ai import Agent
 
     agent: Any = Agent(pydantic_model(at), model_settings={"max_tokens": 8})
-    check(agent.run_sync("Name a city.").usage(), "nothing")
+    check(agent.run_sync("Name a city.").output is not None, "nothing")
 
 
 @ROWS.add("pydantic-ai", "output_type (a forced call), NativeOutput")
 def pydantic_structured(at: At) -> None:
     from pydantic_ai import Agent, NativeOutput
 
-    settings: Any = {"max_tokens": 100, "temperature": 0}
+    settings: Any = {"max_tokens": 250, "temperature": 0}
     for output in (City, NativeOutput(City)):
         agent: Any = Agent(pydantic_model(at), output_type=output, model_settings=settings, retries=0)
         check(isinstance(agent.run_sync("Name a city.").output, City), "no City")
@@ -156,7 +156,7 @@ def agents_run(at: At, model: Any, **fields: Any) -> Any:
 
     set_tracing_disabled(True)
     agent = Agent(
-        name="one", model=model, model_settings=ModelSettings(max_tokens=100, temperature=0), **fields
+        name="one", model=model, model_settings=ModelSettings(max_tokens=250, temperature=0), **fields
     )
     return Runner.run_sync(agent, "Name a city.", max_turns=2)
 
@@ -188,7 +188,7 @@ def agents_responses(at: At) -> None:
 def smolagents_row(at: At) -> None:
     from smolagents import OpenAIServerModel, tool
 
-    model = OpenAIServerModel(at.model, api_base=at.v1, api_key="any", max_tokens=100, temperature=0)
+    model = OpenAIServerModel(at.model, api_base=at.v1, api_key="any", max_tokens=250, temperature=0)
     check(model.generate(SAY), "nothing")
     message = model.generate(SAY, tools_to_call_from=[tool(weather)])
     check(message.tool_calls[0].function.name == "weather", message)
@@ -197,7 +197,7 @@ def smolagents_row(at: At) -> None:
 def dspy_model(at: At, **fields: Any) -> Any:
     import dspy
 
-    given: dict[str, Any] = {"api_base": at.v1, "api_key": "any", "max_tokens": 100, "temperature": 0}
+    given: dict[str, Any] = {"api_base": at.v1, "api_key": "any", "max_tokens": 250, "temperature": 0}
     return dspy.LM(f"openai/{at.model}", **{**given, "cache": False, "num_retries": 0, **fields})
 
 

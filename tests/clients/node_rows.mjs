@@ -10,7 +10,7 @@ const [url, model] = process.argv.slice(2);
 const messages = [{ role: "user", content: "Name a city." }];
 const schema = {
   type: "object",
-  properties: { city: { type: "string" } },
+  properties: { city: { enum: ["Bern", "Paris"] } },
   required: ["city"],
   additionalProperties: false,
 };
@@ -38,11 +38,11 @@ const text = async (served, more = {}) => {
   check(parts.at(-1).type === "finish", parts.at(-1));
 };
 const object = async (served) => {
-  const asked = { model: served, messages, schema: jsonSchema(schema), maxOutputTokens: 100, maxRetries: 0 };
+  const asked = { model: served, messages, schema: jsonSchema(schema), maxOutputTokens: 250, maxRetries: 0 };
   check("city" in (await generateObject({ ...asked, temperature: 0 })).object, "no city");
 };
 const forced = async (served) => {
-  const asked = { model: served, messages, tools, toolChoice: "required", maxOutputTokens: 100, maxRetries: 0 };
+  const asked = { model: served, messages, tools, toolChoice: "required", maxOutputTokens: 250, maxRetries: 0 };
   const { toolCalls } = await generateText({ ...asked, temperature: 0 });
   check(toolCalls[0]?.toolName === "weather", toolCalls);
 };

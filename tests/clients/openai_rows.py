@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from typing import Any, Literal
 
 import openai
 from pydantic import BaseModel
@@ -22,7 +22,7 @@ HISTORY = [*SAY, CALL, {"role": "tool", "tool_call_id": "c1", "content": "7 degr
 
 
 class City(BaseModel):
-    city: str
+    city: Literal["Bern", "Paris"]
 
 
 def client(at: At) -> openai.OpenAI:
@@ -108,15 +108,15 @@ def json_object(at: At) -> None:
 def parse(at: At) -> None:
     with client(at) as each:
         answer = each.chat.completions.parse(
-            model=at.model, messages=SAY, response_format=City, max_tokens=100, temperature=0
+            model=at.model, messages=SAY, response_format=City, max_tokens=250, temperature=0
         )
     check(isinstance(answer.choices[0].message.parsed, City), answer)
 
 
 def forced(at: At, choice: Any, **function: Any) -> None:
     tool = {"type": "function", "function": {**TOOL["function"], **function}}
-    answer = chat(at, tools=[tool], tool_choice=choice, max_tokens=100, temperature=0)
-    [call] = answer.choices[0].message.tool_calls
+    answer = chat(at, tools=[tool], tool_choice=choice, max_tokens=250, temperature=0)
+    call, *_ = answer.choices[0].message.tool_calls
     arguments = json.loads(call.function.arguments)
     check(call.function.name == "weather" and arguments.keys() == WEATHER["properties"].keys(), call)
 
@@ -146,12 +146,12 @@ def responses(at: At) -> None:
 @ROWS.add("openai", "responses.parse, and a forced call")
 def responses_parsed(at: At) -> None:
     with client(at) as each:
-        given: dict[str, Any] = {"model": at.model, "max_output_tokens": 100, "temperature": 0}
+        given: dict[str, Any] = {"model": at.model, "max_output_tokens": 250, "temperature": 0}
         parsed = each.responses.parse(input="Name a city.", text_format=City, **given)
         check(isinstance(parsed.output_parsed, City), parsed)
         tool: Any = {"type": "function", "name": "weather", "parameters": WEATHER, "strict": True}
         called = each.responses.create(input="Weather?", tools=[tool], tool_choice="required", **given)
-        check([item.type for item in called.output] == ["function_call"], called.output)
+        check(called.output[0].type == "function_call", called.output)
 
 
 if __name__ == "__main__":

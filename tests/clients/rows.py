@@ -15,7 +15,7 @@ from typing import Any
 
 WEATHER: dict[str, Any] = {
     "type": "object",
-    "properties": {"city": {"type": "string"}},
+    "properties": {"city": {"enum": ["Bern", "Paris"]}},
     "required": ["city"],
     "additionalProperties": False,
 }

@@ -356,7 +356,7 @@ CHECKS: dict[str, Callable[[Talker], None]] = {
 }
 
 
-WITHOUT_EFFECT = {"service_tier", "metadata", "store", "modalities", "prediction"}
+WITHOUT_EFFECT = {"service_tier", "metadata", "store", "modalities", "prediction", "verbosity"}
 ELSEWHERE = {"parallel_tool_calls", "reasoning_effort", "structured_outputs", "thinking_token_budget"}
 """Tested in test_reasoning_http.py, test_structured_http.py and test_thinking_http.py, as are those above."""
 

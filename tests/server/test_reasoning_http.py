@@ -140,7 +140,7 @@ def test_only_the_first_call_where_calls_are_not_parallel(client: openai.OpenAI,
 def test_ordinary_fields_are_taken_and_null_is_as_good_as_absent(client: openai.OpenAI) -> None:
     fields = {"model": MODEL, "messages": SAID, "tool_choice": "auto", "parallel_tool_calls": True}
     told = {"service_tier": "auto", "metadata": {"a": "b"}, "store": False, "modalities": ["text"]}
-    told["prediction"] = {"type": "content", "content": "look."}
+    told |= {"prediction": {"type": "content", "content": "look."}, "verbosity": "medium"}
     nothing = {"audio": None, "web_search_options": None, "functions": None}
     extra = saying("look.") | nothing
     answer = client.chat.completions.create(**fields, **told, extra_body=extra)

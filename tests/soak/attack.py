@@ -27,10 +27,18 @@ from pathlib import Path
 from threading import Event, Thread
 
 import psutil
-from attacks import SERVERS, Attack, Outcome
+from attacks import SERVERS, Attack, Outcome, Server
 from client import first_token, health
-from server import Target, serving
+from grammar_attacks import MOST_STORED, STORED, STRUCTURED
+from server import KEYED, MODEL, Target, serving
+from writer import save_writer
 
+OTHERS = {
+    "structured": Server(KEYED, STRUCTURED),
+    "storing": Server([*KEYED, "--max-stored-responses", str(MOST_STORED)], [STORED]),
+}
+WRITES = ("structured",)
+"""Their model can write any text; the demo model has only words."""
 WORDS = ("lark", "shell", "dew", "mole", "nest", "wind", "wave", "sky", "sun", "sand")
 PER_MB_S, LEAST_S = 1.0, 1.0
 GROWTH, LEAST_GROWTH = 4, 32 << 20
@@ -159,8 +167,10 @@ def judge(attack: Attack, outcomes: list[Outcome], seen: Seen, alone: Seen, grow
         limit_s = max(LEAST_S, PER_MB_S * outcome.sent / 1e6)
         if attack.refused and outcome.elapsed_s > limit_s:
             missed.append(f"refused after {outcome.elapsed_s:.2f} s, the limit is {limit_s:.2f} s")
-    most = max(LEAST_GROWTH, GROWTH * max((outcome.together for outcome in outcomes), default=0))
-    if attack.refused and growth > most:
+    most = attack.growth
+    if attack.refused:
+        most = max(LEAST_GROWTH, GROWTH * max((outcome.together for outcome in outcomes), default=0))
+    if most is not None and growth > most:
         missed.append(f"memory grew by {growth / 1e6:.0f} MB, the limit is {most / 1e6:.0f} MB")
     if seen.health_s > HEALTH_S:
         missed.append(f"/health took {1e3 * seen.health_s:.0f} ms")
@@ -177,12 +187,16 @@ def main() -> int:
     multiprocessing.set_start_method("fork")
     missed = 0
     with tempfile.TemporaryDirectory() as directory:
-        for name, server in SERVERS.items():
+        for name, server in {**SERVERS, **OTHERS}.items():
             attacks = [attack for attack in server.attacks if only in f"{name} {attack.name}"]
             if not attacks:
                 continue
-            with serving(server.options, Path(directory) / f"{name}.log") as target:
-                print(f"{name}: kvreclaim serve {' '.join(server.options)}", flush=True)
+            options = server.options
+            if name in WRITES:
+                model = save_writer(Path(directory) / "writer")
+                options = [*options, "--model", str(model), "--served-model-name", MODEL]
+            with serving(options, Path(directory) / f"{name}.log") as target:
+                print(f"{name}: kvreclaim serve {' '.join(options)}", flush=True)
                 first_token(target, "lark dew")  # what is made at the first request
                 with watching(target) as alone:
                     time.sleep(2 * WATCH_S)

@@ -37,12 +37,14 @@ Strike = Callable[[Target], list[Outcome]]
 @dataclass(frozen=True)
 class Attack:
     """strike: attack once; check: what was missed otherwise; refused: judged by time and memory as well;
+    growth: most bytes by which memory may grow, where it is not refused
     judged: not where it is no attack, but what the defaults let a client ask"""
 
     name: str
     strike: Strike
     expected: tuple[int | None, ...] = REFUSED
     refused: bool = True
+    growth: int | None = None
     check: Callable[[Target], list[str]] | None = None
     judged: bool = True
 

@@ -25,7 +25,7 @@ from kvreclaim.server.fields import Listed
 from kvreclaim.server.ids import request_id_of
 from kvreclaim.server.openai.answer import OpenAIResponse, scores_of
 from kvreclaim.server.openai.documents import DocumentPlaces, reuse_of, within_chat
-from kvreclaim.server.openai.fields import MAX_LOGPROBS, GenerationFields
+from kvreclaim.server.openai.fields import MAX_LOGPROBS, GenerationFields, Verbosity
 from kvreclaim.server.openai.logprobs import chat_logprobs
 from kvreclaim.server.openai.message_parts import MessageChunks, whole_message
 from kvreclaim.server.openai.messages import (
@@ -56,6 +56,7 @@ class ChatRequest(GenerationFields, ConversationOptions):
     parallel_tool_calls: bool | None = None
     modalities: Annotated[Listed[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     prediction: dict[str, Any] | None = None
+    verbosity: Verbosity | None = None
     thinking_token_budget: int | None = Field(None, ge=0, le=MAX_INT32)
     response_format: ResponseFormat | None = None
 

@@ -15,6 +15,7 @@ from kvreclaim.server.fields import (
     Listed,
     StopStrings,
     at_most,
+    described,
 )
 from kvreclaim.server.openai.documents import ChunkReuseFields, Documents
 from kvreclaim.server.openai.structured import StructuredOutputs
@@ -22,6 +23,7 @@ from kvreclaim.server.openai.structured import StructuredOutputs
 MAX_LOGPROBS = 20
 MAX_USER_LENGTH = 512
 MAX_METADATA = 16
+Verbosity = Annotated[Literal["medium"], described("'medium'; no model here knows others")]
 PromptCacheRetention = Literal["in_memory", "in-memory", "24h"]
 RETENTION_S: Mapping[str, float] = {"in_memory": 300.0, "in-memory": 300.0, "24h": 86_400.0}
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from kvreclaim.server.fields import MAX_INT32, MAX_TOOLS, Fields, Listed, at_most, described, refusal
-from kvreclaim.server.openai.fields import MAX_LOGPROBS, SharedFields
+from kvreclaim.server.openai.fields import MAX_LOGPROBS, SharedFields, Verbosity
 from kvreclaim.server.openai.messages import FunctionDefinition
 from kvreclaim.server.responses.items import Items
 
@@ -44,7 +44,7 @@ class TextOptions(Fields):
     """format: as chat's response_format, but with the schema's fields beside the type"""
 
     format: Annotated[dict[str, Any], at_most(MAX_FORMAT)] | None = None
-    verbosity: Annotated[Literal["medium"], described("'medium'; no model here knows others")] | None = None
+    verbosity: Verbosity | None = None
 
 
 class ReasoningOptions(Fields):
