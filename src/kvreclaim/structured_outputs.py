@@ -7,9 +7,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvreclaim.checks import require
+from kvreclaim.parsers.schema_size import MAX_PROPERTIES, too_many
 
 MAX_GRAMMAR = 1 << 20
 """Characters of a schema, an expression or a grammar."""
+MAX_CHOICES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,19 @@ class StructuredOutputsParams:
                 f"structured_outputs.choice is {str(self.choice)[:80]!r}; pass a list of non-empty strings.",
                 "structured_outputs",
             )
+            require(
+                len(self.choice) <= MAX_CHOICES,
+                f"structured_outputs.choice has {len(self.choice)} texts, at most {MAX_CHOICES} are allowed; "
+                "leave some out.",
+                "structured_outputs",
+            )
+        count = too_many(_value(self.json))
+        require(
+            count is None,
+            f"structured_outputs.json has an object of {count} properties, at most {MAX_PROPERTIES} are "
+            "allowed; leave some out.",
+            "structured_outputs",
+        )
         kind, text = self.source
         require(
             len(text) <= MAX_GRAMMAR,
@@ -63,6 +78,16 @@ class StructuredOutputsParams:
         if self.choice is not None:
             return "choice", json_text.dumps(list(self.choice))
         return ("regex", self.regex) if self.regex is not None else ("grammar", str(self.grammar))
+
+
+def _value(schema: str | dict[str, Any] | None) -> Any:
+    """The schema as a value; None where it is no JSON, which whoever makes its grammar says."""
+    if not isinstance(schema, str):
+        return schema
+    try:
+        return json_text.loads(schema)
+    except (ValueError, RecursionError):
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,3 +135,38 @@ def test_refusals_name_the_place(
         client.chat.completions.create(model=MODEL, messages=SAID, **fields)
     assert caught.value.param == param
     assert said in str(caught.value)
+
+
+def wide(count: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(count)}}
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"json": wide(401)}, "an object of 401 properties"),
+        ({"json": json.dumps({"items": [wide(401)]})}, "an object of 401 properties"),
+        ({"choice": [str(n) for n in range(4097)]}, "4097 texts"),
+    ],
+    ids=["object", "text", "choice"],
+)
+def test_what_costs_too_much_is_refused(client: openai.OpenAI, given: dict[str, Any], named: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=named) as refused:
+        chat(client, extra_body={"structured_outputs": given})
+    assert refused.value.param.startswith("structured_outputs")
+
+
+def test_a_function_that_costs_too_much_is_refused(client: openai.OpenAI) -> None:
+    function = {"name": "f", "parameters": wide(401)}
+    with pytest.raises(openai.BadRequestError, match="401 properties") as refused:
+        chat(client, tools=[{"type": "function", "function": function}], tool_choice="required")
+    assert refused.value.param == "tools.0.function.parameters"
+
+
+def test_a_grammar_that_fails_on_the_way_leaves_no_text_in_the_log(
+    client: openai.OpenAI, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(openai.InternalServerError):
+        chat(client, extra_body={"structured_outputs": {"regex": "((a{1,1000}){1,1000}){1,1000}"}})
+    assert "cannot be followed" in caplog.text or "breaks the grammar" in caplog.text
+    assert "a{1,1000}" not in caplog.text

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.parsers.lark import ANY, Lark, escaped
+from kvreclaim.parsers.schema_size import MAX_PROPERTIES, too_many
 from kvreclaim.parsers.tag_calls import types_of
 
 NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})
@@ -42,6 +43,10 @@ class Callee:
             )
         if self.parameters.get("type", "object") != "object":
             raise self.refusal("", f"has type {str(self.parameters['type'])!r}; pass an object's schema")
+        if (count := too_many(dict(self.parameters))) is not None:
+            raise self.refusal(
+                "", f"has an object of {count} properties, at most {MAX_PROPERTIES} are followed"
+            )
 
     def refusal(self, where: str, what: str) -> InvalidArgumentError:
         return InvalidArgumentError(f"{self.place}{where} {what}.", field=self.place)

@@ -112,6 +112,11 @@ def _refusal(kind: str, reason: str) -> InvalidArgumentError:
     )
 
 
+def problem(matcher: Matcher) -> str:
+    """What is wrong with it, without the text and the grammar that llguidance shows beside that: for logs."""
+    return matcher.get_error().partition("\n")[0]
+
+
 def _shortened(reason: str) -> str:
     return " ".join(reason.split())[:300].rstrip(".")
 
@@ -126,7 +131,7 @@ def restrict(logits: Tensor, places: list[int], matchers: list[Matcher]) -> None
     for row, matcher in zip(words, matchers, strict=True):
         matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if matcher.is_error():
-            raise ValueError(f"the grammar of structured_outputs cannot be followed: {matcher.get_error()}")
+            raise ValueError(f"the grammar of structured_outputs cannot be followed: {problem(matcher)}")
     bits = np.unpackbits(words.view(np.uint8), axis=-1, count=vocab, bitorder="little")
     barred = torch.from_numpy(bits == 0).to(logits.device)
     logits[places] = logits[places].masked_fill(barred, float("-inf"))

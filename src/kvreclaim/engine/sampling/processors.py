@@ -169,7 +169,9 @@ class ThinkingEnd(LogitsProcessor):
 def follow(matcher: Matcher, token: int) -> bool:
     """Take the next token into account. Returns: whether the output is complete. Raises: ValueError."""
     if not matcher.consume_token(token):
-        raise ValueError(f"token {token} breaks the grammar of structured_outputs: {matcher.get_error()}")
+        from kvreclaim.engine.sampling.grammar import problem
+
+        raise ValueError(f"a token breaks the grammar of structured_outputs: {problem(matcher)}")
     return bool(matcher.is_stopped())
 
 
