@@ -65,7 +65,7 @@ validate-sim: setup bench_models/qwen3-26m
 attack: setup
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/attack.py $(if $(ONLY),--only "$(ONLY)")
 
-# Real clients, frameworks and programs against a server, in an environment of their own (1 GB); Node's where node is.
+# Real clients, frameworks and programs against a server, in an environment of their own (1.5 GB); Node's where node is.
 CLIENTS := tests/clients
 clients: setup .clients-env/.installed
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python $(CLIENTS)/run.py $(if $(MODEL),--model "$(MODEL)") $(if $(ONLY),--only "$(ONLY)")
