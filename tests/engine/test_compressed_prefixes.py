@@ -74,6 +74,18 @@ def test_every_policy(policy, kernels, make_llm):
     idle(llm)
 
 
+@pytest.mark.parametrize("policy", ["knorm", "shares(knorm)"])
+def test_what_only_a_snapshot_holds_counts_as_freed(policy, make_llm):
+    """A snapshot gives way, so later passes of its request free as many blocks as without one."""
+    compression, (prompt, *_) = config(policy), at_document(PROMPTS)
+    alone, llm = make_llm(prefix_snapshot_fraction=0.0), make_llm()
+    (expected,), (output,) = (each.generate(prompt, PARAMS, compression) for each in (alone, llm))
+    assert len(llm.engine.scheduler.snapshots) == 1
+    assert output.metrics.compactions > 1
+    assert output.metrics.blocks_freed == expected.metrics.blocks_freed > 0
+    assert llm.engine.memory.stats().blocks_freed_by_compression == output.metrics.blocks_freed
+
+
 @pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
 def test_every_format(form, make_llm):
     compression = config("knorm")

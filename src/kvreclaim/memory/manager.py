@@ -276,6 +276,11 @@ class MemoryManager:
         self.offload.freed(seq_id)
         return freed
 
+    @property
+    def idle(self) -> set[int]:
+        """Sequences that never run, for whoever adds some."""
+        return self.full.idle
+
     def can_grow(self, seq_id: int, num_tokens: int) -> bool:
         """Whether grow would succeed."""
         table, missing = self._tables[seq_id], 0

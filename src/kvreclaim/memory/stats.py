@@ -21,7 +21,8 @@ class MemoryStats:
     misses:                      the others, by each reason of MISS_REASONS
     prefix_evictions:            cached blocks reused for something else
     pins_refused:                blocks that were not pinned, or no longer, because too many others were
-    blocks_freed_by_compression: net of fresh blocks, so it can fall while siblings hold the rest
+    blocks_freed_by_compression: net of fresh blocks, so it can fall while siblings hold the rest; blocks that
+                                 only snapshots hold count as freed
     cow_copies:                  shared tail blocks that had to be copied before a write
     """
 

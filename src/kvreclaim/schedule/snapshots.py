@@ -94,8 +94,12 @@ class Snapshots(Generic[Seq]):
         if (before := self.get(parent.begun_with)) is not None and parent.begun_with is not None:
             del self._held[parent.begun_with]
             self._held = {parent.begun_with: before, **self._held}
-        self._held[key] = snapshot
+        self._add(key, snapshot)
         return True
+
+    def _add(self, key: SnapshotKey, snapshot: Seq) -> None:
+        self._held[key] = snapshot
+        self.memory.idle.add(snapshot.seq_id)
 
     def _make_room(self, table: BlockTable) -> bool:
         """Evict others for a snapshot with such a table. Returns: whether it may be kept now."""
@@ -123,7 +127,7 @@ class Snapshots(Generic[Seq]):
             self._drop(parked.pop(0))
             slots = self._parking.enter_parked(snapshot.seq_id, table)
         if slots is not None:
-            self._held[snapshot.snapshot_key] = snapshot
+            self._add(snapshot.snapshot_key, snapshot)
         return slots
 
     def adopt(self, snapshot: Seq, table: BlockTable) -> list[int] | None:
@@ -138,7 +142,7 @@ class Snapshots(Generic[Seq]):
             self._drop(above.pop(0))
         if needed > self.memory.num_free or self._is_too_much(table):
             return None
-        self._held[snapshot.snapshot_key] = snapshot
+        self._add(snapshot.snapshot_key, snapshot)
         return self.memory.adopt(snapshot.seq_id, table)
 
     def must_wait(self, seq: Seq) -> bool:
@@ -218,6 +222,7 @@ class Snapshots(Generic[Seq]):
     def _drop(self, seq: Seq) -> None:
         assert seq.snapshot_key is not None, "it is found by its key"
         del self._held[seq.snapshot_key]
+        self.memory.idle.discard(seq.seq_id)
         if self.is_parked(seq):
             self._parking.drop_parked(seq.seq_id)
         else:

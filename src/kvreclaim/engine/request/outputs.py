@@ -74,7 +74,7 @@ class RequestMetrics:
                     None without compression
     tokens_evicted: tokens evicted per layer and KV head
     blocks_freed:   blocks that compression returned to the pool while the request lived, less those it took;
-                    below 0 while others hold shared blocks that it left
+                    below 0 while other requests hold shared blocks that it left
     blocks_perfect: blocks that perfect packing would have returned for the same evictions
     tokens_lost_to_rounding: with unequal heads, tokens that rounding to whole blocks took from one head and
                     gave to another, summed over passes and heads; no block is lost

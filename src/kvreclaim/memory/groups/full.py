@@ -29,12 +29,15 @@ class FullAttentionGroup(GroupManager):
     """The only group whose tokens are compressed, found by their prefix and moved to slots below the pool.
 
     tables: of every sequence; others read them
+    idle:   sequences that never run (snapshots); they give way, so a block that only they hold counts as
+            freed
     """
 
     def __init__(self, pool: BlockPool, block_size: int, held: Counter[int], prefix: PrefixCache) -> None:
         super().__init__(pool, block_size, held)
         self.prefix = prefix
         self.tables = BlockTables()
+        self.idle: set[int] = set()
         self.freed_by_compression = 0
 
     def add(self, seq_id: int, table: BlockTable) -> None:
@@ -139,7 +142,7 @@ class FullAttentionGroup(GroupManager):
         kept = set(block_ids)
         dropped = [block for block in reversed(table.blocks()) if block not in kept]
         table.shrink(block_ids, plan.num_tokens)
-        freed = self.pool.release(dropped) - len(fresh)
+        freed = self._dropped(dropped) - len(fresh)
         self.freed_by_compression += freed
         return Shrunk(block_ids, freed)
 
@@ -148,6 +151,15 @@ class FullAttentionGroup(GroupManager):
         full = table.physical_len // self.block_size
         wrong = [index for index in indices if not 0 <= index < full]
         assert not wrong, f"sequence {seq_id}: entry {wrong[0]} is not one of {full} full blocks"
-        freed = self.pool.release(reversed(table.drop(sorted(indices), self.block_size)))
+        freed = self._dropped(table.drop(sorted(indices), self.block_size)[::-1])
         self.freed_by_compression += freed
+        return freed
+
+    def _dropped(self, blocks: Sequence[int]) -> int:
+        """Release what a pass drops. Returns: how many nobody holds now but idle sequences."""
+        freed, refs = self.pool.release(blocks), self.pool.refs
+        if shared := [block for block in blocks if refs[block]] if self.idle else []:
+            tables = (self.tables[seq_id] for seq_id in self.idle & self.tables.keys())
+            kept = Counter(block for table in tables for block in table.blocks())
+            freed += sum(refs[block] == kept[block] for block in shared)
         return freed

@@ -53,6 +53,7 @@ class ExtentMemory:
         self.pool = ExtentPool(num_blocks)
         self.offload: OffloadSlots = NoOffload()
         self._links = links
+        self.idle: set[int] = set()
         self._enabled = enable_prefix_caching
         self._tables: dict[int, Any] = {}
         self._freed = self._query_tokens = self._hit_tokens = 0
