@@ -20,6 +20,8 @@ MARKERS = (
     "<|tool_call_begin|>",
     "<|tool_call_end|>",
     "<|tool_call_argument_begin|>",
+    "<think>",
+    "</think>",
     "<|channel|>",
     "<|message|>",
     "<|start|>",
@@ -27,7 +29,9 @@ MARKERS = (
     "<|call|>",
     "<|constrain|>",
 )
-TEMPLATE = "{{ tools | tojson if tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
+TEMPLATE = (
+    "{{ tools | tojson if tools }}{% for m in messages %}{{ m.content }}{% endfor %}{{ '<think>' if begin }}"
+)
 TERSE = {
     str(token): -100.0 for token in range(262) if (tiny.tokenizer().decode([token]).strip() in ("", "a"))
 }

@@ -11,11 +11,16 @@ import anthropic
 import jsonschema_rs
 import openai
 import pytest
+import tiny
+from llguidance.hf import from_tokenizer
 from running import MODEL, Running, openai_client, running_server
 from scribbling import TERSE, save_scribbler
+from tokenizers import AddedToken
 
 from kvreclaim import LLM
 from kvreclaim.parsers.formats import TOOL_PARSERS
+from kvreclaim.server.config import ServerConfig
+from kvreclaim.server.output_format import output_format
 
 WEATHER = {
     "type": "object",
@@ -57,10 +62,11 @@ def form(server: Running, request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def speak(server: Running, name: str) -> None:
-    """Calls are written so from now on."""
+def speak(server: Running, name: str | None, *, reasoning: str | None = None) -> None:
+    """Calls and reasoning are written so from now on."""
     known = server.service.output_format
-    server.service.__dict__["output_format"] = replace(known, tool_parser=name)
+    form = replace(known, tool_parser=name, reasoning_parser=reasoning)
+    server.service.__dict__["output_format"] = form
 
 
 def ask(client: openai.OpenAI, **fields: Any) -> Any:
@@ -105,6 +111,7 @@ def test_several_calls_and_allowed_tools(client: openai.OpenAI, server: Running)
         choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": allowed}}
         bias = {**TERSE, str(token_of(server, "<|tool_calls_section_begin|>")): 100.0}
         given = {"tool_choice": choice, "parallel_tool_calls": False, "logit_bias": bias}
+        given["tools"] = [*map(strict, TOOLS)]
         message = ask(client, **given).choices[0].message
         assert {call.function.name for call in message.tool_calls} == names
 
@@ -252,3 +259,41 @@ def test_refusals_name_the_place(
         ask(client, **given, **fields)
     assert refused.value.param == param
     assert refused.value.body["message"].endswith(".")
+
+
+def test_special_tokens_are_those_that_llguidance_takes_for_such() -> None:
+    """Of the tokens that are added, all that are special, and those in angle brackets."""
+    tokenizer, names = tiny.tokenizer(), ("[X]", "<x", "x>", "<x>", "</x>", "<|x|>", "｜x｜", "<a b>")
+    tokenizer.add_tokens([AddedToken(name, special=False) for name in names])
+    known = output_format(tokenizer, ServerConfig(served_model_name=(MODEL,))).unwritten
+    tokens = from_tokenizer(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
+    assert set(names) < set(added)
+    assert known == {name: number for name, number in added.items() if tokens.is_special_token(number)}
+
+
+THINKING = {"type": "json_schema", "json_schema": {"name": "x", "schema": WEATHER}}
+
+
+@pytest.mark.parametrize("begin", [False, True])
+def test_a_structured_answer_behind_its_reasoning(
+    client: openai.OpenAI, other: anthropic.Anthropic, server: Running, begin: bool
+) -> None:
+    """The model is made to think `end`, and to end its reasoning; the schema holds for what comes then."""
+    speak(server, "hermes", reasoning="think")
+    words = [*([] if begin else ["<think>"]), "end", "</think>"]
+    bias = {str(token_of(server, word)): 100.0 - 20 * place for place, word in enumerate(words)}
+    how = {"repetition_penalty": 100.0, "chat_template_kwargs": {"begin": begin}}
+    fields = {"logit_bias": {**TERSE, **bias}, "temperature": 0.0, "extra_body": how}
+    message = ask(client, response_format=THINKING, tools=openai.NOT_GIVEN, **fields).choices[0].message
+    assert message.reasoning_content == "end"
+    assert jsonschema_rs.is_valid(WEATHER, json.loads(message.content))
+    message = ask(client, tool_choice=NAMED, **fields).choices[0].message
+    assert (message.reasoning_content, message.content) == ("end", None)
+    check_calls(message.tool_calls)
+    given = {"model": MODEL, "messages": SAID, "max_tokens": 300}
+    form = {"format": {"type": "json_schema", "schema": WEATHER}}
+    extra = {**how, "output_config": form, "logit_bias": {**TERSE, **bias}, "temperature": 0.0}
+    thought, text = other.messages.create(**given, extra_body=extra).content
+    assert thought.thinking == "end"
+    assert jsonschema_rs.is_valid(WEATHER, json.loads(text.text))
