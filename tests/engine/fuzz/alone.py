@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from lean import FIRST_SPECIAL
 
-from kvreclaim import BeamSearchParams, SamplingParams
+from kvreclaim import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from kvreclaim.engine.request.request import Request
 
 if TYPE_CHECKING:
@@ -17,15 +18,36 @@ if TYPE_CHECKING:
 NOISES = (1e-6,) * 8 + (1e-5,) * 8 + (1e-4,) * 4
 LOGPROB = 1e-3
 """Most that a log-probability may be off."""
+WORDS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!?"
+"""The texts of the tokens: no grammar forces a part of one, which the tokenizer would take for another."""
+EVEN, ODD = WORDS[:FIRST_SPECIAL:2], WORDS[1:FIRST_SPECIAL:2]
+NESTED = f'start: (nest | OTHER)*\nnest: "1" (nest | OTHER)* "2"\nOTHER: /[{WORDS[3:20]}]/'
+
+
 LIMITS = {
     "allowed": {"allowed_token_ids": list(range(0, FIRST_SPECIAL, 3))},
-    "bad_words": {"bad_words": [f"t{i} t{i}" for i in range(FIRST_SPECIAL)]},
+    "bad_words": {"bad_words": [f"{word} {word}" for word in WORDS[:FIRST_SPECIAL]]},
     "bias": {
         "logit_bias": {**dict.fromkeys(range(0, FIRST_SPECIAL, 2), 4.0), 8: -100.0},
         "presence_penalty": 2.0,
     },
+    "pairs": {"structured_outputs": StructuredOutputsParams(regex=f"([{EVEN}][{ODD}])*")},
+    "nested": {"structured_outputs": StructuredOutputsParams(grammar=NESTED)},
 }
 """By what an operation calls it."""
+
+
+GRAMMARS = ("pairs", "nested")
+
+
+def follows(limits: str | None, tokens: Sequence[int]) -> bool:
+    """Whether an output's beginning is one that its grammar allows: by counting, without the grammar."""
+    if limits == "pairs":
+        return all(token % 2 == place % 2 for place, token in enumerate(tokens))
+    if limits == "nested":
+        depths = accumulate((token == 1) - (token == 2) for token in tokens)
+        return all(1 <= token < 20 for token in tokens) and all(depth >= 0 for depth in depths)
+    return True
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 import odd_policies
 import pytest
 import tiny
-from alone import Answer, Question
-from lean import FIRST_SPECIAL, Boom, Lean
+from alone import WORDS, Answer, Question
+from lean import FIRST_SPECIAL, GUILTY, Boom, Lean
 from operations import Ask, Setup
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -39,6 +39,7 @@ SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": FIRST_SPECIAL + 2,
+    "eos_token_id": GUILTY,
 }
 WINDOWED: Mapping[str, Mapping[str, Any]] = {
     "ministral": {"head_dim": 8},
@@ -81,9 +82,10 @@ class Machine:
         path = tiny.save_model(family, directory, **SHAPE | WINDOWED.get(family, {}))
         for file in path.glob("token*"):  # of more ids than this model has
             file.unlink()
-        words = {f"t{token}": token for token in range(FIRST_SPECIAL)}
-        backend = Tokenizer(models.WordLevel(words, unk_token="t0"))
+        words = {word: token for token, word in enumerate(WORDS)}
+        backend = Tokenizer(models.WordLevel(words, unk_token=WORDS[0]))
         backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        backend.decoder = decoders.ByteLevel()
         PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(path)
         how = {"dtype": "float32", "device": "cpu", "block_size": BLOCK_SIZE, "num_blocks": 256}
         llm = LLM(path, **how)

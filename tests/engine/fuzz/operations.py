@@ -78,7 +78,7 @@ SPARSE = (
 """Ways of computing a prompt sparsely, each with prefixes of its own."""
 
 
-LIMITS = ("allowed", "bad_words", "bias")
+LIMITS = ("allowed", "bad_words", "bias", "pairs", "nested")
 """What may restrict or lift the tokens that are drawn."""
 
 

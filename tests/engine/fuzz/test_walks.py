@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import cycle
 
 import pytest
+from alone import GRAMMARS
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
@@ -29,7 +30,7 @@ from world import World
 
 from kvreclaim.engine.attend import streamed
 
-SEEDS = (1020, 1023, 1026, 1027, 1029, 1033, 1036, 1037, 1040, 1042)
+SEEDS = (1020, 1023, 1026, 1027, 1029, 1033, 1036, 1037, 1042, 1043)
 """Of walks in which something happens."""
 STEPS = 40
 LOSSY = Walk(
@@ -179,6 +180,22 @@ def test_random_walks_that_verify(on_host, machine, oracle):
         counts += Walk(setup, operations).run(machine, oracle)
     assert counts["verifications"] > 100
     assert counts["verified drafts"] > 50
+
+
+def test_random_walks_that_follow_grammars(machine, oracle):
+    """Each output is the beginning of what its grammar allows: with drafts and without, compressed, forked,
+    preempted."""
+    counts = Counter()
+    for seed in (1026, 1038):
+        drawn, limits = Walk.of_seed(seed, STEPS, crowd=True), cycle(GRAMMARS)
+        operations = tuple(
+            replace(each, limits=next(limits)) if isinstance(each, Ask) else each for each in drawn.operations
+        )
+        counts += Walk(replace(drawn.setup, drafts=seed % 4), operations).run(machine, oracle)
+    assert counts["tokens of grammars"] > 100
+    assert counts["preemptions"] > 0
+    assert counts["passes"] > 0
+    assert counts["accepted"] > 0
 
 
 @pytest.mark.parametrize("walk", [LOSSY, NOT_FINITE, COPIED, ALL_GAVE_WAY])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from alone import LOGPROB, Answer, Oracle, Question
+from alone import GRAMMARS, LOGPROB, Answer, Oracle, Question, follows
 from chunk_shadow import shadow_logits
 from lean import GUILTY, POISON
 from machine import Brittle as BrittlePolicy
@@ -234,6 +234,7 @@ class World:
         self.close()
         for asked in self.asked:
             self._check_guilty(asked)
+            self._check_grammar(asked)
         comparable = [asked for asked in self.asked if self._is_comparable(asked)]
         for asked in comparable:
             if asked.request.reuse is not None:
@@ -285,6 +286,14 @@ class World:
         if GUILTY in asked.question.prompt:
             reasons = {seq.finish_reason for seq in asked.request.sequences}
             assert reasons <= {"error", "abort"}, f"{asked.request.request_id} is guilty and ended {reasons}"
+
+    def _check_grammar(self, asked: FuzzedRequest) -> None:
+        limits = asked.question.limits
+        if limits not in GRAMMARS:
+            return
+        for tokens in Answer.of(asked.request).tokens:
+            assert follows(limits, tokens), f"{asked.request.request_id} breaks {limits}: {tokens}"
+            self.counts["tokens of grammars"] += len(tokens)
 
     def _is_comparable(self, asked: FuzzedRequest) -> bool:
         """Whether the answer is promised to be that of the request alone, as far as it goes. A cache that

@@ -132,6 +132,6 @@ def restrict(logits: Tensor, places: list[int], matchers: list[Matcher]) -> None
         matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if matcher.is_error():
             raise ValueError(f"the grammar of structured_outputs cannot be followed: {problem(matcher)}")
-    bits = np.unpackbits(words.view(np.uint8), axis=-1, count=vocab, bitorder="little")
-    barred = torch.from_numpy(bits == 0).to(logits.device)
-    logits[places] = logits[places].masked_fill(barred, float("-inf"))
+    bits = np.unpackbits(~words.view(np.uint8), axis=-1, count=vocab, bitorder="little")
+    for place, barred in zip(places, torch.from_numpy(bits.view(np.bool_)).to(logits.device), strict=True):
+        logits[place].masked_fill_(barred, float("-inf"))  # in place: [N, V] is much to copy

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvreclaim.engine.sampling.logprobs import Logprob, report
 from kvreclaim.engine.sampling.processors import SampleRow, process
+from kvreclaim.ops.native import torch_alone
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +60,9 @@ def draw(
                 found[i] = error
 
     def drawn(places: list[int]) -> list[SampledToken | Exception]:
-        chosen = logits[[rows[i] for i in places]].float()
-        return _sample(chosen, [asked[i] for i in places], [noises[i] for i in places])
+        with torch_alone():
+            chosen = logits[[rows[i] for i in places]].float()
+            return _sample(chosen, [asked[i] for i in places], [noises[i] for i in places])
 
     hard = list(noises)
     try:

@@ -1,0 +1,141 @@
+"""Decode steps of sequences that follow a grammar beside those that follow none, in turns.
+
+python benchmarks/structured.py --model models/qwen2.5-coder-0.5b-instruct
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import Annotated
+
+from rich.table import Table
+
+from kvreclaim.bench.common import Row, alternate, seconds, sheet
+from kvreclaim.bench.plans import ModelPlan
+from kvreclaim.cli.bench_options import Json, publish, ready, script
+from kvreclaim.cli.config_options import ConfigOptions
+from kvreclaim.engine.api.llm import LLM
+from kvreclaim.engine.sampling.grammar import composed
+from kvreclaim.options import option
+from kvreclaim.parsers.grammars import answer_grammar
+from kvreclaim.parsers.lark import Lark
+from kvreclaim.parsers.thinking import THINK, ThinkSpan
+from kvreclaim.sampling_params import SamplingParams
+from kvreclaim.structured_outputs import StructuredOutputsParams
+
+WARM_STEPS = 8
+ITEM = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "kind": {"enum": ["cat", "dog", "horse"]},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 12}},
+    },
+    "required": ["name", "kind", "age", "tags"],
+    "additionalProperties": False,
+}
+PROMPT = "List many animals as JSON, each with name, kind, age and tags.\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredPlan(ModelPlan):
+    """A batch of sequences, with and without a grammar."""
+
+    batch: int = option(8, "Sequences.", low=1)
+    steps: int = option(16, "Steps of a timed slice.", low=1)
+    rounds: int = option(7, "Timed rounds.", low=1)
+
+
+def grammars(plan: StructuredPlan) -> dict[str, StructuredOutputsParams | None]:
+    """What the sequences follow; none can end while it is measured."""
+    most = WARM_STEPS + plan.steps * plan.rounds
+    schema = StructuredOutputsParams(json={"type": "array", "items": ITEM, "minItems": most})
+    span = ThinkSpan(THINK, begun=True)
+    thought = composed(answer_grammar(Lark({}), None, span, harmony=False, structured=True), schema)
+    return {"none": None, "schema": schema, "reasoning": thought}
+
+
+def run(plan: StructuredPlan) -> list[Row]:
+    """A row for each grammar; its ratio is the median of the rounds' own to the batch without one.
+
+    reasoning: text in front of the schema, which the model does not end
+    mask_ms:   of masks and following, in a step
+    """
+    llm = LLM(
+        plan.model, dtype=plan.dtype, num_blocks=64 * plan.batch, max_num_seqs=plan.batch, max_model_len=1024
+    )
+    engines = {name: begun(llm.sibling(), plan, given) for name, given in grammars(plan).items()}
+    found = alternate(
+        {name: partial(seconds, partial(steps, engine, plan.steps)) for name, engine in engines.items()},
+        plan.rounds,
+    )
+    return [
+        {
+            **plan.facts(),
+            "grammar": name,
+            "batch": plan.batch,
+            "step_ms": 1e3 * median(own) / plan.steps,
+            "ratio": median(a / b for a, b in zip(own, found["none"], strict=True)),
+            "mask_ms": 1e3 * masks_s(engines[name]) if name != "none" else None,
+        }
+        for name, own in found.items()
+    ]
+
+
+def begun(llm: LLM, plan: StructuredPlan, given: StructuredOutputsParams | None) -> LLM:
+    """An engine whose sequences have begun to answer."""
+    params = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True, structured_outputs=given)
+    for number in range(plan.batch):
+        llm.engine.add_request(f"{number}", llm.tokenizer.encode(f"{number}. {PROMPT}"), params)
+    while not all(request.prompt_done for request in llm.engine.requests.values()):
+        llm.engine.step()
+    steps(llm, WARM_STEPS)
+    return llm
+
+
+def steps(llm: LLM, count: int) -> None:
+    for _ in range(count):
+        llm.engine.step()
+    assert len(llm.engine.requests) == llm.engine.config.max_num_seqs, "an output has ended"
+
+
+def masks_s(llm: LLM) -> float:
+    """Seconds for the masks of all sequences as they stand, one after the other."""
+    import numpy as np
+
+    words = np.zeros((llm.loaded.vocab_size + 31) // 32, dtype=np.uint32)
+    started = perf_counter()
+    for request in llm.engine.requests.values():
+        matcher = request.sequences[0].matcher
+        assert matcher is not None, "it follows a grammar"
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+    return perf_counter() - started
+
+
+def structured_table(rows: list[Row]) -> Table:
+    columns = {
+        "grammar": "{grammar}",
+        "batch": "{batch}",
+        "step, ms": "{step_ms:.1f}",
+        "x none": "{ratio:.3f}",
+        "masks, ms": "{mask_ms:.2f}",
+    }
+    return sheet("a decode step by a grammar", columns, rows)
+
+
+@script
+def app(
+    plan: Annotated[StructuredPlan, ConfigOptions(config=StructuredPlan)], json_file: Json = None
+) -> None:
+    """Decode by a schema beside decoding without one."""
+    with ready(plan.threads):
+        rows = run(plan)
+        publish(rows, [structured_table(rows)], json_file)
+
+
+if __name__ == "__main__":
+    app()
