@@ -10,7 +10,7 @@ import tiny
 import tiny_packed
 from typer.testing import CliRunner
 
-from benchmarks import chunks, compress, packed, plot_decode, prefill, prefix, prompt_time, step, tiers
+from benchmarks import chunks, compress, packed, plot_decode, prefill, prefix, prompt_time, step, tiers, turns
 from kvreclaim import demo_model
 from kvreclaim.memory import eviction_orders
 from kvreclaim.ops import extension
@@ -48,6 +48,19 @@ def test_compress_splits_a_pass(tmp_path):
         assert row["pass_ms"] == pytest.approx(row["score_ms"] + row["select_ms"] + row["move_ms"])
         assert min(row["score_ms"], row["select_ms"], row["move_ms"], row["share"]) > 0
     assert compress.compress_table(rows).row_count == 6
+
+
+def test_turns_with_snapshots_compute_what_is_new(tmp_path):
+    sizes = ("--turns", 4, "--scale", 0.05, "--num-tokens", 1500, "--chunk", 64, "--policy", "knorm")
+    rows, output = run(tmp_path, turns, *COMMON, *sizes, "--budget", 144, "--interval", 32)
+    assert [row["setting"] for row in rows[::4]] == ["full", "compressed", "with snapshots"]
+    for row in rows:
+        assert row["computed"] == row["prompt"] - row["cached"]
+        assert row["setting"] == "with snapshots" or row["snapshot"] == row["blocks_left"] == 0
+    begun = [row for row in rows if row["snapshot"]]
+    assert len(begun) >= 2
+    assert all(row["computed"] <= row["new"] + 1 for row in begun)
+    assert "with snapshots" in output
 
 
 def test_chunks_compare_ways_with_the_whole_prompt(tmp_path):

@@ -318,3 +318,27 @@ def test_scarce_signals_are_left_to_those_that_run(make_llm):
     room = llm.engine.signals.room
     assert 0 < room.used <= room.limit
     idle(llm)
+
+
+@pytest.mark.parametrize("policy", ["knorm", "snapkv(window=3)", "shares(kvzap)"])
+def test_an_answer_that_is_rewritten(policy, make_llm, monkeypatch):
+    """The next turn begins with what is left of all but the last tokens of the prompt, and the answers before
+    are those of a request that keeps nothing."""
+    compression = config(policy)
+    expected = ask(make_llm(**ENGINE), PROMPT, FIRST, compression)[0].token_ids
+    llm = make_llm(**ON)
+    shadow, found = Shadow(llm, monkeypatch), []
+    for number, text in enumerate((PROMPT, [*PROMPT[:140], *NEW], [*PROMPT[:140], *NEW[:80], *LAST])):
+        name = f"{number}"
+        options = {"is_rewritten": True, "conversation_snapshots": True}
+        request = llm.engine.add_request(name, text, params(FIRST), llm.compressor(compression), **options)
+        while not request.finished:
+            llm.engine.step()
+        found.append(request.metrics.num_snapshot_tokens)
+        if number == 0:
+            assert request.sequences[0].token_ids[len(text) :] == expected
+            assert len(llm.engine.scheduler.snapshots) == 2
+    assert found == [0, len(PROMPT) - 16, 140 + len(NEW) - 16]
+    assert shadow.worst <= 1e-5
+    assert not shadow.wrong
+    idle(llm)

@@ -80,6 +80,20 @@ def test_a_chat(server: Running):
     assert found[1:] == sorted(found[1:])
 
 
+def test_a_chat_whose_reasoning_is_left_out(server: Running):
+    """The template writes the answer in other tokens: all but the end of the last prompt is served."""
+    llm = server.llm.sibling(num_blocks=100, max_num_batched_tokens=64, conversation_snapshots=True)
+    with running_server(llm, chat_template=TEMPLATE, reasoning_parser="think") as thinking:
+        messages = [{"role": "user", "content": WORDS + "so"}]
+        compressed = {"policy": "knorm", "budget": 64, "interval": 32, "sinks": 4, "recent": 16}
+        first = post(thinking, "/v1/chat/completions", messages=messages, kv_compression=compressed)
+        messages += [{"role": "assistant", "content": "then"}, {"role": "user", "content": "and then"}]
+        second = post(thinking, "/v1/chat/completions", messages=messages, kv_compression=compressed)
+    assert first["usage"]["prompt_tokens_details"]["snapshot_tokens"] == 0
+    expected = first["usage"]["prompt_tokens"] - 16
+    assert second["usage"]["prompt_tokens_details"]["snapshot_tokens"] == expected
+
+
 def test_messages(server: Running):
     """Anthropic's breakpoints move along with the turns."""
     client = anthropic.Anthropic(base_url=server.base_url, api_key="any", max_retries=0)

@@ -91,11 +91,15 @@ class Snapshots(Generic[Seq]):
         snapshot.keys = parent.keys.fork(snapshot.token_ids)
         snapshot.num_computed, snapshot.account = parent.num_computed, parent.account.fork()
         self.memory.fork(parent.seq_id, snapshot.seq_id, snapshot.keys)
-        if (before := self.get(parent.begun_with)) is not None and parent.begun_with is not None:
-            del self._held[parent.begun_with]
-            self._held = {parent.begun_with: before, **self._held}
+        if parent.begun_with is not None:
+            self.give_way(parent.begun_with)
         self._add(key, snapshot)
         return True
+
+    def give_way(self, key: SnapshotKey) -> None:
+        """Let one that may be here be the next to go."""
+        if key in self._held:
+            self._held = {key: self._held.pop(key), **self._held}
 
     def _add(self, key: SnapshotKey, snapshot: Seq) -> None:
         self._held[key] = snapshot

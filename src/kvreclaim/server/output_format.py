@@ -65,6 +65,10 @@ class OutputFormat:
         over = prompt_end(self.tokenizer, prompt_token_ids).rstrip().endswith(span.form.closing)
         return span.begun or not (goes_on or over)
 
+    def takes_apart(self, *, with_tools: bool) -> bool:
+        """Whether an answer is split into parts, which the template may write otherwise in the next turn."""
+        return self.reasoning_parser is not None or (with_tools and self.tool_parser is not None)
+
     def needs_special_tokens(self, *, with_tools: bool) -> bool:
         """Whether the parsers look for special tokens, which texts leave out by default."""
         looked_for = markers(self.tool_parser if with_tools else None, self.reasoning_parser)

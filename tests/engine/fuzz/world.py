@@ -150,6 +150,7 @@ class World:
                 tenant=ask.tenant,
                 compress_prompt_at=question.compress_prompt_at,
                 cache_salt=question.salt,
+                is_rewritten=self.setup.conversations and ask.seed == 1,
                 sparse_prefill=question.sparse,
                 beams=question.beams,
                 chunks=chunks,

@@ -79,8 +79,20 @@ class SnapshotStore(Extension):
         if seq.snapshot_key is not None and done.logical_len == seq.footprint.compress_prompt_at:
             self.keep(seq, replace(seq.snapshot_key, has_past=seq.begun_with is not None))
 
+    def processed(self, seq: Sequence) -> None:
+        """Keep what is left of its prompt, if the next turn may begin with no more."""
+        if seq.num_computed == seq.footprint.keep_at:
+            self._keep_left(seq)
+
     def ending(self, seq: Sequence) -> None:
-        """Keep what is left of it for the next turn of its conversation, unless exact blocks serve that."""
+        """Keep what is left of it for the next turn of its conversation. What is kept of its prompt is the
+        next to give way."""
+        self._keep_left(seq)
+        if seq.lineage is not None and (at := seq.footprint.keep_at):
+            self.scheduler.snapshots.give_way(seq.lineage.of_first(at))
+
+    def _keep_left(self, seq: Sequence) -> None:
+        """Keep what is left of a sequence, unless exact blocks serve whoever begins so."""
         account = seq.account
         live, room = seq.num_computed - account.num_evicted, self.signals.room
         is_short = account.num_evicted and live < seq.footprint.prompt_cap

@@ -14,6 +14,8 @@ from kvreclaim.engine.request.request import Request
 from kvreclaim.schedule import Footprint
 from kvreclaim.schedule.snapshot_key import SnapshotKey
 
+MOST_OPENING = 16
+"""Tokens that a chat template writes at most to open an answer."""
 PASS_SEMANTICS = 2
 """To be raised when a pass with the same settings keeps something else, or leaves it elsewhere."""
 
@@ -23,7 +25,8 @@ VERSION = version("kvreclaim")
 
 def recipe_of(compressor: Compressor, footprint: Footprint) -> str:
     """Everything that decides, in this engine, what is left of given tokens. The offset is not in it: it
-    moves passes behind the prompt only; nor is compress_prompt_at: it is the number of the tokens."""
+    moves passes behind the prompt only; nor are compress_prompt_at and keep_at: they are the number of the
+    tokens."""
     policy = compressor.policy
     told = {
         "semantics": PASS_SEMANTICS,
@@ -32,7 +35,7 @@ def recipe_of(compressor: Compressor, footprint: Footprint) -> str:
         "mode": str(compressor.mode.value),
         "statistics": compressor.stats_digest,
         "footprint": {
-            **asdict(replace(footprint, offset=0, compress_prompt_at=0)),
+            **asdict(replace(footprint, offset=0, compress_prompt_at=0, keep_at=0)),
             "eviction_method": footprint.eviction_method.value,
         },
     }

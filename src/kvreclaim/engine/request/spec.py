@@ -27,6 +27,8 @@ class RequestSpec:
                   the same tokens, compression and n
     conversation_snapshots: whether it goes on from what earlier turns of its conversation have kept after
                   compression, and keeps it for the next one; None: as the engine is set
+    is_rewritten: the next turn's prompt may say the answer in other tokens; what is left of this prompt is
+                  kept as well then
     beams:        a beam search; params are then its `sampling`
     cache_salt:   prefix blocks are shared only among requests with the same salt
     sparse_prefill: method of the prompt, by name or as an object; None: the engine's own
@@ -46,6 +48,7 @@ class RequestSpec:
     tenant: str | None = None
     compress_prompt_at: int | None = None
     conversation_snapshots: bool | None = None
+    is_rewritten: bool = False
     beams: BeamSearchParams | None = None
     cache_salt: str | None = None
     sparse_prefill: str | SparsePrefill | None = None

@@ -28,7 +28,7 @@ from kvreclaim.engine.request.footprints import footprint_of
 from kvreclaim.engine.request.outputs import EngineTotals, StepStats
 from kvreclaim.engine.request.request import Request
 from kvreclaim.engine.request.request import Sequence as Seq
-from kvreclaim.engine.request.snapshot_recipe import has_snapshots
+from kvreclaim.engine.request.snapshot_recipe import MOST_OPENING, has_snapshots
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.engine.speculative.companion_copier import CompanionCache, CompanionCopier
@@ -285,6 +285,8 @@ class Engine:
         has_turns = has_snapshots(request, footprint, self.config, self.scheduler.snapshots.max_blocks)
         if footprint.compress_prompt_at or has_turns:
             _ = self.snapshots  # from now on
+        if has_turns and spec.is_rewritten:
+            footprint = replace(footprint, keep_at=max(0, len(spec.prompt_token_ids) - MOST_OPENING))
         is_chunked = spec.chunks is not None and request.reuse is not None
         most_hit = None if request.verify is None else self.verifier.max_prefix_hit(request.verify)
         self.lifecycle.begin(

@@ -40,6 +40,7 @@ class Footprint:
                 that arrive together are not due together; later passes keep this distance
     compress_prompt_at: prompt tokens after which a pass runs in any case, if it evicts something; 0: none.
                 With prompt_only it is the only pass
+    keep_at:    prompt tokens behind which a step ends, so that what is left of them can be kept; 0: none
     aligned:    (inside vLLM) evict multiples of the block size, so that later tokens keep their places within
                 blocks; no chunk is cut at a due point, and unequal heads leave the open block where it is
     windows:    of layers that hold only the last tokens, in blocks of the same pool, compressed or not
@@ -62,6 +63,7 @@ class Footprint:
     offset: int = 0
     aligned: bool = False
     compress_prompt_at: int = 0
+    keep_at: int = 0
     windows: tuple[Window, ...] = ()
     trailing: Window | None = None
     sparse: SparseRows | None = None
@@ -139,10 +141,10 @@ class Footprint:
             return whole if whole > 0 else self.max_chunk
         if not self.eviction_method.evicts:
             return self.max_chunk
-        if num_computed < self.compress_prompt_at:
-            until = self.compress_prompt_at - num_computed
-            rest = replace(self, compress_prompt_at=0)
-            return min(until, rest._until_pass(num_computed, num_prompt, account))
+        for name in ("compress_prompt_at", "keep_at"):
+            if (until := getattr(self, name) - num_computed) > 0:
+                rest = replace(self, **{name: 0})
+                return min(until, rest._until_pass(num_computed, num_prompt, account))
         if self.prompt_only:
             return prompt_left if prompt_left > 0 else self.max_chunk
         live = num_computed - account.num_evicted

@@ -58,6 +58,7 @@ async def create_message(
             body, rendered, compression or service.engine.served.compression
         ),
         conversation_snapshots=body.conversation_snapshots,
+        is_rewritten=service.output_format.takes_apart(with_tools=body.offered is not None),
         may_end_early=True,
     )
     prompt = await _followed(body, service, tenant, prompt)
