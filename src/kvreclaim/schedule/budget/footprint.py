@@ -141,10 +141,10 @@ class Footprint:
             return whole if whole > 0 else self.max_chunk
         if not self.eviction_method.evicts:
             return self.max_chunk
-        for name in ("compress_prompt_at", "keep_at"):
-            if (until := getattr(self, name) - num_computed) > 0:
-                rest = replace(self, **{name: 0})
-                return min(until, rest._until_pass(num_computed, num_prompt, account))
+        places = [at for at in (self.compress_prompt_at, self.keep_at) if at > num_computed]
+        if places:
+            rest = replace(self, compress_prompt_at=0, keep_at=0)
+            return min(min(places) - num_computed, rest._until_pass(num_computed, num_prompt, account))
         if self.prompt_only:
             return prompt_left if prompt_left > 0 else self.max_chunk
         live = num_computed - account.num_evicted
