@@ -8,7 +8,7 @@ import anthropic
 from rows import SAY, WEATHER, At, Rows, check
 
 ROWS = Rows()
-GREEDY: dict[str, Any] = {"extra_body": {"temperature": 0}}
+SEEDED: dict[str, Any] = {"extra_body": {"seed": 1}}
 TOOL: dict[str, Any] = {"name": "weather", "description": "of a city", "input_schema": WEATHER}
 USE = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Bern"}}
 RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "7 degrees"}
@@ -59,7 +59,7 @@ def cached(at: At) -> None:
 
 
 def forced(at: At, choice: dict[str, Any], **fields: Any) -> None:
-    made = message(at, tools=[{**TOOL, **fields}], tool_choice=choice, max_tokens=250, **GREEDY)
+    made = message(at, tools=[{**TOOL, **fields}], tool_choice=choice, max_tokens=250, **SEEDED)
     used, *_ = [block for block in made.content if block.type == "tool_use"]
     check(used.input.keys() == WEATHER["properties"].keys(), made)
 
@@ -77,7 +77,7 @@ def one_tool(at: At) -> None:
 @ROWS.add("anthropic", "output_config with a JSON schema")
 def output_format(at: At) -> None:
     schema = {"format": {"type": "json_schema", "schema": WEATHER}}
-    made = message(at, output_config=schema, max_tokens=250, **GREEDY)
+    made = message(at, output_config=schema, max_tokens=250, **SEEDED)
     check(made.content[0].text.startswith("{"), made)
 
 

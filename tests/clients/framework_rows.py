@@ -6,7 +6,7 @@ import os
 from typing import Any, Literal
 
 from pydantic import BaseModel
-from rows import SAY, TOOL, At, Rows, check
+from rows import SAY, TOOL, WEATHER, At, Rows, check
 
 ROWS = Rows()
 
@@ -206,8 +206,9 @@ def dspy_plain(at: At) -> None:
     check(dspy_model(at, max_tokens=8)("Name a city.") is not None, "nothing")
 
 
-@ROWS.add("dspy", "JSONAdapter")
+@ROWS.add("dspy", "JSONAdapter, with a schema")
 def dspy_json(at: At) -> None:
+    """To a model whose name it does not know it sends none of its own."""
     import dspy
 
     class Name(dspy.Signature):
@@ -216,7 +217,8 @@ def dspy_json(at: At) -> None:
         country: str = dspy.InputField()
         city: str = dspy.OutputField()
 
-    with dspy.context(lm=dspy_model(at), adapter=dspy.JSONAdapter()):
+    form = {"type": "json_schema", "json_schema": {"name": "city", "schema": WEATHER}}
+    with dspy.context(lm=dspy_model(at, response_format=form), adapter=dspy.JSONAdapter()):
         check(dspy.Predict(Name)(country="France").city is not None, "no city")
 
 

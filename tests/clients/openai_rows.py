@@ -108,14 +108,14 @@ def json_object(at: At) -> None:
 def parse(at: At) -> None:
     with client(at) as each:
         answer = each.chat.completions.parse(
-            model=at.model, messages=SAY, response_format=City, max_tokens=250, temperature=0
+            model=at.model, messages=SAY, response_format=City, max_tokens=250, seed=1
         )
     check(isinstance(answer.choices[0].message.parsed, City), answer)
 
 
 def forced(at: At, choice: Any, **function: Any) -> None:
     tool = {"type": "function", "function": {**TOOL["function"], **function}}
-    answer = chat(at, tools=[tool], tool_choice=choice, max_tokens=250, temperature=0)
+    answer = chat(at, tools=[tool], tool_choice=choice, max_tokens=250, seed=1)
     call, *_ = answer.choices[0].message.tool_calls
     arguments = json.loads(call.function.arguments)
     check(call.function.name == "weather" and arguments.keys() == WEATHER["properties"].keys(), call)
@@ -146,7 +146,7 @@ def responses(at: At) -> None:
 @ROWS.add("openai", "responses.parse, and a forced call")
 def responses_parsed(at: At) -> None:
     with client(at) as each:
-        given: dict[str, Any] = {"model": at.model, "max_output_tokens": 250, "temperature": 0}
+        given: dict[str, Any] = {"model": at.model, "max_output_tokens": 250}
         parsed = each.responses.parse(input="Name a city.", text_format=City, **given)
         check(isinstance(parsed.output_parsed, City), parsed)
         tool: Any = {"type": "function", "name": "weather", "parameters": WEATHER, "strict": True}

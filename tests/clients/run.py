@@ -27,7 +27,7 @@ from kvreclaim import demo_model, real_model
 HERE = Path(__file__).parent
 MODULES = ("openai_rows", "anthropic_rows", "framework_rows", "tool_rows")
 NAME = "served-model"
-PATIENCE_S, LIMIT_S = 300.0, 1800.0
+PATIENCE_S, LIMIT_S = 900.0, 1800.0
 
 
 @contextmanager
