@@ -202,15 +202,26 @@ def test_after_an_abort(make_llm):
 
 
 def test_what_the_next_turn_has_is_the_first_to_go(make_llm):
-    """Two conversations in room for three snapshots: both go on, turn after turn."""
-    llm = make_llm(**ON, prefix_snapshot_fraction=12 / 200)  # each of 4 blocks
+    """Two conversations in room for two snapshots: both go on, turn after turn."""
+    llm = make_llm(**ON, prefix_snapshot_fraction=8 / 200)  # each of 4 blocks
     texts = [PROMPT, [PROMPT[0] ^ 1, *PROMPT[1:]]]
     for turn in range(4):
         for number, text in enumerate(texts):
             answer, metrics = ask(llm, text, 4)
             assert (metrics.num_snapshot_tokens > 0) == (turn > 0)
             texts[number] = text + answer.token_ids + NEW
-            assert llm.engine.scheduler.snapshots.num_blocks <= 12
+            assert llm.engine.scheduler.snapshots.num_blocks <= 8
+    idle(llm)
+
+
+def test_a_document_stays_for_the_next_question(make_llm):
+    """In room for two snapshots it is used again and again, and what the questions left gives way."""
+    llm = make_llm(**ON, prefix_snapshot_fraction=8 / 200)
+    found = [
+        ask(llm, PROMPT + question, 4, compress_prompt_at=len(PROMPT))[1].num_snapshot_tokens
+        for question in tiny.prompts((40, 50, 60, 70), seed=3)
+    ]
+    assert found == [0, *[len(PROMPT)] * 3]
     idle(llm)
 
 

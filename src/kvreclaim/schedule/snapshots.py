@@ -6,6 +6,7 @@ begins with it is its fork. It never stands in the prefix index, and nothing beh
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Generic
 
@@ -82,8 +83,7 @@ class Snapshots(Generic[Seq]):
         return [one for key, one in self._held.items() if key.begins(seq.lineage)]
 
     def keep(self, parent: Seq, snapshot: Seq) -> bool:
-        """Keep what a sequence is now, in a snapshot that bears its key. The one that the sequence has begun
-        with is the next to give way. Returns: whether there is room."""
+        """Keep what a sequence is now, in a snapshot that bears its key. Returns: whether there is room."""
         key = snapshot.snapshot_key
         if key is None or key in self._held or not self._make_room(self.memory.table(parent.seq_id)):
             return False
@@ -91,8 +91,6 @@ class Snapshots(Generic[Seq]):
         snapshot.keys = parent.keys.fork(snapshot.token_ids)
         snapshot.num_computed, snapshot.account = parent.num_computed, parent.account.fork()
         self.memory.fork(parent.seq_id, snapshot.seq_id, snapshot.keys)
-        if parent.begun_with is not None:
-            self.give_way(parent.begun_with)
         self._add(key, snapshot)
         return True
 
@@ -138,16 +136,16 @@ class Snapshots(Generic[Seq]):
         """Take in one that comes from elsewhere, between two steps; the least recently used of those on the
         device are forgotten for it. Returns: its blocks, to be filled at once; None: there is no room."""
         assert snapshot.snapshot_key is not None, "it is found by its key"
-        needed = table.num_blocks
-        if needed > self.max_blocks:
-            return None
+        needed, memory = table.num_blocks, self.memory
         above = [seq for seq in self if not self.is_parked(seq)]
-        while above and (needed > self.memory.num_free or self._is_too_much(table)):
-            self._drop(above.pop(0))
-        if needed > self.memory.num_free or self._is_too_much(table):
+        held = Counter(block for seq in above for block in memory.blocks(seq.seq_id))
+        num_own = sum(memory.ref_count(block) == count for block, count in held.items())
+        if needed > min(self.max_blocks, memory.num_free + num_own):
             return None
+        while needed > memory.num_free or self._is_too_much(table):
+            self._drop(above.pop(0))
         self._add(snapshot.snapshot_key, snapshot)
-        return self.memory.adopt(snapshot.seq_id, table)
+        return memory.adopt(snapshot.seq_id, table)
 
     def must_wait(self, seq: Seq) -> bool:
         """Whether one that waits, and has computed nothing, is to go on waiting for what lies on disk."""

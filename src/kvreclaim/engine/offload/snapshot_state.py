@@ -99,6 +99,8 @@ class SnapshotStore(Extension):
         is_scarce = room.limit is not None and 2 * room.used > room.limit  # those that run need the rest
         if seq.lineage is None or seq.status is not Status.RUNNING or not is_short or is_scarce:
             return
+        if seq.begun_with is not None and seq.begun_with.has_past:
+            self.scheduler.snapshots.give_way(seq.begun_with)
         tokens = array("q", seq.token_ids[: seq.num_computed]).tobytes()
         self.keep(seq, replace(seq.lineage, tokens=tokens))
 
