@@ -177,6 +177,7 @@ def test_what_models_write_is_allowed(words: Vocabulary, form: str, text: str) -
     for forced in (True, False):
         given = grammar(words, form, schemas, forced=forced)
         assert accepts(words, given, text) is not is_other
+        assert form == "harmony" or accepts(words, given, f"{text}\n") is not is_other
     thinks = grammar(words, form, schemas, forced=False, span=ThinkSpan(THINK))
     if form != "harmony" and not is_other:
         assert accepts(words, thinks, f"<think>\nfirst {'{'} <tool</think>\n\n{text}")

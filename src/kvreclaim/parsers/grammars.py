@@ -74,7 +74,8 @@ def _calls(lark: Lark, calls: Calls) -> str:
     optional = "?" if calls.form in BARE else ""
     opening = shapes[0].opening
     ways = [_group(lark, calls, shape) for shape in shapes if shape.opening == opening]
-    return lark.rule(f"{lark.rule(lark.text(opening))}{optional} {lark.rule(*ways)}")
+    behind = "" if calls.one else f" {lark.shaped('~')}"  # models may end a line before they stop
+    return lark.rule(f"{lark.rule(lark.text(opening))}{optional} {lark.rule(*ways)}{behind}")
 
 
 def _text_and_calls(lark: Lark, calls: Calls, thought: str) -> str:
@@ -99,7 +100,7 @@ def _text_and_calls(lark: Lark, calls: Calls, thought: str) -> str:
             calls,
             replace(shape, call=shape.call.removeprefix(written), between=shape.between + written),
         )
-        starts.append(f"{lark.matching(bare)} {rest}")
+        starts.append(f"{lark.matching(bare)} {rest} {lark.shaped('~')}")
     return lark.rule(*starts)
 
 
