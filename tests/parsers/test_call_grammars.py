@@ -157,7 +157,7 @@ def grammar(
     answer: StructuredOutputsParams | None = None,
 ) -> StructuredOutputsParams:
     functions = [Callee(name, schema, f"tools.{name}.parameters") for name, schema in schemas.items()]
-    calls = Calls(form, functions, forced=forced, one=one)
+    calls = Calls(form, functions, forced=forced, one_call=one)
     structured, lark = answer is not None, Lark(words.special)
     made = answer_grammar(lark, calls, span, harmony=form == "harmony", structured=structured)
     return composed(made, answer)
@@ -280,6 +280,53 @@ def test_what_cannot_be_followed_is_refused(form: str, schema: dict[str, Any], s
         assert said.replace("[$]", "$") in reason
     else:
         assert reason is None
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"properties": None}, "has properties 'None'; pass an object of schemas"),
+        ({"properties": ["a"]}, "has properties \"['a']\""),
+        ({"properties": {"a": 3}}, "has properties"),
+        ({"required": 5}, "has required '5'; pass a list of names"),
+        ({"required": [1]}, "has required '[1]'"),
+        ({"type": 3}, "has type '3'"),
+        ({"additionalProperties": None}, "has additionalProperties 'None'"),
+        ({"$defs": []}, "has $defs '[]'"),
+        ({"properties": {"a": {"enum": None}}}, ".properties.a has enum 'None'; pass a list of values"),
+        ({"properties": {"a": {"type": [1]}}}, ".properties.a has type '[1]'"),
+        ({"properties": {"a": {"type": "string", "minLength": "x"}}}, ".properties.a has minLength 'x'"),
+        ({"properties": {"a": {"type": "string", "maxLength": -1}}}, ".properties.a has maxLength '-1'"),
+        ({"properties": {"a": {"type": "string", "pattern": 3}}}, ".properties.a has pattern '3'"),
+        ({"properties": {"a": {"anyOf": {}}}}, ".properties.a has anyOf '{}'"),
+        ({"properties": {"a": {"$ref": 1}}}, ".properties.a has $ref '1'"),
+    ],
+)
+def test_a_schema_that_is_none_is_refused(form: str, schema: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidArgumentError) as refused:
+        grammar(BYTES, form, {"f": schema}, forced=True)
+    assert refused.value.field == "tools.f.parameters"
+    assert str(refused.value).startswith("tools.f.parameters")
+    assert said in str(refused.value)
+
+
+def test_values_of_other_types_than_the_argument_has() -> None:
+    """Of a text's values, those that are texts may come, as a JSON schema means it."""
+    said = "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
+    for values in ({"enum": ["x", 1]}, {"const": "x"}):
+        schema = {"properties": {"a": {"type": "string", **values}}, "required": ["a"]}
+        given = grammar(BYTES, "qwen3_coder", {"f": schema}, forced=True)
+        assert accepts(BYTES, given, said.format("x"))
+        assert not accepts(BYTES, given, said.format("1"))
+    for keyword, value in (("enum", [1]), ("enum", []), ("const", 3)):
+        with pytest.raises(InvalidArgumentError, match=f"properties.a has '{keyword}'"):
+            grammar(
+                BYTES,
+                "qwen3_coder",
+                {"f": {"properties": {"a": {"type": "string", keyword: value}}}},
+                forced=True,
+            )
 
 
 def test_reasoning_is_read_apart() -> None:

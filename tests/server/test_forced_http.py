@@ -202,6 +202,31 @@ UNSET = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": 
             {"tool_choice": {"type": "function", "function": {"name": "f"}}},
             "tool_choice.function.name",
         ),
+        ("hermes", {"tool_choice": {"type": "function", "function": {"name": ""}}}, "tool_choice"),
+        (
+            "hermes",
+            {
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {
+                        "mode": "required",
+                        "tools": [{"type": "function", "function": {"name": ""}}],
+                    },
+                }
+            },
+            "tool_choice",
+        ),
+        ("hermes", {"tools": [TOOLS[0], TOOLS[0]]}, "tools"),
+        (
+            "qwen3_coder",
+            {
+                "tool_choice": "required",
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"properties": ["a"]}}}
+                ],
+            },
+            "tools.0.function.parameters",
+        ),
         (
             "hermes",
             {

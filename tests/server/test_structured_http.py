@@ -106,6 +106,13 @@ def test_structured_outputs_of_both_routes(
             "response_format.json_schema",
             "the type is 'text'",
         ),
+        ({"extra_body": {"structured_outputs": {}}}, "structured_outputs", "has nothing"),
+        ({"extra_body": {"structured_outputs": {"json": None}}}, "structured_outputs", "has nothing"),
+        (
+            {"extra_body": {"structured_outputs": {"json": "{}", "regex": "a"}}},
+            "structured_outputs",
+            "has json and regex",
+        ),
         (
             {"extra_body": {"structured_outputs": {"regex": "(a"}}},
             "structured_outputs.regex",

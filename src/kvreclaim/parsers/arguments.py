@@ -9,6 +9,7 @@ from typing import Any
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.parsers.lark import ANY, Lark, escaped
+from kvreclaim.parsers.schema_shape import misshapen
 from kvreclaim.parsers.schema_size import MAX_PROPERTIES, too_many
 from kvreclaim.parsers.tag_calls import types_of
 
@@ -41,12 +42,21 @@ class Callee:
                 "letters, digits, _, . and -; rename it.",
                 field=field,
             )
+        self._check_shape()
         if self.parameters.get("type", "object") != "object":
             raise self.refusal("", f"has type {str(self.parameters['type'])!r}; pass an object's schema")
         if (count := too_many(dict(self.parameters))) is not None:
             raise self.refusal(
                 "", f"has an object of {count} properties, at most {MAX_PROPERTIES} are followed"
             )
+
+    def _check_shape(self) -> None:
+        """Of the schema itself and of each argument's: formats read these."""
+        if (wrong := misshapen(self.parameters)) is not None:
+            raise self.refusal("", wrong)
+        for key, schema in self.parameters.get("properties", {}).items():
+            if isinstance(schema, Mapping) and (wrong := misshapen(schema)) is not None:
+                raise self.refusal(f".properties.{key}", wrong)
 
     def refusal(self, where: str, what: str) -> InvalidArgumentError:
         return InvalidArgumentError(f"{self.place}{where} {what}.", field=self.place)
@@ -106,7 +116,7 @@ class _Tags:
 
     def _one(self, where: str, key: str, schema: Any) -> str:
         """A rule for an argument."""
-        if schema is False or not isinstance(schema, Mapping | bool):
+        if schema is False:
             raise self._refusal(where, str(schema))
         schema, tags, lark = {} if schema is True else schema, self.tags, self.lark
         types, options = types_of(schema), []
@@ -128,8 +138,9 @@ class _Tags:
         given = schema.keys() - NOTES - {"type"}
         if given <= {"enum", "const"}:
             values = [schema["const"]] if "const" in schema else schema["enum"]
-            if len(given) > 1 or any(close in value for value in values):
-                raise self._refusal(where, "enum")
+            values = [value for value in values if isinstance(value, str)]
+            if len(given) > 1 or not values or any(close in value for value in values):
+                raise self._refusal(where, min(given))
             return lark.shaped(f"{line}%values{line}{close}", values=lark.rule(*map(lark.text, values)))
         if unknown := given - {"pattern", "minLength", "maxLength"}:
             raise self._refusal(where, min(unknown))

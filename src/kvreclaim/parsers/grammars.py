@@ -22,15 +22,15 @@ it."""
 class Calls:
     """What an answer may call.
 
-    form:   the name of a tool parser
-    forced: the answer is a call, or several
-    one:    no more than one
+    form:     the name of a tool parser
+    forced:   the answer is a call, or several
+    one_call: no more than one
     """
 
     form: str
     functions: Sequence[Callee]
     forced: bool
-    one: bool
+    one_call: bool
 
 
 def answer_grammar(
@@ -74,13 +74,15 @@ def _calls(lark: Lark, calls: Calls) -> str:
     optional = "?" if calls.form in BARE else ""
     opening = shapes[0].opening
     ways = [_group(lark, calls, shape) for shape in shapes if shape.opening == opening]
-    behind = "" if calls.one else f" {lark.shaped('~')}"  # models may end a line before they stop
+    behind = "" if calls.one_call else f" {lark.shaped('~')}"  # models may end a line before they stop
     return lark.rule(f"{lark.rule(lark.text(opening))}{optional} {lark.rule(*ways)}{behind}")
 
 
 def _text_and_calls(lark: Lark, calls: Calls, thought: str) -> str:
-    """Free text, in which a call is as it should be once its opening is written. thought: with which the text
-    does not begin"""
+    """Free text, in which a call is as it should be once its opening is written.
+
+    thought: a marker that the text must not begin with
+    """
     ways: dict[str, list[str]] = {}
     for shape in _shapes(lark, calls.form):
         ways.setdefault(shape.opening, []).append(_group(lark, calls, shape, apart=not shape.trail))
@@ -91,7 +93,7 @@ def _text_and_calls(lark: Lark, calls: Calls, thought: str) -> str:
         *(f"{lark.until(opening, but=but)} {lark.rule(*each)}" for opening, each in ways.items())
     )
     more = lark.rule(*(f"{lark.until(opening)} {lark.rule(*each)}" for opening, each in ways.items()))
-    behind = "" if calls.one else f"{more}* {lark.matching(ANY)}?"
+    behind = "" if calls.one_call else f"{more}* {lark.matching(ANY)}?"
     starts = [lark.matching(ANY, but=but), f"{first} {behind}"]
     if bare:
         (shape,) = _shapes(lark, calls.form)
@@ -117,7 +119,7 @@ def _group(lark: Lark, calls: Calls, shape: CallShape, *, apart: bool = False) -
         for one in calls.functions
     ]
     call = lark.rule(*each)
-    more = "" if calls.one or apart else f"({lark.shaped(shape.between)} {call})*"
+    more = "" if calls.one_call or apart else f"({lark.shaped(shape.between)} {call})*"
     return " ".join(filter(None, (lark.shaped(shape.lead), call, more, lark.shaped(shape.trail))))
 
 

@@ -94,6 +94,24 @@ def num_messages(messages: Any) -> int:
     return len(messages) + sum(len(content) - 1 for content in contents if isinstance(content, list))
 
 
+def num_chars(value: Any) -> int:
+    """Count the characters of all texts in a value of any shape; what is no text counts as one."""
+    found, pending = 0, [value]
+    while pending:
+        match pending.pop():
+            case str(text):
+                found += len(text)
+            case dict(fields):
+                pending += [*fields, *fields.values()]
+            case list(items):
+                pending += items
+            case None:
+                pass
+            case _:
+                found += 1
+    return found
+
+
 def parse(model: type[BaseModel], body: bytes, content_type: str, service: Service) -> BaseModel:
     """The body as the model has it. Raises: ApiError 400 for the first thing that is wrong."""
     kind, _, subtype = content_type.partition(";")[0].strip().lower().partition("/")

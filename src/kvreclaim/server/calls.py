@@ -35,15 +35,15 @@ class Tool:
 class Offer:
     """The functions that an answer may call.
 
-    forced:  it is a call, or several
-    one:     no more than one
-    because: the field for which calls follow a grammar; None: they need none
+    forced:   it is a call, or several
+    one_call: no more than one
+    field:    for which calls follow a grammar; None: they need none
     """
 
     tools: Sequence[Tool]
     forced: bool = False
-    one: bool = False
-    because: str | None = None
+    one_call: bool = False
+    field: str | None = None
 
     def calls(self, form: str) -> Calls:
         """What an answer may call; arguments that are not forced or strict may be any. Raises: ApiError."""
@@ -54,24 +54,24 @@ class Offer:
             ]
         except InvalidArgumentError as error:
             raise ApiError(400, str(error), error.field) from error
-        return Calls(form, functions, forced=self.forced, one=self.one)
+        return Calls(form, functions, forced=self.forced, one_call=self.one_call)
 
 
 def check_offer(offer: Offer, form: OutputFormat) -> None:
     """Raises: ApiError where calls cannot follow a grammar in this model's format."""
     from kvreclaim.engine.sampling.grammar import composed, reason_against
 
-    if offer.because is None:
+    if offer.field is None:
         return
     if form.tool_parser is None:
         raise ApiError(
             400,
-            f"{offer.because} needs a format of calls, and this model's chat template shows none that is "
+            f"{offer.field} needs a format of calls, and this model's chat template shows none that is "
             "known here; leave it out, or start the server with --tool-call-parser.",
-            offer.because,
+            offer.field,
         )
     for one in offer.calls(form.tool_parser).functions:
-        alone = Calls(form.tool_parser, [one], forced=True, one=True)
+        alone = Calls(form.tool_parser, [one], forced=True, one_call=True)
         try:
             lark = answer_grammar(Lark({}), alone, None, harmony=form.is_harmony, structured=False)
             reason = reason_against(composed(lark, None))
@@ -81,15 +81,23 @@ def check_offer(offer: Offer, form: OutputFormat) -> None:
             raise ApiError(400, f"{one.place} cannot be followed: {reason}; change it.", one.place)
 
 
-def checked_schema(schema: dict[str, Any], place: str) -> StructuredOutputsParams:
-    """What a schema asks of an answer. Raises: ApiError for one that cannot be followed."""
+def check_unique(names: Sequence[str]) -> None:
+    """Raises: ApiError if two tools have the same name."""
+    if len(set(names)) < len(names):
+        twice = next(name for place, name in enumerate(names) if name in names[:place])
+        raise ApiError(400, f"tools holds {twice[:80]!r} twice; names of tools are unique.", "tools")
+
+
+def checked_structured(given: Mapping[str, Any], place: str) -> StructuredOutputsParams:
+    """What these fields of StructuredOutputsParams ask of an answer. Raises: ApiError naming the place."""
     from kvreclaim.engine.sampling.grammar import check
 
     try:
-        params = StructuredOutputsParams(json=schema)
+        params = StructuredOutputsParams(**given)
         check(params)
     except InvalidArgumentError as error:
-        raise ApiError(400, f"{place}: {error}", place) from error
+        named = str(error).startswith(place.partition(".")[0])
+        raise ApiError(400, str(error) if named else f"{place}: {error}", place) from error
     return params
 
 
@@ -110,15 +118,15 @@ def followed(
     """
     ids, params = prompt.prompt_token_ids, prompt.params
     span, may_think = form.thinking(ids), form.may_think(ids, goes_on=goes_on)
-    asks = offer is not None and offer.because is not None
+    asks = offer is not None and offer.field is not None
     if structured is None and not asks:
         return replace(prompt, thinking=span)
     calls = None if offer is None or form.tool_parser is None else offer.calls(form.tool_parser)
     if form.is_harmony and goes_on:
         if asks:
-            because = "" if offer is None else offer.because
+            field = "" if offer is None else offer.field
             raise ApiError(
-                400, f"{because} does not go with a message that is continued; leave one out.", because
+                400, f"{field} does not go with a message that is continued; leave one out.", field
             )
         calls, may_think = None, False
     if calls is None and not may_think:

@@ -176,10 +176,10 @@ class ConversationFields(Fields):
         if choice.type == "tool":
             tools = [tool for tool in tools if tool.name == choice.name]
         forced, strict = choice.type in ("any", "tool"), next((tool for tool in tools if tool.strict), None)
-        because = None if strict is None else strict.place.replace("input_schema", "strict")
-        because = "tool_choice" if forced else because
-        one = bool(choice.disable_parallel_tool_use) or choice.type == "tool"
-        return Offer(tools, forced=forced, one=one, because=because)
+        field = None if strict is None else strict.place.replace("input_schema", "strict")
+        field = "tool_choice" if forced else field
+        one_call = bool(choice.disable_parallel_tool_use) or choice.type == "tool"
+        return Offer(tools, forced=forced, one_call=one_call, field=field)
 
 
 class MessageRequest(GeneratingFields, ConversationFields):
@@ -194,8 +194,9 @@ class MessageRequest(GeneratingFields, ConversationFields):
     output_format: OutputFormat | None = None
 
     @property
-    def schema_place(self) -> tuple[dict[str, Any], str] | None:
-        """The schema of the answer, and where it stands; None: there is none. Raises: ApiError."""
+    def structured(self) -> tuple[dict[str, Any], str] | None:
+        """What the answer follows as StructuredOutputsParams has it, and where it stands; None: nothing.
+        Raises: ApiError."""
         of_config = None if self.output_config is None else self.output_config.format
         if of_config is not None and self.output_format is not None:
             raise ApiError(400, "output_config.format and output_format are both set; leave one out.")
@@ -209,7 +210,7 @@ class MessageRequest(GeneratingFields, ConversationFields):
             raise ApiError(
                 400, f"{place} has no schema; pass the type json_schema and a `schema`, an object."
             )
-        return form["schema"], f"{place}.schema"
+        return {"json": form["schema"]}, f"{place}.schema"
 
     @property
     def thinking_token_budget(self) -> int | None:

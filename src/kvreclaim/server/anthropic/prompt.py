@@ -19,7 +19,16 @@ from kvreclaim.engine.api.chat import Change, num_leading_tokens, num_shared
 from kvreclaim.engine.api.exports import Retention
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.anthropic.conversation import ALTERED, Mark, Writer
-from kvreclaim.server.anthropic.fields import TTL_S, ConversationFields
+from kvreclaim.server.anthropic.fields import (
+    TTL_S,
+    AnyBlock,
+    ConversationFields,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from kvreclaim.server.bodies import num_chars
+from kvreclaim.server.calls import check_unique
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.service import Service, text_of
 
@@ -40,8 +49,22 @@ class Rendered:
 def check_size(body: ConversationFields, service: Service) -> None:
     """Raises: ApiError 400 for a conversation that cannot fit."""
     blocks = [block for message in body.messages for block in message.content]
-    num_chars = sum(len(block.text) for block in blocks if block.type == "text")
-    service.check_messages(max(len(body.messages), len(blocks)), num_chars)
+    told = [*map(_texts, body.system or ()), *map(_texts, blocks)]
+    service.check_messages(max(len(body.messages), len(blocks)), num_chars(told))
+    tools = [] if body.offered is None else body.tools or []
+    service.check_chars(num_chars([[tool.description, tool.input_schema] for tool in tools]), "tools")
+
+
+def _texts(block: AnyBlock) -> Any:
+    """What a template may write of it."""
+    match block:
+        case ToolUseBlock(name=name, input=given):
+            return [name, given]
+        case ThinkingBlock(thinking=thought):
+            return thought
+        case ToolResultBlock(content=content):
+            return [part.text for part in content]
+    return block.text
 
 
 def render(body: ConversationFields, service: Service) -> Rendered:
@@ -136,11 +159,8 @@ def _check_thinking(body: ConversationFields, service: Service) -> None:
 
 def _check_tools(body: ConversationFields) -> None:
     """Raises: ApiError for what would be of no effect or cannot be."""
-    names: set[str] = set()
-    for tool in body.tools or []:
-        if tool.name in names:
-            raise ApiError(400, f"tools holds {tool.name!r} twice; names of tools are unique.")
-        names.add(tool.name)
+    names = [tool.name for tool in body.tools or ()]
+    check_unique(names)
     choice = body.tool_choice
     if choice is not None and choice.type in ("any", "tool") and not names:
         raise ApiError(400, f"tool_choice is {choice.type!r}, but there are no tools; leave it out.")

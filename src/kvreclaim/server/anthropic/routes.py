@@ -15,7 +15,7 @@ from kvreclaim.server.anthropic.fields import ConversationFields, MessageRequest
 from kvreclaim.server.anthropic.prompt import Rendered, check_size, render
 from kvreclaim.server.anthropic.schemas import ERRORS, STREAMED, TokensCount
 from kvreclaim.server.bodies import BodyRoute
-from kvreclaim.server.calls import check_offer, checked_schema, followed
+from kvreclaim.server.calls import check_offer, checked_structured, followed
 from kvreclaim.server.events import answer_json, stream_events
 from kvreclaim.server.ids import request_id_of
 from kvreclaim.server.sampling import SHARED, check_priority, sampling_of
@@ -83,9 +83,8 @@ async def _followed(
 ) -> RequestSpec:
     """The same, whose answer is as tools and the schema ask. Raises: ApiError."""
     form, run = service.output_format, partial(service.workers.run, tenant.name)
-    structured, offer, schema = None, body.offer, body.schema_place
-    if schema is not None:
-        structured = await run(partial(checked_schema, *schema))
+    given, offer = body.structured, body.offer
+    structured = None if given is None else await run(partial(checked_structured, *given))
     if offer is not None:
         await run(partial(check_offer, offer, form))
     goes_on = body.messages[-1].role == "assistant"

@@ -37,7 +37,7 @@ from kvreclaim.server.openai.messages import (
 )
 from kvreclaim.server.openai.prompts import beams_of, bounded, check_options, engine_prompt, sampling_params
 from kvreclaim.server.openai.schemas import ERRORS, ChatCompletion, streamed
-from kvreclaim.server.openai.structured import ResponseFormat, checked_structured
+from kvreclaim.server.openai.structured import ResponseFormat, structured_of
 from kvreclaim.server.openai.tool_choice import ToolChoice, offer_of
 from kvreclaim.server.service import Service, ServiceDep, TenantDep
 from kvreclaim.server.tenants import Tenant
@@ -70,8 +70,8 @@ class ChatRequest(GenerationFields, ConversationOptions):
     @property
     def offer(self) -> Offer | None:
         """The functions that the answer may call; None: none. Raises: ApiError naming the field."""
-        one = self.parallel_tool_calls is False
-        return offer_of([] if self.offered is None else self.tools or [], self.tool_choice, one=one)
+        tools = [] if self.offered is None else self.tools or []
+        return offer_of(tools, self.tool_choice, one_call=self.parallel_tool_calls is False)
 
 
 @router.post("/v1/chat/completions", responses=ERRORS | streamed(ChatCompletion), response_class=Response)
@@ -101,7 +101,7 @@ async def prompt_of(body: ChatRequest, service: Service, tenant: Tenant) -> Requ
     limit = body.max_completion_tokens or body.max_tokens
     beams = beams_of(body, limit or service.longest)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    structured = await checked_structured(body.structured_outputs, service, tenant, body.response_format)
+    structured = await structured_of(body.structured_outputs, service, tenant, body.response_format)
     offer, form = body.offer, service.output_format
     if offer is not None:
         await service.workers.run(tenant.name, partial(check_offer, offer, form))
@@ -126,7 +126,7 @@ def _check_no_grammar(
     body: ChatRequest, offer: Offer | None, structured: StructuredOutputsParams | None
 ) -> None:
     """Raises: ApiError naming the field for which answers follow a grammar."""
-    field = None if offer is None else offer.because
+    field = None if offer is None else offer.field
     if structured is not None:
         field = "structured_outputs" if body.structured_outputs else "response_format"
     if field is not None:

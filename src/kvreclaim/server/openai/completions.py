@@ -23,7 +23,7 @@ from kvreclaim.server.openai.fields import MAX_LOGPROBS, GenerationFields
 from kvreclaim.server.openai.logprobs import Report, completion_logprobs
 from kvreclaim.server.openai.prompts import beams_of, bounded, check_options, engine_prompt, sampling_params
 from kvreclaim.server.openai.schemas import ERRORS, Completion, streamed
-from kvreclaim.server.openai.structured import checked_structured
+from kvreclaim.server.openai.structured import structured_of
 from kvreclaim.server.service import Service, ServiceDep, TenantDep
 from kvreclaim.server.tenants import Tenant
 from kvreclaim.server.vocabulary import Continuation
@@ -88,7 +88,7 @@ async def _prompts(body: CompletionRequest, service: Service, tenant: Tenant) ->
     more: dict[str, Any] = {"max_tokens": max(1, limit), "logprobs": body.logprobs}
     if body.echo and body.logprobs is not None:
         more["prompt_logprobs"] = body.logprobs
-    more["structured_outputs"] = await checked_structured(body.structured_outputs, service, tenant)
+    more["structured_outputs"] = await structured_of(body.structured_outputs, service, tenant)
     beams = beams_of(body, max(1, limit))
     params = sampling_params(body, **more) if beams is None else beams.sampling
     special = body.add_special_tokens is not False

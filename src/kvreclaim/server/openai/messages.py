@@ -12,6 +12,8 @@ from pydantic_core import from_json
 
 from kvreclaim.engine.api.chat import SYSTEM_ROLES, Change, num_leading_tokens
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.server.bodies import num_chars
+from kvreclaim.server.calls import check_unique
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import MAX_TOOLS, Fields, Listed, described
 from kvreclaim.server.service import Service, text_of
@@ -140,10 +142,12 @@ def rendered(
     Raises: ApiError naming the field.
     """
     service.check_messages(len(messages), sum(map(_num_chars, messages)))
+    tools = [_definition(tool) for tool in options.tools or ()] if with_tools else []
+    service.check_chars(num_chars(tools), "tools")
+    check_unique([tool.function.name for tool in options.tools or ()])
     _check_calls(messages)
     developer = "developer" if _template_knows(service, "developer") else "system"
     made = change([_for_template(message, developer) for message in messages])
-    tools = [_definition(tool) for tool in options.tools or ()] if with_tools else []
     goes_on = bool(options.continue_final_message)
     answers = not goes_on if options.add_generation_prompt is None else options.add_generation_prompt
 
@@ -219,8 +223,13 @@ def _definition(tool: FunctionTool) -> dict[str, Any]:
 
 
 def _num_chars(message: RequestMessage) -> int:
+    """Of all that a template may write."""
     content = message.content or ""
-    return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
+    texts = [content] if isinstance(content, str) else [part.text for part in content]
+    texts += [message.reasoning_content or message.reasoning or "", message.name or ""]
+    for call in message.tool_calls or ():
+        texts += [call.function.name, call.function.arguments]
+    return sum(map(len, texts))
 
 
 def _call(call: ToolCallMessage) -> dict[str, Any]:

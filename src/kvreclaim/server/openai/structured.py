@@ -6,7 +6,7 @@ from dataclasses import fields
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.server.calls import checked_structured
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import Fields, at_most, described
 from kvreclaim.server.service import Service
@@ -30,42 +30,31 @@ StructuredOutputs = Annotated[
 ]
 
 
-async def checked_structured(
+async def structured_of(
     structured_outputs: dict[str, Any] | None,
     service: Service,
     tenant: Tenant,
     response_format: ResponseFormat | None = None,
 ) -> StructuredOutputsParams | None:
     """What these fields ask for; None: nothing. Raises: ApiError naming the field, also for a bad schema."""
-    params = structured_of(response_format, structured_outputs)
-    if params is not None:
-        from kvreclaim.engine.sampling.grammar import check
-
-        try:
-            await service.workers.run(tenant.name, partial(check, params))
-        except InvalidArgumentError as error:
-            in_format = response_format is not None and response_format.type == "json_schema"
-            own = f"structured_outputs.{params.source[0]}"
-            field = "response_format.json_schema.schema" if in_format else own
-            raise ApiError(400, str(error), field) from error
-    return params
-
-
-def structured_of(
-    response_format: ResponseFormat | None, structured_outputs: dict[str, Any] | None
-) -> StructuredOutputsParams | None:
-    """Raises: ApiError naming the field."""
     form = None if response_format is None or response_format.type == "text" else response_format
-    given = {name: value for name, value in (structured_outputs or {}).items() if value is not None}
-    if form is not None and given:
+    if form is not None and structured_outputs is not None:
         raise ApiError(
             400, "response_format and structured_outputs are both set; pass one of them.", "response_format"
         )
-    if form is None and not given:
+    if form is not None:
+        given, place = _of_format(form)
+    elif structured_outputs is not None:
+        given, place = _of_kinds(structured_outputs)
+    else:
         _check_without_schema(response_format)
         return None
-    if form is not None:
-        return _of_format(form)
+    return await service.workers.run(tenant.name, partial(checked_structured, given, place))
+
+
+def _of_kinds(structured_outputs: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Fields of StructuredOutputsParams, and where they stand. Raises: ApiError naming the field."""
+    given = {name: value for name, value in structured_outputs.items() if value is not None}
     if unknown := next((name for name in given if name not in KINDS), None):
         field = f"structured_outputs.{unknown}"
         raise ApiError(400, f"{field} is not supported here; pass one of {', '.join(KINDS)}.", field)
@@ -73,10 +62,7 @@ def structured_of(
     if wrong is not None:
         field = f"structured_outputs.{wrong}"
         raise ApiError(400, f"{field} is a {type(given[wrong]).__name__}; {_WANTED[wrong]}.", field)
-    try:
-        return StructuredOutputsParams(**given)
-    except InvalidArgumentError as error:
-        raise ApiError(400, str(error), "structured_outputs") from error
+    return given, ".".join(["structured_outputs", *(given if len(given) == 1 else ())])
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -95,10 +81,11 @@ _WANTED = {
 }
 
 
-def _of_format(form: ResponseFormat) -> StructuredOutputsParams:
+def _of_format(form: ResponseFormat) -> tuple[dict[str, Any], str]:
+    """The same for a response format."""
     if form.type == "json_object":
         _check_without_schema(form)
-        return StructuredOutputsParams(json_object=True)
+        return {"json_object": True}, "response_format"
     given = {name: value for name, value in (form.json_schema or {}).items() if value is not None}
     if unknown := next((name for name in given if name not in OF_SCHEMA), None):
         field = f"response_format.json_schema.{unknown}"
@@ -109,7 +96,7 @@ def _of_format(form: ResponseFormat) -> StructuredOutputsParams:
     if not isinstance(given.get("schema"), dict):
         field = "response_format.json_schema.schema"
         raise ApiError(400, f"{field} is missing or no object; pass a JSON schema.", field)
-    return StructuredOutputsParams(json=given["schema"])
+    return {"json": given["schema"]}, "response_format.json_schema.schema"
 
 
 def _check_without_schema(form: ResponseFormat | None) -> None:

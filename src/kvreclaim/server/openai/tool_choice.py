@@ -14,7 +14,7 @@ from kvreclaim.server.openai.messages import FunctionTool
 
 
 class NamedFunction(Fields):
-    name: str
+    name: str = Field(min_length=1)
 
 
 class FunctionChoice(Fields):
@@ -41,8 +41,8 @@ ToolChoice = Annotated[
 ]
 
 
-def offer_of(tools: Sequence[FunctionTool], choice: ToolChoice | None, *, one: bool) -> Offer | None:
-    """What may be called; None: nothing. one: at most one call. Raises: ApiError naming the field."""
+def offer_of(tools: Sequence[FunctionTool], choice: ToolChoice | None, *, one_call: bool) -> Offer | None:
+    """What may be called; None: nothing. one_call: no more than one. Raises: ApiError naming the field."""
     if choice == "none" or (not tools and choice in (None, "auto")):
         return None
     if not tools:
@@ -60,24 +60,23 @@ def offer_of(tools: Sequence[FunctionTool], choice: ToolChoice | None, *, one: b
         )
         for place, tool in enumerate(tools)
     ]
-    strict = next((each for each in given if each.strict), None)
-    because = None if strict is None else strict.place.replace("parameters", "strict")
+    strict = next((each.place.replace("parameters", "strict") for each in given if each.strict), None)
     match choice:
         case FunctionChoice(function=function):
             chosen = _named([function.name], given, "tool_choice.function.name")
-            return Offer(chosen, forced=True, one=True, because="tool_choice")
+            return Offer(chosen, forced=True, one_call=True, field="tool_choice")
         case AllowedToolsChoice(allowed_tools=allowed):
             names = [each.function.name for each in allowed.tools]
             chosen = _named(names, given, "tool_choice.allowed_tools.tools")
-            return Offer(chosen, forced=allowed.mode == "required", one=one, because="tool_choice")
+            return Offer(chosen, forced=allowed.mode == "required", one_call=one_call, field="tool_choice")
         case "required":
-            return Offer(given, forced=True, one=one, because="tool_choice")
-    return Offer(given, one=one, because=because)
+            return Offer(given, forced=True, one_call=one_call, field="tool_choice")
+    return Offer(given, one_call=one_call, field=strict)
 
 
 def _named(names: Sequence[str], tools: Sequence[Tool], field: str) -> list[Tool]:
     known = {tool.name for tool in tools}
-    if unknown := next((name for name in names if name not in known), None):
+    if (unknown := next((name for name in names if name not in known), None)) is not None:
         raise ApiError(
             400,
             f"{field} has {unknown[:80]!r}, which is the name of none of the tools; pass one of theirs.",
