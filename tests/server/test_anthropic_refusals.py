@@ -109,6 +109,27 @@ REFUSED = [
 ]
 
 
+@pytest.mark.parametrize("part", ["system", "text", "thinking", "input", "tool_result", "tools"])
+def test_what_is_far_too_long_is_refused_before_it_is_rendered(own: Running, part: str) -> None:
+    text = "a" * (own.service.max_chars + 1)
+    use = {**USE, "input": {"a": [{"b": text}]} if part == "input" else {}}
+    result = {"type": "tool_result", "tool_use_id": USE["id"], "content": "r"}
+    if part == "tool_result":
+        result["content"] = [{"type": "text", "text": text}]
+    thought = {"type": "thinking", "thinking": text if part == "thinking" else "t"}
+    messages = [
+        {"role": "user", "content": text if part == "text" else "u"},
+        {"role": "assistant", "content": [thought, use]},
+        {"role": "user", "content": [result]},
+    ]
+    schema = {"description": text} if part == "tools" else {}
+    more = {"system": text if part == "system" else "s", "tools": [{**TOOL, "input_schema": schema}]}
+    for path in ("", "/count_tokens"):
+        said = refused(own, path, messages=messages, **more)
+        assert said.startswith(f"{'tools' if part == 'tools' else 'messages'} has ")
+        assert "characters" in said
+
+
 @pytest.mark.parametrize(("fields", "named"), REFUSED, ids=lambda value: str(value)[:40])
 def test_refusals_name_the_field(own: Running, fields: dict[str, Any], named: str):
     body = {key: value for key, value in fields.items() if value is not None}

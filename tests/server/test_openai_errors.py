@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -174,6 +175,26 @@ def test_a_prompt_that_is_too_long(client: openai.OpenAI, stream: bool):
     with pytest.raises(openai.BadRequestError, match="max_model_len") as refused:
         client.chat.completions.create(**CHAT | {"messages": [{"role": "user", "content": "a" * 600}]})
     assert refused.value.param == "messages"
+
+
+@pytest.mark.parametrize("part", ["content", "parts", "reasoning_content", "reasoning", "arguments", "tools"])
+def test_a_chat_that_is_far_too_long(client: openai.OpenAI, limited: Running, part: str):
+    """Whatever has the text, it is counted before the template writes it."""
+    text = "a" * (limited.service.max_chars + 1)
+    call = {"id": "x", "function": {"name": "f", "arguments": json.dumps({text: 1})}}
+    said = {
+        "content": {"content": text},
+        "parts": {"content": [{"type": "text", "text": text}]},
+        "arguments": {"tool_calls": [call]},
+        "tools": {"content": ""},
+    }.get(part, {"content": "", part: text})
+    asked: dict = {"messages": [{"role": "assistant", **said}, {"role": "user", "content": "the end"}]}
+    if part == "tools":
+        asked["tools"] = [{**TOOLS[0], "function": {"name": "f", "parameters": {"a": [{"enum": [text]}]}}}]
+    with pytest.raises(openai.BadRequestError, match="characters, but max_model_len") as refused:
+        client.chat.completions.create(**CHAT | asked)
+    assert refused.value.code == "context_length_exceeded"
+    assert refused.value.param == ("tools" if part == "tools" else "messages")
 
 
 @pytest.mark.parametrize("tokens", [[10**9], [-1]])

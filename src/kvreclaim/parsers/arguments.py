@@ -51,7 +51,7 @@ class Callee:
             )
 
     def _check_shape(self) -> None:
-        """Of the schema itself and of each argument's: formats read these."""
+        """Check the schema itself and each argument's: formats read these."""
         if (wrong := misshapen(self.parameters)) is not None:
             raise self.refusal("", wrong)
         for key, schema in self.parameters.get("properties", {}).items():

@@ -223,7 +223,7 @@ def _definition(tool: FunctionTool) -> dict[str, Any]:
 
 
 def _num_chars(message: RequestMessage) -> int:
-    """Of all that a template may write."""
+    """Count the characters of all that a template may write."""
     content = message.content or ""
     texts = [content] if isinstance(content, str) else [part.text for part in content]
     texts += [message.reasoning_content or message.reasoning or "", message.name or ""]
