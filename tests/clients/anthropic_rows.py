@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import anthropic
-from rows import SAY, WEATHER, At, Rows, check
+from rows import SAY, WEATHER, At, City, Rows, check, check_text
 
 ROWS = Rows()
 SEEDED: dict[str, Any] = {"extra_body": {"seed": 1}}
+GREEDY: dict[str, Any] = {"extra_body": {"temperature": 0}}
 TOOL: dict[str, Any] = {"name": "weather", "description": "of a city", "input_schema": WEATHER}
 USE = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Bern"}}
 RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "7 degrees"}
@@ -35,8 +36,9 @@ def plain(at: At) -> None:
 
 @ROWS.add("anthropic", "messages, streamed")
 def streamed(at: At) -> None:
-    with client(at) as each, each.messages.stream(model=at.model, messages=SAY, max_tokens=8) as stream:
-        check(list(stream.text_stream) is not None, "nothing")
+    given: dict[str, Any] = {"model": at.model, "messages": SAY, "max_tokens": 8, **GREEDY}
+    with client(at) as each, each.messages.stream(**given) as stream:
+        check_text(message(at, **GREEDY).content[0].text, stream.text_stream)
         check(stream.get_final_message().stop_reason, "no reason")
 
 
@@ -78,7 +80,7 @@ def one_tool(at: At) -> None:
 def output_format(at: At) -> None:
     schema = {"format": {"type": "json_schema", "schema": WEATHER}}
     made = message(at, output_config=schema, max_tokens=250, **SEEDED)
-    check(made.content[0].text.startswith("{"), made)
+    City.model_validate_json(made.content[0].text)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any, Literal
+from typing import Any
 
 import openai
-from pydantic import BaseModel
-from rows import SAY, TOOL, WEATHER, At, Rows, check
+from rows import SAY, TOOL, WEATHER, At, City, Rows, check, check_text
 
 ROWS = Rows()
 CALL = {
@@ -19,10 +18,6 @@ CALL = {
     ],
 }
 HISTORY = [*SAY, CALL, {"role": "tool", "tool_call_id": "c1", "content": "7 degrees"}]
-
-
-class City(BaseModel):
-    city: Literal["Bern", "Paris"]
 
 
 def client(at: At) -> openai.OpenAI:
@@ -42,14 +37,11 @@ def models(at: At) -> None:
         check(at.model in [model.id for model in each.models.list()], "not listed")
 
 
-@ROWS.add("openai", "chat")
-def plain(at: At) -> None:
-    check(chat(at).choices[0].message.content is not None, "no content")
-
-
 @ROWS.add("openai", "chat, streamed with usage")
-def streamed(at: At) -> None:
-    chunks = chat(at, stream=True, stream_options={"include_usage": True})
+def plain(at: At) -> None:
+    chunks = chat(at, stream=True, stream_options={"include_usage": True}, temperature=0)
+    text = [choice.delta.content for chunk in chunks for choice in chunk.choices]
+    check_text(chat(at, temperature=0).choices[0].message.content, text)
     check(chunks[-1].usage.completion_tokens > 0, chunks[-1])
 
 

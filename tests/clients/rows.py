@@ -6,12 +6,15 @@ python tests/clients/MODULE.py URL MODEL TOKENIZER   # the rows of a module, one
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel
 
 WEATHER: dict[str, Any] = {
     "type": "object",
@@ -24,6 +27,13 @@ TOOL: dict[str, Any] = {
     "function": {"name": "weather", "description": "The weather of a city.", "parameters": WEATHER},
 }
 SAY: list[dict[str, Any]] = [{"role": "user", "content": "Name a city."}]
+ENVIRONMENT = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_API_KEY": "any"}
+
+
+class City(BaseModel):
+    """A city."""
+
+    city: Literal["Bern", "Paris"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,7 @@ class Rows(list[Row]):
         return decorate
 
     def main(self) -> None:
+        os.environ.update(ENVIRONMENT)
         at = At(*sys.argv[1:])
         for row in self:
             print(json.dumps([row.client, row.what, answered(row, at)]), flush=True)
@@ -85,3 +96,9 @@ def check(holds: object, what: object) -> None:
     """Raise AssertionError with what was seen unless this holds."""
     if not holds:
         raise AssertionError(f"{what!r}"[:200])
+
+
+def check_text(whole: str | None, parts: Iterable[str | None]) -> None:
+    """The answer has text, and streamed (both greedy) it is the same text."""
+    streamed = "".join(part or "" for part in parts)
+    check(whole and streamed == whole, (whole, streamed))

@@ -2,22 +2,23 @@
 
 python tests/clients/run.py [--model DIR] [--only TEXT] [--env .clients-env]
 
-Exit status 1 if a row is not ok.
+Exit status 1 if a row is not ok, or if none is.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,9 @@ from pathlib import Path
 from kvreclaim import demo_model, real_model
 
 HERE = Path(__file__).parent
-MODULES = ("openai_rows", "anthropic_rows", "framework_rows", "tool_rows")
+NODE = "node_rows.mjs"
+FILES = ("openai_rows.py", "anthropic_rows.py", "framework_rows.py", "tool_rows.py", NODE)
+WHOLE, SKIPPED = "the whole file", "skipped"
 NAME = "served-model"
 PATIENCE_S, LIMIT_S = 900.0, 1800.0
 
@@ -58,49 +61,70 @@ def _answers(url: str) -> bool:
         return False
 
 
-def commands(env: Path, url: str, model: str) -> Iterator[list[str]]:
-    for module in MODULES:
-        yield [str(env / "bin" / "python"), str(HERE / f"{module}.py"), url, NAME, model]
-    if shutil.which("node") and (env / "node_modules").is_dir():
-        shutil.copy(HERE / "node_rows.mjs", env / "node_rows.mjs")
-        yield ["node", str(env / "node_rows.mjs"), url, NAME]
+def command_of(name: str, env: Path, url: str, model: str) -> list[str] | None:
+    """What runs a file of rows; None: Node or its packages are missing."""
+    if name != NODE:
+        return [str(env / "bin" / "python"), str(HERE / name), url, NAME, model]
+    if not (shutil.which("node") and (env / "node_modules").is_dir()):
+        return None
+    shutil.copy(HERE / NODE, env / NODE)
+    return ["node", str(env / NODE), url, NAME]
 
 
-def rows_of(command: list[str]) -> Iterator[tuple[str, str, str]]:
-    """What each row came to, as it comes."""
-    environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_API_KEY": "any"}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as process:
+def rows_of(command: list[str], limit_s: float = LIMIT_S) -> Iterator[tuple[str, str, str]]:
+    """What each row came to, as it comes; one more where the file ends badly or has no rows."""
+    rows = 0
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
+    ):
+        deadline = threading.Timer(limit_s, process.kill)
+        deadline.daemon = True
+        deadline.start()
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("["):
+                rows += 1
                 client, what, answer = json.loads(line)
                 yield client, what, answer
-        assert process.stderr is not None
-        if process.wait(LIMIT_S):
-            yield Path(command[1]).name, "the whole file", process.stderr.read().strip()[-300:]
+        status = process.wait()
+        deadline.cancel()
+        if status or not rows:
+            log.seek(0)
+            ended = f"exit status {status} after {rows} rows (limit: {limit_s:.0f} s)"
+            yield Path(command[1]).name, WHOLE, f"{ended}: {log.read().strip()[-300:]}"
+
+
+def answers(names: list[str], env: Path, url: str, model: str) -> Iterator[tuple[str, str, str]]:
+    for name in names:
+        command = command_of(name, env, url, model)
+        if command:
+            yield from rows_of(command)
+        else:
+            yield name, WHOLE, f"{SKIPPED}: needs node and {env}/node_modules"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default=str(real_model() or demo_model()))
-    parser.add_argument("--only", default="", help="part of the files' names")
+    parser.add_argument("--only", default="", help=f"part of a file's name: {', '.join(FILES)}")
     parser.add_argument("--env", type=Path, default=Path(".clients-env"))
     given = parser.parse_args()
-    failed = 0
+    names = [name for name in FILES if given.only in name]
+    if not names:
+        parser.error(f"--only {given.only!r} is part of no file's name: {', '.join(FILES)}")
+    came: Counter[str] = Counter()
     with (
         tempfile.TemporaryDirectory() as directory,
         serving(given.model, Path(directory) / "server.log") as url,
     ):
         print("| client | what | answer |\n|---|---|---|", flush=True)
-        for command in commands(given.env, url, given.model):
-            if given.only in command[1]:
-                for client, what, answer in rows_of(command):
-                    failed += answer != "ok"
-                    print(f"| {client} | {what} | {answer} |", flush=True)
-    print(f"{failed} rows are not ok" if failed else "every row is ok")
-    return 1 if failed else 0
+        for client, what, answer in answers(names, given.env, url, given.model):
+            skipped = answer.startswith(SKIPPED)
+            came["ok" if answer == "ok" else SKIPPED if skipped else "not ok"] += 1
+            print(f"| {client} | {what} | {answer} |", flush=True)
+    print(f"rows: {came['ok']} ok, {came['not ok']} not ok, {came[SKIPPED]} skipped")
+    return 0 if came["ok"] and not came["not ok"] else 1
 
 
 if __name__ == "__main__":
