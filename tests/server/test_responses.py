@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from speaking import CALL, save_speaker, saying
 from steering import LIMIT_S, Asking, assert_empty, halted
 
 from kvreclaim import LLM
+from kvreclaim.engine.serving.stream import Update
+from kvreclaim.server.errors import ApiError
 from kvreclaim.server.openai.fields import SharedFields
 from kvreclaim.server.responses.fields import ResponsesRequest
 from kvreclaim.server.responses.translate import translated
@@ -94,6 +98,19 @@ def test_log_probabilities_are_the_texts_alone(server: Running, stream: bool) ->
         for entry in event.get("logprobs", [])
     ]
     assert told == (logprobs if stream else [])
+
+
+def test_a_broken_call_in_a_whole_answer_is_text_with_log_probabilities(server: Running) -> None:
+    include = ["message.output_text.logprobs"]
+    words = ("look.", *CALL[:3], "me")
+    fields = {**SAID, "include": include, **saying(*words)}
+    [message] = ask(server, **fields)["output"]
+    content = message["content"][0]
+    assert content["text"].split() == [*words]
+    assert [entry["token"].strip() for entry in content["logprobs"]] == [*words]
+    streamed = events(server, **fields)[-1]["response"]["output"]
+    texts = [item["content"][0] for item in streamed if item["type"] == "message"]
+    assert [[entry["token"].strip() for entry in part["logprobs"]] for part in texts] == [["look."], ["me"]]
 
 
 def test_the_same_as_events(server: Running) -> None:
@@ -206,6 +223,16 @@ def test_items_that_are_named_are_those_that_were_kept(server: Running, prompts:
     assert web.get(address, params={"order": "asc"}).json()["data"][1:4] == first["output"]
 
 
+def test_an_item_is_sent_once(server: Running) -> None:
+    """Pages of items follow their ids."""
+    first = ask(server, input="w20", **saying("me"))
+    [item] = first["output"]
+    name = {"type": "item_reference", "id": item["id"]}
+    assert refused(server, input=[name, name])[0] == "input.1.id"
+    for again in (item, name):
+        assert refused(server, input=[again], previous_response_id=first["id"])[0] == "input.0.id"
+
+
 def test_items_of_a_conversation_are_kept_in_order(server: Running) -> None:
     first = ask(
         server,
@@ -279,6 +306,10 @@ CALLED = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}
 OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "w30"}
 
 
+def thought(text: str) -> dict[str, Any]:
+    return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+
 @pytest.mark.parametrize(
     ("items", "prompt"),
     [
@@ -294,12 +325,7 @@ OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "w30"}
         ([{"role": "assistant", "content": "me"}] * 2, "assistant: me assistant: me"),
         (
             [
-                {
-                    "type": "reasoning",
-                    "id": "r",
-                    "summary": [],
-                    "content": [{"type": "reasoning_text", "text": "w1"}],
-                },
+                thought("w1"),
                 CALLED,
                 {**CALLED, "call_id": "d"},
                 {"role": "assistant", "content": "me"},
@@ -309,14 +335,45 @@ OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "w30"}
             "assistant: <think> w1 </think> me f{} f{} tool: w30 tool: w30",
         ),
         ([CALLED, OUTPUT, CALLED, OUTPUT], "assistant: f{} tool: w30 assistant: f{} tool: w30"),
+        (
+            [{"role": "assistant", "content": "me"}, CALLED, {"role": "assistant", "content": "me"}, OUTPUT],
+            "assistant: me me f{} tool: w30",
+        ),
+        (
+            [thought("w1"), thought("w2"), {"role": "assistant", "content": "me"}],
+            "assistant: <think> w1 w2 </think> me",
+        ),
+        (
+            [
+                {"role": "developer", "content": "w20"},
+                {"role": "system", "content": "w21"},
+                {"role": "user", "content": "w22"},
+                {"role": "system", "content": "w23"},
+            ],
+            "system: w20 w21 user: w22 system: w23",
+        ),
     ],
-    ids=["parts", "developer", "turns", "neighbours", "one turn", "calls"],
+    ids=[
+        *("parts", "developer", "turns", "neighbours", "one turn", "calls", "a text after a call"),
+        *("thoughts", "leading"),
+    ],
 )
 def test_items_as_messages(server: Running, prompts: list[str], items: list[Any], prompt: str) -> None:
     expected = server.service.tokenizer.encode(prompt, add_special_tokens=False)
     response = ask(server, input=items, **saying("me"))
     assert prompts[0].split() == str(server.service.tokenizer.decode(expected)).split()
     assert response["usage"]["input_tokens"] == len(expected)
+
+
+def test_instructions_and_a_leading_system_message_are_one(server: Running, prompts: list[str]) -> None:
+    items = [{"role": "system", "content": "w41"}, {"role": "user", "content": "w20"}]
+    first = ask(server, input=items, instructions="w40", **saying("me"))
+    ask(server, input="w21", previous_response_id=first["id"], instructions="w42", **saying("me"))
+    for prompt, system in zip(prompts, ("w40 w41", "w42 w41"), strict=True):
+        decoded = server.service.tokenizer.decode(
+            server.service.tokenizer.encode(f"system: {system} user: w20", add_special_tokens=False)
+        )
+        assert prompt.split()[:5] == str(decoded).split()
 
 
 @pytest.mark.parametrize(
@@ -337,6 +394,8 @@ def test_items_as_messages(server: Running, prompts: list[str], items: list[Any]
         ),
         ({"input": [{"type": "reasoning", "summary": [{"type": "summary_text"}]}]}, "input.0.summary"),
         ({"input": "w20 " * 5000}, "input"),
+        ({"input": [thought("w20 " * 5000), {"role": "user", "content": "w20"}]}, "input"),
+        ({"input": [{"id": "a", "role": "user", "content": "w20"}] * 2}, "input.1.id"),
         ({"input": "w20 " * 600}, "input"),
         ({"input": "w20", "conversation": "conv_1"}, "conversation"),
         ({"input": "w20", "prompt": {"id": "x"}}, "prompt"),
@@ -397,10 +456,36 @@ def test_other_statuses(server: Running) -> None:
 def test_a_failure_is_the_last_event(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvreclaim.server.responses.answer.ResponseAnswer._take", None)
     last = events(server, **SAID, **saying("me"))[-1]
+    assert last["response"]["usage"] is None
     assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
     assert last["response"]["error"]["code"] == "server_error"
     assert last["response"]["store"] is False
     assert web.get(f"{server.base_url}/v1/responses/{last['response']['id']}").status_code == 404
+
+
+def test_a_failure_ends_the_item_that_is_open(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = server.service.submit
+
+    @asynccontextmanager
+    async def broken(request_id: str, specs: list[Any]) -> AsyncIterator[list[Any]]:
+        async with submit(request_id, specs) as (stream,):
+
+            async def updates() -> AsyncIterator[Update]:
+                async for update in stream:
+                    yield replace(update, finished=False)
+                raise ApiError(500, "it broke.")
+
+            yield [updates()]
+
+    monkeypatch.setattr(server.service, "submit", broken)
+    found = events(server, **SAID, **saying("Let", "me"))
+    assert [event["type"].removeprefix("response.") for event in found[-4:]] == [
+        *("output_text.done", "content_part.done", "output_item.done", "failed"),
+    ]
+    response = found[-1]["response"]
+    assert said(response) == [("message", "Let me")]
+    assert response["output"] == [found[-2]["item"]]
+    assert response["output"][0]["status"] == "incomplete"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -478,10 +563,10 @@ OWN = {
 """Tested above, and in test_responses_client.py."""
 
 
-def test_fields_of_all_routes_reach_chat() -> None:
+def test_fields_of_all_routes_reach_chat(server: Running) -> None:
     assert SHARED.keys() == SharedFields.model_fields.keys()
     assert SHARED.keys() | OWN == ResponsesRequest.model_fields.keys()
     body = ResponsesRequest.model_validate({**SHARED, "input": "w20"})
-    chat = translated(body, None, None).chat
+    chat = translated(body, server.service, None, None).chat
     for name in SHARED:
         assert getattr(chat, name) == getattr(body, name) is not None

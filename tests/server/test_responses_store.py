@@ -89,9 +89,23 @@ def test_a_file_is_its_owners_alone_and_must_be_ours(tmp_path: Path) -> None:
     foreign = tmp_path / "foreign.db"
     with sqlite3.connect(foreign) as database:
         database.execute("CREATE TABLE responses (name TEXT)")
+    other.chmod(0o600)
+    foreign.chmod(0o600)
     for wrong in (other, foreign, tmp_path, tmp_path / "missing" / "a.db"):
         with pytest.raises(InvalidArgumentError, match="cannot be opened"):
             store(responses_db=str(wrong))
+
+
+def test_a_file_that_others_may_open_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "responses.db"
+    path.touch()
+    path.chmod(0o640)
+    with pytest.raises(InvalidArgumentError, match="mode 640"):
+        store(responses_db=str(path))
+    path.chmod(0o600)
+    store(responses_db=str(path)).close()
+    with pytest.raises(InvalidArgumentError, match="responses_db is empty"):
+        store(responses_db="")
 
 
 def test_what_cannot_be_written_is_not_kept_and_what_cannot_be_read_is_a_503() -> None:

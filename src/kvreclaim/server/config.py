@@ -212,6 +212,11 @@ class ServerConfig:
     def __post_init__(self) -> None:
         check_options(self)
         require(bool(self.served_model_name), "served_model_name is empty; pass at least one name.")
+        require(
+            self.responses_db != "",
+            "responses_db is empty; pass the path of a file, or nothing for memory.",
+            "responses_db",
+        )
         require(self.port < 65_536, f"port is {self.port}; ports end at 65535; pass a smaller one.")
         if self.otlp_traces_endpoint is not None:
             check_url("otlp_traces_endpoint", self.otlp_traces_endpoint)

@@ -40,7 +40,7 @@ class ResponseAnswer:
         self.prompt = prompt
         self.request_id = request_id_of(request.scope)
         self.chat = ChatAnswer(asked.chat, service, self.request_id, [prompt])
-        self.spoken = SpokenTokens(self.chat.splitter(), self.chat.vocabulary)
+        self.spoken = SpokenTokens(self.chat.splitter(), self.chat.vocabulary, whole=not asked.body.stream)
         response_id = answer_id(self.request_id, ROUTE)
         self.output = OutputItems(response_id)
         self.response = head(response_id, asked.body, prompt.params)
@@ -59,7 +59,7 @@ class ResponseAnswer:
                 check_update(stream, update)
 
         def write() -> bytes:
-            self._take(update, whole=True)
+            self._take(update)
             return json_of(self.response)
 
         return await self._beside(write, update)
@@ -77,21 +77,19 @@ class ResponseAnswer:
                             yield chunks
                 except Exception as error:
                     failed = failure(error_of(error, self.request.scope).message)
+                    ended = self.output.end("incomplete")
                     self.response |= failed | {"output": self.output.items, "store": False}
-                    yield self._written(self._about("failed"))
+                    yield self._written(*ended, self._about("failed"))
 
     def _news(self, update: Update) -> bytes:
         """The events of an update."""
-        events = self._take(update, whole=False)
+        events = self._take(update)
         if update.finished:
             events.append(self._about(self.response["status"]))
         return self._written(*events)
 
-    def _take(self, update: Update, *, whole: bool) -> list[Event]:
-        """Write what is new; at the end, settle the response and keep it.
-
-        whole: as one piece, in which a call that broke off is text
-        """
+    def _take(self, update: Update) -> list[Event]:
+        """Write what is new; at the end, settle the response and keep it."""
         delta = update.deltas[0]
         pieces = self.chat.split(0, delta)
         about = self.chat.about(0, delta)
@@ -99,7 +97,7 @@ class ResponseAnswer:
             entries = about["logprobs"]["content"]
             for message, logprobs in self.spoken.of_messages(delta.token_ids, entries, last=update.finished):
                 self.output.logprobs[message] += logprobs
-        events = self.output.write(_again(pieces) if whole else pieces)
+        events = self.output.write(pieces if self.asked.body.stream else _again(pieces))
         if update.finished:
             assert update.metrics is not None, "the last update has metrics"
             self.response |= outcome_of(about["finish_reason"])

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvreclaim.engine.api.chat import SYSTEM_ROLES
 from kvreclaim.server.openai.messages import check_arguments
 from kvreclaim.server.responses.items import Item
 
@@ -14,9 +15,11 @@ ChatMessage = dict[str, Any]
 
 @dataclass(slots=True)
 class ChatWriter:
-    """Writes items as messages, in order. Neighbours that the assistant made are one message, in which
-    reasoning stands before texts, and texts before calls; a second text is a second message, unless a call
-    stands between them.
+    """Writes items as messages, in order; what leads as system or developer is one message.
+
+    Neighbours that the assistant made are one message, in which reasoning stands before texts, and texts
+    before calls, as chat has the same answer: templates read results right after the message that called.
+    A second text is a second message, unless a call stands between them.
 
     places: what errors call each message
     """
@@ -29,8 +32,19 @@ class ChatWriter:
         for number, item in enumerate(items):
             self._write(item, place.format(number))
 
-    def say(self, role: str, content: str, place: str) -> None:
-        self._add({"role": role, "content": content}, place)
+    def say(self, role: str, texts: list[str], place: str) -> None:
+        content = [{"type": "text", "text": text} for text in texts]
+        if role in SYSTEM_ROLES and [message["role"] in SYSTEM_ROLES for message in self.messages] == [True]:
+            self.messages[0]["content"] += content
+        else:
+            self._add({"role": role, "content": content}, place)
+
+    def done(self) -> list[ChatMessage]:
+        """The messages; nothing more is written."""
+        for message in self.messages:
+            if "reasoning_content" in message:
+                message["reasoning_content"] = "\n".join(message["reasoning_content"])
+        return self.messages
 
     def _write(self, item: Item, place: str) -> None:
         match item["type"]:
@@ -38,7 +52,7 @@ class ChatWriter:
                 message = self._turn(place, lambda open_: not open_["content"] or "tool_calls" in open_)
                 message["content"] += _texts(item["content"])
             case "message":
-                self._add({"role": item["role"], "content": _texts(item["content"])}, place)
+                self.say(item["role"], [part["text"] for part in item["content"]], place)
             case "reasoning":
                 self._reason(item, place)
             case "function_call" if item["status"] != "incomplete":
@@ -49,11 +63,10 @@ class ChatWriter:
                 self._add({"role": "tool", "tool_call_id": item["call_id"], "content": content}, place)
 
     def _reason(self, item: Item, place: str) -> None:
-        text = "\n".join(part["text"] for part in item["content"])
-        if text:
+        texts = [part["text"] for part in item["content"]]
+        if any(texts):
             fits = self._turn(place, lambda open_: not open_["content"] and "tool_calls" not in open_)
-            before = fits.get("reasoning_content")
-            fits["reasoning_content"] = text if before is None else f"{before}\n{text}"
+            fits.setdefault("reasoning_content", []).extend(texts)
 
     def _call(self, item: Item, place: str) -> None:
         check_arguments(item["arguments"], f"{place}.arguments")
@@ -77,3 +90,13 @@ class ChatWriter:
 
 def _texts(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"type": "text", "text": part["text"]} for part in parts]
+
+
+def num_chars(items: Iterable[Item]) -> int:
+    """Characters of all that the items say, arguments and reasoning included."""
+    found = 0
+    for item in items:
+        said: Any = item.get("content", item.get("output", ()))
+        found += len(said) if isinstance(said, str) else sum(len(part["text"]) for part in said)
+        found += len(item.get("arguments", ""))
+    return found

@@ -60,7 +60,7 @@ async def create_response(
 ) -> Response:
     """Generate the assistant's next turn, and keep it for the turn after."""
     service.check_model(body.model)
-    asked = await service.workers.run(tenant.name, partial(translated, body, store, tenant))
+    asked = await service.workers.run(tenant.name, partial(translated, body, service, store, tenant))
     with own_names(asked.places):
         check_options(asked.chat, service, request.scope)
         service.check_room(tenant.name)

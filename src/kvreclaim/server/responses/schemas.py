@@ -77,6 +77,7 @@ class ResponseObject(BaseModel):
     """Besides these fields it has the request's settings, with the defaults filled in.
 
     store: whether it is kept
+    usage: null if a stream failed
     """
 
     id: str
@@ -89,7 +90,7 @@ class ResponseObject(BaseModel):
     model: str
     output: list[OutputMessage | OutputCall | ReasoningOutput]
     store: bool
-    usage: ResponseUsage
+    usage: ResponseUsage | None
 
 
 class DeletedResponse(BaseModel):

@@ -7,21 +7,26 @@ from typing import Any
 
 from kvreclaim.engine.sampling.detokenizer import TextStream
 from kvreclaim.parsers.formats import Splitter
-from kvreclaim.parsers.pieces import Reasoning, Text
+from kvreclaim.parsers.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text
 from kvreclaim.server.vocabulary import Vocabulary
 
 Logprobs = list[dict[str, Any]]
 
 
 class SpokenTokens:
-    """Follows an output token by token, however updates cut it. splitter: reads nothing else.
+    """Follows an output token by token, however updates cut it.
+
+    splitter: reads nothing else
+    whole:    a call that breaks off is text, as in an answer that comes whole
 
     Tokens wait until the splitter has settled what they are. A text takes as many of the latest as have its
     characters, so white space and markers in front of it are not among them.
     """
 
-    def __init__(self, splitter: Splitter, vocabulary: Vocabulary) -> None:
+    def __init__(self, splitter: Splitter, vocabulary: Vocabulary, *, whole: bool) -> None:
         self._splitter = splitter
+        self._whole = whole
+        self._calls = False
         self._stream = TextStream(vocabulary.tokenizer, skip_special_tokens=vocabulary.skip_special_tokens)
         self._waiting: list[tuple[int, dict[str, Any]]] = []
         self._message = -1
@@ -45,18 +50,27 @@ class SpokenTokens:
     def _settled(self, text: str, *, last: bool) -> Logprobs:
         """What the splitter says now about the tokens that wait."""
         num_chars, pieces = 0, self._splitter.take(text, last=last)
-        for piece in pieces:
+        for piece in map(self._meant, pieces):
             if isinstance(piece, Text):
                 num_chars += len(piece.text)
                 self._message += piece.text != "" and not self._speaks
                 self._speaks |= piece.text != ""
-            elif not isinstance(piece, Reasoning) or piece.text:
+            elif isinstance(piece, CallEnd) or (isinstance(piece, Reasoning) and piece.text):
                 self._speaks = False
         taken: Logprobs = []
         while self._waiting and (num_chars > 0 or (taken and not self._waiting[-1][0])):
             size, entry = self._waiting.pop()
             num_chars -= size
-            taken.append(entry)
-        if pieces:
+            if size or taken:  # a marker behind the text, such as its end, is not of it
+                taken.append(entry)
+        if pieces and not self._calls:
             self._waiting.clear()
         return taken[::-1]
+
+    def _meant(self, piece: Piece) -> Piece:
+        """The piece, or the text that it comes to in a whole answer."""
+        if self._whole and isinstance(piece, CallBegin | Arguments | CallEnd):
+            self._calls = not isinstance(piece, CallEnd)
+            if isinstance(piece, CallEnd) and piece.broken is not None:
+                return Text(piece.broken)
+        return piece

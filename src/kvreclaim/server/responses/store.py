@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from kvreclaim.checks import require
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.config import ServerConfig
 from kvreclaim.server.errors import ApiError
@@ -114,11 +116,23 @@ class ResponseStore:
             raise ApiError(503, "the stored responses cannot be read now; try again later.") from error
 
 
+def _check_private(path: Path) -> None:
+    """Make the file if there is none. Raises: InvalidArgumentError if others than its owner may open it."""
+    path.touch(mode=0o600)
+    mode = path.stat().st_mode
+    require(
+        not stat.S_ISREG(mode) or not mode & 0o077,
+        f"responses_db is '{path}', whose mode {mode & 0o777:o} lets others open it; run `chmod 600` on it.",
+        "responses_db",
+    )
+
+
 def _opened(path: str | None) -> sqlite3.Connection:
     try:
         if path is not None:
-            Path(path).touch(mode=0o600)
-        database = sqlite3.connect(path or ":memory:", timeout=WAIT_S, check_same_thread=False)
+            _check_private(Path(path))
+        where = ":memory:" if path is None else Path(path).absolute()
+        database = sqlite3.connect(where, timeout=WAIT_S, check_same_thread=False)
         database.executescript(SETTINGS + TABLE)
         database.execute("SELECT id, tenant, used, num_bytes, input, response FROM responses LIMIT 0")
     except (OSError, sqlite3.Error) as error:

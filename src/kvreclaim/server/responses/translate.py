@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,12 @@ from pydantic_core import from_json
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.openai.chat import ChatRequest
 from kvreclaim.server.openai.fields import SharedFields
-from kvreclaim.server.responses.conversation import ChatWriter
+from kvreclaim.server.responses.conversation import ChatWriter, num_chars
 from kvreclaim.server.responses.fields import AllowedFunctions, ChosenFunction, ResponsesRequest
 from kvreclaim.server.responses.items import Item, response_of
 from kvreclaim.server.responses.names import own_names
 from kvreclaim.server.responses.store import ResponseStore
+from kvreclaim.server.service import Service
 from kvreclaim.server.tenants import Tenant
 
 SAME = (
@@ -36,17 +37,20 @@ class Translated:
     places: Sequence[str]
 
 
-def translated(body: ResponsesRequest, store: ResponseStore, tenant: Tenant) -> Translated:
+def translated(body: ResponsesRequest, service: Service, store: ResponseStore, tenant: Tenant) -> Translated:
     """Raises: ApiError naming the field."""
     _check(body)
-    writer, before = ChatWriter(), _earlier(body.previous_response_id, store, tenant)
-    if body.instructions is not None:
-        writer.say("system", body.instructions, "instructions")
-    writer.write(before, "previous_response_id")
+    before = _earlier(body.previous_response_id, store, tenant)
     own = _resolved(body.input, store, tenant)
+    _check_ids(before, own)
+    service.check_chars(num_chars([*before, *own]), "input")  # before long texts are joined
+    writer = ChatWriter()
+    if body.instructions is not None:
+        writer.say("system", [body.instructions], "instructions")
+    writer.write(before, "previous_response_id")
     writer.write(own, "input.{}")
     with own_names(writer.places):
-        chat = ChatRequest.model_validate({**_options(body), "messages": writer.messages})
+        chat = ChatRequest.model_validate({**_options(body), "messages": writer.done()})
     return Translated(body, chat, [*before, *own], writer.places)
 
 
@@ -103,6 +107,18 @@ def _resolved(items: list[Item], store: ResponseStore, tenant: Tenant) -> list[I
         item_of(item["id"], place) if item["type"] == "item_reference" else item
         for place, item in enumerate(items)
     ]
+
+
+def _check_ids(before: Iterable[Item], own: Iterable[Item]) -> None:
+    """Items are paged by their ids, so each has its own."""
+    known = {item["id"] for item in before}
+    for place, item in enumerate(own):
+        if item["id"] in known:
+            field = f"input.{place}.id"
+            raise ApiError(
+                400, f"{field} is {item['id']!r}, which an earlier item has; send each item once.", field
+            )
+        known.add(item["id"])
 
 
 def _options(body: ResponsesRequest) -> dict[str, Any]:
