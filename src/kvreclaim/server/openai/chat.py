@@ -70,6 +70,8 @@ class ChatRequest(GenerationFields, ConversationOptions):
     @property
     def offer(self) -> Offer | None:
         """The functions that the answer may call; None: none. Raises: ApiError naming the field."""
+        if not self.tools and self.tool_choice is None:
+            return None
         tools = [] if self.offered is None else self.tools or []
         return offer_of(tools, self.tool_choice, one_call=self.parallel_tool_calls is False)
 
@@ -101,7 +103,9 @@ async def prompt_of(body: ChatRequest, service: Service, tenant: Tenant) -> Requ
     limit = body.max_completion_tokens or body.max_tokens
     beams = beams_of(body, limit or service.longest)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    structured = await structured_of(body.structured_outputs, service, tenant, body.response_format)
+    structured = None
+    if body.structured_outputs is not None or body.response_format is not None:
+        structured = await structured_of(body.structured_outputs, service, tenant, body.response_format)
     offer, form = body.offer, service.output_format
     if offer is not None:
         await service.workers.run(tenant.name, partial(check_offer, offer, form))
