@@ -74,7 +74,7 @@ class Animal(BaseModel):
 
 def test_a_schema(tmp_path: Path) -> None:
     llm = LLM(save_scribbler(tmp_path), num_blocks=64)
-    with running_server(llm) as server, openai_client(server) as client:
+    with running_server(llm, reasoning_parser="none") as server, openai_client(server) as client:
         given = {
             "model": MODEL,
             "input": "A cat.",

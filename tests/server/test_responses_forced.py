@@ -28,7 +28,7 @@ GIVEN: dict[str, Any] = {"input": "Hi", "max_output_tokens": 200, "seed": 1, "lo
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     llm = LLM(save_scribbler(tmp_path_factory.mktemp("scribbler")), num_blocks=128)
-    with running_server(llm, tool_call_parser="hermes") as server:
+    with running_server(llm, tool_call_parser="hermes", reasoning_parser="none") as server:
         yield server
 
 
