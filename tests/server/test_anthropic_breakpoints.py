@@ -53,7 +53,8 @@ def rendered(template: str, **body: Any) -> tuple[list[int], list[int]]:
     tokenizer = tiny.tokenizer()
     engine = SimpleNamespace(name="tiny", tokenizer=tokenizer)
     config = SimpleNamespace(chat_template=TEMPLATES[template])
-    service = SimpleNamespace(engine=engine, config=config, plain=PlainText(tokenizer))
+    form = SimpleNamespace(writes_tools=False)
+    service = SimpleNamespace(engine=engine, config=config, plain=PlainText(tokenizer), output_format=form)
     body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "hello"}], **body}
     result = render(MessageRequest.model_validate(body), cast(Service, service))
     return result.token_ids, [point.num_tokens for point in result.breakpoints]

@@ -38,8 +38,8 @@ def test_errors_are_the_clients_exceptions(tiny_server: Running, client: anthrop
     body = refused.value.body
     assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
     assert body["request_id"] == refused.value.request_id
-    with pytest.raises(anthropic.BadRequestError, match="service_tier is not supported here"):
-        client.messages.create(**given, service_tier="auto")
+    with pytest.raises(anthropic.BadRequestError, match="inference_geo is not supported here"):
+        client.messages.create(**given, inference_geo="eu")
 
 
 def test_keys_limits_and_sizes(tiny_oracle: LLM, connect: Connect):
