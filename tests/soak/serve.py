@@ -249,6 +249,7 @@ def main() -> int:
     given = parser.parse_args()
     options = [*KEYED, *(part for key in KEYS for part in ("--api-key", key))]
     options += ["--num-gpu-blocks-override", str(given.blocks), "--max-num-seqs", "64"]
+    options += ["--no-conversation-snapshots"]  # every answer as alone, and in the end no block held
     options += ["--no-engine-process"] if given.thread else []
     cases = make_cases(given.seed, given.requests, KEYS, compress=not given.no_compression)
     programs = () if given.alone else ("attack", "schema")
