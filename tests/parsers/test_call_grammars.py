@@ -11,6 +11,7 @@ import jsonschema_rs
 import llguidance
 import numpy as np
 import pytest
+from call_markers import MARKERS as COMMON
 from llguidance.hf import from_tokenizer
 from test_output_formats import DEEPSEEK_V3, DSML, HARMONY, HERMES, TOOLS
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -27,33 +28,7 @@ from kvreclaim.parsers.shapes import SHAPES
 from kvreclaim.parsers.thinking import THINK, ThinkSpan
 from kvreclaim.structured_outputs import StructuredOutputsParams
 
-MARKERS = (
-    "<tool_call>",
-    "</tool_call>",
-    "[TOOL_CALLS]",
-    "[ARGS]",
-    "[CALL_ID]",
-    "<｜tool▁calls▁begin｜>",
-    "<｜tool▁calls▁end｜>",
-    "<｜tool▁call▁begin｜>",
-    "<｜tool▁call▁end｜>",
-    "<｜tool▁sep｜>",
-    "｜DSML｜",
-    "<|python_tag|>",
-    "<|tool_calls_section_begin|>",
-    "<|tool_calls_section_end|>",
-    "<|tool_call_begin|>",
-    "<|tool_call_end|>",
-    "<|tool_call_argument_begin|>",
-    "<think>",
-    "</think>",
-    "<|channel|>",
-    "<|message|>",
-    "<|start|>",
-    "<|end|>",
-    "<|call|>",
-    "<|constrain|>",
-)
+MARKERS = ("<tool_call>", "</tool_call>", "[CALL_ID]", "｜DSML｜", "<|python_tag|>", *COMMON)
 FORMS = (*SHAPES, "harmony")
 KIMI = (
     "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"

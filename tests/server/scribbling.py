@@ -5,30 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import tiny
+from call_markers import MARKERS
 from tokenizers import AddedToken
 
-MARKERS = (
-    "[TOOL_CALLS]",
-    "[ARGS]",
-    "<｜tool▁calls▁begin｜>",
-    "<｜tool▁calls▁end｜>",
-    "<｜tool▁call▁begin｜>",
-    "<｜tool▁call▁end｜>",
-    "<｜tool▁sep｜>",
-    "<|tool_calls_section_begin|>",
-    "<|tool_calls_section_end|>",
-    "<|tool_call_begin|>",
-    "<|tool_call_end|>",
-    "<|tool_call_argument_begin|>",
-    "<think>",
-    "</think>",
-    "<|channel|>",
-    "<|message|>",
-    "<|start|>",
-    "<|end|>",
-    "<|call|>",
-    "<|constrain|>",
-)
 TEMPLATE = (
     "{{ tools | tojson if tools }}{% for m in messages %}{{ m.content }}{% endfor %}{{ '<think>' if begin }}"
 )

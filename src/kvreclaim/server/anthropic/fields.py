@@ -214,4 +214,12 @@ class MessageRequest(GeneratingFields, ConversationFields):
 
     @property
     def thinking_token_budget(self) -> int | None:
-        return None if self.thinking is None else self.thinking.budget_tokens
+        """Raises: ApiError for one that leaves no room for the answer."""
+        budget = None if self.thinking is None else self.thinking.budget_tokens
+        if budget is not None and budget >= self.max_tokens:
+            raise ApiError(
+                400,
+                f"thinking.budget_tokens is {budget}, but max_tokens is {self.max_tokens}, which the answer "
+                "needs, too; lower it.",
+            )
+        return budget

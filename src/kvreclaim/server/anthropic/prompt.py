@@ -139,8 +139,8 @@ def _text(
 
 
 def _check_thinking(body: ConversationFields, service: Service) -> None:
-    """Raises: ApiError for reasoning that nobody would find, or that could not end."""
-    thinking, most = body.thinking, getattr(body, "max_tokens", None)
+    """Raises: ApiError for reasoning that nobody would find."""
+    thinking = body.thinking
     if thinking is None or thinking.type == "disabled":
         return
     if service.output_format.reasoning_parser is None:
@@ -148,12 +148,6 @@ def _check_thinking(body: ConversationFields, service: Service) -> None:
             400,
             f"thinking is {thinking.type!r}, but this server knows no reasoning of this model (its chat "
             "template shows none, or --reasoning-parser is none); leave thinking out.",
-        )
-    if most is not None and thinking.budget_tokens is not None and thinking.budget_tokens >= most:
-        raise ApiError(
-            400,
-            f"thinking.budget_tokens is {thinking.budget_tokens}, but max_tokens is {most}, which the answer "
-            "needs, too; lower it.",
         )
 
 
