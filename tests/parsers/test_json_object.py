@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from pydantic_core import from_json
 
 from kvreclaim.parsers.json_object import JsonObject
+from kvreclaim.parsers.json_value import is_finite, json_value, members
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -62,7 +64,7 @@ def test_changed_objects_are_what_other_readers_take_them_for() -> None:
         ('{"a" 1}', 5),
         ('{"a": 1oops}', 7),
         ('{"a": 01}', 8),
-        ('{"a": 1e999}', 11),
+        ('{"a": 1e}', 8),
         ('{"a": tru}', 9),
         ('{"a": "\n"}', 7),
         ('{"a": "\\ud800"}', 13),
@@ -74,3 +76,32 @@ def test_changed_objects_are_what_other_readers_take_them_for() -> None:
 def test_what_is_bad_is_bad_at_its_first_wrong_character(text: str, count: int) -> None:
     found = JsonObject()
     assert (found.feed(text), found.bad, found.done) == (count, True, False)
+
+
+LARGE = ("1e999", "-1E+999", "9" * 400 + ".5", "-" + "9" * 5000)
+
+
+@pytest.mark.parametrize("number", LARGE)
+def test_numbers_that_no_float_holds(number: str) -> None:
+    """They are JSON; as values they are the largest float, so that they can be written again."""
+    text = f'{{"x": [{number}], "y": "1e999"}}'
+    assert JsonObject().feed(text) == len(text)
+    (value,) = json_value(text)["x"]
+    assert value == (-sys.float_info.max if number.startswith("-") else sys.float_info.max)
+    assert json_value(number) == value
+    assert members(text) == {"x": f"[{number}]", "y": '"1e999"'}
+    for bad in (f"[{number}, NaN]", f"{number},", f'{number}, "a": 1', f"0{number[-3:]}e999", f"{number}}}"):
+        with pytest.raises(ValueError, match=r"JSON|Extra"):
+            json_value(bad)
+
+
+@given(st.dictionaries(st.text(max_size=4), values, max_size=3), st.sampled_from([None, 1]))
+def test_members_are_the_texts_of_an_objects_values(value: dict[str, object], indent: int | None) -> None:
+    text = json.dumps(value, indent=indent)
+    assert json_value(text) == value
+    assert {name: json.loads(each) for name, each in members(f" {text}").items()} == value
+
+
+def test_numbers_of_a_body() -> None:
+    for text, finite in (('{"a": [1e999]}', False), ('{"a": "1e999", "b": 1e300}', True), ("{}", True)):
+        assert is_finite(text.encode(), from_json(text)) is finite

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import anthropic
 import pytest
+from pydantic_core import to_json
 from running import MODEL, running_server
 from speaking import CALL, save_speaker, saying
 
 from kvreclaim import LLM
+from kvreclaim.parsers.pieces import Arguments, CallBegin, CallEnd
+from kvreclaim.server.anthropic.content import content_blocks
 
 TEMPLATE = (
     "{{ tools | tojson if tools }}{% for m in messages %} {{ m.content }}"
@@ -116,3 +120,9 @@ def test_an_answer_with_a_call_can_be_sent_back(client: anthropic.Anthropic, spe
     usage = final.usage
     whole = usage.input_tokens + usage.cache_read_input_tokens
     assert whole == len(speaker.tokenizer.encode(prompt, add_special_tokens=False))
+
+
+def test_a_number_that_no_float_holds():
+    pieces = [CallBegin("f"), Arguments('{"x": [-1e999, 10]}'), CallEnd()]
+    (block,) = content_blocks(pieces)
+    assert json.loads(to_json(block))["input"] == {"x": [-sys.float_info.max, 10]}

@@ -220,3 +220,11 @@ def test_a_body_that_does_not_come_is_a_408(server: Running, framing: bytes):
         answer = b"".join(iter(lambda: client.recv(65_536), b""))  # until the server closes
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b"has not come within 0.5 s" in answer
+
+
+def test_a_number_that_no_float_holds_is_refused(server: Running) -> None:
+    headers = {"content-type": "application/json"}
+    body = f'{{"model": "{MODEL}", "prompt": "a", "temperature": 1e999}}'
+    answer = web.post(f"{server.base_url}/v1/completions", content=body.encode(), headers=headers)
+    assert answer.status_code == 400
+    assert "beyond 1.8e308" in answer.json()["error"]["message"]

@@ -76,3 +76,18 @@ def test_an_answer_with_a_call_can_be_sent_back(client: openai.OpenAI):
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "w30"}
     words = asked("look.", messages=[*SAID, message, result])
     assert client.chat.completions.create(**words).choices[0].message.content == "look."
+
+
+def test_numbers_that_no_float_holds(client: openai.OpenAI):
+    """JSON may have them; NaN is no JSON."""
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": 1e999}'}}
+    result = {"role": "tool", "tool_call_id": "c", "content": "w30"}
+    answer = client.chat.completions.create(
+        **asked("look.", messages=[*SAID, {"role": "assistant", "tool_calls": [call]}, result])
+    )
+    assert answer.choices[0].message.content == "look."
+    call["function"]["arguments"] = '{"city": NaN}'
+    with pytest.raises(openai.BadRequestError, match="must be the JSON text of an object"):
+        client.chat.completions.create(
+            **asked("look.", messages=[*SAID, {"role": "assistant", "tool_calls": [call]}, result])
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import string
 from dataclasses import dataclass
@@ -10,9 +9,10 @@ from dataclasses import dataclass
 from pydantic_core import from_json
 
 from kvreclaim.parsers.json_object import JsonObject
+from kvreclaim.parsers.json_value import members
 from kvreclaim.parsers.parser import Parser, Tools
 from kvreclaim.parsers.pieces import Arguments, CallBegin, CallEnd
-from kvreclaim.parsers.scanner import Reading, object_of, overlap
+from kvreclaim.parsers.scanner import Reading, overlap
 
 NAME = r"(?P<name>[^\s<>{}\[\]\"|｜]{1,128})"
 QUOTED = r'(?P<quoted>"(?:[^"\\]|\\.){1,128}")'
@@ -184,14 +184,16 @@ class JsonCalls(Parser):
     def _whole(self) -> Reading[bool]:
         """Read a call that is one object, whatever the order of its fields."""
         scanner = self.scanner
-        call = object_of(scanner.held[: self._object_end or 0]) or {}
-        name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
-        if not (isinstance(name, str) and name and isinstance(arguments, dict)):
+        if self._object_end is None:
             return False
-        scanner.take(self._object_end or 0)
+        call = members(scanner.held[: self._object_end])
+        quoted, arguments = call.get("name", ""), call.get("arguments", call.get("parameters", "{}"))
+        if not (quoted.startswith('"') and (name := from_json(quoted)) and arguments.startswith("{")):
+            return False
+        scanner.take(self._object_end)
         if not (yield from self._tail(re.compile(rf"\s*{re.escape(self.format.close)}"))):
             return False
-        scanner.pieces += [CallBegin(name), Arguments(json.dumps(arguments, ensure_ascii=False)), CallEnd()]
+        scanner.pieces += [CallBegin(name), Arguments(arguments), CallEnd()]
         scanner.taken = ""
         return True
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator
-from typing import Any, TypeVar
-
-from pydantic_core import from_json
+from typing import TypeVar
 
 from kvreclaim.parsers.json_object import JsonObject
 from kvreclaim.parsers.pieces import Arguments, Piece, Reasoning, Text
@@ -124,12 +122,3 @@ class Scanner:
 def overlap(text: str, marker: str) -> int:
     """Characters at the end of the text that may begin the marker."""
     return next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
-
-
-def object_of(text: str) -> dict[str, Any] | None:
-    """The JSON object that this text is, None if it is none."""
-    try:
-        value = from_json(text, allow_inf_nan=False)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic_core import from_json
-
+from kvreclaim.parsers.json_value import json_value
 from kvreclaim.parsers.parser import Parser, Tools
 from kvreclaim.parsers.pieces import Arguments, CallBegin, CallEnd
 from kvreclaim.parsers.scanner import Reading, overlap
@@ -183,9 +182,9 @@ def types_of(schema: Mapping[str, Any]) -> set[str]:
 def _json_of(text: str, types: set[str]) -> str:
     """An argument's JSON: the text itself where that is JSON (or True, False, None), unless its type is not
     allowed and a string is; else a string."""
+    made = SPELLINGS.get(text, text)
     try:
-        value = from_json(SPELLINGS.get(text, text), allow_inf_nan=False)
-        made = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        value = json_value(made)
     except ValueError:
         return json.dumps(text, ensure_ascii=False)
     fits = any(isinstance(value, kind) for name in types for kind in JSON_TYPES.get(name, ()))

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
+from kvreclaim.parsers.json_value import is_finite
 from kvreclaim.server.errors import ApiError, from_problem
 from kvreclaim.server.events import gone
 from kvreclaim.server.service import Service, service_of, tenant_of
@@ -123,6 +124,8 @@ def parse(model: type[BaseModel], body: bytes, content_type: str, service: Servi
         raise ApiError(400, f"the body is not JSON: {error}.") from None
     if not isinstance(value, dict):
         raise ApiError(400, NO_OBJECT)
+    if not is_finite(body, value):
+        raise ApiError(400, "the body has a number beyond 1.8e308, the largest float; pass a smaller one.")
     field = "input" if "input" in model.model_fields else "messages"
     # To check each would cost more than to read them.
     service.check_messages(num_messages(value.get(field)), 0, field)

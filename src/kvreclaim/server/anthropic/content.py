@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Iterable
 from typing import Any
 
 from kvreclaim.engine.request.outputs import RequestMetrics
 from kvreclaim.engine.serving.stream import OutputDelta
+from kvreclaim.parsers.json_value import json_value
 from kvreclaim.parsers.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text, ToolCall, merged
 from kvreclaim.server.events import event
 
@@ -92,7 +92,7 @@ def _block(part: Text | Reasoning | ToolCall) -> dict[str, Any]:
             return {"type": "thinking", "thinking": text, "signature": ""}
         case ToolCall(name, arguments, call_id):
             made = call_id or f"toolu_{uuid.uuid4().hex}"
-            return {"type": "tool_use", "id": made, "name": name, "input": json.loads(arguments)}
+            return {"type": "tool_use", "id": made, "name": name, "input": json_value(arguments)}
 
 
 def _block_event(name: str, index: int, **more: Any) -> bytes:

@@ -8,10 +8,10 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
-from pydantic_core import from_json
 
 from kvreclaim.engine.api.chat import SYSTEM_ROLES, Change, num_leading_tokens
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.parsers.json_value import json_value
 from kvreclaim.server.bodies import num_chars
 from kvreclaim.server.calls import check_unique
 from kvreclaim.server.errors import ApiError
@@ -233,7 +233,7 @@ def _num_chars(message: RequestMessage) -> int:
 
 
 def _call(call: ToolCallMessage) -> dict[str, Any]:
-    arguments = from_json(call.function.arguments)
+    arguments = json_value(call.function.arguments)
     return {
         "id": call.id,
         "type": "function",
@@ -268,7 +268,7 @@ def _check_calls(messages: Sequence[RequestMessage]) -> None:
 def check_arguments(text: str, field: str) -> None:
     """Raises: ApiError naming the field unless the text is an object."""
     try:
-        valid = isinstance(from_json(text), dict)
+        valid = isinstance(json_value(text), dict)
     except ValueError:
         valid = False
     if not valid:

@@ -1,0 +1,71 @@
+"""JSON texts as values, where numbers may be larger than any float."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from typing import Any
+
+from pydantic_core import from_json
+
+from kvreclaim.parsers.json_object import JsonObject
+
+LONG = 308
+"""Digits of an integer that a float holds for certain."""
+_LARGE = re.compile(rf"[eE]\+?\d{{3}}|\d{{{LONG}}}")
+_members = json.JSONDecoder(parse_int=str, parse_float=str)
+
+
+def json_value(text: str) -> Any:
+    """What a JSON text says. A number that no float holds, such as 1e999, is the largest one of its sign:
+    written again, infinity would be no JSON.
+
+    Raises: ValueError where it is no JSON, or too deep.
+    """
+    if _LARGE.search(text) is None:
+        return from_json(text, allow_inf_nan=False)
+    framed, found = f'{{"":{text}}}', JsonObject()
+    if found.feed(framed) != len(framed) or not found.done:
+        raise ValueError("no JSON")
+    return json.loads(text, parse_int=_integer, parse_float=_float)
+
+
+def is_finite(body: bytes, value: Any) -> bool:
+    """Whether floats hold all numbers of the value that this JSON says."""
+    pending = [value] if _LARGE.search(body.decode(errors="replace")) else []
+    while pending:
+        each = pending.pop()
+        if isinstance(each, float) and math.isinf(each):
+            return False
+        pending += each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
+    return True
+
+
+def members(text: str) -> dict[str, str]:
+    """The members of an object by their names, each as its own JSON text. text: JSON of an object"""
+    found, place = {}, _skipped(text, text.index("{") + 1)
+    while text[place] != "}":
+        name, place = _members.raw_decode(text, place)
+        start = _skipped(text, place)
+        _, place = _members.raw_decode(text, start)
+        found[name] = text[start:place]
+        place = _skipped(text, place)
+    return found
+
+
+def _skipped(text: str, place: int) -> int:
+    """The next place of what is neither white space nor a sign between names and values."""
+    while text[place] in " \t\r\n:,":
+        place += 1
+    return place
+
+
+def _integer(digits: str) -> int | float:
+    return int(digits) if len(digits) <= LONG else _float(digits)
+
+
+def _float(text: str) -> float:
+    most = sys.float_info.max
+    return max(-most, min(most, float(text)))
