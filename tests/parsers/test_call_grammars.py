@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerFast
 from kvreclaim.engine.sampling.grammar import composed, reason_against
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.parsers.arguments import Callee
-from kvreclaim.parsers.formats import Splitter
-from kvreclaim.parsers.grammars import Calls, answer_grammar
+from kvreclaim.parsers.formats import ARRAY, Splitter
+from kvreclaim.parsers.grammars import MAX_CALLS, Calls, answer_grammar
 from kvreclaim.parsers.lark import Lark
 from kvreclaim.parsers.pieces import Reasoning, Text, ToolCall, merged
 from kvreclaim.parsers.shapes import SHAPES
@@ -70,6 +70,7 @@ PUBLISHED = [
     ("glm45", GLM),
     ("kimi_k2", KIMI),
     ("minimax_m2", MINIMAX),
+    ("json_array", f"[{LLAMA}, {LLAMA}]"),
     ("harmony", HARMONY),
 ]
 SCHEMA = {
@@ -183,7 +184,8 @@ def walk(words: Vocabulary, grammar: StructuredOutputsParams, rng: random.Random
 def test_whatever_is_allowed_is_read_as_calls_by_their_schemas(words: Vocabulary, form: str) -> None:
     rng, num_calls = random.Random(form), 0
     spans = (None,) if form == "harmony" else (None, ThinkSpan(THINK, begun=True), ThinkSpan(THINK))
-    for forced, one in ((True, True), (True, False), (False, False)):
+    ways = ((True, True), (True, False), *([] if form == ARRAY else [(False, False)]))
+    for forced, one in ways:
         for span in spans:
             given = grammar(words, form, SCHEMAS, forced=forced, one=one, span=span)
             text, ended = walk(words, given, rng)
@@ -199,6 +201,25 @@ def test_whatever_is_allowed_is_read_as_calls_by_their_schemas(words: Vocabulary
                 assert not any(isinstance(each, Text) for each in found), text
             num_calls += len(calls)
     assert num_calls > 0 or (form == "harmony" and words is BYTES)
+
+
+@pytest.mark.parametrize(
+    ("form", "lead", "call", "between", "trail"),
+    [
+        ("hermes", "", HERMES, "\n", ""),
+        ("llama3_json", "", LLAMA, ";", ""),
+        ("json_array", "[", LLAMA, ", ", "]"),
+        ("glm45", "", GLM, "", ""),
+        ("kimi_k2", KIMI[:28], KIMI[28:-26], "", KIMI[-26:]),
+    ],
+)
+def test_forced_calls_are_bounded(form: str, lead: str, call: str, between: str, trail: str) -> None:
+    schemas = {"get_weather": TOOLS["get_weather"]}
+    for one, most in ((True, 1), (False, MAX_CALLS)):
+        given = grammar(BYTES, form, schemas, forced=True, one=one)
+        for count, fits in ((1, True), (most, True), (most + 1, False)):
+            text = lead + between.join([call] * count) + trail
+            assert accepts(BYTES, given, text) is fits, text
 
 
 @pytest.mark.parametrize("form", FORMS)

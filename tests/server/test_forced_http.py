@@ -56,8 +56,8 @@ def other(server: Running) -> Iterator[anthropic.Anthropic]:
         yield client
 
 
-@pytest.fixture(params=TOOL_PARSERS)
-def form(server: Running, request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=[*TOOL_PARSERS, None])
+def form(server: Running, request: pytest.FixtureRequest) -> str | None:
     speak(server, request.param)
     return request.param
 
@@ -86,7 +86,8 @@ def check_calls(calls: list[Any]) -> None:
         assert jsonschema_rs.is_valid(SCHEMAS[call.function.name], json.loads(call.function.arguments)), call
 
 
-def test_required_whole_and_streamed(client: openai.OpenAI, form: str) -> None:
+def test_required_whole_and_streamed(client: openai.OpenAI, form: str | None) -> None:
+    """None: the model has no format, and calls are a JSON array."""
     for choice in ask(client, tool_choice="required", parallel_tool_calls=False, n=3).choices:
         assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
         assert len(choice.message.tool_calls) == 1
@@ -100,6 +101,25 @@ def test_required_whole_and_streamed(client: openai.OpenAI, form: str) -> None:
     assert "".join(part.arguments for part in parts) == call.function.arguments
     assert (parts[0].name, told[-1].finish_reason) == ("get_weather", "tool_calls")
     assert not any(each.delta.content for each in told)
+
+
+@pytest.mark.parametrize("reasoning", ["think", "harmony"])
+def test_an_array_behind_reasoning(client: openai.OpenAI, server: Running, reasoning: str) -> None:
+    """Harmony knows no array: its own calls are forced, whatever the tool parser."""
+    speak(server, None, reasoning=reasoning)
+    how = {"chat_template_kwargs": {"begin": False}}
+    message = ask(client, tool_choice=NAMED, extra_body=how).choices[0].message
+    check_calls(message.tool_calls)
+    assert message.content is None
+
+
+def test_without_being_forced_an_array_is_text(client: openai.OpenAI, server: Running) -> None:
+    speak(server, None)
+    text = '[{"name": "now", "parameters": {}}]'
+    extra = {"structured_outputs": {"choice": [text]}}
+    for choice in ("auto", "none"):
+        message = ask(client, tool_choice=choice, extra_body=extra).choices[0].message
+        assert (message.content, message.tool_calls) == (text, None)
 
 
 def test_several_calls_and_allowed_tools(client: openai.OpenAI, server: Running) -> None:
@@ -134,8 +154,11 @@ def test_strict_calls_of_a_model_that_may_write_text(client: openai.OpenAI, serv
         assert text.content
 
 
-def test_any_tool_and_strict_of_anthropic(other: anthropic.Anthropic, server: Running) -> None:
-    speak(server, "glm45")
+@pytest.mark.parametrize("name", ["glm45", None])
+def test_any_tool_and_strict_of_anthropic(
+    other: anthropic.Anthropic, server: Running, name: str | None
+) -> None:
+    speak(server, name)
     tools = [{"name": name, "input_schema": SCHEMAS[name], "strict": True} for name in SCHEMAS]
     fields = {"model": MODEL, "messages": SAID, "tools": tools, "max_tokens": 300}
     extra = {"seed": 1, "logit_bias": TERSE}
@@ -270,7 +293,19 @@ UNSET = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": 
             {"tool_choice": "required", "extra_body": {"skip_special_tokens": True}},
             "skip_special_tokens",
         ),
-        (None, {"tool_choice": "required"}, "tool_choice"),
+        (
+            None,
+            {
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {
+                        "mode": "auto",
+                        "tools": [{"type": "function", "function": {"name": "now"}}],
+                    },
+                }
+            },
+            "tool_choice",
+        ),
         (None, {"tools": [strict(TOOLS[0])]}, "tools.0.function.strict"),
     ],
     ids=str,

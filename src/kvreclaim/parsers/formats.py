@@ -8,13 +8,21 @@ from types import MappingProxyType
 
 from kvreclaim.parsers import harmony
 from kvreclaim.parsers.harmony import Harmony
-from kvreclaim.parsers.json_calls import DEEPSEEK, HERMES, KIMI, MISTRAL, JsonCalls, LlamaCalls
+from kvreclaim.parsers.json_calls import (
+    DEEPSEEK,
+    HERMES,
+    KIMI,
+    MISTRAL,
+    ArrayCalls,
+    JsonCalls,
+    LlamaCalls,
+)
 from kvreclaim.parsers.parser import Parser, Tools
 from kvreclaim.parsers.pieces import CallEnd, Piece, Text
 from kvreclaim.parsers.tag_calls import DSML, GLM, MINIMAX, QWEN3_CODER, TagCalls
 from kvreclaim.parsers.thinking import MAGISTRAL, THINK, ThinkFormat, ThinkParser, ThinkSpan
 
-HARMONY = "harmony"
+HARMONY, ARRAY = "harmony", "json_array"
 TOOL_PARSERS: Mapping[str, Callable[[Tools], Parser]] = MappingProxyType(
     {
         "hermes": partial(JsonCalls, HERMES),
@@ -30,6 +38,8 @@ TOOL_PARSERS: Mapping[str, Callable[[Tools], Parser]] = MappingProxyType(
     }
 )
 """Most names are vLLM's; deepseek_v3 reads V3.1 and R1, too."""
+_PARSERS: Mapping[str, Callable[[Tools], Parser]] = {**TOOL_PARSERS, ARRAY: ArrayCalls}
+"""Those of calls that a model is forced to write, too."""
 REASONING_PARSERS: Mapping[str, ThinkFormat | None] = MappingProxyType(
     {"think": THINK, "magistral": MAGISTRAL, HARMONY: None}
 )
@@ -77,7 +87,7 @@ def markers(tool_parser: str | None, reasoning_parser: str | None) -> tuple[str,
         return harmony.MARKERS
     form = None if reasoning_parser is None else REASONING_PARSERS[reasoning_parser]
     found = () if form is None else (form.opening, form.closing)
-    return found if tool_parser is None else (*found, *TOOL_PARSERS[tool_parser]({}).markers)
+    return found if tool_parser is None else (*found, *_PARSERS[tool_parser]({}).markers)
 
 
 class Splitter:
@@ -85,7 +95,7 @@ class Splitter:
 
     num_calls: complete ones so far
 
-    tool_parser:      a name in TOOL_PARSERS
+    tool_parser:      a name in TOOL_PARSERS, or ARRAY
     reasoning_parser: a name in REASONING_PARSERS
     tools:            the schemas of the functions that the model was told of
     prompt_end:       of the prompt's text, in which the reasoning may have begun
@@ -112,7 +122,7 @@ class Splitter:
             calls, reasoning = (name == HARMONY for name in names)
             self._parsers.append(Harmony(tools, calls=calls, reasoning=reasoning))
         elif tool_parser is not None:
-            self._parsers.append(TOOL_PARSERS[tool_parser](tools or {}))
+            self._parsers.append(_PARSERS[tool_parser](tools or {}))
 
     def take(self, text: str, *, last: bool) -> list[Piece]:
         """Pieces that are settled now."""

@@ -13,6 +13,8 @@ from kvreclaim.parsers.thinking import ThinkSpan
 
 ANSWER = "@answer"
 """The grammar of a structured output, by this name."""
+MAX_CALLS = 32
+"""Calls of an answer that is calls and nothing else: a weak model would go on for ever."""
 BARE = {"llama3_json": (r'\s*\{\s*"name"\s*:', '~{~"name"~:')}
 """How an answer begins that is a call without an opening, as a regular expression and as the call's shape has
 it."""
@@ -73,7 +75,8 @@ def _calls(lark: Lark, calls: Calls) -> str:
     shapes = _shapes(lark, calls.form)
     optional = "?" if calls.form in BARE else ""
     opening = shapes[0].opening
-    ways = [_group(lark, calls, shape) for shape in shapes if shape.opening == opening]
+    more = f"{{0,{MAX_CALLS - 1}}}"
+    ways = [_group(lark, calls, shape, more=more) for shape in shapes if shape.opening == opening]
     behind = "" if calls.one_call else f" {lark.shaped('~')}"  # models may end a line before they stop
     return lark.rule(f"{lark.rule(lark.text(opening))}{optional} {lark.rule(*ways)}{behind}")
 
@@ -85,7 +88,7 @@ def _text_and_calls(lark: Lark, calls: Calls, thought: str) -> str:
     """
     ways: dict[str, list[str]] = {}
     for shape in _shapes(lark, calls.form):
-        ways.setdefault(shape.opening, []).append(_group(lark, calls, shape, apart=not shape.trail))
+        ways.setdefault(shape.opening, []).append(_group(lark, calls, shape, more="*" if shape.trail else ""))
     bare, written = BARE.get(calls.form, ("", ""))
     barred = [rf"\s*{escaped(thought)}"] * bool(thought) + [bare] * bool(bare)
     but = f"(?:{'|'.join(barred)}){ANY}" if barred else None
@@ -106,8 +109,8 @@ def _text_and_calls(lark: Lark, calls: Calls, thought: str) -> str:
     return lark.rule(*starts)
 
 
-def _group(lark: Lark, calls: Calls, shape: CallShape, *, apart: bool = False) -> str:
-    """What follows an opening. apart: one call, behind which there is text again"""
+def _group(lark: Lark, calls: Calls, shape: CallShape, *, more: str = "*") -> str:
+    """What follows an opening. more: how often another call follows the first; empty: never"""
     own = lark.matching("[a-zA-Z0-9]{1,16}")
     parts = {
         "id": f"({lark.shaped('[CALL_ID]%own', own=own)})?" if lark.has("[CALL_ID]") else "",
@@ -119,8 +122,8 @@ def _group(lark: Lark, calls: Calls, shape: CallShape, *, apart: bool = False) -
         for one in calls.functions
     ]
     call = lark.rule(*each)
-    more = "" if calls.one_call or apart else f"({lark.shaped(shape.between)} {call})*"
-    return " ".join(filter(None, (lark.shaped(shape.lead), call, more, lark.shaped(shape.trail))))
+    others = f"({lark.shaped(shape.between)} {call}){more}" if more and not calls.one_call else ""
+    return " ".join(filter(None, (lark.shaped(shape.lead), call, others, lark.shaped(shape.trail))))
 
 
 def _harmony(lark: Lark, calls: Calls | None, *, structured: bool) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import string
 from dataclasses import dataclass
+from functools import partial
 
 from pydantic_core import from_json
 
@@ -95,8 +96,10 @@ LLAMA = JsonFormat(
     opens=("<|python_tag|>",),
     forms=(Form(re.compile(rf"\s*{FIELDS}"), re.compile(r"\s*\}"), more=";"),),
 )
-BARE = '{"name":"'
-"""How a call begins that has no marker, less white space."""
+ARRAY = JsonFormat(
+    opens=(),
+    forms=(Form(re.compile(rf"\s*\[?\s*{FIELDS}"), re.compile(r"\s*\}"), more=",", end="]"),),
+)
 
 
 class JsonCalls(Parser):
@@ -198,26 +201,36 @@ class JsonCalls(Parser):
         return True
 
 
-class LlamaCalls(JsonCalls):
-    """Calls of Llama 3: an output that begins with the JSON of one, with or without a marker."""
+class BareCalls(JsonCalls):
+    """An output that begins with the JSON of a call, with or without a marker.
 
-    def __init__(self, tools: Tools | None = None) -> None:
-        super().__init__(LLAMA, tools)
+    bare: how it begins without one, less white space
+    """
+
+    def __init__(self, form: JsonFormat, bare: str, tools: Tools | None = None) -> None:
+        self.bare = bare
+        super().__init__(form, tools)
 
     def read(self, *, trim: bool = False) -> Reading[None]:
         while True:
-            begins = re.sub(r"\s", "", self.scanner.held[:LONGEST])[: len(BARE)]
+            begins = re.sub(r"\s", "", self.scanner.held[:LONGEST])[: len(self.bare)]
             if (
-                len(begins) == len(BARE)
-                or not BARE.startswith(begins)
+                len(begins) == len(self.bare)
+                or not self.bare.startswith(begins)
                 or not (yield from self.scanner.more())
             ):
                 break
-        trim = begins == BARE and (yield from self.calls())
+        trim = begins == self.bare and (yield from self.calls())
         yield from super().read(trim=trim)
 
     def accepts(self, name: str) -> bool:
         return not self.tools or name in self.tools
+
+
+LlamaCalls = partial(BareCalls, LLAMA, '{"name":"')
+"""Of Llama 3."""
+ArrayCalls = partial(BareCalls, ARRAY, '[{"name":"')
+"""One JSON array of them, as vLLM has forced calls."""
 
 
 def _name(head: re.Match[str]) -> str | None:

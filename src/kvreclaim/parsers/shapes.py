@@ -59,6 +59,7 @@ SHAPES: Mapping[str, tuple[CallShape, ...]] = MappingProxyType(
             CallShape("<function=", "%name>%args~</function>", "~<function=", arguments=QWEN3_CODER),
         ),
         "llama3_json": (CallShape("<|python_tag|>", '~{~"name"~:~"%name"~,~"parameters"~:~%args~}', "~;"),),
+        "json_array": (CallShape("[", '~{~"name"~:~"%name"~,~"parameters"~:~%args~}', "~,", trail="~]"),),
         "mistral": (
             CallShape("[TOOL_CALLS]", "%name%id[ARGS]~%args", "[TOOL_CALLS]", needs="[ARGS]"),
             CallShape("[TOOL_CALLS]", "%name~%args", "[TOOL_CALLS]"),

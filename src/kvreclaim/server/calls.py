@@ -57,6 +57,11 @@ class Offer:
         return Calls(form, functions, forced=self.forced, one_call=self.one_call)
 
 
+def format_of(offer: Offer | None, form: OutputFormat) -> OutputFormat:
+    """How the answer's calls are written. form: of the model"""
+    return form.forcing() if offer is not None and offer.forced else form
+
+
 def check_offer(offer: Offer, form: OutputFormat) -> None:
     """Raises: ApiError where calls cannot follow a grammar in this model's format."""
     from kvreclaim.engine.sampling.grammar import composed, reason_against

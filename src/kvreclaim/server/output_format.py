@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvreclaim.engine.api.chat import variables_of
 from kvreclaim.engine.api.exports import Tokenizer
 from kvreclaim.engine.api.thinking import prompt_end, think_span
-from kvreclaim.parsers.formats import HARMONY, Splitter, markers, reasoning_parser_of, tool_parser_of
+from kvreclaim.parsers.formats import (
+    ARRAY,
+    HARMONY,
+    Splitter,
+    markers,
+    reasoning_parser_of,
+    tool_parser_of,
+)
 from kvreclaim.parsers.thinking import ThinkSpan
 from kvreclaim.server.config import AUTO, NONE, ServerConfig
 
@@ -36,6 +43,11 @@ class OutputFormat:
     @property
     def is_harmony(self) -> bool:
         return HARMONY in (self.tool_parser, self.reasoning_parser)
+
+    def forcing(self) -> OutputFormat:
+        """The same for an answer that must be calls: where the model has no format for them, a JSON array."""
+        forced = HARMONY if self.is_harmony else ARRAY
+        return self if self.tool_parser is not None else replace(self, tool_parser=forced)
 
     def splitter(
         self,

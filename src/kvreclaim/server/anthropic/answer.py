@@ -15,7 +15,7 @@ from kvreclaim.parsers.formats import Splitter
 from kvreclaim.parsers.pieces import Piece
 from kvreclaim.server.anthropic.content import BlockEvents, content_blocks, stop_of
 from kvreclaim.server.anthropic.fields import TTL_S, MessageRequest
-from kvreclaim.server.calls import is_whole
+from kvreclaim.server.calls import format_of, is_whole
 from kvreclaim.server.events import event
 from kvreclaim.server.ids import answer_id
 from kvreclaim.server.service import Service, check_update
@@ -37,7 +37,7 @@ class AnthropicResponse:
         self.request_id = request_id
         self.prompt = prompt
         one_call = body.tool_choice is not None and bool(body.tool_choice.disable_parallel_tool_use)
-        form = service.output_format
+        form = format_of(body.offer, service.output_format)
         self.splitter = form.splitter(prompt.prompt_token_ids, body.offered, one_call=one_call)
         if is_whole(prompt):
             self.splitter = Splitter()

@@ -15,9 +15,10 @@ from kvreclaim.server.anthropic.fields import ConversationFields, MessageRequest
 from kvreclaim.server.anthropic.prompt import Rendered, check_size, render
 from kvreclaim.server.anthropic.schemas import ERRORS, STREAMED, TokensCount
 from kvreclaim.server.bodies import BodyRoute
-from kvreclaim.server.calls import check_offer, checked_structured, followed
+from kvreclaim.server.calls import check_offer, checked_structured, followed, format_of
 from kvreclaim.server.events import answer_json, stream_events
 from kvreclaim.server.ids import request_id_of
+from kvreclaim.server.output_format import OutputFormat
 from kvreclaim.server.sampling import SHARED, check_priority, sampling_of
 from kvreclaim.server.service import Service, ServiceDep, TenantDep
 from kvreclaim.server.tenants import Tenant
@@ -43,7 +44,8 @@ async def create_message(
     if rendered.num_system is not None:
         count = partial(service.compression, body.kv_compression, rendered.num_system)
         compression = await service.workers.run(tenant.name, count)
-    if service.output_format.needs_special_tokens(with_tools=body.offered is not None):
+    form = format_of(body.offer, service.output_format)
+    if form.needs_special_tokens(with_tools=body.offered is not None):
         params = replace(params, skip_special_tokens=False)
     prompt = RequestSpec(
         prompt_token_ids=rendered.token_ids,
@@ -58,10 +60,10 @@ async def create_message(
             body, rendered, compression or service.engine.served.compression
         ),
         conversation_snapshots=body.conversation_snapshots,
-        is_rewritten=service.output_format.takes_apart(with_tools=body.offered is not None),
+        is_rewritten=form.takes_apart(with_tools=body.offered is not None),
         may_end_early=True,
     )
-    prompt = await _followed(body, service, tenant, prompt)
+    prompt = await _followed(body, form, service, tenant, prompt)
     answer = AnthropicResponse(body, service, request_id_of(request.scope), prompt)
     if body.stream:
         return await stream_events(answer.events(), request)
@@ -79,10 +81,10 @@ async def count_tokens(
 
 
 async def _followed(
-    body: MessageRequest, service: Service, tenant: Tenant, prompt: RequestSpec
+    body: MessageRequest, form: OutputFormat, service: Service, tenant: Tenant, prompt: RequestSpec
 ) -> RequestSpec:
     """The same, whose answer is as tools and the schema ask. Raises: ApiError."""
-    form, run = service.output_format, partial(service.workers.run, tenant.name)
+    run = partial(service.workers.run, tenant.name)
     given, offer = body.structured, body.offer
     structured = None if given is None else await run(partial(checked_structured, *given))
     if offer is not None:

@@ -18,7 +18,7 @@ from kvreclaim.engine.serving.stream import OutputDelta, RequestStream
 from kvreclaim.parsers.formats import Splitter
 from kvreclaim.parsers.pieces import Piece
 from kvreclaim.server.bodies import BodyRoute
-from kvreclaim.server.calls import Offer, check_offer, followed, is_whole
+from kvreclaim.server.calls import Offer, check_offer, followed, format_of, is_whole
 from kvreclaim.server.config import MAX_INT32
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import Listed
@@ -106,7 +106,7 @@ async def prompt_of(body: ChatRequest, service: Service, tenant: Tenant) -> Requ
     structured = None
     if body.structured_outputs is not None or body.response_format is not None:
         structured = await structured_of(body.structured_outputs, service, tenant, body.response_format)
-    offer, form = body.offer, service.output_format
+    offer, form = body.offer, format_of(body.offer, service.output_format)
     if offer is not None:
         await service.workers.run(tenant.name, partial(check_offer, offer, form))
     if beams is None:
@@ -177,7 +177,7 @@ class ChatAnswer(OpenAIResponse):
         prompt = self.prompts[0]
         if is_whole(prompt):
             return Splitter()
-        form, tools = self.service.output_format, self.fields.offered
+        form, tools = format_of(self.fields.offer, self.service.output_format), self.fields.offered
         return form.splitter(prompt.prompt_token_ids, tools, one_call=self._one_call)
 
     def choice(self, index: int, delta: OutputDelta, stream: RequestStream) -> dict[str, Any]:
