@@ -41,6 +41,7 @@ COMPLETION_REFUSALS = [
     ({"best_of": 2}, "best_of"),
     ({"suffix": "x"}, "suffix"),
     ({"extra_body": {"zoo": 1}}, "zoo"),
+    ({"extra_body": {"structured_outputs": {"regex": "a"}}}, "structured_outputs"),
     ({"extra_body": {"spaces_between_special_tokens": True}}, "spaces_between_special_tokens"),
     ({"prompt": []}, "prompt"),
     ({"prompt": [[]]}, "prompt"),
@@ -107,6 +108,8 @@ CHAT_REFUSALS = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"tools": TOOLS, "tool_choice": "must"}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
     (
         {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
         "tool_choice.function.name",

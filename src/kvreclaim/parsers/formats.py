@@ -39,7 +39,7 @@ TOOL_PARSERS: Mapping[str, Callable[[Tools], Parser]] = MappingProxyType(
 )
 """Most names are vLLM's; deepseek_v3 reads V3.1 and R1, too."""
 _PARSERS: Mapping[str, Callable[[Tools], Parser]] = {**TOOL_PARSERS, ARRAY: ArrayCalls}
-"""Those of calls that a model is forced to write, too."""
+"""With the one of calls that a model has no format for."""
 REASONING_PARSERS: Mapping[str, ThinkFormat | None] = MappingProxyType(
     {"think": THINK, "magistral": MAGISTRAL, HARMONY: None}
 )

@@ -228,9 +228,9 @@ class BareCalls(JsonCalls):
 
 
 LlamaCalls = partial(BareCalls, LLAMA, '{"name":"')
-"""Of Llama 3."""
+"""Reads calls of Llama 3."""
 ArrayCalls = partial(BareCalls, ARRAY, '[{"name":"')
-"""One JSON array of them, as vLLM has forced calls."""
+"""Reads calls that are one JSON array, as vLLM has forced ones."""
 
 
 def _name(head: re.Match[str]) -> str | None:

@@ -15,6 +15,7 @@ from kvreclaim.parsers.thinking import ThinkSpan
 from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.output_format import OutputFormat
+from kvreclaim.server.service import Service
 from kvreclaim.structured_outputs import AnswerGrammar, StructuredOutputsParams
 
 
@@ -62,7 +63,15 @@ def format_of(offer: Offer | None, form: OutputFormat) -> OutputFormat:
     return form.forcing() if offer is not None and offer.forced else form
 
 
-def check_offer(offer: Offer, form: OutputFormat) -> None:
+def check_ends(service: Service, field: str) -> None:
+    """Raises: ApiError if answers of this model cannot follow a grammar, which ends them."""
+    if not service.engine.served.has_end:
+        raise ApiError(
+            400, f"{field} needs an end-of-sequence token, and this model has none; leave it out.", field
+        )
+
+
+def check_offer(offer: Offer, form: OutputFormat, service: Service) -> None:
     """Raises: ApiError where calls cannot follow a grammar in this model's format."""
     from kvreclaim.engine.sampling.grammar import composed, reason_against
 
@@ -75,6 +84,7 @@ def check_offer(offer: Offer, form: OutputFormat) -> None:
             "known here; leave it out, or start the server with --tool-call-parser.",
             offer.field,
         )
+    check_ends(service, offer.field)
     for one in offer.calls(form.tool_parser).functions:
         alone = Calls(form.tool_parser, [one], forced=True, one_call=True)
         try:

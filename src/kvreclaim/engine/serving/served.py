@@ -45,6 +45,7 @@ class ServedModel:
                  any request may have
     compression: of requests that bring none of their own
     config:      EngineConfig's fields as they were chosen; kv_format: of the cache
+    has_end:     whether the model has an end-of-sequence token
     """
 
     name: str
@@ -57,6 +58,7 @@ class ServedModel:
     auto: Auto
     config: dict[str, Any]
     kv_format: str
+    has_end: bool
 
     @classmethod
     def of(cls, llm: LLM) -> ServedModel:
@@ -73,4 +75,5 @@ class ServedModel:
             auto=Auto.of(llm),
             config=dataclasses.asdict(engine.config),
             kv_format=engine.kv_format.name,
+            has_end=bool(llm.loaded.eos_token_ids),
         )

@@ -15,7 +15,7 @@ from kvreclaim.server.anthropic.fields import ConversationFields, MessageRequest
 from kvreclaim.server.anthropic.prompt import Rendered, check_size, render
 from kvreclaim.server.anthropic.schemas import ERRORS, STREAMED, TokensCount
 from kvreclaim.server.bodies import BodyRoute
-from kvreclaim.server.calls import check_offer, checked_structured, followed, format_of
+from kvreclaim.server.calls import check_ends, check_offer, checked_structured, followed, format_of
 from kvreclaim.server.events import answer_json, stream_events
 from kvreclaim.server.ids import request_id_of
 from kvreclaim.server.output_format import OutputFormat
@@ -86,9 +86,12 @@ async def _followed(
     """The same, whose answer is as tools and the schema ask. Raises: ApiError."""
     run = partial(service.workers.run, tenant.name)
     given, offer = body.structured, body.offer
-    structured = None if given is None else await run(partial(checked_structured, *given))
+    structured = None
+    if given is not None:
+        structured = await run(partial(checked_structured, *given))
+        check_ends(service, given[1].rpartition(".")[0])
     if offer is not None:
-        await run(partial(check_offer, offer, form))
+        await run(partial(check_offer, offer, form, service))
     goes_on = body.messages[-1].role == "assistant"
     return await run(partial(followed, form, offer, structured, prompt, goes_on=goes_on))
 

@@ -108,7 +108,7 @@ async def prompt_of(body: ChatRequest, service: Service, tenant: Tenant) -> Requ
         structured = await structured_of(body.structured_outputs, service, tenant, body.response_format)
     offer, form = body.offer, format_of(body.offer, service.output_format)
     if offer is not None:
-        await service.workers.run(tenant.name, partial(check_offer, offer, form))
+        await service.workers.run(tenant.name, partial(check_offer, offer, form, service))
     if beams is None:
         own = {"logprobs": logprobs, "thinking_token_budget": body.thinking_token_budget}
         params = sampling_params(body, max_tokens=limit, **own)
