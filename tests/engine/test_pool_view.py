@@ -27,7 +27,9 @@ def slow_view(engine):
             holders += [seq.request.request_id] * held
         if not holders:
             mark = pool.marks[block]
-            state = PINNED if mark & blocks.PINNED else CACHED if mark & blocks.INDEXED else FREE
+            is_kept = any(block in engine.memory.blocks(seq.seq_id) for seq in engine.scheduler.snapshots)
+            is_cached = mark & blocks.INDEXED or is_kept
+            state = PINNED if mark & blocks.PINNED else CACHED if is_cached else FREE
             found.append((state, None))
         else:
             first = list(dict.fromkeys(s.request.request_id for s in engine.scheduler.running))
@@ -53,6 +55,28 @@ def check(engine):
         assert shown.num_evicted == sum(seq.account.num_evicted for seq in seqs)
         assert shown.blocks_freed == sum(seq.account.blocks_freed for seq in seqs)
     return view
+
+
+def test_what_only_snapshots_hold_is_cached(make_llm):
+    """Also while a turn goes on from one; `stats` and a step's figures say the same."""
+    llm = make_llm(block_size=8, num_blocks=60, max_num_batched_tokens=48, conversation_snapshots=True)
+    (prompt,) = tiny.prompts((100,), seed=4)
+    params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+    for turn in range(2):
+        steps = []
+
+        def look(step, steps=steps):
+            view, stats = check(llm.engine), llm.engine.memory.stats()
+            shown = np.bincount(view.state, minlength=5).tolist()
+            assert stats.in_use == step.blocks_in_use == shown[IN_USE] + shown[SHARED]
+            assert stats.cached == shown[CACHED]
+            steps.append(step)
+
+        (output,) = llm.generate([prompt], params, small("knorm"), on_step=look)
+        assert (output.metrics.num_snapshot_tokens > 0) == (turn > 0)
+        assert len(llm.engine.scheduler.snapshots) == turn + 1
+        assert max(step.blocks_in_use for step in steps) > 0 == steps[-1].blocks_in_use
+        prompt = prompt + output.outputs[0].token_ids + prompt[:20]
 
 
 def test_every_block_is_what_a_loop_says(make_llm):

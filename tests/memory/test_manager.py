@@ -5,7 +5,7 @@ import pytest
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
 from kvreclaim.memory import Growth, MemoryManager
 
-from .sequences import find, fork, run, token_list
+from .sequences import find, fork, run, token_list, write
 
 
 def test_golden_lru_trace():
@@ -37,6 +37,48 @@ def test_what_is_refreshed_is_reused_later():
     assert memory.stats().in_use == 0
     assert find(memory, range(9)).block_ids == (0, 1)
     memory.check()
+
+
+def test_what_only_idle_sequences_hold_is_not_in_use():
+    """Two of them, one that shares blocks with what runs; hits and forks take blocks into use again."""
+    memory = MemoryManager(10, 4)
+
+    def counts():
+        memory.check()
+        stats = memory.stats()
+        assert stats.in_use + stats.cached + stats.free == 10
+        return stats.in_use, stats.cached
+
+    run(memory, 0, range(10))
+    fork(memory, 0, 1)
+    memory.rest(1)
+    memory.rest(1)
+    assert counts() == (3, 0)
+    memory.free(0)
+    assert counts() == (0, 3)
+    fork(memory, 1, 2)
+    memory.rest(2)
+    fork(memory, 1, 3)
+    assert counts() == (3, 0)
+    write(memory, 3, range(50, 54))
+    memory.release_copy_sources()
+    assert counts() == (4, 1)
+    memory.pool.reset_peak()
+    assert run(memory, 4, [*range(8), 60]) == 8
+    assert memory.stats().peak_in_use == 5
+    memory.free(3)
+    memory.free(4)
+    assert counts() == (0, 4)
+    memory.pool.reset_peak()
+    assert run(memory, 5, [*range(8), 60]) == 8
+    assert memory.stats().peak_in_use == 3
+    memory.free(5)
+    memory.free(1)
+    assert counts() == (0, 4)
+    memory.wake(2)
+    assert counts() == (3, 1)
+    memory.free(2)
+    assert counts() == (0, 3)
 
 
 def test_a_match_that_went_stale_is_not_admitted():

@@ -63,6 +63,9 @@ def test_completions(server: Running):
     known, cached, found = turns(server, "a")
     assert cached == found == known - 41
     assert counted(server) == before + found
+    load = web.get(f"{server.base_url}/load").json()
+    assert load["blocks_in_use"] == 0, "snapshots give way"
+    assert load["blocks_cached"] > 0
     known, cached, found = turns(server, "b", conversation_snapshots=False)
     assert found == 0
     assert cached < known / 2

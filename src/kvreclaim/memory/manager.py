@@ -90,6 +90,7 @@ class MemoryManager:
         self.groups: tuple[GroupManager, ...] = (self.full, *self.windows)
         self.offload = offload(self.full)
         assert not (windows and self.offload.num_slots), "windows have no slots; all layers share one table"
+        self._idle: set[int] = set()
         self._hashing = BlockHash(block_size, fingerprint, hash_function)
         self._tables = self.full.tables
         self._cow_copies = 0
@@ -102,6 +103,16 @@ class MemoryManager:
     def num_free(self) -> int:
         """Blocks held by nobody."""
         return self.pool.num_free
+
+    @property
+    def num_in_use(self) -> int:
+        """Blocks that sequences hold which are not idle."""
+        return self.pool.num_in_use
+
+    @property
+    def num_idle(self) -> int:
+        """Blocks that only idle sequences hold."""
+        return self.pool.num_idle
 
     @property
     def num_pool_blocks(self) -> int:
@@ -271,15 +282,24 @@ class MemoryManager:
         Returns: blocks that went back to the pool.
         """
         table, freed = self._tables[seq_id], 0
+        self.wake(seq_id)
         for group in self.groups:
             freed += group.free(seq_id, table)
         self.offload.freed(seq_id)
         return freed
 
-    @property
-    def idle(self) -> set[int]:
-        """Sequences that never run, for whoever adds some."""
-        return self.full.idle
+    def rest(self, seq_id: int) -> None:
+        """Let a sequence be idle: it does not run, and gives way when others need blocks, so what nobody else
+        holds is not in use. Its table does not change until it wakes, or is freed."""
+        if seq_id not in self._idle:
+            self._idle.add(seq_id)
+            self.pool.rest(self.blocks(seq_id))
+
+    def wake(self, seq_id: int) -> None:
+        """A sequence that may be idle is so no more; to be called before it is parked."""
+        if seq_id in self._idle:
+            self._idle.remove(seq_id)
+            self.pool.wake(self.blocks(seq_id))
 
     def can_grow(self, seq_id: int, num_tokens: int) -> bool:
         """Whether grow would succeed."""
@@ -377,6 +397,9 @@ class MemoryManager:
         self.pool.check()
         held = Counter(block for seq_id in self._tables for block in self.blocks(seq_id))
         check_counts(self.pool, held + self._held)
+        idle = Counter(block for seq_id in self._idle for block in self.blocks(seq_id))
+        counted = {block: refs for block, refs in enumerate(self.pool.idle_refs) if refs}
+        assert idle == counted, f"idle sequences hold {dict(idle)}, {counted} counted"
         for seq_id, table in self._tables.items():
             for group in self.groups:
                 group.check(seq_id, table)

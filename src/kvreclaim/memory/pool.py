@@ -19,8 +19,9 @@ from kvreclaim.memory.windows.index import Row, RowKey, WindowIndex
 
 
 class BlockPool:
-    """Every block is in use (references > 0) or queued for reuse; a queued block that is still
-    indexed is cached: a prefix hit can take it back until it is reused.
+    """Every block is in use, held by idle sequences alone (those give way to whoever needs blocks), or
+    queued for reuse; a queued block that is still indexed is cached: a prefix hit can take it back until it
+    is reused.
 
     Every operation costs O(blocks it names), whatever the size of the pool, times what the eviction
     order takes for one.
@@ -49,6 +50,10 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.index = PrefixIndex() if index is None else index
         self.refs = array("i", bytes(array("i").itemsize * num_blocks))
+        self.idle_refs = array("i", self.refs)
+        """Of these, references of idle sequences."""
+        self.num_idle = 0
+        """Blocks that nobody else holds."""
         self.marks = bytearray(num_blocks)
         self.free_queue: EvictionOrder = LRU(num_blocks) if order is None else order
         self.pins = Pins(self.marks, max_pinned, clock)
@@ -64,7 +69,7 @@ class BlockPool:
 
     @property
     def num_in_use(self) -> int:
-        return self.num_blocks - self.num_free
+        return self.num_blocks - self.num_free - self.num_idle
 
     def allocate(self, n: int) -> list[int]:
         """Take the n blocks whose turn it is, one reference each; what they cached is forgotten.
@@ -103,6 +108,9 @@ class BlockPool:
             self.num_cached -= self.marks[block] & CACHED > 0
             self.num_free -= 1
             self._note_peak()
+        elif self.refs[block] == self.idle_refs[block]:
+            self.num_idle -= 1
+            self._note_peak()
         self.refs[block] += 1
 
     def hit(self, blocks: Sequence[int], priority: int) -> None:
@@ -124,7 +132,7 @@ class BlockPool:
 
         Returns: how many reached 0.
         """
-        freed, marks, push = 0, self.marks, self.free_queue.push
+        freed, marks, push, idle_refs = 0, self.marks, self.free_queue.push, self.idle_refs
         for block in blocks:
             refs = self.refs[block] - 1
             assert refs >= 0, f"block {block} is released but not referenced"
@@ -133,8 +141,24 @@ class BlockPool:
                 push(block)
                 self.num_cached += marks[block] & CACHED > 0
                 freed += 1
+            elif refs == idle_refs[block]:
+                self.num_idle += 1
         self.num_free += freed
         return freed
+
+    def rest(self, blocks: Iterable[int]) -> None:
+        """One reference to each of these is an idle sequence's from now on."""
+        refs, idle_refs = self.refs, self.idle_refs
+        for block in blocks:
+            idle_refs[block] += 1
+            self.num_idle += refs[block] == idle_refs[block]
+
+    def wake(self, blocks: Iterable[int]) -> None:
+        """It is so no more."""
+        refs, idle_refs = self.refs, self.idle_refs
+        for block in blocks:
+            self.num_idle -= refs[block] == idle_refs[block]
+            idle_refs[block] -= 1
 
     def release_first(self, blocks: Iterable[int]) -> int:
         """Release blocks that are to be reused before all others that are cached."""
@@ -283,7 +307,7 @@ class BlockPool:
         self.marks[block] = 0
 
     def _note_peak(self) -> None:
-        in_use = self.num_blocks - self.num_free
+        in_use = self.num_in_use
         if in_use > self.peak_in_use:
             self.peak_in_use = in_use
 
@@ -312,4 +336,8 @@ class BlockPool:
         assert sampled == len(self.residency), f"{sampled} sampled, {len(self.residency)} measured"
         cached = sum(1 for block in unreferenced if block in indexed or block in windows)
         assert cached == self.num_cached, f"{cached} blocks are cached, {self.num_cached} counted"
+        pairs = list(zip(self.refs, self.idle_refs, strict=True))
+        assert all(0 <= idle <= refs for refs, idle in pairs), "more idle references than references"
+        idle = sum(refs == idle > 0 for refs, idle in pairs)
+        assert idle == self.num_idle, f"{idle} blocks are idle sequences' alone, {self.num_idle} counted"
         assert self.num_in_use <= self.peak_in_use <= self.num_blocks, f"peak {self.peak_in_use}"

@@ -13,7 +13,8 @@ from kvreclaim.memory.prefix_cache import PrefixCache
 class MemoryStats:
     """A snapshot; free + cached + in_use = num_blocks.
 
-    in_use, cached, free:        referenced; unreferenced but still to be hit; neither
+    in_use, cached, free:        held by sequences; held by nobody, or by snapshots alone, which give way, and
+                                 still of use to later requests; neither
     peak_in_use:                 the most blocks in use since the start or the last reset_peak
     pinned:                      blocks with a live pin, in use or not; some of in_use and cached
     prefix_query_tokens:         prompt tokens of the sequences admitted
@@ -48,7 +49,7 @@ def memory_stats(pool: BlockPool, prefix: PrefixCache, freed: int, cow_copies: i
     return MemoryStats(
         num_blocks=pool.num_blocks,
         in_use=pool.num_in_use,
-        cached=pool.num_cached,
+        cached=pool.num_cached + pool.num_idle,
         free=pool.num_free - pool.num_cached,
         peak_in_use=pool.peak_in_use,
         prefix_query_tokens=prefix.query_tokens,

@@ -73,7 +73,7 @@ class Preemptor(Generic[Seq]):
             needy.request_id,
             needy.priority,
             reason,
-            state.memory.num_pool_blocks - state.memory.num_free,
+            state.memory.num_in_use,
             state.memory.num_pool_blocks,
             victim.num_computed,
             "bring back" if parked else "compute again",

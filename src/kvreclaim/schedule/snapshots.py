@@ -6,7 +6,6 @@ begins with it is its fork. It never stands in the prefix index, and nothing beh
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import Generic
 
@@ -101,7 +100,8 @@ class Snapshots(Generic[Seq]):
 
     def _add(self, key: SnapshotKey, snapshot: Seq) -> None:
         self._held[key] = snapshot
-        self.memory.idle.add(snapshot.seq_id)
+        if not self.is_parked(snapshot):
+            self.memory.rest(snapshot.seq_id)
 
     def _make_room(self, table: BlockTable) -> bool:
         """Evict others for a snapshot with such a table. Returns: whether it may be kept now."""
@@ -137,15 +137,14 @@ class Snapshots(Generic[Seq]):
         device are forgotten for it. Returns: its blocks, to be filled at once; None: there is no room."""
         assert snapshot.snapshot_key is not None, "it is found by its key"
         needed, memory = table.num_blocks, self.memory
-        above = [seq for seq in self if not self.is_parked(seq)]
-        held = Counter(block for seq in above for block in memory.blocks(seq.seq_id))
-        num_own = sum(memory.ref_count(block) == count for block, count in held.items())
-        if needed > min(self.max_blocks, memory.num_free + num_own):
+        if needed > min(self.max_blocks, memory.num_free + memory.num_idle):
             return None
+        above = [seq for seq in self if not self.is_parked(seq)]
         while needed > memory.num_free or self._is_too_much(table):
             self._drop(above.pop(0))
+        blocks = memory.adopt(snapshot.seq_id, table)
         self._add(snapshot.snapshot_key, snapshot)
-        return memory.adopt(snapshot.seq_id, table)
+        return blocks
 
     def must_wait(self, seq: Seq) -> bool:
         """Whether one that waits, and has computed nothing, is to go on waiting for what lies on disk."""
@@ -180,6 +179,7 @@ class Snapshots(Generic[Seq]):
         assert seq.keys is not None, f"sequence {seq.seq_id} was not added"
         assert snapshot.snapshot_key is not None, "it is found by its key"
         self._held[snapshot.snapshot_key] = self._held.pop(snapshot.snapshot_key)  # behind the others
+        self.memory.rest(snapshot.seq_id)  # it may have come back from the host
         self.memory.fork(snapshot.seq_id, seq.seq_id, seq.keys)
         seq.num_computed, seq.begun_with = snapshot.num_computed, snapshot.snapshot_key
         seq.account = snapshot.account.fork_as_prompt(uneven=seq.footprint.eviction_method.uneven)
@@ -192,6 +192,7 @@ class Snapshots(Generic[Seq]):
         of one that a sequence has begun with in this step. Returns: whether there was one."""
         for seq in self:
             if seq is not spare and seq not in self._used and not self.is_parked(seq):
+                self.memory.wake(seq.seq_id)
                 if self._parking.park(seq.seq_id):
                     self._parked.append(seq)
                     self.has_changed = True
@@ -224,7 +225,6 @@ class Snapshots(Generic[Seq]):
     def _drop(self, seq: Seq) -> None:
         assert seq.snapshot_key is not None, "it is found by its key"
         del self._held[seq.snapshot_key]
-        self.memory.idle.discard(seq.seq_id)
         if self.is_parked(seq):
             self._parking.drop_parked(seq.seq_id)
         else:

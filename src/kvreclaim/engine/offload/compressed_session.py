@@ -147,8 +147,8 @@ class CompressedSessions:
         if blocks is None:
             raise InvalidArgumentError(
                 f"the compressed session takes {len(image.blocks)} blocks, but compressed prefixes may have "
-                f"{snapshots.max_blocks}, and {self.memory.num_free} of {self.memory.pool.num_blocks} are "
-                "free; end some requests, or raise prefix_snapshot_fraction or num_blocks."
+                f"{snapshots.max_blocks}, and {self.memory.num_in_use} of {self.memory.pool.num_blocks} are "
+                "in use; end some requests, or raise prefix_snapshot_fraction or num_blocks."
             )
         self.store.held[seq.seq_id] = seq
         try:

@@ -14,12 +14,12 @@ def pool_view(engine: Engine) -> PoolView:
     """The pool between two steps; called in the engine's thread. O(blocks of the pool), in numpy."""
     pool = engine.memory.pool
     pool.pins.expire()
-    refs = np.frombuffer(pool.refs, dtype=np.int32)
+    refs, idle = np.frombuffer(pool.refs, dtype=np.int32), np.frombuffer(pool.idle_refs, dtype=np.int32)
     bits = np.frombuffer(pool.marks, dtype=np.uint8)
-    state = np.where(bits & blocks.CACHED, np.uint8(CACHED), np.uint8(FREE))
+    state = np.where((bits & blocks.CACHED) | (idle > 0), np.uint8(CACHED), np.uint8(FREE))
     state[(bits & blocks.PINNED) > 0] = PINNED
-    state[refs > 0] = IN_USE
-    state[refs > 1] = SHARED
+    state[refs > idle] = IN_USE
+    state[refs > idle + 1] = SHARED
     running: dict[str, list[Sequence]] = {}
     for seq in engine.scheduler.running:
         running.setdefault(seq.request.request_id, []).append(seq)

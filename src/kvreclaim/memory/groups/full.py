@@ -29,15 +29,12 @@ class FullAttentionGroup(GroupManager):
     """The only group whose tokens are compressed, found by their prefix and moved to slots below the pool.
 
     tables: of every sequence; others read them
-    idle:   sequences that never run (snapshots); they give way, so a block that only they hold counts as
-            freed
     """
 
     def __init__(self, pool: BlockPool, block_size: int, held: Counter[int], prefix: PrefixCache) -> None:
         super().__init__(pool, block_size, held)
         self.prefix = prefix
         self.tables = BlockTables()
-        self.idle: set[int] = set()
         self.freed_by_compression = 0
 
     def add(self, seq_id: int, table: BlockTable) -> None:
@@ -157,9 +154,6 @@ class FullAttentionGroup(GroupManager):
 
     def _dropped(self, blocks: Sequence[int]) -> int:
         """Release what a pass drops. Returns: how many nobody holds now but idle sequences."""
-        freed, refs = self.pool.release(blocks), self.pool.refs
-        if shared := [block for block in blocks if refs[block]] if self.idle else []:
-            tables = (self.tables[seq_id] for seq_id in self.idle & self.tables.keys())
-            kept = Counter(block for table in tables for block in table.blocks())
-            freed += sum(refs[block] == kept[block] for block in shared)
-        return freed
+        num_idle = self.pool.num_idle
+        freed = self.pool.release(blocks)
+        return freed + self.pool.num_idle - num_idle

@@ -81,7 +81,11 @@ GAUGES = (
         "reason",
     ),
     _gauge("vllm:kv_cache_usage_perc", "Share of the pool's blocks in use; 1 is a full pool."),
-    _gauge("kvreclaim:blocks", "Blocks by state: in_use, cached (unused, can be hit), free.", "state"),
+    _gauge(
+        "kvreclaim:blocks",
+        "Blocks by state: in_use, cached (unused, or only snapshots hold them; can be hit), free.",
+        "state",
+    ),
     _gauge("kvreclaim:blocks_peak", "Most blocks in use at once since the start."),
     _gauge("kvreclaim:pinned_blocks", "Blocks kept longer by a cache_control or a prompt_cache_key."),
     _gauge(

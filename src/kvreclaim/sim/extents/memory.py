@@ -43,7 +43,7 @@ class ExtentMemory:
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise NotImplementedError("blocks that are only counted have no names; simulate with extents=False")
 
-    ref_count = blocks = num_blocks = fork = num_to_fork = adopt = _refuse
+    ref_count = blocks = num_blocks = fork = num_to_fork = adopt = rest = wake = _refuse
     shrink = release_out_of_window = drop_blocks = _refuse
 
     def __init__(
@@ -53,7 +53,7 @@ class ExtentMemory:
         self.pool = ExtentPool(num_blocks)
         self.offload: OffloadSlots = NoOffload()
         self._links = links
-        self.idle: set[int] = set()
+        self.num_idle = 0
         self._enabled = enable_prefix_caching
         self._tables: dict[int, Any] = {}
         self._freed = self._query_tokens = self._hit_tokens = 0
@@ -76,6 +76,10 @@ class ExtentMemory:
     @property
     def num_free(self) -> int:
         return self.pool.num_free
+
+    @property
+    def num_in_use(self) -> int:
+        return self.pool.num_in_use
 
     def publishes(self, seq_id: int) -> bool:
         return self.table(seq_id).chain is not None
