@@ -14,8 +14,10 @@ from kvreclaim.memory.offload import NoOffload
 from kvreclaim.memory.tiers.tiered_offload import TieredOffload
 from kvreclaim.schedule import EvictionMethod, Footprint, ScheduledSequence, Scheduler, StepDone
 from kvreclaim.schedule.slots_needed import slots_of_fork
+from kvreclaim.schedule.snapshot_key import SnapshotKey
 
 SIZE = 4
+KEY = SnapshotKey(None, "recipe", b"")
 
 
 def run(scheduler, seq, num_tokens, draw):
@@ -61,7 +63,7 @@ def test_what_is_let_in_finds_its_blocks(data):
     first = ScheduledSequence(0, "a", list(tokens), len(tokens), len(tokens) + 1, footprint=footprint)
     scheduler.add(first)
     run(scheduler, first, at, draw)
-    hidden = replace(first, seq_id=9, token_ids=tokens[:at], keys=None, snapshot_key=("key",))
+    hidden = replace(first, seq_id=9, token_ids=tokens[:at], keys=None, snapshot_key=KEY)
     assert scheduler.snapshots.keep(first, hidden)
     scheduler.remove(first)
     if on_host and draw(st.booleans(), label="parked"):
@@ -74,7 +76,7 @@ def test_what_is_let_in_finds_its_blocks(data):
         1, "b", list(tokens), len(tokens), len(tokens) + 40, first_id=1, footprint=footprint
     )
     fits = -(-slots_of_fork(seq, hidden, memory) // SIZE) <= num_left
-    seq.snapshot_key = ("key",)
+    seq.snapshot_key = KEY
     scheduler.add(seq)
     if fits:
         run(scheduler, seq, len(tokens), draw)

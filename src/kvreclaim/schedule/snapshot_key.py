@@ -10,6 +10,9 @@ from functools import cached_property
 
 from kvreclaim.memory.prefix.keys import root_uid
 
+LINK = 64
+"""Tokens between two hashes of a chain."""
+
 
 @dataclass(frozen=True)
 class SnapshotKey:
@@ -41,6 +44,14 @@ class SnapshotKey:
         """Whether it names what is left of the other one's beginning."""
         same = self.salt == other.salt and self.recipe == other.recipe
         return same and other.tokens.startswith(self.tokens)
+
+    @cached_property
+    def chain(self) -> tuple[int, ...]:
+        """Hashes of what `begins` compares, for this process: of its first 0, LINK, 2 * LINK, ... tokens."""
+        links = [hash((self.salt, self.recipe))]
+        for end in range(8 * LINK, len(self.tokens) + 1, 8 * LINK):
+            links.append(hash((links[-1], self.tokens[end - 8 * LINK : end])))
+        return tuple(links)
 
     def of_first(self, num_tokens: int) -> SnapshotKey:
         """The key of what is left of its first tokens."""

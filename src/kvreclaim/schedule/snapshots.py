@@ -6,22 +6,25 @@ begins with it is its fork. It never stands in the prefix index, and nothing beh
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Generic
 
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.kv_memory import KVMemory
 from kvreclaim.schedule.disk_prefixes import DiskPrefixIndex
-from kvreclaim.schedule.queue import Seq
+from kvreclaim.schedule.queue import Seq, Tenant
 from kvreclaim.schedule.snapshot_key import SnapshotKey
 
 
 class Snapshots(Generic[Seq]):
     """By key, the least recently used first. A key names everything that the content depends on, the tokens
-    themselves included, so keys are compared, not trusted.
+    themselves included, so keys are compared, not trusted; the last hash of a key's chain only finds it.
 
-    Where blocks lack, a snapshot goes to the host, if the memory has slots for it, or is dropped. One that
-    lies on disk comes to the host first.
+    Where blocks lack, a snapshot goes to the host, if the memory has slots for it, or is dropped: first one
+    that a later turn has made useless (`give_way`), then the least recently used of the tenant whose
+    snapshots hold most blocks, so nobody pushes out the others'. One that lies on disk comes to the host
+    first.
 
     Args:
         max_blocks: that all of them may hold together; 0: none is kept
@@ -37,6 +40,10 @@ class Snapshots(Generic[Seq]):
         self.below: DiskPrefixIndex[Seq] | None = None
         self.has_changed = False
         self._held: dict[SnapshotKey, Seq] = {}
+        self._by_link: dict[int, list[SnapshotKey]] = {}
+        self._sizes: dict[int, int] = {}
+        """Blocks of those on the device, by sequence id."""
+        self._useless: set[int] = set()
         self._gone: list[Seq] = []
         self._parked: list[Seq] = []
         self._used: list[Seq] = []
@@ -54,7 +61,7 @@ class Snapshots(Generic[Seq]):
     @property
     def num_blocks(self) -> int:
         """Blocks that the snapshots hold, shared ones included."""
-        return sum(self.memory.num_blocks(seq.seq_id) for seq in self if not self.is_parked(seq))
+        return sum(self._sizes.values())
 
     def is_parked(self, seq: Seq) -> bool:
         """Whether it lies on the host."""
@@ -67,24 +74,25 @@ class Snapshots(Generic[Seq]):
     def find(self, seq: Seq) -> Seq | None:
         """The longest snapshot that a sequence that waits could begin with."""
         most = seq.max_prefix_hit
-        held = (
-            one
-            for one in self._of(seq)
-            if one not in self._parked and (most is None or one.num_computed <= most)
-        )
-        return max(held, key=lambda one: one.num_computed, default=None)
+        held = (one for one in self._of(seq) if most is None or one.num_computed <= most)
+        return next((one for one in held if one not in self._parked), None)
 
-    def _of(self, seq: Seq) -> list[Seq]:
-        """The snapshots of a sequence's first tokens."""
+    def _of(self, seq: Seq) -> Iterator[Seq]:
+        """The snapshots of a sequence's first tokens, the longest first."""
         if seq.lineage is None:
-            found = self.get(seq.snapshot_key)
-            return [] if found is None else [found]
-        return [one for key, one in self._held.items() if key.begins(seq.lineage)]
+            if (found := self.get(seq.snapshot_key)) is not None:
+                yield found
+            return
+        for link in reversed(seq.lineage.chain):
+            keys = [key for key in self._by_link.get(link, ()) if key.begins(seq.lineage)]
+            keys.sort(key=lambda key: -key.num_tokens)
+            yield from map(self._held.__getitem__, keys)
 
     def keep(self, parent: Seq, snapshot: Seq) -> bool:
         """Keep what a sequence is now, in a snapshot that bears its key. Returns: whether there is room."""
         key = snapshot.snapshot_key
-        if key is None or key in self._held or not self._make_room(self.memory.table(parent.seq_id)):
+        num_blocks = self.memory.num_blocks(parent.seq_id)
+        if key is None or key in self._held or not self._make_room(num_blocks, parent.tenant):
             return False
         assert parent.keys is not None, f"sequence {parent.seq_id} was not added"
         snapshot.keys = parent.keys.fork(snapshot.token_ids)
@@ -94,25 +102,32 @@ class Snapshots(Generic[Seq]):
         return True
 
     def give_way(self, key: SnapshotKey) -> None:
-        """Let one that may be here be the next to go."""
-        if key in self._held:
-            self._held = {key: self._held.pop(key), **self._held}
+        """Let one that may be here be the next to go, until somebody begins with it."""
+        if (found := self._held.get(key)) is not None:
+            self._useless.add(found.seq_id)
 
     def _add(self, key: SnapshotKey, snapshot: Seq) -> None:
         self._held[key] = snapshot
+        self._by_link.setdefault(key.chain[-1], []).append(key)
         if not self.is_parked(snapshot):
-            self.memory.rest(snapshot.seq_id)
+            self._settle(snapshot)
 
-    def _make_room(self, table: BlockTable) -> bool:
-        """Evict others for a snapshot with such a table. Returns: whether it may be kept now."""
-        if table.num_blocks > self.max_blocks:
+    def _settle(self, snapshot: Seq) -> None:
+        """It is on the device, where it may have been before."""
+        self.memory.rest(snapshot.seq_id)
+        self._sizes[snapshot.seq_id] = self.memory.num_blocks(snapshot.seq_id)
+
+    def _make_room(self, num_blocks: int, tenant: Tenant) -> bool:
+        """Evict others for a tenant's snapshot of so many blocks. Returns: whether it may be kept now."""
+        if num_blocks > self.max_blocks:
             return False
-        while self._is_too_much(table) and self.evict_one():
-            pass
-        return not self._is_too_much(table)
+        while self._is_too_much(num_blocks):
+            if not self._evict(self._next_to_go(None, tenant, num_blocks)):
+                return False
+        return True
 
-    def _is_too_much(self, table: BlockTable) -> bool:
-        return self.num_blocks + table.num_blocks > self.max_blocks
+    def _is_too_much(self, num_blocks: int) -> bool:
+        return self.num_blocks + num_blocks > self.max_blocks
 
     def enter(self, snapshot: Seq, table: BlockTable) -> tuple[int | None, ...] | None:
         """Take in one that was read from disk; the least recently used of those on the host make room.
@@ -133,15 +148,16 @@ class Snapshots(Generic[Seq]):
         return slots
 
     def adopt(self, snapshot: Seq, table: BlockTable) -> list[int] | None:
-        """Take in one that comes from elsewhere, between two steps; the least recently used of those on the
-        device are forgotten for it. Returns: its blocks, to be filled at once; None: there is no room."""
+        """Take in one that comes from elsewhere, between two steps; others on the device are forgotten.
+        Returns: its blocks, to be filled at once; None: there is no room."""
         assert snapshot.snapshot_key is not None, "it is found by its key"
         needed, memory = table.num_blocks, self.memory
         if needed > min(self.max_blocks, memory.num_free + memory.num_idle):
             return None
-        above = [seq for seq in self if not self.is_parked(seq)]
-        while needed > memory.num_free or self._is_too_much(table):
-            self._drop(above.pop(0))
+        while needed > memory.num_free or self._is_too_much(needed):
+            victim = self._next_to_go(None, snapshot.tenant, needed)
+            assert victim is not None, f"{needed} blocks wanted, {memory.num_free} free"
+            self._drop(victim)
         blocks = memory.adopt(snapshot.seq_id, table)
         self._add(snapshot.snapshot_key, snapshot)
         return blocks
@@ -160,14 +176,14 @@ class Snapshots(Generic[Seq]):
     def _reaches(self, seq: Seq) -> bool:
         """Whether what is on the device or the host is as long as what is on disk."""
         assert self.below is not None, "there is a disk"
-        found = self._of(seq)
-        wanted = self.below.find(seq) if found else None
-        return bool(found) and (wanted is None or wanted.num_tokens <= max(one.num_computed for one in found))
+        longest = next(self._of(seq), None)
+        wanted = self.below.find(seq) if longest is not None else None
+        return longest is not None and (wanted is None or wanted.num_tokens <= longest.num_computed)
 
     def has_missed(self, seq: Seq) -> bool:
         """Whether nothing comes from disk for one that has waited for it; said once."""
         has_missed = self.below is not None and self.below.has_missed(seq.seq_id)
-        return has_missed and not self._of(seq)
+        return has_missed and next(self._of(seq), None) is None
 
     def leave(self, seq_id: int) -> None:
         """A sequence has begun, or is gone; there is a disk."""
@@ -179,27 +195,42 @@ class Snapshots(Generic[Seq]):
         assert seq.keys is not None, f"sequence {seq.seq_id} was not added"
         assert snapshot.snapshot_key is not None, "it is found by its key"
         self._held[snapshot.snapshot_key] = self._held.pop(snapshot.snapshot_key)  # behind the others
-        self.memory.rest(snapshot.seq_id)  # it may have come back from the host
+        self._settle(snapshot)
+        self._useless.discard(snapshot.seq_id)
         self.memory.fork(snapshot.seq_id, seq.seq_id, seq.keys)
         seq.num_computed, seq.begun_with = snapshot.num_computed, snapshot.snapshot_key
+        snapshot.tenant = seq.tenant
         seq.account = snapshot.account.fork_as_prompt(uneven=seq.footprint.eviction_method.uneven)
         self._used.append(snapshot)
         self.has_changed = True
         self.num_hits += 1
 
     def evict_one(self, spare: Seq | None = None) -> bool:
-        """Have the blocks of the least recently used one that is not on the host already; not of `spare`, nor
-        of one that a sequence has begun with in this step. Returns: whether there was one."""
+        """Have the blocks of one that is not on the host already; not of `spare`, nor of one that a sequence
+        has begun with in this step. Returns: whether there was one."""
+        return self._evict(self._next_to_go(spare))
+
+    def _next_to_go(self, spare: Seq | None, tenant: Tenant = None, num_more: int = 0) -> Seq | None:
+        """The one to evict next, where a tenant is to hold so many blocks more; None: there is none."""
+        held, may_go = Counter({tenant: num_more}), []
         for seq in self:
-            if seq is not spare and seq not in self._used and not self.is_parked(seq):
-                self.memory.wake(seq.seq_id)
-                if self._parking.park(seq.seq_id):
-                    self._parked.append(seq)
-                    self.has_changed = True
-                else:
-                    self._drop(seq)
-                return True
-        return False
+            if seq.seq_id in self._sizes:
+                held[seq.tenant] += self._sizes[seq.seq_id]
+                if seq is not spare and seq not in self._used:
+                    may_go.append(seq)
+        return max(may_go, key=lambda seq: (seq.seq_id in self._useless, held[seq.tenant]), default=None)
+
+    def _evict(self, seq: Seq | None) -> bool:
+        if seq is None:
+            return False
+        self.memory.wake(seq.seq_id)
+        if self._parking.park(seq.seq_id):
+            del self._sizes[seq.seq_id]
+            self._parked.append(seq)
+            self.has_changed = True
+        else:
+            self._drop(seq)
+        return True
 
     def drop(self, key: SnapshotKey | None) -> None:
         """Forget one that may be here."""
@@ -223,8 +254,15 @@ class Snapshots(Generic[Seq]):
         return parked
 
     def _drop(self, seq: Seq) -> None:
-        assert seq.snapshot_key is not None, "it is found by its key"
-        del self._held[seq.snapshot_key]
+        key = seq.snapshot_key
+        assert key is not None, "it is found by its key"
+        del self._held[key]
+        alike = self._by_link[key.chain[-1]]
+        alike.remove(key)
+        if not alike:
+            del self._by_link[key.chain[-1]]
+        self._sizes.pop(seq.seq_id, None)
+        self._useless.discard(seq.seq_id)
         if self.is_parked(seq):
             self._parking.drop_parked(seq.seq_id)
         else:
