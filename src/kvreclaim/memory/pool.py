@@ -51,7 +51,7 @@ class BlockPool:
         self.index = PrefixIndex() if index is None else index
         self.refs = array("i", bytes(array("i").itemsize * num_blocks))
         self.idle_refs = array("i", self.refs)
-        """Of these, references of idle sequences."""
+        """How many of these idle sequences hold."""
         self.num_idle = 0
         """Blocks that nobody else holds."""
         self.marks = bytearray(num_blocks)
