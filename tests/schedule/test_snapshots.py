@@ -22,7 +22,8 @@ class World:
 
     def __init__(self, max_blocks, num_blocks=200):
         self.memory = MemoryManager(num_blocks, SIZE)
-        self.snapshots: Snapshots[ScheduledSequence] = Snapshots(self.memory, max_blocks)
+        self.now = 100.0
+        self.snapshots: Snapshots[ScheduledSequence] = Snapshots(self.memory, max_blocks, lambda: self.now)
         self.num_seqs = 0
 
     def waiting(self, tokens, lineage, **more):
@@ -119,3 +120,52 @@ def test_one_from_elsewhere_is_whoever_begins_with_it():
     mine = world.leave(key([9]), tenant=2)
     world.leave(key([10]), tenant=2)
     assert list(world.snapshots)[:3] == [*seqs[1:], mine]
+
+
+def test_one_that_is_to_be_kept_goes_behind_others_for_its_time():
+    """A hit begins the time anew; afterwards it is one like any other; nobody lacks blocks for it."""
+    world = World(8)  # four of them
+    kept = world.leave(key([0]), keep_s=60.0)
+
+    def others(first):
+        for n in range(first, first + 5):
+            assert world.leave(key([n]))
+        return kept in list(world.snapshots)
+
+    assert others(1)
+    world.now += 59.9
+    assert others(11)
+    world.begin(kept)
+    world.now += 59.9
+    assert others(21)
+    world.now += 0.1
+    assert not others(31)
+    for n in range(4):
+        assert world.leave(key([40 + n]), keep_s=60.0)
+    assert world.leave(key([50])), "all are to be kept: the least recently used goes"
+    while world.snapshots.evict_one():
+        world.memory.check()
+    assert world.memory.num_idle == 0
+
+
+def test_a_tenant_keeps_its_equal_part_at_most():
+    world = World(16)  # eight of them
+    mine = [world.leave(key([1, n]), tenant=1, keep_s=60.0) for n in range(8)]
+    for n in range(20):
+        assert world.leave(key([2, n]), tenant=2)
+    assert [seq for seq in world.snapshots if seq.tenant == 1] == mine[4:]
+    for n in range(20):
+        assert world.leave(key([2, 100 + n]), tenant=2, keep_s=60.0)
+    assert [seq for seq in world.snapshots if seq.tenant == 1] == mine[4:]
+
+
+def test_the_least_important_gives_way():
+    """One is as important as the most important sequence that began with it."""
+    world = World(8)
+    batch = [world.leave(key([n]), priority=5) for n in range(2)]
+    world.begin(batch[0])
+    others = [world.leave(key([2 + n]), priority=3) for n in range(2)]
+    world.leave(key([4]), priority=1)
+    assert batch[1] not in list(world.snapshots)
+    world.leave(key([5]), priority=1)
+    assert list(world.snapshots)[:2] == [batch[0], others[1]]

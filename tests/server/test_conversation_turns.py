@@ -97,6 +97,37 @@ def test_a_chat_whose_reasoning_is_left_out(server: Running):
     assert second["usage"]["prompt_tokens_details"]["snapshot_tokens"] == expected
 
 
+@pytest.mark.parametrize(
+    "hint",
+    [
+        {"agent_hint": {"cache_control": {"ttl": 60}}},
+        {"nvext": {"cache_control": {"type": "ephemeral", "ttl": "1m"}}},
+    ],
+)
+def test_a_hint_keeps_a_conversation_for_its_time(server: Running, hint: dict[str, Any]):
+    """Beside others, in room for three snapshots."""
+    snapshots, now = server.llm.engine.scheduler.snapshots, 0.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshots, "clock", lambda: now)
+        patch.setattr(snapshots, "max_blocks", 15)
+        prompt = server.llm.tokenizer.encode(WORDS)
+
+        def ask(prompt: list[int], **more: Any) -> tuple[list[int], int]:
+            answer = post(server, "/v1/completions", prompt=prompt, return_token_ids=True, **more)
+            found = answer["usage"]["prompt_tokens_details"]["snapshot_tokens"]
+            return prompt + answer["choices"][0]["token_ids"] + prompt[:40], found
+
+        for elapsed, is_kept in ((59, True), (61, False)):
+            kept, _ = ask([elapsed, *prompt], cache_salt="kept", **hint)
+            other, _ = ask([elapsed, *prompt], cache_salt="other")
+            now += elapsed
+            for number in range(4):
+                ask([100 + number, *prompt], cache_salt=f"{elapsed}")
+            assert ask(other, cache_salt="other")[1] == 0
+            assert (ask(kept, cache_salt="kept")[1] > 0) == is_kept
+            snapshots.clear()
+
+
 def test_messages(server: Running):
     """Anthropic's breakpoints move along with the turns."""
     client = anthropic.Anthropic(base_url=server.base_url, api_key="any", max_retries=0)

@@ -13,10 +13,14 @@ from kvreclaim.memory.block_heap import BlockHeap
 from kvreclaim.memory.blocks import PINNED
 from kvreclaim.memory.eviction.base import EvictionOrder
 
+EVERYTHING = 2**31 - 1
+"""Tokens of a retention that covers a request's answers, too."""
+
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Keep the full blocks of the first num_tokens tokens for ttl_s seconds after their last hit."""
+    """Keep the full blocks of the first num_tokens tokens, and snapshots of no more than these, for ttl_s
+    seconds after their last hit."""
 
     num_tokens: int
     ttl_s: float

@@ -55,7 +55,8 @@ class Scheduler(Generic[Seq]):
     nothing of this happens.
 
     A step: schedule; execute the plan; done; append what is drawn (or let done do it) and remove what has
-    ended; compress; carry out the passes; compressed. Not thread-safe. Reads no clock.
+    ended; compress; carry out the passes; compressed. Not thread-safe. Reads no clock, but for snapshots that
+    are to be kept for a time.
     """
 
     def __init__(

@@ -45,6 +45,7 @@ class ScheduledSequence:
                   all of the prompt's rows are wanted
     num_computed: leading tokens whose K/V have been written; the rest is known but not computed
     last_step:    of the scheduler in which it was computed last
+    keep_s:       of a snapshot: seconds after its last hit in which it is to go behind others; 0: none
     lasting:      its blocks' bytes are all that belongs to them
     snapshot_key: names all that what a pass at its footprint's compress_prompt_at leaves depends on; None: it
                   is not to be kept, nor found
@@ -73,6 +74,7 @@ class ScheduledSequence:
     priority: int = 0
     tenant: str | None = None
     cache_salt: str | None = None
+    keep_s: float = 0.0
     seats: int = 1
     max_prefix_hit: int | None = None
     num_computed: int = 0

@@ -6,8 +6,9 @@ begins with it is its fork. It never stands in the prefix index, and nothing beh
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Generic
 
 from kvreclaim.memory.block_table import BlockTable
@@ -22,20 +23,24 @@ class Snapshots(Generic[Seq]):
     themselves included, so keys are compared, not trusted; the last hash of a key's chain only finds it.
 
     Where blocks lack, a snapshot goes to the host, if the memory has slots for it, or is dropped: first one
-    that a later turn has made useless (`give_way`), then the least recently used of the tenant whose
-    snapshots hold most blocks, so nobody pushes out the others'. One that lies on disk comes to the host
-    first.
+    that a later turn has made useless (`give_way`), then one of a tenant whose snapshots hold more than an
+    equal part, so nobody pushes out the others', then one that is not to be kept (`keep_s`), then the least
+    important, then of the tenant that holds most; of equals the least recently used. One that lies on disk
+    comes to the host first.
 
     Args:
         max_blocks: that all of them may hold together; 0: none is kept
+        clock:      seconds, never backwards; of the times for which some are to be kept
 
     below: those on disk; None without
     has_changed: something is to be taken
     """
 
-    def __init__(self, memory: KVMemory, max_blocks: int) -> None:
+    def __init__(
+        self, memory: KVMemory, max_blocks: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.memory, self._parking = memory, memory.offload.parking
-        self.max_blocks = max_blocks
+        self.max_blocks, self.clock = max_blocks, clock
         self.num_hits = 0
         self.below: DiskPrefixIndex[Seq] | None = None
         self.has_changed = False
@@ -44,6 +49,7 @@ class Snapshots(Generic[Seq]):
         self._sizes: dict[int, int] = {}
         """Blocks of those on the device, by sequence id."""
         self._useless: set[int] = set()
+        self._kept_until: dict[int, float] = {}
         self._gone: list[Seq] = []
         self._parked: list[Seq] = []
         self._used: list[Seq] = []
@@ -109,8 +115,18 @@ class Snapshots(Generic[Seq]):
     def _add(self, key: SnapshotKey, snapshot: Seq) -> None:
         self._held[key] = snapshot
         self._by_link.setdefault(key.chain[-1], []).append(key)
+        self._keep_on(snapshot)
         if not self.is_parked(snapshot):
             self._settle(snapshot)
+
+    def _keep_on(self, snapshot: Seq) -> None:
+        """The time begins anew for which it is to be kept."""
+        if snapshot.keep_s:
+            self._kept_until[snapshot.seq_id] = self.clock() + snapshot.keep_s
+
+    def _is_kept(self, snapshot: Seq) -> bool:
+        until = self._kept_until.get(snapshot.seq_id)
+        return until is not None and self.clock() < until
 
     def _settle(self, snapshot: Seq) -> None:
         """It is on the device, where it may have been before."""
@@ -130,7 +146,7 @@ class Snapshots(Generic[Seq]):
         return self.num_blocks + num_blocks > self.max_blocks
 
     def enter(self, snapshot: Seq, table: BlockTable) -> tuple[int | None, ...] | None:
-        """Take in one that was read from disk; the least recently used of those on the host make room.
+        """Take in one that was read from disk; those on the host make room, the least recently used first.
 
         table: inexact; its block ids stand for any blocks
         Returns: its slots on the host, for the caller to fill; None: there is no room, or it is here already
@@ -139,6 +155,7 @@ class Snapshots(Generic[Seq]):
         if snapshot.snapshot_key in self._held:
             return None
         parked = [seq for seq in self if self.is_parked(seq) and seq not in self._parked]
+        parked.sort(key=self._is_kept)
         slots = self._parking.enter_parked(snapshot.seq_id, table)
         while slots is None and parked:
             self._drop(parked.pop(0))
@@ -199,7 +216,8 @@ class Snapshots(Generic[Seq]):
         self._useless.discard(snapshot.seq_id)
         self.memory.fork(snapshot.seq_id, seq.seq_id, seq.keys)
         seq.num_computed, seq.begun_with = snapshot.num_computed, snapshot.snapshot_key
-        snapshot.tenant = seq.tenant
+        snapshot.tenant, snapshot.priority = seq.tenant, min(snapshot.priority, seq.priority)
+        self._keep_on(snapshot)
         seq.account = snapshot.account.fork_as_prompt(uneven=seq.footprint.eviction_method.uneven)
         self._used.append(snapshot)
         self.has_changed = True
@@ -212,13 +230,20 @@ class Snapshots(Generic[Seq]):
 
     def _next_to_go(self, spare: Seq | None, tenant: Tenant = None, num_more: int = 0) -> Seq | None:
         """The one to evict next, where a tenant is to hold so many blocks more; None: there is none."""
-        held, may_go = Counter({tenant: num_more}), []
+        held, may_go = Counter({tenant: num_more} if num_more else ()), []
         for seq in self:
             if seq.seq_id in self._sizes:
                 held[seq.tenant] += self._sizes[seq.seq_id]
                 if seq is not spare and seq not in self._used:
                     may_go.append(seq)
-        return max(may_go, key=lambda seq: (seq.seq_id in self._useless, held[seq.tenant]), default=None)
+        part = self.max_blocks // max(1, len(held))
+
+        def turn(seq: Seq) -> tuple[bool, bool, bool, int, int]:
+            num_held = held[seq.tenant]
+            is_useless = seq.seq_id in self._useless
+            return is_useless, num_held > part, not self._is_kept(seq), seq.priority, num_held
+
+        return max(may_go, key=turn, default=None)
 
     def _evict(self, seq: Seq | None) -> bool:
         if seq is None:
@@ -263,6 +288,7 @@ class Snapshots(Generic[Seq]):
             del self._by_link[key.chain[-1]]
         self._sizes.pop(seq.seq_id, None)
         self._useless.discard(seq.seq_id)
+        self._kept_until.pop(seq.seq_id, None)
         if self.is_parked(seq):
             self._parking.drop_parked(seq.seq_id)
         else:

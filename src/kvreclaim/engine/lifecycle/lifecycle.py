@@ -308,6 +308,9 @@ class Lifecycle:
         self._release(seq)
 
     def _ending(self, seq: Sequence) -> None:
+        retention = [kept for kept in seq.request.spec.retention if kept.num_tokens > seq.num_prompt]
+        if retention and seq.status is Status.RUNNING:
+            self.memory.pin(seq.seq_id, retention, seq.request.spec.tenant)
         for extension in self.extensions.ordered:
             try:
                 extension.ending(seq)

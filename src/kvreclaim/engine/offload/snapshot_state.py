@@ -114,9 +114,11 @@ class SnapshotStore(Extension):
 
     def keep(self, parent: Sequence, key: SnapshotKey) -> None:
         """Keep what compression has left of a sequence, for requests that begin so."""
+        retention = parent.request.spec.retention
         seq = replace(
             parent,
             seq_id=self._new_id(),
+            keep_s=max((kept.ttl_s for kept in retention if key.num_tokens <= kept.num_tokens), default=0.0),
             snapshot_key=key,
             lineage=None,
             token_ids=parent.token_ids[: parent.num_computed],

@@ -21,7 +21,7 @@ class RequestSpec:
     compression:  None takes the LLM's own
     continuation: tokens to score; none are generated
     priority:     lower runs first, under scheduling_policy "priority"; else 0
-    retention:    pins of leading prompt tokens
+    retention:    pins of leading tokens, of the answer, too, if they reach as far
     tenant:       tenants get fair shares of the engine
     compress_prompt_at: n: compress the first n prompt tokens at once, and keep the result for requests with
                   the same tokens, compression and n

@@ -18,6 +18,7 @@ from kvreclaim.server.fields import (
     described,
 )
 from kvreclaim.server.openai.documents import ChunkReuseFields, Documents
+from kvreclaim.server.openai.hints import AgentHint, NvExt
 from kvreclaim.server.openai.structured import StructuredOutputs
 
 MAX_LOGPROBS = 20
@@ -51,6 +52,8 @@ class SharedFields(GeneratingFields):
     include_stop_str_in_output: bool | None = None
     prompt_cache_key: str | None = Field(None, min_length=1)
     prompt_cache_retention: PromptCacheRetention | None = None
+    nvext: NvExt | None = None
+    agent_hint: AgentHint | None = None
     user: str | None = Field(None, min_length=1, max_length=MAX_USER_LENGTH)
     safety_identifier: str | None = Field(None, min_length=1, max_length=MAX_USER_LENGTH)
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None

@@ -16,7 +16,8 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.openai.fields import RETENTION_S, GenerationFields
-from kvreclaim.server.sampling import SHARED, check_priority, sampling_of
+from kvreclaim.server.openai.hints import checked_priority, hinted_retention
+from kvreclaim.server.sampling import SHARED, sampling_of
 from kvreclaim.server.service import Service
 from kvreclaim.server.tenants import Tenant
 
@@ -86,14 +87,14 @@ def engine_prompt(
     chunks: Chunks | None = None,
 ) -> RequestSpec:
     """One prompt with everything that its request says about it. Raises: ApiError."""
-    check_priority(fields.priority, tenant, service.config)
+    priority = checked_priority(fields.priority, fields.nvext, tenant, service)
     limits = [getattr(fields, name, None) for name in LIMITS]
     return RequestSpec(
         prompt_token_ids=token_ids,
         params=params,
         compression=compression,
-        priority=fields.priority,
-        retention=_retention(fields, len(token_ids)),
+        priority=priority,
+        retention=_retention(fields, len(token_ids), service),
         tenant=tenant.name,
         cache_salt=tenant.salt(fields.cache_salt),
         sparse_prefill=fields.sparse_prefill,
@@ -177,8 +178,9 @@ def _check_stream(fields: GenerationFields) -> None:
         )
 
 
-def _retention(fields: GenerationFields, num_tokens: int) -> tuple[Retention, ...]:
-    """A key without a retention asks for the shorter one."""
-    if fields.prompt_cache_retention is None and fields.prompt_cache_key is None:
-        return ()
-    return (Retention(num_tokens, RETENTION_S[fields.prompt_cache_retention or "in_memory"]),)
+def _retention(fields: GenerationFields, num_tokens: int, service: Service) -> tuple[Retention, ...]:
+    """A key without a retention asks for the shorter one. Raises: ApiError naming the field."""
+    found = hinted_retention(fields.nvext, fields.agent_hint, service)
+    if fields.prompt_cache_retention is not None or fields.prompt_cache_key is not None:
+        found.append(Retention(num_tokens, RETENTION_S[fields.prompt_cache_retention or "in_memory"]))
+    return tuple(found)

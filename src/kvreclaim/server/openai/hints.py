@@ -1,0 +1,116 @@
+"""What agents say about a request beside its content: how urgent it is, and how long its cache is of use."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from kvreclaim.engine.api.exports import EVERYTHING, Retention
+from kvreclaim.server.config import MAX_INT32
+from kvreclaim.server.errors import ApiError
+from kvreclaim.server.fields import Fields, described
+from kvreclaim.server.sampling import check_priority
+from kvreclaim.server.service import Service
+from kvreclaim.server.tenants import Tenant
+
+PRIORITY = "nvext.agent_hints.priority"
+DEFAULT_TTL_S = 300.0
+MAX_TTL_S = 86_400
+UNITS_S = {"s": 1, "m": 60, "h": 3600}
+
+
+def seconds_of(ttl: str) -> int:
+    """The seconds of a text such as 5m. Raises: ValueError beyond a day."""
+    seconds = int(ttl[:-1]) * UNITS_S[ttl[-1]]
+    if seconds > MAX_TTL_S:
+        raise ValueError(f"{seconds} seconds")
+    return seconds
+
+
+def _checked(ttl: str) -> str:
+    seconds_of(ttl)
+    return ttl
+
+
+Ttl = Annotated[
+    Annotated[str, Field(pattern=r"^[1-9][0-9]{0,4}[smh]$"), AfterValidator(_checked)],
+    described("a time such as '30s', '5m' or '1h', at most '24h'"),
+]
+
+
+class AgentHints(Fields):
+    """priority: higher is more urgent"""
+
+    priority: int | None = Field(None, ge=-MAX_INT32, le=MAX_INT32)
+
+
+class TextCacheControl(Fields):
+    """ttl: as text"""
+
+    type: Literal["ephemeral"]
+    ttl: Ttl | None = None
+
+
+class NvExt(Fields):
+    """Dynamo's extensions, without those that concern its router."""
+
+    agent_hints: AgentHints | None = None
+    cache_control: TextCacheControl | None = None
+
+
+class CacheControlParams(Fields):
+    """ttl: in seconds"""
+
+    type: Literal["ephemeral"] | None = None
+    ttl: float | None = Field(None, gt=0, le=3600)
+
+
+class AgentHint(Fields):
+    """Hints of vLLM's RFC 52113. A conversation is known by its tokens, so sessions have no ids here."""
+
+    cache_control: CacheControlParams | None = None
+
+
+def hinted_retention(nvext: NvExt | None, agent_hint: AgentHint | None, service: Service) -> list[Retention]:
+    """How long all of the request is to be kept, its answer included. Raises: ApiError naming the field."""
+    found: dict[str, float] = {}
+    if nvext is not None and (control := nvext.cache_control) is not None:
+        ttl_s = DEFAULT_TTL_S if control.ttl is None else float(seconds_of(control.ttl))
+        found["nvext.cache_control"] = ttl_s
+    if agent_hint is not None and (params := agent_hint.cache_control) is not None:
+        found["agent_hint.cache_control"] = DEFAULT_TTL_S if params.ttl is None else params.ttl
+    if found and not service.engine.served.config["enable_prefix_caching"]:
+        name = next(iter(found))
+        raise ApiError(
+            400, f"{name} is set, but prefix caching is off here, so nothing is kept; leave it out.", name
+        )
+    return [Retention(EVERYTHING, ttl_s) for ttl_s in found.values()]
+
+
+def checked_priority(priority: int, nvext: NvExt | None, tenant: Tenant, service: Service) -> int:
+    """The engine's priority: the request's own, or what is hinted. Raises: ApiError naming the field."""
+    hints = None if nvext is None else nvext.agent_hints
+    hint = None if hints is None else hints.priority
+    if hint is None:
+        check_priority(priority, tenant, service.config)
+        return priority
+    if priority not in (0, -hint):
+        raise ApiError(
+            400,
+            f"{PRIORITY} is {hint}, which means {-hint}, but priority is {priority}; leave one out.",
+            PRIORITY,
+        )
+    most = -service.config.min_priority
+    if hint > most and not tenant.operator:
+        raise ApiError(
+            400, f"{PRIORITY} is {hint}, but this key may ask for {most} or less; lower it.", PRIORITY
+        )
+    if hint and service.engine.served.config["scheduling_policy"] == "fcfs":
+        raise ApiError(
+            400,
+            f"{PRIORITY} is {hint}, but this server runs requests as they come; leave it out, or start the "
+            "server with --scheduling-policy priority or cache.",
+            PRIORITY,
+        )
+    return -hint
