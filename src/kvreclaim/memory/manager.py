@@ -15,11 +15,12 @@ from kvreclaim.memory.check import check_counts
 from kvreclaim.memory.eviction import DEFAULT_ORDER, EvictionOrder, make_order
 from kvreclaim.memory.groups.full import FullAttentionGroup
 from kvreclaim.memory.groups.group import GroupManager
+from kvreclaim.memory.groups.recurrent import RecurrentGroup, StateSlots
 from kvreclaim.memory.groups.window import WindowGroup
 from kvreclaim.memory.offload import NoOffload, OffloadSlots
 from kvreclaim.memory.pins import Retention
 from kvreclaim.memory.pool import BlockPool
-from kvreclaim.memory.prefix.index import NUM_REMEMBERED, WINDOW, Entry, PrefixIndex
+from kvreclaim.memory.prefix.index import NUM_REMEMBERED, STATE, WINDOW, Entry, PrefixIndex
 from kvreclaim.memory.prefix.keys import BlockHash, BlockKeys, HashFunction, sha256
 from kvreclaim.memory.prefix_cache import PrefixCache, PrefixMatch
 from kvreclaim.memory.residency import BlockResidency
@@ -46,6 +47,7 @@ class MemoryManager:
         windows:               of layers that see the last tokens only; each has a group of its own (groups/)
                                A sequence's table is that of the layers with full attention
         window_group:          the class of these groups
+        states:                slots of recurrent layers; None: the model has none
         offload:               makes what lies below the pool: `partial(TieredOffload, num_host_slots=...)`
     """
 
@@ -63,6 +65,7 @@ class MemoryManager:
         clock: Callable[[], float] = time.monotonic,
         windows: Sequence[Window] = (),
         window_group: type[WindowGroup] = WindowGroup,
+        states: StateSlots | None = None,
         offload: Callable[[FullAttentionGroup], OffloadSlots] = NoOffload,
     ) -> None:
         if block_size < 1:
@@ -87,7 +90,11 @@ class MemoryManager:
         self.windows = tuple(
             window_group(self.pool, block_size, self._held, window, n) for n, window in enumerate(windows)
         )
-        self.groups: tuple[GroupManager, ...] = (self.full, *self.windows)
+        self.recurrent = None
+        if states is not None:
+            self.recurrent = RecurrentGroup(self.pool, block_size, self._held, states)
+        recurrent = () if self.recurrent is None else (self.recurrent,)
+        self.groups: tuple[GroupManager, ...] = (self.full, *self.windows, *recurrent)
         self.offload = offload(self.full)
         assert not (windows and self.offload.num_slots), "windows have no slots; all layers share one table"
         self._idle: set[int] = set()
@@ -144,7 +151,8 @@ class MemoryManager:
     @property
     def index_version(self) -> int:
         """Grows whenever a match may have changed."""
-        return self.pool.index.version + self.offload.index_version
+        states = 0 if self.recurrent is None else self.recurrent.version
+        return self.pool.index.version + self.offload.index_version + states
 
     def follows_itself(self, seq_id: int) -> bool:
         """Whether the next full block of the sequence, if it is entered, follows one that the sequence holds:
@@ -184,15 +192,17 @@ class MemoryManager:
         length, before = len(match.entries), -1
         while length != before:
             before = length
-            for group in self.windows:
+            for group in self.groups[1:]:
                 length = group.fit(match.entries, length)
-        return self.offload.with_lower(self._behind_windows(match, length), max_tokens)
+        return self.offload.with_lower(self._of_first(match, length), max_tokens)
 
-    def _behind_windows(self, match: PrefixMatch, length: int) -> PrefixMatch:
-        """The first entries of a match, behind which every window is there."""
-        entries, miss = match.entries[:length], match.miss if length == len(match.entries) else WINDOW
+    def _of_first(self, match: PrefixMatch, length: int) -> PrefixMatch:
+        """The first entries of a match, behind which every window and the recurrent state are there."""
+        entries, miss = match.entries[:length], match.miss
+        if length < len(match.entries):
+            miss = WINDOW if self.recurrent is None else STATE
         rows = tuple(group.hits(entries) for group in self.windows)
-        return PrefixMatch(match.keys, entries, miss, windows=rows)
+        return PrefixMatch(match.keys, entries, miss, windows=rows, num_indexed=len(match.entries))
 
     def can_admit(self, match: PrefixMatch, num_tokens: int) -> bool:
         """Whether admit and then grow(num_tokens) would succeed."""
@@ -308,8 +318,13 @@ class MemoryManager:
             missing += group.missing(seq_id, table, num_tokens)
         return missing <= self.pool.num_free
 
-    def grow(self, seq_id: int, num_tokens: int) -> Growth:
+    def stops(self, seq_id: int) -> tuple[int, ...]:
+        """Lengths at which a sequence's steps must end, so that its recurrent state there can be kept."""
+        return () if self.recurrent is None else self.recurrent.stops(seq_id)
+
+    def grow(self, seq_id: int, num_tokens: int, num_drafts: int = 0) -> Growth:
         """Make room to write num_tokens slots after physical_len; a shared tail block is replaced.
+        num_drafts: of these tokens, the last ones, which are only guessed.
 
         Changes no length. Growing again before commit adds only what is still missing. The caller
         has asked can_grow first. The source of a copy is not handed out before `release_copy_sources`.
@@ -318,7 +333,7 @@ class MemoryManager:
         blocks: list[int] = []
         copies: list[tuple[int, int]] = []
         for group in self.groups:
-            group.grow(seq_id, table, num_tokens, blocks, copies)
+            group.grow(seq_id, table, num_tokens, blocks, copies, num_drafts)
         if copies:
             self._cow_copies += len(copies)
             self.offload.copied(copies)
@@ -403,4 +418,6 @@ class MemoryManager:
         for seq_id, table in self._tables.items():
             for group in self.groups:
                 group.check(seq_id, table)
+        if self.recurrent is not None:
+            self.recurrent.check_slots()
         self.offload.check()

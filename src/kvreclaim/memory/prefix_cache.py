@@ -23,6 +23,7 @@ class PrefixMatch:
              nothing if there is none
     lower:   entries of the host's slots that hold the blocks behind these, in order
     windows: of each window the rows that a sequence sees which begins with these entries
+    num_indexed: leading full blocks that are indexed, also behind the entries that a sequence can begin with
     """
 
     keys: BlockKeys
@@ -30,6 +31,7 @@ class PrefixMatch:
     miss: str
     lower: tuple[Entry, ...] = ()
     windows: tuple[tuple[Row, ...], ...] = field(default=(), kw_only=True)
+    num_indexed: int = field(default=0, kw_only=True)
 
     @property
     def window_blocks(self) -> list[int]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.ops.rope import RopeLayout
+from kvreclaim.ops.states import StateShape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,6 +78,7 @@ class ModelFacts:
 
     fingerprint: sha256 hex digest over what decides the meaning of K/V and queries
     hidden_size: numbers of what an attention layer is given of a token; None where layers do not hand it out
+    states:      of each recurrent layer beside these: the tensors that are kept of a sequence
     layer_ids:   where these are some of the model's layers: which; num_model_layers: of how many
     """
 
@@ -88,12 +90,18 @@ class ModelFacts:
     max_position: int
     rope_problem: str | None = None
     hidden_size: int | None = None
+    states: tuple[tuple[StateShape, ...], ...] = ()
     layer_ids: tuple[int, ...] | None = None
     num_model_layers: int = 0
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all recurrent layers' states of one sequence, whatever its length."""
+        return sum(tensor.num_bytes for layer in self.states for tensor in layer)
 
     @property
     def ids(self) -> tuple[int, ...]:

@@ -125,7 +125,7 @@ class Admission(Generic[Seq]):
             parking.resume(seq.seq_id, match)
         else:
             state.memory.admit(seq.seq_id, match, priority=seq.priority)
-            seq.num_computed = match.num_tokens
+            seq.num_computed, seq.stops = match.num_tokens, state.memory.stops(seq.seq_id)
         num_loaded = len(match.lower) * state.memory.block_size
         self._begin(seq, Admitted(seq.seq_id, match.num_tokens, num_loaded, parked), step)
         return True

@@ -60,6 +60,7 @@ class ScheduledSequence:
     arrived_at:   prompt tokens that had been processed, of all sequences, when it came
     num_cached:   leading tokens that need not be computed, as the index was in its version cached_at_version
     awaits:       what a running one is computing for it; num_awaited: times that it has waited for something
+    stops:        lengths at which a step must end, so that recurrent layers can keep their state there
     draft_ids:    tokens that are guessed to follow the known ones, for its next step alone
     """
 
@@ -94,6 +95,7 @@ class ScheduledSequence:
     cached_at_version: int = -1
     awaits: Awaited | None = None
     num_awaited: int = 0
+    stops: tuple[int, ...] = ()
     draft_ids: list[int] = field(default_factory=list)
 
     @property
@@ -175,6 +177,9 @@ class ScheduledSequence:
         limit = self.footprint.tokens_until_pass(self.num_computed, self.num_prompt, self.account)
         if self.followers:
             limit = min(limit, self.fork_at - self.num_computed)
+        for stop in self.stops:
+            if stop > self.num_computed:
+                limit = min(limit, stop - self.num_computed)
         return min(self.num_uncomputed + len(self.draft_ids), limit)
 
     @property

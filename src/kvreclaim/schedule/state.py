@@ -174,7 +174,7 @@ class State(Generic[Seq]):
         """Have a sequence compute its next tokens; there is room for them."""
         num_drafts = max(0, num_tokens - seq.num_uncomputed)
         row = Row(seq.seq_id, seq.num_computed, num_tokens, seq.is_exact, num_drafts)
-        step.add(seq, row, self.memory.grow(seq.seq_id, num_tokens))
+        step.add(seq, row, self.memory.grow(seq.seq_id, num_tokens, num_drafts))
 
     def fail(self, seq: Seq, step: StepPlanBuilder[Seq], error: Exception) -> None:
         """Keep a sequence out of this step and of the queue; the caller ends its request."""

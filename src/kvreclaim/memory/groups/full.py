@@ -71,6 +71,7 @@ class FullAttentionGroup(GroupManager):
         num_tokens: int,
         blocks: list[int],
         copies: list[tuple[int, int]],
+        num_drafts: int = 0,
     ) -> None:
         missing = max(0, -(-(table.physical_len + num_tokens) // self.block_size) - len(table.block_ids))
         source = self._shared_tail(table) if num_tokens else None

@@ -13,15 +13,11 @@ from kvreclaim.memory.prefix_cache import PrefixMatch
 
 
 class GroupManager(ABC):
-    """The blocks that sequences hold in layers of one kind: full attention, or one window.
+    """What sequences hold in layers of one kind: full attention, one window, or recurrent layers.
 
-    All groups take blocks from one pool. The manager asks every group before it changes one, and the group of
+    All that take blocks share one pool. The manager asks every group before it changes one, and the group of
     full attention comes first. `table` is the sequence's table there: it has the lengths and the entries of
     the prefix index.
-
-    Recurrent layers (Mamba, linear attention) get a group of their own here; there is none yet. It holds one
-    state for each sequence, whatever the length: `missing` asks for it once, `fork` copies it, `commit`
-    replaces it, `fit` finds the last entry behind which a state was kept.
 
     Args:
         held: references to sources of copies that have not been made yet; all groups share the counter
@@ -56,8 +52,9 @@ class GroupManager(ABC):
         num_tokens: int,
         blocks: list[int],
         copies: list[tuple[int, int]],
+        num_drafts: int = 0,
     ) -> None:
-        """Take them. Adds new blocks to `blocks`, and to `copies` (source, destination) of a begun block that
+        """Take them. num_drafts: of these tokens, the last ones, which are only guessed. Adds new blocks to `blocks`, and to `copies` (source, destination) of a begun block that
         others hold, too; its source is released, but held."""
 
     @abstractmethod

@@ -125,6 +125,7 @@ class WindowGroup(GroupManager):
         num_tokens: int,
         blocks: list[int],
         copies: list[tuple[int, int]],
+        num_drafts: int = 0,
     ) -> None:
         own, start, width = self._tables[seq_id], table.logical_len, self.window.num_blocks
         if num_tokens and (place := self._shared(own, start)) is not None:

@@ -25,10 +25,13 @@ INELIGIBLE: Final = "ineligible"
 CORRUPT: Final = "corrupt"
 """Another content lies under the same digest."""
 
+STATE: Final = "state"
+"""The layers with full attention have it, but no state of the recurrent layers was kept behind it."""
+
 WINDOW: Final = "window"
 """The layers with full attention have it, but no layers with a sliding window what lies before it."""
 
-MISS_REASONS: Final = (COLD, EVICTED, SALT, SUB_BLOCK, INELIGIBLE, CORRUPT, WINDOW)
+MISS_REASONS: Final = (COLD, EVICTED, SALT, SUB_BLOCK, INELIGIBLE, CORRUPT, WINDOW, STATE)
 """Why tokens of a prompt were not found."""
 
 

@@ -165,7 +165,10 @@ class ExtentMemory:
         needed = -(-(table.physical_len + num_tokens) // self.block_size)
         return bool(needed - table.num_blocks <= self.pool.num_free)
 
-    def grow(self, seq_id: int, num_tokens: int) -> Growth:
+    def stops(self, seq_id: int) -> tuple[int, ...]:
+        return ()
+
+    def grow(self, seq_id: int, num_tokens: int, num_drafts: int = 0) -> Growth:
         table = self._tables[seq_id]
         missing = -(-(table.physical_len + num_tokens) // self.block_size) - table.num_blocks
         if missing <= 0:

@@ -1,0 +1,240 @@
+"""Recurrent layers (Mamba, linear attention, short convolutions): one state for each sequence.
+
+A state has the same size whatever the length, and lies in a slot. A step never writes the slot that it reads:
+each sequence gets another one, which takes the old one's place when the step is committed. So a failed step
+changes nothing, forks share a slot until they go on, and a slot that is kept is a checkpoint at no cost.
+
+A prefix hit must end at a checkpoint. These are kept behind full blocks: at the end of a prompt, where two
+prompts were seen to part, at the end of an answer, and every `interval` tokens of a prompt if that is set. The
+least recently used ones give way (as SGLang's MambaRadixCache does; vLLM keeps one for each aligned step).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvreclaim.memory.block_table import BlockTable
+from kvreclaim.memory.groups.group import GroupManager
+from kvreclaim.memory.pool import BlockPool
+from kvreclaim.memory.prefix.index import Entry
+from kvreclaim.memory.prefix_cache import PrefixMatch
+
+
+@dataclass(frozen=True, slots=True)
+class StateSlots:
+    """Sizes of a recurrent group.
+
+    num_slots:       in all: two for each running sequence, one more for each draft, and the checkpoints
+    num_checkpoints: slots kept for prefix hits at most
+    interval:        tokens of a prompt between checkpoints; 0: none between
+    """
+
+    num_slots: int
+    num_checkpoints: int = 0
+    interval: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """What one sequence has.
+
+    slot:    its state; None: it has computed nothing
+    pending: slots that its next step writes: the first behind its known tokens, then one behind each draft
+    num_known: tokens of that step that are no drafts
+    stops:   lengths at which a step must end, for a checkpoint there
+    end:     length of its prompt
+    rolling: serial of the checkpoint in its answer, which the next one replaces
+    """
+
+    slot: int | None = None
+    pending: list[int] | None = None
+    num_known: int = 0
+    stops: tuple[int, ...] = ()
+    end: int = 0
+    rolling: int | None = None
+
+
+class RecurrentGroup(GroupManager):
+    """The states of all recurrent layers together. Takes no blocks, so it never lacks any; its slots suffice
+    for as many sequences as may run."""
+
+    def __init__(self, pool: BlockPool, block_size: int, held: Counter[int], sizes: StateSlots) -> None:
+        super().__init__(pool, block_size, held)
+        self.sizes = sizes
+        self.version = 0
+        """Grows whenever an answer of fit may have changed."""
+        self._free = list(range(sizes.num_slots))[::-1]
+        self._refs = [0] * sizes.num_slots
+        self._checkpoints: dict[int, tuple[Entry, int]] = {}
+        self._of: dict[int, _Held] = {}
+
+    # Slots.
+
+    def _take(self) -> int:
+        while not self._free:
+            assert self._checkpoints, f"all {self.sizes.num_slots} state slots are in use"
+            self._drop(next(iter(self._checkpoints)))
+        slot = self._free.pop()
+        self._refs[slot] = 1
+        return slot
+
+    def _release(self, slot: int) -> None:
+        self._refs[slot] -= 1
+        if not self._refs[slot]:
+            self._free.append(slot)
+
+    @property
+    def num_used(self) -> int:
+        """Slots of sequences and checkpoints."""
+        return self.sizes.num_slots - len(self._free)
+
+    @property
+    def num_checkpoints(self) -> int:
+        return len(self._checkpoints)
+
+    def slot(self, seq_id: int) -> int | None:
+        """The slot of a sequence's state; None: it has computed nothing."""
+        return self._of[seq_id].slot
+
+    def pending(self, seq_id: int) -> list[int]:
+        """The slots that its next step writes."""
+        found = self._of[seq_id].pending
+        assert found is not None, f"sequence {seq_id} computes nothing in this step"
+        return found
+
+    # Checkpoints.
+
+    def fit(self, entries: Sequence[Entry], most: int) -> int:
+        return next((n for n in range(most, 0, -1) if entries[n - 1].serial in self._checkpoints), 0)
+
+    def stops(self, seq_id: int) -> tuple[int, ...]:
+        """Lengths at which its steps must end."""
+        return self._of[seq_id].stops
+
+    def add_stop(self, seq_id: int, num_tokens: int) -> tuple[int, ...]:
+        """Another one: somebody waits for what it computes until there. Returns: all."""
+        held = self._of[seq_id]
+        if self.sizes.num_checkpoints and num_tokens not in held.stops:
+            held.stops = (*held.stops, num_tokens)
+        return held.stops
+
+    def _keep(self, entry: Entry, slot: int) -> None:
+        if entry.serial in self._checkpoints or not self.sizes.num_checkpoints:
+            return
+        if len(self._checkpoints) >= self.sizes.num_checkpoints:
+            gone = (
+                serial for serial, (old, _) in self._checkpoints.items() if not self.pool.index.is_live(old)
+            )
+            self._drop(next(gone, next(iter(self._checkpoints))))
+        self._checkpoints[entry.serial] = entry, slot
+        self._refs[slot] += 1
+        self.version += 1
+
+    def _drop(self, serial: int) -> None:
+        _, slot = self._checkpoints.pop(serial)
+        self._release(slot)
+        self.version += 1
+
+    # Sequences.
+
+    def begin(self, seq_id: int, match: PrefixMatch, priority: int) -> None:
+        held = self._of[seq_id] = _Held(end=match.keys.num_tokens)
+        if match.entries:
+            serial = match.entries[-1].serial
+            self._checkpoints[serial] = _, held.slot = self._checkpoints.pop(serial)  # behind the others
+            self._refs[held.slot] += 1
+        size, interval = self.block_size, self.sizes.interval
+        if self.sizes.num_checkpoints:
+            ends = {(held.end - 1) // size * size, match.num_indexed * size}
+            ends.update(range(interval, held.end, interval) if interval else ())
+            held.stops = tuple(sorted(end for end in ends if end > match.num_tokens))
+
+    def fork(self, parent_id: int, child_id: int, child: BlockTable) -> None:
+        parent = self._of[parent_id]
+        self._of[child_id] = _Held(parent.slot, end=parent.end)
+        if parent.slot is not None:
+            self._refs[parent.slot] += 1
+
+    def missing(self, seq_id: int, table: BlockTable, num_tokens: int) -> int:
+        return 0
+
+    def grow(
+        self,
+        seq_id: int,
+        table: BlockTable,
+        num_tokens: int,
+        blocks: list[int],
+        copies: list[tuple[int, int]],
+        num_drafts: int = 0,
+    ) -> None:
+        held = self._of.setdefault(seq_id, _Held(end=table.keys.num_tokens))
+        self._forget_pending(held)
+        held.pending, held.num_known = [self._take() for _ in range(1 + num_drafts)], num_tokens - num_drafts
+
+    def _forget_pending(self, held: _Held) -> None:
+        for slot in held.pending or ():
+            self._release(slot)
+        held.pending = None
+
+    def commit(self, seq_id: int, table: BlockTable, num_tokens: int) -> None:
+        held = self._of[seq_id]
+        assert held.pending is not None, (
+            f"sequence {seq_id} was committed and has no state to replace its own"
+        )
+        chosen = held.pending.pop(max(0, num_tokens - held.num_known))
+        self._forget_pending(held)
+        if held.slot is not None:
+            self._release(held.slot)
+        held.slot = chosen
+        full, rest = divmod(table.logical_len, self.block_size)
+        if rest or table.chain is None or len(table.entries) != full:
+            return
+        entry = table.entries[-1]
+        if table.logical_len in held.stops:
+            self._keep(entry, chosen)
+        elif table.logical_len >= held.end:
+            if held.rolling in self._checkpoints:
+                self._drop(held.rolling)
+            is_new = entry.serial not in self._checkpoints
+            self._keep(entry, chosen)
+            held.rolling = entry.serial if is_new else None
+
+    def free(self, seq_id: int, table: BlockTable) -> int:
+        self.leave(seq_id)
+        return 0
+
+    def leave(self, seq_id: int) -> None:
+        """Forget a sequence that may be here."""
+        if (held := self._of.pop(seq_id, None)) is not None:
+            self._forget_pending(held)
+            if held.slot is not None:
+                self._release(held.slot)
+
+    def enter(self, seq_id: int) -> int:
+        """A slot for the state of a sequence that comes back, for the caller to fill."""
+        held = self._of.setdefault(seq_id, _Held())
+        assert held.slot is None, f"sequence {seq_id} has a state"
+        held.slot = self._take()
+        return held.slot
+
+    def blocks(self, seq_id: int, table: BlockTable) -> list[int]:
+        return []
+
+    def num_blocks(self, seq_id: int, table: BlockTable) -> int:
+        return 0
+
+    def check(self, seq_id: int, table: BlockTable) -> None:
+        held = self._of[seq_id]
+        assert (held.slot is None) == (table.logical_len == 0), f"sequence {seq_id}: slot {held.slot}"
+
+    def check_slots(self) -> None:
+        """References agree with what holds them. Raises AssertionError."""
+        found = Counter(slot for _, slot in self._checkpoints.values())
+        for held in self._of.values():
+            found.update([*(held.pending or ()), *([] if held.slot is None else [held.slot])])
+        counted = {slot: count for slot, count in enumerate(self._refs) if count}
+        assert found == counted, f"state slots {dict(found)}, counted {counted}"
+        assert len(self._free) + len(counted) == self.sizes.num_slots, "a state slot is lost"
+        assert len(self._checkpoints) <= self.sizes.num_checkpoints, "too many checkpoints"

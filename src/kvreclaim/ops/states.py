@@ -1,0 +1,129 @@
+"""The states of recurrent layers: a slot for each sequence, and which slots a step reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+StateKind = Literal["conv", "recurrent"]
+"""The last inputs of a convolution; what a layer sums up of all tokens (SSM state, linear attention)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """One tensor that a recurrent layer keeps of a sequence. index: number among the layer's of this kind"""
+
+    kind: StateKind
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+States = dict[tuple[StateKind, int], Tensor]
+"""A layer's tensors, each with a first dimension for sequences, by kind and index."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateCall:
+    """Tokens that a recurrent layer computes in one go.
+
+    rows:   of the flat step, where the tokens lie
+    decode: one token of each of several sequences; else all tokens are of one sequence
+    read:   [n] slots of their states; None: a sequence that begins
+    write:  [n] slots of what they become
+    """
+
+    rows: slice | Tensor
+    decode: bool
+    read: Tensor | None
+    write: Tensor
+
+
+class StateStore:
+    """The states of all recurrent layers: [num_slots, *shape] for each tensor of each layer."""
+
+    def __init__(self, layers: Sequence[Sequence[StateShape]], num_slots: int, device: torch.device) -> None:
+        self.layers: list[States] = [
+            {
+                (one.kind, one.index): torch.zeros((num_slots, *one.shape), dtype=one.dtype, device=device)
+                for one in layer
+            }
+            for layer in layers
+        ]
+
+    def gather(self, layer: int, slots: Tensor) -> States:
+        """Copies of a layer's states in these slots."""
+        return {key: tensor.index_select(0, slots) for key, tensor in self.layers[layer].items()}
+
+    def put(self, layer: int, slots: Tensor, states: States) -> None:
+        """Write a layer's states into these slots."""
+        for key, tensor in self.layers[layer].items():
+            tensor.index_copy_(0, slots, states[key])
+
+    def save(self, slot: int) -> list[Tensor]:
+        """A slot's tensors on the host."""
+        return [tensor[slot].to("cpu", copy=True) for layer in self.layers for tensor in layer.values()]
+
+    def load(self, slot: int, saved: Sequence[Tensor]) -> None:
+        """Fill a slot with what `save` gave."""
+        tensors = (tensor for layer in self.layers for tensor in layer.values())
+        for tensor, one in zip(tensors, saved, strict=True):
+            tensor[slot].copy_(one)
+
+
+@dataclass(frozen=True, slots=True)
+class StateRun:
+    """A sequence's tokens in a flat step.
+
+    start:  row of its first token
+    slot:   of its state before; None: it begins
+    writes: slots to write: the first behind its known tokens, then one behind each draft
+    """
+
+    start: int
+    num_tokens: int
+    slot: int | None
+    writes: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateStep:
+    """What recurrent layers do in one forward pass: these calls, one after the other."""
+
+    store: StateStore
+    calls: tuple[StateCall, ...]
+
+    @classmethod
+    def of(cls, store: StateStore, runs: Sequence[StateRun], device: torch.device) -> StateStep:
+        """Rows that decode, and drafts of the same place in their rows, are computed in one call."""
+        calls: list[StateCall] = []
+        waves: list[list[tuple[int, int, int]]] = [[]]  # row, slot to read, slot to write
+        for run in runs:
+            num_known = run.num_tokens - len(run.writes) + 1
+            if num_known == 1 and run.slot is not None:
+                waves[0].append((run.start, run.slot, run.writes[0]))
+            else:
+                read = None if run.slot is None else torch.tensor([run.slot], device=device)
+                write = torch.tensor([run.writes[0]], device=device)
+                calls.append(StateCall(slice(run.start, run.start + num_known), False, read, write))
+            drafts = zip(run.writes, run.writes[1:], strict=False)
+            for depth, (read_slot, write_slot) in enumerate(drafts, 1):
+                if depth == len(waves):
+                    waves.append([])
+                waves[depth].append((run.start + num_known - 1 + depth, read_slot, write_slot))
+        for wave in filter(None, waves):
+            rows, read, write = torch.tensor(wave, device=device).unbind(1)
+            first = wave[0][0]
+            in_a_row = all(row == first + i for i, (row, _, _) in enumerate(wave))
+            where = slice(first, first + len(wave)) if in_a_row else rows
+            calls.append(StateCall(where, True, read, write))
+        return cls(store, tuple(calls))
