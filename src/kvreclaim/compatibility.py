@@ -64,6 +64,7 @@ class Feature(StrEnum):
     SHARED_WINDOWS = "sliding windows in the block table of all layers"
     WINDOWS = "sliding windows or chunked attention"
     ALL_WINDOWS = "sliding windows in all layers"
+    RECURRENT = "recurrent layers (hybrid models)"
     LATENT = "latent attention (MLA)"
     UNEQUAL_LAYERS = "layers with unequal heads"
     UNKNOWN_ROTATION = "an unknown rotary embedding"
@@ -108,6 +109,10 @@ TABLE: tuple[Refusal, ...] = (
             "memory does not hold; start with disable_hybrid_kv_cache_manager=True, or leave the size out",
         ),
         (
+            (F.HOST_CACHE, F.RECURRENT),
+            "{recurrent} has recurrent layers, whose states are kept on the device; leave the size out",
+        ),
+        (
             (F.HOST_CACHE, F.OFFLOADING),
             "kv_offloading_size is {offloading}, and there are no tiers below a cache that is in host "
             "memory itself; leave one of them out",
@@ -129,6 +134,18 @@ TABLE: tuple[Refusal, ...] = (
         "disable_hybrid_kv_cache_manager",
         "sessions cannot be saved while layers with sliding windows have block tables of their own; start "
         "with disable_hybrid_kv_cache_manager=True.",
+    ),
+    Refusal(
+        (F.RECURRENT, F.SESSION),
+        "model",
+        "sessions of {recurrent} cannot be saved: a session holds keys and values, not the states of "
+        "recurrent layers; leave it out.",
+    ),
+    Refusal(
+        (F.DISK, F.RECURRENT),
+        "kv_offloading_disk_path",
+        "kv_offloading_disk_path is set, but the disk holds prefixes without the states of the recurrent "
+        "layers of {recurrent}, so nothing could begin with them; leave the path out.",
     ),
     Refusal(
         (F.DISK, F.NO_PREFIX_CACHE),
@@ -166,6 +183,11 @@ TABLE: tuple[Refusal, ...] = (
             (F.VERIFY, F.WINDOW_TABLES),
             "layers of {window_tables} with sliding windows have block tables of their own; start with "
             "disable_hybrid_kv_cache_manager",
+        ),
+        (
+            (F.VERIFY, F.RECURRENT),
+            "{recurrent} has recurrent layers, whose states would have to follow the full cache and the "
+            "compressed one; leave verify out",
         ),
         (
             (F.VERIFY, F.ALL_WINDOWS),
@@ -238,6 +260,11 @@ TABLE: tuple[Refusal, ...] = (
             (F.READS_AGAIN, F.WINDOW_TABLES),
             "{reads_again} needs the prompt read again, which the layers with sliding windows no longer "
             "hold; use another policy, or start with disable_hybrid_kv_cache_manager",
+        ),
+        (
+            (F.READS_AGAIN, F.RECURRENT),
+            "{reads_again} needs the prompt read again, which would change the states of the recurrent "
+            "layers of {recurrent}; use another policy",
         ),
         (
             (F.READS_AGAIN, F.EVERY_PASS),
@@ -349,6 +376,10 @@ TABLE: tuple[Refusal, ...] = (
         ),
         ((F.CHUNK_REUSE, F.UNKNOWN_ROTATION), "the rotation of {unknown_rotation} is not known"),
         ((F.CHUNK_REUSE, F.WINDOW_TABLES), "{window_tables} has layers with sliding windows or chunks"),
+        (
+            (F.CHUNK_REUSE, F.RECURRENT),
+            "the recurrent layers of {recurrent} need every token before, in order",
+        ),
         ((F.CHUNK_REUSE, F.WINDOWS), "{windows} has layers with sliding windows"),
         ((F.CHUNK_REUSE, F.ROTATED), "keys in {rotated} cannot be turned; use another kv_cache_dtype"),
         *(

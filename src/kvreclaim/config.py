@@ -102,6 +102,19 @@ class EngineConfig:
         panel=MEMORY,
     )
     enable_prefix_caching: bool = option(True, "Share the blocks of equal prefixes.", panel=CACHING)
+    state_checkpoints: int | None = option(
+        None,
+        "Models with recurrent layers: states kept for prefix hits. Default: as many as --max-num-seqs.",
+        low=0,
+        panel=CACHING,
+    )
+    state_checkpoint_interval: int = option(
+        0,
+        "Models with recurrent layers: keep a state every so many tokens of a prompt, a multiple of "
+        "--block-size, too. 0: only where prompts end or part, and where answers end.",
+        low=0,
+        panel=CACHING,
+    )
     kv_memory_fraction: float = option(
         0.5,
         "Largest fraction of free memory used for the KV pool.",
@@ -318,6 +331,12 @@ class EngineConfig:
             "kv_offloading_disk_path is set, but kv_offloading_size is 0: blocks go to disk from host "
             "memory; give some GiB of that, too.",
             "kv_offloading_disk_path",
+        )
+        require(
+            self.state_checkpoint_interval % self.block_size == 0,
+            f"state_checkpoint_interval is {self.state_checkpoint_interval}, but prefix hits end behind "
+            f"blocks of {self.block_size} tokens; pass a multiple.",
+            "state_checkpoint_interval",
         )
         refuse(self.features())
 

@@ -75,6 +75,9 @@ class Extension:
     def attended(self, step: list[Scheduled]) -> None:
         """All layers have been computed."""
 
+    def abandoned(self) -> None:
+        """The forward pass has failed."""
+
     def computed(self, sequences: list[Seq]) -> None:
         """The step's tokens have been committed; none has been drawn yet."""
 

@@ -32,13 +32,13 @@ from kvreclaim.model.quantized.gguf_file import GgufSource, gguf_config, gguf_to
 from kvreclaim.model.quantized.layers import describe_packed
 from kvreclaim.model.quantized.products import choose_products, packed_dtype
 from kvreclaim.model.quantized.source import WeightSource
+from kvreclaim.model.recurrent import RecurrentLayers, is_hybrid, prove, use_recurrent_states
 from kvreclaim.ops.facts import ModelFacts
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TRANSFORMERS_METHODS = ("mxfp4",)
 """Packed weights that transformers itself turns into plain ones."""
 logger = logging.getLogger(__name__)
-ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +47,7 @@ class LoadedModel:
 
     tokenizer is None where the directory holds none: prompts are then token ids only.
     modules says which layers run on native kernels, and of what a model with latents keeps a cache.
+    recurrent: the recurrent layers of a hybrid model, which take their states from the engine; None: none
     """
 
     model: PreTrainedModel
@@ -55,6 +56,7 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     vocab_size: int
     modules: str
+    recurrent: RecurrentLayers | None = None
 
     @property
     def name(self) -> str:
@@ -109,15 +111,21 @@ def load_model(
         chosen = packed_dtype(config, name, torch_dtype, products)
         model = build(config, name, packed, chosen, products, target)
     model.eval().requires_grad_(False).to(target)
+    hybrid = is_hybrid(config, type(model))
+    recurrent = use_recurrent_states(model, name) if hybrid else None
     native = kernels in ("auto", "native") and target.type == "cpu"
     modules = _use_native(model) if native else "modules: torch"
     more = [use_latent_cache(model), describe_packed(model)]
     modules = "; ".join([modules, *(line for line in more if line)])
+    if recurrent is not None:
+        prove(model, recurrent, name)
+        modules += f"; recurrent layers: {len(recurrent.shapes)}"
     known = gguf is not None or os.path.isdir(name)
     facts = probe(
         model,
         os.path.basename(os.path.normpath(name)) if known else name,
         None if packed is None else packed.label,
+        recurrent,
     )
     tokenizer = load_tokenizer(name)
     ends = (
@@ -133,6 +141,7 @@ def load_model(
         eos_token_ids=ends,
         vocab_size=int(config.get_text_config().vocab_size),
         modules=modules,
+        recurrent=recurrent,
     )
 
 
@@ -202,12 +211,6 @@ def _refuse_unsupported(config: Any, name: str) -> None:
         raise UnsupportedModelError(
             f"{name} is an encoder-decoder ({config.model_type}); kvreclaim serves decoder-only models."
         )
-    layer_types = set(getattr(config.get_text_config(), "layer_types", None) or ())
-    if strange := sorted(layer_types - ATTENTION_LAYER_TYPES):
-        raise UnsupportedModelError(
-            f"{name} ({config.model_type}) has layers of type {', '.join(strange)}, whose state is not a "
-            "paged KV cache; kvreclaim serves models with full, sliding-window or chunked attention only."
-        )
     mapping = AutoModelForCausalLM._model_mapping
     if type(config) not in mapping:
         raise UnsupportedModelError(f"{name} ({config.model_type}) is not a causal language model.")
@@ -216,11 +219,6 @@ def _refuse_unsupported(config: Any, name: str) -> None:
         raise UnsupportedModelError(
             f"{name} ({config.model_type}) has its own attention code instead of transformers' "
             "AttentionInterface, so the paged cache cannot reach it."
-        )
-    if getattr(model_class, "_is_stateful", False):
-        raise UnsupportedModelError(
-            f"{name} ({config.model_type}) keeps recurrent (SSM) state, which has no blocks to page; "
-            "kvreclaim serves models with softmax attention in every layer."
         )
 
 

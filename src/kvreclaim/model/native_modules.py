@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import torch
 from torch import Tensor, nn
 
@@ -77,8 +78,8 @@ class NativeNorm:
 def use_fast_norms(model: nn.Module) -> str:
     """Give every norm that computes what ops.native.norm computes the kernel as its forward.
 
-    A norm is a module with one vector `weight`, no buffers and no children, and an eps; whether it is
-    *this* norm is decided by running it on trial rows. Weights and state_dict stay as they are.
+    A norm is a module with one vector `weight`, no buffers and no children, an eps, and one argument (gated
+    norms of recurrent layers have two); whether it is *this* norm is decided by running it on trial rows. Weights and state_dict stay as they are.
 
     Returns: one line that says what runs.
     """
@@ -98,7 +99,7 @@ def _eps(module: nn.Module) -> float | None:
     """The module's eps if it could be a norm, else None."""
     own = list(module.parameters())
     plain = len(own) == 1 and not list(module.buffers()) and not list(module.children())
-    if not plain or "forward" in vars(module):
+    if not plain or "forward" in vars(module) or len(inspect.signature(module.forward).parameters) != 1:
         return None
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 1 or weight.device.type != "cpu" or weight.dtype not in DTYPES:

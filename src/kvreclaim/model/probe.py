@@ -20,6 +20,7 @@ from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.model.inputs import inputs_handed_out
 from kvreclaim.model.quantized.layers import embeddings_of
+from kvreclaim.model.recurrent import RecurrentLayers
 from kvreclaim.model.rotation import frequencies_in
 from kvreclaim.ops.facts import LayerFacts, ModelFacts
 from kvreclaim.ops.rope import RopeLayout
@@ -41,15 +42,22 @@ class _Probe:
 
 
 @torch.inference_mode()
-def probe(model: PreTrainedModel, name: str, quantization: str | None = None) -> ModelFacts:
+def probe(
+    model: PreTrainedModel,
+    name: str,
+    quantization: str | None = None,
+    recurrent: RecurrentLayers | None = None,
+) -> ModelFacts:
     """Run the probe and describe every attention layer.
 
     quantization: how the weights are packed, as quantization_in says it
+    recurrent:    the other layers of a hybrid model, which is proved already
 
     Raises: UnsupportedModelError when a layer does not go through AttentionInterface, or when
     layers differ in heads or dims (one block table could not serve them all).
     """
-    calls = _run(model, name)
+    config = model.config.get_text_config()
+    calls = _run(model, name, config.num_hidden_layers if recurrent is None else recurrent.num_attention)
     candidates = frequencies_in(model)
     layers, problem = [], None
     for index in range(len(calls)):
@@ -59,7 +67,6 @@ def probe(model: PreTrainedModel, name: str, quantization: str | None = None) ->
             problem = f"layer {index} of {name} encodes positions in a way that no known rotation explains"
         layers.append(_layer_facts(call, rope))
     _check_uniform(layers, name)
-    config = model.config.get_text_config()
     return ModelFacts(
         name=name,
         fingerprint=fingerprint(config, layers, quantization),
@@ -69,17 +76,17 @@ def probe(model: PreTrainedModel, name: str, quantization: str | None = None) ->
         max_position=_max_position(config),
         rope_problem=problem,
         hidden_size=_hidden_size([call.hidden for call in calls.values()]),
+        states=() if recurrent is None else tuple(recurrent.shapes),
     )
 
 
-def _run(model: PreTrainedModel, name: str) -> dict[int, AttentionCall]:
+def _run(model: PreTrainedModel, name: str, expected: int) -> dict[int, AttentionCall]:
     recorder = _Probe()
     positions = torch.tensor([POSITIONS], device=model.device)
     embeddings = embeddings_of(model.get_input_embeddings())
     token = torch.full_like(positions, loudest(embeddings))
     with inputs_handed_out(model):
         model(input_ids=token, position_ids=positions, use_cache=False, kv_batch=recorder)
-    expected = model.config.get_text_config().num_hidden_layers
     if sorted(recorder.calls) != list(range(expected)):
         missing = sorted(set(range(expected)) - set(recorder.calls))
         raise UnsupportedModelError(

@@ -67,9 +67,13 @@ class StateView:
 
 class RecurrentLayers:
     """The recurrent layers of one model; `step` says what they do in a forward pass. Without a step they
-    compute all tokens as those of one text that begins."""
+    compute all tokens as those of one text that begins.
 
-    def __init__(self) -> None:
+    num_attention: layers that attend; they are numbered from 0
+    """
+
+    def __init__(self, num_attention: int) -> None:
+        self.num_attention = num_attention
         self.shapes: list[tuple[StateShape, ...]] = []
         self.step: StateStep | None = None
 
@@ -178,8 +182,8 @@ class _OwnValues:
 def use_recurrent_states(model: PreTrainedModel, name: str) -> RecurrentLayers:
     """Take over the recurrent layers of a hybrid model, and number its attention layers 0, 1, ...
 
-    Raises: UnsupportedModelError if none attends, one attends at several places, or a recurrent layer does not
-        take its state from transformers' cache.
+    Raises: UnsupportedModelError if none attends, one attends at several places, or a recurrent layer does
+        not take its state from transformers' cache.
     """
     asked, batch = _trial(model, name)
     if not batch.modules:
@@ -193,7 +197,7 @@ def use_recurrent_states(model: PreTrainedModel, name: str) -> RecurrentLayers:
             f"({len(batch.modules)} places, {len(set(batch.modules))} layers), which one block table cannot "
             "tell apart; use a model whose attention layers are its own."
         )
-    layers = RecurrentLayers()
+    layers = RecurrentLayers(len(batch.modules))
     for module, (layer, argument) in asked.found.items():
         if argument is None or "hidden_states" not in inspect.signature(module.forward).parameters:
             raise UnsupportedModelError(
@@ -271,7 +275,7 @@ def prove(model: PreTrainedModel, layers: RecurrentLayers, name: str) -> None:
                 runs.append(StateRun(start, count, slot if number else None, [slot ^ 1]))
             done[n] += count
         tokens = torch.cat([text[row] for text, row in zip(texts, rows, strict=True)])
-        with layers.stepping(StateStep.of(store, runs, device)):
+        with layers.stepping(StateStep.of(store, runs)):
             logits = _run(model, tokens, batch, torch.cat(rows))
         for found, part in zip(parts, logits.split(list(counts)), strict=True):
             found.append(part)
@@ -279,7 +283,7 @@ def prove(model: PreTrainedModel, layers: RecurrentLayers, name: str) -> None:
         difference = float((torch.cat(found) - one).abs().max() / one.abs().max())
         if not difference <= TOLERANCE[model.dtype]:
             raise UnsupportedModelError(
-                f"the recurrent layers of {name} ({model.config.model_type}) give other logits over states than "
+                f"the recurrent layers of {name} ({model.config.model_type}) give other logits in steps than "
                 f"in one pass (by {difference:.2g} of the largest), so they keep something that is not in "
                 "transformers' cache; use a model of a family that docs/models.md lists."
             )

@@ -52,6 +52,7 @@ class StateStore:
     """The states of all recurrent layers: [num_slots, *shape] for each tensor of each layer."""
 
     def __init__(self, layers: Sequence[Sequence[StateShape]], num_slots: int, device: torch.device) -> None:
+        self.device = device
         self.layers: list[States] = [
             {
                 (one.kind, one.index): torch.zeros((num_slots, *one.shape), dtype=one.dtype, device=device)
@@ -103,8 +104,9 @@ class StateStep:
     calls: tuple[StateCall, ...]
 
     @classmethod
-    def of(cls, store: StateStore, runs: Sequence[StateRun], device: torch.device) -> StateStep:
+    def of(cls, store: StateStore, runs: Sequence[StateRun]) -> StateStep:
         """Rows that decode, and drafts of the same place in their rows, are computed in one call."""
+        device = store.device
         calls: list[StateCall] = []
         waves: list[list[tuple[int, int, int]]] = [[]]  # row, slot to read, slot to write
         for run in runs:

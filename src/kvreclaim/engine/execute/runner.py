@@ -149,6 +149,8 @@ class ModelRunner:
                 extension.attended(step)
         except Exception:
             self.signals.forget(step)
+            for extension in extensions:
+                extension.abandoned()
             raise
         return logits, inputs.wanted
 

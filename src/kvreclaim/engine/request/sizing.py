@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -9,11 +10,13 @@ from typing import Any
 
 import torch
 
+from kvreclaim import speculation
 from kvreclaim.checks import require
 from kvreclaim.config import EngineConfig
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.free_memory import free_host_memory_bytes
 from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.memory.groups.recurrent import StateSlots
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.tiers.tiered_offload import TieredOffload
 from kvreclaim.ops.facts import ModelFacts
@@ -21,6 +24,8 @@ from kvreclaim.ops.formats import kv_format
 from kvreclaim.ops.groups import layer_groups
 from kvreclaim.schedule.rates import Rates
 
+logger = logging.getLogger(__name__)
+NEVER = 1 << 62
 MOST_WAIT_S = 10.0
 """For what a disk that hangs would bring."""
 LOAD_WAIT_PER_TOKEN_S = 0.25 / 1000
@@ -53,6 +58,9 @@ def choose_limits(config: EngineConfig, facts: ModelFacts, spoken_for: int = 0) 
             free -= host_blocks * block_bytes
     kept_bytes = config.max_signal_bytes or 0
     num_blocks = config.num_blocks
+    if facts.states:
+        config = with_room_for_states(config, facts, free)
+        kept_bytes += state_slots_of(config, facts).num_slots * facts.state_bytes
     if num_blocks is None:
         affordable = (int(free * config.kv_memory_fraction) - kept_bytes) // block_bytes
         chunk = min(config.max_num_batched_tokens, max_model_len)
@@ -76,6 +84,48 @@ def choose_limits(config: EngineConfig, facts: ModelFacts, spoken_for: int = 0) 
         left = free - num_blocks * block_bytes
         signal_bytes = max(0, min(int(free * SIGNAL_FRACTION), left))
     return replace(config, max_model_len=max_model_len, num_blocks=num_blocks, max_signal_bytes=signal_bytes)
+
+
+def state_slots(config: EngineConfig, facts: ModelFacts) -> StateSlots | None:
+    """Slots for the states of recurrent layers; None for a model without."""
+    return state_slots_of(config, facts) if facts.states else None
+
+
+def state_slots_of(config: EngineConfig, facts: ModelFacts) -> StateSlots:
+    """Two for each running sequence, one more for each draft, one more where it may be parked in the step in
+    which others begin, and the checkpoints."""
+    drafts = speculation.from_json(config.speculative_config)
+    each = 2 + (drafts.num_speculative_tokens if drafts else 0) + (config.kv_offloading_size > 0)
+    checkpoints = config.max_num_seqs if config.state_checkpoints is None else config.state_checkpoints
+    checkpoints *= config.enable_prefix_caching
+    return StateSlots(each * config.max_num_seqs + checkpoints, checkpoints, config.state_checkpoint_interval)
+
+
+def with_room_for_states(config: EngineConfig, facts: ModelFacts, free: int) -> EngineConfig:
+    """As many sequences at a time as have room for their states in half of what the cache may take.
+
+    Raises: InvalidArgumentError if that is none.
+    """
+    room = int(free * config.kv_memory_fraction) // 2 // facts.state_bytes
+    most = config.max_num_seqs
+    while most and state_slots_of(replace(config, max_num_seqs=most), facts).num_slots > room:
+        most -= 1
+    slots = state_slots_of(replace(config, max_num_seqs=1), facts).num_slots
+    require(
+        most > 0,
+        f"a sequence of {facts.name} takes {slots} states of {facts.state_bytes / 2**20:,.1f} MiB, but half "
+        f"of kv_memory_fraction {config.kv_memory_fraction} of the free memory holds {room}; free some "
+        "memory, raise the fraction or lower state_checkpoints.",
+    )
+    if most < config.max_num_seqs:
+        logger.warning(
+            "max_num_seqs is %d instead of %d: a sequence's recurrent state takes %.1f MiB, and states get "
+            "half of the cache's memory",
+            most,
+            config.max_num_seqs,
+            facts.state_bytes / 2**20,
+        )
+    return replace(config, max_num_seqs=most)
 
 
 def make_memory(
@@ -102,12 +152,15 @@ def make_memory(
         "swap_space",
     )
     share = config.kv_offloading_size / 2 if config.swap_space is None else config.swap_space
+    store_after = 2 if config.kv_offloading_write_policy == "write_through_selective" else 1
+    if others.get("states") is not None:
+        store_after = NEVER  # nobody could begin with blocks on the host: no state is kept behind them there
     offload = partial(
         TieredOffload,
         num_host_slots=num_slots,
         max_parked=int(num_slots * share / config.kv_offloading_size),
         host_eviction_policy=config.kv_offloading_eviction_policy,
-        store_after=2 if config.kv_offloading_write_policy == "write_through_selective" else 1,
+        store_after=store_after,
         store_decoded=config.kv_offload_decode,
         num_disk_slots=num_disk_slots,
         disk_eviction_policy=config.kv_offloading_eviction_policy,

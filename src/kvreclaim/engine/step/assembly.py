@@ -13,6 +13,7 @@ from kvreclaim.engine.compact.pass_context import PassContext
 from kvreclaim.engine.compact.passes import CompressionPass
 from kvreclaim.engine.compact.recalls import STAGING_BLOCKS, Recalls
 from kvreclaim.engine.execute.graphs import decode_graphs
+from kvreclaim.engine.execute.recurrent import RecurrentStates
 from kvreclaim.engine.execute.runner import ModelRunner
 from kvreclaim.engine.extension import Extensions
 from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
@@ -22,7 +23,7 @@ from kvreclaim.engine.offload.prefixes import make_prefixes
 from kvreclaim.engine.offload.snapshot_state import SnapshotStore
 from kvreclaim.engine.request.outputs import EngineTotals
 from kvreclaim.engine.request.request import Sequence as Seq
-from kvreclaim.engine.request.sizing import make_memory
+from kvreclaim.engine.request.sizing import make_memory, state_slots
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.engine.step.full_cache import full_cache, streamed_layers
 from kvreclaim.engine.step.validation import check_sparse_prefill
@@ -34,6 +35,7 @@ from kvreclaim.ops.backend import Backend, Choice, Need, choose_backend
 from kvreclaim.ops.formats import KVFormat, plain_format
 from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.states import StateStore
 from kvreclaim.ops.streamed import StreamedLayers
 from kvreclaim.schedule import Scheduler
 from kvreclaim.schedule.preemption_cost import PreemptionCostModel
@@ -110,6 +112,7 @@ def make_storage(
         max_pinned_fraction=config.max_pinned_fraction,
         residency_sample=config.kv_cache_metrics_sample,
         windows=groups.windows,
+        states=state_slots(config, groups.model),
     )
 
     def allocate(num_blocks: int) -> KVCache:
@@ -124,6 +127,16 @@ def make_storage(
     cache = full_cache(config, groups, backend, form, like, num_blocks)
     stream = streamed_layers(cache, groups, backend, like, totals)
     return Storage(memory, cache, allocate(config.num_blocks), stream, file, rates)
+
+
+def make_states(loaded: LoadedModel, memory: MemoryManager) -> RecurrentStates | None:
+    """None for a model without recurrent layers."""
+    if loaded.recurrent is None:
+        return None
+    assert memory.recurrent is not None, "its facts tell of states"
+    num_slots, device = memory.recurrent.sizes.num_slots, loaded.facts.device
+    store = StateStore(loaded.facts.states, num_slots, device)
+    return RecurrentStates(loaded.recurrent, store, memory.recurrent)
 
 
 def make_offload(
@@ -167,7 +180,8 @@ def make_runner(
 ) -> ModelRunner:
     """Computes what requests schedule."""
     memory, cache, stream = storage.memory, storage.cache, storage.stream
-    graphs = None if stream else decode_graphs(loaded.model, cache, backend, config)
+    has_graphs = stream is None and loaded.recurrent is None  # states have slots that change in each step
+    graphs = decode_graphs(loaded.model, cache, backend, config) if has_graphs else None
     return ModelRunner(
         loaded, groups, memory, cache, backend, signals, stream, graphs=graphs, extensions=extensions
     )

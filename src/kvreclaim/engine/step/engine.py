@@ -45,6 +45,7 @@ from kvreclaim.engine.step.assembly import (
     make_recalls,
     make_runner,
     make_snapshots,
+    make_states,
     make_storage,
     private_runner,
 )
@@ -114,6 +115,8 @@ class Engine:
         scheduler = make_scheduler(config, self.memory, preemption)
         self.lifecycle = Lifecycle(loaded, self.memory, self.signals, scheduler, self.extensions, totals)
         self.scheduler, self.requests = scheduler, self.lifecycle.requests
+        if (states := make_states(loaded, self.memory)) is not None:
+            self.extensions.add(states)
         if self.tiers is not None:
             self.extensions.add(self.tiers)
             if keeps_snapshots_on_disk(config, storage, scheduler):

@@ -163,6 +163,8 @@ def engine_features(config: EngineConfig, form: KVFormat, groups: LayerGroups) -
     found = config.features() | format_features(form) | model_features(groups.facts)
     if groups.windows:
         found[Feature.WINDOW_TABLES] = repr(groups.model.name)
+    if groups.model.states:
+        found[Feature.RECURRENT] = repr(groups.model.name)
     if groups.trailing is not None:
         found[Feature.ALL_WINDOWS] = repr(groups.model.name)
     return found

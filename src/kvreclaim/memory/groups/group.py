@@ -54,8 +54,11 @@ class GroupManager(ABC):
         copies: list[tuple[int, int]],
         num_drafts: int = 0,
     ) -> None:
-        """Take them. num_drafts: of these tokens, the last ones, which are only guessed. Adds new blocks to `blocks`, and to `copies` (source, destination) of a begun block that
-        others hold, too; its source is released, but held."""
+        """Take them. Adds new blocks to `blocks`, and to `copies` (source, destination) of a begun block that
+        others hold, too; its source is released, but held.
+
+        num_drafts: the last ones of these tokens, which are only guessed
+        """
 
     @abstractmethod
     def commit(self, seq_id: int, table: BlockTable, num_tokens: int) -> None:

@@ -5,8 +5,8 @@ each sequence gets another one, which takes the old one's place when the step is
 changes nothing, forks share a slot until they go on, and a slot that is kept is a checkpoint at no cost.
 
 A prefix hit must end at a checkpoint. These are kept behind full blocks: at the end of a prompt, where two
-prompts were seen to part, at the end of an answer, and every `interval` tokens of a prompt if that is set. The
-least recently used ones give way (as SGLang's MambaRadixCache does; vLLM keeps one for each aligned step).
+prompts were seen to part, at the end of an answer, and every `interval` tokens of a prompt if that is set.
+The least recently used ones give way (as in SGLang's MambaRadixCache; vLLM keeps one for each aligned step).
 """
 
 from __future__ import annotations

@@ -1,0 +1,67 @@
+"""The states of recurrent layers beside the paged cache: read and written by steps, kept while parked."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvreclaim.engine.extension import AttentionHook, Extension
+from kvreclaim.engine.request.request import Scheduled, Sequence
+from kvreclaim.memory.groups.recurrent import RecurrentGroup
+from kvreclaim.model.recurrent import RecurrentLayers
+from kvreclaim.ops.batch import AttentionBatch
+from kvreclaim.ops.states import StateRun, StateStep, StateStore
+from kvreclaim.schedule.step import Admitted
+
+
+class RecurrentStates(Extension):
+    """Tells the recurrent layers which slots a step reads and writes. A step that fails has written slots
+    that nobody reads."""
+
+    rank = 5
+
+    def __init__(self, layers: RecurrentLayers, store: StateStore, group: RecurrentGroup) -> None:
+        self.layers, self.store, self.group = layers, store, group
+        self._parked: dict[int, list[Tensor]] = {}
+
+    def attend(self, runs: list[Scheduled], batch: AttentionBatch | None) -> tuple[AttentionHook, ...]:
+        assert batch is not None, "states lie on the model's device, beside the cache"
+        start, found = 0, list[StateRun]()
+        for run in runs:
+            seq_id, row = run.seq.seq_id, run.row
+            writes = self.group.pending(seq_id)[: 1 + row.num_drafts]
+            found.append(StateRun(start, row.num_tokens, self.group.slot(seq_id), writes))
+            start += row.num_tokens
+        self.layers.step = StateStep.of(self.store, found)
+        return ()
+
+    def attended(self, step: list[Scheduled]) -> None:
+        self.layers.step = None
+
+    def abandoned(self) -> None:
+        self.layers.step = None
+
+    def preempted(self, seq: Sequence, *, parked: bool) -> None:
+        if parked:
+            slot = self.group.slot(seq.seq_id)
+            assert slot is not None, f"sequence {seq.seq_id} is parked and has computed nothing"
+            self._parked[seq.seq_id] = self.store.save(slot)
+            self.group.leave(seq.seq_id)
+
+    def admitted(self, seq: Sequence, begun: Admitted) -> None:
+        if begun.resumed:
+            self.store.load(self.group.enter(seq.seq_id), self._parked.pop(seq.seq_id))
+
+    def lost(self, seq: Sequence) -> None:
+        self._parked.pop(seq.seq_id, None)
+
+    def reset(self, seq_id: int) -> None:
+        self._parked.pop(seq_id, None)
+
+    def released(self, seq_id: int) -> None:
+        self._parked.pop(seq_id, None)
+
+    def describe(self) -> str:
+        sizes = self.group.sizes
+        return (
+            f"{sizes.num_slots} states of recurrent layers, {sizes.num_checkpoints} of them for prefix hits"
+        )
