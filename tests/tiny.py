@@ -17,31 +17,39 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    BambaConfig,
     DeepseekV2Config,
     DeepseekV3Config,
     FalconConfig,
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
     GptOssConfig,
+    GraniteMoeHybridConfig,
     JambaConfig,
+    Lfm2Config,
     Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
     MinistralConfig,
     MistralConfig,
+    NemotronHConfig,
     Olmo2Config,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SmolLM3Config,
     StableLmConfig,
     T5Config,
     T5ForConditionalGeneration,
+    Zamba2Config,
 )
 
 DEVICE = os.environ.get("KVRECLAIM_TEST_DEVICE", "cpu")
@@ -98,6 +106,23 @@ _DEEPSEEK_YARN = {
     "mscale_all_dim": 0.8,
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 128}
+
+_DELTA = {
+    "head_dim": 16,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+_MAMBA2 = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 16,
+}
 
 _CLASSES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
@@ -166,13 +191,90 @@ _CLASSES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "stablelm": (StableLmConfig, {}),
     "falcon": (FalconConfig, {}),
     "mamba": (MambaConfig, {}),
-    "jamba": (JambaConfig, {}),
+    "qwen3-next": (Qwen3NextConfig, {**_DELTA, "num_experts": 0, "mlp_only_layers": []}),
+    "qwen3.5": (Qwen3_5TextConfig, _DELTA),
+    "lfm2": (
+        Lfm2Config,
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "conv_L_cache": 3,
+            "block_auto_adjust_ff_dim": False,
+        },
+    ),
+    "granite4": (
+        GraniteMoeHybridConfig,
+        {
+            **_MAMBA2,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "shared_intermediate_size": 96,
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "falcon-h1": (FalconH1Config, {**_MAMBA2, "head_dim": 16, "mamba_d_ssm": 128}),
+    "bamba": (BambaConfig, {**_MAMBA2, "num_hidden_layers": 3, "attn_layer_indices": [1]}),
+    "jamba": (
+        JambaConfig,
+        {
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "mamba_d_state": 16,
+            "mamba_dt_rank": 8,
+        },
+    ),
+    "nemotron-h": (
+        NemotronHConfig,
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "hybrid_override_pattern": "M*M-",
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 16,
+            "n_groups": 1,
+            "chunk_size": 16,
+        },
+    ),
+    "zamba2": (
+        Zamba2Config,
+        {
+            "num_hidden_layers": 3,
+            "layers_block_type": ["mamba", "hybrid", "mamba"],
+            "attention_hidden_size": 128,
+            "attention_head_dim": 32,
+            "mamba_d_state": 16,
+            "mamba_headdim": 16,
+            "n_mamba_heads": 8,
+            "mamba_ngroups": 1,
+            "chunk_size": 16,
+            "num_mem_blocks": 1,
+            "use_mem_rope": True,
+            "adapter_rank": 8,
+        },
+    ),
     "t5": (T5Config, {"d_model": 64, "num_layers": 2}),
 }
 
 SCALED = ("llama-llama3", "llama-yarn", "llama-linear")
-REFUSED = ("stablelm", "falcon", "mamba", "jamba", "t5")
-FAMILIES = tuple(name for name in _CLASSES if name not in SCALED + REFUSED)
+REFUSED = ("stablelm", "falcon", "mamba", "t5")
+HYBRIDS = (
+    "qwen3-next",
+    "qwen3.5",
+    "lfm2",
+    "granite4",
+    "falcon-h1",
+    "bamba",
+    "jamba",
+    "nemotron-h",
+    "zamba2",
+)
+FAMILIES = tuple(name for name in _CLASSES if name not in SCALED + REFUSED + HYBRIDS)
 LATENT = ("deepseek-v2", "deepseek-v3")
 WINDOWED = ("mistral", "ministral", "gemma2", "gemma3", "gpt-oss", "llama4")
 GROUPED = ("ministral", "gemma2", "gemma3", "gpt-oss", "llama4")
@@ -194,7 +296,9 @@ def build(family: str, seed: int = 5, **overrides: Any) -> PreTrainedModel:
         return T5ForConditionalGeneration(settings)
     model = AutoModelForCausalLM.from_config(settings).float().eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):  # logarithms of decays
+                continue
             if parameter.dim() > 1:
                 parameter.mul_(WEIGHT_GAIN)
             else:

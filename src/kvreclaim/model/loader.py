@@ -32,7 +32,14 @@ from kvreclaim.model.quantized.gguf_file import GgufSource, gguf_config, gguf_to
 from kvreclaim.model.quantized.layers import describe_packed
 from kvreclaim.model.quantized.products import choose_products, packed_dtype
 from kvreclaim.model.quantized.source import WeightSource
-from kvreclaim.model.recurrent import RecurrentLayers, is_hybrid, prove, use_recurrent_states
+from kvreclaim.model.recurrent import (
+    RECURRENT_LAYER_TYPES,
+    RecurrentLayers,
+    is_hybrid,
+    no_attention,
+    prove,
+    use_recurrent_states,
+)
 from kvreclaim.ops.facts import ModelFacts
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -119,7 +126,7 @@ def load_model(
     modules = "; ".join([modules, *(line for line in more if line)])
     if recurrent is not None:
         prove(model, recurrent, name)
-        modules += f"; recurrent layers: {len(recurrent.shapes)}"
+        modules += f"; {recurrent.describe()}"
     known = gguf is not None or os.path.isdir(name)
     facts = probe(
         model,
@@ -211,6 +218,9 @@ def _refuse_unsupported(config: Any, name: str) -> None:
         raise UnsupportedModelError(
             f"{name} is an encoder-decoder ({config.model_type}); kvreclaim serves decoder-only models."
         )
+    types = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    if types and types <= RECURRENT_LAYER_TYPES:
+        raise UnsupportedModelError(no_attention(name, config))
     mapping = AutoModelForCausalLM._model_mapping
     if type(config) not in mapping:
         raise UnsupportedModelError(f"{name} ({config.model_type}) is not a causal language model.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+
 import torch
 from torch import Tensor, nn
 
@@ -79,7 +80,8 @@ def use_fast_norms(model: nn.Module) -> str:
     """Give every norm that computes what ops.native.norm computes the kernel as its forward.
 
     A norm is a module with one vector `weight`, no buffers and no children, an eps, and one argument (gated
-    norms of recurrent layers have two); whether it is *this* norm is decided by running it on trial rows. Weights and state_dict stay as they are.
+    norms of recurrent layers have two); whether it is *this* norm is decided by running it on trial rows.
+    Weights and state_dict stay as they are.
 
     Returns: one line that says what runs.
     """
