@@ -29,8 +29,8 @@ TRIAL_TOKENS = 7
 PROOF_LENGTHS = ((9, 1, 1, 3, 1), (4, 1, 2, 1, 6))
 """Two texts, each cut into steps of so many tokens."""
 TOLERANCE = {torch.float32: 2.0**-5, torch.bfloat16: 2.0**-3, torch.float16: 2.0**-4}
-"""Largest difference over the largest value. A lost state differs by most of itself; what transformers computes
-of prompts and of single tokens differs by up to .013 (Zamba 2)."""
+"""Largest difference over the largest value. A lost state differs by most of itself; what transformers
+computes of prompts and of single tokens differs by up to .013 (Zamba 2)."""
 
 
 class StateView:

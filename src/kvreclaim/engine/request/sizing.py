@@ -102,7 +102,7 @@ def state_slots_of(config: EngineConfig, facts: ModelFacts) -> StateSlots:
 
 
 def with_room_for_states(config: EngineConfig, facts: ModelFacts, free: int) -> EngineConfig:
-    """As many sequences at a time as have room for their states in half of what the cache may take.
+    """Lower max_num_seqs to as many as have room for their states in half of what the cache may take.
 
     Raises: InvalidArgumentError if that is none.
     """
