@@ -25,6 +25,7 @@ class Feature(StrEnum):
     SKIPS_BLOCKS = "sparse prefill that skips blocks"
     CHUNK_REUSE = "chunk reuse"
     COMPRESS_AT = "compress_prompt_at"
+    DROPS = "drop_spans"
     BEAM_SEARCH = "beam search"
     SEVERAL_OUTPUTS = "n > 1"
     PROMPT_LOGPROBS = "prompt_logprobs"
@@ -405,6 +406,44 @@ TABLE: tuple[Refusal, ...] = (
         (
             (F.CHUNK_REUSE, F.SKIPS_BLOCKS),
             "sparse prefill {skips_blocks} reads blocks of computed prompts; use sparse_prefill='dense'",
+        ),
+    ),
+    *_rows(
+        "drop_spans",
+        "spans of the prompt are dropped (drop_spans, kv_drop), but *.",
+        (
+            (F.DROPS, F.VERIFY),
+            "the full cache checks the drafts of verify mode; leave one of them out",
+        ),
+        ((F.DROPS, F.RECALL), "recall brings tokens back; leave one of them out"),
+        (
+            (F.DROPS, F.SKIPS_BLOCKS),
+            "sparse prefill {skips_blocks} chooses among all blocks; use sparse_prefill='dense'",
+        ),
+        ((F.DROPS, F.CHUNK_REUSE), "chunks are reused out of place; pass the prompt as one text"),
+        (
+            (F.DROPS, F.COMPRESS_AT),
+            "compress_prompt_at keeps its result for requests that drop nothing; leave one of them out",
+        ),
+        (
+            (F.DROPS, F.READS_SPARSELY),
+            "policy {reads_sparsely} knows blocks by their places; use another policy, or none",
+        ),
+        (
+            (F.DROPS, F.READS_AGAIN),
+            "policy {reads_again} reads the whole prompt again; use another policy, or none",
+        ),
+        (
+            (F.DROPS, F.CACHE_POSITIONS),
+            "policy {cache_positions} takes a token's slot for its position; keep the original positions",
+        ),
+        (
+            (F.DROPS, F.HOST_CACHE),
+            "full_cache_host_size is {host_cache}, which keeps caches in host memory; start without the size",
+        ),
+        (
+            (F.DROPS, F.ALL_WINDOWS),
+            "all layers of {all_windows} have sliding windows, which give old blocks back; leave it out",
         ),
     ),
     Refusal(

@@ -20,6 +20,7 @@ from kvreclaim.engine.request.request import Scheduled, Sequence
 from kvreclaim.model.attention import AttentionCall, LatentCall
 from kvreclaim.ops.formats.codecs import round_trip
 from kvreclaim.ops.kv_cache import PagedTokens
+from kvreclaim.schedule.budget.drops import Drop
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 AS_NEAR = 1.001
@@ -90,12 +91,13 @@ class Shadow:
         self.worst = 0.0
         self.num_calls = 0
         self.num_expanded = 0
-        self.num_passes = 0
+        self.num_passes = self.num_drops = 0
         self._step: list[Scheduled] = []
         self._forks_companion = False
         self._watch_memory(llm, monkeypatch)
         self._watch_runner(llm, monkeypatch)
         self._watch_compression(llm, monkeypatch)
+        self._watch_drops(llm, monkeypatch)
 
     def _watch_memory(self, llm: LLM, monkeypatch) -> None:
         memory = llm.engine.memory
@@ -208,6 +210,15 @@ class Shadow:
 
         monkeypatch.setattr(llm.engine.compression, "run", watched_run)
 
+    def _watch_drops(self, llm: LLM, monkeypatch) -> None:
+        drop = llm.engine.compression.drop
+
+        def watched_drop(seq, done):
+            drop(seq, done)
+            self._follow_drop(self.histories[seq.seq_id], done, seq.num_computed)
+
+        monkeypatch.setattr(llm.engine.compression, "drop", watched_drop)
+
     def _follow(self, history: History, done: CompactionResult) -> None:
         assert history.live is not None
         if isinstance(done.kept, Tensor):
@@ -218,6 +229,23 @@ class Shadow:
                 for layer, rows in enumerate(done.kept)
             ]
         self.num_passes += 1
+
+    def _follow_drop(self, history: History, done: Drop, num_computed: int) -> None:
+        """Whole blocks of the last tokens, which all heads have alike, are gone."""
+        assert history.live is not None
+        slots = [entry * self.size + i - done.num_tokens for entry in done.entries for i in range(self.size)]
+
+        def left(positions: Tensor) -> Tensor:
+            stays = torch.ones(len(positions), dtype=torch.bool)
+            stays[slots] = False
+            return positions[stays]
+
+        if history.heads is None:
+            history.live = torch.stack([torch.stack([left(head) for head in rows]) for rows in history.live])
+        else:
+            history.heads = [[left(head) for head in rows] for rows in history.heads]
+        history.num_exact = min(history.num_exact, num_computed)
+        self.num_drops += 1
 
     def _begin(self, seq: Sequence) -> History:
         """Of a sequence that has just been admitted: what its prefix hit holds."""

@@ -289,10 +289,10 @@ def test_no_field_is_missing_here():
     assert set(MessageRequest.model_fields) <= tested
     assert set(ConversationFields.model_fields) <= tested
     blocks = {
-        TextBlock: "text citations",
+        TextBlock: "text citations kv_drop",
         ToolUseBlock: "id name input",
         AnthropicTool: "name description input_schema strict eager_input_streaming",
     }
-    blocks[ToolResultBlock] = "tool_use_id content is_error"
+    blocks[ToolResultBlock] = "tool_use_id content is_error kv_drop"  # in test_kv_drop.py
     for model, names in blocks.items():
         assert set(model.model_fields) == {"type", "cache_control", *names.split()}

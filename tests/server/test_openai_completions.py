@@ -151,5 +151,6 @@ def test_what_compression_gave_back_is_counted(server: Running):
         "reclaim_efficiency": expected.reclaim_efficiency,
         "reused_tokens": 0,
         "snapshot_tokens": 0,
+        "dropped_tokens": 0,
     }
     assert answer.usage.kv_cache["blocks_freed"] > 10

@@ -12,7 +12,8 @@ from kvreclaim.checks import check_choice
 from kvreclaim.memory.kv_memory import KVMemory
 from kvreclaim.schedule.admission import Admission
 from kvreclaim.schedule.budget.compaction import Pass
-from kvreclaim.schedule.budget.ledger import compress, take_choice
+from kvreclaim.schedule.budget.drops import Drop
+from kvreclaim.schedule.budget.ledger import compress, drop_spans, take_choice
 from kvreclaim.schedule.cache_first import CacheFirst
 from kvreclaim.schedule.companions import Companions
 from kvreclaim.schedule.fair_share import FRACTION, FairShare, PromptTokens, kept_seats
@@ -144,7 +145,7 @@ class Scheduler(Generic[Seq]):
     def _run_as_fork(self, parent: Seq, child: Seq) -> None:
         assert child.keys is not None, f"sequence {child.seq_id} has no keys"
         child.num_computed = parent.num_computed
-        child.account = parent.account.fork()
+        child.account, child.dropped = parent.account.fork(), parent.dropped
         self.memory.fork(parent.seq_id, child.seq_id, child.keys)
         child.status, child.last_step = Status.RUNNING, self._state.num_steps
         self.running.append(child)
@@ -229,6 +230,7 @@ class Scheduler(Generic[Seq]):
         while True:
             done = compress(seq.seq_id, *lengths, seq.footprint, seq.account, self.memory)
             if done is not None:
+                seq.dropped = ()
                 return done
             gave = self._evict_companion()
             assert gave, f"sequence {seq.seq_id} lacks blocks for its pass: {self.memory.stats()}"
@@ -236,6 +238,17 @@ class Scheduler(Generic[Seq]):
     def compressed(self, done: Pass[int], gone: ListLike[int], prompt_slots: int | None) -> Pass[int]:
         """take_choice of a sequence that runs."""
         return take_choice(done, gone, prompt_slots, self._known[done.seq_id].account, self.memory)
+
+    def drop(self, seq: Seq) -> Drop | None:
+        """Let the spans of a running sequence leave that go now, before its pass, if one is due; tables and
+        lengths are changed at return. None: nothing goes."""
+        lengths = seq.num_computed, seq.num_prompt
+        if seq.status is not Status.RUNNING or not seq.footprint.drops_now(*lengths, seq.account):
+            return None
+        done, seq.dropped = drop_spans(
+            seq.seq_id, seq.num_computed, seq.footprint, seq.account, seq.dropped, self.memory
+        )
+        return done if done.entries else None
 
     def in_turn(self) -> list[Seq]:
         """The running sequences, in the order in which they take tokens of a step."""

@@ -9,6 +9,7 @@ from typing import Self
 
 from kvreclaim.memory.prefix.keys import BlockKeys
 from kvreclaim.schedule.budget.account import Account
+from kvreclaim.schedule.budget.drops import beyond
 from kvreclaim.schedule.budget.footprint import Footprint
 from kvreclaim.schedule.snapshot_key import SnapshotKey
 
@@ -62,6 +63,7 @@ class ScheduledSequence:
     awaits:       what a running one is computing for it; num_awaited: times that it has waited for something
     stops:        lengths at which a step must end, so that recurrent layers can keep their state there
     draft_ids:    tokens that are guessed to follow the known ones, for its next step alone
+    dropped:      blocks of dropped spans that have gone since its last pass (ledger.drop_spans)
     """
 
     seq_id: int
@@ -97,6 +99,7 @@ class ScheduledSequence:
     num_awaited: int = 0
     stops: tuple[int, ...] = ()
     draft_ids: list[int] = field(default_factory=list)
+    dropped: tuple[int, ...] = ()
 
     @property
     def rank(self) -> tuple[int, int, int]:
@@ -190,9 +193,19 @@ class ScheduledSequence:
             limit = min(limit, self.fork_at - 1)
         return limit if self.max_prefix_hit is None else min(limit, self.max_prefix_hit)
 
+    def drops_beyond(self, snapshot: Self) -> bool:
+        """Whether it can drop all that it is to if it begins with a snapshot of its lineage: what that has
+        of it leaves at a place to come, and no pass has touched it."""
+        assert self.footprint.drops is not None, f"sequence {self.seq_id} drops nothing"
+        known = () if snapshot.snapshot_key is None else snapshot.snapshot_key.drops
+        left = beyond(self.footprint.drops.spans, known)
+        is_early = snapshot.num_computed < self.footprint.drops.at
+        return not left or (is_early and left[0][0] >= snapshot.account.last_computed)
+
     def reset(self) -> None:
         """Forget what was computed (preemption by recompute); the tokens stay known."""
         self.num_computed = 0
         self.account = Account()
         self.begun_with = None
         self.draft_ids = []
+        self.dropped = ()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from kvreclaim.memory.prefix.keys import root_uid
+from kvreclaim.schedule.budget.drops import Span, beyond
 
 LINK = 64
 """Tokens between two hashes of a chain."""
@@ -24,6 +25,7 @@ class SnapshotKey:
     is_lasting: False where the recipe means something in this process alone
     has_past: whether what it names may depend on earlier requests, too: it was left by one that ended, or
               that had begun with such a prefix
+    drops:  spans that the caller has dropped of these tokens, or, of a sequence to come, will
     """
 
     salt: str | None
@@ -31,6 +33,7 @@ class SnapshotKey:
     tokens: bytes
     is_lasting: bool = True
     has_past: bool = False
+    drops: tuple[Span, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -41,9 +44,9 @@ class SnapshotKey:
         return array("q", self.tokens).tolist()
 
     def begins(self, other: SnapshotKey) -> bool:
-        """Whether it names what is left of the other one's beginning."""
+        """Whether it names what is left of the other one's beginning; the other one may drop more."""
         same = self.salt == other.salt and self.recipe == other.recipe
-        return same and other.tokens.startswith(self.tokens)
+        return same and not beyond(self.drops, other.drops) and other.tokens.startswith(self.tokens)
 
     @cached_property
     def chain(self) -> tuple[int, ...]:

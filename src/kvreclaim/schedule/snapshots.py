@@ -80,7 +80,12 @@ class Snapshots(Generic[Seq]):
     def find(self, seq: Seq) -> Seq | None:
         """The longest snapshot that a sequence that waits could begin with."""
         most = seq.max_prefix_hit
-        held = (one for one in self._of(seq) if most is None or one.num_computed <= most)
+        held = (
+            one
+            for one in self._of(seq)
+            if (most is None or one.num_computed <= most)
+            and (seq.footprint.drops is None or seq.drops_beyond(one))
+        )
         return next((one for one in held if one not in self._parked), None)
 
     def _of(self, seq: Seq) -> Iterator[Seq]:
@@ -219,6 +224,7 @@ class Snapshots(Generic[Seq]):
         snapshot.tenant, snapshot.priority = seq.tenant, min(snapshot.priority, seq.priority)
         self._keep_on(snapshot)
         seq.account = snapshot.account.fork_as_prompt(uneven=seq.footprint.eviction_method.uneven)
+        seq.dropped = snapshot.dropped
         self._used.append(snapshot)
         self.has_changed = True
         self.num_hits += 1

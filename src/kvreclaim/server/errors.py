@@ -48,7 +48,7 @@ PROMPT_FIELDS = {
     "/tokenize": "prompt",
     "/detokenize": "tokens",
 }
-ENGINE_FIELDS = {"compression": "kv_compression"} | {
+ENGINE_FIELDS = {"compression": "kv_compression", "drop_spans": "kv_drop"} | {
     name: name
     for name in (
         "n",

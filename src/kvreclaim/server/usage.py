@@ -26,6 +26,7 @@ def kv_cache_usage(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
         "reclaim_efficiency": freed / perfect if perfect else None,
         "reused_tokens": sum(m.num_reused_tokens for m in metrics),
         "snapshot_tokens": sum(m.num_snapshot_tokens for m in metrics),
+        "dropped_tokens": sum(m.num_dropped_tokens for m in metrics),
     }
 
 
@@ -85,6 +86,7 @@ class KVCacheUsage(ResponseSchema):
     reclaim_efficiency: float | None
     reused_tokens: int
     snapshot_tokens: int
+    dropped_tokens: int
 
 
 def errors_of(model: type[BaseModel]) -> Responses:

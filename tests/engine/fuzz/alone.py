@@ -73,6 +73,8 @@ class Question:
     verify: int = 0
     limits: str | None = None
     sinks: int = 1
+    drop_spans: tuple[tuple[int, int], ...] = ()
+    drop_at: int | None = None
 
     @property
     def as_alone(self) -> Question:

@@ -14,7 +14,7 @@ import pytest
 import tiny
 from alone import WORDS, Answer, Question
 from lean import FIRST_SPECIAL, GUILTY, Boom, Lean
-from operations import Ask, Setup
+from operations import DROPS, Ask, Setup
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -150,6 +150,8 @@ class Machine:
         continuation = self.texts[(ask.text + 1) % len(self.texts)][: ask.max_tokens]
         scored = ask.kind == "score"
         verify = ask.verify if ask.policy is not None else 0
+        at = len(prompt) - 1 - len(ask.tail) * ask.seed
+        spans = tuple((start, min(end, at)) for start, end in DROPS[ask.drops] if start < at)
         return Question(
             prompt=tuple(prompt),
             continuation=tuple(continuation) if scored else (),
@@ -169,6 +171,8 @@ class Machine:
             verify=verify,
             limits=None if ask.kind in ("beams", "score") else ask.limits,
             sinks=ask.sinks,
+            drop_spans=spans,
+            drop_at=at if spans else None,
         )
 
     def compress_prompt_at(self, ask: Ask, prompt: list[int]) -> int | None:
@@ -230,6 +234,8 @@ class Machine:
             cache_salt=question.salt,
             sparse_prefill=question.sparse,
             beams=question.beams,
+            drop_spans=question.drop_spans,
+            drop_at=question.drop_at,
         )
 
 

@@ -130,6 +130,7 @@ class Ask:
     reuse: which tokens of the prompt's chunks are computed anew, where it has some
     verify: its policy only drafts so many tokens at most, and the answer is that without it
     goes_on: as the next turn of a conversation it is compressed as the earlier one
+    drops: spans of its prompt that leave the cache, of DROPS
     """
 
     text: int = 0
@@ -156,6 +157,7 @@ class Ask:
     limits: str | None = None
     sinks: int = 1
     goes_on: bool = False
+    drops: int = 0
 
 
 @dataclass(frozen=True)
@@ -313,6 +315,37 @@ def talking(random: Random, setup: Setup, operations: list[Operation]) -> tuple[
         else each
         for each in operations
     ]
+
+
+DROPS: tuple[tuple[tuple[int, int], ...], ...] = (
+    (),
+    ((3, 12),),
+    ((2, 14), (17, 22)),
+    ((2, 14), (17, 36)),
+)
+"""Each more than the one before."""
+
+
+def dropping(random: Random, setup: Setup, operations: list[Operation]) -> tuple[Setup, list[Operation]]:
+    """The same walk where most drop spans of their prompts, the later ones more."""
+    num_asks = sum(isinstance(each, Ask) for each in operations)
+    found: list[Operation] = []
+    for each in operations:
+        if isinstance(each, Ask):
+            later = len([one for one in found if isinstance(one, Ask)]) * 2 > num_asks
+            each = replace(
+                each,
+                drops=random.choice((0, 2, 3, 3) if later else (0, 1, 1, 2)),
+                cut=random.choice((16, 20, 27)),
+                policy=each.policy if random.random() < 0.7 else None,
+                verify=0,
+                recall=None,
+                sparse=None,
+                reuse=None,
+                compress_prompt_at=None,
+            )
+        found.append(each)
+    return setup, found
 
 
 def random_setup(random: Random) -> Setup:

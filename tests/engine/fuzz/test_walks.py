@@ -127,6 +127,16 @@ def test_random_walks_of_conversations(machine, oracle):
     assert counts["turns gone on"] > 3
 
 
+@pytest.mark.parametrize("talk", [False, True])
+def test_random_walks_that_drop_spans(talk, machine, oracle):
+    """Turns that begin with what the ones before have dropped, and others, answered as alone."""
+    counts = Counter()
+    for seed in SEEDS[:3]:
+        counts += Walk.of_seed(seed, STEPS, talk=talk, crowd=not talk, drop=True).run(machine, oracle)
+    assert counts["dropped tokens"] > 100
+    assert (counts["turns gone on"] > 0) == talk
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_random_walk_over_blocks_in_host_memory(seed, machine, oracle, monkeypatch):
     monkeypatch.setattr(streamed, "PIECE_BYTES", (1, 1 << 11, 1 << 22)[seed % 3])

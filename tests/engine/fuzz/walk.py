@@ -1,5 +1,5 @@
 """Random walks over the engine, each from one seed, every third one in a crowd, every third one of
-conversations; a failing one is made short.
+conversations, two of five with dropped spans; a failing one is made short.
 
 python scripts/fuzz.py --steps 100000        # many walks, seeds from 0 on
 python scripts/fuzz.py --seed 17             # one of them again, with the shortest operations that fail
@@ -21,7 +21,7 @@ from random import Random
 import torch
 from alone import Oracle
 from machine import Machine, running_machine
-from operations import Operation, Setup, Step, crowded, random_operations, random_setup, talking
+from operations import Operation, Setup, Step, crowded, dropping, random_operations, random_setup, talking
 from world import World
 
 from kvreclaim.errors import InvalidArgumentError
@@ -38,15 +38,24 @@ class Walk:
 
     @classmethod
     def of_seed(
-        cls, seed: int, num_steps: int = STEPS_PER_WALK, *, crowd: bool = False, talk: bool = False
+        cls,
+        seed: int,
+        num_steps: int = STEPS_PER_WALK,
+        *,
+        crowd: bool = False,
+        talk: bool = False,
+        drop: bool = False,
     ) -> Walk:
-        """crowd: many compressed requests about one text in few blocks; talk: turns of conversations."""
+        """crowd: many compressed requests about one text in few blocks; talk: turns of conversations; drop:
+        most drop spans of their prompts."""
         random = Random(seed)
         setup, operations = random_setup(random), random_operations(random, num_steps)
         if crowd:
             setup, operations = crowded(random, setup, operations)
         if talk:
             setup, operations = talking(random, setup, operations)
+        if drop:
+            setup, operations = dropping(random, setup, operations)
         return cls(setup, tuple(operations))
 
     def run(self, machine: Machine, oracle: Oracle) -> Counter[str]:
@@ -125,7 +134,7 @@ def walk_on(machine: Machine, seed: int, num_steps: int) -> int:
     """Walks from this seed on until there were so many steps. Returns: the exit status."""
     oracle, total, started = Oracle(machine), Counter[str](), time.monotonic()
     while total["steps"] < num_steps:
-        walk = Walk.of_seed(seed, crowd=seed % 3 == 2, talk=seed % 3 == 1)
+        walk = Walk.of_seed(seed, crowd=seed % 3 == 2, talk=seed % 3 == 1, drop=seed % 5 > 2)
         try:
             total += walk.run(machine, oracle)
         except Exception as error:

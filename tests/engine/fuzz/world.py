@@ -153,6 +153,8 @@ class World:
                 is_rewritten=self.setup.conversations and ask.seed == 1,
                 sparse_prefill=question.sparse,
                 beams=question.beams,
+                drop_spans=question.drop_spans,
+                drop_at=question.drop_at,
                 chunks=chunks,
             )
         except KVReclaimError:
@@ -256,6 +258,9 @@ class World:
         self.counts["verified drafts"] += sum(each.num_accepted for each in verified)
         self.counts["drafted"] += totals.speculation.num_draft_tokens
         self.counts["accepted"] += totals.speculation.num_accepted_tokens
+        self.counts["dropped tokens"] += sum(
+            asked.request.collect_metrics().num_dropped_tokens for asked in self.asked
+        )
         self.counts["preemptions"] += totals.num_preemptions
         self.counts["swaps"] += totals.swaps
         self.counts["waits for others"] += self.engine.scheduler.in_flight.num_waits

@@ -17,6 +17,8 @@ PROMPT_OPTIONS = (
     "cache_salt",
     "compress_prompt_at",
     "conversation_snapshots",
+    "drop_spans",
+    "drop_at",
     "chunk_reuse",
     "sparse_prefill",
 )

@@ -95,7 +95,9 @@ class SnapshotStore(Extension):
         """Keep what is left of a sequence, unless exact blocks serve whoever begins so."""
         account = seq.account
         live, room = seq.num_computed - account.num_evicted, self.signals.room
-        is_short = account.num_evicted and live < seq.footprint.prompt_cap
+        is_short = account.num_evicted and (not seq.footprint.bounded or live < seq.footprint.prompt_cap)
+        drops = seq.footprint.drops
+        is_short = is_short and (drops is None or seq.num_computed >= drops.at)
         is_scarce = room.limit is not None and 2 * room.used > room.limit  # those that run need the rest
         if seq.lineage is None or seq.status is not Status.RUNNING or not is_short or is_scarce:
             return

@@ -72,7 +72,9 @@ class RequestMetrics:
                     without compression
     sinks:          first tokens that compression never evicts, a chat's system prompt and tools among them;
                     None without compression
-    tokens_evicted: tokens evicted per layer and KV head
+    tokens_evicted: tokens evicted per layer and KV head, dropped ones included
+    num_dropped_tokens: prompt tokens that the caller dropped and that have left the cache, in this request or
+                    before; whole blocks of them
     blocks_freed:   blocks that compression returned to the pool while the request lived, less those it took;
                     below 0 while other requests hold shared blocks that it left
     blocks_perfect: blocks that perfect packing would have returned for the same evictions
@@ -107,6 +109,7 @@ class RequestMetrics:
     num_repeated_tokens: int = 0
     num_reused_tokens: int = 0
     num_gone_tokens: int = 0
+    num_dropped_tokens: int = 0
     num_generated_tokens: int = 0
     num_reasoning_tokens: int | None = None
     tokens_evicted: int = 0

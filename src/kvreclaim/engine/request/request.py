@@ -309,6 +309,7 @@ class Request:
             peaks.append((self.beams.peak_blocks, self.beams.answer_blocks))
             m.tokens_lost_to_rounding += self.beams.rounded
         m.tokens_evicted = sum(a.num_evicted - a.inherited_evicted for a in accounts)
+        m.num_dropped_tokens = max((a.num_dropped for a in accounts), default=0)
         m.blocks_freed = sum(a.blocks_freed for a in accounts)
         m.blocks_perfect = sum(a.blocks_perfect for a in accounts)
         m.compactions = sum(a.compactions for a in accounts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvreclaim.beams import BeamSearchParams
@@ -29,6 +30,8 @@ class RequestSpec:
                   compression, and keeps it for the next one; None: as the engine is set
     is_rewritten: the next turn's prompt may say the answer in other tokens; what is left of this prompt is
                   kept as well then
+    drop_spans:   (first, last + 1) of prompt tokens whose keys and values leave the cache before the token at
+                  drop_at is computed; None: before the last one of the prompt
     beams:        a beam search; params are then its `sampling`
     cache_salt:   prefix blocks are shared only among requests with the same salt
     sparse_prefill: method of the prompt, by name or as an object; None: the engine's own
@@ -49,6 +52,8 @@ class RequestSpec:
     compress_prompt_at: int | None = None
     conversation_snapshots: bool | None = None
     is_rewritten: bool = False
+    drop_spans: Sequence[tuple[int, int]] | None = None
+    drop_at: int | None = None
     beams: BeamSearchParams | None = None
     cache_salt: str | None = None
     sparse_prefill: str | SparsePrefill | None = None

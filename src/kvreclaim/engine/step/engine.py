@@ -289,7 +289,8 @@ class Engine:
         if footprint.compress_prompt_at or has_turns:
             _ = self.snapshots  # from now on
         if has_turns and spec.is_rewritten:
-            footprint = replace(footprint, keep_at=max(0, len(spec.prompt_token_ids) - MOST_OPENING))
+            least = 0 if footprint.drops is None else footprint.drops.at
+            footprint = replace(footprint, keep_at=max(least, len(spec.prompt_token_ids) - MOST_OPENING))
         is_chunked = spec.chunks is not None and request.reuse is not None
         most_hit = None if request.verify is None else self.verifier.max_prefix_hit(request.verify)
         self.lifecycle.begin(

@@ -203,9 +203,12 @@ class OutputProcessor:
             self.lifecycle.conclude(request)
 
     def compress(self, sequences: list[Sequence]) -> None:
-        """Bring those that are due back to their budgets."""
+        """Let dropped spans go, and bring those that are due back to their budgets."""
         jobs, scheduler = [], self.lifecycle.scheduler
         for seq in sequences:
+            if seq.footprint.drops is not None:
+                with self.lifecycle.contained(seq.request, "dropping spans of"):
+                    self._drop(seq)
             if seq.request.compressor is None:
                 continue
             with self.lifecycle.contained(seq.request, "compressing"):
@@ -227,6 +230,12 @@ class OutputProcessor:
                 self.passes.append((job.seq.request, plan))
                 for extension in self.lifecycle.extensions.ordered:
                     extension.compressed(job.seq, plan, outcome.kept)
+
+    def _drop(self, seq: Sequence) -> None:
+        if (done := self.lifecycle.scheduler.drop(seq)) is not None:
+            self.totals.tokens_evicted += len(done.entries) * self.lifecycle.memory.block_size
+            self.totals.blocks_perfect += len(done.entries)
+            self.compression.drop(seq, done)
 
     def _job(self, plan: Pass[int]) -> CompactionJob:
         seq, size = self.lifecycle.sequences[plan.seq_id], self.lifecycle.memory.block_size

@@ -30,6 +30,7 @@ from kvreclaim.engine.step.validation import (
     check_sparse_prefill,
     check_thinking,
     checked_bad_words,
+    checked_drops,
     output_limit,
 )
 from kvreclaim.engine.step.verified import divided, verify_of
@@ -98,6 +99,8 @@ class RequestFactory:
         verified, compressor = (None, None) if compressor is None else divided(compressor)
         verify = None if verified is None else self._verify(spec, verified, len(tokens))
         footprint = footprint_of(compressor, config, prompt, spec.compress_prompt_at, self.groups, sparse)
+        if (drops := checked_drops(spec)) is not None:
+            footprint = footprint.dropping(drops)
         if (reuse := reuse_of()) is not None:
             footprint = replace(footprint, shareable_until=reuse.sources[0].start)
         policy = "full" if compressor is None else compressor.policy.name
@@ -177,6 +180,7 @@ def request_features(
     asked = {
         Feature.CHUNK_REUSE: spec.chunks is not None,
         Feature.COMPRESS_AT: spec.compress_prompt_at is not None,
+        Feature.DROPS: bool(spec.drop_spans),
         Feature.BEAM_SEARCH: spec.beams is not None,
         Feature.SEVERAL_OUTPUTS: spec.params.n > 1,
         Feature.PROMPT_LOGPROBS: spec.params.prompt_logprobs is not None,

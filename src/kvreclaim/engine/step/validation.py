@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 
-from kvreclaim.checks import check_text, is_int, require
+from kvreclaim.checks import check_int, check_text, is_int, require
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.prefill.method import SparsePrefill
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.compact.recalls import Recalls
+from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.sampling.beam_search import BeamSearch
 from kvreclaim.engine.sampling.processors import word_ids
 from kvreclaim.engine.sampling.thinking import FIELD, closing_ids
@@ -18,6 +19,7 @@ from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.parsers.thinking import ThinkSpan
 from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.schedule.budget.check import check_blocks
+from kvreclaim.schedule.budget.drops import Drops, joined
 from kvreclaim.schedule.budget.footprint import Footprint
 from kvreclaim.schedule.budget.lengths import excess_slots, longest_sequence, most_blocks
 from kvreclaim.schedule.budget.sparse import SparseRows
@@ -101,6 +103,36 @@ def check_salt(cache_salt: str | None) -> None:
         "cache_salt holds the character NUL, which is reserved; remove it.",
         "cache_salt",
     )
+
+
+def checked_drops(spec: RequestSpec) -> Drops | None:
+    """The spans that a request drops. Raises: InvalidArgumentError for some that are not in its prompt."""
+    spans, at, num_prompt = spec.drop_spans, spec.drop_at, len(spec.prompt_token_ids)
+    if not spans:
+        require(
+            at is None,
+            f"drop_at is {at}, but there are no drop_spans; pass some, or leave it out.",
+            "drop_at",
+        )
+        return None
+    if at is None:
+        at = num_prompt - 1
+    check_int("drop_at", at, 1)
+    require(
+        at < num_prompt,
+        f"drop_at is {at}, but the prompt has {num_prompt} tokens; lower it, so that at least one token "
+        "follows.",
+        "drop_at",
+    )
+    for span in spans:
+        is_pair = isinstance(span, (list, tuple)) and len(span) == 2 and all(map(is_int, span))
+        require(
+            is_pair and 0 <= span[0] < span[1] <= at,
+            f"drop_spans has {span!r}; a span is (first, last + 1) of prompt tokens before drop_at, {at}; "
+            "correct or remove it.",
+            "drop_spans",
+        )
+    return Drops(joined(spans), at)
 
 
 def check_priority(priority: int, config: EngineConfig) -> None:

@@ -14,6 +14,8 @@ class Account:
     last_computed: logical length at the last pass
     blocks_freed, blocks_perfect, compactions: see RequestMetrics
     inherited_evicted: num_evicted at the fork, which the parent has counted already
+    num_dropped:   of num_evicted, tokens that the caller dropped; dropped_since: of these, since the last
+                   pass
     """
 
     num_evicted: int = 0
@@ -23,18 +25,33 @@ class Account:
     blocks_perfect: int = 0
     compactions: int = 0
     inherited_evicted: int = 0
+    num_dropped: int = 0
+    dropped_since: int = 0
 
     def fork(self) -> Account:
         """The child's: same tokens gone, its own counts from zero."""
         gone = self.num_evicted
-        return Account(gone, self.prompt_slots, self.last_computed, inherited_evicted=gone)
+        return Account(
+            gone,
+            self.prompt_slots,
+            self.last_computed,
+            inherited_evicted=gone,
+            num_dropped=self.num_dropped,
+            dropped_since=self.dropped_since,
+        )
 
     def fork_as_prompt(self, *, uneven: bool) -> Account:
         """The same for a child all of whose tokens so far are its prompt."""
         child = self.fork()
-        child.prompt_slots = 0 if uneven else self.last_computed - self.num_evicted
+        child.prompt_slots = 0 if uneven else self.last_computed - self.num_evicted + self.dropped_since
         return child
 
     def prompt_now(self, num_computed: int, num_prompt: int) -> int:
         """Leading live slots that hold prompt tokens, those computed since the last pass included."""
-        return self.prompt_slots + min(num_prompt, num_computed) - min(num_prompt, self.last_computed)
+        since = min(num_prompt, num_computed) - min(num_prompt, self.last_computed)
+        return self.prompt_slots + since - self.dropped_since
+
+    @property
+    def shift(self) -> int:
+        """Position less slot of tokens since the last pass, had none of these been dropped."""
+        return self.num_evicted - self.dropped_since

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.windows.window import Window
 from kvreclaim.schedule.budget.account import Account
+from kvreclaim.schedule.budget.drops import Drops
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 from kvreclaim.schedule.budget.protection import kept_prompt_slots
 from kvreclaim.schedule.budget.recall import Recall
@@ -48,6 +49,7 @@ class Footprint:
     sparse:     the sparsely computed rows of the prompt; blocks after them are not shared
     recall:     how evicted tokens return, into the last blocks of the budget; None: they do not
     shareable_until: leading tokens whose blocks others may find; None: all
+    drops:      spans that leave the cache, at the latest where shareable_until is; None: none do
     """
 
     eviction_method: EvictionMethod = EvictionMethod.KEEP
@@ -69,6 +71,18 @@ class Footprint:
     sparse: SparseRows | None = None
     shareable_until: int | None = None
     recall: Recall | None = None
+    drops: Drops | None = None
+
+    def dropping(self, drops: Drops) -> Footprint:
+        """The same for a request that drops spans of its prompt."""
+        return replace(self, drops=drops, shareable_until=drops.at)
+
+    def drops_now(self, num_computed: int, num_prompt: int, account: Account) -> bool:
+        """Whether spans leave the cache at the present length: at their place, and before each pass on the
+        way there, so that no token of theirs is moved."""
+        if self.drops is None or num_computed > self.drops.at:
+            return False
+        return num_computed == self.drops.at or self.is_due(num_computed, num_prompt, account)
 
     def window_start(self, num_computed: int) -> int:
         """Tokens before the first one that a later token sees, of those that may be given back."""
@@ -113,7 +127,8 @@ class Footprint:
             at = num_computed == self.compress_prompt_at and account.last_computed < num_computed
             return at and self.kept(live) < live
         if self.prompt_only:
-            worth = num_prompt - self.budget >= (self.block_size if self.aligned else 1)
+            there = num_prompt - account.num_dropped
+            worth = there - self.budget >= (self.block_size if self.aligned else 1)
             return worth and not in_prompt and account.last_computed == 0
         live = num_computed - account.num_evicted
         return live >= (self.prompt_cap if in_prompt else self._due_at(num_prompt, account.last_computed))
@@ -139,7 +154,7 @@ class Footprint:
         if self.eviction_method.sparse_reads:
             whole = max(num_prompt, self.budget) - num_computed
             return whole if whole > 0 else self.max_chunk
-        if not self.eviction_method.evicts:
+        if not (self.eviction_method.evicts or self.keep_at > num_computed):
             return self.max_chunk
         places = [at for at in (self.compress_prompt_at, self.keep_at) if at > num_computed]
         if places:
@@ -176,7 +191,7 @@ class Footprint:
         nothing computed under sparse reads is replaced by exact blocks, and the first pass finds the signals
         that it would find."""
         if (end := self.shared_until(num_prompt)) is not None:
-            known = min(known, end)
+            known = min(known, end if self.drops is None else end - 1)
         if self.eviction_method.sparse_reads:
             return min(known, max(num_prompt, self.budget))
         first = self.first_pass(num_prompt)
@@ -209,7 +224,9 @@ class Footprint:
             most = self.trailing.most_blocks(known, min(self.max_chunk, known), self.block_size)
             return min(known, most * self.block_size)
         if not self.eviction_method.evicts:
-            return known
+            if self.drops is None or known <= self.drops.at:
+                return known
+            return max(self.drops.at, known - self.drops.num_in_blocks(self.block_size))
         if self.aligned:
             return known if self.most_tokens is None else min(known, self.most_tokens)
         if self.prompt_only:

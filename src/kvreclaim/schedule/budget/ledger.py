@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
@@ -11,6 +12,7 @@ from kvreclaim.memory.changes import CompactionPlan, Id, Shrunk, TableState
 from kvreclaim.memory.kv_memory import KVMemory
 from kvreclaim.schedule.budget.account import Account
 from kvreclaim.schedule.budget.compaction import Pass, plan_compaction
+from kvreclaim.schedule.budget.drops import Drop, blocks_within
 from kvreclaim.schedule.budget.footprint import Footprint
 
 
@@ -97,6 +99,38 @@ def take_choice(
     return replace(done, target_ids=tuple(left), blocks_freed=freed)
 
 
+def drop_spans(
+    seq_id: int,
+    num_computed: int,
+    footprint: Footprint,
+    account: Account,
+    dropped: Sequence[int],
+    memory: KVMemory,
+) -> tuple[Drop, tuple[int, ...]]:
+    """Let the blocks go that lie wholly within a dropped span, of tokens since the last pass: no token moves.
+
+    dropped: those that have gone since the last pass, as blocks that they would be if none had
+    Returns: what has gone, and `dropped` now.
+    """
+    assert footprint.drops is not None, f"sequence {seq_id} drops nothing"
+    size, live = footprint.block_size, num_computed - account.num_evicted
+    first, shift = account.last_computed, account.shift
+    within = blocks_within(footprint.drops.spans, first, num_computed, shift, size)
+    before = set(dropped)
+    new = [block for block in within if block not in before]
+    gone = sorted(dropped)
+    entries = tuple(block - bisect_left(gone, block) for block in new)
+    memory.mark_inexact(seq_id)
+    freed = memory.drop_blocks(seq_id, entries) if entries else 0
+    num_tokens = len(entries) * size
+    account.num_evicted += num_tokens
+    account.num_dropped += num_tokens
+    account.dropped_since += num_tokens
+    account.blocks_freed += freed
+    account.blocks_perfect += len(entries)
+    return Drop(seq_id, entries, live), tuple(sorted([*gone, *new]))
+
+
 def _in_blocks(
     seq_id: Id, live: int, keep: int, footprint: Footprint, pool: LedgerPool[Id]
 ) -> tuple[tuple[int, ...], Shrunk | None]:
@@ -117,7 +151,7 @@ def _in_blocks(
 
 def _note(account: Account, done: Pass[Id], footprint: Footprint) -> None:
     size, live, keep = footprint.block_size, done.num_tokens, done.keep
-    account.num_evicted = done.shift
+    account.num_evicted, account.dropped_since = done.shift, 0
     account.prompt_slots = (
         0 if done.eviction_method.uneven else footprint.kept_prompt(live, done.prompt_slots, keep)
     )

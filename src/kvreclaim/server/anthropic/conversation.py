@@ -17,6 +17,7 @@ from kvreclaim.server.anthropic.fields import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from kvreclaim.server.drops import PLACEHOLDER, DropMarks, check_place
 from kvreclaim.server.errors import ApiError
 
 ALTERED = "\ue000"
@@ -39,13 +40,16 @@ class Writer:
     """Translates a conversation, piece by piece in the order tools, system, messages.
 
     A piece is a tool, a block, or a text within a tool result. intact: behind so many pieces the others are
-    altered, so that a rendering shows where they begin to matter; None alters nothing.
+    altered, so that a rendering shows where they begin to matter; None alters nothing. drops: marks what is
+    dropped, and the first block `new` that the turn before did not have.
     """
 
     body: ConversationFields
     intact: int | None = None
     place: int = 0
     marks: list[Mark] = field(default_factory=list)
+    drops: DropMarks | None = None
+    new: str = ""
 
     def tools(self) -> list[dict[str, Any]]:
         tools = list(enumerate(self.body.tools or []))
@@ -72,7 +76,8 @@ class Writer:
     ) -> list[TemplateMessage]:
         """Blocks of one kind that follow each other."""
         if kind == "text":
-            texts = [self._text(block, where) for where, block in located if isinstance(block, TextBlock)]
+            blocks = [(where, block) for where, block in located if isinstance(block, TextBlock)]
+            texts = [self._dropped(self._text(block, where), block, where) for where, block in blocks]
             return [{"role": role, "content": "\n".join(texts)}]
         if kind == "thinking":
             thoughts = [self._thought(block, where) for where, block in located if block.type == "thinking"]
@@ -122,8 +127,18 @@ class Writer:
                 f"{where}.tool_use_id is {block.tool_use_id!r}, which is the id of no tool_use before it; "
                 "pass the id of the call that it answers.",
             )
-        content = lead + "\n".join(texts)
+        content = lead + self._dropped("\n".join(texts), block, where)
         return {"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": content}
+
+    def _dropped(self, text: str, block: TextBlock | ToolResultBlock, where: str) -> str:
+        """What the model reads of a text of a message."""
+        if block.kv_drop == "exact":
+            text = self._same(PLACEHOLDER)
+        if self.drops is None:
+            return text
+        if where == self.new:
+            text = self.drops.before(text)
+        return self.drops.around(text, f"{where}.kv_drop") if block.kv_drop == "lossy" else text
 
     def _piece(self, text: str) -> str:
         """The next piece."""
@@ -144,6 +159,38 @@ def _blocks_of(body: ConversationFields) -> Iterator[tuple[str, str, AnyBlock]]:
     for i, message in enumerate(body.messages):
         for j, block in enumerate(message.content):
             yield message.role, f"messages.{i}.content.{j}", block
+
+
+def check_drops(body: ConversationFields) -> bool:
+    """Whether texts leave the cache. Raises: ApiError for some that cannot be dropped."""
+    last, found = f"messages.{len(body.messages) - 1}.", False
+    own = [("system", f"system.{i}", block) for i, block in enumerate(body.system or ())]
+    for role, where, block in (*own, *_blocks_of(body)):
+        if not isinstance(block, (TextBlock, ToolResultBlock)):
+            continue
+        parts = block.content if isinstance(block, ToolResultBlock) else [block]
+        inner = next(
+            (i for i, part in enumerate(parts) if part is not block and part.kv_drop is not None), None
+        )
+        if inner is not None:
+            name = f"{where}.content.{inner}.kv_drop"
+            raise ApiError(400, f"{name} is set, but a result is dropped whole; set it on {where}.", name)
+        text, name = "".join(part.text for part in parts), f"{where}.kv_drop"
+        is_last = where.startswith(last)
+        check_place(block.kv_drop, text, name, is_system=role == "system", is_last=is_last)
+        found = found or block.kv_drop == "lossy"
+    return found
+
+
+def first_new(body: ConversationFields) -> str:
+    """The first text or result that the turn before did not have."""
+    last = len(body.messages) - 1
+    answers = [place for place in range(last) if body.messages[place].role == "assistant"]
+    new = answers[-1] + 1 if answers else last
+    kinds = (TextBlock, ToolResultBlock)
+    blocks = enumerate(body.messages[new].content)
+    number = next((number for number, block in blocks if isinstance(block, kinds)), 0)
+    return f"messages.{new}.content.{number}"
 
 
 def _joined(written: list[TemplateMessage]) -> Iterator[TemplateMessage]:

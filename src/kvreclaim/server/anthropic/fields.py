@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from kvreclaim.server.calls import Offer, Tool
 from kvreclaim.server.config import MAX_INT32
+from kvreclaim.server.drops import KVDrop
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import (
     MAX_BLOCKS,
@@ -46,6 +47,7 @@ class Block(Fields):
 class TextBlock(Block):
     type: Literal["text"]
     text: str
+    kv_drop: KVDrop = None
     citations: None = None
 
 
@@ -75,6 +77,7 @@ class ToolResultBlock(Block):
     tool_use_id: str = Field(min_length=1)
     content: TextBlocks = Field(default_factory=list)
     is_error: bool = False
+    kv_drop: KVDrop = None
 
 
 AnyBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]

@@ -18,7 +18,7 @@ from typing import Any
 from kvreclaim.engine.api.chat import Change, num_leading_tokens, num_shared
 from kvreclaim.engine.api.exports import Retention
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.server.anthropic.conversation import ALTERED, Mark, Writer
+from kvreclaim.server.anthropic.conversation import ALTERED, Mark, Writer, check_drops, first_new
 from kvreclaim.server.anthropic.fields import (
     TTL_S,
     AnyBlock,
@@ -29,6 +29,7 @@ from kvreclaim.server.anthropic.fields import (
 )
 from kvreclaim.server.bodies import num_chars
 from kvreclaim.server.calls import check_unique
+from kvreclaim.server.drops import DropMarks, Dropped
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.service import Service, text_of
 
@@ -39,11 +40,12 @@ EXTRA_TOOL = {"type": "function", "function": {"name": ALTERED, "description": A
 @dataclass(frozen=True, slots=True)
 class Rendered:
     """breakpoints: in the order of the request; num_tokens counts whole tokens. num_system: counts leading
-    tokens of system prompt and tools; None: there are none."""
+    tokens of system prompt and tools; None: there are none. dropped: leave the cache."""
 
     token_ids: list[int]
     breakpoints: tuple[Retention, ...]
     num_system: Callable[[], int] | None = None
+    dropped: Dropped | None = None
 
 
 def check_size(body: ConversationFields, service: Service) -> None:
@@ -71,13 +73,15 @@ def render(body: ConversationFields, service: Service) -> Rendered:
     """The prompt of the next turn. Raises: ApiError, InvalidArgumentError."""
     _check_tools(body)
     _check_thinking(body, service)
+    drops = check_drops(body)
     writer = Writer(body)
     tools, messages = writer.tools(), writer.messages()
     marks = _marks(body, writer.marks, writer.place)
     text = _text(body, service, tools, messages)
     assert service.plain is not None, "a model without tokenizer is refused"
+    dropped = _dropped(body, service, text) if drops else None
     if not marks:
-        return _counted(Rendered(service.plain.encode(text), ()), body, service)
+        return _counted(Rendered(service.plain.encode(text), (), dropped=dropped), body, service)
     token_ids, ends = service.plain.encode_with_ends(text)
     chars: dict[int, int] = {0: 0, writer.place: len(text)}
     for place in {mark.place for mark in marks} - chars.keys():
@@ -88,7 +92,15 @@ def render(body: ConversationFields, service: Service) -> Rendered:
             alone = num_shared(text, _text(body, service, [*others, EXTRA_TOOL], messages))
             chars[place] = max(chars[place], alone)
     points = [Retention(bisect_right(ends, chars[mark.place]), TTL_S[mark.ttl]) for mark in marks]
-    return _counted(Rendered(token_ids, tuple(points)), body, service)
+    return _counted(Rendered(token_ids, tuple(points), dropped=dropped), body, service)
+
+
+def _dropped(body: ConversationFields, service: Service, text: str) -> Dropped:
+    """The tokens of texts that leave the cache. text: the prompt. Raises: ApiError."""
+    drops = DropMarks()
+    writer = Writer(body, drops=drops, new=first_new(body))
+    tools = writer.tools()
+    return drops.read(text, _text(body, service, tools, writer.messages()), service)[1]
 
 
 def _counted(found: Rendered, body: ConversationFields, service: Service) -> Rendered:

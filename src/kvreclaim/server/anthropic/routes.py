@@ -16,6 +16,7 @@ from kvreclaim.server.anthropic.prompt import Rendered, check_size, render
 from kvreclaim.server.anthropic.schemas import ERRORS, STREAMED, TokensCount
 from kvreclaim.server.bodies import BodyRoute
 from kvreclaim.server.calls import check_ends, check_offer, checked_structured, followed, format_of
+from kvreclaim.server.drops import spec_fields
 from kvreclaim.server.events import answer_json, stream_events
 from kvreclaim.server.ids import request_id_of
 from kvreclaim.server.output_format import OutputFormat
@@ -62,6 +63,7 @@ async def create_message(
         conversation_snapshots=body.conversation_snapshots,
         is_rewritten=form.takes_apart(with_tools=body.offered is not None),
         may_end_early=True,
+        **spec_fields(rendered.dropped),
     )
     prompt = await _followed(body, form, service, tenant, prompt)
     answer = AnthropicResponse(body, service, request_id_of(request.scope), prompt)
@@ -100,10 +102,11 @@ def _compress_prompt_at(
     body: MessageRequest, rendered: Rendered, compression: CompressionConfig | None
 ) -> int | None:
     """The request's own value, else the last cache breakpoint if its cache is compressed: the prefix
-    is asked about again, so it is compressed once for all who do."""
+    is asked about again, so it is compressed once for all who do. Not where tokens of it leave the cache."""
     if (
         body.compress_prompt_at is not None
         or compression is None
+        or rendered.dropped is not None
         or not compression.make_policy().eviction_method.evicts
     ):
         return body.compress_prompt_at

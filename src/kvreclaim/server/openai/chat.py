@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from kvreclaim.chunks import Chunks
 from kvreclaim.compression.config import CompressionConfig
+from kvreclaim.engine.api.chat import Change
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.serving.stream import OutputDelta, RequestStream
 from kvreclaim.parsers.formats import Splitter
@@ -20,6 +21,7 @@ from kvreclaim.parsers.pieces import Piece
 from kvreclaim.server.bodies import BodyRoute
 from kvreclaim.server.calls import Offer, check_offer, followed, format_of, is_whole
 from kvreclaim.server.config import MAX_INT32
+from kvreclaim.server.drops import Dropped, spec_fields
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import Listed
 from kvreclaim.server.ids import request_id_of
@@ -31,9 +33,9 @@ from kvreclaim.server.openai.message_parts import MessageChunks, whole_message
 from kvreclaim.server.openai.messages import (
     ConversationOptions,
     Messages,
-    render,
     rendered,
     system_counter,
+    with_drops,
 )
 from kvreclaim.server.openai.prompts import beams_of, bounded, check_options, engine_prompt, sampling_params
 from kvreclaim.server.openai.schemas import ERRORS, ChatCompletion, streamed
@@ -117,11 +119,12 @@ async def prompt_of(body: ChatRequest, service: Service, tenant: Tenant) -> Requ
         params = beams.sampling
     with_tools = body.offered is not None
     work = partial(_encoded, body, service, with_tools=with_tools)
-    ids, chunks, compression = await service.workers.run(tenant.name, work)
+    ids, chunks, dropped, compression = await service.workers.run(tenant.name, work)
     if body.skip_special_tokens is None and form.needs_special_tokens(with_tools=with_tools):
         params = replace(params, skip_special_tokens=False)
     prompt = engine_prompt(ids, params, body, service, tenant, compression, beams=beams, chunks=chunks)
-    prompt = replace(prompt, is_rewritten=form.takes_apart(with_tools=with_tools))
+    is_rewritten = form.takes_apart(with_tools=with_tools)
+    prompt = replace(prompt, is_rewritten=is_rewritten, **spec_fields(dropped))
     follow = partial(followed, form, offer, structured, goes_on=bool(body.continue_final_message))
     return bounded([await service.workers.run(tenant.name, partial(follow, prompt))], service)[0]
 
@@ -143,17 +146,36 @@ def _check_no_grammar(
 
 def _encoded(
     body: ChatRequest, service: Service, *, with_tools: bool
-) -> tuple[list[int], Chunks | None, CompressionConfig | None]:
-    """The prompt's tokens, where documents stand among them, and its compression."""
-    chunks = None
+) -> tuple[list[int], Chunks | None, Dropped | None, CompressionConfig | None]:
+    """The prompt's tokens, where documents stand among them, which are dropped, and its compression."""
+    chunks = dropped = None
     if body.documents is None:
-        ids = render(body.messages, body, service, with_tools=with_tools)
+        write = partial(_written, body, service, with_tools)
+        ids, dropped = with_drops(body.messages, write, service)
     else:
+        _check_whole(body)
         place = DocumentPlaces()
         text = rendered(body.messages, body, service, with_tools=with_tools, change=place.marked)
         ids, chunks = within_chat(body.documents, text, place.mark, reuse_of(body.chunk_reuse), service)
     num_system = system_counter(ids, body.messages, body, service, with_tools=with_tools)
-    return ids, chunks, service.compression(body.kv_compression, num_system)
+    return ids, chunks, dropped, service.compression(body.kv_compression, num_system)
+
+
+def _written(body: ChatRequest, service: Service, with_tools: bool, change: Change) -> str:
+    return rendered(body.messages, body, service, with_tools=with_tools, change=change)
+
+
+def _check_whole(body: ChatRequest) -> None:
+    """Raises: ApiError for messages that are dropped beside documents."""
+    place = next((n for n, message in enumerate(body.messages) if message.kv_drop == "lossy"), None)
+    if place is not None:
+        field = f"messages.{place}.kv_drop"
+        raise ApiError(
+            400,
+            f"{field} is 'lossy', but documents are given, which are reused out of place; write 'exact', or "
+            "leave one of them out.",
+            field,
+        )
 
 
 class ChatAnswer(OpenAIResponse):

@@ -14,6 +14,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.parsers.json_value import json_value
 from kvreclaim.server.bodies import num_chars
 from kvreclaim.server.calls import check_unique
+from kvreclaim.server.drops import PLACEHOLDER, DropMarks, Dropped, KVDrop, check_place
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import MAX_TOOLS, Fields, Listed, described
 from kvreclaim.server.service import Service, text_of
@@ -47,6 +48,7 @@ class RequestMessage(Fields):
     """A message of any role. What an answer's message has besides may be sent back as long as it is null.
 
     reasoning_content, reasoning: of the assistant, for templates that show it
+    kv_drop: its text leaves the cache, or gives way to a placeholder
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -56,6 +58,7 @@ class RequestMessage(Fields):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    kv_drop: KVDrop = None
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -146,6 +149,7 @@ def rendered(
     service.check_chars(num_chars(tools), "tools")
     check_unique([tool.function.name for tool in options.tools or ()])
     _check_calls(messages)
+    _check_drops(messages)
     developer = "developer" if _template_knows(service, "developer") else "system"
     made = change([_for_template(message, developer) for message in messages])
     goes_on = bool(options.continue_final_message)
@@ -201,9 +205,7 @@ def _variables(options: ConversationOptions, service: Service) -> dict[str, Any]
 
 def _for_template(message: RequestMessage, developer: str) -> dict[str, Any]:
     """Text in one piece (templates of text models take nothing else), arguments as objects."""
-    content = message.content
-    if not isinstance(content, str):
-        content = "\n".join(part.text for part in content or ())
+    content = PLACEHOLDER if message.kv_drop == "exact" else _text_of(message)
     role = developer if message.role == "developer" else message.role
     made: dict[str, Any] = {"role": role, "content": content}
     if message.name is not None:
@@ -216,6 +218,11 @@ def _for_template(message: RequestMessage, developer: str) -> dict[str, Any]:
     if message.tool_call_id is not None:
         made["tool_call_id"] = message.tool_call_id
     return made
+
+
+def _text_of(message: RequestMessage) -> str:
+    content = message.content
+    return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
 
 
 def _definition(tool: FunctionTool) -> dict[str, Any]:
@@ -239,6 +246,41 @@ def _call(call: ToolCallMessage) -> dict[str, Any]:
         "type": "function",
         "function": {"name": call.function.name, "arguments": arguments},
     }
+
+
+def with_drops(
+    messages: Sequence[RequestMessage], write: Callable[[Change], str], service: Service
+) -> tuple[list[int], Dropped | None]:
+    """The prompt's tokens, and those that leave the cache. write: the prompt, of messages so changed. Raises:
+    ApiError."""
+    text = write(list)
+    lossy = [place for place, message in enumerate(messages) if message.kv_drop == "lossy"]
+    if not lossy:
+        assert service.plain is not None, "a model without tokenizer is refused"
+        return service.plain.encode(text), None
+    marks, last = DropMarks(), len(messages) - 1
+    answers = [place for place in range(last) if messages[place].role == "assistant"]
+    new = answers[-1] + 1 if answers else last
+
+    def marked(made: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        found = [dict(message) for message in made]
+        found[new]["content"] = marks.before(found[new]["content"])
+        for place in lossy:
+            found[place]["content"] = marks.around(found[place]["content"], f"messages.{place}.kv_drop")
+        return found
+
+    return marks.read(text, write(marked), service)
+
+
+def _check_drops(messages: Sequence[RequestMessage]) -> None:
+    for place, message in enumerate(messages):
+        check_place(
+            message.kv_drop,
+            _text_of(message),
+            f"messages.{place}.kv_drop",
+            is_system=message.role in SYSTEM_ROLES,
+            is_last=place == len(messages) - 1,
+        )
 
 
 def _check_calls(messages: Sequence[RequestMessage]) -> None:

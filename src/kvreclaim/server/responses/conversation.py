@@ -60,7 +60,10 @@ class ChatWriter:
             case "function_call_output":
                 output = item["output"]
                 content = output if isinstance(output, str) else _texts(output)
-                self._add({"role": "tool", "tool_call_id": item["call_id"], "content": content}, place)
+                drop = {"kv_drop": item["kv_drop"]} if "kv_drop" in item else {}
+                self._add(
+                    {"role": "tool", "tool_call_id": item["call_id"], "content": content, **drop}, place
+                )
 
     def _reason(self, item: Item, place: str) -> None:
         texts = [part["text"] for part in item["content"]]

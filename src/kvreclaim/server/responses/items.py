@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator
 
+from kvreclaim.server.drops import KVDrop
 from kvreclaim.server.fields import MAX_BLOCKS, Fields, Listed, described, refusal
 from kvreclaim.server.ids import ANSWER_PREFIXES
 
@@ -97,10 +98,12 @@ class CallOutputItem(InputItem):
     type: Literal["function_call_output"]
     call_id: str = Field(min_length=1)
     output: ItemContent
+    kv_drop: KVDrop = None
 
     def kept(self) -> Item:
         output = self.output if isinstance(self.output, str) else _parts(self.output, "input_text")
-        return self.shown("function_call_output", call_id=self.call_id, output=output)
+        item = self.shown("function_call_output", call_id=self.call_id, output=output)
+        return item if self.kv_drop is None else {**item, "kv_drop": self.kv_drop}
 
 
 class ReasoningItem(InputItem):

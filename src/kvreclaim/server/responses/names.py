@@ -24,7 +24,7 @@ OWN: Mapping[str, str] = {
     "tool_choice.allowed_tools": "tool_choice",
 }
 """Fields of a chat request, and what they are called here."""
-OF_MESSAGE: Mapping[str, str] = {"content": "content", "tool_call_id": "call_id"}
+OF_MESSAGE: Mapping[str, str] = {"content": "content", "tool_call_id": "call_id", "kv_drop": "kv_drop"}
 _FIELD = re.compile(
     r"(?<![\w.])(?:messages\.(?P<message>\d+)(?:\.(?P<part>\w+))?|tools\.(?P<tool>\d+)\.function|"
     r"(?P<own>max_tokens|max_completion_tokens|response_format(?:\.json_schema)?|reasoning_effort|"

@@ -1,0 +1,112 @@
+"""Texts of a conversation that the client drops: kv_drop of messages and blocks, in both dialects."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from kvreclaim.server.errors import ApiError
+from kvreclaim.server.fields import described
+from kvreclaim.server.service import Service
+
+PLACEHOLDER = "[cleared]"
+"""What the model reads in place of a text that is dropped exactly."""
+
+KVDrop = Annotated[
+    Literal["lossy", "exact"] | None,
+    BeforeValidator(
+        lambda given: {True: "lossy", False: None}[given] if isinstance(given, bool) else given,
+        json_schema_input_type=Literal["lossy", "exact"] | bool | None,
+    ),
+    described('"lossy" (or true) or "exact"'),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Tokens of a prompt that are dropped, and where: RequestSpec's drop_spans and drop_at."""
+
+    spans: tuple[tuple[int, int], ...]
+    at: int
+
+
+def check_place(drop: str | None, text: str, field_name: str, *, is_system: bool, is_last: bool) -> None:
+    """Raises: ApiError for a text that cannot be dropped. is_last: nothing follows it"""
+    if drop is None:
+        return
+    problem = None
+    if is_system:
+        problem = "system prompts and tools stay; remove it"
+    elif is_last:
+        problem = "nothing follows this message yet; drop it in a later turn"
+    elif not text.strip():
+        problem = "there is no text to drop; remove it"
+    if problem is not None:
+        raise ApiError(400, f"{field_name} is {drop!r}, but {problem}.", field_name)
+
+
+@dataclass(slots=True)
+class DropMarks:
+    """Marks in a rendering beside the one that is the prompt, which show where texts stand in it.
+
+    places: of the texts that are dropped, as errors call them
+    """
+
+    places: list[str] = field(default_factory=list)
+    _edge: str = field(default_factory=lambda: f"x{secrets.token_hex(12)}x")
+    _point: str = field(default_factory=lambda: f"y{secrets.token_hex(12)}y")
+
+    def around(self, text: str, place: str) -> str:
+        """A text that is dropped, but for the white space around it, which templates may take away."""
+        self.places.append(place)
+        inner = text.strip()
+        before, after = text.split(inner, 1)
+        return f"{before}{self._edge}{inner}{self._edge}{after}"
+
+    def before(self, text: str) -> str:
+        """The first text that was not there in the turn before: whatever goes has gone before this, or behind
+        the last text that goes."""
+        inner = text.lstrip()
+        return f"{text[: len(text) - len(inner)]}{self._point}{inner}"
+
+    def read(self, text: str, marked: str, service: Service) -> tuple[list[int], Dropped]:
+        """The prompt's tokens, and which of them go. text: the prompt; marked: the same with the marks.
+
+        Raises: ApiError where the template has changed more than the marks.
+        """
+        edges: list[int] = []
+        points: list[int] = []
+        num_chars, bare = 0, []
+        for piece in re.split(f"({self._edge}|{self._point})", marked):
+            if piece in (self._edge, self._point):
+                (edges if piece == self._edge else points).append(num_chars)
+            else:
+                bare.append(piece)
+                num_chars += len(piece)
+        if "".join(bare) != text or len(points) != 1 or len(edges) != 2 * len(self.places):
+            place = self.places[0]
+            raise ApiError(
+                400,
+                f"{place} is 'lossy', but this model's chat template does not leave the text of messages as "
+                "it is, so nobody knows its tokens; write 'exact', or leave it out.",
+                place,
+            )
+        assert service.plain is not None, "a model without tokenizer is refused"
+        ids, ends = service.plain.encode_with_ends(text)
+        spans = tuple(
+            (bisect_left(ends, start) + 1 if start else 0, bisect_right(ends, end))
+            for start, end in zip(edges[::2], edges[1::2], strict=True)
+        )
+        found = tuple((start, end) for start, end in spans if start < end)
+        at = max(bisect_right(ends, points[0]), *(end for _, end in found), 1)
+        return ids, Dropped(found, min(at, len(ids) - 1))
+
+
+def spec_fields(dropped: Dropped | None) -> dict[str, Any]:
+    """Fields of a RequestSpec."""
+    return {} if dropped is None else {"drop_spans": dropped.spans, "drop_at": dropped.at}
