@@ -8,10 +8,11 @@ import torch
 from settings import assert_idle, with_options
 from shadow import Shadow
 
-from kvreclaim import CompressionConfig, SamplingParams
+from kvreclaim import LLM, CompressionConfig, SamplingParams
 from kvreclaim.errors import InvalidArgumentError
 
 SIZE = 16
+FEW = ("qwen3-next", "lfm2")
 PROMPT, NEW, LAST = tiny.prompts((150, 40, 37), seed=21)
 SPAN = (35, 100)
 GONE = range(48, 96)
@@ -234,3 +235,29 @@ def test_what_came_since_the_last_pass(policy, make_llm, monkeypatch):
     assert metrics.num_dropped_tokens >= 16
     assert shadow.worst <= 1e-5
     assert not shadow.wrong
+
+
+@pytest.mark.parametrize("family", ["ministral", "llama4", *FEW])
+def test_layers_with_windows_or_states(family, tiny_dir, monkeypatch):
+    """What was cached for a prompt that drops nothing begins one that does, with the answer of an engine that
+    has nothing cached; layers with full attention no longer see the span."""
+    found = []
+    for is_cached in (False, True):
+        llm = LLM(
+            tiny_dir(family), dtype="float32", device="cpu", num_blocks=200, conversation_snapshots=True
+        )
+        if is_cached:
+            ask(llm, PROMPT)
+        shadow = None if family in FEW else Shadow(llm, monkeypatch)
+        answer, metrics = ask(llm, PROMPT + NEW, drop_spans=[SPAN], drop_at=len(PROMPT))
+        found.append((answer.token_ids, metrics.num_dropped_tokens, metrics.num_cached_tokens > 0))
+        assert shadow is None or (shadow.num_drops == 1 and shadow.worst <= 1e-5)
+        monkeypatch.undo()
+        text = PROMPT + NEW + list(answer.token_ids)
+        _, metrics = ask(llm, text + LAST, drop_spans=[SPAN], drop_at=len(text))
+        assert metrics.num_snapshot_tokens == len(text) - 1
+        llm.engine.reset_prefix_cache()
+        llm.engine.step()
+        assert_idle(llm)
+    assert found[0][:2] == found[1][:2]
+    assert found[1][1:] == (len(GONE), True)
