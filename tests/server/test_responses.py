@@ -340,6 +340,24 @@ def thought(text: str) -> dict[str, Any]:
             "assistant: me me f{} tool: w30",
         ),
         (
+            [
+                *({"role": "assistant", "content": "me"}, CALLED, {"role": "assistant", "content": "w1"}),
+                *({"role": "assistant", "content": "w2"}, {"role": "user", "content": "w20"}),
+            ],
+            "assistant: me f{} assistant: w1 assistant: w2 user: w20",
+        ),
+        (
+            [CALLED, {"role": "user", "content": "w20"}, OUTPUT],
+            "assistant: f{} user: w20 tool: w30",
+        ),
+        (
+            [
+                *(CALLED, *({"role": "assistant", "content": each} for each in ("w1", "w2"))),
+                *({**CALLED, "call_id": "d"}, OUTPUT, {**OUTPUT, "call_id": "d"}),
+            ],
+            "assistant: w1 w2 f{} f{} tool: w30 tool: w30",
+        ),
+        (
             [thought("w1"), thought("w2"), {"role": "assistant", "content": "me"}],
             "assistant: <think> w1 w2 </think> me",
         ),
@@ -354,7 +372,8 @@ def thought(text: str) -> dict[str, Any]:
         ),
     ],
     ids=[
-        *("parts", "developer", "turns", "neighbours", "one turn", "calls", "a text after a call"),
+        *("parts", "developer", "turns", "neighbours", "one turn", "calls", "a text before a result"),
+        *("a text behind a call", "a user's text behind a call", "texts between calls"),
         *("thoughts", "leading"),
     ],
 )

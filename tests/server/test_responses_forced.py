@@ -53,6 +53,26 @@ def test_a_forced_call(server: Running, choice: Any, names: set[str]) -> None:
     assert whole["output"][0]["arguments"] == streamed["output"][0]["arguments"]
 
 
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({}, [True, True]),
+        ({"skip_special_tokens": True}, [True, True]),
+        ({"tools": [{**CITY, "strict": None}, {**NOW, "parameters": {"not": {}}}]}, [True, False]),
+        ({"tools": [{**CITY, "strict": None}, {**NOW, "name": "a b"}]}, [False, False]),
+        ({"tools": [{**CITY, "strict": False}, NOW]}, [False, True]),
+    ],
+)
+def test_functions_are_strict_where_they_can_be(
+    server: Running, more: dict[str, Any], told: list[bool]
+) -> None:
+    """A strict one among others with a name that no grammar has would be refused, so none is."""
+    response = ask(
+        server, **{**GIVEN, "tools": [{**CITY, "strict": None}, NOW], **more, "max_output_tokens": 4}
+    )
+    assert [tool["strict"] for tool in response["tools"]] == told
+
+
 def test_a_schema(server: Running) -> None:
     form = {"type": "json_schema", "name": "city", "schema": PARAMETERS, "strict": True}
     response = ask(server, **GIVEN, text={"format": form})

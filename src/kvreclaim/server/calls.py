@@ -96,6 +96,20 @@ def check_offer(offer: Offer, form: OutputFormat, service: Service) -> None:
             raise ApiError(400, f"{one.place} cannot be followed: {reason}; change it.", one.place)
 
 
+def can_follow(tools: Sequence[Tool], form: OutputFormat, service: Service) -> bool:
+    """Whether an answer that may call these can be held to the schemas of those that are strict."""
+    from kvreclaim.engine.sampling.grammar import composed, reason_against
+
+    if form.tool_parser is None or not service.follows_grammars:
+        return False
+    try:
+        calls = Offer(tools).calls(form.tool_parser)
+        lark = answer_grammar(Lark({}), calls, None, harmony=form.is_harmony, structured=False)
+        return reason_against(composed(lark, None)) is None
+    except (ApiError, InvalidArgumentError):
+        return False
+
+
 def check_unique(names: Sequence[str]) -> None:
     """Raises: ApiError if two tools have the same name."""
     if len(set(names)) < len(names):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -73,7 +74,8 @@ ENGINE_FIELDS = {"compression": "kv_compression", "drop_spans": "kv_drop"} | {
 class ApiError(Exception):
     """An answer that is not 200.
 
-    param: the field that is to blame; code: OpenAI's machine-readable reason
+    param: the field that is to blame, which the message calls by this name where it does; code: OpenAI's
+    machine-readable reason
     """
 
     status: int
@@ -88,6 +90,13 @@ class ApiError(Exception):
         if self.param is not None:
             self.param = self.param[:MAX_MESSAGE]
         Exception.__init__(self, self.message)
+
+    def about(self, field: str) -> ApiError:
+        """The same about a field by another name."""
+        message = self.message
+        if self.param is not None:
+            message = re.sub(rf"(?<![\w.]){re.escape(self.param)}\b", lambda _: field, message, count=1)
+        return replace(self, message=message, param=field)
 
 
 class OpenAIErrorBody(BaseModel):

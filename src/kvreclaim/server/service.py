@@ -143,6 +143,17 @@ class Service:
         """The same in texts with special tokens."""
         return Vocabulary(self.tokenizer, skip_special_tokens=False)
 
+    @cached_property
+    def follows_grammars(self) -> bool:
+        """Whether answers of this model can follow a grammar. The first time it reads the vocabulary."""
+        from kvreclaim.engine.sampling.grammar import Grammars
+
+        served = self.engine.served
+        try:
+            return served.has_end and bool(Grammars(self.tokenizer, served.vocab_size, frozenset({0})))
+        except InvalidArgumentError:
+            return False
+
     def check_model(self, model: str) -> str:
         """The name if it is one of ours. Raises: ApiError 404."""
         names = self.config.served_model_name

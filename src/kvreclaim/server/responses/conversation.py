@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from kvreclaim.engine.api.chat import SYSTEM_ROLES
@@ -18,8 +19,9 @@ class ChatWriter:
     """Writes items as messages, in order; what leads as system or developer is one message.
 
     Neighbours that the assistant made are one message, in which reasoning stands before texts, and texts
-    before calls, as chat has the same answer: templates read results right after the message that called.
-    A second text is a second message, unless a call stands between them.
+    before calls, as chat has the same answer. A second text is a second message, and so is one behind calls,
+    unless their results or further calls follow it: templates read results right after the message that
+    called.
 
     places: what errors call each message
     """
@@ -49,7 +51,7 @@ class ChatWriter:
     def _write(self, item: Item, place: str) -> None:
         match item["type"]:
             case "message" if item["role"] == "assistant":
-                message = self._turn(place, lambda open_: not open_["content"] or "tool_calls" in open_)
+                message = self._turn(place, lambda open_: not open_["content"] and "tool_calls" not in open_)
                 message["content"] += _texts(item["content"])
             case "message":
                 self.say(item["role"], [part["text"] for part in item["content"]], place)
@@ -58,6 +60,7 @@ class ChatWriter:
             case "function_call" if item["status"] != "incomplete":
                 self._call(item, place)
             case "function_call_output":
+                self._rejoin()
                 output = item["output"]
                 content = output if isinstance(output, str) else _texts(output)
                 drop = {"kv_drop": item["kv_drop"]} if "kv_drop" in item else {}
@@ -73,10 +76,19 @@ class ChatWriter:
 
     def _call(self, item: Item, place: str) -> None:
         check_arguments(item["arguments"], f"{place}.arguments")
+        self._rejoin()
         message = self._turn(place, lambda _: True)
         function = {"name": item["name"], "arguments": item["arguments"]}
         call = {"id": item["call_id"], "type": "function", "function": function}
         message.setdefault("tool_calls", []).append(call)
+
+    def _rejoin(self) -> None:
+        """Put texts behind calls into the message of the calls."""
+        calls = len(self.messages) - 1 - len(list(takewhile(_is_speech, reversed(self.messages))))
+        if calls >= 0 and "tool_calls" in self.messages[calls]:
+            for message in self.messages[calls + 1 :]:
+                self.messages[calls]["content"] += message["content"]
+            del self.messages[calls + 1 :], self.places[calls + 1 :]
 
     def _turn(self, place: str, fits: Any) -> ChatMessage:
         """The assistant's message that is being written if it fits, or a new one."""
@@ -89,6 +101,11 @@ class ChatWriter:
         self.messages.append(message)
         self.places.append(place)
         return message
+
+
+def _is_speech(message: ChatMessage) -> bool:
+    """Whether it is text of the assistant and nothing else."""
+    return message["role"] == "assistant" and message.keys() == {"role", "content"}
 
 
 def _texts(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:

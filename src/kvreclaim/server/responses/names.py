@@ -1,4 +1,4 @@
-"""What chat refuses, in this API's words."""
+"""What chat refuses, by this API's names of fields."""
 
 from __future__ import annotations
 
@@ -16,21 +16,15 @@ OWN: Mapping[str, str] = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
-    "response_format": "text.format",
     "response_format.json_schema": "text.format",
+    "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
     "logprobs": "top_logprobs",
     "tool_choice.function": "tool_choice",
     "tool_choice.allowed_tools": "tool_choice",
 }
-"""Fields of a chat request, and what they are called here."""
+"""Fields of a chat request, and what they are called here; of two that fit the first counts."""
 OF_MESSAGE: Mapping[str, str] = {"content": "content", "tool_call_id": "call_id", "kv_drop": "kv_drop"}
-_FIELD = re.compile(
-    r"(?<![\w.])(?:messages\.(?P<message>\d+)(?:\.(?P<part>\w+))?|tools\.(?P<tool>\d+)\.function|"
-    r"(?P<own>max_tokens|max_completion_tokens|response_format(?:\.json_schema)?|reasoning_effort|"
-    r"tool_choice\.(?:function|allowed_tools)|"
-    r"^messages|^logprobs$)\b)"
-)
 
 
 @contextmanager
@@ -51,17 +45,14 @@ def own_names(places: Sequence[str] = ()) -> Iterator[None]:
 
 
 def _renamed(error: ApiError, places: Sequence[str]) -> ApiError:
-    def name(found: re.Match[str]) -> str:
-        if found["own"]:
-            return OWN[found["own"]]
-        if found["tool"]:
-            return f"tools.{found['tool']}"
-        if int(found["message"]) >= len(places):  # a client's own words
-            return found[0]
-        place = places[int(found["message"])]
-        part = OF_MESSAGE.get(found["part"] or "")
-        return f"{place}.{part}" if part and place.startswith("input.") else place
+    return error if error.param is None else error.about(_own(error.param, places))
 
-    message = _FIELD.sub(name, error.message, count=1)
-    param = None if error.param is None else _FIELD.sub(name, error.param)
-    return ApiError(error.status, message, param, error.code, error.headers)
+
+def _own(field: str, places: Sequence[str]) -> str:
+    if found := re.match(r"messages\.(\d+)(?:\.(\w+))?", field):
+        place, part = places[int(found[1])], OF_MESSAGE.get(found[2])
+        return f"{place}.{part}" if part and place.startswith("input.") else place
+    if found := re.match(r"tools\.\d+(\.function)\b", field):
+        return field[: found.start(1)] + field[found.end(1) :]
+    chat = next((name for name in OWN if field == name or field.startswith(f"{name}.")), None)
+    return field if chat is None else OWN[chat] + field.removeprefix(chat)

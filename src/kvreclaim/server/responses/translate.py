@@ -8,11 +8,12 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from kvreclaim.server.calls import Tool, can_follow
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.openai.chat import ChatRequest
 from kvreclaim.server.openai.fields import SharedFields
 from kvreclaim.server.responses.conversation import ChatWriter, num_chars
-from kvreclaim.server.responses.fields import AllowedFunctions, ChosenFunction, ResponsesRequest
+from kvreclaim.server.responses.fields import AllowedFunctions, ChosenFunction, FlatFunction, ResponsesRequest
 from kvreclaim.server.responses.items import Item, response_of
 from kvreclaim.server.responses.names import own_names
 from kvreclaim.server.responses.store import ResponseStore
@@ -40,6 +41,7 @@ class Translated:
 def translated(body: ResponsesRequest, service: Service, store: ResponseStore, tenant: Tenant) -> Translated:
     """Raises: ApiError naming the field."""
     _check(body)
+    body = _with_strict(body, service)
     before = _earlier(body.previous_response_id, store, tenant)
     own = _resolved(body.input, store, tenant)
     _check_ids(before, own)
@@ -66,6 +68,26 @@ def _check(body: ResponsesRequest) -> None:
         raise ApiError(
             400, "stream_options is set, but stream is not; set stream or leave it out.", "stream_options"
         )
+
+
+def _with_strict(body: ResponsesRequest, service: Service) -> ResponsesRequest:
+    """The same, in which each function says whether it is strict: those that leave it open are where their
+    schemas can be followed, as far as all of them can be together."""
+    tools, form = body.tools or [], service.output_format
+    hidden = body.skip_special_tokens and form.needs_special_tokens(with_tools=True)
+    if body.tool_choice == "none" or all(tool.strict is not None for tool in tools):
+        return body
+
+    def follows(given: Iterable[FlatFunction]) -> bool:
+        of_chat = [Tool(each.name, each.parameters or {}, bool(each.strict), "tools") for each in given]
+        return not hidden and can_follow(of_chat, form, service)
+
+    def filled(tool: FlatFunction, strict: bool) -> FlatFunction:
+        return tool if tool.strict is not None else tool.model_copy(update={"strict": strict})
+
+    alone = [filled(tool, follows([filled(tool, True)])) for tool in tools]
+    made = alone if follows(alone) else [filled(tool, False) for tool in tools]
+    return body.model_copy(update={"tools": made})
 
 
 def _earlier(response_id: str | None, store: ResponseStore, tenant: Tenant) -> list[Item]:
