@@ -419,7 +419,6 @@ def test_instructions_and_a_leading_system_message_are_one(server: Running, prom
         ({"input": "w20", "conversation": "conv_1"}, "conversation"),
         ({"input": "w20", "prompt": {"id": "x"}}, "prompt"),
         ({"input": "w20", "background": True}, "background"),
-        ({"input": "w20", "truncation": "auto"}, "truncation"),
         ({"input": "w20", "tools": [{"type": "web_search"}]}, "tools.0"),
         ({"input": "w20", "tools": [{"type": "function", "name": ""}]}, "tools.0.name"),
         ({"input": "w20", "include": ["web_search_call.results"]}, "include"),

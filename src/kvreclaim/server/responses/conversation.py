@@ -29,26 +29,8 @@ class ChatWriter:
     messages: list[ChatMessage] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
 
-    def write(self, items: Iterable[Item], place: str) -> None:
-        """place: what errors call these items, with {} for an item's number. Raises: ApiError."""
-        for number, item in enumerate(items):
-            self._write(item, place.format(number))
-
-    def say(self, role: str, texts: list[str], place: str) -> None:
-        content = [{"type": "text", "text": text} for text in texts]
-        if role in SYSTEM_ROLES and [message["role"] in SYSTEM_ROLES for message in self.messages] == [True]:
-            self.messages[0]["content"] += content
-        else:
-            self._add({"role": role, "content": content}, place)
-
-    def done(self) -> list[ChatMessage]:
-        """The messages; nothing more is written."""
-        for message in self.messages:
-            if "reasoning_content" in message:
-                message["reasoning_content"] = "\n".join(message["reasoning_content"])
-        return self.messages
-
-    def _write(self, item: Item, place: str) -> None:
+    def write(self, item: Item, place: str) -> None:
+        """place: what errors call the item. Raises: ApiError."""
         match item["type"]:
             case "message" if item["role"] == "assistant":
                 message = self._turn(place, lambda open_: not open_["content"] and "tool_calls" not in open_)
@@ -67,6 +49,20 @@ class ChatWriter:
                 self._add(
                     {"role": "tool", "tool_call_id": item["call_id"], "content": content, **drop}, place
                 )
+
+    def say(self, role: str, texts: list[str], place: str) -> None:
+        content = [{"type": "text", "text": text} for text in texts]
+        if role in SYSTEM_ROLES and [message["role"] in SYSTEM_ROLES for message in self.messages] == [True]:
+            self.messages[0]["content"] += content
+        else:
+            self._add({"role": role, "content": content}, place)
+
+    def done(self) -> list[ChatMessage]:
+        """The messages; nothing more is written."""
+        for message in self.messages:
+            if "reasoning_content" in message:
+                message["reasoning_content"] = "\n".join(message["reasoning_content"])
+        return self.messages
 
     def _reason(self, item: Item, place: str) -> None:
         texts = [part["text"] for part in item["content"]]

@@ -94,9 +94,7 @@ class ResponsesRequest(SharedFields):
     max_tool_calls: int | None = Field(None, ge=1)
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     include: Include | None = None
-    truncation: (
-        Annotated[Literal["disabled"], described("'disabled'; nothing is cut from a conversation")] | None
-    ) = None
+    truncation: Literal["auto", "disabled"] | None = None
     background: (
         Annotated[Literal[False], described("false; a response is made while its client waits")] | None
     ) = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pydantic_core import from_json
@@ -12,11 +13,13 @@ from kvreclaim.server.calls import Tool, can_follow
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.openai.chat import ChatRequest
 from kvreclaim.server.openai.fields import SharedFields
+from kvreclaim.server.openai.messages import render
 from kvreclaim.server.responses.conversation import ChatWriter, num_chars
 from kvreclaim.server.responses.fields import AllowedFunctions, ChosenFunction, FlatFunction, ResponsesRequest
 from kvreclaim.server.responses.items import Item, response_of
 from kvreclaim.server.responses.names import own_names
 from kvreclaim.server.responses.store import ResponseStore
+from kvreclaim.server.responses.truncation import fitting
 from kvreclaim.server.service import Service
 from kvreclaim.server.tenants import Tenant
 
@@ -25,6 +28,8 @@ SAME = (
     *("parallel_tool_calls", "top_logprobs", "chat_template_kwargs", "thinking_token_budget"),
 )
 """Fields that mean the same in both."""
+ROOM = 8
+"""Which part of the context is left to an answer without a limit, if items are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +50,47 @@ def translated(body: ResponsesRequest, service: Service, store: ResponseStore, t
     before = _earlier(body.previous_response_id, store, tenant)
     own = _resolved(body.input, store, tenant)
     _check_ids(before, own)
-    service.check_chars(num_chars([*before, *own]), "input")  # before long texts are joined
+    items = [*before, *own]
+    places = ["previous_response_id"] * len(before) + [f"input.{number}" for number in range(len(own))]
+    kept = list(range(len(items)))
+    if body.truncation == "auto":
+        kept = fitting(items, partial(_fits, body, items, places, service))
+    service.check_chars(num_chars(items[place] for place in kept), "input")  # before long texts are joined
+    chat, named = _chat(body, items, places, kept)
+    return Translated(body, chat, items, named)
+
+
+def _chat(
+    body: ResponsesRequest, items: list[Item], places: list[str], kept: Iterable[int]
+) -> tuple[ChatRequest, list[str]]:
+    """The chat of these items, and what errors call its messages. Raises: ApiError."""
     writer = ChatWriter()
     if body.instructions is not None:
         writer.say("system", [body.instructions], "instructions")
-    writer.write(before, "previous_response_id")
-    writer.write(own, "input.{}")
+    for place in kept:
+        writer.write(items[place], places[place])
     with own_names(writer.places):
-        chat = ChatRequest.model_validate({**_options(body), "messages": writer.done()})
-    return Translated(body, chat, [*before, *own], writer.places)
+        return ChatRequest.model_validate({**_options(body), "messages": writer.done()}), writer.places
+
+
+def _fits(
+    body: ResponsesRequest, items: list[Item], places: list[str], service: Service, kept: list[int]
+) -> bool:
+    """Whether the context holds the prompt of these items and an answer. Raises: ApiError."""
+    longest = service.max_model_len
+    if num_chars(items[place] for place in kept) > service.max_chars or len(kept) > longest:
+        return False
+    chat, named = _chat(body, items, places, kept)
+    with own_names(named):
+        ids = render(chat.messages, chat, service, with_tools=chat.offered is not None)
+    return len(ids) + (body.max_output_tokens or longest // ROOM) <= longest
 
 
 def _check(body: ResponsesRequest) -> None:
+    if body.truncation == "auto" and body.documents is not None:
+        raise ApiError(
+            400, "truncation is 'auto', which does not go with documents; leave one out.", "truncation"
+        )
     if body.top_logprobs is not None and not body.with_logprobs:
         raise ApiError(
             400,
