@@ -145,14 +145,10 @@ class Service:
 
     @cached_property
     def follows_grammars(self) -> bool:
-        """Whether answers of this model can follow a grammar. The first time it reads the vocabulary."""
-        from kvreclaim.engine.sampling.grammar import Grammars
+        """Whether answers of this model can follow a grammar."""
+        from kvreclaim.engine.sampling.grammar import can_read
 
-        served = self.engine.served
-        try:
-            return served.has_end and bool(Grammars(self.tokenizer, served.vocab_size, frozenset({0})))
-        except InvalidArgumentError:
-            return False
+        return self.engine.served.has_end and can_read(self.tokenizer)
 
     def check_model(self, model: str) -> str:
         """The name if it is one of ours. Raises: ApiError 404."""

@@ -15,7 +15,9 @@ import llguidance
 import numpy as np
 import torch
 from llguidance.hf import from_tokenizer
+from tokenizers import Tokenizer, models
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.parsers.lark import WHITE_SPACE
@@ -68,6 +70,22 @@ class Grammars:
         if matcher.is_error():
             raise _refusal(kind, matcher.get_error())
         return matcher
+
+
+def can_read(tokenizer: Any) -> bool:
+    """Whether outputs of such a tokenizer can follow grammars. Its vocabulary, which takes seconds, is not
+    read: how tokens become text decides."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return False
+    few = Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
+    if backend.decoder is not None:
+        few.decoder = backend.decoder
+    try:
+        from_tokenizer(PreTrainedTokenizerFast(tokenizer_object=few), 2, [0])
+    except ValueError:
+        return False
+    return True
 
 
 def check(params: StructuredOutputsParams) -> None:
