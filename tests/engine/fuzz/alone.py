@@ -155,6 +155,13 @@ class Answer:
             and all(abs(x - y) <= LOGPROB for a, b in numbers for x, y in zip(a, b, strict=False))
         )
 
+    def parts(self, question: Question) -> list[Answer]:
+        """What may be preempted for itself."""
+        if question.kind != "many":
+            return [self]
+        pairs = zip(self.tokens, self.logprobs, strict=True)
+        return [Answer((tokens,), (logprobs,), self.prompt) for tokens, logprobs in pairs]
+
 
 class Oracle:
     """Answers are remembered. ties: questions whose answer hangs on the last bits of some number."""
@@ -180,7 +187,8 @@ class Oracle:
 
     def gives(self, question: Question, got: Answer) -> bool:
         """Whether the request alone answers so, or would if its embeddings were off in their last bits: two
-        logits or two scores may be as good as equal, and company changes the last bit of a sum."""
+        logits or two scores may be as good as equal, and company changes the last bit of a sum. An output
+        that was preempted has met company of its own."""
         question = question.as_alone
         self.learn([question])
         if got.begins(self.known[question]):
@@ -188,8 +196,11 @@ class Oracle:
         self.known[question] = self.alone(question)
         if got.begins(self.known[question]):
             return True
-        for noise in NOISES:
-            if got.begins(self.alone(question, noise)):
+        left = list(enumerate(got.parts(question)))
+        for noise in (0.0, *NOISES):
+            parts = (self.alone(question, noise) if noise else self.known[question]).parts(question)
+            left = [(i, part) for i, part in left if not part.begins(parts[i])]
+            if not left:
                 self.ties += 1
                 return True
         return False
