@@ -2,6 +2,7 @@
 
     python benchmarks/turns.py --model DIR                   # made sessions
     python benchmarks/turns.py --model DIR --sessions 4      # recorded ones (pip install "kvreclaim[agents]")
+    python benchmarks/turns.py --model DIR --drop 2 --settings full,cleared,dropped    # old tool outputs go
 
 Answers are given (teacher forcing), so that every setting sees the same tokens. Tokens and blocks are exact
 counts; the time to the first token is that of the prompt's last step.
@@ -36,6 +37,10 @@ from kvreclaim.options import option
 from kvreclaim.sampling_params import SamplingParams
 
 FULL, COMPRESSED, SNAPSHOTS = "full", "compressed", "with snapshots"
+CLEARED, DROPPED = "cleared", "dropped"
+"""The full cache, where placeholders stand for old tool outputs (kv_drop exact), or they leave it (lossy)."""
+PLACEHOLDER = 4
+"""Tokens that stand for a cleared output."""
 ANSWER = 100
 TOOL = 1000, 4000
 """Least and most tokens of a made tool output."""
@@ -57,6 +62,7 @@ class TurnsPlan(ModelPlan):
     text: Path | None = option(None, "UTF-8 text that the made session is cut from; else random tokens.")
     num_tokens: int = option(32_000, "Tokens of the longest session.", low=64)
     chunk: int = option(2048, "Tokens of a prompt that one step computes.", low=1)
+    drop: int = option(2, "Last tool outputs that stay, where older ones are cleared or dropped.", low=1)
     settings: tuple[str, ...] = option((FULL, COMPRESSED, SNAPSHOTS), "Settings, comma-separated.")
 
 
@@ -95,6 +101,7 @@ def run(plan: TurnsPlan) -> list[Row]:
         max_num_seqs=1,
         max_model_len=plan.num_tokens + 2,
         max_num_batched_tokens=plan.chunk,
+        prefix_snapshot_fraction=1.0,
     )
     rows = []
     for number, turns in enumerate(sessions_of(plan, llm)):
@@ -103,8 +110,9 @@ def run(plan: TurnsPlan) -> list[Row]:
             llm.engine.reset_prefix_cache()
             before: Sequence[int] = ()
             for place, turn in enumerate(turns):
-                config = None if setting == FULL else compression
-                row, predicted = _turn(llm, turn, config, keeps=setting == SNAPSHOTS)
+                config = compression if setting in (COMPRESSED, SNAPSHOTS) else None
+                old = outputs_of(turns[: place + 1])[: -plan.drop] if setting in (CLEARED, DROPPED) else []
+                row, predicted = _turn(llm, turn, config, old, setting, num_before=len(before))
                 if setting == FULL:
                     full.append(predicted)
                 agree = None
@@ -121,21 +129,52 @@ def run(plan: TurnsPlan) -> list[Row]:
     return rows
 
 
+def outputs_of(turns: Sequence[Item]) -> list[tuple[int, int]]:
+    """The tokens of each turn's tool output in the last one's prompt."""
+    found, end = [], 0
+    for turn in turns:
+        found.append((end, len(turn.prompt)))
+        end = len(turn.prompt) + len(turn.continuation)
+    return found
+
+
+def cleared(prompt: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[int]:
+    """The prompt with little left of each span."""
+    found: list[int] = []
+    end = 0
+    for start, stop in spans:
+        found += prompt[end : min(start + PLACEHOLDER, stop)]
+        end = stop
+    return [*found, *prompt[end:]]
+
+
 def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
-def _turn(llm: LLM, turn: Item, config: CompressionConfig | None, *, keeps: bool) -> tuple[Row, list[int]]:
-    """blocks: held by the request at most; blocks_left: by snapshots behind it."""
+def _turn(
+    llm: LLM,
+    turn: Item,
+    config: CompressionConfig | None,
+    old: list[tuple[int, int]],
+    setting: str,
+    *,
+    num_before: int,
+) -> tuple[Row, list[int]]:
+    """blocks: held by the request at most; blocks_left: by snapshots behind it. old: tool outputs that are
+    cleared or dropped; num_before: tokens of the turn before, with its answer."""
+    drops = {"drop_spans": old, "drop_at": num_before + 1} if setting == DROPPED and old else {}
+    prompt = cleared(turn.prompt, old) if setting == CLEARED else list(turn.prompt)
     engine, compressor = llm.engine, None if config is None else llm.compressor(config)
     started, first_s = perf_counter(), None
     request = engine.add_request(
         "turn",
-        list(turn.prompt),
+        prompt,
         SamplingParams(max_tokens=1),
         compressor,
         continuation=list(turn.continuation),
-        conversation_snapshots=keeps,
+        conversation_snapshots=setting in (SNAPSHOTS, DROPPED),
+        **drops,
     )
     [seq] = request.sequences
     while not request.finished:

@@ -63,6 +63,16 @@ def test_turns_with_snapshots_compute_what_is_new(tmp_path):
     assert "with snapshots" in output
 
 
+def test_turns_that_drop_tool_outputs(tmp_path):
+    sizes = ("--turns", 5, "--scale", 0.05, "--num-tokens", 1500, "--chunk", 64, "--drop", 1)
+    rows, _ = run(tmp_path, turns, *COMMON, *sizes, "--settings", "full,cleared,dropped")
+    full, cleared, dropped = rows[:5], rows[5:10], rows[10:]
+    for turn in range(2, 5):
+        assert dropped[turn]["computed"] <= dropped[turn]["new"] + 1 < cleared[turn]["computed"]
+        assert dropped[turn]["prompt"] == full[turn]["prompt"] > cleared[turn]["prompt"]
+        assert dropped[turn]["answer_blocks"] < full[turn]["answer_blocks"]
+
+
 def test_chunks_compare_ways_with_the_whole_prompt(tmp_path):
     sizes = ("--chunk-tokens", 64, "--rounds", 2, "--reuse", "random(share=0.25,seed=1),none")
     rows, output = run(tmp_path, chunks, *COMMON, *sizes)

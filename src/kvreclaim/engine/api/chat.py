@@ -158,6 +158,12 @@ def _check_messages(messages: Sequence[Message]) -> None:
                 "and content.",
                 field="messages",
             )
+        if message.get("kv_drop") is not None:
+            raise InvalidArgumentError(
+                f"message {index} has kv_drop, a field of the server's API; leave it out, and pass drop_spans "
+                "beside the rendered prompt.",
+                field="messages",
+            )
 
 
 def _check_ending(add_generation_prompt: bool, continue_final_message: bool) -> None:
