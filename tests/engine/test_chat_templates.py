@@ -57,6 +57,7 @@ def test_tools_go_where_the_template_has_a_place_for_them(loaded):
         ("hello", {}, "messages is a str"),
         ([{"content": "x"}], {}, "message 0 is a dict without a role"),
         ([USER, "x"], {}, "message 1 is a str"),
+        ([{**USER, "kv_drop": "lossy"}], {}, "message 0 has kv_drop"),
         ([USER], {"tools": [TOOL]}, "tools are given, but the chat template of .* has no place"),
         ([USER], {"template_kwargs": {"thinking": True}}, "'thinking', which the chat template .* not read"),
         ([USER], {"template_kwargs": {"tokenize": True}}, "'tokenize', which is reserved"),
