@@ -63,11 +63,17 @@ def format_of(offer: Offer | None, form: OutputFormat) -> OutputFormat:
     return form.forcing() if offer is not None and offer.forced else form
 
 
-def check_ends(service: Service, field: str) -> None:
-    """Raises: ApiError if answers of this model cannot follow a grammar, which ends them."""
+def check_grammars(service: Service, field: str) -> None:
+    """Raises: ApiError if answers of this model cannot follow a grammar, as the field asks."""
     if not service.engine.served.has_end:
         raise ApiError(
             400, f"{field} needs an end-of-sequence token, and this model has none; leave it out.", field
+        )
+    if not service.follows_grammars:
+        raise ApiError(
+            400,
+            f"{field} cannot be followed with this model's tokenizer, or without one; leave it out.",
+            field,
         )
 
 
@@ -84,7 +90,7 @@ def check_offer(offer: Offer, form: OutputFormat, service: Service) -> None:
             "known here; leave it out, or start the server with --tool-call-parser.",
             offer.field,
         )
-    check_ends(service, offer.field)
+    check_grammars(service, offer.field)
     for one in offer.calls(form.tool_parser).functions:
         alone = Calls(form.tool_parser, [one], forced=True, one_call=True)
         try:

@@ -148,7 +148,7 @@ class Service:
         """Whether answers of this model can follow a grammar."""
         from kvreclaim.engine.sampling.grammar import can_read
 
-        return self.engine.served.has_end and can_read(self.tokenizer)
+        return self.engine.served.has_end and can_read(self.engine.tokenizer)
 
     def check_model(self, model: str) -> str:
         """The name if it is one of ours. Raises: ApiError 404."""

@@ -15,7 +15,7 @@ from kvreclaim.server.anthropic.fields import ConversationFields, MessageRequest
 from kvreclaim.server.anthropic.prompt import Rendered, check_size, render
 from kvreclaim.server.anthropic.schemas import ERRORS, STREAMED, TokensCount
 from kvreclaim.server.bodies import BodyRoute
-from kvreclaim.server.calls import check_ends, check_offer, checked_structured, followed, format_of
+from kvreclaim.server.calls import check_grammars, check_offer, checked_structured, followed, format_of
 from kvreclaim.server.drops import spec_fields
 from kvreclaim.server.events import answer_json, stream_events
 from kvreclaim.server.ids import request_id_of
@@ -91,7 +91,7 @@ async def _followed(
     structured = None
     if given is not None:
         structured = await run(partial(checked_structured, *given))
-        check_ends(service, given[1].rpartition(".")[0])
+        check_grammars(service, given[1].rpartition(".")[0])
     if offer is not None:
         await run(partial(check_offer, offer, form, service))
     goes_on = body.messages[-1].role == "assistant"

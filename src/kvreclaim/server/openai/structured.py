@@ -6,7 +6,7 @@ from dataclasses import fields
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from kvreclaim.server.calls import check_ends, checked_structured
+from kvreclaim.server.calls import check_grammars, checked_structured
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import Fields, at_most, described
 from kvreclaim.server.service import Service
@@ -50,7 +50,7 @@ async def structured_of(
         _check_without_schema(response_format)
         return None
     made = await service.workers.run(tenant.name, partial(checked_structured, given, place))
-    check_ends(service, place.partition(".")[0])
+    check_grammars(service, place.partition(".")[0])
     return made
 
 
