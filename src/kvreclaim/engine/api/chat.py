@@ -160,8 +160,8 @@ def _check_messages(messages: Sequence[Message]) -> None:
             )
         if message.get("kv_drop") is not None:
             raise InvalidArgumentError(
-                f"message {index} has kv_drop, a field of the server's API; leave it out, and pass drop_spans "
-                "beside the rendered prompt.",
+                f"message {index} has kv_drop, a field of the server's API; leave it out, and pass "
+                "drop_spans beside the rendered prompt.",
                 field="messages",
             )
 
