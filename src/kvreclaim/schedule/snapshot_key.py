@@ -50,7 +50,7 @@ class SnapshotKey:
 
     @cached_property
     def chain(self) -> tuple[int, ...]:
-        """Hashes of what `begins` compares, for this process: of its first 0, LINK, 2 * LINK, ... tokens."""
+        """Hashes of its first 0, LINK, 2 * LINK, ... tokens behind salt and recipe, for this process."""
         links = [hash((self.salt, self.recipe))]
         for end in range(8 * LINK, len(self.tokens) + 1, 8 * LINK):
             links.append(hash((links[-1], self.tokens[end - 8 * LINK : end])))
