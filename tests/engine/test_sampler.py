@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from kvreclaim.engine.sampling.logprobs import Logprob
 from kvreclaim.engine.sampling.processors import SampleRow, completing
-from kvreclaim.engine.sampling.sampler import _sample
+from kvreclaim.engine.sampling.sampler import SIZES, _sample, gumbel
+from kvreclaim.ops.formats.hadamard import _splitmix64
 from kvreclaim.sampling_params import SamplingParams
 
 VOCAB = 12
@@ -37,7 +38,7 @@ def row(
 
 def sample(logits: torch.Tensor, rows: list[SampleRow]) -> tuple[list[int], list[dict[int, Logprob] | None]]:
     """A token for each row of logits [N, V] fp32 (changed in place), and the log-probabilities asked for."""
-    found = _sample(logits, rows, [row.noise(logits.shape[-1]) for row in rows])
+    found = _sample(logits, rows, [row.key() for row in rows])
     return [one.token for one in found], [one.logprobs for one in found]
 
 
@@ -48,8 +49,10 @@ def draw(logits: torch.Tensor, one: SampleRow, count: int = DRAWS) -> Counter:
 
 
 def softmax(logits: list[float]) -> list[float]:
-    weights = [math.exp(x - max(logits)) for x in logits]
-    return [w / sum(weights) for w in weights]
+    best = max(logits)
+    weights = [math.exp(x - best) for x in logits]
+    total = sum(weights)
+    return [w / total for w in weights]
 
 
 def distribution(logits: torch.Tensor, p: SamplingParams) -> dict[int, float]:
@@ -115,7 +118,7 @@ def test_many_draws_have_the_distribution_that_was_asked_for(params: SamplingPar
 
 def test_the_check_itself_rejects_another_temperature() -> None:
     logits = noise(1, VOCAB)
-    counts = draw(logits, row(SamplingParams(temperature=1.0)))
+    counts = draw(logits, row(SamplingParams(temperature=1.0)), 2 * DRAWS)
     with pytest.raises(AssertionError):
         assert_drawn_from(counts, distribution(logits, SamplingParams(temperature=1.15)))
 
@@ -143,6 +146,45 @@ def test_rows_of_one_batch_have_their_own_parameters() -> None:
     tokens, _ = sample(logits.expand(len(rows) * 500, -1).clone(), rows * 500)
     for i, params in enumerate(PARAMS):
         assert_drawn_from(Counter(tokens[i :: len(rows)]), distribution(logits, params))
+
+
+def test_noise_is_that_of_splitmix64_by_key_and_token() -> None:
+    keys = [0, 1, 2**63 - 1, 123_456_789_123]
+    found = gumbel(torch.tensor(keys)[:, None], torch.arange(50).expand(4, -1))
+    for key, own in zip(keys, found.tolist(), strict=True):
+        uniform = [((word >> 12) + 0.5) / 2**52 for word in _splitmix64(key, 50)]
+        assert own == pytest.approx([-math.log(-math.log(u)) for u in uniform], rel=1e-12)
+
+
+@pytest.mark.parametrize("width", [0.1, 2.0, 6.0])
+@pytest.mark.parametrize(
+    "params", [SamplingParams(top_p=0.9), SamplingParams(top_k=300), SamplingParams(min_p=0.05)], ids=short
+)
+def test_however_many_tokens_are_looked_at_the_largest_of_those_kept_wins(
+    params: SamplingParams, width: float
+) -> None:
+    """A vocabulary in which the likeliest few settle some rows, and all are sorted for others."""
+    vocab = 2 * SIZES[-1]
+    logits = width * noise(6, 6, vocab)
+    keys = [row(params, seed=seed).key() for seed in range(6)]
+    drawn = _sample(logits.clone(), [row(params)] * 6, keys)
+    for line, key, one in zip(logits, keys, drawn, strict=True):
+        kept = torch.tensor(sorted(distribution(line, params)))
+        assert one.token == kept[(line[kept] + gumbel(key, kept)).argmax()]
+
+
+def test_tokens_that_were_not_looked_at_come_as_often_as_they_should() -> None:
+    """All of a vocabulary in which those behind the likeliest few have about half of the probability."""
+    logits = noise(7, 8 * SIZES[0]) / 4
+    chances = logits.softmax(-1)
+    order = chances.argsort(descending=True).tolist()
+    part = {token: place * 20 // len(order) for place, token in enumerate(order)}
+    probs: dict[int, float] = Counter()
+    for token, chance in enumerate(chances.tolist()):
+        probs[part[token]] += chance
+    counts = draw(logits, row(SamplingParams(temperature=1.0)))
+    assert_drawn_from(Counter(part[token] for token in counts.elements()), probs)
+    assert max(Counter(counts).values()) < 30
 
 
 def test_temperature_zero_takes_the_likeliest() -> None:
@@ -240,7 +282,7 @@ def test_a_row_of_which_no_token_may_come_is_an_error_of_its_own(drawn: dict) ->
     dead = row(SamplingParams(allowed_token_ids=[3, 4], **drawn), forbidden=(3, 4))
     rows = [row(SamplingParams(temperature=0)), dead, row(SamplingParams(allowed_token_ids=[7]))]
     logits = noise(10, VOCAB)
-    first, error, last = _sample(logits.expand(3, -1).clone(), rows, [one.noise(VOCAB) for one in rows])
+    first, error, last = _sample(logits.expand(3, -1).clone(), rows, [one.key() for one in rows])
     assert (first.token, last.token) == (int(logits.argmax()), 7)
     assert isinstance(error, ValueError)
 

@@ -12,6 +12,7 @@ import torch
 from settings import assert_idle
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams, StructuredOutputsParams
+from kvreclaim.engine.sampling.processors import SampleRow
 from kvreclaim.errors import InvalidArgumentError
 
 SCHEMA = {
@@ -193,3 +194,24 @@ def test_a_model_without_tokenizer_refuses(tiny_dir) -> None:
     llm = LLM(tiny_dir("llama"), num_blocks=16)
     with pytest.raises(InvalidArgumentError, match="need a tokenizer and an end-of-sequence token"):
         llm.generate(tiny.prompts((5,)), asking(choice=["a"]))
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=str)
+def test_the_likeliest_token_is_taken_without_a_mask_just_where_the_mask_allows_it(
+    llm: LLM, given: dict[str, object]
+) -> None:
+    """Every token alone, along one output."""
+    from kvreclaim.engine.sampling.grammar import restrict
+
+    vocab = llm.loaded.vocab_size
+    asked = asking(0.0, **given)
+    matcher = llm.engine.grammars.matcher(asked.structured_outputs)
+    rng = torch.Generator().manual_seed(0)
+    while not matcher.is_stopped():
+        logits = torch.zeros(1, vocab)
+        restrict(logits, [0], [matcher])
+        row = SampleRow(asked, [0], [], (), None, matcher)
+        allowed = (logits[0] == 0).nonzero()[:, 0]
+        tried = {*torch.randperm(vocab, generator=rng)[:200].tolist(), *allowed[:200].tolist()}
+        assert {token for token in tried if row.takes(token)} == tried & {*allowed.tolist()}
+        matcher.consume_token(int(allowed[torch.randint(len(allowed), (), generator=rng)]))

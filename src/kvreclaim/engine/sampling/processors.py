@@ -38,27 +38,24 @@ class SampleRow:
     matcher: Matcher | None = None
     forced: int | None = None
 
-    @property
-    def is_argmax(self) -> bool:
-        """Whether the token is the row's argmax and nothing is to be reported."""
-        p = self.params
-        return (
-            p.temperature == 0
-            and p.logprobs is None
-            and not [each for each in PROCESSORS if each.applies(self)]
-        )
+    def takes(self, best: int) -> bool:
+        """Whether the token is the row's argmax, which is `best`, and nothing is to be reported."""
+        if self.params.temperature != 0 or self.params.logprobs is not None:
+            return False
+        return all(each.spares(self, best) for each in PROCESSORS)
 
     @property
     def is_restricted(self) -> bool:
         """Whether some tokens may not come."""
         return any(each.applies(self) for each in RESTRICTIONS)
 
-    def noise(self, vocab_size: int) -> Tensor | None:
-        """[V] fp32 on the generator's device; None for a greedy row, which needs none."""
+    def key(self) -> Tensor | None:
+        """[] int64 on the generator's device: what all noise of the next token is made from; None for a
+        greedy row, which needs none."""
         if self.params.temperature == 0:
             return None
         device = None if self.generator is None else self.generator.device
-        return torch.empty(vocab_size, device=device).exponential_(generator=self.generator)
+        return torch.empty((), dtype=torch.int64, device=device).random_(generator=self.generator)
 
 
 class LogitsProcessor(ABC):
@@ -67,6 +64,10 @@ class LogitsProcessor(ABC):
     @abstractmethod
     def applies(self, row: SampleRow) -> bool:
         """Whether the row's logits would change."""
+
+    def spares(self, row: SampleRow, best: int) -> bool:
+        """Whether `best`, the row's argmax, is sure to stay so."""
+        return not self.applies(row)
 
     @abstractmethod
     def apply(self, logits: Tensor, places: list[int], rows: Sequence[SampleRow]) -> None:
@@ -125,6 +126,9 @@ class Forbidden(LogitsProcessor):
     def applies(self, row: SampleRow) -> bool:
         return bool(row.forbidden)
 
+    def spares(self, row: SampleRow, best: int) -> bool:
+        return best not in row.forbidden
+
     def apply(self, logits: Tensor, places: list[int], rows: Sequence[SampleRow]) -> None:
         logits[_index(logits, places, [list(row.forbidden) for row in rows])] = float("-inf")
 
@@ -147,6 +151,9 @@ class Structured(LogitsProcessor):
 
     def applies(self, row: SampleRow) -> bool:
         return row.matcher is not None
+
+    def spares(self, row: SampleRow, best: int) -> bool:
+        return row.matcher is None or row.matcher.validate_tokens([best]) == 1
 
     def apply(self, logits: Tensor, places: list[int], rows: Sequence[SampleRow]) -> None:
         from kvreclaim.engine.sampling.grammar import restrict

@@ -1,5 +1,5 @@
-"""Draw one token per row, all rows at once; top-k, top-p and min-p without sorting the vocabulary, where the
-likeliest tokens settle it."""
+"""Draw one token per row, all rows at once, without sorting the vocabulary or making noise for all of it where
+the likeliest tokens settle it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvreclaim.ops.native import torch_alone
 
 logger = logging.getLogger(__name__)
 
-CANDIDATES = 1024
+SIZES = 256, 4096
 """Likeliest tokens looked at before the whole vocabulary is sorted."""
 
 
@@ -51,20 +51,20 @@ def draw(
     An ask that cannot be met gives its error; the others get the tokens that they would have had.
     """
     found: list[SampledToken | Exception] = [SampledToken(best[row]) for row in rows]
-    noises: dict[int, Tensor | None] = {}
+    keys: dict[int, Tensor | None] = {}
     for i, ask in enumerate(asked):
-        if not ask.is_argmax:
-            try:
-                noises[i] = ask.noise(logits.shape[-1])
-            except Exception as error:
-                found[i] = error
+        try:
+            if not ask.takes(best[rows[i]]):
+                keys[i] = ask.key()
+        except Exception as error:
+            found[i] = error
 
     def drawn(places: list[int]) -> list[SampledToken | Exception]:
         with torch_alone():
             chosen = logits[[rows[i] for i in places]].float()
-            return _sample(chosen, [asked[i] for i in places], [noises[i] for i in places])
+            return _sample(chosen, [asked[i] for i in places], [keys[i] for i in places])
 
-    hard = list(noises)
+    hard = list(keys)
     try:
         for i, one in zip(hard, drawn(hard) if hard else [], strict=True):
             found[i] = one
@@ -80,18 +80,17 @@ def draw(
 
 @torch.inference_mode()
 def _sample(
-    logits: Tensor, rows: list[SampleRow], noises: list[Tensor | None]
+    logits: Tensor, rows: list[SampleRow], keys: list[Tensor | None]
 ) -> list[SampledToken | Exception]:
-    """A token for each row of logits [N, V] fp32, which change, from noise that has been drawn; an error for
-    a row of which no token may come."""
+    """A token for each row of logits [N, V] fp32, which change, by the rows' keys; an error for a row of
+    which no token may come."""
     logprobs = _raw_logprobs(logits, rows)
     process(logits, rows)
-    noisy = [i for i, noise in enumerate(noises) if noise is not None]
-    best = logits.argmax(-1) if len(noisy) < len(rows) else logits.new_empty(len(rows), dtype=torch.int64)
-    if noisy:
-        noise = torch.stack([n for n in noises if n is not None])
-        chosen = logits if len(noisy) == len(rows) else logits[noisy]
-        best[noisy] = _draw(chosen, [rows[i] for i in noisy], noise)
+    drawn = [i for i, key in enumerate(keys) if key is not None]
+    best = logits.argmax(-1) if len(drawn) < len(rows) else logits.new_empty(len(rows), dtype=torch.int64)
+    if drawn:
+        chosen = logits if len(drawn) == len(rows) else logits[drawn]
+        best[drawn] = _draw(chosen, [rows[i] for i in drawn], torch.stack([k for k in keys if k is not None]))
     tokens = best.tolist()
     found: list[SampledToken | Exception] = [
         SampledToken(tokens[i], _report(logprobs, i, tokens[i], row)) for i, row in enumerate(rows)
@@ -117,61 +116,74 @@ def _report(logprobs: Tensor | None, i: int, token: int, row: SampleRow) -> dict
     return report(logprobs[i : i + 1], [token], row.params.logprobs)[0]
 
 
-def _draw(logits: Tensor, rows: list[SampleRow], noise: Tensor) -> Tensor:
-    """Temperature, then top-k, top-p and min-p; exponential race. A token's noise depends on its id and
-    its row alone, so neither the batch nor the way the candidates are found changes a draw."""
-    temperatures = torch.tensor([row.params.temperature for row in rows], device=logits.device)
-    logits = logits / temperatures[:, None].clamp_min(1e-5)
-    keep_nonzero = torch.finfo(torch.float32).tiny
-    race = logits - noise.clamp_min_(keep_nonzero).log_()
-    cuts = [Cut(row.params.top_k, row.params.top_p, row.params.min_p) for row in rows]
-    cut = [i for i, c in enumerate(cuts) if not c.keeps_all]
-    if not cut:
-        return race.argmax(-1)
-    winners = race.argmax(-1)
-    winners[cut] = race_among_kept(logits[cut], race[cut], [cuts[i] for i in cut])
-    return winners
+def _draw(logits: Tensor, rows: list[SampleRow], keys: Tensor) -> Tensor:
+    """Temperature, then top-k, top-p and min-p, then the token with the largest logit plus Gumbel noise: [N].
 
-
-def race_among_kept(logits: Tensor, race: Tensor, cuts: list[Cut]) -> Tensor:
-    """The token with the largest race value among those each row keeps: [N] int64.
-
-    Args:
-        logits: [N, V] fp32, temperature applied; race: [N, V], logits less the log of the noise
+    Looks at as few of the likeliest tokens as settle the row. A token's noise depends on its id and its row's
+    key alone, so neither the batch nor their number changes a draw.
     """
     vocab = logits.shape[-1]
-    winners = torch.empty(len(cuts), dtype=torch.int64, device=logits.device)
-    pending = list(range(len(cuts)))
-    for size in (CANDIDATES, vocab):
+    cuts = [Cut(row.params.top_k, row.params.top_p, row.params.min_p) for row in rows]
+    temperatures = torch.tensor([row.params.temperature for row in rows], device=logits.device)
+    temperatures = temperatures[:, None].clamp_min(1e-5)
+    winners = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    pending = list(range(len(rows)))
+    for size in (*SIZES, vocab):
         few = [i for i in pending if size >= vocab or cuts[i].top_k <= size]
         if not few:
             continue
-        kept, order, settled = _kept(logits[few], [cuts[i] for i in few], min(size, vocab))
-        best = race[few].gather(-1, order).masked_fill(~kept, float("-inf")).argmax(-1, keepdim=True)
-        chosen = order.gather(-1, best)[:, 0]
+        scaled = logits[few] / temperatures[few]
+        chosen, settled = _race(scaled, [cuts[i] for i in few], keys[few], min(size, vocab))
         done = [n for n, ok in enumerate(settled.tolist()) if ok]
         winners[[few[n] for n in done]] = chosen[done]
         pending = sorted(set(pending) - {few[n] for n in done})
+        if not pending:
+            break
     assert not pending, f"rows {pending} of {len(cuts)} were not settled by the whole vocabulary"
     return winners
 
 
-def _kept(logits: Tensor, cuts: list[Cut], size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Filter the `size` likeliest tokens: which are kept [n, size], their ids [n, size], and for which rows
-    that is all that is kept [n]."""
+def _race(scaled: Tensor, cuts: list[Cut], keys: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The winners among what is kept of the `size` likeliest tokens [n], and whether they are the draws [n].
+
+    Where all tokens are kept, the others take part as one with their whole probability and the noise of id V.
+    If it wins, they race among themselves: the same distribution, and their noise is seldom made.
+
+    scaled: [n, V] fp32, temperature applied; changes
+    """
 
     def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, device=logits.device)[:, None]
+        return torch.tensor(values, device=scaled.device)[:, None]
 
-    vocab = logits.shape[-1]
-    values, order = logits.topk(size, dim=-1)
+    vocab = scaled.shape[-1]
+    values, order = scaled.topk(size, dim=-1)
+    others = scaled.scatter_(-1, order, -math.inf).logsumexp(-1, True)
     top_k = column([cut.top_k if 0 < cut.top_k < vocab else vocab for cut in cuts])
-    values = values.masked_fill(torch.arange(size, device=logits.device) >= top_k, float("-inf"))
-    total = torch.where(top_k >= vocab, logits.logsumexp(-1, True), values.logsumexp(-1, True))
-    probs = (values - total).exp()
+    values = values.masked_fill(torch.arange(size, device=scaled.device) >= top_k, -math.inf)
+    total = values.logsumexp(-1, True)
+    probs = (values - torch.where(top_k >= vocab, total.logaddexp(others), total)).exp()
     before = probs.cumsum(-1) - probs
-    kept = (before < column([cut.top_p for cut in cuts])) & (values > float("-inf"))
+    kept = before < column([cut.top_p if cut.top_p < 1 else math.inf for cut in cuts])
+    kept &= values > -math.inf
     kept &= probs >= column([cut.min_p for cut in cuts]) * probs[:, :1]
     kept[:, 0] = True
     settled = (~kept[:, -1]) | (top_k[:, 0] <= size) | (size >= vocab)
-    return kept, order, settled
+    best, place = (values + gumbel(keys[:, None], order)).masked_fill(~kept, -math.inf).max(-1, keepdim=True)
+    winners = order.gather(-1, place)[:, 0]
+    if every := [n for n, cut in enumerate(cuts) if cut.keeps_all]:
+        settled[every] = True
+        lost = others + gumbel(keys[:, None], torch.full_like(order[:, :1], vocab)) > best
+        ids = torch.arange(vocab, device=scaled.device)
+        for n in {*every} & {*lost[:, 0].nonzero()[:, 0].tolist()}:
+            winners[n] = (scaled[n] + gumbel(keys[n], ids)).argmax()
+    return winners, settled
+
+
+def gumbel(keys: Tensor, ids: Tensor) -> Tensor:
+    """Gumbel noise in fp64 of tokens, by key and id: Steele, Lea and Flood's SplitMix64 read at any place."""
+    z = keys + (ids + 1) * -0x61C8864680B583EB
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        z = (z ^ (z >> shift & (1 << 64 - shift) - 1)) * factor
+    z = z ^ (z >> 31 & (1 << 33) - 1)
+    uniform = ((z >> 12 & (1 << 52) - 1).double() + 0.5) * 2.0**-52
+    return -(-uniform.log()).log()
