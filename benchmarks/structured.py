@@ -1,4 +1,4 @@
-"""Decode steps of sequences that follow a grammar beside those that follow none, in turns.
+"""Decode steps of sequences that follow a grammar, or whose tokens are drawn, beside plain ones, in turns.
 
 python benchmarks/structured.py --model models/qwen2.5-coder-0.5b-instruct
 """
@@ -44,24 +44,41 @@ PROMPT = "List many animals as JSON, each with name, kind, age and tags.\n"
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredPlan(ModelPlan):
-    """A batch of sequences, with and without a grammar."""
+    """A batch of sequences, with and without a grammar, greedy and drawn."""
 
     batch: int = option(8, "Sequences.", low=1)
     steps: int = option(16, "Steps of a timed slice.", low=1)
     rounds: int = option(7, "Timed rounds.", low=1)
 
 
-def grammars(plan: StructuredPlan) -> dict[str, StructuredOutputsParams | None]:
-    """What the sequences follow; none can end while it is measured."""
+@dataclass(frozen=True)
+class Case:
+    """What sequences of a batch ask for, and beside which other case it is measured."""
+
+    beside: str
+    temperature: float = 0.0
+    top_p: float = 1.0
+    grammar: StructuredOutputsParams | None = None
+
+
+def cases(plan: StructuredPlan) -> dict[str, Case]:
+    """By name; no grammar's output can end while it is measured."""
     most = WARM_STEPS + plan.steps * plan.rounds + MASK_STEPS
     schema = StructuredOutputsParams(json={"type": "array", "items": ITEM, "minItems": most})
     span = ThinkSpan(THINK, begun=True)
     thought = composed(answer_grammar(Lark({}), None, span, harmony=False, structured=True), schema)
-    return {"none": None, "schema": schema, "reasoning": thought}
+    return {
+        "greedy": Case("greedy"),
+        "schema": Case("greedy", grammar=schema),
+        "reasoning": Case("greedy", grammar=thought),
+        "temperature": Case("greedy", 1.0),
+        "top_p": Case("greedy", 1.0, 0.9),
+        "top_p, schema": Case("top_p", 1.0, 0.9, schema),
+    }
 
 
 def run(plan: StructuredPlan) -> list[Row]:
-    """A row for each grammar; its ratio is the median of the rounds' own to the batch without one.
+    """A row for each case; its ratio is the median of the rounds' own to the case that it is measured beside.
 
     reasoning: text in front of the schema, which the model does not end
     mask_ms:   of all sequences' masks, one after the other: the median of steps that are not timed;
@@ -70,19 +87,21 @@ def run(plan: StructuredPlan) -> list[Row]:
     llm = LLM(
         plan.model, dtype=plan.dtype, num_blocks=64 * plan.batch, max_num_seqs=plan.batch, max_model_len=1024
     )
-    engines = {name: begun(llm.sibling(), plan, given) for name, given in grammars(plan).items()}
+    given = cases(plan)
+    engines = {name: begun(llm.sibling(), plan, case) for name, case in given.items()}
     found = alternate(
         {name: partial(seconds, partial(steps, engine, plan.steps)) for name, engine in engines.items()},
         plan.rounds,
     )
-    masks = {name: masks_s(engine) for name, engine in engines.items() if name != "none"}
+    masks = {name: masks_s(engine) for name, engine in engines.items() if given[name].grammar is not None}
     return [
         {
             **plan.facts(),
-            "grammar": name,
+            "case": name,
+            "beside": given[name].beside,
             "batch": plan.batch,
             "step_ms": 1e3 * median(own) / plan.steps,
-            "ratio": median(a / b for a, b in zip(own, found["none"], strict=True)),
+            "ratio": median(a / b for a, b in zip(own, found[given[name].beside], strict=True)),
             "mask_ms": 1e3 * median(masks[name]) if name in masks else None,
             "most_mask_ms": 1e3 * max(masks[name]) if name in masks else None,
         }
@@ -90,9 +109,16 @@ def run(plan: StructuredPlan) -> list[Row]:
     ]
 
 
-def begun(llm: LLM, plan: StructuredPlan, given: StructuredOutputsParams | None) -> LLM:
+def begun(llm: LLM, plan: StructuredPlan, case: Case) -> LLM:
     """An engine whose sequences have begun to answer."""
-    params = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True, structured_outputs=given)
+    params = SamplingParams(
+        temperature=case.temperature,
+        top_p=case.top_p,
+        seed=0,
+        max_tokens=900,
+        ignore_eos=True,
+        structured_outputs=case.grammar,
+    )
     for number in range(plan.batch):
         llm.engine.add_request(f"{number}", llm.tokenizer.encode(f"{number}. {PROMPT}"), params)
     while not all(request.prompt_done for request in llm.engine.requests.values()):
@@ -126,21 +152,22 @@ def masks_s(llm: LLM) -> list[float]:
 
 def structured_table(rows: list[Row]) -> Table:
     columns = {
-        "grammar": "{grammar}",
+        "case": "{case}",
         "batch": "{batch}",
         "step, ms": "{step_ms:.1f}",
-        "x none": "{ratio:.3f}",
+        "x": "{ratio:.3f}",
+        "beside": "{beside}",
         "masks, ms": "{mask_ms:.2f}",
         "at most": "{most_mask_ms:.2f}",
     }
-    return sheet("a decode step by a grammar", columns, rows)
+    return sheet("a decode step by a grammar, or of drawn tokens", columns, rows)
 
 
 @script
 def app(
     plan: Annotated[StructuredPlan, ConfigOptions(config=StructuredPlan)], json_file: Json = None
 ) -> None:
-    """Decode by a schema beside decoding without one."""
+    """Decode by a schema, or draw tokens, beside plain decoding."""
     with ready(plan.threads):
         rows = run(plan)
         publish(rows, [structured_table(rows)], json_file)

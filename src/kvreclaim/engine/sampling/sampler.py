@@ -1,5 +1,5 @@
-"""Draw one token per row, all rows at once, without sorting the vocabulary or making noise for all of it where
-the likeliest tokens settle it."""
+"""Draw one token per row, all rows at once: the vocabulary is neither sorted nor given noise as a whole, where
+the likeliest tokens settle a row."""
 
 from __future__ import annotations
 
