@@ -1,5 +1,7 @@
-"""Draw one token per row, all rows at once: the vocabulary is neither sorted nor given noise as a whole, where
-the likeliest tokens settle a row."""
+"""Draw one token per row, all rows at once.
+
+Where the likeliest tokens settle it, the vocabulary is not sorted, and most of its noise is not made.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,8 @@ def draw(
 
     def drawn(places: list[int]) -> list[SampledToken | Exception]:
         with torch_alone():
-            chosen = logits[[rows[i] for i in places]].float()
+            index = torch.tensor([rows[i] for i in places], device=logits.device)
+            chosen = logits.index_select(0, index).float()
             return _sample(chosen, [asked[i] for i in places], [keys[i] for i in places])
 
     hard = list(keys)
@@ -132,7 +135,7 @@ def _draw(logits: Tensor, rows: list[SampleRow], keys: Tensor) -> Tensor:
         few = [i for i in pending if size >= vocab or cuts[i].top_k <= size]
         if not few:
             continue
-        scaled = logits[few] / temperatures[few]
+        scaled = (logits if len(few) == len(rows) else logits[few]) / temperatures[few]
         chosen, settled = _race(scaled, [cuts[i] for i in few], keys[few], min(size, vocab))
         done = [n for n, ok in enumerate(settled.tolist()) if ok]
         winners[[few[n] for n in done]] = chosen[done]
@@ -149,33 +152,33 @@ def _race(scaled: Tensor, cuts: list[Cut], keys: Tensor, size: int) -> tuple[Ten
     Where all tokens are kept, the others take part as one with their whole probability and the noise of id V.
     If it wins, they race among themselves: the same distribution, and their noise is seldom made.
 
-    scaled: [n, V] fp32, temperature applied; changes
+    scaled: [n, V] fp32, temperature applied
     """
 
     def column(values: list[float]) -> Tensor:
         return torch.tensor(values, device=scaled.device)[:, None]
 
     vocab = scaled.shape[-1]
-    values, order = scaled.topk(size, dim=-1)
-    others = scaled.scatter_(-1, order, -math.inf).logsumexp(-1, True)
+    order = scaled.topk(size, dim=-1).indices
+    every = scaled.softmax(-1)
     top_k = column([cut.top_k if 0 < cut.top_k < vocab else vocab for cut in cuts])
-    values = values.masked_fill(torch.arange(size, device=scaled.device) >= top_k, -math.inf)
-    total = values.logsumexp(-1, True)
-    probs = (values - torch.where(top_k >= vocab, total.logaddexp(others), total)).exp()
+    probs = every.gather(-1, order).masked_fill_(torch.arange(size, device=scaled.device) >= top_k, 0.0)
+    others = every.scatter_(-1, order, 0.0).sum(-1, keepdim=True)
+    total = probs.sum(-1, keepdim=True) + others * (top_k >= vocab)
     before = probs.cumsum(-1) - probs
-    kept = before < column([cut.top_p if cut.top_p < 1 else math.inf for cut in cuts])
-    kept &= values > -math.inf
-    kept &= probs >= column([cut.min_p for cut in cuts]) * probs[:, :1]
+    kept = before < total * column([cut.top_p if cut.top_p < 1 else math.inf for cut in cuts])
+    kept &= (probs > 0) & (probs >= column([cut.min_p for cut in cuts]) * probs[:, :1])
     kept[:, 0] = True
     settled = (~kept[:, -1]) | (top_k[:, 0] <= size) | (size >= vocab)
-    best, place = (values + gumbel(keys[:, None], order)).masked_fill(~kept, -math.inf).max(-1, keepdim=True)
+    race = probs.log() + gumbel(keys[:, None], order)
+    best, place = race.masked_fill_(~kept, -math.inf).max(-1, keepdim=True)
     winners = order.gather(-1, place)[:, 0]
-    if every := [n for n, cut in enumerate(cuts) if cut.keeps_all]:
-        settled[every] = True
-        lost = others + gumbel(keys[:, None], torch.full_like(order[:, :1], vocab)) > best
+    if keep_all := [n for n, cut in enumerate(cuts) if cut.keeps_all]:
+        settled[keep_all] = True
+        lost = others.log() + gumbel(keys[:, None], torch.full_like(place, vocab)) > best
         ids = torch.arange(vocab, device=scaled.device)
-        for n in {*every} & {*lost[:, 0].nonzero()[:, 0].tolist()}:
-            winners[n] = (scaled[n] + gumbel(keys[n], ids)).argmax()
+        for n in {*keep_all} & {*lost[:, 0].nonzero()[:, 0].tolist()}:
+            winners[n] = (every[n].log() + gumbel(keys[n], ids)).argmax()
     return winners, settled
 
 
