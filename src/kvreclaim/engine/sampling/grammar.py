@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
+from functools import cache
 from typing import Any
 
 import llguidance
@@ -146,10 +147,21 @@ def restrict(logits: Tensor, places: list[int], matchers: list[Matcher]) -> None
     """
     vocab = logits.shape[-1]
     words = np.zeros((len(places), (vocab + 31) // 32), dtype=np.uint32)
-    for row, matcher in zip(words, matchers, strict=True):
-        matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+    pairs = [(matcher, row) for row, matcher in enumerate(matchers)]
+    _executor().unsafe_compute_mask_ptr(pairs, words.ctypes.data, words[0].nbytes, len(words))
+    for matcher in matchers:
         if matcher.is_error():
             raise ValueError(f"the grammar of structured_outputs cannot be followed: {problem(matcher)}")
     bits = np.unpackbits(~words.view(np.uint8), axis=-1, count=vocab, bitorder="little")
-    for place, barred in zip(places, torch.from_numpy(bits.view(np.bool_)).to(logits.device), strict=True):
-        logits[place].masked_fill_(barred, float("-inf"))  # in place: [N, V] is much to copy
+    barred = torch.from_numpy(bits.view(np.bool_)).to(logits.device)
+    if len(places) == len(logits):
+        logits.masked_fill_(barred, float("-inf"))
+        return
+    for place, row in zip(places, barred, strict=True):
+        logits[place].masked_fill_(row, float("-inf"))  # in place: [N, V] is much to copy
+
+
+@cache
+def _executor() -> llguidance.LLExecutor:
+    """Threads that make masks of one batch together."""
+    return llguidance.LLExecutor()
