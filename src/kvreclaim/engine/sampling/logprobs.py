@@ -28,7 +28,7 @@ def report(logprobs: Tensor, given: list[int], num_top: int) -> list[dict[int, L
     not among them. Ranks begin at 1; a given token's is one more than the number of likelier ones."""
     index = torch.tensor(given, device=logprobs.device)[:, None]
     own = logprobs.gather(-1, index)
-    ranks = (logprobs > own).sum(-1) + 1
+    ranks = (logprobs > own).sum(-1, dtype=torch.int32) + 1
     vocab = logprobs.shape[-1]
     top = logprobs.topk(vocab if num_top < 0 else min(num_top, vocab), dim=-1)
     found = []

@@ -6,10 +6,12 @@ Each processor works on all rows that it applies to at once. A row's numbers do 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -95,12 +97,11 @@ class RepetitionPenalty(LogitsProcessor):
         return row.params.repetition_penalty != 1.0
 
     def apply(self, logits: Tensor, places: list[int], rows: Sequence[SampleRow]) -> None:
-        seen = [sorted({*row.prompt, *row.generated}) for row in rows]
-        index = _index(logits, places, seen)
-        values = logits[index]
-        each = [row.params.repetition_penalty for row, tokens in zip(rows, seen, strict=True) for _ in tokens]
-        penalty = torch.tensor(each, dtype=logits.dtype, device=logits.device)
-        logits[index] = torch.where(values > 0, values / penalty, values * penalty)
+        where, tokens = _index(logits, places, [{*row.prompt, *row.generated} for row in rows])
+        own = torch.ones(logits.shape[0], dtype=logits.dtype)
+        own[places] = torch.tensor([row.params.repetition_penalty for row in rows], dtype=logits.dtype)
+        values, penalty = logits[where, tokens], own.to(logits.device)[where]
+        logits[where, tokens] = torch.where(values > 0, values / penalty, values * penalty)
 
 
 class CountPenalties(LogitsProcessor):
@@ -209,9 +210,8 @@ def completing(words: Sequence[tuple[int, ...]], generated: list[int]) -> tuple[
     )
 
 
-def _index(logits: Tensor, places: list[int], tokens: list[list[int]]) -> tuple[Tensor, Tensor]:
+def _index(logits: Tensor, places: list[int], tokens: Sequence[Collection[int]]) -> tuple[Tensor, Tensor]:
     """Rows and columns of the tokens of each row, one after the other."""
-    lengths = torch.tensor([len(each) for each in tokens])
-    rows = torch.tensor(places).repeat_interleave(lengths)
-    columns = torch.tensor([token for each in tokens for token in each], dtype=torch.int64)
-    return rows.to(logits.device), columns.to(logits.device)
+    rows = np.repeat(places, [len(each) for each in tokens])
+    columns = np.fromiter(chain.from_iterable(tokens), np.int64, len(rows))
+    return torch.from_numpy(rows).to(logits.device), torch.from_numpy(columns).to(logits.device)
