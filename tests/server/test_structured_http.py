@@ -37,7 +37,7 @@ def client(real_dir: Path) -> Iterator[openai.OpenAI]:
 
 
 def chat(client: openai.OpenAI, **fields: Any) -> Any:
-    return client.chat.completions.create(model=MODEL, messages=SAID, max_tokens=60, seed=1, **fields)
+    return client.chat.completions.create(model=MODEL, messages=SAID, max_tokens=200, seed=1, **fields)
 
 
 def test_json_schema_whole_and_streamed(client: openai.OpenAI) -> None:
