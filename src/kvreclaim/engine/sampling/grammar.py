@@ -1,7 +1,8 @@
 """Grammars of structured outputs, by llguidance: which tokens may come next.
 
 llguidance is taken before xgrammar: it compiles nothing that grows with the schema, copies its states (for
-n > 1), bounds the work of a schema that explodes, and refuses what it does not support by name.
+n > 1), bounds the work of a schema that explodes, and refuses by name what it does not support; xgrammar
+leaves that out (scripts/grammar_suite.py).
 """
 
 from __future__ import annotations
