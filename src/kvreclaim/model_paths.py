@@ -55,10 +55,20 @@ def ruler_home() -> Path:
     return _home() / "ruler"
 
 
+def history_file() -> Path:
+    """Lines that were typed in `kvreclaim run`."""
+    return _home() / "history"
+
+
+def fetched_model(name: str) -> Path | None:
+    """Directory of a fetched model by its name or hub id; None if it is not there."""
+    directory = models_home() / name.replace("/", "--")
+    return directory if lacks(directory) is None else None
+
+
 def real_model() -> Path | None:
     """Directory of the model that `kvreclaim fetch` downloads; None if it is not there."""
-    directory = models_home() / REAL_MODEL
-    return directory if lacks(directory) is None else None
+    return fetched_model(REAL_MODEL)
 
 
 def real_gguf() -> Path | None:

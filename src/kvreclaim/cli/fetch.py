@@ -23,7 +23,12 @@ def fetch(
     ] = None,
 ) -> None:
     """Download a language model into a directory that transformers can read, unless it is already there."""
+    path = fetched(source, output)
+    typer.echo(f"{path.name} ({num_bytes_of(path) / 1e6:.0f} MB): {path}")
+
+
+def fetched(source: str | None, output: Path | None) -> Path:
+    """The model's directory, fetched if it is not there, which is said. Raises: FetchError."""
     from kvreclaim.model.fetch import fetch_model, source_from
 
-    path = fetch_model(source_from(source), output, say=lambda line: typer.echo(line, err=True))
-    typer.echo(f"{path.name} ({num_bytes_of(path) / 1e6:.0f} MB): {path}")
+    return fetch_model(source_from(source), output, say=lambda line: typer.echo(line, err=True))

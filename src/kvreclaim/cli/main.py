@@ -18,8 +18,11 @@ from kvreclaim.cli.config_options import with_config
 from kvreclaim.cli.eval import evaluate
 from kvreclaim.cli.fetch import fetch
 from kvreclaim.cli.generate import generate
+from kvreclaim.cli.ls import ls
 from kvreclaim.cli.options import Figures, KVCacheDType, folder
 from kvreclaim.cli.plan import plan
+from kvreclaim.cli.rm import rm
+from kvreclaim.cli.run import run
 from kvreclaim.cli.serve import serve
 from kvreclaim.cli.simulate import simulate
 from kvreclaim.config import EngineConfig
@@ -30,12 +33,15 @@ app = typer.Typer(
     help="Serve language models from a paged KV cache whose compression gives blocks back.",
 )
 app.add_typer(bench_app, name="bench")
+app.command()(run)
 app.command()(generate)
 app.command()(serve)
 app.command("eval")(evaluate)
 app.command()(calibrate)
 app.command()(calibrate_speed)
 app.command()(fetch)
+app.command()(ls)
+app.command()(rm)
 app.command()(plan)
 app.command()(simulate)
 

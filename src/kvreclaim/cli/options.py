@@ -14,6 +14,7 @@ from kvreclaim.cli.config_options import ConfigOptions
 from kvreclaim.compression_settings import CompressionSettings
 from kvreclaim.config import EngineConfig
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.model_paths import fetched_model
 from kvreclaim.options import COMPRESSION, MODEL
 from kvreclaim.outputs import check_writable
 
@@ -27,8 +28,8 @@ DEMO = "demo"
 ModelOption = Annotated[
     str | None,
     typer.Option(
-        help=f"Model: a directory, a .gguf file, a hub id, or {DEMO} for the "
-        "demo model. Default: the model that "
+        help="Model: a directory, a .gguf file, a hub id, the name of a fetched model "
+        f"(`kvreclaim ls`), or {DEMO} for the demo model. Default: the model that "
         "`kvreclaim fetch` downloaded, else the demo model."
     ),
 ]
@@ -72,8 +73,11 @@ def _tell(line: str) -> None:
 
 def model_of(named: str | None, say: Callable[[str], object] = _tell) -> str | Path:
     """The model that --model stands for; which one is taken where nothing was named is said in one line."""
+    if named == DEMO:
+        return demo_model()
     if named is not None:
-        return demo_model() if named == DEMO else named
+        is_name = "/" not in named and not Path(named).exists()
+        return (fetched_model(named) if is_name else None) or named
     if (real := real_model()) is not None:
         say(f"model: {real.name} in {real}")
         return real

@@ -1,0 +1,1 @@
+"""`kvreclaim run`: a conversation in the terminal."""

@@ -1,0 +1,135 @@
+"""A conversation with an engine: what was said, and what each answer cost."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvreclaim import LLM, CompressionConfig, SamplingParams
+from kvreclaim.engine.api.chat import num_system_tokens, render_chat
+from kvreclaim.engine.request.outputs import FinishReason, RequestMetrics, RequestOutput
+from kvreclaim.engine.request.request import Request
+from kvreclaim.engine.request.spec import RequestSpec
+from kvreclaim.parsers.pieces import Piece, Reasoning, Text, merged
+from kvreclaim.server.config import ServerConfig
+from kvreclaim.server.output_format import output_format
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFigures:
+    """Costs of an answer, and of the conversation that it ends.
+
+    finish_reason: "abort" if the user ended it; error: why it failed
+    num_tokens:    of the whole conversation, as its last prompt has it, and the answer
+    blocks_held:   that the answer held in its last steps
+    blocks_freed:  by compression, of what the cache has of the conversation
+    """
+
+    metrics: RequestMetrics
+    finish_reason: FinishReason | None
+    error: str | None
+    num_tokens: int
+    blocks_held: int
+    blocks_freed: int
+
+
+class Conversation:
+    """Turns of a user and a model.
+
+    params, compression, system: of the answers to come; they may be set at any time
+    turns: messages behind the system prompt, a user's and the model's by turns
+    last:  figures of the last answer; None before the first
+    """
+
+    def __init__(
+        self, llm: LLM, params: SamplingParams, compression: CompressionConfig | None, system: str = ""
+    ) -> None:
+        self.llm, self.params, self.compression, self.system = llm, params, compression, system
+        self.form = output_format(llm.tokenizer, ServerConfig(served_model_name=(llm.loaded.name,)))
+        self.turns: list[Message] = []
+        self.last: AnswerFigures | None = None
+        self._ids = itertools.count()
+
+    @property
+    def messages(self) -> list[Message]:
+        return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
+
+    def clear(self) -> None:
+        """Forget all turns; the system prompt stays."""
+        self.turns, self.last = [], None
+
+    def ask(self, text: str, stopped: Callable[[], bool] = lambda: False) -> Iterator[Piece]:
+        """Yield the parts of the answer to a message as they come; then `turns` has both and `last` its
+        figures. An answer that failed, or has no text, is forgotten together with the message.
+
+        stopped: asked before each step; true ends the answer, and what it has stays
+
+        Raises: InvalidArgumentError, RequestTooLongError before anything has run.
+        """
+        said = {"role": "user", "content": text}
+        request, engine = self._begin([*self.messages, said]), self.llm.engine
+        splitter = self.form.splitter(request.prompt_token_ids, None, one_call=False)
+        pieces: list[Piece] = []
+        held = num_taken = 0
+
+        def new() -> list[Piece]:
+            nonlocal num_taken
+            whole = request.output().outputs[0].text
+            found = splitter.take(whole[num_taken:], last=request.finished)
+            num_taken = len(whole)
+            pieces.extend(found)
+            return found
+
+        try:
+            while not request.finished and not stopped():
+                in_use = engine.step().stats.blocks_in_use
+                held = held if request.finished else in_use
+                yield from new()
+        finally:
+            if not request.finished:
+                engine.abort(request.request_id)
+        yield from new()
+        self._remember(said, pieces, request.output(), held)
+
+    def _begin(self, messages: Sequence[Message]) -> Request:
+        llm, form = self.llm, self.form
+        ids, config, params = render_chat(llm.loaded, messages), self.compression, self.params
+        if config is not None and config.protect_system:
+            num_system = num_system_tokens(llm.loaded, ids, messages)
+            config = config.protecting(num_system, llm.engine.config.block_size)
+        if form.needs_special_tokens(with_tools=False):
+            params = replace(params, skip_special_tokens=False)
+        spec = RequestSpec(
+            request_id=f"answer-{next(self._ids)}",
+            prompt_token_ids=ids,
+            params=params,
+            compression=config,
+            is_rewritten=form.takes_apart(with_tools=False),
+            thinking=form.thinking(ids),
+            may_end_early=True,
+        )
+        spec = llm.promised(spec)
+        return llm.engine.add(spec, None if spec.compression is None else llm.compressor(spec.compression))
+
+    def _remember(self, said: Message, pieces: list[Piece], output: RequestOutput, held: int) -> None:
+        metrics, [answer] = output.metrics, output.outputs
+        goes_on = self.last is not None and metrics.num_snapshot_tokens
+        before = self.last.blocks_freed if self.last is not None and goes_on else 0
+        self.last = AnswerFigures(
+            metrics=metrics,
+            finish_reason=answer.finish_reason,
+            error=output.error,
+            num_tokens=len(output.prompt_token_ids) + len(answer.token_ids),
+            blocks_held=held or metrics.peak_blocks,
+            blocks_freed=before + metrics.blocks_freed,
+        )
+        parts = merged(pieces)
+        text = "".join(part.text for part in parts if isinstance(part, Text))
+        thought = "".join(part.text for part in parts if isinstance(part, Reasoning))
+        if output.error is None and (text or thought):
+            spoken = {"role": "assistant", "content": text}
+            self.turns += [said, spoken | ({"reasoning_content": thought} if thought else {})]

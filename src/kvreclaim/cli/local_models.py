@@ -1,0 +1,146 @@
+"""Models that lie in the cache directory, for `run`, `ls` and `rm`."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvreclaim.cli.options import model_of
+from kvreclaim.errors import KVReclaimError
+from kvreclaim.model_paths import (
+    REAL_MODEL,
+    SOURCE_FILE,
+    fetched_model,
+    lacks,
+    models_home,
+    num_bytes_of,
+    source_of,
+    statistics_beside,
+)
+
+UNKNOWN = "?"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """A directory or GGUF file below models_home().
+
+    name:        by which `run` and `rm` know it
+    modified:    seconds since 1970
+    weights:     method and bits, ggml's type or the dtype; context: tokens
+    is_fetched:  `kvreclaim fetch` wrote it
+    wrong:       why it cannot be used, as words after "it"
+    """
+
+    name: str
+    path: Path
+    num_bytes: int
+    modified: float
+    weights: str
+    context: str
+    has_statistics: bool
+    is_fetched: bool
+    wrong: str | None = None
+
+
+def local_models() -> list[LocalModel]:
+    """All of them, by name; a directory is followed by the GGUF files in it."""
+    home = models_home()
+    entries = sorted(home.iterdir()) if home.is_dir() else []
+    found = []
+    for entry in entries:
+        if entry.is_dir() and not entry.name.startswith("."):
+            if (entry / "config.json").is_file() or source_of(entry) is not None:
+                found.append(_directory(entry))
+            found += [_gguf(file) for file in sorted(entry.rglob("*.gguf"))]
+        elif entry.suffix.lower() == ".gguf" and entry.is_file():
+            found.append(_gguf(entry))
+    return found
+
+
+def named_model(named: str | None) -> str | Path:
+    """The model that `kvreclaim run` was told: a name that `ls` prints or a hub id that was fetched, the
+    default model, which is fetched if it is not here, or what --model takes. Raises: FetchError."""
+    if named is None or Path(named).exists():
+        return model_of(named)
+    file = models_home() / named
+    if file.suffix.lower() == ".gguf" and file.is_file():
+        return file
+    if named == REAL_MODEL and fetched_model(named) is None:
+        from kvreclaim.cli.fetch import fetched
+
+        return fetched(None, None)
+    return fetched_model(named) or model_of(named)
+
+
+def _directory(path: Path) -> LocalModel:
+    is_fetched = source_of(path) is not None and not path.is_symlink()
+    config = _config(path / "config.json")
+    stamp = path / (SOURCE_FILE if is_fetched else "config.json")
+    return LocalModel(
+        name=path.name,
+        path=path,
+        num_bytes=num_bytes_of(path),
+        modified=stamp.stat().st_mtime,
+        weights=_weights(config),
+        context=str(_said(config, "max_position_embeddings") or UNKNOWN),
+        has_statistics=statistics_beside(path).is_file(),
+        is_fetched=is_fetched,
+        wrong=lacks(path) if is_fetched else None,
+    )
+
+
+def _gguf(file: Path) -> LocalModel:
+    from kvreclaim.plan.gguf import read_index
+
+    weights, context, wrong = "gguf", UNKNOWN, None
+    try:
+        index = read_index(file)
+    except KVReclaimError as error:
+        wrong = f"cannot be read: {error}"
+    else:
+        kinds = Counter[str]()
+        for tensor in index.tensors.values():
+            kinds[tensor.kind] += tensor.num_bytes
+        weights = kinds.most_common(1)[0][0] if kinds else UNKNOWN
+        kind = index.fields.get("general.architecture")
+        context = str(index.fields.get(f"{kind}.context_length", UNKNOWN))
+    about = file.stat()
+    return LocalModel(
+        name=str(file.relative_to(models_home())),
+        path=file,
+        num_bytes=about.st_size,
+        modified=about.st_mtime,
+        weights=weights,
+        context=context,
+        has_statistics=statistics_beside(file).is_file(),
+        is_fetched=False,
+        wrong=wrong,
+    )
+
+
+def _config(file: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _weights(config: Mapping[str, Any]) -> str:
+    """How the weights are stored, as the config says it."""
+    packed = config.get("quantization_config")
+    if isinstance(packed, Mapping):
+        bits = packed.get("bits") or (4 if packed.get("load_in_4bit") else None)
+        return f"{packed.get('quant_method', UNKNOWN)}{f' {bits} bits' if bits else ''}"
+    return str(_said(config, "dtype") or _said(config, "torch_dtype") or UNKNOWN).removeprefix("torch.")
+
+
+def _said(config: Mapping[str, Any], key: str) -> Any:
+    """A field of the config, or of the language model's within it."""
+    inner = config.get("text_config")
+    return config.get(key) or (inner.get(key) if isinstance(inner, Mapping) else None)

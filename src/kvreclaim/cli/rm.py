@@ -1,0 +1,57 @@
+"""`kvreclaim rm`: delete a fetched model."""
+
+from __future__ import annotations
+
+import os
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import typer
+
+from kvreclaim.checks import require
+from kvreclaim.cli.config_options import with_config
+from kvreclaim.cli.local_models import LocalModel, local_models
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.model_paths import models_home
+
+
+@with_config
+def rm(
+    name: Annotated[str, typer.Argument(help="Name that `kvreclaim ls` prints, or the fetched hub id.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Delete a model that `kvreclaim fetch` wrote, with the statistics beside it."""
+    model = fetched_named(name)
+    size = f"{model.num_bytes / 1e6:,.0f} MB"
+    if not yes and not typer.confirm(f"Delete {model.path} ({size})?", err=True):
+        typer.echo("nothing is deleted", err=True)
+        raise typer.Exit(1)
+    try:
+        with TemporaryDirectory(prefix=".kvreclaim-rm-", dir=models_home()) as made:
+            os.replace(model.path, os.path.join(made, "model"))  # it goes whole, or not at all
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"{str(model.path)!r} cannot be deleted ({error.strerror}); see to the rights of its folder."
+        ) from error
+    typer.echo(f"{model.name}: {size} freed")
+
+
+def fetched_named(name: str) -> LocalModel:
+    """Raises: InvalidArgumentError for all that `kvreclaim fetch` did not write."""
+    models = {model.name: model for model in local_models()}
+    model = models.get(name) or models.get(name.replace("/", "--"))
+    fetched = ", ".join(each.name for each in models.values() if each.is_fetched) or "none"
+    require(
+        model is not None,
+        f"{name!r} is no model in {str(models_home())!r}, and nothing else is deleted; fetched models are: "
+        f"{fetched}.",
+        "name",
+    )
+    assert model is not None
+    require(
+        model.is_fetched,
+        f"{str(model.path)!r} is no directory that `kvreclaim fetch` wrote, so it is not deleted; fetched "
+        f"models are: {fetched}.",
+        "name",
+    )
+    return model

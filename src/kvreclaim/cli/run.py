@@ -1,0 +1,133 @@
+"""`kvreclaim run`: chat with a model in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import closing
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvreclaim.checks import require
+from kvreclaim.cli import options as opt
+from kvreclaim.cli.config_options import ConfigOptions, with_config
+from kvreclaim.cli.generate import OF_MANY
+from kvreclaim.cli.local_models import named_model
+from kvreclaim.config import EngineConfig
+from kvreclaim.errors import KVReclaimError
+from kvreclaim.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from kvreclaim import LLM, CompressionConfig
+    from kvreclaim.cli.chat.conversation import Conversation
+
+OLLAMA = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
+"""Its sampling; as there, an answer has as many tokens as fit."""
+
+
+def _sampling(**given: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": None, **given})
+
+
+@with_config
+def run(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help=f"A name that `kvreclaim ls` prints, a directory, a .gguf file, a hub id, or {opt.DEMO}. "
+            "Default: as for `kvreclaim serve`."
+        ),
+    ] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Argument(help="A message to answer once; without it, a chat begins.")
+    ] = None,
+    *,
+    system: Annotated[str, typer.Option(help="System prompt.")] = "",
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print all figures behind each answer.")] = False,
+    engine: Annotated[
+        EngineConfig,
+        ConfigOptions(config=EngineConfig, without=OF_MANY, defaults={"conversation_snapshots": True}),
+    ],
+    params: Annotated[
+        SamplingParams,
+        ConfigOptions(
+            config=SamplingParams,
+            panel=opt.SAMPLING,
+            without=("n",),
+            defaults={**OLLAMA, "max_tokens": None},
+            build=_sampling,
+        ),
+    ],
+    compression: Annotated[Any, opt.Compression],
+    calibrate: opt.Calibrate = False,
+    dtype: opt.DType = "auto",
+    device: opt.Device = "auto",
+) -> None:
+    """Chat with a model in the terminal, or answer once what is piped in. Answers go to standard output,
+    reasoning and figures to standard error. Where statistics exist, compression is auto; `--kv-compression
+    full` keeps every token."""
+    message = " ".join(prompt or [])
+    is_piped = not is_terminal(sys.stdin)
+    if is_piped:
+        message = "\n".join(part for part in (sys.stdin.read().strip(), message) if part)
+        require(bool(message), "standard input is empty and no PROMPT is given; pass one of them.", "prompt")
+    require(
+        bool(message) or is_terminal(sys.stdout),
+        "standard output is no terminal to chat in; pass a PROMPT, or text on standard input.",
+        "prompt",
+    )
+    from kvreclaim import LLM
+    from kvreclaim.cli.chat.conversation import Conversation
+    from kvreclaim.model.loader import hide_progress_bars
+
+    hide_progress_bars()
+    chosen, at_start = opt.with_calibration(compression, calibrate)
+    given = asdict(engine) | {"max_num_seqs": 1, "calibrate": at_start, "compression": chosen}
+    with closing(LLM(named_model(model), dtype=dtype, device=device, **given)) as llm:
+        conversation = Conversation(llm, params, compression_for(llm), system)
+        if message:
+            answer_once(conversation, message, verbose=verbose)
+        else:
+            chat(conversation, verbose=verbose)
+
+
+def is_terminal(stream: Any) -> bool:
+    return bool(stream.isatty())
+
+
+def compression_for(llm: LLM) -> CompressionConfig | None:
+    """The compression that was asked for, else auto where there are statistics; that there is none is said
+    in one line."""
+    from kvreclaim import CompressionConfig
+
+    if llm.compression is not None:
+        return llm.compression
+    try:
+        require(
+            llm.stats_file.is_file(),
+            f"{llm.loaded.name} has no statistics; `kvreclaim calibrate` or --kv-compression-calibrate makes "
+            "them.",
+        )
+        config = llm.resolved(CompressionConfig())
+        llm.compressor(config)
+    except KVReclaimError as error:
+        typer.echo(f"no compression: {error}", err=True)
+        return None
+    return config
+
+
+def answer_once(conversation: Conversation, message: str, *, verbose: bool) -> None:
+    from kvreclaim.cli.chat.terminal import answer
+
+    figures = answer(conversation, message, verbose=verbose)
+    if figures.error is not None or figures.finish_reason == "abort":
+        raise typer.Exit(1 if figures.error is not None else 130)
+
+
+def chat(conversation: Conversation, *, verbose: bool) -> None:
+    from kvreclaim.cli.chat.commands import Commands
+    from kvreclaim.cli.chat.terminal import converse, line_reader
+
+    commands = Commands(conversation, verbose=verbose)
+    converse(conversation, line_reader(commands.known), commands)
