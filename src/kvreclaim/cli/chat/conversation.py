@@ -12,7 +12,7 @@ from kvreclaim.engine.api.chat import num_system_tokens, render_chat
 from kvreclaim.engine.request.outputs import FinishReason, RequestMetrics, RequestOutput
 from kvreclaim.engine.request.request import Request
 from kvreclaim.engine.request.spec import RequestSpec
-from kvreclaim.parsers.pieces import Piece, Reasoning, Text, merged
+from kvreclaim.parsers.pieces import Piece, Reasoning, Text, ToolCall, merged
 from kvreclaim.server.config import ServerConfig
 from kvreclaim.server.output_format import output_format
 
@@ -25,8 +25,8 @@ class AnswerFigures:
 
     finish_reason: "abort" if the user ended it; error: why it failed
     num_tokens:    of the whole conversation, as its last prompt has it, and the answer
-    blocks_held:   that the answer held in its last steps
-    blocks_freed:  by compression, of what the cache has of the conversation
+    blocks_held:   that the answer held before its last step
+    blocks_freed:  by compression, in all turns whose cache the answer goes on from
     """
 
     metrics: RequestMetrics
@@ -93,7 +93,8 @@ class Conversation:
             if not request.finished:
                 engine.abort(request.request_id)
         yield from new()
-        self._remember(said, pieces, request.output(), held)
+        self._count(request.output(), held)
+        self._remember(said, merged(pieces))
 
     def _begin(self, messages: Sequence[Message]) -> Request:
         llm, form = self.llm, self.form
@@ -115,10 +116,9 @@ class Conversation:
         spec = llm.promised(spec)
         return llm.engine.add(spec, None if spec.compression is None else llm.compressor(spec.compression))
 
-    def _remember(self, said: Message, pieces: list[Piece], output: RequestOutput, held: int) -> None:
+    def _count(self, output: RequestOutput, held: int) -> None:
         metrics, [answer] = output.metrics, output.outputs
-        goes_on = self.last is not None and metrics.num_snapshot_tokens
-        before = self.last.blocks_freed if self.last is not None and goes_on else 0
+        before = 0 if self.last is None or not metrics.num_snapshot_tokens else self.last.blocks_freed
         self.last = AnswerFigures(
             metrics=metrics,
             finish_reason=answer.finish_reason,
@@ -127,9 +127,11 @@ class Conversation:
             blocks_held=held or metrics.peak_blocks,
             blocks_freed=before + metrics.blocks_freed,
         )
-        parts = merged(pieces)
+
+    def _remember(self, said: Message, parts: Sequence[Piece | ToolCall]) -> None:
+        assert self.last is not None, "an answer is counted before it is remembered"
         text = "".join(part.text for part in parts if isinstance(part, Text))
         thought = "".join(part.text for part in parts if isinstance(part, Reasoning))
-        if output.error is None and (text or thought):
+        if self.last.error is None and (text or thought):
             spoken = {"role": "assistant", "content": text}
             self.turns += [said, spoken | ({"reasoning_content": thought} if thought else {})]
