@@ -15,6 +15,7 @@ from kvreclaim.cli.eval import evaluate
 from kvreclaim.cli.generate import generate
 from kvreclaim.cli.main import app
 from kvreclaim.cli.options import Compression
+from kvreclaim.cli.run import run as talk
 from kvreclaim.cli.serve import serve
 from kvreclaim.compression_settings import CompressionSettings
 from kvreclaim.config import EngineConfig
@@ -125,6 +126,11 @@ def test_a_mistake_is_one_sentence() -> None:
             generate,
             {"engine": EngineConfig, "params": SamplingParams},
             {"calibrate", "prompt", "chat", "session", "compress_prompt_at"},
+        ),
+        (
+            talk,
+            {"engine": EngineConfig, "params": SamplingParams},
+            {"calibrate", "prompt", "system", "verbose"},
         ),
     ],
 )

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams, StructuredOutputsParams
 from kvreclaim.cli.chat.commands import Commands, read_messages
-from kvreclaim.cli.chat.conversation import Conversation
+from kvreclaim.cli.chat.dialogue import Dialogue
 from kvreclaim.cli.chat.terminal import HINT, answer, converse, read_message
 from kvreclaim.cli.main import app
 from kvreclaim.cli.run import compression_for
@@ -46,11 +46,11 @@ def llm(tiny_dir) -> LLM:
 
 
 @pytest.fixture
-def talk(llm: LLM) -> Iterator[Callable[..., Conversation]]:
+def talk(llm: LLM) -> Iterator[Callable[..., Dialogue]]:
     """A conversation in an engine that remembers nothing; all blocks come back."""
 
-    def begin(compression: CompressionConfig | None = None, **said) -> Conversation:
-        return Conversation(llm, GREEDY, compression, **said)
+    def begin(compression: CompressionConfig | None = None, **said) -> Dialogue:
+        return Dialogue(llm, GREEDY, compression, **said)
 
     yield begin
     llm.engine.reset_prefix_cache()
@@ -74,8 +74,8 @@ def lines(*given: str | type[BaseException]) -> Callable[[str], str]:
 
 @pytest.mark.parametrize("compression", [None, SQUEEZED])
 def test_the_same_turns_as_chat(compression, llm, tiny_dir, talk, capsys) -> None:
-    conversation = talk(compression, system="the")
-    converse(conversation, lines(*TURNS), Commands(conversation))
+    dialogue = talk(compression, system="the")
+    converse(dialogue, lines(*TURNS), Commands(dialogue))
     shown = capsys.readouterr()
     other = LLM(tiny_dir("llama"), num_blocks=200, conversation_snapshots=True)
     messages = [{"role": "system", "content": "the"}]
@@ -83,11 +83,11 @@ def test_the_same_turns_as_chat(compression, llm, tiny_dir, talk, capsys) -> Non
         messages.append({"role": "user", "content": text})
         (output,) = other.chat(messages, GREEDY, compression)
         messages.append({"role": "assistant", "content": output.outputs[0].text})
-        assert conversation.messages[2 * number + 2]["content"] == output.outputs[0].text
+        assert dialogue.messages[2 * number + 2]["content"] == output.outputs[0].text
         assert output.metrics.num_cached_tokens or not number
-    assert conversation.messages == messages
+    assert dialogue.messages == messages
     assert shown.out == "".join(f"{turn['content']}\n" for turn in messages[2::2])
-    figures = conversation.last
+    figures = dialogue.last
     expected = output.metrics
     for name in ("num_prompt_tokens", "num_cached_tokens", "num_snapshot_tokens", "blocks_freed", "sinks"):
         assert getattr(figures.metrics, name) == getattr(expected, name), name
@@ -97,10 +97,10 @@ def test_the_same_turns_as_chat(compression, llm, tiny_dir, talk, capsys) -> Non
 
 @pytest.mark.parametrize("compression", [None, SQUEEZED])
 def test_blocks_held_and_freed(compression, llm, talk) -> None:
-    conversation, freed, size = talk(compression), 0, llm.engine.memory.block_size
+    dialogue, freed, size = talk(compression), 0, llm.engine.memory.block_size
     for text in TURNS:
-        list(conversation.ask(text))
-        figures = conversation.last
+        list(dialogue.ask(text))
+        figures = dialogue.last
         freed += figures.metrics.blocks_freed
         full = blocks_for(figures.num_tokens - 2, size)  # one step before the end
         assert figures.blocks_freed == freed
@@ -119,14 +119,14 @@ def test_ctrl_c_ends_an_answer_and_the_chat_goes_on(llm, talk, monkeypatch, caps
             os.kill(os.getpid(), signal.SIGINT)
         return step()
 
-    conversation = talk()
-    conversation.params = replace(GREEDY, max_tokens=100)
+    dialogue = talk()
+    dialogue.params = replace(GREEDY, max_tokens=100)
     monkeypatch.setattr(llm.engine, "step", pressing)
-    converse(conversation, lines(KeyboardInterrupt, "stop"), Commands(conversation))
+    converse(dialogue, lines(KeyboardInterrupt, "stop"), Commands(dialogue))
     assert len(steps) == 4
-    assert conversation.last.finish_reason == "abort"
-    [_, stopped] = conversation.turns
-    (whole,) = llm.chat([{"role": "user", "content": "stop"}], conversation.params)
+    assert dialogue.last.finish_reason == "abort"
+    [_, stopped] = dialogue.turns
+    (whole,) = llm.chat([{"role": "user", "content": "stop"}], dialogue.params)
     assert stopped["content"]
     assert whole.outputs[0].text.startswith(stopped["content"])
     shown = capsys.readouterr()
@@ -137,9 +137,9 @@ def test_ctrl_c_ends_an_answer_and_the_chat_goes_on(llm, talk, monkeypatch, caps
 
 
 def test_an_answer_stopped_before_its_first_word_is_forgotten(talk) -> None:
-    conversation = talk()
-    assert list(conversation.ask("stop", lambda: True)) == []
-    assert conversation.turns == []
+    dialogue = talk()
+    assert list(dialogue.ask("stop", lambda: True)) == []
+    assert dialogue.turns == []
 
 
 @pytest.mark.parametrize(
@@ -158,23 +158,23 @@ def test_a_message_of_several_lines(typed: list[str], message: str) -> None:
 
 
 def test_commands(talk, tmp_path, capsys) -> None:
-    conversation, file = talk(), tmp_path / "talk.json"
-    commands = Commands(conversation)
+    dialogue, file = talk(), tmp_path / "talk.json"
+    commands = Commands(dialogue)
     typed = (
         *("/system the end", "/set parameter temperature 0.5", "/set top_k 3", "/set stop x", "/set verbose"),
         *("/set seed 7", "/set ignore_eos true", "/set max_tokens none", "/set temperature 0"),
         *("/set max_tokens 4", "stop", f"/save {file}", "/clear", "/show", f"/load {file}", "/help", "/bye"),
         "never asked",
     )
-    converse(conversation, lines(*typed), commands)
+    converse(dialogue, lines(*typed), commands)
     shown = capsys.readouterr().err
     assert "error" not in shown
     assert commands.verbose
-    assert conversation.system == "the end"
+    assert dialogue.system == "the end"
     expected = replace(GREEDY, top_k=3, stop=["x"], seed=7, ignore_eos=True, max_tokens=4)
-    assert conversation.params == expected
-    assert [turn["role"] for turn in conversation.turns] == ["user", "assistant"]
-    assert read_messages(file) == conversation.messages
+    assert dialogue.params == expected
+    assert [turn["role"] for turn in dialogue.turns] == ["user", "assistant"]
+    assert read_messages(file) == dialogue.messages
     for word in ("prompt eval rate", "blocks freed", "statistics", "kernels", *commands.known):
         assert word in shown
 
@@ -194,14 +194,14 @@ def test_commands(talk, tmp_path, capsys) -> None:
     ],
 )
 def test_a_mistake_is_one_sentence_and_changes_nothing(line: str, message: str, talk, capsys) -> None:
-    conversation = talk()
-    converse(conversation, lines(line), Commands(conversation))
+    dialogue = talk()
+    converse(dialogue, lines(line), Commands(dialogue))
     shown = capsys.readouterr()
     assert shown.err.startswith("error: ")
     assert message in shown.err
     assert shown.err.count("\n") == 1
     assert not shown.out
-    assert (conversation.turns, conversation.params) == ([], GREEDY)
+    assert (dialogue.turns, dialogue.params) == ([], GREEDY)
 
 
 def test_a_file_with_other_roles_is_refused(tmp_path) -> None:
@@ -215,12 +215,12 @@ def test_reasoning_is_apart_and_given_back(directory: Path, capsys) -> None:
     llm = LLM(directory, num_blocks=64)
     said = StructuredOutputsParams(choice=["<think>ab</think>cd"])
     params = SamplingParams(temperature=0.0, max_tokens=40, structured_outputs=said)
-    conversation = Conversation(llm, params, None)
-    assert merged(conversation.ask("stop")) == [Reasoning("ab"), Text("cd")]
+    dialogue = Dialogue(llm, params, None)
+    assert merged(dialogue.ask("stop")) == [Reasoning("ab"), Text("cd")]
     spoken = {"role": "assistant", "content": "cd", "reasoning_content": "ab"}
-    assert conversation.turns[1] == spoken
+    assert dialogue.turns[1] == spoken
     capsys.readouterr()
-    answer(conversation, "stop", verbose=False)
+    answer(dialogue, "stop", verbose=False)
     shown = capsys.readouterr()
     assert shown.out == "cd\n"
     assert shown.err.startswith("ab\n\n")
@@ -234,15 +234,15 @@ def test_lines_from_the_keyboard(llm, talk, tmp_path, monkeypatch, capsys) -> No
     from kvreclaim.cli.chat.terminal import line_reader
 
     monkeypatch.setenv("KVRECLAIM_HOME", os.fspath(tmp_path / "home"))
-    conversation = talk()
-    commands = Commands(conversation)
+    dialogue = talk()
+    commands = Commands(dialogue)
     with (
         input_.create_pipe_input() as keyboard,
         create_app_session(input=keyboard, output=output.DummyOutput()),
     ):
         keyboard.send_text('\x03stpo\x1b[D\x7f\x1b[Cp\r/cl\t\r"""the\rend"""\r\x1b[A\x1b[A\x1b[A\r\x04')
-        converse(conversation, line_reader(commands.known), commands)
-    assert [turn["content"] for turn in conversation.turns[::2]] == ["the\nend"]
+        converse(dialogue, line_reader(commands.known), commands)
+    assert [turn["content"] for turn in dialogue.turns[::2]] == ["the\nend"]
     history = tmp_path / "home" / "history"
     assert "+stop\n" in history.read_text()
     assert history.stat().st_mode & 0o777 == 0o600

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvreclaim.cli.fetch import fetched
 from kvreclaim.cli.options import model_of
 from kvreclaim.errors import KVReclaimError
 from kvreclaim.model_paths import (
@@ -71,8 +72,6 @@ def named_model(named: str | None) -> str | Path:
     if file.suffix.lower() == ".gguf" and file.is_file():
         return file
     if named == REAL_MODEL and fetched_model(named) is None:
-        from kvreclaim.cli.fetch import fetched
-
         return fetched(None, None)
     return fetched_model(named) or model_of(named)
 

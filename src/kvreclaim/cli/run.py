@@ -20,7 +20,7 @@ from kvreclaim.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from kvreclaim import LLM, CompressionConfig
-    from kvreclaim.cli.chat.conversation import Conversation
+    from kvreclaim.cli.chat.dialogue import Dialogue
 
 OLLAMA = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 """Its sampling; as there, an answer has as many tokens as fit."""
@@ -78,18 +78,18 @@ def run(
         "prompt",
     )
     from kvreclaim import LLM
-    from kvreclaim.cli.chat.conversation import Conversation
+    from kvreclaim.cli.chat.dialogue import Dialogue
     from kvreclaim.model.loader import hide_progress_bars
 
     hide_progress_bars()
     chosen, at_start = opt.with_calibration(compression, calibrate)
     given = asdict(engine) | {"max_num_seqs": 1, "calibrate": at_start, "compression": chosen}
     with closing(LLM(named_model(model), dtype=dtype, device=device, **given)) as llm:
-        conversation = Conversation(llm, params, compression_for(llm), system)
+        dialogue = Dialogue(llm, params, compression_for(llm), system)
         if message:
-            answer_once(conversation, message, verbose=verbose)
+            answer_once(dialogue, message, verbose=verbose)
         else:
-            chat(conversation, verbose=verbose)
+            chat(dialogue, verbose=verbose)
 
 
 def is_terminal(stream: Any) -> bool:
@@ -117,17 +117,17 @@ def compression_for(llm: LLM) -> CompressionConfig | None:
     return config
 
 
-def answer_once(conversation: Conversation, message: str, *, verbose: bool) -> None:
+def answer_once(dialogue: Dialogue, message: str, *, verbose: bool) -> None:
     from kvreclaim.cli.chat.terminal import answer
 
-    figures = answer(conversation, message, verbose=verbose)
+    figures = answer(dialogue, message, verbose=verbose)
     if figures.error is not None or figures.finish_reason == "abort":
         raise typer.Exit(1 if figures.error is not None else 130)
 
 
-def chat(conversation: Conversation, *, verbose: bool) -> None:
+def chat(dialogue: Dialogue, *, verbose: bool) -> None:
     from kvreclaim.cli.chat.commands import Commands
     from kvreclaim.cli.chat.terminal import converse, line_reader
 
-    commands = Commands(conversation, verbose=verbose)
-    converse(conversation, line_reader(commands.known), commands)
+    commands = Commands(dialogue, verbose=verbose)
+    converse(dialogue, line_reader(commands.known), commands)

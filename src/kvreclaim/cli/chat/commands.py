@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from kvreclaim.checks import require
-from kvreclaim.cli.chat.conversation import Conversation
+from kvreclaim.cli.chat.dialogue import Dialogue
 from kvreclaim.cli.chat.figures import print_table, sampling_rows, show_rows
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.options import Setting, settings_of
@@ -43,8 +43,8 @@ class Commands:
     is_over: the user leaves
     """
 
-    def __init__(self, conversation: Conversation, *, verbose: bool = False) -> None:
-        self.conversation, self.verbose, self.is_over = conversation, verbose, False
+    def __init__(self, dialogue: Dialogue, *, verbose: bool = False) -> None:
+        self.dialogue, self.verbose, self.is_over = dialogue, verbose, False
         self.known = {
             "/help": Command("", "this list", self._help),
             "/clear": Command("", "forget the conversation; the system prompt stays", self._clear),
@@ -75,13 +75,13 @@ class Commands:
         say(f"{QUOTES} begins and ends a message of several lines; ctrl-C ends an answer, ctrl-D leaves")
 
     def _clear(self, _: str) -> None:
-        self.conversation.clear()
+        self.dialogue.clear()
         say("the conversation is forgotten")
 
     def _system(self, text: str) -> None:
         if text:
-            self.conversation.system = text
-        say(f"system prompt: {self.conversation.system or 'none'}")
+            self.dialogue.system = text
+        say(f"system prompt: {self.dialogue.system or 'none'}")
 
     def _set(self, rest: str) -> None:
         name, _, value = rest.removeprefix("parameter ").strip().partition(" ")
@@ -92,31 +92,31 @@ class Commands:
         elif rest:
             self._set_sampling(name, value.strip())
         else:
-            print_table(sampling_rows(self.conversation.params, all_=True))
+            print_table(sampling_rows(self.dialogue.params, all_=True))
 
     def _set_sampling(self, name: str, text: str) -> None:
         known = {key: each for key, each in settings_of(SamplingParams).items() if each.spec.help}
         require(name in known, f"{name!r} is no option; /set lists them.")
         require(bool(text), f"{name} has no value; write /set {name} VALUE.", name)
         value = _value(known[name], text)
-        self.conversation.params = replace(self.conversation.params, **{name: value})
+        self.dialogue.params = replace(self.dialogue.params, **{name: value})
         say(f"{name}: {value}")
 
     def _show(self, _: str) -> None:
-        print_table(show_rows(self.conversation))
+        print_table(show_rows(self.dialogue))
 
     def _save(self, name: str) -> None:
         require(bool(name), "/save has no file; write /save FILE.")
-        write_json(Path(name), {"messages": self.conversation.messages})
-        say(f"{len(self.conversation.turns)} messages are in {name}")
+        write_json(Path(name), {"messages": self.dialogue.messages})
+        say(f"{len(self.dialogue.turns)} messages are in {name}")
 
     def _load(self, name: str) -> None:
         require(bool(name), "/load has no file; write /load FILE.")
         messages = read_messages(Path(name))
-        self.conversation.clear()
+        self.dialogue.clear()
         if messages and messages[0]["role"] == "system":
-            self.conversation.system = messages.pop(0)["content"]
-        self.conversation.turns = messages
+            self.dialogue.system = messages.pop(0)["content"]
+        self.dialogue.turns = messages
         say(f"{len(messages)} messages come from {name}")
 
     def _bye(self, _: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.table import Table
 
-from kvreclaim.cli.chat.conversation import AnswerFigures, Conversation
+from kvreclaim.cli.chat.dialogue import AnswerFigures, Dialogue
 from kvreclaim.engine.request.outputs import RequestMetrics
 from kvreclaim.options import settings_of
 from kvreclaim.sampling_params import SamplingParams
@@ -64,9 +64,9 @@ def conversation_rows(answer: AnswerFigures) -> Rows:
     yield "blocks freed", f"{answer.blocks_freed:,} by compression"
 
 
-def show_rows(conversation: Conversation) -> Rows:
+def show_rows(dialogue: Dialogue) -> Rows:
     """Model, cache, compression, conversation and sampling."""
-    llm, config = conversation.llm, conversation.compression
+    llm, config = dialogue.llm, dialogue.compression
     loaded, pool = llm.loaded, llm.stats().memory
     facts, engine = loaded.facts, llm.engine
     yield "model", f"{loaded.name}: {loaded.weight_bytes / 1e6:,.0f} MB, {facts.dtype} on {facts.device}"
@@ -79,11 +79,11 @@ def show_rows(conversation: Conversation) -> Rows:
     )
     yield "compression", "none" if config is None else f"{config.policy}, budget {config.budget:,} tokens"
     yield "statistics", str(llm.stats_file) if llm.stats_file.is_file() else "none"
-    if conversation.last is not None:
-        yield from conversation_rows(conversation.last)
-    sampling = sampling_rows(conversation.params, all_=False)
+    if dialogue.last is not None:
+        yield from conversation_rows(dialogue.last)
+    sampling = sampling_rows(dialogue.params, all_=False)
     yield "sampling", ", ".join(f"{name} {value}" for name, value in sampling)
-    yield "system prompt", conversation.system or "none"
+    yield "system prompt", dialogue.system or "none"
 
 
 def sampling_rows(params: SamplingParams, *, all_: bool) -> Rows:

@@ -11,7 +11,7 @@ from threading import Event
 import typer
 
 from kvreclaim.cli.chat.commands import QUOTES, Commands, say
-from kvreclaim.cli.chat.conversation import AnswerFigures, Conversation
+from kvreclaim.cli.chat.dialogue import AnswerFigures, Dialogue
 from kvreclaim.cli.chat.figures import answer_rows, print_table, short_line
 from kvreclaim.errors import KVReclaimError, RequestTooLongError
 from kvreclaim.model_paths import history_file
@@ -67,7 +67,7 @@ def read_message(read: ReadLine) -> str:
     return head + text.rstrip().removesuffix(QUOTES)
 
 
-def converse(conversation: Conversation, read: ReadLine, commands: Commands) -> None:
+def converse(dialogue: Dialogue, read: ReadLine, commands: Commands) -> None:
     """Answer messages and obey commands until the user leaves."""
     while not commands.is_over:
         try:
@@ -81,20 +81,20 @@ def converse(conversation: Conversation, read: ReadLine, commands: Commands) -> 
             if message.startswith("/"):
                 commands.obey(message)
             elif message.strip():
-                answer(conversation, message, verbose=commands.verbose)
+                answer(dialogue, message, verbose=commands.verbose)
         except KVReclaimError as error:
             remedy = " /clear begins anew." if isinstance(error, RequestTooLongError) else ""
             typer.echo(f"error: {error}{remedy}", err=True)
 
 
-def answer(conversation: Conversation, message: str, *, verbose: bool) -> AnswerFigures:
+def answer(dialogue: Dialogue, message: str, *, verbose: bool) -> AnswerFigures:
     """Write the answer as it comes, then its figures; ctrl-C ends it.
 
     Raises: InvalidArgumentError, RequestTooLongError before anything has run.
     """
     with interrupted() as pressed:
-        write(conversation.ask(message, pressed.is_set))
-    figures = conversation.last
+        write(dialogue.ask(message, pressed.is_set))
+    figures = dialogue.last
     assert figures is not None, "an answer has figures"
     if figures.error is not None:
         typer.echo(f"error: {figures.error}", err=True)

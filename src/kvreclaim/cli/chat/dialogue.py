@@ -37,7 +37,7 @@ class AnswerFigures:
     blocks_freed: int
 
 
-class Conversation:
+class Dialogue:
     """Turns of a user and a model.
 
     params, compression, system: of the answers to come; they may be set at any time

@@ -1,0 +1,128 @@
+"""`kvreclaim ls` shows what is in the cache directory; `kvreclaim rm` deletes only what `fetch` put there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+import tiny_gguf
+from typer.testing import CliRunner
+
+from kvreclaim.cli.local_models import named_model
+from kvreclaim.cli.main import app
+from kvreclaim.cli.options import model_of
+from kvreclaim.model_paths import REAL_MODEL, STATS_FILE, num_bytes_of, write_source
+
+runner = CliRunner()
+
+
+def run(*arguments: object, **given):
+    return runner.invoke(app, [str(argument) for argument in arguments], **given)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch) -> Path:
+    monkeypatch.setenv("KVRECLAIM_HOME", os.fspath(tmp_path / "home"))
+    return tmp_path / "home" / "models"
+
+
+@pytest.fixture
+def models(home: Path) -> Path:
+    """A fetched model with a GGUF file and statistics, a packed one, a user's own, and a broken one."""
+    configs = {
+        "plain": {"dtype": "bfloat16", "max_position_embeddings": 512},
+        "owner--packed": {
+            "text_config": {"max_position_embeddings": 4096},
+            "quantization_config": {"quant_method": "awq", "bits": 4},
+        },
+        "own": {"torch_dtype": "float32"},
+        "broken": {},
+    }
+    for name, config in configs.items():
+        (home / name).mkdir(parents=True)
+        (home / name / "config.json").write_text(json.dumps(config))
+    tiny_gguf.write(home / "plain" / "tiny.gguf")
+    for name in ("plain", "owner--packed", "broken"):
+        write_source(home / name, "a test")
+    (home / "plain" / STATS_FILE).write_bytes(b"1234")
+    (home / "broken" / "config.json").unlink()
+    (home / ".kvreclaim-fetch-x").mkdir()
+    return home
+
+
+def test_ls_shows_what_is_here(models: Path) -> None:
+    when = datetime(2026, 5, 4, 3, 2).timestamp()
+    os.utime(models / "plain" / "kvreclaim_source.json", (when, when))
+    result = run("ls")
+    assert result.exit_code == 0, result.output
+    head, *rows = (line.split() for line in result.stdout.splitlines())
+    assert head == ["name", "size", "modified", "weights", "context", "statistics"]
+    told = {row[0]: row[1:] for row in rows}
+    assert list(told) == ["broken", "own", "owner--packed", "plain", "plain/tiny.gguf"]
+    assert told["plain"][:4] == [f"{num_bytes_of(models / 'plain') / 1e6:,.0f}", "MB", "2026-05-04", "03:02"]
+    about = {name: " ".join(row[4:]) for name, row in told.items()}
+    assert about == {
+        "broken": "? ? no",
+        "own": "float32 ? no",
+        "owner--packed": "awq 4 bits 4096 no",
+        "plain": "bfloat16 512 yes",
+        "plain/tiny.gguf": "Q4_1 512 no",
+    }
+    assert result.stderr == "broken: it lacks config.json, or a part of it\n"
+
+
+def test_ls_without_models(home: Path) -> None:
+    result = run("ls")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert "`kvreclaim fetch` brings one" in result.stderr
+    assert not home.exists()
+
+
+def test_names_of_ls_are_models(models: Path, monkeypatch) -> None:
+    assert named_model("plain") == model_of("plain") == models / "plain"
+    assert named_model("plain/tiny.gguf") == models / "plain" / "tiny.gguf"
+    assert named_model("owner/packed") == models / "owner--packed"
+    for name in ("own", "broken", "../models/plain", "", "other/name"):
+        assert named_model(name) == name
+    monkeypatch.chdir(models)
+    assert named_model("plain") == model_of("plain") == "plain"  # what lies here comes first
+
+
+def test_run_fetches_the_default_model_by_its_name(models: Path, monkeypatch) -> None:
+    monkeypatch.setattr("kvreclaim.cli.local_models.fetched", lambda source, output: models / REAL_MODEL)
+    assert named_model(REAL_MODEL) == models / REAL_MODEL
+
+
+def test_rm_asks_deletes_and_says_what_was_freed(models: Path) -> None:
+    size = f"{num_bytes_of(models / 'plain') / 1e6:,.0f} MB"
+    refused = run("rm", "plain", input="n\n")
+    assert refused.exit_code == 1
+    assert f"Delete {models / 'plain'} ({size})?" in refused.stderr
+    assert (models / "plain").is_dir()
+    before = {path.name for path in models.iterdir()}
+    done = run("rm", "plain", input="y\n")
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines()[-1] == f"plain: {size} freed"
+    assert {path.name for path in models.iterdir()} == before - {"plain"}
+    assert run("rm", "owner/packed", "--yes").exit_code == 0
+    assert run("rm", "broken", "--yes").exit_code == 0
+    assert {path.name for path in models.iterdir()} == {"own", ".kvreclaim-fetch-x"}
+
+
+def test_rm_deletes_nothing_that_fetch_did_not_write(models: Path, tmp_path: Path, monkeypatch) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(models / "plain", elsewhere)
+    (models / "link").symlink_to(elsewhere)
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    for name in ("own", "plain/tiny.gguf", "link", elsewhere, "elsewhere", "../models/plain", ".", "..", ""):
+        result = run("rm", "--yes", name)
+        assert result.exit_code == 2, result.output
+        assert result.stderr.startswith("error: ")
+        assert "broken, owner--packed, plain" in result.stderr
+        assert result.stderr.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before
