@@ -110,7 +110,9 @@ def _prompt_rate(metrics: RequestMetrics) -> float | None:
 def _answer_rate(metrics: RequestMetrics) -> float | None:
     """Tokens behind the first, which the prompt's last step brings."""
     seconds = _answer_s(metrics)
-    return (metrics.num_generated_tokens - 1) / seconds if seconds else None
+    return (
+        (metrics.num_generated_tokens - 1) / seconds if seconds and metrics.num_generated_tokens > 1 else None
+    )
 
 
 def _rate(rate: float | None) -> str:
