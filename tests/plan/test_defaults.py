@@ -21,8 +21,15 @@ from kvreclaim.plan.families import COMPOSITE, DEFAULTS, FAMILIES
 from kvreclaim.plan.shapes import ModelShape
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "plan_defaults.py"
-NEEDED = {"deepseek_v2": {"num_experts_per_tok": 6}, "ministral": {"head_dim": 128}}
+NEEDED = {
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "ministral": {"head_dim": 128},
+    "granitemoehybrid": {"layer_types": ["attention", "mamba"] * 16},
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+}
 """What a class has no default for, and a model cannot do without."""
+
+UNREAD = ("dtype", "transformers_version", "time_step_limit")
 
 
 class Noting(dict):
@@ -38,9 +45,10 @@ class Noting(dict):
 
 
 def whole(kind: str, said: dict[str, Any]) -> dict[str, Any]:
-    """The config that transformers makes of these fields, with nothing left out but the dtype."""
+    """The config that transformers makes of these fields, with nothing left out but what it does not read
+    back."""
     found = json.loads(CONFIG_MAPPING[kind](**said).to_json_string(use_diff=False))
-    return {key: value for key, value in found.items() if key not in ("dtype", "transformers_version")}
+    return {key: value for key, value in found.items() if key not in UNREAD}
 
 
 def answer(said: dict[str, Any]) -> ModelShape | str:
@@ -98,10 +106,10 @@ def test_a_config_that_says_nothing_is_the_classes(kind: str) -> None:
     assert shape == answer(whole(kind, said))
     assert shape.num_params == model.num_parameters()
     assert [layer.window for layer in shape.layers] == windows_of(model)
-    assert {layer.num_heads for layer in shape.layers} == {config.num_attention_heads}
+    assert {layer.num_heads for layer in shape.attention} == {config.num_attention_heads}
     assert shape.max_position == config.max_position_embeddings
     if not FAMILIES[kind].latent:
-        assert {layer.num_kv_heads for layer in shape.layers} == {config.num_key_value_heads}
+        assert {layer.num_kv_heads for layer in shape.attention} == {config.num_key_value_heads}
 
 
 @pytest.mark.parametrize("kind", COMPOSITE)
@@ -117,7 +125,7 @@ def test_a_language_model_within_another_is_the_classes(kind: str, tied: bool | 
         shape = shape_of({"model_type": kind, **outer, **inner}, "m")
         assert shape.num_params == sum(parameter.numel() for parameter in ours)
         text = config.text_config
-        assert {layer.num_kv_heads for layer in shape.layers} == {text.num_key_value_heads}
+        assert {layer.num_kv_heads for layer in shape.attention} == {text.num_key_value_heads}
         assert (shape.num_layers, shape.max_position) == (
             text.num_hidden_layers,
             text.max_position_embeddings,

@@ -12,15 +12,18 @@ import tiny
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from kvreclaim import LLM
+from kvreclaim.config import KV_CACHE_DTYPE_ALIASES, EngineConfig
 from kvreclaim.engine.request import sizing
 from kvreclaim.kv_bytes import KV_BYTES
+from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.plan.configs import ABOUT, bundled_models, load_shape
 from kvreclaim.plan.demand import Cache
-from kvreclaim.plan.pool import make_pool
+from kvreclaim.plan.families import FAMILIES
+from kvreclaim.plan.pool import Seats, make_pool
 from kvreclaim.plan.weights import WEIGHTS
 from kvreclaim.schedule.budget.footprint import Footprint
 
-FILES = sorted({*bundled_models().values()})
+FILES = [path for path in sorted({*bundled_models().values()}) if not load_shape(path).has_states]
 FORMATS = ("fp32", "int8", "int4", "turboquant4")
 FRACTION, MAX_SEQS = 0.5, 4
 LAYERS = 6
@@ -93,3 +96,31 @@ def test_blocks_and_bytes_are_the_engines(path: Path, tmp_path: Path, monkeypatc
         assert [layer.softmax.window for layer in llm.engine.loaded.facts.layers] == [
             layer.window for layer in shape.layers
         ]
+
+
+PLANNED = [name for name in tiny.HYBRIDS if tiny.config(name).model_type in FAMILIES]
+
+
+@pytest.mark.parametrize("family", PLANNED)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_states_are_the_engines(family: str, dtype: str, tiny_dir, monkeypatch) -> None:
+    """Their bytes, the slots, the sequences that have room for theirs, and the blocks beside them."""
+    llm = LLM(tiny_dir(family), dtype=dtype, device="cpu", num_blocks=8, max_num_seqs=2)
+    shape = replace(load_shape(tiny_dir(family)), dtype=KV_CACHE_DTYPE_ALIASES[dtype])
+    cache = Cache(shape, KV_BYTES[shape.dtype], Footprint(block_size=16))
+    facts = llm.engine.loaded.facts
+    assert facts.state_bytes == cache.state_bytes
+    assert llm.engine.cache.bytes_per_block == cache.block_bytes
+    assert [x.num_kv_heads for x in facts.layers] == [x.num_kv_heads for x in shape.attention]
+    for num_states, kept in ((100, None), (60, 5), (40, 0), (4000, 7)):
+        free = num_states * cache.state_bytes + 12_345
+        monkeypatch.setattr(sizing, "free_memory_bytes", lambda _, free=free: free)
+        given = EngineConfig(kv_memory_fraction=FRACTION, max_num_seqs=12, state_checkpoints=kept)
+        config = sizing.choose_limits(given, facts)
+        seats = Seats(12, checkpoints=kept)
+        weighs = make_pool(cache, 0, WEIGHTS["fp32"], utilization=FRACTION, other_bytes=0).weight_bytes
+        pool = make_pool(cache, free, WEIGHTS["fp32"], utilization=FRACTION, other_bytes=-weighs, seats=seats)
+        most = blocks_for(facts.max_position, 16) * config.max_num_seqs
+        assert config.max_num_seqs == pool.num_seqs > 0
+        assert sizing.state_slots(config, facts) == pool.states
+        assert config.num_blocks == min(most, pool.num_blocks) > 0

@@ -137,6 +137,48 @@ def test_layers_with_windows(tmp_path, model: str, whole: float, windowed: float
     assert round(found["kv_bytes_windows_given_back"] / GIB, 3) == windowed
 
 
+@pytest.mark.parametrize(
+    ("model", "token", "layers", "conv", "summed"),
+    [
+        ("Qwen3-Next-80B-A3B", 12 * 2 * 512 * 2, 36, (2 * 16 + 32) * 128 * 4, 32 * 128 * 128),
+        ("LFM2-1.2B", 6 * 8 * 128 * 2, 10, 2048 * 3, 0),
+        ("granite-4.0-h-small", 4 * 8 * 256 * 2, 36, (8192 + 2 * 128) * 4, 128 * 64 * 128),
+        ("Falcon-H1-7B", 44 * 2 * 256 * 2, 44, (3072 + 2 * 256) * 4, 24 * 128 * 256),
+        ("Bamba-9B", 3 * 8 * 256 * 2, 29, (8192 + 2 * 128) * 4, 128 * 64 * 128),
+        ("Jamba-v0.1", 4 * 8 * 256 * 2, 28, 8192 * 4, 8192 * 16),
+        ("Nemotron-H-8B", 4 * 8 * 256 * 2, 24, (8192 + 2 * 8 * 128) * 4, 128 * 64 * 128),
+    ],
+)
+def test_states_of_recurrent_layers(tmp_path, model, token, layers, conv, summed) -> None:
+    """Inputs of convolutions in bf16, sums in fp32, whatever the length; who runs has two states."""
+    state = layers * (2 * conv + 4 * summed)
+    for context in (8_192, 131_072):
+        found = planned(tmp_path, "--model", model, "--context", context)
+        assert found["kv_bytes_per_token"] == token
+        assert found["state_bytes_per_sequence"] == state
+        assert found["state_bytes"] == 2 * state
+        assert found["compressible_share"] == context * token / (context * token + 2 * state)
+
+
+def test_states_take_up_to_half_of_the_cache(tmp_path) -> None:
+    """75.5 MB of sums and 2.4 MB of inputs for each slot, three slots a sequence."""
+    weights = planned(tmp_path, "--model", "Qwen3-Next-80B-A3B", "--weights", "fp8")["weight_bytes"]
+    model = ("--model", "Qwen3-Next-80B-A3B", "--context", 8192, "--weights", "fp8")
+    card = ("--memory-bytes", weights + 10 * GIB, "--utilization", 1, "--other-gib", 0)
+    found = planned(tmp_path, *model, *card)
+    assert found["state_bytes_per_sequence"] == 75_497_472 + 2_359_296
+    assert (found["state_sequences"], found["state_slots"], found["state_checkpoints"]) == (22, 66, 22)
+    assert found["pool_blocks"] == (10 * GIB - 66 * 77_856_768) // 393_216 == 14_238
+    assert found["max_sequences"] == 22
+    few = planned(tmp_path, *model, *card, "--max-num-seqs", 8, "--state-checkpoints", 4)
+    assert (few["state_sequences"], few["state_slots"]) == (8, 20)
+    assert few["pool_blocks"] == (10 * GIB - 20 * 77_856_768) // 393_216
+    refused = runner.invoke(
+        app, ["plan", "--model", "Llama-3.1-8B", "--gpu", "H100", "--state-checkpoints", "4"]
+    )
+    assert "has no recurrent layers; leave it out" in refused.output.replace("\n", " ")
+
+
 def test_what_else_takes_memory_on_a_4090(tmp_path) -> None:
     """vLLM 0.19 logs 2,588 blocks beside an 8B model; what is estimated here comes within 1 %."""
     model = ("--model", "Llama-3.1-8B", "--gpu", "4090", "--utilization", 0.9)

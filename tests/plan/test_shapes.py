@@ -41,6 +41,14 @@ LATENT = {
     "moe_intermediate_size": 32,
     "first_k_dense_replace": 2,
 }
+DELTA = {
+    "head_dim": 16,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}
+MAMBA2 = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_n_groups": 2}
 SHARED = ("mistral", "mixtral", "phi3")
 MOE = {"num_experts_per_tok": 2}
 OWN = {
@@ -59,6 +67,48 @@ OWN = {
     "qwen3": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 4},
     "qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 4},
     "smollm3": {"use_sliding_window": True, "sliding_window": 8},
+    "qwen3_next": {
+        **DELTA,
+        **MOE,
+        "num_experts": 4,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_5_text": DELTA,
+    "lfm2": {"full_attn_idxs": [2, 4], "conv_bias": True, "block_multiple_of": 40},
+    "granitemoehybrid": {
+        **MAMBA2,
+        **MOE,
+        "layer_types": ["mamba", "attention"] * 3,
+        "num_local_experts": 4,
+        "shared_intermediate_size": 48,
+        "mamba_proj_bias": True,
+    },
+    "falcon_h1": {**MAMBA2, "mamba_d_ssm": 96, "mamba_rms_norm": True, "projectors_bias": True},
+    "bamba": {**MAMBA2, "attn_layer_indices": [1, 4], "mamba_conv_bias": False, "mamba_proj_bias": True},
+    "jamba": {
+        **MOE,
+        "num_experts": 4,
+        "attn_layer_period": 3,
+        "attn_layer_offset": 1,
+        "mamba_d_state": 8,
+        "mamba_proj_bias": True,
+    },
+    "nemotron_h": {
+        **MOE,
+        "hybrid_override_pattern": "M*-MEM",
+        "head_dim": 16,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 24,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 32,
+        "moe_latent_size": 24,
+        "moe_shared_expert_intermediate_size": 48,
+        "use_bias": True,
+    },
 }
 
 
@@ -72,6 +122,8 @@ def windows_of(model) -> list[int | None]:
     if model.config.model_type == "llama4_text":
         chunk = model.config.attention_chunk_size
         return [chunk if kind == "chunked_attention" else None for kind in model.config.layer_types]
+    if FAMILIES[model.config.model_type].mixer:
+        return [None] * model.config.num_hidden_layers
     shared = model.config.sliding_window if model.config.model_type in SHARED else None
     found = [getattr(layer.self_attn, "sliding_window", shared) for layer in model.model.layers]
     return [window or None for window in found]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -15,6 +15,7 @@ import tiny
 from kvreclaim import LLM, SamplingParams
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.spec.traits import footprint
+from kvreclaim.memory.groups.recurrent import StateSlots
 from kvreclaim.plan.cost import Linear
 from kvreclaim.schedule import Footprint
 from kvreclaim.sim.cluster import Cluster, SimulationResult
@@ -171,6 +172,57 @@ def test_counts_with_slots_on_the_host(seed: int, policy: str, mode: str, tiny_d
     if policy == "full":  # a budget leaves room
         assert outcome.preemptions.total() > 0
         assert (outcome.replicas[0].swaps > 0) == (mode == "swap")
+
+
+@pytest.mark.parametrize(
+    ("seed", "policy", "states"),
+    [
+        (0, "full", {}),
+        (1, "full", {"state_checkpoint_interval": 16, "state_checkpoints": 9}),
+        (0, "full", {"state_checkpoints": 0}),
+        (1, "knorm", {"state_checkpoints": 2}),
+    ],
+)
+def test_counts_of_a_model_with_recurrent_layers(seed: int, policy: str, states: dict, tiny_dir) -> None:
+    """Steps end where a state is kept, and hits begin there."""
+    random = Random(f"states {seed}")
+    size, num_blocks = random.choice(((4, 36), (8, 20), (8, 40)))
+    options = {"block_size": size, "num_blocks": num_blocks, "max_num_seqs": 4}
+    load = random_load(random, 15)
+    engine = {**options, "max_num_batched_tokens": CHUNK, **states}
+    found = serve(load, tiny_dir("lfm2"), policy, engine)
+    kept, interval = states.get("state_checkpoints"), states.get("state_checkpoint_interval", 0)
+    settings = Settings(
+        **options,
+        max_num_batched_tokens=CHUNK,
+        max_model_len=512,
+        footprint=limits(policy, size),
+        states=StateSlots.of(4, checkpoints=kept, interval=interval),
+    )
+    for leaps in (True, False):
+        cluster = Cluster(replace(settings, leaps=leaps), Linear(1.0))
+        assert simulated(cluster.run(load.asked)) == found
+        assert (cluster.replicas[0].num_leaps > 0) == leaps
+    if policy == "full":
+        assert (sum(found["hits"]) > 0) == (kept != 0)
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_states_go_to_the_host_and_come_back(mode: str, tiny_dir) -> None:
+    options = {"block_size": 8, "num_blocks": 16, "max_num_seqs": 4, "preemption_mode": mode}
+    load = random_load(Random("states host"), 15)
+    engine = {**options, "max_num_batched_tokens": CHUNK, "kv_offloading_size": 60 * 2048 / 2**30}
+    found = serve(load, tiny_dir("lfm2"), "full", engine)
+    settings = Settings(
+        **options,
+        max_num_batched_tokens=CHUNK,
+        max_model_len=512,
+        footprint=limits("full", 8),
+        host_blocks=60,
+        states=StateSlots.of(4, each=3),
+    )
+    assert simulated(Cluster(settings, Linear(1.0)).run(load.asked)) == found
+    assert (found["swaps"] > 0) == (mode == "swap")
 
 
 def test_the_loads_share_and_preempt(tiny_dir) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.changes import CompactionPlan, Growth, Shrunk, TableState
+from kvreclaim.memory.groups.recurrent import RecurrentGroup
 from kvreclaim.memory.offload import OffloadSlots
 from kvreclaim.memory.prefix.keys import BlockKeys
 from kvreclaim.memory.prefix_cache import PrefixMatch
@@ -22,6 +23,7 @@ class KVMemory(Protocol):
 
     block_size: int
     offload: OffloadSlots
+    recurrent: RecurrentGroup | None
 
     @property
     def num_pool_blocks(self) -> int: ...

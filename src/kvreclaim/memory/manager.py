@@ -90,7 +90,7 @@ class MemoryManager:
         self.windows = tuple(
             window_group(self.pool, block_size, self._held, window, n) for n, window in enumerate(windows)
         )
-        self.recurrent = None
+        self.recurrent: RecurrentGroup | None = None
         if states is not None:
             self.recurrent = RecurrentGroup(self.pool, block_size, self._held, states)
         recurrent = () if self.recurrent is None else (self.recurrent,)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from kvreclaim.checks import require
 from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.spec.grammar import Spec, Value, parse_spec
 from kvreclaim.compression.spec.traits import footprint
@@ -28,6 +29,12 @@ def plan(model: str | Path, asked: PlanRequest) -> PlanReport:
     form = kv_bytes(asked.kv_cache_dtype, dtype_of(shape) if auto else "bf16")
     cache = Cache(shape, form, _footprint(asked))
     check_fits(cache, asked.compression)
+    require(
+        asked.state_checkpoints is None or shape.has_states,
+        f"state_checkpoints is {asked.state_checkpoints}, but {shape.name} has no recurrent layers; leave it "
+        "out.",
+        "state_checkpoints",
+    )
     answer = PlanReport()
     on_model(answer, cache, asked)
     if asked.context is not None:
@@ -65,6 +72,7 @@ def check_fits(cache: Cache, compression: str | None) -> None:
             f"every layer of {name}" if all(layer.window for layer in cache.shape.layers) else None
         ),
         Feature.CACHE_POSITIONS: policy if _turns_keys(parse_spec(policy)) else None,
+        Feature.RECURRENT: cache.shape.name if cache.shape.has_states else None,
         Feature.QUANTISED: None if cache.form.is_plain else cache.form.name,
     }
     refuse({feature: said for feature, said in found.items() if said is not None})

@@ -21,7 +21,7 @@ from kvreclaim.plan.demand import Cache
 from kvreclaim.plan.lengths import Lengths, read_lengths
 from kvreclaim.plan.on_card import GIB
 from kvreclaim.plan.plan_request import PlanRequest
-from kvreclaim.plan.pool import CardPool, make_pool
+from kvreclaim.plan.pool import CardPool, Seats, make_pool
 from kvreclaim.plan.recompute import blocks_while_decoding, prefill_seconds
 from kvreclaim.plan.roofline import BASE_S, ERROR, roofline
 from kvreclaim.plan.sections import PlanReport
@@ -143,6 +143,7 @@ class Chooser:
             utilization=self.utilization,
             other_bytes=self.other_bytes,
             num_cards=num_cards,
+            seats=Seats(self.max_num_seqs),
         )
 
     def _most_blocks(self) -> int:
@@ -189,6 +190,8 @@ class Chooser:
         mean_blocks = float((weights @ np.arange(len(weights))) / weights.sum())
         live = mean_blocks * self.cache.block_size
         keys, fit = time.kv * live, max(1.0, pool.num_blocks / mean_blocks)
+        if pool.states is not None:
+            keys, fit = keys + time.seq, min(fit, pool.num_seqs)
         reading, crowded = (outputs.sum() * (keys + time.base / n) for n in (self.max_num_seqs, fit))
         return {
             "compute": float(products / seconds),

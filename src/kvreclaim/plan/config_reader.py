@@ -8,11 +8,26 @@ from typing import Any
 
 from kvreclaim.checks import is_int, require
 from kvreclaim.errors import UnsupportedModelError
-from kvreclaim.plan.families import COMPOSITE, DEFAULTS, EXPERTS, FAMILIES, TELLING, ModelFamily, Switch
+from kvreclaim.plan.families import (
+    ALIASES,
+    COMPOSITE,
+    DEFAULTS,
+    EXPERTS,
+    FAMILIES,
+    TELLING,
+    ModelFamily,
+    Switch,
+)
 from kvreclaim.plan.shapes import Experts, LayerShape
 
 _MOST_LAYERS = 1024
 _LARGEST = 1 << 40
+_OF_MIXERS: Mapping[str, set[str]] = {
+    "delta": {"layer_types", "linear_num_key_heads"},
+    "conv": {"layer_types", "conv_L_cache"},
+    "mamba": {"attn_layer_period", "mamba_d_state"},
+    "mamba2": {"layer_types", "mamba_d_state", "ssm_state_size"},
+}
 _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 
@@ -39,6 +54,9 @@ class ConfigReader:
 
     def get(self, key: str, default: Any = None) -> Any:
         """The file's value, else the default of transformers' class; null is an answer, too."""
+        alias = ALIASES.get(self.kind, {}).get(key)
+        if alias is not None and alias in self.config:
+            return self.config[alias]
         return self.config.get(key, DEFAULTS[self.kind].get(key, default))
 
     def number(self, key: str, default: int | None = None) -> int:
@@ -74,10 +92,13 @@ class ConfigReader:
     def layers(self) -> tuple[LayerShape, ...]:
         self._refuse_strange()
         count = self.number("num_hidden_layers")
-        require(count <= _MOST_LAYERS, f"config.json of {self.name}: {count} layers are too many.", "model")
+        self._require_few(count)
         windows = self._windows(count)
         attention = self._latent() if self.family.latent else self._heads()
         return tuple(self._layer(n, windows[n], attention) for n in range(count))
+
+    def _require_few(self, count: int) -> None:
+        require(count <= _MOST_LAYERS, f"config.json of {self.name}: {count} layers are too many.", "model")
 
     def _refuse_strange(self) -> None:
         family = self.family
@@ -85,6 +106,7 @@ class ConfigReader:
         read |= {"sliding_window", "layer_types"} if family.windows != "none" else set()
         read |= {"attention_chunk_size"} if family.windows == "chunks" else set()
         read |= {"kv_lora_rank"} if family.latent else set()
+        read |= _OF_MIXERS.get(family.mixer, set())
         for key in TELLING:
             value = self.config.get(key)
             plain = key == "layer_types" and isinstance(value, list) and all(kind == _FULL for kind in value)
@@ -140,8 +162,9 @@ class ConfigReader:
             "model",
         )
         queries, keys = heads * dim, kv_heads * dim
-        linear = hidden * (queries + 2 * keys) + queries * hidden
-        plain = (queries + 2 * keys) * self.says(family.qkv_bias) + hidden * self.says(family.o_bias)
+        asked = queries * (1 + family.gated)
+        linear = hidden * (asked + 2 * keys) + queries * hidden
+        plain = (asked + 2 * keys) * self.says(family.qkv_bias) + hidden * self.says(family.o_bias)
         plain += {"": 0, "head": 2 * dim, "full": queries + keys}[family.qk_norm]
         plain += heads * family.sinks
         return LayerShape(heads, kv_heads, dim, dim, dim, linear, plain, sinks=family.sinks)
@@ -170,7 +193,7 @@ class ConfigReader:
         linear, plain = attention.linear, attention.plain + family.norms * hidden
         experts = self._experts() if self._has_experts(number) else None
         if experts is None:
-            size = self.number(family.dense)
+            size = self._dense_size() if family.dense else 0
             linear += 3 * hidden * size
             plain += (2 * size + hidden) * self.says(family.mlp_bias)
         else:
@@ -179,8 +202,14 @@ class ConfigReader:
                 size = shared * self.number("moe_intermediate_size", self.get("intermediate_size"))
                 linear += 3 * hidden * size
                 plain += (2 * size + hidden) * self.says(family.mlp_bias)
+        if family.beside and (experts is not None or not family.dense):
+            linear += 3 * hidden * self.number(family.beside)
+            plain += hidden * family.beside_gate
         chunked = window is not None and family.windows == "chunks"
         return replace(attention, linear=linear, plain=plain, window=window, chunked=chunked, experts=experts)
+
+    def _dense_size(self) -> int:
+        return self.number(self.family.dense)
 
     def _has_experts(self, number: int) -> bool:
         if not self.family.experts:

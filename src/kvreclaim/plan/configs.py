@@ -12,6 +12,7 @@ from kvreclaim.config import KV_CACHE_DTYPE_ALIASES
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.plan.config_reader import ConfigReader
 from kvreclaim.plan.families import COMPOSITE, DEFAULTS
+from kvreclaim.plan.hybrid_reader import HybridReader
 from kvreclaim.plan.shapes import ModelShape
 from kvreclaim.plan.weights import quantization_of
 
@@ -87,6 +88,8 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
         config = {"model_type": part.inner, **_language_model(config, part.key, name)}
         notes.append("the vision tower is not counted")
     reader = ConfigReader(config, name)
+    if reader.family.mixer:
+        reader = HybridReader(config, name)
     if config.get("num_nextn_predict_layers"):
         notes.append("the layers that predict further tokens are not counted")
     layers = reader.layers()

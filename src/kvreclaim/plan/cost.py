@@ -147,6 +147,7 @@ class WithExperts(Linear):
             + self.token * load.num_tokens
             + self.kv * load.kv_tokens
             + self.pair * load.prefill_pairs
+            + self.seq * load.num_seqs
         )
 
 

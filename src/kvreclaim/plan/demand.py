@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvreclaim.kv_bytes import KVBytes
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.plan.shapes import ModelShape
+from kvreclaim.plan.weights import PLAIN_BITS, dtype_of
 from kvreclaim.schedule.budget.footprint import Footprint
 
 
@@ -30,6 +31,11 @@ class Cache:
     def token_bytes(self) -> float:
         """Bytes per token, with its part of what a block has as a whole."""
         return self.block_bytes / self.block_size
+
+    @property
+    def state_bytes(self) -> int:
+        """What recurrent layers keep of a sequence, whatever its length; 0 for a model without."""
+        return self.shape.state_bytes(PLAIN_BITS[dtype_of(self.shape)]) if self.shape.has_states else 0
 
     def held(self, num_tokens: int) -> int:
         """Slots at most while a sequence of this length decodes, between two passes."""

@@ -12,6 +12,7 @@ from typing import Any, Literal
 Switch = bool | str
 """A fact of the family, or the key of the config that says it."""
 Windows = Literal["none", "all", "types", "from_layer", "all_if_used", "types_if_used", "chunks"]
+Mixer = Literal["", "delta", "conv", "mamba", "mamba2"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,10 @@ class ModelFamily:
     dense:    key of what other layers have instead, if it is not intermediate_size
     router_bias: of the router; expert_bias: of each expert
     latent:   MLA
+    gated:    queries bring a gate of their width
+    beside:   key of an MLP's size that every token visits beside the routed experts, and alone where dense is
+              ""; beside_gate: whether it has a gate
+    mixer:    of the recurrent layers; "": there are none
     """
 
     qkv_bias: Switch = False
@@ -48,9 +53,14 @@ class ModelFamily:
     router_bias: bool = False
     expert_bias: bool = False
     latent: bool = False
+    gated: bool = False
+    beside: str = ""
+    beside_gate: bool = False
+    mixer: Mixer = ""
 
 
 _ALL_BIASED: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
+_QWEN_DELTA: dict[str, Any] = {**_ALL_BIASED, "qk_norm": "head", "gated": True, "mixer": "delta"}
 
 FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
     {
@@ -91,8 +101,38 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
         ),
         "granite": ModelFamily(**_ALL_BIASED, mlp_bias="mlp_bias"),
         "seed_oss": ModelFamily(qkv_bias="attention_bias", o_bias="attention_out_bias", mlp_bias="mlp_bias"),
+        "qwen3_next": ModelFamily(
+            **_QWEN_DELTA, experts=True, beside="shared_expert_intermediate_size", beside_gate=True
+        ),
+        "qwen3_5_text": ModelFamily(**_QWEN_DELTA),
+        "lfm2": ModelFamily(qk_norm="head", mixer="conv"),
+        "granitemoehybrid": ModelFamily(
+            **_ALL_BIASED,
+            experts=True,
+            dense="",
+            beside="shared_intermediate_size",
+            mixer="mamba2",
+        ),
+        "falcon_h1": ModelFamily(**_ALL_BIASED, mlp_bias="mlp_bias", mixer="mamba2"),
+        "bamba": ModelFamily(**_ALL_BIASED, mlp_bias="mlp_bias", mixer="mamba2"),
+        "jamba": ModelFamily(experts=True, mixer="mamba"),
+        "nemotron_h": ModelFamily(norms=1, experts=True, mlp_bias="mlp_bias", mixer="mamba2"),
     }
 )
+
+ALIASES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "lfm2": {"tie_word_embeddings": "tie_embedding", "intermediate_size": "block_ff_dim"},
+        "granitemoehybrid": {"layer_types": "layers_block_type"},
+        "nemotron_h": {
+            "layer_types": "layers_block_type",
+            "n_groups": "mamba_n_groups",
+            "conv_kernel": "mamba_d_conv",
+            "use_conv_bias": "mamba_conv_bias",
+        },
+    }
+)
+"""Other keys of a field, by model_type; they come first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +150,7 @@ COMPOSITE: Mapping[str, Composite] = MappingProxyType(
         "gemma3": Composite("text_config", "gemma3_text", ties=True),
         "llama4": Composite("text_config", "llama4_text", ties=False),
         "mistral3": Composite("text_config", "mistral", ties=True),
+        "qwen3_5": Composite("text_config", "qwen3_5_text", ties=True),
     }
 )
 
@@ -130,6 +171,8 @@ TELLING = (
     "cross_attention_layers",
     "attn_layer_period",
     "mamba_d_state",
+    "ssm_state_size",
+    "conv_L_cache",
     "linear_num_key_heads",
 )
 """Keys that change what is cached or weighed; a family that does not read one refuses it."""

@@ -11,7 +11,7 @@ from kvreclaim.plan.cards import Card, find_card
 from kvreclaim.plan.cost import Linear, StepLoad
 from kvreclaim.plan.demand import Cache
 from kvreclaim.plan.plan_request import PlanRequest
-from kvreclaim.plan.pool import CardPool, Fit, activation_bytes, binds, card_memory, fit, make_pool
+from kvreclaim.plan.pool import CardPool, Fit, Seats, activation_bytes, binds, card_memory, fit, make_pool
 from kvreclaim.plan.roofline import roofline
 from kvreclaim.plan.sections import PlanReport, Section
 from kvreclaim.plan.weights import WeightBytes, WeightFormat, weight_bytes, weight_format
@@ -39,7 +39,7 @@ def on_card(answer: PlanReport, cache: Cache, asked: PlanRequest) -> None:
     _sequences(section, cache, asked, pool, found)
     time = step_time(cache, asked, card, weights)
     bound = "memory" if time is None else binds(time, found, cache.held(each))
-    section.row("what binds", f"{bound}{_because(time, found, cache.held(each))}")
+    section.row("what binds", f"{bound}{_because(time, found, cache.held(each), cache.shape.has_states)}")
     if card is not None and card.price is not None:
         low, high = (price * asked.tensor_parallel_size for price in card.price)
         when = "given" if asked.price is not None else f"table of {card.date}"
@@ -53,6 +53,10 @@ def on_card(answer: PlanReport, cache: Cache, asked: PlanRequest) -> None:
         other_is_estimated=asked.other_gib is None,
         pool_kv_bytes=pool.kv_bytes,
         pool_blocks=pool.num_blocks,
+        state_slots=pool.states.num_slots if pool.states else None,
+        state_checkpoints=pool.states.num_checkpoints if pool.states else None,
+        state_sequences=pool.num_seqs if pool.states else None,
+        pool_state_bytes=pool.states_bytes if pool.states else None,
         max_tokens=found.max_tokens,
         max_sequences=found.max_sequences,
         sequence_tokens=found.each,
@@ -76,6 +80,7 @@ def pool_of(cache: Cache, asked: PlanRequest, memory_bytes: int, weights: Weight
         utilization=asked.utilization,
         other_bytes=other,
         num_cards=asked.tensor_parallel_size,
+        seats=Seats(asked.max_num_seqs, checkpoints=asked.state_checkpoints),
     )
 
 
@@ -123,6 +128,13 @@ def _memory(
     section.row("memory", f"{words.size(pool.memory_bytes)}, of which {pool.utilization:g} are used")
     section.row("weights", words.size(pool.weight_bytes))
     section.row("other", f"{words.size(pool.other_bytes)}{estimated}")
+    if pool.states is not None:
+        running = words.count(pool.num_seqs, "sequence")
+        kept = words.count(pool.states.num_checkpoints, "checkpoint")
+        section.row(
+            "states",
+            f"{words.size(pool.states_bytes)}: {pool.states.num_slots:,} slots for {running} and {kept}",
+        )
     section.row("blocks", f"{pool.num_blocks:,}, {words.size(pool.num_blocks * pool.block_bytes)}")
     if card is not None and asked.memory_bytes is None:
         who = f"reported by {card.reported_by}" if card.reported_bytes else "the data sheet's"
@@ -134,9 +146,16 @@ def _memory(
             f"other: activations of {asked.max_num_batched_tokens:,} tokens, {activation_bytes(cache):,} "
             "bytes, and 0.95 GiB for runtime and graphs; give --other-gib where it is known"
         )
+    states = ""
+    if pool.states is not None:
+        states = f"- {pool.states_bytes:,} "
+        section.step(
+            f"states: 2 x {pool.num_seqs:,} + {pool.states.num_checkpoints:,} slots x {pool.state_bytes:,} = "
+            f"{pool.states_bytes:,} bytes, at most half of {pool.cache_bytes:,}"
+        )
     section.step(
         f"{pool.memory_bytes:,} x {pool.utilization:g} - {pool.weight_bytes:,} - {pool.other_bytes:,} "
-        f"= {pool.kv_bytes:,} bytes"
+        f"{states}= {pool.kv_bytes:,} bytes"
     )
     section.step(f"/ {pool.block_bytes:,} bytes a block = {pool.num_blocks:,} blocks")
 
@@ -161,9 +180,10 @@ def _sequences(section: Section, cache: Cache, asked: PlanRequest, pool: CardPoo
             f"{pool.num_blocks:,} blocks x {pool.block_size} = {pool.num_slots:,} tokens of one sequence"
         )
     section.row("sequences at once", f"{found.max_sequences:,} of {found.each:,} tokens")
+    capped = "" if pool.states is None else f", at most {pool.num_seqs:,} with states"
     section.step(
         f"{pool.num_blocks:,} blocks / {found.each_blocks:,} of each sequence of {found.each:,} tokens = "
-        f"{found.max_sequences:,} sequences"
+        f"{found.max_sequences:,} sequences{capped}"
     )
     if cache.footprint.eviction_method.evicts:
         fits = "" if found.prompt_fits else ", more than there are: such a prompt never runs"
@@ -172,16 +192,17 @@ def _sequences(section: Section, cache: Cache, asked: PlanRequest, pool: CardPoo
         section.row("does not fit", f"{found.each:,} tokens take {found.prompt_blocks:,} blocks")
 
 
-def _because(time: Linear | None, found: Fit, held: int) -> str:
+def _because(time: Linear | None, found: Fit, held: int, has_states: bool) -> str:
     num = found.max_sequences
     if num == 0:
         return ": not one such sequence fits"
     if time is None:
         return "; name a --gpu to compare with its bandwidth and FLOP/s"
     step, keys = time.step_s(StepLoad(num, num, num * held)), time.kv * num * held
+    states = f", {1e3 * time.seq * num:.1f} states" if has_states else ""
     return (
-        f": a step of {num:,} takes {1e3 * step:.1f} ms, of which {1e3 * keys:.1f} read keys and values "
-        f"({_source(time)})"
+        f": a step of {num:,} takes {1e3 * step:.1f} ms, of which {1e3 * keys:.1f} read keys and values"
+        f"{states} ({_source(time)})"
     )
 
 

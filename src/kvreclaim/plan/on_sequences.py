@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from kvreclaim.kv_bytes import KVBytes
+from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.plan import words
 from kvreclaim.plan.demand import Cache, shared_load
 from kvreclaim.plan.plan_request import PlanRequest
 from kvreclaim.plan.sections import PlanReport, Section
-from kvreclaim.plan.shapes import LayerShape, ModelShape
-from kvreclaim.plan.weights import weight_bytes, weight_format
+from kvreclaim.plan.shapes import STATE_BITS, LayerShape, ModelShape
+from kvreclaim.plan.weights import PLAIN_BITS, dtype_of, weight_bytes, weight_format
 
+RUNNING_SLOTS = 2
+"""States of a running sequence."""
 RESERVED = 4096
 """Tokens that a server without paging is taken to reserve for each sequence."""
 
@@ -25,13 +28,19 @@ def on_model(answer: PlanReport, cache: Cache, asked: PlanRequest) -> None:
         f"{words.size(cache.token_bytes)} of {cache.form.name}, {words.size(cache.block_bytes)} a block of "
         f"{cache.block_size}",
     )
+    if shape.has_states:
+        section.row("a sequence", f"{words.size(cache.state_bytes)} of states, whatever its length")
     weights = weight_format(asked.weights, shape)
     section.row("weights", f"{words.size(weight_bytes(shape, weights).total)} in {weights.name}")
     for note in shape.notes:
         section.row("note", note)
-    for kind, count in shape.kinds():
+    attending = [(kind, count) for kind, count in shape.kinds() if kind.attends]
+    for kind, count in attending:
         section.step(_unit(kind, count, cache.form, cache.block_size))
-    if len(list(shape.kinds())) > 1:
+    for kind, count in shape.kinds():
+        if kind.is_recurrent:
+            section.step(_state(kind, count, PLAIN_BITS[dtype_of(shape)]))
+    if len(attending) > 1:
         section.step(f"together {cache.block_bytes:,} bytes a block")
     expanded = cache.expanded_token_bytes()
     if expanded is not None:
@@ -52,6 +61,7 @@ def on_model(answer: PlanReport, cache: Cache, asked: PlanRequest) -> None:
         block_bytes=cache.block_bytes,
         kv_bytes_per_token=_whole(cache.token_bytes),
         kv_bytes_per_token_expanded=expanded,
+        state_bytes_per_sequence=cache.state_bytes or None,
         compression=asked.compression,
         notes=list(shape.notes),
     )
@@ -62,10 +72,21 @@ def _whole(number: float) -> float | int:
 
 
 def _layer(kind: LayerShape) -> str:
+    if not kind.attends:
+        return "(recurrent)" if kind.is_recurrent else "(no attention, no state)"
+    state = " beside a recurrent part" if kind.is_recurrent else ""
     window = f", {kind.held}" if kind.held else ""
     if kind.latent:
         return f"(a latent of {kind.v_head_dim} + {kind.key_dims} for {kind.num_heads} heads{window})"
-    return f"({kind.num_heads} heads, {kind.num_kv_heads} KV heads of {kind.head_dim}{window})"
+    return f"({kind.num_heads} heads, {kind.num_kv_heads} KV heads of {kind.head_dim}{window}{state})"
+
+
+def _state(kind: LayerShape, count: int, bits: int) -> str:
+    each = kind.state_bytes(bits)
+    return (
+        f"{count} layers x ({kind.conv:,} inputs of convolutions x {bits} bits + {kind.summed:,} sums x "
+        f"{STATE_BITS} bits = {each:,} bytes) = {count * each:,} bytes a sequence"
+    )
 
 
 def _unit(kind: LayerShape, count: int, form: KVBytes, size: int) -> str:
@@ -99,6 +120,13 @@ def on_request(answer: PlanReport, cache: Cache, asked: PlanRequest, context: in
         section.step(f"reserved for {reserved:,} tokens: {reserved / slots:.3g} times as much")
     if cache.footprint.eviction_method.evicts:
         _budget(section, cache, context)
+    share = None
+    if states := RUNNING_SLOTS * cache.state_bytes:
+        whole = blocks_for(context, size) * cache.block_bytes
+        share = whole / (whole + states)
+        section.row("states", f"{words.size(states)}, in two slots: a step reads one and writes the other")
+        section.row("can be compressed", f"{words.per_cent(share)} of its bytes without a budget")
+        section.step(f"{whole:,} / ({whole:,} + {RUNNING_SLOTS} x {cache.state_bytes:,})")
     windowed = None
     if cache.shape.has_windows:
         windowed = cache.shape.windowed_bytes(cache.form, context, size, asked.max_num_batched_tokens)
@@ -114,6 +142,8 @@ def on_request(answer: PlanReport, cache: Cache, asked: PlanRequest, context: in
         kv_bytes=blocks * cache.block_bytes,
         kv_bytes_in_prompt=prompt * cache.block_bytes,
         kv_bytes_windows_given_back=windowed,
+        state_bytes=states or None,
+        compressible_share=share,
         contiguous_tokens=reserved,
         contiguous_kv_bytes=_whole(reserved * cache.token_bytes),
         contiguous_utilisation=held / reserved,
@@ -157,6 +187,9 @@ def on_load(answer: PlanReport, cache: Cache, asked: PlanRequest, sequences: int
     )
     section.row("shared", f"{words.count(load.shared, 'block')}, {words.size(load.shared * each)}")
     section.row("not shared", f"{words.count(load.unshared, 'block')}, {words.size(load.unshared * each)}")
+    states = sequences * RUNNING_SLOTS * cache.state_bytes
+    if states:
+        section.row("states", words.size(states))
     section.row("reserved ahead", words.size(reserved * cache.token_bytes))
     section.step(
         f"{prefix:,} / {size}: {load.full:,} full blocks are held once, {prefix % size} tokens by each"
@@ -183,5 +216,6 @@ def on_load(answer: PlanReport, cache: Cache, asked: PlanRequest, sequences: int
         kv_bytes_unshared=load.unshared * each,
         kv_bytes_compressed=load.compressed * each,
         kv_bytes_contiguous=_whole(reserved * cache.token_bytes),
+        state_bytes_of_sequences=states or None,
         sharing_ratio=load.unshared / load.shared,
     )

@@ -67,6 +67,12 @@ class PlanRequest(PromiseOptions):
     )
     tensor_parallel_size: int = option(1, "Number of cards per model.", low=1, high=64, panel=CARD)
     max_num_seqs: int = option(256, "Maximum number of sequences in one step.", low=1, panel=CARD)
+    state_checkpoints: int | None = option(
+        None,
+        "Models with recurrent layers: states kept for prefix hits. Default: as many as --max-num-seqs.",
+        low=0,
+        panel=CARD,
+    )
     calibration: str | None = option(
         None, "File of `kvreclaim calibrate-speed`. Default: the card's data sheet.", panel=CARD
     )
@@ -146,6 +152,7 @@ class PlanRequest(PromiseOptions):
             "recompute_p99_ms": self.recompute_p99_ms,
             "calibration": self.calibration,
             "price": self.price,
+            "state_checkpoints": self.state_checkpoints,
             "tensor_parallel_size": self.tensor_parallel_size - 1 or None,
         }
         for name, value in alone.items():

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.memory.groups.recurrent import StateSlots, most_sequences
 from kvreclaim.plan.cards import Card
 from kvreclaim.plan.cost import Linear, StepLoad
 from kvreclaim.plan.demand import Cache
@@ -18,6 +19,25 @@ ACTIVATION_FACTOR, EXPERT_FACTOR = 13, 22
 OTHER_BYTES = 1_020_000_000
 """Runtime, graphs, logits: with the above 1.15 GiB, as vLLM 0.19 takes beside an 8B model on a 4090."""
 LEAST_ACTIVATION = 70 << 20
+DEFAULT_SEATS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Seats:
+    """Sequences that may run, and what recurrent layers keep of them and for prefix hits.
+
+    each:        slots of a running sequence
+    checkpoints: for prefix hits; None: as many as sequences
+    """
+
+    max_num_seqs: int = DEFAULT_SEATS
+    each: int = 2
+    checkpoints: int | None = None
+    interval: int = 0
+
+    def slots(self, num_seqs: int) -> StateSlots:
+        """Where so many run."""
+        return StateSlots.of(num_seqs, self.each, self.checkpoints, self.interval)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +45,8 @@ class CardPool:
     """Memory of one card (of each, where there are several), and its blocks.
 
     block_bytes: of this card's part of a block
+    num_seqs:    that may run: as asked, or as many as have room for their states
+    states:      slots of recurrent layers, each of state_bytes on this card; None: the model has none
     """
 
     memory_bytes: int
@@ -33,23 +55,42 @@ class CardPool:
     other_bytes: int
     block_bytes: int
     block_size: int
+    num_seqs: int = DEFAULT_SEATS
+    states: StateSlots | None = None
+    state_bytes: int = 0
 
     @property
-    def kv_bytes(self) -> int:
-        """May be below 0, where the weights alone do not fit."""
+    def cache_bytes(self) -> int:
+        """For blocks and states. May be below 0, where the weights alone do not fit."""
         taken = self.weight_bytes + self.other_bytes
         return int(self.memory_bytes * self.utilization) - taken
 
     @property
+    def states_bytes(self) -> int:
+        """Of all slots."""
+        return self.states.num_slots * self.state_bytes if self.states else 0
+
+    @property
+    def kv_bytes(self) -> int:
+        """For blocks."""
+        return self.cache_bytes - self.states_bytes
+
+    @property
     def num_blocks(self) -> int:
-        return max(0, self.kv_bytes // self.block_bytes)
+        return max(0, self.kv_bytes // self.block_bytes) if self.num_seqs else 0
 
     @property
     def num_slots(self) -> int:
         return self.num_blocks * self.block_size
 
     def require_blocks(self, what: str) -> None:
-        """Raises: InvalidArgumentError with the bytes that are lacking, if there is no block."""
+        """Raises: InvalidArgumentError with the bytes that are lacking, if there is no block, or no state."""
+        if self.num_seqs == 0:
+            raise InvalidArgumentError(
+                f"{what} has no room for the states of one sequence, {self.state_bytes:,} bytes a slot: they "
+                f"get half of the {max(0, self.cache_bytes):,} bytes that the weights leave; take weights in "
+                "fewer bits, fewer --state-checkpoints, a larger card, or several."
+            )
         if self.num_blocks == 0:
             raise InvalidArgumentError(
                 f"{what} has no room for a block of {self.block_bytes:,} bytes: {self.utilization:g} of "
@@ -78,18 +119,26 @@ def make_pool(
     utilization: float,
     other_bytes: int | None = None,
     num_cards: int = 1,
+    seats: Seats = Seats(),
 ) -> CardPool:
-    """num_cards: tensor parallel; weights and KV heads are divided, a latent is not."""
-    heads = min(layer.num_kv_heads for layer in cache.shape.layers)
+    """num_cards: tensor parallel; weights, KV heads and states are divided, a latent is not."""
+    heads = min(layer.num_kv_heads for layer in cache.shape.attention)
     parts = min(num_cards, heads)
-    return CardPool(
+    pool = CardPool(
         memory_bytes=memory_bytes,
         utilization=utilization,
         weight_bytes=-(-weight_bytes(cache.shape, weights).total // num_cards),
         other_bytes=other_estimate(cache) if other_bytes is None else other_bytes,
         block_bytes=-(-cache.block_bytes // parts),
         block_size=cache.block_size,
+        num_seqs=seats.max_num_seqs,
     )
+    if not cache.shape.has_states:
+        return pool
+    each = -(-cache.state_bytes // num_cards)
+    room = max(0, pool.cache_bytes) // 2 // each
+    most = min(seats.max_num_seqs, most_sequences(room, seats.each, seats.checkpoints))
+    return replace(pool, num_seqs=most, states=seats.slots(most), state_bytes=each)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +163,8 @@ def fit(cache: Cache, pool: CardPool, each: int, *, prefix: int = 0) -> Fit:
     blocks = cache.blocks(each)
     full = prefix // cache.block_size if blocks * cache.block_size >= each else 0
     at_once = max(0, pool.num_blocks - full) // max(1, blocks - full)
+    if pool.states is not None:
+        at_once = min(at_once, pool.num_seqs)
     peak = cache.prompt_blocks(each)
     bounded = cache.footprint.bounded
     enough = cache.prompt_blocks(1 << 40) <= pool.num_blocks if bounded else True

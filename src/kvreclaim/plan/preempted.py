@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.plan import words
 from kvreclaim.plan.cost import Linear
 from kvreclaim.plan.demand import Cache
 from kvreclaim.plan.lengths import read_lengths
@@ -41,6 +43,8 @@ def preempted(
     weights = blocks_while_decoding(lengths, cache.footprint)
     most = longest_blocks(lengths, cache.footprint)
     found = sequences_at_once(weights, pool.num_blocks, most)
+    if pool.states is not None and found.p99 > pool.num_seqs:
+        found = replace(found, p99=pool.num_seqs)
     prompt = cache.prompt_blocks(int(lengths.prompts.max()))
     beside = sequences_at_once(weights, max(0, pool.num_blocks - prompt), most).p99
     bounded = pool.num_blocks // max(1, blocks_for(longest, cache.block_size))
@@ -49,6 +53,8 @@ def preempted(
     section.row("recomputed in that time", f"{longest:,} tokens; 99 % of the requests end below {p99:,}")
     section.row("max_num_seqs", f"{found.p99:,}: with so many the pool is too small 1 time in 100")
     verdict = "kept by 99 % of those preempted" if p99 <= longest else "broken by long requests"
+    if pool.states is not None:
+        section.row("states", f"of {words.count(pool.num_seqs, 'sequence')}, more do not run")
     section.row("the bound", f"{verdict}; {bounded:,} sequences as long as it allows fit at once")
     section.row("by the longest, the mean", f"{found.worst:,}, {found.mean:,}")
     if time.facts.get("kind") == DATA_SHEET:

@@ -9,7 +9,7 @@ from kvreclaim.kv_bytes import KVBytes
 from kvreclaim.plan.cards import Card
 from kvreclaim.plan.cost import Linear, WithExperts
 from kvreclaim.plan.shapes import ModelShape
-from kvreclaim.plan.weights import WeightFormat, weight_bytes
+from kvreclaim.plan.weights import PLAIN_BITS, WeightFormat, dtype_of, weight_bytes
 
 BANDWIDTH_SHARE = 0.8
 """Share of a data sheet's bandwidth that weights and keys are read with."""
@@ -33,7 +33,8 @@ def roofline(
     block_size: int = 16,
     read_share: float = 1.0,
 ) -> Linear:
-    """max(weights / bandwidth, 2 P T / flops) + keys / bandwidth + attention's products / flops, in bf16.
+    """max(weights / bandwidth, 2 P T / flops) + keys / bandwidth + attention's products / flops, in bf16. A
+    sequence's state is read and written in every step.
 
     num_cards:  tensor parallel; keys and values of a latent lie on each of them whole
     read_share: of a sequence's keys that a step reads, less than 1 where layers have windows
@@ -41,7 +42,8 @@ def roofline(
     sizes = weight_bytes(shape, weights)
     bandwidth = card.bandwidth * bandwidth_share * num_cards
     flops = card.bf16_flops * flops_share * num_cards
-    latent = all(layer.latent for layer in shape.layers)
+    latent = all(layer.latent for layer in shape.attention)
+    state = shape.state_bytes(PLAIN_BITS[dtype_of(shape)]) if shape.has_states else 0
     slot = shape.block_bytes(form, block_size) / block_size
     hops = 2 * shape.num_layers if num_cards > 1 else 0
     exchanged = 2 * (num_cards - 1) / num_cards * 2 * shape.hidden_size
@@ -51,6 +53,7 @@ def roofline(
         "token": hops * exchanged / card.link,
         "kv": slot * read_share / (bandwidth / num_cards if latent else bandwidth),
         "pair": shape.pair_flops / flops,
+        "seq": 2 * state / bandwidth,
         "move": block_size * slot / card.pcie,
         "facts": _facts(shape, card, weights, form, num_cards, bandwidth_share, flops_share),
     }

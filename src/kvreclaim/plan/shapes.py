@@ -14,6 +14,9 @@ from kvreclaim.kv_bytes import KVBytes
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.windows.window import ChunkedWindow, Window
 
+STATE_BITS = 32
+"""Of what a recurrent layer sums up, whatever the model's dtype."""
+
 
 @dataclass(frozen=True, slots=True)
 class Experts:
@@ -40,6 +43,9 @@ class LayerShape:
     chunked:    those of the query's chunk of so many, instead of the last ones
     sinks:      learned logits in the softmax's denominator
     expanded:   of a latent: numbers per token if keys and values of all heads were stored instead
+    conv, summed: of a recurrent layer, numbers that it keeps of a sequence: the last inputs of a convolution,
+                in the model's dtype, and what it sums up of all tokens, in fp32. Where it does not attend,
+                heads and dims are 0
     linear, plain: weights, experts apart
     """
 
@@ -55,7 +61,21 @@ class LayerShape:
     sinks: bool = False
     latent: bool = False
     expanded: int = 0
+    conv: int = 0
+    summed: int = 0
     experts: Experts | None = None
+
+    @property
+    def attends(self) -> bool:
+        return self.num_kv_heads > 0
+
+    @property
+    def is_recurrent(self) -> bool:
+        return self.conv + self.summed > 0
+
+    def state_bytes(self, bits: int) -> int:
+        """Of one sequence. bits: of the model's dtype"""
+        return (self.conv * bits + self.summed * STATE_BITS) // 8
 
     @property
     def held(self) -> Window | None:
@@ -155,6 +175,19 @@ class ModelShape:
     @property
     def has_experts(self) -> bool:
         return any(layer.experts for layer in self.layers)
+
+    @property
+    def attention(self) -> tuple[LayerShape, ...]:
+        """The layers that attend."""
+        return tuple(layer for layer in self.layers if layer.attends)
+
+    @property
+    def has_states(self) -> bool:
+        return any(layer.is_recurrent for layer in self.layers)
+
+    def state_bytes(self, bits: int) -> int:
+        """What recurrent layers keep of one sequence. bits: of the model's dtype"""
+        return sum(layer.state_bytes(bits) for layer in self.layers)
 
     @property
     def has_windows(self) -> bool:

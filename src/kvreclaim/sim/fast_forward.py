@@ -9,10 +9,11 @@ from kvreclaim.schedule.queue import Seq
 from kvreclaim.schedule.scheduler import Scheduler
 
 
-def leap_length(scheduler: Scheduler[Seq], *, blocked: bool) -> int:
+def leap_length(scheduler: Scheduler[Seq], *, blocked: bool, by_block: bool = False) -> int:
     """How many next steps only decode, whoever begins apart: up to the one after which somebody has ended or
     is compressed, and before one that lacks blocks. 0: none, or not known.
 
+    by_block: no further than where somebody fills a block: recurrent layers may keep a state there
     blocked: the step before this one has let nobody begin, and since then no block has come back, so whoever
              waits goes on waiting, unless whose turn it is depends on what is cached
     """
@@ -30,6 +31,8 @@ def leap_length(scheduler: Scheduler[Seq], *, blocked: bool) -> int:
         if seq.footprint.eviction_method.moves and memory.num_shared_of(seq.seq_id):
             until -= 1  # its pass takes blocks, and somebody may have to give them
         table = memory.table(seq.seq_id)
+        if by_block:
+            most = min(most, size - table.physical_len % size)
         most = min(most, seq.max_len - known, until)
         if not memory.follows_itself(seq.seq_id):
             most = min(most, size - 1 - table.physical_len % size)

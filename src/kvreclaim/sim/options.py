@@ -9,12 +9,13 @@ from kvreclaim.checks import require
 from kvreclaim.compression.spec.promise import PromiseOptions
 from kvreclaim.compression.spec.traits import footprint
 from kvreclaim.kv_bytes import KVBytes, kv_bytes
+from kvreclaim.memory.groups.recurrent import StateSlots
 from kvreclaim.options import check_options, option
 from kvreclaim.plan.cards import find_card
 from kvreclaim.plan.configs import load_shape
 from kvreclaim.plan.cost import Linear
 from kvreclaim.plan.demand import Cache
-from kvreclaim.plan.pool import make_pool
+from kvreclaim.plan.pool import Seats, make_pool
 from kvreclaim.plan.roofline import roofline
 from kvreclaim.plan.shapes import ModelShape
 from kvreclaim.plan.weights import dtype_of, weight_format
@@ -93,13 +94,15 @@ class ReplicaOptions:
         shape = load_shape(self.model)
         return shape.block_bytes(self.form(shape), block_size)
 
-    def pool(self, footprint: Footprint, max_num_seqs: int) -> int:
-        """Blocks, as `kvreclaim plan` counts them. Raises: InvalidArgumentError if there is no room."""
+    def pool(self, footprint: Footprint, seats: Seats) -> tuple[int, int, StateSlots | None]:
+        """Blocks, sequences and slots of recurrent layers, as `kvreclaim plan` counts them; with num_blocks,
+        slots for as many sequences as asked. Raises: InvalidArgumentError if there is no room."""
+        shape = load_shape(self.model)
         if self.num_blocks is not None:
-            return self.num_blocks
+            states = seats.slots(seats.max_num_seqs) if shape.has_states else None
+            return self.num_blocks, seats.max_num_seqs, states
         assert self.gpu is not None, "checked"
-        shape, card = load_shape(self.model), find_card(self.gpu)
-        form = self.form(shape)
+        card, form = find_card(self.gpu), self.form(shape)
         found = make_pool(
             Cache(shape, form, footprint),
             card.overridden(memory_bytes=self.memory_bytes).usable_bytes,
@@ -107,9 +110,10 @@ class ReplicaOptions:
             utilization=self.utilization,
             other_bytes=None if self.other_gib is None else int(self.other_gib * GIB),
             num_cards=self.tensor_parallel_size,
+            seats=seats,
         )
         found.require_blocks(card.name)
-        return found.num_blocks
+        return found.num_blocks, found.num_seqs, found.states
 
     def hourly(self) -> float | None:
         """Dollars of a replica; None: not known."""
@@ -137,6 +141,17 @@ class Serving(PromiseOptions):
     )
     spread_compression: bool = option(True, "Compress requests that arrive together at different steps.")
     enable_prefix_caching: bool = option(True, "Share the blocks of equal prefixes.")
+    state_checkpoints: int | None = option(
+        None,
+        "Models with recurrent layers: states kept for prefix hits. Default: as many as --max-num-seqs.",
+        low=0,
+    )
+    state_checkpoint_interval: int = option(
+        0,
+        "Models with recurrent layers: keep a state every so many tokens of a prompt, a multiple of "
+        "--block-size, too. 0: only where prompts end or part, and where answers end.",
+        low=0,
+    )
     scheduling_policy: str = option("fcfs", "Queue order: fcfs, priority or cache.", choices=POLICIES)
     eviction_policy: str = option("lru", "Eviction order of cached blocks.")
     preemption_mode: str = option(
@@ -155,6 +170,12 @@ class Serving(PromiseOptions):
 
     def __post_init__(self) -> None:
         check_options(self)
+        require(
+            self.state_checkpoint_interval % self.block_size == 0,
+            f"state_checkpoint_interval is {self.state_checkpoint_interval}, but hits end behind blocks of "
+            f"{self.block_size} tokens; pass a multiple.",
+            "state_checkpoint_interval",
+        )
 
     def footprint(self) -> Footprint:
         """The footprint of every request, the largest under max_loss."""
@@ -163,11 +184,28 @@ class Serving(PromiseOptions):
             return Footprint(block_size=size, max_chunk=chunk)
         return footprint(self.compression, block_size=size, max_chunk=chunk)
 
+    def seats(self) -> Seats:
+        """What takes slots of recurrent layers, as the engine counts them."""
+        return Seats(
+            self.max_num_seqs,
+            each=2 + (self.kv_offloading_size > 0),
+            checkpoints=self.state_checkpoints if self.enable_prefix_caching else 0,
+            interval=self.state_checkpoint_interval,
+        )
+
     def settings(self, machine: ReplicaOptions, cost: Linear) -> Settings:
         """The settings of each replica."""
         per_block, footprint = machine.bytes_per_block(self.block_size), self.footprint()
         promise = self.promise(self.compression)
-        num_blocks, longest = machine.pool(footprint, self.max_num_seqs), self.max_model_len
+        num_blocks, num_seqs, states = machine.pool(footprint, self.seats())
+        longest = self.max_model_len
+        given = self.state_checkpoints is not None or self.state_checkpoint_interval
+        require(
+            states is not None or not given,
+            f"state_checkpoints and its interval are about recurrent layers, and {machine.model} "
+            "has none; leave them out.",
+            "state_checkpoints",
+        )
         held = longest_sequence(None, longest or 1, footprint, num_blocks)
         require(
             longest is None or held == longest,
@@ -178,7 +216,7 @@ class Serving(PromiseOptions):
         return Settings(
             num_blocks=num_blocks,
             block_size=self.block_size,
-            max_num_seqs=self.max_num_seqs,
+            max_num_seqs=num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             footprint=footprint,
@@ -192,6 +230,7 @@ class Serving(PromiseOptions):
             rates=machine.rates(self.block_size, cost),
             spread=self.spread_compression,
             promise=promise,
+            states=states,
         )
 
 

@@ -129,7 +129,7 @@ class Replica:
             return None
         start, self._delay_s = now + self._delay_s, 0.0
         if self.settings.leaps and not self._num_alike:
-            steps = leap_length(self.scheduler, blocked=self._calm)
+            steps = leap_length(self.scheduler, blocked=self._calm, by_block=self.settings.states is not None)
             if steps > 1:
                 return self._begin_leap(start, steps)
         plan = self.scheduler.schedule()
@@ -163,6 +163,7 @@ class Replica:
         return self.leap.end_s(steps)
 
     def _note_plan(self, plan: StepPlan, now: float) -> None:
+        group = self.memory.recurrent
         for lost in plan.preempted:
             record = self.sequences[lost.seq_id].record
             record.preemptions += 1
@@ -170,7 +171,11 @@ class Replica:
             if lost.parked:
                 record.swaps += 1
                 self.swaps += 1
+                if group is not None:
+                    group.leave(lost.seq_id)
         for begun in plan.admitted:
+            if group is not None and begun.resumed:
+                group.enter(begun.seq_id)
             record = self.sequences[begun.seq_id].record
             if record.scheduled_s is None:
                 record.scheduled_s = now

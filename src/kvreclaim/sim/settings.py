@@ -8,9 +8,10 @@ from functools import partial
 from kvreclaim.checks import check_int, require
 from kvreclaim.compression.spec.promise import Promise
 from kvreclaim.memory.eviction import DEFAULT_ORDER
+from kvreclaim.memory.groups.recurrent import StateSlots
 from kvreclaim.memory.kv_memory import KVMemory
 from kvreclaim.memory.offload import NoOffload
-from kvreclaim.memory.tiers.tiered_offload import TieredOffload
+from kvreclaim.memory.tiers.tiered_offload import NEVER, TieredOffload
 from kvreclaim.schedule.budget.footprint import Footprint
 from kvreclaim.schedule.preemption_cost import PreemptionCostModel
 from kvreclaim.schedule.rates import Rates
@@ -30,6 +31,7 @@ class Settings:
     max_model_len:   that no sequence exceeds; None: whatever the pool can hold
     host_blocks:     0: nothing lies below the pool
     leaps, extents:  count decode steps, and blocks, in groups where that changes no count
+    states:          slots of recurrent layers; None: the model has none. Blocks are then counted one by one
     spread:          due points differ between requests, as spread_compression makes them
     """
 
@@ -51,6 +53,7 @@ class Settings:
     extents: bool = True
     spread: bool = False
     promise: Promise | None = None
+    states: StateSlots | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens"):
@@ -85,7 +88,7 @@ class Settings:
     @property
     def counts_in_extents(self) -> bool:
         """Whether blocks may be counted in extents: only where that is exact."""
-        return self.extents and self.eviction_policy == "lru" and not self.host_blocks
+        return self.extents and self.eviction_policy == "lru" and not self.host_blocks and not self.states
 
     def memory(self, links: Links) -> KVMemory:
         """An empty pool."""
@@ -96,7 +99,12 @@ class Settings:
                 links,
                 enable_prefix_caching=self.enable_prefix_caching,
             )
-        slots = partial(TieredOffload, num_host_slots=self.host_blocks, max_parked=self.host_blocks // 2)
+        slots = partial(
+            TieredOffload,
+            num_host_slots=self.host_blocks,
+            max_parked=self.host_blocks // 2,
+            store_after=NEVER if self.states else 1,
+        )
         return TraceMemory(
             self.num_blocks,
             self.block_size,
@@ -104,6 +112,7 @@ class Settings:
             enable_prefix_caching=self.enable_prefix_caching,
             eviction_policy=self.eviction_policy,
             offload=slots if self.host_blocks else NoOffload,
+            states=self.states,
         )
 
     def scheduler(self, memory: KVMemory) -> Scheduler[Simulated]:

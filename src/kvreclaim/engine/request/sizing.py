@@ -16,16 +16,15 @@ from kvreclaim.config import EngineConfig
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.free_memory import free_host_memory_bytes
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.memory.groups.recurrent import StateSlots
+from kvreclaim.memory.groups.recurrent import StateSlots, most_sequences
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.memory.tiers.tiered_offload import TieredOffload
+from kvreclaim.memory.tiers.tiered_offload import NEVER, TieredOffload
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import kv_format
 from kvreclaim.ops.groups import layer_groups
 from kvreclaim.schedule.rates import Rates
 
 logger = logging.getLogger(__name__)
-NEVER = 1 << 62
 MOST_WAIT_S = 10.0
 """For what a disk that hangs would bring."""
 LOAD_WAIT_PER_TOKEN_S = 0.25 / 1000
@@ -94,11 +93,14 @@ def state_slots(config: EngineConfig, facts: ModelFacts) -> StateSlots | None:
 def state_slots_of(config: EngineConfig, facts: ModelFacts) -> StateSlots:
     """Two for each running sequence, one more for each draft, one more where it may be parked in the step in
     which others begin, and the checkpoints."""
+    return StateSlots.of(config.max_num_seqs, *_slots_of_each(config), config.state_checkpoint_interval)
+
+
+def _slots_of_each(config: EngineConfig) -> tuple[int, int | None]:
+    """Of a running sequence, and for prefix hits."""
     drafts = speculation.from_json(config.speculative_config)
     each = 2 + (drafts.num_speculative_tokens if drafts else 0) + (config.kv_offloading_size > 0)
-    checkpoints = config.max_num_seqs if config.state_checkpoints is None else config.state_checkpoints
-    checkpoints *= config.enable_prefix_caching
-    return StateSlots(each * config.max_num_seqs + checkpoints, checkpoints, config.state_checkpoint_interval)
+    return each, config.state_checkpoints if config.enable_prefix_caching else 0
 
 
 def with_room_for_states(config: EngineConfig, facts: ModelFacts, free: int) -> EngineConfig:
@@ -107,9 +109,7 @@ def with_room_for_states(config: EngineConfig, facts: ModelFacts, free: int) -> 
     Raises: InvalidArgumentError if that is none.
     """
     room = int(free * config.kv_memory_fraction) // 2 // facts.state_bytes
-    most = config.max_num_seqs
-    while most and state_slots_of(replace(config, max_num_seqs=most), facts).num_slots > room:
-        most -= 1
+    most = min(config.max_num_seqs, most_sequences(room, *_slots_of_each(config)))
     slots = state_slots_of(replace(config, max_num_seqs=1), facts).num_slots
     require(
         most > 0,

@@ -35,6 +35,19 @@ class StateSlots:
     num_checkpoints: int = 0
     interval: int = 0
 
+    @classmethod
+    def of(
+        cls, max_num_seqs: int, each: int = 2, checkpoints: int | None = None, interval: int = 0
+    ) -> StateSlots:
+        """each: slots of a running sequence; checkpoints: None: as many as sequences"""
+        kept = max_num_seqs if checkpoints is None else checkpoints
+        return cls(each * max_num_seqs + kept, kept, interval)
+
+
+def most_sequences(room: int, each: int = 2, checkpoints: int | None = None) -> int:
+    """How many sequences can run where there is room for so many slots; arguments as of StateSlots.of."""
+    return room // (each + 1) if checkpoints is None else max(0, room - checkpoints) // each
+
 
 @dataclass(slots=True, eq=False)
 class _Held:

@@ -35,6 +35,10 @@ class TierCounts:
     from_disk: int = 0
 
 
+NEVER = 1 << 62
+"""Times that no block is met."""
+
+
 class TieredOffload(OffloadSlots):
     """Exact full blocks also lie in host slots, as long as these have room, and in slots of a file below;
     sequences that give way keep what they hold in host slots.

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, cast
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.changes import NO_GROWTH, Growth, Shrunk, TableState
+from kvreclaim.memory.groups.recurrent import RecurrentGroup
 from kvreclaim.memory.offload import NoOffload, OffloadSlots
 from kvreclaim.memory.prefix.index import INELIGIBLE, MISS_REASONS, SUB_BLOCK
 from kvreclaim.memory.prefix_cache import PrefixMatch
@@ -52,6 +53,7 @@ class ExtentMemory:
         self.block_size = block_size
         self.pool = ExtentPool(num_blocks)
         self.offload: OffloadSlots = NoOffload()
+        self.recurrent: RecurrentGroup | None = None
         self._links = links
         self.num_idle = 0
         self._enabled = enable_prefix_caching
