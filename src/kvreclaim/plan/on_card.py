@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from kvreclaim.checks import require
@@ -37,6 +38,9 @@ def on_card(answer: PlanReport, cache: Cache, asked: PlanRequest) -> None:
     each = _length(cache, asked)
     found = fit(cache, pool, each, prefix=asked.prefix)
     _sequences(section, cache, asked, pool, found)
+    balanced = _balanced(cache, asked, pool, found)
+    if balanced is not None:
+        section.row("more fit", f"{balanced:,} with --max-num-seqs {balanced}, which takes fewer states")
     time = step_time(cache, asked, card, weights)
     bound = "memory" if time is None else binds(time, found, cache.held(each))
     section.row("what binds", f"{bound}{_because(time, found, cache.held(each), cache.shape.has_states)}")
@@ -55,6 +59,7 @@ def on_card(answer: PlanReport, cache: Cache, asked: PlanRequest) -> None:
         pool_blocks=pool.num_blocks,
         state_slots=pool.states.num_slots if pool.states else None,
         state_checkpoints=pool.states.num_checkpoints if pool.states else None,
+        balanced_sequences=balanced,
         state_sequences=pool.num_seqs if pool.states else None,
         pool_state_bytes=pool.states_bytes if pool.states else None,
         max_tokens=found.max_tokens,
@@ -71,6 +76,23 @@ def on_card(answer: PlanReport, cache: Cache, asked: PlanRequest) -> None:
         preempted(answer, cache, asked, time, pool)
 
 
+def _balanced(cache: Cache, asked: PlanRequest, pool: CardPool, found: Fit) -> int | None:
+    """The most sequences that have room for their blocks and their states alike; None where that is what the
+    pool has."""
+    if pool.states is None or found.max_sequences >= pool.num_seqs:
+        return None
+
+    def fits(num_seqs: int) -> bool:
+        smaller = replace(pool, num_seqs=num_seqs, states=_seats(asked).slots(num_seqs))
+        return fit(cache, smaller, found.each, prefix=asked.prefix).max_sequences >= num_seqs
+
+    return next(filter(fits, range(pool.num_seqs, 0, -1)), None)
+
+
+def _seats(asked: PlanRequest) -> Seats:
+    return Seats(asked.max_num_seqs, checkpoints=asked.state_checkpoints)
+
+
 def pool_of(cache: Cache, asked: PlanRequest, memory_bytes: int, weights: WeightFormat) -> CardPool:
     other = None if asked.other_gib is None else round(asked.other_gib * GIB)
     return make_pool(
@@ -80,7 +102,7 @@ def pool_of(cache: Cache, asked: PlanRequest, memory_bytes: int, weights: Weight
         utilization=asked.utilization,
         other_bytes=other,
         num_cards=asked.tensor_parallel_size,
-        seats=Seats(asked.max_num_seqs, checkpoints=asked.state_checkpoints),
+        seats=_seats(asked),
     )
 
 

@@ -67,7 +67,7 @@ class CardPool:
 
     @property
     def states_bytes(self) -> int:
-        """Of all slots."""
+        """Bytes of all slots."""
         return self.states.num_slots * self.state_bytes if self.states else 0
 
     @property

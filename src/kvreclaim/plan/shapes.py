@@ -15,7 +15,7 @@ from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.windows.window import ChunkedWindow, Window
 
 STATE_BITS = 32
-"""Of what a recurrent layer sums up, whatever the model's dtype."""
+"""Bits of a number that a recurrent layer sums up, whatever the model's dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class LayerShape:
         return self.conv + self.summed > 0
 
     def state_bytes(self, bits: int) -> int:
-        """Of one sequence. bits: of the model's dtype"""
+        """Bytes that it keeps of one sequence. bits: of the model's dtype"""
         return (self.conv * bits + self.summed * STATE_BITS) // 8
 
     @property
@@ -186,7 +186,7 @@ class ModelShape:
         return any(layer.is_recurrent for layer in self.layers)
 
     def state_bytes(self, bits: int) -> int:
-        """What recurrent layers keep of one sequence. bits: of the model's dtype"""
+        """Bytes that recurrent layers keep of one sequence. bits: of the model's dtype"""
         return sum(layer.state_bytes(bits) for layer in self.layers)
 
     @property

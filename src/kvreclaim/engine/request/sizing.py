@@ -97,7 +97,7 @@ def state_slots_of(config: EngineConfig, facts: ModelFacts) -> StateSlots:
 
 
 def _slots_of_each(config: EngineConfig) -> tuple[int, int | None]:
-    """Of a running sequence, and for prefix hits."""
+    """Slots that a running sequence takes, and those kept for prefix hits."""
     drafts = speculation.from_json(config.speculative_config)
     each = 2 + (drafts.num_speculative_tokens if drafts else 0) + (config.kv_offloading_size > 0)
     return each, config.state_checkpoints if config.enable_prefix_caching else 0
