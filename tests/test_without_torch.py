@@ -45,7 +45,8 @@ PROGRAMS = {
     "help and a mistake": (
         "numpy",
         "from kvreclaim.cli.main import app\n"
-        "for line in ('--help', 'serve --help', 'plan --help', 'bench decode --help', 'generate --n 0'):\n"
+        "known = ['--help', 'serve --help', 'run --help', 'plan --help', 'bench decode --help']\n"
+        "for line in (*known, 'generate --n 0'):\n"
         "    try: app(line.split())\n"
         "    except SystemExit as end: print(line, end.code)",
         "bench decode --help 0\n",

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from kvreclaim.cli.local_models import named_model
 from kvreclaim.cli.main import app
 from kvreclaim.cli.options import model_of
+from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model_paths import REAL_MODEL, STATS_FILE, num_bytes_of, write_source
 
 runner = CliRunner()
@@ -86,8 +87,11 @@ def test_names_of_ls_are_models(models: Path, monkeypatch) -> None:
     assert named_model("plain") == model_of("plain") == models / "plain"
     assert named_model("plain/tiny.gguf") == models / "plain" / "tiny.gguf"
     assert named_model("owner/packed") == models / "owner--packed"
-    for name in ("own", "broken", "../models/plain", "", "other/name"):
-        assert named_model(name) == name
+    assert named_model("own") == models / "own"
+    assert named_model("other/name") == "other/name"  # a hub id
+    for name in ("broken", "nothing", "", "a message"):
+        with pytest.raises(InvalidArgumentError, match="is no model here"):
+            named_model(name)
     monkeypatch.chdir(models)
     assert named_model("plain") == model_of("plain") == "plain"  # what lies here comes first
 

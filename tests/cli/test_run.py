@@ -267,9 +267,10 @@ def test_a_pipe_is_answered_once(directory: Path, monkeypatch) -> None:
     assert both.exit_code == 0, both.output
     assert "no compression" not in both.stderr
     assert "prompt eval rate" in both.stderr
-    empty = run(directory, input="")
-    assert empty.exit_code == 2
-    assert empty.stderr.startswith("error: standard input is empty")
+    for given, message in (("", "standard input is empty"), (b"\xff", "standard input is no utf-8 text")):
+        refused = run(directory, input=given)
+        assert refused.exit_code == 2
+        assert refused.stderr.startswith(f"error: {message}")
 
 
 def test_compression_is_auto_where_there_are_statistics(real_dir: Path) -> None:

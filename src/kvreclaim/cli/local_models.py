@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvreclaim.checks import require
 from kvreclaim.cli.fetch import fetched
-from kvreclaim.cli.options import model_of
+from kvreclaim.cli.options import DEMO, model_of
 from kvreclaim.errors import KVReclaimError
 from kvreclaim.model_paths import (
     REAL_MODEL,
@@ -65,15 +67,36 @@ def local_models() -> list[LocalModel]:
 
 def named_model(named: str | None) -> str | Path:
     """The model that `kvreclaim run` was told: a name that `ls` prints or a hub id that was fetched, the
-    default model, which is fetched if it is not here, or what --model takes. Raises: FetchError."""
-    if named is None or Path(named).exists():
+    default model, which is fetched if it is not here, or what --model takes.
+
+    Raises: FetchError; InvalidArgumentError for a name of nothing, before the hub is asked for it.
+    """
+    if named in (None, DEMO) or os.path.exists(str(named)):
         return model_of(named)
-    file = models_home() / named
-    if file.suffix.lower() == ".gguf" and file.is_file():
-        return file
-    if named == REAL_MODEL and fetched_model(named) is None:
+    name = str(named)
+    if name == REAL_MODEL and fetched_model(name) is None:
         return fetched(None, None)
-    return fetched_model(named) or model_of(named)
+    for path in (models_home() / name, models_home() / name.replace("/", "--")):
+        if (path / "config.json").is_file() or (path.suffix.lower() == ".gguf" and path.is_file()):
+            return path
+    require(
+        "/" in name or _is_in_hub_cache(name),
+        f"{name!r} is no model here; pass a name that `kvreclaim ls` prints, a directory, a .gguf file, "
+        f"{DEMO}, or a hub id (owner/name).",
+        "model",
+    )
+    return name
+
+
+def _is_in_hub_cache(name: str) -> bool:
+    """Whether it is one of the hub's few ids without an owner, and its files are here."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except HFValidationError:
+        return False
 
 
 def _directory(path: Path) -> LocalModel:

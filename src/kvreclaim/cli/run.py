@@ -15,7 +15,7 @@ from kvreclaim.cli.config_options import ConfigOptions, with_config
 from kvreclaim.cli.generate import OF_MANY
 from kvreclaim.cli.local_models import named_model
 from kvreclaim.config import EngineConfig
-from kvreclaim.errors import KVReclaimError
+from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 from kvreclaim.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def run(
     message = " ".join(prompt or [])
     is_piped = not is_terminal(sys.stdin)
     if is_piped:
-        message = "\n".join(part for part in (sys.stdin.read().strip(), message) if part)
+        message = "\n".join(part for part in (piped_text().strip(), message) if part)
         require(bool(message), "standard input is empty and no PROMPT is given; pass one of them.", "prompt")
     require(
         bool(message) or is_terminal(sys.stdout),
@@ -94,6 +94,16 @@ def run(
 
 def is_terminal(stream: Any) -> bool:
     return bool(stream.isatty())
+
+
+def piped_text() -> str:
+    """Standard input. Raises: InvalidArgumentError if it is no text."""
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise InvalidArgumentError(
+            f"standard input is no {error.encoding} text ({error.reason} at byte {error.start}); pass text."
+        ) from error
 
 
 def compression_for(llm: LLM) -> CompressionConfig | None:
