@@ -96,6 +96,8 @@ class MemoryManager:
         recurrent = () if self.recurrent is None else (self.recurrent,)
         self.groups: tuple[GroupManager, ...] = (self.full, *self.windows, *recurrent)
         self.offload = offload(self.full)
+        if self.offload.num_slots:
+            self.offload.parking.states = self.recurrent
         assert not (windows and self.offload.num_slots), "windows have no slots; all layers share one table"
         self._idle: set[int] = set()
         self._hashing = BlockHash(block_size, fingerprint, hash_function)
@@ -120,6 +122,12 @@ class MemoryManager:
     def num_idle(self) -> int:
         """Blocks that only idle sequences hold."""
         return self.pool.num_idle
+
+    @property
+    def max_idle(self) -> int | None:
+        """Sequences that may be idle at a time: with recurrent layers each holds a state that a checkpoint
+        could have, and cannot be parked. None: any number."""
+        return None if self.recurrent is None else self.recurrent.sizes.num_checkpoints
 
     @property
     def num_pool_blocks(self) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.groups.full import FullAttentionGroup
+from kvreclaim.memory.groups.recurrent import RecurrentGroup
 from kvreclaim.memory.prefix.keys import BlockKeys
 from kvreclaim.memory.prefix_cache import PrefixMatch
 
@@ -43,6 +44,9 @@ class Parked:
 
 class ParkingSlots:
     """Slots for sequences that give their blocks back. These methods park nobody."""
+
+    states: RecurrentGroup | None = None
+    """Of recurrent layers, which are taken aside together with blocks."""
 
     def is_parked(self, seq_id: int) -> bool:
         return False

@@ -4,6 +4,7 @@ store nothing."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -130,22 +131,25 @@ def capture_queries(
     device = loaded.facts.device
     positions = torch.cat([torch.arange(len(text)) for text in said]).to(device)
     firsts = [torch.arange(len(text)) < len(d) for text, d in zip(said, documents, strict=True)]
-    loaded.model(
-        input_ids=torch.tensor([[token for text in said for token in text]], device=device),
-        position_ids=positions[None],
-        use_cache=False,
-        logits_to_keep=1,
-        kv_batch=_Capture(
-            loaded.facts,
-            [len(document) for document in documents],
-            [len(text) for text in said],
-            positions,
-            torch.cat(firsts).to(device) if any(twice) else None,
-            on_queries,
-            on_reached,
-            rotated,
-        ),
+    lengths = [len(text) for text in said]
+    batch = _Capture(
+        loaded.facts,
+        [len(document) for document in documents],
+        lengths,
+        positions,
+        torch.cat(firsts).to(device) if any(twice) else None,
+        on_queries,
+        on_reached,
+        rotated,
     )
+    with nullcontext() if loaded.recurrent is None else loaded.recurrent.beginning(lengths):
+        loaded.model(
+            input_ids=torch.tensor([[token for text in said for token in text]], device=device),
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=1,
+            kv_batch=batch,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -57,7 +57,11 @@ def probe(
     layers differ in heads or dims (one block table could not serve them all).
     """
     config = model.config.get_text_config()
-    calls = _run(model, name, config.num_hidden_layers if recurrent is None else recurrent.num_attention)
+    if recurrent is None:
+        calls = _run(model, name, config.num_hidden_layers)
+    else:
+        with recurrent.beginning([1] * len(POSITIONS)):  # each token is then the same one everywhere
+            calls = _run(model, name, recurrent.num_attention)
     candidates = frequencies_in(model)
     layers, problem = [], None
     for index in range(len(calls)):

@@ -9,7 +9,7 @@ give the logits that one pass over it gives.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, zip_longest
 from typing import Any
@@ -70,7 +70,7 @@ class StateView:
 
 class RecurrentLayers:
     """The recurrent layers of one model; `step` says what they do in a forward pass. Without a step they
-    compute all tokens as those of one text that begins.
+    compute all tokens as those of one text that begins, or of several (`beginning`), and keep nothing.
 
     num_attention: layers that attend; they are numbered from 0
     by_token:      tokens behind a state are computed one by one
@@ -81,6 +81,7 @@ class RecurrentLayers:
         self.by_token = False
         self.shapes: list[tuple[StateShape, ...]] = []
         self.step: StateStep | None = None
+        self.lengths: Sequence[int] | None = None
 
     def add(self, module: nn.Module, name: str, shapes: tuple[StateShape, ...]) -> None:
         """Take over a module's forward. name: of the argument that brings its cache"""
@@ -101,6 +102,15 @@ class RecurrentLayers:
         finally:
             self.step = None
 
+    @contextmanager
+    def beginning(self, lengths: Sequence[int]) -> Iterator[None]:
+        """For a while, passes without a step are over texts of these lengths, which do not see each other."""
+        self.lengths = lengths
+        try:
+            yield
+        finally:
+            self.lengths = None
+
 
 class _Mixer:
     """The forward of one recurrent layer."""
@@ -113,8 +123,8 @@ class _Mixer:
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         step = self.owner.step
         if step is None:
-            found: Tensor = self.forward(hidden_states, *args, **kwargs)
-            return found
+            texts = hidden_states.split(self.owner.lengths or hidden_states.shape[1], dim=1)
+            return torch.cat([self.forward(text, *args, **kwargs) for text in texts], dim=1)
         rows = hidden_states[0]
         parts = [self._call(step.store, call, rows[call.rows], kwargs) for call in step.calls]
         out = parts[0].new_empty((rows.shape[0], parts[0].shape[-1]))

@@ -22,11 +22,12 @@ class Snapshots(Generic[Seq]):
     """By key, the least recently used first. A key names everything that the content depends on, the tokens
     themselves included, so keys are compared, not trusted; the last hash of a key's chain only finds it.
 
-    Where blocks lack, a snapshot goes to the host, if the memory has slots for it, or is dropped: first one
-    that a later turn has made useless (`give_way`), then one of a tenant whose snapshots hold more than an
-    equal part, so nobody pushes out the others', then one that is not to be kept (`keep_s`), then the least
-    important, then of the tenant that holds most; of equals the least recently used. One that lies on disk
-    comes to the host first.
+    Where blocks lack, or no more may be idle, a snapshot goes to the host, if the memory has slots for it
+    (for keys and values: none with the states of recurrent layers), or is dropped: first one that a later
+    turn has made useless (`give_way`), then one of a tenant whose snapshots hold more than an equal part, so
+    nobody pushes out the others', then one that is not to be kept (`keep_s`), then the least important, then
+    of the tenant that holds most; of equals the least recently used. One that lies on disk comes to the host
+    first.
 
     Args:
         max_blocks: that all of them may hold together; 0: none is kept
@@ -148,7 +149,9 @@ class Snapshots(Generic[Seq]):
         return True
 
     def _is_too_much(self, num_blocks: int) -> bool:
-        return self.num_blocks + num_blocks > self.max_blocks
+        most = self.memory.max_idle
+        is_full = most is not None and len(self._sizes) >= most
+        return is_full or self.num_blocks + num_blocks > self.max_blocks
 
     def enter(self, snapshot: Seq, table: BlockTable) -> tuple[int | None, ...] | None:
         """Take in one that was read from disk; those on the host make room, the least recently used first.
@@ -255,7 +258,7 @@ class Snapshots(Generic[Seq]):
         if seq is None:
             return False
         self.memory.wake(seq.seq_id)
-        if self._parking.park(seq.seq_id):
+        if self.memory.max_idle is None and self._parking.park(seq.seq_id):
             del self._sizes[seq.seq_id]
             self._parked.append(seq)
             self.has_changed = True

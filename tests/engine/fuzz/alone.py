@@ -170,13 +170,13 @@ class Oracle:
         self.machine = machine
         self.known: dict[Question, Answer] = {}
         self.ties = 0
-        self._windowed: dict[str, Oracle] = {}
+        self._others: dict[str, Oracle] = {}
 
-    def windowed(self, family: str) -> Oracle:
-        """Of a machine with windows."""
-        if family not in self._windowed:
-            self._windowed[family] = Oracle(self.machine.windowed(family))
-        return self._windowed[family]
+    def of(self, family: str) -> Oracle:
+        """Of a machine of another family."""
+        if family not in self._others:
+            self._others[family] = Oracle(self.machine.of(family))
+        return self._others[family]
 
     def learn(self, questions: Iterable[Question]) -> None:
         """Answer those that are not known yet, many in one engine that has room for all and shares nothing:

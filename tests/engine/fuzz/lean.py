@@ -1,4 +1,4 @@
-"""The tiny Llama without transformers' overhead, and things that go wrong in it when they are told to."""
+"""The tiny Llama without transformers' overhead, and what goes wrong in a model when it is told to."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ class Boom(RuntimeError):
     """An injected failure."""
 
 
-class Lean:
-    """A Llama's forward pass with its weights, a Ministral's or a dense Llama 4's: given to a model as
-    `forward`. No fault is on at first.
+class Faults:
+    """What may go wrong in a forward pass, which is given to a model as `forward`. No fault is on at first.
 
     forbids:    nobody draws a special token
     raises:     passes that are still to fail when all but the last layer is computed
@@ -38,7 +37,71 @@ class Lean:
     fired:      what went wrong in the last pass: "raised", or the rows that were NaN
     """
 
+    def __init__(self) -> None:
+        self.forbids = False
+        self.random = torch.Generator().manual_seed(0)
+        self.clear()
+
+    def clear(self) -> None:
+        self.raises = 0
+        self.not_finite: str | float | None = None
+        self.noise = 0.0
+        self.fired: str | range | None = None
+
+    def spoil(self, hidden: Tensor, ids: list[int]) -> Tensor:
+        """The embeddings [T, M] of these tokens, as they are to be."""
+        if self.noise:
+            hidden = hidden * (1 + self.noise * torch.randn(hidden.shape, generator=self.random))
+        wrong = [row for row, token in enumerate(ids) if token == POISON]
+        if self.not_finite is not None:
+            self.fired = range(len(ids))
+            if not isinstance(self.not_finite, str):
+                place = min(len(ids) - 1, int(self.not_finite * len(ids)))
+                self.fired = range(place, place + 1)
+            self.not_finite = None
+            wrong += self.fired
+        hidden[wrong] = float("nan")
+        return hidden
+
+    def break_off(self, ids: list[int]) -> None:
+        """Before the last layer."""
+        if self.raises:
+            self.raises -= 1
+            self.fired = "raised"
+            raise Boom("once")
+        if GUILTY in ids:
+            raise Boom("guilty")
+
+    def forbid(self, logits: Tensor) -> None:
+        if self.forbids:
+            special = logits[:, FIRST_SPECIAL:]
+            special.masked_fill_(special.isfinite(), NEVER)
+
+
+class Whole(Faults):
+    """A model's own forward pass: one with recurrent layers, each of which writes its state at once."""
+
     def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.forward = model.forward
+        self.ids: list[int] = []
+        model.get_input_embeddings().register_forward_hook(
+            lambda _, args, out: self.spoil(out[0].clone(), self.ids)[None]
+        )
+        model.model.layers[-1].register_forward_pre_hook(lambda *_: self.break_off(self.ids))
+
+    def __call__(self, input_ids: Tensor, **kwargs: Any) -> Any:
+        self.fired, self.ids = None, input_ids[0].tolist()
+        found = self.forward(input_ids=input_ids, **kwargs)
+        self.forbid(found.logits[0])
+        return found
+
+
+class Lean(Faults):
+    """A Llama's forward pass with its weights, a Ministral's or a dense Llama 4's."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
         self.layers = [_Layer(layer, model.config) for layer in model.model.layers]
         self.embeddings = model.get_input_embeddings().weight.detach()
         self.norm = model.model.norm.weight.detach()
@@ -52,15 +115,6 @@ class Lean:
         else:
             self.cos, self.sin = (x[0, :, None] for x in turn)
             self.sin[..., : self.sin.shape[-1] // 2] *= -1  # rotate_half: a roll whose first half is negative
-        self.forbids = False
-        self.random = torch.Generator().manual_seed(0)
-        self.clear()
-
-    def clear(self) -> None:
-        self.raises = 0
-        self.not_finite: str | float | None = None
-        self.noise = 0.0
-        self.fired: str | range | None = None
 
     def __call__(
         self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor | int, kv_batch: Any, **_: Any
@@ -68,41 +122,16 @@ class Lean:
         """As transformers' own: logits [1, rows, V]."""
         self.fired = None
         ids = input_ids[0].tolist()
-        hidden = self._embed(ids)
+        hidden = self.spoil(self.embeddings[ids], ids)
         cos, sin = self.cos[position_ids[0]], self.sin[position_ids[0]]
         for layer in self.layers:
             if layer is self.layers[-1]:
-                self._break(ids)
+                self.break_off(ids)
             hidden = layer(hidden, cos, sin, kv_batch)
         rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = functional.rms_norm(hidden[rows], self.norm.shape, self.norm, self.eps) @ self.head
-        if self.forbids:
-            special = logits[:, FIRST_SPECIAL:]
-            special.masked_fill_(special.isfinite(), NEVER)
+        self.forbid(logits)
         return SimpleNamespace(logits=logits[None])
-
-    def _embed(self, ids: list[int]) -> Tensor:
-        hidden = self.embeddings[ids]
-        if self.noise:
-            hidden *= 1 + self.noise * torch.randn(hidden.shape, generator=self.random)
-        wrong = [row for row, token in enumerate(ids) if token == POISON]
-        if self.not_finite is not None:
-            self.fired = range(len(ids))
-            if not isinstance(self.not_finite, str):
-                place = min(len(ids) - 1, int(self.not_finite * len(ids)))
-                self.fired = range(place, place + 1)
-            self.not_finite = None
-            wrong += self.fired
-        hidden[wrong] = float("nan")
-        return hidden
-
-    def _break(self, ids: list[int]) -> None:
-        if self.raises:
-            self.raises -= 1
-            self.fired = "raised"
-            raise Boom("once")
-        if GUILTY in ids:
-            raise Boom("guilty")
 
 
 class _Layer:

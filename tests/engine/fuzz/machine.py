@@ -13,7 +13,7 @@ import odd_policies
 import pytest
 import tiny
 from alone import WORDS, Answer, Question
-from lean import FIRST_SPECIAL, GUILTY, Boom, Lean
+from lean import FIRST_SPECIAL, GUILTY, Boom, Lean, Whole
 from operations import DROPS, Ask, Setup
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -55,6 +55,13 @@ WINDOWED: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """Of sliding windows, and of chunks."""
+_SMALL = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+HYBRID: Mapping[str, Mapping[str, Any]] = {
+    "qwen3-next": {**_SMALL, "linear_num_value_heads": 2, "linear_num_key_heads": 1},
+    "falcon-h1": _SMALL,
+    "lfm2": {"hidden_size": 64, "intermediate_size": 64},
+}
+"""Of a delta rule, of Mamba 2 beside attention, of short convolutions."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +81,12 @@ class Brittle(Knorm):
 class Machine:
     """What all engines of a run share. texts: the prompts of which requests take the beginnings.
 
-    family: llama, or one some of whose layers have windows
+    family: llama, or one some of whose layers have windows, or are recurrent
     """
 
     def __init__(self, directory: Path, family: str = "llama") -> None:
         self._directory = directory
-        path = tiny.save_model(family, directory, **SHAPE | WINDOWED.get(family, {}))
+        path = tiny.save_model(family, directory, **SHAPE | WINDOWED.get(family, {}) | HYBRID.get(family, {}))
         for file in path.glob("token*"):  # of more ids than this model has
             file.unlink()
         words = {word: token for token, word in enumerate(WORDS)}
@@ -94,7 +101,7 @@ class Machine:
         calibrate(llm.loaded, [*texts, long], num_centers=4, kvzap="mlp").save(path / STATS_FILE)
         llm = LLM(path, **how, hf_overrides={"max_position_embeddings": MAX_MODEL_LEN})
         self.texts = [text[:28] for text in texts]
-        self.faults = Lean(llm.loaded.model)
+        self.faults = (Whole if family in HYBRID else Lean)(llm.loaded.model)
         known = llm.score([texts[0]], [texts[1][:28]])[0].logprobs
         llm.loaded.model.forward = self.faults
         llm.engine.memory.reset_prefix_cache()
@@ -103,14 +110,14 @@ class Machine:
         self.faults.forbids = True
         self._first = llm
         self._roomy: dict[tuple[str, int, bool], LLM] = {}
-        self._windowed: dict[str, Machine] = {}
+        self._others: dict[str, Machine] = {}
 
-    def windowed(self, family: str) -> Machine:
-        """The same with windows."""
-        if family not in self._windowed:
+    def of(self, family: str) -> Machine:
+        """The same of another family."""
+        if family not in self._others:
             (directory := self._directory / family).mkdir()
-            self._windowed[family] = Machine(directory, family)
-        return self._windowed[family]
+            self._others[family] = Machine(directory, family)
+        return self._others[family]
 
     def engine(self, setup: Setup) -> LLM:
         facts = self._first.loaded.facts
@@ -134,6 +141,8 @@ class Machine:
             kv_offloading_write_policy=setup.write_policy,
             prefix_snapshot_fraction=setup.prefix_snapshot_fraction,
             conversation_snapshots=setup.conversations,
+            state_checkpoints=setup.state_checkpoints,
+            state_checkpoint_interval=setup.state_interval,
             kv_offloading_disk_path=self._new_directory() if setup.disk_slots else None,
             kv_offloading_disk_size=setup.disk_slots * (block_bytes + 3 * 4096) / 2**30 or 1.0,
             kv_load_policy=setup.load_policy,

@@ -88,7 +88,8 @@ class Setup:
     worth waiting for while others compute them; windows: the family of a model some of whose layers have
     them; plain_windows: these keep fp32; drafts: tokens that are guessed for a sequence at most; on_host: the
     blocks lie in host memory; cold_units: pages of evicted tokens that the host holds; conversations: turns
-    go on from what earlier ones have kept."""
+    go on from what earlier ones have kept; hybrid: the family of a model some of whose layers are recurrent;
+    state_checkpoints, state_interval: of these."""
 
     kv_format: str = "fp32"
     kernels: str = "reference"
@@ -113,6 +114,9 @@ class Setup:
     on_host: bool = False
     cold_units: int = 0
     conversations: bool = False
+    hybrid: str = ""
+    state_checkpoints: int | None = None
+    state_interval: int = 0
 
     @property
     def recalls(self) -> bool:
@@ -346,6 +350,23 @@ def dropping(random: Random, setup: Setup, operations: list[Operation]) -> tuple
             )
         found.append(each)
     return setup, found
+
+
+def recurrent(random: Random, setup: Setup, operations: list[Operation]) -> tuple[Setup, list[Operation]]:
+    """The same walk over a model some of whose layers are recurrent."""
+    setup = replace(
+        setup,
+        hybrid=random.choice(("qwen3-next", "falcon-h1", "lfm2")),
+        windows="",
+        plain_windows=False,
+        disk_slots=0,
+        on_host=False,
+        state_checkpoints=random.choice((0, 2, 8)),
+        state_interval=random.choice((0, 0, 4, 12)),
+    )
+    return setup, [
+        replace(each, verify=0, reuse=None) if isinstance(each, Ask) else each for each in operations
+    ]
 
 
 def random_setup(random: Random) -> Setup:

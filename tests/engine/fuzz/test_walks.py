@@ -32,6 +32,8 @@ from kvreclaim.engine.attend import streamed
 
 SEEDS = (1020, 1023, 1026, 1027, 1029, 1033, 1036, 1037, 1042, 1043)
 """Of walks in which something happens."""
+HYBRID_SEEDS = (2003, 2005, 2007)
+FORMS = ({}, {"talk": True}, {"crowd": True})
 STEPS = 40
 LOSSY = Walk(
     Setup(num_blocks=40, max_num_batched_tokens=40),
@@ -190,6 +192,13 @@ def test_random_walks_that_verify(on_host, machine, oracle):
         counts += Walk(setup, operations).run(machine, oracle)
     assert counts["verifications"] > 100
     assert counts["verified drafts"] > 50
+
+
+@pytest.mark.parametrize("seed", HYBRID_SEEDS)
+def test_a_random_walk_over_recurrent_layers(seed, machine, oracle):
+    """Whatever fails, gives way, is forked, compressed or guessed: states are those of the request alone."""
+    counts = Walk.of_seed(seed, STEPS, hybrid=True, **FORMS[seed % 3]).run(machine, oracle)
+    assert counts["steps"] > 0
 
 
 def test_random_walks_that_follow_grammars(machine, oracle):

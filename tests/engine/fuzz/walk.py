@@ -1,5 +1,5 @@
 """Random walks over the engine, each from one seed, every third one in a crowd, every third one of
-conversations, two of five with dropped spans; a failing one is made short.
+conversations, two of five with dropped spans, every fourth one over recurrent layers; a failing one is made short.
 
 python scripts/fuzz.py --steps 100000        # many walks, seeds from 0 on
 python scripts/fuzz.py --seed 17             # one of them again, with the shortest operations that fail
@@ -21,7 +21,17 @@ from random import Random
 import torch
 from alone import Oracle
 from machine import Machine, running_machine
-from operations import Operation, Setup, Step, crowded, dropping, random_operations, random_setup, talking
+from operations import (
+    Operation,
+    Setup,
+    Step,
+    crowded,
+    dropping,
+    random_operations,
+    random_setup,
+    recurrent,
+    talking,
+)
 from world import World
 
 from kvreclaim.errors import InvalidArgumentError
@@ -45,9 +55,10 @@ class Walk:
         crowd: bool = False,
         talk: bool = False,
         drop: bool = False,
+        hybrid: bool = False,
     ) -> Walk:
         """crowd: many compressed requests about one text in few blocks; talk: turns of conversations; drop:
-        most drop spans of their prompts."""
+        most drop spans of their prompts; hybrid: over a model with recurrent layers."""
         random = Random(seed)
         setup, operations = random_setup(random), random_operations(random, num_steps)
         if crowd:
@@ -56,12 +67,14 @@ class Walk:
             setup, operations = talking(random, setup, operations)
         if drop:
             setup, operations = dropping(random, setup, operations)
+        if hybrid:
+            setup, operations = recurrent(random, setup, operations)
         return cls(setup, tuple(operations))
 
     def run(self, machine: Machine, oracle: Oracle) -> Counter[str]:
         """Raises: AssertionError for whatever is not as it should be, or what the engine raised."""
-        if self.setup.windows:
-            machine, oracle = machine.windowed(self.setup.windows), oracle.windowed(self.setup.windows)
+        if family := self.setup.windows or self.setup.hybrid:
+            machine, oracle = machine.of(family), oracle.of(family)
         try:
             world = World(machine, self.setup)
         except InvalidArgumentError as refused:
@@ -134,7 +147,9 @@ def walk_on(machine: Machine, seed: int, num_steps: int) -> int:
     """Walks from this seed on until there were so many steps. Returns: the exit status."""
     oracle, total, started = Oracle(machine), Counter[str](), time.monotonic()
     while total["steps"] < num_steps:
-        walk = Walk.of_seed(seed, crowd=seed % 3 == 2, talk=seed % 3 == 1, drop=seed % 5 > 2)
+        walk = Walk.of_seed(
+            seed, crowd=seed % 3 == 2, talk=seed % 3 == 1, drop=seed % 5 > 2, hybrid=seed % 4 == 3
+        )
         try:
             total += walk.run(machine, oracle)
         except Exception as error:

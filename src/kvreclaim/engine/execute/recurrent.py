@@ -41,15 +41,14 @@ class RecurrentStates(Extension):
         self.layers.step = None
 
     def preempted(self, seq: Sequence, *, parked: bool) -> None:
-        if parked:
-            slot = self.group.slot(seq.seq_id)
-            assert slot is not None, f"sequence {seq.seq_id} is parked and has computed nothing"
+        if (slot := self.group.leaving(seq.seq_id)) is not None:
             self._parked[seq.seq_id] = self.store.save(slot)
-            self.group.leave(seq.seq_id)
+            self.group.saved(seq.seq_id)
 
     def admitted(self, seq: Sequence, begun: Admitted) -> None:
-        if begun.resumed:
-            self.store.load(self.group.enter(seq.seq_id), self._parked.pop(seq.seq_id))
+        if (slot := self.group.coming(seq.seq_id)) is not None:
+            self.store.load(slot, self._parked.pop(seq.seq_id))
+            self.group.loaded(seq.seq_id)
 
     def lost(self, seq: Sequence) -> None:
         self._parked.pop(seq.seq_id, None)

@@ -37,8 +37,8 @@ def load_draft(
 
     known: one that is there already, whose weights are shared if it is the same
 
-    Raises: InvalidArgumentError for one with another tokenizer, or whose layers attend within chunks; as
-        load_model.
+    Raises: InvalidArgumentError for one with another tokenizer, or whose layers attend within chunks or are
+        recurrent; as load_model.
     """
     said = speculation.from_json(config.speculative_config)
     if said is None or said.model is None:
@@ -56,6 +56,12 @@ def load_draft(
             quantized_activations=config.quantized_activations,
         )
     check_same_tokens(target, loaded)
+    require(
+        loaded.recurrent is None,
+        f"the draft model {loaded.name!r} has recurrent layers, whose states drafts that are refused would "
+        "have changed; name one with attention in all layers.",
+        speculation.WHERE,
+    )
     require(
         all(layer.softmax.chunk is None for layer in loaded.facts.layers),
         f"layers of the draft model {loaded.name!r} attend within chunks, which its cache, one table for all "

@@ -82,6 +82,12 @@ class RecurrentGroup(GroupManager):
         self._refs = [0] * sizes.num_slots
         self._checkpoints: dict[int, tuple[Entry, int]] = {}
         self._of: dict[int, _Held] = {}
+        self._away: dict[int, _Held] = {}
+        """Of those that are parked, without their slots."""
+        self._leaving: dict[int, int] = {}
+        """Slots of those that were parked in this step, until their states are saved."""
+        self._coming: set[int] = set()
+        """Those that have come back in this step, until their states are loaded."""
 
     # Slots.
 
@@ -154,6 +160,7 @@ class RecurrentGroup(GroupManager):
 
     def begin(self, seq_id: int, match: PrefixMatch, priority: int) -> None:
         held = self._of[seq_id] = _Held(end=match.keys.num_tokens)
+        self.drop_parked(seq_id)
         if match.entries:
             serial = match.entries[-1].serial
             self._checkpoints[serial] = _, held.slot = self._checkpoints.pop(serial)  # behind the others
@@ -215,22 +222,58 @@ class RecurrentGroup(GroupManager):
             held.rolling = entry.serial if is_new else None
 
     def free(self, seq_id: int, table: BlockTable) -> int:
-        self.leave(seq_id)
-        return 0
-
-    def leave(self, seq_id: int) -> None:
-        """Forget a sequence that may be here."""
         if (held := self._of.pop(seq_id, None)) is not None:
             self._forget_pending(held)
             if held.slot is not None:
                 self._release(held.slot)
+        self._coming.discard(seq_id)
+        return 0
 
-    def enter(self, seq_id: int) -> int:
-        """A slot for the state of a sequence that comes back, for the caller to fill."""
-        held = self._of.setdefault(seq_id, _Held())
-        assert held.slot is None, f"sequence {seq_id} has a state"
-        held.slot = self._take()
-        return held.slot
+    # Parked sequences: planned here, and their bytes moved before the step writes anything.
+
+    def park(self, seq_id: int) -> None:
+        """Give a sequence's slot back once its state is saved (`leaving`, `saved`). One that has come back in
+        this step is saved still."""
+        held = self._away[seq_id] = self._of.pop(seq_id)
+        self._forget_pending(held)
+        assert held.slot is not None, f"sequence {seq_id} is parked and has computed nothing"
+        if seq_id in self._coming:
+            self._coming.remove(seq_id)
+            self._release(held.slot)
+        else:
+            self._leaving[seq_id] = held.slot
+        held.slot = None
+
+    def resume(self, seq_id: int) -> None:
+        """Give a parked sequence a slot, to be loaded (`coming`, `loaded`); or its own, where it has left in
+        this step."""
+        held = self._of[seq_id] = self._away.pop(seq_id)
+        held.slot = self._leaving.pop(seq_id, None)
+        if held.slot is None:
+            held.slot = self._take()
+            self._coming.add(seq_id)
+
+    def drop_parked(self, seq_id: int) -> None:
+        """Forget a sequence that may be parked."""
+        self._away.pop(seq_id, None)
+        if seq_id in self._leaving:
+            self.saved(seq_id)
+
+    def leaving(self, seq_id: int) -> int | None:
+        """The slot of a state that is to be saved."""
+        return self._leaving.get(seq_id)
+
+    def saved(self, seq_id: int) -> None:
+        """Its state has been saved."""
+        self._release(self._leaving.pop(seq_id))
+
+    def coming(self, seq_id: int) -> int | None:
+        """The slot that a state is to be loaded into."""
+        return self._of[seq_id].slot if seq_id in self._coming else None
+
+    def loaded(self, seq_id: int) -> None:
+        """Its state has been loaded."""
+        self._coming.remove(seq_id)
 
     def blocks(self, seq_id: int, table: BlockTable) -> list[int]:
         return []
@@ -244,7 +287,7 @@ class RecurrentGroup(GroupManager):
 
     def check_slots(self) -> None:
         """References agree with what holds them. Raises AssertionError."""
-        found = Counter(slot for _, slot in self._checkpoints.values())
+        found = Counter([*(slot for _, slot in self._checkpoints.values()), *self._leaving.values()])
         for held in self._of.values():
             found.update([*(held.pending or ()), *([] if held.slot is None else [held.slot])])
         counted = {slot: count for slot, count in enumerate(self._refs) if count}

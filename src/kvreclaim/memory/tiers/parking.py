@@ -205,6 +205,8 @@ class ParkedSequences(ParkingSlots):
                 self._full.prefix.enter_full_blocks(back, num_hit)
                 self._host.note_twins(parked.slots, back)
         self._full.add(seq_id, back)
+        if self.states is not None:
+            self.states.resume(seq_id)
         if back.chain is not None:
             self._host.follow(seq_id, back)
             self._disk.follow(seq_id, back)
@@ -232,6 +234,8 @@ class ParkedSequences(ParkingSlots):
     def _free(self, seq_id: int) -> None:
         """A sequence gives its blocks back."""
         self._full.free(seq_id, self._full.tables[seq_id])
+        if self.states is not None:
+            self.states.park(seq_id)
         self._host.free(seq_id)
         self._disk.free(seq_id)
         self.freed()
@@ -246,6 +250,8 @@ class ParkedSequences(ParkingSlots):
         parked = self._parked.pop(seq_id, None)
         if parked is not None:
             self._release_parked(parked)
+            if self.states is not None:
+                self.states.drop_parked(seq_id)
 
     def _release_parked(self, parked: Parked) -> None:
         self._own.subtract(parked.own)

@@ -55,7 +55,7 @@ class ExtentMemory:
         self.offload: OffloadSlots = NoOffload()
         self.recurrent: RecurrentGroup | None = None
         self._links = links
-        self.num_idle = 0
+        self.num_idle, self.max_idle = 0, None
         self._enabled = enable_prefix_caching
         self._tables: dict[int, Any] = {}
         self._freed = self._query_tokens = self._hit_tokens = 0

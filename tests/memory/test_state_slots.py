@@ -1,0 +1,84 @@
+"""States of recurrent layers that are taken aside together with blocks."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+
+import pytest
+
+from kvreclaim.memory.groups.recurrent import StateSlots
+from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.memory.tiers.tiered_offload import TieredOffload
+
+
+def parked(num_slots: int = 4) -> MemoryManager:
+    """One sequence that has computed ten tokens, and is about to compute another one when it is parked."""
+    offload = partial(TieredOffload, num_host_slots=8)
+    memory = MemoryManager(8, 4, states=StateSlots(num_slots), offload=offload)
+    memory.admit(1, memory.match_prefix(memory.keys(list(range(11)))))
+    memory.grow(1, 10)
+    memory.commit(1, 10)
+    memory.grow(1, 1)
+    assert memory.offload.parking.park(1)
+    return memory
+
+
+def resume(memory: MemoryManager) -> None:
+    parking = memory.offload.parking
+    parking.resume(1, parking.match_parked(1))
+
+
+def test_a_slot_is_held_until_its_state_is_saved():
+    memory = parked()
+    states = memory.recurrent
+    assert states.num_used == 1
+    memory.check()
+    states.saved(1)
+    assert states.num_used == 0
+    resume(memory)
+    assert states.coming(1) == states.slot(1)
+    states.loaded(1)
+    assert states.coming(1) is None
+    memory.check()
+
+
+def test_one_that_comes_back_in_the_step_in_which_it_left_has_its_slot_still():
+    memory = parked()
+    states = memory.recurrent
+    slot = states.leaving(1)
+    resume(memory)
+    memory.grow(1, 1)
+    assert states.slot(1) == slot
+    assert states.leaving(1) is states.coming(1) is None
+    assert len(states.pending(1)) == 1
+    memory.check()
+
+
+def test_one_that_leaves_in_the_step_in_which_it_came_back_takes_no_slot():
+    memory = parked()
+    states = memory.recurrent
+    states.saved(1)
+    resume(memory)
+    memory.grow(1, 1)
+    assert memory.offload.parking.park(1)
+    assert states.leaving(1) is None
+    assert states.num_used == 0
+    memory.check()
+
+
+@pytest.mark.parametrize(("is_saved", "comes_back"), list(product((False, True), repeat=2)))
+def test_nothing_is_left_of_one_that_ends(is_saved, comes_back):
+    memory = parked()
+    if is_saved:
+        memory.recurrent.saved(1)
+    if comes_back:
+        resume(memory)
+        memory.free(1)
+    else:
+        memory.offload.parking.drop_parked(1)
+    assert memory.recurrent.num_used == 0
+    memory.admit(1, memory.match_prefix(memory.keys(list(range(11)))))
+    assert memory.recurrent.coming(1) is memory.recurrent.slot(1) is None
+    memory.free(1)
+    memory.check()
