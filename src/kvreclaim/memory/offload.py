@@ -46,7 +46,7 @@ class ParkingSlots:
     """Slots for sequences that give their blocks back. These methods park nobody."""
 
     states: RecurrentGroup | None = None
-    """Of recurrent layers, which are taken aside together with blocks."""
+    """The states of recurrent layers, which are taken aside together with blocks."""
 
     def is_parked(self, seq_id: int) -> bool:
         return False

@@ -171,11 +171,11 @@ class Replica:
             if lost.parked:
                 record.swaps += 1
                 self.swaps += 1
-                if group is not None:
-                    group.leave(lost.seq_id)
+            if group is not None and group.leaving(lost.seq_id) is not None:
+                group.saved(lost.seq_id)
         for begun in plan.admitted:
-            if group is not None and begun.resumed:
-                group.enter(begun.seq_id)
+            if group is not None and group.coming(begun.seq_id) is not None:
+                group.loaded(begun.seq_id)
             record = self.sequences[begun.seq_id].record
             if record.scheduled_s is None:
                 record.scheduled_s = now

@@ -1,5 +1,6 @@
 """Random walks over the engine, each from one seed, every third one in a crowd, every third one of
-conversations, two of five with dropped spans, every fourth one over recurrent layers; a failing one is made short.
+conversations, two of five with dropped spans, every fourth one over recurrent layers; a failing one is made
+short.
 
 python scripts/fuzz.py --steps 100000        # many walks, seeds from 0 on
 python scripts/fuzz.py --seed 17             # one of them again, with the shortest operations that fail

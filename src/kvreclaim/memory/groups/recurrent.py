@@ -83,11 +83,11 @@ class RecurrentGroup(GroupManager):
         self._checkpoints: dict[int, tuple[Entry, int]] = {}
         self._of: dict[int, _Held] = {}
         self._away: dict[int, _Held] = {}
-        """Of those that are parked, without their slots."""
+        """Parked sequences, without their slots."""
         self._leaving: dict[int, int] = {}
-        """Slots of those that were parked in this step, until their states are saved."""
+        """The slots of sequences that were parked in this step, until their states are saved."""
         self._coming: set[int] = set()
-        """Those that have come back in this step, until their states are loaded."""
+        """Sequences that have come back in this step, until their states are loaded."""
 
     # Slots.
 
