@@ -1,0 +1,111 @@
+"""Steps over recurrent layers that fail, whose drafts are rejected, that search or score: states are those of
+the tokens that stand."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from breaking import Breaking, break_every_third
+from checking import tokens
+from settings import assert_idle
+from test_beam_search import generated
+from test_prompt_logprobs import asking, check, oracle
+
+from kvreclaim import LLM, BeamSearchParams, SamplingParams
+from kvreclaim.errors import InvalidArgumentError
+
+FAMILIES = ("qwen3-next", "falcon-h1", "lfm2")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+PROMPTS = tiny.prompts((5, 33, 17, 24), seed=3)
+
+
+@pytest.fixture
+def make_hybrid(tiny_dir):
+    """(family, **engine arguments) -> an engine without statistics."""
+
+    def make(family, **arguments):
+        given = {"num_blocks": 200, "block_size": 8, "max_num_batched_tokens": 32, **arguments}
+        return LLM(tiny_dir(family), dtype="float32", device="cpu", **given)
+
+    return make
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pass_that_fails_changes_no_state(family, drafts, make_hybrid, tiny_dir):
+    """Layers before the last one have written theirs by then; each sequence is computed again alone."""
+    expected = tiny.greedy(tiny_dir(family), PROMPTS, 20)
+    said = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, expected, strict=True)}
+    guesses = {"num_speculative_tokens": drafts} if drafts else None
+    llm = make_hybrid(family, speculative_config=guesses)
+
+    def draft(asked):
+        for seq, most in asked:
+            right = len(seq.token_ids) % 3
+            known = said[tuple(seq.token_ids[: seq.num_prompt])][seq.num_generated :][:right]
+            seq.draft_ids = [*known, *[0] * most][:most]
+
+    if drafts:
+        llm.engine.drafter.draft = draft
+    breaking = break_every_third(llm)
+    assert tokens(llm.generate(PROMPTS, GREEDY)) == expected
+    assert breaking.num_raised > 3
+    assert_idle(llm)
+
+
+def test_who_is_guilty_ends_and_leaves_no_state(make_hybrid, tiny_dir):
+    llm = make_hybrid("qwen3-next")
+    bad = [3, 5, 271]
+    good = [[token % 271 for token in prompt] for prompt in PROMPTS]
+    Breaking(llm, lambda ids: any(ids[i : i + 3] == bad for i in range(len(ids))))
+    outputs = llm.generate([bad, *good], GREEDY)
+    assert outputs[0].error == "RuntimeError: boom"
+    assert tokens(outputs[1:]) == tiny.greedy(tiny_dir("qwen3-next"), good, 20)
+    states = llm.engine.memory.recurrent
+    assert states.num_used == states.num_checkpoints
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_beams_are_those_of_transformers(family, make_hybrid, tiny_dir):
+    """In a pool in which searches give way to each other, too."""
+    search = BeamSearchParams(beam_width=3, max_tokens=12, num_return_sequences=3, ignore_eos=True)
+    prompts, model = tiny.prompts((9, 30), seed=4), tiny.load_oracle(tiny_dir(family))
+    for num_blocks in (200, 14):
+        llm = make_hybrid(family, num_blocks=num_blocks, max_num_seqs=6)
+        for prompt, output in zip(prompts, llm.beam_search(prompts, search), strict=True):
+            ids, scores = generated(model, prompt, search)
+            assert [one.token_ids for one in output.outputs] == ids
+            found = [one.sequences_scores for one in output.outputs]
+            assert found == pytest.approx(scores, abs=1e-4)
+        assert_idle(llm)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_and_log_probabilities_of_prompts(family, make_hybrid, tiny_dir):
+    llm, (prompt, continuation) = make_hybrid(family, max_num_batched_tokens=7), tiny.prompts((33, 9), seed=5)
+    output = llm.generate(prompt, asking(2))[0]
+    check(output.prompt_logprobs, prompt, oracle(tiny_dir(family), prompt), 2)
+    scores = llm.score([prompt], [continuation])[0]
+    rows = oracle(tiny_dir(family), prompt + continuation)[len(prompt) - 1 :]
+    wanted = rows[torch.arange(len(continuation)), continuation]
+    assert scores.predicted == rows.argmax(-1).tolist()
+    assert scores.logprobs == pytest.approx(wanted.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_of_one_prompt_that_are_preempted(family, make_hybrid):
+    drawn = SamplingParams(temperature=1.0, n=3, seed=5, max_tokens=30, ignore_eos=True)
+    roomy, tight = make_hybrid(family), make_hybrid(family, num_blocks=12)
+    expected, found = (llm.generate([PROMPTS[1]], drawn) for llm in (roomy, tight))
+    assert tokens(found) == tokens(expected)
+    assert found[0].metrics.preemptions > 0
+    assert_idle(tight)
+
+
+def test_a_draft_model_with_recurrent_layers_is_refused(make_hybrid, tiny_dir):
+    guesses = {"method": "draft_model", "model": str(tiny_dir("lfm2")), "num_speculative_tokens": 2}
+    with pytest.raises(InvalidArgumentError, match=r"the draft model .* has recurrent layers") as refused:
+        make_hybrid("qwen3", speculative_config=guesses)
+    assert refused.value.field == "speculative_config"
