@@ -15,7 +15,7 @@ from kvreclaim.memory.check import check_counts
 from kvreclaim.memory.eviction import DEFAULT_ORDER, EvictionOrder, make_order
 from kvreclaim.memory.groups.full import FullAttentionGroup
 from kvreclaim.memory.groups.group import GroupManager
-from kvreclaim.memory.groups.recurrent import RecurrentGroup, StateSlots
+from kvreclaim.memory.groups.recurrent import NO_STATES, RecurrentGroup, StateSlots
 from kvreclaim.memory.groups.window import WindowGroup
 from kvreclaim.memory.offload import NoOffload, OffloadSlots
 from kvreclaim.memory.pins import Retention
@@ -409,7 +409,8 @@ class MemoryManager:
 
     def stats(self) -> MemoryStats:
         """Counts of blocks now, and since the start; a pin whose time is over is not counted."""
-        return memory_stats(self.pool, self.prefix, self.full.freed_by_compression, self._cow_copies)
+        states = NO_STATES if self.recurrent is None else self.recurrent.counts
+        return memory_stats(self.pool, self.prefix, self.full.freed_by_compression, self._cow_copies, states)
 
     def drain_residency(self) -> list[BlockResidency]:
         """The last 8,192 sampled cached blocks that were reused since the last call."""

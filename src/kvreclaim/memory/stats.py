@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvreclaim.memory.groups.recurrent import NO_STATES, StateCounts
 from kvreclaim.memory.pool import BlockPool
 from kvreclaim.memory.prefix_cache import PrefixCache
 
@@ -24,6 +25,7 @@ class MemoryStats:
     pins_refused:                blocks that were not pinned, or no longer, because too many others were
     blocks_freed_by_compression: net of fresh blocks, so it can fall while siblings hold the rest; blocks that
                                  only snapshots hold count as freed
+    states:                      slots of recurrent layers; zeros without such layers
     cow_copies:                  shared tail blocks that had to be copied before a write
     """
 
@@ -40,9 +42,12 @@ class MemoryStats:
     pinned: int
     pins_refused: int
     misses: Mapping[str, int]
+    states: StateCounts = NO_STATES
 
 
-def memory_stats(pool: BlockPool, prefix: PrefixCache, freed: int, cow_copies: int) -> MemoryStats:
+def memory_stats(
+    pool: BlockPool, prefix: PrefixCache, freed: int, cow_copies: int, states: StateCounts
+) -> MemoryStats:
     """The snapshot; freed: blocks freed by compression."""
     if pool.pins.ttl_s:
         pool.pins.expire()
@@ -60,4 +65,5 @@ def memory_stats(pool: BlockPool, prefix: PrefixCache, freed: int, cow_copies: i
         pinned=len(pool.pins.ttl_s),
         pins_refused=pool.pins.num_refused,
         misses=prefix.misses.copy(),
+        states=states,
     )

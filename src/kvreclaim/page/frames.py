@@ -46,6 +46,7 @@ class Snapshot:
     sharing: of running sequences
     totals: counters over the engine's life
     tiers:  below the pool; None where there is nothing
+    states: slots of recurrent layers, by what holds them; None: the model has none
     first:  number of the pool's first block
     look_s: what it took to read
     """
@@ -58,6 +59,7 @@ class Snapshot:
     totals: dict[str, int]
     tiers: dict[str, Any] | None
     compactions: list[Compaction]
+    states: dict[str, int] | None = None
     first: int = 0
     look_s: float = 0.0
 
@@ -106,6 +108,7 @@ def frame_event(snapshot: Snapshot) -> tuple[bytes, bytes]:
         "num_waiting": snapshot.num_waiting,
         "totals": snapshot.totals,
         "tiers": snapshot.tiers,
+        "states": snapshot.states,
     }
     text = event(body)
     return text, event({"at_s": snapshot.at_s, **body}, "frame")

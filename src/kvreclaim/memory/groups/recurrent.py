@@ -44,6 +44,25 @@ class StateSlots:
         return cls(each * max_num_seqs + kept, kept, interval)
 
 
+@dataclass(frozen=True, slots=True)
+class StateCounts:
+    """Slots that sequences hold, that only prefix hits can use, and free ones; checkpoints: that prefix hits
+    can use, whoever holds them, too."""
+
+    in_use: int = 0
+    cached: int = 0
+    free: int = 0
+    checkpoints: int = 0
+
+    @property
+    def slots(self) -> dict[str, int]:
+        """Slots by state."""
+        return {"in_use": self.in_use, "cached": self.cached, "free": self.free}
+
+
+NO_STATES = StateCounts()
+
+
 def most_sequences(room: int, each: int = 2, checkpoints: int | None = None) -> int:
     """How many sequences can run where there is room for so many slots; arguments as of StateSlots.of."""
     return room // (each + 1) if checkpoints is None else max(0, room - checkpoints) // each
@@ -112,6 +131,13 @@ class RecurrentGroup(GroupManager):
     @property
     def num_checkpoints(self) -> int:
         return len(self._checkpoints)
+
+    @property
+    def counts(self) -> StateCounts:
+        """Slots by what holds them, now."""
+        cached = sum(self._refs[slot] == 1 for _, slot in self._checkpoints.values())
+        free = len(self._free)
+        return StateCounts(self.sizes.num_slots - free - cached, cached, free, len(self._checkpoints))
 
     def slot(self, seq_id: int) -> int | None:
         """The slot of a sequence's state; None: it has computed nothing."""

@@ -91,10 +91,12 @@ function showFigures(frame) {
 }
 
 function showPool(frame) {
-  const { blocks, num_blocks: all, group } = frame;
+  const { blocks, num_blocks: all, group, states } = frame;
+  const slots = !states ? "" : `; states: ${whole(states.in_use)} of ${whole(states.in_use + states.cached + states.free)} slots in use, `
+    + `${whole(states.checkpoints)} ${states.checkpoints === 1 ? "checkpoint" : "checkpoints"}`;
   pool.show(frame);
-  find("#pool-scale").textContent = group === 1 ? `${whole(all)} blocks, one per cell`
-    : `${whole(all)} blocks, ${group} per cell; the fuller, the stronger`;
+  find("#pool-scale").textContent = (group === 1 ? `${whole(all)} blocks, one per cell`
+    : `${whole(all)} blocks, ${group} per cell; the fuller, the stronger`) + slots;
   KEYS.forEach((key, i) => {
     const words = whole(blocks[key]);
     if (stateCells[i].textContent !== words) stateCells[i].textContent = words;

@@ -89,6 +89,12 @@ GAUGES = (
     _gauge("kvreclaim:blocks_peak", "Most blocks in use at once since the start."),
     _gauge("kvreclaim:pinned_blocks", "Blocks kept longer by a cache_control or a prompt_cache_key."),
     _gauge(
+        "kvreclaim:state_slots",
+        "Slots of recurrent layers by state: in_use, cached (only prefix hits use them), free; 0 without.",
+        "state",
+    ),
+    _gauge("kvreclaim:state_checkpoints", "States of recurrent layers that prefix hits can begin with."),
+    _gauge(
         "kvreclaim:reclaim_efficiency",
         "Blocks freed by compression over blocks that perfect packing would free; NaN before the first pass.",
     ),

@@ -277,6 +277,8 @@ def _cache_values(memory: MemoryStats) -> dict[str, Values]:
         "kvreclaim:blocks": {"in_use": memory.in_use, "cached": memory.cached, "free": memory.free},
         "kvreclaim:blocks_peak": memory.peak_in_use,
         "kvreclaim:pinned_blocks": memory.pinned,
+        "kvreclaim:state_slots": memory.states.slots,
+        "kvreclaim:state_checkpoints": memory.states.checkpoints,
         "kvreclaim:pins_refused": memory.pins_refused,
         "kvreclaim:prefix_misses": memory.misses,
         "kvreclaim:prefix_evictions": memory.prefix_evictions,

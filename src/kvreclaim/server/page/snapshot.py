@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import Any
 
 from kvreclaim.engine.request.request import Request
@@ -48,6 +49,7 @@ class CompactionRecorder:
                 "blocks_freed": stats.blocks_freed_by_compression,
             },
             tiers=tiers_of(engine, stats.prefix_hit_tokens),
+            states=asdict(stats.states) if engine.memory.recurrent is not None else None,
             compactions=done,
         )
 
