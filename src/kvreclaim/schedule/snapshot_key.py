@@ -46,7 +46,7 @@ class SnapshotKey:
     def begins(self, other: SnapshotKey) -> bool:
         """Whether it names what is left of the other one's beginning; the other one may drop more."""
         same = self.salt == other.salt and self.recipe == other.recipe
-        return same and not beyond(self.drops, other.drops) and other.tokens.startswith(self.tokens)
+        return same and other.tokens.startswith(self.tokens) and not beyond(self.drops, other.drops)
 
     @cached_property
     def chain(self) -> tuple[int, ...]:
