@@ -111,6 +111,33 @@ def test_turns(make_llm, oracle):
     assert_idle(llm)
 
 
+def test_spans_within_a_block(make_llm, oracle):
+    """Nothing goes, but what follows is in no index: the next turn begins with what this one kept."""
+    llm, short = make_llm(**ON), (50, 60)
+    answer, metrics = ask(llm, PROMPT, drop_spans=[short], drop_at=100)
+    check(answer, masked(oracle, PROMPT, [], FIRST))
+    assert metrics.num_dropped_tokens == 0
+    text = PROMPT + list(answer.token_ids)
+    answer, metrics = ask(llm, text + NEW, drop_spans=[short, SPAN], drop_at=len(text))
+    assert metrics.num_snapshot_tokens == len(text) - 1
+    check(answer, masked(oracle, text + NEW, [(GONE, len(text))], FIRST))
+
+
+def test_a_turn_that_cannot_be_kept_leaves_the_one_before(make_llm):
+    """What it began with gives way like any other, the least recently used first."""
+    llm = make_llm(**ON, num_blocks=80, prefix_snapshot_fraction=0.25)
+    drops = {"drop_spans": [SPAN], "drop_at": 101}
+    ask(llm, NEW + PROMPT[len(NEW) :], **drops)
+    answer, _ = ask(llm, PROMPT, **drops)
+    snapshots, text = llm.engine.scheduler.snapshots, PROMPT + list(answer.token_ids)
+    first, second = snapshots
+    _, metrics = ask(llm, text + PROMPT + PROMPT, **drops)
+    assert metrics.num_snapshot_tokens == len(text) - 1
+    assert list(snapshots) == [first, second], "the longer one takes more than a quarter of the pool"
+    assert snapshots.evict_one()
+    assert list(snapshots) == [second]
+
+
 def test_namespaces(make_llm, oracle):
     """Who drops nothing, or less, or something else, begins with no cache that lacks it."""
     llm = make_llm(**ON)
@@ -168,12 +195,18 @@ def test_several_outputs_share_what_is_left(make_llm, oracle):
         {"drop_spans": [(4, 20)], "drop_at": 19},
         {"drop_spans": [(4, 20)], "drop_at": 150},
         {"drop_spans": [3]},
+        {"drop_spans": 3},
         {"drop_at": 30},
     ],
 )
 def test_refused(options, make_llm):
     with pytest.raises(InvalidArgumentError, match="drop_"):
         ask(make_llm(), PROMPT, **options)
+
+
+def test_a_prompt_of_one_token_drops_nothing(make_llm):
+    with pytest.raises(InvalidArgumentError, match=r"drop_spans has \(0, 1\)"):
+        ask(make_llm(), PROMPT[:1], drop_spans=[(0, 1)])
 
 
 POLICIES = (

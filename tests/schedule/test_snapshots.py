@@ -148,6 +148,23 @@ def test_one_that_is_to_be_kept_goes_behind_others_for_its_time():
     assert world.memory.num_idle == 0
 
 
+def test_one_that_is_left_again_is_kept_as_asked_then():
+    """It goes behind the others, is as important, and stays for the time asked for then."""
+    world = World(8)
+    first = world.leave(key([0]), priority=3)
+    others = [world.leave(key([1 + n]), priority=1) for n in range(3)]
+    world.snapshots.give_way(first.snapshot_key)
+    assert world.leave(key([0]), priority=1, keep_s=60.0) is None, "it is here"
+    assert list(world.snapshots) == [*others, first]
+    for n in range(5):
+        assert world.leave(key([10 + n]), priority=1)
+    assert first in list(world.snapshots)
+    world.now += 60
+    for n in range(4):
+        assert world.leave(key([20 + n]), priority=1)
+    assert first not in list(world.snapshots)
+
+
 def test_a_tenant_keeps_its_equal_part_at_most():
     world = World(16)  # eight of them
     mine = [world.leave(key([1, n]), tenant=1, keep_s=60.0) for n in range(8)]

@@ -25,9 +25,9 @@ class Snapshots(Generic[Seq]):
     Where blocks lack, or no more may be idle, a snapshot goes to the host, if the memory has slots for it
     (for keys and values: none with the states of recurrent layers), or is dropped: first one that a later
     turn has made useless (`give_way`), then one of a tenant whose snapshots hold more than an equal part, so
-    nobody pushes out the others', then one that is not to be kept (`keep_s`), then the least important, then
-    of the tenant that holds most; of equals the least recently used. One that lies on disk comes to the host
-    first.
+    that many small ones push out nobody else's, then one that is not to be kept (`keep_s`), then the least
+    important, then of the tenant that holds most; of equals the least recently used. One that lies on disk
+    comes to the host first.
 
     Args:
         max_blocks: that all of them may hold together; 0: none is kept
@@ -100,11 +100,20 @@ class Snapshots(Generic[Seq]):
             keys.sort(key=lambda key: -key.num_tokens)
             yield from map(self._held.__getitem__, keys)
 
+    def can_keep(self, seq: Seq) -> bool:
+        """Whether what a sequence is now takes no more than all snapshots may."""
+        return self.memory.num_blocks(seq.seq_id) <= self.max_blocks
+
     def keep(self, parent: Seq, snapshot: Seq) -> bool:
-        """Keep what a sequence is now, in a snapshot that bears its key. Returns: whether there is room."""
+        """Keep what a sequence is now, in a snapshot that bears its key. Returns: whether there is room, and
+        it was not here already."""
         key = snapshot.snapshot_key
-        num_blocks = self.memory.num_blocks(parent.seq_id)
-        if key is None or key in self._held or not self._make_room(num_blocks, parent.tenant):
+        if (found := self.get(key)) is not None:
+            self._used_by(snapshot, found)
+            return False
+        if key is None or not self.can_keep(parent):
+            return False
+        if not self._make_room(self.memory.num_blocks(parent.seq_id), parent.tenant):
             return False
         assert parent.keys is not None, f"sequence {parent.seq_id} was not added"
         snapshot.keys = parent.keys.fork(snapshot.token_ids)
@@ -141,8 +150,6 @@ class Snapshots(Generic[Seq]):
 
     def _make_room(self, num_blocks: int, tenant: Tenant) -> bool:
         """Evict others for a tenant's snapshot of so many blocks. Returns: whether it may be kept now."""
-        if num_blocks > self.max_blocks:
-            return False
         while self._is_too_much(num_blocks):
             if not self._evict(self._next_to_go(None, tenant, num_blocks)):
                 return False
@@ -218,19 +225,24 @@ class Snapshots(Generic[Seq]):
     def begin(self, snapshot: Seq, seq: Seq) -> None:
         """Let a sequence be its fork; the snapshot is in blocks, and there is room for what comes."""
         assert seq.keys is not None, f"sequence {seq.seq_id} was not added"
-        assert snapshot.snapshot_key is not None, "it is found by its key"
-        self._held[snapshot.snapshot_key] = self._held.pop(snapshot.snapshot_key)  # behind the others
         self._settle(snapshot)
-        self._useless.discard(snapshot.seq_id)
+        self._used_by(seq, snapshot)
         self.memory.fork(snapshot.seq_id, seq.seq_id, seq.keys)
         seq.num_computed, seq.begun_with = snapshot.num_computed, snapshot.snapshot_key
-        snapshot.tenant, snapshot.priority = seq.tenant, min(snapshot.priority, seq.priority)
-        self._keep_on(snapshot)
         seq.account = snapshot.account.fork_as_prompt(uneven=seq.footprint.eviction_method.uneven)
         seq.dropped = snapshot.dropped
         self._used.append(snapshot)
         self.has_changed = True
         self.num_hits += 1
+
+    def _used_by(self, seq: Seq, snapshot: Seq) -> None:
+        """A sequence has begun with it, or would have left the same: it goes behind the others."""
+        assert snapshot.snapshot_key is not None, "it is found by its key"
+        self._held[snapshot.snapshot_key] = self._held.pop(snapshot.snapshot_key)
+        self._useless.discard(snapshot.seq_id)
+        snapshot.tenant, snapshot.priority = seq.tenant, min(snapshot.priority, seq.priority)
+        snapshot.keep_s = max(snapshot.keep_s, seq.keep_s)
+        self._keep_on(snapshot)
 
     def evict_one(self, spare: Seq | None = None) -> bool:
         """Have the blocks of one that is not on the host already; not of `spare`, nor of one that a sequence

@@ -87,24 +87,27 @@ class SnapshotStore(Extension):
     def ending(self, seq: Sequence) -> None:
         """Keep what is left of it for the next turn of its conversation. What is kept of its prompt is the
         next to give way."""
-        self._keep_left(seq)
-        if seq.lineage is not None and (at := seq.footprint.keep_at):
+        if self._keep_left(seq) and seq.lineage is not None and (at := seq.footprint.keep_at):
             self.scheduler.snapshots.give_way(seq.lineage.of_first(at))
 
-    def _keep_left(self, seq: Sequence) -> None:
-        """Keep what is left of a sequence, unless exact blocks serve whoever begins so."""
+    def _keep_left(self, seq: Sequence) -> bool:
+        """Keep what is left of a sequence, unless exact blocks serve whoever begins so. Returns: whether it
+        takes the place of what was kept before."""
         account = seq.account
         live, room = seq.num_computed - account.num_evicted, self.signals.room
-        is_short = account.num_evicted and (not seq.footprint.bounded or live < seq.footprint.prompt_cap)
         drops = seq.footprint.drops
-        is_short = is_short and (drops is None or seq.num_computed >= drops.at)
+        is_inexact = account.num_evicted if drops is None else seq.num_computed >= drops.at
+        is_short = is_inexact and (not seq.footprint.bounded or live < seq.footprint.prompt_cap)
         is_scarce = room.limit is not None and 2 * room.used > room.limit  # those that run need the rest
         if seq.lineage is None or seq.status is not Status.RUNNING or not is_short or is_scarce:
-            return
+            return False
+        if not self.scheduler.snapshots.can_keep(seq):
+            return False
         if seq.begun_with is not None and seq.begun_with.has_past:
             self.scheduler.snapshots.give_way(seq.begun_with)
         tokens = array("q", seq.token_ids[: seq.num_computed]).tobytes()
         self.keep(seq, replace(seq.lineage, tokens=tokens))
+        return True
 
     def unmoved(self, plan: StepPlan) -> None:
         self.forget(plan.parked)

@@ -115,9 +115,15 @@ def checked_drops(spec: RequestSpec) -> Drops | None:
             "drop_at",
         )
         return None
+    require(
+        isinstance(spans, (list, tuple)),
+        f"drop_spans is {spans!r}; pass a list of (first, last + 1) of prompt tokens.",
+        "drop_spans",
+    )
     if at is None:
         at = num_prompt - 1
-    check_int("drop_at", at, 1)
+    else:
+        check_int("drop_at", at, 1)
     require(
         at < num_prompt,
         f"drop_at is {at}, but the prompt has {num_prompt} tokens; lower it, so that at least one token "

@@ -49,7 +49,7 @@ def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def beyond(spans: Sequence[Span], others: Sequence[Span]) -> tuple[Span, ...]:
-    """What is left of spans outside of others, both joined. O(spans + others): a prompt may drop thousands."""
+    """What is left of spans outside of others, both joined. O(both): a prompt may drop thousands."""
     left: list[Span] = []
     place = 0
     for start, end in spans:
