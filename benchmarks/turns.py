@@ -192,7 +192,7 @@ def _turn(
         "first_s": first_s,
         "blocks": metrics.peak_blocks,
         "answer_blocks": metrics.answer_blocks,
-        "blocks_left": engine.memory.stats().in_use,
+        "blocks_left": engine.scheduler.snapshots.num_blocks,
     }
     return row, found.predicted
 
