@@ -193,9 +193,9 @@ class ScheduledSequence:
             limit = min(limit, self.fork_at - 1)
         return limit if self.max_prefix_hit is None else min(limit, self.max_prefix_hit)
 
-    def drops_beyond(self, snapshot: Self) -> bool:
-        """Whether it can drop all that it is to if it begins with a snapshot of its lineage: what that has
-        of it leaves at a place to come, and no pass has touched it."""
+    def can_drop_behind(self, snapshot: Self) -> bool:
+        """Whether it can still drop all of its spans if it begins with a snapshot of its lineage: what the
+        snapshot has of them goes at drops.at, which is to come, and no pass has mixed it with others."""
         assert self.footprint.drops is not None, f"sequence {self.seq_id} drops nothing"
         known = () if snapshot.snapshot_key is None else snapshot.snapshot_key.drops
         left = beyond(self.footprint.drops.spans, known)

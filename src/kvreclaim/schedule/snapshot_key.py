@@ -22,7 +22,8 @@ class SnapshotKey:
     salt:   of the request; only those with the same one find it
     recipe: how it was made, as text that says the same in every process
     tokens: that were computed, packed, 8 bytes each
-    is_lasting: False where the recipe means something in this process alone
+    is_lasting: False where the recipe means something in this process alone, or there are drops, which no
+            file's name says: it never lies on disk
     has_past: whether what it names may depend on earlier requests, too: it was left by one that ended, or
               that had begun with such a prefix
     drops:  spans that the caller has dropped of these tokens, or, of a sequence to come, will

@@ -85,7 +85,7 @@ class Snapshots(Generic[Seq]):
             one
             for one in self._of(seq)
             if (most is None or one.num_computed <= most)
-            and (seq.footprint.drops is None or seq.drops_beyond(one))
+            and (seq.footprint.drops is None or seq.can_drop_behind(one))
         )
         return next((one for one in held if one not in self._parked), None)
 
