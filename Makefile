@@ -176,7 +176,7 @@ gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
 bench-model: bench_models/qwen3-26m bench_models/qwen3-0.6b
 	$(BIN)/python scripts/pack_bench_model.py bench_models/qwen3-0.6b
 
-bench_models/qwen3-%: | setup
+bench_models/%: | setup
 	$(BIN)/python scripts/make_bench_model.py $*
 
 # vLLM's CPU build in an environment of its own, with the plugin and what its tests need: 3.4 GB. What vLLM's image

@@ -15,7 +15,7 @@ function(kvr_compile target name)
 endfunction()
 
 function(kvr_add_isa name)
-  set(sources src/attention.cpp src/kernels.cpp)
+  set(sources src/attention.cpp src/kernels.cpp src/recurrent.cpp)
   if(KVR_ISAS AND NOT name STREQUAL baseline AND NOT name IN_LIST KVR_ISAS)
     if(KVR_TESTS)  # that the sources compile is tested even so; unoptimised it takes a sixth of the time
       add_library(kvr_unlinked_${name} OBJECT ${sources})

@@ -1,10 +1,11 @@
 """Make the random models that the benchmarks run on, so that no hub is needed.
 
-Qwen3-shaped: "26m" keeps 4,096 bytes of bf16 K/V per token and 4 query heads per KV head, so that
-16,384 tokens x 8 sequences are 512 MiB; "0.6b" has exactly the shape of Qwen3-0.6B. The weights are random,
-scaled so that greedy output neither repeats one token nor overflows. The tokenizer is byte-level and knows
-a word for every id. The query statistics are measured on random tokens: they cost what real ones cost and
-mean nothing.
+"qwen3-26m" keeps 4,096 bytes of bf16 K/V per token and 4 query heads per KV head, so that
+16,384 tokens x 8 sequences are 512 MiB; "qwen3-0.6b" has exactly the shape of Qwen3-0.6B. Hybrids of the
+smaller size: Qwen3-Next's (gated delta rule in three of four layers) and Falcon-H1's (Mamba-2 beside
+attention). The weights are random, scaled so that greedy output neither repeats one token nor overflows. The
+tokenizer is byte-level and knows a word for every id. The query statistics, of models that only attend, are
+measured on random tokens: they cost what real ones cost and mean nothing.
 """
 
 from __future__ import annotations
@@ -12,13 +13,22 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from dataclasses import dataclass
 from itertools import islice, product
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    FalconH1Config,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3NextConfig,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from kvreclaim.calibrate.calibration import calibrate
@@ -32,47 +42,78 @@ END_TOKEN = "<|endoftext|>"
 LETTERS = ("bdfgklmnprstvz", "aeiou")
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What differs between the models; 8 KV heads of 128 in 28 layers are 112 KiB of bf16 per token."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-
-
-SHAPES = {
-    "26m": Shape(16_384, 512, 1024, 8, 8, 2, 64),
-    "0.6b": Shape(151_936, 1024, 3072, 28, 16, 8, 128),
+_ATTENTION = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+_SMALL = {**_ATTENTION, "vocab_size": 16_384, "hidden_size": 512, "num_hidden_layers": 8}
+CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "qwen3-26m": (Qwen3Config, {**_SMALL, "intermediate_size": 1024}),
+    # 8 KV heads of 128 in 28 layers are 112 KiB of bf16 per token.
+    "qwen3-0.6b": (
+        Qwen3Config,
+        {
+            "vocab_size": 151_936,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+        },
+    ),
+    # Heads of 128, as in published models: a sequence's states are 1.5 MiB.
+    "qwen3-next-26m": (
+        Qwen3NextConfig,
+        {
+            **_SMALL,
+            "intermediate_size": 832,
+            "num_experts": 0,
+            "mlp_only_layers": [],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+        },
+    ),
+    # States of 1.5 MiB, too.
+    "falcon-h1-26m": (
+        FalconH1Config,
+        {
+            **_SMALL,
+            "intermediate_size": 768,
+            "num_hidden_layers": 6,
+            "mamba_d_ssm": 512,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 64,
+            "mamba_d_state": 128,
+            "mamba_n_groups": 1,
+        },
+    ),
 }
+PLAIN = ("qwen3-26m", "qwen3-0.6b")
+"""These only attend."""
 
 
-def build_network(shape: Shape, seed: int) -> Qwen3ForCausalLM:
+def build_network(name: str, seed: int) -> PreTrainedModel:
     """A randomly initialised network in bf16; every sub-layer adds about one unit to the residual."""
     torch.manual_seed(seed)
-    fields = {name: getattr(shape, name) for name in Shape.__slots__}
-    config = Qwen3Config(
+    config_class, fields = CONFIGS[name]
+    end = fields["vocab_size"] - 1
+    config = config_class(
         **fields,
         max_position_embeddings=MAX_POSITION,
         rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=shape.vocab_size - 1,
-        pad_token_id=shape.vocab_size - 1,
+        eos_token_id=end,
+        pad_token_id=end,
     )
-    network = Qwen3ForCausalLM(config)
+    network = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for name, weight in network.named_parameters():
-            if weight.ndim == 2:
-                std = EMBEDDING_STD if "embed" in name else weight.shape[1] ** -0.5
+        for part, weight in network.named_parameters():
+            if weight.ndim > 1:
+                std = EMBEDDING_STD if "embed" in part else weight[0].numel() ** -0.5
                 weight.normal_(std=std)
-            elif name.endswith(("q_norm.weight", "k_norm.weight")):
-                weight.fill_(NORM_GAIN)
-    end = config.eos_token_id
+            elif part.endswith(("q_norm.weight", "k_norm.weight")):
+                weight.add_(NORM_GAIN - 1.0)
     network.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=end, do_sample=False)
     return network.to(torch.bfloat16)
 
@@ -100,27 +141,32 @@ def build_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 
 def make(name: str, directory: Path, *, seed: int, calibration_tokens: int, centers: int) -> None:
     """Write weights, tokenizer and statistics; the directory appears whole or not at all."""
-    shape = SHAPES[name]
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    network = build_network(shape, seed)
+    network = build_network(name, seed)
     network.save_pretrained(partial)
-    build_tokenizer(shape.vocab_size).save_pretrained(partial)
+    vocab_size = network.config.vocab_size
+    build_tokenizer(vocab_size).save_pretrained(partial)
     num_parameters = sum(p.numel() for p in network.parameters())
     _write_index(network, partial)
     del network
-    window = min(1024, calibration_tokens)
-    tokens = torch.randint(256, shape.vocab_size - 1, (calibration_tokens // window, window)).tolist()
-    stats = calibrate(
-        load_model(partial, dtype="float32"), tokens, num_centers=centers, seed=seed, show_progress=True
-    )
-    stats.save(partial / STATS_FILE)
+    if name in PLAIN:
+        _calibrate(partial, vocab_size, seed, calibration_tokens, centers)
     partial.rename(directory)
-    print(f"{directory}: {num_parameters / 1e6:.1f} M parameters, {centers} centres per head")
+    print(f"{directory}: {num_parameters / 1e6:.1f} M parameters")
 
 
-def _write_index(network: Qwen3ForCausalLM, directory: Path) -> None:
+def _calibrate(directory: Path, vocab_size: int, seed: int, calibration_tokens: int, centers: int) -> None:
+    window = min(1024, calibration_tokens)
+    tokens = torch.randint(256, vocab_size - 1, (calibration_tokens // window, window)).tolist()
+    stats = calibrate(
+        load_model(directory, dtype="float32"), tokens, num_centers=centers, seed=seed, show_progress=True
+    )
+    stats.save(directory / STATS_FILE)
+
+
+def _write_index(network: PreTrainedModel, directory: Path) -> None:
     """Name the weights' file: vLLM reads every .safetensors file of a directory that has no index, and the
     statistics are one."""
     tied = set(network._tied_weights_keys or ())
@@ -135,18 +181,22 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "names", nargs="*", default=list(SHAPES), metavar="NAME", help="26m, 0.6b; default: both"
+        "names",
+        nargs="*",
+        default=PLAIN,
+        metavar="NAME",
+        help=f"default: {', '.join(PLAIN)}",
     )
     parser.add_argument("--out", type=Path, default=Path("bench_models"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--calibration-tokens", type=int, default=2048)
     parser.add_argument("--centers", type=int, default=16)
     args = parser.parse_args()
-    if unknown := sorted(set(args.names) - set(SHAPES)):
-        parser.error(f"no model is called {unknown[0]!r}; pass {' or '.join(SHAPES)}")
+    if unknown := sorted(set(args.names) - set(CONFIGS)):
+        parser.error(f"no model is called {unknown[0]!r}; pass {' or '.join(CONFIGS)}")
     disable_progress_bar()
     for name in args.names:
-        directory = args.out / f"qwen3-{name}"
+        directory = args.out / name
         if directory.exists():
             print(f"{directory} exists")
             continue

@@ -95,6 +95,7 @@ void bind_attention(nb::module_& m);  // Batch, paged_attention, column_sums
 void bind_linear(nb::module_& m);
 void bind_decoder(nb::module_& m);
 void bind_packed(nb::module_& m);
+void bind_recurrent(nb::module_& m);
 void bind_scoring(nb::module_& m);
 void bind_compact(nb::module_& m);
 

@@ -1,4 +1,4 @@
-// linear: y = x W^T + bias. rms_norm.
+// linear: y = x W^T + bias. rms_norm, rms_norm_from_one.
 #include "bind.h"
 #include "kvreclaim/table.h"
 
@@ -49,6 +49,7 @@ void linear(nb::handle x, nb::handle weight, nb::handle bias, nb::handle out) {
   kernels().linear(args);
 }
 
+template <bool kFromOne>
 void rms_norm(nb::handle x, nb::handle weight, float eps, nb::handle out) {
   const Tensor rows(x, "x", Tensor::kAnyDims), weights(weight, "weight", 1), result(out, "out", Tensor::kAnyDims);
   rows.require(rows.ndim() > 0 && rows.size(rows.ndim() - 1) == weights.size(0), "has rows of another size than weight");
@@ -61,14 +62,18 @@ void rms_norm(nb::handle x, nb::handle weight, float eps, nb::handle out) {
   const RmsNormArgs args{rows.bytes(), weights.data<char>(rows.element()), result.data<char>(rows.element()), count,
                          weights.size(0), eps, rows.type()};
   nb::gil_scoped_release release;
-  kernels().rms_norm(args);
+  kFromOne ? kernels().rms_norm_from_one(args) : kernels().rms_norm(args);
 }
 
 }  // namespace
 
 void bind_linear(nb::module_& m) {
   m.def("linear", linear, nb::arg("x"), nb::arg("weight"), nb::arg("bias").none(), nb::arg("out"));
-  m.def("rms_norm", rms_norm, nb::arg("x"), nb::arg("weight"), nb::arg("eps"), nb::arg("out"));
+  const auto norm = [&m](const char* name, auto function) {
+    m.def(name, function, nb::arg("x"), nb::arg("weight"), nb::arg("eps"), nb::arg("out"));
+  };
+  norm("rms_norm", rms_norm<false>);
+  norm("rms_norm_from_one", rms_norm<true>);
 }
 
 }  // namespace kvreclaim

@@ -1,11 +1,14 @@
-// All kernels for one instruction set but attention (attention.cpp), and their table. Compiled once per set with
-// KVR_NS = baseline, avx2, avx512 or avx512vnni and the matching compiler flags.
+// The kernels of one instruction set but those of attention.cpp and recurrent.cpp, and the table of all. Compiled once
+// per set with KVR_NS = baseline, avx2, avx512 or avx512vnni and the matching compiler flags.
 #include "kvreclaim/table.h"
 
 namespace kvreclaim::KVR_NS {
 
 void paged_attention(const AttentionArgs&);
 void column_sums(const ColumnSumsArgs&);
+void delta_step(const DeltaStepArgs&);
+void ssd_step(const SsdStepArgs&);
+void short_conv_step(const ShortConvArgs&);
 
 #define KVR_STRING_(x) #x
 #define KVR_STRING(x) KVR_STRING_(x)

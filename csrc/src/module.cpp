@@ -23,6 +23,7 @@ NB_MODULE(_native, m) {
   kvreclaim::bind_linear(m);
   kvreclaim::bind_decoder(m);
   kvreclaim::bind_packed(m);
+  kvreclaim::bind_recurrent(m);
   kvreclaim::bind_scoring(m);
   kvreclaim::bind_compact(m);
   m.def("isa", [] { return nb::str(kvreclaim::kernels().isa); });

@@ -1,5 +1,6 @@
 // Root-mean-square norm of each row: y = weight * round(x / sqrt(mean(x^2) + eps)), rounded to the type of x
-// before and after the weight, as Llama and its relatives do.
+// before and after the weight, as Llama and its relatives do; rms_norm_from_one: times 1 + weight, rounded once, as
+// Gemma and Qwen3-Next do.
 #pragma once
 
 #include <cstdint>
@@ -61,13 +62,17 @@ KVR_INLINE vf rounded(vf x) {
   return T == Type::kF32 ? x : (vf)round_bf16(x);
 }
 
-template <Type T>
+template <Type T, bool kFromOne>
 KVR_INLINE void scale_step(const char* x, const char* weight, char* y, vf factor) {
   const Pair values = widen<T>(x), weights = widen<T>(weight);
+  if constexpr (kFromOne) {
+    const vf one = splat(1.0f);
+    return narrow<T>(y, {values.a * factor * (one + weights.a), values.b * factor * (one + weights.b)});
+  }
   narrow<T>(y, {weights.a * rounded<T>(values.a * factor), weights.b * rounded<T>(values.b * factor)});
 }
 
-template <Type T>
+template <Type T, bool kFromOne = false>
 inline void norm_row(const RmsNormArgs& a, int64_t row) {
   constexpr int64_t kBytes = kStepBytes<T>;
   const int64_t bytes = a.dim * size_of(T), whole = bytes / kBytes * kBytes, rest = bytes - whole;
@@ -85,26 +90,30 @@ inline void norm_row(const RmsNormArgs& a, int64_t row) {
   for (int64_t i = 0; i < whole; i += kBytes) add(x + i);
   add(tail);
   const vf factor = splat(1.0f / std::sqrt(hsum(squares_a + squares_b) / (float)a.dim + a.eps));
-  for (int64_t i = 0; i < whole; i += kBytes) scale_step<T>(x + i, a.weight + i, y + i, factor);
-  scale_step<T>(tail, tail_weight, tail, factor);
+  for (int64_t i = 0; i < whole; i += kBytes) scale_step<T, kFromOne>(x + i, a.weight + i, y + i, factor);
+  scale_step<T, kFromOne>(tail, tail_weight, tail, factor);
   __builtin_memcpy(y + whole, tail, (size_t)rest);
+}
+
+template <bool kFromOne>
+inline void norm_rows(const RmsNormArgs& a) {
+  const int64_t share = std::max<int64_t>(1, kItemElements / std::max<int64_t>(a.dim, 1));
+  parallel_for((a.rows + share - 1) / share, [&](int64_t item) {
+    const int64_t end = std::min((item + 1) * share, a.rows);
+    for (int64_t row = item * share; row < end; ++row)
+      if (a.type == Type::kBF16)
+        norm_row<Type::kBF16, kFromOne>(a, row);
+      else
+        norm_row<Type::kF32, kFromOne>(a, row);
+  });
 }
 
 }  // namespace kvreclaim::KVR_NS::norm_detail
 
 namespace kvreclaim::KVR_NS {
 
-inline void rms_norm(const RmsNormArgs& a) {
-  const int64_t share = std::max<int64_t>(1, norm_detail::kItemElements / std::max<int64_t>(a.dim, 1));
-  parallel_for((a.rows + share - 1) / share, [&](int64_t item) {
-    const int64_t end = std::min((item + 1) * share, a.rows);
-    for (int64_t row = item * share; row < end; ++row)
-      if (a.type == Type::kBF16)
-        norm_detail::norm_row<Type::kBF16>(a, row);
-      else
-        norm_detail::norm_row<Type::kF32>(a, row);
-  });
-}
+inline void rms_norm(const RmsNormArgs& a) { norm_detail::norm_rows<false>(a); }
+inline void rms_norm_from_one(const RmsNormArgs& a) { norm_detail::norm_rows<true>(a); }
 
 }  // namespace kvreclaim::KVR_NS
 #endif

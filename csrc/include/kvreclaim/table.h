@@ -14,6 +14,7 @@
 #include "kvreclaim/packed.h"
 #include "kvreclaim/matrix_linear.h"
 #include "kvreclaim/mixture.h"
+#include "kvreclaim/recurrent_args.h"
 #include "kvreclaim/scoring.h"
 #include "kvreclaim/surrogate.h"
 #include "kvreclaim/token_norms.h"
@@ -25,9 +26,13 @@
   X(column_sums, ColumnSumsArgs)    \
   X(linear, LinearArgs)             \
   X(rms_norm, RmsNormArgs)          \
+  X(rms_norm_from_one, RmsNormArgs) \
   X(rotate_heads, RotateArgs)       \
   X(gate_rows, GateArgs)            \
   X(add_rows, AddArgs)              \
+  X(delta_step, DeltaStepArgs)      \
+  X(ssd_step, SsdStepArgs)          \
+  X(short_conv_step, ShortConvArgs) \
   X(packed_linear, PackedArgs)      \
   X(unpack_rows, UnpackArgs)        \
   X(write_kv, WriteArgs)            \

@@ -74,10 +74,10 @@ class NativeLayer:
         self.layer = int(attention.layer_idx)
         self.softmax = softmax
         self.heads = heads
-        self.qkv = _joined([attention.q_proj, attention.k_proj, attention.v_proj], module.input_layernorm)
-        self.gate_up = _joined([mlp.gate_proj, mlp.up_proj], module.post_attention_layernorm)
-        self.out = _single(attention.o_proj)
-        self.down = _single(mlp.down_proj, is_gated=True)
+        self.qkv = joined([attention.q_proj, attention.k_proj, attention.v_proj], module.input_layernorm)
+        self.gate_up = joined([mlp.gate_proj, mlp.up_proj], module.post_attention_layernorm)
+        self.out = single(attention.o_proj)
+        self.down = single(mlp.down_proj, is_gated=True)
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         batch = kwargs.get("kv_batch")
@@ -165,15 +165,16 @@ def _looks_known(module: nn.Module) -> bool:
     attention: Any = module.self_attn
     own = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     norms += [each for each in own if each is not None]
-    joined = [linears[:3], linears[4:6]]
+    forwards = [getattr(each, "forward", None) for each in norms]
+    together = [linears[:3], linears[4:6]]
     return (
         "forward" not in vars(module)
         and len(norms) in (2, 4)
-        and all(isinstance(getattr(each, "forward", None), NativeNorm) for each in norms)
-        and all(len({each.bias is None for each in group}) == 1 for group in joined)
-        and all(len({type(each) is PackedLinear for each in group}) == 1 for group in joined)
-        and len({_dtype(each) for each in linears}) == 1
-        and all(_dtype(each) in DTYPES and _is_on_cpu(each) for each in linears)
+        and all(isinstance(each, NativeNorm) and not each.from_one for each in forwards)
+        and all(len({each.bias is None for each in group}) == 1 for group in together)
+        and all(len({type(each) is PackedLinear for each in group}) == 1 for group in together)
+        and len({weight_dtype(each) for each in linears}) == 1
+        and all(weight_dtype(each) in DTYPES and is_on_cpu(each) for each in linears)
     )
 
 
@@ -219,10 +220,10 @@ def _proved(module: Any, seen: _Seen) -> NativeLayer | None:
     out = native(seen.states, **{**seen.kwargs, "kv_batch": trial})
     again = trial.calls[native.layer]
     pairs = [(again.q, call.q), (again.k, call.k), (again.v, call.v), (out, seen.out)]
-    return native if all(_agree(got, want) for got, want in pairs) else None
+    return native if all(agree(got, want) for got, want in pairs) else None
 
 
-def _agree(got: Tensor, want: Tensor) -> bool:
+def agree(got: Tensor, want: Tensor) -> bool:
     if got.shape != want.shape or got.dtype is not want.dtype:
         return False
     largest = float(want.float().abs().max())
@@ -237,16 +238,16 @@ def _eps(norm: Norm | None) -> float | None:
     return None if norm is None else norm.eps
 
 
-def _dtype(linear: Any) -> torch.dtype:
+def weight_dtype(linear: Any) -> torch.dtype:
     found: torch.dtype = linear.dtype if isinstance(linear, PackedLinear) else linear.weight.dtype
     return found
 
 
-def _is_on_cpu(linear: Any) -> bool:
+def is_on_cpu(linear: Any) -> bool:
     return isinstance(linear, PackedLinear) or linear.weight.device.type == "cpu"
 
 
-def _single(linear: Any, *, is_gated: bool = False) -> Projection:
+def single(linear: Any, *, is_gated: bool = False) -> Projection:
     if isinstance(linear, PackedLinear):
         return _packed([linear], linear.bias, is_gated=is_gated)
     return Projection(linear.weight, linear.bias, is_gated=is_gated)
@@ -260,7 +261,7 @@ def _packed(linears: Sequence[PackedLinear], bias: Tensor | None, **more: Any) -
     )
 
 
-def _joined(linears: list[Any], norm: Any) -> Projection:
+def joined(linears: list[Any], norm: Any) -> Projection:
     """One product for several that share their input; their weights and biases become views of its own, but
     packed weights stay where they are."""
     if isinstance(linears[0], PackedLinear):

@@ -23,6 +23,8 @@ from kvreclaim.model.attn_temperature import use_token_positions
 from kvreclaim.model.decoder import use_fast_layers
 from kvreclaim.model.ends import directory_ends, gguf_ends
 from kvreclaim.model.latent import use_latent_cache
+from kvreclaim.model.native_mixers import use_native_mixers
+from kvreclaim.model.native_mlp import use_fast_mlps
 from kvreclaim.model.native_modules import use_fast_linears, use_fast_norms
 from kvreclaim.model.overrides import overridden
 from kvreclaim.model.probe import probe
@@ -125,8 +127,9 @@ def load_model(
     more = [use_latent_cache(model), describe_packed(model)]
     modules = "; ".join([modules, *(line for line in more if line)])
     if recurrent is not None:
+        steps = use_native_mixers(recurrent) if native else f"recurrent layers: {len(recurrent.mixers)}"
         prove(model, recurrent, name)
-        modules += f"; {recurrent.describe()}"
+        modules += f"; {steps}{recurrent.describe()}"
     known = gguf is not None or os.path.isdir(name)
     facts = probe(
         model,
@@ -162,7 +165,8 @@ def _packed_source(name: str, config: Any) -> WeightSource | None:
 
 def _use_native(model: PreTrainedModel) -> str:
     """Switch to the native kernels of a CPU, and name what runs on them."""
-    return "; ".join([use_fast_linears(model), use_fast_norms(model), use_fast_layers(model)])
+    lines = [use_fast_linears(model), use_fast_norms(model), use_fast_layers(model), use_fast_mlps(model)]
+    return "; ".join(filter(None, lines))
 
 
 def hide_progress_bars() -> None:

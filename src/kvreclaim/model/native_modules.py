@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kvreclaim.ops.extension import unavailable_reason
 from kvreclaim.ops.native.linear import DTYPES, UNLIMITED, linear, max_rows
-from kvreclaim.ops.native.norm import rms_norm, takes_norm
+from kvreclaim.ops.native.norm import has_norm_from_one, rms_norm, takes_norm
 
 EPS_NAMES = ("variance_epsilon", "eps")
 PROBE_SCALES = (1e-4, 1.0, 100.0)
@@ -65,15 +65,16 @@ def _is_plain(module: nn.Linear) -> bool:
 class NativeNorm:
     """The forward of one norm: the kernel, or the module's own for tensors that the kernel does not take."""
 
-    def __init__(self, module: nn.Module, eps: float) -> None:
+    def __init__(self, module: nn.Module, eps: float, from_one: bool) -> None:
         self.module = module
         self.eps = eps
+        self.from_one = from_one
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         weight = self.module._parameters["weight"]
         if weight is None or not takes_norm(hidden_states, weight):
             return type(self.module).forward(self.module, hidden_states)
-        return rms_norm(hidden_states, weight, self.eps)
+        return rms_norm(hidden_states, weight, self.eps, from_one=self.from_one)
 
 
 def use_fast_norms(model: nn.Module) -> str:
@@ -91,9 +92,11 @@ def use_fast_norms(model: nn.Module) -> str:
     count = 0
     for module in model.modules():
         eps = _eps(module)
-        if eps is not None and _computes_rms_norm(module, eps):
-            module.forward = NativeNorm(module, eps)
-            count += 1
+        for from_one in (False, True) if eps is not None else ():
+            if _computes_rms_norm(module, eps, from_one):
+                module.forward = NativeNorm(module, eps, from_one)
+                count += 1
+                break
     return f"norms: native ({count})" if count else "norms: torch (none is a plain RMS norm on the CPU)"
 
 
@@ -112,10 +115,12 @@ def _eps(module: nn.Module) -> float | None:
 
 
 @torch.inference_mode()
-def _computes_rms_norm(module: nn.Module, eps: float) -> bool:
+def _computes_rms_norm(module: nn.Module, eps: float, from_one: bool) -> bool:
     """Whether module and kernel agree within rounding on trial rows."""
     weight = module._parameters["weight"]
     assert weight is not None
+    if from_one and not has_norm_from_one():
+        return False
     generator = torch.Generator().manual_seed(0)
     x = (
         torch.randn((len(PROBE_SCALES), weight.numel()), generator=generator)
@@ -128,4 +133,5 @@ def _computes_rms_norm(module: nn.Module, eps: float) -> bool:
         return False
     if not isinstance(expected, Tensor) or expected.shape != x.shape or expected.dtype is not x.dtype:
         return False
-    return torch.allclose(rms_norm(x, weight, eps), expected, rtol=TOLERANCE[x.dtype], atol=0.0)
+    found = rms_norm(x, weight, eps, from_one=from_one)
+    return torch.allclose(found, expected, rtol=TOLERANCE[x.dtype], atol=0.0)

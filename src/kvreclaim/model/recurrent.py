@@ -9,7 +9,7 @@ give the logits that one pass over it gives.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, zip_longest
 from typing import Any
@@ -79,19 +79,24 @@ class RecurrentLayers:
     def __init__(self, num_attention: int) -> None:
         self.num_attention = num_attention
         self.by_token = False
-        self.shapes: list[tuple[StateShape, ...]] = []
+        self.mixers: list[Mixer] = []
         self.step: StateStep | None = None
         self.lengths: Sequence[int] | None = None
 
     def add(self, module: nn.Module, name: str, shapes: tuple[StateShape, ...]) -> None:
         """Take over a module's forward. name: of the argument that brings its cache"""
-        module.forward = _Mixer(self, module.forward, name, len(self.shapes), shapes)
-        self.shapes.append(shapes)
+        mixer = Mixer(self, module, name, len(self.mixers), shapes)
+        self.mixers.append(mixer)
+        module.forward = mixer
+
+    @property
+    def shapes(self) -> list[tuple[StateShape, ...]]:
+        """What each layer keeps of a sequence."""
+        return [mixer.shapes for mixer in self.mixers]
 
     def describe(self) -> str:
         """For the line at the engine's start."""
-        slow = " (prompts behind a state token by token)" if self.by_token else ""
-        return f"recurrent layers: {len(self.shapes)}{slow}"
+        return "; prompts behind a state token by token" if self.by_token else ""
 
     @contextmanager
     def stepping(self, step: StateStep) -> Iterator[None]:
@@ -112,13 +117,18 @@ class RecurrentLayers:
             self.lengths = None
 
 
-class _Mixer:
-    """The forward of one recurrent layer."""
+class Mixer:
+    """The forward of one recurrent layer.
+
+    native: computes its decode steps, where the layer's own code need not
+    """
 
     def __init__(
-        self, owner: RecurrentLayers, forward: Any, name: str, layer: int, shapes: tuple[StateShape, ...]
+        self, owner: RecurrentLayers, module: nn.Module, name: str, layer: int, shapes: tuple[StateShape, ...]
     ) -> None:
-        self.owner, self.forward, self.name, self.layer, self.shapes = owner, forward, name, layer, shapes
+        self.owner, self.module, self.name, self.layer, self.shapes = owner, module, name, layer, shapes
+        self.forward = module.forward
+        self.native: Callable[[Tensor, States, StateCall], Tensor] | None = None
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         step = self.owner.step
@@ -127,19 +137,29 @@ class _Mixer:
             return torch.cat([self.forward(text, *args, **kwargs) for text in texts], dim=1)
         rows = hidden_states[0]
         parts = [self._call(step.store, call, rows[call.rows], kwargs) for call in step.calls]
+        if len(parts) == 1 and isinstance(step.calls[0].rows, slice):
+            return parts[0][None]
         out = parts[0].new_empty((rows.shape[0], parts[0].shape[-1]))
         for call, part in zip(step.calls, parts, strict=True):
             out[call.rows] = part
         return out[None]
 
     def _call(self, store: StateStore, call: StateCall, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        view = StateView(self.shapes, None if call.read is None else store.gather(self.layer, call.read))
+        if self.native is None or not call.decode or not x.is_contiguous() or torch.is_grad_enabled():
+            return self.compute(store, call, x, kwargs, self.layer)
+        return self.native(x, store.layers[self.layer], call)
+
+    def compute(
+        self, store: StateStore, call: StateCall, x: Tensor, kwargs: dict[str, Any], layer: int
+    ) -> Tensor:
+        """A call by the layer's own code, over a layer's states."""
+        view = StateView(self.shapes, None if call.read is None else store.gather(layer, call.read))
         given, dim = {**kwargs, self.name: view}, 1 if call.decode else 0
         if self.owner.by_token and call.read is not None and not call.decode:
             out = torch.cat([self.forward(token[None, None], **given) for token in x], 1)
         else:
             out = self.forward(x.unsqueeze(dim), **given)
-        store.put(self.layer, call.write, view.states)
+        store.put(layer, call.write, view.states)
         return out.squeeze(dim)
 
 

@@ -19,6 +19,7 @@ from transformers import (
     StoppingCriteria,
     __version__,
 )
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 from kvreclaim.bench.systems.base import CHUNK, Point, Session, SkipPoint, Slice, System, SystemSetup
 from kvreclaim.memory.blocks import blocks_for
@@ -38,7 +39,9 @@ class _Transformers(System):
         self.vocab_size = int(self.model.config.vocab_size)
         config = self.model.config
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.kv_shape = (config.num_hidden_layers, config.num_key_value_heads, head_dim)
+        layers = DynamicCache(config=config).layers or [DynamicLayer()] * config.num_hidden_layers
+        self.attends = [isinstance(layer, DynamicLayer) for layer in layers]
+        self.kv_shape = (sum(self.attends), config.num_key_value_heads, head_dim)
 
     def token_bytes(self) -> int:
         """Keys and values of one token in all layers."""
@@ -88,7 +91,7 @@ class Generate(_Transformers):
 
 
 class GenerateSession(Session):
-    """A cache that is cut back to the context after every slice."""
+    """A cache that is cut back to the context after every slice, states of recurrent layers included."""
 
     def __init__(self, system: Generate, point: Point) -> None:
         self.system, self.point = system, point
@@ -98,18 +101,30 @@ class GenerateSession(Session):
         started = perf_counter()
         self._fill(prompts)
         self.fill_s = perf_counter() - started
+        self.states = [state.clone() for state in self._states()]
+
+    def _states(self) -> list[torch.Tensor]:
+        """What recurrent layers keep."""
+        layers = [each for each in self.cache.layers if isinstance(each, LinearAttentionCacheLayerMixin)]
+        kinds = [kind for each in layers for kind in (each.conv_states, each.recurrent_states)]
+        return [state for kind in kinds for state in kind.values() if state is not None]
 
     @torch.inference_mode()
     def _fill(self, prompts: torch.Tensor) -> None:
         if self.point.fill == "prefill":
             for start in range(0, prompts.shape[1], CHUNK):
-                self.system.model.model(prompts[:, start : start + CHUNK], past_key_values=self.cache)
+                self.system.model.model(prompts[:, start : start + CHUNK], **{CACHE: self.cache})
             return
-        layers, heads, dim = self.system.kv_shape
-        shape = (self.point.batch, heads, self.point.context, dim)
-        for layer in range(layers):
-            keys = torch.empty(shape, dtype=self.system.model.dtype).normal_()
-            self.cache.update(keys, keys.roll(1, dims=-1), layer)
+        _, heads, dim = self.system.kv_shape
+        missing = self.point.context
+        if not all(self.system.attends):  # a token makes the states of recurrent layers
+            self.system.model.model(prompts[:, :1], **{CACHE: self.cache})
+            missing -= 1
+        shape = (self.point.batch, heads, missing, dim)
+        for layer, attends in enumerate(self.system.attends):
+            if attends:
+                keys = torch.empty(shape, dtype=self.system.model.dtype).normal_()
+                self.cache.update(keys, keys.roll(1, dims=-1), layer)
 
     @torch.inference_mode()
     def run(self, steps: int) -> Slice:
@@ -121,7 +136,12 @@ class GenerateSession(Session):
             generation_config=self.system.greedy(steps + 1),
             stopping_criteria=[clock],
         )
-        self.cache.crop(self.point.context - self.cache.get_seq_length())
+        surplus = self.cache.get_seq_length() - self.point.context
+        for layer, attends in zip(self.cache.layers, self.system.attends, strict=True):
+            if attends:
+                DynamicLayer.crop(layer, -surplus)
+        for state, before in zip(self._states(), self.states, strict=True):
+            state.copy_(before)
         return Slice(steps, steps * self.point.batch, clock.times[-1] - clock.times[0])
 
     def close(self) -> None:

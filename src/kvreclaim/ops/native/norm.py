@@ -10,15 +10,20 @@ from kvreclaim.ops.extension import KERNELS, unavailable_reason
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, from_one: bool = False) -> Tensor:
     """x [..., D], weight [D] -> weight * (x / sqrt(mean(x²) + eps)), like x; sums in fp32.
 
-    Rounds to the dtype of x before and after the weight, as Llama and its relatives do. Takes what
-    takes_norm() says.
+    Rounds to the dtype of x before and after the weight, as Llama and its relatives do. from_one: times
+    1 + weight, rounded once, as Gemma and Qwen3-Next do. Takes what takes_norm() says.
     """
     out = torch.empty_like(x)
-    KERNELS.rms_norm(x, weight, eps, out)
+    (KERNELS.rms_norm_from_one if from_one else KERNELS.rms_norm)(x, weight, eps, out)
     return out
+
+
+def has_norm_from_one() -> bool:
+    """Whether the extension is new enough for it."""
+    return hasattr(KERNELS, "rms_norm_from_one")
 
 
 def takes_norm(x: Tensor, weight: Tensor) -> bool:

@@ -1,0 +1,63 @@
+// Arguments of the recurrent layers' steps: one token of each of several sequences. States are read from one slot and
+// written to another; no slot that is written may be read by the same call.
+#pragma once
+
+#include <cstdint>
+
+#include "kvreclaim/layout.h"
+
+namespace kvreclaim {
+
+// A row of numbers for each sequence, and its slots.
+struct StepRows {
+  const char* rows;  // [N, stride]
+  char* out;         // [N, heads * size of a head], contiguous
+  const int64_t *read, *write;
+  int64_t count, stride;
+  Type type;  // of rows, out, convolution and norm
+};
+
+// A causal convolution of each channel, then SiLU: channel c's newest input is in the row, those before in its state.
+struct ConvStep {
+  const int64_t* pieces;  // [num_pieces, 3]: place in the row, first channel, number of channels
+  const char *weight, *bias;  // [channels, width], [channels] or null
+  char* states;               // [slots, channels, kept], the newest last; kept >= width - 1
+  int64_t num_pieces, channels, width, kept;
+};
+
+// Gated delta rule: S' = e^g S + k (beta (v - e^g S^T k))^T, y = S'^T q, then norm of each head, times SiLU(z).
+// Channels of the convolution: q, k [k_heads, k_dim] each, v [heads, v_dim]. q and k are scaled to length 1, q by
+// k_dim^-1/2, too. beta = sigmoid(b); g = decay * softplus(a + dt_bias).
+struct DeltaStepArgs {
+  StepRows step;
+  ConvStep conv;
+  float* states;                // [slots, heads, k_dim, v_dim]
+  const int64_t* places;        // [3, heads]: of each head's z, b and a in a row
+  const float *decay, *dt_bias;  // [heads]
+  const char* norm;             // [v_dim]
+  int64_t heads, k_heads, k_dim, v_dim;
+  float eps;
+};
+
+// Mamba-2: S' = e^(dt A) S + (dt x) B^T, y = S' C + D x; dt = softplus(dt + dt_bias). Then y SiLU(z), with an RMS norm
+// of each of norm_groups before or behind the gate. Channels of the convolution: x [heads, dim], B, C [groups, size].
+struct SsdStepArgs {
+  StepRows step;
+  ConvStep conv;
+  float* states;                   // [slots, heads, dim, size]
+  const float *a, *d, *dt_bias;    // [heads]
+  const char* norm;                // [heads * dim] or null
+  int64_t heads, dim, groups, size, norm_groups, z_place, dt_place;
+  float eps;
+  bool norm_before_gate;
+};
+
+// A convolution between two gates: y = C * conv(B * x), without SiLU; B, C and x of a row, [channels] each, begin at
+// these places. conv.pieces are not used.
+struct ShortConvArgs {
+  StepRows step;
+  ConvStep conv;
+  int64_t b_place, c_place, x_place;
+};
+
+}  // namespace kvreclaim

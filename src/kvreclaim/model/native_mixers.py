@@ -1,0 +1,176 @@
+"""Decode steps of recurrent layers in three native calls: all inner projections, the layer's step from slot
+to slot, the outer projection.
+
+A layer is taken by the names of its parts (gated delta rule: Qwen3-Next's and Qwen3.5's; Mamba-2: what Bamba,
+Falcon-H1, Granite 4, Nemotron-H and Zamba 2 share; the short convolution of LFM2), and proved by running it
+on trial states beside its own code. Prompts are computed by that code.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvreclaim.model.decoder import agree, is_on_cpu, joined, single, weight_dtype
+from kvreclaim.model.native_modules import NativeLinear
+from kvreclaim.model.quantized.layers import PackedLinear
+from kvreclaim.model.recurrent import Mixer, RecurrentLayers
+from kvreclaim.ops.native.linear import DTYPES
+from kvreclaim.ops.native.recurrent import Convolution, DeltaStep, ShortConvStep, SsdStep, missing_steps
+from kvreclaim.ops.states import StateCall, States, StateStore
+
+TRIAL_LENGTHS = (7, 4)
+"""Tokens behind the states of a trial."""
+QKVZ_BA = ("in_proj_qkvz", "in_proj_ba")
+NAMES = (QKVZ_BA, ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj",))
+
+
+class NativeMixer:
+    """A recurrent layer's decode step: [N, hidden] -> [N, hidden], from slots to slots."""
+
+    def __init__(self, module: Any, projections: list[Any]) -> None:
+        self.inner, self.outer = joined(projections, None), single(module.out_proj)
+        self.multiplier = float(getattr(module, "ssm_in_multiplier", 1.0))
+        scales = getattr(module, "mup_vector", None)
+        self.scales = None if scales is None or bool((scales == 1).all()) else scales.flatten()
+        self.step = _step(module)
+
+    def __call__(self, x: Tensor, states: States, call: StateCall) -> Tensor:
+        rows = self.inner(x if self.multiplier == 1.0 else x * self.multiplier)
+        if self.scales is not None:
+            rows = rows * self.scales
+        return self.outer(self.step(rows, call.read, call.write, *states.values()))
+
+
+def use_native_mixers(layers: RecurrentLayers) -> str:
+    """Give every recurrent layer that computes what a NativeMixer computes that for its decode steps.
+
+    Returns: one line that says what runs.
+    """
+    problem = missing_steps()
+    if problem is None:
+        for mixer in layers.mixers:
+            mixer.native = _proved(mixer)
+    count = sum(mixer.native is not None for mixer in layers.mixers)
+    why = f" ({problem})" if problem else ""
+    return f"recurrent layers: {len(layers.mixers)}, {count} decode natively{why}"
+
+
+def _projections(module: Any) -> list[Any] | None:
+    """The linear layers in front, if these and the others are of kinds that the kernels take."""
+    found = next((each for names in NAMES if None not in (each := _parts(module, names))), None)
+    if found is None:
+        return None
+    linears = [*found, getattr(module, "out_proj", None)]
+    if not all(type(each) in (nn.Linear, NativeLinear, PackedLinear) for each in linears):
+        return None
+    dtypes = {weight_dtype(each) for each in linears}
+    same = len(dtypes) == 1 and dtypes <= set(DTYPES) and all(is_on_cpu(each) for each in linears)
+    mixed = len({(type(each) is PackedLinear, each.bias is None) for each in found}) > 1
+    return found if same and not mixed else None
+
+
+def _parts(module: Any, names: tuple[str, ...]) -> list[Any]:
+    return [getattr(module, name, None) for name in names]
+
+
+@torch.inference_mode()
+def _proved(mixer: Mixer) -> NativeMixer | None:
+    """The layer in native calls, if it makes of trial states and inputs what the layer's own code makes."""
+    module, projections = mixer.module, _projections(mixer.module)
+    if projections is None or [one.kind for one in mixer.shapes] not in (["conv"], ["conv", "recurrent"]):
+        return None
+    n, generator = len(TRIAL_LENGTHS), torch.Generator().manual_seed(0)
+    store = StateStore([mixer.shapes], 3 * n, torch.device("cpu"))
+    inputs = [
+        torch.randn((length, module.out_proj.out_features), generator=generator).to(
+            weight_dtype(module.out_proj)
+        )
+        for length in (*TRIAL_LENGTHS, n)
+    ]
+    for slot, x in enumerate(inputs[:n]):
+        mixer.compute(store, StateCall(slice(0, len(x)), False, None, torch.tensor([slot])), x, {}, 0)
+    read = torch.arange(n)
+    own, other = (StateCall(slice(0, n), True, read, read + n * i) for i in (1, 2))
+    want = mixer.compute(store, own, inputs[n], {}, 0)
+    try:
+        native = NativeMixer(module, projections)
+        got = native(inputs[n], store.layers[0], other)
+    except (AttributeError, TypeError, ValueError):  # other parts by the same names
+        return None
+    pairs = [(got, want), *((each[2 * n :], each[n : 2 * n]) for each in store.layers[0].values())]
+    return native if all(agree(one, other) for one, other in pairs) else None
+
+
+def _step(module: Any) -> DeltaStep | SsdStep | ShortConvStep:
+    """Raises: AttributeError, TypeError or ValueError if its parts or numbers are others."""
+    if hasattr(module, "conv"):
+        return ShortConvStep(_convolution(module.conv, []))
+    if module.activation not in ("silu", "swish"):
+        raise ValueError(module.activation)
+    return _ssd_step(module) if hasattr(module, "in_proj") else _delta_step(module)
+
+
+def _vector(x: Tensor) -> Tensor:
+    return x.detach().float().contiguous()
+
+
+def _convolution(conv: nn.Conv1d, places: list[tuple[int, int]]) -> Convolution:
+    return Convolution(conv.weight.detach().squeeze(1), conv.bias, tuple(places))
+
+
+def _delta_step(module: Any) -> DeltaStep:
+    """A row holds all q, all k, all v, all z, all b, all a; or q, k, v and z of one key head after the other,
+    then b and a alike."""
+    heads, groups = module.num_v_heads, module.num_k_heads
+    k_dim, v_dim, share = module.head_k_dim, module.head_v_dim, module.num_v_heads // module.num_k_heads
+    width = 2 * groups * k_dim + heads * v_dim
+    head, group = torch.arange(heads), torch.arange(heads) // share
+    if hasattr(module, QKVZ_BA[0]):
+        size = 2 * k_dim + 2 * share * v_dim
+        runs = [(0, k_dim), (k_dim, k_dim), (2 * k_dim, share * v_dim)]
+        places = [(g * size + start, count) for start, count in runs for g in range(groups)]
+        z = group * size + 2 * k_dim + (share + head % share) * v_dim
+        b = groups * size + group * 2 * share + head % share
+        a = b + share
+    else:
+        places = [(0, width)]
+        z = width + head * v_dim
+        b = width + heads * v_dim + head
+        a = b + heads
+    return DeltaStep(
+        _convolution(module.conv1d, places),
+        (heads, groups, k_dim, v_dim),
+        torch.stack([z, b, a]),
+        -_vector(module.A_log).exp(),
+        _vector(module.dt_bias),
+        module.norm.weight.detach(),
+        float(module.norm.variance_epsilon),
+    )
+
+
+def _ssd_step(module: Any) -> SsdStep:
+    """A row: z, then x, B and C, then dt."""
+    heads, dim, groups, size = module.num_heads, module.head_dim, module.n_groups, module.ssm_state_size
+    inner, width = heads * dim, heads * dim + 2 * groups * size
+    norm = module.norm
+    more: dict[str, Any] = {}
+    if not isinstance(norm, nn.Identity):
+        own = getattr(norm, "n_groups", None)
+        more = {
+            "norm": norm.weight.detach(),
+            "norm_groups": inner // norm.group_size if own is None else own,
+            "eps": float(norm.variance_epsilon),
+            "norm_before_gate": bool(getattr(norm, "norm_before_gate", False)),
+        }
+    return SsdStep(
+        _convolution(module.conv1d, [(inner, width)]),
+        (heads, dim, groups, size),
+        (0, inner + width),
+        -_vector(module.A_log).exp(),
+        _vector(module.D),
+        _vector(module.dt_bias),
+        **more,
+    )
