@@ -104,10 +104,21 @@ def test_hooks_and_gradients_keep_working() -> None:
     assert layer[0].weight.grad is not None
 
 
+@pytest.mark.skipif(not has_norm_from_one(), reason="the native extension is older")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_whose_weights_count_from_one(dtype: torch.dtype) -> None:
+    gemma = Gemma2ForCausalLM(Gemma2Config(**SIZES, query_pre_attn_scalar=16)).eval().to(dtype)
+    norms = [module for module in gemma.modules() if "Norm" in type(module).__name__]
+    for norm in norms:
+        nn.init.normal_(norm.weight, std=0.3)
+    assert use_fast_norms(gemma) == f"norms: native ({len(norms)})"
+    x = torch.randn(2, 5, SIZES["hidden_size"]).to(dtype)
+    with torch.no_grad():
+        for norm in norms:
+            torch.testing.assert_close(norm(x), type(norm).forward(norm, x))
+
+
 def test_norms_that_compute_something_else_are_left_alone() -> None:
-    sizes = {**SIZES, "query_pre_attn_scalar": 16}
-    gemma = Gemma2ForCausalLM(Gemma2Config(**sizes)).eval()
-    assert use_fast_norms(gemma).startswith("norms: torch")
     layers = nn.ModuleList(
         [nn.LayerNorm(8, bias=False), nn.RMSNorm(8, eps=1e-6), nn.RMSNorm(8), nn.Linear(3, 1, bias=False)]
     )

@@ -101,7 +101,7 @@ def _proved(mixer: Mixer) -> NativeMixer | None:
     except (AttributeError, TypeError, ValueError):  # other parts by the same names
         return None
     pairs = [(got, want), *((each[2 * n :], each[n : 2 * n]) for each in store.layers[0].values())]
-    return native if all(agree(one, other) for one, other in pairs) else None
+    return native if all(agree(one, other, native.outer.dtype) for one, other in pairs) else None
 
 
 def _step(module: Any) -> DeltaStep | SsdStep | ShortConvStep:

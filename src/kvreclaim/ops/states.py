@@ -123,7 +123,7 @@ class StateStep:
                     waves.append([])
                 waves[depth].append((run.start + num_known - 1 + depth, read_slot, write_slot))
         for wave in filter(None, waves):
-            rows, read, write = torch.tensor(wave, device=device).unbind(1)
+            rows, read, write = torch.tensor(list(zip(*wave, strict=True)), device=device)
             first = wave[0][0]
             in_a_row = all(row == first + i for i, (row, _, _) in enumerate(wave))
             where = slice(first, first + len(wave)) if in_a_row else rows
