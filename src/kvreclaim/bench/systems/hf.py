@@ -103,10 +103,12 @@ class GenerateSession(Session):
         self.fill_s = perf_counter() - started
         self.states = [state.clone() for state in self._states()]
 
+    def _recurrent(self) -> list[LinearAttentionCacheLayerMixin]:
+        return [each for each in self.cache.layers if isinstance(each, LinearAttentionCacheLayerMixin)]
+
     def _states(self) -> list[torch.Tensor]:
         """What recurrent layers keep."""
-        layers = [each for each in self.cache.layers if isinstance(each, LinearAttentionCacheLayerMixin)]
-        kinds = [kind for each in layers for kind in (each.conv_states, each.recurrent_states)]
+        kinds = [kind for each in self._recurrent() for kind in (each.conv_states, each.recurrent_states)]
         return [state for kind in kinds for state in kind.values() if state is not None]
 
     @torch.inference_mode()
@@ -117,7 +119,7 @@ class GenerateSession(Session):
             return
         _, heads, dim = self.system.kv_shape
         missing = self.point.context
-        if not all(self.system.attends):  # a token makes the states of recurrent layers
+        if self._recurrent():  # a token makes their states
             self.system.model.model(prompts[:, :1], **{CACHE: self.cache})
             missing -= 1
         shape = (self.point.batch, heads, missing, dim)
