@@ -92,7 +92,9 @@ def use_fast_norms(model: nn.Module) -> str:
     count = 0
     for module in model.modules():
         eps = _eps(module)
-        for from_one in (False, True) if eps is not None else ():
+        if eps is None:
+            continue
+        for from_one in (False, True):
             if _computes_rms_norm(module, eps, from_one):
                 module.forward = NativeNorm(module, eps, from_one)
                 count += 1
