@@ -35,13 +35,15 @@ class NativeMixer:
         self.multiplier = float(getattr(module, "ssm_in_multiplier", 1.0))
         scales = getattr(module, "mup_vector", None)
         self.scales = None if scales is None or bool((scales == 1).all()) else scales.flatten()
-        self.step = _step(module)
+        self.step: Any = _step(module)
 
     def __call__(self, x: Tensor, states: States, call: StateCall) -> Tensor:
+        assert call.read is not None, "sequences that decode have states"
         rows = self.inner(x if self.multiplier == 1.0 else x * self.multiplier)
         if self.scales is not None:
             rows = rows * self.scales
-        return self.outer(self.step(rows, call.read, call.write, *states.values()))
+        found: Tensor = self.step(rows, call.read, call.write, *states.values())
+        return self.outer(found)
 
 
 def use_native_mixers(layers: RecurrentLayers) -> str:

@@ -124,7 +124,7 @@ class Mixer:
     """
 
     def __init__(
-        self, owner: RecurrentLayers, module: nn.Module, name: str, layer: int, shapes: tuple[StateShape, ...]
+        self, owner: RecurrentLayers, module: Any, name: str, layer: int, shapes: tuple[StateShape, ...]
     ) -> None:
         self.owner, self.module, self.name, self.layer, self.shapes = owner, module, name, layer, shapes
         self.forward = module.forward
