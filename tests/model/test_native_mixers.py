@@ -78,6 +78,7 @@ def test_layers_that_compute_something_else_are_refused(tiny_dir: Callable[[str]
     """The known parts by name, but twice the result, or another activation; the other layers stay native."""
     loaded = load_model(tiny_dir(family), kernels="native")
     first, *others = mixers(loaded)
+    assert loaded.recurrent is not None
     own = first.forward
     first.forward = lambda *args, **kwargs: 2 * own(*args, **kwargs)
     line = use_native_mixers(loaded.recurrent)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -46,7 +49,9 @@ def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.double(), want.double(), rtol=0, atol=TOLERANCE[dtype] * largest)
 
 
-def check_states(got: tuple[Tensor, ...], before: tuple[Tensor, ...], want: list[tuple[Tensor, ...]]) -> None:
+def check_states(
+    got: tuple[Tensor, ...], before: tuple[Tensor, ...], want: Sequence[tuple[Tensor, ...]]
+) -> None:
     """Written slots hold what is wanted, all others what they held."""
     for now, then in zip(got, before, strict=True):
         kept = [slot for slot in range(SLOTS) if slot not in WRITE]
@@ -147,7 +152,7 @@ def test_ssd_step(
     norm_weight, norm_groups = random(inner), groups
     before = random(SLOTS, channels, kept), random(SLOTS, heads, dim, size, dtype=torch.float32)
     conv, states = before[0].clone(), before[1].clone()
-    more = {
+    more: dict[str, Any] = {
         "norm": norm_weight,
         "norm_groups": norm_groups,
         "eps": 1e-5,

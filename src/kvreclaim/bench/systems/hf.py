@@ -139,7 +139,8 @@ class GenerateSession(Session):
             stopping_criteria=[clock],
         )
         surplus = self.cache.get_seq_length() - self.point.context
-        for layer, attends in zip(self.cache.layers, self.system.attends, strict=True):
+        layers: list[Any] = self.cache.layers
+        for layer, attends in zip(layers, self.system.attends, strict=True):
             if attends:
                 DynamicLayer.crop(layer, -surplus)
         for state, before in zip(self._states(), self.states, strict=True):
