@@ -101,6 +101,14 @@ def test_a_placeholder_stands_for_it(server: Running, oracle: LLM) -> None:
     )
 
 
+def test_beams(server: Running) -> None:
+    messages = [*conversation(kv_drop="lossy"), {"role": "user", "content": "and?"}]
+    beams = {"temperature": None, "use_beam_search": True}
+    [alone, searched] = [chat(server, messages, **more)["usage"] for more in ({}, {**beams, "n": 2})]
+    dropped = alone["kv_cache"]["dropped_tokens"]
+    assert searched["kv_cache"]["dropped_tokens"] == dropped > 4 * SIZE
+
+
 def test_messages(server: Running) -> None:
     """Anthropic's blocks: a result, and one of two texts."""
     use = {"type": "tool_use", "id": "c", "name": "look", "input": {}}

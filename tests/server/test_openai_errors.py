@@ -14,6 +14,7 @@ from steering import LIMIT_S
 
 from kvreclaim import LLM
 from kvreclaim.errors import KVReclaimError
+from kvreclaim.server.errors import ApiError
 
 COMPLETION = {"model": MODEL, "prompt": "the end", "max_tokens": 2}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "the end"}], "max_tokens": 2}
@@ -306,3 +307,12 @@ def test_compression_in_whole_numbers_has_bounds(client: openai.OpenAI, field: s
     for value in (2**31, 10**300):
         with pytest.raises(openai.BadRequestError, match=field):
             client.completions.create(**COMPLETION, extra_body={"kv_compression": asked | {field: value}})
+
+
+def test_another_name_of_a_field_leaves_words_alone():
+    for message, told in (
+        ("messages is empty.", "input is empty."),
+        ("5 messages came.", "5 messages came."),
+    ):
+        error = ApiError(400, message, "messages").about("input")
+        assert (error.message, error.param) == (told, "input")

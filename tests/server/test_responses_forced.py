@@ -12,6 +12,7 @@ from running import Running, running_server
 from scribbling import TERSE, save_scribbler
 
 from kvreclaim import LLM
+from kvreclaim.server.responses import translate
 
 PARAMETERS = {
     "type": "object",
@@ -71,6 +72,20 @@ def test_functions_are_strict_where_they_can_be(
         server, **{**GIVEN, "tools": [{**CITY, "strict": None}, NOW], **more, "max_output_tokens": 4}
     )
     assert [tool["strict"] for tool in response["tools"]] == told
+
+
+@pytest.mark.parametrize(("wrong", "told"), [(None, {True}), (2, {False})])
+def test_of_many_functions_all_are_strict_or_none(
+    server: Running, monkeypatch: pytest.MonkeyPatch, wrong: int | None, told: set[bool]
+) -> None:
+    monkeypatch.setattr(translate, "MOST_ALONE", 3)
+    tools = [{**NOW, "name": f"f{number}"} for number in range(4)]
+    if wrong is not None:
+        tools[wrong]["parameters"] = {"not": {}}
+        param, message = refused(server, **{**GIVEN, "tools": tools, "tool_choice": "required"})
+        assert param == f"tools.{wrong}.parameters", message
+    response = ask(server, **{**GIVEN, "tools": tools, "max_output_tokens": 4})
+    assert {tool["strict"] for tool in response["tools"]} == told
 
 
 def test_a_schema(server: Running) -> None:

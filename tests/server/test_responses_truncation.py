@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,6 +55,24 @@ AGENT = [USER, call("a"), call("b"), output("a"), output("b"), call("a"), output
 def test_what_stays(items: list[Any], most: int, kept: list[int]) -> None:
     """Whole turns of the user first; then items, a result never without its call."""
     assert fitting(items, lambda places: len(places) <= most) == kept
+
+
+@pytest.mark.parametrize(("most", "kept"), [(10, 0), (8, 2), (7, 2)])
+def test_a_prompt_that_no_template_writes(most: int, kept: int) -> None:
+    """Many templates refuse a conversation in which no user speaks."""
+    items = [USER, SAYS, *AGENT]
+
+    def fits(places: list[int]) -> bool | None:
+        return len(places) <= most if any(items[place] == USER for place in places) else None
+
+    assert fitting(items, fits) == [*range(kept, 10)]
+
+
+def test_many_items_take_no_room_each() -> None:
+    tracemalloc.start()
+    assert len(fitting([USER] * 4000, lambda places: len(places) <= 10)) == 10
+    assert tracemalloc.get_traced_memory()[1] < 2 << 20
+    tracemalloc.stop()
 
 
 @pytest.fixture(scope="module")
@@ -119,5 +138,7 @@ def test_refusals(server: Running) -> None:
     assert refused(server, input="w20 " * 9000, truncation="auto")[0] == "input"
     assert refused(server, input="w20", truncation="auto", documents=["w30"])[0] == "truncation"
     assert refused(server, input="w20", truncation="middle")[0] == "truncation"
+    param, message = refused(server, input="w20", chat_template_kwargs={"messages": 1}, truncation="auto")
+    assert (param, message[:31]) == ("chat_template_kwargs", "chat_template_kwargs sets 'mess")
     items = [{"role": "user", "content": "w20"}, {**output("x")}]
     assert refused(server, input=items, truncation="auto")[0] == "input.1.call_id"

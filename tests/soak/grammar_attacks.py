@@ -7,11 +7,12 @@ import re
 from functools import partial
 from typing import Any
 
-from attacks import CHAT, COMPLETIONS, MESSAGES, USER, Attack, Strike, asking, posting, timed
+from attacks import CAP, CHAT, COMPLETIONS, MESSAGES, USER, Attack, Strike, asking, filled, posting, timed
 from client import asked, exchange, head, post, status
-from server import ATTACKER, Target
+from server import ATTACKER, MODEL, Target
 
 RESPONSES = "/v1/responses"
+ITEMS = f'{{"model":"{MODEL}","max_output_tokens":1,"truncation":"auto","input":['
 MOST_STORED = 8
 TEXT = "lark shell dew mole nest " * 300
 BOUNDED: dict[str, Any] = {"expected": (200, 400, 413, 500), "refused": False, "growth": 256 << 20}
@@ -66,6 +67,8 @@ GRAMMARS: dict[str, dict[str, Any]] = {
 }
 FUNCTION = {"type": "function", "function": {"name": "f", "parameters": wide(10_000)}}
 TOOL = {"name": "f", "input_schema": wide(10_000)}
+FLAT = [{"type": "function", "name": f"f{n}", "parameters": wide(8)} for n in range(1000)]
+WRONG = [{**each, "parameters": {"not": {}}} for each in FLAT]
 MANY = [{"type": "function", "function": {"name": f"f{n}", "parameters": wide(8)}} for n in range(1000)]
 
 
@@ -115,6 +118,15 @@ STRUCTURED = [
     Attack("a function of 10,000 parameters", chatting(tools=[FUNCTION]), **BOUNDED),
     Attack("the same, forced", chatting(tools=[FUNCTION], tool_choice="required"), **BOUNDED),
     Attack("1,000 functions, forced", chatting(tools=MANY, tool_choice="required"), **BOUNDED),
+    *(
+        Attack(f"1,000 functions {kind} be strict", asking(RESPONSES, input="a", tools=tools), **BOUNDED)
+        for kind, tools in (("that may", FLAT), ("of which none can", WRONG))
+    ),
+    Attack(
+        "truncation of as many items as fit",
+        posting(RESPONSES, partial(filled, ITEMS, '{"role":"user","content":""}', "]}", CAP - 64)),
+        **BOUNDED,
+    ),
     Attack(
         "a tool of 10,000 parameters", asking(MESSAGES, messages=USER, max_tokens=8, tools=[TOOL]), **BOUNDED
     ),

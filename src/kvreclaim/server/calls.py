@@ -79,8 +79,6 @@ def check_grammars(service: Service, field: str) -> None:
 
 def check_offer(offer: Offer, form: OutputFormat, service: Service) -> None:
     """Raises: ApiError where calls cannot follow a grammar in this model's format."""
-    from kvreclaim.engine.sampling.grammar import composed, reason_against
-
     if offer.field is None:
         return
     if form.tool_parser is None:
@@ -91,29 +89,39 @@ def check_offer(offer: Offer, form: OutputFormat, service: Service) -> None:
             offer.field,
         )
     check_grammars(service, offer.field)
-    for one in offer.calls(form.tool_parser).functions:
-        alone = Calls(form.tool_parser, [one], forced=True, one_call=True)
-        try:
-            lark = answer_grammar(Lark({}), alone, None, harmony=form.is_harmony, structured=False)
-            reason = reason_against(composed(lark, None))
-        except InvalidArgumentError as error:
-            raise ApiError(400, str(error), error.field or one.place) from error
-        if reason is not None:
-            raise ApiError(400, f"{one.place} cannot be followed: {reason}; change it.", one.place)
+    calls = replace(offer.calls(form.tool_parser), forced=True, one_call=True)
+    reason = _reason_against(calls, form) if calls.functions else None
+    while reason is not None and len(calls.functions) > 1:  # by halves, for each grammar takes its time
+        middle = len(calls.functions) // 2
+        half, rest = (
+            replace(calls, functions=part) for part in (calls.functions[:middle], calls.functions[middle:])
+        )
+        first = _reason_against(half, form)
+        calls, reason = (rest, _reason_against(rest, form)) if first is None else (half, first)
+    if reason is not None:
+        place = calls.functions[0].place
+        raise ApiError(400, f"{place} cannot be followed: {reason}; change it.", place)
 
 
 def can_follow(tools: Sequence[Tool], form: OutputFormat, service: Service) -> bool:
     """Whether an answer that may call these can be held to the schemas of those that are strict."""
-    from kvreclaim.engine.sampling.grammar import composed, reason_against
-
     if form.tool_parser is None or not service.follows_grammars:
         return False
     try:
-        calls = Offer(tools).calls(form.tool_parser)
-        lark = answer_grammar(Lark({}), calls, None, harmony=form.is_harmony, structured=False)
-        return reason_against(composed(lark, None)) is None
-    except (ApiError, InvalidArgumentError):
+        return _reason_against(Offer(tools).calls(form.tool_parser), form) is None
+    except ApiError:
         return False
+
+
+def _reason_against(calls: Calls, form: OutputFormat) -> str | None:
+    """Why answers with these calls cannot follow a grammar; None: they can. Raises: ApiError."""
+    from kvreclaim.engine.sampling.grammar import composed, reason_against
+
+    try:
+        lark = answer_grammar(Lark({}), calls, None, harmony=form.is_harmony, structured=False)
+        return reason_against(composed(lark, None))
+    except InvalidArgumentError as error:
+        raise ApiError(400, str(error), error.field or calls.functions[0].place) from error
 
 
 def check_unique(names: Sequence[str]) -> None:

@@ -74,8 +74,8 @@ ENGINE_FIELDS = {"compression": "kv_compression", "drop_spans": "kv_drop"} | {
 class ApiError(Exception):
     """An answer that is not 200.
 
-    param: the field that is to blame, which the message calls by this name where it does; code: OpenAI's
-    machine-readable reason
+    param: the field that is to blame, with which the message may begin; code: OpenAI's machine-readable
+    reason
     """
 
     status: int
@@ -95,7 +95,7 @@ class ApiError(Exception):
         """The same about a field by another name."""
         message = self.message
         if self.param is not None:
-            message = re.sub(rf"(?<![\w.]){re.escape(self.param)}\b", lambda _: field, message, count=1)
+            message = re.sub(rf"^{re.escape(self.param)}\b", lambda _: field, message)
         return replace(self, message=message, param=field)
 
 

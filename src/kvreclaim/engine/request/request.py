@@ -206,6 +206,7 @@ class Beams:
         spent.num_evicted += gone.num_evicted - gone.inherited_evicted
         for name in ("blocks_freed", "blocks_perfect", "compactions"):
             setattr(spent, name, getattr(spent, name) + getattr(gone, name))
+        spent.num_dropped = max(spent.num_dropped, gone.num_dropped)
         self.rounded += seq.state.rounded
         self.peak_blocks = max(self.peak_blocks, seq.peak_blocks)
         self.answer_blocks = max(self.answer_blocks, seq.answer_blocks)

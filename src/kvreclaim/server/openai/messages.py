@@ -169,7 +169,7 @@ def rendered(
             )
         except InvalidArgumentError as error:
             name = (error.field or "").partition(".")[0]
-            raise ApiError(400, str(error), NAMED.get(name, "messages")) from error
+            raise ApiError(400, str(error), name or None).about(NAMED.get(name, "messages")) from error
 
     text = written(made)
     for role in sorted({message["role"] for message in made if "name" in message}):

@@ -52,7 +52,8 @@ class ChatWriter:
 
     def say(self, role: str, texts: list[str], place: str) -> None:
         content = [{"type": "text", "text": text} for text in texts]
-        if role in SYSTEM_ROLES and [message["role"] in SYSTEM_ROLES for message in self.messages] == [True]:
+        leads = len(self.messages) == 1 and self.messages[0]["role"] in SYSTEM_ROLES
+        if leads and role in SYSTEM_ROLES:
             self.messages[0]["content"] += content
         else:
             self._add({"role": role, "content": content}, place)

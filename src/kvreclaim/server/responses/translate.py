@@ -28,6 +28,8 @@ SAME = (
     *("parallel_tool_calls", "top_logprobs", "chat_template_kwargs", "thinking_token_budget"),
 )
 """Fields that mean the same in both."""
+MOST_ALONE = 128
+"""Functions whose schemas are looked at one by one, as many as OpenAI takes."""
 ROOM = 8
 """Which part of the context is left to an answer without a limit, if items are dropped."""
 
@@ -75,14 +77,20 @@ def _chat(
 
 def _fits(
     body: ResponsesRequest, items: list[Item], places: list[str], service: Service, kept: list[int]
-) -> bool:
-    """Whether the context holds the prompt of these items and an answer. Raises: ApiError."""
+) -> bool | None:
+    """Whether the context holds the prompt of these items and an answer; None: the chat template refuses
+    them. Raises: ApiError."""
     longest = service.max_model_len
     if num_chars(items[place] for place in kept) > service.max_chars or len(kept) > longest:
         return False
     chat, named = _chat(body, items, places, kept)
-    with own_names(named):
-        ids = render(chat.messages, chat, service, with_tools=chat.offered is not None)
+    try:
+        with own_names(named):
+            ids = render(chat.messages, chat, service, with_tools=chat.offered is not None)
+    except ApiError as error:
+        if error.param != "input":
+            raise
+        return None if error.code is None else False
     return len(ids) + (body.max_output_tokens or longest // ROOM) <= longest
 
 
@@ -106,7 +114,7 @@ def _check(body: ResponsesRequest) -> None:
 
 def _with_strict(body: ResponsesRequest, service: Service) -> ResponsesRequest:
     """The same, in which each function says whether it is strict: those that leave it open are where their
-    schemas can be followed, as far as all of them can be together."""
+    schemas can be followed, as far as all of them can be together; of many functions all or none."""
     tools, form = body.tools or [], service.output_format
     hidden = body.skip_special_tokens and form.needs_special_tokens(with_tools=True)
     if body.tool_choice == "none" or all(tool.strict is not None for tool in tools):
@@ -119,8 +127,11 @@ def _with_strict(body: ResponsesRequest, service: Service) -> ResponsesRequest:
     def filled(tool: FlatFunction, strict: bool) -> FlatFunction:
         return tool if tool.strict is not None else tool.model_copy(update={"strict": strict})
 
-    alone = [filled(tool, follows([filled(tool, True)])) for tool in tools]
-    made = alone if follows(alone) else [filled(tool, False) for tool in tools]
+    made = [filled(tool, True) for tool in tools]
+    if not follows(made):
+        few = len(tools) <= MOST_ALONE
+        made = [filled(tool, few and follows([filled(tool, True)])) for tool in tools]
+        made = made if few and follows(made) else [filled(tool, False) for tool in tools]
     return body.model_copy(update={"tools": made})
 
 

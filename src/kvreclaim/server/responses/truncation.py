@@ -9,15 +9,28 @@ from kvreclaim.engine.api.chat import SYSTEM_ROLES
 from kvreclaim.server.responses.items import Item
 
 
-def fitting(items: Sequence[Item], fits: Callable[[list[int]], bool]) -> list[int]:
+def fitting(items: Sequence[Item], fits: Callable[[list[int]], bool | None]) -> list[int]:
     """The places of those that stay: what leads as system or developer, and of the others the latest ones
-    that fit; if none do, the fewest.
+    that fit; if none do, the fewest that can be written.
 
-    fits: whether items at these places do; fewer ones fit sooner
+    fits: whether items at these places do, None if they cannot be written; fewer ones do or cannot sooner
     """
     first = _num_leading(items)
-    kept = [[*range(first), *range(cut, len(items))] for cut in _cuts(items, first)]
-    return kept[min(bisect_left(kept, True, key=fits), len(kept) - 1)]
+    cuts = _cuts(items, first)
+
+    def kept(cut: int) -> list[int]:
+        return [*range(first), *range(cut, len(items))]
+
+    found: dict[int, bool | None] = {}
+
+    def ends(cut: int) -> bool:
+        found[cut] = fits(kept(cut))
+        return found[cut] is not False
+
+    place = bisect_left(cuts, True, key=ends)
+    if place == len(cuts) or found[cuts[place]] is None:
+        place = max(place - 1, 0)
+    return kept(cuts[place])
 
 
 def _num_leading(items: Sequence[Item]) -> int:
