@@ -225,14 +225,15 @@ class Scheduler(Generic[Seq]):
         return [self._pass(seq) for seq in sequences if seq.status is Status.RUNNING and seq.is_due]
 
     def _pass(self, seq: Seq) -> Pass[int]:
-        """The pass of one that is due; companions may have taken blocks since the step was planned."""
+        """The pass of one that is due. Since the step was planned companions may have taken blocks, and where
+        spans were dropped another pass may have come to nothing, whose blocks were counted on."""
         lengths = seq.num_computed, seq.num_prompt
         while True:
             done = compress(seq.seq_id, *lengths, seq.footprint, seq.account, self.memory)
             if done is not None:
                 seq.dropped = ()
                 return done
-            gave = self._evict_companion()
+            gave = self._evict_companion() or self.snapshots.forget_one()
             assert gave, f"sequence {seq.seq_id} lacks blocks for its pass: {self.memory.stats()}"
 
     def compressed(self, done: Pass[int], gone: ListLike[int], prompt_slots: int | None) -> Pass[int]:

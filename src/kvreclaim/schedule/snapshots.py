@@ -249,6 +249,12 @@ class Snapshots(Generic[Seq]):
         has begun with in this step. Returns: whether there was one."""
         return self._evict(self._next_to_go(spare))
 
+    def forget_one(self) -> bool:
+        """The same within a step, when nothing can be moved to the host before its blocks are written."""
+        if (seq := self._next_to_go(None)) is not None:
+            self._drop(seq)
+        return seq is not None
+
     def _next_to_go(self, spare: Seq | None, tenant: Tenant = None, num_more: int = 0) -> Seq | None:
         """The one to evict next, where a tenant is to hold so many blocks more; None: there is none."""
         held, may_go = Counter({tenant: num_more} if num_more else ()), []
