@@ -7,7 +7,7 @@ import re
 from functools import partial
 from typing import Any
 
-from attacks import CAP, CHAT, COMPLETIONS, MESSAGES, USER, Attack, Strike, asking, filled, posting, timed
+from attacks import CHAT, COMPLETIONS, MESSAGES, USER, Attack, Strike, asking, filled, posting, timed
 from client import asked, exchange, head, post, status
 from server import ATTACKER, MODEL, Target
 
@@ -123,8 +123,8 @@ STRUCTURED = [
         for kind, tools in (("that may", FLAT), ("of which none can", WRONG))
     ),
     Attack(
-        "truncation of as many items as fit",
-        posting(RESPONSES, partial(filled, ITEMS, '{"role":"user","content":""}', "]}", CAP - 64)),
+        "truncation of 4,000 items",
+        posting(RESPONSES, partial(filled, ITEMS, '{"role":"user","content":""}', "]}", 30 * 4000)),
         **BOUNDED,
     ),
     Attack(
