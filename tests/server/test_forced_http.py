@@ -285,6 +285,11 @@ UNSET = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": 
         ("hermes", {"tool_choice": "required", "extra_body": {"use_beam_search": True}}, "tool_choice"),
         (
             "hermes",
+            {"tool_choice": NAMED, "extra_body": {"structured_outputs": {"choice": ["yes", "no"]}}},
+            "structured_outputs",
+        ),
+        (
+            "hermes",
             {"tools": [strict(TOOLS[0])], "extra_body": {"use_beam_search": True}},
             "tools.0.function.strict",
         ),

@@ -109,6 +109,12 @@ async def prompt_of(body: ChatRequest, service: Service, tenant: Tenant) -> Requ
     if body.structured_outputs is not None or body.response_format is not None:
         structured = await structured_of(body.structured_outputs, service, tenant, body.response_format)
     offer, form = body.offer, format_of(body.offer, service.output_format)
+    if offer is not None and offer.forced and body.structured_outputs is not None:
+        raise ApiError(
+            400,
+            "structured_outputs does not go with a tool_choice that forces a call; leave one out.",
+            "structured_outputs",
+        )
     if offer is not None:
         await service.workers.run(tenant.name, partial(check_offer, offer, form, service))
     if beams is None:
