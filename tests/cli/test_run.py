@@ -110,6 +110,15 @@ def test_blocks_held_and_freed(compression, llm, talk) -> None:
             assert figures.blocks_held <= (compression.budget + compression.interval) // size < full
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT as in a terminal; a process that was started in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_an_answer_and_the_chat_goes_on(llm, talk, monkeypatch, capsys) -> None:
     steps, step = [], llm.engine.step
 

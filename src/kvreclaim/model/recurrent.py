@@ -98,14 +98,22 @@ class RecurrentLayers:
         """For the line at the engine's start."""
         return "; prompts behind a state token by token" if self.by_token else ""
 
+    def begin(self, step: StateStep) -> None:
+        """The next pass is this step."""
+        self.step = step
+
+    def end(self) -> None:
+        """The pass is over."""
+        self.step = None
+
     @contextmanager
     def stepping(self, step: StateStep) -> Iterator[None]:
         """For a while, with this step."""
-        self.step = step
+        self.begin(step)
         try:
             yield
         finally:
-            self.step = None
+            self.end()
 
     @contextmanager
     def beginning(self, lengths: Sequence[int]) -> Iterator[None]:

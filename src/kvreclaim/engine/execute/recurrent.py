@@ -31,14 +31,14 @@ class RecurrentStates(Extension):
             writes = self.group.pending(seq_id)[: 1 + row.num_drafts]
             found.append(StateRun(start, row.num_tokens, self.group.slot(seq_id), writes))
             start += row.num_tokens
-        self.layers.step = StateStep.of(self.store, found)
+        self.layers.begin(StateStep.of(self.store, found))
         return ()
 
     def attended(self, step: list[Scheduled]) -> None:
-        self.layers.step = None
+        self.layers.end()
 
     def abandoned(self) -> None:
-        self.layers.step = None
+        self.layers.end()
 
     def preempted(self, seq: Sequence, *, parked: bool) -> None:
         if (slot := self.group.leaving(seq.seq_id)) is not None:

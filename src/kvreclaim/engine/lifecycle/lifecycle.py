@@ -74,15 +74,13 @@ class Lifecycle:
         """
         seq = self._new_sequence(request, 0, token_ids, footprint)
         seq.seats = request.num_seats
-        compressor, salt = (
-            request.compressor,
-            prefix_salt(request.spec.cache_salt, None, request.sparse_prefill),
-        )
-        if at := footprint.compress_prompt_at:
-            seq.snapshot_key = snapshot_key(token_ids[:at], salt, compressor, footprint)
-        if has_turns:
-            known = snapshot_key(request.prompt_token_ids[:-1], salt, compressor, footprint)
-            seq.lineage = replace(known, has_past=True)
+        if (at := footprint.compress_prompt_at) or has_turns:
+            salt = prefix_salt(request.spec.cache_salt, None, request.sparse_prefill)
+            if at:
+                seq.snapshot_key = snapshot_key(token_ids[:at], salt, request.compressor, footprint)
+            if has_turns:
+                known = snapshot_key(request.prompt_token_ids[:-1], salt, request.compressor, footprint)
+                seq.lineage = replace(known, has_past=True)
         seq.max_prefix_hit = max_prefix_hit
         if request.lacks_prompt_logprobs:
             seq.max_prefix_hit = 0
