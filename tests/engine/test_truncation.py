@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from random import Random
+from types import SimpleNamespace
+
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from kvreclaim import SamplingParams
 from kvreclaim.engine.sampling import sampler
-from kvreclaim.engine.sampling.sampler import Cut, race_among_kept
+from kvreclaim.engine.sampling.sampler import Cut, gumbel
 
-VOCAB = 3000
+VOCAB = 5000
+CUTS = [Cut(0, 0.3, 0.0), Cut(40, 1.0, 0.0), Cut(2000, 0.999, 0.0), Cut(0, 1.0, 0.05), Cut(50, 0.8, 0.2)]
 
 
 def kept_by_definition(logits: torch.Tensor, cut: Cut) -> list[int]:
@@ -27,11 +30,21 @@ def kept_by_definition(logits: torch.Tensor, cut: Cut) -> list[int]:
     return [t for t in kept if probs[t] >= cut.min_p * probs[order[0]]]
 
 
-def winner(logits: torch.Tensor, race: torch.Tensor, cut: Cut) -> int:
+def winner(logits: torch.Tensor, key: torch.Tensor, cut: Cut) -> int:
+    race = logits.double().log_softmax(-1) + gumbel(key, torch.arange(len(logits)))
     return max(kept_by_definition(logits, cut), key=lambda t: float(race[t]))
 
 
-CUTS = [Cut(0, 0.3, 0.0), Cut(40, 1.0, 0.0), Cut(2000, 0.999, 0.0), Cut(0, 1.0, 0.05), Cut(50, 0.8, 0.2)]
+def drawn(logits: torch.Tensor, keys: torch.Tensor, cuts: list[Cut]) -> list[int]:
+    rows = [
+        SimpleNamespace(params=SamplingParams(top_k=cut.top_k, top_p=cut.top_p, min_p=cut.min_p))
+        for cut in cuts
+    ]
+    return sampler._draw(logits, rows, keys).tolist()
+
+
+def random_keys(count: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator)
 
 
 @pytest.mark.parametrize("spread", [0.01, 1.0, 8.0])
@@ -39,25 +52,18 @@ def test_rows_of_all_kinds_at_once(spread: float) -> None:
     """A flat distribution needs the whole vocabulary, a peaked one a few tokens."""
     generator = torch.Generator().manual_seed(3)
     logits = spread * torch.randn(len(CUTS), VOCAB, generator=generator)
-    race = torch.randn(len(CUTS), VOCAB, generator=generator)
-    want = [winner(logits[i], race[i], cut) for i, cut in enumerate(CUTS)]
-    assert race_among_kept(logits, race, CUTS).tolist() == want
+    keys = random_keys(len(CUTS), generator)
+    want = [winner(logits[i], keys[i], cut) for i, cut in enumerate(CUTS)]
+    assert drawn(logits, keys, CUTS) == want
 
 
-@given(
-    st.integers(0, 10_000),
-    st.integers(-1, 60),
-    st.floats(0.01, 1.0),
-    st.floats(0.0, 1.0),
-    st.integers(1, 64),
-)
-@settings(max_examples=60, deadline=None)
-def test_the_number_of_candidates_changes_nothing(seed, top_k, top_p, min_p, candidates) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    logits, race = torch.randn(2, 50, generator=generator), torch.randn(2, 50, generator=generator)
-    cuts = [Cut(top_k, top_p, min_p)] * 2
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler, "CANDIDATES", candidates)
-        few = race_among_kept(logits, race, cuts)
-        patch.setattr(sampler, "CANDIDATES", 50)
-        assert torch.equal(few, race_among_kept(logits, race, cuts))
+def test_the_number_of_candidates_changes_nothing(monkeypatch) -> None:
+    random = Random(5)
+    for seed in range(60):
+        generator = torch.Generator().manual_seed(seed)
+        logits, keys = torch.randn(2, 50, generator=generator), random_keys(2, generator)
+        cuts = [Cut(random.randint(-1, 60), random.uniform(0.01, 0.99), random.random())] * 2
+        monkeypatch.setattr(sampler, "SIZES", (random.randint(1, 49),))
+        few = drawn(logits, keys, cuts)
+        monkeypatch.setattr(sampler, "SIZES", ())
+        assert few == drawn(logits, keys, cuts) == [winner(logits[i], keys[i], cuts[0]) for i in range(2)]

@@ -130,7 +130,9 @@ async def prompt_of(body: ChatRequest, service: Service, tenant: Tenant) -> Requ
         params = replace(params, skip_special_tokens=False)
     prompt = engine_prompt(ids, params, body, service, tenant, compression, beams=beams, chunks=chunks)
     is_rewritten = form.takes_apart(with_tools=with_tools)
-    prompt = replace(prompt, is_rewritten=is_rewritten, **spec_fields(dropped))
+    prompt = replace(prompt, is_rewritten=is_rewritten)
+    if dropped is not None:
+        prompt = replace(prompt, **spec_fields(dropped))
     follow = partial(followed, form, offer, structured, goes_on=bool(body.continue_final_message))
     return bounded([await service.workers.run(tenant.name, partial(follow, prompt))], service)[0]
 

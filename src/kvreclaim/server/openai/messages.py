@@ -274,13 +274,14 @@ def with_drops(
 
 def _check_drops(messages: Sequence[RequestMessage]) -> None:
     for place, message in enumerate(messages):
-        check_place(
-            message.kv_drop,
-            _text_of(message),
-            f"messages.{place}.kv_drop",
-            is_system=message.role in SYSTEM_ROLES,
-            is_last=place == len(messages) - 1,
-        )
+        if message.kv_drop is not None:
+            check_place(
+                message.kv_drop,
+                _text_of(message),
+                f"messages.{place}.kv_drop",
+                is_system=message.role in SYSTEM_ROLES,
+                is_last=place == len(messages) - 1,
+            )
 
 
 def _check_calls(messages: Sequence[RequestMessage]) -> None:

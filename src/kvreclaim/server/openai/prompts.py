@@ -17,7 +17,7 @@ from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.openai.fields import RETENTION_S, GenerationFields
 from kvreclaim.server.openai.hints import checked_priority, hinted_retention
-from kvreclaim.server.sampling import SHARED, sampling_of
+from kvreclaim.server.sampling import SHARED, check_priority, sampling_of
 from kvreclaim.server.service import Service
 from kvreclaim.server.tenants import Tenant
 
@@ -87,7 +87,11 @@ def engine_prompt(
     chunks: Chunks | None = None,
 ) -> RequestSpec:
     """One prompt with everything that its request says about it. Raises: ApiError."""
-    priority = checked_priority(fields.priority, fields.nvext, tenant, service)
+    priority = fields.priority
+    if fields.nvext is None:
+        check_priority(priority, tenant, service.config)
+    else:
+        priority = checked_priority(priority, fields.nvext, tenant, service)
     limits = [getattr(fields, name, None) for name in LIMITS]
     return RequestSpec(
         prompt_token_ids=token_ids,
@@ -180,7 +184,8 @@ def _check_stream(fields: GenerationFields) -> None:
 
 def _retention(fields: GenerationFields, num_tokens: int, service: Service) -> tuple[Retention, ...]:
     """A key without a retention asks for the shorter one. Raises: ApiError naming the field."""
-    found = hinted_retention(fields.nvext, fields.agent_hint, service)
+    hinted = fields.nvext is not None or fields.agent_hint is not None
+    found = hinted_retention(fields.nvext, fields.agent_hint, service) if hinted else []
     if fields.prompt_cache_retention is not None or fields.prompt_cache_key is not None:
         found.append(Retention(num_tokens, RETENTION_S[fields.prompt_cache_retention or "in_memory"]))
     return tuple(found)
