@@ -66,7 +66,7 @@ class MemoryManager:
         windows: Sequence[Window] = (),
         window_group: type[WindowGroup] = WindowGroup,
         states: StateSlots | None = None,
-        offload: Callable[[FullAttentionGroup], OffloadSlots] = NoOffload,
+        offload: Callable[[FullAttentionGroup, RecurrentGroup | None], OffloadSlots] = NoOffload,
     ) -> None:
         if block_size < 1:
             raise InvalidArgumentError(f"block_size is {block_size}; at least 1 slot is needed; use 16")
@@ -95,9 +95,7 @@ class MemoryManager:
             self.recurrent = RecurrentGroup(self.pool, block_size, self._held, states)
         recurrent = () if self.recurrent is None else (self.recurrent,)
         self.groups: tuple[GroupManager, ...] = (self.full, *self.windows, *recurrent)
-        self.offload = offload(self.full)
-        if self.offload.num_slots:
-            self.offload.parking.states = self.recurrent
+        self.offload = offload(self.full, self.recurrent)
         assert not (windows and self.offload.num_slots), "windows have no slots; all layers share one table"
         self._idle: set[int] = set()
         self._hashing = BlockHash(block_size, fingerprint, hash_function)

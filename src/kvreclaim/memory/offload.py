@@ -45,9 +45,6 @@ class Parked:
 class ParkingSlots:
     """Slots for sequences that give their blocks back. These methods park nobody."""
 
-    states: RecurrentGroup | None = None
-    """The states of recurrent layers, which are taken aside together with blocks."""
-
     def is_parked(self, seq_id: int) -> bool:
         return False
 
@@ -106,8 +103,8 @@ class OffloadSlots:
     num_slots = 0
     parking = ParkingSlots()
 
-    def __init__(self, full: FullAttentionGroup | None = None) -> None:
-        """full: the group whose blocks are offloaded"""
+    def __init__(self, full: FullAttentionGroup | None = None, states: RecurrentGroup | None = None) -> None:
+        """full: the group whose blocks are offloaded; states: of recurrent layers, parked with them"""
 
     @property
     def index_version(self) -> int:

@@ -158,13 +158,6 @@ class RecurrentGroup(GroupManager):
         """Lengths at which its steps must end."""
         return self._of[seq_id].stops
 
-    def add_stop(self, seq_id: int, num_tokens: int) -> tuple[int, ...]:
-        """Another one: somebody waits for what it computes until there. Returns: all."""
-        held = self._of[seq_id]
-        if self.sizes.num_checkpoints and num_tokens not in held.stops:
-            held.stops = (*held.stops, num_tokens)
-        return held.stops
-
     def _keep(self, entry: Entry, slot: int) -> None:
         if entry.serial in self._checkpoints or not self.sizes.num_checkpoints:
             return

@@ -10,6 +10,7 @@ from itertools import takewhile
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.groups.full import FullAttentionGroup
+from kvreclaim.memory.groups.recurrent import RecurrentGroup
 from kvreclaim.memory.offload import Move, Parked, ParkingSlots
 from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.memory.tiers.disk_prefixes import NoDiskPrefixes
@@ -26,15 +27,22 @@ class ParkedSequences(ParkingSlots):
         full:       the group whose blocks are parked
         host, disk: prefixes below, which parked sequences share
         max_parked: slots that parked sequences may have for themselves; None: all
+        states:     of recurrent layers, parked with the blocks; None: the model has none
     """
 
     def __init__(
-        self, full: FullAttentionGroup, host: HostPrefixes, disk: NoDiskPrefixes, max_parked: int | None
+        self,
+        full: FullAttentionGroup,
+        host: HostPrefixes,
+        disk: NoDiskPrefixes,
+        max_parked: int | None,
+        states: RecurrentGroup | None,
     ) -> None:
         self.max_parked = host.host.pool.num_blocks if max_parked is None else max_parked
         self.num_resumed_blocks = 0
         """Blocks that were moved back."""
         self._full, self._pool, self._size = full, full.pool, full.block_size
+        self._states = states
         self._host, self._slots, self._disk = host, host.host.pool, disk
         self._parked: dict[int, Parked] = {}
         self._resumed: dict[int, Parked] = {}
@@ -205,8 +213,8 @@ class ParkedSequences(ParkingSlots):
                 self._full.prefix.enter_full_blocks(back, num_hit)
                 self._host.note_twins(parked.slots, back)
         self._full.add(seq_id, back)
-        if self.states is not None:
-            self.states.resume(seq_id)
+        if self._states is not None:
+            self._states.resume(seq_id)
         if back.chain is not None:
             self._host.follow(seq_id, back)
             self._disk.follow(seq_id, back)
@@ -234,8 +242,8 @@ class ParkedSequences(ParkingSlots):
     def _free(self, seq_id: int) -> None:
         """A sequence gives its blocks back."""
         self._full.free(seq_id, self._full.tables[seq_id])
-        if self.states is not None:
-            self.states.park(seq_id)
+        if self._states is not None:
+            self._states.park(seq_id)
         self._host.free(seq_id)
         self._disk.free(seq_id)
         self.freed()
@@ -250,8 +258,8 @@ class ParkedSequences(ParkingSlots):
         parked = self._parked.pop(seq_id, None)
         if parked is not None:
             self._release_parked(parked)
-            if self.states is not None:
-                self.states.drop_parked(seq_id)
+            if self._states is not None:
+                self._states.drop_parked(seq_id)
 
     def _release_parked(self, parked: Parked) -> None:
         self._own.subtract(parked.own)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.groups.full import FullAttentionGroup
+from kvreclaim.memory.groups.recurrent import RecurrentGroup
 from kvreclaim.memory.offload import Move, OffloadSlots
 from kvreclaim.memory.pool import BlockPool
 from kvreclaim.memory.prefix.index import INELIGIBLE
@@ -51,6 +52,7 @@ class TieredOffload(OffloadSlots):
     - `disk.take_transfers`: between slots
 
     Args:
+        states:               of recurrent layers, parked with the blocks; None: the model has none
         num_host_slots:       >= 1
         max_parked:           slots that parked sequences may have for themselves; None: all
         host_eviction_policy: of the slots
@@ -68,6 +70,7 @@ class TieredOffload(OffloadSlots):
     def __init__(
         self,
         full: FullAttentionGroup,
+        states: RecurrentGroup | None = None,
         *,
         num_host_slots: int,
         max_parked: int | None = None,
@@ -109,7 +112,7 @@ class TieredOffload(OffloadSlots):
                 load_is_worth=load_is_worth,
                 clock=clock,
             )
-        self.parking: ParkedSequences = ParkedSequences(full, self.prefixes, self.on_disk, max_parked)
+        self.parking: ParkedSequences = ParkedSequences(full, self.prefixes, self.on_disk, max_parked, states)
         self.counts = TierCounts()
         self._full = full
 
