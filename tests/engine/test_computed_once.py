@@ -6,7 +6,7 @@ import pytest
 import tiny
 from settings import assert_idle, with_options
 
-from kvreclaim import CompressionConfig, SamplingParams
+from kvreclaim import LLM, CompressionConfig, SamplingParams
 
 TEXT, *TAILS = tiny.prompts((160, 9, 14, 20, 3), seed=21)
 PROMPTS = [TEXT + tail for tail in TAILS]
@@ -46,6 +46,23 @@ def test_equal_prompts(make_llm):
     assert found == expected
     assert twice == 6 * len(TEXT)
     assert once == len(TEXT) + 5 * 16  # a prompt's last block is computed for its logits
+
+
+@pytest.mark.parametrize("family", ["qwen3-next", "jamba"])
+@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 100}, {"max_num_seqs": 2}])
+def test_recurrent_layers(family, settings, tiny_dir):
+    """A state is kept where the prompts part, for those that wait; without room for states nobody waits."""
+    found = []
+    for checkpoints in (0, 8):
+        given = {"num_blocks": 200, "state_checkpoints": checkpoints, **settings}
+        llm = LLM(tiny_dir(family), dtype="float32", device="cpu", **given)
+        tokens = answers(llm, PROMPTS)
+        found.append((llm.engine.totals.prompt_tokens, tokens))
+        assert (llm.engine.scheduler.in_flight.num_waits > 0) == (checkpoints > 0)
+    (twice, expected), (once, tokens) = found
+    assert tokens == expected == tiny.greedy(tiny_dir(family), PROMPTS, 12)
+    assert twice == sum(map(len, PROMPTS))
+    assert once == len(TEXT) + sum(map(len, TAILS))
 
 
 @pytest.mark.parametrize("policy", ["knorm", "query_mixture", "h2o", "quest"])

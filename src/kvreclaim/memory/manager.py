@@ -20,7 +20,7 @@ from kvreclaim.memory.groups.window import WindowGroup
 from kvreclaim.memory.offload import NoOffload, OffloadSlots
 from kvreclaim.memory.pins import Retention
 from kvreclaim.memory.pool import BlockPool
-from kvreclaim.memory.prefix.index import NUM_REMEMBERED, STATE, WINDOW, Entry, PrefixIndex
+from kvreclaim.memory.prefix.index import NUM_REMEMBERED, Entry, PrefixIndex
 from kvreclaim.memory.prefix.keys import BlockHash, BlockKeys, HashFunction, sha256
 from kvreclaim.memory.prefix_cache import PrefixCache, PrefixMatch
 from kvreclaim.memory.residency import BlockResidency
@@ -195,20 +195,16 @@ class MemoryManager:
         A pure question: no order, count or statistic changes.
         """
         match = self.prefix.match(keys, max_tokens)
-        length, before = len(match.entries), -1
+        length, before, miss = len(match.entries), -1, match.miss
         while length != before:
             before = length
             for group in self.groups[1:]:
-                length = group.fit(match.entries, length)
-        return self.offload.with_lower(self._of_first(match, length), max_tokens)
-
-    def _of_first(self, match: PrefixMatch, length: int) -> PrefixMatch:
-        """The first entries of a match, behind which every window and the recurrent state are there."""
-        entries, miss = match.entries[:length], match.miss
-        if length < len(match.entries):
-            miss = WINDOW if self.recurrent is None else STATE
+                if (fitting := group.fit(match.entries, length)) < length:
+                    length, miss = fitting, group.miss
+        entries = match.entries[:length]  # behind which every window and the recurrent state are there
         rows = tuple(group.hits(entries) for group in self.windows)
-        return PrefixMatch(match.keys, entries, miss, windows=rows, num_indexed=len(match.entries))
+        found = PrefixMatch(match.keys, entries, miss, windows=rows, num_indexed=len(match.entries))
+        return self.offload.with_lower(found, max_tokens)
 
     def can_admit(self, match: PrefixMatch, num_tokens: int) -> bool:
         """Whether admit and then grow(num_tokens) would succeed."""

@@ -10,6 +10,7 @@ from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.schedule.fair_share import FairShare
 from kvreclaim.schedule.in_flight import InFlight
+from kvreclaim.schedule.in_flight_states import InFlightStates
 from kvreclaim.schedule.preemption import Preemptor
 from kvreclaim.schedule.queue import Seq
 from kvreclaim.schedule.sequence import Status
@@ -24,7 +25,8 @@ class Admission(Generic[Seq]):
     def __init__(self, state: State[Seq], preemptor: Preemptor[Seq]) -> None:
         self.state = state
         self.preemptor = preemptor
-        self.in_flight = InFlight(state)
+        recurrent = state.memory.recurrent
+        self.in_flight = InFlight(state) if recurrent is None else InFlightStates(state, recurrent)
 
     def all(self, step: StepPlanBuilder[Seq]) -> None:
         """Let those that wait begin, in their turn, while there is room for them and their tokens."""
@@ -126,6 +128,7 @@ class Admission(Generic[Seq]):
         else:
             state.memory.admit(seq.seq_id, match, priority=seq.priority)
             seq.num_computed, seq.stops = match.num_tokens, state.memory.stops(seq.seq_id)
+            self.in_flight.begun(seq)
         num_loaded = len(match.lower) * state.memory.block_size
         self._begin(seq, Admitted(seq.seq_id, match.num_tokens, num_loaded, parked), step)
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Generic
 
 from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.schedule.queue import Seq
 from kvreclaim.schedule.sequence import Awaited, ScheduledSequence, Status
 from kvreclaim.schedule.state import State
@@ -32,6 +33,9 @@ class InFlight(Generic[Seq]):
 
     def begin_step(self) -> None:
         self.num_waiting = 0
+
+    def begun(self, owner: Seq) -> None:
+        """One has begun, and has not been given any tokens yet."""
 
     def must_wait(self, seq: Seq) -> bool:
         """Whether one that is next had better begin later."""
@@ -92,9 +96,13 @@ class InFlight(Generic[Seq]):
             if awaited.num_tokens - there < self.least_tokens or not self._comes(awaited):
                 continue
             match = match or state.match(seq)
-            if match.num_tokens == there and (best is None or awaited.num_tokens > best.num_tokens):
+            if self._hits(match, there) and (best is None or awaited.num_tokens > best.num_tokens):
                 best = awaited
         return best
+
+    def _hits(self, match: PrefixMatch, there: int) -> bool:
+        """Whether one with this match will hit what an owner computes, which has computed so much."""
+        return match.num_tokens == there
 
     def _shared(self, seq: Seq, owner: Seq, known: int) -> int:
         """Leading tokens in equal blocks that the owner will have computed as everybody would."""

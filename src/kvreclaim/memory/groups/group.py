@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
+from typing import ClassVar
 
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.pool import BlockPool
@@ -22,6 +23,9 @@ class GroupManager(ABC):
     Args:
         held: references to sources of copies that have not been made yet; all groups share the counter
     """
+
+    miss: ClassVar[str]
+    """Why an indexed block is no hit here (index.MISS_REASONS); not of full attention, where each is one."""
 
     def __init__(self, pool: BlockPool, block_size: int, held: Counter[int]) -> None:
         self.pool = pool

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.groups.group import GroupManager
 from kvreclaim.memory.pool import BlockPool
-from kvreclaim.memory.prefix.index import Entry
+from kvreclaim.memory.prefix.index import STATE, Entry
 from kvreclaim.memory.prefix_cache import PrefixMatch
 
 
@@ -92,6 +92,8 @@ class RecurrentGroup(GroupManager):
     """The states of all recurrent layers together. Takes no blocks, so it never lacks any; its slots suffice
     for as many sequences as may run."""
 
+    miss = STATE
+
     def __init__(self, pool: BlockPool, block_size: int, held: Counter[int], sizes: StateSlots) -> None:
         super().__init__(pool, block_size, held)
         self.sizes = sizes
@@ -157,6 +159,11 @@ class RecurrentGroup(GroupManager):
     def stops(self, seq_id: int) -> tuple[int, ...]:
         """Lengths at which its steps must end."""
         return self._of[seq_id].stops
+
+    def keep_at(self, seq_id: int, *lengths: int) -> None:
+        """Keep a sequence's states at these lengths, too, in full blocks: other sequences go on from there."""
+        held = self._of[seq_id]
+        held.stops = tuple(sorted({*held.stops, *lengths}))
 
     def _keep(self, entry: Entry, slot: int) -> None:
         if entry.serial in self._checkpoints or not self.sizes.num_checkpoints:

@@ -10,7 +10,7 @@ from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.groups.group import GroupManager
 from kvreclaim.memory.pool import BlockPool
-from kvreclaim.memory.prefix.index import Entry
+from kvreclaim.memory.prefix.index import WINDOW, Entry
 from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.memory.windows.index import Row, RowKey
 from kvreclaim.memory.windows.window import Window
@@ -54,6 +54,8 @@ class WindowGroup(GroupManager):
         window: what its layers see
         number: of this window among the memory's
     """
+
+    miss = WINDOW
 
     def __init__(
         self, pool: BlockPool, block_size: int, held: Counter[int], window: Window, number: int
