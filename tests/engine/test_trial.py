@@ -67,9 +67,9 @@ def nats(model, context: list[int], tokens: list[int]) -> tuple[float, float]:
     return float(lost), float((rows.argmax(-1) == wanted).double().mean())
 
 
-def test_the_full_caches_row_is_what_transformers_says(found, model, lookup) -> None:
+def check_prose(found: Trial, model) -> None:
     """The last eighth goes on; 32 of every 512 tokens of what stands before are said again. The first token
-    of both is read, not scored. A question that the full cache does not answer is left out."""
+    of both is read, not scored."""
     rows = []
     for document in DOCUMENTS:
         first = len(document) * 7 // 8
@@ -81,6 +81,11 @@ def test_the_full_caches_row_is_what_transformers_says(found, model, lookup) -> 
     assert found.full.once == pytest.approx(once, abs=1e-4)
     assert found.full.again == pytest.approx(again, abs=1e-4)
     assert (found.full.once_right, found.full.again_right) == pytest.approx((once_right, again_right))
+
+
+def test_the_full_caches_row_is_what_transformers_says(found, model, lookup) -> None:
+    """A question that the full cache does not answer is left out."""
+    check_prose(found, model)
     asked = [nats(model, lookup.prompt + each.question, each.answer) for each in lookup.questions]
     assert [right >= 0.5 for _, right in asked] == [True, False, True]
     assert found.questions == 2
@@ -128,6 +133,25 @@ def test_windows_have_tables_of_their_own_in_the_trial(calibrated_dir) -> None:
     found = try_candidates(llm, stats, TOLD, candidates=("shares(surrogate)", "query_mixture"))
     assert found.policies == ("shares(surrogate)", "query_mixture")
     assert all(math.isfinite(found.loss(policy)) for policy in found.policies)
+
+
+@pytest.mark.parametrize("family", ["qwen3-next", "falcon-h1"])
+def test_recurrent_layers_in_the_trial(family, calibrated_dir) -> None:
+    """States go on behind what is compressed, and the best of the candidates is what `auto` becomes."""
+    directory = calibrated_dir(family)
+    llm = LLM(directory, dtype="float32", device="cpu", num_blocks=100)
+    stats = QueryStats.load(directory / STATS_FILE)
+    found = try_candidates(llm, stats, TOLD, candidates=("shares(surrogate)", "query_mixture"))
+    check_prose(found, AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
+    assert found.policies == ("shares(surrogate)", "query_mixture")
+    assert all(math.isfinite(found.loss(policy)) for policy in found.policies)
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    auto, named = (
+        llm.generate([DOCUMENTS[0]], params, CompressionConfig(policy, 208, stats=stats.with_trial(found)))
+        for policy in ("auto", found.best)
+    )
+    assert auto[0].outputs[0].token_ids == named[0].outputs[0].token_ids
+    assert auto[0].metrics.tokens_evicted == named[0].metrics.tokens_evicted > 0
 
 
 def test_the_same_documents_give_the_same_trial_and_no_block_is_lost(found, stats, lookup, make_llm) -> None:
