@@ -173,6 +173,15 @@ class EngineConfig:
         choices=KERNELS,
         panel=MODEL,
     )
+    threads: int | None = option(
+        None,
+        "CPU threads. 0: OMP_NUM_THREADS; without it one for each core, or for each hardware thread where "
+        "a trial at the start finds that faster. Default: torch's number.",
+        low=0,
+        high=1024,
+        flags=("--threads", "-t"),
+        panel=MODEL,
+    )
     quantized_activations: str = option(
         "auto",
         "Activation format for packed weights: auto (int16 on CPU, the model's dtype on GPU), int16 (15 "

@@ -44,7 +44,7 @@ def test_without_further_options_it_is_on_loopback(started: list) -> None:
     engine = llm.engine.config
     chosen = ("num_blocks", "max_model_len", "max_signal_bytes")
     own = {name: getattr(engine, name) for name in chosen}
-    assert engine == EngineConfig(**own, conversation_snapshots=True)
+    assert engine == EngineConfig(**own, conversation_snapshots=True, threads=0)
     assert engine.max_signal_bytes > 0
     assert llm.compression is None
 

@@ -18,7 +18,7 @@ from kvreclaim.compression_settings import CompressionSettings
 from kvreclaim.config import EngineConfig
 from kvreclaim.eval.plan import RULER, UNSHARED, EvalPlan, TaskOptions
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.options import COMPRESSION, MODEL, option
+from kvreclaim.options import COMPRESSION, option
 from kvreclaim.outputs import check_writable
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ BESIDE_RULER = 256
 """Tokens of RULER's sequences beyond num_tokens: the chat template, and the answer of fwe."""
 ENGINE = (
     "kernels",
+    "threads",
     "block_size",
     "max_num_batched_tokens",
     "max_model_len",
@@ -94,21 +95,14 @@ def evaluate(
     model: opt.ModelOption = None,
     dtype: opt.DType = "auto",
     device: opt.Device = "auto",
-    threads: Annotated[
-        int | None, typer.Option(rich_help_panel=MODEL, min=1, max=1024, help="CPU threads.")
-    ] = None,
 ) -> None:
     """Compare policies and KV formats at equal bytes: accuracy with intervals, blocks freed, speed."""
-    import torch
-
     from kvreclaim import LLM
     from kvreclaim.eval.tasks import make_tasks
     from kvreclaim.model.loader import hide_progress_bars
 
     hide_progress_bars()
     plan = EvalPlan(**grid, **shared)
-    if threads is not None:
-        torch.set_num_threads(threads)
     names = names_in(tasks)
     has_ruler = any(name.partition(":")[0] == RULER for name in names)
     longest = sizes.num_tokens + (BESIDE_RULER if has_ruler else 0)

@@ -35,7 +35,9 @@ OF_MANY = (
 @with_config
 def generate(
     prompt: Annotated[str, typer.Option(help="Text to continue, or a user message with --chat.")],
-    engine: Annotated[EngineConfig, ConfigOptions(config=EngineConfig, without=OF_MANY)],
+    engine: Annotated[
+        EngineConfig, ConfigOptions(config=EngineConfig, without=OF_MANY, defaults=opt.THREADS)
+    ],
     params: Annotated[
         SamplingParams,
         ConfigOptions(

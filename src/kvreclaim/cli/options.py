@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -76,7 +77,7 @@ def model_of(named: str | None, say: Callable[[str], object] = _tell) -> str | P
     if named == DEMO:
         return demo_model()
     if named is not None:
-        is_name = "/" not in named and not Path(named).exists()
+        is_name = "/" not in named and not os.path.exists(named)
         return (fetched_model(named) if is_name else None) or named
     if (real := real_model()) is not None:
         say(f"model: {real.name} in {real}")
@@ -115,4 +116,6 @@ Calibrate = Annotated[
     ),
 ]
 Compression = ConfigOptions(config=CompressionSettings, panel=COMPRESSION, unset=True, build=compression_of)
+THREADS = {"threads": 0}
+"""Default of commands that decode for somebody who waits."""
 KVCacheDType = ConfigOptions(config=EngineConfig, only=("kv_cache_dtype",))

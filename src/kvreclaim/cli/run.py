@@ -47,7 +47,9 @@ def run(
     verbose: Annotated[bool, typer.Option("--verbose", help="Print all figures behind each answer.")] = False,
     engine: Annotated[
         EngineConfig,
-        ConfigOptions(config=EngineConfig, without=OF_MANY, defaults={"conversation_snapshots": True}),
+        ConfigOptions(
+            config=EngineConfig, without=OF_MANY, defaults={"conversation_snapshots": True, **opt.THREADS}
+        ),
     ],
     params: Annotated[
         SamplingParams,

@@ -29,7 +29,8 @@ def serve(
     *,
     config: Annotated[dict[str, Any], ConfigOptions(config=ServerConfig, panel=SERVER, build=dict)],
     engine: Annotated[
-        EngineConfig, ConfigOptions(config=EngineConfig, defaults={"conversation_snapshots": True})
+        EngineConfig,
+        ConfigOptions(config=EngineConfig, defaults={"conversation_snapshots": True, **opt.THREADS}),
     ],
     compression: Annotated[Any, opt.Compression],
     calibrate: opt.Calibrate = False,

@@ -48,7 +48,7 @@ Observer = Callable[[int, Tensor], None]
 T = TypeVar("T")
 
 
-OF_THE_WEIGHTS = ("quantized_activations", "hf_overrides")
+OF_THE_WEIGHTS = ("quantized_activations", "hf_overrides", "threads")
 """Engine options that are fixed when a model is loaded."""
 FOR_CALIBRATION: dict[str, Any] = {
     "num_blocks": 1,
@@ -101,6 +101,10 @@ class LLM:
         **engine_options: Any,
     ) -> None:
         config = EngineConfig.from_options(engine_options)
+        if config.threads is not None:
+            from kvreclaim.ops.threads import use_threads
+
+            use_threads(config.threads)
         loaded = load_model(
             model,
             dtype=dtype,

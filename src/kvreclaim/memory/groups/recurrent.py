@@ -161,7 +161,7 @@ class RecurrentGroup(GroupManager):
         return self._of[seq_id].stops
 
     def keep_at(self, seq_id: int, *lengths: int) -> None:
-        """Keep a sequence's states at these lengths, too, in full blocks: other sequences go on from there."""
+        """Keep its states at these lengths, too, which are whole blocks: others go on from there."""
         held = self._of[seq_id]
         held.stops = tuple(sorted({*held.stops, *lengths}))
 
