@@ -263,11 +263,6 @@ TABLE: tuple[Refusal, ...] = (
             "hold; use another policy, or start with disable_hybrid_kv_cache_manager",
         ),
         (
-            (F.READS_AGAIN, F.RECURRENT),
-            "{reads_again} needs the prompt read again, which would change the states of the recurrent "
-            "layers of {recurrent}; use another policy",
-        ),
-        (
             (F.READS_AGAIN, F.EVERY_PASS),
             "{reads_again} needs the prompt read again, and only a first pass at its end finds it whole; set "
             "prompt_only",

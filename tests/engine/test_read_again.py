@@ -9,6 +9,7 @@ from recording import Recorder, register
 from settings import assert_idle, small
 
 from kvreclaim import SamplingParams
+from kvreclaim.engine.signals import signals
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model import capture
 
@@ -39,7 +40,7 @@ def paid_by_repetitions(model, tokenizer, context: list[int], part: int) -> list
         with torch.inference_mode():
             layers = model(row, output_attentions=True).attentions
         heads = model.config.num_key_value_heads
-        paid = [p[0, :, length:, :length].amax(1) for p in layers]
+        paid = [p[0, :, length:, :length].amax(1) for p in layers if p is not None]
         shown = [p.unflatten(0, (heads, -1)).amax(1) for p in paid]
         best = shown if best is None else [torch.maximum(a, b) for a, b in zip(best, shown, strict=True)]
     return best
@@ -81,9 +82,38 @@ def test_latents_sinks_and_partial_rotations_are_read_again(family, make_llm):
         torch.testing.assert_close(ours, wanted, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("family", tiny.HYBRIDS)
+def test_repetitions_go_on_from_the_states_at_the_prompts_end_and_leave_them(
+    family, make_llm, tiny_dir, monkeypatch
+):
+    llm = make_llm(family, max_num_batched_tokens=32)
+    store, slots = llm.engine.states.store, llm.engine.memory.recurrent.sizes.num_slots
+    read_again, changed = signals.read_again, []
+
+    def watched(*args):
+        before = [one for slot in range(slots) for one in store.save(slot)]
+        found = read_again(*args)
+        after = [one for slot in range(slots) for one in store.save(slot)]
+        changed.append(not all(map(torch.equal, before, after)))
+        return found
+
+    monkeypatch.setattr(signals, "read_again", watched)
+    (prompt,) = tiny.prompts((110,), seed=6)
+    (out,) = llm.generate([prompt], GREEDY, config())
+    assert (out.error, out.metrics.compactions, changed) == (None, 1, [False])
+    model = tiny.load_oracle(tiny_dir(family))
+    model.set_attn_implementation("eager")
+    expected = paid_by_repetitions(model, llm.loaded.tokenizer, prompt, 40)
+    assert len(Recorder.seen) == len(expected)
+    for seen, wanted in zip(Recorder.seen, expected, strict=True):
+        torch.testing.assert_close(seen.signals.read_again, wanted, atol=1e-4, rtol=1e-3)
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-next", "falcon-h1", "lfm2", "jamba"])
 @pytest.mark.parametrize("policy", ["kvzip", "shares(kvzip)", "ada_kv(kvzip)"])
-def test_kvzip_among_others_does_what_it_does_alone(policy, make_llm):
-    llm = make_llm(block_size=8, max_num_batched_tokens=64)
+def test_kvzip_among_others_does_what_it_does_alone(policy, family, make_llm):
+    llm = make_llm(family, block_size=8, max_num_batched_tokens=64)
     prompts = tiny.prompts((100, 61, 90), seed=2)
     settings = small(policy, budget=32)
     together = llm.generate(prompts, GREEDY, settings)

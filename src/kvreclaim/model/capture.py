@@ -4,7 +4,7 @@ store nothing."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,6 +18,7 @@ from kvreclaim.ops.facts import ModelFacts, Softmax
 from kvreclaim.ops.reference import causal_attention
 from kvreclaim.ops.rope import rotate
 from kvreclaim.ops.scoring import MAX_LOGITS
+from kvreclaim.ops.states import StateStep
 
 OnQueries = Callable[[int, Tensor], None]
 OnReached = Callable[[int, int, Tensor, Tensor, Tensor, Tensor | None], None]
@@ -234,7 +235,9 @@ def _probabilities(q: Tensor, k: Tensor, ahead: Tensor, first: int, softmax: Sof
 
 
 @torch.inference_mode()
-def read_again(loaded: LoadedModel, context: list[int], cached: OnCached) -> list[Tensor]:
+def read_again(
+    loaded: LoadedModel, context: list[int], cached: OnCached, states: StateStep | None = None
+) -> list[Tensor]:
     """Have the model repeat a context of which it holds keys and values: what is looked at for that is what a
     question that is not known yet may need.
 
@@ -244,6 +247,7 @@ def read_again(loaded: LoadedModel, context: list[int], cached: OnCached) -> lis
     Args:
         context: T token ids
         cached:  layer -> the context's keys [K, T, D], rotated, and values [K, T, Dv]
+        states:  where layers are recurrent: a pass behind the context's state
 
     Returns: per layer [K, T] fp32, the most that any of these queries pays a token of the context, over the
         query heads of its KV head. Memory: activations of REREAD_TOKENS tokens.
@@ -253,14 +257,22 @@ def read_again(loaded: LoadedModel, context: list[int], cached: OnCached) -> lis
     best: dict[int, Tensor] = {}
     device, length = loaded.facts.device, len(context)
     for tokens in _repetitions(loaded, context):
-        loaded.model(
-            input_ids=torch.tensor([tokens], device=device),
-            position_ids=torch.arange(length, length + len(tokens), device=device)[None],
-            use_cache=False,
-            logits_to_keep=1,
-            kv_batch=_Again(loaded.facts, cached, best),
-        )
+        with _going_on(loaded, states):
+            loaded.model(
+                input_ids=torch.tensor([tokens], device=device),
+                position_ids=torch.arange(length, length + len(tokens), device=device)[None],
+                use_cache=False,
+                logits_to_keep=1,
+                kv_batch=_Again(loaded.facts, cached, best),
+            )
     return [best[layer] for layer in range(loaded.facts.num_layers)]
+
+
+def _going_on(loaded: LoadedModel, states: StateStep | None) -> AbstractContextManager[None]:
+    if loaded.recurrent is None:
+        return nullcontext()
+    assert states is not None, "recurrent layers need the context's state"
+    return loaded.recurrent.stepping(states)
 
 
 def _repetitions(loaded: LoadedModel, context: list[int]) -> Iterator[list[int]]:

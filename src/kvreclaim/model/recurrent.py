@@ -167,7 +167,8 @@ class Mixer:
             out = torch.cat([self.forward(token[None, None], **given) for token in x], 1)
         else:
             out = self.forward(x.unsqueeze(dim), **given)
-        store.put(layer, call.write, view.states)
+        if call.write is not None:
+            store.put(layer, call.write, view.states)
         return out.squeeze(dim)
 
 

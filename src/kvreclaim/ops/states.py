@@ -39,13 +39,13 @@ class StateCall:
     rows:   of the flat step, where the tokens lie
     decode: one token of each of several sequences; else all tokens are of one sequence
     read:   [n] slots of their states; None: a sequence that begins
-    write:  [n] slots of what they become
+    write:  [n] slots of what they become; None: nothing is kept of it
     """
 
     rows: slice | Tensor
     decode: bool
     read: Tensor | None
-    write: Tensor
+    write: Tensor | None
 
 
 class StateStore:
@@ -102,6 +102,11 @@ class StateStep:
 
     store: StateStore
     calls: tuple[StateCall, ...]
+
+    @classmethod
+    def behind(cls, store: StateStore, slot: int) -> StateStep:
+        """All tokens go on from this slot's state, and nothing is kept."""
+        return cls(store, (StateCall(slice(None), False, torch.tensor([slot], device=store.device), None),))
 
     @classmethod
     def of(cls, store: StateStore, runs: Sequence[StateRun]) -> StateStep:

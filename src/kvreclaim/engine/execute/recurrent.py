@@ -34,6 +34,12 @@ class RecurrentStates(Extension):
         self.layers.begin(StateStep.of(self.store, found))
         return ()
 
+    def behind(self, seq_id: int) -> StateStep:
+        """A pass over tokens behind a sequence's state, of which nothing is kept."""
+        slot = self.group.slot(seq_id)
+        assert slot is not None, f"sequence {seq_id} has computed nothing"
+        return StateStep.behind(self.store, slot)
+
     def attended(self, step: list[Scheduled]) -> None:
         self.layers.end()
 

@@ -30,6 +30,7 @@ from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.ops.key_source import KeySource
 from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.states import StateStep
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,6 +67,7 @@ class Signals:
     scores:    of the tokens in all slots, from the first policy on that asks for them; None before
     max_bytes: of all stores together (None: as many as they need); a sequence's share is `signal_bytes`.
                Whoever would exceed it fails, alone
+    states:    where layers are recurrent: sequence id -> a pass behind its state that keeps nothing
     """
 
     def __init__(
@@ -75,8 +77,9 @@ class Signals:
         cache: KVCache,
         backend: Backend,
         max_bytes: int | None = None,
+        states: Callable[[int], StateStep] | None = None,
     ) -> None:
-        self.loaded = loaded
+        self.loaded, self._states = loaded, states
         self.facts = facts = groups.facts
         self.cache = cache
         self.backend = backend
@@ -380,7 +383,8 @@ class Signals:
                 found = [found[layer] for layer in self.facts.ids]
             else:
                 context = seq.token_ids[: seq.num_computed]
-                found = read_again(self.loaded, context, lambda layer: source(layer).tensors())
+                states = None if self._states is None else self._states(seq.seq_id)
+                found = read_again(self.loaded, context, lambda layer: source(layer).tensors(), states)
             self.room.change(0, sum(tensor.nbytes for tensor in found))
             shown[signal] = found
         return shown[signal]

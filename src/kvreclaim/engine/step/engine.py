@@ -107,15 +107,21 @@ class Engine:
         self.storage = storage = make_storage(loaded, config, groups, form, backend, totals)
         self.memory, self.cache, self.device_cache = storage.memory, storage.cache, storage.device
         self._admitting = admitting(config, self.memory.pool.num_blocks)
+        self.states = states = make_states(loaded, self.memory)
         self.signals = Signals(
-            loaded, groups, self.device_cache or self.cache, backend, config.max_signal_bytes
+            loaded,
+            groups,
+            self.device_cache or self.cache,
+            backend,
+            config.max_signal_bytes,
+            None if states is None else states.behind,
         )
         preemption = PreemptionCostModel(config.preemption_mode, rates=storage.rates)
         self.tiers = make_offload(storage, self.signals, preemption, totals)
         scheduler = make_scheduler(config, self.memory, preemption)
         self.lifecycle = Lifecycle(loaded, self.memory, self.signals, scheduler, self.extensions, totals)
         self.scheduler, self.requests = scheduler, self.lifecycle.requests
-        if (states := make_states(loaded, self.memory)) is not None:
+        if states is not None:
             self.extensions.add(states)
         if self.tiers is not None:
             self.extensions.add(self.tiers)
