@@ -186,11 +186,6 @@ TABLE: tuple[Refusal, ...] = (
             "disable_hybrid_kv_cache_manager",
         ),
         (
-            (F.VERIFY, F.RECURRENT),
-            "{recurrent} has recurrent layers, whose states would have to follow the full cache and the "
-            "compressed one; leave verify out",
-        ),
-        (
             (F.VERIFY, F.ALL_WINDOWS),
             "all layers of {all_windows} have sliding windows, so the full cache holds no more than these; "
             "leave verify out",

@@ -115,6 +115,14 @@ class EngineConfig:
         low=0,
         panel=CACHING,
     )
+    state_drafts: int = option(
+        0,
+        "Models with recurrent layers: states kept for drafts of verify mode, so many for each of "
+        "--max-num-seqs. Drafts use those of sequences that do not run, too.",
+        low=0,
+        high=64,
+        panel=CACHING,
+    )
     kv_memory_fraction: float = option(
         0.5,
         "Largest fraction of free memory used for the KV pool.",

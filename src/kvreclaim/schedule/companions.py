@@ -57,6 +57,8 @@ class Companions(Generic[Seq]):
         self._hold(target, companion)
 
     def _hold(self, target: Seq, companion: Seq) -> None:
+        if self.memory.recurrent is not None:
+            self.memory.recurrent.lean(companion.seq_id, target.seq_id)
         companion.status = Status.RUNNING
         self._held[target.seq_id] = companion
 

@@ -364,9 +364,7 @@ def recurrent(random: Random, setup: Setup, operations: list[Operation]) -> tupl
         state_checkpoints=random.choice((0, 2, 8)),
         state_interval=random.choice((0, 0, 4, 12)),
     )
-    return setup, [
-        replace(each, verify=0, reuse=None) if isinstance(each, Ask) else each for each in operations
-    ]
+    return setup, [replace(each, reuse=None) if isinstance(each, Ask) else each for each in operations]
 
 
 def random_setup(random: Random) -> Setup:

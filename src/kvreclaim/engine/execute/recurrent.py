@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import Tensor
 
 from kvreclaim.engine.extension import AttentionHook, Extension
@@ -39,6 +42,19 @@ class RecurrentStates(Extension):
         slot = self.group.slot(seq_id)
         assert slot is not None, f"sequence {seq_id} has computed nothing"
         return StateStep.behind(self.store, slot)
+
+    @contextmanager
+    def drafting(self, step: list[Scheduled]) -> Iterator[None]:
+        """For a pass over a token each, behind companions' drafts: reads and writes the slots that are lent
+        to their hosts, in turns."""
+        runs = []
+        for place, item in enumerate(step):
+            seq_id, depth = item.seq.seq_id, item.row.first - item.seq.num_computed
+            lent = self.group.pending(seq_id)
+            before = lent[(depth - 1) % 2] if depth else self.group.slot(seq_id)
+            runs.append(StateRun(place, 1, before, [lent[depth % 2]]))
+        with self.layers.stepping(StateStep.of(self.store, runs)):
+            yield
 
     def attended(self, step: list[Scheduled]) -> None:
         self.layers.end()

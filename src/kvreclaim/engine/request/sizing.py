@@ -93,13 +93,20 @@ def state_slots(config: EngineConfig, facts: ModelFacts) -> StateSlots | None:
 def state_slots_of(config: EngineConfig, facts: ModelFacts) -> StateSlots:
     """Two for each running sequence, one more for each draft, one more where it may be parked in the step in
     which others begin, and the checkpoints."""
-    return StateSlots.of(config.max_num_seqs, *_slots_of_each(config), config.state_checkpoint_interval)
+    each, checkpoints = _slots_of_each(config)
+    return StateSlots.of(
+        config.max_num_seqs, each, checkpoints, config.state_checkpoint_interval, _drafts_of_each(config)
+    )
+
+
+def _drafts_of_each(config: EngineConfig) -> int:
+    drafts = speculation.from_json(config.speculative_config)
+    return max(drafts.num_speculative_tokens if drafts else 0, config.state_drafts)
 
 
 def _slots_of_each(config: EngineConfig) -> tuple[int, int | None]:
     """Slots that a running sequence takes, and those kept for prefix hits."""
-    drafts = speculation.from_json(config.speculative_config)
-    each = 2 + (drafts.num_speculative_tokens if drafts else 0) + (config.kv_offloading_size > 0)
+    each = 2 + _drafts_of_each(config) + (config.kv_offloading_size > 0)
     return each, config.state_checkpoints if config.enable_prefix_caching else 0
 
 

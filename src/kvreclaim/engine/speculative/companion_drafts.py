@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from kvreclaim.engine.execute.recurrent import RecurrentStates
 from kvreclaim.engine.execute.runner import ModelRunner
 from kvreclaim.engine.request.request import Scheduled, Sequence
 from kvreclaim.engine.sampling.sampler import draw
@@ -48,7 +50,12 @@ class CompanionDraft:
         self.confidence *= verify.belief(probability)
 
 
-def draft_all(drafts: list[CompanionDraft], runner: ModelRunner, eos_token_ids: frozenset[int]) -> None:
+def draft_all(
+    drafts: list[CompanionDraft],
+    runner: ModelRunner,
+    eos_token_ids: frozenset[int],
+    states: RecurrentStates | None,
+) -> None:
     """Draw for all of them together, until none goes on. A token is drawn with the noise with which the
     target will draw in its place (a copy of its generator), so that both say the same where they think
     alike."""
@@ -58,7 +65,8 @@ def draft_all(drafts: list[CompanionDraft], runner: ModelRunner, eos_token_ids: 
     with torch_alone():
         while going:
             items = [_next_of(draft) for draft in going]
-            logits, _ = runner.forward(items, observed=False)
+            with nullcontext() if states is None else states.drafting(items):
+                logits, _ = runner.forward(items, observed=False)
             going = [draft for draft in _drawn(going, logits, eos_token_ids) if draft.goes_on]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence as ListLike
 
 from kvreclaim.compression.policy import Signal
 from kvreclaim.compression.signal_needs import needs_of
+from kvreclaim.engine.execute.recurrent import RecurrentStates
 from kvreclaim.engine.extension import AttentionHook, Extension
 from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
 from kvreclaim.engine.request.request import Scheduled, Sequence
@@ -17,6 +18,7 @@ from kvreclaim.engine.speculative.companion_drafts import CompanionDraft, draft_
 from kvreclaim.engine.speculative.companion_tracker import CompanionTracker, adjust, is_target, verify_of
 from kvreclaim.engine.speculative.drafter import most_drafts
 from kvreclaim.ops.batch import AttentionBatch
+from kvreclaim.speculation import MOST_DRAFTS
 
 
 class Verifier(Extension):
@@ -30,12 +32,17 @@ class Verifier(Extension):
     drafted (`computed`), and is compressed if it is due.
 
     Where a companion lacks blocks, or anything about it fails, its target goes on without one.
+
+    states: of recurrent layers. A companion has the target's, and drafts into slots that are lent to it;
+            there is one for each draft that is verified, so there are as many drafts as slots
     """
 
     rank = 50
 
-    def __init__(self, lifecycle: Lifecycle, tracker: CompanionTracker) -> None:
-        self.lifecycle, self.tracker = lifecycle, tracker
+    def __init__(
+        self, lifecycle: Lifecycle, tracker: CompanionTracker, states: RecurrentStates | None = None
+    ) -> None:
+        self.lifecycle, self.tracker, self.states = lifecycle, tracker, states
         self.companions, self.runner = tracker.companions, tracker.runner
         self._eos_token_ids = lifecycle.loaded.eos_token_ids
         self._readers: dict[int, Sequence] = {}
@@ -68,14 +75,34 @@ class Verifier(Extension):
                 verify_of(target).note(draft.probabilities, target.num_computed - draft.first - 1)
         self.tracker.follow(targets)
 
+    def begin_step(self) -> None:
+        """Requests that have come since the drafts were made need slots, too."""
+        if self.states is None:
+            return
+        running = self.lifecycle.scheduler.running
+        targets = [seq for seq in running if is_target(seq)]
+        most = self._share(targets, running)
+        for target in targets:
+            del target.draft_ids[most:]
+
+    def _share(self, targets: ListLike[Sequence], running: ListLike[Sequence]) -> int:
+        """Drafts of each target for which recurrent layers have slots."""
+        if self.states is None or not targets:
+            return MOST_DRAFTS
+        scheduler = self.lifecycle.scheduler
+        begin = min(len(scheduler.waiting), scheduler.max_num_seqs - len(running))
+        return self.states.group.spare(len(targets), len(running), begin) // len(targets)
+
     def propose(self, running: ListLike[Sequence]) -> None:
         """Draft for every target whose companion has come as far as itself."""
         self.tracker.forget_gone()
         drafts: list[CompanionDraft] = []
         try:
-            for target in filter(is_target, running):
-                drafts += self._begin(target)
-            draft_all(drafts, self.runner, self._eos_token_ids)
+            targets = [seq for seq in running if is_target(seq)]
+            share = self._share(targets, running)
+            for target in targets:
+                drafts += self._begin(target, share)
+            draft_all(drafts, self.runner, self._eos_token_ids, self.states)
             for draft in drafts:
                 draft.target.draft_ids = draft.tokens
                 self._drafts[draft.target.seq_id] = draft
@@ -86,10 +113,10 @@ class Verifier(Extension):
         for draft in drafts:
             self._end(draft)
 
-    def _begin(self, target: Sequence) -> list[CompanionDraft]:
-        """A draft with room for its tokens, or none."""
+    def _begin(self, target: Sequence, share: int) -> list[CompanionDraft]:
+        """A draft with room for its tokens, `share` at most, or none."""
         verify = verify_of(target)
-        most = most_drafts(target, verify.num_tokens)
+        most = most_drafts(target, min(verify.num_tokens, share))
         companion = (
             self._reader(target, most) if verify.eviction_method.sparse_reads else self.companions.get(target)
         )
@@ -102,6 +129,8 @@ class Verifier(Extension):
         draft = CompanionDraft(target, companion, most, companion.num_computed)
         if not most:
             self._end(draft)
+        elif self.states is not None:
+            self.states.group.lend(target.seq_id, min(most, 2))
         return [draft] if most else []
 
     def _reader(self, target: Sequence, most: int) -> Sequence | None:
@@ -119,6 +148,8 @@ class Verifier(Extension):
     def _end(self, draft: CompanionDraft) -> None:
         """End a draft; what the companion wrote while it drafted is overwritten when it follows."""
         companion = draft.companion
+        if self.states is not None:
+            self.states.group.lend(draft.target.seq_id, 0)
         del companion.token_ids[companion.num_computed + 1 :]
         self.runner.signals.digests.cut(
             companion.seq_id, companion.num_computed // self.companions.memory.block_size

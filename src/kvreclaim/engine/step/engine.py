@@ -198,7 +198,7 @@ class Engine:
             full, CompanionCache(runner.memory, runner.layers), self.backend, self.signals
         )
         following = CompanionTracker(self.lifecycle, runner, compression, companions, feeding)
-        return self.extensions.add(Verifier(self.lifecycle, following))
+        return self.extensions.add(Verifier(self.lifecycle, following, self.states))
 
     def bound(self, compressor: Compressor | None, said: int | None) -> None:
         """Lower max_model_len to what the pool holds of every sequence under this compression, which requests

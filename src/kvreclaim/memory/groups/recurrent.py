@@ -26,22 +26,30 @@ from kvreclaim.memory.prefix_cache import PrefixMatch
 class StateSlots:
     """Sizes of a recurrent group.
 
-    num_slots:       in all: two for each running sequence, one more for each draft, and the checkpoints
+    num_slots:       in all: `each` for each running sequence, and the checkpoints
     num_checkpoints: slots kept for prefix hits at most
     interval:        tokens of a prompt between checkpoints; 0: none between
+    each:            two at least; num_drafts: of these, for drafts
     """
 
     num_slots: int
     num_checkpoints: int = 0
     interval: int = 0
+    each: int = 2
+    num_drafts: int = 0
 
     @classmethod
     def of(
-        cls, max_num_seqs: int, each: int = 2, checkpoints: int | None = None, interval: int = 0
+        cls,
+        max_num_seqs: int,
+        each: int = 2,
+        checkpoints: int | None = None,
+        interval: int = 0,
+        num_drafts: int = 0,
     ) -> StateSlots:
         """each: slots of a running sequence; checkpoints: None: as many as sequences"""
         kept = max_num_seqs if checkpoints is None else checkpoints
-        return cls(each * max_num_seqs + kept, kept, interval)
+        return cls(each * max_num_seqs + kept, kept, interval, each, num_drafts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +117,8 @@ class RecurrentGroup(GroupManager):
         """The slots of sequences that were parked in this step, until their states are saved."""
         self._coming: set[int] = set()
         """Sequences that have come back in this step, until their states are loaded."""
+        self._hosts: dict[int, int] = {}
+        """Companions, which have no states, to the sequences whose states are theirs."""
 
     # Slots.
 
@@ -142,14 +152,34 @@ class RecurrentGroup(GroupManager):
         return StateCounts(self.sizes.num_slots - free - cached, cached, free, len(self._checkpoints))
 
     def slot(self, seq_id: int) -> int | None:
-        """The slot of a sequence's state; None: it has computed nothing."""
-        return self._of[seq_id].slot
+        """The slot of a sequence's state; None: it has computed nothing. Of a companion, its host's."""
+        return self._of[self._hosts.get(seq_id, seq_id)].slot
 
     def pending(self, seq_id: int) -> list[int]:
-        """The slots that its next step writes."""
-        found = self._of[seq_id].pending
+        """The slots that its next step writes. Of a companion, those lent to its host."""
+        found = self._of[self._hosts.get(seq_id, seq_id)].pending
         assert found is not None, f"sequence {seq_id} computes nothing in this step"
         return found
+
+    # Companions.
+
+    def lean(self, seq_id: int, host_id: int) -> None:
+        """A sequence has no state from now on, but computes what goes on from its host's."""
+        self._forget(seq_id)
+        self._hosts[seq_id] = host_id
+
+    def spare(self, num_drafting: int, num_running: int, num_waiting: int) -> int:
+        """Slots for the drafts of so many of the running sequences, where so many may begin beside them."""
+        each = self.sizes.each
+        left = len(self._free) - num_running * (each - 1) - num_waiting * each
+        return max(0, left + num_drafting * self.sizes.num_drafts)
+
+    def lend(self, seq_id: int, count: int) -> None:
+        """Let a sequence write so many spare slots before its next step; none: they come back."""
+        held = self._of[seq_id]
+        self._forget_pending(held)
+        if count:
+            held.pending, held.num_known = [self._take() for _ in range(count)], count
 
     # Checkpoints.
 
@@ -198,6 +228,9 @@ class RecurrentGroup(GroupManager):
             held.stops = tuple(sorted(end for end in ends if end > match.num_tokens))
 
     def fork(self, parent_id: int, child_id: int, child: BlockTable) -> None:
+        if parent_id in self._hosts:
+            self._hosts[child_id] = self._hosts[parent_id]
+            return
         parent = self._of[parent_id]
         self._of[child_id] = _Held(parent.slot, end=parent.end)
         if parent.slot is not None:
@@ -215,6 +248,8 @@ class RecurrentGroup(GroupManager):
         copies: list[tuple[int, int]],
         num_drafts: int = 0,
     ) -> None:
+        if seq_id in self._hosts:
+            return
         held = self._of.setdefault(seq_id, _Held(end=table.keys.num_tokens))
         self._forget_pending(held)
         held.pending, held.num_known = [self._take() for _ in range(1 + num_drafts)], num_tokens - num_drafts
@@ -225,6 +260,8 @@ class RecurrentGroup(GroupManager):
         held.pending = None
 
     def commit(self, seq_id: int, table: BlockTable, num_tokens: int) -> None:
+        if seq_id in self._hosts:
+            return
         held = self._of[seq_id]
         assert held.pending is not None, (
             f"sequence {seq_id} was committed and has no state to replace its own"
@@ -248,12 +285,16 @@ class RecurrentGroup(GroupManager):
             held.rolling = entry.serial if is_new else None
 
     def free(self, seq_id: int, table: BlockTable) -> int:
+        self._hosts.pop(seq_id, None)
+        self._forget(seq_id)
+        self._coming.discard(seq_id)
+        return 0
+
+    def _forget(self, seq_id: int) -> None:
         if (held := self._of.pop(seq_id, None)) is not None:
             self._forget_pending(held)
             if held.slot is not None:
                 self._release(held.slot)
-        self._coming.discard(seq_id)
-        return 0
 
     # Parked sequences: planned here, and their bytes moved before the step writes anything.
 
@@ -308,6 +349,8 @@ class RecurrentGroup(GroupManager):
         return 0
 
     def check(self, seq_id: int, table: BlockTable) -> None:
+        if seq_id in self._hosts:
+            return
         held = self._of[seq_id]
         assert (held.slot is None) == (table.logical_len == 0), f"sequence {seq_id}: slot {held.slot}"
 
