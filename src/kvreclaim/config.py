@@ -197,6 +197,11 @@ class EngineConfig:
         choices=("auto", "int16", "int8", "exact"),
         panel=MODEL,
     )
+    cache_packed_weights: bool = option(
+        True,
+        "Keep a copy of a GGUF file's packed weights in the cache directory: later starts are faster.",
+        panel=MODEL,
+    )
     hf_overrides: str | None = option(
         None,
         "JSON that overrides fields of the model's config.json, such as rope_parameters and "

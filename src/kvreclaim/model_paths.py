@@ -45,6 +45,11 @@ def gguf_home() -> Path:
     return _home() / "gguf"
 
 
+def packed_home() -> Path:
+    """Folder of copies of packed weights, a file for each GGUF file."""
+    return _home() / "packed"
+
+
 def stats_home() -> Path:
     """Folder of statistics that calibration keeps, a file for each model."""
     return _home() / "stats"

@@ -71,14 +71,16 @@ def generate(
     device: opt.Device = "auto",
 ) -> None:
     """Generate from one prompt. The text goes to standard output, metrics to standard error."""
-    from kvreclaim import LLM
-    from kvreclaim.engine.api.chat import render_chat
-    from kvreclaim.model.loader import hide_progress_bars
+    with opt.starting(calibrate):
+        from kvreclaim import LLM
+        from kvreclaim.engine.api.chat import render_chat
+        from kvreclaim.model.loader import hide_progress_bars
 
-    hide_progress_bars()
-    chosen, at_start = opt.with_calibration(compression, calibrate)
-    options = asdict(engine) | {"max_num_seqs": 1, "calibrate": at_start}
-    with closing(LLM(opt.model_of(model), dtype=dtype, device=device, **options)) as llm:
+        hide_progress_bars()
+        chosen, at_start = opt.with_calibration(compression, calibrate)
+        options = asdict(engine) | {"max_num_seqs": 1, "calibrate": at_start}
+        started = LLM(opt.model_of(model), dtype=dtype, device=device, **options)
+    with closing(started) as llm:
         asked: dict[str, Any] = {"prompt": prompt, "compress_prompt_at": compress_prompt_at}
         if chat:
             messages = [{"role": "user", "content": asked.pop("prompt")}]

@@ -14,6 +14,7 @@ from kvreclaim.checks import require
 from kvreclaim.cli.fetch import fetched
 from kvreclaim.cli.options import DEMO, model_of
 from kvreclaim.errors import KVReclaimError
+from kvreclaim.model.quantized.copy_file import CopyFile, copy_files
 from kvreclaim.model_paths import (
     REAL_MODEL,
     SOURCE_FILE,
@@ -30,12 +31,13 @@ UNKNOWN = "?"
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """A directory or GGUF file below models_home().
+    """A directory or GGUF file below models_home(), or a copy of a GGUF file's packed weights.
 
-    name:        by which `run` and `rm` know it
+    name:        by which `run` and `rm` know it; `run` takes no copy
     modified:    seconds since 1970
     weights:     method and bits, ggml's type or the dtype; context: tokens
     is_fetched:  `kvreclaim fetch` wrote it
+    is_copy:     a start made it, and the next one makes it again
     wrong:       why it cannot be used, as words after "it"
     """
 
@@ -48,10 +50,11 @@ class LocalModel:
     has_statistics: bool
     is_fetched: bool
     wrong: str | None = None
+    is_copy: bool = False
 
 
 def local_models() -> list[LocalModel]:
-    """All of them, by name; a directory is followed by the GGUF files in it."""
+    """All of them, by name; a directory is followed by the GGUF files in it. Copies are last."""
     home = models_home()
     entries = sorted(home.iterdir()) if home.is_dir() else []
     found = []
@@ -62,7 +65,7 @@ def local_models() -> list[LocalModel]:
             found += [_gguf(file) for file in sorted(entry.rglob("*.gguf"))]
         elif entry.suffix.lower() == ".gguf" and entry.is_file():
             found.append(_gguf(entry))
-    return found
+    return found + [_copy(each) for each in copy_files()]
 
 
 def named_model(named: str | None) -> str | Path:
@@ -142,6 +145,20 @@ def _gguf(file: Path) -> LocalModel:
         has_statistics=statistics_beside(file).is_file(),
         is_fetched=False,
         wrong=wrong,
+    )
+
+
+def _copy(copy: CopyFile) -> LocalModel:
+    return LocalModel(
+        name=copy.name,
+        path=copy.path,
+        num_bytes=copy.num_bytes,
+        modified=copy.used,
+        weights="packed copy",
+        context="-",
+        has_statistics=False,
+        is_fetched=False,
+        is_copy=True,
     )
 
 

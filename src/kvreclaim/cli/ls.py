@@ -15,7 +15,8 @@ COLUMNS = ("name", "size", "modified", "weights", "context", "statistics")
 
 @with_config
 def ls() -> None:
-    """List the models in the cache directory: those of `kvreclaim fetch` and GGUF files."""
+    """List the models in the cache directory: those of `kvreclaim fetch`, GGUF files, and copies of packed
+    weights."""
     from rich.console import Console
     from rich.table import Table
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -70,6 +72,24 @@ Figures = Annotated[
 
 def _tell(line: str) -> None:
     typer.echo(line, err=True)
+
+
+@contextmanager
+def starting(calibrates: bool) -> Iterator[None]:
+    """Imports and loading without garbage collection, which would look through a million objects that stay,
+    again and again. A start that calibrates makes garbage, too, and is left alone."""
+    if calibrates:
+        yield
+        return
+    is_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.unfreeze()  # they are now in the oldest generation, without having been looked through
+        if is_on:
+            gc.enable()
 
 
 def model_of(named: str | None, say: Callable[[str], object] = _tell) -> str | Path:

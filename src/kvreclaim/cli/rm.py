@@ -1,4 +1,4 @@
-"""`kvreclaim rm`: delete a fetched model."""
+"""`kvreclaim rm`: delete a fetched model, or a copy of packed weights."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from kvreclaim.checks import require
 from kvreclaim.cli.config_options import with_config
 from kvreclaim.cli.local_models import LocalModel, local_models
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.model.quantized.copy_file import copy_files
 from kvreclaim.model_paths import models_home
 
 
@@ -20,15 +21,15 @@ def rm(
     name: Annotated[str, typer.Argument(help="Name that `kvreclaim ls` prints, or the fetched hub id.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Delete a model that `kvreclaim fetch` wrote, with the statistics beside it."""
-    model = fetched_named(name)
+    """Delete a model that `kvreclaim fetch` wrote, with the statistics beside it and the copies of its packed
+    weights, or such a copy."""
+    model = deletable(name)
     size = f"{model.num_bytes / 1e6:,.0f} MB"
     if not yes and not typer.confirm(f"Delete {model.path} ({size})?", err=True):
         typer.echo("nothing is deleted", err=True)
         raise typer.Exit(1)
     try:
-        with TemporaryDirectory(prefix=".kvreclaim-rm-", dir=models_home()) as made:
-            os.replace(model.path, os.path.join(made, "model"))  # it goes whole, or not at all
+        _delete(model)
     except OSError as error:
         raise InvalidArgumentError(
             f"{str(model.path)!r} cannot be deleted ({error.strerror}); see to the rights of its folder."
@@ -36,8 +37,20 @@ def rm(
     typer.echo(f"{model.name}: {size} freed")
 
 
-def fetched_named(name: str) -> LocalModel:
-    """Raises: InvalidArgumentError for all that `kvreclaim fetch` did not write."""
+def _delete(model: LocalModel) -> None:
+    """Raises: OSError."""
+    if model.is_copy:
+        model.path.unlink()
+        return
+    copies = [each for each in copy_files() if each.source.is_relative_to(model.path.resolve())]
+    with TemporaryDirectory(prefix=".kvreclaim-rm-", dir=models_home()) as made:
+        os.replace(model.path, os.path.join(made, "model"))  # it goes whole, or not at all
+    for copy in copies:
+        copy.path.unlink(missing_ok=True)
+
+
+def deletable(name: str) -> LocalModel:
+    """Raises: InvalidArgumentError for all that kvreclaim did not write."""
     models = {model.name: model for model in local_models()}
     model = models.get(name) or models.get(name.replace("/", "--"))
     fetched = ", ".join(each.name for each in models.values() if each.is_fetched) or "none"
@@ -49,7 +62,7 @@ def fetched_named(name: str) -> LocalModel:
     )
     assert model is not None
     require(
-        model.is_fetched,
+        model.is_fetched or model.is_copy,
         f"{str(model.path)!r} is no directory that `kvreclaim fetch` wrote, so it is not deleted; fetched "
         f"models are: {fetched}.",
         "name",

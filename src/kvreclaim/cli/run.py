@@ -79,14 +79,16 @@ def run(
         "standard output is no terminal to chat in; pass a PROMPT, or text on standard input.",
         "prompt",
     )
-    from kvreclaim import LLM
-    from kvreclaim.cli.chat.dialogue import Dialogue
-    from kvreclaim.model.loader import hide_progress_bars
+    with opt.starting(calibrate):
+        from kvreclaim import LLM
+        from kvreclaim.cli.chat.dialogue import Dialogue
+        from kvreclaim.model.loader import hide_progress_bars
 
-    hide_progress_bars()
-    chosen, at_start = opt.with_calibration(compression, calibrate)
-    given = asdict(engine) | {"max_num_seqs": 1, "calibrate": at_start, "compression": chosen}
-    with closing(LLM(named_model(model), dtype=dtype, device=device, **given)) as llm:
+        hide_progress_bars()
+        chosen, at_start = opt.with_calibration(compression, calibrate)
+        given = asdict(engine) | {"max_num_seqs": 1, "calibrate": at_start, "compression": chosen}
+        started = LLM(named_model(model), dtype=dtype, device=device, **given)
+    with closing(started) as llm:
         dialogue = Dialogue(llm, params, compression_for(llm), system)
         if message:
             answer_once(dialogue, message, verbose=verbose)

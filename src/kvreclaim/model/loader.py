@@ -32,6 +32,7 @@ from kvreclaim.model.quantized.build import build
 from kvreclaim.model.quantized.checkpoint import checkpoint_source
 from kvreclaim.model.quantized.gguf_file import GgufSource, gguf_config, gguf_tokenizer, is_gguf
 from kvreclaim.model.quantized.layers import describe_packed
+from kvreclaim.model.quantized.packed_copy import CopiedSource
 from kvreclaim.model.quantized.products import choose_products, packed_dtype
 from kvreclaim.model.quantized.source import WeightSource
 from kvreclaim.model.recurrent import (
@@ -57,6 +58,7 @@ class LoadedModel:
     tokenizer is None where the directory holds none: prompts are then token ids only.
     modules says which layers run on native kernels, and of what a model with latents keeps a cache.
     recurrent: the recurrent layers of a hybrid model, which take their states from the engine; None: none
+    mapped_bytes: weights in pages of a file, which the system counts as free memory
     """
 
     model: PreTrainedModel
@@ -66,6 +68,7 @@ class LoadedModel:
     vocab_size: int
     modules: str
     recurrent: RecurrentLayers | None = None
+    mapped_bytes: int = 0
 
     @property
     def name(self) -> str:
@@ -88,6 +91,7 @@ def load_model(
     kernels: str = "auto",
     quantized_activations: str = "auto",
     hf_overrides: Mapping[str, Any] = MappingProxyType({}),
+    cache_packed_weights: bool = False,
 ) -> LoadedModel:
     """Load a local directory, a hub id or a GGUF file; safetensors only, no code from the model's repository.
 
@@ -101,6 +105,8 @@ def load_model(
             CPU, the model's dtype on a GPU), "int16", "int8" or "exact"; as of ops.native.packed and
             ops.triton.packed
         hf_overrides: fields that replace those of the model's config
+        cache_packed_weights: take a GGUF file's packed weights from the copy in the cache directory, which
+            is made if it is not there
 
     Raises: UnsupportedModelError naming the reason; InvalidArgumentError for a bad dtype, device or path
         and for files that are missing, damaged or incomplete.
@@ -112,13 +118,18 @@ def load_model(
     config = _load_config(name) if gguf is None else gguf_config(gguf)
     config = overridden(config, hf_overrides, name)
     _refuse_unsupported(config, name)
-    packed = _packed_source(name, config) if gguf is None else gguf
+    packed, mapped_bytes = _packed_source(name, config) if gguf is None else gguf, 0
     if packed is None:
         model = _load_weights(name, torch_dtype, config)
     else:
         products = choose_products(name, packed, target, kernels, quantized_activations)
         chosen = packed_dtype(config, name, torch_dtype, products)
-        model = build(config, name, packed, chosen, products, target)
+        if gguf is not None and cache_packed_weights:
+            with CopiedSource(gguf) as copied:
+                model = build(config, name, copied, chosen, products, target)
+            mapped_bytes = copied.mapped_bytes if target.type == "cpu" else 0
+        else:
+            model = build(config, name, packed, chosen, products, target)
     model.eval().requires_grad_(False).to(target)
     hybrid = is_hybrid(config, type(model))
     recurrent = use_recurrent_states(model, name) if hybrid else None
@@ -152,6 +163,7 @@ def load_model(
         vocab_size=int(config.get_text_config().vocab_size),
         modules=modules,
         recurrent=recurrent,
+        mapped_bytes=mapped_bytes,
     )
 
 

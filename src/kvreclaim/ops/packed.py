@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from kvreclaim.ops.extension import native
-from kvreclaim.weights.packed import SUPER_COLUMNS, PackedRows
+from kvreclaim.weights.packed import SUPER_COLUMNS, CodeRule, PackedRows
 
 BLOCK_ROWS = 16
 CHUNK = 32
 LINE = 64
 """Bytes of a bit of each code of a block's rows in a chunk of columns."""
 DTYPES = (torch.float32, torch.bfloat16)
+PACKED_LAYOUT = 1
+"""Version of the order of bytes; raised with another one, so that copies on disks are made again."""
 
 
 class PackedMatrix:
@@ -35,6 +37,25 @@ class PackedMatrix:
             self._add(piece)
         if self._count != out_features:
             raise ValueError(f"a packed matrix of {out_features} rows was given {self._count}")
+
+    @classmethod
+    def of_parts(
+        cls,
+        parts: dict[str, Tensor],
+        *,
+        out_features: int,
+        in_features: int,
+        bits: int,
+        grid: CodeRule,
+        group: int,
+        table: Tensor | None,
+    ) -> PackedMatrix:
+        """A matrix of the parts and sizes of another one."""
+        made = cls.__new__(cls)
+        made.parts, made.out_features, made._count = parts, out_features, out_features
+        made.in_features, made.bits, made.grid = in_features, bits, grid
+        made.group, made.table = group, table
+        return made
 
     def _begin(self, first: PackedRows) -> None:
         self.in_features, self.bits, self.grid = first.codes.shape[1], first.bits, first.grid

@@ -48,7 +48,7 @@ Observer = Callable[[int, Tensor], None]
 T = TypeVar("T")
 
 
-OF_THE_WEIGHTS = ("quantized_activations", "hf_overrides", "threads")
+OF_THE_WEIGHTS = ("quantized_activations", "hf_overrides", "cache_packed_weights", "threads")
 """Engine options that are fixed when a model is loaded."""
 FOR_CALIBRATION: dict[str, Any] = {
     "num_blocks": 1,
@@ -112,6 +112,7 @@ class LLM:
             kernels=config.kernels,
             quantized_activations=config.quantized_activations,
             hf_overrides=json.loads(config.hf_overrides or "{}"),
+            cache_packed_weights=config.cache_packed_weights,
         )
         beside = statistics_beside(model)
         stats_file = beside if beside.is_file() else kept_statistics(loaded)
@@ -132,7 +133,9 @@ class LLM:
         """draft: of another engine, whose weights may serve this one, too"""
         self.loaded, self.stats_file, self._asked = loaded, stats_file, config
         self.draft = load_draft(config, loaded, draft)
-        spoken_for = 0 if self.draft is None else self.draft.kv_bytes
+        spoken_for = loaded.mapped_bytes
+        if self.draft is not None:
+            spoken_for += self.draft.kv_bytes + self.draft.loaded.mapped_bytes
         self.engine = Engine(loaded, choose_limits(config, loaded.facts, spoken_for), self.draft)
         select_top, kv_format = self.engine.backend.select_top, self.engine.kv_format
         block_size = self.engine.config.block_size

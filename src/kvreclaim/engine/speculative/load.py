@@ -54,6 +54,7 @@ def load_draft(
             device=str(facts.device),
             kernels=config.kernels,
             quantized_activations=config.quantized_activations,
+            cache_packed_weights=config.cache_packed_weights,
         )
     check_same_tokens(target, loaded)
     require(

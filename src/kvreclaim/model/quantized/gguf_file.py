@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -28,6 +30,7 @@ ARCHITECTURES = frozenset({"llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"
 that hold one more."""
 NORMS_PLUS_ONE = frozenset({"gemma2", "gemma3"})
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+Through = Callable[[str, Callable[[], PackedMatrix]], PackedMatrix]
 REMEDY = "`kvreclaim fetch FILE` makes a bf16 model of it, where transformers can."
 
 
@@ -84,7 +87,10 @@ class GgufSource:
     def header(self) -> GgufHeader:
         return header_of(self.index)
 
-    def packed(self, name: str, shape: tuple[int, int]) -> PackedMatrix | None:
+    def packed(
+        self, name: str, shape: tuple[int, int], through: Through | None = None
+    ) -> PackedMatrix | None:
+        """WeightSource.packed. through: hands out the matrix of a tensor, which it can have made"""
         tensor = self._find(name)
         if tensor is None or tensor.kind in PLAIN:
             return None
@@ -98,6 +104,10 @@ class GgufSource:
                 f"{tensor.name} of {self.file.name} is {list(tensor.shape)}, and its header asks for "
                 f"{list(shape)}; download the file again."
             )
+        make = partial(self._pack, tensor, shape)
+        return make() if through is None else through(tensor.name, make)
+
+    def _pack(self, tensor: GgufTensor, shape: tuple[int, int]) -> PackedMatrix:
         order, rows = self._order(tensor.name, shape[0]), self.index.rows(tensor)
         kind = tensor.kind
         found = in_pieces(shape, lambda first, last: ggml_rows(kind, _copied(rows, order[first:last])))

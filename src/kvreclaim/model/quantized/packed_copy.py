@@ -1,0 +1,217 @@
+"""A copy of a GGUF file's packed weights as the kernels read them, in the cache directory: the next start
+maps it instead of packing the weights again."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from types import TracebackType
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from kvreclaim.model.quantized.copy_file import MAKING, copy_path, make_room, read_contents, write_contents
+from kvreclaim.model.quantized.gguf_file import GgufSource
+from kvreclaim.ops.packed import PACKED_LAYOUT, PackedMatrix
+from kvreclaim.weights.packed import CodeRule
+
+PAGE = 4096
+GROWTH = 1.25
+"""Bytes that a copy may take, as a multiple of its source's."""
+FIELDS = ("in_features", "out_features", "bits", "group")
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.uint8, torch.float16, torch.float32)}
+logger = logging.getLogger(__name__)
+
+
+class CopiedSource:
+    """A WeightSource: a GGUF file's, whose matrices come from the copy, or else go there. A context manager
+    that puts the new copy in its place, if all went well.
+
+    mapped_bytes: of the copy that the matrices lie in; 0 where they were packed
+    """
+
+    def __init__(self, source: GgufSource) -> None:
+        self._source, self._target = source, copy_path(source.file)
+        self._origin = _origin(source)
+        self._kept: dict[str, PackedMatrix] | None = None
+        self._writer: _Writer | None = None
+        self.mapped_bytes = 0
+        if (found := _read(self._target, self._origin)) is not None:
+            self._kept, self.mapped_bytes = found
+        else:
+            self._begin()
+
+    def _begin(self) -> None:
+        try:
+            self._writer = _Writer(self._target, self._origin)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """The model loads all the same."""
+        logger.warning(
+            "no copy of the packed weights of %s is kept in %s (%s): every start packs them again; free the "
+            "disk, set KVRECLAIM_HOME to another directory, or pass --no-cache-packed-weights",
+            self._source.file.name,
+            self._target.parent,
+            error,
+        )
+        if self._writer is not None:
+            self._writer.abandon()
+        self._writer = None
+
+    def __enter__(self) -> CopiedSource:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._writer is None:
+            return
+        if kind is not None:
+            self._writer.abandon()
+            return
+        try:
+            self._writer.finish()
+        except OSError as failed:
+            self._give_up(failed)
+
+    @property
+    def label(self) -> str:
+        return self._source.label
+
+    def packed(self, name: str, shape: tuple[int, int]) -> PackedMatrix | None:
+        return self._source.packed(name, shape, self._copied)
+
+    def _copied(self, name: str, make: Callable[[], PackedMatrix]) -> PackedMatrix:
+        if self._kept is not None and name in self._kept:
+            return self._kept[name]
+        made = make()
+        if self._writer is not None:
+            try:
+                self._writer.add(name, made)
+            except OSError as error:
+                self._give_up(error)
+        return made
+
+    def dense(self, name: str) -> Tensor | None:
+        return self._source.dense(name)
+
+    def unread(self) -> list[str]:
+        return self._source.unread()
+
+
+def _origin(source: GgufSource) -> dict[str, Any]:
+    """What a copy has to be of."""
+    about = source.file.stat()
+    return {
+        "layout": PACKED_LAYOUT,
+        "path": os.path.realpath(source.file),
+        "num_bytes": about.st_size,
+        "modified_ns": about.st_mtime_ns,
+        "inode": about.st_ino,
+        "header": source.index.digest,
+    }
+
+
+class _Writer:
+    """Writes matrices one by one into a file that gets its name when it is whole."""
+
+    def __init__(self, target: Path, origin: dict[str, Any]) -> None:
+        """Raises: OSError."""
+        target.parent.mkdir(parents=True, exist_ok=True)
+        make_room(target, int(origin["num_bytes"] * GROWTH))
+        made: IO[bytes] = NamedTemporaryFile(prefix=MAKING, dir=target.parent, delete=False)  # noqa: SIM115
+        self._target, self._origin, self._file = target, origin, made
+        self._matrices: dict[str, Any] = {}
+
+    def add(self, name: str, matrix: PackedMatrix) -> None:
+        """Raises: OSError."""
+        parts = {}
+        for part, tensor in matrix.parts.items():
+            parts[part] = [self._file.tell(), str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+            self._file.write(tensor.view(torch.uint8).flatten().numpy().data)
+            self._file.write(bytes(-self._file.tell() % PAGE))
+        table = None if matrix.table is None else matrix.table.tolist()
+        said = {field: getattr(matrix, field) for field in FIELDS}
+        self._matrices[name] = said | {"rule": matrix.grid.value, "table": table, "parts": parts}
+
+    def finish(self) -> None:
+        """Raises: OSError."""
+        size = self._file.tell()
+        if size == 0:  # nothing is packed
+            self.abandon()
+            return
+        self._file.flush()
+        with open(self._file.name, "rb") as file:
+            checksum = _checksum(_mapped(file, size))
+        write_contents(self._file, {"origin": self._origin, "checksum": checksum, "matrices": self._matrices})
+        self._file.close()
+        os.replace(self._file.name, self._target)
+
+    def abandon(self) -> None:
+        """No copy is made; whatever was written goes."""
+        try:
+            self._file.close()
+        except OSError:  # what was still to be written finds no room either
+            pass
+        finally:
+            Path(self._file.name).unlink(missing_ok=True)
+
+
+def _read(path: Path, origin: dict[str, Any]) -> tuple[dict[str, PackedMatrix], int] | None:
+    """The matrices of a copy, mapped, and its bytes; None where there is no whole one of that origin."""
+    try:
+        with path.open("rb") as file:
+            said, size = read_contents(file)
+            if said["origin"] != origin:
+                return None
+            data = _mapped(file, size)
+        if _checksum(data) != said["checksum"]:
+            raise ValueError("its bytes are others than were written")
+        found = {name: _matrix(data, each) for name, each in said["matrices"].items()}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        logger.warning("%s is no copy that can be used (%s), and is made again", path, error)
+        return None
+    try:
+        os.utime(path)  # used now; the oldest one goes first
+    except OSError:
+        logger.debug("%s cannot be marked as used", path)
+    return found, size
+
+
+def _mapped(file: IO[bytes], size: int) -> Tensor:
+    """The first bytes of a file: pages that it shares with others as long as nobody writes to them."""
+    if size == 0 or size % PAGE:
+        raise ValueError("its matrices do not end with a page")
+    mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+    return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def _checksum(data: Tensor) -> str:
+    """Digest of the sums of all pages: as fast as memory is read, and products need the pages anyway."""
+    sums = data.view(torch.int64).view(-1, PAGE // 8).sum(1)
+    return hashlib.sha256(sums.numpy().tobytes()).hexdigest()
+
+
+def _matrix(data: Tensor, said: dict[str, Any]) -> PackedMatrix:
+    parts = {}
+    for name, (first, dtype, shape) in said["parts"].items():
+        kind = DTYPES[dtype]
+        size = torch.Size(shape).numel() * kind.itemsize
+        parts[name] = data[first : first + size].view(kind).view(shape)
+    table = None if said["table"] is None else torch.tensor(said["table"])
+    return PackedMatrix.of_parts(
+        parts, grid=CodeRule(said["rule"]), table=table, **{field: said[field] for field in FIELDS}
+    )
