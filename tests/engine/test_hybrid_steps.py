@@ -13,7 +13,7 @@ from test_beam_search import generated
 from test_prompt_logprobs import asking, check, oracle
 
 from kvreclaim import LLM, BeamSearchParams, SamplingParams
-from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.engine.speculative import draft_model
 
 FAMILIES = ("qwen3-next", "falcon-h1", "lfm2")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -104,8 +104,82 @@ def test_outputs_of_one_prompt_that_are_preempted(family, make_hybrid):
     assert_idle(tight)
 
 
-def test_a_draft_model_with_recurrent_layers_is_refused(make_hybrid, tiny_dir):
-    guesses = {"method": "draft_model", "model": str(tiny_dir("lfm2")), "num_speculative_tokens": 2}
-    with pytest.raises(InvalidArgumentError, match=r"the draft model .* has recurrent layers") as refused:
-        make_hybrid("qwen3", speculative_config=guesses)
-    assert refused.value.field == "speculative_config"
+def drafted_by(tiny_dir, model, drafts):
+    return {"method": "draft_model", "model": str(tiny_dir(model)), "num_speculative_tokens": drafts}
+
+
+@pytest.fixture
+def confident(monkeypatch):
+    """Tiny random models believe little."""
+    monkeypatch.setattr(draft_model, "LEAST_CONFIDENCE", 0.0)
+
+
+PAIRS = [*((one, one) for one in tiny.HYBRIDS), ("qwen3", "lfm2"), ("qwen3-next", "qwen3"), ("lfm2", "jamba")]
+
+
+@pytest.mark.parametrize(("family", "drafter"), PAIRS)
+def test_draft_models(family, drafter, make_hybrid, tiny_dir, confident):
+    """The target's own twin drafts what it says itself; another one is refused now and then, and goes on
+    from the state behind what stands."""
+    expected = tiny.greedy(tiny_dir(family), PROMPTS, 20)
+    llm = make_hybrid(family, speculative_config=drafted_by(tiny_dir, drafter, 3), max_num_seqs=3)
+    assert tokens(llm.generate(PROMPTS, GREEDY)) == expected
+    counts, cache = llm.engine.totals.speculation, llm.engine.drafter.cache
+    assert cache._mirrors == {}
+    if cache.states is not None:
+        assert cache.states._held == {}
+        assert len(cache.states._free) == len(set(cache.states._free)) == 3 * 5
+    if family == drafter:
+        assert counts.num_draft_tokens == counts.num_accepted_tokens > 0
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_states_behind_refused_drafts(family, make_hybrid, tiny_dir, confident):
+    """Every third draft is another token than the twin's; what follows is drafted as well as before."""
+    expected = tiny.greedy(tiny_dir(family), PROMPTS, 20)
+    llm = make_hybrid(family, speculative_config=drafted_by(tiny_dir, family, 4))
+    drafter, counts, wrong = llm.engine.drafter, llm.engine.totals.speculation, [0]
+    draft = drafter.draft
+
+    def spoilt(asked):
+        draft(asked)
+        for seq, _ in asked:
+            if len(seq.draft_ids) > 1 and len(seq.token_ids) % 3 == 0:
+                place = len(seq.token_ids) // 3 % len(seq.draft_ids)
+                seq.draft_ids[place] = (seq.draft_ids[place] + 1) % 271
+                wrong[0] += 1
+
+    drafter.draft = spoilt
+    assert tokens(llm.generate(PROMPTS, GREEDY)) == expected
+    assert wrong[0] > 3
+    assert 0 < counts.num_draft_tokens - counts.num_accepted_tokens <= 4 * wrong[0]
+
+
+def test_sequences_take_turns_where_states_are_few(make_hybrid, tiny_dir, confident):
+    prompts = tiny.prompts((9, 12, 20, 7, 15, 30), seed=6)
+    llm = make_hybrid("qwen3", speculative_config=drafted_by(tiny_dir, "lfm2", 2), max_num_seqs=6)
+    llm.engine.drafter.cache._max_num_seqs = 2
+    assert tokens(llm.generate(prompts, GREEDY)) == tiny.greedy(tiny_dir("qwen3"), prompts, 20)
+    assert llm.engine.totals.speculation.num_draft_tokens > 0
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_passes_of_a_draft_model_that_fail(family, make_hybrid, tiny_dir, confident):
+    """Those over several sequences, when most layers have written; each is computed again alone."""
+    llm = make_hybrid(family, speculative_config=drafted_by(tiny_dir, family, 3))
+    forward, counted = llm.engine.drafter.cache.runner.forward, [0]
+
+    def failing(items):
+        found = forward(items)
+        counted[0] += len(items) > 1
+        if len(items) > 1 and counted[0] % 3 == 0:
+            raise RuntimeError("boom")
+        return found
+
+    llm.engine.drafter.cache.runner.forward = failing
+    assert tokens(llm.generate(PROMPTS, GREEDY)) == tiny.greedy(tiny_dir(family), PROMPTS, 20)
+    counts = llm.engine.totals.speculation
+    assert counts.num_draft_tokens == counts.num_accepted_tokens > 0
+    assert counted[0] > 6

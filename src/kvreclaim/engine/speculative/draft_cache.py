@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from kvreclaim.config import EngineConfig
 from kvreclaim.engine.execute.graphs import decode_graphs
 from kvreclaim.engine.execute.runner import ModelRunner
 from kvreclaim.engine.request.request import Request, Scheduled, Sequence
+from kvreclaim.engine.request.sizing import state_slots_of
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.signals.signals import Signals
+from kvreclaim.engine.speculative.draft_states import DraftStates
 from kvreclaim.engine.speculative.load import DraftModel
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.ops.backend import Need, choose_backend
 from kvreclaim.ops.formats.format import plain_format
 from kvreclaim.ops.groups import layer_groups
 from kvreclaim.ops.native import torch_alone
+from kvreclaim.ops.states import StateStore
 from kvreclaim.schedule import Row
 from kvreclaim.speculation import MOST_DRAFTS
 
@@ -55,6 +59,7 @@ class DraftCache:
         facts, size = self.loaded.facts, config.block_size
         assert config.num_blocks is not None, "chosen"
         assert config.max_model_len is not None, "chosen"
+        self._max_num_seqs = config.max_num_seqs
         self.max_len, self.max_step_tokens = config.max_model_len, config.max_num_batched_tokens
         form, groups = plain_format(facts.dtype), layer_groups(facts, config)
         need = Need(facts.layers, size, facts.dtype, facts.device, form)
@@ -65,13 +70,24 @@ class DraftCache:
             config.num_blocks, size, enable_prefix_caching=config.enable_prefix_caching
         )
         signals = Signals(self.loaded, groups, self.cache, self.ops, config.max_signal_bytes)
-        graphs = decode_graphs(self.loaded.model, self.cache, self.ops, config)
+        self.states = self._make_states(config)
+        graphs = None
+        if self.states is None:
+            graphs = decode_graphs(self.loaded.model, self.cache, self.ops, config)
         self.runner = ModelRunner(
             self.loaded, groups, self.memory, self.cache, self.ops, signals, graphs=graphs
         )
         self._mirrors: dict[int, Mirror] = {}
         self._refused: set[int] = set()
         self._round = 0
+
+    def _make_states(self, config: EngineConfig) -> DraftStates | None:
+        """None for a model without recurrent layers."""
+        facts, layers = self.loaded.facts, self.loaded.recurrent
+        if layers is None:
+            return None
+        num_slots = state_slots_of(config, facts).num_slots
+        return DraftStates(layers, StateStore(facts.states, num_slots, facts.device), num_slots)
 
     def begin_round(self, sequences: Iterable[Sequence]) -> None:
         """These are to be drafted for now."""
@@ -94,6 +110,8 @@ class DraftCache:
             self.refuse(seq.seq_id)  # an id of which this model knows nothing
             return None
         if mirror is None:
+            if self.states is not None and not self._has_seat():
+                return None
             mirror = self._mirrors[seq.seq_id] = self._begin(seq)
         self._take_in(mirror, seq)
         own = mirror.own
@@ -136,6 +154,8 @@ class DraftCache:
         self._refused.discard(seq_id)
         if self._mirrors.pop(seq_id, None) is not None:
             self.memory.free(seq_id)
+            if self.states is not None:
+                self.states.forget(seq_id)
 
     def _begin(self, seq: Sequence) -> Mirror:
         params = replace(seq.request.params, logprobs=None, prompt_logprobs=None)
@@ -166,9 +186,20 @@ class DraftCache:
             agreed += 1
         del own.token_ids[agreed:]
         own.token_ids += known[agreed:]
+        if self.states is not None:
+            agreed = self.states.back_to(own.seq_id, agreed)
         self.memory.commit(own.seq_id, agreed - own.num_computed)
         own.num_computed = mirror.num_written = agreed
         mirror.num_known = len(known)
+
+    def _has_seat(self) -> bool:
+        """Whether there are states for one more sequence; who is not drafted for now gives way."""
+        if len(self._mirrors) >= self._max_num_seqs:
+            last = min(self._mirrors.values(), key=lambda mirror: mirror.round)
+            if last.round == self._round:
+                return False
+            self.forget(last.own.seq_id)
+        return True
 
     def _make_room(self, own: Sequence, num_tokens: int) -> bool:
         """For so many tokens behind the committed ones; whoever has long been idle gives way."""
@@ -195,7 +226,7 @@ class DraftCache:
         """Run the draft model. Returns: the items that could be computed, and a row of logits for each."""
         few = all(item.num_tokens <= MOST_DRAFTS + 1 for item in items)
         try:
-            with torch_alone() if few else nullcontext():
+            with torch_alone() if few else nullcontext(), self._stepping(items):
                 return items, self.runner.forward(items)[0]
         except Exception:
             logger.exception("a forward pass of the draft model over %d sequences failed", len(items))
@@ -205,3 +236,9 @@ class DraftCache:
         each = [self._forward([item]) for item in items]
         found = [item for done, _ in each for item in done]
         return found, torch.cat([logits for done, logits in each if done]) if found else torch.empty(0)
+
+    def _stepping(self, items: list[Scheduled]) -> AbstractContextManager[None]:
+        if self.states is None:
+            return nullcontext()
+        known = {item.seq.seq_id: self._mirrors[item.seq.seq_id].num_known for item in items}
+        return self.states.stepping(items, known)

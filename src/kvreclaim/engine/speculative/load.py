@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from kvreclaim import speculation
 from kvreclaim.checks import require
 from kvreclaim.config import EngineConfig
-from kvreclaim.engine.request.sizing import choose_limits
+from kvreclaim.engine.request.sizing import choose_limits, state_slots_of
 from kvreclaim.model.loader import DTYPES, LoadedModel, load_model
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import kv_format
@@ -24,9 +24,11 @@ class DraftModel:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of its blocks."""
+        """Bytes of its blocks, and of its recurrent layers' states."""
         assert self.config.num_blocks is not None, "chosen"
-        return self.config.num_blocks * _block_bytes(self.loaded.facts, self.config)
+        facts = self.loaded.facts
+        states = state_slots_of(self.config, facts).num_slots * facts.state_bytes if facts.states else 0
+        return self.config.num_blocks * _block_bytes(facts, self.config) + states
 
 
 def load_draft(
@@ -37,8 +39,8 @@ def load_draft(
 
     known: one that is there already, whose weights are shared if it is the same
 
-    Raises: InvalidArgumentError for one with another tokenizer, or whose layers attend within chunks or are
-        recurrent; as load_model.
+    Raises: InvalidArgumentError for one with another tokenizer, or whose layers attend within chunks; as
+        load_model.
     """
     said = speculation.from_json(config.speculative_config)
     if said is None or said.model is None:
@@ -58,18 +60,12 @@ def load_draft(
         )
     check_same_tokens(target, loaded)
     require(
-        loaded.recurrent is None,
-        f"the draft model {loaded.name!r} has recurrent layers, whose states drafts that are refused would "
-        "have changed; name one with attention in all layers.",
-        speculation.WHERE,
-    )
-    require(
         all(layer.softmax.chunk is None for layer in loaded.facts.layers),
         f"layers of the draft model {loaded.name!r} attend within chunks, which its cache, one table for all "
         "layers, cannot hold; name another one.",
         speculation.WHERE,
     )
-    return DraftModel(said.model, loaded, draft_limits(config, target.facts, loaded.facts))
+    return DraftModel(said.model, loaded, draft_limits(config, said, target.facts, loaded.facts))
 
 
 def check_same_tokens(target: LoadedModel, draft: LoadedModel) -> None:
@@ -98,9 +94,12 @@ def check_same_tokens(target: LoadedModel, draft: LoadedModel) -> None:
     )
 
 
-def draft_limits(config: EngineConfig, target: ModelFacts, draft: ModelFacts) -> EngineConfig:
+def draft_limits(
+    config: EngineConfig, said: speculation.SpeculativeConfig, target: ModelFacts, draft: ModelFacts
+) -> EngineConfig:
     """Limits of a draft model's cache: every token that a sequence may have finds room, or as many as its
-    part of the memory for blocks holds, which is what its tokens take beside the target's."""
+    part of the memory for blocks holds, which is what its tokens take beside the target's. Recurrent layers
+    have a state behind each draft, and none that a prefix hit could begin with."""
     form = kv_format(config.kv_cache_dtype, target.dtype)
     theirs = form.bytes_per_block(target.layers, config.block_size)
     limits = EngineConfig(
@@ -108,7 +107,8 @@ def draft_limits(config: EngineConfig, target: ModelFacts, draft: ModelFacts) ->
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=min(config.max_model_len or target.max_position, draft.max_position),
-        enable_prefix_caching=config.enable_prefix_caching,
+        enable_prefix_caching=config.enable_prefix_caching and not draft.states,
+        state_drafts=said.num_speculative_tokens if draft.states else 0,
         disable_hybrid_kv_cache_manager=True,
         max_signal_bytes=0,
         kernels=config.kernels,
