@@ -251,6 +251,14 @@ class EngineConfig:
         high=float(1 << 20),
         panel=OFFLOAD,
     )
+    kv_offloading_state_fraction: float = option(
+        0.25,
+        "Models with recurrent layers: share of --kv-offloading-size for states behind prefixes. 0: no "
+        "prefixes on the host.",
+        low=0.0,
+        high=1.0,
+        panel=OFFLOAD,
+    )
     preemption_victim: str = option(
         "auto",
         "Which sequence to preempt: last (the newest), priority (the least important), lru (computed least "

@@ -25,6 +25,7 @@ from kvreclaim.sim.settings import Settings
 PIECE = 8
 CHUNK = 24
 BLOCK_BYTES = 2 * 2 * 2 * 8 * 16 * 4
+STATE_BYTES = 1536
 """K and V, 2 layers, 2 KV heads, 8 slots of 16 numbers in fp32."""
 POLICIES = {
     "full": None,
@@ -207,11 +208,20 @@ def test_counts_of_a_model_with_recurrent_layers(seed: int, policy: str, states:
         assert (sum(found["hits"]) > 0) == (kept != 0)
 
 
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_states_go_to_the_host_and_come_back(mode: str, tiny_dir) -> None:
+@pytest.mark.parametrize(
+    ("mode", "on_host"), [("swap", 0), ("recompute", 0), ("swap", 3), ("recompute", 40), ("swap", 40)]
+)
+def test_states_go_to_the_host_and_come_back(mode: str, on_host: int, tiny_dir) -> None:
+    """on_host: states behind prefixes, so that they are found there, too."""
     options = {"block_size": 8, "num_blocks": 16, "max_num_seqs": 4, "preemption_mode": mode}
     load = random_load(Random("states host"), 15)
-    engine = {**options, "max_num_batched_tokens": CHUNK, "kv_offloading_size": 60 * 2048 / 2**30}
+    blocks, states = 60 * 2048, on_host * STATE_BYTES
+    engine = {
+        **options,
+        "max_num_batched_tokens": CHUNK,
+        "kv_offloading_size": (blocks + states + 2) / 2**30,
+        "kv_offloading_state_fraction": (states + 1) / (blocks + states + 2),
+    }
     found = serve(load, tiny_dir("lfm2"), "full", engine)
     settings = Settings(
         **options,
@@ -219,10 +229,13 @@ def test_states_go_to_the_host_and_come_back(mode: str, tiny_dir) -> None:
         max_model_len=512,
         footprint=limits("full", 8),
         host_blocks=60,
+        host_states=on_host,
         states=StateSlots.of(4, each=3),
     )
-    assert simulated(Cluster(settings, Linear(1.0)).run(load.asked)) == found
+    outcome = Cluster(settings, Linear(1.0)).run(load.asked)
+    assert simulated(outcome) == found
     assert (found["swaps"] > 0) == (mode == "swap")
+    assert (sum(record.loaded_tokens for record in outcome.records) > 0) == (on_host > 0)
 
 
 def test_the_loads_share_and_preempt(tiny_dir) -> None:

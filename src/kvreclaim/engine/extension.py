@@ -24,13 +24,17 @@ AttentionHook = Callable[[AttentionCall], None]
 E = TypeVar("E", bound="Extension")
 
 
+class HitLostError(Exception):
+    """What a sequence was to begin with is not there: it begins without."""
+
+
 class Extension:
     """A feature that overrides the methods it needs; these do nothing.
 
-    What admitted, forked, compressed or processed raises ends the request with reason "error". expand, attend
-    and attended are tried again for each sequence of the step alone, and end the request for which they fail.
-    prepare ends all requests of the step. A failure of ending or released is logged. The other methods must
-    not raise.
+    A HitLostError of admitted lets the sequence wait again. What else admitted, forked, compressed or
+    processed raises ends the request with reason "error". expand, attend and attended are tried
+    again for each sequence of the step alone, and end the request for which they fail. prepare ends all
+    requests of the step. A failure of ending or released is logged. The other methods must not raise.
 
     rank: extensions are called from the lowest to the highest
     """

@@ -204,7 +204,7 @@ class MemoryManager:
         entries = match.entries[:length]  # behind which every window and the recurrent state are there
         rows = tuple(group.hits(entries) for group in self.windows)
         found = PrefixMatch(match.keys, entries, miss, windows=rows, num_indexed=len(match.entries))
-        return self.offload.with_lower(found, max_tokens)
+        return self.offload.with_lower(found, match, max_tokens)
 
     def can_admit(self, match: PrefixMatch, num_tokens: int) -> bool:
         """Whether admit and then grow(num_tokens) would succeed."""

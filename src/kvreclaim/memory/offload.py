@@ -113,8 +113,9 @@ class OffloadSlots:
 
     # The memory manager tells it what has happened.
 
-    def with_lower(self, match: PrefixMatch, max_tokens: int | None) -> PrefixMatch:
-        """The match with the slots that hold the blocks behind it. Changes nothing."""
+    def with_lower(self, match: PrefixMatch, whole: PrefixMatch, max_tokens: int | None) -> PrefixMatch:
+        """The match with the slots that hold the blocks behind it. whole: what the pool has of full
+        attention, also where the other groups lack something. Changes nothing."""
         return match
 
     def admitted(self, seq_id: int, table: BlockTable, match: PrefixMatch) -> None:

@@ -24,6 +24,7 @@ class PrefixMatch:
     lower:   entries of the host's slots that hold the blocks behind these, in order
     windows: of each window the rows that a sequence sees which begins with these entries
     num_indexed: leading full blocks that are indexed, also behind the entries that a sequence can begin with
+    state:   the last one's entry on the host, if its state of the recurrent layers comes from there
     """
 
     keys: BlockKeys
@@ -32,6 +33,7 @@ class PrefixMatch:
     lower: tuple[Entry, ...] = ()
     windows: tuple[tuple[Row, ...], ...] = field(default=(), kw_only=True)
     num_indexed: int = field(default=0, kw_only=True)
+    state: Entry | None = field(default=None, kw_only=True)
 
     @property
     def window_blocks(self) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -61,6 +61,11 @@ class StateStore:
             for layer in layers
         ]
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a slot."""
+        return sum(tensor[0].nbytes for layer in self.layers for tensor in layer.values())
+
     def gather(self, layer: int, slots: Tensor) -> States:
         """Copies of a layer's states in these slots."""
         return {key: tensor.index_select(0, slots) for key, tensor in self.layers[layer].items()}
@@ -73,6 +78,25 @@ class StateStore:
     def save(self, slot: int) -> list[Tensor]:
         """A slot's tensors on the host."""
         return [tensor[slot].to("cpu", copy=True) for layer in self.layers for tensor in layer.values()]
+
+    def write_bytes(self, slot: int, row: Tensor) -> None:
+        """Copy a slot's tensors into [state_bytes] uint8, one behind the other."""
+        for part, own in self._parts(slot, row):
+            part.copy_(own)
+
+    def read_bytes(self, slot: int, row: Tensor) -> None:
+        """Fill a slot with what `write_bytes` gave."""
+        for part, own in self._parts(slot, row):
+            own.copy_(part)
+
+    def _parts(self, slot: int, row: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Parts of the row, and the bytes of the tensors that lie in them."""
+        end = 0
+        for layer in self.layers:
+            for tensor in layer.values():
+                own = tensor[slot].view(-1).view(torch.uint8)
+                start, end = end, end + len(own)
+                yield row[start:end], own
 
     def load(self, slot: int, saved: Sequence[Tensor]) -> None:
         """Fill a slot with what `save` gave."""

@@ -163,6 +163,15 @@ class Scheduler(Generic[Seq]):
             self.memory.offload.parking.drop_parked(seq.seq_id)
         seq.status = Status.ENDED
 
+    def put_back(self, seq: Seq) -> None:
+        """Let a sequence wait again that has begun in the last step and has computed nothing: what it was to
+        begin with did not arrive."""
+        self.running.remove(seq)
+        self.memory.free(seq.seq_id)
+        seq.reset()
+        seq.status = Status.WAITING
+        self.waiting.add_back(seq)
+
     def schedule(self) -> StepPlan:
         """The next step, room for its tokens included. No rows: nothing can run."""
         self._state.num_steps += 1

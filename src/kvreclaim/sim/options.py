@@ -18,7 +18,7 @@ from kvreclaim.plan.demand import Cache
 from kvreclaim.plan.pool import Seats, make_pool
 from kvreclaim.plan.roofline import roofline
 from kvreclaim.plan.shapes import ModelShape
-from kvreclaim.plan.weights import dtype_of, weight_format
+from kvreclaim.plan.weights import PLAIN_BITS, dtype_of, weight_format
 from kvreclaim.schedule.budget.footprint import Footprint
 from kvreclaim.schedule.budget.lengths import longest_sequence
 from kvreclaim.schedule.rates import Rates
@@ -94,6 +94,12 @@ class ReplicaOptions:
         shape = load_shape(self.model)
         return shape.block_bytes(self.form(shape), block_size)
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one sequence, on all cards together; 0 without recurrent layers."""
+        shape = load_shape(self.model)
+        return shape.state_bytes(PLAIN_BITS[dtype_of(shape)]) if shape.has_states else 0
+
     def pool(self, footprint: Footprint, seats: Seats) -> tuple[int, int, StateSlots | None]:
         """Blocks, sequences and slots of recurrent layers, as `kvreclaim plan` counts them; with num_blocks,
         slots for as many sequences as asked. Raises: InvalidArgumentError if there is no room."""
@@ -167,6 +173,12 @@ class Serving(PromiseOptions):
     kv_offloading_size: float = option(
         0.0, "GiB of host memory per replica for evicted prefixes and swapped sequences.", low=0.0, high=1e6
     )
+    kv_offloading_state_fraction: float = option(
+        0.25,
+        "Models with recurrent layers: share of --kv-offloading-size for states behind prefixes.",
+        low=0.0,
+        high=1.0,
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -206,6 +218,9 @@ class Serving(PromiseOptions):
             "has none; leave them out.",
             "state_checkpoints",
         )
+        host_bytes, host_states = int(self.kv_offloading_size * GIB), 0
+        if states is not None and states.num_checkpoints:
+            host_states = int(host_bytes * self.kv_offloading_state_fraction) // machine.state_bytes
         held = longest_sequence(None, longest or 1, footprint, num_blocks)
         require(
             longest is None or held == longest,
@@ -225,7 +240,8 @@ class Serving(PromiseOptions):
             preemption_mode=self.preemption_mode,
             eviction_policy=self.eviction_policy,
             enable_prefix_caching=self.enable_prefix_caching,
-            host_blocks=int(self.kv_offloading_size * GIB) // per_block,
+            host_blocks=(host_bytes - host_states * machine.state_bytes) // per_block,
+            host_states=host_states,
             bytes_per_block=per_block,
             rates=machine.rates(self.block_size, cost),
             spread=self.spread_compression,

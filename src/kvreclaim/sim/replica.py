@@ -8,6 +8,7 @@ from dataclasses import replace
 from math import sqrt
 
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.memory.tiers.tiered_offload import TieredOffload
 from kvreclaim.plan.cost import StepLoad, StepTime, keys_read, load_of
 from kvreclaim.schedule import Footprint, Pass, StepDone, StepPlan
 from kvreclaim.schedule.budget.lengths import excess_slots
@@ -61,6 +62,8 @@ class Replica:
     def __init__(self, number: int, settings: Settings, cost: StepTime, links: Links) -> None:
         self.number, self.settings, self.cost = number, settings, cost
         self.memory = settings.memory(links)
+        below = self.memory.offload
+        self._on_host = below.states if isinstance(below, TieredOffload) else None
         self.scheduler = settings.scheduler(self.memory)
         self.sequences: dict[int, Simulated] = {}
         self.inbox: deque[Simulated] = deque()
@@ -132,6 +135,7 @@ class Replica:
             steps = leap_length(self.scheduler, blocked=self._calm, by_block=self.settings.states is not None)
             if steps > 1:
                 return self._begin_leap(start, steps)
+        self._store_states()
         plan = self.scheduler.schedule()
         if plan.failed:
             raise plan.failed[0][1]
@@ -148,6 +152,10 @@ class Replica:
             end += self.cost.move_s(moved)
         self.busy_s += end - now
         return end
+
+    def _store_states(self) -> None:
+        if self._on_host is not None:
+            self._on_host.pop_stores()
 
     def _begin_leap(self, start: float, steps: int) -> float:
         running = self.scheduler.running
@@ -176,6 +184,8 @@ class Replica:
         for begun in plan.admitted:
             if group is not None and group.coming(begun.seq_id) is not None:
                 group.loaded(begun.seq_id)
+            if self._on_host is not None and self._on_host.is_coming(begun.seq_id):
+                self._on_host.loaded(begun.seq_id, self.memory.table(begun.seq_id))
             record = self.sequences[begun.seq_id].record
             if record.scheduled_s is None:
                 record.scheduled_s = now
@@ -200,6 +210,7 @@ class Replica:
             raise failed[0][1]
         self.blocks_moved += len(self.memory.offload.pop_stores())
         self.memory.offload.stored()
+        self._store_states()
         ended = []
         for seq, num_tokens in rows:
             self._note_computed(seq, num_tokens)

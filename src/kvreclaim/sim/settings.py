@@ -30,6 +30,7 @@ class Settings:
     bytes_per_block: moved when a block goes to the host or comes back
     max_model_len:   that no sequence exceeds; None: whatever the pool can hold
     host_blocks:     0: nothing lies below the pool
+    host_states:     of recurrent layers, behind prefixes in host_blocks; 0: no prefixes lie there
     leaps, extents:  count decode steps, and blocks, in groups where that changes no count
     states:          slots of recurrent layers; None: the model has none. Blocks are then counted one by one
     spread:          due points differ between requests, as spread_compression makes them
@@ -47,6 +48,7 @@ class Settings:
     eviction_policy: str = DEFAULT_ORDER
     enable_prefix_caching: bool = True
     host_blocks: int = 0
+    host_states: int = 0
     bytes_per_block: int = 0
     rates: Rates = field(default_factory=Rates)
     leaps: bool = True
@@ -103,7 +105,8 @@ class Settings:
             TieredOffload,
             num_host_slots=self.host_blocks,
             max_parked=self.host_blocks // 2,
-            store_after=NEVER if self.states else 1,
+            store_after=NEVER if self.states and not self.host_states else 1,
+            num_host_states=self.host_states,
         )
         return TraceMemory(
             self.num_blocks,

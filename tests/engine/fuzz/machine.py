@@ -25,9 +25,11 @@ from kvreclaim.compression import registry
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.compression.policy import LayerView
+from kvreclaim.engine.offload.offloaded_states import OffloadedStates
 from kvreclaim.engine.request.request import Request
 from kvreclaim.model_paths import STATS_FILE
 from kvreclaim.ops.formats import kv_format
+from kvreclaim.ops.states import StateStore
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 96
@@ -78,6 +80,26 @@ class Brittle(Knorm):
         return super().score(view)
 
 
+class BrokenCopies:
+    """States whose copies to the host, and from there, fail every so many times."""
+
+    def __init__(self, store: StateStore, every: int) -> None:
+        self.store, self.every, self.calls = store, every, 0
+
+    def write_bytes(self, slot: int, row: Tensor) -> None:
+        self._fail()
+        self.store.write_bytes(slot, row)
+
+    def read_bytes(self, slot: int, row: Tensor) -> None:
+        self._fail()
+        self.store.read_bytes(slot, row)
+
+    def _fail(self) -> None:
+        self.calls += 1
+        if self.calls % self.every == 0:
+            raise Boom("a copy")
+
+
 class Machine:
     """What all engines of a run share. texts: the prompts of which requests take the beginnings.
 
@@ -123,6 +145,8 @@ class Machine:
         facts = self._first.loaded.facts
         block_bytes = kv_format(setup.kv_format, facts.dtype).bytes_per_block(facts.layers, BLOCK_SIZE)
         heads, cold_units = facts.layers[0].num_kv_heads, 0 if setup.on_host else setup.cold_units
+        state_bytes = setup.host_states * facts.state_bytes
+        host_bytes = (setup.host_slots + 0.5) * block_bytes + state_bytes
         llm = self._first.sibling(
             block_size=BLOCK_SIZE,
             num_blocks=setup.num_blocks,
@@ -134,7 +158,8 @@ class Machine:
             kernels=setup.kernels,
             kv_cache_dtype=setup.kv_format,
             kv_cache_dtype_skip_layers=("sliding_window",) if setup.plain_windows else (),
-            kv_offloading_size=(setup.host_slots + 0.5) * block_bytes / 2**30 if setup.host_slots else 0.0,
+            kv_offloading_size=host_bytes / 2**30 if setup.host_slots else 0.0,
+            kv_offloading_state_fraction=(state_bytes + block_bytes / 8) / host_bytes,
             full_cache_host_size=(setup.num_blocks + 0.5) * block_bytes / 2**30 if setup.on_host else 0.0,
             preemption_mode=setup.preemption_mode,
             preemption_victim=setup.preemption_victim,
@@ -150,6 +175,10 @@ class Machine:
             speculative_config={**DRAFTS, "num_speculative_tokens": setup.drafts} if setup.drafts else None,
         )
         llm.engine.scheduler.in_flight.least_tokens = setup.least_shared
+        if setup.broken_copies:
+            for extension in llm.engine.extensions.ordered:
+                if isinstance(extension, OffloadedStates):
+                    extension.store = BrokenCopies(extension.store, setup.broken_copies)
         return llm
 
     def _new_directory(self) -> str:

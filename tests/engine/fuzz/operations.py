@@ -89,7 +89,8 @@ class Setup:
     them; plain_windows: these keep fp32; drafts: tokens that are guessed for a sequence at most; on_host: the
     blocks lie in host memory; cold_units: pages of evicted tokens that the host holds; conversations: turns
     go on from what earlier ones have kept; hybrid: the family of a model some of whose layers are recurrent;
-    state_checkpoints, state_interval: of these."""
+    state_checkpoints, state_interval, host_states: of these; broken_copies: of states to and from the host
+    every so many fail."""
 
     kv_format: str = "fp32"
     kernels: str = "reference"
@@ -117,6 +118,8 @@ class Setup:
     hybrid: str = ""
     state_checkpoints: int | None = None
     state_interval: int = 0
+    host_states: int = 0
+    broken_copies: int = 0
 
     @property
     def recalls(self) -> bool:
@@ -363,6 +366,8 @@ def recurrent(random: Random, setup: Setup, operations: list[Operation]) -> tupl
         on_host=False,
         state_checkpoints=random.choice((0, 2, 8)),
         state_interval=random.choice((0, 0, 4, 12)),
+        host_states=random.choice((0, 1, 3, 20)) if setup.host_slots else 0,
+        broken_copies=random.choice((0, 0, 3)),
     )
     return setup, [replace(each, reuse=None) if isinstance(each, Ask) else each for each in operations]
 

@@ -263,6 +263,10 @@ class World:
         )
         self.counts["preemptions"] += totals.num_preemptions
         self.counts["swaps"] += totals.swaps
+        if (tiers := self.engine.tier_stats()) is not None and tiers.states is not None:
+            self.counts["states to the host"] += tiers.states.stored
+            self.counts["states from the host"] += tiers.states.loaded
+            self.counts["copies of states that failed"] += tiers.states.failed
         self.counts["waits for others"] += self.engine.scheduler.in_flight.num_waits
         self.counts["fairness"] += totals.preemptions["fairness"]
         self.counts["passes"] += totals.compactions

@@ -15,7 +15,7 @@ from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.policy import Signal
 from kvreclaim.compression.signal_needs import needs_of
 from kvreclaim.config import EngineConfig
-from kvreclaim.engine.extension import Extensions
+from kvreclaim.engine.extension import Extensions, HitLostError
 from kvreclaim.engine.request.outputs import EngineTotals, FinishReason
 from kvreclaim.engine.request.request import Request, Scheduled, Sequence
 from kvreclaim.engine.request.snapshot_recipe import snapshot_key
@@ -28,6 +28,7 @@ from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.schedule import Footprint, Scheduler, Status, StepPlan
 from kvreclaim.schedule.preemption_cost import PreemptionCostModel
+from kvreclaim.schedule.step import Admitted
 
 logger = logging.getLogger(__name__)
 
@@ -213,9 +214,8 @@ class Lifecycle:
             seq = self.sequences[begun.seq_id]
             if not begun.resumed:
                 self._compute_anew(seq)
-            with self.contained(seq.request, "beginning"):
-                for extension in self.extensions.ordered:
-                    extension.admitted(seq, begun)
+            if not self._admit(seq, begun):
+                continue
             metrics = seq.request.metrics
             if metrics.queue_s is None:  # for the first time
                 metrics.num_cached_tokens, metrics.num_loaded_tokens = begun.num_hit, begun.num_loaded
@@ -226,7 +226,22 @@ class Lifecycle:
             if seq_id in self.sequences:
                 self.fail(self.sequences[seq_id].request, error, "scheduling")
         known = self.sequences
-        return [Scheduled(known[row.seq_id], row) for row in plan.rows if row.seq_id in known]
+        rows = ((known[row.seq_id], row) for row in plan.rows if row.seq_id in known)
+        return [Scheduled(seq, row) for seq, row in rows if seq.status is Status.RUNNING]
+
+    def _admit(self, seq: Sequence, begun: Admitted) -> bool:
+        """Tell the extensions that a sequence begins. Returns: whether it does."""
+        with self.contained(seq.request, "beginning"):
+            try:
+                for extension in self.extensions.ordered:
+                    extension.admitted(seq, begun)
+            except HitLostError:
+                logger.exception("request %s begins without its prefix hit", seq.request_id)
+                self._drop_signals(seq)
+                self._compute_anew(seq)
+                self.scheduler.put_back(seq)
+                return False
+        return True
 
     def _drop_signals(self, seq: Sequence) -> None:
         if not seq.request.is_plain:

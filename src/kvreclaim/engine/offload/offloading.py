@@ -10,7 +10,7 @@ from kvreclaim.engine.offload.disk import WAIT_S, Disk
 from kvreclaim.engine.offload.moves import Moves
 from kvreclaim.engine.offload.parking import Parking
 from kvreclaim.engine.offload.prefixes import Prefixes
-from kvreclaim.engine.offload.stats import SlotStats, TierStats
+from kvreclaim.engine.offload.stats import HostStateStats, SlotStats, TierStats
 from kvreclaim.engine.request.outputs import EngineTotals, StepStats
 from kvreclaim.engine.request.request import Sequence
 from kvreclaim.engine.signals.signals import Signals
@@ -176,6 +176,7 @@ class Offload(Extension):
             bytes_per_block=self.preemption.bytes_per_block,
             disk=None if disk is None else disk.stats(),
             prefixes=None if prefixes is None else prefixes.stats(),
+            states=None if below.states is None else HostStateStats.of(below.states),
         )
 
     def reset_prefixes(self, *, external: bool) -> None:

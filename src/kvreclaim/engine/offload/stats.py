@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvreclaim.engine.offload.moves import MoveTotals
 from kvreclaim.memory.pool import BlockPool
+from kvreclaim.memory.tiers.host_states import HostStates
 from kvreclaim.tiers.jobs import DiskCounters
 from kvreclaim.tiers.prefix_workers import PrefixCounters
 
@@ -72,6 +73,26 @@ class PrefixStats:
 
 
 @dataclass(frozen=True, slots=True)
+class HostStateStats:
+    """Counts of recurrent layers' states on the host.
+
+    kept: can be found
+    stored, loaded: copies to the host and from there since the start; failed: copies that were not made
+    """
+
+    num_slots: int
+    kept: int
+    stored: int
+    loaded: int
+    failed: int
+
+    @classmethod
+    def of(cls, states: HostStates) -> HostStateStats:
+        counts = states.counts
+        return cls(states.num_slots, states.num_kept, counts.stored, counts.loaded, counts.failed)
+
+
+@dataclass(frozen=True, slots=True)
 class TierStats:
     """Counts of everything below the pool.
 
@@ -87,6 +108,7 @@ class TierStats:
     bytes_per_block: that a move of one moves
     disk:            None without a file
     prefixes:        compressed ones on disk; None without
+    states:          of recurrent layers, behind prefixes on the host; None without
     """
 
     host: SlotStats
@@ -103,3 +125,4 @@ class TierStats:
     bytes_per_block: int
     disk: DiskStats | None
     prefixes: PrefixStats | None = None
+    states: HostStateStats | None = None

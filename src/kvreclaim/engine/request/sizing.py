@@ -135,45 +135,73 @@ def with_room_for_states(config: EngineConfig, facts: ModelFacts, free: int) -> 
     return replace(config, max_num_seqs=most)
 
 
+def host_room(config: EngineConfig, facts: ModelFacts, bytes_per_block: int) -> tuple[int, int]:
+    """Slots on the host: for blocks, and for states of recurrent layers behind prefixes. Without these, a
+    model with such layers stores no prefixes there."""
+    size, share = int(config.kv_offloading_size * 2**30), config.kv_offloading_state_fraction
+    num_states = 0
+    if facts.states and config.enable_prefix_caching and config.state_checkpoints != 0 and share:
+        num_states = int(size * share) // facts.state_bytes
+        if not num_states:
+            logger.warning(
+                "prefixes are not stored on the host: kv_offloading_state_fraction %g of kv_offloading_size "
+                "%g GiB holds no state of %.1f MiB",
+                share,
+                config.kv_offloading_size,
+                facts.state_bytes / 2**20,
+            )
+    num_slots = (size - num_states * facts.state_bytes) // bytes_per_block
+    beside = f" beside {num_states} states of recurrent layers" if num_states else ""
+    require(
+        num_slots > 0,
+        f"kv_offloading_size is {config.kv_offloading_size} GiB, less than one block, which takes "
+        f"{bytes_per_block} bytes{beside}; raise it, or leave it out.",
+        "kv_offloading_size",
+    )
+    return num_slots, num_states
+
+
 def make_memory(
-    config: EngineConfig, bytes_per_block: int, num_disk_slots: int, rates: Rates, **others: Any
+    config: EngineConfig,
+    facts: ModelFacts,
+    bytes_per_block: int,
+    num_disk_slots: int,
+    rates: Rates,
+    **others: Any,
 ) -> MemoryManager:
     """With host slots where kv_offloading_size asks for some, of blocks in host memory where
-    full_cache_host_size does; others: of MemoryManager."""
+    full_cache_host_size does. facts: of all layers; others: of MemoryManager."""
     assert config.num_blocks is not None, "choose_limits sets it"
     if config.full_cache_host_size:
         return MemoryManager(full_cache_blocks(config, bytes_per_block), config.block_size, **others)
     if not config.kv_offloading_size:
         return MemoryManager(config.num_blocks, config.block_size, **others)
-    num_slots = int(config.kv_offloading_size * 2**30) // bytes_per_block
-    if num_slots < 1:
-        raise InvalidArgumentError(
-            f"kv_offloading_size is {config.kv_offloading_size} GiB, less than one block, which takes "
-            f"{bytes_per_block} bytes; raise it, or leave it out.",
-            field="kv_offloading_size",
-        )
+    num_slots, num_states = host_room(config, facts, bytes_per_block)
     require(
         config.swap_space is None or config.swap_space <= config.kv_offloading_size,
         f"swap_space is {config.swap_space} GiB, more than kv_offloading_size, {config.kv_offloading_size}; "
         "lower it, or raise that.",
         "swap_space",
     )
-    share = config.kv_offloading_size / 2 if config.swap_space is None else config.swap_space
+    max_parked = num_slots // 2
+    if config.swap_space is not None:
+        max_parked = min(num_slots, int(config.swap_space * 2**30) // bytes_per_block)
     store_after = 2 if config.kv_offloading_write_policy == "write_through_selective" else 1
-    if others.get("states") is not None:
+    if facts.states and not num_states:
         store_after = NEVER  # nobody could begin with blocks on the host: no state is kept behind them there
     offload = partial(
         TieredOffload,
         num_host_slots=num_slots,
-        max_parked=int(num_slots * share / config.kv_offloading_size),
+        max_parked=max_parked,
         host_eviction_policy=config.kv_offloading_eviction_policy,
         store_after=store_after,
         store_decoded=config.kv_offload_decode,
+        num_host_states=num_states,
         num_disk_slots=num_disk_slots,
         disk_eviction_policy=config.kv_offloading_eviction_policy,
         disk_store_after=2 if config.kv_offloading_disk_write_policy == "write_through_selective" else 1,
         load_wait_s=load_wait(config),
-        races=config.kv_load_policy == "race",
+        races=config.kv_load_policy == "race" and not facts.states,  # states don't follow
         load_is_worth=load_worth(config, bytes_per_block, rates),
     )
     return MemoryManager(config.num_blocks, config.block_size, offload=offload, **others)

@@ -18,6 +18,7 @@ from kvreclaim.engine.execute.runner import ModelRunner
 from kvreclaim.engine.extension import Extensions
 from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
 from kvreclaim.engine.offload.disk import open_disk, share_bytes
+from kvreclaim.engine.offload.offloaded_states import OffloadedStates
 from kvreclaim.engine.offload.offloading import Offload
 from kvreclaim.engine.offload.prefixes import make_prefixes
 from kvreclaim.engine.offload.snapshot_state import SnapshotStore
@@ -103,6 +104,7 @@ def make_storage(
     file, rates = open_disk(config, loaded, form, backend.NAME), Rates()
     memory = make_memory(
         config,
+        groups.model,
         form.bytes_per_block(facts.layers, size),
         0 if file is None else file.num_slots,
         rates,
@@ -137,6 +139,14 @@ def make_states(loaded: LoadedModel, memory: MemoryManager) -> RecurrentStates |
     num_slots, device = memory.recurrent.sizes.num_slots, loaded.facts.device
     store = StateStore(loaded.facts.states, num_slots, device)
     return RecurrentStates(loaded.recurrent, store, memory.recurrent)
+
+
+def make_host_states(memory: MemoryManager, states: RecurrentStates | None) -> OffloadedStates | None:
+    """None where no states go to the host."""
+    offload = memory.offload
+    if states is None or not isinstance(offload, TieredOffload) or offload.states is None:
+        return None
+    return OffloadedStates(memory.full.tables, states.group, offload.states, states.store)
 
 
 def make_offload(

@@ -41,6 +41,7 @@ from kvreclaim.engine.step.assembly import (
     default_prefill,
     describe,
     keeps_snapshots_on_disk,
+    make_host_states,
     make_offload,
     make_recalls,
     make_runner,
@@ -123,6 +124,8 @@ class Engine:
         self.scheduler, self.requests = scheduler, self.lifecycle.requests
         if states is not None:
             self.extensions.add(states)
+        if (on_host := make_host_states(self.memory, states)) is not None:
+            self.extensions.add(on_host)
         if self.tiers is not None:
             self.extensions.add(self.tiers)
             if keeps_snapshots_on_disk(config, storage, scheduler):
@@ -362,7 +365,7 @@ class Engine:
             extension.begin_step()
         plan = self.scheduler.schedule()
         step = self.lifecycle.follow(plan)
-        rests = not (step or touched or plan.preempted or self.scheduler.running)
+        rests = not (step or touched or plan.preempted or plan.admitted or self.scheduler.running)
         if rests and self.scheduler.waiting and not any(each.idle() for each in self.extensions.ordered):
             stuck = AssertionError(f"it fits into no empty pool, but was let in: {self.memory.stats()}")
             self.lifecycle.fail(next(iter(self.scheduler.waiting)).request, stuck, "admitting")

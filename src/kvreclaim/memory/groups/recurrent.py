@@ -195,6 +195,21 @@ class RecurrentGroup(GroupManager):
         held = self._of[seq_id]
         held.stops = tuple(sorted({*held.stops, *lengths}))
 
+    def checkpoint(self, entry: Entry) -> int | None:
+        """The slot of the state that is kept behind this block."""
+        found = self._checkpoints.get(entry.serial)
+        return None if found is None else found[1]
+
+    def is_rolling(self, seq_id: int, entry: Entry) -> bool:
+        """Whether the sequence's next checkpoint takes the place of this one."""
+        return self._of[seq_id].rolling == entry.serial
+
+    def keep_begun(self, seq_id: int, table: BlockTable) -> None:
+        """Keep the state that a sequence has begun with."""
+        slot = self._of[seq_id].slot
+        if slot is not None and len(table.entries) * self.block_size == table.logical_len:
+            self._keep(table.entries[-1], slot)
+
     def _keep(self, entry: Entry, slot: int) -> None:
         if entry.serial in self._checkpoints or not self.sizes.num_checkpoints:
             return
@@ -217,7 +232,9 @@ class RecurrentGroup(GroupManager):
     def begin(self, seq_id: int, match: PrefixMatch, priority: int) -> None:
         held = self._of[seq_id] = _Held(end=match.keys.num_tokens)
         self.drop_parked(seq_id)
-        if match.entries:
+        if match.state is not None:
+            held.slot = self._take()
+        elif match.entries:
             serial = match.entries[-1].serial
             self._checkpoints[serial] = _, held.slot = self._checkpoints.pop(serial)  # behind the others
             self._refs[held.slot] += 1

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.groups.full import FullAttentionGroup
 from kvreclaim.memory.offload import Move
 from kvreclaim.memory.prefix.index import Entry, Link
 from kvreclaim.memory.prefix_cache import PrefixMatch
+from kvreclaim.memory.tiers.host_states import NoHostStates
 from kvreclaim.memory.tiers.tier import Tier
 
 
@@ -24,6 +24,7 @@ class HostPrefixes:
     Args:
         full:          the group whose blocks are stored
         host:          the slots
+        states:        of recurrent layers, behind some of these blocks
         store_after:   times that a block must have been met before it is stored, 1 for at once
         store_decoded: whether blocks are stored that hold tokens behind the prompt
         count_to:      times met that somebody asks for; 1: nothing is counted
@@ -34,13 +35,14 @@ class HostPrefixes:
         self,
         full: FullAttentionGroup,
         host: Tier,
+        states: NoHostStates,
         *,
         store_after: int,
         store_decoded: bool,
         count_to: int,
         races: bool,
     ) -> None:
-        self.host = host
+        self.host, self.states = host, states
         self.num_unstored = 0
         """Times that a block found no slot."""
         self.met: Counter[bytes] = Counter()
@@ -57,12 +59,11 @@ class HostPrefixes:
         self._reading: list[int] = []
         self._num_met: dict[int, int] = {}
 
-    def with_lower(self, match: PrefixMatch, limit: int) -> PrefixMatch:
+    def with_lower(self, match: PrefixMatch, whole: PrefixMatch, limit: int) -> PrefixMatch:
         """The match with the host's slots behind it, `limit` blocks at most in all."""
-        known = len(match.entries)
-        if known == limit:
+        if len(match.entries) == limit:
             return match
-        return replace(match, lower=tuple(self.host.run(match.keys, limit)[known:]))
+        return self.states.best(match, whole, self.host.run(match.keys, limit))
 
     # Who holds what.
 
@@ -71,6 +72,7 @@ class HostPrefixes:
         if not self._store_decoded:
             self._last_stored[seq_id] = match.keys.num_tokens // self._size
         self._load(table, match)
+        self.states.begin(seq_id, match)
 
     def _load(self, table: BlockTable, match: PrefixMatch) -> None:
         """Fresh blocks for what the host has of a prefix, indexed at once: they are filled before anybody
@@ -109,6 +111,7 @@ class HostPrefixes:
         known = self.host.run(table.keys, len(table.entries))
         self.host.pool.hit([entry.block for entry in known], table.priority)
         self.below[seq_id] = known
+        self.states.met(table, known)
 
     def fork(self, parent_id: int, child_id: int) -> None:
         """The child references the same slots."""
@@ -126,6 +129,7 @@ class HostPrefixes:
     def free(self, seq_id: int) -> None:
         """A sequence is gone."""
         self.unfollow(seq_id)
+        self.states.free(seq_id)
         self._last_stored.pop(seq_id, None)
         self._num_met.pop(seq_id, None)
 
@@ -143,8 +147,12 @@ class HostPrefixes:
             return
         last = min(len(table.entries), self._last_stored.get(seq_id, len(table.entries)))
         self._note_met(seq_id, table, last)
-        index, link = self.host.pool.index, known[-1] if known else self.host.root(table.keys.salt)
-        for i in range(len(known), last):
+        first, index, link = (
+            len(known),
+            self.host.pool.index,
+            known[-1] if known else self.host.root(table.keys.salt),
+        )
+        for i in range(first, last):
             entry = index.find(link, table.keys[i])
             if entry is not None:
                 self.host.pool.hit([entry.block], table.priority)
@@ -152,6 +160,7 @@ class HostPrefixes:
                 break
             known.append(entry)
             link = entry
+        self.states.offer(seq_id, table, known, first)
 
     def _store(self, table: BlockTable, i: int, link: Link) -> Entry | None:
         """A slot for block i of a table, behind this entry of the host; None if there is none, or if it is

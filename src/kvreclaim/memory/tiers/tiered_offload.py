@@ -19,6 +19,7 @@ from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.memory.tiers.disk import DiskTier
 from kvreclaim.memory.tiers.disk_prefixes import DiskPrefixes, NoDiskPrefixes
 from kvreclaim.memory.tiers.host_prefixes import HostPrefixes
+from kvreclaim.memory.tiers.host_states import HostStates, NoHostStates
 from kvreclaim.memory.tiers.parking import ParkedSequences
 from kvreclaim.memory.tiers.tier import Tier
 
@@ -58,6 +59,7 @@ class TieredOffload(OffloadSlots):
         host_eviction_policy: of the slots
         store_after:          times that a block must have been met before it is stored, 1 for at once
         store_decoded:        whether blocks are stored that hold tokens behind the prompt
+        num_host_states:      slots for states behind prefixes on the host; 0: none are kept there
         num_disk_slots:       0 for no disk below the host
         disk_eviction_policy: of the file's slots
         disk_store_after:     times that a block must have been met before it is written to disk
@@ -77,6 +79,7 @@ class TieredOffload(OffloadSlots):
         host_eviction_policy: str = "lru",
         store_after: int = 1,
         store_decoded: bool = True,
+        num_host_states: int = 0,
         num_disk_slots: int = 0,
         disk_eviction_policy: str = "lru",
         disk_store_after: int = 1,
@@ -91,9 +94,14 @@ class TieredOffload(OffloadSlots):
             )
         self.num_slots = num_host_slots
         self.host = Tier(num_host_slots, full.block_size, host_eviction_policy)
+        self.states: HostStates | None = None
+        if num_host_states:
+            assert states is not None, "states on the host are those of recurrent layers"
+            self.states = HostStates(states, self.host, num_host_states)
         self.prefixes = HostPrefixes(
             full,
             self.host,
+            NoHostStates() if self.states is None else self.states,
             store_after=store_after,
             store_decoded=store_decoded,
             count_to=max(store_after, disk_store_after),
@@ -118,16 +126,16 @@ class TieredOffload(OffloadSlots):
 
     @property
     def index_version(self) -> int:
-        return self.host.pool.index.version
+        return self.host.pool.index.version + self.prefixes.states.version
 
     # What has happened.
 
-    def with_lower(self, match: PrefixMatch, max_tokens: int | None) -> PrefixMatch:
+    def with_lower(self, match: PrefixMatch, whole: PrefixMatch, max_tokens: int | None) -> PrefixMatch:
         if not self._full.prefix.enabled:
             return match
         most = match.keys.num_tokens - 1
         limit = most if max_tokens is None else min(most, max_tokens)
-        return self.prefixes.with_lower(match, limit // self._full.block_size)
+        return self.prefixes.with_lower(match, whole, limit // self._full.block_size)
 
     def admitted(self, seq_id: int, table: BlockTable, match: PrefixMatch) -> None:
         self.prefixes.admit(seq_id, table, match)
@@ -183,6 +191,8 @@ class TieredOffload(OffloadSlots):
         if external:
             self.host.pool.clear_index()
             self.on_disk.reset()
+            if self.states is not None:
+                self.states.reset()
         for seq_id in list(self.prefixes.below):
             self._unfollow(seq_id)
 
@@ -226,6 +236,8 @@ class TieredOffload(OffloadSlots):
         if self.disk is not None:
             _check_slots("disk", self.disk.tier.pool, on_disk)
         self.parking.check()
+        if self.states is not None:
+            self.states.check()
 
 
 def _check_slots(name: str, pool: BlockPool, held: Counter[int]) -> None:

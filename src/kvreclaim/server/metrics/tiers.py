@@ -46,15 +46,17 @@ def _moved(stats: TierStats | None) -> dict[str, Values]:
         "kvreclaim:swap_in_bytes": stats.swap_in_bytes if stats else 0,
         "kvreclaim:parked_sequences": stats.parked_seqs if stats else 0,
         "kvreclaim:parked_slots": stats.parked_slots if stats else 0,
+        "kvreclaim:host_states": stats.states.kept if stats and stats.states else 0,
     }
 
 
 def _failed(stats: TierStats | None) -> dict[str, Values]:
     disk: DiskStats | None = stats.disk if stats else None
+    states = stats.states if stats else None
     return {
         "kvreclaim:tier_corrupt": {"disk": disk.counters.corrupt if disk else 0},
         "kvreclaim:tier_failed": {
-            "host": stats.moves.failed_stores if stats else 0,
+            "host": (stats.moves.failed_stores if stats else 0) + (states.failed if states else 0),
             "disk": disk.counters.io_errors if disk else 0,
         },
         "kvreclaim:tier_dropped": {"disk": disk.counters.dropped if disk else 0},
