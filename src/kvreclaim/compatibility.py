@@ -32,6 +32,7 @@ class Feature(StrEnum):
     SCORING = "scoring a continuation"
     GENERATION = "generating tokens"
     SESSION = "saved sessions"
+    COMPRESSED_SESSION = "saved sessions of compressed prompts"
     PROTECT_PROMPT = "protect_prompt"
     # its policy
     EVICTS = "a policy that evicts"
@@ -137,10 +138,10 @@ TABLE: tuple[Refusal, ...] = (
         "with disable_hybrid_kv_cache_manager=True.",
     ),
     Refusal(
-        (F.RECURRENT, F.SESSION),
-        "model",
-        "sessions of {recurrent} cannot be saved: a session holds keys and values, not the states of "
-        "recurrent layers; leave it out.",
+        (F.RECURRENT, F.COMPRESSED_SESSION),
+        "compress_prompt_at",
+        "compressed prompts of {recurrent} cannot be saved as sessions: files hold keys and values, not "
+        "the states of recurrent layers; save the prompt without compress_prompt_at.",
     ),
     Refusal(
         (F.DISK, F.RECURRENT),

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.offload.image import Image, image_of, image_of_parked, moved, renamed
@@ -43,14 +44,17 @@ class CompressedSessions:
         backend: Backend,
         tiers: Offload | None,
         config: EngineConfig,
+        features: Mapping[Feature, str],
     ) -> None:
         self.store, self.memory, self.cache, self.backend = store, memory, cache, backend
         self.tiers, self.config = tiers, config
+        self.features = {**features, Feature.COMPRESSED_SESSION: ""}
 
     def key_of(
         self, token_ids: list[int], salt: str | None, compressor: Compressor | None, compress_prompt_at: int
     ) -> SnapshotKey:
         """The key of what compression leaves of such a prompt. Raises: InvalidArgumentError."""
+        refuse(self.features)
         footprint = footprint_of(compressor, self.config, [*token_ids, BEYOND], compress_prompt_at)
         assert compressor is not None, "footprint_of refuses a place without a policy that evicts"
         return snapshot_key(token_ids[:compress_prompt_at], salt, compressor, footprint)
@@ -93,6 +97,7 @@ class CompressedSessions:
 
         Raises: InvalidArgumentError for one that this engine has no use for, or no room.
         """
+        refuse(self.features)
         self._check(file.facts, path)
         try:
             tokens = file.tensors["tokens"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import torch
+from torch import Tensor
 
 from kvreclaim.checks import require
 from kvreclaim.engine.extension import Extension, HitLostError
@@ -12,6 +13,7 @@ from kvreclaim.engine.request.request import Sequence
 from kvreclaim.free_memory import free_host_memory_bytes
 from kvreclaim.memory.groups.full import BlockTables
 from kvreclaim.memory.groups.recurrent import RecurrentGroup
+from kvreclaim.memory.prefix.index import Entry
 from kvreclaim.memory.tiers.host_states import HostStates
 from kvreclaim.ops.states import StateStore
 from kvreclaim.schedule.step import Admitted
@@ -59,6 +61,10 @@ class OffloadedStates(Extension):
         except Exception:
             logger.exception("storing states on the host failed; who wants them computes them again")
             self.below.unstored([target for _, target in moves])
+
+    def row(self, entry: Entry) -> Tensor:
+        """A copy of the state behind a block of the host."""
+        return self.rows[self.below.slot(entry)].clone()
 
     def admitted(self, seq: Sequence, begun: Admitted) -> None:
         if not self.below.is_coming(seq.seq_id):

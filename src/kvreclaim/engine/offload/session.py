@@ -13,6 +13,7 @@ from torch import Tensor
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.engine.offload.compressed_session import BEYOND, CompressedSessions, is_compressed
 from kvreclaim.engine.offload.offloading import Offload
+from kvreclaim.engine.offload.session_states import NAME, SessionStates
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.prefix.keys import BlockKeys
@@ -42,8 +43,9 @@ class Sessions:
         tiers: Offload | None,
         fields: Mapping[str, str],
         compressed: CompressedSessions,
+        states: SessionStates | None,
     ) -> None:
-        self.compressed = compressed
+        self.compressed, self.states = compressed, states
         self.memory, self.cache, self.backend, self.tiers = memory, cache, backend, tiers
         self.fields = fields
 
@@ -53,16 +55,16 @@ class Sessions:
         Raises: InvalidArgumentError if there are none, OSError.
         """
         keys = self.memory.keys([*token_ids, BEYOND], salt)
-        blocks = self._cached(keys)
-        if not len(blocks):
+        tensors = self._cached(keys)
+        if not len(blocks := tensors["blocks"]):
             raise InvalidArgumentError(
                 f"nothing of these {len(token_ids)} tokens is cached; generate with them first, and save "
                 "before others have taken their blocks.",
             )
         num_tokens = len(blocks) * self.memory.block_size
-        tokens = torch.tensor(token_ids[:num_tokens], dtype=torch.int64)
+        tensors["tokens"] = torch.tensor(token_ids[:num_tokens], dtype=torch.int64)
         facts = {"kind": "exact", "num_tokens": num_tokens}
-        file = SessionFile(self.fields, facts, {"tokens": tokens, "blocks": blocks})
+        file = SessionFile(self.fields, facts, tensors)
         return SessionInfo(num_tokens, file.save(path))
 
     def save_compressed(
@@ -89,11 +91,13 @@ class Sessions:
         if is_compressed(file):
             return SessionInfo(self.compressed.enter(file, path, salt), os.stat(path).st_size)
         tokens, blocks = _parts(file, self.memory.block_size, bytes_per_block(self.cache.planes), path)
-        self._enter(self.memory.keys([*tokens, BEYOND], salt), blocks)
+        row = None if self.states is None else self.states.check(file, path)
+        self._enter(self.memory.keys([*tokens, BEYOND], salt), blocks, row)
         return SessionInfo(len(tokens), os.stat(path).st_size)
 
-    def _cached(self, keys: BlockKeys) -> Tensor:
-        """[n, bytes_per_block] of the longest run that is cached."""
+    def _cached(self, keys: BlockKeys) -> dict[str, Tensor]:
+        """blocks: [n, bytes_per_block] of the longest run that is cached; and the state at its end, if the
+        model has recurrent layers."""
         if self.tiers is not None:
             self.tiers.bring_up(keys)
         match = self.memory.match_prefix(keys)
@@ -104,10 +108,13 @@ class Sessions:
         read_blocks(self.cache.planes, blocks, found, range(len(blocks)))
         if self.tiers is not None and slots:
             found[len(blocks) :] = self.tiers.moves.slots.bytes[torch.tensor(slots)]
-        return found
+        tensors = {"blocks": found}
+        if self.states is not None and len(found):
+            tensors[NAME] = self.states.of(match)
+        return tensors
 
-    def _enter(self, keys: BlockKeys, blocks: Tensor) -> None:
-        """Enter the blocks as a sequence that is computed at once and ends."""
+    def _enter(self, keys: BlockKeys, blocks: Tensor, state: Tensor | None) -> None:
+        """Enter the blocks, and the state at their end, as a sequence that is computed at once and ends."""
         memory, size, seq_id = self.memory, self.memory.block_size, SESSION
         match = memory.match_prefix(keys)
         missing = len(blocks) - len(match.entries)
@@ -125,6 +132,8 @@ class Sessions:
             if growth.new_blocks:
                 self.backend.prepare_blocks(self.cache, list(growth.new_blocks))
                 write_blocks(self.cache.planes, blocks, range(held, len(blocks)), growth.new_blocks)
+            if self.states is not None and state is not None:
+                self.states.enter(seq_id, state)
             memory.release_copy_sources()
             memory.commit(seq_id, (len(blocks) - held) * size)
             if self.tiers is not None:

@@ -21,6 +21,7 @@ from kvreclaim.engine.lifecycle.lifecycle import Lifecycle, make_scheduler
 from kvreclaim.engine.offload.compressed_session import CompressedSessions
 from kvreclaim.engine.offload.disk import namespace_of
 from kvreclaim.engine.offload.session import Sessions
+from kvreclaim.engine.offload.session_states import SessionStates
 from kvreclaim.engine.offload.snapshot_state import SnapshotStore
 from kvreclaim.engine.offload.stats import TierStats
 from kvreclaim.engine.request.chunk_reuse import Reuse
@@ -124,8 +125,9 @@ class Engine:
         self.scheduler, self.requests = scheduler, self.lifecycle.requests
         if states is not None:
             self.extensions.add(states)
-        if (on_host := make_host_states(self.memory, states)) is not None:
-            self.extensions.add(on_host)
+        self._on_host = make_host_states(self.memory, states)
+        if self._on_host is not None:
+            self.extensions.add(self._on_host)
         if self.tiers is not None:
             self.extensions.add(self.tiers)
             if keeps_snapshots_on_disk(config, storage, scheduler):
@@ -230,8 +232,15 @@ class Engine:
         refuse(self.features | {Feature.SESSION: ""})
         namespace = namespace_of(self.config, self.loaded, self.kv_format, self.backend.NAME)
         snapshots, config = self.snapshots, self.config
-        compressed = CompressedSessions(snapshots, self.memory, self.cache, self.backend, self.tiers, config)
-        return Sessions(self.memory, self.cache, self.backend, self.tiers, namespace.fields, compressed)
+        compressed = CompressedSessions(
+            snapshots, self.memory, self.cache, self.backend, self.tiers, config, self.features
+        )
+        states = None
+        if self.states is not None:
+            states = SessionStates(self.states.group, self.states.store, self._on_host)
+        return Sessions(
+            self.memory, self.cache, self.backend, self.tiers, namespace.fields, compressed, states
+        )
 
     def reset_prefix_cache(self, *, external: bool = True) -> None:
         """Forget every prefix, compressed ones included; running sequences keep their blocks. external: also

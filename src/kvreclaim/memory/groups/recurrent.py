@@ -202,7 +202,8 @@ class RecurrentGroup(GroupManager):
 
     def is_rolling(self, seq_id: int, entry: Entry) -> bool:
         """Whether the sequence's next checkpoint takes the place of this one."""
-        return self._of[seq_id].rolling == entry.serial
+        held = self._of.get(seq_id)  # a companion has none
+        return held is not None and held.rolling == entry.serial
 
     def keep_begun(self, seq_id: int, table: BlockTable) -> None:
         """Keep the state that a sequence has begun with."""

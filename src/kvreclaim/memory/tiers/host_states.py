@@ -169,6 +169,10 @@ class HostStates(NoHostStates):
         kept = self._kept.get(self._coming[seq_id].serial)
         return None if kept is None else kept[1]
 
+    def slot(self, entry: Entry) -> int:
+        """Where the state behind this block lies, which a match has named."""
+        return self._kept[entry.serial][1]
+
     def loaded(self, seq_id: int, table: BlockTable) -> None:
         """It lies in the sequence's slot, and can be found on the device from now on."""
         del self._coming[seq_id]
