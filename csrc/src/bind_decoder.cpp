@@ -1,4 +1,4 @@
-// Projection: a linear layer of a decoder with what comes before and after it. rotate_heads, gate_rows.
+// Projection: a linear layer of a decoder with what comes before and after it. DecoderLayer. rotate_heads, gate_rows.
 #include <vector>
 
 #include "bind.h"
@@ -32,37 +32,49 @@ class Projection {
 
   void run(nb::handle x, nb::handle residual, nb::handle out) const {
     const Tensor rows(x, "x", 2), result(out, "out", 2);
-    rows.require_shape({-1, is_gated_ ? 2 * in_ : in_});
-    rows.require(rows.is_contiguous(), "is not contiguous");
-    rows.require(rows.type() == type_, "has another dtype than weight");
     const int64_t count = rows.size(0);
-    result.require_shape({count, out_});
-    result.require(result.is_contiguous() && result.type() == type_, "is not contiguous in weight's dtype");
-    const char* added = nullptr;
-    if (!residual.is_none()) {
-      const Tensor beside(residual, "residual", 2);
-      beside.require_shape({count, out_});
-      beside.require(beside.is_contiguous() && beside.type() == type_, "is not contiguous in weight's dtype");
-      added = beside.bytes();
-    }
+    const char* from = checked(rows, count, width());
+    const char* added = residual.is_none() ? nullptr : checked(Tensor(residual, "residual", 2), count, out_);
+    char* to = checked(result, count, out_);
     nb::gil_scoped_release release;
+    compute(from, count, added, to);
+  }
+
+  // x [count, width()], residual [count, outputs()] or null -> out [count, outputs()].
+  void compute(const char* x, int64_t count, const char* residual, char* out) const {
     static thread_local std::vector<char> scratch;
-    const char* from = rows.bytes();
     if (norm_ != nullptr || is_gated_) {
-      const size_t needed = (size_t)(count * in_ * size_of(type_));
-      if (scratch.size() < needed) scratch.resize(needed);
+      char* own = room(scratch, count * in_);
       if (is_gated_)
-        kernels().gate_rows({from, scratch.data(), count, in_, type_});
+        kernels().gate_rows({x, own, count, in_, type_});
       else
-        kernels().rms_norm({from, norm_, scratch.data(), count, in_, eps_, type_});
-      from = scratch.data();
+        kernels().rms_norm({x, norm_, own, count, in_, eps_, type_});
+      x = own;
     }
     if (weight_ == nullptr)
-      kernels().packed_linear({from, packed_.views.data(), (int64_t)packed_.views.size(), bias_, result.bytes(), count,
-                               out_, type_, activations_});
+      kernels().packed_linear(
+          {x, packed_.views.data(), (int64_t)packed_.views.size(), bias_, out, count, out_, type_, activations_});
     else
-      kernels().linear({from, weight_, bias_, result.bytes(), count, in_, out_, in_, type_});
-    if (added != nullptr) kernels().add_rows({added, result.bytes(), count * out_, type_});
+      kernels().linear({x, weight_, bias_, out, count, in_, out_, in_, type_});
+    if (residual != nullptr) kernels().add_rows({residual, out, count * out_, type_});
+  }
+
+  int64_t width() const { return is_gated_ ? 2 * in_ : in_; }
+  int64_t outputs() const { return out_; }
+  Type type() const { return type_; }
+
+  // The tensor's bytes; throws unless it is [count, size], contiguous, of the weight's dtype.
+  char* checked(const Tensor& tensor, int64_t count, int64_t size) const {
+    tensor.require_shape({count, size});
+    tensor.require(tensor.is_contiguous() && tensor.type() == type_, "is not contiguous in weight's dtype");
+    return tensor.bytes();
+  }
+
+  // Room for so many numbers in a buffer that only grows.
+  char* room(std::vector<char>& scratch, int64_t numbers) const {
+    const size_t needed = (size_t)(numbers * size_of(type_));
+    if (scratch.size() < needed) scratch.resize(needed);
+    return scratch.data();
   }
 
  private:
@@ -83,9 +95,9 @@ class Projection {
   Type type_;
 };
 
-void rotate_heads(nb::handle rows, nb::handle cos, nb::handle sin, nb::handle q_norm, nb::handle k_norm, float eps,
-                  int64_t heads, int64_t kv_heads, int64_t dim) {
-  const Tensor all(rows, "rows", 2), c(cos, "cos", 2), s(sin, "sin", 2);
+RotateArgs rotate_args(const Tensor& all, nb::handle cos, nb::handle sin, nb::handle q_norm, nb::handle k_norm,
+                       float eps, int64_t heads, int64_t kv_heads, int64_t dim) {
+  const Tensor c(cos, "cos", 2), s(sin, "sin", 2);
   const Element element = all.element();
   all.require(all.is_contiguous(), "is not contiguous");
   all.require(all.size(1) >= (heads + kv_heads) * dim, "has rows that are too short");
@@ -99,12 +111,65 @@ void rotate_heads(nb::handle rows, nb::handle cos, nb::handle sin, nb::handle q_
     vector.require_shape({dim});
     return vector.data<char>(element);
   };
-  const RotateArgs args{all.bytes(), c.data<char>(element), s.data<char>(element), norm_of(q_norm, "q_norm"),
-                        norm_of(k_norm, "k_norm"), all.size(0), all.size(1), heads, kv_heads, dim, turned, eps,
-                        all.type()};
+  return {all.bytes(), c.data<char>(element), s.data<char>(element), norm_of(q_norm, "q_norm"),
+          norm_of(k_norm, "k_norm"), all.size(0), all.size(1), heads, kv_heads, dim, turned, eps, all.type()};
+}
+
+void rotate_heads(nb::handle rows, nb::handle cos, nb::handle sin, nb::handle q_norm, nb::handle k_norm, float eps,
+                  int64_t heads, int64_t kv_heads, int64_t dim) {
+  const RotateArgs args = rotate_args(Tensor(rows, "rows", 2), cos, sin, q_norm, k_norm, eps, heads, kv_heads, dim);
   nb::gil_scoped_release release;
   kernels().rotate_heads(args);
 }
+
+// What a decoder layer computes before its attention, and behind it, each in one call.
+class DecoderLayer {
+ public:
+  DecoderLayer(nb::object qkv, nb::object out, nb::object gate_up, nb::object down, nb::object q_norm,
+               nb::object k_norm, float eps, int64_t heads, int64_t kv_heads, int64_t dim)
+      : owners_{qkv, out, gate_up, down}, q_norm_(q_norm), k_norm_(k_norm), eps_(eps), heads_(heads),
+        kv_heads_(kv_heads), dim_(dim) {
+    const Projection** parts[] = {&qkv_, &out_, &gate_up_, &down_};
+    for (size_t i = 0; i < owners_.size(); ++i) *parts[i] = nb::cast<const Projection*>(owners_[i]);
+    const bool fit = gate_up_->width() == out_->outputs() && down_->width() == gate_up_->outputs() &&
+                     down_->outputs() == out_->outputs() && qkv_->width() == out_->outputs() &&
+                     out_->type() == gate_up_->type() && out_->type() == down_->type() && out_->type() == qkv_->type();
+    if (!fit) throw nb::value_error("the projections of a layer do not follow each other");
+  }
+
+  // x [T, hidden] -> rows [T, (H + 2 K) D]: queries and keys, rotated, and values.
+  void before(nb::handle x, nb::handle cos, nb::handle sin, nb::handle rows) const {
+    const Tensor from(x, "x", 2), to(rows, "rows", 2);
+    const int64_t count = from.size(0);
+    const char* read = qkv_->checked(from, count, qkv_->width());
+    char* written = qkv_->checked(to, count, qkv_->outputs());
+    const RotateArgs turn = rotate_args(to, cos, sin, q_norm_, k_norm_, eps_, heads_, kv_heads_, dim_);
+    nb::gil_scoped_release release;
+    qkv_->compute(read, count, nullptr, written);
+    kernels().rotate_heads(turn);
+  }
+
+  // attended [T, H Dv], x [T, hidden] -> out [T, hidden]: x + output projection, and the MLP's sum.
+  void behind(nb::handle attended, nb::handle x, nb::handle out) const {
+    const Tensor seen(attended, "attended", 2), rows(x, "x", 2), result(out, "out", 2);
+    const int64_t count = seen.size(0);
+    const char *from = out_->checked(seen, count, out_->width()), *added = out_->checked(rows, count, out_->outputs());
+    char* to = out_->checked(result, count, out_->outputs());
+    nb::gil_scoped_release release;
+    static thread_local std::vector<char> sums, wide;
+    char *middle = out_->room(sums, count * out_->outputs()), *gates = out_->room(wide, count * gate_up_->outputs());
+    out_->compute(from, count, added, middle);
+    gate_up_->compute(middle, count, nullptr, gates);
+    down_->compute(gates, count, middle, to);
+  }
+
+ private:
+  std::vector<nb::object> owners_;
+  const Projection *qkv_, *out_, *gate_up_, *down_;
+  nb::object q_norm_, k_norm_;
+  float eps_;
+  int64_t heads_, kv_heads_, dim_;
+};
 
 void gate_rows(nb::handle x, nb::handle out) {
   const Tensor rows(x, "x", 2), result(out, "out", 2);
@@ -124,6 +189,13 @@ void bind_decoder(nb::module_& m) {
            nb::arg("like"), nb::arg("bias").none(), nb::arg("norm").none(), nb::arg("eps"), nb::arg("is_gated"),
            nb::arg("activations"))
       .def("run", &Projection::run, nb::arg("x"), nb::arg("residual").none(), nb::arg("out"));
+  nb::class_<DecoderLayer>(m, "DecoderLayer")
+      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, float, int64_t, int64_t,
+                    int64_t>(),
+           nb::arg("qkv"), nb::arg("out"), nb::arg("gate_up"), nb::arg("down"), nb::arg("q_norm").none(),
+           nb::arg("k_norm").none(), nb::arg("eps"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("dim"))
+      .def("before", &DecoderLayer::before, nb::arg("x"), nb::arg("cos"), nb::arg("sin"), nb::arg("rows"))
+      .def("behind", &DecoderLayer::behind, nb::arg("attended"), nb::arg("x"), nb::arg("out"));
   m.def("rotate_heads", rotate_heads, nb::arg("rows"), nb::arg("cos"), nb::arg("sin"), nb::arg("q_norm").none(),
         nb::arg("k_norm").none(), nb::arg("eps"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("dim"));
   m.def("gate_rows", gate_rows, nb::arg("x"), nb::arg("out"));

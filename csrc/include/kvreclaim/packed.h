@@ -77,10 +77,17 @@ KVR_INLINE float number_at(const char* row, int64_t i) {
   return T == Type::kBF16 ? from_bf16(load<uint16_t>(row + 2 * i)) : load<float>(row + 4 * i);
 }
 
-KVR_INLINE int32_t word_of(const int32_t* bytes) {
-  uint32_t word = 0;
-  for (int j = 0; j < 4; ++j) word |= (uint32_t)(bytes[j] & 0xff) << (8 * j);
-  return (int32_t)word;
+template <Type T>
+KVR_INLINE vf numbers_at(const char* row, int64_t i) {
+  if constexpr (T == Type::kF32) return load<vf>(row + 4 * i);
+  typedef uint16_t half __attribute__((vector_size(2 * kLanes)));
+  return (vf)(__builtin_convertvector(load<half>(row + 2 * i), vu) << 16);
+}
+
+// The low byte of each lane.
+KVR_INLINE void store_bytes(int8_t* to, vi x) {
+  typedef int8_t bytes __attribute__((vector_size(kLanes)));
+  store(to, __builtin_convertvector(x, bytes));
 }
 
 // A row of x as integers, in column `at` of a panel. A chunk with a number that is not finite has a scale that is not.
@@ -89,17 +96,19 @@ inline void pack_row(const char* row, int64_t in, int64_t at, const Panel& panel
   const auto& [words, lows, scales, totals, sums, numbers, size] = panel;
   const float most = lows == nullptr ? 127.0f : 127.0f * kHighUnit;
   for (int64_t c = 0; c < in / kChunkCols; ++c) {
-    float x[kChunkCols], largest = 0.0f, all = 0.0f;
-    for (int i = 0; i < kChunkCols; ++i) x[i] = number_at<T>(row, c * kChunkCols + i);
-    for (int i = 0; i < kChunkCols; ++i) largest = std::max(largest, __builtin_fabsf(x[i]));
-    for (int i = 0; i < kChunkCols; ++i) all += x[i] - x[i];
-    largest = std::max(largest, 1e-30f);
+    vf x[kChunkCols / kLanes], largest_of{}, all_of{};
+    for (int v = 0; v < kChunkCols / kLanes; ++v) {
+      x[v] = numbers_at<T>(row, c * kChunkCols + v * kLanes);
+      largest_of = vmax(largest_of, vmax(x[v], -x[v]));
+      all_of += x[v] - x[v];
+    }
+    const float all = hsum(all_of), largest = std::max(hmax(largest_of), 1e-30f);
     const float inverse = most / largest;
     scales[c * size + at] = largest / most + all;
-    int32_t rounded[kChunkCols], low[kChunkCols];
-    for (int i = 0; i < kChunkCols; i += kLanes) {
-      const vf sum = unfused(load<vf>(&x[i]) * inverse) + 12582912.0f;  // 1.5 * 2^23 rounds; its bits are taken off
-      store(&rounded[i], (vi)sum - 0x4b400000);
+    int32_t rounded[kChunkCols];
+    for (int v = 0; v < kChunkCols / kLanes; ++v) {
+      const vf sum = unfused(x[v] * inverse) + 12582912.0f;  // 1.5 * 2^23 rounds; its bits are taken off
+      store(&rounded[v * kLanes], (vi)sum - 0x4b400000);
     }
     if (all != 0.0f) std::fill(rounded, rounded + kChunkCols, 0);
     int32_t total = 0;
@@ -110,15 +119,15 @@ inline void pack_row(const char* row, int64_t in, int64_t at, const Panel& panel
       total += sum;
     }
     totals[c * size + at] = (float)total;
-    if (lows != nullptr)
-      for (int i = 0; i < kChunkCols; ++i) {
-        const int32_t high = (rounded[i] + (1 << (kLowBits - 1))) >> kLowBits;
-        low[i] = rounded[i] - high * kHighUnit;
-        rounded[i] = high;
-      }
+    int8_t bytes[2][kChunkCols];
+    for (int i = 0; i < kChunkCols; i += kLanes) {
+      const vi whole = load<vi>(&rounded[i]), high = (whole + (1 << (kLowBits - 1))) >> kLowBits;
+      store_bytes(bytes[0] + i, lows == nullptr ? whole : high);
+      store_bytes(bytes[1] + i, whole - high * kHighUnit);
+    }
     for (int w = 0; w < kChunkCols / 4; ++w) {
-      words[(c * kChunkCols / 4 + w) * size + at] = word_of(rounded + 4 * w);
-      if (lows != nullptr) lows[(c * kChunkCols / 4 + w) * size + at] = word_of(low + 4 * w);
+      words[(c * kChunkCols / 4 + w) * size + at] = load<int32_t>(bytes[0] + 4 * w);
+      if (lows != nullptr) lows[(c * kChunkCols / 4 + w) * size + at] = load<int32_t>(bytes[1] + 4 * w);
     }
   }
 }

@@ -36,6 +36,7 @@ struct GatherArgs {
 namespace kvreclaim::KVR_NS {
 
 constexpr int64_t kWriteChunk = 16;  // tokens of one item: neighbours share the lines of a key block
+constexpr int64_t kSerialNumbers = 16 * 1024, kSerialCodes = 4 * 1024;  // below these, threads are not woken
 
 KVR_INLINE float element(const RowsView& x, const char* row, int64_t d) { return element(x.type, row, d * x.stride_d); }
 
@@ -117,8 +118,15 @@ inline bool fills_chunk(const WriteArgs& a, int64_t token) {
   return true;
 }
 
+// A few tokens are not worth waking threads.
+template <class Body>
+inline void for_items(bool alone, int64_t items, const Body& body) {
+  if (!alone) return parallel_for(items, body);
+  for (int64_t i = 0; i < items; ++i) body(i);
+}
+
 // Tokens by 16 where they fill as many slots. Of the others those of a unit share bytes: one thread writes them.
-inline void write_coded(const WriteArgs& a) {
+inline void write_coded(const WriteArgs& a, bool alone) {
   const CacheView& c = a.cache;
   std::vector<int64_t> chunks, others;
   for (int64_t token = 0; token < a.num_tokens;) {
@@ -128,21 +136,23 @@ inline void write_coded(const WriteArgs& a) {
   }
   const int64_t heads = c.heads, count = heads * (int64_t)chunks.size();
   const int64_t parts = others.size() < kWriteChunk ? !others.empty() : (2 * max_threads() + heads - 1) / heads;
-  parallel_for(count + heads * parts, [&](int64_t item) {
+  const auto write = [&](int64_t item) {
     if (item < count) return encode_tokens(a, chunks[item / heads], item % heads);
     float* row = thread_scratch(c.k_dim > c.v_dim ? c.k_dim : c.v_dim);
     for (const int64_t token : others)
       if (a.slots[token] / c.block_size % parts == (item - count) / heads)
         encode_token(a, token, (item - count) % heads, row);
-  });
+  };
+  for_items(alone, count + heads * parts, write);
 }
 
 // Numbers are rounded to nearest even where the cache's are narrower.
 inline void write_kv(const WriteArgs& a) {
   const CacheView& c = a.cache;
-  if (!is_plain(c.format)) return write_coded(a);
   const int64_t heads = c.heads, chunks = (a.num_tokens + kWriteChunk - 1) / kWriteChunk;
-  parallel_for(chunks * heads, [&](int64_t item) {
+  const int64_t numbers = a.num_tokens * heads * (c.k_dim + c.v_dim);
+  if (!is_plain(c.format)) return write_coded(a, numbers < kSerialCodes);
+  for_items(numbers < kSerialNumbers, chunks * heads, [&](int64_t item) {
     const int64_t first = item / heads * kWriteChunk, head = item % heads;
     const int64_t end = first + kWriteChunk < a.num_tokens ? first + kWriteChunk : a.num_tokens;
     for (int64_t token = first; token < end; ++token) write_token(a, token, head);

@@ -1,7 +1,7 @@
-"""Run a loaded model's decoder layers in seven native calls each, where those compute what the layers do.
+"""Run a loaded model's decoder layers in few native calls each, where those compute what the layers do.
 
-    norm and q, k, v    rotary    (write    attend: the batch's)    output and sum
-    norm and gate, up    SiLU * up, down and sum
+    norm, q, k, v and rotary    (write    attend: the batch's)    output and sum, norm, gate and up, down and
+    sum
 
 A layer is taken by the names of its parts (Llama's, which Mistral, Qwen2, Qwen3 and others share) and proved
 by running the whole model on trial tokens: queries, keys, values and outputs have to agree with transformers'
@@ -24,7 +24,7 @@ from kvreclaim.model.native_modules import NativeLinear, NativeNorm
 from kvreclaim.model.quantized.layers import PackedLinear
 from kvreclaim.ops.extension import unavailable_reason
 from kvreclaim.ops.facts import Softmax
-from kvreclaim.ops.native.decoder import Heads, Norm, Projection, rotate
+from kvreclaim.ops.native.decoder import DecoderLayer, Heads, Norm, Projection
 from kvreclaim.ops.native.linear import DTYPES
 from kvreclaim.ops.native.norm import rms_norm
 
@@ -73,11 +73,13 @@ class NativeLayer:
         self.norm = Norm(module.input_layernorm.weight, module.input_layernorm.forward.eps)
         self.layer = int(attention.layer_idx)
         self.softmax = softmax
-        self.heads = heads
-        self.qkv = joined([attention.q_proj, attention.k_proj, attention.v_proj], module.input_layernorm)
-        self.gate_up = joined([mlp.gate_proj, mlp.up_proj], module.post_attention_layernorm)
-        self.out = single(attention.o_proj)
-        self.down = single(mlp.down_proj, is_gated=True)
+        self.parts = DecoderLayer(
+            heads,
+            joined([attention.q_proj, attention.k_proj, attention.v_proj], module.input_layernorm),
+            single(attention.o_proj),
+            joined([mlp.gate_proj, mlp.up_proj], module.post_attention_layernorm),
+            single(mlp.down_proj, is_gated=True),
+        )
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         batch = kwargs.get("kv_batch")
@@ -86,9 +88,8 @@ class NativeLayer:
             found: Tensor = forward(self.module, hidden_states, *args, **kwargs)
             return found
         cos, sin = kwargs["position_embeddings"]
-        x, heads, norm = hidden_states[0], self.heads, self.norm
-        rows = self.qkv(x)
-        rotate(rows, cos[0], sin[0], heads)
+        x, heads, norm = hidden_states[0], self.parts.heads, self.norm
+        rows = self.parts.before(x, cos[0], sin[0])
         each = rows.view(rows.shape[0], -1, heads.dim)
         keys = heads.count + heads.kv_count
         call = AttentionCall(
@@ -100,8 +101,7 @@ class NativeLayer:
             hidden=rms_norm(x, norm.weight, norm.eps) if self.attention._forward_pre_hooks else None,
         )
         seen = batch.attend(call)
-        x = self.out(seen.reshape(x.shape[0], -1), x)
-        return self.down(self.gate_up(x), x)[None]
+        return self.parts.behind(seen.reshape(x.shape[0], -1), x)[None]
 
     def takes(self, x: Tensor, kwargs: dict[str, Any]) -> bool:
         """Whether the kernels compute this call: one row of tokens of the weights' dtype, without gradients,
@@ -113,7 +113,7 @@ class NativeLayer:
             and cos.shape[0] == sin.shape[0] == 1
             and x.dim() == 3
             and x.shape[0] == 1
-            and x.dtype is self.qkv.dtype
+            and x.dtype is self.parts.qkv.dtype
             and x.is_contiguous()
             and kwargs.get("query_scale") is None
             and not torch.is_grad_enabled()

@@ -17,6 +17,9 @@ from kvreclaim.ops.native.norm import rms_norm
 from kvreclaim.ops.native.packed import ACTIVATIONS
 from kvreclaim.ops.packed import PackedMatrix
 
+MOST_ROWS = 64
+"""Rows of a layer in two calls: the room for what lies between their products is kept."""
+
 
 @dataclass(frozen=True, slots=True)
 class Norm:
@@ -63,7 +66,8 @@ class Projection:
             what = [each.native for each in weight]
         weights = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         kind = ACTIVATIONS.index(activations)
-        self._run = native().Projection(what, like, bias, *weights, is_gated, kind).run
+        self.native = native().Projection(what, like, bias, *weights, is_gated, kind)
+        self._run = self.native.run
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Projection:
         weight, bias = copy.deepcopy(self.weight, memo), copy.deepcopy(self.bias, memo)
@@ -74,9 +78,7 @@ class Projection:
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [T, K | 2 K] and residual [T, N], contiguous, of the weight's dtype -> [T, N]."""
         num_rows = x.shape[0]
-        own = num_rows
-        if self.is_plain and num_rows > max_rows(self.dtype):
-            own = own_rows(num_rows, self.dtype)
+        own = self.own_rows(num_rows)
         if not own:
             found = self._by_torch(x)
             return found if residual is None else residual + found
@@ -86,6 +88,12 @@ class Projection:
             found = self._by_torch(x[own:])
             out[own:] = found if residual is None else residual[own:] + found
         return out
+
+    def own_rows(self, num_rows: int) -> int:
+        """Leading rows of so many that the kernels take."""
+        if self.is_plain and num_rows > max_rows(self.dtype):
+            return own_rows(num_rows, self.dtype)
+        return num_rows
 
     def _by_torch(self, x: Tensor) -> Tensor:
         assert isinstance(self.weight, Tensor), "packed weights are the kernels'"
@@ -113,6 +121,13 @@ class Heads:
     q_norm: Norm | None = None
     k_norm: Norm | None = None
 
+    @property
+    def native(self) -> tuple[Any, ...]:
+        """Weights of both norms and what both add, and the sizes, as the kernels take them."""
+        q_weight, eps = (None, 0.0) if self.q_norm is None else (self.q_norm.weight, self.q_norm.eps)
+        k_weight = None if self.k_norm is None else self.k_norm.weight
+        return q_weight, k_weight, eps, self.count, self.kv_count, self.dim
+
 
 def rotate(rows: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> None:
     """Rotary embedding of a step's queries and keys in place, behind the heads' norms.
@@ -120,7 +135,42 @@ def rotate(rows: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> None:
     rows [T, (H + 2 K) D] contiguous; cos, sin [T, R]: number i < R / 2 of a head turns with number i + R / 2.
     Source: RoPE, arXiv 2104.09864, in the order of GPT-NeoX.
     """
-    q_norm, k_norm = heads.q_norm, heads.k_norm
-    q_weight, eps = (None, 0.0) if q_norm is None else (q_norm.weight, q_norm.eps)
-    k_weight = None if k_norm is None else k_norm.weight
-    KERNELS.rotate_heads(rows, cos, sin, q_weight, k_weight, eps, heads.count, heads.kv_count, heads.dim)
+    KERNELS.rotate_heads(rows, cos, sin, *heads.native)
+
+
+class DecoderLayer:
+    """A decoder layer without its attention: for up to MOST_ROWS rows one call before it and one behind it,
+    for more a call for each part."""
+
+    def __init__(
+        self, heads: Heads, qkv: Projection, out: Projection, gate_up: Projection, down: Projection
+    ) -> None:
+        self.heads, self.qkv, self.out, self.gate_up, self.down = heads, qkv, out, gate_up, down
+        parts = (each.native for each in (qkv, out, gate_up, down))
+        self._native = native().DecoderLayer(*parts, *heads.native)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DecoderLayer:
+        parts = [copy.deepcopy(part, memo) for part in (self.qkv, self.out, self.gate_up, self.down)]
+        return DecoderLayer(copy.deepcopy(self.heads, memo), *parts)
+
+    def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [T, M], cos and sin [T, R] -> [T, (H + 2 K) D]: queries and keys, rotated, and values."""
+        if not self._is_one_call(x.shape[0]):
+            rows = self.qkv(x)
+            rotate(rows, cos, sin, self.heads)
+            return rows
+        rows = x.new_empty((x.shape[0], self.qkv.out_features))
+        self._native.before(x, cos, sin, rows)
+        return rows
+
+    def behind(self, attended: Tensor, x: Tensor) -> Tensor:
+        """attended [T, H Dv], x [T, M] -> [T, M]: with the output projection added, and the MLP."""
+        if not self._is_one_call(x.shape[0]):
+            x = self.out(attended, x)
+            return self.down(self.gate_up(x), x)
+        out = torch.empty_like(x)
+        self._native.behind(attended, x, out)
+        return out
+
+    def _is_one_call(self, num_rows: int) -> bool:
+        return num_rows <= MOST_ROWS and self.qkv.own_rows(num_rows) == num_rows
