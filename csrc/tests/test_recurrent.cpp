@@ -1,10 +1,12 @@
-// Steps of recurrent layers on odd shapes against loops in double; slots that are not written stay as they are.
+// Recurrent layers on odd shapes against loops in double, by the loops for steps and by those for prompts; slots that are not written stay as they are.
 #include <vector>
 
 #include "harness.h"
 
 namespace kvreclaim::tests {
 namespace {
+
+const int64_t kOne[] = {0, 1};  // one sequence of one token
 
 double silu(double x) { return x / (1 + std::exp(-x)); }
 
@@ -17,7 +19,7 @@ std::vector<float> floats(int64_t count, Random& random) {
   return found;
 }
 
-void check_short_conv(Type type, int64_t channels, int64_t width, int64_t kept, Random& random) {
+void check_short_conv(Type type, int64_t channels, int64_t width, int64_t kept, bool decode, Random& random) {
   const int64_t slots = 3, read[] = {2}, write[] = {0};
   Numbers row(type, 3 * channels), weight(type, channels * width), conv(type, slots * channels * kept);
   Numbers before(type, slots * channels * kept), out(type, channels);
@@ -25,7 +27,7 @@ void check_short_conv(Type type, int64_t channels, int64_t width, int64_t kept, 
   weight.randomise(random);
   conv.randomise(random);
   std::memcpy(before.data(), conv.data(), (size_t)(slots * channels * kept * size_of(type)));
-  const StepRows step{row.data(), out.data(), read, write, 1, 3 * channels, type};
+  const StepRows step{row.data(), out.data(), kOne, read, write, 1, 1, 3 * channels, type, decode};
   kernels().short_conv_step({step, {nullptr, weight.data(), nullptr, conv.data(), 0, channels, width, kept},
                              0, channels, 2 * channels});
   const double share = type == Type::kBF16 ? 1.0 / 32 : 1e-5;
@@ -49,91 +51,95 @@ KVR_TEST(short_conv_step_on_odd_shapes) {
   Random random(11);
   for (Type type : {Type::kBF16, Type::kF32})
     for (int64_t channels : {1, 37, 256, 300}) {
-      check_short_conv(type, channels, 3, 3, random);
-      check_short_conv(type, channels, 4, 5, random);
+      for (bool decode : {true, false}) {
+        check_short_conv(type, channels, 3, 3, decode, random);
+        check_short_conv(type, channels, 4, 5, decode, random);
+      }
     }
 }
 
 // One head whose convolution passes the newest input on: x, B, C; z, dt.
 KVR_TEST(ssd_step_of_one_head) {
   Random random(12);
-  for (int64_t dim : {1, 19})
-    for (int64_t size : {1, 33}) {
-      const int64_t channels = dim + 2 * size, slots = 2, read[] = {1}, write[] = {0}, piece[] = {dim, 0, channels};
-      Numbers row(Type::kF32, dim + channels + 1), weight(Type::kF32, channels), conv(Type::kF32, slots * channels);
-      Numbers out(Type::kF32, dim);
-      row.randomise(random);
-      conv.randomise(random);
-      for (int64_t c = 0; c < channels; ++c) weight.set(c, 1.0f);
-      std::vector<float> states = floats(slots * dim * size, random), before = states;
-      const float a = -0.5f, d = 0.7f, dt_bias = 0.3f;
-      const StepRows step{row.data(), out.data(), read, write, 1, dim + channels + 1, Type::kF32};
-      kernels().ssd_step({step, {piece, weight.data(), nullptr, conv.data(), 1, channels, 1, 1}, states.data(), &a, &d,
-                          &dt_bias, nullptr, 1, dim, 1, size, 1, 0, dim + channels, 0.0f, false});
-      const double dt = std::log1p(std::exp(row.get(dim + channels) + dt_bias));
-      for (int64_t p = 0; p < dim; ++p) {
-        const double x = silu(row.get(dim + p));
-        double y = d * x;
-        for (int64_t n = 0; n < size; ++n) {
-          const double b = silu(row.get(2 * dim + n)), c = silu(row.get(2 * dim + size + n));
-          const double state = before[(size_t)((dim + p) * size + n)] * std::exp(dt * a) + dt * x * b;
-          KVR_CHECK(std::fabs(states[(size_t)(p * size + n)] - state) <= 1e-5 * (1 + std::fabs(state)), "state %ld", (long)n);
-          y += state * c;
+  for (bool decode : {true, false})
+    for (int64_t dim : {1, 19})
+      for (int64_t size : {1, 33}) {
+        const int64_t channels = dim + 2 * size, slots = 2, read[] = {1}, write[] = {0}, piece[] = {dim, 0, channels};
+        Numbers row(Type::kF32, dim + channels + 1), weight(Type::kF32, channels), conv(Type::kF32, slots * channels);
+        Numbers out(Type::kF32, dim);
+        row.randomise(random);
+        conv.randomise(random);
+        for (int64_t c = 0; c < channels; ++c) weight.set(c, 1.0f);
+        std::vector<float> states = floats(slots * dim * size, random), before = states;
+        const float a = -0.5f, d = 0.7f, dt_bias = 0.3f;
+        const StepRows step{row.data(), out.data(), kOne, read, write, 1, 1, dim + channels + 1, Type::kF32, decode};
+        kernels().ssd_step({step, {piece, weight.data(), nullptr, conv.data(), 1, channels, 1, 1}, states.data(), &a, &d,
+                            &dt_bias, nullptr, 1, dim, 1, size, 1, 0, dim + channels, 0.0f, 0.0f, 1e9f, false});
+        const double dt = std::log1p(std::exp(row.get(dim + channels) + dt_bias));
+        for (int64_t p = 0; p < dim; ++p) {
+          const double x = silu(row.get(dim + p));
+          double y = d * x;
+          for (int64_t n = 0; n < size; ++n) {
+            const double b = silu(row.get(2 * dim + n)), c = silu(row.get(2 * dim + size + n));
+            const double state = before[(size_t)((dim + p) * size + n)] * std::exp(dt * a) + dt * x * b;
+            KVR_CHECK(std::fabs(states[(size_t)(p * size + n)] - state) <= 1e-5 * (1 + std::fabs(state)), "state %ld", (long)n);
+            y += state * c;
+          }
+          y *= silu(row.get(p));
+          KVR_CHECK(std::fabs(out.get(p) - y) <= 1e-4 * (1 + std::fabs(y)), "output %ld: %g, not %g", (long)p, out.get(p), y);
         }
-        y *= silu(row.get(p));
-        KVR_CHECK(std::fabs(out.get(p) - y) <= 1e-4 * (1 + std::fabs(y)), "output %ld: %g, not %g", (long)p, out.get(p), y);
       }
-    }
 }
 
 // One head whose convolution passes the newest input on: q, k, v; z, b, a.
 KVR_TEST(delta_step_of_one_head) {
   Random random(13);
-  for (int64_t k_dim : {1, 17})
-    for (int64_t v_dim : {1, 37}) {
-      const int64_t channels = 2 * k_dim + v_dim, slots = 2, read[] = {0}, write[] = {1}, piece[] = {0, 0, channels};
-      const int64_t places[] = {channels, channels + v_dim, channels + v_dim + 1};
-      Numbers row(Type::kF32, channels + v_dim + 2), weight(Type::kF32, channels), conv(Type::kF32, slots * channels);
-      Numbers norm(Type::kF32, v_dim), out(Type::kF32, v_dim);
-      row.randomise(random);
-      norm.randomise(random);
-      conv.randomise(random);
-      for (int64_t c = 0; c < channels; ++c) weight.set(c, 1.0f);
-      std::vector<float> states = floats(slots * k_dim * v_dim, random), before = states;
-      const float decay = -0.5f, dt_bias = 0.3f;
-      const StepRows step{row.data(), out.data(), read, write, 1, channels + v_dim + 2, Type::kF32};
-      kernels().delta_step({step, {piece, weight.data(), nullptr, conv.data(), 1, channels, 1, 1}, states.data(), places,
-                            &decay, &dt_bias, norm.data(), 1, 1, k_dim, v_dim, 1e-6f});
-      double q_size = 1e-6, k_size = 1e-6, squares = 0;
-      for (int64_t d = 0; d < k_dim; ++d) {
-        q_size += std::pow(silu(row.get(d)), 2);
-        k_size += std::pow(silu(row.get(k_dim + d)), 2);
-      }
-      const double beta = 1 / (1 + std::exp(-row.get(channels + v_dim)));
-      const double keep = std::exp(decay * std::log1p(std::exp(row.get(channels + v_dim + 1) + dt_bias)));
-      std::vector<double> y;
-      for (int64_t i = 0; i < v_dim; ++i) {
-        double known = 0, sum = 0;
-        for (int64_t d = 0; d < k_dim; ++d)
-          known += keep * before[(size_t)(d * v_dim + i)] * silu(row.get(k_dim + d)) / std::sqrt(k_size);
-        const double delta = beta * (silu(row.get(2 * k_dim + i)) - known);
+  for (bool decode : {true, false})
+    for (int64_t k_dim : {1, 17})
+      for (int64_t v_dim : {1, 37}) {
+        const int64_t channels = 2 * k_dim + v_dim, slots = 2, read[] = {0}, write[] = {1}, piece[] = {0, 0, channels};
+        const int64_t places[] = {channels, channels + v_dim, channels + v_dim + 1};
+        Numbers row(Type::kF32, channels + v_dim + 2), weight(Type::kF32, channels), conv(Type::kF32, slots * channels);
+        Numbers norm(Type::kF32, v_dim), out(Type::kF32, v_dim);
+        row.randomise(random);
+        norm.randomise(random);
+        conv.randomise(random);
+        for (int64_t c = 0; c < channels; ++c) weight.set(c, 1.0f);
+        std::vector<float> states = floats(slots * k_dim * v_dim, random), before = states;
+        const float decay = -0.5f, dt_bias = 0.3f;
+        const StepRows step{row.data(), out.data(), kOne, read, write, 1, 1, channels + v_dim + 2, Type::kF32, decode};
+        kernels().delta_step({step, {piece, weight.data(), nullptr, conv.data(), 1, channels, 1, 1}, states.data(), places,
+                              &decay, &dt_bias, norm.data(), 1, 1, k_dim, v_dim, 1e-6f});
+        double q_size = 1e-6, k_size = 1e-6, squares = 0;
         for (int64_t d = 0; d < k_dim; ++d) {
-          const double state =
-              keep * before[(size_t)(d * v_dim + i)] + silu(row.get(k_dim + d)) / std::sqrt(k_size) * delta;
-          KVR_CHECK(std::fabs(states[(size_t)((k_dim + d) * v_dim + i)] - state) <= 1e-5 * (1 + std::fabs(state)),
-                    "state %ld", (long)d);
-          sum += state * silu(row.get(d)) / std::sqrt(q_size * (double)k_dim);
+          q_size += std::pow(silu(row.get(d)), 2);
+          k_size += std::pow(silu(row.get(k_dim + d)), 2);
         }
-        y.push_back(sum);
-        squares += sum * sum;
+        const double beta = 1 / (1 + std::exp(-row.get(channels + v_dim)));
+        const double keep = std::exp(decay * std::log1p(std::exp(row.get(channels + v_dim + 1) + dt_bias)));
+        std::vector<double> y;
+        for (int64_t i = 0; i < v_dim; ++i) {
+          double known = 0, sum = 0;
+          for (int64_t d = 0; d < k_dim; ++d)
+            known += keep * before[(size_t)(d * v_dim + i)] * silu(row.get(k_dim + d)) / std::sqrt(k_size);
+          const double delta = beta * (silu(row.get(2 * k_dim + i)) - known);
+          for (int64_t d = 0; d < k_dim; ++d) {
+            const double state =
+                keep * before[(size_t)(d * v_dim + i)] + silu(row.get(k_dim + d)) / std::sqrt(k_size) * delta;
+            KVR_CHECK(std::fabs(states[(size_t)((k_dim + d) * v_dim + i)] - state) <= 1e-5 * (1 + std::fabs(state)),
+                      "state %ld", (long)d);
+            sum += state * silu(row.get(d)) / std::sqrt(q_size * (double)k_dim);
+          }
+          y.push_back(sum);
+          squares += sum * sum;
+        }
+        for (int64_t i = 0; i < v_dim; ++i) {
+          const double want =
+              y[(size_t)i] / std::sqrt(squares / (double)v_dim + 1e-6) * norm.get(i) * silu(row.get(channels + i));
+          KVR_CHECK(std::fabs(out.get(i) - want) <= 1e-3 * (1 + std::fabs(want)), "output %ld: %g, not %g", (long)i,
+                    out.get(i), want);
+        }
       }
-      for (int64_t i = 0; i < v_dim; ++i) {
-        const double want =
-            y[(size_t)i] / std::sqrt(squares / (double)v_dim + 1e-6) * norm.get(i) * silu(row.get(channels + i));
-        KVR_CHECK(std::fabs(out.get(i) - want) <= 1e-3 * (1 + std::fabs(want)), "output %ld: %g, not %g", (long)i,
-                  out.get(i), want);
-      }
-    }
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""Recurrent layers decode natively where that computes what transformers' code does, and only there."""
+"""Recurrent layers run natively where that computes what transformers' code does, and only there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvreclaim.model.loader import LoadedModel, load_model
 from kvreclaim.model.native_mixers import use_native_mixers
 from kvreclaim.model.recurrent import Mixer
 from kvreclaim.ops.native.recurrent import missing_steps
-from kvreclaim.ops.states import StateCall, StateStore
+from kvreclaim.ops.states import PackedRuns, StateRun, StateStep, StateStore
 
 pytestmark = pytest.mark.skipif(missing_steps() is not None, reason="no native steps here")
 TAKEN = ("qwen3-next", "qwen3.5", "lfm2", "granite4", "falcon-h1", "bamba", "nemotron-h", "zamba2")
@@ -26,36 +26,43 @@ def mixers(loaded: LoadedModel) -> list[Mixer]:
     return loaded.recurrent.mixers
 
 
+STEPS = (
+    (StateRun(0, 21, None, [0]), StateRun(21, 1, None, [1])),
+    (StateRun(0, 1, 0, [2]), StateRun(1, 9, 1, [3, 4, 5])),
+    (StateRun(0, 1, 2, [1]), StateRun(1, 1, 4, [0])),
+    (StateRun(0, 3, 1, [2, 3, 4]), StateRun(3, 5, 0, [6])),
+)
+"""Prompts that begin and go on, decoded tokens and drafts."""
+
+
 @torch.inference_mode()
-def decoded(mixer: Mixer, native: bool) -> list[Tensor]:
-    """Outputs and states of three tokens of two sequences, from slots to slots."""
-    store = StateStore([mixer.shapes], 6, torch.device("cpu"))
-    generator = torch.Generator().manual_seed(4)
-    for states in store.layers[0].values():
-        states.copy_(torch.randn(states.shape, generator=generator))
-    slots, found = torch.tensor([3, 1]), []
-    chosen, mixer.layer = mixer.native, 0
-    try:
-        mixer.native = chosen if native else None
-        for n in range(3):
-            x = torch.randn((2, mixer.module.out_proj.out_features), generator=generator)
-            after = torch.tensor([[0, 5], [3, 1], [2, 4]][n])
-            call = StateCall(slice(0, 2), True, slots, after)
-            found.append(mixer._call(store, call, x.to(mixer.module.out_proj.weight.dtype), {}))
-            slots = after
-    finally:
-        mixer.native = chosen
-    return [*found, *(states[slots] for states in store.layers[0].values())]
+def computed(mixer: Mixer, native: bool) -> list[Tensor]:
+    """Outputs of STEPS and the states behind them."""
+    store = StateStore([mixer.shapes], 7, torch.device("cpu"))
+    generator, found = torch.Generator().manual_seed(4), list[Tensor]()
+    for runs in STEPS:
+        step = StateStep(store, runs)
+        count = runs[-1].start + runs[-1].num_tokens
+        x = torch.randn((count, mixer.module.out_proj.out_features), generator=generator)
+        x = x.to(mixer.module.out_proj.weight.dtype)
+        if native:
+            assert mixer.native is not None
+            found.append(mixer.native(x, store.layers[0], PackedRuns.of(runs)))
+        else:
+            found.append(mixer.by_own_code(step, x, {}, 0))
+    return [*found, *store.layers[0].values()]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("family", TAKEN)
-def test_steps_are_those_of_transformers(tiny_dir: Callable[[str], Path], family: str, dtype: str) -> None:
+def test_steps_and_prompts_are_those_of_transformers(
+    tiny_dir: Callable[[str], Path], family: str, dtype: str
+) -> None:
     loaded = load_model(tiny_dir(family), dtype=dtype, kernels="native")
     count = len(mixers(loaded))
-    assert f"recurrent layers: {count}, {count} decode natively" in loaded.modules
+    assert f"recurrent layers: {count}, {count} of them native" in loaded.modules
     for mixer in mixers(loaded):
-        for got, want in zip(decoded(mixer, native=True), decoded(mixer, native=False), strict=True):
+        for got, want in zip(computed(mixer, native=True), computed(mixer, native=False), strict=True):
             largest = float(want.float().abs().max())
             torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE[dtype] * largest)
 
@@ -64,7 +71,7 @@ def test_steps_are_those_of_transformers(tiny_dir: Callable[[str], Path], family
 def test_other_layers_keep_their_code(tiny_dir: Callable[[str], Path], family: str) -> None:
     loaded = load_model(tiny_dir(family), kernels="native")
     assert all(mixer.native is None for mixer in mixers(loaded))
-    assert ", 0 decode natively" in loaded.modules
+    assert ", 0 of them native" in loaded.modules
 
 
 def test_nothing_is_native_where_kernels_are_torchs(tiny_dir: Callable[[str], Path]) -> None:
@@ -82,7 +89,7 @@ def test_layers_that_compute_something_else_are_refused(tiny_dir: Callable[[str]
     own = first.forward
     first.forward = lambda *args, **kwargs: 2 * own(*args, **kwargs)
     line = use_native_mixers(loaded.recurrent)
-    assert line == f"recurrent layers: {len(others) + 1}, {len(others)} decode natively"
+    assert line == f"recurrent layers: {len(others) + 1}, {len(others)} of them native"
     assert first.native is None
     first.forward = own
     if family != "lfm2":

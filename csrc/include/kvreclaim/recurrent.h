@@ -1,51 +1,12 @@
-// One token of each of several sequences through the convolution and the state of a recurrent layer. Sums in fp32;
-// results are rounded to the type of the rows where transformers' modules round. A row does not depend on the others.
+// Tokens of several sequences through the convolution and the state of a recurrent layer: steps of one token each from
+// slot to slot, prompts by the scan. Sums in fp32; results are rounded to the type of the rows where transformers'
+// modules round. A sequence does not depend on the others.
 #pragma once
 
-#include <algorithm>
-#include <cmath>
-
-#include "kvreclaim/decoder.h"
-#include "kvreclaim/memory.h"
-#include "kvreclaim/recurrent_args.h"
-#include "kvreclaim/threads.h"
+#include "kvreclaim/recurrent_rows.h"
+#include "kvreclaim/recurrent_scan.h"
 
 namespace kvreclaim::KVR_NS::recurrent_detail {
-
-using decoder_detail::silu;
-
-template <Type T>
-KVR_INLINE float at(const char* p, int64_t i) {
-  if constexpr (T == Type::kF32) return load<float>(p + 4 * i);
-  return from_bf16(load<uint16_t>(p + 2 * i));
-}
-
-template <Type T>
-KVR_INLINE void put(char* p, int64_t i, float x) {
-  if constexpr (T == Type::kF32)
-    store(p + 4 * i, x);
-  else
-    store(p + 2 * i, to_bf16(x));
-}
-
-template <Type T>
-KVR_INLINE float rounded(float x) {
-  return T == Type::kF32 ? x : from_bf16(to_bf16(x));
-}
-
-inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
-
-// x -> SiLU(x), rounded before and after.
-template <Type T>
-inline void silu_row(float* x, int64_t count) {
-  for (int64_t i = 0; i < count; i += kLanes) {
-    vf v{};
-    const int64_t here = std::min<int64_t>(kLanes, count - i);
-    __builtin_memcpy(&v, x + i, (size_t)(4 * here));
-    v = norm_detail::rounded<T>(silu(norm_detail::rounded<T>(v)));
-    __builtin_memcpy(x + i, &v, (size_t)(4 * here));
-  }
-}
 
 // Channels [first, first + count) of one row into y; kWidth is width and kept if it is not 0.
 template <Type T, int kWidth>
@@ -84,29 +45,20 @@ inline void convolve_rows(const StepRows& s, const ConvStep& c, float* y) {
   });
 }
 
-inline float dot(const float* x, const float* y, int64_t count) {
-  vf sum{};
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) sum += load<vf>(x + i) * load<vf>(y + i);
-  float rest = hsum(sum);
-  for (; i < count; ++i) rest += x[i] * y[i];
-  return rest;
-}
-
 // Delta rule for the columns of one V: rows of the state are `stride` floats apart.
 template <class V>
-KVR_INLINE void delta_columns(const float* from, float* to, int64_t stride, const float* q, const float* k, float keep,
-                              float beta, float qk, const float* v, float* y, int64_t k_dim) {
+KVR_INLINE void delta_columns(const float* from, float* to, int64_t stride, const float* q, const float* k, const Gate& gate,
+                              const float* v, float* y, int64_t k_dim) {
   V by_k{}, by_q{};
   for (int64_t d = 0; d < k_dim; ++d) {
     const V state = load<V>(from + d * stride);
     by_k += state * splat<V>(k[d]);
     by_q += state * splat<V>(q[d]);
   }
-  const V delta = (load<V>(v) - by_k * splat<V>(keep)) * splat<V>(beta);
-  store(y, by_q * splat<V>(keep) + delta * splat<V>(qk));
+  const V delta = (load<V>(v) - by_k * splat<V>(gate.keep)) * splat<V>(gate.by);
+  store(y, by_q * splat<V>(gate.keep) + delta * splat<V>(gate.qk));
   for (int64_t d = 0; d < k_dim; ++d)
-    store(to + d * stride, load<V>(from + d * stride) * splat<V>(keep) + delta * splat<V>(k[d]));
+    store(to + d * stride, load<V>(from + d * stride) * splat<V>(gate.keep) + delta * splat<V>(k[d]));
 }
 
 // y [dim] -> norm, weight, gate as Qwen3-Next's gated norm does.
@@ -123,6 +75,21 @@ inline void norm_then_gate(const float* y, const char* norm, const char* z, char
   }
 }
 
+// One step's gates: e^g and beta of a head, by its numbers in the row.
+template <Type T>
+inline Gate delta_gate(const DeltaStepArgs& a, const char* x, int64_t head, float qk) {
+  const float b = at<T>(x, a.places[a.heads + head]), input = at<T>(x, a.places[2 * a.heads + head]);
+  return {std::exp(a.decay[head] * softplus(input + a.dt_bias[head])), rounded<T>(1.0f / (1.0f + std::exp(-b))), qk};
+}
+
+// q and k of one head [k_dim] to length 1, q times k_dim^-1/2, too. Returns their product.
+inline float delta_lengths(const float* q_in, const float* k_in, float* q, float* k, int64_t k_dim) {
+  const float q_by = 1.0f / std::sqrt(dot(q_in, q_in, k_dim) + 1e-6f) / std::sqrt((float)k_dim);
+  const float k_by = 1.0f / std::sqrt(dot(k_in, k_in, k_dim) + 1e-6f);
+  for (int64_t d = 0; d < k_dim; ++d) q[d] = q_in[d] * q_by, k[d] = k_in[d] * k_by;
+  return dot(q, k, k_dim);
+}
+
 template <Type T>
 inline void delta_head(const DeltaStepArgs& a, const float* inputs, int64_t row, int64_t head) {
   const StepRows& s = a.step;
@@ -130,33 +97,91 @@ inline void delta_head(const DeltaStepArgs& a, const float* inputs, int64_t row,
   const float *q_in = inputs + group * a.k_dim, *k_in = q_in + a.k_heads * a.k_dim;
   const float* v = inputs + 2 * a.k_heads * a.k_dim + head * a.v_dim;
   float *k = thread_scratch(2 * a.k_dim + a.v_dim), *q = k + a.k_dim, *y = q + a.k_dim;
-  const float q_by = 1.0f / std::sqrt(dot(q_in, q_in, a.k_dim) + 1e-6f) / std::sqrt((float)a.k_dim);
-  const float k_by = 1.0f / std::sqrt(dot(k_in, k_in, a.k_dim) + 1e-6f);
-  for (int64_t d = 0; d < a.k_dim; ++d) q[d] = q_in[d] * q_by, k[d] = k_in[d] * k_by;
   const char* x = s.rows + row * s.stride * size_of(T);
-  const float b = at<T>(x, a.places[a.heads + head]), input = at<T>(x, a.places[2 * a.heads + head]);
-  const float beta = rounded<T>(1.0f / (1.0f + std::exp(-b)));
-  const float keep = std::exp(a.decay[head] * softplus(input + a.dt_bias[head])), qk = dot(q, k, a.k_dim);
+  const Gate gate = delta_gate<T>(a, x, head, delta_lengths(q_in, k_in, q, k, a.k_dim));
   const float* from = a.states + (s.read[row] * a.heads + head) * size;
   float* to = a.states + (s.write[row] * a.heads + head) * size;
   int64_t i = 0;
   for (; i + kLanes <= a.v_dim; i += kLanes)
-    delta_columns<vf>(from + i, to + i, a.v_dim, q, k, keep, beta, qk, v + i, y + i, a.k_dim);
+    delta_columns<vf>(from + i, to + i, a.v_dim, q, k, gate, v + i, y + i, a.k_dim);
   for (; i < a.v_dim; ++i)
-    delta_columns<float>(from + i, to + i, a.v_dim, q, k, keep, beta, qk, v + i, y + i, a.k_dim);
+    delta_columns<float>(from + i, to + i, a.v_dim, q, k, gate, v + i, y + i, a.k_dim);
   for (i = 0; i < a.v_dim; ++i) y[i] = rounded<T>(y[i]);
   char* out = s.out + (row * a.heads + head) * a.v_dim * size_of(T);
   norm_then_gate<T>(y, a.norm, x + a.places[head] * size_of(T), out, a.v_dim, a.eps);
 }
 
+constexpr int64_t kShare = 8;  // rows of a work item
+
+// body(row in the step, row in scratch) for all rows of a round.
+template <class Body>
+inline void for_each_row(const std::vector<Piece>& pieces, int64_t rows, const Body& body) {
+  parallel_for((rows + kShare - 1) / kShare, [&](int64_t item) {
+    const int64_t end = std::min(rows, (item + 1) * kShare);
+    size_t n = 0;
+    for (int64_t at = item * kShare; at < end; ++at) {
+      while (at >= pieces[n].at + pieces[n].count) ++n;
+      body(pieces[n], pieces[n].row + at - pieces[n].at, at);
+    }
+  });
+}
+
+template <Type T>
+inline void delta_prompts(const DeltaStepArgs& a) {
+  const StepRows& s = a.step;
+  const int64_t width = a.conv.channels, inner = a.heads * a.v_dim, most = most_rows(s), keys = a.k_heads * a.k_dim;
+  const int64_t size = a.k_dim * a.v_dim, share = a.heads / a.k_heads;
+  float *inputs = call_scratch(most * (width + inner + 3 * a.heads)), *y = inputs + most * width;
+  Gate* gates = reinterpret_cast<Gate*>(y + most * inner);
+  for_each_round(s, [&](const std::vector<Piece>& pieces, int64_t rows) {
+    convolve_pieces<T>(s, a.conv, pieces, inputs);
+    for_each_row(pieces, rows, [&](const Piece&, int64_t row, int64_t at_row) {
+      float* q = inputs + at_row * width;
+      for (int64_t group = 0; group < a.k_heads; ++group, q += a.k_dim) {
+        const float qk = delta_lengths(q, q + keys, q, q + keys, a.k_dim);
+        for (int64_t head = group * share; head < (group + 1) * share; ++head)
+          gates[at_row * a.heads + head] = delta_gate<T>(a, s.rows + row * s.stride * size_of(T), head, qk);
+      }
+    });
+    for_each_block(pieces, a.heads, a.v_dim, [&](const Piece& piece, int64_t head, int64_t first, int64_t columns) {
+      const float* q = inputs + piece.at * width + head / share * a.k_dim;
+      const Scan block{q + keys, q, inputs + piece.at * width + 2 * keys + head * a.v_dim + first,
+                       gates + piece.at * a.heads + head, width, a.heads, a.k_dim, columns, false, a.v_dim};
+      const auto place = [&](int64_t slot) {
+        return slot < 0 ? nullptr : a.states + (slot * a.heads + head) * size + first;
+      };
+      scan<true>(
+          block, piece.count, place(piece.from), place(piece.carry),
+          [&](int64_t t) { return place(s.write[piece.row + t]); },
+          [&](int64_t t, const vf*, vf* found) {
+            for (int j = 0; j < kVectors; ++j) found[j] = norm_detail::rounded<T>(found[j]);
+            __builtin_memcpy(y + (piece.at + t) * inner + head * a.v_dim + first, found, (size_t)(4 * columns));
+          });
+    });
+    for_each_row(pieces, rows, [&](const Piece&, int64_t row, int64_t at_row) {
+      const char* x = s.rows + row * s.stride * size_of(T);
+      for (int64_t head = 0; head < a.heads; ++head)
+        norm_then_gate<T>(y + at_row * inner + head * a.v_dim, a.norm, x + a.places[head] * size_of(T),
+                          s.out + (row * inner + head * a.v_dim) * size_of(T), a.v_dim, a.eps);
+    });
+  });
+}
+
 template <Type T>
 inline void delta_typed(const DeltaStepArgs& a) {
+  if (!a.step.decode) return delta_prompts<T>(a);
   float* inputs = call_scratch(a.step.count * a.conv.channels);
   convolve_rows<T>(a.step, a.conv, inputs);
   parallel_for(a.step.count * a.heads, [&](int64_t item) {
     const int64_t row = item / a.heads;
     delta_head<T>(a, inputs + row * a.conv.channels, row, item % a.heads);
   });
+}
+
+template <Type T>
+inline float ssd_dt(const SsdStepArgs& a, int64_t row, int64_t head) {
+  const float raw = at<T>(a.step.rows + row * a.step.stride * size_of(T), a.dt_place + head);
+  return rounded<T>(softplus(rounded<T>(raw + a.dt_bias[head])));
 }
 
 // One head: y [dim], rounded.
@@ -166,8 +191,7 @@ inline void ssd_head(const SsdStepArgs& a, const float* inputs, int64_t row, int
   const int64_t group = head / (a.heads / a.groups);
   const float* x = inputs + head * a.dim;
   const float *b = inputs + a.heads * a.dim + group * a.size, *c = b + a.groups * a.size;
-  const float raw = at<T>(s.rows + row * s.stride * size_of(T), a.dt_place + head);
-  const float dt = rounded<T>(softplus(rounded<T>(raw + a.dt_bias[head]))), keep = std::exp(dt * a.a[head]);
+  const float dt = ssd_dt<T>(a, row, head), keep = std::exp(dt * a.a[head]);
   const float* from = a.states + (s.read[row] * a.heads + head) * a.dim * a.size;
   float* to = a.states + (s.write[row] * a.heads + head) * a.dim * a.size;
   for (int64_t p = 0; p < a.dim; ++p, from += a.size, to += a.size) {
@@ -221,7 +245,48 @@ inline void finish_row(const SsdStepArgs& a, int64_t row, const float* y) {
 }
 
 template <Type T>
+inline void ssd_prompts(const SsdStepArgs& a) {
+  const StepRows& s = a.step;
+  const int64_t width = a.conv.channels, inner = a.heads * a.dim, most = most_rows(s), keys = a.groups * a.size;
+  const int64_t share = a.heads / a.groups;
+  float *inputs = call_scratch(most * (width + inner + 3 * a.heads)), *y = inputs + most * width;
+  Gate* gates = reinterpret_cast<Gate*>(y + most * inner);
+  for_each_round(s, [&](const std::vector<Piece>& pieces, int64_t rows) {
+    convolve_pieces<T>(s, a.conv, pieces, inputs);
+    for_each_row(pieces, rows, [&](const Piece& piece, int64_t row, int64_t at_row) {
+      const float* b = inputs + at_row * width + inner;
+      for (int64_t group = 0; group < a.groups; ++group, b += a.size) {
+        const float product = dot(b, b + keys, a.size);
+        for (int64_t head = group * share; head < (group + 1) * share; ++head) {
+          float dt = ssd_dt<T>(a, row, head);
+          if (row - piece.row < piece.limited) dt = std::min(std::max(dt, a.dt_least), a.dt_most);
+          gates[at_row * a.heads + head] = {std::exp(dt * a.a[head]), dt, product};
+        }
+      }
+    });
+    for_each_block(pieces, a.heads, a.dim, [&](const Piece& piece, int64_t head, int64_t first, int64_t columns) {
+      const float *row = inputs + piece.at * width, *b = row + inner + head / share * a.size;
+      const Scan block{b, b + keys, row + head * a.dim + first, gates + piece.at * a.heads + head,
+                       width, a.heads, a.size, columns, true, a.size};
+      const auto place = [&](int64_t slot) {
+        return slot < 0 ? nullptr : a.states + ((slot * a.heads + head) * a.dim + first) * a.size;
+      };
+      scan<false>(
+          block, piece.count, place(piece.from), place(piece.carry),
+          [&](int64_t t) { return place(s.write[piece.row + t]); },
+          [&](int64_t t, const vf* x, vf* found) {
+            for (int j = 0; j < kVectors; ++j) found[j] = norm_detail::rounded<T>(found[j] + x[j] * splat(a.d[head]));
+            __builtin_memcpy(y + (piece.at + t) * inner + head * a.dim + first, found, (size_t)(4 * columns));
+          });
+    });
+    for_each_row(pieces, rows,
+                 [&](const Piece&, int64_t row, int64_t at_row) { finish_row<T>(a, row, y + at_row * inner); });
+  });
+}
+
+template <Type T>
 inline void ssd_typed(const SsdStepArgs& a) {
+  if (!a.step.decode) return ssd_prompts<T>(a);
   const int64_t dim = a.heads * a.dim;
   float* inputs = call_scratch(a.step.count * (a.conv.channels + dim));
   float* y = inputs + a.step.count * a.conv.channels;
@@ -236,7 +301,33 @@ inline void ssd_typed(const SsdStepArgs& a) {
 constexpr int64_t kPiece = 256;  // channels of a work item
 
 template <Type T>
+inline void short_conv_prompts(const ShortConvArgs& a) {
+  const StepRows& s = a.step;
+  const int64_t size = size_of(T), runs = (a.conv.channels + kPiece - 1) / kPiece;
+  for_each_round(s, [&](const std::vector<Piece>& pieces, int64_t) {
+    parallel_for((int64_t)pieces.size() * runs, [&](int64_t item) {
+      const Piece& piece = pieces[(size_t)(item / runs)];
+      const int64_t first = item % runs * kPiece, count = std::min(kPiece, a.conv.channels - first);
+      const char* x = s.rows + (piece.row * s.stride + first) * size;
+      char* out = s.out + (piece.row * a.conv.channels + first) * size;
+      convolve_piece<T>(
+          s, a.conv, piece, first, count,
+          [&](int64_t t, float* to) {
+            const char* row = x + t * s.stride * size;
+            for (int64_t i = 0; i < count; ++i)
+              to[i] = rounded<T>(at<T>(row, a.b_place + i) * at<T>(row, a.x_place + i));
+          },
+          [&](int64_t t, const float* y) {
+            for (int64_t i = 0; i < count; ++i)
+              put<T>(out + t * a.conv.channels * size, i, at<T>(x + t * s.stride * size, a.c_place + i) * rounded<T>(y[i]));
+          });
+    });
+  });
+}
+
+template <Type T>
 inline void short_conv_typed(const ShortConvArgs& a) {
+  if (!a.step.decode) return short_conv_prompts<T>(a);
   const StepRows& s = a.step;
   const ConvStep& c = a.conv;
   const int64_t size = size_of(T), pieces = (c.channels + kPiece - 1) / kPiece, slot_bytes = c.channels * c.kept * size;

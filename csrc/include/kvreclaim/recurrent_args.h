@@ -1,5 +1,5 @@
-// Arguments of the recurrent layers' steps: one token of each of several sequences. States are read from one slot and
-// written to another; no slot that is written may be read by the same call.
+// Arguments of the recurrent layers: tokens of several sequences, packed. A sequence's state is read from one slot; what
+// it becomes behind a token is written where that token's slot says. No slot may be read and written by the same call.
 #pragma once
 
 #include <cstdint>
@@ -8,13 +8,16 @@
 
 namespace kvreclaim {
 
-// A row of numbers for each sequence, and its slots.
+constexpr int64_t kMostWidth = 16;  // of a convolution
+
+// Rows of numbers, one for each token; sequence n has rows starts[n] to starts[n + 1], at least one.
 struct StepRows {
-  const char* rows;  // [N, stride]
-  char* out;         // [N, heads * size of a head], contiguous
-  const int64_t *read, *write;
-  int64_t count, stride;
-  Type type;  // of rows, out, convolution and norm
+  const char* rows;  // [T, stride]
+  char* out;         // [T, heads * size of a head], contiguous
+  const int64_t *starts, *read, *write;  // [N + 1]; [N] slots, -1: it begins; [T] slots, -1: not kept, never at an end
+  int64_t count, tokens, stride;
+  Type type;    // of rows, out, convolution and norm
+  bool decode;  // one token of each, and all are behind a state
 };
 
 // A causal convolution of each channel, then SiLU: channel c's newest input is in the row, those before in its state.
@@ -48,7 +51,7 @@ struct SsdStepArgs {
   const float *a, *d, *dt_bias;    // [heads]
   const char* norm;                // [heads * dim] or null
   int64_t heads, dim, groups, size, norm_groups, z_place, dt_place;
-  float eps;
+  float eps, dt_least, dt_most;  // transformers keeps the dt of prompts, not of decoded tokens, between these
   bool norm_before_gate;
 };
 

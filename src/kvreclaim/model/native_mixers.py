@@ -1,13 +1,14 @@
-"""Decode steps of recurrent layers in three native calls: all inner projections, the layer's step from slot
-to slot, the outer projection.
+"""Recurrent layers in three native calls for all tokens of a step: all inner projections, the layer's step
+from slot to slot, the outer projection.
 
 A layer is taken by the names of its parts (gated delta rule: Qwen3-Next's and Qwen3.5's; Mamba-2: what Bamba,
 Falcon-H1, Granite 4, Nemotron-H and Zamba 2 share; the short convolution of LFM2), and proved by running it
-on trial states beside its own code. Prompts are computed by that code.
+on trial states beside its own code.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -19,16 +20,21 @@ from kvreclaim.model.quantized.layers import PackedLinear
 from kvreclaim.model.recurrent import Mixer, RecurrentLayers
 from kvreclaim.ops.native.linear import DTYPES
 from kvreclaim.ops.native.recurrent import Convolution, DeltaStep, ShortConvStep, SsdStep, missing_steps
-from kvreclaim.ops.states import StateCall, States, StateStore
+from kvreclaim.ops.states import PackedRuns, StateRun, States, StateStep, StateStore
 
-TRIAL_LENGTHS = (7, 4)
-"""Tokens behind the states of a trial."""
+TRIAL_SLOTS = 6
+TRIAL = (
+    (StateRun(0, 7, None, [0]), StateRun(7, 4, None, [1])),
+    (StateRun(0, 1, 0, [2]), StateRun(1, 4, 1, [3, 4])),
+    (StateRun(0, 1, 2, [5]), StateRun(1, 1, 4, [0])),
+)
+"""Steps of two texts: both begin; one decodes beside a prompt's tokens and a draft; both decode."""
 QKVZ_BA = ("in_proj_qkvz", "in_proj_ba")
 NAMES = (QKVZ_BA, ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj",))
 
 
 class NativeMixer:
-    """A recurrent layer's decode step: [N, hidden] -> [N, hidden], from slots to slots."""
+    """A recurrent layer's part of a step: [T, hidden] -> [T, hidden], from slots to slots."""
 
     def __init__(self, module: Any, projections: list[Any]) -> None:
         self.inner, self.outer = joined(projections, None), single(module.out_proj)
@@ -37,17 +43,16 @@ class NativeMixer:
         self.scales = None if scales is None or bool((scales == 1).all()) else scales.flatten()
         self.step: Any = _step(module)
 
-    def __call__(self, x: Tensor, states: States, call: StateCall) -> Tensor:
-        assert call.read is not None, "sequences that decode have states"
+    def __call__(self, x: Tensor, states: States, runs: PackedRuns) -> Tensor:
         rows = self.inner(x if self.multiplier == 1.0 else x * self.multiplier)
         if self.scales is not None:
             rows = rows * self.scales
-        found: Tensor = self.step(rows, call.read, call.write, *states.values())
+        found: Tensor = self.step(rows, runs, *states.values())
         return self.outer(found)
 
 
 def use_native_mixers(layers: RecurrentLayers) -> str:
-    """Give every recurrent layer that computes what a NativeMixer computes that for its decode steps.
+    """Give every recurrent layer that computes what a NativeMixer computes that for the engine's steps.
 
     Returns: one line that says what runs.
     """
@@ -57,7 +62,7 @@ def use_native_mixers(layers: RecurrentLayers) -> str:
             mixer.native = _proved(mixer)
     count = sum(mixer.native is not None for mixer in layers.mixers)
     why = f" ({problem})" if problem else ""
-    return f"recurrent layers: {len(layers.mixers)}, {count} decode natively{why}"
+    return f"recurrent layers: {len(layers.mixers)}, {count} of them native{why}"
 
 
 def _projections(module: Any) -> list[Any] | None:
@@ -84,26 +89,20 @@ def _proved(mixer: Mixer) -> NativeMixer | None:
     module, projections = mixer.module, _projections(mixer.module)
     if projections is None or [one.kind for one in mixer.shapes] not in (["conv"], ["conv", "recurrent"]):
         return None
-    n, generator = len(TRIAL_LENGTHS), torch.Generator().manual_seed(0)
-    store = StateStore([mixer.shapes], 3 * n, torch.device("cpu"))
-    inputs = [
-        torch.randn((length, module.out_proj.out_features), generator=generator).to(
-            weight_dtype(module.out_proj)
-        )
-        for length in (*TRIAL_LENGTHS, n)
-    ]
-    for slot, x in enumerate(inputs[:n]):
-        mixer.compute(store, StateCall(slice(0, len(x)), False, None, torch.tensor([slot])), x, {}, 0)
-    read = torch.arange(n)
-    own, other = (StateCall(slice(0, n), True, read, read + n * i) for i in (1, 2))
-    want = mixer.compute(store, own, inputs[n], {}, 0)
     try:
         native = NativeMixer(module, projections)
-        got = native(inputs[n], store.layers[0], other)
     except (AttributeError, TypeError, ValueError):  # other parts by the same names
         return None
-    pairs = [(got, want), *((each[2 * n :], each[n : 2 * n]) for each in store.layers[0].values())]
-    return native if all(agree(one, other, native.outer.dtype) for one, other in pairs) else None
+    generator, dtype = torch.Generator().manual_seed(0), native.outer.dtype
+    own, other = (StateStore([mixer.shapes], TRIAL_SLOTS, torch.device("cpu")) for _ in range(2))
+    pairs = list[tuple[Tensor, Tensor]]()
+    for runs in TRIAL:
+        count = runs[-1].start + runs[-1].num_tokens
+        x = torch.randn((count, module.out_proj.out_features), generator=generator).to(dtype)
+        want = mixer.by_own_code(StateStep(own, runs), x, {}, 0)
+        pairs.append((native(x, other.layers[0], PackedRuns.of(runs)), want))
+    pairs += zip(other.layers[0].values(), own.layers[0].values(), strict=True)
+    return native if all(agree(one, another, dtype) for one, another in pairs) else None
 
 
 def _step(module: Any) -> DeltaStep | SsdStep | ShortConvStep:
@@ -157,6 +156,7 @@ def _ssd_step(module: Any) -> SsdStep:
     """A row: z, then x, B and C, then dt."""
     heads, dim, groups, size = module.num_heads, module.head_dim, module.n_groups, module.ssm_state_size
     inner, width = heads * dim, heads * dim + 2 * groups * size
+    least, most = getattr(module, "time_step_limit", None) or (0.0, math.inf)
     norm = module.norm
     more: dict[str, Any] = {}
     if not isinstance(norm, nn.Identity):
@@ -174,5 +174,6 @@ def _ssd_step(module: Any) -> SsdStep:
         -_vector(module.A_log).exp(),
         _vector(module.D),
         _vector(module.dt_bias),
+        dt_limits=(float(least), float(most)),
         **more,
     )

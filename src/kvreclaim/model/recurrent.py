@@ -3,7 +3,8 @@
 A recurrent layer is found by what it asks of transformers' cache while the model computes trial tokens. Its
 forward is then called once for each sequence of a packed step, and once for all rows that decode, with the
 states that the step says. The model is proved at start: a text cut into steps, beside another one, has to
-give the logits that one pass over it gives.
+give the logits that one pass over it gives. A layer that runs natively (native_mixers.py) takes all rows of a
+step in one call.
 """
 
 from __future__ import annotations
@@ -20,7 +21,16 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.model.attention import AttentionCall
-from kvreclaim.ops.states import StateCall, StateKind, StateRun, States, StateShape, StateStep, StateStore
+from kvreclaim.ops.states import (
+    PackedRuns,
+    StateCall,
+    StateKind,
+    StateRun,
+    States,
+    StateShape,
+    StateStep,
+    StateStore,
+)
 
 ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 RECURRENT_LAYER_TYPES = frozenset({"linear_attention", "conv", "mlp", "moe"})
@@ -96,7 +106,8 @@ class RecurrentLayers:
 
     def describe(self) -> str:
         """For the line at the engine's start."""
-        return "; prompts behind a state token by token" if self.by_token else ""
+        slow = self.by_token and any(mixer.native is None for mixer in self.mixers)
+        return "; prompts behind a state token by token" if slow else ""
 
     def begin(self, step: StateStep) -> None:
         """The next pass is this step."""
@@ -128,7 +139,7 @@ class RecurrentLayers:
 class Mixer:
     """The forward of one recurrent layer.
 
-    native: computes its decode steps, where the layer's own code need not
+    native: computes its part of a step, where the layer's own code need not
     """
 
     def __init__(
@@ -136,7 +147,7 @@ class Mixer:
     ) -> None:
         self.owner, self.module, self.name, self.layer, self.shapes = owner, module, name, layer, shapes
         self.forward = module.forward
-        self.native: Callable[[Tensor, States, StateCall], Tensor] | None = None
+        self.native: Callable[[Tensor, States, PackedRuns], Tensor] | None = None
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         step = self.owner.step
@@ -144,23 +155,24 @@ class Mixer:
             texts = hidden_states.split(self.owner.lengths or hidden_states.shape[1], dim=1)
             return torch.cat([self.forward(text, *args, **kwargs) for text in texts], dim=1)
         rows = hidden_states[0]
-        parts = [self._call(step.store, call, rows[call.rows], kwargs) for call in step.calls]
+        packed = None if self.native is None or torch.is_grad_enabled() else step.packed
+        if self.native is not None and packed is not None and rows.is_contiguous():
+            return self.native(rows, step.store.layers[self.layer], packed)[None]
+        return self.by_own_code(step, rows, kwargs, self.layer)[None]
+
+    def by_own_code(self, step: StateStep, rows: Tensor, kwargs: dict[str, Any], layer: int) -> Tensor:
+        """All rows of a step, call by call, over a layer's states."""
+        parts = [self._compute(step.store, call, rows[call.rows], kwargs, layer) for call in step.calls]
         if len(parts) == 1 and isinstance(step.calls[0].rows, slice):
-            return parts[0][None]
+            return parts[0]
         out = parts[0].new_empty((rows.shape[0], parts[0].shape[-1]))
         for call, part in zip(step.calls, parts, strict=True):
             out[call.rows] = part
-        return out[None]
+        return out
 
-    def _call(self, store: StateStore, call: StateCall, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        if self.native is None or not call.decode or not x.is_contiguous() or torch.is_grad_enabled():
-            return self.compute(store, call, x, kwargs, self.layer)
-        return self.native(x, store.layers[self.layer], call)
-
-    def compute(
+    def _compute(
         self, store: StateStore, call: StateCall, x: Tensor, kwargs: dict[str, Any], layer: int
     ) -> Tensor:
-        """A call by the layer's own code, over a layer's states."""
         view = StateView(self.shapes, None if call.read is None else store.gather(layer, call.read))
         given, dim = {**kwargs, self.name: view}, 1 if call.decode else 0
         if self.owner.by_token and call.read is not None and not call.decode:
@@ -336,7 +348,7 @@ def _difference(model: PreTrainedModel, layers: RecurrentLayers) -> float:
     store = StateStore(layers.shapes, 3 * len(texts), device)
     whole = []
     for n, text in enumerate(texts):
-        with layers.stepping(StateStep.of(store, [StateRun(0, len(text), None, [3 * n])])):
+        with layers.stepping(StateStep(store, [StateRun(0, len(text), None, [3 * n])])):
             whole.append(_run(model, text, batch))
     done, parts = [0] * len(texts), [list[Tensor]() for _ in texts]
     last = [0] * len(texts)
@@ -350,7 +362,7 @@ def _difference(model: PreTrainedModel, layers: RecurrentLayers) -> float:
                 last[n] = slot
             done[n] += count
         tokens = torch.cat([text[row] for text, row in zip(texts, rows, strict=True)])
-        with layers.stepping(StateStep.of(store, runs)):
+        with layers.stepping(StateStep(store, runs)):
             logits = _run(model, tokens, batch, torch.cat(rows))
         for found, part in zip(parts, logits.split(list(counts)), strict=True):
             found.append(part)

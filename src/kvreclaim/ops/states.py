@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Literal
 
@@ -121,24 +122,70 @@ class StateRun:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PackedRuns:
+    """All tokens of a step for kernels that take them at once; int64 tensors.
+
+    starts: [N + 1] row of each sequence's first token, and the number of rows
+    read:   [N] slots of their states; -1: it begins
+    write:  [T] slots of the state behind each token; -1: not kept; the last one of a sequence is
+    parts:  rows that decode, and the others, each with its runs, where a step has both: kernels have other
+            loops for either, and a row must not depend on what is beside it
+    """
+
+    starts: Tensor
+    read: Tensor
+    write: Tensor
+    parts: tuple[tuple[Tensor, PackedRuns], ...] = ()
+
+    @classmethod
+    def of(cls, runs: Sequence[StateRun]) -> PackedRuns:
+        """Pack runs that fill a step in their order."""
+        starts, read, write = [0], list[int](), list[int]()
+        for run in runs:
+            starts.append(starts[-1] + run.num_tokens)
+            read.append(-1 if run.slot is None else run.slot)
+            write += [-1] * (run.num_tokens - len(run.writes)) + list(run.writes)
+        kinds = [run.num_tokens == 1 and run.slot is not None for run in runs]
+        parts = tuple(cls._part(runs, kinds, kind) for kind in (True, False)) if len(set(kinds)) > 1 else ()
+        return cls(torch.tensor(starts), torch.tensor(read), torch.tensor(write), parts)
+
+    @classmethod
+    def _part(cls, runs: Sequence[StateRun], kinds: list[bool], kind: bool) -> tuple[Tensor, PackedRuns]:
+        own = [run for run, each in zip(runs, kinds, strict=True) if each is kind]
+        rows = [row for run in own for row in range(run.start, run.start + run.num_tokens)]
+        return torch.tensor(rows), cls.of(own)
+
+
+@dataclass(frozen=True, eq=False)
 class StateStep:
-    """What recurrent layers do in one forward pass: these calls, one after the other."""
+    """What recurrent layers do in one forward pass: runs in the order of their rows.
+
+    calls: the same for code that takes tokens of one sequence, or one token of each of several. Rows that
+        decode, and drafts of the same place in their rows, are in one call.
+    """
 
     store: StateStore
-    calls: tuple[StateCall, ...]
+    runs: Sequence[StateRun]
+    slot: int | None = None
 
     @classmethod
     def behind(cls, store: StateStore, slot: int) -> StateStep:
         """All tokens go on from this slot's state, and nothing is kept."""
-        return cls(store, (StateCall(slice(None), False, torch.tensor([slot], device=store.device), None),))
+        return cls(store, (), slot)
 
-    @classmethod
-    def of(cls, store: StateStore, runs: Sequence[StateRun]) -> StateStep:
-        """Rows that decode, and drafts of the same place in their rows, are computed in one call."""
-        device = store.device
+    @cached_property
+    def packed(self) -> PackedRuns | None:
+        """None where nothing is kept, which is no work for kernels that go from slot to slot."""
+        return PackedRuns.of(self.runs) if self.slot is None else None
+
+    @cached_property
+    def calls(self) -> tuple[StateCall, ...]:
+        device = self.store.device
+        if self.slot is not None:
+            return (StateCall(slice(None), False, torch.tensor([self.slot], device=device), None),)
         calls: list[StateCall] = []
         waves: list[list[tuple[int, int, int]]] = [[]]  # row, slot to read, slot to write
-        for run in runs:
+        for run in self.runs:
             num_known = run.num_tokens - len(run.writes) + 1
             if num_known == 1 and run.slot is not None:
                 waves[0].append((run.start, run.slot, run.writes[0]))
@@ -157,4 +204,4 @@ class StateStep:
             in_a_row = all(row == first + i for i, (row, _, _) in enumerate(wave))
             where = slice(first, first + len(wave)) if in_a_row else rows
             calls.append(StateCall(where, True, read, write))
-        return cls(store, tuple(calls))
+        return tuple(calls)

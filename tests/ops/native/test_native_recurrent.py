@@ -1,8 +1,9 @@
-"""Steps of recurrent layers from slot to slot against loops in float64."""
+"""Recurrent layers from slot to slot, steps and prompts, against loops over tokens in float64."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +12,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvreclaim.ops.native.recurrent import Convolution, DeltaStep, ShortConvStep, SsdStep, missing_steps
+from kvreclaim.ops.states import PackedRuns, StateRun
 
 pytestmark = pytest.mark.skipif(missing_steps() is not None, reason="the native extension is older")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2.0**-6}
-SLOTS, READ, WRITE = 7, (4, 0, 5), (1, 6, 2)
+SLOTS = 7
+LIMITS = (0.25, 1.5)
+RUNS = {
+    "steps": (StateRun(0, 1, 4, [1]), StateRun(1, 1, 0, [6]), StateRun(2, 1, 5, [2])),
+    "prompts": (StateRun(0, 140, None, [1]), StateRun(140, 131, 0, [6, 3, 2]), StateRun(271, 1, 5, [4])),
+}
+"""Of the second prompt the last two tokens are drafts; both are longer than a kernel's round."""
+Token = Callable[[Tensor, tuple[Tensor, ...], bool], tuple[Tensor, tuple[Tensor, ...]]]
+"""One token's row, a sequence's states, whether it is of a prompt -> its output, the states behind it."""
 
 
 class Numbers:
@@ -49,20 +59,42 @@ def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.double(), want.double(), rtol=0, atol=TOLERANCE[dtype] * largest)
 
 
-def check_states(
-    got: tuple[Tensor, ...], before: tuple[Tensor, ...], want: Sequence[tuple[Tensor, ...]]
+def num_rows(runs: tuple[StateRun, ...]) -> int:
+    return runs[-1].start + runs[-1].num_tokens
+
+
+def check(
+    runs: tuple[StateRun, ...],
+    rows: Tensor,
+    out: Tensor,
+    before: tuple[Tensor, ...],
+    after: tuple[Tensor, ...],
+    token: Token,
 ) -> None:
-    """Written slots hold what is wanted, all others what they held."""
-    for now, then in zip(got, before, strict=True):
-        kept = [slot for slot in range(SLOTS) if slot not in WRITE]
-        assert torch.equal(now[kept], then[kept])
-    for slot, (conv, *rest) in zip(WRITE, want, strict=True):
-        assert torch.equal(got[0][slot], conv)
-        for now, state in zip(got[1:], rest, strict=True):
-            close(now[slot], state, before[0].dtype)
+    """Outputs and written slots hold what token by token is found, other slots what they held."""
+    dtype, written = rows.dtype, set[int]()
+    for run in runs:
+        empty = tuple(torch.zeros_like(each[0]) for each in before)
+        states = empty if run.slot is None else tuple(each[run.slot] for each in before)
+        num_known = run.num_tokens - len(run.writes) + 1
+        found = list[Tensor]()
+        for n in range(run.num_tokens):
+            in_prompt = n < num_known and (num_known > 1 or run.slot is None)
+            one, states = token(rows[run.start + n], states, in_prompt)
+            found.append(one)
+            if n >= num_known - 1:
+                slot = run.writes[n - num_known + 1]
+                written.add(slot)
+                assert torch.equal(after[0][slot], states[0])
+                for now, state in zip(after[1:], states[1:], strict=True):
+                    close(now[slot], state, dtype)
+        close(out[run.start : run.start + run.num_tokens], torch.stack(found), dtype)
+    kept = [slot for slot in range(SLOTS) if slot not in written]
+    assert all(torch.equal(now[kept], then[kept]) for now, then in zip(after, before, strict=True))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS)
 @pytest.mark.parametrize(
     ("heads", "groups", "k_dim", "v_dim", "width", "kept"),
     [
@@ -76,6 +108,7 @@ def check_states(
 def test_delta_step(
     isa: str,
     threads: int,
+    runs: tuple[StateRun, ...],
     dtype: torch.dtype,
     heads: int,
     groups: int,
@@ -90,7 +123,7 @@ def test_delta_step(
     places = ((inner + 3, 2 * groups * k_dim), (0, inner))
     z, b = inner + 2 * groups * k_dim + 3, 2 * inner + 2 * groups * k_dim + 3
     head = torch.arange(heads)
-    rows = random(3, b + 2 * heads + 1)
+    rows = random(num_rows(runs), b + 2 * heads + 1)
     weight, bias = random(channels, width), random(channels) if heads % 2 else None
     decay, dt_bias = -random(heads, dtype=torch.float32).exp(), random(heads, dtype=torch.float32)
     norm = random(v_dim)
@@ -105,35 +138,37 @@ def test_delta_step(
         norm,
         1e-6,
     )
-    out = step(rows, torch.tensor(READ), torch.tensor(WRITE), conv, states)
-    wanted = []
-    for row, slot, found in zip(rows, READ, out, strict=True):
+    out = step(rows, PackedRuns.of(runs), conv, states)
+
+    def token(row: Tensor, known: tuple[Tensor, ...], in_prompt: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
         inputs = torch.cat([row[start : start + count] for start, count in places])
-        x, next_conv = convolve(inputs, before[0][slot], weight, bias)
+        x, next_conv = convolve(inputs, known[0], weight, bias)
         q, k, v = x.split([groups * k_dim, groups * k_dim, inner])
         q, k = (each.view(groups, k_dim).repeat_interleave(heads // groups, 0) for each in (q, k))
         q, k = (each / (each.square().sum(1, keepdim=True) + 1e-6).sqrt() for each in (q, k))
         beta = torch.sigmoid(row[b : b + heads].double()).to(dtype).double()
         g = decay.double() * functional.softplus(row[b + heads : b + 2 * heads].double() + dt_bias)
-        state = before[1][slot].double() * g.exp()[:, None, None]
+        state = known[1].double() * g.exp()[:, None, None]
         delta = (v.view(heads, v_dim) - torch.einsum("hkv,hk->hv", state, k)) * beta[:, None]
         state = state + torch.einsum("hk,hv->hkv", k, delta)
         y = torch.einsum("hkv,hk->hv", state, q * k_dim**-0.5).to(dtype).double()
         y = (y / (y.square().mean(1, keepdim=True) + 1e-6).sqrt()).to(dtype) * norm
-        close(found, (y.double() * silu(row[z : z + inner].view(heads, v_dim))).flatten(), dtype)
-        wanted.append((next_conv, state))
-    check_states((conv, states), before, wanted)
+        return (y.double() * silu(row[z : z + inner].view(heads, v_dim))).flatten(), (next_conv, state)
+
+    check(runs, rows, out, before, (conv, states), token)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS)
 @pytest.mark.parametrize("norm", ["none", "behind", "before"])
 @pytest.mark.parametrize(
     ("heads", "dim", "groups", "size", "width", "kept"),
-    [(8, 16, 1, 16, 4, 4), (6, 5, 3, 33, 4, 4), (2, 64, 2, 128, 3, 4), (1, 1, 1, 1, 4, 3)],
+    [(8, 16, 1, 16, 4, 4), (6, 5, 3, 33, 4, 4), (2, 64, 2, 128, 3, 4), (1, 3, 1, 1, 4, 3)],
 )
 def test_ssd_step(
     isa: str,
     threads: int,
+    runs: tuple[StateRun, ...],
     dtype: torch.dtype,
     norm: str,
     heads: int,
@@ -145,7 +180,7 @@ def test_ssd_step(
 ) -> None:
     random = Numbers(heads * dim + size, dtype)
     inner, channels = heads * dim, heads * dim + 2 * groups * size
-    rows = random(3, inner + channels + heads)
+    rows = random(num_rows(runs), inner + channels + heads)
     weight, bias = random(channels, width), None if norm == "none" else random(channels)
     a, d, dt_bias = (random(heads, dtype=torch.float32) for _ in range(3))
     a, dt_bias = -a.exp(), dt_bias.to(dtype).float()
@@ -166,17 +201,19 @@ def test_ssd_step(
         d,
         dt_bias,
         **({} if norm == "none" else more),
+        dt_limits=LIMITS,
     )
-    out = step(rows, torch.tensor(READ), torch.tensor(WRITE), conv, states)
-    wanted = []
-    for row, slot, found in zip(rows, READ, out, strict=True):
+    out = step(rows, PackedRuns.of(runs), conv, states)
+
+    def token(row: Tensor, known: tuple[Tensor, ...], in_prompt: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
         z, inputs, raw = row.split([inner, channels, heads])
-        seen, next_conv = convolve(inputs, before[0][slot], weight, bias)
+        seen, next_conv = convolve(inputs, known[0], weight, bias)
         x, b, c = seen.split([inner, groups * size, groups * size])
         x = x.view(heads, dim)
         b, c = (each.view(groups, size).repeat_interleave(heads // groups, 0) for each in (b, c))
         dt = functional.softplus((raw + dt_bias.to(dtype)).double()).to(dtype).double()
-        state = before[1][slot].double() * (dt * a).exp()[:, None, None]
+        dt = dt.clamp(*LIMITS) if in_prompt else dt
+        state = known[1].double() * (dt * a).exp()[:, None, None]
         state = state + torch.einsum("h,hp,hn->hpn", dt, x, b)
         y = (torch.einsum("hpn,hn->hp", state, c) + x * d[:, None]).flatten().to(dtype).double()
         gate = silu(z)
@@ -186,59 +223,93 @@ def test_ssd_step(
             y = (y if norm == "before" else y * gate).view(norm_groups, -1)
             y = (y / (y.square().mean(1, keepdim=True) + 1e-5).sqrt()).flatten() * norm_weight
             y = y * gate if norm == "before" else y
-        close(found, y, dtype)
-        wanted.append((next_conv, state))
-    check_states((conv, states), before, wanted)
+        return y, (next_conv, state)
+
+    check(runs, rows, out, before, (conv, states), token)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS)
 @pytest.mark.parametrize(("channels", "width", "kept"), [(64, 3, 3), (301, 3, 3), (37, 4, 5), (1, 1, 1)])
 def test_short_conv_step(
-    isa: str, threads: int, dtype: torch.dtype, channels: int, width: int, kept: int
+    isa: str,
+    threads: int,
+    runs: tuple[StateRun, ...],
+    dtype: torch.dtype,
+    channels: int,
+    width: int,
+    kept: int,
 ) -> None:
     random = Numbers(channels, dtype)
-    rows, weight, bias = random(3, 3 * channels), random(channels, width), random(channels)
+    rows, weight, bias = random(num_rows(runs), 3 * channels), random(channels, width), random(channels)
     before = (random(SLOTS, channels, kept),)
     conv = before[0].clone()
-    out = ShortConvStep(Convolution(weight, bias, ()))(rows, torch.tensor(READ), torch.tensor(WRITE), conv)
-    wanted = []
-    for row, slot, found in zip(rows, READ, out, strict=True):
+    out = ShortConvStep(Convolution(weight, bias, ()))(rows, PackedRuns.of(runs), conv)
+
+    def token(row: Tensor, known: tuple[Tensor, ...], in_prompt: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
         b, c, x = row.split(channels)
-        seen, next_conv = plainly_convolve(b * x, before[0][slot], weight, bias)
-        close(found, c * seen, dtype)
-        wanted.append((next_conv,))
-    check_states((conv,), before, wanted)
+        seen, next_conv = plainly_convolve(b * x, known[0], weight, bias)
+        return c * seen, (next_conv,)
+
+    check(runs, rows, out, before, (conv,), token)
 
 
-def test_a_row_does_not_depend_on_the_others(isa: str) -> None:
+@pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS)
+def test_a_sequence_does_not_depend_on_the_others(isa: str, runs: tuple[StateRun, ...]) -> None:
     random = Numbers(1, torch.bfloat16)
     heads, dim, size = 4, 24, 40
     channels = heads * dim + 2 * size
     convolution = Convolution(random(channels, 4), None, ((heads * dim, channels),))
-    vectors = [random(heads, dtype=torch.float32) for _ in range(3)]
-    step = SsdStep(convolution, (heads, dim, 1, size), (0, heads * dim + channels), *vectors)
-    rows = random(3, heads * dim + channels + heads)
+    a, d, dt_bias = (random(heads, dtype=torch.float32) for _ in range(3))
+    step = SsdStep(convolution, (heads, dim, 1, size), (0, heads * dim + channels), -a.exp(), d, dt_bias)
+    rows = random(num_rows(runs), heads * dim + channels + heads)
     conv, states = random(SLOTS, channels, 4), random(SLOTS, heads, dim, size, dtype=torch.float32)
-    together = step(rows, torch.tensor(READ), torch.tensor(WRITE), conv, states)
-    written = states[list(WRITE)].clone()
-    for i, (read, write) in enumerate(zip(READ, WRITE, strict=True)):
-        alone = step(rows[i : i + 1], torch.tensor([read]), torch.tensor([write]), conv, states)
-        assert torch.equal(alone[0], together[i])
-        assert torch.equal(states[write], written[i])
+    together = step(rows, PackedRuns.of(runs), conv, states)
+    after = states.clone()
+    for run in runs:
+        alone = StateRun(0, run.num_tokens, run.slot, run.writes)
+        part = slice(run.start, run.start + run.num_tokens)
+        assert torch.equal(step(rows[part], PackedRuns.of([alone]), conv, states), together[part])
+    assert torch.equal(states, after)
 
 
 def test_slots_and_shapes_are_checked() -> None:
     random = Numbers(2, torch.float32)
     step = SsdStep(Convolution(random(8, 4), None, ((4, 8),)), (2, 2, 1, 2), (0, 12), *(random(2),) * 3)
     rows, conv, states = random(1, 14), random(3, 8, 4), random(3, 2, 2, 2)
-    at = torch.tensor([0])
+    first = torch.tensor([0])
+    good = PackedRuns(torch.tensor([0, 1]), first, first)
     for bad in (
-        (rows, torch.tensor([3]), at, conv, states),
-        (rows, at, torch.tensor([-1]), conv, states),
-        (rows[:, :13], at, at, conv, states),
-        (rows, at, at, conv[..., :2], states),
-        (rows, at, at, conv[:2], states),
-        (rows, at, at, conv, states[..., :1]),
+        (rows, replace(good, read=torch.tensor([3])), conv, states),
+        (rows, replace(good, write=torch.tensor([-1])), conv, states),
+        (rows, replace(good, write=torch.tensor([3])), conv, states),
+        (rows, replace(good, starts=torch.tensor([0, 2])), conv, states),
+        (rows, replace(good, starts=torch.tensor([0, 0, 1]), read=torch.tensor([0, 1])), conv, states),
+        (rows[:, :13], good, conv, states),
+        (rows, good, conv[..., :2], states),
+        (rows, good, conv[:2], states),
+        (rows, good, conv, states[..., :1]),
     ):
-        with pytest.raises(ValueError, match=r"slot|rows|keeps|shape"):
+        with pytest.raises(ValueError, match=r"slot|rows|ascend|keeps|shape"):
             step(*bad)
+
+
+def test_a_state_that_decays_fast_is_kept(isa: str) -> None:
+    """Factors from 1 to e^-200 within few tokens: nothing becomes infinite, and what is left is right."""
+    random, heads, dim, size = Numbers(3, torch.float32), 2, 40, 24
+    channels = heads * dim + 2 * size
+    convolution = Convolution(random(channels, 2), None, ((heads * dim, channels),))
+    a, d, dt_bias = torch.tensor([-20.0, -1e-3]), random(heads), torch.zeros(heads)
+    step = SsdStep(convolution, (heads, dim, 1, size), (0, heads * dim + channels), a, d, dt_bias)
+    rows = random(90, heads * dim + channels + heads)
+    rows[:, -heads:] *= 10
+    conv, states = random(SLOTS, channels, 2), random(SLOTS, heads, dim, size)
+    other = conv.clone(), states.clone()
+    whole = step(rows, PackedRuns.of([StateRun(0, 90, 0, [1])]), conv, states)
+    slots = [0, *([2, 3] * 45)]
+    parts = [
+        step(rows[n : n + 1], PackedRuns.of([StateRun(0, 1, slots[n], [slots[n + 1]])]), *other)
+        for n in range(90)
+    ]
+    close(whole, torch.cat(parts), torch.float32)
+    close(states[1], other[1][slots[90]], torch.float32)

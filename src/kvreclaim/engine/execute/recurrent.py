@@ -34,7 +34,7 @@ class RecurrentStates(Extension):
             writes = self.group.pending(seq_id)[: 1 + row.num_drafts]
             found.append(StateRun(start, row.num_tokens, self.group.slot(seq_id), writes))
             start += row.num_tokens
-        self.layers.begin(StateStep.of(self.store, found))
+        self.layers.begin(StateStep(self.store, found))
         return ()
 
     def behind(self, seq_id: int) -> StateStep:
@@ -53,7 +53,7 @@ class RecurrentStates(Extension):
             lent = self.group.pending(seq_id)
             before = lent[(depth - 1) % 2] if depth else self.group.slot(seq_id)
             runs.append(StateRun(place, 1, before, [lent[depth % 2]]))
-        with self.layers.stepping(StateStep.of(self.store, runs)):
+        with self.layers.stepping(StateStep(self.store, runs)):
             yield
 
     def attended(self, step: list[Scheduled]) -> None:

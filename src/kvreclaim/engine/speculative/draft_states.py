@@ -46,7 +46,7 @@ class DraftStates:
             runs.append(StateRun(start, item.num_tokens, slot, [self._free.pop()]))
             start += item.num_tokens
         try:
-            with self.layers.stepping(StateStep.of(self.store, runs)):
+            with self.layers.stepping(StateStep(self.store, runs)):
                 yield
         except BaseException:
             self._free += [run.writes[0] for run in runs]

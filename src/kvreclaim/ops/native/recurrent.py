@@ -1,8 +1,13 @@
-"""One token of each of several sequences through a recurrent layer, from slot to slot
-(csrc/include/kvreclaim/recurrent.h): the convolution, the state and the gated norm in one call."""
+"""Tokens of several sequences through a recurrent layer, from slot to slot
+(csrc/include/kvreclaim/recurrent.h): the convolution, the state and the gated norm in one call.
+
+Tokens are rows [T, R] and what PackedRuns says of them. What is before the first token of a sequence whose
+state is kept is prompt. No slot may be read and written, or be written twice.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.ops.extension import KERNELS, unavailable_reason
+from kvreclaim.ops.states import PackedRuns
 
 PIECE = 128
 """Channels that one thread convolves at a time."""
@@ -18,7 +24,7 @@ PIECE = 128
 def missing_steps() -> str | None:
     """Why the steps cannot run on this installation; None if they can."""
     old = "the native extension is older than this package; reinstall"
-    return unavailable_reason() or (None if hasattr(KERNELS, "DeltaStep") else old)
+    return unavailable_reason() or (None if hasattr(KERNELS, "RECURRENT_PROMPTS") else old)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +52,8 @@ class DeltaStep:
     """Gated delta rule: S' = e^g S + k (β (v - e^g Sᵀ k))ᵀ, y = S'ᵀ q, normed by head, times SiLU(z).
 
     q and k have length 1, q is scaled by Dk^-1/2; β = sigmoid(b), g = decay · softplus(a + dt_bias).
-    Source: arXiv 2412.06464. Oracle: transformers' torch_recurrent_gated_delta_rule.
+    Source: arXiv 2412.06464. Oracle: transformers'
+    torch_recurrent_gated_delta_rule, of prompts torch_chunk_gated_delta_rule.
     """
 
     def __init__(
@@ -67,17 +74,16 @@ class DeltaStep:
             weight, bias, convolution.pieces(), sizes, places, decay, dt_bias, norm, eps
         ).run
 
-    def __call__(self, rows: Tensor, read: Tensor, write: Tensor, conv: Tensor, states: Tensor) -> Tensor:
-        """rows [N, R], read and write [N] slots, conv [slots, C, kept], states [slots, H, Dk, Dv] fp32 ->
-        [N, H Dv]. No slot may be read and written, or be written twice."""
-        return _run(self._run, self.width, rows, read, write, conv, states)
+    def __call__(self, rows: Tensor, runs: PackedRuns, conv: Tensor, states: Tensor) -> Tensor:
+        """conv [slots, C, kept], states [slots, H, Dk, Dv] fp32 -> [T, H Dv]."""
+        return _run(self._run, self.width, rows, runs, conv, states)
 
 
 class SsdStep:
     """Mamba-2: S' = e^(dt A) S + (dt x) Bᵀ, y = S' C + D x, gated by SiLU(z), normed before or behind that.
 
     dt = softplus(dt + dt_bias). Source: arXiv 2405.21060.
-    Oracle: transformers' mamba2_selective_state_update.
+    Oracle: transformers' mamba2_selective_state_update, of prompts mamba2_chunk_scan.
     """
 
     def __init__(
@@ -93,9 +99,11 @@ class SsdStep:
         norm_groups: int = 1,
         eps: float = 0.0,
         norm_before_gate: bool = False,
+        dt_limits: tuple[float, float] = (0.0, math.inf),
     ) -> None:
         """sizes: H heads, P numbers of a head, groups, N numbers of B and C; places: of z and dt in a row;
-        a, d, dt_bias [H] fp32; norm [H P] of the convolution's dtype. Channels: x, all B, all C."""
+        a, d, dt_bias [H] fp32; norm [H P] of the convolution's dtype; dt_limits: of a prompt's dt.
+        Channels: x, all B, all C."""
         self.width = sizes[0] * sizes[1]
         weight, bias = convolution.weight, convolution.bias
         self._run = KERNELS.SsdStep(
@@ -109,12 +117,12 @@ class SsdStep:
             norm,
             eps,
             norm_before_gate,
+            dt_limits,
         ).run
 
-    def __call__(self, rows: Tensor, read: Tensor, write: Tensor, conv: Tensor, states: Tensor) -> Tensor:
-        """rows [N, R], read and write [N] slots, conv [slots, C, kept], states [slots, H, P, N] fp32 ->
-        [N, H P]. No slot may be read and written, or be written twice."""
-        return _run(self._run, self.width, rows, read, write, conv, states)
+    def __call__(self, rows: Tensor, runs: PackedRuns, conv: Tensor, states: Tensor) -> Tensor:
+        """conv [slots, C, kept], states [slots, H, P, N] fp32 -> [T, H P]."""
+        return _run(self._run, self.width, rows, runs, conv, states)
 
 
 class ShortConvStep:
@@ -129,13 +137,15 @@ class ShortConvStep:
         self.width = size = weight.shape[0]
         self._run = KERNELS.ShortConvStep(weight, bias, convolution.pieces(), (0, size, 2 * size)).run
 
-    def __call__(self, rows: Tensor, read: Tensor, write: Tensor, conv: Tensor) -> Tensor:
-        """rows [N, 3 C], read and write [N] slots, conv [slots, C, kept] -> [N, C]. No slot may be read and
-        written, or be written twice."""
-        return _run(self._run, self.width, rows, read, write, conv)
+    def __call__(self, rows: Tensor, runs: PackedRuns, conv: Tensor) -> Tensor:
+        """rows [T, 3 C], conv [slots, C, kept] -> [T, C]."""
+        return _run(self._run, self.width, rows, runs, conv)
 
 
-def _run(run: Any, width: int, rows: Tensor, *where: Tensor) -> Tensor:
+def _run(run: Any, width: int, rows: Tensor, runs: PackedRuns, *states: Tensor) -> Tensor:
     out = rows.new_empty((rows.shape[0], width))
-    run(rows, *where, out)
+    if not runs.parts:
+        run(rows, runs.starts, runs.read, runs.write, *states, out)
+    for where, part in runs.parts:
+        out[where] = _run(run, width, rows[where], part, *states)
     return out
