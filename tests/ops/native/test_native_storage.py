@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -116,6 +117,17 @@ def test_rows_of_any_strides_and_dtype(on_isa, isa: str, name: str, dtype: torch
     for got, want in pairs:
         assert got.dtype == want.dtype == FORMATS[name].number
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8"])
+def test_a_large_cache_takes_no_memory_before_it_is_written(name: str) -> None:
+    process = psutil.Process()
+    before = process.memory_info().rss
+    cache = Dims(128).allocate(native, name, 2**29 // Dims(128).allocate(native, name, 1).bytes_per_block)
+    held = sum(plane.nbytes for plane in cache.planes)
+    assert held > 2**28
+    assert process.memory_info().rss - before < held / 8
+    assert all(not plane[:, -1].any() for plane in cache.planes)
 
 
 def test_units_are_as_long_as_their_format_says() -> None:

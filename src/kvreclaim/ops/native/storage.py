@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,9 +62,9 @@ def allocate(
     if form.is_plain:
         keys = (shape.k_dim, block_size) if form.bits == 32 else (shape.k_dim // 2, block_size, 2)
         inner = (keys, (block_size, shape.v_dim))
-        planes = tuple(_zeros(like, (*shape.units, *dims), form.number) for dims in inner)
+        planes = tuple(_zeros((*shape.units, *dims), form.number) for dims in inner)
     else:
-        planes = (_units(like, shape, form),)
+        planes = (_units(shape, form),)
     softmaxes = tuple(layer.softmax for layer in layers)
     return KVCache(shape, form, planes, softmaxes)
 
@@ -81,25 +82,26 @@ def plain_view(cache: KVCache, form: KVFormat, block_size: int) -> KVCache:
     return KVCache(shape, form, tuple(planes), cache.softmaxes)
 
 
-def _units(like: Tensor, shape: CacheShape, form: KVFormat) -> Tensor:
+def _units(shape: CacheShape, form: KVFormat) -> Tensor:
     """[L, B, K, unit_bytes] uint8; all zero is a cache of zeros."""
     size = form.unit_bytes(shape.k_dim, shape.v_dim, shape.block_size)
     count = shape.num_layers * shape.num_blocks * shape.num_kv_heads * size
-    flat = _zeros(like, (count + SPARE_BYTES,), torch.uint8)
+    flat = _zeros((count + SPARE_BYTES,), torch.uint8)
     return flat[:count].view(*shape.units, size)
 
 
-def _zeros(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros in huge pages where the system gives them: blocks lie at random places.
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros in huge pages where the system gives them: blocks lie at random places. Memory is taken when a
+    page is first written, so a large pool costs no time at the start.
 
     They begin with a page, so that pieces of a page are fetched ahead as one: the CPU stops at a page's end.
     """
     size = math.prod(shape) * dtype.itemsize
     page = HUGE_PAGE if size >= HUGE_PAGE else PAGE
-    flat = like.new_empty(size + page, dtype=torch.uint8)
+    flat = torch.from_numpy(np.zeros(size + page, np.uint8))
     flat = flat[-flat.data_ptr() % page :][:size]
     native().advise_huge_pages(flat.data_ptr(), size)
-    return flat.view(dtype).view(shape).zero_()
+    return flat.view(dtype).view(shape)
 
 
 def write_kv(layer: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
