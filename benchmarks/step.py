@@ -15,9 +15,9 @@ from unittest.mock import patch
 from rich.table import Table
 
 from kvreclaim.bench.common import Row, table, text
+from kvreclaim.bench.decode_plan import DecodePlan
 from kvreclaim.bench.decode_table import short
 from kvreclaim.bench.patches import PartTimer, TimedOps, timers
-from kvreclaim.bench.plans import DecodePlan
 from kvreclaim.bench.systems.base import Point
 from kvreclaim.bench.systems.ours import KvreclaimSystem
 from kvreclaim.cli.bench import SHARED, decode_plan

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from kvreclaim import demo_model
 from kvreclaim.bench import decode, verify
-from kvreclaim.bench.plans import DecodePlan
+from kvreclaim.bench.decode_plan import DecodePlan
 from kvreclaim.bench.systems.base import NAMES, Point, SkipPoint, SystemSetup, random_prompts
 from kvreclaim.bench.systems.ours import KvreclaimSystem
 from kvreclaim.bench.verify import FormatReferee, Referee, WrongTokensError

@@ -9,7 +9,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from kvreclaim.bench.plans import DecodePlan, MemoryPlan, ServePlan, VllmPlan
+from kvreclaim.bench.decode_plan import DecodePlan
+from kvreclaim.bench.plans import MemoryPlan, ServePlan, VllmPlan
 from kvreclaim.cli.config_options import ConfigOptions, with_config
 from kvreclaim.cli.eval import evaluate
 from kvreclaim.cli.generate import generate

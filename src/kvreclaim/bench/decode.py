@@ -7,6 +7,7 @@ cache. Prefill, start-up and the first token are outside of it in every system:
   is a whole number of intervals, so that each sequence is compressed as often as it would be for ever.
 - vLLM: the same with `LLMEngine.step()`, in its own process and environment, the engine core in that process
   (nothing runs ahead between two slices, and no second process competes for the cores).
+- llama.cpp: the time of llama_decode and of the choice of the likeliest tokens, in its own process too.
 - transformers `generate`: from the first new token to the last, by a stopping criterion that looks at the
   clock, on a DynamicCache that is cut back afterwards.
 - transformers continuous batching: on its own time stamps, from the last sequence's first token until the
@@ -15,9 +16,10 @@ cache. Prefill, start-up and the first token are outside of it in every system:
 How the cache is filled. With fill "prefill" every system computes its prompts. With "synthetic", the default,
 each system admits, schedules and stores the prompts as ever, but the model's forward pass is replaced by
 writing random keys and values into the slots it is given (transformers' `generate` gets a cache object of
-random tensors). Decoding costs the same whatever the numbers are, and 32 x 32k tokens take seconds instead of
-an hour, in every system alike. Prompts differ from the first token on, so no block is shared. While the last
-prompts are being filled the first ones may decode: their contexts are longer by at most `Point.overshoot`.
+random tensors; llama.cpp one whose keys and values repeat those of 512 computed tokens). Decoding costs the
+same whatever the numbers are, and 32 x 32k tokens take seconds instead of an hour, in every system alike.
+Prompts differ from the first token on, so no block is shared. While the last prompts are being filled the
+first ones may decode: their contexts are longer by at most `Point.overshoot`.
 
 How it is timed. All systems that fit into memory together are open at once and take turns, `rounds` times,
 each round beginning with another one; the result is the median over rounds, and the spread (largest over
@@ -40,12 +42,22 @@ from statistics import median
 from rich.console import Console
 
 from kvreclaim.bench.common import Row, alternate, spread, wide_console
-from kvreclaim.bench.plans import AUTO, DecodePlan
+from kvreclaim.bench.decode_plan import AUTO, LLAMACPP, DecodePlan
+from kvreclaim.bench.decode_prompts import time_prompt, vocab_size
+from kvreclaim.bench.loading import time_loading
 from kvreclaim.bench.systems.base import Point, Session, SkipPoint, System, SystemSetup, random_prompts
 from kvreclaim.bench.systems.hf import ContinuousBatching, Generate
+from kvreclaim.bench.systems.llamacpp_peer import LlamaCpp
 from kvreclaim.bench.systems.ours import KvreclaimSystem
 from kvreclaim.bench.systems.vllm_peer import Vllm
-from kvreclaim.bench.verify import FormatReferee, Judge, Referee, TokenAgreement, require_agreement
+from kvreclaim.bench.verify import (
+    FormatReferee,
+    Judge,
+    PackedReferee,
+    Referee,
+    TokenAgreement,
+    require_agreement,
+)
 from kvreclaim.free_memory import free_host_memory_bytes
 
 MEMORY_SHARE = 0.85
@@ -56,9 +68,11 @@ PAUSE_S = 0.25
 
 @dataclass(slots=True)
 class DecodeResult:
-    """rows as in the file; checks: greedy agreement; versions: of vLLM's environment."""
+    """rows, prompts and loading as in the file; checks: greedy agreement; versions: the peers'."""
 
     rows: list[Row] = field(default_factory=list)
+    prompts: list[Row] = field(default_factory=list)
+    loading: list[Row] = field(default_factory=list)
     checks: list[TokenAgreement] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -72,26 +86,37 @@ def make_system(plan: DecodePlan, name: str, setup: SystemSetup, points: list[Po
     if name == "vllm":
         assert plan.vllm_python is not None, "checked in __post_init__"
         return Vllm(setup, points, python=plan.vllm_python, eager=not plan.vllm_compile)
-    config, form = plan.compression(name), plan.kv_cache_dtype(name)
-    return KvreclaimSystem(name, setup, points, config=config, kernels=plan.kernels, kv_cache_dtype=form)
+    if name in LLAMACPP:
+        return LlamaCpp(name, setup, python=plan.llamacpp_python, cache_type=LLAMACPP[name])
+    return KvreclaimSystem(
+        name,
+        setup,
+        points,
+        config=plan.compression(name),
+        kernels=plan.kernels,
+        kv_cache_dtype=plan.kv_cache_dtype(name),
+        activations=plan.activations_of(name),
+    )
 
 
 def verify(
     plan: DecodePlan, console: Console, *, prompt_tokens: int = 96, max_tokens: int = 24
 ) -> list[TokenAgreement]:
     """Greedy tokens of every system, in fp32 and in the dtype that is timed. Raises: WrongTokensError."""
-    model = Referee(plan.model)
+    is_packed = plan.model.suffix == ".gguf"
+    model = PackedReferee(plan.model) if is_packed else Referee(plan.model)
     referees: dict[str, Judge] = {AUTO: model}
-    prompts = random_prompts(4, prompt_tokens, int(model.model.config.vocab_size), seed=7)
+    prompts = random_prompts(4, prompt_tokens, vocab_size(plan.model), seed=7)
     points = [Point(prompt_tokens, len(prompts), max_tokens)]
     results = []
     for name in plan.names:
         if plan.compression(name) is not None and plan.budget < prompt_tokens + max_tokens:
             continue  # up to its budget a policy is the full cache, beyond it has no such oracle
-        form = plan.kv_cache_dtype(name)
+        form = AUTO if is_packed else plan.kv_cache_dtype(name)
         if form not in referees:
+            assert isinstance(model, Referee), "packed weights have one judge"
             referees[form] = FormatReferee(plan.model, form, model)
-        for dtype in dict.fromkeys(("float32", plan.dtype)):
+        for dtype in dict.fromkeys((plan.dtype,) if is_packed else ("float32", plan.dtype)):
             if plan.compression(name) is not None and dtype != plan.dtype:
                 continue
             console.print(f"verify {name} in {dtype}", style="dim")
@@ -110,16 +135,22 @@ def run(plan: DecodePlan, console: Console | None = None, *, check: bool = True)
     result = DecodeResult()
     if check:
         result.checks = verify(plan, console)
+    if not LLAMACPP.keys().isdisjoint(plan.peers):
+        result.loading = time_loading(plan)
     grid = plan.points()
+    most = [*grid, *(Point(length, 1, 1) for length in plan.prompts)]
     with ExitStack() as stack:
         systems: dict[str, System] = {}
         for name in plan.names:
             console.print(f"load {name}", style="dim")
-            system = systems[name] = make_system(plan, name, plan.setup, grid)
+            system = systems[name] = make_system(plan, name, plan.setup, most)
             stack.callback(system.close)
-            if isinstance(system, Vllm):
-                result.versions = system.process.versions()
+            result.versions |= system.versions()
         paces: dict[str, Pace] = {name: Pace() for name in systems}
+        for length in plan.prompts:
+            for row in time_prompt(plan, length, systems):
+                result.prompts.append(row | _facts(plan, systems[row["system"]], result.checks))
+                _tell(console, row)
         for point in grid:
             for row in time_point(plan, point, systems, paces):
                 result.rows.append(row | _facts(plan, systems[row["system"]], result.checks))
@@ -139,7 +170,8 @@ def _facts(plan: DecodePlan, system: System, checks: list[TokenAgreement]) -> Ro
 
 
 def _tell(console: Console, row: Row) -> None:
-    place = f"{row['context']:>7,} x {row['batch']:<3} {row['system']:24}"
+    where = f"prompt {row['prompt']:,}" if "prompt" in row else f"{row['context']:>7,} x {row['batch']:<3}"
+    place = f"{where} {row['system']:24}"
     if row["tokens_per_s"] is None:
         console.print(f"{place} skipped: {row['skipped']}", style="yellow")
     else:

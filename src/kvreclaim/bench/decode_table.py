@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from statistics import geometric_mean
 
 from rich.table import Table
 
 from kvreclaim.bench.common import Row, table, text
+from kvreclaim.bench.decode_plan import LLAMACPP
 from kvreclaim.bench.systems.base import OURS
 
 RATIOS = (
@@ -19,7 +21,8 @@ RATIOS = (
     ("kvreclaim-triattention", "vllm"),
     ("kvreclaim-shares(surrogate)", "kvreclaim-surrogate"),
 )
-SHORT = {"transformers-cb": "transf. CB", "vllm": "vLLM"}
+BESIDE = {"int8": "llamacpp:q8_0", "int4": "llamacpp:q4_0"}
+SHORT = {"transformers-cb": "transf. CB", "vllm": "vLLM", "llamacpp": "llama.cpp"}
 
 
 def speeds(rows: Sequence[Row]) -> dict[tuple[int, int], dict[str, float | None]]:
@@ -37,9 +40,15 @@ def ratio(systems: dict[str, float | None], over: str, under: str) -> float | No
 
 
 def short(name: str) -> str:
-    """A system's name for a heading, its KV format last."""
-    system, _, form = name.partition(":")
-    return f"{SHORT.get(system, system.removeprefix(OURS))} {form}".rstrip()
+    """A system's name for a heading, its KV format and activations last."""
+    system, *more = re.split("(?=@)|:", name)
+    return " ".join([SHORT.get(system, system.removeprefix(OURS)), *more])
+
+
+def _alike(name: str, peer: str) -> bool:
+    """Whether one of ours keeps keys and values in about as many bits as that peer."""
+    form = name.partition("@")[0].partition(":")[2]
+    return name.startswith(OURS) and BESIDE.get(form, "llamacpp") == peer
 
 
 def speed_table(rows: Sequence[Row]) -> Table:
@@ -55,9 +64,12 @@ def speed_table(rows: Sequence[Row]) -> Table:
 def ratio_table(rows: Sequence[Row]) -> Table:
     """Ratios of the pairs that were measured, with the geometric mean and the least of each."""
     points = speeds(rows)
-    coded = {name for systems in points.values() for name in systems if ":" in name}
-    wanted = (*RATIOS, *((name, name.partition(":")[0]) for name in sorted(coded)))
-    wanted = (*wanted, *((name, f"{name.partition(':')[0]}:bf16") for name in sorted(coded)))
+    names = list(dict.fromkeys(name for systems in points.values() for name in systems))
+    coded = sorted(name for name in names if ":" in name and name.startswith(OURS))
+    wanted = (*RATIOS, *((name, name.partition(":")[0]) for name in coded))
+    wanted = (*wanted, *((name, f"{name.partition(':')[0]}:bf16") for name in coded))
+    peers = [name for name in names if name in LLAMACPP]
+    wanted = (*wanted, *((name, peer) for name in names for peer in peers if _alike(name, peer)))
     pairs = [
         pair
         for pair in wanted

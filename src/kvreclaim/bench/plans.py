@@ -6,21 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvreclaim.bench.systems.base import NAMES, OURS, Fill, Point, SystemSetup
+from kvreclaim.bench.systems.base import SystemSetup
 from kvreclaim.checks import check_choice, require
-from kvreclaim.compression.spec.traits import traits
-from kvreclaim.compression_settings import AUTO
-from kvreclaim.config import format_names
 from kvreclaim.options import check_options, option
 
 if TYPE_CHECKING:
     from kvreclaim.compression.config import CompressionConfig
 
-PEERS = ("transformers", "transformers-cb", "vllm")
 DTYPES = ("bfloat16", "float32")
 MODEL = Path("bench_models/qwen3-26m")
 THREADS = "CPU threads of every system."
 KERNELS = "kvreclaim's kernels: auto, reference, native or triton."
+LLAMACPP_PYTHON = "Interpreter of llama.cpp's environment (`make llamacpp-env`)."
 VLLM_PYTHON = "Interpreter of vLLM's environment (`make vllm-env`)."
 VLLM_CASES = ("small", "large", "cost", "serve", "plenty")
 OBJECTIVES = ("ttft", "tpot", "e2el")
@@ -78,89 +75,6 @@ class PeersPlan(PolicyPlan):
 
     kernels: str = option("auto", KERNELS)
     vllm_python: Path | None = option(None, VLLM_PYTHON)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecodePlan(PeersPlan):
-    """Decode speed. steps: per timed slice, fewer if slice_s would be exceeded; limit_s: per system and
-    point, all rounds together.
-
-    kv_cache_dtypes: each of `systems` runs in each of these KV formats; one in a named format is called
-                     SYSTEM:FORMAT
-    """
-
-    systems: tuple[str, ...] = option(NAMES, "Our systems: full and policies, comma-separated.")
-    peers: tuple[str, ...] = option(
-        (), "Engines to compare with, comma-separated: transformers, transformers-cb, vllm."
-    )
-    vllm_compile: bool = option(False, "Run vLLM with torch.compile.")
-    contexts: tuple[int, ...] = option((1024, 8192, 16384, 32768), "Tokens in each cache.")
-    batches: tuple[int, ...] = option((1, 8, 32), "Sequences decoded together.")
-    kv_cache_dtypes: tuple[str, ...] = option(
-        (AUTO,),
-        "KV formats, comma-separated, timed in turns: auto, bf16, int8, int4 and so on.",
-        flags=("--kv-cache-dtype",),
-    )
-    rounds: int = option(3, "Timed slices per system; systems take turns.", low=1)
-    steps: int = option(64, "Maximum steps of a timed slice.", low=1)
-    slice_s: float = option(4.0, "Maximum seconds of a timed slice.", low=0.0, high=86_400.0)
-    limit_s: float = option(120.0, "Maximum seconds of one system at one point.", low=0.0, high=86_400.0)
-    fill: Fill = option(
-        "synthetic",
-        "How caches are filled: synthetic or prefill.",
-        choices=("synthetic", "prefill"),
-        typed_as=str,
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "kv_cache_dtypes", format_names(self.kv_cache_dtypes))
-        unknown = [*(set(self.peers) - {*PEERS}), *(name for name in self.systems if not _is_ours(name))]
-        require(
-            not unknown,
-            f"no system is called {unknown[:1]}; allowed: kvreclaim-full, kvreclaim- and a policy, and "
-            f"{', '.join(PEERS)}.",
-        )
-        require(
-            "vllm" not in self.peers or self.vllm_python is not None,
-            "vllm is among the peers, but --vllm-python is not set; run `make vllm-env` and pass "
-            ".vllm-env/bin/python.",
-        )
-        require(
-            min((*self.contexts, *self.batches), default=0) > 0,
-            "contexts and batches must be positive; raise them.",
-        )
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All systems, peers last."""
-        ours = (
-            system if form == AUTO else f"{system}:{form}"
-            for system in self.systems
-            for form in self.kv_cache_dtypes
-        )
-        return (*ours, *self.peers)
-
-    def points(self) -> list[Point]:
-        """The grid, smallest first."""
-        new_tokens = (self.rounds + 1) * max(self.steps, self.interval) + 8
-        return [Point(c, b, new_tokens, self.fill) for c in self.contexts for b in self.batches]
-
-    def kv_cache_dtype(self, name: str) -> str:
-        """KV format of a kvreclaim system."""
-        return name.partition(":")[2] or AUTO
-
-    def compression(self, name: str) -> CompressionConfig | None:
-        """Compression of a system; None: it keeps the full cache."""
-        system = name.partition(":")[0]
-        return self.policy(system.removeprefix(OURS)) if system.startswith(OURS) else None
-
-
-def _is_ours(name: str) -> bool:
-    """Whether it is the full cache or a policy, as its name is written."""
-    if name.startswith(OURS) and name != NAMES[0]:
-        traits(name.removeprefix(OURS))
-    return name.startswith(OURS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
+from kvreclaim.bench.decode_plan import DecodePlan
 from kvreclaim.bench.plans import (
     KERNELS,
     THREADS,
-    DecodePlan,
     LosslessPlan,
     MemoryPlan,
     ServePlan,
@@ -45,16 +45,19 @@ def decode(
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Check greedy tokens first.")] = True,
     json_file: Json = None,
 ) -> None:
-    """Measure decode speed over contexts and batches, beside transformers and vLLM."""
+    """Measure decode speed over contexts and batches, beside transformers, vLLM and llama.cpp."""
     with ready(plan.threads):
-        from kvreclaim.bench import decode, decode_table
+        from kvreclaim.bench import decode, decode_prompts, decode_table, loading
         from kvreclaim.bench.verify import agreement_table
 
         result = decode.run(plan, check=verify)
         checks = [check.row() for check in result.checks]
         tables = [agreement_table(checks)] if checks else []
+        tables += [loading.loading_table(result.loading)] if result.loading else []
+        tables += [decode_prompts.prompt_table(result.prompts)] if result.prompts else []
         tables += [decode_table.speed_table(result.rows), decode_table.ratio_table(result.rows)]
-        publish(result.rows, tables, json_file, peer_versions=result.versions, verification=checks)
+        more = {"verification": checks, "loading": result.loading, "prompts": result.prompts}
+        publish(result.rows, tables, json_file, peer_versions=result.versions, **more)
 
 
 @bench_app.command("verify")

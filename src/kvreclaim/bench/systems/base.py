@@ -116,6 +116,10 @@ class System(ABC):
         """Facts for its rows."""
         return {}
 
+    def versions(self) -> dict[str, str]:
+        """Versions in an environment of its own."""
+        return {}
+
     def close(self) -> None:  # noqa: B027  (most hold nothing that outlives them)
         """Give everything back."""
 

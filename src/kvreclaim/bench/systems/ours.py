@@ -36,6 +36,7 @@ class KvreclaimSystem(System):
         config: CompressionConfig | None = None,
         kernels: str = "auto",
         kv_cache_dtype: str = "auto",
+        activations: str = "auto",
     ) -> None:
         self.name = name
         self.setup = setup
@@ -54,6 +55,7 @@ class KvreclaimSystem(System):
             max_model_len=max(point.max_len for point in points),
             kernels=kernels,
             kv_cache_dtype=kv_cache_dtype,
+            quantized_activations=activations,
         )
         self.compressor = None if config is None else self.llm.compressor(config)
 

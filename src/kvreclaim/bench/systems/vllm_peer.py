@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-import selectors
-import subprocess
-import tempfile
-from contextlib import suppress
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 from transformers import AutoConfig
@@ -25,52 +19,23 @@ from kvreclaim.bench.systems.base import (
     SystemSetup,
     random_prompts,
 )
-from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.bench.systems.worker_process import WorkerProcess
 from kvreclaim.memory.blocks import blocks_for
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 BLOCK_SIZE = 128
 """vLLM's default on a CPU."""
 START_TIMEOUT_S = 600.0
-ANSWER_TIMEOUT_S = 1800.0
 
 
-class VllmProcess:
-    """Sends commands, one JSON object a line, and waits for answers. Its log is a temporary file.
+class VllmProcess(WorkerProcess):
+    """plugin: whether vLLM loads kvreclaim's plugin; compression wants the option, too"""
 
-    plugin: whether vLLM loads kvreclaim's plugin; compression wants the option, too
-    """
+    engine, option, target = "vLLM", "--vllm-python", "vllm-env"
 
     def __init__(self, python: Path, threads: int, pool_bytes: int, *, plugin: bool = False) -> None:
-        if not python.is_file():
-            raise InvalidArgumentError(
-                f"--vllm-python is {str(python)!r}, which is no file; run `make vllm-env` and pass "
-                ".vllm-env/bin/python, or leave vllm out of --peers."
-            )
-        handle, name = tempfile.mkstemp(prefix="vllm-", suffix=".log")
-        self.log, self.facts = Path(name), Row()
-        self.process = subprocess.Popen(
-            [str(python), str(WORKER)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=handle,
-            text=True,
-            env=environment(python, threads, pool_bytes) | {"VLLM_PLUGINS": "kvreclaim" if plugin else ""},
-        )
-        os.close(handle)
-
-    def ask(self, command: str, *, timeout_s: float = ANSWER_TIMEOUT_S, **arguments: Any) -> Row:
-        """The answer. Raises: SkipPoint with vLLM's own error, or when it died or took too long."""
-        assert self.process.stdin is not None, "standard input is a pipe"
-        try:
-            self.process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
-            self.process.stdin.flush()
-            answer: Row = json.loads(self._line(timeout_s))
-        except (BrokenPipeError, json.JSONDecodeError) as error:
-            raise SkipPoint(f"vLLM's process ended ({self._last_words()})") from error
-        if "error" in answer:
-            raise SkipPoint(f"vLLM failed: {answer['error']}")
-        return answer
+        plugins = {"VLLM_PLUGINS": "kvreclaim" if plugin else ""}
+        super().__init__(python, WORKER, environment(python, threads, pool_bytes) | plugins)
 
     def load(self, setup: SystemSetup, *, max_num_seqs: int, **options: Any) -> Row:
         """Start the engine, eager where not said. options: vLLM's own. Returns: its facts."""
@@ -87,38 +52,6 @@ class VllmProcess:
         """Random prompts to their ends, all sent at once; the same at every call."""
         prompts = random_prompts(batch, context, self.facts["vocab_size"], seed=11)
         return self.ask("serve", prompts=prompts, max_tokens=max_tokens)
-
-    def _line(self, timeout_s: float) -> str:
-        stdout = self.process.stdout
-        assert stdout is not None, "standard output is a pipe"
-        with selectors.DefaultSelector() as selector:
-            selector.register(stdout, selectors.EVENT_READ)
-            deadline = monotonic() + timeout_s
-            while monotonic() < deadline:
-                if selector.select(timeout=1.0):
-                    return stdout.readline()
-        self.process.kill()
-        raise SkipPoint(f"vLLM gave no answer in {timeout_s:.0f} s")
-
-    def _last_words(self) -> str:
-        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        last = lines[-1][:200] if lines else "empty"
-        return f"exit code {self.process.poll()}, log {self.log}: {last}"
-
-    def close(self) -> None:
-        """End the process."""
-        if self.process.stdin is not None:
-            with suppress(BrokenPipeError):  # it may have died with a command unread
-                self.process.stdin.close()
-        try:
-            self.process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
-        if self.process.returncode == 0:
-            self.log.unlink(missing_ok=True)
 
 
 def environment(python: Path, threads: int, pool_bytes: int) -> dict[str, str]:
@@ -169,6 +102,9 @@ class Vllm(System):
 
     def facts(self) -> dict[str, object]:
         return {"block_size": BLOCK_SIZE, "eager": self.eager}
+
+    def versions(self) -> dict[str, str]:
+        return self.process.versions()
 
     def new_bytes(self, point: Point) -> int:
         """Pages of the pool are taken when they are first written and then stay."""

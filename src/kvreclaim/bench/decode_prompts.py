@@ -1,0 +1,58 @@
+"""How long the systems of the decode benchmark take to compute a prompt, alone, to its first token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+from rich.table import Table
+
+from kvreclaim.bench.common import Row, alternate, seconds, spread, table, text
+from kvreclaim.bench.decode_plan import DecodePlan
+from kvreclaim.bench.decode_table import short
+from kvreclaim.bench.systems.base import System, random_prompts
+from kvreclaim.model.loader import read_config
+
+
+def vocab_size(model: Path) -> int:
+    """Tokens that it knows."""
+    return int(read_config(model).get_text_config().vocab_size)
+
+
+def time_prompt(plan: DecodePlan, length: int, systems: Mapping[str, System]) -> list[Row]:
+    """One row for each system; prompts differ, so nothing is found in a cache. The first round does not
+    count."""
+    size = vocab_size(plan.model)
+    warm_up, *given = (random_prompts(1, length, size, seed) for seed in range(plan.rounds + 1))
+    for system in systems.values():
+        system.generate(warm_up, 1)
+    turns = {name: iter(given) for name in systems}
+
+    def timed(name: str) -> float:
+        prompts = next(turns[name])
+        return seconds(lambda: systems[name].generate(prompts, 1))
+
+    elapsed = alternate({name: partial(timed, name) for name in systems}, plan.rounds)
+    return [
+        {
+            "system": name,
+            "prompt": length,
+            "tokens_per_s": length / median(values),
+            "first_token_s": median(values),
+            "rounds": len(values),
+            "spread": spread(values),
+        }
+        for name, values in elapsed.items()
+    ]
+
+
+def prompt_table(rows: list[Row]) -> Table:
+    """Tokens/s: a line for each length, a column for each system."""
+    names = list(dict.fromkeys(row["system"] for row in rows))
+    made = table("prompt tokens/s", ("prompt", *map(short, names)))
+    for length in dict.fromkeys(row["prompt"] for row in rows):
+        speeds = {row["system"]: row["tokens_per_s"] for row in rows if row["prompt"] == length}
+        made.add_row(f"{length:,}", *(text(speeds[name], 1) for name in names))
+    return made

@@ -1,0 +1,83 @@
+"""llama.cpp in its own process and environment; llamacpp_worker.py is its side."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kvreclaim.bench.systems.base import Point, Session, Slice, System, SystemSetup
+from kvreclaim.bench.systems.worker_process import WorkerProcess
+from kvreclaim.errors import InvalidArgumentError
+
+WORKER = Path(__file__).with_name("llamacpp_worker.py")
+START_TIMEOUT_S = 300.0
+
+
+class LlamaCppProcess(WorkerProcess):
+    engine, option, target = "llama.cpp", "--llamacpp-python", "llamacpp-env"
+
+    def __init__(self, python: Path, threads: int) -> None:
+        super().__init__(python, WORKER, os.environ | {"OMP_NUM_THREADS": str(threads)})
+
+
+class LlamaCpp(System):
+    """A GGUF file under flash attention, each sequence with a stream of its own.
+
+    cache_type: f16, or q8_0 or q4_0 for keys and values
+    """
+
+    def __init__(self, name: str, setup: SystemSetup, *, python: Path, cache_type: str) -> None:
+        if setup.model.suffix != ".gguf":
+            raise InvalidArgumentError(
+                f"--model is {str(setup.model)!r}, and llama.cpp reads .gguf files; name one, or leave "
+                "llamacpp out of --peers."
+            )
+        self.name, self.cache_type = name, cache_type
+        self.process = LlamaCppProcess(python, setup.threads)
+        self.process.facts = self.process.ask(
+            "load",
+            timeout_s=START_TIMEOUT_S,
+            model=str(setup.model),
+            threads=setup.threads,
+            cache_type=cache_type,
+        )
+
+    def facts(self) -> dict[str, object]:
+        return {"kv_cache_dtype": self.cache_type, "build": self.process.facts["build"]}
+
+    def versions(self) -> dict[str, str]:
+        """Versions in the peer's own environment."""
+        return {"llama-cpp-python": self.process.facts["llama-cpp-python"]}
+
+    def new_bytes(self, point: Point) -> int:
+        return int(self.process.facts["token_bytes"] * point.batch * (point.max_len + 256))
+
+    def open(self, point: Point) -> LlamaCppSession:
+        return LlamaCppSession(self, point)
+
+    def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+        return list(self.process.ask("generate", prompts=prompts, max_tokens=max_tokens)["tokens"])
+
+    def close(self) -> None:
+        self.process.close()
+
+
+class LlamaCppSession(Session):
+    """Sequences that stay in llama.cpp's context; it is stepped from here."""
+
+    def __init__(self, system: LlamaCpp, point: Point) -> None:
+        self.process = system.process
+        answer = self.process.ask(
+            "open",
+            prompts=point.prompts(self.process.facts["vocab_size"]),
+            max_tokens=point.max_len - point.context,
+            synthetic=point.fill == "synthetic",
+        )
+        self.fill_s = float(answer["fill_s"])
+
+    def run(self, steps: int) -> Slice:
+        answer = self.process.ask("run", steps=steps)
+        return Slice(steps, answer["tokens"], answer["elapsed_s"])
+
+    def close(self) -> None:
+        self.process.ask("close")

@@ -1,0 +1,94 @@
+"""A peer in a process and an environment of its own, which is told what to do one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from kvreclaim.bench.common import Row
+from kvreclaim.bench.systems.base import SkipPoint
+from kvreclaim.errors import InvalidArgumentError
+
+ANSWER_TIMEOUT_S = 1800.0
+
+
+class WorkerProcess:
+    """Sends commands and waits for answers. Its log is a temporary file.
+
+    engine: its name for people; option: that names its interpreter, made by `make TARGET`
+    """
+
+    engine: str
+    option: str
+    target: str
+
+    def __init__(self, python: Path, worker: Path, environment: Mapping[str, str]) -> None:
+        if not python.is_file():
+            raise InvalidArgumentError(
+                f"{self.option} is {str(python)!r}, which is no file; run `make {self.target}` and pass "
+                f".{self.target}/bin/python, or leave {self.engine} out of --peers."
+            )
+        handle, name = tempfile.mkstemp(prefix=f"{self.target}-", suffix=".log")
+        self.log, self.facts = Path(name), Row()
+        self.process = subprocess.Popen(
+            [str(python), str(worker)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=handle,
+            text=True,
+            env=dict(environment),
+        )
+        os.close(handle)
+
+    def ask(self, command: str, *, timeout_s: float = ANSWER_TIMEOUT_S, **arguments: Any) -> Row:
+        """The answer. Raises: SkipPoint with the engine's own error, or when it died or took too long."""
+        assert self.process.stdin is not None, "standard input is a pipe"
+        try:
+            self.process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
+            self.process.stdin.flush()
+            answer: Row = json.loads(self._line(timeout_s))
+        except (BrokenPipeError, json.JSONDecodeError) as error:
+            raise SkipPoint(f"{self.engine}'s process ended ({self._last_words()})") from error
+        if "error" in answer:
+            raise SkipPoint(f"{self.engine} failed: {answer['error']}")
+        return answer
+
+    def _line(self, timeout_s: float) -> str:
+        stdout = self.process.stdout
+        assert stdout is not None, "standard output is a pipe"
+        with selectors.DefaultSelector() as selector:
+            selector.register(stdout, selectors.EVENT_READ)
+            deadline = monotonic() + timeout_s
+            while monotonic() < deadline:
+                if selector.select(timeout=1.0):
+                    return stdout.readline()
+        self.process.kill()
+        raise SkipPoint(f"{self.engine} gave no answer in {timeout_s:.0f} s")
+
+    def _last_words(self) -> str:
+        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        last = lines[-1][:200] if lines else "empty"
+        return f"exit code {self.process.poll()}, log {self.log}: {last}"
+
+    def close(self) -> None:
+        """End the process."""
+        if self.process.stdin is not None:
+            with suppress(BrokenPipeError):  # it may have died with a command unread
+                self.process.stdin.close()
+        try:
+            self.process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        if self.process.returncode == 0:
+            self.log.unlink(missing_ok=True)

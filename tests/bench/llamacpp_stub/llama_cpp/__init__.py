@@ -1,0 +1,1 @@
+"""A stand-in of llama-cpp-python for the benchmark's worker."""
