@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from kvreclaim.checks import check_number
 from kvreclaim.errors import InvalidArgumentError
@@ -231,13 +231,14 @@ class MemoryManager:
             parent.physical_len // self.block_size
         )
 
-    def first_lacking(self, passes: Iterable[tuple[int, int]]) -> int | None:
+    def first_lacking(self, passes: Iterable[tuple[int, int]], unsure: Container[int] = ()) -> int | None:
         """Which of these passes would lack blocks; None: none.
 
         passes: (sequence, tokens that it keeps), carried out in this order once the copies of this step have
                 been made. One may take what those before it have given back.
+        unsure: sequences whose pass may not come: what it would give back is not counted on
         """
-        return self.full.first_lacking(passes)
+        return self.full.first_lacking(passes, unsure)
 
     def admit(self, seq_id: int, match: PrefixMatch, *, priority: int = 0) -> None:
         """Begin a sequence with the blocks of a match that was made in this step.

@@ -318,7 +318,8 @@ class Scheduler(Generic[Seq]):
                 return
             due.sort(key=lambda seq: not seq.is_to_fork)
             keep = ((seq.seq_id, seq.kept_after(step.rows[seq.seq_id][0].num_tokens)) for seq in due)
-            lacking = self.memory.first_lacking(keep)
+            drafting = {seq_id for seq_id, (row, _) in step.rows.items() if row.num_drafts}
+            lacking = self.memory.first_lacking(keep, drafting)
             if lacking is None:
                 return
             self._give_blocks(self._known[lacking], step)

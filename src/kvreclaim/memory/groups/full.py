@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
 from kvreclaim.memory.block_table import BlockTable
@@ -114,7 +114,7 @@ class FullAttentionGroup(GroupManager):
 
     # Compression.
 
-    def first_lacking(self, passes: Iterable[tuple[int, int]]) -> int | None:
+    def first_lacking(self, passes: Iterable[tuple[int, int]], unsure: Container[int] = ()) -> int | None:
         """Like MemoryManager's."""
         refs, held = self.pool.refs, self._held
         free = self.pool.num_free + sum(refs[block] == count for block, count in held.items())
@@ -125,6 +125,9 @@ class FullAttentionGroup(GroupManager):
             own, needed = len(blocks) - len(shared), blocks_for(keep, self.block_size)
             if needed - own > free:
                 return seq_id
+            if seq_id in unsure:
+                free += min(0, own - needed)
+                continue
             free += own - needed
             left.update((block, left.get(block, refs[block] - held[block]) - 1) for block in shared)
         return None

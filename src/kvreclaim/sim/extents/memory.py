@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NoReturn, cast
@@ -244,7 +244,8 @@ class ExtentMemory:
     def num_shared_of(self, seq_id: int) -> int:
         return sum(run.count for run in self._tables[seq_id].runs if len(run.holders) > 1)
 
-    def first_lacking(self, passes: Iterable[tuple[int, int]]) -> int | None:
+    def first_lacking(self, passes: Iterable[tuple[int, int]], unsure: Container[int] = ()) -> int | None:
+        assert not unsure, "the simulator drafts nothing"
         free, gone = self.pool.num_free, Counter[int]()
         for seq_id, keep in passes:
             table = self._tables[seq_id]
