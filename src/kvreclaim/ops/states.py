@@ -152,8 +152,8 @@ class PackedRuns:
     @classmethod
     def _part(cls, runs: Sequence[StateRun], kinds: list[bool], kind: bool) -> tuple[Tensor, PackedRuns]:
         own = [run for run, each in zip(runs, kinds, strict=True) if each is kind]
-        rows = [row for run in own for row in range(run.start, run.start + run.num_tokens)]
-        return torch.tensor(rows), cls.of(own)
+        rows = torch.cat([torch.arange(run.start, run.start + run.num_tokens) for run in own])
+        return rows, cls.of(own)
 
 
 @dataclass(frozen=True, eq=False)

@@ -58,7 +58,7 @@ class Companions(Generic[Seq]):
 
     def _hold(self, target: Seq, companion: Seq) -> None:
         if self.memory.recurrent is not None:
-            self.memory.recurrent.lean(companion.seq_id, target.seq_id)
+            self.memory.recurrent.follow(companion.seq_id, target.seq_id)
         companion.status = Status.RUNNING
         self._held[target.seq_id] = companion
 

@@ -46,7 +46,7 @@ class RecurrentStates(Extension):
     @contextmanager
     def drafting(self, step: list[Scheduled]) -> Iterator[None]:
         """For a pass over a token each, behind companions' drafts: reads and writes the slots that are lent
-        to their hosts, in turns."""
+        to their targets, in turns."""
         runs = []
         for place, item in enumerate(step):
             seq_id, depth = item.seq.seq_id, item.row.first - item.seq.num_computed

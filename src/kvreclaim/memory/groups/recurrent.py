@@ -117,8 +117,8 @@ class RecurrentGroup(GroupManager):
         """The slots of sequences that were parked in this step, until their states are saved."""
         self._coming: set[int] = set()
         """Sequences that have come back in this step, until their states are loaded."""
-        self._hosts: dict[int, int] = {}
-        """Companions, which have no states, to the sequences whose states are theirs."""
+        self._targets: dict[int, int] = {}
+        """Companions, which have no states of their own, and their targets."""
 
     # Slots.
 
@@ -152,21 +152,21 @@ class RecurrentGroup(GroupManager):
         return StateCounts(self.sizes.num_slots - free - cached, cached, free, len(self._checkpoints))
 
     def slot(self, seq_id: int) -> int | None:
-        """The slot of a sequence's state; None: it has computed nothing. Of a companion, its host's."""
-        return self._of[self._hosts.get(seq_id, seq_id)].slot
+        """The slot of a sequence's state; None: it has computed nothing. Of a companion, its target's."""
+        return self._of[self._targets.get(seq_id, seq_id)].slot
 
     def pending(self, seq_id: int) -> list[int]:
-        """The slots that its next step writes. Of a companion, those lent to its host."""
-        found = self._of[self._hosts.get(seq_id, seq_id)].pending
+        """The slots that its next step writes. Of a companion, those lent to its target."""
+        found = self._of[self._targets.get(seq_id, seq_id)].pending
         assert found is not None, f"sequence {seq_id} computes nothing in this step"
         return found
 
     # Companions.
 
-    def lean(self, seq_id: int, host_id: int) -> None:
-        """A sequence has no state from now on, but computes what goes on from its host's."""
+    def follow(self, seq_id: int, target_id: int) -> None:
+        """A companion has no state of its own from now on: it goes on from its target's."""
         self._forget(seq_id)
-        self._hosts[seq_id] = host_id
+        self._targets[seq_id] = target_id
 
     def spare(self, num_drafting: int, num_running: int, num_waiting: int) -> int:
         """Slots for the drafts of so many of the running sequences, where so many may begin beside them."""
@@ -246,8 +246,8 @@ class RecurrentGroup(GroupManager):
             held.stops = tuple(sorted(end for end in ends if end > match.num_tokens))
 
     def fork(self, parent_id: int, child_id: int, child: BlockTable) -> None:
-        if parent_id in self._hosts:
-            self._hosts[child_id] = self._hosts[parent_id]
+        if parent_id in self._targets:
+            self._targets[child_id] = self._targets[parent_id]
             return
         parent = self._of[parent_id]
         self._of[child_id] = _Held(parent.slot, end=parent.end)
@@ -266,7 +266,7 @@ class RecurrentGroup(GroupManager):
         copies: list[tuple[int, int]],
         num_drafts: int = 0,
     ) -> None:
-        if seq_id in self._hosts:
+        if seq_id in self._targets:
             return
         held = self._of.setdefault(seq_id, _Held(end=table.keys.num_tokens))
         self._forget_pending(held)
@@ -278,7 +278,7 @@ class RecurrentGroup(GroupManager):
         held.pending = None
 
     def commit(self, seq_id: int, table: BlockTable, num_tokens: int) -> None:
-        if seq_id in self._hosts:
+        if seq_id in self._targets:
             return
         held = self._of[seq_id]
         assert held.pending is not None, (
@@ -303,7 +303,7 @@ class RecurrentGroup(GroupManager):
             held.rolling = entry.serial if is_new else None
 
     def free(self, seq_id: int, table: BlockTable) -> int:
-        self._hosts.pop(seq_id, None)
+        self._targets.pop(seq_id, None)
         self._forget(seq_id)
         self._coming.discard(seq_id)
         return 0
@@ -367,7 +367,7 @@ class RecurrentGroup(GroupManager):
         return 0
 
     def check(self, seq_id: int, table: BlockTable) -> None:
-        if seq_id in self._hosts:
+        if seq_id in self._targets:
             return
         held = self._of[seq_id]
         assert (held.slot is None) == (table.logical_len == 0), f"sequence {seq_id}: slot {held.slot}"
