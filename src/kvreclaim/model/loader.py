@@ -40,9 +40,8 @@ from kvreclaim.model.recurrent import (
     RecurrentLayers,
     is_hybrid,
     no_attention,
-    prove,
-    use_recurrent_states,
 )
+from kvreclaim.model.recurrent_trial import prove, use_recurrent_states
 from kvreclaim.ops.facts import ModelFacts
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
