@@ -5,7 +5,7 @@ from __future__ import annotations
 import tiny
 
 from kvreclaim import LLM, SamplingParams
-from kvreclaim.memory.groups.recurrent import StateCounts
+from kvreclaim.memory.groups.state_slots import StateCounts
 from kvreclaim.memory.prefix.index import STATE
 from kvreclaim.server.metrics.observer import _cache_values
 from kvreclaim.server.page.snapshot import CompactionRecorder

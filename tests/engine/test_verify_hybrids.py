@@ -90,13 +90,13 @@ def test_drafts_take_the_slots_that_are_left(state_drafts, make_llm, monkeypatch
     llm = make_llm("lfm2", max_num_seqs=3, state_checkpoints=2, state_drafts=state_drafts)
     states, counts = llm.engine.memory.recurrent, llm.engine.totals.speculation
     assert (states.sizes.num_slots, states.sizes.num_checkpoints) == (3 * (2 + state_drafts) + 2, 2)
-    take, fewest = states._take, []
+    take, fewest = states.slots.take, []
 
     def watched():
-        fewest.append(len(states._free))
+        fewest.append(states.slots.num_free)
         return take()
 
-    monkeypatch.setattr(states, "_take", watched)
+    monkeypatch.setattr(states.slots, "take", watched)
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     expected = tokens(llm.sibling().generate(prompts, params))
     assert tokens(llm.generate(prompts, params, drafting("knorm", budget=100))) == expected

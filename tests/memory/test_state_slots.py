@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from kvreclaim.memory.groups.recurrent import StateSlots
+from kvreclaim.memory.groups.state_slots import StateSlots
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.tiers.tiered_offload import TieredOffload
 

@@ -15,7 +15,7 @@ import tiny
 from kvreclaim import LLM, SamplingParams
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.spec.traits import footprint
-from kvreclaim.memory.groups.recurrent import StateSlots
+from kvreclaim.memory.groups.state_slots import StateSlots
 from kvreclaim.plan.cost import Linear
 from kvreclaim.schedule import Footprint
 from kvreclaim.sim.cluster import Cluster, SimulationResult

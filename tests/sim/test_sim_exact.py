@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_loads import COST, counters, random_requests, random_settings, simulate, times
 
-from kvreclaim.memory.groups.recurrent import StateSlots
+from kvreclaim.memory.groups.state_slots import StateSlots
 from kvreclaim.schedule import Footprint
 from kvreclaim.sim.cluster import Cluster
 from kvreclaim.sim.extents.pool import ExtentPool

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvreclaim.memory.groups.recurrent import NO_STATES, StateCounts
+from kvreclaim.memory.groups.state_slots import NO_STATES, StateCounts
 from kvreclaim.memory.pool import BlockPool
 from kvreclaim.memory.prefix_cache import PrefixCache
 

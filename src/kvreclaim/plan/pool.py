@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.memory.groups.recurrent import StateSlots, most_sequences
+from kvreclaim.memory.groups.state_slots import StateSlots, most_sequences
 from kvreclaim.plan.cards import Card
 from kvreclaim.plan.cost import Linear, StepLoad
 from kvreclaim.plan.demand import Cache

@@ -9,7 +9,7 @@ from kvreclaim.checks import require
 from kvreclaim.compression.spec.promise import PromiseOptions
 from kvreclaim.compression.spec.traits import footprint
 from kvreclaim.kv_bytes import KVBytes, kv_bytes
-from kvreclaim.memory.groups.recurrent import StateSlots
+from kvreclaim.memory.groups.state_slots import StateSlots
 from kvreclaim.options import check_options, option
 from kvreclaim.plan.cards import find_card
 from kvreclaim.plan.configs import load_shape

@@ -8,7 +8,7 @@ from functools import partial
 from kvreclaim.checks import check_int, require
 from kvreclaim.compression.spec.promise import Promise
 from kvreclaim.memory.eviction import DEFAULT_ORDER
-from kvreclaim.memory.groups.recurrent import StateSlots
+from kvreclaim.memory.groups.state_slots import StateSlots
 from kvreclaim.memory.kv_memory import KVMemory
 from kvreclaim.memory.offload import NoOffload
 from kvreclaim.memory.tiers.tiered_offload import NEVER, TieredOffload

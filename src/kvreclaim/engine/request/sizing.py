@@ -16,7 +16,7 @@ from kvreclaim.config import EngineConfig
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.free_memory import free_host_memory_bytes
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.memory.groups.recurrent import StateSlots, most_sequences
+from kvreclaim.memory.groups.state_slots import StateSlots, most_sequences
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.tiers.tiered_offload import NEVER, TieredOffload
 from kvreclaim.ops.facts import ModelFacts
