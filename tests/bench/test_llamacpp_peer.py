@@ -17,7 +17,8 @@ from kvreclaim import demo_model
 from kvreclaim.bench.decode_plan import DecodePlan
 from kvreclaim.bench.decode_table import ratio_table, short
 from kvreclaim.bench.systems.base import Point, SkipPoint, SystemSetup
-from kvreclaim.bench.systems.llamacpp_peer import WORKER, LlamaCpp
+from kvreclaim.bench.systems.llamacpp_peer import LlamaCpp
+from kvreclaim.bench.systems.worker_process import LOOP
 from kvreclaim.bench.verify import LEAST_TOP1, MARGIN_STDS, PackedReferee, WrongTokensError, require_agreement
 from kvreclaim.cli.main import app
 
@@ -112,7 +113,7 @@ def test_a_synthetic_fill_repeats_the_states_rows(python, file, tmp_path):
     )
     import subprocess
 
-    environment = os.environ | {"PYTHONPATH": f"{STUB}:{WORKER.parent}"}
+    environment = os.environ | {"PYTHONPATH": f"{STUB}:{LOOP.parent}"}
     done = subprocess.run(
         [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False
     )

@@ -42,9 +42,10 @@ from statistics import median
 from rich.console import Console
 
 from kvreclaim.bench.common import Row, alternate, spread, wide_console
-from kvreclaim.bench.decode_plan import AUTO, LLAMACPP, DecodePlan
+from kvreclaim.bench.decode_plan import AUTO, DecodePlan
 from kvreclaim.bench.decode_prompts import time_prompt, vocab_size
 from kvreclaim.bench.loading import time_loading
+from kvreclaim.bench.plans import LLAMACPP
 from kvreclaim.bench.systems.base import Point, Session, SkipPoint, System, SystemSetup, random_prompts
 from kvreclaim.bench.systems.hf import ContinuousBatching, Generate
 from kvreclaim.bench.systems.llamacpp_peer import LlamaCpp

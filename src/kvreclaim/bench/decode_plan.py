@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvreclaim.bench.plans import LLAMACPP_PYTHON, PeersPlan
+from kvreclaim.bench.plans import ACTIVATIONS, LLAMACPP, LLAMACPP_PYTHON, PeersPlan
 from kvreclaim.bench.systems.base import NAMES, OURS, Fill, Point
 from kvreclaim.checks import check_choice, require
 from kvreclaim.compression.spec.traits import traits
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from kvreclaim.compression.config import CompressionConfig
 
 PEERS = ("transformers", "transformers-cb", "vllm")
-LLAMACPP = {"llamacpp": "f16", "llamacpp:q8_0": "q8_0", "llamacpp:q4_0": "q4_0"}
-"""By the peer's name, the type of its keys and values."""
-ACTIVATIONS = (AUTO, "int16", "int8", "exact")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,17 +80,8 @@ class DecodePlan(PeersPlan):
             "vllm is among the peers, but --vllm-python is not set; run `make vllm-env` and pass "
             ".vllm-env/bin/python.",
         )
-        llamacpp = any(name in LLAMACPP for name in self.peers)
-        require(
-            not llamacpp or self.model.suffix == ".gguf",
-            f"--model is {str(self.model)!r}, and llama.cpp reads .gguf files; name one, or leave llamacpp "
-            "out of --peers.",
-        )
-        require(
-            not llamacpp or self.llamacpp_python.is_file(),
-            f"llamacpp is among the peers, but --llamacpp-python is {str(self.llamacpp_python)!r}, which is "
-            "no file; run `make llamacpp-env`, or leave llamacpp out of --peers.",
-        )
+        if any(name in LLAMACPP for name in self.peers):
+            self.check_llamacpp(self.llamacpp_python)
         for each in self.activations:
             check_choice("--quantized-activations", each, ACTIVATIONS)
         require(

@@ -9,7 +9,7 @@ from statistics import geometric_mean
 from rich.table import Table
 
 from kvreclaim.bench.common import Row, table, text
-from kvreclaim.bench.decode_plan import LLAMACPP
+from kvreclaim.bench.plans import LLAMACPP
 from kvreclaim.bench.systems.base import OURS
 
 RATIOS = (

@@ -11,7 +11,8 @@ from contextlib import closing
 from rich.table import Table
 
 from kvreclaim.bench.common import Columns, Row, alternate, sheet
-from kvreclaim.bench.decode_plan import LLAMACPP, DecodePlan
+from kvreclaim.bench.decode_plan import DecodePlan
+from kvreclaim.bench.plans import LLAMACPP
 from kvreclaim.bench.systems.llamacpp_peer import LlamaCpp
 from kvreclaim.errors import InvalidArgumentError
 

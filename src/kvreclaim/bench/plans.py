@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvreclaim.bench.systems.base import SystemSetup
 from kvreclaim.checks import check_choice, require
+from kvreclaim.compression_settings import AUTO
 from kvreclaim.options import check_options, option
 
 if TYPE_CHECKING:
@@ -18,6 +19,9 @@ MODEL = Path("bench_models/qwen3-26m")
 THREADS = "CPU threads of every system."
 KERNELS = "kvreclaim's kernels: auto, reference, native or triton."
 LLAMACPP_PYTHON = "Interpreter of llama.cpp's environment (`make llamacpp-env`)."
+LLAMACPP = {"llamacpp": "f16", "llamacpp:q8_0": "q8_0", "llamacpp:q4_0": "q4_0"}
+"""By the peer's name, the type of its keys and values."""
+ACTIVATIONS = (AUTO, "int16", "int8", "exact")
 VLLM_PYTHON = "Interpreter of vLLM's environment (`make vllm-env`)."
 VLLM_CASES = ("small", "large", "cost", "serve", "plenty")
 OBJECTIVES = ("ttft", "tpot", "e2el")
@@ -51,6 +55,19 @@ class ModelPlan:
     def facts(self) -> dict[str, Any]:
         """Facts for every row."""
         return {"model": self.model.name, "dtype": self.dtype, "threads": self.threads}
+
+    def check_llamacpp(self, python: Path) -> None:
+        """Raises: InvalidArgumentError if llama.cpp cannot be beside this model, or is not there."""
+        require(
+            self.model.suffix == ".gguf",
+            f"--model is {str(self.model)!r}, and llama.cpp reads .gguf files; name one, or leave llamacpp "
+            "out of --peers.",
+        )
+        require(
+            python.is_file(),
+            f"llamacpp is among the peers, but --llamacpp-python is {str(python)!r}, which is no file; run "
+            "`make llamacpp-env`, or leave llamacpp out of --peers.",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +113,7 @@ class MemoryPlan(PeersPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class ServePlan(PolicyPlan):
-    """Serving over HTTP beside the engine alone.
+    """Serving over HTTP beside the engine alone, and beside other servers.
 
     num_prompt, num_output: tokens of each request
     compress: the policy of every request, on both sides
@@ -105,6 +122,18 @@ class ServePlan(PolicyPlan):
     trace:    whose lengths, times scale, the requests of that run have; None: num_prompt and num_output
     """
 
+    peers: tuple[str, ...] = option(
+        (),
+        "Servers to compare with, comma-separated: for a .gguf file llamacpp (llama-server, its cache in "
+        "f16), llamacpp:q8_0, llamacpp:q4_0.",
+    )
+    llamacpp_python: Path = option(Path(".llamacpp-env/bin/python"), LLAMACPP_PYTHON)
+    activations: str = option(
+        AUTO,
+        "Our activation format for packed weights: auto, int16, int8, exact.",
+        choices=ACTIVATIONS,
+        flags=("--quantized-activations",),
+    )
     streams: tuple[int, ...] = option((1, 8, 32, 64), "Concurrent streams.")
     num_prompt: int = option(64, "Prompt tokens per request.", low=1, flags=("--prompt",))
     num_output: int = option(256, "Generated tokens per request.", low=1, flags=("--output",))
@@ -129,6 +158,10 @@ class ServePlan(PolicyPlan):
             bool(self.streams) and min(self.streams) > 0,
             f"--streams is {self.streams}; pass one or more numbers of concurrent streams, each at least 1.",
         )
+        for name in self.peers:
+            check_choice("--peers", name, LLAMACPP)
+        if self.peers:
+            self.check_llamacpp(self.llamacpp_python)
         if self.trace is not None:
             require(self.arrivals > 0, "--trace is given, but no request arrives; add --arrivals.")
             require(self.trace.is_file(), f"--trace is {str(self.trace)!r}, which is no file; name a CSV.")

@@ -1,65 +1,83 @@
-"""Throughput through HTTP beside the same engine's without it, and time to first token under load."""
+"""Throughput through HTTP beside the same engine's without it and beside other servers, and time to first
+token under load."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import re
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from statistics import median
-from time import monotonic, sleep
+from typing import TypeVar
 
 import numpy as np
 from rich.table import Table
 
 from kvreclaim.bench.common import Columns, Row, alternate, seconds, sheet, spread
-from kvreclaim.bench.plans import ServePlan
+from kvreclaim.bench.plans import LLAMACPP, ServePlan
 from kvreclaim.bench.serve_client import Ask, StreamedAnswer, ask_all
+from kvreclaim.bench.systems.base import SkipPoint, random_prompts
+from kvreclaim.bench.systems.llamacpp_server import LlamaCppServer
+from kvreclaim.bench.systems.ours_server import NAME, KvreclaimServer
+from kvreclaim.bench.systems.server_process import ServerProcess
+from kvreclaim.bench.verify import PackedReferee, TokenAgreement, require_agreement
 from kvreclaim.checks import require
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 from kvreclaim.sampling_params import SamplingParams
 
-NAME = "measured"
-START_S = 300.0
-"""A server that is not up by then will not come up."""
+Server = TypeVar("Server", bound=ServerProcess)
+OURS = "kvreclaim"
+JUDGED = (8, 96, 24)
+"""Prompts, and the most tokens of each and of its answer, whose greedy tokens a judge looks at."""
 
 
 class DifferentAnswersError(KVReclaimError):
     """HTTP gave another text than the engine alone: nothing is measured."""
 
 
-def run(plan: ServePlan) -> list[Row]:
-    """Both at every number of streams, in turns; prefix caching is off on both sides. Before, every answer
-    is found equal in float32.
+def run(plan: ServePlan) -> tuple[list[Row], list[TokenAgreement]]:
+    """All sides at every number of streams, in turns; prefix caching is off on all of them. Before, every
+    answer of ours is found equal in float32, and peers draw tokens of the same model.
 
-    Returns: rows with `offline` and `http` tokens/s (medians), `ratio`, the median of the rounds' own
-    (`ratios`, sorted: where a machine is faster for a while it is so for both), `ttft_p50_ms` and
-    `ttft_p99_ms` over all streams of all rounds, and `itl_p50_ms`, `itl_p99_ms` between two pieces of a
-    stream, over all of them; `other_answers` of those in plan.dtype before measuring. Raises:
-    DifferentAnswersError.
+    Returns: rows, one a system: ours with `offline` and `http` tokens/s (medians), `ratio`, the median of the
+    rounds' own (`ratio_of_rounds`, sorted: where a machine is faster for a while it is so for both), and
+    `other_answers` in plan.dtype before measuring; a peer's with `http` and `times`, how many times as fast
+    ours is, in the same way; all with `ttft_p50_ms` and `ttft_p99_ms` over all streams of all
+    rounds, and `itl_p50_ms`, `itl_p99_ms` between two pieces of a stream. And what the judge found, where
+    there are peers. Raises: DifferentAnswersError, WrongTokensError.
     """
     exact = replace(plan, dtype="float32")
     if plan != exact:  # in others rounding depends on who shares a step: near-ties fall either way
-        with serving(exact) as base_url:
-            _verify(exact, _engine(exact), base_url)
-    llm = _engine(plan)
-    with serving(plan) as base_url:
-        others = _verify(plan, llm, base_url, strict=plan == exact)
-        rows = [
-            _measure(plan, llm, base_url, num_streams) | {"other_answers": others[num_streams]}
-            for num_streams in plan.streams
-        ]
+        with _serving(KvreclaimServer(exact)) as server:
+            _verify(exact, _engine(exact), server.url)
+    with ExitStack() as stack:
+        peers = {name: stack.enter_context(_serving(_peer(plan, name))) for name in plan.peers}
+        llm = _engine(plan)
+        checks = _judge(plan, llm, peers) if peers else []
+        ours = stack.enter_context(_serving(KvreclaimServer(plan)))
+        others = _verify(plan, llm, ours.url, strict=plan == exact)
+        urls = {OURS: ours.url} | {name: peer.url for name, peer in peers.items()}
+        rows = []
+        for num_streams in plan.streams:
+            first, *more = _measure(plan, llm, urls, num_streams)
+            rows += [first | {"other_answers": others[num_streams]}, *more]
         if plan.arrivals:
-            rows.append(_under_load(plan, llm, base_url, rows[-1]["offline"]))
-    return rows
+            rows += _under_load(plan, llm, urls, first["offline"])
+    return rows, checks
+
+
+@contextmanager
+def _serving(server: Server) -> Iterator[Server]:
+    """While it is healthy. Raises: InvalidArgumentError if it does not get so."""
+    with closing(server):
+        try:
+            server.wait()
+        except SkipPoint as error:
+            raise InvalidArgumentError(f"{error}.") from error
+        yield server
 
 
 def _engine(plan: ServePlan) -> LLM:
@@ -71,51 +89,35 @@ def _engine(plan: ServePlan) -> LLM:
         enable_prefix_caching=False,
         compression=plan.policy(plan.compress),
         spread_compression=plan.spread_compression,
+        quantized_activations=plan.activations,
     )
 
 
-@contextmanager
-def serving(plan: ServePlan) -> Iterator[str]:
-    """`kvreclaim serve` in a process of its own. Gives: its address."""
-    program = "from kvreclaim.cli.main import app; app()"
-    options = {
-        "model": plan.model,
-        "served-model-name": NAME,
-        "port": 0,
-        "dtype": plan.dtype,
-        "num-gpu-blocks-override": plan.num_blocks,
-        "max-num-seqs": max(plan.streams),
-        "log-format": "text",
-    }
-    if (compression := plan.policy(plan.compress)) is not None:
-        options |= {
-            "kv-compression": compression.policy,
-            "kv-budget": compression.budget,
-            "kv-compression-interval": compression.interval,
-            "kv-recent": compression.recent,
-        }
-    command = [sys.executable, "-c", program, "serve", "--no-enable-prefix-caching"]
-    command += [] if plan.spread_compression else ["--no-spread-compression"]
-    command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    command += [] if plan.engine_process else ["--no-engine-process"]
-    with tempfile.NamedTemporaryFile() as log:
-        environment = os.environ | {"OMP_NUM_THREADS": str(plan.threads)}
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-        try:
-            yield _address(process, Path(log.name))
-        finally:
-            process.terminate()
-            process.wait()
+def _peer(plan: ServePlan, name: str) -> LlamaCppServer:
+    return LlamaCppServer(
+        plan.llamacpp_python.with_name("llama-server"),
+        plan.model,
+        threads=plan.threads,
+        cache_type=LLAMACPP[name],
+        sequences=max(plan.streams),
+        max_len=max(sum(each) for each in [(plan.num_prompt, plan.num_output), *_lengths(plan)]),
+    )
 
 
-def _address(process: subprocess.Popen[bytes], log: Path) -> str:
-    deadline = monotonic() + START_S
-    while process.poll() is None and monotonic() < deadline:
-        if found := re.search(r"at (http://\S+)", log.read_text(encoding="utf-8")):
-            return found[1]
-        sleep(0.05)
-    said = log.read_text(encoding="utf-8")[-2000:]
-    raise InvalidArgumentError(f"the server did not start; it said: {said}")
+def _judge(plan: ServePlan, llm: LLM, peers: dict[str, LlamaCppServer]) -> list[TokenAgreement]:
+    """Greedy tokens of our engine and of every peer. Raises: WrongTokensError."""
+    count, num_prompt, num_tokens = JUDGED
+    prompts = random_prompts(count, min(num_prompt, plan.num_prompt), llm.tokenizer.vocab_size, seed=7)
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    drawn = {OURS: [output.outputs[0].token_ids for output in llm.generate(prompts, params)]}
+    drawn |= {name: peer.generate(prompts, num_tokens) for name, peer in peers.items()}
+    judge, checks = PackedReferee(plan.model), []
+    for name, answers in drawn.items():
+        told = [i for i, answer in enumerate(answers) if answer]  # a peer may end at once
+        asked, answered = [prompts[i] for i in told], [answers[i] for i in told]
+        checks.append(judge.judge(name, plan.dtype, asked, answered))
+    require_agreement(checks)
+    return checks
 
 
 def _asks(plan: ServePlan, llm: LLM, count: int, seed: int) -> list[Ask]:
@@ -152,63 +154,88 @@ def _verify(plan: ServePlan, llm: LLM, base_url: str, *, strict: bool = True) ->
     return others
 
 
-def _measure(plan: ServePlan, llm: LLM, base_url: str, num_streams: int) -> Row:
-    answers: list[StreamedAnswer] = []
+def _measure(plan: ServePlan, llm: LLM, urls: dict[str, str], num_streams: int) -> list[Row]:
+    """The row of each server, ours first."""
+    answers: dict[str, list[StreamedAnswer]] = {name: [] for name in urls}
     rounds = [_asks(plan, llm, num_streams, seed=plan.seed + turn + 1) for turn in range(plan.rounds)]
-    given = {"offline": iter(rounds), "http": iter(rounds)}
 
-    def offline() -> float:
-        asks = next(given["offline"])
+    def offline(given: Iterator[list[Ask]]) -> float:
+        asks = next(given)
         return seconds(lambda: _offline(llm, asks))
 
-    def http() -> float:
-        told, elapsed_s = _http(base_url, next(given["http"]))
-        answers.extend(told)
+    def http(name: str, given: Iterator[list[Ask]]) -> float:
+        told, elapsed_s = _http(urls[name], next(given))
+        answers[name].extend(told)
         return elapsed_s
 
-    elapsed = alternate({"offline": offline, "http": http}, plan.rounds)
-    num_tokens = num_streams * plan.num_output
-    row: Row = {"streams": num_streams, "num_prompt": plan.num_prompt, "num_output": plan.num_output}
-    for name, values in elapsed.items():
+    runs = {"offline": partial(offline, iter(rounds))}
+    runs |= {name: partial(http, name, iter(rounds)) for name in urls}
+    elapsed_s = alternate(runs, plan.rounds)
+    rows = [
+        _speeds(num_streams * plan.num_output, {"http": elapsed_s[name]})
+        | {"system": name, "streams": num_streams, "threads": plan.threads}
+        | {"num_prompt": plan.num_prompt, "num_output": plan.num_output}
+        | _latency(answers[name])
+        for name in urls
+    ]
+    rows[0] |= _speeds(num_streams * plan.num_output, {"offline": elapsed_s["offline"]})
+    rows[0] |= _ratios("ratio", elapsed_s["offline"], elapsed_s[OURS])
+    for row in rows[1:]:
+        row |= _ratios("times", elapsed_s[row["system"]], elapsed_s[OURS])
+    return rows
+
+
+def _speeds(num_tokens: int, elapsed_s: dict[str, list[float]]) -> Row:
+    row: Row = {}
+    for name, values in elapsed_s.items():
         row |= {name: num_tokens / median(values), f"{name}_spread": spread(values)}
-    pairs = [alone / served for alone, served in zip(elapsed["offline"], elapsed["http"], strict=True)]
-    return (
-        row | {"ratio": median(pairs), "ratios": sorted(pairs), "threads": plan.threads} | _latency(answers)
-    )
+    return row
+
+
+def _ratios(name: str, slower_s: list[float], faster_s: list[float]) -> Row:
+    """How many times as fast the second one is: the median of the rounds' own, and these."""
+    pairs = [slow / fast for slow, fast in zip(slower_s, faster_s, strict=True)]
+    return {name: median(pairs), f"{name}_of_rounds": sorted(pairs)}
 
 
 def _latency(answers: list[StreamedAnswer]) -> Row:
-    """Percentiles of the time to the first piece and between two pieces."""
+    """Percentiles of the time to the first piece and between two pieces, where an answer has two."""
     waits_s = {
         "ttft": [answer.first_s for answer in answers],
         "itl": [gap for answer in answers for gap in answer.gaps_s],
     }
     row: Row = {"num_ttft": len(answers)}
     for name, values in waits_s.items():
+        if not values:
+            continue
         p50, p99 = np.percentile(np.array(values) * 1e3, [50, 99])
         row |= {f"{name}_p50_ms": float(p50), f"{name}_p99_ms": float(p99)}
     return row
 
 
-def _under_load(plan: ServePlan, llm: LLM, base_url: str, tokens_per_s: float) -> Row:
-    """Requests that come when they come (Poisson), with the lengths of the trace if there is one."""
+def _under_load(plan: ServePlan, llm: LLM, urls: dict[str, str], tokens_per_s: float) -> list[Row]:
+    """Requests that come when they come (Poisson), with the lengths of the trace if there is one; the same to
+    every server."""
     lengths = _lengths(plan)
     rng = random.Random(plan.seed)
-    mean_output = sum(output for _, output in lengths) / len(lengths)
-    rate = plan.load * tokens_per_s / mean_output
+    total = sum(output for _, output in lengths)
+    rate = plan.load * tokens_per_s / (total / len(lengths))
     at_s, asks = 0.0, []
     for num_prompt, num_output in lengths:
         prompt = [rng.randrange(5, llm.tokenizer.vocab_size) for _ in range(num_prompt)]
         asks.append(Ask(prompt, num_output, at_s))
         at_s += rng.expovariate(rate)
-    told, elapsed_s = _http(base_url, asks)
-    total = sum(output for _, output in lengths)
-    facts = {"arrivals": len(asks), "requests_per_s": rate, "load": plan.load, "http": total / elapsed_s}
-    return facts | {"trace": plan.trace.name if plan.trace else None} | _latency(told)
+    facts: Row = {"arrivals": len(asks), "requests_per_s": rate, "load": plan.load}
+    facts |= {"trace": plan.trace.name if plan.trace else None}
+    rows = []
+    for name, url in urls.items():
+        told, elapsed_s = _http(url, asks)
+        rows.append({"system": name, **facts, "http": total / elapsed_s, **_latency(told)})
+    return rows
 
 
 def _lengths(plan: ServePlan) -> list[tuple[int, int]]:
-    """(prompt, output) tokens of each arrival; a trace's are scaled, so that a small model serves them."""
+    """(prompt, output) tokens of each arrival, if any; a trace's are scaled for a small model."""
     if plan.trace is None:
         return [(plan.num_prompt, plan.num_output)] * plan.arrivals
     header, *lines = plan.trace.read_text(encoding="utf-8").splitlines()
@@ -233,12 +260,14 @@ def serve_table(rows: list[Row]) -> Table:
 
     columns: Columns = {
         "streams": what,
+        "system": "{system}",
         "offline tok/s": "{offline:,.0f}",
         "HTTP tok/s": "{http:,.0f}",
-        "ratio": "{ratio:.3f}",
+        "of offline": "{ratio:.3f}",
+        "ours is x": "{times:.2f}",
         "first token p50 ms": "{ttft_p50_ms:,.1f}",
         "first token p99 ms": "{ttft_p99_ms:,.1f}",
         "between tokens p50 ms": "{itl_p50_ms:,.1f}",
         "between tokens p99 ms": "{itl_p99_ms:,.1f}",
     }
-    return sheet("HTTP against the engine alone", columns, rows)
+    return sheet("HTTP beside the engine alone", columns, rows, text_columns=2)

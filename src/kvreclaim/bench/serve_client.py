@@ -30,10 +30,11 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class StreamedAnswer:
-    """A streamed answer: the text, seconds from the request to its first piece, and those between two pieces.
-    A piece has one or more tokens."""
+    """A streamed answer: the text, its tokens as the server counts them, seconds from the request to its
+    first piece, and those between two pieces. A piece has one or more tokens."""
 
     text: str
+    num_tokens: int
     first_s: float
     gaps_s: list[float]
 
@@ -69,12 +70,14 @@ class _Stream(asyncio.Protocol):
         body = _unchunked(b"".join(self.parts))
         events = [json.loads(line[6:]) for line in body.split(b"\n") if line.startswith(b"data: {")]
         text = "".join(choice["text"] for event in events for choice in event["choices"])
+        num_tokens = next((event["usage"]["completion_tokens"] for event in events if event.get("usage")), 0)
         gaps = [after - before for before, after in pairwise(self.times)]
-        return StreamedAnswer(text, self.times[0] - self.sent, gaps)
+        return StreamedAnswer(text, num_tokens, self.times[0] - self.sent, gaps)
 
 
 async def ask_all(base_url: str, model: str, asks: Sequence[Ask]) -> tuple[list[StreamedAnswer], float]:
-    """Send every request at its time. Returns: answers in order, seconds from the first to the last byte."""
+    """Send every request at its time. Returns: answers in order, seconds from the first to the last byte.
+    Raises: BrokenStreamError, also for an answer of another length."""
     where = urlsplit(base_url)
     loop = asyncio.get_running_loop()
 
@@ -95,7 +98,11 @@ async def ask_all(base_url: str, model: str, asks: Sequence[Ask]) -> tuple[list[
     begun = perf_counter()
     streams = await asyncio.gather(*(one(ask, begun) for ask in asks))
     elapsed_s = max(stream.times[-1] for stream in streams) - min(stream.sent for stream in streams)
-    return [stream.told() for stream in streams], elapsed_s
+    told = [stream.told() for stream in streams]
+    for ask, answer in zip(asks, told, strict=True):
+        if answer.num_tokens != ask.num_tokens:
+            raise BrokenStreamError(f"an answer has {answer.num_tokens} tokens, not {ask.num_tokens}.")
+    return told, elapsed_s
 
 
 def _head(host: str, model: str, ask: Ask) -> bytes:
@@ -107,6 +114,7 @@ def _head(host: str, model: str, ask: Ask) -> bytes:
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
+            "stream_options": {"include_usage": True},
         }
     ).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"

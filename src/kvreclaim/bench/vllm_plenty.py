@@ -16,7 +16,7 @@ from rich.console import Console
 
 from kvreclaim.bench.common import Columns, Row, alternate, cells, markdown
 from kvreclaim.bench.plans import VllmPlan
-from kvreclaim.bench.systems.vllm_server import free_port
+from kvreclaim.bench.systems.server_process import free_port
 from kvreclaim.bench.vllm_load import ServeLoad, beside, make_row, serving, turns_of
 from kvreclaim.bench.vllm_pool import WITH, WITHOUT, option_of
 

@@ -117,12 +117,15 @@ def kernels(
 @bench_app.command("serve")
 @with_config
 def serve(plan: Annotated[ServePlan, ConfigOptions(config=ServePlan)], json_file: Json = None) -> None:
-    """Measure throughput and latency over HTTP, beside the engine alone."""
+    """Measure throughput and latency over HTTP, beside the engine alone and llama.cpp's server."""
     with ready(plan.threads):
         from kvreclaim.bench import serve
+        from kvreclaim.bench.verify import agreement_table
 
-        rows = serve.run(plan)
-        publish(rows, [serve.serve_table(rows)], json_file)
+        rows, found = serve.run(plan)
+        checks = [check.row() for check in found]
+        tables = [agreement_table(checks)] if checks else []
+        publish(rows, [*tables, serve.serve_table(rows)], json_file, verification=checks)
 
 
 @bench_app.command("vllm")

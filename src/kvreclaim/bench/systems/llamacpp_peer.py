@@ -1,4 +1,4 @@
-"""llama.cpp in its own process and environment; llamacpp_worker.py is its side."""
+"""llama.cpp in its own process and environment."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from pathlib import Path
 
 from kvreclaim.bench.systems.base import Point, Session, Slice, System, SystemSetup
 from kvreclaim.bench.systems.worker_process import WorkerProcess
-from kvreclaim.errors import InvalidArgumentError
 
-WORKER = Path(__file__).with_name("llamacpp_worker.py")
 START_TIMEOUT_S = 300.0
 
 
 class LlamaCppProcess(WorkerProcess):
-    engine, option, target = "llama.cpp", "--llamacpp-python", "llamacpp-env"
+    engine, worker = "llama.cpp", "llamacpp_worker:LlamaCppWorker"
+    option, target = "--llamacpp-python", "llamacpp-env"
 
     def __init__(self, python: Path, threads: int) -> None:
-        super().__init__(python, WORKER, os.environ | {"OMP_NUM_THREADS": str(threads)})
+        super().__init__(python, os.environ | {"OMP_NUM_THREADS": str(threads)})
 
 
 class LlamaCpp(System):
@@ -27,11 +26,6 @@ class LlamaCpp(System):
     """
 
     def __init__(self, name: str, setup: SystemSetup, *, python: Path, cache_type: str) -> None:
-        if setup.model.suffix != ".gguf":
-            raise InvalidArgumentError(
-                f"--model is {str(setup.model)!r}, and llama.cpp reads .gguf files; name one, or leave "
-                "llamacpp out of --peers."
-            )
         self.name, self.cache_type = name, cache_type
         self.process = LlamaCppProcess(python, setup.threads)
         self.process.facts = self.process.ask(

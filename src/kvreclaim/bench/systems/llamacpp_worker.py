@@ -1,17 +1,12 @@
-"""llama.cpp's side of the benchmarks: a script for the interpreter of llama-cpp-python's environment.
-
-One JSON object per line: commands on standard input, answers on a private copy of standard output (what
-llama.cpp prints goes to standard error). Imports nothing of kvreclaim.
+"""llama.cpp's side of the benchmarks: a worker of worker_loop.py for the interpreter of llama-cpp-python's
+environment. Imports nothing of kvreclaim.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import os
-import sys
 import time
-import traceback
 from importlib.metadata import version
 from typing import Any
 
@@ -225,23 +220,3 @@ class LlamaCppWorker:
                 drawn += self.asked.step(drawn[-1:])
             answers.append(drawn)
         return {"tokens": answers}
-
-
-def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    worker = LlamaCppWorker()
-    for line in sys.stdin:
-        command = json.loads(line)
-        name = command.pop("command")
-        try:
-            answer = getattr(worker, name)(**command)
-        except Exception as error:
-            traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
-
-if __name__ == "__main__":
-    main()

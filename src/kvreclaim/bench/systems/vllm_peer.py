@@ -1,4 +1,4 @@
-"""vLLM in its own process and environment; vllm_worker.py is its side."""
+"""vLLM in its own process and environment."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from kvreclaim.bench.systems.base import (
 from kvreclaim.bench.systems.worker_process import WorkerProcess
 from kvreclaim.memory.blocks import blocks_for
 
-WORKER = Path(__file__).with_name("vllm_worker.py")
 BLOCK_SIZE = 128
 """vLLM's default on a CPU."""
 START_TIMEOUT_S = 600.0
@@ -31,11 +30,12 @@ START_TIMEOUT_S = 600.0
 class VllmProcess(WorkerProcess):
     """plugin: whether vLLM loads kvreclaim's plugin; compression wants the option, too"""
 
-    engine, option, target = "vLLM", "--vllm-python", "vllm-env"
+    engine, worker = "vLLM", "vllm_worker:Worker"
+    option, target = "--vllm-python", "vllm-env"
 
     def __init__(self, python: Path, threads: int, pool_bytes: int, *, plugin: bool = False) -> None:
         plugins = {"VLLM_PLUGINS": "kvreclaim" if plugin else ""}
-        super().__init__(python, WORKER, environment(python, threads, pool_bytes) | plugins)
+        super().__init__(python, environment(python, threads, pool_bytes) | plugins)
 
     def load(self, setup: SystemSetup, *, max_num_seqs: int, **options: Any) -> Row:
         """Start the engine, eager where not said. options: vLLM's own. Returns: its facts."""

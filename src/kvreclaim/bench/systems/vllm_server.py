@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from threading import Event, Thread
-from time import monotonic
 from types import TracebackType
-from urllib.error import URLError
 from urllib.request import urlopen
 
 from kvreclaim.bench.common import Row
 from kvreclaim.bench.systems.base import SkipPoint
-from kvreclaim.bench.systems.vllm_peer import START_TIMEOUT_S, environment
+from kvreclaim.bench.systems.server_process import HOST, ServerProcess, free_port
+from kvreclaim.bench.systems.vllm_peer import environment
 
 MAIN = ("-m", "vllm.entrypoints.cli.main")
 NAME = "measured"
 CLIENT_TIMEOUT_S = 1200.0
 SAMPLE_S = 0.5
-STOP_S = 30.0
-WAIT_S = 0.2
 
 
-class VllmServer:
+class VllmServer(ServerProcess):
     """One server on a free port of this machine.
 
     options: of `vllm serve`, without the two dashes; None: a flag, which has no value
@@ -53,35 +47,12 @@ class VllmServer:
             "VLLM_LOGGING_LEVEL": "INFO",
         }
         port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        given = {"host": "127.0.0.1", "port": port, "served-model-name": NAME, **options}
+        given = {"host": HOST, "port": port, "served-model-name": NAME, **options}
         pairs = (
             [f"--{name}"] if value is None else [f"--{name}", str(value)] for name, value in given.items()
         )
-        handle, name = tempfile.mkstemp(prefix="vllm-serve-", suffix=".log")
-        self.log = Path(name)
-        self.process = subprocess.Popen(
-            [*self._command, "serve", str(model), "--enforce-eager", *chain(*pairs)],
-            stdout=handle,
-            stderr=subprocess.STDOUT,
-            env=self._environment,
-            start_new_session=True,
-        )
-        os.close(handle)
-
-    def wait(self) -> None:
-        """Until it is healthy. Raises: SkipPoint."""
-        deadline = monotonic() + START_TIMEOUT_S
-        pause = Event()
-        while monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise SkipPoint(f"`vllm serve` ended ({self._last_words()})")
-            try:
-                with urlopen(f"{self.url}/health", timeout=5):
-                    return
-            except (URLError, OSError):
-                pause.wait(WAIT_S)
-        raise SkipPoint(f"`vllm serve` was not healthy in {START_TIMEOUT_S:.0f} s; its log is {self.log}")
+        command = [*self._command, "serve", str(model), "--enforce-eager", *chain(*pairs)]
+        super().__init__("vllm serve", command, self._environment, port)
 
     def metrics(self) -> dict[str, float]:
         """Samples of /metrics by name, summed over labels."""
@@ -115,22 +86,6 @@ class VllmServer:
             result: Row = json.loads(Path(folder, "result.json").read_text(encoding="utf-8"))
             return result
 
-    def close(self) -> None:
-        """End it and what it has started."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            try:
-                self.process.wait(timeout=STOP_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait()
-        if self.process.returncode == 0:
-            self.log.unlink(missing_ok=True)
-
-    def _last_words(self) -> str:
-        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return f"exit code {self.process.poll()}, log {self.log}: {lines[-1][:200] if lines else 'empty'}"
-
 
 class Gauges:
     """Reads gauges of a server twice a second while its block runs. values: by name, of moments at which a
@@ -158,13 +113,3 @@ class Gauges:
             if found[self.running]:
                 for name in self.names:
                     self.values[name].append(found[name])
-
-
-def free_port() -> int:
-    """One that no other socket is given for a minute; vLLM takes it before it loads a model."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = int(listener.getsockname()[1])
-        with socket.create_connection(("127.0.0.1", port)) as client:
-            listener.accept()[0].close()
-            client.recv(1)
-    return port

@@ -1,8 +1,7 @@
-"""vLLM's side of the benchmarks: a script for the interpreter of vLLM's own environment.
+"""vLLM's side of the benchmarks: a worker of worker_loop.py for the interpreter of vLLM's own environment.
 
-One JSON object per line: commands on standard input, answers on a private copy of standard output (what
-vLLM prints goes to standard error). The engine core runs in this process, so that nothing decodes between
-two commands. Imports nothing of kvreclaim.
+The engine core runs in this process, so that nothing decodes between two commands. Imports nothing of
+kvreclaim.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import json
 import os
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -285,23 +283,3 @@ class _ServeLog:
         figures = {"preemptions": self.preemptions, "after_pass": self.after_pass, "decoding": self.decoding}
         figures |= {"answers": self.answers, "drafted": self.drafted, "accepted": self.accepted}
         return {**self.steps, **figures, "left": left, "reclaim": done}
-
-
-def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    worker = Worker()
-    for line in sys.stdin:
-        command = json.loads(line)
-        name = command.pop("command")
-        try:
-            answer = getattr(worker, name)(**command)
-        except Exception as error:
-            traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
-
-if __name__ == "__main__":
-    main()

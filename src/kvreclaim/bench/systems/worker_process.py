@@ -18,19 +18,22 @@ from kvreclaim.bench.systems.base import SkipPoint
 from kvreclaim.errors import InvalidArgumentError
 
 ANSWER_TIMEOUT_S = 1800.0
+LOOP = Path(__file__).with_name("worker_loop.py")
 
 
 class WorkerProcess:
     """Sends commands and waits for answers. Its log is a temporary file.
 
-    engine: its name for people; option: that names its interpreter, made by `make TARGET`
+    engine: its name for people; worker: what worker_loop.py is given; option: that names its interpreter, made
+    by `make TARGET`
     """
 
     engine: str
+    worker: str
     option: str
     target: str
 
-    def __init__(self, python: Path, worker: Path, environment: Mapping[str, str]) -> None:
+    def __init__(self, python: Path, environment: Mapping[str, str]) -> None:
         if not python.is_file():
             raise InvalidArgumentError(
                 f"{self.option} is {str(python)!r}, which is no file; run `make {self.target}` and pass "
@@ -39,7 +42,7 @@ class WorkerProcess:
         handle, name = tempfile.mkstemp(prefix=f"{self.target}-", suffix=".log")
         self.log, self.facts = Path(name), Row()
         self.process = subprocess.Popen(
-            [str(python), str(worker)],
+            [str(python), str(LOOP), self.worker],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=handle,
@@ -56,6 +59,7 @@ class WorkerProcess:
             self.process.stdin.flush()
             answer: Row = json.loads(self._line(timeout_s))
         except (BrokenPipeError, json.JSONDecodeError) as error:
+            self.close()
             raise SkipPoint(f"{self.engine}'s process ended ({self._last_words()})") from error
         if "error" in answer:
             raise SkipPoint(f"{self.engine} failed: {answer['error']}")
