@@ -24,8 +24,8 @@ LOOP = Path(__file__).with_name("worker_loop.py")
 class WorkerProcess:
     """Sends commands and waits for answers. Its log is a temporary file.
 
-    engine: its name for people; worker: what worker_loop.py is given; option: that names its interpreter, made
-    by `make TARGET`
+    engine: its name for people; worker: what worker_loop.py is given; option: that names its interpreter,
+    made by `make TARGET`
     """
 
     engine: str
