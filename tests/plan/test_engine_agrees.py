@@ -112,12 +112,13 @@ def test_states_are_the_engines(family: str, dtype: str, tiny_dir, monkeypatch) 
     assert facts.state_bytes == cache.state_bytes
     assert llm.engine.cache.bytes_per_block == cache.block_bytes
     assert [x.num_kv_heads for x in facts.layers] == [x.num_kv_heads for x in shape.attention]
-    for num_states, kept in ((100, None), (60, 5), (40, 0), (4000, 7)):
+    for num_states, kept, drafts in ((100, None, 0), (60, 5, 2), (40, 0, 0), (4000, 7, 4)):
         free = num_states * cache.state_bytes + 12_345
         monkeypatch.setattr(sizing, "free_memory_bytes", lambda _, free=free: free)
-        given = EngineConfig(kv_memory_fraction=FRACTION, max_num_seqs=12, state_checkpoints=kept)
+        states = {"state_checkpoints": kept, "state_drafts": drafts}
+        given = EngineConfig(kv_memory_fraction=FRACTION, max_num_seqs=12, **states)
         config = sizing.choose_limits(given, facts)
-        seats = Seats(12, checkpoints=kept)
+        seats = Seats(12, each=2 + drafts, checkpoints=kept, drafts=drafts)
         weighs = make_pool(cache, 0, WEIGHTS["fp32"], utilization=FRACTION, other_bytes=0).weight_bytes
         pool = make_pool(cache, free, WEIGHTS["fp32"], utilization=FRACTION, other_bytes=-weighs, seats=seats)
         most = blocks_for(facts.max_position, 16) * config.max_num_seqs

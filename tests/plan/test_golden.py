@@ -178,10 +178,11 @@ def test_states_take_up_to_half_of_the_cache(tmp_path) -> None:
     few = planned(tmp_path, *model, *card, "--max-num-seqs", 8, "--state-checkpoints", 4)
     assert (few["state_sequences"], few["state_slots"]) == (8, 20)
     assert few["pool_blocks"] == (10 * GIB - 20 * 77_856_768) // 393_216
-    refused = runner.invoke(
-        app, ["plan", "--model", "Llama-3.1-8B", "--gpu", "H100", "--state-checkpoints", "4"]
-    )
-    assert "has no recurrent layers; leave it out" in refused.output.replace("\n", " ")
+    drafts = planned(tmp_path, *model, *card, "--max-num-seqs", 8, "--state-drafts", 3)
+    assert (drafts["state_sequences"], drafts["state_slots"]) == (8, (2 + 3 + 1) * 8)
+    for name in ("--state-checkpoints", "--state-drafts"):
+        refused = runner.invoke(app, ["plan", "--model", "Llama-3.1-8B", "--gpu", "H100", name, "4"])
+        assert "has no recurrent layers; leave it out" in refused.output.replace("\n", " ")
 
 
 def test_what_else_takes_memory_on_a_4090(tmp_path) -> None:

@@ -29,12 +29,12 @@ def plan(model: str | Path, asked: PlanRequest) -> PlanReport:
     form = kv_bytes(asked.kv_cache_dtype, dtype_of(shape) if auto else "bf16")
     cache = Cache(shape, form, _footprint(asked))
     check_fits(cache, asked.compression)
-    require(
-        asked.state_checkpoints is None or shape.has_states,
-        f"state_checkpoints is {asked.state_checkpoints}, but {shape.name} has no recurrent layers; leave it "
-        "out.",
-        "state_checkpoints",
-    )
+    for name, unset in (("state_checkpoints", None), ("state_drafts", 0)):
+        require(
+            getattr(asked, name) == unset or shape.has_states,
+            f"{name} is {getattr(asked, name)}, but {shape.name} has no recurrent layers; leave it out.",
+            name,
+        )
     answer = PlanReport()
     on_model(answer, cache, asked)
     if asked.context is not None:

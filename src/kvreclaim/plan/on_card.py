@@ -90,7 +90,8 @@ def _balanced(cache: Cache, asked: PlanRequest, pool: CardPool, found: Fit) -> i
 
 
 def _seats(asked: PlanRequest) -> Seats:
-    return Seats(asked.max_num_seqs, checkpoints=asked.state_checkpoints)
+    drafts = asked.state_drafts
+    return Seats(asked.max_num_seqs, each=2 + drafts, checkpoints=asked.state_checkpoints, drafts=drafts)
 
 
 def pool_of(cache: Cache, asked: PlanRequest, memory_bytes: int, weights: WeightFormat) -> CardPool:
@@ -172,8 +173,8 @@ def _memory(
     if pool.states is not None:
         states = f"- {pool.states_bytes:,} "
         section.step(
-            f"states: 2 x {pool.num_seqs:,} + {pool.states.num_checkpoints:,} slots x {pool.state_bytes:,} = "
-            f"{pool.states_bytes:,} bytes, at most half of {pool.cache_bytes:,}"
+            f"states: {pool.states.each} x {pool.num_seqs:,} + {pool.states.num_checkpoints:,} slots x "
+            f"{pool.state_bytes:,} = {pool.states_bytes:,} bytes, at most half of {pool.cache_bytes:,}"
         )
     section.step(
         f"{pool.memory_bytes:,} x {pool.utilization:g} - {pool.weight_bytes:,} - {pool.other_bytes:,} "

@@ -73,6 +73,13 @@ class PlanRequest(PromiseOptions):
         low=0,
         panel=CARD,
     )
+    state_drafts: int = option(
+        0,
+        "Models with recurrent layers: states kept for drafts, so many for each of --max-num-seqs.",
+        low=0,
+        high=64,
+        panel=CARD,
+    )
     calibration: str | None = option(
         None, "File of `kvreclaim calibrate-speed`. Default: the card's data sheet.", panel=CARD
     )
@@ -153,6 +160,7 @@ class PlanRequest(PromiseOptions):
             "calibration": self.calibration,
             "price": self.price,
             "state_checkpoints": self.state_checkpoints,
+            "state_drafts": self.state_drafts or None,
             "tensor_parallel_size": self.tensor_parallel_size - 1 or None,
         }
         for name, value in alone.items():

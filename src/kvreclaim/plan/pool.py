@@ -26,7 +26,8 @@ DEFAULT_SEATS = 256
 class Seats:
     """Sequences that may run, and what recurrent layers keep of them and for prefix hits.
 
-    each:        slots of a running sequence
+    each:        slots of a running sequence, those for drafts included
+    drafts:      slots of each for drafts
     checkpoints: for prefix hits; None: as many as sequences
     """
 
@@ -34,10 +35,11 @@ class Seats:
     each: int = 2
     checkpoints: int | None = None
     interval: int = 0
+    drafts: int = 0
 
     def slots(self, num_seqs: int) -> StateSlots:
         """Where so many run."""
-        return StateSlots.of(num_seqs, self.each, self.checkpoints, self.interval)
+        return StateSlots.of(num_seqs, self.each, self.checkpoints, self.interval, self.drafts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,6 +158,13 @@ class Serving(PromiseOptions):
         "--block-size, too. 0: only where prompts end or part, and where answers end.",
         low=0,
     )
+    state_drafts: int = option(
+        0,
+        "Models with recurrent layers: states kept for drafts, so many for each of --max-num-seqs. Drafts "
+        "themselves are not simulated.",
+        low=0,
+        high=64,
+    )
     scheduling_policy: str = option("fcfs", "Queue order: fcfs, priority or cache.", choices=POLICIES)
     eviction_policy: str = option("lru", "Eviction order of cached blocks.")
     preemption_mode: str = option(
@@ -200,9 +207,10 @@ class Serving(PromiseOptions):
         """What takes slots of recurrent layers, as the engine counts them."""
         return Seats(
             self.max_num_seqs,
-            each=2 + (self.kv_offloading_size > 0),
+            each=2 + self.state_drafts + (self.kv_offloading_size > 0),
             checkpoints=self.state_checkpoints if self.enable_prefix_caching else 0,
             interval=self.state_checkpoint_interval,
+            drafts=self.state_drafts,
         )
 
     def settings(self, machine: ReplicaOptions, cost: Linear) -> Settings:
@@ -211,11 +219,11 @@ class Serving(PromiseOptions):
         promise = self.promise(self.compression)
         num_blocks, num_seqs, states = machine.pool(footprint, self.seats())
         longest = self.max_model_len
-        given = self.state_checkpoints is not None or self.state_checkpoint_interval
+        given = self.state_checkpoints is not None or self.state_checkpoint_interval or self.state_drafts
         require(
             states is not None or not given,
-            f"state_checkpoints and its interval are about recurrent layers, and {machine.model} "
-            "has none; leave them out.",
+            "state_checkpoints, state_checkpoint_interval and state_drafts are about recurrent layers, and "
+            f"{machine.model} has none; leave them out.",
             "state_checkpoints",
         )
         host_bytes, host_states = int(self.kv_offloading_size * GIB), 0
