@@ -1,4 +1,4 @@
-// DeltaStep, SsdStep, ShortConvStep: the weights of a recurrent layer, checked once, and its calls.
+// The weights of recurrent layers, checked once, and their calls.
 #include <nanobind/stl/array.h>
 
 #include <algorithm>
@@ -52,22 +52,17 @@ struct Convolution {
   int64_t row_size = 0;  // numbers that a row needs
 };
 
-// Fills step and conv from a call's tensors. Returns the number of slots.
-int64_t fill(StepRows& step, ConvStep& conv, const Convolution& own, int64_t row_size, int64_t out_size,
-             nb::handle rows, nb::handle starts, nb::handle read, nb::handle write, nb::handle conv_states,
-             nb::handle out) {
-  const Tensor x(rows, "rows", 2), begins(starts, "starts", 1), from(read, "read", 1), to(write, "write", 1);
-  const Tensor held(conv_states, "conv_states", 3), result(out, "out", 2);
-  x.require(x.element() == own.element, "has another dtype than conv_weight");
+// Fills step from a call's tensors; `slots` are there.
+void fill(StepRows& step, const Tensor& x, int64_t row_size, int64_t out_size, int64_t slots, nb::handle starts,
+          nb::handle read, nb::handle write, nb::handle out) {
+  const Tensor begins(starts, "starts", 1), from(read, "read", 1), to(write, "write", 1), result(out, "out", 2);
   x.require(x.size(1) >= row_size && (x.size(1) <= 1 || x.stride(1) == 1), "has rows that are too short or not dense");
-  const int64_t tokens = x.size(0), count = from.size(0), slots = held.size(0);
-  held.require_shape({-1, own.view.channels, -1});
-  held.require(held.size(2) >= own.view.width - 1 && held.size(2) > 0, "keeps too few inputs");
+  const int64_t tokens = x.size(0), count = from.size(0);
   begins.require_shape({count + 1});
   to.require_shape({tokens});
   result.require_shape({tokens, out_size});
-  step = {x.bytes(), result.data<char>(own.element), begins.data<int64_t>(Element::kI64),
-          from.data<int64_t>(Element::kI64), to.data<int64_t>(Element::kI64), count, tokens, x.stride(0), own.type,
+  step = {x.bytes(), result.data<char>(x.element()), begins.data<int64_t>(Element::kI64),
+          from.data<int64_t>(Element::kI64), to.data<int64_t>(Element::kI64), count, tokens, x.stride(0), x.type(),
           count == tokens};
   begins.require(step.starts[0] == 0 && step.starts[count] == tokens, "do not hold all rows");
   for (int64_t n = 0; n < count; ++n) {
@@ -78,10 +73,21 @@ int64_t fill(StepRows& step, ConvStep& conv, const Convolution& own, int64_t row
   }
   for (int64_t t = 0; t < tokens; ++t)
     to.require(step.write[t] >= -1 && step.write[t] < slots, "names a slot that is not there");
+}
+
+// Fills step and conv from a call's tensors. Returns the number of slots.
+int64_t fill(StepRows& step, ConvStep& conv, const Convolution& own, int64_t row_size, int64_t out_size,
+             nb::handle rows, nb::handle starts, nb::handle read, nb::handle write, nb::handle conv_states,
+             nb::handle out) {
+  const Tensor x(rows, "rows", 2), held(conv_states, "conv_states", 3);
+  x.require(x.element() == own.element, "has another dtype than conv_weight");
+  held.require_shape({-1, own.view.channels, -1});
+  held.require(held.size(2) >= own.view.width - 1 && held.size(2) > 0, "keeps too few inputs");
+  fill(step, x, row_size, out_size, held.size(0), starts, read, write, out);
   conv = own.view;
   conv.states = held.data<char>(own.element);
   conv.kept = held.size(2);
-  return slots;
+  return held.size(0);
 }
 
 // What the layers share: their weights, checked once, and a call.
@@ -196,10 +202,73 @@ class ShortConvStep {
   int64_t row_size_ = 0;
 };
 
+class SiluConvStep {
+ public:
+  SiluConvStep(nb::object conv_weight, nb::object conv_bias, nb::object pieces)
+      : owners_{conv_weight, conv_bias, pieces}, conv_(conv_weight, conv_bias, pieces) {}
+
+  void run(nb::handle rows, nb::handle starts, nb::handle read, nb::handle write, nb::handle conv_states,
+           nb::handle out) const {
+    SiluConvArgs args{};
+    fill(args.step, args.conv, conv_, conv_.row_size, conv_.view.channels, rows, starts, read, write, conv_states, out);
+    nb::gil_scoped_release release;
+    kernels().silu_conv_step(args);
+  }
+
+ private:
+  std::vector<nb::object> owners_;
+  Convolution conv_;
+};
+
+class SelectiveScan {
+ public:
+  SelectiveScan(nb::object a, nb::object d, nb::object b_norm, nb::object c_norm, float eps)
+      : owners_{a, d, b_norm, c_norm}, args_{} {
+    const Tensor decays(a, "a", 2);
+    args_.a = decays.data<float>(Element::kF32);
+    args_.size = decays.size(0), args_.channels = decays.size(1);
+    args_.d = floats_of(d, "d", args_.channels);
+    if (b_norm.is_none() != c_norm.is_none()) throw nb::value_error("one of b_norm and c_norm is None");
+    if (!b_norm.is_none()) {
+      norm_ = Tensor(b_norm, "b_norm", 1).element();
+      args_.b_norm = weights_of(b_norm, "b_norm", {args_.size}, norm_);
+      args_.c_norm = weights_of(c_norm, "c_norm", {args_.size}, norm_);
+    }
+    args_.eps = eps;
+  }
+
+  void run(nb::handle x, nb::handle dt, nb::handle z, nb::handle bc, nb::handle starts, nb::handle read,
+           nb::handle write, nb::handle states, nb::handle out) const {
+    SelectiveScanArgs args = args_;
+    const Tensor rows(x, "x", 2), all(states, "states", 3);
+    rows.require(args.b_norm == nullptr || rows.element() == norm_, "has another dtype than b_norm");
+    all.require_shape({-1, args.channels, args.size});
+    args.states = all.data<float>(Element::kF32);
+    fill(args.step, rows, args.channels, args.channels, all.size(0), starts, read, write, out);
+    const auto beside = [&](nb::handle object, const char* name, int64_t size, int64_t& stride) -> const char* {
+      const Tensor tensor(object, name, 2);
+      tensor.require(tensor.element() == rows.element(), "has another dtype than x");
+      tensor.require_shape({rows.size(0), size});
+      tensor.require(size <= 1 || tensor.stride(1) == 1, "has rows that are not dense");
+      stride = tensor.stride(0);
+      return tensor.bytes();
+    };
+    args.dt = beside(dt, "dt", args.channels, args.dt_stride);
+    args.z = beside(z, "z", args.channels, args.z_stride);
+    args.bc = beside(bc, "bc", 2 * args.size, args.bc_stride);
+    nb::gil_scoped_release release;
+    kernels().selective_scan(args);
+  }
+
+ private:
+  std::vector<nb::object> owners_;
+  SelectiveScanArgs args_;
+  Element norm_ = Element::kF32;
+};
+
 }  // namespace
 
 void bind_recurrent(nb::module_& m) {
-  m.attr("RECURRENT_PROMPTS") = true;
   nb::class_<DeltaStep>(m, "DeltaStep")
       .def(nb::init<nb::object, nb::object, nb::object, std::array<int64_t, 4>, nb::object, nb::object, nb::object,
                     nb::object, float>(),
@@ -220,6 +289,16 @@ void bind_recurrent(nb::module_& m) {
            nb::arg("conv_bias").none(), nb::arg("pieces"), nb::arg("places"))
       .def("run", &ShortConvStep::run, nb::arg("rows"), nb::arg("starts"), nb::arg("read"), nb::arg("write"), nb::arg("conv_states"),
            nb::arg("out"));
+  nb::class_<SiluConvStep>(m, "SiluConvStep")
+      .def(nb::init<nb::object, nb::object, nb::object>(), nb::arg("conv_weight"), nb::arg("conv_bias").none(),
+           nb::arg("pieces"))
+      .def("run", &SiluConvStep::run, nb::arg("rows"), nb::arg("starts"), nb::arg("read"), nb::arg("write"), nb::arg("conv_states"),
+           nb::arg("out"));
+  nb::class_<SelectiveScan>(m, "SelectiveScan")
+      .def(nb::init<nb::object, nb::object, nb::object, nb::object, float>(), nb::arg("a"), nb::arg("d"),
+           nb::arg("b_norm").none(), nb::arg("c_norm").none(), nb::arg("eps"))
+      .def("run", &SelectiveScan::run, nb::arg("x"), nb::arg("dt"), nb::arg("z"), nb::arg("bc"), nb::arg("starts"), nb::arg("read"),
+           nb::arg("write"), nb::arg("states"), nb::arg("out"));
 }
 
 }  // namespace kvreclaim

@@ -9,6 +9,8 @@ void column_sums(const ColumnSumsArgs&);
 void delta_step(const DeltaStepArgs&);
 void ssd_step(const SsdStepArgs&);
 void short_conv_step(const ShortConvArgs&);
+void silu_conv_step(const SiluConvArgs&);
+void selective_scan(const SelectiveScanArgs&);
 
 #define KVR_STRING_(x) #x
 #define KVR_STRING(x) KVR_STRING_(x)

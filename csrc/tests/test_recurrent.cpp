@@ -142,5 +142,48 @@ KVR_TEST(delta_step_of_one_head) {
       }
 }
 
+// Two tokens of a sequence behind a state, whose last one is kept, too, and one that begins.
+KVR_TEST(selective_scan_on_odd_shapes) {
+  Random random(14);
+  for (Type type : {Type::kBF16, Type::kF32})
+    for (int64_t channels : {1, 37, 130})
+      for (int64_t size : {1, 17}) {
+        const int64_t tokens = 3, slots = 4, starts[] = {0, 2, 3}, read[] = {3, -1}, write[] = {0, 1, 2};
+        Numbers x(type, tokens * channels), dt(type, tokens * channels), z(type, tokens * channels);
+        Numbers bc(type, tokens * 2 * size), out(type, tokens * channels);
+        for (Numbers* each : {&x, &dt, &z, &bc}) each->randomise(random);
+        std::vector<float> states = floats(slots * channels * size, random), before = states;
+        std::vector<float> a = floats(size * channels, random), d = floats(channels, random);
+        for (float& each : a) each = -std::fabs(each);
+        const StepRows step{x.data(), out.data(), starts, read, write, 2, tokens, channels, type, false};
+        kernels().selective_scan({step, dt.data(), z.data(), bc.data(), channels, channels, 2 * size, states.data(),
+                                  a.data(), d.data(), nullptr, nullptr, channels, size, 0.0f});
+        const double share = type == Type::kBF16 ? 1.0 / 64 : 1e-5;
+        for (int64_t c = 0; c < channels; ++c)
+          for (int64_t t = 0; t < tokens; ++t) {
+            const double step_size = std::log1p(std::exp(dt.get(t * channels + c))), in = x.get(t * channels + c);
+            double y = 0, most = 1;
+            for (int64_t n = 0; n < size; ++n) {
+              const int64_t place = c * size + n;
+              const double old = t == 0   ? before[(size_t)(3 * channels * size + place)]
+                                 : t == 1 ? states[(size_t)place]
+                                          : 0;
+              const double added = step_size * in * bc.get(2 * t * size + n);
+              const double state = old * std::exp2(step_size * a[(size_t)(n * channels + c)]) + added;
+              KVR_CHECK(std::fabs(states[(size_t)(t * channels * size + place)] - state) <=
+                            share * (1 + std::fabs(old) + std::fabs(added)),
+                        "state %ld of token %ld", (long)n, (long)t);
+              y += state * bc.get(2 * t * size + size + n), most += std::fabs(state);
+            }
+            y = (y + d[(size_t)c] * in) * silu(z.get(t * channels + c));
+            KVR_CHECK(std::fabs(out.get(t * channels + c) - y) <= share * most, "output %ld: %g, not %g", (long)c,
+                      out.get(t * channels + c), y);
+          }
+        const size_t other = (size_t)(3 * channels * size);
+        KVR_CHECK(std::memcmp(states.data() + other, before.data() + other, (size_t)(channels * size) * 4) == 0,
+                  "the slot that is read was written%s", "");
+      }
+}
+
 }  // namespace
 }  // namespace kvreclaim::tests

@@ -5,6 +5,7 @@
 
 #include "kvreclaim/recurrent_rows.h"
 #include "kvreclaim/recurrent_scan.h"
+#include "kvreclaim/recurrent_selective.h"
 
 namespace kvreclaim::KVR_NS::recurrent_detail {
 
@@ -109,21 +110,6 @@ inline void delta_head(const DeltaStepArgs& a, const float* inputs, int64_t row,
   for (i = 0; i < a.v_dim; ++i) y[i] = rounded<T>(y[i]);
   char* out = s.out + (row * a.heads + head) * a.v_dim * size_of(T);
   norm_then_gate<T>(y, a.norm, x + a.places[head] * size_of(T), out, a.v_dim, a.eps);
-}
-
-constexpr int64_t kShare = 8;  // rows of a work item
-
-// body(row in the step, row in scratch) for all rows of a round.
-template <class Body>
-inline void for_each_row(const std::vector<Piece>& pieces, int64_t rows, const Body& body) {
-  parallel_for((rows + kShare - 1) / kShare, [&](int64_t item) {
-    const int64_t end = std::min(rows, (item + 1) * kShare);
-    size_t n = 0;
-    for (int64_t at = item * kShare; at < end; ++at) {
-      while (at >= pieces[n].at + pieces[n].count) ++n;
-      body(pieces[n], pieces[n].row + at - pieces[n].at, at);
-    }
-  });
 }
 
 template <Type T>
@@ -343,6 +329,25 @@ inline void short_conv_typed(const ShortConvArgs& a) {
   });
 }
 
+template <Type T>
+inline void silu_conv_typed(const SiluConvArgs& a) {
+  const StepRows& s = a.step;
+  const int64_t channels = a.conv.channels;
+  float* y = call_scratch((s.decode ? s.count : most_rows(s)) * channels);
+  const auto put_row = [&](int64_t row, int64_t at_row) {
+    for (int64_t i = 0; i < channels; ++i) put<T>(s.out + row * channels * size_of(T), i, y[at_row * channels + i]);
+  };
+  if (s.decode) {
+    convolve_rows<T>(s, a.conv, y);
+    parallel_for(s.count, [&](int64_t row) { put_row(row, row); });
+    return;
+  }
+  for_each_round(s, [&](const std::vector<Piece>& pieces, int64_t rows) {
+    convolve_pieces<T>(s, a.conv, pieces, y);
+    for_each_row(pieces, rows, [&](const Piece&, int64_t row, int64_t at_row) { put_row(row, at_row); });
+  });
+}
+
 }  // namespace kvreclaim::KVR_NS::recurrent_detail
 
 namespace kvreclaim::KVR_NS {
@@ -361,6 +366,16 @@ void ssd_step(const SsdStepArgs& a) {
 void short_conv_step(const ShortConvArgs& a) {
   a.step.type == Type::kBF16 ? recurrent_detail::short_conv_typed<Type::kBF16>(a)
                              : recurrent_detail::short_conv_typed<Type::kF32>(a);
+}
+
+void silu_conv_step(const SiluConvArgs& a) {
+  a.step.type == Type::kBF16 ? recurrent_detail::silu_conv_typed<Type::kBF16>(a)
+                             : recurrent_detail::silu_conv_typed<Type::kF32>(a);
+}
+
+void selective_scan(const SelectiveScanArgs& a) {
+  a.step.type == Type::kBF16 ? recurrent_detail::selective_typed<Type::kBF16>(a)
+                             : recurrent_detail::selective_typed<Type::kF32>(a);
 }
 
 }  // namespace kvreclaim::KVR_NS

@@ -63,4 +63,23 @@ struct ShortConvArgs {
   int64_t b_place, c_place, x_place;
 };
 
+// The convolution alone: y [T, channels] = SiLU(conv(x)).
+struct SiluConvArgs {
+  StepRows step;
+  ConvStep conv;
+};
+
+// Mamba-1: each channel's S' = e^(dt A) S + dt x B, y = (S' C + D x) SiLU(z); dt = softplus of what is given. step.rows
+// are x [T, channels]. With norms B and C pass an RMS norm each before.
+struct SelectiveScanArgs {
+  StepRows step;
+  const char *dt, *z, *bc;  // [T, channels], [T, channels], [T, 2 * size], rows so many numbers apart:
+  int64_t dt_stride, z_stride, bc_stride;
+  float* states;                // [slots, channels, size]
+  const float *a, *d;           // [size, channels], times log2(e); [channels]
+  const char *b_norm, *c_norm;  // [size] or null
+  int64_t channels, size;
+  float eps;
+};
+
 }  // namespace kvreclaim

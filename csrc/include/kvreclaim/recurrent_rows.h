@@ -91,6 +91,21 @@ inline void for_each_round(const StepRows& s, const Body& body) {
   }
 }
 
+constexpr int64_t kShare = 8;  // rows of a work item
+
+// body(row in the step, row in scratch) for all rows of a round.
+template <class Body>
+inline void for_each_row(const std::vector<Piece>& pieces, int64_t rows, const Body& body) {
+  parallel_for((rows + kShare - 1) / kShare, [&](int64_t item) {
+    const int64_t end = std::min(rows, (item + 1) * kShare);
+    size_t n = 0;
+    for (int64_t at = item * kShare; at < end; ++at) {
+      while (at >= pieces[n].at + pieces[n].count) ++n;
+      body(pieces[n], pieces[n].row + at - pieces[n].at, at);
+    }
+  });
+}
+
 inline int64_t most_rows(const StepRows& s) { return std::min(s.tokens, s.count * kRound); }
 
 inline int64_t padded(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }

@@ -33,6 +33,8 @@
   X(delta_step, DeltaStepArgs)      \
   X(ssd_step, SsdStepArgs)          \
   X(short_conv_step, ShortConvArgs) \
+  X(silu_conv_step, SiluConvArgs)   \
+  X(selective_scan, SelectiveScanArgs) \
   X(packed_linear, PackedArgs)      \
   X(unpack_rows, UnpackArgs)        \
   X(write_kv, WriteArgs)            \

@@ -1,9 +1,10 @@
 """Recurrent layers in three native calls for all tokens of a step: all inner projections, the layer's step
-from slot to slot, the outer projection.
+from slot to slot, the outer projection. Mamba-1's step is four calls: two more products lie between its
+convolution and its scan.
 
 A layer is taken by the names of its parts (gated delta rule: Qwen3-Next's and Qwen3.5's; Mamba-2: what Bamba,
-Falcon-H1, Granite 4, Nemotron-H and Zamba 2 share; the short convolution of LFM2), and proved by running it
-on trial states beside its own code.
+Falcon-H1, Granite 4, Nemotron-H and Zamba 2 share; Jamba's Mamba-1; the short convolution of LFM2), and
+proved by running it on trial states beside its own code.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ from kvreclaim.model.native_modules import NativeLinear
 from kvreclaim.model.quantized.layers import PackedLinear
 from kvreclaim.model.recurrent import Mixer, RecurrentLayers
 from kvreclaim.ops.native.linear import DTYPES
-from kvreclaim.ops.native.recurrent import Convolution, DeltaStep, ShortConvStep, SsdStep, missing_steps
+from kvreclaim.ops.native.recurrent import (
+    Convolution,
+    DeltaStep,
+    SelectiveScan,
+    ShortConvStep,
+    SiluConvStep,
+    SsdStep,
+    missing_steps,
+)
 from kvreclaim.ops.states import PackedRuns, StateRun, States, StateStep, StateStore
 
 TRIAL_SLOTS = 6
@@ -31,6 +40,24 @@ TRIAL = (
 """Steps of two texts: both begin; one decodes beside a prompt's tokens and a draft; both decode."""
 QKVZ_BA = ("in_proj_qkvz", "in_proj_ba")
 NAMES = (QKVZ_BA, ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj",))
+
+
+class SelectiveStep:
+    """Mamba-1's step between its projections. A row: x, then z."""
+
+    def __init__(self, module: Any) -> None:
+        norm, self.rank = module.dt_layernorm, module.dt_proj.in_features
+        self.width = module.out_proj.in_features
+        self.convolve = SiluConvStep(_convolution(module.conv1d, [(0, self.width)]))
+        self.choose, self.widen = single(module.x_proj), joined([module.dt_proj], norm)
+        norms = (module.b_layernorm.weight.detach(), module.c_layernorm.weight.detach())
+        self.scan = SelectiveScan(-_vector(module.A_log).exp(), _vector(module.D), norms, norm.forward.eps)
+
+    def __call__(self, rows: Tensor, runs: PackedRuns, conv: Tensor, states: Tensor) -> Tensor:
+        x = self.convolve(rows, runs, conv)
+        chosen = self.choose(x)  # dt, B and C
+        dt = self.widen(chosen[:, : self.rank].contiguous())
+        return self.scan(x, dt, rows[:, self.width :], chosen[:, self.rank :], runs, states)
 
 
 class NativeMixer:
@@ -70,7 +97,8 @@ def _projections(module: Any) -> list[Any] | None:
     found = next((each for names in NAMES if None not in (each := _parts(module, names))), None)
     if found is None:
         return None
-    linears = [*found, getattr(module, "out_proj", None)]
+    between = [getattr(module, name) for name in ("x_proj", "dt_proj") if hasattr(module, name)]
+    linears = [*found, *between, getattr(module, "out_proj", None)]
     if not all(type(each) in (nn.Linear, NativeLinear, PackedLinear) for each in linears):
         return None
     dtypes = {weight_dtype(each) for each in linears}
@@ -93,6 +121,7 @@ def _proved(mixer: Mixer) -> NativeMixer | None:
         native = NativeMixer(module, projections)
     except (AttributeError, TypeError, ValueError):  # other parts by the same names
         return None
+    mixer.by_token = isinstance(native.step, SelectiveStep)  # transformers' own scan begins at zero
     generator, dtype = torch.Generator().manual_seed(0), native.outer.dtype
     own, other = (StateStore([mixer.shapes], TRIAL_SLOTS, torch.device("cpu")) for _ in range(2))
     pairs = list[tuple[Tensor, Tensor]]()
@@ -105,12 +134,14 @@ def _proved(mixer: Mixer) -> NativeMixer | None:
     return native if all(agree(one, another, dtype) for one, another in pairs) else None
 
 
-def _step(module: Any) -> DeltaStep | SsdStep | ShortConvStep:
+def _step(module: Any) -> DeltaStep | SsdStep | SelectiveStep | ShortConvStep:
     """Raises: AttributeError, TypeError or ValueError if its parts or numbers are others."""
     if hasattr(module, "conv"):
         return ShortConvStep(_convolution(module.conv, []))
     if module.activation not in ("silu", "swish"):
         raise ValueError(module.activation)
+    if hasattr(module, "x_proj"):
+        return SelectiveStep(module)
     return _ssd_step(module) if hasattr(module, "in_proj") else _delta_step(module)
 
 

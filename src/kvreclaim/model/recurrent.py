@@ -68,12 +68,10 @@ class RecurrentLayers:
     compute all tokens as those of one text that begins, or of several (`beginning`), and keep nothing.
 
     num_attention: layers that attend; they are numbered from 0
-    by_token:      tokens behind a state are computed one by one
     """
 
     def __init__(self, num_attention: int) -> None:
         self.num_attention = num_attention
-        self.by_token = False
         self.mixers: list[Mixer] = []
         self.step: StateStep | None = None
         self.lengths: Sequence[int] | None = None
@@ -91,7 +89,7 @@ class RecurrentLayers:
 
     def describe(self) -> str:
         """For the line at the engine's start."""
-        slow = self.by_token and any(mixer.native is None for mixer in self.mixers)
+        slow = any(mixer.by_token and mixer.native is None for mixer in self.mixers)
         return "; prompts behind a state token by token" if slow else ""
 
     def begin(self, step: StateStep) -> None:
@@ -124,7 +122,8 @@ class RecurrentLayers:
 class Mixer:
     """The forward of one recurrent layer.
 
-    native: computes its part of a step, where the layer's own code need not
+    native:   computes its part of a step, where the layer's own code need not
+    by_token: the layer's own code gets tokens behind a state one by one
     """
 
     def __init__(
@@ -133,6 +132,7 @@ class Mixer:
         self.owner, self.module, self.name, self.layer, self.shapes = owner, module, name, layer, shapes
         self.forward = module.forward
         self.native: Callable[[Tensor, States, PackedRuns], Tensor] | None = None
+        self.by_token = False
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         step = self.owner.step
@@ -160,7 +160,7 @@ class Mixer:
     ) -> Tensor:
         view = StateView(self.shapes, None if call.read is None else store.gather(layer, call.read))
         given, dim = {**kwargs, self.name: view}, 1 if call.decode else 0
-        if self.owner.by_token and call.read is not None and not call.decode:
+        if self.by_token and call.read is not None and not call.decode:
             out = torch.cat([self.forward(token[None, None], **given) for token in x], 1)
         else:
             out = self.forward(x.unsqueeze(dim), **given)

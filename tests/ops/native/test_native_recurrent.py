@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvreclaim.ops.native.recurrent import Convolution, DeltaStep, ShortConvStep, SsdStep, missing_steps
+from kvreclaim.ops.native.recurrent import (
+    Convolution,
+    DeltaStep,
+    SelectiveScan,
+    ShortConvStep,
+    SiluConvStep,
+    SsdStep,
+    missing_steps,
+)
 from kvreclaim.ops.states import PackedRuns, StateRun
 
 pytestmark = pytest.mark.skipif(missing_steps() is not None, reason="the native extension is older")
@@ -254,6 +262,75 @@ def test_short_conv_step(
     check(runs, rows, out, before, (conv,), token)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize(("channels", "width", "kept"), [(64, 4, 4), (301, 4, 3), (1, 1, 1)])
+def test_silu_conv_step(
+    isa: str,
+    threads: int,
+    runs: tuple[StateRun, ...],
+    dtype: torch.dtype,
+    channels: int,
+    width: int,
+    kept: int,
+) -> None:
+    random = Numbers(channels, dtype)
+    rows, weight, bias = random(num_rows(runs), channels + 3), random(channels, width), random(channels)
+    before = (random(SLOTS, channels, kept),)
+    conv = before[0].clone()
+    out = SiluConvStep(Convolution(weight, bias, ((2, channels),)))(rows, PackedRuns.of(runs), conv)
+
+    def token(row: Tensor, known: tuple[Tensor, ...], in_prompt: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
+        found, next_conv = convolve(row[2 : 2 + channels], known[0], weight, bias)
+        return found, (next_conv,)
+
+    check(runs, rows, out, before, (conv,), token)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("channels", "size"), [(128, 16), (70, 16), (5, 33), (1, 1)])
+def test_selective_scan(
+    isa: str,
+    threads: int,
+    runs: tuple[StateRun, ...],
+    dtype: torch.dtype,
+    normed: bool,
+    channels: int,
+    size: int,
+) -> None:
+    """z, B and C are parts of longer rows; dt is from far below 0 to above 20, where softplus is another."""
+    random = Numbers(channels + size, dtype)
+    count = num_rows(runs)
+    x, dt = random(count, channels), random(count, channels)
+    dt[::7] *= 9
+    z, bc = random(count, channels + 5)[:, 3 : 3 + channels], random(count, 2 * size + 3)[:, 3:]
+    a, d = -random(channels, size, dtype=torch.float32).exp(), random(channels, dtype=torch.float32)
+    norms = (random(size), random(size)) if normed else None
+    states = (random(SLOTS, channels, size, dtype=torch.float32),)
+    after = states[0].clone()
+    out = SelectiveScan(a, d, norms, 1e-5)(x, dt, z, bc, PackedRuns.of(runs), after)
+    rows = torch.cat([x, dt, z, bc], 1)
+
+    def normal(part: Tensor, number: int) -> Tensor:
+        if norms is None:
+            return part.double()
+        part = (part.double() / (part.double().square().mean() + 1e-5).sqrt()).to(dtype)
+        return (part * norms[number]).double()
+
+    def token(row: Tensor, known: tuple[Tensor, ...], in_prompt: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
+        x, dt, z, b, c = row.split([channels, channels, channels, size, size])
+        b, c = normal(b, 0), normal(c, 1)
+        dt = functional.softplus(dt.double()).to(dtype).double()
+        state = known[1].double() * (dt[:, None] * a).exp() + (dt * x.double())[:, None] * b
+        y = (state @ c).to(dtype).double() + x.double() * d
+        return y * silu(z).to(dtype).double(), (known[0], state)
+
+    nothing = torch.zeros(SLOTS)
+    check(runs, rows, out, (nothing, *states), (nothing, after), token)
+
+
 @pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS)
 def test_a_sequence_does_not_depend_on_the_others(isa: str, runs: tuple[StateRun, ...]) -> None:
     random = Numbers(1, torch.bfloat16)
@@ -292,6 +369,25 @@ def test_slots_and_shapes_are_checked() -> None:
     ):
         with pytest.raises(ValueError, match=r"slot|rows|ascend|keeps|shape"):
             step(*bad)
+
+
+def test_slots_and_shapes_of_a_scan_are_checked() -> None:
+    random = Numbers(2, torch.float32)
+    scan = SelectiveScan(random(4, 2), random(4), (random(2), random(2)), 1e-5)
+    x, bc, states, first = random(1, 4), random(1, 4), random(3, 4, 2), torch.tensor([0])
+    good = PackedRuns(torch.tensor([0, 1]), first, first)
+    for bad in (
+        (x, x, x, bc, replace(good, read=torch.tensor([3])), states),
+        (x, x, x, bc, replace(good, write=torch.tensor([-1])), states),
+        (x, x[:, :3], x, bc, good, states),
+        (x, x, x.bfloat16(), bc, good, states),
+        (x.bfloat16(), x, x, bc, good, states),
+        (x, x, x, bc[:, :3], good, states),
+        (x, x, random(4, 1).t().repeat(1, 2)[:, ::2], bc, good, states),
+        (x, x, x, bc, good, states[:, :3]),
+    ):
+        with pytest.raises(ValueError, match=r"slot|dtype|dense|shape"):
+            scan(*bad)
 
 
 def test_a_state_that_decays_fast_is_kept(isa: str) -> None:

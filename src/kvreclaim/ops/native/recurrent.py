@@ -24,7 +24,7 @@ PIECE = 128
 def missing_steps() -> str | None:
     """Why the steps cannot run on this installation; None if they can."""
     old = "the native extension is older than this package; reinstall"
-    return unavailable_reason() or (None if hasattr(KERNELS, "RECURRENT_PROMPTS") else old)
+    return unavailable_reason() or (None if hasattr(KERNELS, "SelectiveScan") else old)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,6 +140,43 @@ class ShortConvStep:
     def __call__(self, rows: Tensor, runs: PackedRuns, conv: Tensor) -> Tensor:
         """rows [T, 3 C], conv [slots, C, kept] -> [T, C]."""
         return _run(self._run, self.width, rows, runs, conv)
+
+
+class SiluConvStep:
+    """The convolution alone: y = SiLU(conv(x))."""
+
+    def __init__(self, convolution: Convolution) -> None:
+        self.width = convolution.weight.shape[0]
+        self._run = KERNELS.SiluConvStep(convolution.weight, convolution.bias, convolution.pieces()).run
+
+    def __call__(self, rows: Tensor, runs: PackedRuns, conv: Tensor) -> Tensor:
+        """conv [slots, C, kept] -> [T, C]."""
+        return _run(self._run, self.width, rows, runs, conv)
+
+
+class SelectiveScan:
+    """Mamba-1: each channel's S' = e^(dt A) S + dt x B, y = (S' C + D x) SiLU(z).
+
+    dt is the softplus of what is given. B and C may pass an RMS norm each before (Jamba).
+    Source: arXiv 2312.00752.
+    Oracle: transformers' mamba_selective_state_update, of prompts mamba_selective_scan.
+    """
+
+    def __init__(
+        self, a: Tensor, d: Tensor, norms: tuple[Tensor, Tensor] | None = None, eps: float = 0.0
+    ) -> None:
+        """a [C, N], d [C] fp32; norms [N] each, of the dtype of the rows: of B and C."""
+        by_state = (a * math.log2(math.e)).t().contiguous()
+        self._run = KERNELS.SelectiveScan(by_state, d, *(norms or (None, None)), eps).run
+
+    def __call__(
+        self, x: Tensor, dt: Tensor, z: Tensor, bc: Tensor, runs: PackedRuns, states: Tensor
+    ) -> Tensor:
+        """x, dt, z [T, C], bc [T, 2 N], states [slots, C, N] fp32 -> [T, C]. Prompts and decoded tokens take
+        the same loop."""
+        out = torch.empty_like(x)
+        self._run(x, dt, z, bc, runs.starts, runs.read, runs.write, states, out)
+        return out
 
 
 def _run(run: Any, width: int, rows: Tensor, runs: PackedRuns, *states: Tensor) -> Tensor:
