@@ -120,6 +120,22 @@ def test_bf16_rounding_is_within_the_margin_and_a_clear_mistake_is_not():
     assert judged.exact < 1
 
 
+def test_a_dtype_may_round_as_much_as_generate_does_in_it(monkeypatch):
+    referee = Referee(demo_model())
+    prompts = random_prompts(2, 60, 256, seed=5)
+    wrong = [referee.greedy(prompt, 8) for prompt in prompts]
+    wrong[1][2] = (wrong[1][2] + 7) % 256
+    gap = referee.judge("x", "float32", prompts, wrong).largest_gap
+    monkeypatch.setattr(verify.Generate, "generate", lambda *_: wrong)
+    judged = referee.judge("x", "bfloat16", prompts, wrong)
+    assert judged.passed
+    assert judged.allowed == judged.largest_gap == gap > verify.MARGIN_STDS
+    assert not referee.judge("x", "float32", prompts, wrong).passed
+    worse = [list(reversed(out)) for out in wrong]
+    assert referee.judge("x", "bfloat16", prompts, worse).allowed == gap
+    assert not referee.judge("x", "bfloat16", prompts, worse).passed
+
+
 def test_what_exceeds_memory_or_time_is_skipped_with_its_reason(monkeypatch):
     monkeypatch.setattr(KvreclaimSystem, "new_bytes", lambda *_: 1 << 60)
     rows = decode.run(plan(systems=("kvreclaim-full",)), check=False).rows
