@@ -42,6 +42,13 @@ PROGRAMS = {
         "from kvreclaim.plan.configs import load_shape; print(load_shape('Qwen3-8B').num_layers)",
         "36",
     ),
+    "the engine's process is started": (
+        "",
+        "from kvreclaim.engine.serving import started\n"
+        "started.PROGRAM = ('-c', 'import sys; sys.exit(len(sys.argv))')\n"
+        "with started.StartedProcess() as process: print('ended with', process.process.wait())",
+        "ended with",
+    ),
     "help and a mistake": (
         "numpy",
         "from kvreclaim.cli.main import app\n"

@@ -20,7 +20,7 @@ from async_reading import LIMIT_S, Answer, abort_one, check_alone, new, read, ru
 from settings import small
 
 from kvreclaim import LLM, SamplingParams
-from kvreclaim.engine.serving import process
+from kvreclaim.engine.serving import started
 from kvreclaim.engine.serving.channel import PIECE, new_bell
 from kvreclaim.engine.serving.messages import EngineSpec
 from kvreclaim.engine.serving.process import ProcessEngine
@@ -53,7 +53,7 @@ def launch(calibrated_dir, monkeypatch) -> Launch:
 def waker(request, monkeypatch) -> str:
     """What wakes the event loop: the eventfd that Linux has, or the socket, as elsewhere."""
     if request.param == "socket":
-        monkeypatch.setattr(process, "new_bell", lambda: None)
+        monkeypatch.setattr(started, "new_bell", lambda: None)
     elif new_bell() is None:
         pytest.skip("no eventfd here")
     return request.param
@@ -312,6 +312,6 @@ def test_a_model_that_is_none_is_refused_in_the_same_words(launch: Launch, make_
 
 
 def test_a_process_that_ends_before_it_serves_is_one_sentence(launch: Launch, monkeypatch) -> None:
-    monkeypatch.setattr(process, "PROGRAM", ("-c", "raise SystemExit(7)"))
+    monkeypatch.setattr(started, "PROGRAM", ("-c", "raise SystemExit(7)"))
     with pytest.raises(EngineDeadError, match="ended with exit code 7 before it served; the log may say why"):
         launch()

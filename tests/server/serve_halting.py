@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from kvreclaim.cli.main import app
-from kvreclaim.engine.serving import core_process, process
+from kvreclaim.engine.serving import core_process, started
 from kvreclaim.engine.serving.core import EngineCore
 from kvreclaim.server import run
 
@@ -33,7 +33,7 @@ def step_or_wait(self: EngineCore) -> None:
 
 
 EngineCore.step = step_or_wait  # type: ignore[method-assign]
-process.PROGRAM = (__file__, *paths, "child")
+started.PROGRAM = (__file__, *paths, "child")
 run.LAST_BYTES_S = 300  # a machine that is busy writes and reads late
 if sys.argv[1] == "child":
     del sys.argv[1]

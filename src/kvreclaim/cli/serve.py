@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,9 +16,13 @@ from kvreclaim.checks import require
 from kvreclaim.cli import options as opt
 from kvreclaim.cli.config_options import ConfigOptions, with_config
 from kvreclaim.config import EngineConfig
+from kvreclaim.engine.serving.started import StartedProcess
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.options import OBSERVABILITY
 from kvreclaim.server.config import ServerConfig
+
+if TYPE_CHECKING:
+    from kvreclaim.engine.serving.client import EngineClient
 
 SERVER = "Server"
 logger = logging.getLogger(__name__)
@@ -47,39 +52,40 @@ def serve(
     device: opt.Device = "auto",
 ) -> None:
     """Serve a model to OpenAI and Anthropic clients, with a page at / to watch its blocks."""
-    from kvreclaim.engine.serving.client import EngineClient
-    from kvreclaim.engine.serving.messages import EngineSpec
-    from kvreclaim.engine.serving.process import ProcessEngine
-    from kvreclaim.engine.serving.thread import AsyncEngine
-    from kvreclaim.model.loader import hide_progress_bars
-    from kvreclaim.server.logs import configure_logging
-    from kvreclaim.server.run import bind
-    from kvreclaim.server.run import serve as run
-
-    hide_progress_bars()
     said: list[str] = []
     path = opt.model_of(model, said.append)
     settings = _server_config(config, _name_of(path))
     _check_lasting(settings, engine)
-    configure_logging(log_format, log_level, log_prompts=settings.log_prompts)
-    with bind(settings.host, settings.port) as listener:  # before the model is loaded
-        for line in said:
-            logger.info(line)
-        chosen, at_start = opt.with_calibration(compression, calibrate, logger.info)
-        spec = EngineSpec(
-            model=str(path),
-            dtype=dtype,
-            device=device,
-            compression=chosen,
-            calibrate=at_start,
-            options=asdict(engine),
-            prepare=partial(_prepare, log_format, log_level, log_prompts=settings.log_prompts),
-        )
-        served: EngineClient = (
-            ProcessEngine.launch(spec) if settings.engine_process else AsyncEngine(spec.load())
-        )
-        if not run(served, settings, listener):
-            raise typer.Exit(1)
+    with StartedProcess() if settings.engine_process else nullcontext() as started:
+        with opt.starting(calibrates=False):
+            from kvreclaim.engine.serving.messages import EngineSpec
+            from kvreclaim.engine.serving.process import ProcessEngine
+            from kvreclaim.engine.serving.thread import AsyncEngine
+            from kvreclaim.model.loader import hide_progress_bars
+            from kvreclaim.server.logs import configure_logging
+            from kvreclaim.server.run import bind
+            from kvreclaim.server.run import serve as run
+
+        hide_progress_bars()
+        configure_logging(log_format, log_level, log_prompts=settings.log_prompts)
+        with bind(settings.host, settings.port) as listener:  # before the model is loaded
+            for line in said:
+                logger.info(line)
+            chosen, at_start = opt.with_calibration(compression, calibrate, logger.info)
+            spec = EngineSpec(
+                model=str(path),
+                dtype=dtype,
+                device=device,
+                compression=chosen,
+                calibrate=at_start,
+                options=asdict(engine),
+                prepare=partial(_prepare, log_format, log_level, log_prompts=settings.log_prompts),
+            )
+            served: EngineClient = (
+                AsyncEngine(spec.load()) if started is None else ProcessEngine.launch(spec, started)
+            )
+            if not run(served, settings, listener):
+                raise typer.Exit(1)
 
 
 def _prepare(log_format: str, log_level: str, *, log_prompts: bool) -> None:

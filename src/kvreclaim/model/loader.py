@@ -147,12 +147,12 @@ def load_model(
         None if packed is None else packed.label,
         recurrent,
     )
-    tokenizer = load_tokenizer(name)
-    ends = (
-        directory_ends(name, tokenizer, config)
-        if gguf is None
-        else gguf_ends(gguf.index.fields, tokenizer, config)
-    )
+    if gguf is None:
+        tokenizer = load_tokenizer(name)
+        ends = directory_ends(name, tokenizer, config)
+    else:
+        tokenizer = gguf_tokenizer(gguf, logger.warning)
+        ends = gguf_ends(gguf.index.fields, tokenizer, config)
     use_token_positions(model)  # behind the probe, which looks for rotations alone
     return LoadedModel(
         model=model,

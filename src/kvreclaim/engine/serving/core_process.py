@@ -1,11 +1,10 @@
-"""The engine's process: one thread that steps, and between two steps does what it is told.
-
-python -m kvreclaim.engine.serving.core_process FD [BELL]
-"""
+"""The engine's process: one thread that steps, and between two steps does what it is told. started.PROGRAM
+runs it, with the numbers of its socket and of its bell, if there is one."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import pickle
@@ -19,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.engine.serving.channel import Channel, ChannelClosedError
@@ -208,13 +207,16 @@ def _plain(error: Exception) -> Exception:
 
 
 def main() -> None:
-    """The process: the first message is the engine's EngineSpec; Ready is the first answer."""
+    """The process: the first message is the engine's EngineSpec; Ready is the first answer. Garbage is not
+    looked for until then: what imports and loading make stays."""
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to both of us; the server lets requests end first
         signal.signal(number, signal.SIG_IGN)
     fd, *bells = map(int, sys.argv[1:])
     channel = Channel(socket.socket(fileno=fd), *bells)
     try:
         spec = _first(channel)
+        if spec.calibrate is not None:
+            gc.enable()  # it makes garbage
         if spec.prepare is not None:
             spec.prepare()
         try:
@@ -227,6 +229,8 @@ def main() -> None:
         _send_whole(channel, Ready(ServedModel.of(host.llm)))
     except ChannelClosedError:
         return
+    gc.freeze()
+    gc.enable()
     EngineCoreProc(channel, host).run()
 
 
@@ -245,7 +249,7 @@ def _send_whole(channel: Channel, message: Ready) -> None:
         channel.flush()
 
 
-if __name__ == "__main__":
-    main()
+def end() -> NoReturn:
+    """At once: an interpreter that shuts down waits for the threads of libraries."""
     logging.shutdown()
-    os._exit(0)  # an interpreter that shuts down waits for the threads of libraries
+    os._exit(0)

@@ -7,15 +7,13 @@ import itertools
 import logging
 import os
 import select
-import socket
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from kvreclaim.engine.request.spec import RequestSpec
-from kvreclaim.engine.serving.channel import Channel, ChannelClosedError, new_bell, ring
+from kvreclaim.engine.serving.channel import Channel, ChannelClosedError, ring
 from kvreclaim.engine.serving.client import EngineClient
 from kvreclaim.engine.serving.core import EngineCore
 from kvreclaim.engine.serving.messages import (
@@ -29,32 +27,15 @@ from kvreclaim.engine.serving.messages import (
     Stop,
 )
 from kvreclaim.engine.serving.served import ServedModel
+from kvreclaim.engine.serving.started import StartedProcess
 from kvreclaim.errors import EngineDeadError
 from kvreclaim.model.loader import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-PROGRAM = ("-m", "kvreclaim.engine.serving.core_process")
 STOP_S = 10.0
 """A process that has not ended by then, told to stop, is killed: a step may take as long as it likes."""
-
-
-class Wakers:
-    """Other things that wake the event loop: the bell, and the end of a pipe (life) that the process
-    holds."""
-
-    def __init__(self) -> None:
-        self.bell = new_bell()
-        self.life, self.held_there = os.pipe()
-
-    @property
-    def open_here(self) -> list[int]:
-        return [self.life, *([] if self.bell is None else [self.bell])]
-
-    def close(self) -> None:
-        for fd in self.open_here:
-            os.close(fd)
 
 
 class ProcessEngine(EngineClient):
@@ -64,19 +45,10 @@ class ProcessEngine(EngineClient):
     process is the end of a pipe that it alone holds.
     """
 
-    def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        channel: Channel,
-        served: ServedModel,
-        tokenizer: Tokenizer | None,
-        wakers: Wakers,
-    ) -> None:
-        super().__init__(tokenizer, process.pid)
+    def __init__(self, started: StartedProcess, served: ServedModel, tokenizer: Tokenizer | None) -> None:
+        super().__init__(tokenizer, started.process.pid)
         self._served = served
-        self._process = process
-        self._channel = channel
-        self._wakers = wakers
+        self._process, self._channel, self._wakers = started.process, started.channel, started.wakers
         self._tickets = itertools.count()
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._queued = 0
@@ -84,39 +56,27 @@ class ProcessEngine(EngineClient):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @classmethod
-    def launch(cls, spec: EngineSpec) -> ProcessEngine:
-        """Start the process and wait for its model; this side loads the tokenizer meanwhile.
+    def launch(cls, spec: EngineSpec, started: StartedProcess | None = None) -> ProcessEngine:
+        """Have a process, or a new one, load a model; this side loads the tokenizer meanwhile.
 
         Raises: what LLM raises there; EngineDeadError if the process ends before.
         """
-        ours, theirs = socket.socketpair()
-        wakers = Wakers()
-        with theirs:
-            passed = [theirs.fileno(), *([] if wakers.bell is None else [wakers.bell])]
-            command = [sys.executable, *PROGRAM, *map(str, passed)]
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=[*passed, wakers.held_there]
-            )
-            os.close(wakers.held_there)
-        channel = Channel(ours)
-        try:
-            channel.send(spec)
-            with ThreadPoolExecutor(1) as beside:
-                loading = beside.submit(load_tokenizer, spec.model)
-                ready = _await_ready(channel)
-            if ready.error is not None:
-                raise ready.error
-            assert ready.served is not None, "an engine that serves says what"
-            return cls(process, channel, ready.served, loading.result(), wakers)
-        except BaseException as error:
-            channel.close()
-            wakers.close()
-            code = process.wait()
-            if isinstance(error, ChannelClosedError):
+        started = started or StartedProcess()
+        with started:
+            try:
+                started.channel.send(spec)
+                with ThreadPoolExecutor(1) as beside:
+                    loading = beside.submit(load_tokenizer, spec.model)
+                    ready = _await_ready(started.channel)
+                if ready.error is not None:
+                    raise ready.error
+                assert ready.served is not None, "an engine that serves says what"
+                return cls(started, ready.served, loading.result())
+            except ChannelClosedError as error:
+                ended = _how(started.process.wait())
                 raise EngineDeadError(
-                    f"the engine's process ended {_how(code)} before it served; the log may say why."
+                    f"the engine's process ended {ended} before it served; the log may say why."
                 ) from error
-            raise
 
     @property
     def served(self) -> ServedModel:

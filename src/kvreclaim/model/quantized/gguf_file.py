@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +22,7 @@ from kvreclaim.model.gguf import GgufHeader, check_packages, cut_as_trained, hea
 from kvreclaim.model.gguf_index import GgufIndex, GgufTensor
 from kvreclaim.model.quantized.gguf_fields import gguf_fields
 from kvreclaim.model.quantized.source import in_pieces
-from kvreclaim.model_paths import LAYOUT, gguf_home, moved
+from kvreclaim.model_paths import gguf_home, moved
 from kvreclaim.ops.packed import PackedMatrix
 from kvreclaim.weights.ggml import FORMATS, ggml_rows
 
@@ -31,6 +32,8 @@ that hold one more."""
 NORMS_PLUS_ONE = frozenset({"gemma2", "gemma3"})
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 Through = Callable[[str, Callable[[], PackedMatrix]], PackedMatrix]
+PARTS_LAYOUT = 3
+"""Version of the files that gguf_parts writes."""
 REMEDY = "`kvreclaim fetch FILE` makes a bf16 model of it, where transformers can."
 
 
@@ -161,7 +164,7 @@ def gguf_parts(source: GgufSource) -> Path:
 
     Raises: InvalidArgumentError where transformers does not read the header, or the cache cannot be written.
     """
-    made_by = f"{source.index.digest} {transformers.__version__} {LAYOUT}"
+    made_by = f"{source.index.digest} {transformers.__version__} {PARTS_LAYOUT}"
     target = gguf_home() / hashlib.sha256(made_by.encode()).hexdigest()
     if target.is_dir():
         return target
@@ -186,12 +189,19 @@ def _write_parts(source: GgufSource, work: Path, parts: Path) -> None:
     try:
         AutoConfig.from_pretrained(**where).save_pretrained(parts)
         AutoTokenizer.from_pretrained(**where).save_pretrained(parts)
+        _without_spaces(parts / "tokenizer.json")
     except OSError:
         raise
     except Exception as error:  # foreign files, parsed by foreign code, which raises whatever comes of it
         raise InvalidArgumentError(
             f"{source.file.name} cannot be read as GGUF ({type(error).__name__}: {error}); download it again."
         ) from error
+
+
+def _without_spaces(file: Path) -> None:
+    """transformers indents every word of a vocabulary: twice the bytes, read again at every start."""
+    said = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps(said, ensure_ascii=False, separators=(",", ":")), encoding="utf-8")
 
 
 def gguf_config(source: GgufSource) -> Any:

@@ -12,8 +12,6 @@ from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
 from kvreclaim.model.quantized.source import WeightSource
 from kvreclaim.ops.extension import unavailable_reason as native_reason
 from kvreclaim.ops.packed import DTYPES
-from kvreclaim.ops.triton.support import DTYPES as TRITON_DTYPES
-from kvreclaim.ops.triton.support import unavailable_reason as triton_reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +31,10 @@ class Products:
         return importlib.import_module(f"kvreclaim.ops.{self.kernels}.packed")
 
 
+def _triton() -> Any:
+    return importlib.import_module("kvreclaim.ops.triton.support")
+
+
 def choose_products(
     name: str, source: WeightSource, device: torch.device, kernels: str, asked: str
 ) -> Products:
@@ -42,7 +44,7 @@ def choose_products(
     that the kernels do not know.
     """
     on_gpu = device.type == "cuda" or kernels == "triton"
-    problem = triton_reason() if on_gpu else native_reason()
+    problem = _triton().unavailable_reason() if on_gpu else native_reason()
     if device.type not in ("cpu", "cuda"):
         problem = f"they run on CPUs and CUDA, not on {device.type}"
     if problem is not None:
@@ -63,7 +65,7 @@ def packed_dtype(config: Any, name: str, dtype: torch.dtype | str, products: Pro
     """Dtype of activations and of what is not packed. Raises: InvalidArgumentError."""
     said = getattr(config.get_text_config(), "dtype", None) or torch.bfloat16
     chosen: torch.dtype = said if isinstance(dtype, str) else dtype
-    if products.kernels == "triton" and chosen in TRITON_DTYPES:
+    if products.kernels == "triton" and chosen in _triton().DTYPES:
         return chosen
     if chosen is torch.float16 and isinstance(dtype, str):
         chosen = torch.bfloat16  # what CPUs have instructions for; weights stay as they are packed
