@@ -144,12 +144,6 @@ TABLE: tuple[Refusal, ...] = (
         "the states of recurrent layers; save the prompt without compress_prompt_at.",
     ),
     Refusal(
-        (F.DISK, F.RECURRENT),
-        "kv_offloading_disk_path",
-        "kv_offloading_disk_path is set, but the disk holds prefixes without the states of the recurrent "
-        "layers of {recurrent}, so nothing could begin with them; leave the path out.",
-    ),
-    Refusal(
         (F.DISK, F.NO_PREFIX_CACHE),
         "kv_offloading_disk_path",
         "kv_offloading_disk_path is set, but enable_prefix_caching is off: the disk holds prefixes; switch "

@@ -253,8 +253,8 @@ class EngineConfig:
     )
     kv_offloading_state_fraction: float = option(
         0.25,
-        "Models with recurrent layers: share of --kv-offloading-size for states behind prefixes. 0: no "
-        "prefixes on the host.",
+        "Models with recurrent layers: share of --kv-offloading-size and --kv-offloading-disk-size for the "
+        "states behind prefixes. 0: no prefixes on the host.",
         low=0.0,
         high=1.0,
         panel=OFFLOAD,

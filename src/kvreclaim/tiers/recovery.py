@@ -18,20 +18,25 @@ class Recovered:
     written_at: int
 
 
+def latest(found: Iterable[Recovered]) -> list[Recovered]:
+    """The last record of each key, the oldest first."""
+    last: dict[bytes, Recovered] = {}
+    for each in found:
+        other = last.get(each.record.key)
+        if other is None or other.seq < each.seq:
+            last[each.record.key] = each
+    return sorted(last.values(), key=lambda each: each.seq)
+
+
 def usable(found: Iterable[Recovered]) -> list[Recovered]:
     """The last record of each key, if its parents are all there; parents come first.
 
     The parent is the record that has the uid, the key and the depth that the child names, so of two prefixes
     whose keys collide each leads to its own children alone.
     """
-    last: dict[bytes, Recovered] = {}
-    for each in found:
-        other = last.get(each.record.key)
-        if other is None or other.seq < each.seq:
-            last[each.record.key] = each
     reached: dict[bytes, tuple[bytes, int]] = {}
     kept = []
-    for each in sorted(last.values(), key=lambda each: (each.record.depth, each.seq)):
+    for each in sorted(latest(found), key=lambda each: each.record.depth):
         mine = each.record
         if mine.depth == 0 or reached.get(mine.parent_uid) == (mine.parent, mine.depth - 1):
             reached[mine.uid] = (mine.key, mine.depth)

@@ -19,7 +19,7 @@ from kvreclaim.tiers.file_io import FileIO
 from kvreclaim.tiers.jobs import JobOutcome, outcome_of
 from kvreclaim.tiers.namespace import Namespace
 from kvreclaim.tiers.record import RecordHeader
-from kvreclaim.tiers.recovery import Recovered, usable
+from kvreclaim.tiers.recovery import Recovered, latest, usable
 
 UNKNOWN: Final = bytes(8)
 """In place of an index entry: the slot's own header decides."""
@@ -181,8 +181,10 @@ class SlotFile:
     def _put_entry(self, slot: int, entry: bytes) -> None:
         self.io.pwritev(self.index_fd, [entry], slot * self.layout.entry)
 
-    def recover(self) -> list[Recovered]:
+    def recover(self, *, chained: bool = True) -> list[Recovered]:
         """The records that can be hit again, parents first. To be called once, before the first write.
+
+        chained: whether each needs the one that it follows; else the oldest come first
 
         They come from the index. Slots of which it says nothing are read whole: after a kill those that were
         being written, and all of them if the index is lost. What can't be read is not there.
@@ -192,7 +194,7 @@ class SlotFile:
         for first in range(0, self.num_slots, per_chunk):
             found += self._recover_chunk(first, min(per_chunk, self.num_slots - first))
         self._seq = max((each.seq for each in found), default=0)
-        return usable(found)
+        return usable(found) if chained else latest(found)
 
     def _recover_chunk(self, first: int, count: int) -> list[Recovered]:
         """The records of these slots; the index is completed where it says nothing."""

@@ -147,6 +147,10 @@ class Machine:
         heads, cold_units = facts.layers[0].num_kv_heads, 0 if setup.on_host else setup.cold_units
         state_bytes = setup.host_states * facts.state_bytes
         host_bytes = (setup.host_slots + 0.5) * block_bytes + state_bytes
+        state_share = (state_bytes + block_bytes / 8) / host_bytes
+        disk_bytes = setup.disk_slots * (block_bytes + 3 * 4096)
+        if setup.host_states:
+            disk_bytes += 6 * (facts.state_bytes + 3 * 4096) / state_share
         llm = self._first.sibling(
             block_size=BLOCK_SIZE,
             num_blocks=setup.num_blocks,
@@ -159,7 +163,7 @@ class Machine:
             kv_cache_dtype=setup.kv_format,
             kv_cache_dtype_skip_layers=("sliding_window",) if setup.plain_windows else (),
             kv_offloading_size=host_bytes / 2**30 if setup.host_slots else 0.0,
-            kv_offloading_state_fraction=(state_bytes + block_bytes / 8) / host_bytes,
+            kv_offloading_state_fraction=state_share,
             full_cache_host_size=(setup.num_blocks + 0.5) * block_bytes / 2**30 if setup.on_host else 0.0,
             preemption_mode=setup.preemption_mode,
             preemption_victim=setup.preemption_victim,
@@ -169,7 +173,7 @@ class Machine:
             state_checkpoints=setup.state_checkpoints,
             state_checkpoint_interval=setup.state_interval,
             kv_offloading_disk_path=self._new_directory() if setup.disk_slots else None,
-            kv_offloading_disk_size=setup.disk_slots * (block_bytes + 3 * 4096) / 2**30 or 1.0,
+            kv_offloading_disk_size=disk_bytes / 2**30 or 1.0,
             kv_load_policy=setup.load_policy,
             kv_recall_size=cold_units * block_bytes / (facts.num_layers * heads) / 2**30,
             speculative_config={**DRAFTS, "num_speculative_tokens": setup.drafts} if setup.drafts else None,

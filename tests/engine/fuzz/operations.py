@@ -362,13 +362,14 @@ def recurrent(random: Random, setup: Setup, operations: list[Operation]) -> tupl
         hybrid=random.choice(("qwen3-next", "falcon-h1", "lfm2")),
         windows="",
         plain_windows=False,
-        disk_slots=0,
         on_host=False,
         state_checkpoints=random.choice((0, 2, 8)),
         state_interval=random.choice((0, 0, 4, 12)),
         host_states=random.choice((0, 1, 3, 20)) if setup.host_slots else 0,
         broken_copies=random.choice((0, 0, 3)),
     )
+    if not (setup.state_checkpoints and setup.host_states):
+        setup = replace(setup, disk_slots=0)
     return setup, [replace(each, reuse=None) if isinstance(each, Ask) else each for each in operations]
 
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
+from kvreclaim.checks import require
 from kvreclaim.config import EngineConfig
-from kvreclaim.engine.offload.stats import DiskStats, SlotStats
-from kvreclaim.memory.tiers.disk import TransferOutcome
-from kvreclaim.memory.tiers.tiered_offload import TieredOffload
+from kvreclaim.memory.prefix.keys import BlockName
+from kvreclaim.memory.tiers.disk import Transfer, TransferOutcome
 from kvreclaim.model.loader import LoadedModel
+from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import KVFormat
 from kvreclaim.schedule.rates import Rates
-from kvreclaim.tiers.host import HostSlots
 from kvreclaim.tiers.jobs import DiskCounters
 from kvreclaim.tiers.jobs import JobOutcome as Ended
 from kvreclaim.tiers.namespace import Namespace, weights_digest
@@ -26,6 +28,8 @@ KV_SEMANTICS = 1
 """To be raised when a forward pass gives other keys or values for the same weights and tokens."""
 LAYOUT = 1
 """To be raised when a back-end lays a block out in another way."""
+STATES = "states"
+"""The directory of states, within that of blocks."""
 CLOSE_S = 5.0
 WAIT_S = 0.02
 """Most that a step waits for the disk where it has nothing else to do: new requests come between steps."""
@@ -40,9 +44,40 @@ def open_disk(config: EngineConfig, loaded: LoadedModel, form: KVFormat, backend
         namespace_of(config, loaded, form, backend),
         bytes_per_block=form.bytes_per_block(loaded.facts.layers, config.block_size),
         block_size=config.block_size,
-        size_bytes=size_bytes(config),
+        size_bytes=size_bytes(config) - state_share_bytes(config, loaded.facts),
         reserved_bytes=share_bytes(config),
     )
+
+
+def open_states(config: EngineConfig, facts: ModelFacts, blocks: SlotFile | None) -> SlotFile | None:
+    """The file of states beside the blocks', in a directory of its own; None for a model without recurrent
+    layers. Raises: InvalidArgumentError."""
+    if blocks is None or not facts.states:
+        return None
+    assert config.kv_offloading_disk_path is not None, "the blocks have a file"
+    share, needed = state_share_bytes(config, facts), 2 * facts.state_bytes
+    require(
+        share >= needed,
+        f"kv_offloading_disk_size is {config.kv_offloading_disk_size} GiB, and its share for states of "
+        f"recurrent layers, kv_offloading_state_fraction {config.kv_offloading_state_fraction}, holds none "
+        f"of {facts.state_bytes / 2**20:.1f} MiB; raise either, or leave kv_offloading_disk_path out.",
+        "kv_offloading_disk_size",
+    )
+    fields = blocks.namespace.fields
+    return SlotFile.open(
+        Path(config.kv_offloading_disk_path, STATES),
+        Namespace({**fields, "backend_layout": f"{fields['backend_layout']} states"}),
+        bytes_per_block=facts.state_bytes,
+        block_size=config.block_size,
+        size_bytes=share,
+    )
+
+
+def state_share_bytes(config: EngineConfig, facts: ModelFacts) -> int:
+    """Bytes of all files for states behind prefixes."""
+    if not facts.states:
+        return 0
+    return int(config.kv_offloading_state_fraction * (size_bytes(config) - share_bytes(config)))
 
 
 def size_bytes(config: EngineConfig) -> int:
@@ -82,15 +117,37 @@ def _rope(loaded: LoadedModel) -> str:
     return f"{asked} {found}"
 
 
-class Disk:
-    """Moves blocks between host slots and the file while the engine goes on. close: at the latest when the
-    object goes or the process ends."""
+class SlotTier(Protocol):
+    """The memory's side of a slot file. DiskTier and DiskStates have the docstrings."""
 
-    def __init__(self, offload: TieredOffload, slots: HostSlots, file: SlotFile, rates: Rates) -> None:
-        assert offload.disk is not None, "there is a file, so there is a tier"
-        self.tier, self.slots, self.rates = offload.disk, slots, rates
+    @property
+    def num_loading(self) -> int: ...
+    def recover(self, found: Iterable[tuple[int, BlockName]]) -> int: ...
+    def take_reset(self) -> bool: ...
+    def take_transfers(self) -> list[Transfer]: ...
+    def finish(self, job_id: int, outcome: TransferOutcome) -> None: ...
+
+
+class Disk:
+    """Moves what slots of the host hold to a file and back while the engine goes on. close: at the latest
+    when the object goes or the process ends.
+
+    view:    the bytes of a slot of the host
+    chained: whether a record is of use only behind the one that it follows
+    """
+
+    def __init__(
+        self,
+        tier: SlotTier,
+        view: Callable[[int], memoryview],
+        file: SlotFile,
+        rates: Rates,
+        *,
+        chained: bool = True,
+    ) -> None:
+        self.tier, self.view, self.rates = tier, view, rates
         self.file = file
-        found = ((each.slot, each.record) for each in file.recover())
+        found = ((each.slot, each.record) for each in file.recover(chained=chained))
         self.num_recovered = self.tier.recover(found)
         self.workers = DiskWorkers(file)
         self._loads: set[int] = set()
@@ -100,27 +157,12 @@ class Disk:
     def counters(self) -> DiskCounters:
         return self.workers.counters
 
-    def stats(self) -> DiskStats:
-        tier = self.tier
-        return DiskStats(
-            slots=SlotStats.of(tier.tier.pool),
-            counters=self.counters,
-            recovered=self.num_recovered,
-            blocks_loaded=tier.num_loaded,
-            blocks_stored=tier.num_stored,
-            gone=tier.num_gone,
-            failed=tier.num_failed,
-            refused=tier.num_unstored,
-            loading=tier.num_loading,
-            storing=tier.num_storing,
-        )
-
     def submit(self) -> None:
         """Hand over what the memory wants moved or forgotten."""
         if self.tier.take_reset():
             self.workers.clear()
         for each in self.tier.take_transfers():
-            data = self.slots.view(each.host_slot)
+            data = self.view(each.host_slot)
             if each.to_disk:
                 self.workers.submit_store(each.job_id, each.disk_slot, each.name, data)
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,12 +48,12 @@ class OffloadedStates(Extension):
         self.rows = torch.empty((below.num_slots, store.num_bytes), dtype=torch.uint8, pin_memory=on_gpu)
 
     def begin_step(self) -> None:
-        self._store()
+        self.flush()
 
     def computed(self, sequences: list[Sequence]) -> None:
-        self._store()
+        self.flush()
 
-    def _store(self) -> None:
+    def flush(self) -> None:
         """States that are new, and whose slots nobody has written since."""
         moves = self.below.pop_stores()
         try:
@@ -61,6 +62,11 @@ class OffloadedStates(Extension):
         except Exception:
             logger.exception("storing states on the host failed; who wants them computes them again")
             self.below.unstored([target for _, target in moves])
+
+    def view(self, slot: int) -> memoryview:
+        """The bytes of a slot themselves."""
+        row: Any = self.rows[slot].numpy()
+        return memoryview(row)
 
     def row(self, entry: Entry) -> Tensor:
         """A copy of the state behind a block of the host."""

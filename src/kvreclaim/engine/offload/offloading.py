@@ -8,9 +8,10 @@ from dataclasses import replace
 from kvreclaim.engine.extension import Extension
 from kvreclaim.engine.offload.disk import WAIT_S, Disk
 from kvreclaim.engine.offload.moves import Moves
+from kvreclaim.engine.offload.offloaded_states import OffloadedStates
 from kvreclaim.engine.offload.parking import Parking
 from kvreclaim.engine.offload.prefixes import Prefixes
-from kvreclaim.engine.offload.stats import HostStateStats, SlotStats, TierStats
+from kvreclaim.engine.offload.stats import DiskStateStats, DiskStats, HostStateStats, SlotStats, TierStats
 from kvreclaim.engine.request.outputs import EngineTotals, StepStats
 from kvreclaim.engine.request.request import Sequence
 from kvreclaim.engine.signals.signals import Signals
@@ -55,8 +56,22 @@ class Offload(Extension):
         preemption.measure(slots.bytes_per_slot)
         self.parking = Parking(memory, cache, signals)
         self.moves = Moves(offload, slots, signals, preemption.rates)
-        self.disk = None if file is None else Disk(offload, slots, file, preemption.rates)
+        self.disk: Disk | None = None
+        if file is not None:
+            assert offload.disk is not None, "there is a file, so there is a tier"
+            self.disk = Disk(offload.disk, slots.view, file, preemption.rates)
+        self.states: OffloadedStates | None = None
+        self.disks: tuple[Disk, ...] = () if self.disk is None else (self.disk,)
+        """The one of blocks, then the one of states."""
         self.prefixes: Prefixes | None = None
+
+    def keep_states(self, states: OffloadedStates, file: SlotFile | None) -> None:
+        """States of recurrent layers lie on the host, and in this file."""
+        self.states = states
+        if file is not None:
+            assert self.below.states_on_disk is not None, "there is a file, so there is a tier"
+            disk = Disk(self.below.states_on_disk, states.view, file, self.preemption.rates, chained=False)
+            self.disks = (*self.disks, disk)
 
     def keep_files(self, prefixes: Prefixes) -> None:
         """Compressed prefixes are kept on disk, too."""
@@ -67,17 +82,21 @@ class Offload(Extension):
 
     def submit(self) -> None:
         """Begin to read from disk what a new request would hit there."""
-        if self.disk is not None:
-            self.disk.submit()
+        for disk in self.disks:
+            disk.submit()
         if self.prefixes is not None:
             self.prefixes.submit()
 
     def begin_step(self) -> None:
         """Take in what has come from disk."""
-        if self.disk is not None:
-            self.disk.poll()
+        self._poll()
         if self.prefixes is not None:
             self.prefixes.poll()
+
+    def _poll(self) -> None:
+        for disk in self.disks:
+            disk.poll()
+        self.below.on_disk.settle()
 
     def prepare(self, plan: StepPlan) -> None:
         """Move the plan's blocks out and in."""
@@ -109,9 +128,10 @@ class Offload(Extension):
     def idle(self) -> bool:
         """Wait for the disk, if something is on its way from there."""
         self.submit()
-        if self.disk is not None and self.disk.tier.num_loading:
-            self.disk.wait()
-            return True
+        for disk in self.disks:
+            if disk.tier.num_loading:
+                disk.wait()
+                return True
         if self.prefixes is not None and self.prefixes.below.num_coming:
             self.prefixes.workers.wait(WAIT_S)
             return True
@@ -126,10 +146,12 @@ class Offload(Extension):
         if self.disk is None:
             return
         self.below.prefetch(WANTED, keys, keys.num_tokens - 1)
-        self.disk.submit()
+        self.submit()
         while self.below.must_wait(WANTED):
-            self.disk.wait()
-            self.disk.poll()
+            for disk in self.disks:
+                if disk.tier.num_loading:
+                    disk.wait()
+            self._poll()
         self.below.end_loading(WANTED)
 
     def computed(self, sequences: list[Sequence]) -> None:
@@ -158,7 +180,7 @@ class Offload(Extension):
     def stats(self) -> TierStats:
         """Counts of every tier now, and since the start."""
         self.begin_step()  # an engine without work would go on telling of transfers that are done
-        below, disk, prefixes = self.below, self.disk, self.prefixes
+        below, prefixes = self.below, self.prefixes
         parking, counts = below.parking, below.counts
         return TierStats(
             host=SlotStats.of(below.host.pool),
@@ -174,10 +196,20 @@ class Offload(Extension):
             disk_hit_tokens=counts.from_disk,
             refused=below.prefixes.num_unstored,
             bytes_per_block=self.preemption.bytes_per_block,
-            disk=None if disk is None else disk.stats(),
+            disk=self._disk_stats(),
             prefixes=None if prefixes is None else prefixes.stats(),
             states=None if below.states is None else HostStateStats.of(below.states),
         )
+
+    def _disk_stats(self) -> DiskStats | None:
+        below = self.below
+        if self.disk is None or below.disk is None:
+            return None
+        states = None
+        if below.states_on_disk is not None:
+            of_states = self.disks[-1]
+            states = DiskStateStats.of(below.states_on_disk, of_states.counters, of_states.num_recovered)
+        return DiskStats.of(below.disk, self.disk.counters, self.disk.num_recovered, states)
 
     def reset_prefixes(self, *, external: bool) -> None:
         """Forget every prefix; external: below the pool, too."""
@@ -189,14 +221,16 @@ class Offload(Extension):
     @property
     def is_clearing(self) -> bool:
         """Whether records that are to be forgotten may still be on disk."""
-        disk, prefixes = self.disk, self.prefixes
-        is_clearing = disk is not None and disk.workers.is_clearing
+        prefixes = self.prefixes
+        is_clearing = any(disk.workers.is_clearing for disk in self.disks)
         return is_clearing or (prefixes is not None and prefixes.workers.is_clearing)
 
     def close(self) -> None:
         """Write what is on its way to disk, and let go of the file."""
         if self.prefixes is not None:
             self.prefixes.close()
-        if self.disk is not None:
-            self.disk.submit()
-            self.disk.close()
+        if self.states is not None:
+            self.states.flush()
+        for disk in self.disks:
+            disk.submit()
+            disk.close()

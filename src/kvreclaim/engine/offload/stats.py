@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from kvreclaim.engine.offload.moves import MoveTotals
 from kvreclaim.memory.pool import BlockPool
+from kvreclaim.memory.tiers.disk import DiskTier
+from kvreclaim.memory.tiers.disk_states import DiskStates
 from kvreclaim.memory.tiers.host_states import HostStates
 from kvreclaim.tiers.jobs import DiskCounters
 from kvreclaim.tiers.prefix_workers import PrefixCounters
@@ -28,6 +30,42 @@ class SlotStats:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskStateStats:
+    """Counts of recurrent layers' states on disk.
+
+    kept: can be read; recovered: found at the start
+    stored, loaded: written and read since then; gone: damaged; failed: transfers that the disk did not make
+    loading, storing: under way
+    """
+
+    counters: DiskCounters
+    num_slots: int
+    kept: int
+    recovered: int
+    stored: int
+    loaded: int
+    gone: int
+    failed: int
+    loading: int
+    storing: int
+
+    @classmethod
+    def of(cls, states: DiskStates, counters: DiskCounters, recovered: int) -> DiskStateStats:
+        return cls(
+            counters,
+            states.slots.num_slots,
+            states.num_kept,
+            recovered,
+            states.num_stored,
+            states.num_loaded,
+            states.num_gone,
+            states.num_failed,
+            states.num_loading,
+            states.num_storing,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class DiskStats:
     """Counts of the disk file.
 
@@ -37,6 +75,7 @@ class DiskStats:
     failed:  transfers that the disk did not make
     refused: stores that found no slot
     loading, storing: under way
+    states: of recurrent layers, behind these blocks; None without
     """
 
     slots: SlotStats
@@ -49,6 +88,25 @@ class DiskStats:
     refused: int
     loading: int
     storing: int
+    states: DiskStateStats | None = None
+
+    @classmethod
+    def of(
+        cls, tier: DiskTier, counters: DiskCounters, recovered: int, states: DiskStateStats | None
+    ) -> DiskStats:
+        return cls(
+            slots=SlotStats.of(tier.tier.pool),
+            counters=counters,
+            recovered=recovered,
+            blocks_loaded=tier.num_loaded,
+            blocks_stored=tier.num_stored,
+            gone=tier.num_gone,
+            failed=tier.num_failed,
+            refused=tier.num_unstored,
+            loading=tier.num_loading,
+            storing=tier.num_storing,
+            states=states,
+        )
 
 
 @dataclass(frozen=True, slots=True)

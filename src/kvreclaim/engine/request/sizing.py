@@ -166,6 +166,7 @@ def make_memory(
     facts: ModelFacts,
     bytes_per_block: int,
     num_disk_slots: int,
+    num_disk_states: int,
     rates: Rates,
     **others: Any,
 ) -> MemoryManager:
@@ -183,6 +184,13 @@ def make_memory(
         "lower it, or raise that.",
         "swap_space",
     )
+    require(
+        not facts.states or num_states > 0 or not num_disk_slots,
+        "kv_offloading_disk_path is set, but the host keeps no states of recurrent layers, without which "
+        "nothing could begin with what the disk holds; raise kv_offloading_state_fraction, "
+        "kv_offloading_size or state_checkpoints, or leave the path out.",
+        "kv_offloading_disk_path",
+    )
     max_parked = num_slots // 2
     if config.swap_space is not None:
         max_parked = min(num_slots, int(config.swap_space * 2**30) // bytes_per_block)
@@ -198,11 +206,12 @@ def make_memory(
         store_decoded=config.kv_offload_decode,
         num_host_states=num_states,
         num_disk_slots=num_disk_slots,
+        num_disk_states=num_disk_states,
         disk_eviction_policy=config.kv_offloading_eviction_policy,
         disk_store_after=2 if config.kv_offloading_disk_write_policy == "write_through_selective" else 1,
         load_wait_s=load_wait(config),
         races=config.kv_load_policy == "race" and not facts.states,  # states don't follow
-        load_is_worth=load_worth(config, bytes_per_block, rates),
+        load_is_worth=load_worth(config, bytes_per_block, facts.state_bytes, rates),
     )
     return MemoryManager(config.num_blocks, config.block_size, offload=offload, **others)
 
@@ -236,13 +245,15 @@ def load_wait(config: EngineConfig) -> Callable[[int], float]:
     return lambda _: 0.0
 
 
-def load_worth(config: EngineConfig, bytes_per_block: int, rates: Rates) -> Callable[[int], bool]:
-    """Whether so many tokens are to be read from disk."""
+def load_worth(
+    config: EngineConfig, bytes_per_block: int, state_bytes: int, rates: Rates
+) -> Callable[[int], bool]:
+    """Whether so many tokens, and a state behind them, are to be read from disk."""
     if config.kv_load_policy == "wait_complete":
         return lambda _: True
     size = config.block_size
     return lambda num_tokens: (
-        rates.load_s(num_tokens // size * bytes_per_block) < rates.recompute_s(num_tokens, 0, 0)
+        rates.load_s(num_tokens // size * bytes_per_block + state_bytes) < rates.recompute_s(num_tokens, 0, 0)
     )
 
 

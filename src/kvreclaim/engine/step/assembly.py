@@ -17,7 +17,7 @@ from kvreclaim.engine.execute.recurrent import RecurrentStates
 from kvreclaim.engine.execute.runner import ModelRunner
 from kvreclaim.engine.extension import Extensions
 from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
-from kvreclaim.engine.offload.disk import open_disk, share_bytes
+from kvreclaim.engine.offload.disk import open_disk, open_states, share_bytes
 from kvreclaim.engine.offload.offloaded_states import OffloadedStates
 from kvreclaim.engine.offload.offloading import Offload
 from kvreclaim.engine.offload.prefixes import make_prefixes
@@ -79,7 +79,7 @@ class Storage:
 
     cache:  what requests write to; device: where that lies in host memory, the pool of compressed drafts
     stream: where it lies in host memory, brings its layers to the device
-    file:   the slot file on disk; rates: measured transfer rates
+    file:   the slot file on disk; state_file: of states of recurrent layers; rates: measured transfer rates
     """
 
     memory: MemoryManager
@@ -87,6 +87,7 @@ class Storage:
     device: KVCache | None
     stream: StreamedLayers | None
     file: SlotFile | None
+    state_file: SlotFile | None
     rates: Rates
 
 
@@ -102,11 +103,13 @@ def make_storage(
     facts, size = groups.facts, config.block_size
     like = next(loaded.model.parameters()).new_empty(0, dtype=facts.dtype)
     file, rates = open_disk(config, loaded, form, backend.NAME), Rates()
+    state_file = open_states(config, loaded.facts, file)
     memory = make_memory(
         config,
         groups.model,
         form.bytes_per_block(facts.layers, size),
         0 if file is None else file.num_slots,
+        0 if state_file is None else state_file.num_slots,
         rates,
         enable_prefix_caching=config.enable_prefix_caching,
         fingerprint=f"{facts.fingerprint}/{facts.name}/{facts.dtype}/{form.fingerprint}",
@@ -124,11 +127,11 @@ def make_storage(
     if not config.full_cache_host_size:
         staging = STAGING_BLOCKS if config.kv_recall_size else 0
         cache = allocate(num_blocks + staging)
-        return Storage(memory, cache, None, None, file, rates)
+        return Storage(memory, cache, None, None, file, state_file, rates)
     assert config.num_blocks is not None, "the engine's limits are set"
     cache = full_cache(config, groups, backend, form, like, num_blocks)
     stream = streamed_layers(cache, groups, backend, like, totals)
-    return Storage(memory, cache, allocate(config.num_blocks), stream, file, rates)
+    return Storage(memory, cache, allocate(config.num_blocks), stream, file, state_file, rates)
 
 
 def make_states(loaded: LoadedModel, memory: MemoryManager) -> RecurrentStates | None:
@@ -141,12 +144,16 @@ def make_states(loaded: LoadedModel, memory: MemoryManager) -> RecurrentStates |
     return RecurrentStates(loaded.recurrent, store, memory.recurrent)
 
 
-def make_host_states(memory: MemoryManager, states: RecurrentStates | None) -> OffloadedStates | None:
+def make_host_states(
+    storage: Storage, states: RecurrentStates | None, tiers: Offload | None
+) -> OffloadedStates | None:
     """None where no states go to the host."""
-    offload = memory.offload
-    if states is None or not isinstance(offload, TieredOffload) or offload.states is None:
+    if states is None or tiers is None or tiers.below.states is None:
         return None
-    return OffloadedStates(memory.full.tables, states.group, offload.states, states.store)
+    tables, on_host = storage.memory.full.tables, tiers.below.states
+    offloaded = OffloadedStates(tables, states.group, on_host, states.store)
+    tiers.keep_states(offloaded, storage.state_file)
+    return offloaded
 
 
 def make_offload(
@@ -161,7 +168,9 @@ def make_offload(
 
 def keeps_snapshots_on_disk(config: EngineConfig, storage: Storage, scheduler: Scheduler[Seq]) -> bool:
     """Whether compressed prefixes get files, and are found again by the next engine."""
-    return storage.file is not None and bool(share_bytes(config) and scheduler.snapshots.max_blocks)
+    if storage.file is None or storage.state_file is not None:
+        return False
+    return bool(share_bytes(config) and scheduler.snapshots.max_blocks)
 
 
 def make_snapshots(

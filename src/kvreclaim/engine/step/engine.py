@@ -125,7 +125,7 @@ class Engine:
         self.scheduler, self.requests = scheduler, self.lifecycle.requests
         if states is not None:
             self.extensions.add(states)
-        self._on_host = make_host_states(self.memory, states)
+        self._on_host = make_host_states(storage, states, self.tiers)
         if self._on_host is not None:
             self.extensions.add(self._on_host)
         if self.tiers is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvreclaim.memory.block_table import BlockTable
@@ -61,9 +61,47 @@ class NoDiskPrefixes:
     def end_loading(self, seq_id: int) -> None:
         """A sequence has begun, or will not."""
 
+    def settle(self) -> None:
+        """Something has come from disk."""
+
     def references(self) -> tuple[Counter[int], Counter[int]]:
         """To slots of the host and of the file; for checks."""
         return Counter(), Counter()
+
+
+class NoDiskStates:
+    """Blocks on disk need no states. DiskStates overrides all of this."""
+
+    def goal(
+        self,
+        keys: BlockKeys,
+        limit: int,
+        here: Sequence[Entry],
+        above: Sequence[Entry],
+        below: Sequence[Entry],
+    ) -> int:
+        """How many of the first `limit` blocks the host is to have; 0: none on disk is of use. here, above,
+        below: the entries that the pool, the host and the disk have"""
+        return 0 if len(here) >= limit or len(below) <= len(above) else len(below)
+
+    def load(self, seq_id: int, keys: BlockKeys, depth: int, deadline: float) -> None:
+        """Begin to load the state behind the first `depth` blocks."""
+
+    def must_wait(self, seq_id: int, now: float) -> bool:
+        """Whether the sequence goes on waiting for a state."""
+        return False
+
+    def end(self, seq_id: int) -> None:
+        """The sequence waits no more."""
+
+    def link(self) -> None:
+        """Something has come from disk."""
+
+    def forget(self, keys: BlockKeys) -> None:
+        """Nothing finds the states behind these blocks any more."""
+
+    def reset(self) -> None:
+        """Forget all that the file holds."""
 
 
 class DiskPrefixes(NoDiskPrefixes):
@@ -72,6 +110,7 @@ class DiskPrefixes(NoDiskPrefixes):
     Args:
         full, above:   the group whose blocks are stored, and the host's side
         disk:          the file's slots and what is on its way
+        states:        of recurrent layers, in a file beside
         store_after:   times that a block must have been met before it is written to disk
         load_wait_s:   seconds that a sequence waits for what is being loaded, by tokens to load
         load_is_worth: whether loading so many tokens takes less time than computing them
@@ -83,13 +122,14 @@ class DiskPrefixes(NoDiskPrefixes):
         full: FullAttentionGroup,
         above: HostPrefixes,
         disk: DiskTier,
+        states: NoDiskStates,
         *,
         store_after: int,
         load_wait_s: Callable[[int], float],
         load_is_worth: Callable[[int], bool],
         clock: Callable[[], float],
     ) -> None:
-        self.disk = disk
+        self.disk, self._states = disk, states
         self._full, self._above, self._clock = full, above, clock
         self._store_after, self._load_wait_s, self._load_is_worth = store_after, load_wait_s, load_is_worth
         self._on_disk: dict[int, list[Entry]] = {}
@@ -126,9 +166,11 @@ class DiskPrefixes(NoDiskPrefixes):
         self.disk.forget(keys, len(self._above.below.get(seq_id, ())))
         for entry in reversed(self._on_disk.get(seq_id, ())):
             self.disk.tier.pool.unindex(entry.block)
+        self._states.forget(keys)
 
     def reset(self) -> None:
         self.disk.reset()
+        self._states.reset()
 
     def offer(self) -> None:
         for seq_id, known in self._on_disk.items():
@@ -159,16 +201,21 @@ class DiskPrefixes(NoDiskPrefixes):
         if not self._full.prefix.enabled or not keys.lasting:
             return
         most = min(keys.num_tokens - 1, max_tokens)
-        limit = most // self._full.block_size
-        if len(self._full.prefix.match(keys, max_tokens).entries) >= limit:
+        size = self._full.block_size
+        here, limit = self._full.prefix.match(keys, max_tokens).entries, most // size
+        above, below = self._above.host.run(keys, limit), self.disk.run(keys, limit)
+        goal = self._states.goal(keys, limit, here, above, below)
+        missing = max(0, goal - len(above)) * size
+        if not goal or not self._load_is_worth(missing or goal * size):
             return
-        missing = len(self.disk.run(keys, limit)) - len(self._above.host.run(keys, limit))
-        num_tokens = missing * self._full.block_size
-        if missing > 0 and self._load_is_worth(num_tokens):
-            loading = self.disk.load(keys, most, self._clock() + self._load_wait_s(num_tokens))
-            if loading is not None:
-                self._loading[seq_id] = loading
-                self._above.forget_twins([transfer.host_slot for transfer in loading.transfers])
+        deadline = self._clock() + self._load_wait_s(missing)
+        if missing:
+            loading = self.disk.load(keys, most if goal == len(below) else goal * size, deadline)
+            if loading is None:
+                return
+            self._loading[seq_id] = loading
+            self._above.forget_twins([transfer.host_slot for transfer in loading.transfers])
+        self._states.load(seq_id, keys, goal, deadline)
 
     def must_wait(self, seq_id: int) -> bool:
         loading = self._loading.get(seq_id)
@@ -176,7 +223,9 @@ class DiskPrefixes(NoDiskPrefixes):
             self.end_loading(seq_id)
             self.prefetch(seq_id, loading.keys, loading.max_tokens)
             loading = self._loading.get(seq_id)
-        return loading is not None and loading.is_pending and self._clock() < loading.deadline
+        now = self._clock()
+        is_pending = loading is not None and loading.is_pending and now < loading.deadline
+        return is_pending or self._states.must_wait(seq_id, now)
 
     @property
     def num_deferred(self) -> int:
@@ -187,6 +236,10 @@ class DiskPrefixes(NoDiskPrefixes):
         loading = self._loading.pop(seq_id, None)
         if loading is not None:
             self.disk.end(loading)
+        self._states.end(seq_id)
+
+    def settle(self) -> None:
+        self._states.link()
 
     def references(self) -> tuple[Counter[int], Counter[int]]:
         host, disk = self.disk.references()

@@ -9,7 +9,9 @@ from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.groups.recurrent import RecurrentGroup
 from kvreclaim.memory.offload import Move
 from kvreclaim.memory.prefix.index import STATE, Entry
+from kvreclaim.memory.prefix.keys import BlockKeys, BlockName
 from kvreclaim.memory.prefix_cache import PrefixMatch
+from kvreclaim.memory.tiers.pinned_slots import PinnedSlots
 from kvreclaim.memory.tiers.tier import Tier
 
 
@@ -37,6 +39,32 @@ class NoHostStates:
         """A sequence is gone."""
 
 
+class NoStatesBelow:
+    """No states go from the host to disk. DiskStates overrides all of this."""
+
+    def name(self, keys: BlockKeys, index: int) -> BlockName | None:
+        """What the state behind this block is called there; None: it does not go there."""
+        return None
+
+    def stored(self, name: BlockName | None, slot: int) -> None:
+        """A slot of the host is filled with this state before anything is moved to disk."""
+
+    def met(self, name: BlockName | None, slot: int) -> None:
+        """A sequence has met what a slot of the host holds."""
+
+    def unstored(self, slots: Sequence[int]) -> None:
+        """These slots of the host could not be filled."""
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """A state to be copied: behind `above`, an entry of the pool, and `entry`, its twin on the host."""
+
+    above: Entry
+    entry: Entry
+    name: BlockName | None
+
+
 @dataclass(slots=True)
 class HostStateCounts:
     """Since the start: states brought to the host and from there, and copies that failed."""
@@ -60,17 +88,25 @@ class HostStates(NoHostStates):
     """
 
     def __init__(self, group: RecurrentGroup, host: Tier, num_slots: int) -> None:
-        self.num_slots = num_slots
+        self.slots = PinnedSlots(num_slots)
+        self.below = NoStatesBelow()
         self.counts = HostStateCounts()
         self._group, self._index = group, host.pool.index
-        self._free = list(range(num_slots))[::-1]
         self._kept: dict[int, tuple[Entry, int]] = {}
         """By the host entry's serial; the least recently used first."""
-        self._wanted: dict[int, tuple[Entry, Entry]] = {}
-        """The pool's entry with the state that this entry of the host lacks."""
-        self._last: dict[int, tuple[Entry, Entry]] = {}
-        """The same of each sequence, behind the newest block of its answer."""
+        self._wanted: dict[int, _Wanted] = {}
+        """By the host entry's serial."""
+        self._last: dict[int, _Wanted] = {}
+        """By sequence: behind the newest block of its answer."""
         self._coming: dict[int, Entry] = {}
+
+    @property
+    def num_slots(self) -> int:
+        return self.slots.num_slots
+
+    def has(self, entry: Entry) -> bool:
+        """Whether a slot holds the state behind this block of the host."""
+        return entry.serial in self._kept
 
     @property
     def num_kept(self) -> int:
@@ -98,63 +134,83 @@ class HostStates(NoHostStates):
 
     def met(self, table: BlockTable, below: Sequence[Entry]) -> None:
         if below and len(below) == len(table.entries):
-            self._want(table.entries[-1], below[-1])
+            self._want(self._of(table, below, len(below) - 1))
 
     def offer(self, seq_id: int, table: BlockTable, below: Sequence[Entry], first: int) -> None:
-        for pair in zip(table.entries[first:], below[first:], strict=False):
-            self._want(*pair)
+        for i in range(first, min(len(table.entries), len(below))):
+            self._want(self._of(table, below, i))
         num_known, size = len(below), self._group.block_size
         if not num_known or table.logical_len != num_known * size:
             return
-        pair = table.entries[num_known - 1], below[-1]
-        if self._group.is_rolling(seq_id, pair[0]):
-            self._wanted.pop(pair[1].serial, None)
-            self._last[seq_id] = pair
+        wanted = self._of(table, below, num_known - 1)
+        if self._group.is_rolling(seq_id, wanted.above):
+            self._wanted.pop(wanted.entry.serial, None)
+            self._last[seq_id] = wanted
         else:
-            self._want(*pair)
+            self._want(wanted)
 
-    def _want(self, above: Entry, entry: Entry) -> None:
-        """Have the state of this entry of the pool, if it is kept, copied to its twin on the host."""
-        if entry.serial in self._kept:
-            self._use(entry)
-        elif self._group.checkpoint(above) is not None:
-            self._wanted[entry.serial] = above, entry
+    def _of(self, table: BlockTable, below: Sequence[Entry], i: int) -> _Wanted:
+        return _Wanted(table.entries[i], below[i], self.below.name(table.keys, i))
+
+    def _want(self, wanted: _Wanted) -> None:
+        """Have this state, if the device keeps it, copied to the host."""
+        serial = wanted.entry.serial
+        if serial in self._kept:
+            self._use(wanted.entry)
+            self.below.met(wanted.name, self._kept[serial][1])
+        elif self._group.checkpoint(wanted.above) is not None:
+            self._wanted[serial] = wanted
 
     def _use(self, entry: Entry) -> None:
         self._kept[entry.serial] = self._kept.pop(entry.serial)  # behind the others
 
     def free(self, seq_id: int) -> None:
         self._coming.pop(seq_id, None)
-        if (pair := self._last.pop(seq_id, None)) is not None:
-            self._want(*pair)
+        if (wanted := self._last.pop(seq_id, None)) is not None:
+            self._want(wanted)
 
     # Moves.
 
     def pop_stores(self) -> list[Move]:
         """(slot of the device, slot of the host) of states that are there still; they can be found from now
         on. To be called while no step is on its way."""
-        found, wanted, self._wanted = [], self._wanted, {}
-        for above, entry in wanted.values():
-            slot = self._group.checkpoint(above)
-            if slot is not None and self._index.is_live(entry) and entry.serial not in self._kept:
-                found.append((slot, self._take()))
-                self._kept[entry.serial] = entry, found[-1][1]
+        found, wanted, self._wanted = list[Move](), self._wanted, {}
+        for serial, one in wanted.items():
+            source = self._group.checkpoint(one.above)
+            if source is None or not self._index.is_live(one.entry) or serial in self._kept:
+                continue
+            if (target := self.take()) is not None:
+                found.append((source, target))
+                self._kept[serial] = one.entry, target
+                self.below.stored(one.name, target)
         self.counts.stored += len(found)
         self.version += bool(found)
         return found
 
-    def _take(self) -> int:
-        if not self._free:
-            gone = (serial for serial, (entry, _) in self._kept.items() if not self._index.is_live(entry))
-            self._drop(next(gone, next(iter(self._kept))))
-        return self._free.pop()
+    def take(self) -> int | None:
+        """A slot, for which a state that nobody is reading may give way; None: there is none."""
+        if not self.slots.num_free:
+            idle = [serial for serial, (_, slot) in self._kept.items() if not self.slots.is_pinned(slot)]
+            gone = (serial for serial in idle if not self._index.is_live(self._kept[serial][0]))
+            if (serial := next(gone, idle[0] if idle else None)) is not None:
+                self._drop(serial)
+        return self.slots.take()
+
+    def enter(self, entry: Entry, slot: int) -> None:
+        """A slot that was taken holds the state behind this block, unless another one does."""
+        if entry.serial in self._kept:
+            self.slots.give_back(slot)
+            return
+        self._kept[entry.serial] = entry, slot
+        self.version += 1
 
     def _drop(self, serial: int) -> None:
-        self._free.append(self._kept.pop(serial)[1])
+        self.slots.give_back(self._kept.pop(serial)[1])
         self.version += 1
 
     def unstored(self, slots: Sequence[int]) -> None:
         """These slots could not be written."""
+        self.below.unstored(slots)
         for serial in [serial for serial, (_, slot) in self._kept.items() if slot in slots]:
             self._drop(serial)
         self.counts.stored -= len(slots)
@@ -190,7 +246,7 @@ class HostStates(NoHostStates):
         for serial in list(self._kept):
             self._drop(serial)
 
-    def check(self) -> None:
-        """Raises AssertionError unless each slot is free or kept once."""
-        slots = sorted([*self._free, *(slot for _, slot in self._kept.values())])
-        assert slots == list(range(self.num_slots)), f"state slots of the host: {slots}"
+    def check(self, lent: Sequence[int] = ()) -> None:
+        """Raises AssertionError unless each slot is kept once, lent or free. lent: those that others have
+        taken"""
+        self.slots.check([*lent, *(slot for _, slot in self._kept.values())])

@@ -17,7 +17,8 @@ from kvreclaim.memory.prefix.index import INELIGIBLE
 from kvreclaim.memory.prefix.keys import BlockKeys
 from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.memory.tiers.disk import DiskTier
-from kvreclaim.memory.tiers.disk_prefixes import DiskPrefixes, NoDiskPrefixes
+from kvreclaim.memory.tiers.disk_prefixes import DiskPrefixes, NoDiskPrefixes, NoDiskStates
+from kvreclaim.memory.tiers.disk_states import DiskStates
 from kvreclaim.memory.tiers.host_prefixes import HostPrefixes
 from kvreclaim.memory.tiers.host_states import HostStates, NoHostStates
 from kvreclaim.memory.tiers.parking import ParkedSequences
@@ -61,6 +62,7 @@ class TieredOffload(OffloadSlots):
         store_decoded:        whether blocks are stored that hold tokens behind the prompt
         num_host_states:      slots for states behind prefixes on the host; 0: none are kept there
         num_disk_slots:       0 for no disk below the host
+        num_disk_states:      slots of a file for states behind prefixes on disk; 0: none are kept there
         disk_eviction_policy: of the file's slots
         disk_store_after:     times that a block must have been met before it is written to disk
         load_wait_s:          seconds that a sequence waits for what is being loaded, by tokens to load
@@ -81,6 +83,7 @@ class TieredOffload(OffloadSlots):
         store_decoded: bool = True,
         num_host_states: int = 0,
         num_disk_slots: int = 0,
+        num_disk_states: int = 0,
         disk_eviction_policy: str = "lru",
         disk_store_after: int = 1,
         load_wait_s: Callable[[int], float] = lambda _: 10.0,
@@ -108,13 +111,21 @@ class TieredOffload(OffloadSlots):
             races=races,
         )
         self.disk: DiskTier | None = None
+        self.states_on_disk: DiskStates | None = None
         self.on_disk = NoDiskPrefixes()
         if num_disk_slots:
             self.disk = DiskTier(self.host, num_disk_slots, full.block_size, disk_eviction_policy)
+            if num_disk_states:
+                assert states is not None, "states on disk are those of recurrent layers"
+                assert self.states is not None, "they come from the host"
+                self.states_on_disk = DiskStates(
+                    states, self.states, self.disk, num_disk_states, disk_store_after
+                )
             self.on_disk = DiskPrefixes(
                 full,
                 self.prefixes,
                 self.disk,
+                self.states_on_disk or NoDiskStates(),
                 store_after=disk_store_after,
                 load_wait_s=load_wait_s,
                 load_is_worth=load_is_worth,
@@ -236,8 +247,10 @@ class TieredOffload(OffloadSlots):
         if self.disk is not None:
             _check_slots("disk", self.disk.tier.pool, on_disk)
         self.parking.check()
+        if self.states_on_disk is not None:
+            self.states_on_disk.check()
         if self.states is not None:
-            self.states.check()
+            self.states.check(self.states_on_disk.lent if self.states_on_disk is not None else ())
 
 
 def _check_slots(name: str, pool: BlockPool, held: Counter[int]) -> None:
