@@ -10,7 +10,6 @@ import pytest
 import tiny
 from disks import GIB, Failing
 from settings import assert_idle
-from verifying import drafting
 
 from kvreclaim import LLM, SamplingParams
 from kvreclaim.engine.offload.stats import DiskStateStats
@@ -206,29 +205,6 @@ def test_many_at_once(family, policy, tiny_dir, expected, tmp_path) -> None:
     if policy == "wait_complete":
         assert settled(llm).loaded > 0
     llm.close()
-
-
-@pytest.mark.parametrize(
-    "options", [{"state_drafts": 4}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}]
-)
-@pytest.mark.parametrize("family", FEW)
-def test_beside_drafts(family, options, tiny_dir, expected, tmp_path) -> None:
-    """Compressed caches draft, or n-grams do."""
-    compression = drafting("knorm") if "state_drafts" in options else None
-    options = {**options, "num_blocks": 24, "max_num_seqs": 4}
-    for name in ("first", "second"):
-        llm = load(tiny_dir(family), tmp_path, **options)
-        for _ in range(2):
-            outputs = llm.generate([*PROMPTS, *PROMPTS], GREEDY, compression)
-            assert [output.error for output in outputs] == [None] * 8
-            assert [output.outputs[0].token_ids for output in outputs] == expected(family) * 2
-            settled(llm)
-            assert_idle(llm)
-        stats = llm.engine.tier_stats()
-        assert llm.engine.totals.speculation.num_draft_tokens > 0
-        assert stats.states.loaded > 0
-        assert (stats.disk.states.loaded > 0) == (name == "second")
-        llm.close()
 
 
 def test_a_cache_that_was_reset_finds_nothing(tiny_dir, expected, tmp_path) -> None:
