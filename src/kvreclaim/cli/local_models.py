@@ -6,7 +6,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,13 @@ from kvreclaim.model.quantized.copy_file import CopyFile, copy_files
 from kvreclaim.model_paths import (
     REAL_MODEL,
     SOURCE_FILE,
+    directory_name,
     fetched_model,
+    is_hub_gguf,
     lacks,
     models_home,
     num_bytes_of,
+    only_gguf,
     source_of,
     statistics_beside,
 )
@@ -60,6 +63,11 @@ def local_models() -> list[LocalModel]:
     found = []
     for entry in entries:
         if entry.is_dir() and not entry.name.startswith("."):
+            if source_of(entry) is not None and (file := only_gguf(entry)) is not None:
+                told = _gguf(file)
+                wrong = lacks(entry) or told.wrong
+                found.append(replace(told, name=entry.name, path=entry, is_fetched=True, wrong=wrong))
+                continue
             if (entry / "config.json").is_file() or source_of(entry) is not None:
                 found.append(_directory(entry))
             found += [_gguf(file) for file in sorted(entry.rglob("*.gguf"))]
@@ -70,7 +78,7 @@ def local_models() -> list[LocalModel]:
 
 def named_model(named: str | None) -> str | Path:
     """The model that `kvreclaim run` was told: a name that `ls` prints or a hub id that was fetched, the
-    default model, which is fetched if it is not here, or what --model takes.
+    default model or a GGUF file of the hub, which are fetched if they are not here, or what --model takes.
 
     Raises: FetchError; InvalidArgumentError for a name of nothing, before the hub is asked for it.
     """
@@ -79,13 +87,17 @@ def named_model(named: str | None) -> str | Path:
     name = str(named)
     if name == REAL_MODEL and fetched_model(name) is None:
         return fetched(None, None)
-    for path in (models_home() / name, models_home() / name.replace("/", "--")):
+    if (found := fetched_model(name)) is not None:
+        return found
+    if is_hub_gguf(name):
+        return only_gguf(fetched(name, None)) or name
+    for path in (models_home() / name, models_home() / directory_name(name)):
         if (path / "config.json").is_file() or (path.suffix.lower() == ".gguf" and path.is_file()):
             return path
     require(
         "/" in name or _is_in_hub_cache(name),
         f"{name!r} is no model here; pass a name that `kvreclaim ls` prints, a directory, a .gguf file, "
-        f"{DEMO}, or a hub id (owner/name).",
+        f"{DEMO}, a hub id (owner/name), or a GGUF file's (owner/name:Q4_K_M).",
         "model",
     )
     return name

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvreclaim import demo_model, real_model
+from kvreclaim.checks import require
 from kvreclaim.cli.config_options import ConfigOptions
 from kvreclaim.compression_settings import CompressionSettings
 from kvreclaim.config import EngineConfig
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.model_paths import fetched_model
+from kvreclaim.model_paths import fetched_model, is_hub_gguf
 from kvreclaim.options import COMPRESSION, MODEL
 from kvreclaim.outputs import check_writable
 
@@ -97,8 +98,16 @@ def model_of(named: str | None, say: Callable[[str], object] = _tell) -> str | P
     if named == DEMO:
         return demo_model()
     if named is not None:
-        is_name = "/" not in named and not os.path.exists(named)
-        return (fetched_model(named) if is_name else None) or named
+        is_gguf = is_hub_gguf(named)
+        if os.path.exists(named) or ("/" in named and not is_gguf):
+            return named
+        found = fetched_model(named)
+        require(
+            found is not None or not is_gguf,
+            f"{named!r} is not here; `kvreclaim fetch {named}` brings it.",
+            "model",
+        )
+        return found or named
     if (real := real_model()) is not None:
         say(f"model: {real.name} in {real}")
         return real

@@ -13,7 +13,7 @@ from kvreclaim.cli.config_options import with_config
 from kvreclaim.cli.local_models import LocalModel, local_models
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model.quantized.copy_file import copy_files
-from kvreclaim.model_paths import models_home
+from kvreclaim.model_paths import directory_name, models_home
 
 
 @with_config
@@ -52,7 +52,7 @@ def _delete(model: LocalModel) -> None:
 def deletable(name: str) -> LocalModel:
     """Raises: InvalidArgumentError for all that kvreclaim did not write."""
     models = {model.name: model for model in local_models()}
-    model = models.get(name) or models.get(name.replace("/", "--"))
+    model = models.get(name) or models.get(directory_name(name))
     fetched = ", ".join(each.name for each in models.values() if each.is_fetched) or "none"
     require(
         model is not None,

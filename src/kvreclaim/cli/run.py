@@ -35,7 +35,8 @@ def run(
     model: Annotated[
         str | None,
         typer.Argument(
-            help=f"A name that `kvreclaim ls` prints, a directory, a .gguf file, a hub id, or {opt.DEMO}. "
+            help=f"A name that `kvreclaim ls` prints, a directory, a .gguf file, a hub id, a "
+            f"GGUF file of the hub (owner/name:Q4_K_M), or {opt.DEMO}. "
             "Default: as for `kvreclaim serve`."
         ),
     ] = None,
@@ -44,7 +45,7 @@ def run(
     ] = None,
     *,
     system: Annotated[str, typer.Option(help="System prompt.")] = "",
-    verbose: Annotated[bool, typer.Option("--verbose", help="Print all figures behind each answer.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print all figures after each answer.")] = False,
     engine: Annotated[
         EngineConfig,
         ConfigOptions(

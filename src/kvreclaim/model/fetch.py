@@ -1,7 +1,7 @@
 """Bring a language model here, as a directory that transformers reads: whole, or not at all.
 
-Three sources: a GGUF file inside a package of Python's index (so that no hub is needed), a GGUF file on this
-machine, a model of the hub.
+Four sources: a GGUF file inside a package of Python's index (so that no hub is needed), a GGUF file on this
+machine, a model of the hub, a GGUF file of the hub, which stays as it is.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from kvreclaim.model.gguf import check_packages, convert_gguf
 from kvreclaim.model_paths import (
     REAL_MODEL,
     STATS_FILE,
+    directory_name,
+    is_hub_gguf,
     lacks,
     models_home,
     moved,
@@ -140,32 +142,64 @@ class HubModel:
 
     @property
     def name(self) -> str:
-        return self.repo.replace("/", "--")
+        return directory_name(self.repo)
 
     def identity(self) -> str:
         return f"hub:{self.repo}"
 
     def write(self, directory: Path, work: Path, say: Say) -> None:
-        from huggingface_hub import snapshot_download
-
         say(f"downloading {self.repo} from the hub")
-        try:
-            found = Path(
-                snapshot_download(self.repo, allow_patterns=list(HUB_FILES), ignore_patterns=["*/*"])
-            )
-        except Exception as error:  # of the network, of the hub, of the id: a family without a common class
-            reason = str(error).strip().split("\n", 1)[0]
-            raise FetchError(
-                f"{self.repo!r} cannot be had from the hub ({reason}); see to the id and the network, or "
-                "pass the path of a .gguf file."
-            ) from error
+        found = _from_hub(self.repo, list(HUB_FILES), ignore_patterns=["*/*"])
         for file in {file for pattern in HUB_FILES for file in found.glob(pattern)}:  # a cache may hold more
             shutil.copyfile(file, directory / file.name)
         if not (directory / "config.json").is_file() or not list(directory.glob("*.safetensors")):
             raise FetchError(
                 f"{self.repo!r} has no config.json with *.safetensors beside it; pass a model in "
-                "transformers' layout with safetensors weights."
+                "transformers' layout with safetensors weights, or for a GGUF file of it its type behind a "
+                f"colon, such as {self.repo}:Q4_K_M."
             )
+
+
+@dataclass(frozen=True)
+class HubGguf:
+    """The GGUF file of one type in a model of the hub, or of the hub's cache, as it is. kind: as Q4_K_M"""
+
+    repo: str
+    kind: str
+
+    @property
+    def name(self) -> str:
+        return directory_name(self.identity().removeprefix("hub:"))
+
+    def identity(self) -> str:
+        return f"hub:{self.repo}:{self.kind}"
+
+    def write(self, directory: Path, work: Path, say: Say) -> None:
+        say(f"downloading {self.repo}, {self.kind}, from the hub")
+        letters = "".join(f"[{x.lower()}{x.upper()}]" if x.isalpha() else x for x in self.kind)
+        pattern = f"*[-.]{letters}.gguf"
+        found = _from_hub(self.repo, [pattern], ["*mmproj*"])
+        files = [file for file in found.rglob(pattern) if "mmproj" not in file.name]
+        if len(files) != 1:
+            raise FetchError(
+                f"{self.repo!r} has {len(files) or 'no'} files whose names end in {self.kind}.gguf, not one "
+                "(files in several parts are not read); look at the model's files for another type."
+            )
+        shutil.copyfile(files[0], directory / files[0].name)
+
+
+def _from_hub(repo: str, patterns: list[str], ignore_patterns: list[str] | None = None) -> Path:
+    """The hub's own folder with these files. Raises: FetchError."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(repo, allow_patterns=patterns, ignore_patterns=ignore_patterns))
+    except Exception as error:  # of the network, of the hub, of the id: a family without a common class
+        reason = str(error).strip().split("\n", 1)[0]
+        raise FetchError(
+            f"{repo!r} cannot be had from the hub ({reason}); see to the id and the network, or pass the "
+            "path of a .gguf file."
+        ) from error
 
 
 SMOLLM2 = PackagedModel(
@@ -179,7 +213,8 @@ SMOLLM2 = PackagedModel(
 
 
 def source_from(text: str | None) -> ModelSource:
-    """None: the default; a path that ends in .gguf; else a hub id. Raises: FetchError."""
+    """None: the default; a path that ends in .gguf; else a hub id, or one with a GGUF type behind a colon.
+    Raises: FetchError."""
     if text is None:
         return SMOLLM2
     path = Path(text)
@@ -192,7 +227,7 @@ def source_from(text: str | None) -> ModelSource:
             f"{text!r} is no .gguf file; pass one or a hub id (a directory that transformers reads needs no "
             "fetching: --model takes it as it is)."
         )
-    return HubModel(text)
+    return HubGguf(*text.split(":")) if is_hub_gguf(text) else HubModel(text)
 
 
 def fetch_model(source: ModelSource = SMOLLM2, output: Path | None = None, say: Say = print) -> Path:
