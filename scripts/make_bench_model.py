@@ -2,10 +2,11 @@
 
 "qwen3-26m" keeps 4,096 bytes of bf16 K/V per token and 4 query heads per KV head, so that
 16,384 tokens x 8 sequences are 512 MiB; "qwen3-0.6b" has exactly the shape of Qwen3-0.6B. Hybrids of the
-smaller size: Qwen3-Next's (gated delta rule in three of four layers) and Falcon-H1's (Mamba-2 beside
-attention). The weights are random, scaled so that greedy output neither repeats one token nor overflows. The
-tokenizer is byte-level and knows a word for every id. The query statistics, of models that only attend, are
-measured on random tokens: they cost what real ones cost and mean nothing.
+smaller size: Qwen3-Next's (gated delta rule in three of four layers), Falcon-H1's (Mamba-2 beside attention)
+and Jamba's (Mamba-1 in seven of eight layers, no experts). The weights are random, scaled so that greedy
+output neither repeats one token nor overflows. The tokenizer is byte-level and knows a word for every id. The
+query statistics, of models that only attend, are measured on random tokens: they cost what real ones cost and
+mean nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from transformers import (
     AutoModelForCausalLM,
     FalconH1Config,
     GenerationConfig,
+    JambaConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -86,6 +88,7 @@ CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
             "mamba_n_groups": 1,
         },
     ),
+    "jamba-27m": (JambaConfig, {**_SMALL, "intermediate_size": 512, "num_experts": 1}),
 }
 PLAIN = ("qwen3-26m", "qwen3-0.6b")
 """These only attend."""
@@ -108,6 +111,8 @@ def build_network(name: str, seed: int) -> PreTrainedModel:
     network = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for part, weight in network.named_parameters():
+            if part.endswith("A_log"):  # logarithms of decays
+                continue
             if weight.ndim > 1:
                 std = EMBEDDING_STD if "embed" in part else weight[0].numel() ** -0.5
                 weight.normal_(std=std)
