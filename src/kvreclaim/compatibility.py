@@ -32,7 +32,6 @@ class Feature(StrEnum):
     SCORING = "scoring a continuation"
     GENERATION = "generating tokens"
     SESSION = "saved sessions"
-    COMPRESSED_SESSION = "saved sessions of compressed prompts"
     PROTECT_PROMPT = "protect_prompt"
     # its policy
     EVICTS = "a policy that evicts"
@@ -111,10 +110,6 @@ TABLE: tuple[Refusal, ...] = (
             "memory does not hold; start with disable_hybrid_kv_cache_manager=True, or leave the size out",
         ),
         (
-            (F.HOST_CACHE, F.RECURRENT),
-            "{recurrent} has recurrent layers, whose states are kept on the device; leave the size out",
-        ),
-        (
             (F.HOST_CACHE, F.OFFLOADING),
             "kv_offloading_size is {offloading}, and there are no tiers below a cache that is in host "
             "memory itself; leave one of them out",
@@ -138,12 +133,6 @@ TABLE: tuple[Refusal, ...] = (
         "with disable_hybrid_kv_cache_manager=True.",
     ),
     Refusal(
-        (F.RECURRENT, F.COMPRESSED_SESSION),
-        "compress_prompt_at",
-        "compressed prompts of {recurrent} cannot be saved as sessions: files hold keys and values, not "
-        "the states of recurrent layers; save the prompt without compress_prompt_at.",
-    ),
-    Refusal(
         (F.DISK, F.NO_PREFIX_CACHE),
         "kv_offloading_disk_path",
         "kv_offloading_disk_path is set, but enable_prefix_caching is off: the disk holds prefixes; switch "
@@ -161,6 +150,11 @@ TABLE: tuple[Refusal, ...] = (
             (F.VERIFY, F.HOST_CACHE, F.TOKEN_SCORES),
             "policy {token_scores} keeps scores beside the slots of the full cache, which are in host "
             "memory; use another policy",
+        ),
+        (
+            (F.VERIFY, F.HOST_CACHE, F.RECURRENT),
+            "full_cache_host_size gives compressed caches a pool of their own, and the recurrent states of "
+            "{recurrent} belong to the full ones; leave one of them out",
         ),
         (
             (F.VERIFY, F.KEEPS_ALL),

@@ -61,6 +61,26 @@ def test_other_families(family, make_llm, pieces):
     assert host.engine.totals.streamed_bytes > 0
 
 
+@pytest.mark.parametrize("family", ["qwen3-next", "falcon-h1", "lfm2", "jamba"])
+def test_recurrent_layers(family, make_llm, pieces):
+    """Their states stay on the device; a prefix hit begins with one of them."""
+    llm = make_llm(family)
+    host = on_host(llm)
+    expected = answers(llm.generate(PROMPTS, PARAMS))
+    assert answers(host.generate(PROMPTS, PARAMS)) == expected
+    again = host.generate(PROMPTS, PARAMS)
+    assert answers(again) == expected
+    assert again[0].metrics.num_cached_tokens == 64
+    assert host.engine.totals.streamed_bytes > 0
+    assert_idle(host)
+
+
+def test_verify_mode_over_recurrent_layers_is_refused(make_llm):
+    host = on_host(make_llm("lfm2"))
+    with pytest.raises(InvalidArgumentError, match="recurrent states of"):
+        host.generate(PROMPTS, GREEDY, small("knorm", verify=True))
+
+
 def test_the_reference_kernels(make_llm, pieces):
     llm = make_llm(kernels="reference", block_size=4)
     assert answers(on_host(llm).generate(PROMPTS, PARAMS)) == answers(llm.generate(PROMPTS, PARAMS))

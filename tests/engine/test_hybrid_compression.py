@@ -148,7 +148,7 @@ def test_turns_go_on_from_what_was_kept_and_its_state(family, make_llm):
 
 @pytest.mark.parametrize("host", [0.0, 0.01])
 def test_snapshots_take_no_more_slots_than_checkpoints_may(host, make_llm):
-    """Where others run, too, and drafts; none lies on the host without its state."""
+    """Where others run, too; the rest goes to the host, with its states."""
     llm = make_llm(
         "lfm2",
         state_checkpoints=2,
@@ -162,13 +162,13 @@ def test_snapshots_take_no_more_slots_than_checkpoints_may(host, make_llm):
     first = llm.generate(
         prompts, params(FIRST), config("knorm"), on_step=lambda _: most.append(len(snapshots))
     )
-    assert max(most) == 2
-    assert not any(map(snapshots.is_parked, snapshots))
+    assert max(most) == 2 or host
     texts = [p + t + NEW for p, t in zip(prompts, tokens(first), strict=True)]
     again = llm.generate(texts[::-1], params(FIRST), config("knorm"))
-    assert sum(out.metrics.num_snapshot_tokens > 0 for out in again) == 2
+    assert sum(out.metrics.num_snapshot_tokens > 0 for out in again) == (8 if host else 2)
     llm.engine.memory.check()
-    assert slots.num_used <= slots.num_checkpoints + len(snapshots) <= 4
+    on_device = sum(not snapshots.is_parked(one) for one in snapshots)
+    assert slots.num_used <= slots.num_checkpoints + on_device <= 4
 
 
 @pytest.mark.parametrize("family", tiny.HYBRIDS)

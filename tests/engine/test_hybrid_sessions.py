@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import tiny
-from settings import assert_idle, small, with_options
+from settings import assert_idle
 
 from kvreclaim import LLM, SamplingParams
 from kvreclaim.errors import InvalidArgumentError
@@ -72,9 +72,6 @@ def test_what_cannot_begin_is_refused(tiny_dir, tmp_path) -> None:
         SessionFile(file.fields, file.facts, tensors).save(path)
         with pytest.raises(InvalidArgumentError, match="holds no state of this model"):
             llm.load_session(path)
-    (prompt,) = with_options([PROMPT], compress_prompt_at=32)
-    with pytest.raises(InvalidArgumentError, match="cannot be saved as sessions"):
-        llm.save_session(prompt, path, compression=small("knorm"))
 
 
 def test_a_state_that_cannot_be_written_leaves_nothing(tiny_dir, tmp_path, monkeypatch) -> None:

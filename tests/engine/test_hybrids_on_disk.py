@@ -10,6 +10,7 @@ import pytest
 import tiny
 from disks import GIB, Failing
 from settings import assert_idle
+from verifying import drafting
 
 from kvreclaim import LLM, SamplingParams
 from kvreclaim.engine.offload.stats import DiskStateStats
@@ -205,6 +206,26 @@ def test_many_at_once(family, policy, tiny_dir, expected, tmp_path) -> None:
     if policy == "wait_complete":
         assert settled(llm).loaded > 0
     llm.close()
+
+
+@pytest.mark.parametrize("family", FEW)
+def test_beside_drafts_of_compressed_caches(family, tiny_dir, tmp_path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    answers = tiny.greedy(tiny_dir(family), PROMPTS, 40)
+    for name in ("first", "second"):
+        llm = load(tiny_dir(family), tmp_path, num_blocks=100, max_num_seqs=4, state_drafts=4)
+        for _ in range(2):
+            outputs = llm.generate(PROMPTS, params, drafting("knorm"))
+            assert [output.error for output in outputs] == [None] * 4
+            assert [output.outputs[0].token_ids for output in outputs] == answers
+            settled(llm)
+            assert_idle(llm)
+            llm.engine.reset_prefix_cache(external=False)
+        stats = llm.engine.tier_stats()
+        assert llm.engine.totals.speculation.num_draft_tokens > 0
+        assert stats.states.loaded >= 4
+        assert (stats.disk.states.loaded > 0) == (name == "second")
+        llm.close()
 
 
 def test_a_cache_that_was_reset_finds_nothing(tiny_dir, expected, tmp_path) -> None:

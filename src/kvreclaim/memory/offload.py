@@ -61,8 +61,20 @@ class ParkingSlots:
         changed if not."""
         return False
 
+    def park_idle(self, seq_id: int) -> bool:
+        """The same for a sequence that never runs. Of one with a recurrent state, that takes a slot of the
+        host's states, too (`state_slot`)."""
+        return False
+
+    def state_slot(self, seq_id: int) -> int:
+        """Where the state of one that never runs, and is parked, or was until this step, lies on the host."""
+        raise AssertionError(f"sequence {seq_id} is not parked")
+
     def enter_parked(self, seq_id: int, table: BlockTable) -> tuple[int | None, ...] | None:
-        """Park an inexact sequence from elsewhere. Returns: its slots, to be filled; None: too few."""
+        """Park an inexact sequence from elsewhere that never runs.
+
+        Returns: its slots, to be filled; None: too few
+        """
         return None
 
     def parked(self, seq_id: int) -> Parked:

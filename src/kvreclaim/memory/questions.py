@@ -120,7 +120,7 @@ class MemoryQuestions:
     @property
     def max_idle(self) -> int | None:
         """Sequences that may be idle at a time: with recurrent layers each holds a state that a checkpoint
-        could have, and cannot be parked. None: any number."""
+        could have. None: any number."""
         return None if self.recurrent is None else self.recurrent.sizes.num_checkpoints
 
     @property

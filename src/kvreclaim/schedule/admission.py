@@ -159,7 +159,8 @@ class Admission(Generic[Seq]):
         def fits() -> bool:
             slots = slots_of_fork(seq, snapshot, state.memory)
             slots += known_growth(state.running, state.memory, prompts=shares is not None)
-            return blocks_for(slots, size) <= state.memory.num_free
+            has_place = not parked or state.snapshots.may_unpark()
+            return has_place and blocks_for(slots, size) <= state.memory.num_free
 
         while not fits():
             if not state.snapshots.evict_one(snapshot):

@@ -22,8 +22,8 @@ class Snapshots(Generic[Seq]):
     """By key, the least recently used first. A key names everything that the content depends on, the tokens
     themselves included, so keys are compared, not trusted; the last hash of a key's chain only finds it.
 
-    Where blocks lack, or no more may be idle, a snapshot goes to the host, if the memory has slots for it
-    (for keys and values: none with the states of recurrent layers), or is dropped: first one that a later
+    Where blocks lack, or no more may be idle, a snapshot goes to the host, if the memory has slots for it and
+    its recurrent state, or is dropped: first one that a later
     turn has made useless (`give_way`), then one of a tenant whose snapshots hold more than an equal part, so
     that many small ones push out nobody else's, then one that is not to be kept (`keep_s`), then the least
     important, then of the tenant that holds most; of equals the least recently used. One that lies on disk
@@ -155,10 +155,13 @@ class Snapshots(Generic[Seq]):
                 return False
         return True
 
-    def _is_too_much(self, num_blocks: int) -> bool:
+    def may_unpark(self) -> bool:
+        """Whether one more may be on the device."""
         most = self.memory.max_idle
-        is_full = most is not None and len(self._sizes) >= most
-        return is_full or self.num_blocks + num_blocks > self.max_blocks
+        return most is None or len(self._sizes) < most
+
+    def _is_too_much(self, num_blocks: int) -> bool:
+        return not self.may_unpark() or self.num_blocks + num_blocks > self.max_blocks
 
     def enter(self, snapshot: Seq, table: BlockTable) -> tuple[int | None, ...] | None:
         """Take in one that was read from disk; those on the host make room, the least recently used first.
@@ -184,7 +187,7 @@ class Snapshots(Generic[Seq]):
         Returns: its blocks, to be filled at once; None: there is no room."""
         assert snapshot.snapshot_key is not None, "it is found by its key"
         needed, memory = table.num_blocks, self.memory
-        if needed > min(self.max_blocks, memory.num_free + memory.num_idle):
+        if needed > min(self.max_blocks, memory.num_free + memory.num_idle) or memory.max_idle == 0:
             return None
         while needed > memory.num_free or self._is_too_much(needed):
             victim = self._next_to_go(None, snapshot.tenant, needed)
@@ -276,7 +279,7 @@ class Snapshots(Generic[Seq]):
         if seq is None:
             return False
         self.memory.wake(seq.seq_id)
-        if self.memory.max_idle is None and self._parking.park(seq.seq_id):
+        if self._parking.park_idle(seq.seq_id):
             del self._sizes[seq.seq_id]
             self._parked.append(seq)
             self.has_changed = True

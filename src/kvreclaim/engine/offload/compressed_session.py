@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvreclaim.compatibility import Feature, refuse
+from kvreclaim.checks import require
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.offload.image import Image, image_of, image_of_parked, moved, renamed
@@ -44,17 +44,14 @@ class CompressedSessions:
         backend: Backend,
         tiers: Offload | None,
         config: EngineConfig,
-        features: Mapping[Feature, str],
     ) -> None:
         self.store, self.memory, self.cache, self.backend = store, memory, cache, backend
         self.tiers, self.config = tiers, config
-        self.features = {**features, Feature.COMPRESSED_SESSION: ""}
 
     def key_of(
         self, token_ids: list[int], salt: str | None, compressor: Compressor | None, compress_prompt_at: int
     ) -> SnapshotKey:
         """The key of what compression leaves of such a prompt. Raises: InvalidArgumentError."""
-        refuse(self.features)
         footprint = footprint_of(compressor, self.config, [*token_ids, BEYOND], compress_prompt_at)
         assert compressor is not None, "footprint_of refuses a place without a policy that evicts"
         return snapshot_key(token_ids[:compress_prompt_at], salt, compressor, footprint)
@@ -78,10 +75,11 @@ class CompressedSessions:
             )
         if self.tiers is not None and self.memory.offload.parking.is_parked(seq.seq_id):
             tiers, parked = self.tiers, self.memory.offload.parking.parked(seq.seq_id)
-            return image_of_parked(
-                seq, parked, tiers.parking.aside(seq.seq_id), self.cache, tiers.moves.slots
-            )
-        return image_of(seq, self.memory, self.cache, self.store.signals)
+            aside = tiers.parking.aside(seq.seq_id)
+            image = image_of_parked(seq, parked, aside, self.cache, tiers.moves.slots)
+        else:
+            image = image_of(seq, self.memory, self.cache, self.store.signals)
+        return self.store.with_state(seq.seq_id, image)
 
     def _on_disk(self, key: SnapshotKey) -> SessionFile | None:
         """The file of a snapshot that lies on disk alone."""
@@ -97,13 +95,12 @@ class CompressedSessions:
 
         Raises: InvalidArgumentError for one that this engine has no use for, or no room.
         """
-        refuse(self.features)
         self._check(file.facts, path)
         try:
             tokens = file.tensors["tokens"]
             if tokens.dtype != torch.int64 or len(tokens) != file.facts["num_tokens"]:
                 raise UnfitError("its tokens do not fit")
-            image = image_from(file.facts, file.tensors, self.cache)
+            image = image_from(file.facts, file.tensors, self.cache, self.store.state_bytes)
             key = SnapshotKey(
                 salt,
                 str(file.facts["recipe"]),
@@ -148,6 +145,12 @@ class CompressedSessions:
     def _enter(self, key: SnapshotKey, image: Image) -> None:
         seq, snapshots = self.store.of_key(key, image.state), self.store.scheduler.snapshots
         seq.keys, seq.account = self.memory.keys(seq.token_ids, key.salt), image.account
+        require(
+            self.memory.max_idle != 0,
+            "a compressed session of a model with recurrent layers takes the state of a checkpoint, but "
+            "state_checkpoints is 0; raise it.",
+            "state_checkpoints",
+        )
         blocks = snapshots.adopt(seq, image.table(seq.keys))
         if blocks is None:
             raise InvalidArgumentError(
@@ -157,6 +160,7 @@ class CompressedSessions:
             )
         self.store.held[seq.seq_id] = seq
         try:
+            self.store.fill_state(seq.seq_id, image)
             self._fill(seq.seq_id, image, blocks)
             seq.state = moved(image.state, self.cache.device)
             if seq.state.cells is not None:

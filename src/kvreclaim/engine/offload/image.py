@@ -43,6 +43,7 @@ class Image:
     """Block ids are 0, 1, ... in the order of the table.
 
     blocks: [n, bytes_per_block] uint8 on the host; beside: the same of what the cache keeps beside its blocks
+    recurrent: [state_bytes] uint8: the state of recurrent layers, if the model has some
     """
 
     logical_len: int
@@ -53,6 +54,7 @@ class Image:
     aside: SideState
     blocks: Tensor
     beside: Tensor | None
+    recurrent: Tensor | None = None
 
     def table(self, keys: BlockKeys) -> BlockTable:
         """The block table of a sequence that holds these block ids."""

@@ -52,6 +52,7 @@ def record_of(image: Image, key: SnapshotKey, cache: KVCache) -> tuple[dict[str,
         "tokens": torch.frombuffer(bytearray(key.tokens), dtype=torch.int64),
         "blocks": image.blocks,
         "beside": image.beside,
+        "recurrent": image.recurrent,
         "mass": aside.signals.mass,
         "slot_positions": state.slot_positions,
     }
@@ -68,17 +69,22 @@ def record_of(image: Image, key: SnapshotKey, cache: KVCache) -> tuple[dict[str,
     return facts, {name: tensor.cpu() for name, tensor in found.items() if tensor is not None}
 
 
-def image_from(facts: Mapping[str, Any], tensors: Mapping[str, Tensor], cache: KVCache) -> Image:
-    """Raises: UnfitError for what no record_of an engine with such a cache would give."""
+def image_from(
+    facts: Mapping[str, Any], tensors: Mapping[str, Tensor], cache: KVCache, state_bytes: int
+) -> Image:
+    """state_bytes: of recurrent layers; 0: the model has none. Raises: UnfitError for what no record_of an
+    engine with such a cache would give."""
     try:
-        return _Reading(facts, tensors, cache).image()
+        return _Reading(facts, tensors, cache, state_bytes).image()
     except (KeyError, TypeError, IndexError, ValueError, RuntimeError, OverflowError) as error:
         raise UnfitError(f"{type(error).__name__}: {error}") from error
 
 
 class _Reading:
-    def __init__(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], cache: KVCache) -> None:
-        self.facts, self.tensors, self.cache = facts, tensors, cache
+    def __init__(
+        self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], cache: KVCache, state_bytes: int
+    ) -> None:
+        self.facts, self.tensors, self.cache, self.state_bytes = facts, tensors, cache, state_bytes
         self.per_head = (cache.num_layers, cache.num_kv_heads)
 
     def image(self) -> Image:
@@ -90,6 +96,8 @@ class _Reading:
         blocks = self._of("blocks", torch.uint8, (num_blocks, bytes_per_block(self.cache.planes)))
         _require(blocks is not None, "blocks")
         assert blocks is not None, "just looked at"
+        recurrent = self._of("recurrent", torch.uint8, (self.state_bytes,))
+        _require((recurrent is None) == (not self.state_bytes), "recurrent state")
         account = Account(**{name: int(value) for name, value in facts["account"].items()})
         return Image(
             logical,
@@ -100,6 +108,7 @@ class _Reading:
             SideState(self._signals(physical), list(range(num_blocks))),
             blocks,
             self._of("beside", torch.uint8, (num_blocks, None)),
+            recurrent,
         )
 
     def _state(self, num_blocks: int) -> CompressionState:

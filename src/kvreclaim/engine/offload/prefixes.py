@@ -115,9 +115,8 @@ class Prefixes:
         if not self.workers.takes_stores():
             return
         try:
-            facts, tensors = record_of(
-                image_of(snapshot, self.memory, self.cache, self.signals), key, self.cache
-            )
+            image = image_of(snapshot, self.memory, self.cache, self.signals)
+            facts, tensors = record_of(self.store.with_state(snapshot.seq_id, image), key, self.cache)
         except Exception:
             logger.exception("a compressed prefix could not be copied to the host; it is not stored")
             return
@@ -149,7 +148,9 @@ class Prefixes:
         if done.file is None or not is_wanted:
             return
         try:
-            self._enter(key, image_from(done.file.facts, done.file.tensors, self.cache))
+            self._enter(
+                key, image_from(done.file.facts, done.file.tensors, self.cache, self.store.state_bytes)
+            )
         except UnfitError as error:
             logger.warning("a compressed prefix on disk is of no use: %s", error)
             self._remove(key)
@@ -164,6 +165,7 @@ class Prefixes:
             return
         self.slots.fill([slot for slot in slots if slot is not None], image.blocks, image.beside)
         self.parking.enter(seq.seq_id, image.aside)
+        self.store.fill_state(seq.seq_id, image)
         self.store.held[seq.seq_id] = seq
         self._fresh.add(seq.seq_id)
 

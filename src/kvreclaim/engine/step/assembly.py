@@ -21,6 +21,7 @@ from kvreclaim.engine.offload.disk import open_disk, open_states, share_bytes
 from kvreclaim.engine.offload.offloaded_states import OffloadedStates
 from kvreclaim.engine.offload.offloading import Offload
 from kvreclaim.engine.offload.prefixes import make_prefixes
+from kvreclaim.engine.offload.snapshot_recurrent import SnapshotStates
 from kvreclaim.engine.offload.snapshot_state import SnapshotStore
 from kvreclaim.engine.request.outputs import EngineTotals
 from kvreclaim.engine.request.request import Sequence as Seq
@@ -168,17 +169,21 @@ def make_offload(
 
 def keeps_snapshots_on_disk(config: EngineConfig, storage: Storage, scheduler: Scheduler[Seq]) -> bool:
     """Whether compressed prefixes get files, and are found again by the next engine."""
-    if storage.file is None or storage.state_file is not None:
-        return False
-    return bool(share_bytes(config) and scheduler.snapshots.max_blocks)
+    return storage.file is not None and bool(share_bytes(config) and scheduler.snapshots.max_blocks)
 
 
 def make_snapshots(
-    config: EngineConfig, storage: Storage, lifecycle: Lifecycle, offload: Offload | None
+    config: EngineConfig,
+    storage: Storage,
+    lifecycle: Lifecycle,
+    offload: Offload | None,
+    states: SnapshotStates | None,
 ) -> SnapshotStore:
     """Keeps compressed prefixes, on the host and on disk, too, where these are there."""
     parking, moves = (None, None) if offload is None else (offload.parking, offload.moves)
-    snapshots = SnapshotStore(lifecycle.scheduler, lifecycle.signals, lifecycle.new_id, parking, moves)
+    snapshots = SnapshotStore(
+        lifecycle.scheduler, lifecycle.signals, lifecycle.new_id, parking, moves, states
+    )
     if offload is not None and keeps_snapshots_on_disk(config, storage, lifecycle.scheduler):
         assert storage.file is not None, "there is a file"
         namespace = storage.file.namespace

@@ -22,6 +22,7 @@ from kvreclaim.engine.offload.compressed_session import CompressedSessions
 from kvreclaim.engine.offload.disk import namespace_of
 from kvreclaim.engine.offload.session import Sessions
 from kvreclaim.engine.offload.session_states import SessionStates
+from kvreclaim.engine.offload.snapshot_recurrent import SnapshotStates
 from kvreclaim.engine.offload.snapshot_state import SnapshotStore
 from kvreclaim.engine.offload.stats import TierStats
 from kvreclaim.engine.request.chunk_reuse import Reuse
@@ -170,7 +171,18 @@ class Engine:
     @cached_property
     def snapshots(self) -> SnapshotStore:
         """Keeps compressed prefixes, from the first request on that asks for one."""
-        return self.extensions.add(make_snapshots(self.config, self.storage, self.lifecycle, self.tiers))
+        return self.extensions.add(
+            make_snapshots(self.config, self.storage, self.lifecycle, self.tiers, self._snapshot_states)
+        )
+
+    @property
+    def _snapshot_states(self) -> SnapshotStates | None:
+        """None for a model without recurrent layers."""
+        if self.states is None:
+            return None
+        return SnapshotStates(
+            self.states.group, self.states.store, self.memory.offload.parking, self._on_host
+        )
 
     @cached_property
     def chunked(self) -> ChunkedPrompts:
@@ -232,9 +244,7 @@ class Engine:
         refuse(self.features | {Feature.SESSION: ""})
         namespace = namespace_of(self.config, self.loaded, self.kv_format, self.backend.NAME)
         snapshots, config = self.snapshots, self.config
-        compressed = CompressedSessions(
-            snapshots, self.memory, self.cache, self.backend, self.tiers, config, self.features
-        )
+        compressed = CompressedSessions(snapshots, self.memory, self.cache, self.backend, self.tiers, config)
         states = None
         if self.states is not None:
             states = SessionStates(self.states.group, self.states.store, self._on_host)

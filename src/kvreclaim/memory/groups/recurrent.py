@@ -189,6 +189,16 @@ class RecurrentGroup(GroupManager):
             held.slot = self.slots.take()
             self._coming.add(seq_id)
 
+    def enter(self, seq_id: int, *, parked: bool) -> None:
+        """A sequence that comes from elsewhere, and never runs: it has a slot, to be filled at once, or is
+        parked."""
+        held = HeldState(self.slots)
+        if parked:
+            self._away[seq_id] = held
+        else:
+            held.slot = self.slots.take()
+            self._of[seq_id] = held
+
     def drop_parked(self, seq_id: int) -> None:
         """Forget a sequence that may be parked."""
         self._away.pop(seq_id, None)

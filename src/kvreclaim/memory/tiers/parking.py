@@ -15,6 +15,7 @@ from kvreclaim.memory.offload import Move, Parked, ParkingSlots
 from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.memory.tiers.disk_prefixes import NoDiskPrefixes
 from kvreclaim.memory.tiers.host_prefixes import HostPrefixes
+from kvreclaim.memory.tiers.host_states import HostStates
 
 
 class ParkedSequences(ParkingSlots):
@@ -28,6 +29,7 @@ class ParkedSequences(ParkingSlots):
         host, disk: prefixes below, which parked sequences share
         max_parked: slots that parked sequences may have for themselves; None: all
         states:     of recurrent layers, parked with the blocks; None: the model has none
+        on_host:    slots for the states of sequences that never run; at most half of them are for these
     """
 
     def __init__(
@@ -37,12 +39,14 @@ class ParkedSequences(ParkingSlots):
         disk: NoDiskPrefixes,
         max_parked: int | None,
         states: RecurrentGroup | None,
+        on_host: HostStates | None,
     ) -> None:
         self.max_parked = host.host.pool.num_blocks if max_parked is None else max_parked
         self.num_resumed_blocks = 0
         """Blocks that were moved back."""
         self._full, self._pool, self._size = full, full.pool, full.block_size
-        self._states = states
+        self._states, self._on_host = states, on_host
+        self._state_slots: dict[int, int] = {}
         self._host, self._slots, self._disk = host, host.host.pool, disk
         self._parked: dict[int, Parked] = {}
         self._resumed: dict[int, Parked] = {}
@@ -135,8 +139,42 @@ class ParkedSequences(ParkingSlots):
         self._free(seq_id)
         return True
 
+    def park_idle(self, seq_id: int) -> bool:
+        if seq_id in self._resumed:
+            return self.park(seq_id)
+        if not self._take_state_slot(seq_id):
+            return False
+        if self.park(seq_id):
+            return True
+        self._give_back_state_slot(seq_id)
+        return False
+
+    def _take_state_slot(self, seq_id: int) -> bool:
+        """Returns: whether there is one, or no need for one."""
+        if self._states is None:
+            return True
+        if self._on_host is None or 2 * len(self._state_slots) >= self._on_host.num_slots:
+            return False
+        if (slot := self._on_host.take()) is not None:
+            self._state_slots[seq_id] = slot
+        return slot is not None
+
+    def _give_back_state_slot(self, seq_id: int) -> None:
+        if (slot := self._state_slots.pop(seq_id, None)) is not None:
+            assert self._on_host is not None, "it was taken there"
+            self._on_host.slots.give_back(slot)
+
+    def state_slot(self, seq_id: int) -> int:
+        return self._state_slots[seq_id]
+
+    @property
+    def state_slots(self) -> list[int]:
+        """All that those who never run have."""
+        return list(self._state_slots.values())
+
     def enter_parked(self, seq_id: int, table: BlockTable) -> tuple[int | None, ...] | None:
-        """Let an inexact sequence that comes from elsewhere be parked; its block ids stand for any blocks.
+        """Let an inexact sequence that comes from elsewhere, and never runs, be parked; its block ids stand
+        for any blocks.
 
         Returns: slots of its table's entries, to be filled before it is resumed; None if there are too few.
         """
@@ -145,6 +183,10 @@ class ParkedSequences(ParkingSlots):
         num_own = len(held) - held.count(None)
         if num_own > self._slots.num_free or len(self._own) + num_own > self.max_parked:
             return None
+        if not self._take_state_slot(seq_id):
+            return None
+        if self._states is not None:
+            self._states.enter(seq_id, parked=True)
         own = self._slots.allocate(num_own)
         self._host.forget_twins(own)
         supply = iter(own)
@@ -257,11 +299,12 @@ class ParkedSequences(ParkingSlots):
         """A parked sequence has ended, or is to be computed anew."""
         parked = self._parked.pop(seq_id, None)
         if parked is not None:
-            self._release_parked(parked)
+            self._release_parked(seq_id, parked)
             if self._states is not None:
                 self._states.drop_parked(seq_id)
 
-    def _release_parked(self, parked: Parked) -> None:
+    def _release_parked(self, seq_id: int, parked: Parked) -> None:
+        self._give_back_state_slot(seq_id)
         self._own.subtract(parked.own)
         self._own = +self._own
         self._slots.release(reversed(parked.held))
@@ -288,8 +331,8 @@ class ParkedSequences(ParkingSlots):
     def release_copy_sources(self) -> None:
         """The step's copies and loads have been made."""
         self._copied.clear()
-        for parked in self._resumed.values():
-            self._release_parked(parked)
+        for seq_id, parked in self._resumed.items():
+            self._release_parked(seq_id, parked)
         self._resumed.clear()
 
     def check(self) -> None:

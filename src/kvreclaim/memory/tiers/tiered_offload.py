@@ -131,7 +131,9 @@ class TieredOffload(OffloadSlots):
                 load_is_worth=load_is_worth,
                 clock=clock,
             )
-        self.parking: ParkedSequences = ParkedSequences(full, self.prefixes, self.on_disk, max_parked, states)
+        self.parking: ParkedSequences = ParkedSequences(
+            full, self.prefixes, self.on_disk, max_parked, states, self.states
+        )
         self.counts = TierCounts()
         self._full = full
 
@@ -250,7 +252,8 @@ class TieredOffload(OffloadSlots):
         if self.states_on_disk is not None:
             self.states_on_disk.check()
         if self.states is not None:
-            self.states.check(self.states_on_disk.lent if self.states_on_disk is not None else ())
+            lent = [] if self.states_on_disk is None else self.states_on_disk.lent
+            self.states.check(lent + self.parking.state_slots)
 
 
 def _check_slots(name: str, pool: BlockPool, held: Counter[int]) -> None:
