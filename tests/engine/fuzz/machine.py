@@ -150,7 +150,8 @@ class Machine:
         state_share = (state_bytes + block_bytes / 8) / host_bytes
         disk_bytes = setup.disk_slots * (block_bytes + 3 * 4096)
         if setup.host_states:
-            disk_bytes += 6 * (facts.state_bytes + 3 * 4096) / state_share
+            of_states = 3 * (facts.state_bytes + 3 * 4096) / state_share
+            disk_bytes = 2 * max(disk_bytes / (1 - state_share), of_states if setup.disk_slots else 0)
         llm = self._first.sibling(
             block_size=BLOCK_SIZE,
             num_blocks=setup.num_blocks,
