@@ -67,6 +67,8 @@ struct PackedMatrix {
 }  // namespace kvreclaim
 
 #ifdef KVR_NS
+#include <type_traits>
+
 #include "kvreclaim/half.h"
 #include "kvreclaim/simd.h"
 
@@ -87,10 +89,19 @@ KVR_INLINE vf widen_halfs(const char* p) {
 #endif
 }
 
+// By name, as compilers make scalar code of the conversion.
 template <class Byte>
 KVR_INLINE vf widen_bytes(const char* p) {
+#if defined(__AVX512F__)
+  const __m128i bytes = load<__m128i>(p);
+  return _mm512_cvtepi32_ps(std::is_signed_v<Byte> ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_cvtsi64_si128(load<int64_t>(p));
+  return _mm256_cvtepi32_ps(std::is_signed_v<Byte> ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+#else
   typedef Byte Bytes __attribute__((vector_size(kLanes)));
   return __builtin_convertvector(__builtin_convertvector(load<Bytes>(p), vi), vf);
+#endif
 }
 
 KVR_INLINE vf numbers(const char* p, int64_t index, bool is_wide) {
