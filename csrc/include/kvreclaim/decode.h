@@ -26,12 +26,6 @@ struct ChunkAt {
 alignas(64) constexpr float kLevels[16] = {-2.7326f, -2.069f, -1.618f, -1.2562f, -.9423f, -.6568f, -.388f, -.1284f,
                                            .1284f,   .388f,   .6568f,  .9423f,   1.2562f, 1.618f,  2.069f, 2.7326f};
 
-// A vector's worth of bytes, one a lane.
-KVR_INLINE vu load_bytes(const void* p) {
-  typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
-  return __builtin_convertvector(load<Bytes>(p), vu);
-}
-
 KVR_INLINE vf to_float(vu x) { return __builtin_convertvector((vi)x, vf); }
 
 // Number j of each word, before its scale; of 4 bits without a table: its code.

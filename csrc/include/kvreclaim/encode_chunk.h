@@ -75,9 +75,6 @@ struct Lanes {
   KVR_INLINE vf at(int64_t d) const { return load<vf>(x + d * kChunkTokens); }
 };
 
-typedef uint8_t LaneBytes __attribute__((vector_size(kLanes)));
-KVR_INLINE void put_bytes(void* to, vu x) { store(to, __builtin_convertvector(x, LaneBytes)); }
-
 // Dims begin ... end - 1 by codes(d).
 template <int Bits, class Codes>
 KVR_INLINE void put_words(const Lanes& a, int64_t begin, int64_t end, const Codes& codes) {
@@ -93,9 +90,9 @@ KVR_INLINE void put_words(const Lanes& a, int64_t begin, int64_t end, const Code
 KVR_INLINE void put_fine(const Lanes& a, vu code) {
   char* planes = a.own + params(a.cache) + a.slot;
   const int64_t size = a.cache.block_size;
-  put_bytes(planes + (a.key ? 0 : size), code & 255u);
+  store_bytes(planes + (a.key ? 0 : size), code & 255u);
   const vu high = load_bytes(planes + 2 * size);
-  put_bytes(planes + 2 * size, a.key ? (high & 0xf0u) | code >> 8 : (high & 0x0fu) | code >> 8 << 4);
+  store_bytes(planes + 2 * size, a.key ? (high & 0xf0u) | code >> 8 : (high & 0x0fu) | code >> 8 << 4);
 }
 
 template <Format F>
@@ -188,8 +185,8 @@ inline void encode_groups(const Lanes& a) {
   for (int64_t begin = 0; begin < a.dims; begin += kGroup, planes += 2 * size) {
     const int64_t end = begin + kGroup < a.dims ? begin + kGroup : a.dims;
     const GroupLanes group = group_of(a, begin, end, factor);
-    put_bytes(planes, group.scale_code);
-    put_bytes(planes + size, group.centre_code);
+    store_bytes(planes, group.scale_code);
+    store_bytes(planes + size, group.centre_code);
     put_words<4>(a, begin, end, [&](int64_t d) { return group.codes(a.at(d) * factor); });
   }
 }

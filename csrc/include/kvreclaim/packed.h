@@ -55,7 +55,7 @@ constexpr int64_t kSumCols = 16;                  // columns whose bytes of x ar
 // Blocks that a tile of P rows of x reads at once, from distant places, so that the memory serves several streams.
 constexpr int blocks_at_once(Grid grid, int panel) {
   if (kRegisters < 32) return panel == 1 ? 2 : 1;
-  if (panel == 1) return has_supers(grid) ? 2 : 4;
+  if (panel == 1) return has_supers(grid) ? 1 : 4;
   return panel <= 4 ? 2 : 1;
 }
 
@@ -82,12 +82,6 @@ KVR_INLINE vf numbers_at(const char* row, int64_t i) {
   if constexpr (T == Type::kF32) return load<vf>(row + 4 * i);
   typedef uint16_t half __attribute__((vector_size(2 * kLanes)));
   return (vf)(__builtin_convertvector(load<half>(row + 2 * i), vu) << 16);
-}
-
-// The low byte of each lane.
-KVR_INLINE void store_bytes(int8_t* to, vi x) {
-  typedef int8_t bytes __attribute__((vector_size(kLanes)));
-  store(to, __builtin_convertvector(x, bytes));
 }
 
 // A row of x as integers, in column `at` of a panel. A chunk with a number that is not finite has a scale that is not.
@@ -122,8 +116,8 @@ inline void pack_row(const char* row, int64_t in, int64_t at, const Panel& panel
     int8_t bytes[2][kChunkCols];
     for (int i = 0; i < kChunkCols; i += kLanes) {
       const vi whole = load<vi>(&rounded[i]), high = (whole + (1 << (kLowBits - 1))) >> kLowBits;
-      store_bytes(bytes[0] + i, lows == nullptr ? whole : high);
-      store_bytes(bytes[1] + i, whole - high * kHighUnit);
+      store_bytes(bytes[0] + i, (vu)(lows == nullptr ? whole : high));
+      store_bytes(bytes[1] + i, (vu)(whole - high * kHighUnit));
     }
     for (int w = 0; w < kChunkCols / 4; ++w) {
       words[(c * kChunkCols / 4 + w) * size + at] = load<int32_t>(bytes[0] + 4 * w);

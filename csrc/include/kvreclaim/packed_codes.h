@@ -67,8 +67,6 @@ struct PackedMatrix {
 }  // namespace kvreclaim
 
 #ifdef KVR_NS
-#include <type_traits>
-
 #include "kvreclaim/half.h"
 #include "kvreclaim/simd.h"
 
@@ -89,20 +87,7 @@ KVR_INLINE vf widen_halfs(const char* p) {
 #endif
 }
 
-// By name, as compilers make scalar code of the conversion.
-template <class Byte>
-KVR_INLINE vf widen_bytes(const char* p) {
-#if defined(__AVX512F__)
-  const __m128i bytes = load<__m128i>(p);
-  return _mm512_cvtepi32_ps(std::is_signed_v<Byte> ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
-#elif defined(__AVX2__)
-  const __m128i bytes = _mm_cvtsi64_si128(load<int64_t>(p));
-  return _mm256_cvtepi32_ps(std::is_signed_v<Byte> ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
-#else
-  typedef Byte Bytes __attribute__((vector_size(kLanes)));
-  return __builtin_convertvector(__builtin_convertvector(load<Bytes>(p), vi), vf);
-#endif
-}
+KVR_INLINE vf widen_bytes(const char* p) { return __builtin_convertvector((vi)load_bytes(p), vf); }
 
 KVR_INLINE vf numbers(const char* p, int64_t index, bool is_wide) {
   return is_wide ? load<vf>(p + index * 4) : widen_halfs(p + index * 2);
@@ -136,9 +121,9 @@ KVR_INLINE Line line_of(const PackedMatrix& m, int64_t block, int64_t col, int64
     constexpr int64_t kGroup = small_group_of(C, G);
     const int64_t at = block * (m.in / kGroup) + col / kGroup;
     if constexpr (G == Grid::kSigned)
-      return {super.scale * widen_bytes<int8_t>(m.scales + at * kBlockRows + lane), vf{}};
+      return {super.scale * __builtin_convertvector(load_signed_bytes(m.scales + at * kBlockRows + lane), vf), vf{}};
     const char* bytes = m.scales + at * 2 * kBlockRows + lane;
-    return {super.scale * widen_bytes<uint8_t>(bytes), super.offset * widen_bytes<uint8_t>(bytes + kBlockRows)};
+    return {super.scale * widen_bytes(bytes), super.offset * widen_bytes(bytes + kBlockRows)};
   }
   const int64_t at = (block * (m.in / m.group) + col / m.group) * kBlockRows + lane;
   const vf scale = numbers(m.scales, at, m.is_wide);
@@ -147,7 +132,7 @@ KVR_INLINE Line line_of(const PackedMatrix& m, int64_t block, int64_t col, int64
 }
 
 KVR_INLINE vf zeros_of(const PackedMatrix& m, int64_t block, int64_t col, int64_t lane) {
-  return widen_bytes<uint8_t>(m.offsets + (block * (m.in / m.group) + col / m.group) * kBlockRows + lane);
+  return widen_bytes(m.offsets + (block * (m.in / m.group) + col / m.group) * kBlockRows + lane);
 }
 
 // The I-th field of kBits bits in each byte of lines that begin at p, moved up to bit kTo.

@@ -58,6 +58,34 @@ KVR_INLINE void store(void* p, V v) {
   __builtin_memcpy(p, &v, sizeof(V));
 }
 
+// A vector's worth of bytes, one a lane; by name, because GCC makes scalar code of such a conversion.
+KVR_INLINE vu load_bytes(const void* p) {
+#if defined(__AVX512F__)
+  return (vu)_mm512_cvtepu8_epi32(load<__m128i>(p));
+#elif defined(__AVX2__)
+  return (vu)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(load<int64_t>(p)));
+#else
+  typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+  return __builtin_convertvector(load<Bytes>(p), vu);
+#endif
+}
+
+KVR_INLINE vi load_signed_bytes(const void* p) { return (vi)(load_bytes(p) << 24) >> 24; }
+
+// The low byte of each lane.
+KVR_INLINE void store_bytes(void* p, vu x) {
+#if defined(__AVX512F__)
+  store(p, _mm512_cvtepi32_epi8((__m512i)x));
+#elif defined(__AVX2__)
+  const __m256i low = _mm256_shuffle_epi8((__m256i)x, _mm256_set1_epi32(0x0c080400));
+  const __m128i a = _mm256_castsi256_si128(low), b = _mm256_extracti128_si256(low, 1);
+  store(p, _mm_cvtsi128_si64(_mm_unpacklo_epi32(a, b)));
+#else
+  typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+  store(p, __builtin_convertvector(x, Bytes));
+#endif
+}
+
 // x - 0 is x for every x, also for -0 (0 + x is not), so the compiler leaves only the broadcast.
 template <class V>
 KVR_INLINE V splat(float x) {
