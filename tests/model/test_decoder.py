@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from kvreclaim.model.attention import AttentionCall
 from kvreclaim.model.decoder import NativeLayer, use_fast_layers
 from kvreclaim.model.inputs import inputs_handed_out
 from kvreclaim.model.loader import LoadedModel, load_model
+from kvreclaim.model.native_model import NativeModel, use_native_model
 from kvreclaim.ops import extension
 from kvreclaim.ops.native.linear import max_rows
 
@@ -146,6 +148,48 @@ def test_hooks_gradients_and_plain_calls_get_transformers_code(tiny_dir: Callabl
         each.model.set_attn_implementation("sdpa")
     with torch.inference_mode():
         close(native.model(input_ids=ids).logits, plain.model(input_ids=ids).logits, "float32")
+
+
+def test_the_forward_is_a_loop_over_native_layers(tiny_dir: Callable[[str], Path]) -> None:
+    """To the bit transformers' forward over the same layers, which hooks, and other arguments, still get."""
+    loaded = load_model(tiny_dir("qwen2"), kernels="native")
+    body = loaded.model.model
+    assert isinstance(vars(body)["forward"], NativeModel)
+    assert "forward: native" in loaded.modules
+    own = [logits(loaded, tokens) for tokens in (1, 7)]
+    seen: list[Tensor] = []
+    hook = body.layers[1].register_forward_hook(lambda _, args, out: seen.append(out))
+    hooked = logits(loaded)
+    hook.remove()
+    assert [each.shape for each in seen] == [(1, 7, loaded.model.config.hidden_size)]
+    kept = vars(body).pop("forward")
+    assert all(torch.equal(got, logits(loaded, n)) for got, n in zip((*own, hooked), (1, 7, 7), strict=True))
+    body.forward = kept
+    ids, places = torch.tensor([[3]]), torch.tensor([[0]])
+    found = body(
+        input_ids=ids, position_ids=places, use_cache=False, kv_batch=OneText(), output_hidden_states=True
+    )
+    assert len(found.hidden_states) == len(body.layers) + 1
+
+
+def test_a_forward_that_computes_something_else_is_kept(tiny_dir: Callable[[str], Path]) -> None:
+    """Embeddings that are scaled behind their module; layers of which one is left out."""
+    loaded = load_model(tiny_dir("llama"), kernels="native")
+    body = loaded.model.model
+    del body.forward
+    kind = type(body)
+
+    class Scaled(kind):  # type: ignore[misc, valid-type]
+        def forward(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
+            return kind.forward(self, inputs_embeds=2 * self.embed_tokens(input_ids), **kwargs)
+
+    body.__class__ = Scaled
+    assert use_native_model(loaded.model) == ""
+    body.__class__ = kind
+    assert use_native_model(loaded.model) == "forward: native"
+    del body.forward
+    body.config.num_hidden_layers -= 1
+    assert use_native_model(loaded.model) == ""
 
 
 def test_copies_have_weights_of_their_own(tiny_dir: Callable[[str], Path]) -> None:

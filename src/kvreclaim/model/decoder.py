@@ -48,7 +48,7 @@ class _Seen:
     out: Tensor
 
 
-class _Trial:
+class Trial:
     """A KVBatch whose answers depend on queries, keys and values, and that remembers what it was asked."""
 
     def __init__(self) -> None:
@@ -178,10 +178,17 @@ def _looks_known(module: nn.Module) -> bool:
     )
 
 
+def trial_inputs(model: PreTrainedModel) -> dict[str, Any]:
+    """Trial tokens, as a model or the module of its layers takes them."""
+    positions = torch.tensor([TRIAL_POSITIONS])
+    tokens = (positions * 7919 + 1) % model.config.get_text_config().vocab_size
+    return {"input_ids": tokens, "position_ids": positions, "use_cache": False}
+
+
 @torch.inference_mode()
 def _observe(model: PreTrainedModel, layers: list[nn.Module]) -> dict[nn.Module, _Seen]:
     """Each layer's inputs and outputs for trial tokens, in transformers' own code."""
-    trial, found = _Trial(), {}
+    trial, found = Trial(), {}
 
     def keep(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         call = trial.calls.get(int(module.self_attn.layer_idx))  # type: ignore[union-attr, arg-type]
@@ -189,10 +196,8 @@ def _observe(model: PreTrainedModel, layers: list[nn.Module]) -> dict[nn.Module,
             found[module] = _Seen(args[0].clone(), kwargs, call, out.clone())
 
     handles = [module.register_forward_hook(keep, with_kwargs=True) for module in layers]
-    positions = torch.tensor([TRIAL_POSITIONS])
-    tokens = (positions * 7919 + 1) % model.config.get_text_config().vocab_size
     try:
-        model(input_ids=tokens, position_ids=positions, use_cache=False, kv_batch=trial)
+        model(**trial_inputs(model), kv_batch=trial)
     finally:
         for handle in handles:
             handle.remove()
@@ -214,7 +219,7 @@ def _proved(module: Any, seen: _Seen) -> NativeLayer | None:
     ):
         return None
     native = NativeLayer(module, call.softmax, Heads(call.q.shape[1], call.k.shape[1], dim, *own))
-    trial = _Trial()
+    trial = Trial()
     if not native.takes(seen.states, seen.kwargs):
         return None
     out = native(seen.states, **{**seen.kwargs, "kv_batch": trial})

@@ -25,6 +25,7 @@ from kvreclaim.model.ends import directory_ends, gguf_ends
 from kvreclaim.model.latent import use_latent_cache
 from kvreclaim.model.native_mixers import use_native_mixers
 from kvreclaim.model.native_mlp import use_fast_mlps
+from kvreclaim.model.native_model import use_native_model
 from kvreclaim.model.native_modules import use_fast_linears, use_fast_norms
 from kvreclaim.model.overrides import overridden
 from kvreclaim.model.probe import probe
@@ -176,7 +177,8 @@ def _packed_source(name: str, config: Any) -> WeightSource | None:
 
 def _use_native(model: PreTrainedModel) -> str:
     """Switch to the native kernels of a CPU, and name what runs on them."""
-    lines = [use_fast_linears(model), use_fast_norms(model), use_fast_layers(model), use_fast_mlps(model)]
+    lines = [use_fast_linears(model), use_fast_norms(model), use_fast_layers(model)]
+    lines += [use_native_model(model), use_fast_mlps(model)]
     return "; ".join(filter(None, lines))
 
 

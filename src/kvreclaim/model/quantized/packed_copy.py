@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvreclaim.model.quantized.copy_file import MAKING, copy_path, make_room, read_contents, write_contents
 from kvreclaim.model.quantized.gguf_file import GgufSource
-from kvreclaim.ops.packed import PACKED_LAYOUT, PackedMatrix
+from kvreclaim.ops.packed import PACKED_LAYOUT, PackedMatrix, advise_huge_pages
 from kvreclaim.weights.packed import CodeRule
 
 PAGE = 4096
@@ -155,6 +155,7 @@ class _Writer:
         with open(self._file.name, "rb") as file:
             checksum = _checksum(_mapped(file, size))
         write_contents(self._file, {"origin": self._origin, "checksum": checksum, "matrices": self._matrices})
+        _forget(self._file)
         self._file.close()
         os.replace(self._file.name, self._target)
 
@@ -191,12 +192,22 @@ def _read(path: Path, origin: dict[str, Any]) -> tuple[dict[str, PackedMatrix], 
     return found, size
 
 
+def _forget(file: IO[bytes]) -> None:
+    """Take what was written off the system's memory: read again, it comes in large pages where the file
+    system has them; piece by piece as it was written, it lies in small ones."""
+    file.flush()
+    if hasattr(os, "posix_fadvise"):
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def _mapped(file: IO[bytes], size: int) -> Tensor:
     """The first bytes of a file: pages that it shares with others as long as nobody writes to them."""
     if size == 0 or size % PAGE:
         raise ValueError("its matrices do not end with a page")
-    mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
-    return torch.frombuffer(mapped, dtype=torch.uint8)
+    data = torch.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+    advise_huge_pages(data)
+    return data
 
 
 def _checksum(data: Tensor) -> str:
