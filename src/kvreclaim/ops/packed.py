@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvreclaim.ops.extension import KERNELS, native
+from kvreclaim.ops.extension import native
 from kvreclaim.weights.packed import SUPER_COLUMNS, CodeRule, PackedRows
 
 BLOCK_ROWS = 16
@@ -65,7 +65,6 @@ class PackedMatrix:
         blocks = -(-self.out_features // BLOCK_ROWS)
         size = self.bits * LINE * self.in_features // CHUNK
         self.parts["data"] = torch.empty((blocks, size), dtype=torch.uint8)
-        advise_huge_pages(self.parts["data"])
         for name in ("scales", "offsets", "supers"):
             part = getattr(first, name)
             if part is not None:
@@ -115,13 +114,6 @@ class PackedMatrix:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedMatrix:
         return self  # never written to
-
-
-def advise_huge_pages(data: Tensor) -> None:
-    """Have memory that nobody has touched come in huge pages where the system gives them: products read all
-    of it, and the CPU looks up a five-hundredth of the addresses."""
-    if KERNELS is not None:
-        KERNELS.advise_huge_pages(data.data_ptr(), data.nbytes)
 
 
 def _stored(part: Tensor) -> Tensor:

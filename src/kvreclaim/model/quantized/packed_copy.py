@@ -8,6 +8,7 @@ import logging
 import mmap
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from types import TracebackType
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from kvreclaim.model.quantized.copy_file import MAKING, copy_path, make_room, read_contents, write_contents
 from kvreclaim.model.quantized.gguf_file import GgufSource
-from kvreclaim.ops.packed import PACKED_LAYOUT, PackedMatrix, advise_huge_pages
+from kvreclaim.ops.packed import PACKED_LAYOUT, PackedMatrix
 from kvreclaim.weights.packed import CodeRule
 
 PAGE = 4096
@@ -205,9 +206,11 @@ def _mapped(file: IO[bytes], size: int) -> Tensor:
     """The first bytes of a file: pages that it shares with others as long as nobody writes to them."""
     if size == 0 or size % PAGE:
         raise ValueError("its matrices do not end with a page")
-    data = torch.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
-    advise_huge_pages(data)
-    return data
+    mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a system without huge pages
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
 def _checksum(data: Tensor) -> str:
