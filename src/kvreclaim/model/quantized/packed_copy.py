@@ -152,11 +152,10 @@ class _Writer:
         if size == 0:  # nothing is packed
             self.abandon()
             return
-        self._file.flush()
+        _forget(self._file)
         with open(self._file.name, "rb") as file:
             checksum = _checksum(_mapped(file, size))
         write_contents(self._file, {"origin": self._origin, "checksum": checksum, "matrices": self._matrices})
-        _forget(self._file)
         self._file.close()
         os.replace(self._file.name, self._target)
 
@@ -194,8 +193,8 @@ def _read(path: Path, origin: dict[str, Any]) -> tuple[dict[str, PackedMatrix], 
 
 
 def _forget(file: IO[bytes]) -> None:
-    """Take what was written off the system's memory: read again, it comes in large pages where the file
-    system has them; piece by piece as it was written, it lies in small ones."""
+    """Take what was written out of the system's memory, where it lies in small pages, as it was written piece
+    by piece: read again, it comes in huge ones where the file system has them."""
     file.flush()
     if hasattr(os, "posix_fadvise"):
         os.fsync(file.fileno())
