@@ -48,7 +48,7 @@ class _Seen:
     out: Tensor
 
 
-class Trial:
+class TrialBatch:
     """A KVBatch whose answers depend on queries, keys and values, and that remembers what it was asked."""
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ def trial_inputs(model: PreTrainedModel) -> dict[str, Any]:
 @torch.inference_mode()
 def _observe(model: PreTrainedModel, layers: list[nn.Module]) -> dict[nn.Module, _Seen]:
     """Each layer's inputs and outputs for trial tokens, in transformers' own code."""
-    trial, found = Trial(), {}
+    trial, found = TrialBatch(), {}
 
     def keep(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         call = trial.calls.get(int(module.self_attn.layer_idx))  # type: ignore[union-attr, arg-type]
@@ -219,7 +219,7 @@ def _proved(module: Any, seen: _Seen) -> NativeLayer | None:
     ):
         return None
     native = NativeLayer(module, call.softmax, Heads(call.q.shape[1], call.k.shape[1], dim, *own))
-    trial = Trial()
+    trial = TrialBatch()
     if not native.takes(seen.states, seen.kwargs):
         return None
     out = native(seen.states, **{**seen.kwargs, "kv_batch": trial})

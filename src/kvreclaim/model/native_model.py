@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from kvreclaim.model.decoder import NativeLayer, Trial, trial_inputs
+from kvreclaim.model.decoder import NativeLayer, TrialBatch, trial_inputs
 
 PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")
 IGNORED = {"kv_batch", "position_ids", "use_cache"}
@@ -81,8 +81,8 @@ def _proved(module: Any, model: PreTrainedModel) -> NativeModel | None:
     """The forward in a loop over the layers, if it makes of trial tokens what transformers' makes."""
     native, inputs = NativeModel(module), trial_inputs(model)
     try:
-        want = type(module).forward(module, **inputs, kv_batch=Trial()).last_hidden_state
-        got = native(**inputs, kv_batch=Trial()).last_hidden_state
+        want = type(module).forward(module, **inputs, kv_batch=TrialBatch()).last_hidden_state
+        got = native(**inputs, kv_batch=TrialBatch()).last_hidden_state
     except (AttributeError, RuntimeError, TypeError, ValueError):  # its parts are called in another way
         return None
     return native if got.dtype is want.dtype and torch.equal(got, want) else None
