@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Ernie4_5Config
 
 from kvreclaim.model.attention import AttentionCall
-from kvreclaim.model.decoder import NativeLayer, use_fast_layers
+from kvreclaim.model.decoder import NativeLayer, NativeModel, use_fast_layers
 from kvreclaim.model.inputs import inputs_handed_out
 from kvreclaim.model.loader import LoadedModel, load_model
-from kvreclaim.model.native_model import NativeModel, use_native_model
+from kvreclaim.model.native_model import use_native_model
 from kvreclaim.ops import extension
 from kvreclaim.ops.native.linear import max_rows
 

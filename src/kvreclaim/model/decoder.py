@@ -11,17 +11,19 @@ own code within rounding. Weights keep their names; q, k and v, and gate and up,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.model.inputs import hands_out_input
 from kvreclaim.model.native_modules import NativeLinear, NativeNorm
 from kvreclaim.model.quantized.layers import PackedLinear
+from kvreclaim.model.trial_batch import TrialBatch, trial_inputs
 from kvreclaim.ops.extension import unavailable_reason
 from kvreclaim.ops.facts import Softmax
 from kvreclaim.ops.native.decoder import DecoderLayer, Heads, Norm, Projection
@@ -33,7 +35,8 @@ PARTS = {
     "mlp": ("gate_proj", "up_proj", "down_proj"),
 }
 NORMS = ("input_layernorm", "post_attention_layernorm")
-TRIAL_POSITIONS = (0, 1, 2, 5, 11, 23, 60)
+IGNORED = {"kv_batch", "position_ids", "use_cache"}
+"""Keyword arguments that decide nothing else in a call with a KV batch."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2.0**-5}
 """Largest difference over the largest value; trial states pass through all layers before."""
 
@@ -46,21 +49,6 @@ class _Seen:
     kwargs: dict[str, Any]
     call: AttentionCall
     out: Tensor
-
-
-class TrialBatch:
-    """A KVBatch whose answers depend on queries, keys and values, and that remembers what it was asked."""
-
-    def __init__(self) -> None:
-        self.calls: dict[int, AttentionCall] = {}
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        self.calls[call.layer] = replace(call, q=call.q.clone(), k=call.k.clone(), v=call.v.clone())
-        share = call.q.shape[1] // call.k.shape[1]
-        scores = (call.q * call.k.repeat_interleave(share, 1)).float().sum(-1, keepdim=True)
-        return (call.v.repeat_interleave(share, 1) * torch.tanh(scores * call.q.shape[2] ** -0.5)).to(
-            call.q.dtype
-        )
 
 
 class NativeLayer:
@@ -122,6 +110,39 @@ class NativeLayer:
         )
 
 
+class NativeModel:
+    """The forward of the module that holds embeddings, layers and the last norm; the module's own for calls
+    without a KV batch, with other arguments, and while hooks see a layer's calls."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __call__(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
+        module = self.module
+        if input_ids is None or not self.takes(kwargs):
+            return type(module).forward(module, input_ids=input_ids, **kwargs)
+        places = kwargs["position_ids"]
+        states = module.embed_tokens(input_ids)
+        given = {
+            "kv_batch": kwargs["kv_batch"],
+            "position_ids": places,
+            "position_embeddings": module.rotary_emb(states, places),
+        }
+        for layer in module.layers:
+            states = layer.forward(states, **given)
+        return BaseModelOutputWithPast(last_hidden_state=module.norm(states))
+
+    def takes(self, kwargs: dict[str, Any]) -> bool:
+        """Whether the layers alone compute this call."""
+        return (
+            kwargs.get("kv_batch") is not None
+            and kwargs.get("position_ids") is not None
+            and not kwargs.get("use_cache")
+            and all(value is None for name, value in kwargs.items() if name not in IGNORED)
+            and not any(layer._forward_pre_hooks or layer._forward_hooks for layer in self.module.layers)
+        )
+
+
 def use_fast_layers(model: PreTrainedModel) -> str:
     """Give every decoder layer that computes what a NativeLayer computes that as its forward.
 
@@ -176,13 +197,6 @@ def _looks_known(module: nn.Module) -> bool:
         and len({weight_dtype(each) for each in linears}) == 1
         and all(weight_dtype(each) in DTYPES and is_on_cpu(each) for each in linears)
     )
-
-
-def trial_inputs(model: PreTrainedModel) -> dict[str, Any]:
-    """Trial tokens, as a model or the module of its layers takes them."""
-    positions = torch.tensor([TRIAL_POSITIONS])
-    tokens = (positions * 7919 + 1) % model.config.get_text_config().vocab_size
-    return {"input_ids": tokens, "position_ids": positions, "use_cache": False}
 
 
 @torch.inference_mode()

@@ -10,48 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from kvreclaim.model.decoder import NativeLayer, TrialBatch, trial_inputs
+from kvreclaim.model.decoder import NativeLayer, NativeModel
+from kvreclaim.model.trial_batch import TrialBatch, trial_inputs
 
 PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")
-IGNORED = {"kv_batch", "position_ids", "use_cache"}
-"""Keyword arguments that decide nothing else in a call with a KV batch."""
-
-
-class NativeModel:
-    """The forward of the module that holds embeddings, layers and the last norm; the module's own for calls
-    without a KV batch, with other arguments, and while hooks see a layer's calls."""
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-
-    def __call__(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
-        module = self.module
-        if input_ids is None or not self.takes(kwargs):
-            return type(module).forward(module, input_ids=input_ids, **kwargs)
-        places = kwargs["position_ids"]
-        states = module.embed_tokens(input_ids)
-        given = {
-            "kv_batch": kwargs["kv_batch"],
-            "position_ids": places,
-            "position_embeddings": module.rotary_emb(states, places),
-        }
-        for layer in module.layers:
-            states = layer.forward(states, **given)
-        return BaseModelOutputWithPast(last_hidden_state=module.norm(states))
-
-    def takes(self, kwargs: dict[str, Any]) -> bool:
-        """Whether the layers alone compute this call."""
-        return (
-            kwargs.get("kv_batch") is not None
-            and kwargs.get("position_ids") is not None
-            and not kwargs.get("use_cache")
-            and all(value is None for name, value in kwargs.items() if name not in IGNORED)
-            and not any(layer._forward_pre_hooks or layer._forward_hooks for layer in self.module.layers)
-        )
 
 
 def use_native_model(model: PreTrainedModel) -> str:
