@@ -1,4 +1,4 @@
-"""Run a loaded model's decoder layers in few native calls each, where those compute what the layers do.
+"""Run a loaded model in few native calls a decoder layer, and a loop over these, where they compute the same.
 
     norm, q, k, v and rotary    (write    attend: the batch's)    output and sum, norm, gate and up, down and
     sum

@@ -1,5 +1,5 @@
-"""What a model is tried on before its modules run natively: tokens, and a batch whose answers depend on all that
-it is asked."""
+"""What a model is tried on before its modules run natively: tokens, and a batch whose answers depend on all
+that it is asked."""
 
 from __future__ import annotations
 
