@@ -29,7 +29,7 @@ RECURRENT: tuple[ConfigRefusal, ...] = (
 )
 STATISTICS = ConfigRefusal(
     lambda config: "query statistics" if _is_recurrent(config) else None,
-    "`kvreclaim calibrate` cannot run it to make them",
+    "statistics of hybrid models are not tested in the plugin",
     "leave out stats and name a policy without them, such as shares(keydiff), lagkv or streaming_llm",
     UnsupportedModelError,
 )
