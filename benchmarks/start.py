@@ -1,5 +1,6 @@
-"""Seconds from a process's start to the first token of a GGUF file: without a copy of its packed weights,
-while one is made, and from it. The file is read once before, so that the disk counts in none.
+"""Seconds from a process's start to the first token of a GGUF file, and to the process's end: with weights
+that are packed at the start, and from the copy of packed weights. One start before them is not counted: it
+compiles byte code, reads the file and makes the copy. All starts have to say the same token.
 
     python benchmarks/start.py MODEL.gguf
 """
@@ -7,34 +8,60 @@ while one is made, and from it. The file is read once before, so that the disk c
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-COMMAND = (sys.executable, "-m", "kvreclaim.cli.main", "generate", "--prompt", "def add(a, b):")
+COMMAND = (sys.executable, "-c", "from kvreclaim.cli.main import main; main()")
+PROMPT = "def f"
+HOW = {"no copy": ("--no-cache-packed-weights",), "copy": ()}
 
 
-def seconds(model: Path, home: str, *more: str) -> float:
-    """Until the first character is printed."""
-    command = [*COMMAND, "--max-tokens", "2", "--model", os.fspath(model), *more]
-    start = time.perf_counter()
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=os.environ | {"KVRECLAIM_HOME": home, "PYTHONUNBUFFERED": "1"},
-    ) as process:
+@dataclass(frozen=True)
+class Start:
+    """text: what was printed; seconds until its first byte, and until the end"""
+
+    text: str
+    first_s: float
+    end_s: float
+
+
+def start(model: Path, home: str, *more: str) -> Start:
+    """One process, with one token to generate."""
+    asked = ("--prompt", PROMPT, "--max-tokens", "1", "--model", os.fspath(model))
+    command = [*COMMAND, "generate", *asked, *more]
+    env = os.environ | {"KVRECLAIM_HOME": home, "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": ""}
+    began = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as process:
         assert process.stdout is not None
+        assert process.stderr is not None
         first = process.stdout.read(1)
-        taken = time.perf_counter() - start
-        process.stdout.read()
-    if process.returncode or not first:
-        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
-    return taken
+        first_s = time.perf_counter() - began
+        text = first + process.stdout.read()
+        errors = process.stderr.read()
+        process.wait()
+        end_s = time.perf_counter() - began
+    if process.returncode or not text.strip():
+        said = errors.decode(errors="replace")[-500:]
+        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}: {said}")
+    return Start(text.decode(), first_s, end_s)
+
+
+def cpu() -> str:
+    """The CPU's name, as the system says it."""
+    if Path("/proc/cpuinfo").exists():
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
 
 
 def main() -> None:
@@ -42,14 +69,26 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
-    given.model.read_bytes()
-    off = "--no-cache-packed-weights"
     with TemporaryDirectory() as home:
-        seconds(given.model, home, off)  # config and tokenizer are made of the header
-        print(f"{'no copy':10}", [f"{seconds(given.model, home, off):.2f}" for _ in range(given.rounds)])
-        print(f"{'making it':10}", f"{seconds(given.model, home):.2f}")
-        times = [seconds(given.model, home) for _ in range(given.rounds)]
-        print(f"{'from it':10}", [f"{each:.2f}" for each in times], f"median {statistics.median(times):.2f}")
+        wanted = start(given.model, home).text
+        done: dict[str, list[Start]] = {name: [] for name in HOW}
+        for _ in range(given.rounds):
+            for name, options in HOW.items():
+                done[name].append(start(given.model, home, *options))
+                if done[name][-1].text != wanted:
+                    raise SystemExit(f"{name}: {done[name][-1].text!r} was generated, and first {wanted!r}")
+    found = {
+        name: {
+            "first_token_s": round(statistics.median(each.first_s for each in starts), 2),
+            "end_s": round(statistics.median(each.end_s for each in starts), 2),
+            "all_first_token_s": [round(each.first_s, 2) for each in starts],
+            "all_end_s": [round(each.end_s, 2) for each in starts],
+        }
+        for name, starts in done.items()
+    }
+    about = {"model": given.model.name, "cpu": cpu(), "num_cpus": os.cpu_count(), "token": wanted.strip()}
+    versions = {name: version(name) for name in ("torch", "transformers")}
+    print(json.dumps({**about, **versions, **found}, indent=1))
 
 
 if __name__ == "__main__":
