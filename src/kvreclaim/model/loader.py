@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -119,13 +120,15 @@ def load_model(
     config = overridden(config, hf_overrides, name)
     _refuse_unsupported(config, name)
     packed, mapped_bytes = _packed_source(name, config) if gguf is None else gguf, 0
+    tokenizer: Tokenizer | None = None
     if packed is None:
         model = _load_weights(name, torch_dtype, config)
     else:
         products = choose_products(name, packed, target, kernels, quantized_activations)
         chosen = packed_dtype(config, name, torch_dtype, products)
         if gguf is not None and cache_packed_weights:
-            with CopiedSource(gguf) as copied:
+            source, tokenizer = _copied(gguf)
+            with source as copied:
                 model = build(config, name, copied, chosen, products, target)
             mapped_bytes = copied.mapped_bytes if target.type == "cpu" else 0
         else:
@@ -152,7 +155,7 @@ def load_model(
         tokenizer = load_tokenizer(name)
         ends = directory_ends(name, tokenizer, config)
     else:
-        tokenizer = gguf_tokenizer(gguf, logger.warning)
+        tokenizer = gguf_tokenizer(gguf, logger.warning) if tokenizer is None else tokenizer
         ends = gguf_ends(gguf.index.fields, tokenizer, config)
     use_token_positions(model)  # behind the probe, which looks for rotations alone
     return LoadedModel(
@@ -165,6 +168,14 @@ def load_model(
         recurrent=recurrent,
         mapped_bytes=mapped_bytes,
     )
+
+
+def _copied(gguf: GgufSource) -> tuple[CopiedSource, Tokenizer]:
+    """The copy of packed weights, summed without the interpreter's lock, and meanwhile the tokenizer."""
+    with ThreadPoolExecutor(1) as beside:
+        source = beside.submit(CopiedSource, gguf)
+        tokenizer: Tokenizer = gguf_tokenizer(gguf, logger.warning)
+    return source.result(), tokenizer
 
 
 def _packed_source(name: str, config: Any) -> WeightSource | None:
