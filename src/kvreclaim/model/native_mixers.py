@@ -86,7 +86,7 @@ def use_native_mixers(layers: RecurrentLayers) -> str:
     problem = missing_steps()
     if problem is None:
         for mixer in layers.mixers:
-            mixer.native = _proved(mixer)
+            mixer.use_native(_proved(mixer))
     count = sum(mixer.native is not None for mixer in layers.mixers)
     why = f" ({problem})" if problem else ""
     return f"recurrent layers: {len(layers.mixers)}, {count} of them native{why}"
@@ -121,7 +121,7 @@ def _proved(mixer: Mixer) -> NativeMixer | None:
         native = NativeMixer(module, projections)
     except (AttributeError, TypeError, ValueError):  # other parts by the same names
         return None
-    mixer.by_token = isinstance(native.step, SelectiveStep)  # transformers' own scan begins at zero
+    mixer.go_by_token(isinstance(native.step, SelectiveStep))  # transformers' own scan begins at zero
     generator, dtype = torch.Generator().manual_seed(0), native.outer.dtype
     own, other = (StateStore([mixer.shapes], TRIAL_SLOTS, torch.device("cpu")) for _ in range(2))
     pairs = list[tuple[Tensor, Tensor]]()

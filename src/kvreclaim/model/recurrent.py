@@ -134,6 +134,14 @@ class Mixer:
         self.native: Callable[[Tensor, States, PackedRuns], Tensor] | None = None
         self.by_token = False
 
+    def use_native(self, native: Callable[[Tensor, States, PackedRuns], Tensor] | None) -> None:
+        """Compute steps by this; None: by the layer's own code."""
+        self.native = native
+
+    def go_by_token(self, is_needed: bool) -> None:
+        """Give the layer's own code tokens behind a state one by one, or together."""
+        self.by_token = is_needed
+
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         step = self.owner.step
         if step is None:

@@ -160,7 +160,8 @@ def prove(model: PreTrainedModel, layers: RecurrentLayers, name: str) -> None:
     """
     for by_token in (False, True):
         for mixer in layers.mixers:
-            mixer.by_token = mixer.by_token if mixer.native else by_token
+            if mixer.native is None:
+                mixer.go_by_token(by_token)
         difference = _difference(model, layers)
         if difference <= TOLERANCE[model.dtype]:
             return

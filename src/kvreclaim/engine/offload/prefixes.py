@@ -116,7 +116,7 @@ class Prefixes:
             return
         try:
             image = image_of(snapshot, self.memory, self.cache, self.signals)
-            facts, tensors = record_of(self.store.with_state(snapshot.seq_id, image), key, self.cache)
+            facts, tensors = record_of(self.store.states.with_state(snapshot.seq_id, image), key, self.cache)
         except Exception:
             logger.exception("a compressed prefix could not be copied to the host; it is not stored")
             return
@@ -149,7 +149,7 @@ class Prefixes:
             return
         try:
             self._enter(
-                key, image_from(done.file.facts, done.file.tensors, self.cache, self.store.state_bytes)
+                key, image_from(done.file.facts, done.file.tensors, self.cache, self.store.states.num_bytes)
             )
         except UnfitError as error:
             logger.warning("a compressed prefix on disk is of no use: %s", error)
@@ -165,7 +165,7 @@ class Prefixes:
             return
         self.slots.fill([slot for slot in slots if slot is not None], image.blocks, image.beside)
         self.parking.enter(seq.seq_id, image.aside)
-        self.store.fill_state(seq.seq_id, image)
+        self.store.states.enter(seq.seq_id, image)
         self.store.held[seq.seq_id] = seq
         self._fresh.add(seq.seq_id)
 

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from kvreclaim.compression.uneven import Heads
 from kvreclaim.engine.extension import Extension
-from kvreclaim.engine.offload.image import Image
 from kvreclaim.engine.offload.moves import Moves
 from kvreclaim.engine.offload.parking import Parking
-from kvreclaim.engine.offload.snapshot_recurrent import SnapshotStates
+from kvreclaim.engine.offload.snapshot_recurrent import NoSnapshotStates
 from kvreclaim.engine.request.compression_state import CompressionState
 from kvreclaim.engine.request.request import Request, Sequence
 from kvreclaim.engine.request.spec import RequestSpec
@@ -41,7 +40,7 @@ class SnapshotStore(Extension):
     """The sequences that hold compressed prefixes.
 
     held: by id; parking, moves: where there is a host; files: where there is a disk
-    states: of recurrent layers, where the model has some
+    states: of recurrent layers
     """
 
     rank = 25
@@ -53,7 +52,7 @@ class SnapshotStore(Extension):
         new_id: Callable[[], int],
         parking: Parking | None,
         moves: Moves | None,
-        states: SnapshotStates | None,
+        states: NoSnapshotStates,
     ) -> None:
         self.scheduler, self.signals, self._new_id = scheduler, signals, new_id
         self.held: dict[int, Sequence] = {}
@@ -186,27 +185,12 @@ class SnapshotStore(Extension):
         snapshot = self.held[snapshot_id]
         if unparked and self.parking is not None:
             self.parking.resume(snapshot)
-            if self.states is not None:
-                self.states.resume(snapshot_id)
+            self.states.resume(snapshot_id)
         seq.state = snapshot.state.fork()
         if (cells := seq.state.cells) is not None:  # all of it is the prompt now
             slots = cells.counts * seq.footprint.block_size
             seq.state.cells = replace(cells, prompt_slots=slots)
         self.signals.fork(snapshot.seq_id, seq.seq_id)
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of a recurrent state; 0: the model has none."""
-        return 0 if self.states is None else self.states.num_bytes
-
-    def with_state(self, seq_id: int, image: Image) -> Image:
-        """The image of a snapshot with its recurrent state, if it has one."""
-        return image if self.states is None else replace(image, recurrent=self.states.copy(seq_id))
-
-    def fill_state(self, seq_id: int, image: Image) -> None:
-        """Give a snapshot that comes from elsewhere its recurrent state."""
-        if self.states is not None and image.recurrent is not None:
-            self.states.enter(seq_id, image.recurrent)
 
     def used(self, snapshot_id: int) -> bool:
         """To be told when a sequence has begun with one. Returns: whether it came from disk for it."""
@@ -217,8 +201,7 @@ class SnapshotStore(Extension):
         for seq_id in seq_ids:
             assert self.parking is not None, "only a memory with host slots parks anything"
             self.parking.park(self.held[seq_id])
-            if self.states is not None:
-                self.states.park(seq_id)
+            self.states.park(seq_id)
 
     def drop(self, seq_ids: Iterable[int]) -> None:
         """The memory has forgotten them."""

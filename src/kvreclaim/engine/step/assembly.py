@@ -21,7 +21,7 @@ from kvreclaim.engine.offload.disk import open_disk, open_states, share_bytes
 from kvreclaim.engine.offload.offloaded_states import OffloadedStates
 from kvreclaim.engine.offload.offloading import Offload
 from kvreclaim.engine.offload.prefixes import make_prefixes
-from kvreclaim.engine.offload.snapshot_recurrent import SnapshotStates
+from kvreclaim.engine.offload.snapshot_recurrent import NoSnapshotStates
 from kvreclaim.engine.offload.snapshot_state import SnapshotStore
 from kvreclaim.engine.request.outputs import EngineTotals
 from kvreclaim.engine.request.request import Sequence as Seq
@@ -177,7 +177,7 @@ def make_snapshots(
     storage: Storage,
     lifecycle: Lifecycle,
     offload: Offload | None,
-    states: SnapshotStates | None,
+    states: NoSnapshotStates,
 ) -> SnapshotStore:
     """Keeps compressed prefixes, on the host and on disk, too, where these are there."""
     parking, moves = (None, None) if offload is None else (offload.parking, offload.moves)

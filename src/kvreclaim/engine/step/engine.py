@@ -22,7 +22,7 @@ from kvreclaim.engine.offload.compressed_session import CompressedSessions
 from kvreclaim.engine.offload.disk import namespace_of
 from kvreclaim.engine.offload.session import Sessions
 from kvreclaim.engine.offload.session_states import SessionStates
-from kvreclaim.engine.offload.snapshot_recurrent import SnapshotStates
+from kvreclaim.engine.offload.snapshot_recurrent import NoSnapshotStates, SnapshotStates
 from kvreclaim.engine.offload.snapshot_state import SnapshotStore
 from kvreclaim.engine.offload.stats import TierStats
 from kvreclaim.engine.request.chunk_reuse import Reuse
@@ -176,10 +176,9 @@ class Engine:
         )
 
     @property
-    def _snapshot_states(self) -> SnapshotStates | None:
-        """None for a model without recurrent layers."""
+    def _snapshot_states(self) -> NoSnapshotStates:
         if self.states is None:
-            return None
+            return NoSnapshotStates()
         return SnapshotStates(
             self.states.group, self.states.store, self.memory.offload.parking, self._on_host
         )

@@ -59,7 +59,6 @@ class DiskStates(NoStatesBelow, NoDiskStates):
         self._unwanted: set[int] = set()
         """Transfers under way whose end nobody is to find."""
         self._is_reset = False
-        host.below = self
 
     @property
     def num_kept(self) -> int:

@@ -89,7 +89,7 @@ class HostStates(NoHostStates):
 
     def __init__(self, group: RecurrentGroup, host: Tier, num_slots: int) -> None:
         self.slots = PinnedSlots(num_slots)
-        self.below = NoStatesBelow()
+        self._below = NoStatesBelow()
         self.counts = HostStateCounts()
         self._group, self._index = group, host.pool.index
         self._kept: dict[int, tuple[Entry, int]] = {}
@@ -99,6 +99,10 @@ class HostStates(NoHostStates):
         self._last: dict[int, _Wanted] = {}
         """By sequence: behind the newest block of its answer."""
         self._coming: dict[int, Entry] = {}
+
+    def write_through(self, below: NoStatesBelow) -> None:
+        """States that come to the host are offered to a disk, too."""
+        self._below = below
 
     @property
     def num_slots(self) -> int:
@@ -150,14 +154,14 @@ class HostStates(NoHostStates):
             self._want(wanted)
 
     def _of(self, table: BlockTable, below: Sequence[Entry], i: int) -> _Wanted:
-        return _Wanted(table.entries[i], below[i], self.below.name(table.keys, i))
+        return _Wanted(table.entries[i], below[i], self._below.name(table.keys, i))
 
     def _want(self, wanted: _Wanted) -> None:
         """Have this state, if the device keeps it, copied to the host."""
         serial = wanted.entry.serial
         if serial in self._kept:
             self._use(wanted.entry)
-            self.below.met(wanted.name, self._kept[serial][1])
+            self._below.met(wanted.name, self._kept[serial][1])
         elif self._group.checkpoint(wanted.above) is not None:
             self._wanted[serial] = wanted
 
@@ -182,7 +186,7 @@ class HostStates(NoHostStates):
             if (target := self.take()) is not None:
                 found.append((source, target))
                 self._kept[serial] = one.entry, target
-                self.below.stored(one.name, target)
+                self._below.stored(one.name, target)
         self.counts.stored += len(found)
         self.version += bool(found)
         return found
@@ -210,7 +214,7 @@ class HostStates(NoHostStates):
 
     def unstored(self, slots: Sequence[int]) -> None:
         """These slots could not be written."""
-        self.below.unstored(slots)
+        self._below.unstored(slots)
         for serial in [serial for serial, (_, slot) in self._kept.items() if slot in slots]:
             self._drop(serial)
         self.counts.stored -= len(slots)

@@ -121,6 +121,7 @@ class TieredOffload(OffloadSlots):
                 self.states_on_disk = DiskStates(
                     states, self.states, self.disk, num_disk_states, disk_store_after
                 )
+                self.states.write_through(self.states_on_disk)
             self.on_disk = DiskPrefixes(
                 full,
                 self.prefixes,
