@@ -1,4 +1,4 @@
-"""docs/tiers.md has every option of the tiers, with the default that it has, and its example runs."""
+"""docs/tiers.md has every option of the tiers with its default; its examples and docs/snapshots.md run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 from kvreclaim.config import OFFLOAD, EngineConfig
 from kvreclaim.options import settings_of
 
-DOCS = (Path(__file__).parents[1] / "docs" / "tiers.md").read_text(encoding="utf-8")
+PAGES = Path(__file__).parents[1] / "docs"
+DOCS, SNAPSHOTS = ((PAGES / f"{name}.md").read_text(encoding="utf-8") for name in ("tiers", "snapshots"))
 OPTIONS = {name: each for name, each in settings_of(EngineConfig).items() if each.spec.panel == OFFLOAD}
 
 
@@ -44,15 +45,19 @@ def test_with_its_default(name: str) -> None:
         assert default_cell == ("none" if default is None else default)
 
 
-def test_the_examples_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first, second, turns, third = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
-    assert "/tmp/kvreclaim-blocks" in first
-    exec(compile(first.replace("/tmp/kvreclaim-blocks", str(tmp_path)), "docs/tiers.md", "exec"), {})
+def test_the_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
+    assert "/tmp/kvreclaim-blocks" in example
+    exec(compile(example.replace("/tmp/kvreclaim-blocks", str(tmp_path)), "docs/tiers.md", "exec"), {})
     assert "TierStats(host=SlotStats(" in capsys.readouterr().out
-    exec(compile(second, "docs/tiers.md", "exec"), {})
+
+
+def test_the_examples_of_snapshots_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix, turns, disk = re.findall(r"```python\n(.*?)```", SNAPSHOTS, re.DOTALL)
+    exec(compile(prefix, "docs/snapshots.md", "exec"), {})
     assert capsys.readouterr().out.split() == ["0", "200"]
-    exec(compile(turns, "docs/tiers.md", "exec"), {})
+    exec(compile(turns, "docs/snapshots.md", "exec"), {})
     assert capsys.readouterr().out.split() == re.search(r"# (200 0, .*)", turns)[1].replace(",", "").split()
-    assert "/tmp/kvreclaim-prefixes" in third
-    exec(compile(third.replace("/tmp/kvreclaim-prefixes", str(tmp_path)), "docs/tiers.md", "exec"), {})
+    assert "/tmp/kvreclaim-prefixes" in disk
+    exec(compile(disk.replace("/tmp/kvreclaim-prefixes", str(tmp_path)), "docs/snapshots.md", "exec"), {})
     assert capsys.readouterr().out.split() == ["0", "200"]
