@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 
 from kvreclaim.checks import require
 from kvreclaim.config import EngineConfig
-from kvreclaim.memory.prefix.keys import BlockName
-from kvreclaim.memory.tiers.disk import Transfer, TransferOutcome
+from kvreclaim.memory.tiers.transfers import TransferOutcome, Transfers
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import KVFormat
@@ -117,17 +116,6 @@ def _rope(loaded: LoadedModel) -> str:
     return f"{asked} {found}"
 
 
-class SlotTier(Protocol):
-    """The memory's side of a slot file. DiskTier and DiskStates have the docstrings."""
-
-    @property
-    def num_loading(self) -> int: ...
-    def recover(self, found: Iterable[tuple[int, BlockName]]) -> int: ...
-    def take_reset(self) -> bool: ...
-    def take_transfers(self) -> list[Transfer]: ...
-    def finish(self, job_id: int, outcome: TransferOutcome) -> None: ...
-
-
 class Disk:
     """Moves what slots of the host hold to a file and back while the engine goes on. close: at the latest
     when the object goes or the process ends.
@@ -138,7 +126,7 @@ class Disk:
 
     def __init__(
         self,
-        tier: SlotTier,
+        tier: Transfers[Any, Any],
         view: Callable[[int], memoryview],
         file: SlotFile,
         rates: Rates,

@@ -5,31 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import Enum
-from itertools import count
 
 from kvreclaim.memory.prefix.index import Entry, Link
 from kvreclaim.memory.prefix.keys import BlockKey, BlockKeys, BlockName, root_uid
 from kvreclaim.memory.tiers.tier import Tier
-
-
-class TransferOutcome(Enum):
-    """Outcome of a transfer. GONE: the file holds something else there, or damaged bytes."""
-
-    OK = "ok"
-    GONE = "gone"
-    FAILED = "failed"
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """A block on its way between a host slot and a disk slot. Both are referenced until its end is told."""
-
-    job_id: int
-    to_disk: bool
-    host_slot: int
-    disk_slot: int
-    name: BlockName
+from kvreclaim.memory.tiers.transfers import Transfer, TransferOutcome, Transfers
 
 
 @dataclass(slots=True, eq=False)
@@ -81,9 +61,8 @@ class Loading:
         return not rest and self.after is not None and self.after.is_pending
 
 
-class DiskTier:
-    """Slots of a file below the host's. Integers only: `take_transfers` says what is to be moved, in order,
-    `finish` what came of each, in any order.
+class DiskTier(Transfers[_Store, "tuple[Loading, int]"]):
+    """Slots of a file below the host's.
 
     A block enters an index when its bytes have arrived and its parent is in that index. What fails was never
     there; what is damaged is forgotten.
@@ -94,25 +73,12 @@ class DiskTier:
     """
 
     def __init__(self, host: Tier, num_slots: int, block_size: int, eviction_policy: str) -> None:
+        super().__init__()
         self.host = host
         self.tier = Tier(num_slots, block_size, eviction_policy)
-        self.num_gone = self.num_failed = self.num_unstored = self.num_loaded = self.num_stored = 0
-        self._ids = count()
-        self._out: list[Transfer] = []
-        self._stores: dict[int, _Store] = {}
+        self.num_unstored = 0
         self._storing: dict[bytes, _Store] = {}
-        self._loads: dict[int, tuple[Loading, int]] = {}
         self._loading: dict[bytes, Loading] = {}
-        self._is_reset = False
-
-    @property
-    def num_loading(self) -> int:
-        """Loads under way."""
-        return len(self._loads)
-
-    @property
-    def num_storing(self) -> int:
-        return len(self._stores)
 
     def root(self, salt: str | None) -> Link:
         """Salts are secrets, and what was recovered does not know them: chains stand under the root's uid."""
@@ -123,8 +89,7 @@ class DiskTier:
         return self.tier.run(keys, limit, root_uid(keys.salt).hex())
 
     def recover(self, found: Iterable[tuple[int, BlockName]]) -> int:
-        """Enter what the file holds, parents before their children. To be called before all else. Returns:
-        how many blocks can be found."""
+        """The same; parents come before their children."""
         pool, by_uid = self.tier.pool, dict[bytes, Entry]()
         held = pool.allocate(pool.num_blocks)
         for slot, name in found:
@@ -141,32 +106,12 @@ class DiskTier:
         pool.release(reversed(cached))
         return len(cached)
 
-    def take_transfers(self) -> list[Transfer]:
-        """Transfers that nobody has taken yet."""
-        out, self._out = self._out, []
-        return out
-
-    def finish(self, job_id: int, outcome: TransferOutcome) -> None:
-        """A transfer has ended."""
-        if job_id in self._stores:
-            self._finish_store(self._stores.pop(job_id), outcome)
-        else:
-            self._finish_load(*self._loads.pop(job_id), outcome)
-
     def reset(self) -> None:
-        """Forget all that the file holds, and that nothing which is on its way is found."""
         self.tier.pool.clear_index()
         for loading in {id(each): each for each, _ in self._loads.values()}.values():
             if not loading.is_broken:
                 self._break(loading, len(loading.linked))
-        for transfer in self.take_transfers():
-            self.finish(transfer.job_id, TransferOutcome.FAILED)
-        self._is_reset = True
-
-    def take_reset(self) -> bool:
-        """Whether the file's records are to be removed, before any transfer that is taken after."""
-        is_reset, self._is_reset = self._is_reset, False
-        return is_reset
+        super().reset()
 
     # Host to disk.
 
@@ -183,9 +128,8 @@ class DiskTier:
             return None
         (slot,) = self.tier.pool.allocate(1)
         self.host.pool.touch(host_entry.block)
-        store = _Store(Transfer(next(self._ids), True, host_entry.block, slot, name), parent)
+        store = _Store(self._begin(True, host_entry.block, slot, name), parent)
         self._stores[store.transfer.job_id] = self._storing[name.uid] = store
-        self._out.append(store.transfer)
         return store
 
     def forget(self, keys: BlockKeys, num_blocks: int) -> None:
@@ -245,12 +189,11 @@ class DiskTier:
                 break
             (slot,) = self.host.pool.allocate(1)
             self.tier.pool.hit([below[i].block], 0)
-            transfer = Transfer(next(self._ids), False, slot, below[i].block, name)
+            transfer = self._begin(False, slot, below[i].block, name)
             self._loads[transfer.job_id] = loading, len(loading.transfers)
             self._loading[name.uid] = loading
             loading.transfers.append(transfer)
             loading.outcomes.append(None)
-            self._out.append(transfer)
         if loading.transfers or loading.after is not None:
             return loading
         self.end(loading)
@@ -262,7 +205,8 @@ class DiskTier:
         self.host.pool.release(reversed([*loading.held, *(entry.block for entry in loading.linked)]))
         loading.held.clear()
 
-    def _finish_load(self, loading: Loading, place: int, outcome: TransferOutcome) -> None:
+    def _finish_load(self, load: tuple[Loading, int], outcome: TransferOutcome) -> None:
+        loading, place = load
         transfer = loading.transfers[place]
         loading.outcomes[place] = outcome
         if outcome is TransferOutcome.GONE:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import count
 
 from kvreclaim.memory.groups.recurrent import RecurrentGroup
 from kvreclaim.memory.prefix.index import Entry
 from kvreclaim.memory.prefix.keys import BlockKeys, BlockName
-from kvreclaim.memory.tiers.disk import DiskTier, Transfer, TransferOutcome
+from kvreclaim.memory.tiers.disk import DiskTier
 from kvreclaim.memory.tiers.disk_prefixes import NoDiskStates
 from kvreclaim.memory.tiers.host_states import HostStates, NoStatesBelow
 from kvreclaim.memory.tiers.pinned_slots import PinnedSlots
+from kvreclaim.memory.tiers.transfers import Transfer, TransferOutcome, Transfers
 
 
 @dataclass(slots=True, eq=False)
@@ -28,11 +28,9 @@ class _Load:
     has_arrived: bool = False
 
 
-class DiskStates(NoStatesBelow, NoDiskStates):
+class DiskStates(Transfers[Transfer, _Load], NoStatesBelow, NoDiskStates):
     """Slots of a file for states, by the blocks behind which they stand. A state outlives its block in the
     file above; it is found again when the block comes back. The least recently used one gives way.
-
-    Integers only, as DiskTier: `take_transfers` says what is to be moved, `finish` what came of it.
 
     Args:
         group, host: the states on the device, and those above
@@ -44,38 +42,24 @@ class DiskStates(NoStatesBelow, NoDiskStates):
     def __init__(
         self, group: RecurrentGroup, host: HostStates, disk: DiskTier, num_slots: int, store_after: int
     ) -> None:
+        super().__init__()
         self.slots = PinnedSlots(num_slots)
-        self.num_stored = self.num_loaded = self.num_gone = self.num_failed = 0
         self._group, self._host, self._disk, self._at_once = group, host, disk, store_after <= 1
-        self._ids = count()
-        self._out: list[Transfer] = []
         self._kept: dict[bytes, int] = {}
         """By the uid of the block; the least recently used first."""
-        self._stores: dict[int, Transfer] = {}
-        self._loads: dict[int, _Load] = {}
         self._loading: dict[bytes, _Load] = {}
         self._waiting: dict[int, tuple[_Load, float]] = {}
         """What a waiting sequence waits for, and until when."""
         self._unwanted: set[int] = set()
         """Transfers under way whose end nobody is to find."""
-        self._is_reset = False
 
     @property
     def num_kept(self) -> int:
         """States that can be read."""
         return len(self._kept)
 
-    @property
-    def num_loading(self) -> int:
-        """Reads under way."""
-        return len(self._loads)
-
-    @property
-    def num_storing(self) -> int:
-        return len(self._stores)
-
     def recover(self, found: Iterable[tuple[int, BlockName]]) -> int:
-        """Take in what the file holds, the oldest first. To be called before all else. Returns: how many."""
+        """The same; the oldest comes first."""
         places = {name.uid: slot for slot, name in found}
         taken = [slot for _ in range(self.slots.num_slots) if (slot := self.slots.take()) is not None]
         self._kept.update(places)
@@ -84,23 +68,6 @@ class DiskStates(NoStatesBelow, NoDiskStates):
             if slot not in held:
                 self.slots.give_back(slot)
         return len(places)
-
-    def take_transfers(self) -> list[Transfer]:
-        """Transfers that nobody has taken yet."""
-        out, self._out = self._out, []
-        return out
-
-    def take_reset(self) -> bool:
-        """Whether the file's records are to be removed, before any transfer that is taken after."""
-        is_reset, self._is_reset = self._is_reset, False
-        return is_reset
-
-    def finish(self, job_id: int, outcome: TransferOutcome) -> None:
-        """A transfer has ended."""
-        if (store := self._stores.pop(job_id, None)) is not None:
-            self._finish_store(store, outcome)
-        else:
-            self._finish_load(self._loads.pop(job_id), outcome)
 
     # Host to disk.
 
@@ -120,9 +87,8 @@ class DiskStates(NoStatesBelow, NoDiskStates):
         if (target := self._take()) is None:
             return
         self._host.slots.pin(slot)
-        transfer = Transfer(next(self._ids), True, slot, target, name)
+        transfer = self._begin(True, slot, target, name)
         self._stores[transfer.job_id] = transfer
-        self._out.append(transfer)
 
     def unstored(self, slots: Sequence[int]) -> None:
         for transfer in [each for each in self._out if each.to_disk and each.host_slot in slots]:
@@ -190,9 +156,8 @@ class DiskStates(NoStatesBelow, NoDiskStates):
                 return
             source = self._kept[name.uid] = self._kept.pop(name.uid)  # behind the others
             self.slots.pin(source)
-            found = _Load(Transfer(next(self._ids), False, slot, source, name), keys, depth)
+            found = _Load(self._begin(False, slot, source, name), keys, depth)
             self._loads[found.transfer.job_id] = self._loading[name.uid] = found
-            self._out.append(found.transfer)
         self._waiting[seq_id] = found, deadline
 
     def must_wait(self, seq_id: int, now: float) -> bool:
@@ -239,9 +204,7 @@ class DiskStates(NoStatesBelow, NoDiskStates):
         self._unwanted.update([*self._stores, *self._loads])
         for load in [each for each in self._loading.values() if each.has_arrived]:
             self._drop(load)
-        for transfer in self.take_transfers():
-            self.finish(transfer.job_id, TransferOutcome.FAILED)
-        self._is_reset = True
+        super().reset()
 
     @property
     def lent(self) -> list[int]:
