@@ -254,7 +254,7 @@ class EngineConfig:
     kv_offloading_state_fraction: float = option(
         0.25,
         "Models with recurrent layers: share of --kv-offloading-size and --kv-offloading-disk-size for the "
-        "states behind prefixes. 0: no prefixes on the host.",
+        "states at the ends of prefixes. 0: no prefixes on the host.",
         low=0.0,
         high=1.0,
         panel=OFFLOAD,
@@ -364,7 +364,7 @@ class EngineConfig:
         )
         require(
             self.state_checkpoint_interval % self.block_size == 0,
-            f"state_checkpoint_interval is {self.state_checkpoint_interval}, but prefix hits end behind "
+            f"state_checkpoint_interval is {self.state_checkpoint_interval}, but prefix hits end after "
             f"blocks of {self.block_size} tokens; pass a multiple.",
             "state_checkpoint_interval",
         )

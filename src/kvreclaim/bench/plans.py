@@ -206,7 +206,7 @@ class VllmPlan(ModelPlan):
             name, _, limit = objective.partition(":")
             require(
                 name in OBJECTIVES and limit.isdecimal() and int(limit) > 0,
-                f"--goodput has {objective!r}; pass {', '.join(OBJECTIVES)} with milliseconds behind a "
+                f"--goodput has {objective!r}; pass {', '.join(OBJECTIVES)} with milliseconds after a "
                 "colon, such as ttft:10000,tpot:200.",
             )
 

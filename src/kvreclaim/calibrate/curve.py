@@ -78,7 +78,7 @@ def curve_documents(llm: LLM, path: str | os.PathLike[str] | None, reading: Read
         )
         require(
             len(text) >= count * size,
-            f"curve needs {count} documents of {size} tokens behind those that calibration is fitted to, and "
+            f"curve needs {count} documents of {size} tokens after those that calibration is fitted to, and "
             f"the text has {len(text)} tokens there; pass a longer text with --text, or shorter lengths.",
             "curve",
         )

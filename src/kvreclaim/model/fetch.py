@@ -155,7 +155,7 @@ class HubModel:
         if not (directory / "config.json").is_file() or not list(directory.glob("*.safetensors")):
             raise FetchError(
                 f"{self.repo!r} has no config.json with *.safetensors beside it; pass a model in "
-                "transformers' layout with safetensors weights, or for a GGUF file of it its type behind a "
+                "transformers' layout with safetensors weights, or for a GGUF file of it its type after a "
                 f"colon, such as {self.repo}:Q4_K_M."
             )
 

@@ -90,7 +90,7 @@ class RecurrentLayers:
     def describe(self) -> str:
         """For the line at the engine's start."""
         slow = any(mixer.by_token and mixer.native is None for mixer in self.mixers)
-        return "; prompts behind a state token by token" if slow else ""
+        return "; prompts after a state token by token" if slow else ""
 
     def begin(self, step: StateStep) -> None:
         """The next pass is this step."""

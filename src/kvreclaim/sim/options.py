@@ -182,7 +182,7 @@ class Serving(PromiseOptions):
     )
     kv_offloading_state_fraction: float = option(
         0.25,
-        "Models with recurrent layers: share of --kv-offloading-size for states behind prefixes.",
+        "Models with recurrent layers: share of --kv-offloading-size for states at prefixes' ends.",
         low=0.0,
         high=1.0,
     )
@@ -191,7 +191,7 @@ class Serving(PromiseOptions):
         check_options(self)
         require(
             self.state_checkpoint_interval % self.block_size == 0,
-            f"state_checkpoint_interval is {self.state_checkpoint_interval}, but hits end behind blocks of "
+            f"state_checkpoint_interval is {self.state_checkpoint_interval}, but hits end after blocks of "
             f"{self.block_size} tokens; pass a multiple.",
             "state_checkpoint_interval",
         )

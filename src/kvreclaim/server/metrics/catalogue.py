@@ -94,7 +94,7 @@ GAUGES = (
         "state",
     ),
     _gauge("kvreclaim:state_checkpoints", "States of recurrent layers that prefix hits can begin with."),
-    _gauge("kvreclaim:host_states", "States of recurrent layers behind prefixes on the host."),
+    _gauge("kvreclaim:host_states", "States of recurrent layers on the host, at the ends of prefixes."),
     _gauge(
         "kvreclaim:reclaim_efficiency",
         "Blocks freed by compression over blocks that perfect packing would free; NaN before the first pass.",
