@@ -171,7 +171,7 @@ def test_what_was_kept_goes_with_its_sequences(make_llm):
     llm = make_llm(block_size=8)
     signals = llm.engine.signals
     params = SamplingParams(temperature=1.0, n=2, max_tokens=60, seed=1, ignore_eos=True)
-    request = llm._add(tiny.prompts((40,))[0], params, config("all"))
+    request = llm.add_prompt(tiny.prompts((40,))[0], params, config("all"))
     for _ in range(9):
         llm.engine.step()
     assert len(request.sequences) == 2

@@ -54,7 +54,7 @@ def draw(
 ) -> LosslessRun:
     """num_tokens greedy tokens behind each prompt; the time starts when the last prompt is there."""
     engine, params = llm.engine, SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-    requests = [llm._add(prompt, params, config) for prompt in prompts]
+    requests = [llm.add_prompt(prompt, params, config) for prompt in prompts]
     while not all(request.prompt_done for request in requests):
         engine.step()
     seen = sum(request.sequences[0].num_generated for request in requests)

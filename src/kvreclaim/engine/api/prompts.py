@@ -1,4 +1,4 @@
-"""Prompts as callers write them, and the requests made from them."""
+"""Prompts and settings as callers write them, and the requests made from them."""
 
 from __future__ import annotations
 
@@ -77,6 +77,13 @@ def laid_out(pieces: Sequence[Piece], how: ChunkReuse, encode: Encode) -> tuple[
             spans.append((len(tokens), len(tokens) + len(own)))
         tokens += own
     return tokens, Chunks(tuple(spans), how)
+
+
+def check_type(name: str, value: object, allowed: type) -> None:
+    """Raises InvalidArgumentError unless value is one of these, which the caller makes."""
+    if not isinstance(value, allowed):
+        got = f"a {type(value).__name__} ({str(value)[:40]})"
+        raise InvalidArgumentError(f"{name} is {got}; pass {allowed.__name__}(...).", field=name)
 
 
 def _has_chunks(prompt: object) -> bool:

@@ -46,15 +46,12 @@ def recipe_of(compressor: Compressor | None, footprint: Footprint) -> str:
 
 
 def has_snapshots(request: Request, footprint: Footprint, config: EngineConfig, max_blocks: int) -> bool:
-    """Whether a request goes on from what earlier turns of its conversation have kept, and keeps it: one that
-    evicts tokens again and again, or drops some, and of whose prompt every token is computed as any other;
-    one that is scored only if it says so. max_blocks: of all snapshots"""
-    asked = request.spec.conversation_snapshots
-    by_default = config.conversation_snapshots and request.scores is None
+    """Whether a request that asks for it goes on from what earlier turns of its conversation have kept, and
+    keeps it: one that evicts tokens again and again, or drops some, and of whose prompt every token is
+    computed as any other. max_blocks: of all snapshots"""
     special = (request.beams, request.reuse, request.parent, request.sparse_prefill)
     return (
-        (by_default if asked is None else asked)
-        and config.enable_prefix_caching
+        config.enable_prefix_caching
         and max_blocks > 0
         and (footprint.bounded or _only_drops(footprint))
         and footprint.recall is None

@@ -312,7 +312,11 @@ class Engine:
         request, footprint = made.request, made.footprint
         if spec.params.structured_outputs is not None:
             request.grammar = self.grammars.matcher(spec.params.structured_outputs)
-        has_turns = has_snapshots(request, footprint, self.config, self.scheduler.snapshots.max_blocks)
+        asks = spec.conversation_snapshots
+        if asks is None:
+            asks = self.config.conversation_snapshots and request.scores is None
+        most = self.scheduler.snapshots.max_blocks
+        has_turns = asks and has_snapshots(request, footprint, self.config, most)
         if footprint.compress_prompt_at or has_turns:
             _ = self.snapshots  # from now on
         if has_turns and spec.is_rewritten:
