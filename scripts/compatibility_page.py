@@ -11,7 +11,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "compatibility.md"
 HEAD = """# Compatibility
 
 These features do not work together; all others do. The engine refuses a combination at its start or when a \
-request is added. The table is in `src/kvreclaim/compatibility.py`; after a change there, run \
+request is added. The rows are in `src/kvreclaim/refusals/`; after a change there, run \
 `python scripts/compatibility_page.py`. [vllm.md](vllm.md) lists what the plugin refuses of vLLM's options.
 """
 NOUNS = {

@@ -1,0 +1,1 @@
+"""What does not go together: rows of the compatibility table."""
