@@ -108,7 +108,7 @@ class TestStatistics:
         """Exchanging two layers' statistics and keys exchanges what they keep."""
         stats = query_stats(FACTS)
         order = [1, 0, 2]
-        swapped = QueryStats(stats.metadata, *(getattr(stats, name)[order] for name in TENSORS))
+        swapped = QueryStats(*(getattr(stats, name)[order] for name in TENSORS), metadata=stats.metadata)
         config = CompressionConfig("query_mixture", budget=6, sinks=1, recent=2)
         kept = Compressor(config, FACTS, stats).choose(kv(12), 12, 0, 12)
         other = Compressor(config, FACTS, swapped).choose(lambda n: kv(12)(order[n]), 12, 0, 12)

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvreclaim.compression.head_shares import FRACTIONS
-from kvreclaim.compression.stats import QueryStats, StatsMetadata
+from kvreclaim.compression.stats import QueryStats
+from kvreclaim.compression.stats_metadata import StatsMetadata
 from kvreclaim.integrations.vllm.shard import Shard
 
 
@@ -86,7 +87,7 @@ def numbered_stats(*, num_layers: int, num_heads: int, num_kv_heads: int, shared
         source="test",
     )
     return QueryStats(
-        metadata.model_copy(
+        metadata=metadata.model_copy(
             update={
                 "num_centers": centers,
                 "shared_centers": shared,

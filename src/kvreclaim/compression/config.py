@@ -14,7 +14,8 @@ from kvreclaim.compression.loss_curve import LossCurve
 from kvreclaim.compression.policy import CompressionPolicy, Mode
 from kvreclaim.compression.registry import make_policy
 from kvreclaim.compression.spec.recall import parse_recall
-from kvreclaim.compression.stats import RECALIBRATE, QueryStats
+from kvreclaim.compression.stats import QueryStats
+from kvreclaim.compression.stats_metadata import RECALIBRATE
 from kvreclaim.compression_settings import AUTO, FULL, CompressionSettings
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.blocks import blocks_for

@@ -5,7 +5,8 @@ from __future__ import annotations
 from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.config import StatsSource
 from kvreclaim.compression.policy import CompressionPolicy, Signal
-from kvreclaim.compression.stats import RECALIBRATE, LayerStats, QueryStats
+from kvreclaim.compression.stats import LayerStats, QueryStats
+from kvreclaim.compression.stats_metadata import RECALIBRATE
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import KVFormat

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -19,69 +18,22 @@ from torch import Tensor
 from kvreclaim.compression.loss_curve import STATS_HEADER, LossCurve
 from kvreclaim.compression.public_kvzap import KVzapWeights
 from kvreclaim.compression.public_stats import read_public_stats
+from kvreclaim.compression.stats_metadata import RECALIBRATE, StatsMetadata, check_tensor
 from kvreclaim.compression.trial import Trial
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.rope import RopeLayout, to_bands
 
-RECALIBRATE = "run `kvreclaim calibrate` for this model"
-_CENTER_TENSORS = ("centers", "center_var", "center_weight")
+CENTER_TENSORS = ("centers", "center_var", "center_weight")
 _HALVED = ("centers", "center_var")
-_KV_TENSORS = ("surrogate", "surrogate_age", "head_shares", "kvzap_out")
-_TENSORS = ("q_mean", "q_abs_mean", *_CENTER_TENSORS, "q_cov", *_KV_TENSORS, "kvzap_in")
-"""Rows of all are heads, of _KV_TENSORS KV heads, but for kvzap_in, which is of no head."""
-
-
-class StatsMetadata(BaseModel):
-    """The model whose queries these are. None: the source does not say, and it is not checked.
-
-    shared_centers: the centres are those of a KV head's whole group of query heads
-    covariance:     the covariance of the queries is there
-    features:       numbers of a cached token that the surrogate weighs; 0: it is not there
-    ages:           numbers of a token's age that it weighs
-    kvzap_inputs:   numbers of a hidden state that kvzap weighs; 0: its weights are not there
-    kvzap_units:    hidden units between them and the scores; 0: the scores are linear
-    fractions:      of a text, falling, for which shares of heads are there; empty: they are not
-    trial:          what candidate policies have made of held-out documents; the policy "auto" is its best
-    curve:          what the best lost at several budgets, from which max_loss chooses one
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-    format_version: Literal[2] = 2
-    model_name: str
-    fingerprint: str | None = None
-    num_layers: PositiveInt
-    num_heads: PositiveInt
-    num_kv_heads: PositiveInt | None = None
-    head_dim: PositiveInt
-    rope_style: Literal["half", "interleaved"]
-    num_tokens: PositiveInt | None = None
-    num_centers: NonNegativeInt = 0
-    shared_centers: bool = False
-    covariance: bool = False
-    features: NonNegativeInt = 0
-    ages: NonNegativeInt = 0
-    kvzap_inputs: NonNegativeInt = 0
-    kvzap_units: NonNegativeInt = 0
-    fractions: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = ()
-    trial: Trial | None = None
-    curve: LossCurve | None = None
-    source: str
-
-    @property
-    def center_heads(self) -> int:
-        """Rows of the centres: KV heads where they are shared, else query heads."""
-        return (self.num_kv_heads or 0) if self.shared_centers else self.num_heads
+KV_TENSORS = ("surrogate", "surrogate_age", "head_shares", "kvzap_out")
+TENSORS = ("q_mean", "q_abs_mean", *CENTER_TENSORS, "q_cov", *KV_TENSORS, "kvzap_in")
+"""Rows of all are heads, of KV_TENSORS KV heads, but for kvzap_in, which is of no head."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayerStats:
-    """One layer of QueryStats: q_mean [H, D], q_abs_mean [H, F], centers and center_var [H | K, C, D],
-    center_weight [H | K, C], None together; q_cov [H, D, D] or None; surrogate [K, P] and
-    surrogate_age [K, A], None together; head_shares [K, S] or None, at `fractions`; kvzap_in [U, M + 1] or
-    None, kvzap_out [K, M + 1 | U + 1] or None. F may exceed the layer's own bands, P the layer's own
-    features."""
+class StatsTensors:
+    """Statistics of queries, and what is fitted to them. None: they are not there."""
 
     q_mean: Tensor
     q_abs_mean: Tensor
@@ -94,25 +46,38 @@ class LayerStats:
     head_shares: Tensor | None = None
     kvzap_out: Tensor | None = None
     kvzap_in: Tensor | None = None
-    fractions: tuple[float, ...] = ()
 
-    def to(self, device: torch.device) -> LayerStats:
-        """The same on a device; itself where it is there already."""
-        return self._each(_TENSORS, lambda tensor: tensor.to(device))
+    def present(self) -> dict[str, Tensor]:
+        """The tensors that are there, by name."""
+        return {name: tensor for name in TENSORS if (tensor := getattr(self, name)) is not None}
 
-    def kv_head(self, head: int, num_kv_heads: int) -> LayerStats:
-        """Views of what belongs to one KV head: its group of query heads, its centres."""
-        return self._each(_TENSORS[:-1], lambda tensor: tensor.unflatten(0, (num_kv_heads, -1))[head])
-
-    def _each(self, names: Sequence[str], change: Callable[[Tensor], Tensor]) -> LayerStats:
-        tensors: dict[str, Any] = {
-            name: change(tensor) for name in names if (tensor := getattr(self, name)) is not None
-        }
-        return replace(self, **tensors)
+    def to(self, device: torch.device) -> Self:
+        """The same on a device; tensors that are there already stay."""
+        return replace(self, **{name: tensor.to(device) for name, tensor in self.present().items()})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class QueryStats:
+class LayerStats(StatsTensors):
+    """One layer of QueryStats: q_mean [H, D], q_abs_mean [H, F], centers and center_var [H | K, C, D],
+    center_weight [H | K, C], None together; q_cov [H, D, D] or None; surrogate [K, P] and
+    surrogate_age [K, A], None together; head_shares [K, S] or None, at `fractions`; kvzap_in [U, M + 1] or
+    None, kvzap_out [K, M + 1 | U + 1] or None. F may exceed the layer's own bands, P the layer's own
+    features."""
+
+    fractions: tuple[float, ...] = ()
+
+    def kv_head(self, head: int, num_kv_heads: int) -> LayerStats:
+        """Views of what belongs to one KV head: its group of query heads, its centres."""
+        own = {
+            name: tensor.unflatten(0, (num_kv_heads, -1))[head]
+            for name, tensor in self.present().items()
+            if name != "kvzap_in"
+        }
+        return replace(self, **own)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QueryStats(StatsTensors):
     """Moments, and clusters where calibrated, of every layer's queries before rotation, fp32.
 
     q_mean:        [L, H, D], in the arrangement of dims that the model itself uses
@@ -131,56 +96,12 @@ class QueryStats:
     Raises: StatsMismatchError if a tensor is missing, not finite or of another shape than metadata says.
     """
 
-    metadata: StatsMetadata
-    q_mean: Tensor
-    q_abs_mean: Tensor
-    centers: Tensor | None = None
-    center_var: Tensor | None = None
-    center_weight: Tensor | None = None
-    q_cov: Tensor | None = None
-    surrogate: Tensor | None = None
-    surrogate_age: Tensor | None = None
-    head_shares: Tensor | None = None
-    kvzap_out: Tensor | None = None
-    kvzap_in: Tensor | None = None
+    metadata: StatsMetadata = field(kw_only=True)
 
     def __post_init__(self) -> None:
-        shapes = self._shapes()
-        for name in _TENSORS:
-            _check_tensor(name, getattr(self, name), shapes.get(name))
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes that the metadata promises; a tensor that is not in it must be absent."""
-        meta = self.metadata
-        heads = (meta.num_layers, meta.num_heads)
-        kv_heads = (meta.num_layers, meta.num_kv_heads or 0)
-        bands = self.q_abs_mean.shape[-1] if self.q_abs_mean.ndim == 3 else 0
-        shapes: dict[str, tuple[int, ...]] = {
-            "q_mean": (*heads, meta.head_dim),
-            "q_abs_mean": (*heads, min(bands, meta.head_dim // 2)),
-        }
-        if meta.num_centers:
-            _check_sharing(meta)
-            clusters = (meta.num_layers, meta.center_heads, meta.num_centers)
-            shapes |= {"centers": (*clusters, meta.head_dim), "center_var": (*clusters, meta.head_dim)}
-            shapes["center_weight"] = clusters
-        if meta.covariance:
-            shapes["q_cov"] = (*heads, meta.head_dim, meta.head_dim)
-        if meta.features:
-            shapes |= {"surrogate": (*kv_heads, meta.features), "surrogate_age": (*kv_heads, meta.ages)}
-        if meta.kvzap_inputs:
-            last = (meta.kvzap_units or meta.kvzap_inputs) + 1
-            shapes["kvzap_out"] = (*kv_heads, last)
-            if meta.kvzap_units:
-                shapes["kvzap_in"] = (meta.num_layers, meta.kvzap_units, meta.kvzap_inputs + 1)
-        if meta.fractions:
-            _check_fractions(meta)
-            shapes["head_shares"] = (*kv_heads, len(meta.fractions))
-        return shapes
-
-    def to(self, device: torch.device) -> QueryStats:
-        """The same on another device."""
-        return QueryStats(self.metadata, **{name: t.to(device) for name, t in self._present().items()})
+        shapes = self.metadata.shapes(self.q_abs_mean.shape[-1] if self.q_abs_mean.ndim == 3 else 0)
+        for name in TENSORS:
+            check_tensor(name, getattr(self, name), shapes.get(name))
 
     def shard(self, heads: slice, kv_heads: slice) -> QueryStats:
         """Statistics of some query heads and the KV heads that they read: views.
@@ -191,11 +112,11 @@ class QueryStats:
         num_heads = len(range(meta.num_heads)[heads])
         num_kv_heads = None if meta.num_kv_heads is None else len(range(meta.num_kv_heads)[kv_heads])
         of_centers = kv_heads if meta.shared_centers else heads
-        own = dict.fromkeys(_CENTER_TENSORS, of_centers) | dict.fromkeys(_KV_TENSORS, kv_heads)
+        own = dict.fromkeys(CENTER_TENSORS, of_centers) | dict.fromkeys(KV_TENSORS, kv_heads)
         own["kvzap_in"] = slice(None)
         return QueryStats(
-            meta.model_copy(update={"num_heads": num_heads, "num_kv_heads": num_kv_heads}),
-            **{name: tensor[:, own.get(name, heads)] for name, tensor in self._present().items()},
+            metadata=meta.model_copy(update={"num_heads": num_heads, "num_kv_heads": num_kv_heads}),
+            **{name: tensor[:, own.get(name, heads)] for name, tensor in self.present().items()},
         )
 
     def with_trial(self, trial: Trial) -> QueryStats:
@@ -214,11 +135,8 @@ class QueryStats:
 
     def layer(self, layer: int) -> LayerStats:
         """Views of one layer."""
-        tensors = {name: tensor[layer] for name, tensor in self._present().items()}
+        tensors = {name: tensor[layer] for name, tensor in self.present().items()}
         return LayerStats(**tensors, fractions=self.metadata.fractions)
-
-    def _present(self) -> dict[str, Tensor]:
-        return {name: tensor for name in _TENSORS if (tensor := getattr(self, name)) is not None}
 
     def concentration(self, layouts: Sequence[RopeLayout | None]) -> Tensor:
         """R = |E q_f| / E|q_f| in [0, 1]: [L, H, F] fp32; 0 for bands a layer lacks or never uses."""
@@ -266,7 +184,7 @@ class QueryStats:
         try:
             header = {STATS_HEADER: self.metadata.model_dump_json()}
             halved = _HALVED if half else ()
-            tensors = {n: t.half() if n in halved else t for n, t in self._present().items()}
+            tensors = {n: t.half() if n in halved else t for n, t in self.present().items()}
             save_file({n: t.contiguous() for n, t in tensors.items()}, temporary, metadata=header)
             temporary.chmod(0o644)  # safetensors creates it for its owner alone
             os.replace(temporary, target)
@@ -298,38 +216,6 @@ class QueryStats:
         return _load_public(file) if file.suffix == ".pt" else _load_own(file)
 
 
-def _check_sharing(meta: StatsMetadata) -> None:
-    if meta.shared_centers and (not meta.num_kv_heads or meta.num_heads % meta.num_kv_heads):
-        raise StatsMismatchError(
-            f"centres in the query statistics are shared by the {meta.num_heads} query heads of "
-            f"{meta.num_kv_heads} KV heads; KV heads must divide query heads: {RECALIBRATE}."
-        )
-
-
-def _check_fractions(meta: StatsMetadata) -> None:
-    if any(low >= high for high, low in itertools.pairwise(meta.fractions)):
-        raise StatsMismatchError(
-            f"the query statistics have shares of heads at {list(meta.fractions)}, which must fall; "
-            f"{RECALIBRATE}."
-        )
-
-
-def _check_tensor(name: str, tensor: Tensor | None, shape: tuple[int, ...] | None) -> None:
-    if tensor is None and shape is None:
-        return
-    if tensor is None:
-        raise StatsMismatchError(f"query statistics lack {name} {list(shape or ())}; {RECALIBRATE}.")
-    if shape is None or tensor.shape != shape or tensor.dtype != torch.float32:
-        wanted = "absent (metadata says it is)" if shape is None else f"float32 {list(shape)}"
-        raise StatsMismatchError(
-            f"{name} in the query statistics is {tensor.dtype} {list(tensor.shape)}; it must be {wanted}."
-        )
-    if not bool(tensor.isfinite().all()):
-        raise StatsMismatchError(
-            f"{name} in the query statistics has entries that are not finite; {RECALIBRATE}."
-        )
-
-
 def _load_own(path: Path) -> QueryStats:
     try:
         with safe_open(path, framework="pt") as file:
@@ -347,11 +233,11 @@ def _load_own(path: Path) -> QueryStats:
         raise StatsMismatchError(f"{path} is no valid statistics file ({why}); {RECALIBRATE}.") from error
     except (SafetensorError, json.JSONDecodeError) as error:
         raise StatsMismatchError(f"{path} is no valid statistics file ({error}); {RECALIBRATE}.") from error
-    if unknown := sorted(set(tensors) - set(_TENSORS)):
+    if unknown := sorted(set(tensors) - set(TENSORS)):
         raise StatsMismatchError(f"{path} holds unknown tensors {', '.join(unknown)}; {RECALIBRATE}.")
-    if missing := [name for name in _TENSORS[:2] if name not in tensors]:
+    if missing := [name for name in TENSORS[:2] if name not in tensors]:
         raise StatsMismatchError(f"{path} lacks {', '.join(missing)}; {RECALIBRATE}.")
-    return QueryStats(metadata, **tensors)
+    return QueryStats(metadata=metadata, **tensors)
 
 
 def _load_public(path: Path) -> QueryStats:
@@ -365,4 +251,4 @@ def _load_public(path: Path) -> QueryStats:
         rope_style="half" if public.rope_style == "half" else "interleaved",
         source="public .pt file",
     )
-    return QueryStats(metadata, public.q_mean, public.q_abs_mean)
+    return QueryStats(public.q_mean, public.q_abs_mean, metadata=metadata)

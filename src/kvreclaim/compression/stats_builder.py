@@ -11,7 +11,8 @@ from torch import Tensor
 from kvreclaim.checks import check_bool, check_int, check_number
 from kvreclaim.compression.kmeans import Clusters, kmeans
 from kvreclaim.compression.merging import merge_clusters, num_distinct
-from kvreclaim.compression.stats import LayerStats, QueryStats, StatsMetadata
+from kvreclaim.compression.stats import LayerStats, QueryStats
+from kvreclaim.compression.stats_metadata import StatsMetadata
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.rope import RopeLayout, to_bands
@@ -157,13 +158,13 @@ class StatsBuilder:
             source="kvreclaim calibrate",
         )
         return QueryStats(
-            metadata,
             torch.stack([x.q_mean for x in layers]),
             torch.stack([x.q_abs_mean for x in layers]),
             _stack([None if x.centers is None else x.centers[:, :centers] for x in layers]),
             _stack([None if x.center_var is None else x.center_var[:, :centers] for x in layers]),
             None if weights is None else weights[..., :centers],
             _stack([x.q_cov for x in layers]),
+            metadata=metadata,
         )
 
     def _check(self, layer: int, queries: Tensor) -> None:

@@ -10,7 +10,8 @@ from torch import Tensor
 from kvreclaim.compression.head_shares import FRACTIONS
 from kvreclaim.compression.head_views import head_view
 from kvreclaim.compression.policy import LayerSignals, LayerView
-from kvreclaim.compression.stats import LayerStats, QueryStats, StatsMetadata
+from kvreclaim.compression.stats import LayerStats, QueryStats
+from kvreclaim.compression.stats_metadata import StatsMetadata
 from kvreclaim.compression.surrogate import KNOTS, num_features
 from kvreclaim.ops.facts import LayerFacts, ModelFacts, Softmax
 from kvreclaim.ops.key_source import DenseSource
@@ -102,12 +103,12 @@ def query_stats(
     root = noise(seed + 4, *grid, first.head_dim, first.head_dim)
     cov = root @ root.mT / first.head_dim if covariance else None
     if num_centers == 0:
-        return QueryStats(metadata, mean, size, q_cov=cov, **learnt)
+        return QueryStats(mean, size, q_cov=cov, **learnt, metadata=metadata)
     owners = (facts.num_layers, metadata.center_heads)
     centers = noise(seed + 2, *owners, num_centers, first.head_dim)
     variances = noise(seed + 3, *owners, num_centers, first.head_dim).square()
     shares = torch.full((*owners, num_centers), 1 / num_centers)
-    return QueryStats(metadata, mean, size, centers, variances, shares, cov, **learnt)
+    return QueryStats(mean, size, centers, variances, shares, cov, **learnt, metadata=metadata)
 
 
 def layer_view(
