@@ -18,7 +18,8 @@ from itertools import count
 from typing import Protocol
 
 from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.integrations.vllm.ledger import Ledger, RequestAccount, VllmRequest
+from kvreclaim.integrations.vllm.accounts import RequestAccount, VllmRequest
+from kvreclaim.integrations.vllm.ledger import Ledger
 from kvreclaim.schedule import Account
 
 LEAST_SWEPT = 64

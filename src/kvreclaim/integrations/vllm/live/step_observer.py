@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvreclaim.integrations.vllm.ledger import Ledger, PlacedPool, VllmRequest
+from kvreclaim.integrations.vllm.accounts import PlacedPool, VllmRequest
+from kvreclaim.integrations.vllm.ledger import Ledger
 from kvreclaim.integrations.vllm.passes import Totals
 from kvreclaim.schedule import Pass
 
