@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import is_dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from kvreclaim.errors import InvalidArgumentError
+
+T = TypeVar("T")
 
 
 @cache
@@ -15,11 +19,32 @@ def installed(group: str) -> tuple[EntryPoint, ...]:
     return tuple(entry_points(group=group))
 
 
-def names_in(group: str) -> set[str]:
-    return {point.name for point in installed(group)}
+def names(built_in: Mapping[str, type[T]], group: str) -> tuple[str, ...]:
+    """Built-in names, then those of third parties in alphabetical order."""
+    return (*built_in, *sorted({point.name for point in installed(group)} - built_in.keys()))
 
 
-def load(group: str, name: str, noun: str) -> tuple[Any, str] | None:
+def find(
+    built_in: Mapping[str, type[T]], group: str, name: str, noun: str, base: type, *, is_data: bool = True
+) -> type[T] | None:
+    """The class of this name, which no third party takes over from those that are built in; None: unknown.
+
+    base, is_data: what it derives from, and whether it is a dataclass
+
+    Raises: InvalidArgumentError for an entry point that is none of these.
+    """
+    if name in built_in:
+        return built_in[name]
+    if not (found := _load(group, name, noun)):
+        return None
+    cls, place = found
+    if not (isinstance(cls, type) and issubclass(cls, base) and (is_dataclass(cls) or not is_data)):
+        wanted = "is no dataclass derived" if is_data else "does not derive"
+        raise InvalidArgumentError(f"{noun} {name!r} is {place!r}, which {wanted} from {base.__name__}.")
+    return cast(type[T], cls)
+
+
+def _load(group: str, name: str, noun: str) -> tuple[Any, str] | None:
     """The object of an entry point and where it is; None if there is none.
 
     noun: what it should be, for the message. Raises: InvalidArgumentError if it cannot be imported.

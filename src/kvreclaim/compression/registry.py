@@ -4,7 +4,7 @@ group `kvreclaim.policies` (name = "package.module:Class"); a built-in name cann
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, fields
 from types import MappingProxyType
 
 from kvreclaim.compression.policies.ada_kv import AdaKV
@@ -36,7 +36,7 @@ from kvreclaim.compression.policy import CompressionPolicy, Wrapper
 from kvreclaim.compression.spec.arguments import WRAPPED, named_arguments, refuse_unknown, wrapped
 from kvreclaim.compression.spec.grammar import Spec, parse_spec, write_value
 from kvreclaim.compression_settings import AUTO
-from kvreclaim.entry_points import load, names_in
+from kvreclaim.entry_points import find, names
 from kvreclaim.errors import InvalidArgumentError
 
 ENTRY_POINT_GROUP = "kvreclaim.policies"
@@ -81,26 +81,20 @@ def built_in() -> Mapping[str, type[CompressionPolicy]]:
 
 def policy_names() -> tuple[str, ...]:
     """Built-in names, then those of third parties in alphabetical order."""
-    return (*_BUILT_IN, *sorted(names_in(ENTRY_POINT_GROUP) - _BUILT_IN.keys()))
+    return names(_BUILT_IN, ENTRY_POINT_GROUP)
 
 
 def policy_class(name: str) -> type[CompressionPolicy]:
     """Raises InvalidArgumentError for a name that is not known or whose entry point is no policy."""
-    if name in _BUILT_IN:
-        return _BUILT_IN[name]
     if name == AUTO:
         raise InvalidArgumentError(
             "policy auto stands for a policy that a model's statistics name, and cannot be used here; name "
             "that policy (`kvreclaim calibrate --show FILE` prints it)."
         )
-    if found := load(ENTRY_POINT_GROUP, name, "policy"):
-        cls, place = found
-        if not (isinstance(cls, type) and issubclass(cls, CompressionPolicy) and is_dataclass(cls)):
-            raise InvalidArgumentError(
-                f"policy {name!r} is {place!r}, which is no dataclass derived from CompressionPolicy."
-            )
-        return cls
-    raise InvalidArgumentError(f"policy {name!r} is unknown; known are {', '.join(policy_names())}.")
+    cls = find(_BUILT_IN, ENTRY_POINT_GROUP, name, "policy", CompressionPolicy)
+    if cls is None:
+        raise InvalidArgumentError(f"policy {name!r} is unknown; known are {', '.join(policy_names())}.")
+    return cls
 
 
 def make_policy(spec: str, options: Mapping[str, object] | None = None) -> CompressionPolicy:

@@ -4,7 +4,7 @@ points of the group `kvreclaim.sparse_prefill` (name = "package.module:Class")."
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from types import MappingProxyType
 
 from kvreclaim.checks import require
@@ -15,7 +15,7 @@ from kvreclaim.compression.prefill.pooled import Pooled
 from kvreclaim.compression.prefill.xattention import XAttention
 from kvreclaim.compression.spec.grammar import Spec, Value, parse_spec
 from kvreclaim.config import DENSE
-from kvreclaim.entry_points import load, names_in
+from kvreclaim.entry_points import find, names
 from kvreclaim.errors import InvalidArgumentError
 
 ENTRY_POINT_GROUP = "kvreclaim.sparse_prefill"
@@ -26,7 +26,7 @@ _BUILT_IN: Mapping[str, type[SparsePrefill]] = MappingProxyType(
 
 def method_names() -> tuple[str, ...]:
     """Built-in names, then those of third parties in alphabetical order."""
-    return (*_BUILT_IN, *sorted(names_in(ENTRY_POINT_GROUP) - _BUILT_IN.keys()))
+    return names(_BUILT_IN, ENTRY_POINT_GROUP)
 
 
 def make_method(text: str) -> SparsePrefill | None:
@@ -37,31 +37,20 @@ def make_method(text: str) -> SparsePrefill | None:
     spec = parse_spec(text, "sparse prefill")
     if spec.name == DENSE and not spec.args:
         return None
-    cls = _method_class(spec.name)
-    names = [field.name for field in fields(cls) if field.init]
+    cls = find(_BUILT_IN, ENTRY_POINT_GROUP, spec.name, "sparse prefill", SparsePrefill)
+    if cls is None:
+        raise InvalidArgumentError(
+            f"sparse prefill {spec.name!r} is unknown; known are {', '.join((DENSE, *method_names()))}."
+        )
+    options = [field.name for field in fields(cls) if field.init]
     given: dict[str, Value] = {}
     for name, value in spec.args:
         require(
-            name in names and not isinstance(value, Spec),
+            name in options and not isinstance(value, Spec),
             f"sparse prefill {spec.name} is given {value if name is None else name!r}; its options, each "
-            f"written option=value, are {', '.join(names)}.",
+            f"written option=value, are {', '.join(options)}.",
         )
         assert name is not None
         require(name not in given, f"sparse prefill {spec.name} is given {name!r} twice; keep one.")
         given[name] = value
     return cls(**given)  # type: ignore[arg-type]
-
-
-def _method_class(name: str) -> type[SparsePrefill]:
-    if name in _BUILT_IN:
-        return _BUILT_IN[name]
-    if found := load(ENTRY_POINT_GROUP, name, "sparse prefill"):
-        cls, place = found
-        if not (isinstance(cls, type) and issubclass(cls, SparsePrefill) and is_dataclass(cls)):
-            raise InvalidArgumentError(
-                f"sparse prefill {name!r} is {place!r}, which is no dataclass derived from SparsePrefill."
-            )
-        return cls
-    raise InvalidArgumentError(
-        f"sparse prefill {name!r} is unknown; known are {', '.join((DENSE, *method_names()))}."
-    )

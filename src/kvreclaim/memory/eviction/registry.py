@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from kvreclaim.entry_points import load, names_in
+from kvreclaim.entry_points import find, names
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.eviction.base import EvictionOrder
 from kvreclaim.memory.eviction.gdsf import GDSF
@@ -23,7 +23,7 @@ _BUILT_IN: Mapping[str, type[EvictionOrder]] = MappingProxyType(
 
 def eviction_orders() -> tuple[str, ...]:
     """The built-in names, the default first, then those of third parties in alphabetical order."""
-    return (*_BUILT_IN, *sorted(names_in(ENTRY_POINT_GROUP) - _BUILT_IN.keys()))
+    return names(_BUILT_IN, ENTRY_POINT_GROUP)
 
 
 def make_order(name: str, num_blocks: int, block_size: int) -> EvictionOrder:
@@ -31,13 +31,7 @@ def make_order(name: str, num_blocks: int, block_size: int) -> EvictionOrder:
 
     Raises: InvalidArgumentError for a name that is not known, or whose entry point is no eviction order.
     """
-    cls = _BUILT_IN.get(name)
-    if cls is None and (found := load(ENTRY_POINT_GROUP, name, "eviction order")):
-        cls, place = found
-        if not (isinstance(cls, type) and issubclass(cls, EvictionOrder)):
-            raise InvalidArgumentError(
-                f"eviction order {name!r} is {place!r}, which does not derive from EvictionOrder."
-            )
+    cls = find(_BUILT_IN, ENTRY_POINT_GROUP, name, "eviction order", EvictionOrder, is_data=False)
     if cls is None:
         raise InvalidArgumentError(
             f"eviction_policy is {name!r}, which is unknown; known are {', '.join(eviction_orders())}."
