@@ -55,20 +55,11 @@ class KeySource(ABC):
         """ops.scoring.surrogate_scores with weights [K, P] of each head: [K, T] fp32."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DenseSource(KeySource):
-    """Keys [K, T, D] and values [K, T, Dv] that lie in tensors."""
+class TensorSource(KeySource):
+    """Keys [K, T, D] and values [K, T, Dv] as tensors."""
 
     keys: Tensor
     values: Tensor
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.keys.shape[0], self.keys.shape[1]
-
-    @property
-    def device(self) -> torch.device:
-        return self.keys.device
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         return self.keys, self.values
@@ -87,6 +78,22 @@ class DenseSource(KeySource):
 
     def surrogate_scores(self, weights: Tensor, layout: RopeLayout | None) -> Tensor:
         return scoring.surrogate_scores(self.keys, self.values, weights, layout)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseSource(TensorSource):
+    """Tensors that are there already."""
+
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.keys.shape[0], self.keys.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.keys.device
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kvreclaim.bench.systems.base import Point, Session, Slice, System, SystemSetup
+from kvreclaim.bench.systems.base import Point, SystemSetup
+from kvreclaim.bench.systems.peer import Peer
 from kvreclaim.bench.systems.worker_process import WorkerProcess
 
 START_TIMEOUT_S = 300.0
@@ -19,7 +20,7 @@ class LlamaCppProcess(WorkerProcess):
         super().__init__(python, os.environ | {"OMP_NUM_THREADS": str(threads)})
 
 
-class LlamaCpp(System):
+class LlamaCpp(Peer):
     """A GGUF file under flash attention, each sequence with a stream of its own.
 
     cache_type: f16, or q8_0 or q4_0 for keys and values
@@ -45,33 +46,3 @@ class LlamaCpp(System):
 
     def new_bytes(self, point: Point) -> int:
         return int(self.process.facts["token_bytes"] * point.batch * (point.max_len + 256))
-
-    def open(self, point: Point) -> LlamaCppSession:
-        return LlamaCppSession(self, point)
-
-    def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-        return list(self.process.ask("generate", prompts=prompts, max_tokens=max_tokens)["tokens"])
-
-    def close(self) -> None:
-        self.process.close()
-
-
-class LlamaCppSession(Session):
-    """Sequences that stay in llama.cpp's context; it is stepped from here."""
-
-    def __init__(self, system: LlamaCpp, point: Point) -> None:
-        self.process = system.process
-        answer = self.process.ask(
-            "open",
-            prompts=point.prompts(self.process.facts["vocab_size"]),
-            max_tokens=point.max_len - point.context,
-            synthetic=point.fill == "synthetic",
-        )
-        self.fill_s = float(answer["fill_s"])
-
-    def run(self, steps: int) -> Slice:
-        answer = self.process.ask("run", steps=steps)
-        return Slice(steps, answer["tokens"], answer["elapsed_s"])
-
-    def close(self) -> None:
-        self.process.ask("close")

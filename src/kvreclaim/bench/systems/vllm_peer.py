@@ -12,13 +12,12 @@ from kvreclaim.bench.common import Row
 from kvreclaim.bench.systems.base import (
     CHUNK,
     Point,
-    Session,
     SkipPoint,
     Slice,
-    System,
     SystemSetup,
     random_prompts,
 )
+from kvreclaim.bench.systems.peer import Peer, PeerSession
 from kvreclaim.bench.systems.worker_process import WorkerProcess
 from kvreclaim.memory.blocks import blocks_for
 
@@ -79,10 +78,11 @@ def kv_bytes_per_token(model: Path, itemsize: int) -> int:
     return int(2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * itemsize)
 
 
-class Vllm(System):
+class Vllm(Peer):
     """Started once with a pool for the largest point."""
 
     name = "vllm"
+    process: VllmProcess
 
     def __init__(self, setup: SystemSetup, points: list[Point], *, python: Path, eager: bool = True) -> None:
         itemsize = 4 if setup.dtype == "float32" else 2
@@ -113,33 +113,18 @@ class Vllm(System):
 
     def open(self, point: Point) -> VllmSession:
         self.touched += self.new_bytes(point)
-        return VllmSession(self, point)
-
-    def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-        return list(self.process.ask("generate", prompts=prompts, max_tokens=max_tokens)["tokens"])
-
-    def close(self) -> None:
-        self.process.close()
+        return VllmSession(self.process, point)
 
 
-class VllmSession(Session):
-    """Requests that stay in vLLM's engine; it is stepped from here."""
+class VllmSession(PeerSession):
+    """Requests of which every step computes one token."""
 
-    def __init__(self, system: Vllm, point: Point) -> None:
-        self.system, self.batch = system, point.batch
-        answer = system.process.ask(
-            "open",
-            prompts=point.prompts(system.process.facts["vocab_size"]),
-            max_tokens=point.max_len - point.context,
-            synthetic=point.fill == "synthetic",
-        )
-        self.fill_s = float(answer["fill_s"])
+    def __init__(self, process: WorkerProcess, point: Point) -> None:
+        super().__init__(process, point)
+        self.batch = point.batch
 
     def run(self, steps: int) -> Slice:
-        answer = self.system.process.ask("run", steps=steps)
-        if answer["tokens"] != steps * self.batch:
-            raise SkipPoint(f"{answer['tokens']} tokens came in {steps} steps of {self.batch} sequences")
-        return Slice(steps, answer["tokens"], answer["elapsed_s"])
-
-    def close(self) -> None:
-        self.system.process.ask("close")
+        done = super().run(steps)
+        if done.tokens != steps * self.batch:
+            raise SkipPoint(f"{done.tokens} tokens came in {steps} steps of {self.batch} sequences")
+        return done

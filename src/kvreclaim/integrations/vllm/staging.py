@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.ops import scoring
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.facts import LayerFacts
-from kvreclaim.ops.key_source import KeySource
+from kvreclaim.ops.key_source import TensorSource
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 from kvreclaim.ops.rope import RopeLayout
 
@@ -53,7 +52,7 @@ class Stage:
         return PagedTokens(self.cache.layers[0], blocks, num_tokens)
 
 
-class CacheSource(KeySource):
+class CacheSource(TensorSource):
     """T tokens of one layer. Keys and values are copied out of the cache the first time that they are read.
 
     Args:
@@ -82,32 +81,20 @@ class CacheSource(KeySource):
         return self._device
 
     @cached_property
-    def keys(self) -> Tensor:
+    def keys(self) -> Tensor:  # type: ignore[override]
         return self._read(0)
 
     @cached_property
-    def values(self) -> Tensor:
+    def values(self) -> Tensor:  # type: ignore[override]
         return self._read(1)
-
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        return self.keys, self.values
 
     def trig_norm_scores(self, queries: Tensor, weights: Tensor | None, layout: RopeLayout) -> Tensor:
         if self._stage is None:
-            return scoring.trig_norm_scores(self.keys, queries, weights, layout)
+            return super().trig_norm_scores(queries, weights, layout)
         return self._stage.backend.trig_norm_scores(self._stage.put(self.keys), queries, weights, layout)
 
     def mixture_scores(self, centers: Tensor, variances: Tensor, scale: float, over: slice) -> Tensor:
         if self._stage is None:
-            return scoring.mixture_scores(self.keys, centers, variances, scale, over)
+            return super().mixture_scores(centers, variances, scale, over)
         staged = self._stage.put(self.keys)
         return self._stage.backend.mixture_scores(staged, centers, variances, scale, over)
-
-    def key_norms(self) -> Tensor:
-        return torch.linalg.vector_norm(self.keys, dim=-1, dtype=torch.float32)
-
-    def value_norms(self) -> Tensor:
-        return torch.linalg.vector_norm(self.values, dim=-1, dtype=torch.float32)
-
-    def surrogate_scores(self, weights: Tensor, layout: RopeLayout | None) -> Tensor:
-        return scoring.surrogate_scores(self.keys, self.values, weights, layout)
