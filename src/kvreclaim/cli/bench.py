@@ -21,6 +21,7 @@ from kvreclaim.cli.config_options import ConfigOptions, names_in, with_config
 from kvreclaim.config import format_names
 
 bench_app = typer.Typer(
+    add_completion=False,
     no_args_is_help=True,
     help="Benchmarks. Each checks correctness first, then compares speeds within one run.",
 )

@@ -6,51 +6,82 @@ import atexit
 import os
 import sys
 import threading
-from pathlib import Path
-from typing import Annotated
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from typer.core import TyperGroup
 
-from kvreclaim import demo_model, real_model
-from kvreclaim.cli.bench import bench_app
-from kvreclaim.cli.build_facts import build_facts
-from kvreclaim.cli.calibrate import calibrate
-from kvreclaim.cli.calibrate_speed import calibrate_speed
-from kvreclaim.cli.config_options import with_config
-from kvreclaim.cli.eval import evaluate
-from kvreclaim.cli.fetch import fetch
-from kvreclaim.cli.generate import generate
-from kvreclaim.cli.ls import ls
-from kvreclaim.cli.options import Figures, KVCacheDType, folder
-from kvreclaim.cli.plan import plan
-from kvreclaim.cli.rm import rm
-from kvreclaim.cli.run import run
-from kvreclaim.cli.serve import serve
-from kvreclaim.cli.simulate import simulate
-from kvreclaim.config import EngineConfig
+from kvreclaim.cli.uncollected import uncollected
+
+COMMANDS = {
+    "run": "run.run",
+    "generate": "generate.generate",
+    "serve": "serve.serve",
+    "eval": "eval.evaluate",
+    "calibrate": "calibrate.calibrate",
+    "calibrate-speed": "calibrate_speed.calibrate_speed",
+    "fetch": "fetch.fetch",
+    "ls": "ls.ls",
+    "rm": "rm.rm",
+    "plan": "plan.plan",
+    "simulate": "simulate.simulate",
+    "demo": "demo.demo",
+    "bench": "bench.bench_app",
+}
+"""Where in this room each command is: a function, or an app with commands of its own."""
+
+
+class Commands(Mapping[str, Any]):
+    """Typer's commands by name. Each is imported when it is asked for: one starts without the others."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made:
+            self._made[name] = _made(name)
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
+def _made(name: str) -> Any:
+    module, attribute = COMMANDS[name].split(".")
+    with uncollected():
+        found = getattr(import_module(f"kvreclaim.cli.{module}"), attribute)
+    if isinstance(found, typer.Typer):
+        command = typer.main.get_command(found)
+        command.name = name
+        return command
+    alone = typer.Typer(add_completion=False)
+    alone.command(name)(found)
+    return typer.main.get_command(alone)
+
+
+class _Group(TyperGroup):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = Commands()
+
 
 app = typer.Typer(
+    cls=_Group,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Serve language models from a paged KV cache whose compression gives blocks back.",
 )
-app.add_typer(bench_app, name="bench")
-app.command()(run)
-app.command()(generate)
-app.command()(serve)
-app.command("eval")(evaluate)
-app.command()(calibrate)
-app.command()(calibrate_speed)
-app.command()(fetch)
-app.command()(ls)
-app.command()(rm)
-app.command()(plan)
-app.command()(simulate)
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        from kvreclaim.cli.build_facts import build_facts
+
         typer.echo("\n".join(build_facts().lines()))
         raise typer.Exit
 
@@ -68,43 +99,6 @@ def _main(
     ] = False,
 ) -> None:
     """Options for every command."""
-
-
-@app.command()
-@with_config
-def demo(
-    engine: Annotated[EngineConfig, KVCacheDType],
-    json_file: Figures = None,
-    out: Annotated[Path, typer.Option(help="Directory for the chart.", callback=folder)] = Path("demo_out"),
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads for the demo model.")] = 1,
-) -> None:
-    """Show what eviction, compaction and learned scores do to memory and accuracy, on the demo model and on
-    the model that `kvreclaim fetch` downloaded."""
-    import torch
-
-    from kvreclaim.demo.main import add_real, present, run_demo
-    from kvreclaim.demo.real import RealPlan
-    from kvreclaim.demo.runs import DemoPlan
-    from kvreclaim.model.loader import hide_progress_bars
-
-    console = Console()
-    all_threads = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    hide_progress_bars()
-    chosen = engine.kv_cache_dtype
-    option = "" if chosen == "auto" else f" --kv-cache-dtype {chosen}"
-    report = run_demo(
-        demo_model(), DemoPlan(kv_cache_dtype=chosen), console, command=f"kvreclaim demo{option}"
-    )
-    real = real_model()
-    if real is None:
-        console.print(
-            "No real language model is here; `make real-model` brings the one that the demo ends on."
-        )
-    else:
-        torch.set_num_threads(all_threads)
-        add_real(report, real, RealPlan(), console)
-    present(report, console, out, json_file)
 
 
 def main() -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +14,7 @@ import typer
 from kvreclaim import demo_model, real_model
 from kvreclaim.checks import require
 from kvreclaim.cli.config_options import ConfigOptions
+from kvreclaim.cli.uncollected import uncollected
 from kvreclaim.compression_settings import CompressionSettings
 from kvreclaim.config import EngineConfig
 from kvreclaim.errors import InvalidArgumentError
@@ -75,22 +75,10 @@ def _tell(line: str) -> None:
     typer.echo(line, err=True)
 
 
-@contextmanager
-def starting(calibrates: bool) -> Iterator[None]:
-    """Imports and loading without garbage collection, which would look through a million objects that stay,
-    again and again. A start that calibrates makes garbage, too, and is left alone."""
-    if calibrates:
-        yield
-        return
-    is_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.unfreeze()  # they are now in the oldest generation, without having been looked through
-        if is_on:
-            gc.enable()
+def starting(calibrates: bool) -> AbstractContextManager[None]:
+    """Imports and loading without garbage collection. A start that calibrates makes garbage, too, and is left
+    alone."""
+    return nullcontext() if calibrates else uncollected()
 
 
 def model_of(named: str | None, say: Callable[[str], object] = _tell) -> str | Path:
@@ -116,10 +104,13 @@ def model_of(named: str | None, say: Callable[[str], object] = _tell) -> str | P
 
 
 def compression_of(**settings: Any) -> CompressionConfig | None:
-    """None where nothing is said; with a budget, say, but no policy, that is auto."""
-    from kvreclaim import CompressionConfig
+    """None where nothing is said, which imports no torch; with a budget, say, but no policy, that is auto."""
+    if not settings:
+        return None
+    with uncollected():
+        from kvreclaim import CompressionConfig
 
-    return CompressionConfig(**settings) if settings else None
+    return CompressionConfig(**settings)
 
 
 def with_calibration(

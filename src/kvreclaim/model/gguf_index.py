@@ -93,12 +93,18 @@ class GgufIndex:
         if kind in SCALARS:
             self._at += struct.calcsize(f"<{SCALARS[kind]}") * count
         elif kind == STRING:
-            for _ in range(count):
-                self._at += 8 + struct.unpack_from("<Q", self._mapped, self._at)[0]
+            self._at = self._behind_strings(count)
         else:
             for _ in range(count):
                 self._value(kind)
         return None
+
+    def _behind_strings(self, count: int) -> int:
+        """Where the file goes on behind so many strings. A vocabulary has hundreds of thousands."""
+        mapped, at, size_at = self._mapped, self._at, struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            at += 8 + size_at(mapped, at)[0]
+        return at
 
     def _info(self) -> tuple[str, tuple[int, ...], int, int]:
         name, (dims,) = self._string(), self._take("I")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
 from kvreclaim.model.attention import ATTENTION_NAME
@@ -41,10 +42,11 @@ def build(
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    with init_empty_weights(include_buffers=False):
+    with init_empty_weights(include_buffers=False), no_init_weights():
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
         )
+    model.tie_weights()  # which no_init_weights leaves out, too
     own_head = _pack(model, source, dtype, products, device)
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     if config.tie_word_embeddings and not own_head and isinstance(embeddings, PackedEmbedding):

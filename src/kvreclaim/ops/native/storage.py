@@ -65,6 +65,8 @@ def allocate(
         planes = tuple(_zeros((*shape.units, *dims), form.number) for dims in inner)
     else:
         planes = (_units(shape, form),)
+    for plane in planes:
+        plane[:, :1].zero_()  # by all threads: the first token waits until the system has cleared these pages
     softmaxes = tuple(layer.softmax for layer in layers)
     return KVCache(shape, form, planes, softmaxes)
 

@@ -1,0 +1,84 @@
+"""What a command imports before it begins: its own options alone, and torch without garbage collection."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_gguf
+
+from kvreclaim.cli.main import COMMANDS
+from kvreclaim.ops import extension
+
+OTHER_ROOMS = ("ops.triton", "server", "bench", "eval", "calibrate", "plan", "sim", "integrations", "demo")
+SHARED = {"main", "options", "config_options", "uncollected"}
+"""Files of the command line that are no command."""
+WATCH = """
+import gc, sys
+class Watch:
+    def find_spec(self, name, *more):
+        if name in ("torch", "transformers"): print(name, "collected" if gc.isenabled() else "alone")
+sys.meta_path.insert(0, Watch())
+from kvreclaim.cli.main import app
+"""
+GENERATE = """
+try: app({arguments!r})
+except SystemExit as ended: assert not ended.code, ended.code
+assert gc.isenabled()
+print(*(name for name in sys.modules if name.startswith("kvreclaim.")))
+"""
+SERVE = """
+from kvreclaim.engine.serving import started
+def begin(): raise SystemExit("begun")
+started.StartedProcess = begin
+app(["serve", "--model", "demo", *{arguments!r}])
+"""
+
+
+def run(program: str, home: Path) -> subprocess.CompletedProcess[str]:
+    code = f"import os; os.environ['KVRECLAIM_HOME'] = {str(home)!r}\n{WATCH}{program}"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.skipif(extension.unavailable_reason() is not None, reason="the native extension is not there")
+@pytest.mark.parametrize("compression", [[], ["--kv-compression", "knorm", "--kv-budget", "256"]])
+def test_generate_imports_no_other_command_and_no_other_room(tmp_path: Path, compression: list[str]) -> None:
+    tiny_gguf.write(tmp_path / "tiny.gguf")
+    given = ["--model", str(tmp_path / "tiny.gguf"), "--num-blocks", "16", "--max-tokens", "1"]
+    done = run(GENERATE.format(arguments=["generate", "--prompt", "ab", *given, *compression]), tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    *said, last = done.stdout.splitlines()
+    assert [line for line in said if line.startswith("torch ")] == ["torch alone"]
+    assert [line for line in said if line.startswith("transformers ")] == ["transformers alone"]
+    loaded = last.split()
+    assert "kvreclaim.engine.step.engine" in loaded
+    assert [
+        name for name in loaded if name.startswith(tuple(f"kvreclaim.{room}" for room in OTHER_ROOMS))
+    ] == []
+    assert {name.split(".")[2] for name in loaded if name.startswith("kvreclaim.cli.")} == {
+        "generate",
+        *SHARED,
+    }
+
+
+@pytest.mark.parametrize("arguments", [[], ["--max-num-seqs", "4"]])
+def test_the_engines_process_of_serve_begins_before_torch_is_imported(
+    tmp_path: Path, arguments: list[str]
+) -> None:
+    done = run(SERVE.format(arguments=arguments), tmp_path)
+    assert done.stderr.splitlines()[-1:] == ["begun"], done.stderr[-2000:]
+    assert done.stdout == ""
+
+
+def test_a_name_that_is_no_command_is_compared_with_all(tmp_path: Path) -> None:
+    done = run("app(['generat'])", tmp_path)
+    assert done.returncode == 2
+    assert "generate" in done.stderr.replace("generat'", "")
+
+
+def test_the_help_names_every_command_in_order(tmp_path: Path) -> None:
+    done = run("app(['--help'])", tmp_path)
+    lines = [line.strip("│ ").split(" ")[0] for line in done.stdout.splitlines()]
+    assert [word for word in lines if word in COMMANDS] == list(COMMANDS)
