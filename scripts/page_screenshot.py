@@ -24,7 +24,8 @@ from playwright.sync_api import Page, sync_playwright
 from kvreclaim import LLM, demo_model
 from kvreclaim.engine.serving.thread import AsyncEngine
 from kvreclaim.server.config import ServerConfig
-from kvreclaim.server.run import Server, bind
+from kvreclaim.server.listener import bind
+from kvreclaim.server.run import Server
 from kvreclaim.server.service import Service
 
 TARGET = Path(__file__).parents[1] / "docs" / "page.png"

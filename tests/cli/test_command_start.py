@@ -36,6 +36,16 @@ started.StartedProcess = begin
 app(["serve", "--model", "demo", *{arguments!r}])
 """
 
+BOUND = """
+from contextlib import nullcontext
+from kvreclaim.engine.serving import started
+from kvreclaim.server import listener
+started.StartedProcess = nullcontext
+def bind(*address): raise SystemExit(f"bound {'kvreclaim.server.app' in sys.modules}")
+listener.bind = bind
+app(["serve", "--model", "demo"])
+"""
+
 
 def run(program: str, home: Path) -> subprocess.CompletedProcess[str]:
     code = f"import os; os.environ['KVRECLAIM_HOME'] = {str(home)!r}\n{WATCH}{program}"
@@ -70,6 +80,11 @@ def test_the_engines_process_of_serve_begins_before_torch_is_imported(
     done = run(SERVE.format(arguments=arguments), tmp_path)
     assert done.stderr.splitlines()[-1:] == ["begun"], done.stderr[-2000:]
     assert done.stdout == ""
+
+
+def test_what_serves_is_imported_while_the_engine_loads(tmp_path: Path) -> None:
+    done = run(BOUND, tmp_path)
+    assert done.stderr.splitlines()[-1:] == ["bound False"], done.stderr[-2000:]
 
 
 def test_a_name_that_is_no_command_is_compared_with_all(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from kvreclaim import LLM, demo_model
 from kvreclaim.engine.serving.thread import AsyncEngine
 from kvreclaim.server.config import ServerConfig
 from kvreclaim.server.connections import Connections
-from kvreclaim.server.run import Server, bind
+from kvreclaim.server.listener import bind
+from kvreclaim.server.run import Server
 from kvreclaim.server.service import Service
 
 MODEL = "kvreclaim-demo"

@@ -33,7 +33,7 @@ COMMANDS = {
 """Where in this room each command is: a function, or an app with commands of its own."""
 
 
-class Commands(Mapping[str, Any]):
+class CommandTable(Mapping[str, Any]):
     """Typer's commands by name. Each is imported when it is asked for: one starts without the others."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ def _made(name: str) -> Any:
 class _Group(TyperGroup):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = Commands()
+        self.commands = CommandTable()  # type: ignore[assignment]
 
 
 app = typer.Typer(

@@ -6,7 +6,9 @@ import logging
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,6 +25,7 @@ from kvreclaim.server.config import ServerConfig
 
 if TYPE_CHECKING:
     from kvreclaim.engine.serving.client import EngineClient
+    from kvreclaim.engine.serving.messages import EngineSpec
 
 SERVER = "Server"
 logger = logging.getLogger(__name__)
@@ -59,12 +62,9 @@ def serve(
     with StartedProcess() if settings.engine_process else nullcontext() as started:
         with opt.starting(calibrates=False):
             from kvreclaim.engine.serving.messages import EngineSpec
-            from kvreclaim.engine.serving.process import ProcessEngine
-            from kvreclaim.engine.serving.thread import AsyncEngine
             from kvreclaim.model.loader import hide_progress_bars
+            from kvreclaim.server.listener import bind
             from kvreclaim.server.logs import configure_logging
-            from kvreclaim.server.run import bind
-            from kvreclaim.server.run import serve as run
 
         hide_progress_bars()
         configure_logging(log_format, log_level, log_prompts=settings.log_prompts)
@@ -81,11 +81,24 @@ def serve(
                 options=asdict(engine),
                 prepare=partial(_prepare, log_format, log_level, log_prompts=settings.log_prompts),
             )
-            served: EngineClient = (
-                AsyncEngine(spec.load()) if started is None else ProcessEngine.launch(spec, started)
-            )
+            served = _launched(spec, started)
+            from kvreclaim.server.run import serve as run
+
             if not run(served, settings, listener):
                 raise typer.Exit(1)
+
+
+def _launched(spec: EngineSpec, started: StartedProcess | None) -> EngineClient:
+    """The engine in this process, or in its own, beside which this one imports what serves."""
+    if started is None:
+        from kvreclaim.engine.serving.thread import AsyncEngine
+
+        return AsyncEngine(spec.load())
+    from kvreclaim.engine.serving.process import ProcessEngine
+
+    with opt.starting(calibrates=False):
+        Thread(target=import_module, args=("kvreclaim.server.run",), daemon=True).start()
+        return ProcessEngine.launch(spec, started)
 
 
 def _prepare(log_format: str, log_level: str, *, log_prompts: bool) -> None:

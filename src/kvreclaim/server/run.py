@@ -17,7 +17,6 @@ from contextlib import contextmanager
 import uvicorn
 
 from kvreclaim.engine.serving.client import EngineClient
-from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.app import create_app
 from kvreclaim.server.config import ServerConfig
 from kvreclaim.server.connections import HTTPConfig, allow_files
@@ -29,18 +28,6 @@ logger = logging.getLogger(__name__)
 
 LAST_BYTES_S = 2
 """Least seconds that clients have to read what was written for them, also of answers cut short."""
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Listen on an address; 0 takes a free port. Raises: InvalidArgumentError if it cannot be had."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
-        raise InvalidArgumentError(
-            f"cannot listen on {host}:{port} ({reason}); choose another --host or --port (0: any free port)."
-        ) from error
 
 
 def serve(engine: EngineClient, config: ServerConfig, listener: socket.socket) -> bool:

@@ -1,0 +1,20 @@
+"""The address that a server listens on, which is taken before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from kvreclaim.errors import InvalidArgumentError
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Listen on an address; 0 takes a free port. Raises: InvalidArgumentError if it cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+        raise InvalidArgumentError(
+            f"cannot listen on {host}:{port} ({reason}); choose another --host or --port (0: any free port)."
+        ) from error
