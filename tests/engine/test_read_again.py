@@ -9,7 +9,7 @@ from recording import Recorder, register
 from settings import assert_idle, small
 
 from kvreclaim import SamplingParams
-from kvreclaim.engine.signals import signals
+from kvreclaim.engine.signals import extra_passes
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model import capture
 
@@ -58,7 +58,7 @@ def test_a_token_is_worth_what_a_repetition_pays_it(family, make_llm, calibrated
     for seen, wanted in zip(Recorder.seen, expected, strict=True):
         assert seen.logical_len == 110
         torch.testing.assert_close(seen.signals.read_again, wanted, atol=1e-5, rtol=1e-4)
-    assert llm.engine.signals._passes == {}
+    assert llm.engine.signals._passes.kept == {}
     assert_idle(llm)
 
 
@@ -88,7 +88,7 @@ def test_repetitions_go_on_from_the_states_at_the_prompts_end_and_leave_them(
 ):
     llm = make_llm(family, max_num_batched_tokens=32)
     store, slots = llm.engine.states.store, llm.engine.memory.recurrent.sizes.num_slots
-    read_again, changed = signals.read_again, []
+    read_again, changed = extra_passes.read_again, []
 
     def watched(*args):
         before = [one for slot in range(slots) for one in store.save(slot)]
@@ -97,7 +97,7 @@ def test_repetitions_go_on_from_the_states_at_the_prompts_end_and_leave_them(
         changed.append(not all(map(torch.equal, before, after)))
         return found
 
-    monkeypatch.setattr(signals, "read_again", watched)
+    monkeypatch.setattr(extra_passes, "read_again", watched)
     (prompt,) = tiny.prompts((110,), seed=6)
     (out,) = llm.generate([prompt], GREEDY, config())
     assert (out.error, out.metrics.compactions, changed) == (None, 1, [False])
@@ -121,7 +121,7 @@ def test_kvzip_among_others_does_what_it_does_alone(policy, family, make_llm):
     assert [out.error for out in together] == [None] * 3
     assert [out.outputs[0].token_ids for out in together] == [out.outputs[0].token_ids for out in alone]
     assert [out.metrics.compactions for out in together] == [1, 1, 1]
-    assert llm.engine.signals._passes == {}
+    assert llm.engine.signals._passes.kept == {}
     assert_idle(llm)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvreclaim.engine.attend.latent import latent_parts
 from kvreclaim.engine.attend.parts import AttentionPart, attend_all
-from kvreclaim.engine.signals.signals import Observer
+from kvreclaim.engine.signals.observer import Observer
 from kvreclaim.memory.windows.window import Place
 from kvreclaim.model.attention import AttentionCall, LatentCall
 from kvreclaim.ops.backend import Backend

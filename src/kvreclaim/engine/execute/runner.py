@@ -19,7 +19,8 @@ from kvreclaim.engine.extension import AttentionHook, Extensions
 from kvreclaim.engine.request.request import Scheduled
 from kvreclaim.engine.signals.late import LateSignals
 from kvreclaim.engine.signals.needs import is_watched
-from kvreclaim.engine.signals.signals import Observer, Signals
+from kvreclaim.engine.signals.observer import Observer
+from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.memory.changes import Growth
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.attention import KVBatch

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -12,16 +12,16 @@ from torch import Tensor
 
 from kvreclaim.checks import require
 from kvreclaim.compression.compressor import Compressor
-from kvreclaim.compression.kvzap import token_scores
 from kvreclaim.compression.policy import LayerSignals, Signal
 from kvreclaim.compression.signal_needs import needs_of
 from kvreclaim.engine.request.request import Scheduled, Sequence
+from kvreclaim.engine.signals.extra_passes import ExtraPasses
 from kvreclaim.engine.signals.late import LateRows, LateSignals
 from kvreclaim.engine.signals.needs import is_watched, signal_bytes, window_of, windows_of
+from kvreclaim.engine.signals.observer import Observer, StepMass, as_last, score_write
 from kvreclaim.engine.signals.slot_scores import SlotScores, score_bytes
 from kvreclaim.engine.signals.store import ByteBudget, DigestStore, MassStore, QueryStore
 from kvreclaim.model.attention import AttentionCall
-from kvreclaim.model.capture import capture_queries, read_again
 from kvreclaim.model.inputs import hand_out_inputs
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.model.projection import output_projections
@@ -31,24 +31,6 @@ from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.ops.key_source import KeySource
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.states import StateStep
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Observer:
-    """Sees the attention calls of one step, after their keys have been written.
-
-    commit: to be called when all layers have been computed. Queries and scores are written as they come, to
-            places that are written again if the step is; sums of attention wait for this
-    late:   of rows with drafts: to be recorded when it is known which of them stand
-    """
-
-    writes: tuple[Callable[[AttentionCall], None], ...]
-    commit: Callable[[], None] = lambda: None
-    late: LateSignals | None = None
-
-    def see(self, call: AttentionCall) -> None:
-        for write in self.writes:
-            write(call)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +61,7 @@ class Signals:
         max_bytes: int | None = None,
         states: Callable[[int], StateStep] | None = None,
     ) -> None:
-        self.loaded, self._states = loaded, states
+        self.loaded = loaded
         self.facts = facts = groups.facts
         self.cache = cache
         self.backend = backend
@@ -88,8 +70,11 @@ class Signals:
         self._mass = MassStore(facts, self.room)
         self.digests = DigestStore(facts, cache.number, self.room)
         self.scores: SlotScores | None = None
-        self._passes: dict[int, dict[Signal, list[Tensor]]] = {}
-        self._projections: tuple[Tensor, ...] | None = None
+        self._passes = ExtraPasses(loaded, facts, self.room, states)
+
+    @cached_property
+    def _output_projections(self) -> tuple[Tensor, ...]:
+        return output_projections(self.loaded.model, self.facts)
 
     def check(self, compressor: Compressor | None) -> None:
         """Raise InvalidArgumentError if a request's policy needs more signals than there is room for."""
@@ -116,7 +101,7 @@ class Signals:
         if begins:
             self.keep_scores()
         if Signal.OUTPUT_PROJECTION in needs:
-            self._output_projection(0)
+            _ = self._output_projections  # a model that has none is refused
 
     def keep_scores(self) -> SlotScores:
         """Keep scores of the tokens in all slots from now on. Raises: MemoryError if there is no room for
@@ -144,11 +129,11 @@ class Signals:
                 by_window.setdefault(window, []).append(i)
         for window, members in by_window.items():
             writes.append(self._query_write(window, [(step[i], starts[i]) for i in members]))
-        mass = [i for i in asking if Signal.ATTENTION_MASS in needs_of(step[i].seq.request.compressor)]
-        if not mass:
+        summed = [i for i in asking if Signal.ATTENTION_MASS in needs_of(step[i].seq.request.compressor)]
+        if not summed:
             return Observer(tuple(writes), late=late)
-        write, commit = self._mass_write([step[i].seq.seq_id for i in mass], mass, batch)
-        return Observer((*writes, write), commit, late)
+        sums = StepMass.begin(self._mass, [step[i].seq.seq_id for i in summed], summed, batch)
+        return Observer((*writes, sums.see(self.cache, self.backend)), sums.commit, late)
 
     @torch.inference_mode()
     def note(
@@ -198,12 +183,12 @@ class Signals:
         if Signal.RECENT_QUERIES in needs:
             queries = self._queries[window_of(seq)].last(seq.seq_id, layer, seq.num_computed)
         if Signal.OUTPUT_PROJECTION in needs:
-            projection = self._output_projection(layer)
+            projection = self._output_projections[layer]
         if Signal.FUTURE_QUERIES in needs:
-            future = self._one_more_pass(seq, Signal.FUTURE_QUERIES, source)[layer][:, seq.num_computed :]
+            future = self._passes.future_queries(seq)[layer][:, seq.num_computed :]
         if Signal.READ_AGAIN in needs:
             assert num_slots == seq.num_computed, f"{num_slots} slots of {seq.num_computed} tokens are left"
-            again = self._one_more_pass(seq, Signal.READ_AGAIN, source)[layer]
+            again = self._passes.read_again(seq, source)[layer]
         return LayerSignals(queries, mass, positions, projection, future, again)
 
     def queries_of(self, seq: Sequence, layer: int, window: int) -> Tensor:
@@ -240,12 +225,9 @@ class Signals:
     @torch.inference_mode()
     def park(self, seq_id: int, num_slots: int) -> ParkedSignals:
         """Take aside what is kept for a sequence of so many slots; digests follow from its keys."""
-        queries = {window: store.park(seq_id) for window, store in self._queries.items()}
-        self.digests.drop(seq_id)
-        return ParkedSignals(
-            {window: kept for window, kept in queries.items() if kept is not None},
-            self._mass.park(seq_id, num_slots),
-        )
+        parked = self.copy_of(seq_id, num_slots)
+        self._leave(seq_id)
+        return parked
 
     @torch.inference_mode()
     def copy_of(self, seq_id: int, num_slots: int) -> ParkedSignals:
@@ -266,11 +248,12 @@ class Signals:
 
     def drop(self, seq_id: int) -> None:
         """Forget a sequence that was preempted or has ended."""
-        for store in (*self._queries.values(), self._mass):
+        self._leave(seq_id)
+        self._passes.drop(seq_id)
+
+    def _leave(self, seq_id: int) -> None:
+        for store in (*self._queries.values(), self._mass, self.digests):
             store.drop(seq_id)
-        self.digests.drop(seq_id)
-        shown = self._passes.pop(seq_id, {}).values()
-        self.room.change(sum(tensor.nbytes for found in shown for tensor in found), 0)
 
     def _query_store(self, window: int) -> QueryStore:
         if window not in self._queries:
@@ -289,7 +272,7 @@ class Signals:
             if queries is None and mass is None:
                 continue
             rows = torch.arange(start, start + item.num_tokens, device=self.cache.device)
-            found.append(LateRows(seq_id, item.row.first, rows, queries, mass, partial(_as_last, slots)))
+            found.append(LateRows(seq_id, item.row.first, rows, queries, mass, partial(as_last, slots)))
         return LateSignals(found, self.cache, self.backend) if found else None
 
     def _query_write(
@@ -301,37 +284,6 @@ class Signals:
         )
         return lambda call: step.write(call.layer, call.q)
 
-    def _mass_write(
-        self, seq_ids: list[int], members: list[int], batch: AttentionBatch
-    ) -> tuple[Callable[[AttentionCall], None], Callable[[], None]]:
-        """A hook that sums the attention of the chunks' queries, and a function that stores the sums.
-
-        members: the sequences' places in the batch
-        """
-        store = self._mass
-        for seq_id in seq_ids:
-            store.take(seq_id)
-        rows = store.index(seq_ids)
-        source = None
-        if len(members) < len(batch.sequences):
-            source, batch = batch.rows_of(members), batch.part(members)
-        store.reserve(max(seq.seq_len for seq in batch.sequences))
-        found: list[tuple[int, Tensor]] = []
-
-        def write(call: AttentionCall) -> None:
-            sums = self.backend.column_sums(
-                call.q if source is None else call.q[source],
-                self.cache.layers[call.layer],
-                batch,
-            )
-            found.append((call.layer, sums))
-
-        def commit() -> None:
-            for layer, sums in found:
-                store.add(rows, layer, sums)
-
-        return write, commit
-
     def _score_writes(
         self, step: list[Scheduled], asking: list[int], batch: AttentionBatch
     ) -> list[Callable[[AttentionCall], None]]:
@@ -341,55 +293,4 @@ class Signals:
             compressor = step[i].seq.request.compressor
             if compressor is not None and Signal.TOKEN_SCORES in compressor.policy.needs:
                 members.setdefault(compressor, []).append(i)
-        return [self.score_write(compressor, places, batch) for compressor, places in members.items()]
-
-    def score_write(
-        self, compressor: Compressor, members: list[int], batch: AttentionBatch
-    ) -> Callable[[AttentionCall], None]:
-        """A hook that scores the tokens of a step's sequences and stores the scores beside their slots."""
-        rows = batch.rows_of(members) if len(members) < len(batch.sequences) else slice(None)
-        store, stats, slots = self.scores, compressor.stats, batch.slot_mapping[rows]
-        assert store is not None, "check has made it"
-        assert stats is not None, "needs has TOKEN_SCORES"
-
-        def write(call: AttentionCall) -> None:
-            assert call.hidden is not None, f"layer {call.layer} hands out nothing; the probe saw it do so"
-            store.write(call.layer, slots, token_scores(call.hidden[rows], stats[call.layer]))
-
-        return write
-
-    def _output_projection(self, layer: int) -> Tensor:
-        if self._projections is None:
-            self._projections = output_projections(self.loaded.model, self.facts)
-        return self._projections[layer]
-
-    def _one_more_pass(
-        self, seq: Sequence, signal: Signal, source: Callable[[int], KeySource]
-    ) -> list[Tensor]:
-        """Results of an extra forward pass for each layer, kept until the sequence is
-        dropped. Future queries: [H, T - 1, D] of the whole text under full attention, in the model's dtype;
-        the last token is never computed, so it asks nothing. Read again: [K, T] fp32 (capture.read_again)."""
-        shown = self._passes.setdefault(seq.seq_id, {})
-        if signal not in shown:
-            found: list[Tensor] = []
-            if signal is Signal.FUTURE_QUERIES:
-                dtype = self.loaded.facts.dtype
-                capture_queries(
-                    self.loaded,
-                    [seq.token_ids[:-1]],
-                    lambda _, queries: found.append(queries.to(dtype)),
-                    rotated=True,
-                )
-                found = [found[layer] for layer in self.facts.ids]
-            else:
-                context = seq.token_ids[: seq.num_computed]
-                states = None if self._states is None else self._states(seq.seq_id)
-                found = read_again(self.loaded, context, lambda layer: source(layer).tensors(), states)
-            self.room.change(0, sum(tensor.nbytes for tensor in found))
-            shown[signal] = found
-        return shown[signal]
-
-
-def _as_last(slots: SequenceSlots, num_rows: int) -> SequenceSlots:
-    """A sequence of which so many rows of a step have been computed, the last of them now."""
-    return replace(slots, query_len=1, seq_len=slots.seq_len - slots.query_len + num_rows)
+        return [score_write(self.scores, compressor, places, batch) for compressor, places in members.items()]

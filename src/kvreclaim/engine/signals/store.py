@@ -154,14 +154,8 @@ class QueryStore(RowStore):
         super().drop(seq_id)
         self._first.pop(seq_id, None)
 
-    def park(self, seq_id: Hashable) -> tuple[int, Tensor] | None:
-        """A sequence's first position and its row, on the host; its row here is free. None without one."""
-        kept = self.copy_of(seq_id)
-        self.drop(seq_id)
-        return kept
-
     def copy_of(self, seq_id: Hashable) -> tuple[int, Tensor] | None:
-        """The same, and the row stays."""
+        """A sequence's first position and its row, on the host. None without one."""
         if seq_id not in self:
             return None
         return self._first[seq_id], self.row(seq_id).to("cpu", copy=True)
@@ -208,14 +202,8 @@ class MassStore(RowStore):
         if num_slots > self.tensor.shape[-1]:
             self._grow(-1, num_slots)
 
-    def park(self, seq_id: int, num_slots: int) -> Tensor | None:
-        """[L, K, num_slots] of a sequence, on the host; its row here is free. None without one."""
-        kept = self.copy_of(seq_id, num_slots)
-        self.drop(seq_id)
-        return kept
-
     def copy_of(self, seq_id: int, num_slots: int) -> Tensor | None:
-        """The same, and the row stays."""
+        """[L, K, num_slots] of a sequence, on the host. None without one."""
         if seq_id not in self:
             return None
         return self.row(seq_id)[..., :num_slots].to("cpu", copy=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 from kvreclaim.compression.policy import Signal
 from kvreclaim.compression.signal_needs import needs_of
 from kvreclaim.engine.request.request import Scheduled, Sequence
+from kvreclaim.engine.signals.observer import score_write
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
@@ -62,7 +63,7 @@ class CompanionQueries:
     ) -> Callable[[AttentionCall], None]:
         verify = step[place].seq.request.verify
         assert verify is not None, "only targets are watched"
-        return self.signals.score_write(verify.compressor, [place], batch)
+        return score_write(self.signals.scores, verify.compressor, [place], batch)
 
     def clear(self) -> None:
         """Forget the queries of the step; they have been used."""
