@@ -137,8 +137,8 @@ def test_blocks_and_copies_of_two_beams(make_llm, monkeypatch):
     monkeypatch.setattr(BeamSearch, "step", told)
     llm = make_llm(block_size=4, kernels="reference", num_blocks=16, enable_prefix_caching=False)
     params = BeamSearchParams(beam_width=2, max_tokens=9)
-    lifecycle = llm.engine.lifecycle
-    monkeypatch.setattr(lifecycle, "conclude", lambda request: lifecycle.end_request(request, "length"))
+    lifecycle, branches = llm.engine.lifecycle, llm.engine.output_processor.branches
+    monkeypatch.setattr(branches, "conclude", lambda request: lifecycle.end_request(request, "length"))
     request = llm.engine.add_request("r", [1, 2, 3, 4, 5], params.sampling, beams=params)
     while not request.finished:
         llm.engine.step()

@@ -14,12 +14,10 @@ import torch
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.policy import Signal
 from kvreclaim.compression.signal_needs import needs_of
-from kvreclaim.config import EngineConfig
 from kvreclaim.engine.extension import Extensions, HitLostError
 from kvreclaim.engine.request.outputs import EngineTotals, FinishReason
 from kvreclaim.engine.request.request import Request, Scheduled, Sequence
 from kvreclaim.engine.request.snapshot_recipe import snapshot_key
-from kvreclaim.engine.sampling.beam_search import Hypothesis
 from kvreclaim.engine.sampling.detokenizer import Detokenizer
 from kvreclaim.engine.sampling.thinking import ThinkTracker
 from kvreclaim.engine.signals.needs import chunk_salt, prefix_salt
@@ -27,7 +25,6 @@ from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.schedule import Footprint, Scheduler, Status, StepPlan
-from kvreclaim.schedule.preemption_cost import PreemptionCostModel
 from kvreclaim.schedule.step import Admitted
 
 logger = logging.getLogger(__name__)
@@ -73,7 +70,7 @@ class Lifecycle:
         max_prefix_hit: leading tokens that a prefix hit may cover; None: any number
         has_turns: it goes on from what earlier turns of its conversation have kept, and keeps it
         """
-        seq = self._new_sequence(request, 0, token_ids, footprint)
+        seq = self.new_sequence(request, 0, token_ids, footprint)
         seq.seats = request.num_seats
         if (at := footprint.compress_prompt_at) or has_turns:
             salt = prefix_salt(request.spec.cache_salt, None, request.sparse_prefill)
@@ -98,102 +95,6 @@ class Lifecycle:
     def queue(self, request: Request) -> None:
         """Let its first sequence wait for its turn."""
         self.scheduler.add(request.sequences[0])
-
-    def fork(self, parent: Sequence) -> list[Sequence]:
-        """The siblings of a prompt that has just been computed; they share all its blocks, or wait."""
-        request, parent.seats = parent.request, 1
-        children = []
-        for index in range(1, request.params.n):
-            child = self._new_sequence(request, index, list(parent.token_ids), parent.footprint)
-            if self.scheduler.fork(parent, child):
-                self._copy(parent, child)
-            children.append(child)
-        return children
-
-    def fork_followers(self, leader: Sequence) -> None:
-        """One that is computed again for others, too, has the tokens that all of them have."""
-        for follower in self.scheduler.fork_followers(leader):
-            self._copy(leader, follower)
-
-    def reorder(self, request: Request, chosen: list[tuple[int, int]]) -> None:
-        """The next beams, the best one first: each goes on from one of the sequences with a token. A sequence
-        that none goes on from gives its blocks back, one that several go on from is forked."""
-        before, beams = request.sequences, request.beams
-        assert beams is not None, f"request {request.request_id} is no beam search"
-        parents = [before[min(beam, len(before) - 1)] for beam, _ in chosen]
-        for seq in before:
-            seq.seats = 1
-            if seq not in parents:
-                beams.retire(seq)
-                seq.finish_reason = "abort"
-                self._release(seq)
-        request.sequences = list(dict.fromkeys(parents))
-        moved: set[int] = set()
-        after = []
-        for parent in parents:
-            is_free = parent.seq_id not in moved
-            moved.add(parent.seq_id)
-            after.append(parent if is_free else self._branch(parent))
-        for index, (seq, (_, token)) in enumerate(zip(after, chosen, strict=True)):
-            seq.index = index
-            seq.token_ids.append(token)
-        request.sequences = after
-
-    def conclude(self, request: Request) -> None:
-        """A beam search is over: its outputs take the place of the beams."""
-        beams = request.beams
-        assert beams is not None, f"request {request.request_id} is no beam search"
-        for seq in request.sequences:
-            beams.retire(seq)
-        found = [self._concluded(request, *item) for item in enumerate(beams.search.best())]
-        self.end_request(request, "stop" if beams.search.best()[0].ended else "length")
-        request.sequences = found
-
-    def _branch(self, parent: Sequence) -> Sequence:
-        child = self._new_sequence(parent.request, 0, list(parent.token_ids), parent.footprint)
-        has_run = self.scheduler.fork(parent, child)
-        assert has_run, f"no seat is left for a beam of request {parent.request_id}"
-        self._copy(parent, child)
-        return child
-
-    def _copy(self, parent: Sequence, child: Sequence) -> None:
-        """It holds its parent's blocks: it begins with all that goes with them."""
-        child.state, child.lineage = parent.state.fork(), parent.lineage
-        child.begun_with = parent.begun_with
-        if not child.request.is_plain:
-            self.signals.fork(parent.seq_id, child.seq_id)
-        for extension in self.extensions.ordered:
-            extension.forked(parent, child)
-
-    def _concluded(self, request: Request, index: int, found: Hypothesis) -> Sequence:
-        seq = Sequence(
-            seq_id=next(self._seq_ids),
-            request_id=request.request_id,
-            token_ids=[*request.prompt_token_ids, *found.token_ids],
-            num_prompt=len(request.prompt_token_ids),
-            max_len=request.max_len,
-            index=index,
-            request=request,
-            finish_reason="stop" if found.ended else "length",
-            hypothesis=found,
-        )
-        if self.loaded.tokenizer is not None:
-            seq.detokenizer = Detokenizer(self.loaded.tokenizer, ())
-            for token in found.token_ids:
-                seq.detokenizer.append(token, may_stop=False)
-            seq.detokenizer.finish()
-        if (tracker := self._tracker(request)) is not None:
-            seq.thinking = tracker
-            for token in found.token_ids:
-                tracker.take(token)
-        return seq
-
-    def _tracker(self, request: Request) -> ThinkTracker | None:
-        """What follows an output's reasoning; None: nobody asks about it."""
-        span = request.spec.thinking
-        if span is None:
-            return None
-        return ThinkTracker(span, self.loaded.tokenizer, request.params.thinking_token_budget)
 
     def follow(self, plan: StepPlan) -> list[Scheduled]:
         """Note what a plan has done to sequences. Returns: what is to be computed."""
@@ -320,7 +221,7 @@ class Lifecycle:
                 self.end_request(child, "abort")
         if reason != "error":
             self._ending(seq)
-        self._release(seq)
+        self.release(seq)
 
     def _ending(self, seq: Sequence) -> None:
         retention = [kept for kept in seq.request.spec.retention if kept.num_tokens > seq.num_prompt]
@@ -332,7 +233,8 @@ class Lifecycle:
             except Exception:
                 logger.exception("keeping what is left of request %s failed", seq.request_id)
 
-    def _release(self, seq: Sequence) -> None:
+    def release(self, seq: Sequence) -> None:
+        """Give back what a sequence holds that has ended."""
         self.sequences.pop(seq.seq_id, None)
         for extension in self.extensions.ordered:
             try:
@@ -345,9 +247,10 @@ class Lifecycle:
         except Exception:
             logger.exception("returning the blocks of request %s failed", seq.request_id)
 
-    def _new_sequence(
+    def new_sequence(
         self, request: Request, index: int, token_ids: list[int], footprint: Footprint
     ) -> Sequence:
+        """A further sequence of a request, of these tokens so far."""
         params, tokenizer = request.params, self.loaded.tokenizer
         generator = None
         if params.temperature > 0 and request.beams is None:
@@ -380,26 +283,11 @@ class Lifecycle:
             detokenizer=detokenizer,
             gang=request.beams is not None,
             matcher=None if request.grammar is None else request.grammar.deep_copy(),
-            thinking=None if request.beams is not None else self._tracker(request),
+            thinking=None if request.beams is not None else tracker_of(request, self.loaded),
         )
         self.sequences[seq_id] = seq
         request.sequences.append(seq)
         return seq
-
-
-def make_scheduler(
-    config: EngineConfig, memory: MemoryManager, preemption: PreemptionCostModel
-) -> Scheduler[Sequence]:
-    """The scheduler that a config asks for."""
-    return Scheduler(
-        memory,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        policy=config.scheduling_policy,
-        preemption=preemption,
-        preemption_victim=config.preemption_victim,
-        max_snapshot_blocks=int(config.prefix_snapshot_fraction * memory.pool.num_blocks),
-    )
 
 
 def salt_of(request: Request) -> str | None:
@@ -413,3 +301,11 @@ def salt_of(request: Request) -> str | None:
 def compressor_of(request: Request) -> Compressor | None:
     """The compressor of the request, or of its companions."""
     return request.compressor if request.verify is None else request.verify.compressor
+
+
+def tracker_of(request: Request, loaded: LoadedModel) -> ThinkTracker | None:
+    """What follows an output's reasoning; None: nobody asks about it."""
+    span = request.spec.thinking
+    if span is None:
+        return None
+    return ThinkTracker(span, loaded.tokenizer, request.params.thinking_token_budget)

@@ -246,3 +246,18 @@ def private_runner(
     graphs = decode_graphs(loaded.model, cache, backend, config)
     runner = ModelRunner(loaded, groups, memory, cache, backend, signals, graphs=graphs)
     return runner, CompressionPass(PassContext(memory, cache, backend, groups.facts, signals), totals)
+
+
+def make_scheduler(
+    config: EngineConfig, memory: MemoryManager, preemption: PreemptionCostModel
+) -> Scheduler[Seq]:
+    """The scheduler that a config asks for."""
+    return Scheduler(
+        memory,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        policy=config.scheduling_policy,
+        preemption=preemption,
+        preemption_victim=config.preemption_victim,
+        max_snapshot_blocks=int(config.prefix_snapshot_fraction * memory.pool.num_blocks),
+    )

@@ -17,7 +17,7 @@ from kvreclaim.engine.compact.passes import CompressionPass
 from kvreclaim.engine.compact.recall_refresh import RecallExtension
 from kvreclaim.engine.extension import Extensions
 from kvreclaim.engine.lifecycle.chunk_requests import ChunkedPrompts
-from kvreclaim.engine.lifecycle.lifecycle import Lifecycle, make_scheduler
+from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
 from kvreclaim.engine.offload.compressed_session import CompressedSessions
 from kvreclaim.engine.offload.disk import namespace_of
 from kvreclaim.engine.offload.session import Sessions
@@ -47,6 +47,7 @@ from kvreclaim.engine.step.assembly import (
     make_offload,
     make_recalls,
     make_runner,
+    make_scheduler,
     make_snapshots,
     make_states,
     make_storage,

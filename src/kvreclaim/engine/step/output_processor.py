@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvreclaim.engine.compact.job import CompactionJob
 from kvreclaim.engine.compact.passes import CompressionPass
+from kvreclaim.engine.lifecycle.branches import Branches
 from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
 from kvreclaim.engine.request.outputs import FinishReason
 from kvreclaim.engine.request.request import Beams, Request, Scheduled, Sequence
@@ -43,7 +44,7 @@ class OutputProcessor:
     """
 
     def __init__(self, lifecycle: Lifecycle, compression: CompressionPass) -> None:
-        self.lifecycle = lifecycle
+        self.lifecycle, self.branches = lifecycle, Branches(lifecycle)
         self.compression = compression
         self.totals = lifecycle.totals
         self.passes: list[tuple[Request, Pass[int]]] = []
@@ -171,7 +172,7 @@ class OutputProcessor:
         for seq in sequences:
             if seq.followers and seq.num_computed == seq.fork_at and seq.finish_reason is None:
                 with self.lifecycle.contained(seq.request, "forking the beams of"):
-                    self.lifecycle.fork_followers(seq)
+                    self.branches.fork_followers(seq)
 
     def _search(self, searches: list[tuple[Request, Beams]]) -> None:
         """The next beams of requests all of whose beams have been computed; others keep what they have."""
@@ -197,10 +198,10 @@ class OutputProcessor:
             request.metrics.ttft_s = time.perf_counter() - request.arrival_s
         chosen = beams.search.step(rows)
         if chosen:
-            self.lifecycle.reorder(request, chosen)
+            self.branches.reorder(request, chosen)
             self.totals.generation_tokens += len(chosen)
         else:
-            self.lifecycle.conclude(request)
+            self.branches.conclude(request)
 
     def compress(self, sequences: list[Sequence]) -> None:
         """Let dropped spans go, and bring those that are due back to their budgets."""
@@ -289,7 +290,7 @@ class OutputProcessor:
 
     def _with_forks(self, seq: Sequence) -> list[Sequence]:
         """A sequence whose prompt is complete now, and its forks: all draw from its row."""
-        return [seq, *self.lifecycle.fork(seq)] if seq.finish_reason is None else []
+        return [seq, *self.branches.fork(seq)] if seq.finish_reason is None else []
 
     def _take_token(self, seq: Sequence, drawn: SampledToken | Exception) -> None:
         if isinstance(drawn, Exception):
