@@ -7,10 +7,23 @@ from pathlib import Path
 
 import pytest
 import tiny
+import tiny_gguf
 import tiny_packed
 from typer.testing import CliRunner
 
-from benchmarks import chunks, compress, packed, plot_decode, prefill, prefix, prompt_time, step, tiers, turns
+from benchmarks import (
+    chunks,
+    compress,
+    packed,
+    plot_decode,
+    prefill,
+    prefix,
+    prompt_time,
+    rounding,
+    step,
+    tiers,
+    turns,
+)
 from kvreclaim import demo_model
 from kvreclaim.memory import eviction_orders
 from kvreclaim.ops import extension
@@ -142,6 +155,18 @@ def test_packed_weights_beside_plain_ones(tmp_path):
     ]
     assert rows[0]["times_bf16"] == 1
     assert rows[1]["weight_mb"] < rows[0]["weight_mb"]
+
+
+@pytest.mark.skipif(extension.unavailable_reason() is not None, reason="the native extension is not there")
+def test_rounding_of_logits(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVRECLAIM_HOME", str(tmp_path / "home"))
+    tiny_gguf.write(tmp_path / "tiny.gguf")
+    options = ("--model", tmp_path / "tiny.gguf", "--threads", 1, "--tokens", 60, "--caches", "auto,int8")
+    rows, _ = run(tmp_path, rounding, *options, "--activations", "exact", "--dtype", "float32")
+    assert [(row["cache"], row["activations"]) for row in rows] == [("auto", "exact"), ("int8", "exact")]
+    assert rows[0]["rms"] < 1e-4 < rows[1]["rms"]  # nothing is rounded but int8's keys and values
+    assert rows[0]["other_first"] == 0
+    assert rows[0]["num_tokens"] == 52
 
 
 def test_first_tokens_by_tier(tmp_path, tiny_dir):

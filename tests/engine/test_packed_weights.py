@@ -52,12 +52,13 @@ def answers(llm: LLM, way: CompressionConfig | None, together: bool) -> list[Any
     return [[each.token_ids for each in output.outputs] for output in outputs]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
 @pytest.mark.parametrize("way", WAYS)
 def test_company_and_preemption_change_nothing(
-    model: Path, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, way: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVRECLAIM_HOME", str(tmp_path))
-    common = {"dtype": "float32", "block_size": 4, "max_model_len": 128}
+    common = {"dtype": dtype, "block_size": 4, "max_model_len": 128}
     alone = LLM(model, num_blocks=400, enable_prefix_caching=False, **common)
     want = answers(alone, WAYS[way], together=False)
     scarce = WAYS[way] is None

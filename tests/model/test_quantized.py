@@ -70,7 +70,7 @@ def test_gguf_file(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("KVRECLAIM_HOME", str(tmp_path / "home"))
     source = tiny_gguf.write(tmp_path / "tiny.gguf")
     loaded = load_model(tmp_path / "tiny.gguf")
-    assert loaded.facts.dtype == torch.bfloat16
+    assert (loaded.model.dtype, loaded.facts.dtype) == (torch.float32, torch.bfloat16)
     assert loaded.facts.name == "tiny.gguf"
     assert loaded.eos_token_ids == {tiny_gguf.EOS}
     assert loaded.tokenizer.chat_template == tiny.CHAT_TEMPLATE
@@ -80,6 +80,30 @@ def test_gguf_file(tmp_path: Path, monkeypatch) -> None:
     exact = load_model(tmp_path / "tiny.gguf", dtype="float32", quantized_activations="exact")
     # the source's weights were rounded to bf16, the file's were not
     torch.testing.assert_close(logits(exact, ids), want, rtol=0, atol=0.02 * float(want.abs().max()))
+
+
+def test_hidden_states_are_fp32_where_all_matrices_are_packed(tmp_path: Path, monkeypatch) -> None:
+    """Logits of the engine are closer to the exact ones than those of bf16 hidden states."""
+    monkeypatch.setenv("KVRECLAIM_HOME", str(tmp_path / "home"))
+    file, text = tmp_path / "tiny.gguf", tiny.prompts((60,), seed=3)[0]
+    tiny_gguf.write(file)
+
+    def told(**how: str) -> Tensor:
+        rows: list[Tensor] = []
+        llm = LLM(file, num_blocks=64, **how)
+        llm.score([text[:4]], [text[4:]], observers=[lambda _, each: rows.append(each.float().clone())])
+        return torch.cat(rows).log_softmax(-1)
+
+    exact = told(dtype="float32", quantized_activations="exact", kernels="reference")
+    error, bf16_error = ((told(dtype=dtype) - exact).norm() for dtype in ("auto", "bfloat16"))
+    assert error < bf16_error / 1.5
+
+
+def test_matrices_that_are_not_packed_stay_in_16_bits(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("KVRECLAIM_HOME", str(tmp_path / "home"))
+    tiny_gguf.write(tmp_path / "tiny.gguf", form=Form.F16)
+    loaded = load_model(tmp_path / "tiny.gguf")
+    assert loaded.model.dtype == loaded.facts.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

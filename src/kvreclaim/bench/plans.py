@@ -38,10 +38,16 @@ class ModelPlan:
 
     model: Path = option(MODEL, "Model directory; `make bench-model` makes this one.")
     threads: int = option(2, THREADS, low=1, high=1024)
-    dtype: str = option("bfloat16", "bfloat16 or float32.", choices=DTYPES)
+    dtype: str = option(
+        AUTO,
+        "auto (a .gguf file as it runs by default, else bfloat16), bfloat16 or float32.",
+        choices=(AUTO, *DTYPES),
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.dtype == AUTO and self.model.suffix != ".gguf":
+            object.__setattr__(self, "dtype", "bfloat16")
         require(
             self.model.is_dir() or (self.model.suffix == ".gguf" and self.model.is_file()),
             f"--model is {str(self.model)!r}, which is no directory and no .gguf file; run `make "

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -84,6 +85,18 @@ class KVBatch(Protocol):
     def attend(self, call: AttentionCall) -> Tensor:
         """[T, H, Dv], dtype of call.q."""
         ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Narrowed:
+    """A KVBatch for a model whose hidden states are wider than its queries. Keys and values are rounded once,
+    when the cache stores them."""
+
+    batch: KVBatch
+    dtype: torch.dtype
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        return self.batch.attend(replace(call, q=call.q.to(self.dtype))).to(call.q.dtype)
 
 
 def paged_attention_forward(

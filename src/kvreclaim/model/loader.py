@@ -35,7 +35,7 @@ from kvreclaim.model.quantized.checkpoint import checkpoint_source
 from kvreclaim.model.quantized.gguf_file import GgufSource, gguf_config, gguf_tokenizer, is_gguf
 from kvreclaim.model.quantized.layers import describe_packed
 from kvreclaim.model.quantized.packed_copy import CopiedSource
-from kvreclaim.model.quantized.products import choose_products, packed_dtype
+from kvreclaim.model.quantized.products import choose_products, packed_dtypes
 from kvreclaim.model.quantized.source import WeightSource
 from kvreclaim.model.recurrent import (
     RECURRENT_LAYER_TYPES,
@@ -99,7 +99,8 @@ def load_model(
     Weights of 2 to 8 bits (AWQ, GPTQ, compressed-tensors, bitsandbytes, GGUF) stay packed.
 
     Args:
-        dtype:  "auto" (as stored), "float32", "bfloat16" or "float16"
+        dtype:  "auto" (as stored; fp32 hidden states beside bf16 attention on a CPU if all matrices are
+            packed), "float32", "bfloat16" or "float16"
         device: "auto" (cuda where there is one, else cpu) or any torch device
         kernels: "auto" or "native" run plain linear layers and norms on the native kernels of a CPU
         quantized_activations: what products with packed weights round their input to: "auto" (int16 on a
@@ -121,11 +122,12 @@ def load_model(
     _refuse_unsupported(config, name)
     packed, mapped_bytes = _packed_source(name, config) if gguf is None else gguf, 0
     tokenizer: Tokenizer | None = None
+    attention_dtype: torch.dtype | None = None
     if packed is None:
         model = _load_weights(name, torch_dtype, config)
     else:
         products = choose_products(name, packed, target, kernels, quantized_activations)
-        chosen = packed_dtype(config, name, torch_dtype, products)
+        chosen, attention_dtype = packed_dtypes(config, name, torch_dtype, products, packed)
         if gguf is not None and cache_packed_weights:
             source, tokenizer = _copied(gguf)
             with source as copied:
@@ -150,6 +152,7 @@ def load_model(
         os.path.basename(os.path.normpath(name)) if known else name,
         None if packed is None else packed.label,
         recurrent,
+        attention_dtype,
     )
     if gguf is None:
         tokenizer = load_tokenizer(name)

@@ -47,11 +47,13 @@ def probe(
     name: str,
     quantization: str | None = None,
     recurrent: RecurrentLayers | None = None,
+    dtype: torch.dtype | None = None,
 ) -> ModelFacts:
     """Run the probe and describe every attention layer.
 
     quantization: how the weights are packed, as quantization_in says it
     recurrent:    the other layers of a hybrid model, which is proved already
+    dtype:        of ModelFacts; None for the model's own
 
     Raises: UnsupportedModelError when a layer does not go through AttentionInterface, or when
     layers differ in heads or dims (one block table could not serve them all).
@@ -75,7 +77,7 @@ def probe(
         name=name,
         fingerprint=fingerprint(config, layers, quantization),
         layers=tuple(layers),
-        dtype=model.dtype,
+        dtype=model.dtype if dtype is None else dtype,
         device=model.device,
         max_position=_max_position(config),
         rope_problem=problem,

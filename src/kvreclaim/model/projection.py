@@ -45,6 +45,7 @@ def value_grams(model: nn.Module, facts: ModelFacts) -> Iterator[Tensor]:
     """W_o^T W_o of every layer by query head, [K, G, Dv, Dv] fp32: v @ gram @ v is the squared norm of what a
     value adds to the residual stream. Packed weights are read through their own product. Where no projection
     is found, or a cache holds latents, the identity: the value's own norm counts."""
+    dtype = next(model.parameters()).dtype
     for linear, shape in zip(_linears(model, facts), facts.layers, strict=True):
         one = torch.eye(shape.v_head_dim, device=facts.device)
         heads = (shape.num_kv_heads, shape.group_size)
@@ -52,7 +53,7 @@ def value_grams(model: nn.Module, facts: ModelFacts) -> Iterator[Tensor]:
             yield one.expand(*heads, -1, -1)
             continue
         bias = getattr(linear, "bias", None)
-        rows = linear(torch.eye(linear.in_features, device=facts.device, dtype=facts.dtype)).float()
+        rows = linear(torch.eye(linear.in_features, device=facts.device, dtype=dtype)).float()
         rows = (rows if bias is None else rows - bias.float()).unflatten(0, (*heads, shape.v_head_dim))
         yield rows @ rows.mT
 

@@ -77,6 +77,7 @@ class ModelFacts:
     """All attention layers (equal in heads and dims), and what identifies the model.
 
     fingerprint: sha256 hex digest over what decides the meaning of K/V and queries
+    dtype:       of queries, keys and values; hidden states may be fp32 beside bf16 (model/attention.Narrowed)
     hidden_size: numbers of what an attention layer is given of a token; None where layers do not hand it out
     states:      of each recurrent layer beside these: the tensors that are kept of a sequence
     layer_ids:   where these are some of the model's layers: which; num_model_layers: of how many

@@ -17,6 +17,7 @@ from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.engine.request.request import Request
 from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.model.attention import Narrowed
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.sampling_params import SamplingParams
 
@@ -149,6 +150,7 @@ def synthetic_prefill(llm: LLM) -> Iterator[None]:
     logits = torch.rand(llm.engine.config.max_num_seqs, vocab_size)
 
     def forward(*, input_ids: Any, logits_to_keep: Any, kv_batch: Any, **_: Any) -> SimpleNamespace:
+        kv_batch = kv_batch.batch if isinstance(kv_batch, Narrowed) else kv_batch
         tokens = input_ids.shape[-1]
         slots = kv_batch.batch.slot_mapping
         for layer in kv_batch.cache.layers:

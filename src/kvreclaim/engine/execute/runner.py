@@ -23,7 +23,7 @@ from kvreclaim.engine.signals.observer import Observer
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.memory.changes import Growth
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.model.attention import KVBatch
+from kvreclaim.model.attention import KVBatch, Narrowed
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops import reference
 from kvreclaim.ops.backend import Backend
@@ -92,7 +92,9 @@ class ModelRunner:
         self._has_windows = any(layer.softmax.window is not None for layer in groups.facts.layers)
         self.graphs = graphs
         self.extensions = Extensions() if extensions is None else extensions
-        self._most_plain = max(MOST_PLAIN_ROWS, max_rows(loaded.facts.dtype))
+        self._most_plain = max(MOST_PLAIN_ROWS, max_rows(loaded.model.dtype))
+        self._dtype = loaded.facts.dtype
+        self._is_narrow = loaded.model.dtype is not self._dtype
         self._late: list[LateSignals] = []
 
     def prepare(self, plan: StepPlan) -> None:
@@ -195,6 +197,8 @@ class ModelRunner:
         return logits
 
     def _logits(self, inputs: _Inputs, kv_batch: KVBatch) -> Tensor:
+        if self._is_narrow:
+            kv_batch = Narrowed(kv_batch, self._dtype)
         with exact_rows(inputs.num_exact):
             output = self.model(
                 input_ids=torch.tensor([inputs.tokens], device=self.device),

@@ -99,7 +99,7 @@ def namespace_of(config: EngineConfig, loaded: LoadedModel, form: KVFormat, back
             "model_fingerprint": facts.fingerprint,
             "weights_digest": weights_digest(tensors, torch.get_num_threads()),
             "kv_semantics": str(KV_SEMANTICS),
-            "dtype": str(facts.dtype),
+            "dtype": " ".join(dict.fromkeys((str(model.dtype), str(facts.dtype)))),
             "rope": _rope(loaded),
             "kv_format": form.fingerprint,
             "block_size": str(config.block_size),

@@ -296,6 +296,10 @@ class CheckpointSource:
     def label(self) -> str:
         return self.scheme.label
 
+    @property
+    def packs_every_matrix(self) -> bool:
+        return False  # no such method packs embeddings
+
     def packed(self, name: str, shape: tuple[int, int]) -> PackedMatrix | None:
         stem = name.removesuffix(".weight")
         if f"{stem}.{self.scheme.mark}" not in self.files.places:

@@ -87,6 +87,10 @@ class GgufSource:
         kinds = {tensor.kind for tensor in self.index.tensors.values()}
         return "gguf " + " ".join(sorted(kinds & FORMATS.keys()))
 
+    @property
+    def packs_every_matrix(self) -> bool:
+        return not any(len(x.shape) > 1 and x.kind in PLAIN for x in self.index.tensors.values())
+
     def header(self) -> GgufHeader:
         return header_of(self.index)
 

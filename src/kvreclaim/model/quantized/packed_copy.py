@@ -90,6 +90,10 @@ class CopiedSource:
     def label(self) -> str:
         return self._source.label
 
+    @property
+    def packs_every_matrix(self) -> bool:
+        return self._source.packs_every_matrix
+
     def packed(self, name: str, shape: tuple[int, int]) -> PackedMatrix | None:
         return self._source.packed(name, shape, self._copied)
 

@@ -61,17 +61,28 @@ def choose_products(
     return Products("triton" if on_gpu else "native", asked)
 
 
-def packed_dtype(config: Any, name: str, dtype: torch.dtype | str, products: Products) -> torch.dtype:
-    """Dtype of activations and of what is not packed. Raises: InvalidArgumentError."""
-    said = getattr(config.get_text_config(), "dtype", None) or torch.bfloat16
-    chosen: torch.dtype = said if isinstance(dtype, str) else dtype
+def packed_dtypes(
+    config: Any, name: str, dtype: torch.dtype | str, products: Products, source: WeightSource
+) -> tuple[torch.dtype, torch.dtype]:
+    """Dtype of hidden states and of what is not packed, and that of queries, keys and values.
+
+    "auto" has fp32 hidden states on a CPU where every matrix is packed: it costs no time, since matrices are
+    what a step reads, and logits are closer to the exact ones than with bf16.
+
+    Raises: InvalidArgumentError.
+    """
+    said: torch.dtype = getattr(config.get_text_config(), "dtype", None) or torch.bfloat16
+    is_auto = isinstance(dtype, str)
+    chosen = said if isinstance(dtype, str) else dtype
     if products.kernels == "triton" and chosen in _triton().DTYPES:
-        return chosen
-    if chosen is torch.float16 and isinstance(dtype, str):
+        return chosen, chosen
+    if chosen is torch.float16 and is_auto:
         chosen = torch.bfloat16  # what CPUs have instructions for; weights stay as they are packed
     if chosen not in DTYPES:
         raise InvalidArgumentError(
             f"dtype is {str(chosen).removeprefix('torch.')!r}, and {name} has packed weights; allowed are "
             "auto, float32 and bfloat16."
         )
-    return chosen
+    if is_auto and products.kernels == "native" and source.packs_every_matrix:
+        return torch.float32, chosen
+    return chosen, chosen

@@ -21,6 +21,10 @@ class WeightSource(Protocol):
     def label(self) -> str:
         """The way of packing, as in a fingerprint."""
 
+    @property
+    def packs_every_matrix(self) -> bool:
+        """Whether embedding, output layer and all linear layers are packed."""
+
     def packed(self, name: str, shape: tuple[int, int]) -> PackedMatrix | None:
         """The weight `name` [N, K]; None where it is not packed, or not there.
 
