@@ -59,7 +59,7 @@ KVR_KERNEL void fp8_scores(const uint32_t* q, const Fp8Tile& tile, const Fp8Tile
 #pragma GCC unroll 4
       for (int t = 0; t < T; ++t) {
         const __m512i x = _mm512_loadu_si512(tile.k[first + t] + at);
-        prefetch(next.k[first + t] + at);
+        prefetch_near(next.k[first + t] + at);
         low[t] = fp8_pairs<0>(x), high[t] = fp8_pairs<1>(x);
       }
 #pragma GCC unroll 8
@@ -106,7 +106,7 @@ KVR_KERNEL void fp8_values(const Fp8Tile& tile, const Fp8Tile& next, int64_t tok
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
       const __m512i x = _mm512_loadu_si512(from + 64 * v);
-      prefetch(ahead + 64 * v);
+      prefetch_near(ahead + 64 * v);
       low[v] = fp8_pairs<0>(x), high[v] = fp8_pairs<1>(x);
     }
 #pragma GCC unroll 8

@@ -101,7 +101,7 @@ KVR_INLINE void add_words(const int32_t* q, int64_t words, int64_t stride, const
 #pragma GCC unroll 4
         for (int t = 0; t < T; ++t) {
           x[t] = _mm512_loadu_si512(base[t] + from);
-          prefetch(ahead[t] + from);
+          prefetch_near(ahead[t] + from);
         }
         from += stride;
       }
@@ -255,8 +255,8 @@ KVR_KERNEL void coded_weights(const CodedItem& at, const CodedTile& tile, const 
     }
     group.sum[r] = group.sum[r] * factor[r] + sum * share[r];
     for (int64_t line = r; line < lines; line += R) {
-      prefetch(next.k[kChunks - 1] + line * at.k_stride);
-      prefetch(next.v[0] + line * 64);
+      prefetch_near(next.k[kChunks - 1] + line * at.k_stride);
+      prefetch_near(next.v[0] + line * 64);
     }
   }
   const ScaleTables tables = scale_tables<F>();
@@ -265,7 +265,7 @@ KVR_KERNEL void coded_weights(const CodedItem& at, const CodedTile& tile, const 
 #pragma GCC unroll 4
     for (int c = 0; c < kChunks; ++c) {
       stored[c] = value_params<F>(at, tile, c, g, tables);
-      prefetch(next.p[c] + 64 * g);
+      prefetch_near(next.p[c] + 64 * g);
     }
     int bound = 0;
 #pragma GCC unroll 8
@@ -304,7 +304,7 @@ KVR_KERNEL void coded_values(const CodedItem& at, const CodedTile& tile, const C
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v) {
           x[v] = _mm512_loadu_si512(row + 64 * v);
-          if (c > 0) prefetch(ahead + 64 * v);
+          if (c > 0) prefetch_near(ahead + 64 * v);
         }
         row += at.v_stride, ahead += at.v_stride;
       }

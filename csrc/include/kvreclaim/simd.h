@@ -316,4 +316,7 @@ KVR_INLINE __m512 pairs(__m512 sum, __m512bh a, __m512bh b) {
 
 KVR_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
+// Into the second cache: a core waits for more lines there than in its first one (Zen 4: 1.6 x the bandwidth).
+KVR_INLINE void prefetch_near(const void* p) { __builtin_prefetch(p, 0, 2); }
+
 }  // namespace kvreclaim::KVR_NS

@@ -84,7 +84,7 @@ KVR_KERNEL void tile_scores(const float* q, const Tile& tile, const Ahead& ahead
       }
       if (asks.has(w)) {
 #pragma GCC unroll 4
-        for (int t = 0; t < T; t += kPerChunk) prefetch(far[t] + at);
+        for (int t = 0; t < T; t += kPerChunk) prefetch_near(far[t] + at);
       }
     }
 #pragma GCC unroll 8
@@ -114,7 +114,7 @@ KVR_KERNEL void pair_scores(const uint32_t* q, const Tile& tile, const Ahead& ah
       for (int t = 0; t < T; ++t) k[t] = (__m512bh)_mm512_loadu_si512(tile.k[pass * T + t] + at);
       if (asks.has(w)) {
 #pragma GCC unroll 4
-        for (int t = 0; t < T; ++t) prefetch(ahead.tile.k[pass * T + t] + at);
+        for (int t = 0; t < T; ++t) prefetch_near(ahead.tile.k[pass * T + t] + at);
       }
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
@@ -179,7 +179,7 @@ KVR_KERNEL void tile_values(const ValueRows& in, int64_t word) {
       }
       if (asks.has(chunk * kChunk + j)) {
 #pragma GCC unroll 4
-        for (int i = 0; i < kLines; ++i) prefetch(far + 64 * i);
+        for (int i = 0; i < kLines; ++i) prefetch_near(far + 64 * i);
       }
     }
   }
