@@ -60,6 +60,12 @@ inline void pack_query(const float* row, int64_t dims, int64_t r, int64_t count,
 inline SeenSlots seen_slots(const AttentionArgs& a, const Item& item, const RowGroup& group, int64_t at,
                             const TileMask& mask) {
   SeenSlots seen{true, 0, {}};
+  const int64_t last = group.count - 1;  // bounds rise from row to row
+  if (group.low[last] <= at && at + kTile <= smaller(item.high, group.end[0]) && !mask.has_positions) {
+    seen.any = ~0ull;
+    for (int64_t r = 0; r < group.count; ++r) seen.by[r] = ~0ull;
+    return seen;
+  }
   for (int64_t r = 0; r < group.count; ++r) {
     const bool is_new = r == 0 || group.end[r] != group.end[r - 1];  // query
     seen.by[r] = is_new ? ~0ull : seen.by[r - 1];
@@ -151,14 +157,12 @@ inline void open_integer_head(const AttentionArgs& a, const Item& item, float* m
   }
 }
 
-// All rows of a head over the tile at slot `at`.
+// All rows of a head over the tile at slot `at`, `next` being fetched meanwhile.
 template <Format F>
-inline void coded_step(const AttentionArgs& a, const Item& item, int64_t at, HeadRows& to, const IntegerHead& head) {
-  CodedTile tile, next;
+inline void coded_step(const AttentionArgs& a, const Item& item, int64_t at, const CodedTile& tile,
+                       const CodedTile& next, HeadRows& to, const IntegerHead& head) {
   TileMask mask;
   open_mask(a, item, at, mask);
-  open_coded(a, item, head.at, at, tile);
-  open_coded(a, item, head.at, smaller(at + kTile, item.high - 1), next);
   const int64_t tokens = smaller(kTile, item.high - at);
   for (int g = 0; g < to.count; ++g) {
     const CodedTile& ahead = g + 1 < to.count ? tile : next;
@@ -196,8 +200,14 @@ inline void run_integers(const AttentionArgs& a, const Item& item, int64_t run, 
   IntegerHead own[kMaxRun];
   for (int64_t h = 0; h < run; ++h)
     open_integer_head<F>(a, of_head(item, h), memory + h * floats, heads[h], own[h]);
+  CodedTile tile, next;
+  open_coded(a, item, own[0].at, first_tile(a, item), tile);
   for (int64_t at = first_tile(a, item); at < item.high; at += kTile)
-    for (int64_t h = 0; h < run; ++h) coded_step<F>(a, of_head(item, h), at, heads[h], own[h]);
+    for (int64_t h = 0; h < run; ++h, tile = next) {
+      const bool last = h + 1 == run;
+      open_coded(a, item, own[last ? 0 : h + 1].at, last ? smaller(at + kTile, item.high - 1) : at, next);
+      coded_step<F>(a, of_head(item, h), at, tile, next, heads[h], own[h]);
+    }
   for (int64_t h = 0; h < run; ++h) close_integer_head<F>(a, heads[h], own[h]);
 }
 

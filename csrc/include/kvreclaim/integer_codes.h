@@ -128,9 +128,10 @@ struct GroupParams {
 KVR_INLINE GroupParams int4_params(const char* planes, int64_t plane, const ScaleTables& tables) {
   const Words code = bytes_at(planes), centre = bytes_at(planes + plane);
   const __mmask16 live = _mm512_test_epi32_mask(centre, centre);
-  const Words bits = with_octave(_mm512_permutexvar_epi32(code, tables.sixteenths), _mm512_slli_epi32(code, 19));
-  const vf scale = (vf)_mm512_maskz_mov_epi32(live, bits);
-  return {scale, (vf)_mm512_cvtepi32_ps(centre) * (1.0f / 3.0f) - (128.0f / 3.0f + 7.5f)};
+  const Words bits = _mm512_maskz_ternarylogic_epi32(  // with_octave
+      live, _mm512_slli_epi32(code, 19), _mm512_set1_epi32(15 << 23),
+      _mm512_permutexvar_epi32(code, tables.sixteenths), 0xEA);
+  return {(vf)bits, (vf)_mm512_cvtepi32_ps(centre) * (1.0f / 3.0f) - (128.0f / 3.0f + 7.5f)};
 }
 
 // First plane of a group's value parameters, from tile.p on.

@@ -188,35 +188,77 @@ struct SeenSlots {
 
 // What a tile's softmax leaves for its values.
 struct TileWeights {
-  int32_t* p;           // [groups][R][2][kLanes]: high bytes, low bytes; word 4 c + i is chunk c's word i
+  int32_t* p;           // [groups][R][2][kLanes]: high bytes, low bytes; of chunks' words, see weight_word
   float *unit, *alpha;  // [groups][R] of p; [R] of what was summed before
 };
+
+// Where word j of chunk c's weights lies among a tile's sixteen: as integer_weights packs them.
+constexpr int weight_word(int c) { return 8 * (c % 2) + 2 * (c / 2); }
+constexpr int word_step(int j) { return 4 * (j / 2) + j % 2; }
+
+// The 16-bit words of two chunks' tokens in the order in which values multiply them.
+template <Format F>
+struct WeightOrder {
+  alignas(64) uint16_t at[32] = {};
+
+  constexpr WeightOrder() {
+    for (int i = 0; i < 32; ++i) {
+      const int word = i / 4 % 4, k = i % 4;
+      const int token = bits_of(F) == 4 ? word / 2 * 8 + word % 2 + 2 * k : word * 4 + k;
+      at[i] = (uint16_t)(i / 16 * 32 + 2 * token);
+    }
+  }
+};
+template <Format F>
+constexpr WeightOrder<F> kWeightOrder{};
 
 // Weights times scales of a tile's tokens as 16-bit integers, high bytes and then low ones, in to[2 * kLanes]. Returns
 // what centres add to the values: sums of lanes, in units of these integers.
 template <Format F>
 KVR_INLINE vf integer_weights(const vf (&weights)[kChunks], const GroupParams (&own)[kChunks], int32_t* to) {
-  const Words turn = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  Words x[kChunks], total = _mm512_setzero_si512();
-  vf centres{};
+  const vf magic = splat(12582912.0f);  // 1.5 * 2^23: the low 16 bits of a sum with it are the rounded number
+  vf x[kChunks], centres{};
 #pragma GCC unroll 4
   for (int c = 0; c < kChunks; ++c) {
-    x[c] = _mm512_cvtps_epi32((__m512)(weights[c] * own[c].scale));
+    x[c] = weights[c] * own[c].scale + magic;
+    const vf whole = x[c] - magic;
     if constexpr (is_grouped(F))  // of the rounded weight, as its codes are: what rounding adds is as small as the number
-      centres += (vf)_mm512_cvtepi32_ps(x[c]) * own[c].first;
+      centres += whole * own[c].first;
     else
-      total = _mm512_add_epi32(total, x[c]);
-    if constexpr (bits_of(F) == 4) x[c] = evens_first(x[c]);
+      centres += whole;
   }
-  const Words a = _mm512_packs_epi32(x[0], x[1]), b = _mm512_packs_epi32(x[2], x[3]);
+  const Words order = _mm512_load_si512(kWeightOrder<F>.at);
+  const Words a = _mm512_permutex2var_epi16((Words)x[0], order, (Words)x[1]);
+  const Words b = _mm512_permutex2var_epi16((Words)x[2], order, (Words)x[3]);
   const Words half = _mm512_set1_epi16(128), byte = _mm512_set1_epi16(255);
-  const Words high = _mm512_packs_epi16(_mm512_srai_epi16(_mm512_add_epi16(a, half), 8),
-                                        _mm512_srai_epi16(_mm512_add_epi16(b, half), 8));
-  const Words low = _mm512_packus_epi16(_mm512_and_si512(a, byte), _mm512_and_si512(b, byte));
-  _mm512_storeu_si512(to, _mm512_permutexvar_epi32(turn, high));
-  _mm512_storeu_si512(to + kLanes, _mm512_permutexvar_epi32(turn, low));
+  _mm512_storeu_si512(to, _mm512_packs_epi16(_mm512_srai_epi16(_mm512_add_epi16(a, half), 8),
+                                             _mm512_srai_epi16(_mm512_add_epi16(b, half), 8)));
+  _mm512_storeu_si512(to + kLanes, _mm512_packus_epi16(_mm512_and_si512(a, byte), _mm512_and_si512(b, byte)));
   if constexpr (is_grouped(F)) return centres;
-  return (vf)_mm512_cvtepi32_ps(total) * code_offset(F);
+  return centres * code_offset(F);
+}
+
+// The greatest of each of R rows' scores of a tile.
+template <int R>
+KVR_INLINE Vec<kMaxR>::F row_tops(const float* s) {
+  __m512 top[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    vf most = load<vf>(s + r * kTile);
+#pragma GCC unroll 4
+    for (int t = kLanes; t < kTile; t += kLanes) most = vmax(most, load<vf>(s + r * kTile + t));
+    top[r] = (__m512)most;
+  }
+  const auto of_four = [&](int first) __attribute__((always_inline)) {  // rows in the lanes of a quarter
+    const __m512 a = top[first], b = top[smaller(first + 1, R - 1)], c = top[smaller(first + 2, R - 1)];
+    const __m512 d = top[smaller(first + 3, R - 1)];
+    const __m512 ab = _mm512_max_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    const __m512 cd = _mm512_max_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    const __m512 all = _mm512_max_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+    const __m256 half = _mm256_max_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+    return _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  };
+  return (Vec<kMaxR>::F)_mm256_set_m128(of_four(R > 4 ? 4 : 0), of_four(0));
 }
 
 // Scores -> weights 2^(s - m) times the values' scales, as 16-bit integers in bytes, against the tile's own
@@ -228,15 +270,9 @@ KVR_KERNEL void coded_weights(const CodedItem& at, const CodedTile& tile, const 
                               const TileWeights& to) {
   using M = Vec<kMaxR>::F;
   const int64_t lines = at.v_row_bytes / 4;  // of a chunk's values; about as many as of its keys
-  M best{}, units{};
+  M best = row_tops<R>(s), units{};
 #pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-    vf top = load<vf>(s + r * kTile);
-#pragma GCC unroll 4
-    for (int t = kLanes; t < kTile; t += kLanes) top = vmax(top, load<vf>(s + r * kTile + t));
-    best[r] = hmax(top);
-    units[r] = unit[r];
-  }
+  for (int r = 0; r < R; ++r) units[r] = unit[r];
   const M none = splat<M>(kNegInf);
   const M tops = select(best == none, M{}, best);  // taken off before scaling: never rounded apart, no weight is above 1
   best *= units;
@@ -294,10 +330,8 @@ KVR_KERNEL void coded_values(const CodedItem& at, const CodedTile& tile, const C
 #pragma GCC unroll 1
   for (int c = 0; c * kChunk < tokens; ++c) {
     const char *row = tile.v[c] + 4 * dim, *ahead = next.v[c] + 4 * dim;
-    const int32_t* p = weights.p + 4 * c;
-    Words x[V], upper[R];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) upper[r] = four_words(p + r * 2 * kLanes);
+    const int32_t* p = weights.p + weight_word(c);
+    Words x[V];
     const auto step = [&](auto index) __attribute__((always_inline)) {
       constexpr int j = decltype(index)::value;
       if constexpr (is_wide || j % 2 == 0) {
@@ -313,7 +347,8 @@ KVR_KERNEL void coded_values(const CodedItem& at, const CodedTile& tile, const C
       for (int v = 0; v < V; ++v) y[v] = digits_of<F>(codes_of<F, j % 2>(x[v]));
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        const Words a = word_of<j>(upper[r]), b = broadcast_word(p[(r * 2 + 1) * kLanes + j]);
+        const int32_t* own = p + r * 2 * kLanes + word_step(j);
+        const Words a = broadcast_word(own[0]), b = broadcast_word(own[kLanes]);
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v) sums[r][v].add(y[v], a, b);
       }
