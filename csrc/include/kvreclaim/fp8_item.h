@@ -25,21 +25,39 @@ inline void open_fp8(const AttentionArgs& a, const Item& item, int64_t at, Fp8Ti
   }
 }
 
-// Bytes 2 Half and 2 Half + 1 of each word as the bf16 numbers that they are.
+// Bytes 2 Half and 2 Half + 1 of each word, in the upper bytes of its two 16-bit halves.
 template <int Half>
-KVR_INLINE __m512bh fp8_pairs(__m512i words) {
+KVR_INLINE __m512i fp8_bytes(__m512i words) {
+  return _mm512_shuffle_epi8(words, _mm512_broadcast_i32x4(
+      Half == 0 ? _mm_setr_epi8(-1, 0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13)
+                : _mm_setr_epi8(-1, 2, -1, 3, -1, 6, -1, 7, -1, 10, -1, 11, -1, 14, -1, 15)));
+}
+
+// The bf16 numbers that those bytes are, where each has a leading bit.
+KVR_INLINE __m512i fp8_normal(__m512i bytes) {
+  const __m512i fields = _mm512_and_si512(_mm512_srai_epi16(bytes, 4), _mm512_set1_epi16((short)0x87f0));
+  return _mm512_add_epi16(fields, _mm512_set1_epi16((127 - 7) << 7));
+}
+
+// The same for all bytes.
+inline __m512i fp8_any(__m512i bytes) {
   alignas(64) static constexpr uint16_t kSmall[32] = {0, 15104, 15232, 15296, 15360, 15392, 15424, 15456};  // n 2^-9
-  const __m512i spread = _mm512_broadcast_i32x4(
-      Half == 0 ? _mm_setr_epi8(0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13, -1)
-                : _mm_setr_epi8(2, -1, 3, -1, 6, -1, 7, -1, 10, -1, 11, -1, 14, -1, 15, -1));
-  const __m512i x = _mm512_shuffle_epi8(words, spread);
-  const __m512i size = _mm512_and_si512(_mm512_slli_epi16(x, 4), _mm512_set1_epi16(0x7f0));
-  const __m512i normal = _mm512_add_epi16(size, _mm512_set1_epi16((127 - 7) << 7));
-  const __mmask32 is_small = _mm512_testn_epi16_mask(x, _mm512_set1_epi16(0x78));
-  const __m512i number = _mm512_mask_permutexvar_epi16(normal, is_small, _mm512_and_si512(x, _mm512_set1_epi16(7)),
-                                                       _mm512_load_si512(kSmall));
-  // number | x << 8 & 0x8000
-  return (__m512bh)_mm512_ternarylogic_epi32(number, _mm512_slli_epi16(x, 8), _mm512_set1_epi16((short)0x8000), 0xF8);
+  const __mmask32 is_small = _mm512_testn_epi16_mask(bytes, _mm512_set1_epi16(0x7800));
+  const __m512i size = _mm512_permutexvar_epi16(_mm512_srli_epi16(bytes, 8), _mm512_load_si512(kSmall));
+  const __m512i sign = _mm512_and_si512(bytes, _mm512_set1_epi16((short)0x8000));
+  return _mm512_mask_mov_epi16(fp8_normal(bytes), is_small, _mm512_or_si512(size, sign));
+}
+
+struct Fp8Pairs {
+  __m512bh low, high;  // bytes 0 and 1, 2 and 3 of each word
+};
+
+// Words of four numbers as pairs of bf16. Few words have one without a leading bit: less than 2^-14 of the largest.
+KVR_INLINE Fp8Pairs fp8_pairs(__m512i words) {
+  const __m512i low = fp8_bytes<0>(words), high = fp8_bytes<1>(words);
+  if (__builtin_expect(_mm512_testn_epi8_mask(words, _mm512_set1_epi8(0x78)) != 0, 0))
+    return {(__m512bh)fp8_any(low), (__m512bh)fp8_any(high)};
+  return {(__m512bh)fp8_normal(low), (__m512bh)fp8_normal(high)};
 }
 
 // s[r * kTile + t] = q . n(t) for R rows; q is [D / 2][R] pairs. The next tile's keys are fetched meanwhile.
@@ -55,18 +73,17 @@ KVR_KERNEL void fp8_scores(const uint32_t* q, const Fp8Tile& tile, const Fp8Tile
       for (int t = 0; t < T; ++t) acc[r][t] = _mm512_setzero_ps();
     const uint32_t* row = q;
     for (int64_t w = 0, at = 0; w < words; ++w, at += stride, row += 2 * R) {
-      __m512bh low[T], high[T];
+      Fp8Pairs x[T];
 #pragma GCC unroll 4
       for (int t = 0; t < T; ++t) {
-        const __m512i x = _mm512_loadu_si512(tile.k[first + t] + at);
+        x[t] = fp8_pairs(_mm512_loadu_si512(tile.k[first + t] + at));
         prefetch_near(next.k[first + t] + at);
-        low[t] = fp8_pairs<0>(x), high[t] = fp8_pairs<1>(x);
       }
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const __m512bh a = (__m512bh)_mm512_set1_epi32((int)row[r]), b = (__m512bh)_mm512_set1_epi32((int)row[R + r]);
 #pragma GCC unroll 4
-        for (int t = 0; t < T; ++t) acc[r][t] = pairs(pairs(acc[r][t], low[t], a), high[t], b);
+        for (int t = 0; t < T; ++t) acc[r][t] = pairs(pairs(acc[r][t], x[t].low, a), x[t].high, b);
       }
     }
 #pragma GCC unroll 8
@@ -102,12 +119,11 @@ KVR_KERNEL void fp8_values(const Fp8Tile& tile, const Fp8Tile& next, int64_t tok
   for (int64_t word = 0; word * 4 < tokens; ++word) {
     const int64_t at = word % 4 * 4 * v_dim + 4 * dim;
     const char *from = tile.v[word / 4] + at, *ahead = next.v[word / 4] + at;
-    __m512bh low[V], high[V];
+    Fp8Pairs x[V];
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
-      const __m512i x = _mm512_loadu_si512(from + 64 * v);
+      x[v] = fp8_pairs(_mm512_loadu_si512(from + 64 * v));
       prefetch_near(ahead + 64 * v);
-      low[v] = fp8_pairs<0>(x), high[v] = fp8_pairs<1>(x);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
@@ -116,7 +132,7 @@ KVR_KERNEL void fp8_values(const Fp8Tile& tile, const Fp8Tile& next, int64_t tok
         const uint32_t* own = p + r * kTile + part * (kTile / 2) + 2 * word;
         const __m512bh a = (__m512bh)_mm512_set1_epi32((int)own[0]), b = (__m512bh)_mm512_set1_epi32((int)own[1]);
 #pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) sum[r][v] = pairs(pairs(sum[r][v], low[v], a), high[v], b);
+        for (int v = 0; v < V; ++v) sum[r][v] = pairs(pairs(sum[r][v], x[v].low, a), x[v].high, b);
       }
   }
 #pragma GCC unroll 8
