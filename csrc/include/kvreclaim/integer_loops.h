@@ -5,8 +5,7 @@
 // and the softmax's weights are 16-bit integers, 256 * high + low, whose high and low bytes are multiplied
 // apart: as many instructions as 16-bit products, but codes need no unpacking (int8) or one mask (4 bits). So
 // nothing is rounded to 8 bits: what is lost is 2^-16 of the largest |q| and of a tile's largest weight. Codes of
-// two bytes (turboquant4's levels) are looked up and multiplied byte by byte, too, but for the low ones of both: their
-// products are 2^-16 of the largest.
+// two bytes (turboquant4's levels) are looked up and multiplied byte by byte, too.
 //
 //   keys    score = scale(t) q . (n + centre(t))      per group of dims that share a scale
 //   values  sum_t p(t) scale(t) (n + centre(t))       p(t) scale(t) in units of a bound of it over the tile;
@@ -21,9 +20,10 @@
 
 namespace kvreclaim::KVR_NS {
 
-// Vectors of tokens, or of dims, that share a byte broadcast: with R rows, high and low, 16 accumulators.
-template <int R>
-constexpr int kIntegerVecs = R <= 2 ? 4 : R <= 4 ? 2 : 1;
+// Vectors of tokens, or of dims, that share a byte broadcast: with R rows, high and low, 16 accumulators; 12 of
+// codes of two bytes.
+template <int R, Format F>
+constexpr int kIntegerVecs = has_two_bytes(F) ? (R <= 2 ? 2 : 1) : R <= 2 ? 4 : R <= 4 ? 2 : 1;
 
 // In assembly, since GCC copies the accumulator of the intrinsic before each use.
 KVR_INLINE Words dot4(Words sum, Words codes, Words bytes) {
@@ -53,13 +53,14 @@ KVR_INLINE Digits<F> digits_of(Words codes) {
 
 template <Format F>
 struct DigitSums {
-  Words high = _mm512_setzero_si512(), low = _mm512_setzero_si512();
+  Words high = _mm512_setzero_si512(), low = _mm512_setzero_si512(), middle = _mm512_setzero_si512();
 
   // a, b: words of high and of low bytes.
   KVR_INLINE void add(const Digits<F>& x, Words a, Words b) {
     if constexpr (has_two_bytes(F)) {
       high = dot4(high, x.high, a);
-      low = dot4(dot4(low, x.high, b), x.low, a);
+      middle = dot4(dot4(middle, x.high, b), x.low, a);
+      low = dot4(low, x.low, b);
     } else {
       high = dot4(high, x.low, a);
       low = dot4(low, x.low, b);
@@ -68,9 +69,9 @@ struct DigitSums {
 
   // The whole sum, and `bias` of what is subtracted from every code.
   KVR_INLINE vf total(float bias) const {
-    if constexpr (has_two_bytes(F))
-      return ((vf)_mm512_cvtepi32_ps(high) * 65536.0f + bias) + (vf)_mm512_cvtepi32_ps(low) * 256.0f;
-    return (vf)_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
+    const Words rest = _mm512_add_epi32(_mm512_slli_epi32(has_two_bytes(F) ? middle : high, 8), low);
+    if constexpr (!has_two_bytes(F)) return (vf)_mm512_cvtepi32_ps(rest);
+    return ((vf)_mm512_cvtepi32_ps(high) * 65536.0f + bias) + (vf)_mm512_cvtepi32_ps(rest);
   }
 };
 
@@ -148,7 +149,7 @@ KVR_INLINE void close_scores(const CodedItem& at, const IntegerRows& rows, const
 template <int R, Format F>
 KVR_KERNEL void coded_scores(const CodedItem& at, const IntegerRows& rows, int64_t k_words, const CodedTile& tile,
                              const CodedTile& next, float* s) {
-  constexpr int T = kIntegerVecs<R>;
+  constexpr int T = kIntegerVecs<R, F>;
   const int64_t words = is_grouped(F) ? kGroup / 8 : k_words;  // of a group
   const ScaleTables tables = scale_tables<F>();
   for (int first = 0; first < kChunks; first += T) {
@@ -367,7 +368,7 @@ KVR_KERNEL void coded_values(const CodedItem& at, const CodedTile& tile, const C
 template <int R, Format F>
 inline void all_coded_values(const CodedItem& at, const CodedTile& tile, const CodedTile& next, int64_t tokens,
                              const TileWeights& weights, float* acc) {
-  constexpr int V = is_grouped(F) && kIntegerVecs<R> > 2 ? 2 : kIntegerVecs<R>;  // of one group
+  constexpr int V = is_grouped(F) && kIntegerVecs<R, F> > 2 ? 2 : kIntegerVecs<R, F>;  // of one group
   const auto of_group = [&](int64_t d) -> TileWeights {
     const int64_t g = is_grouped(F) ? d / kGroup : 0;
     return {weights.p + g * R * 2 * kLanes, weights.unit + g * R, weights.alpha};
