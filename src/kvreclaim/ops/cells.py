@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.ops.batch import AttentionBatch, BatchArrays, SequenceSlots
+from kvreclaim.ops.facts import Softmax
 from kvreclaim.ops.kv_cache import KVCache, LayerCache
 
 
@@ -28,7 +29,7 @@ def cell_view(cache: KVCache) -> KVCache:
         cells = cache.num_layers * cache.num_blocks * cache.num_kv_heads
         shape = replace(cache.shape, num_layers=1, num_blocks=cells, num_kv_heads=1)
         planes = tuple(plane.view(1, cells, 1, *plane.shape[3:]) for plane in cache.planes)
-        return KVCache(shape, cache.format, planes, cache.softmaxes[:1])
+        return KVCache(shape, cache.format, planes, _over_cells(cache)[:1])
 
     return cache.cached("cells", make)
 
@@ -37,9 +38,18 @@ def cell_layers(cache: KVCache) -> tuple[LayerCache, ...]:
     """The one layer of the cell view as each layer of the model attends over it, made once."""
 
     def make(view: KVCache) -> tuple[LayerCache, ...]:
-        return tuple(replace(view.layers[0], softmax=softmax) for softmax in cache.softmaxes)
+        return tuple(replace(view.layers[0], softmax=softmax) for softmax in _over_cells(cache))
 
     return cell_view(cache).cached("cells", make)
+
+
+def _over_cells(cache: KVCache) -> tuple[Softmax, ...]:
+    """Of each layer; a cell may be of any layer and head, so the key scales are those of all."""
+    found = [softmax.key_scale for softmax in cache.softmaxes if softmax.key_scale is not None]
+    if not found:
+        return cache.softmaxes
+    scales = torch.stack(found)
+    return tuple(replace(softmax, key_scale=scales) for softmax in cache.softmaxes)
 
 
 def natural_cells(cache: KVCache, block_ids: np.ndarray) -> np.ndarray:

@@ -23,6 +23,7 @@ class Softmax:
              of such layers begin at a chunk's first token
     sinks:   [H] fp32 logits that join the softmax's denominator and carry no value; where the sequences of
              a batch are KV heads with their H query heads each, of n such in turn: [n * H]
+    key_scale: [K, D] by which the cache's keys are divided (ops/scaled_keys.py); over cells [L, K, D]
 
     Sources: sinks as in GPT-OSS; soft-capping as in Gemma 2.
     """
@@ -32,6 +33,7 @@ class Softmax:
     window: int | None = None
     sinks: Tensor | None = None
     chunk: int | None = None
+    key_scale: Tensor | None = None
 
     def __str__(self) -> str:
         sinks = "no sinks" if self.sinks is None else "sinks"
@@ -68,7 +70,9 @@ class LayerFacts:
         """Facts of one KV head and its query heads alone."""
         sinks = self.softmax.sinks
         own = None if sinks is None else sinks.unflatten(0, (self.num_kv_heads, -1))[head]
-        softmax = replace(self.softmax, sinks=own)
+        scale = self.softmax.key_scale
+        scale = None if scale is None else scale[head : head + 1]
+        softmax = replace(self.softmax, sinks=own, key_scale=scale)
         return replace(self, num_heads=self.group_size, num_kv_heads=1, softmax=softmax)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.prefill.method import SparsePrefill
@@ -34,7 +34,8 @@ from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.tiers.tiered_offload import TieredOffload
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.backend import Backend, Choice, Need, choose_backend
-from kvreclaim.ops.formats import KVFormat, plain_format
+from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.ops.formats import KVFormat, kv_format, plain_format
 from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.states import StateStore
@@ -43,6 +44,20 @@ from kvreclaim.schedule import Scheduler
 from kvreclaim.schedule.preemption_cost import PreemptionCostModel
 from kvreclaim.schedule.rates import Rates
 from kvreclaim.tiers.slot_file import SlotFile
+
+
+def stored_facts(loaded: LoadedModel, config: EngineConfig) -> tuple[ModelFacts, KVFormat]:
+    """The model's facts and the format, both with scales of key channels where codes are better with them."""
+    facts, form = loaded.facts, kv_format(config.kv_cache_dtype, loaded.facts.dtype)
+    if form.is_plain:
+        return facts, form
+    from kvreclaim.model.key_scales import key_scales, scales_digest
+    from kvreclaim.ops.scaled_keys import with_key_scales
+
+    scales = key_scales(loaded.model, facts)
+    if scales is None:
+        return facts, form
+    return with_key_scales(facts, scales), replace(form, key_scales=scales_digest(scales))
 
 
 def default_prefill(
@@ -71,7 +86,11 @@ def chosen_backend(config: EngineConfig, groups: LayerGroups, form: KVFormat) ->
         config.kernels, Need(facts.layers, config.block_size, facts.dtype, facts.device, form)
     )
     groups.check(choice, config)
-    return choice
+    if facts.layers[0].softmax.key_scale is None:
+        return choice
+    from kvreclaim.ops.scaled_keys import scaled
+
+    return replace(choice, backend=scaled(choice.backend))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

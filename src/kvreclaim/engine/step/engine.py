@@ -52,6 +52,7 @@ from kvreclaim.engine.step.assembly import (
     make_states,
     make_storage,
     private_runner,
+    stored_facts,
 )
 from kvreclaim.engine.step.executor import StepExecutor
 from kvreclaim.engine.step.full_cache import admitting
@@ -61,7 +62,6 @@ from kvreclaim.engine.step.validation import bounded_by_pool, check_length
 from kvreclaim.engine.step.verified import divided
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
 from kvreclaim.model.loader import LoadedModel
-from kvreclaim.ops.formats import kv_format
 from kvreclaim.ops.groups import layer_groups
 from kvreclaim.ops.native import torch_alone
 from kvreclaim.sampling_params import SamplingParams
@@ -99,8 +99,9 @@ class Engine:
             raise InvalidArgumentError("num_blocks and max_model_len are None; the engine needs both set.")
         self.loaded, self.config = loaded, config
         self.max_model_len = self.longest = config.max_model_len
-        self.groups = groups = layer_groups(loaded.facts, config)
-        self.kv_format = form = kv_format(config.kv_cache_dtype, groups.facts.dtype)
+        facts, form = stored_facts(loaded, config)
+        self.kv_format = form
+        self.groups = groups = layer_groups(facts, config)
         self.features = engine_features(config, form, groups)
         refuse(self.features)
         prefill = default_prefill(config, groups, self.features)

@@ -18,15 +18,21 @@ class KVFormat(KVBytes):
     """How keys and values lie in the cache of one engine.
 
     dtype: what is stored, of a plain format; None: codes, which are dequantised inside the kernels
+    key_scales: digest of what keys are divided by (ops/scaled_keys.py); "": they are stored as they are
     """
 
     dtype: torch.dtype | None = None
+    key_scales: str = ""
 
     @property
     def number(self) -> torch.dtype:
         """Dtype of gather_tokens: a dequantised number rounded to 16 bits would be less exact than its
         code."""
         return self.dtype or torch.float32
+
+    @property
+    def fingerprint(self) -> str:
+        return "/".join(filter(None, [self.name, str(self.version), self.key_scales]))
 
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

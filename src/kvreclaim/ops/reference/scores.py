@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -37,7 +39,12 @@ def token_norms(tokens: PagedTokens, *, values: bool) -> Tensor:
 
 
 def surrogate_scores(
-    tokens: PagedTokens, weights: Tensor, layout: RopeLayout | None, owners: Tensor | None = None
+    tokens: PagedTokens,
+    weights: Tensor,
+    layout: RopeLayout | None,
+    owners: Tensor | None = None,
+    *,
+    gather: Callable[[PagedTokens], tuple[Tensor, Tensor]] = gather_tokens,
 ) -> Tensor:
     """scoring.surrogate_scores of a paged sequence, PIECE tokens at a time: [K, T] fp32.
 
@@ -56,7 +63,7 @@ def surrogate_scores(
             rows = weights[owners[first : first + step]].repeat_interleave(size, dim=0)[
                 None, : part.num_tokens
             ]
-        scores.append(scoring.surrogate_scores(*gather_tokens(part), rows, layout))
+        scores.append(scoring.surrogate_scores(*gather(part), rows, layout))
     return torch.cat(scores, dim=1)
 
 
