@@ -44,7 +44,7 @@ def cell_layers(cache: KVCache) -> tuple[LayerCache, ...]:
 
 
 def _over_cells(cache: KVCache) -> tuple[Softmax, ...]:
-    """Of each layer; a cell may be of any layer and head, so the key scales are those of all."""
+    """Give each layer's softmax the key scales of all: a cell may be of any layer and head."""
     found = [softmax.key_scale for softmax in cache.softmaxes if softmax.key_scale is not None]
     if not found:
         return cache.softmaxes
