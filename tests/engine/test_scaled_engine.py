@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from settings import assert_idle
+from settings import assert_idle, with_options
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams
 from kvreclaim.calibrate.calibration import calibrate
@@ -22,6 +22,7 @@ from kvreclaim.ops.scaled_keys import with_key_scales
 
 BAND = (3, 11)
 """Dims of a rotary band of heads of 16 dims."""
+SMALL = {"budget": 48, "interval": 16, "sinks": 2, "recent": 8}
 POLICIES = [
     "knorm",
     "keydiff",
@@ -63,16 +64,22 @@ def plain(path) -> LLM:
     return LLM(path, dtype="float32", num_blocks=24)
 
 
-@pytest.fixture
-def exact(plain, monkeypatch) -> LLM:
-    """Scaled keys in fp32, over which nothing is lost."""
+def scaled(llm: LLM, monkeypatch, **options) -> LLM:
+    """A sibling with scaled keys in fp32, over which nothing is lost."""
 
-    def scaled(loaded, config):
+    def facts_and_form(loaded, config):
         scales = key_scales.key_scales(loaded.model, loaded.facts)
         return with_key_scales(loaded.facts, scales), replace(FORMATS["fp32"], key_scales="test")
 
-    monkeypatch.setattr("kvreclaim.engine.step.engine.stored_facts", scaled)
-    return plain.sibling()
+    monkeypatch.setattr("kvreclaim.engine.step.engine.stored_facts", facts_and_form)
+    made = llm.sibling(**options)
+    assert made.engine.cache.layers[0].softmax.key_scale is not None
+    return made
+
+
+@pytest.fixture
+def exact(plain, monkeypatch) -> LLM:
+    return scaled(plain, monkeypatch)
 
 
 def logprobs(llm: LLM, compression=None) -> torch.Tensor:
@@ -85,40 +92,67 @@ def logprobs(llm: LLM, compression=None) -> torch.Tensor:
 
 def test_full_attention_is_the_same_to_the_bit(plain, exact):
     assert torch.equal(logprobs(exact), logprobs(plain))
-    assert exact.engine.cache.layers[0].softmax.key_scale is not None
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policies_keep_the_same_tokens(plain, exact, policy):
-    config = CompressionConfig(policy, budget=48, interval=16, sinks=2, recent=8)
+    config = CompressionConfig(policy, **SMALL)
     want = logprobs(plain, config)
     torch.testing.assert_close(logprobs(exact, config), want, rtol=1e-5, atol=1e-5)
 
 
+POOLED = "pooled(alpha=0.9, rows=16, first=24, last=6, layers=0, block=16, sinks=1, local=1)"
+FEATURES = {
+    "recall": ({"kv_recall_size": 0.01}, {}, CompressionConfig("knorm", recall="query(blocks=1)", **SMALL)),
+    "host": ({"full_cache_host_size": 0.001, "num_blocks": 1}, {}, None),
+    "verify": ({}, {}, CompressionConfig("query_mixture", verify=True, verify_tokens=8, **SMALL)),
+    "sparse prefill": (
+        {},
+        {"sparse_prefill": POOLED},
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_features_answer_alike(plain, monkeypatch, name):
+    options, asked, config = FEATURES[name]
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    prompts = with_options(tiny.prompts((70, 33), seed=8), **asked)
+
+    def said(llm):
+        outputs = llm.generate(prompts, params, config)
+        assert [out.error for out in outputs] == [None, None]
+        return [out.outputs[0].token_ids for out in outputs]
+
+    want = said(plain.sibling(**options))
+    assert said(scaled(plain, monkeypatch, **options)) == want
+
+
 @pytest.mark.parametrize("form", ["int8", "int4"])
 def test_codes_lose_less(plain, form, monkeypatch):
-    want, scaled = logprobs(plain), plain.sibling(kv_cache_dtype=form)
-    assert "keys scaled by channel" in scaled.engine.kernels
+    want, better = logprobs(plain), plain.sibling(kv_cache_dtype=form)
+    assert "keys scaled by channel" in better.engine.kernels
     with monkeypatch.context() as patch:
         patch.setattr(key_scales, "key_scales", lambda *_: None)
         unscaled = plain.sibling(kv_cache_dtype=form)
     assert "scaled" not in unscaled.engine.kernels
-    errors = [(logprobs(llm) - want).square().mean().sqrt() for llm in (scaled, unscaled)]
+    errors = [(logprobs(llm) - want).square().mean().sqrt() for llm in (better, unscaled)]
     assert errors[0] < errors[1] / 2
 
 
 def test_a_session_of_keys_as_they_are_is_refused(plain, tmp_path, monkeypatch):
     (prompt,) = tiny.prompts((80,), seed=6)
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    scaled = plain.sibling(kv_cache_dtype="int8")
+    own = plain.sibling(kv_cache_dtype="int8")
     with monkeypatch.context() as patch:
         patch.setattr(key_scales, "key_scales", lambda *_: None)
         other = plain.sibling(kv_cache_dtype="int8")
-    for llm, name in ((scaled, "a"), (other, "b")):
+    for llm, name in ((own, "a"), (other, "b")):
         llm.generate([prompt], params)
         llm.save_session(prompt, tmp_path / name)
     assert plain.sibling(kv_cache_dtype="int8").load_session(tmp_path / "a").num_tokens == 80
-    for llm, name in ((scaled, "b"), (other, "a")):
+    for llm, name in ((own, "b"), (other, "a")):
         with pytest.raises(InvalidArgumentError, match="kv_format"):
             llm.load_session(tmp_path / name)
 
