@@ -37,7 +37,7 @@ def biased(attention):
 
 
 def test_biases(tmp_path):
-    """d = sqrt(K / Q), K^2 = 512^2 / 2 + 4, Q^2 = 4, less the mean of the head's logarithms; a head without
+    """d = sqrt(K / Q), K^2 = 512^2 / 2 + 4, Q^2 = 4, both with the floor, less the mean of the head's logarithms; a head without
     has none."""
     scales = loaded("qwen2", tmp_path, biased)
     check(scales, 2, 16)
@@ -45,9 +45,11 @@ def test_biases(tmp_path):
         assert own[0, 2] == own[0, 10] == own[0].max()
         rest = own[0, [0, 1, 3, 4]]
         assert (rest == rest[0]).all()
-        exponent = math.log2((512**2 / 2 + 4) / 4) / 4
-        assert own[0, 2] == 2.0 ** round(exponent - exponent / 8)
-        assert rest[0] == 2.0 ** round(-exponent / 8)
+        floor = (512**2 / 16 + 4) / 256
+        first, other = (math.log2((k + floor) / (4 + 4 / 256)) / 4 for k in (512**2 / 2 + 4, 4))
+        mean = (first + 7 * other) / 8
+        assert own[0, 2] == 2.0 ** round(first - mean)
+        assert rest[0] == 2.0 ** round(other - mean)
         assert (own[1] == 1).all()
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from kvreclaim.ops.facts import LayerFacts, ModelFacts
 
 FLOOR = 1 / 256
-"""Energy that every channel of a norm has besides its own, in means of its head: a weight may be zero."""
+"""Energy that every channel has besides its own, in means of its head: a weight of a norm may be zero."""
 SPREAD = 4.0
 """Energy of a channel without bias: what inputs make of it is of size one to four in every layer."""
 
@@ -69,8 +69,8 @@ def _of_norm(norm: Any, heads: int, dim: int) -> Tensor | None:
     weight: Tensor = norm.weight
     if weight.numel() not in (dim, heads * dim):
         return None
-    energy = norm(torch.ones_like(weight)[None])[0].float().square().view(-1, dim)
-    return (energy + FLOOR * energy.mean(-1, keepdim=True)).expand(heads, dim)
+    made: Tensor = norm(torch.ones_like(weight)[None])[0]
+    return made.float().square().view(-1, dim).expand(heads, dim)
 
 
 def _of_bias(linear: Any, heads: int, dim: int) -> Tensor | None:
@@ -82,7 +82,8 @@ def _of_bias(linear: Any, heads: int, dim: int) -> Tensor | None:
 def _scale(sizes: tuple[Tensor, Tensor], layer: LayerFacts) -> Tensor:
     key, query = sizes
     query = query.unflatten(0, (layer.num_kv_heads, -1)).mean(1)
-    key, query = (_in_bands(each, layer) for each in (key, query))
+    both = [_in_bands(each, layer) for each in (key, query)]
+    key, query = (each + FLOOR * each.mean(-1, keepdim=True) for each in both)
     exponents = (key / query).double().log2() / 4
     return (exponents - exponents.mean(-1, keepdim=True)).round().exp2().float()
 
