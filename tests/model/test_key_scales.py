@@ -37,8 +37,8 @@ def biased(attention):
 
 
 def test_biases(tmp_path):
-    """d = sqrt(K / Q), K^2 = 512^2 / 2 + 4, Q^2 = 4, both with the floor, less the mean of the head's logarithms; a head without
-    has none."""
+    """d = sqrt(K / Q), K^2 = 512^2 / 2 + 4, Q^2 = 4, both with the floor, less the mean of the head's
+    logarithms; a head without biases has none."""
     scales = loaded("qwen2", tmp_path, biased)
     check(scales, 2, 16)
     for own in scales:
