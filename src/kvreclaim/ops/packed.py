@@ -4,7 +4,6 @@ csrc/include/kvreclaim/packed_codes.h."""
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
@@ -128,21 +127,27 @@ def _filled(rows: Tensor) -> Tensor:
 
 def _in_lines(codes: Tensor, bits: int) -> Tensor:
     """[16 n, K] -> [n, bytes]: chunks of lines of 16 rows."""
-    blocks = codes.view(torch.uint8).unflatten(0, (-1, BLOCK_ROWS))
-    words = blocks.unflatten(2, (-1, CHUNK // 4, 4)).permute(0, 2, 3, 1, 4)  # [n, K / 32, 8, 16 rows, 4]
+    words = codes.view(torch.int32).unflatten(0, (-1, BLOCK_ROWS)).unflatten(2, (-1, CHUNK // 4))
+    words = words.permute(0, 2, 3, 1).contiguous()  # [n, K / 32, 8, 16 rows], each of 4 columns
     if bits == 6:
         halves = words.unflatten(2, (2, 4))
-        lines = torch.cat([_fields(halves & 15, 4, 3), _fields(halves >> 4, 2, 3)], 3)
+        lines = torch.cat([_fields(halves, 4, 0, 3), _fields(halves, 2, 4, 3)], 3)
     elif bits in (3, 5):
         low = bits - 1
-        lines = torch.cat([_fields(words & (2**low - 1), low), _fields(words >> low, 1)], 2)
+        lines = torch.cat([_fields(words, low), _fields(words, 1, low)], 2)
     else:
         lines = _fields(words, bits)
-    return lines.reshape(blocks.shape[0], math.prod(lines.shape[1:]))
+    return lines.view(torch.uint8).reshape(words.shape[0], -1)
 
 
-def _fields(words: Tensor, bits: int, dim: int = 2) -> Tensor:
-    """Pack words into lines, as many as a byte has fields of `bits` bits, the first in the lowest."""
-    per_line = 8 // bits
-    apart = words.unflatten(dim, (-1, per_line)).unbind(dim + 1)
-    return sum((part << bits * i for i, part in enumerate(apart)), torch.zeros_like(apart[0]))
+def _fields(words: Tensor, bits: int, first: int = 0, dim: int = 2) -> Tensor:
+    """Pack `bits` bits of each byte, from bit `first` on, into lines: as many as a byte has such fields, the
+    first word's in the lowest."""
+    if bits == 8:
+        return words
+    mask = (2**bits - 1) * 0x01010101
+    fields = words >> first & mask
+    line, *more = fields.unflatten(dim, (-1, 8 // bits)).unbind(dim + 1)
+    for i, part in enumerate(more, 1):
+        line = line | part << bits * i
+    return line

@@ -21,13 +21,19 @@ def _halfs(x: Tensor) -> Tensor:
 
 def _fields(quants: Tensor, bits: int) -> Tensor:
     """[.., B] bytes -> [.., 8 / bits B]: all lowest fields of `bits` bits, then all second ones, ..."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
-    return ((quants[..., None, :] >> shifts) & (2**bits - 1)).flatten(-2)
+    word = torch.int64 if quants.shape[-1] % 8 == 0 else torch.int32
+    words = quants.clone(memory_format=torch.contiguous_format).view(word)  # aligned
+    mask = int.from_bytes(bytes([2**bits - 1]) * words.itemsize)
+    fields = torch.stack([words >> shift & mask for shift in range(0, 8, bits)], -2)
+    return fields.view(torch.uint8).flatten(-2)
 
 
 def _row(quants: Tensor, bits: int) -> Tensor:
     """[.., B] bytes -> [.., 8 / bits B]: the fields of a byte, lowest first, then those of the next."""
-    return _fields(quants[..., None], bits).flatten(-2)
+    word = {1: torch.int64, 2: torch.int32, 4: torch.int16}[bits]
+    of_byte = _fields(torch.arange(256, dtype=torch.uint8), bits).view(-1, 256).T.contiguous()
+    words = of_byte.view(word)[:, 0].index_select(0, quants.flatten().int())
+    return words.view(quants.shape).view(torch.uint8)
 
 
 def _q4_0(blocks: Tensor) -> PackedRows:
