@@ -4,7 +4,7 @@ csrc/include/kvreclaim/packed_codes.h."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +21,8 @@ LINE = 64
 DTYPES = (torch.float32, torch.bfloat16)
 PACKED_LAYOUT = 1
 """Version of the order of bytes; raised with another one, so that copies on disks are made again."""
+Each = Callable[[Callable[[int], None], Iterable[int]], Iterable[None]]
+"""map, or one that has threads."""
 
 
 class PackedMatrix:
@@ -28,14 +30,32 @@ class PackedMatrix:
 
     def __init__(self, rows: Iterable[PackedRows], out_features: int) -> None:
         """rows: pieces of the matrix from its first row on; all but the last have a multiple of 16 rows."""
-        self.out_features, self._count = out_features, 0
+        self.out_features = out_features
         self.parts: dict[str, Tensor] = {}  # by name: data, scales, offsets, supers
+        count = 0
         for piece in rows:
             if not self.parts:
                 self._begin(piece)
-            self._add(piece)
-        if self._count != out_features:
-            raise ValueError(f"a packed matrix of {out_features} rows was given {self._count}")
+            self._put(count, piece)
+            count += piece.codes.shape[0]
+        if count != out_features:
+            raise ValueError(f"a packed matrix of {out_features} rows was given {count}")
+
+    @classmethod
+    def read(
+        cls, read: Callable[[int, int], PackedRows], out_features: int, step: int, each: Each
+    ) -> PackedMatrix:
+        """A matrix of read(first, last), the rows first to last - 1. step: rows of a piece, 16 n"""
+        made = cls.__new__(cls)
+        made.out_features, made.parts = out_features, {}
+        made._begin(read(0, min(BLOCK_ROWS, out_features)))
+
+        def put(first: int) -> None:
+            made._put(first, read(first, min(first + step, out_features)))
+
+        for _ in each(put, range(0, out_features, step)):
+            pass
+        return made
 
     @classmethod
     def of_parts(
@@ -51,7 +71,7 @@ class PackedMatrix:
     ) -> PackedMatrix:
         """A matrix of the parts and sizes of another one."""
         made = cls.__new__(cls)
-        made.parts, made.out_features, made._count = parts, out_features, out_features
+        made.parts, made.out_features = parts, out_features
         made.in_features, made.bits, made.grid = in_features, bits, grid
         made.group, made.table = group, table
         return made
@@ -70,16 +90,20 @@ class PackedMatrix:
                 shape = (blocks, *part.shape[1:], BLOCK_ROWS)
                 self.parts[name] = torch.empty(shape, dtype=_stored(part).dtype)
 
-    def _add(self, piece: PackedRows) -> None:
-        if self._count % BLOCK_ROWS:
+    def _put(self, first: int, piece: PackedRows) -> None:
+        """Threads may put pieces side by side."""
+        if first % BLOCK_ROWS:
             raise ValueError("only the last piece of a packed matrix may end within a block of 16 rows")
-        first = self._count // BLOCK_ROWS
-        self._count += piece.codes.shape[0]
-        blocks = slice(first, -(-self._count // BLOCK_ROWS))
+        blocks = slice(first // BLOCK_ROWS, -(-(first + piece.codes.shape[0]) // BLOCK_ROWS))
         self.parts["data"][blocks] = _in_lines(_filled(piece.codes), piece.bits)
-        for name in self.parts.keys() - {"data"}:
-            part = _filled(_stored(getattr(piece, name))).unflatten(0, (-1, BLOCK_ROWS))
-            self.parts[name][blocks] = part.movedim(1, -1)
+        for name in ("scales", "offsets", "supers"):
+            part, place = getattr(piece, name), self.parts.get(name)
+            assert (part is None) == (place is None), f"pieces of a packed matrix differ in {name}"
+            if part is not None and place is not None:
+                assert _stored(part).dtype == place.dtype, (
+                    f"{name} of {part.dtype} for those of {place.dtype}"
+                )
+                place[blocks] = _filled(_stored(part)).unflatten(0, (-1, BLOCK_ROWS)).movedim(1, -1)
 
     @cached_property
     def native(self) -> Any:

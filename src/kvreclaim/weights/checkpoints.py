@@ -29,22 +29,20 @@ def awq_rows(read: Read, first: int, last: int) -> PackedRows:
     words = slice(first // WORD, last // WORD)
     codes = nibbles(read("qweight")[:, words])[..., order].flatten(-2).T.contiguous()
     zeros = nibbles(read("qzeros")[:, words])[..., order].flatten(-2).T.contiguous()
-    scales = read("scales")[:, first:last].T.contiguous()
-    return PackedRows(
-        codes, 4, CodeRule.ZERO, codes.shape[1] // scales.shape[1], stored_scales(scales), zeros
-    )
+    scales = stored_scales(read("scales")[:])[:, first:last].T.contiguous()
+    return PackedRows(codes, 4, CodeRule.ZERO, codes.shape[1] // scales.shape[1], scales, zeros)
 
 
 def gptq_rows(read: Read, first: int, last: int, *, is_v1: bool) -> PackedRows:
     """qweight [K / 8, N], qzeros [K / G, N / 8] (less one in v1), scales [K / G, N]; multiples of 8."""
     codes = nibbles(read("qweight")[:, first:last].T.contiguous()).flatten(-2)
-    zeros = nibbles(read("qzeros")[:, first // WORD : last // WORD]).flatten(-2).T.contiguous()
-    scales = stored_scales(read("scales")[:, first:last].T.contiguous())
+    words = read("qzeros")[:]
+    scales = stored_scales(read("scales")[:])[:, first:last].T.contiguous()
     group = codes.shape[1] // scales.shape[1]
-    zeros = zeros + 1 if is_v1 else zeros
-    if bool((zeros == 8).all()):
+    if bool((words == (0x77777777 if is_v1 else -0x77777778)).all()):  # zeros of 8, in all pieces
         return PackedRows(codes, 4, CodeRule.SCALE, group, scales)
-    return PackedRows(codes, 4, CodeRule.ZERO, group, scales, zeros)
+    zeros = nibbles(words[:, first // WORD : last // WORD]).flatten(-2).T.contiguous()
+    return PackedRows(codes, 4, CodeRule.ZERO, group, scales, zeros + 1 if is_v1 else zeros)
 
 
 def compressed_rows(read: Read, first: int, last: int, *, is_symmetric: bool) -> PackedRows:
@@ -53,7 +51,7 @@ def compressed_rows(read: Read, first: int, last: int, *, is_symmetric: bool) ->
     codes = nibbles(read("weight_packed")[first:last]).flatten(-2)
     columns = int(read("weight_shape")[:][1])
     codes = codes[:, :columns].contiguous()
-    scales = stored_scales(read("weight_scale")[first:last])
+    scales = stored_scales(read("weight_scale")[:])[first:last]
     group = columns // scales.shape[1]
     if is_symmetric:
         return PackedRows(codes, 4, CodeRule.SCALE, group, scales)
@@ -89,6 +87,6 @@ def nf4_rows(read: Read, first: int, last: int, *, state: Mapping[str, Any], col
 
 
 def stored_scales(scales: Tensor) -> Tensor:
-    """Store scales as fp16 where that is exact, else as fp32."""
+    """Store all scales of a layer as fp16 where that is exact, else as fp32."""
     narrow = scales.to(torch.float16)
     return narrow if torch.equal(narrow.to(scales.dtype), scales) else scales.float()

@@ -87,5 +87,5 @@ def _given(x: Tensor | None) -> Tensor:
 
 def nibbles(words: Tensor) -> Tensor:
     """int32 [.., W] -> uint8 [.., W, 8]: nibble i in bits 4 i to 4 i + 3."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
-    return ((words[..., None] >> shifts) & 15).to(torch.uint8)
+    pairs = words.clone(memory_format=torch.contiguous_format).view(torch.uint8).unflatten(-1, (-1, 4))
+    return torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2)

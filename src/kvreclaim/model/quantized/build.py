@@ -15,8 +15,10 @@ from transformers.initialization import no_init_weights
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
 from kvreclaim.model.attention import ATTENTION_NAME
 from kvreclaim.model.quantized.layers import PackedEmbedding, PackedLinear
+from kvreclaim.model.quantized.packing import packing
 from kvreclaim.model.quantized.products import Products
 from kvreclaim.model.quantized.source import WeightSource
+from kvreclaim.ops.packed import PackedMatrix
 
 
 def build(
@@ -72,22 +74,25 @@ def _pack(
 ) -> bool:
     """Replace every module whose weight the source packs. Returns: whether the output layer was one."""
     head, was_head = model.get_output_embeddings(), False
-    for path, module in list(model.named_modules()):
-        if not isinstance(module, nn.Linear | nn.Embedding):
-            continue
-        matrix = source.packed(f"{path}.weight", (module.weight.shape[0], module.weight.shape[1]))
-        if matrix is None:
-            continue
-        matrix = matrix.to(device)
-        was_head |= module is head
-        made: nn.Module = (
-            PackedEmbedding(matrix, dtype, products, getattr(module, "embed_scale", None))
-            if isinstance(module, nn.Embedding)
-            else PackedLinear(matrix, module.bias, dtype, products)
-        )
-        model.set_submodule(path, made)
-        _give_back()
+    found = [pair for pair in model.named_modules() if isinstance(pair[1], nn.Linear | nn.Embedding)]
+    with packing(sum(module.weight.numel() for _, module in found)) as (each, done):
+        for path, module in found:
+            size = (module.weight.shape[0], module.weight.shape[1])
+            matrix = source.packed(f"{path}.weight", size, each)
+            if matrix is not None:
+                was_head |= module is head
+                model.set_submodule(path, _packed_module(module, matrix.to(device), dtype, products))
+                _give_back()
+            done(module.weight.numel())
     return was_head
+
+
+def _packed_module(
+    module: nn.Linear | nn.Embedding, matrix: PackedMatrix, dtype: torch.dtype, products: Products
+) -> nn.Module:
+    if isinstance(module, nn.Embedding):
+        return PackedEmbedding(matrix, dtype, products, getattr(module, "embed_scale", None))
+    return PackedLinear(matrix, module.bias, dtype, products)
 
 
 def _give_back() -> None:

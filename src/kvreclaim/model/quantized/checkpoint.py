@@ -17,7 +17,7 @@ from transformers.utils import cached_file
 
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
 from kvreclaim.model.quantized.source import in_pieces
-from kvreclaim.ops.packed import PackedMatrix
+from kvreclaim.ops.packed import Each, PackedMatrix
 from kvreclaim.weights.checkpoints import awq_rows, compressed_rows, gptq_rows, nf4_rows
 from kvreclaim.weights.packed import PackedRows
 
@@ -300,7 +300,7 @@ class CheckpointSource:
     def packs_every_matrix(self) -> bool:
         return False  # no such method packs embeddings
 
-    def packed(self, name: str, shape: tuple[int, int]) -> PackedMatrix | None:
+    def packed(self, name: str, shape: tuple[int, int], each: Each) -> PackedMatrix | None:
         stem = name.removesuffix(".weight")
         if f"{stem}.{self.scheme.mark}" not in self.files.places:
             return None
@@ -311,7 +311,7 @@ class CheckpointSource:
                 "by 32: leave the layer out when quantising."
             )
         self._taken.add(stem)
-        return in_pieces(shape, self.scheme.rows(Layer(self.files, stem, shape)))
+        return in_pieces(shape, self.scheme.rows(Layer(self.files, stem, shape)), each)
 
     def dense(self, name: str) -> Tensor | None:
         return self.files.whole(name) if name in self.files.places else None

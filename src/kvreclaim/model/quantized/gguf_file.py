@@ -23,8 +23,9 @@ from kvreclaim.model.gguf_index import GgufIndex, GgufTensor
 from kvreclaim.model.quantized.gguf_fields import gguf_fields
 from kvreclaim.model.quantized.source import in_pieces
 from kvreclaim.model_paths import gguf_home, moved
-from kvreclaim.ops.packed import PackedMatrix
+from kvreclaim.ops.packed import Each, PackedMatrix
 from kvreclaim.weights.ggml import FORMATS, ggml_rows
+from kvreclaim.weights.packed import PackedRows
 
 ARCHITECTURES = frozenset({"llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"})
 """Their tensors are transformers' weights, but for the order of rows in llama's queries and keys, and norms
@@ -95,7 +96,7 @@ class GgufSource:
         return header_of(self.index)
 
     def packed(
-        self, name: str, shape: tuple[int, int], through: Through | None = None
+        self, name: str, shape: tuple[int, int], each: Each, through: Through | None = None
     ) -> PackedMatrix | None:
         """WeightSource.packed. through: hands out the matrix of a tensor, which it can have made"""
         tensor = self._find(name)
@@ -111,13 +112,16 @@ class GgufSource:
                 f"{tensor.name} of {self.file.name} is {list(tensor.shape)}, and its header asks for "
                 f"{list(shape)}; download the file again."
             )
-        make = partial(self._pack, tensor, shape)
+        make = partial(self._pack, tensor, shape, each)
         return make() if through is None else through(tensor.name, make)
 
-    def _pack(self, tensor: GgufTensor, shape: tuple[int, int]) -> PackedMatrix:
+    def _pack(self, tensor: GgufTensor, shape: tuple[int, int], each: Each) -> PackedMatrix:
         order, rows = self._order(tensor.name, shape[0]), self.index.rows(tensor)
-        kind = tensor.kind
-        found = in_pieces(shape, lambda first, last: ggml_rows(kind, _copied(rows, order[first:last])))
+
+        def read(first: int, last: int) -> PackedRows:
+            return ggml_rows(tensor.kind, _copied(rows, order[first:last]))
+
+        found = in_pieces(shape, read, each)
         self.index.forget(tensor)
         return found
 

@@ -8,6 +8,7 @@ import logging
 import mmap
 import os
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from kvreclaim.model.quantized.copy_file import MAKING, copy_path, make_room, read_contents, write_contents
 from kvreclaim.model.quantized.gguf_file import GgufSource
-from kvreclaim.ops.packed import PACKED_LAYOUT, PackedMatrix
+from kvreclaim.ops.packed import PACKED_LAYOUT, Each, PackedMatrix
 from kvreclaim.weights.packed import CodeRule
 
 PAGE = 4096
@@ -35,6 +36,8 @@ class CopiedSource:
     that puts the new copy in its place, if all went well.
 
     mapped_bytes: of the copy that the matrices lie in; 0 where they were packed
+
+    A thread writes one matrix while the next is packed.
     """
 
     def __init__(self, source: GgufSource) -> None:
@@ -42,17 +45,11 @@ class CopiedSource:
         self._origin = _origin(source)
         self._kept: dict[str, PackedMatrix] | None = None
         self._writer: _Writer | None = None
+        self._beside = ThreadPoolExecutor(1, "kvreclaim-copy")
+        self._written: Future[None] | None = None
         self.mapped_bytes = 0
         if (found := _read(self._target, self._origin)) is not None:
             self._kept, self.mapped_bytes = found
-        else:
-            self._begin()
-
-    def _begin(self) -> None:
-        try:
-            self._writer = _Writer(self._target, self._origin)
-        except OSError as error:
-            self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
         """The model loads all the same."""
@@ -68,6 +65,11 @@ class CopiedSource:
         self._writer = None
 
     def __enter__(self) -> CopiedSource:
+        if self._kept is None:
+            try:
+                self._writer = _Writer(self._target, self._origin)
+            except OSError as error:
+                self._give_up(error)
         return self
 
     def __exit__(
@@ -76,15 +78,23 @@ class CopiedSource:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._beside.shutdown()
         if self._writer is None:
             return
         if kind is not None:
             self._writer.abandon()
             return
         try:
+            self._wait()
             self._writer.finish()
         except OSError as failed:
             self._give_up(failed)
+
+    def _wait(self) -> None:
+        """Until the last matrix is written. Raises: OSError."""
+        written, self._written = self._written, None
+        if written is not None:
+            written.result()
 
     @property
     def label(self) -> str:
@@ -94,8 +104,8 @@ class CopiedSource:
     def packs_every_matrix(self) -> bool:
         return self._source.packs_every_matrix
 
-    def packed(self, name: str, shape: tuple[int, int]) -> PackedMatrix | None:
-        return self._source.packed(name, shape, self._copied)
+    def packed(self, name: str, shape: tuple[int, int], each: Each) -> PackedMatrix | None:
+        return self._source.packed(name, shape, each, self._copied)
 
     def _copied(self, name: str, make: Callable[[], PackedMatrix]) -> PackedMatrix:
         if self._kept is not None and name in self._kept:
@@ -103,7 +113,8 @@ class CopiedSource:
         made = make()
         if self._writer is not None:
             try:
-                self._writer.add(name, made)
+                self._wait()
+                self._written = self._beside.submit(self._writer.add, name, made)
             except OSError as error:
                 self._give_up(error)
         return made

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
 
-from kvreclaim.ops.packed import BLOCK_ROWS, PackedMatrix
+from kvreclaim.ops.packed import BLOCK_ROWS, Each, PackedMatrix
 from kvreclaim.weights.packed import PackedRows
 
-CODES_AT_ONCE = 2**20
-"""Codes that lie unpacked at a time, a byte each."""
+CODES_AT_ONCE = 2**18
+"""Codes that a thread unpacks at a time, to a byte each."""
 
 
 class WeightSource(Protocol):
@@ -25,8 +25,8 @@ class WeightSource(Protocol):
     def packs_every_matrix(self) -> bool:
         """Whether embedding, output layer and all linear layers are packed."""
 
-    def packed(self, name: str, shape: tuple[int, int]) -> PackedMatrix | None:
-        """The weight `name` [N, K]; None where it is not packed, or not there.
+    def packed(self, name: str, shape: tuple[int, int], each: Each) -> PackedMatrix | None:
+        """The weight `name` [N, K]; None where it is not packed, or not there. each: does its pieces
 
         Raises: InvalidArgumentError, UnsupportedModelError.
         """
@@ -38,13 +38,8 @@ class WeightSource(Protocol):
         """Tensors that no name asked for, and that would be lost."""
 
 
-def in_pieces(shape: tuple[int, int], read: Callable[[int, int], PackedRows]) -> PackedMatrix:
+def in_pieces(shape: tuple[int, int], read: Callable[[int, int], PackedRows], each: Each) -> PackedMatrix:
     """A matrix [N, K] of read(first, last), the rows first to last - 1."""
     out, columns = shape
     step = max(1, CODES_AT_ONCE // columns // BLOCK_ROWS) * BLOCK_ROWS
-
-    def pieces() -> Iterator[PackedRows]:
-        for first in range(0, out, step):
-            yield read(first, min(first + step, out))
-
-    return PackedMatrix(pieces(), out)
+    return PackedMatrix.read(read, out, step, each)
