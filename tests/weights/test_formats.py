@@ -50,6 +50,24 @@ def test_gptq_with_zeros_of_its_own() -> None:
     assert gptq_rows(tensors, 0, 8, is_v1=True).dequantised().tolist() == want
 
 
+def test_all_pieces_of_a_layer_have_one_rule() -> None:
+    """Zeros of 8, and scales that fp16 holds, in the first eight rows alone."""
+    zeros = torch.tensor([[0x77777777, 0x01234567]], dtype=torch.int32)
+    scales = torch.tensor([[0.5] * 8 + [2.0**-30] * 8], dtype=torch.bfloat16)
+    gptq = read_of(qweight=WORD.expand(1, 16).contiguous(), qzeros=zeros, scales=scales)
+    awq = read_of(qweight=WORD.expand(8, 2).contiguous(), qzeros=zeros, scales=scales)
+    words, shape = WORD.expand(16, 1).contiguous(), torch.tensor([16, 8])
+    packed = read_of(weight_packed=words, weight_shape=shape, weight_scale=scales.T.contiguous())
+    for read in (
+        lambda first, last: gptq_rows(gptq, first, last, is_v1=True),
+        lambda first, last: awq_rows(awq, first, last),
+        lambda first, last: compressed_rows(packed, first, last, is_symmetric=True),
+    ):
+        pieces, whole = [read(0, 8), read(8, 16)], read(0, 16)
+        assert {(piece.grid, piece.scales.dtype) for piece in pieces} == {(whole.grid, torch.float32)}
+        assert torch.equal(torch.cat([piece.dequantised() for piece in pieces]), whole.dequantised())
+
+
 def test_compressed_tensors_are_less_eight() -> None:
     tensors = {"weight_packed": WORD, "weight_scale": ones(1, 1), "weight_shape": torch.tensor([1, 8])}
     rows = compressed_rows(read_of(**tensors), 0, 1, is_symmetric=True)

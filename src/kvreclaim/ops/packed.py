@@ -169,9 +169,8 @@ def _fields(words: Tensor, bits: int, first: int = 0, dim: int = 2) -> Tensor:
     first word's in the lowest."""
     if bits == 8:
         return words
-    mask = (2**bits - 1) * 0x01010101
-    fields = words >> first & mask
+    fields = (words >> first).bitwise_and_((2**bits - 1) * 0x01010101)
     line, *more = fields.unflatten(dim, (-1, 8 // bits)).unbind(dim + 1)
     for i, part in enumerate(more, 1):
-        line = line | part << bits * i
+        line |= part << bits * i
     return line

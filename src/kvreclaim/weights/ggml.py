@@ -24,7 +24,9 @@ def _fields(quants: Tensor, bits: int) -> Tensor:
     word = torch.int64 if quants.shape[-1] % 8 == 0 else torch.int32
     words = quants.clone(memory_format=torch.contiguous_format).view(word)  # aligned
     mask = int.from_bytes(bytes([2**bits - 1]) * words.itemsize)
-    fields = torch.stack([words >> shift & mask for shift in range(0, 8, bits)], -2)
+    fields = words.new_empty((*words.shape[:-1], 8 // bits, words.shape[-1]))
+    for i in range(8 // bits):
+        torch.bitwise_and(words >> bits * i, mask, out=fields.select(-2, i))
     return fields.view(torch.uint8).flatten(-2)
 
 

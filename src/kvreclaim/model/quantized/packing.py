@@ -11,8 +11,8 @@ from tqdm import tqdm
 
 from kvreclaim.ops.packed import Each
 
-MOST_THREADS = 8
-"""Each has a piece of a matrix unpacked."""
+MOST_THREADS = 4
+"""Each has a piece of a matrix unpacked, some MB."""
 SHOWN_AFTER_S = 1.0
 
 

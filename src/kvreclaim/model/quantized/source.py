@@ -10,7 +10,7 @@ from torch import Tensor
 from kvreclaim.ops.packed import BLOCK_ROWS, Each, PackedMatrix
 from kvreclaim.weights.packed import PackedRows
 
-CODES_AT_ONCE = 2**18
+CODES_AT_ONCE = 2**20
 """Codes that a thread unpacks at a time, to a byte each."""
 
 
