@@ -84,7 +84,6 @@ def test_copies_of_one_and_more_threads_are_the_same_bytes(file: Path, monkeypat
     for count in (1, THREADS):
         torch.set_num_threads(count)
         if count > 1:  # so many pieces have to be in work at once
-            together = threading.Barrier(THREADS, timeout=60)
             packs(monkeypatch, lambda i: together.wait() if i < THREADS else None)
         load_model(file, cache_packed_weights=True)
         copies.append(copy_path(file).read_bytes())
