@@ -18,7 +18,7 @@ SHOWN_AFTER_S = 1.0
 
 @contextmanager
 def packing(num_weights: int) -> Iterator[tuple[Each, Callable[[int], object]]]:
-    """As many threads as torch has, at most MOST_THREADS, for num_weights in all.
+    """Start as many threads as torch has, at most MOST_THREADS, to pack num_weights in all.
 
     Gives: map over the threads, and what is told how many weights are done. Where stderr is a terminal, and
         it takes longer than SHOWN_AFTER_S, the share that is done stands there meanwhile.
