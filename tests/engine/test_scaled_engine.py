@@ -20,8 +20,8 @@ from kvreclaim.model_paths import STATS_FILE
 from kvreclaim.ops.formats import FORMATS
 from kvreclaim.ops.scaled_keys import with_key_scales
 
-BAND = (3, 11)
-"""Dims of a rotary band of heads of 16 dims."""
+BANDS = ((3, 11), (5, 13), (2, 10))
+"""Dims of rotary bands of heads of 16 dims: neighbours in layer or head differ, and cells change hands."""
 SMALL = {"budget": 48, "interval": 16, "sinks": 2, "recent": 8}
 POLICIES = [
     "knorm",
@@ -31,6 +31,8 @@ POLICIES = [
     "expected_attention",
     "shares(surrogate)",
     "shares(knorm)",
+    "ada_kv(keydiff)",
+    "ada_kv(snapkv)",
     "snapkv",
     "tova",
     "h2o",
@@ -43,16 +45,20 @@ POLICIES = [
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> Path:
-    """Qwen2 with key biases of 200 in one band, to which queries pay little; statistics beside it."""
+    """Qwen2 with key biases of 200 and 100 in one band of each head, to which queries pay little; statistics
+    beside it."""
     directory = tmp_path_factory.mktemp("biased")
     model = tiny.build("qwen2", 5)
     with torch.no_grad():
-        for layer in model.model.layers:
+        for n, layer in enumerate(model.model.layers):
             attention = layer.self_attn
-            rows = [head * 16 + dim for head in range(4) for dim in BAND]
-            attention.q_proj.weight[rows] /= 100
-            attention.q_proj.bias[rows] /= 100
-            attention.k_proj.bias[rows[:4]] = 200.0
+            for head in range(4):
+                rows = [head * 16 + dim for dim in BANDS[(n + head // 2) % len(BANDS)]]
+                attention.q_proj.weight[rows] /= 100
+                attention.q_proj.bias[rows] /= 100
+            for head in range(2):
+                rows = [head * 16 + dim for dim in BANDS[(n + head) % len(BANDS)]]
+                attention.k_proj.bias[rows] = 200.0 / (1 + head)
     model.save_pretrained(directory)
     llm = LLM(directory, dtype="float32", num_blocks=24)
     calibrate(llm.loaded, tiny.prompts((150, 80), seed=5), num_centers=4).save(directory / STATS_FILE)
@@ -105,6 +111,11 @@ POOLED = "pooled(alpha=0.9, rows=16, first=24, last=6, layers=0, block=16, sinks
 FEATURES = {
     "recall": ({"kv_recall_size": 0.01}, {}, CompressionConfig("knorm", recall="query(blocks=1)", **SMALL)),
     "host": ({"full_cache_host_size": 0.001, "num_blocks": 1}, {}, None),
+    "bounds of pages": (
+        {"kv_recall_size": 0.01},
+        {},
+        CompressionConfig("knorm", recall="pass(blocks=1, digest=minmax)", **SMALL),
+    ),
     "verify": ({}, {}, CompressionConfig("query_mixture", verify=True, verify_tokens=8, **SMALL)),
     "sparse prefill": (
         {},
@@ -127,6 +138,21 @@ def test_features_answer_alike(plain, monkeypatch, name):
 
     want = said(plain.sibling(**options))
     assert said(scaled(plain, monkeypatch, **options)) == want
+
+
+def test_forks_whose_heads_hold_unequal_numbers_answer_alike(plain, monkeypatch):
+    """A pass of a fork fills blocks that are new, whose cells its heads take in any order."""
+    params = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=40, ignore_eos=True)
+    config = CompressionConfig("shares(knorm)", **SMALL)
+    prompts = tiny.prompts((70,), seed=8)
+
+    def said(llm):
+        (out,) = llm.generate(prompts, params, config)
+        assert out.error is None
+        return [each.token_ids for each in out.outputs]
+
+    want = said(plain.sibling(num_blocks=60))
+    assert said(scaled(plain, monkeypatch, num_blocks=60)) == want
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvreclaim.ops import scoring
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
-from kvreclaim.ops.cells import cell_view, natural_cells
+from kvreclaim.ops.cells import cell_view, head_tokens, natural_cells
 from kvreclaim.ops.formats import FORMATS
 from kvreclaim.ops.kv_cache import PagedTokens
 from kvreclaim.ops.rope import RopeLayout
@@ -235,7 +235,8 @@ def check_cells(rig: Rig, shape: Shape, num_tokens: int) -> None:
     for layer in range(shape.layers):
         for head in range(shape.kv_heads):
             ids = ids_on(view, cells[layer, head])
-            k, v = rig.backend.gather_tokens(PagedTokens(view.layers[0], ids, num_tokens))
+            whose = torch.full_like(ids, head)
+            k, v = rig.backend.gather_tokens(head_tokens(w.cache, layer, ids, num_tokens, whose))
             old = w.keys[0][layer, head], w.values[0][layer, head]
             assert same_bits(k[0].cpu(), old[0])
             assert same_bits(v[0].cpu(), old[1])
@@ -243,7 +244,7 @@ def check_cells(rig: Rig, shape: Shape, num_tokens: int) -> None:
             kept = random_kept(replace(shape, layers=1, kv_heads=1), num_tokens, count, seed=head)
             target = ids[: -(-count // shape.block_size)]
             rig.backend.compact(view, kept.to(rig.device), ids, target)
-            k, v = rig.backend.gather_tokens(PagedTokens(view.layers[0], target, count))
+            k, v = rig.backend.gather_tokens(head_tokens(w.cache, layer, target, count, whose[: len(target)]))
             for got, was in ((k[0].cpu(), old[0]), (v[0].cpu(), old[1])):
                 assert same_bits(got, was[kept[0, 0]])
 

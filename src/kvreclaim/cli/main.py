@@ -30,7 +30,7 @@ COMMANDS = {
     "demo": "demo.demo",
     "bench": "bench.bench_app",
 }
-"""Where in this room each command is: a function, or an app with commands of its own."""
+"""Where in this package each command is: a function, or an app with commands of its own."""
 
 
 class CommandTable(Mapping[str, Any]):

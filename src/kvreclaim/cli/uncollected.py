@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """What is imported or loaded within this stays. Behind it garbage is collected as before."""
+    """What is imported or loaded within this stays. Afterwards garbage is collected as before."""
     is_on = gc.isenabled()
     gc.disable()
     try:

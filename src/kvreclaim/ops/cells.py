@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.ops.batch import AttentionBatch, BatchArrays, SequenceSlots
-from kvreclaim.ops.facts import Softmax
-from kvreclaim.ops.kv_cache import KVCache, LayerCache
+from kvreclaim.ops.kv_cache import KVCache, LayerCache, PagedTokens
 
 
 def cell_view(cache: KVCache) -> KVCache:
@@ -29,7 +28,7 @@ def cell_view(cache: KVCache) -> KVCache:
         cells = cache.num_layers * cache.num_blocks * cache.num_kv_heads
         shape = replace(cache.shape, num_layers=1, num_blocks=cells, num_kv_heads=1)
         planes = tuple(plane.view(1, cells, 1, *plane.shape[3:]) for plane in cache.planes)
-        return KVCache(shape, cache.format, planes, _over_cells(cache)[:1])
+        return KVCache(shape, cache.format, planes, cache.softmaxes[:1])
 
     return cache.cached("cells", make)
 
@@ -38,18 +37,33 @@ def cell_layers(cache: KVCache) -> tuple[LayerCache, ...]:
     """The one layer of the cell view as each layer of the model attends over it, made once."""
 
     def make(view: KVCache) -> tuple[LayerCache, ...]:
-        return tuple(replace(view.layers[0], softmax=softmax) for softmax in _over_cells(cache))
+        return tuple(replace(view.layers[0], softmax=softmax) for softmax in cache.softmaxes)
 
     return cell_view(cache).cached("cells", make)
 
 
-def _over_cells(cache: KVCache) -> tuple[Softmax, ...]:
-    """Give each layer's softmax the key scales of all: a cell may be of any layer and head."""
-    found = [softmax.key_scale for softmax in cache.softmaxes if softmax.key_scale is not None]
-    if not found:
-        return cache.softmaxes
-    scales = torch.stack(found)
-    return tuple(replace(softmax, key_scale=scales) for softmax in cache.softmaxes)
+def head_tokens(cache: KVCache, layer: int, cells: Tensor, num_tokens: int, heads: Tensor) -> PagedTokens:
+    """Tokens of one layer in cells [n] int64 that hold keys of KV heads [n] int64."""
+    return PagedTokens(
+        _cell_sources(cache)[layer],
+        cells,
+        num_tokens,
+        None if cache.softmaxes[layer].key_scale is None else layer * cache.num_kv_heads + heads,
+    )
+
+
+def _cell_sources(cache: KVCache) -> tuple[LayerCache, ...]:
+    """cell_layers with the key scales of all layers' heads [L * K, D]: a table may hold cells of any."""
+
+    def make(view: KVCache) -> tuple[LayerCache, ...]:
+        layers = cell_layers(cache)
+        scales = [layer.softmax.key_scale for layer in layers if layer.softmax.key_scale is not None]
+        if not scales:
+            return layers
+        every = torch.cat(scales)
+        return tuple(replace(each, softmax=replace(each.softmax, key_scale=every)) for each in layers)
+
+    return cell_view(cache).cached("sources", make)
 
 
 def natural_cells(cache: KVCache, block_ids: np.ndarray) -> np.ndarray:

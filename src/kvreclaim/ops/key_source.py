@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -142,6 +142,12 @@ def column_sums(
         shifts:  logical minus physical position of the queries
     """
     layer = sources[0].tokens.layer
+    scale, heads = (
+        layer.softmax.key_scale,
+        [each.tokens.heads[:1] for each in sources if each.tokens.heads is not None],
+    )
+    if scale is not None and heads:  # each sequence is of one KV head
+        layer = replace(layer, softmax=replace(layer.softmax, key_scale=scale[torch.cat(heads)]))
     slots = tuple(
         SequenceSlots(source.tokens.block_ids.to(torch.int32).numpy(), rows.shape[1], source.shape[1], shift)
         for source, rows, shift in zip(sources, queries, shifts, strict=True)
@@ -216,5 +222,7 @@ def _joined(sources: Sequence[KeySource]) -> _Joined | None:
     size, lengths = paged[0].tokens.cache.block_size, [source.shape[1] for source in paged]
     ids = [source.tokens.block_ids[: blocks_for(source.shape[1], size)] for source in paged]
     table = torch.cat(ids)
-    tokens = PagedTokens(paged[0].tokens.layer, table, len(table) * size)
+    heads = [source.tokens.heads for source in paged if source.tokens.heads is not None]
+    whose = torch.cat([own[: len(part)] for own, part in zip(heads, ids, strict=True)]) if heads else None
+    tokens = PagedTokens(paged[0].tokens.layer, table, len(table) * size, whose)
     return _Joined(PagedSource(paged[0].backend, tokens), lengths, [len(own) for own in ids])

@@ -122,11 +122,17 @@ class LayerCache(Memo):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedTokens:
-    """One sequence's first num_tokens slots of one layer; block_ids: [blocks] int64 on the cache's device."""
+    """One sequence's first num_tokens slots of one layer.
+
+    block_ids: [blocks] int64 on the cache's device
+    heads:     of cells (ops/cells.py) of scaled keys: [blocks] int64, whose keys each holds, wherever it
+               lies; a row of the layer's key_scale
+    """
 
     layer: LayerCache
     block_ids: Tensor
     num_tokens: int
+    heads: Tensor | None = None
 
     @property
     def cache(self) -> KVCache:

@@ -120,34 +120,38 @@ def _repeated(layer: LayerCache, num_heads: int) -> Tensor:
 
 
 def _queries(q: Tensor, layer: LayerCache, batch: AttentionBatch) -> Tensor:
-    """q [T, H, D] as they meet the cache's keys; over cells each sequence is of one KV head."""
-    if _scale(layer).dim() == 2:
+    """q [T, H, D] as they meet the cache's keys; over cells each sequence is of one KV head, a layer's heads
+    in turn."""
+    if not _is_of_cells(layer):
         return q * _by_query_head(layer, q.shape[1])
-    own = _of_cells(layer, batch.arrays.block_table[:, 0].long())
+    scale = _scale(layer)
+    own = scale.repeat(len(batch.lengths) // len(scale), 1)
     if batch.arrays.max_query_len > 1:
         own = own.repeat_interleave(torch.from_numpy(batch.query_lens).to(own.device), 0)
     return q * own[:, None]
 
 
+def _is_of_cells(layer: LayerCache) -> bool:
+    return len(_scale(layer)) != layer.cache.num_kv_heads
+
+
 def _of_queries(tokens: PagedTokens, num_heads: int) -> Tensor:
     """[H, D] fp32 for statistics of query heads."""
     scale = _scale(tokens.layer)
-    if scale.dim() == 3:
-        scale = _of_cells(tokens.layer, tokens.block_ids[:1])
+    if _is_of_cells(tokens.layer):
+        scale = scale[_heads(tokens)[:1]]
     return scale.float().repeat_interleave(num_heads // len(scale), 0)
 
 
 def _of_tokens(tokens: PagedTokens) -> Tensor:
     """[K, 1 | T, D]"""
     scale = _scale(tokens.layer)
-    if scale.dim() == 2:
+    if not _is_of_cells(tokens.layer):
         return scale[:, None]
-    own = _of_cells(tokens.layer, tokens.block_ids)
+    own = scale[_heads(tokens)]
     return own.repeat_interleave(tokens.cache.block_size, 0)[None, : tokens.num_tokens]
 
 
-def _of_cells(layer: LayerCache, cells: Tensor) -> Tensor:
-    """[n, D] of cells [n] int64 (ops/cells.py)."""
-    scale = _scale(layer)
-    layers, heads, _ = scale.shape
-    return scale[cells // (layer.cache.num_blocks // layers), cells % heads]
+def _heads(tokens: PagedTokens) -> Tensor:
+    assert tokens.heads is not None, "cells may hold any head's keys; say whose"
+    return tokens.heads

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvreclaim.ops.backend import Backend
-from kvreclaim.ops.cells import cell_view
-from kvreclaim.ops.kv_cache import KVCache, PagedTokens
+from kvreclaim.ops.cells import cell_view, head_tokens
+from kvreclaim.ops.kv_cache import KVCache
 
 
 def unit_bytes(cache: KVCache) -> int:
@@ -48,9 +48,11 @@ def gather_units(backend: Backend, cache: KVCache, cells: Tensor, slots: Tensor,
     backend.compact(cell_view(cache), own[None, None], cells, targets)
 
 
-def unit_tokens(backend: Backend, cache: KVCache, cells: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys [n, S, D] and values [n, S, Dv] in cells [n] int64, copies in the format's number."""
-    tokens = PagedTokens(cell_view(cache).layers[0], cells, len(cells) * cache.block_size)
+def unit_tokens(backend: Backend, cache: KVCache, cells: Tensor, layer_head: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys [n, S, D] and values [n, S, Dv] in cells [n] int64, copies in the format's number; layer_head:
+    [n, 2] int64, whose keys each holds."""
+    heads = (layer_head[:, 0] * cache.num_kv_heads + layer_head[:, 1]).to(cells.device)
+    tokens = head_tokens(cache, 0, cells, len(cells) * cache.block_size, heads)
     k, v = backend.gather_tokens(tokens)
     size = cache.block_size
     return k[0].unflatten(0, (-1, size)), v[0].unflatten(0, (-1, size))

@@ -22,8 +22,8 @@ from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import BatchArrays
-from kvreclaim.ops.cells import CellBatch, cell_batch, cell_layers
-from kvreclaim.ops.kv_cache import KVCache, PagedTokens
+from kvreclaim.ops.cells import CellBatch, cell_batch, cell_layers, head_tokens
+from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.moving import move
 
 
@@ -138,7 +138,8 @@ class SparsePart:
         size = self.cache.block_size
         low, high = first // size, -(-stop // size)
         held = cells.table[:, low : min(high, cells.table.shape[1])]
-        tokens = PagedTokens(self.cells[layer], held.flatten(), held.numel() * size)
+        heads = torch.arange(len(held), device=held.device).repeat_interleave(held.shape[1])
+        tokens = head_tokens(self.cache, layer, held.flatten(), held.numel() * size, heads)
         keys = self.ops.gather_tokens(tokens)[0].float().view(len(held), -1, self.cache.head_dim)
         return keys[:, first - low * size : stop - low * size]
 

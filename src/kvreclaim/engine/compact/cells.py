@@ -20,7 +20,7 @@ from kvreclaim.engine.compact.job import CompactionJob, CompactionResult
 from kvreclaim.engine.compact.pass_context import PassContext
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.cell_tables import CellTable, assign_cells, join_moves
-from kvreclaim.ops.cells import cell_layers, cell_view, natural_cells
+from kvreclaim.ops.cells import cell_view, head_tokens, natural_cells
 from kvreclaim.ops.key_source import KeySource, PagedSource
 from kvreclaim.ops.kv_cache import PagedTokens
 
@@ -44,10 +44,7 @@ class UnevenPass:
         context, cells = self.context, job.seq.state.cells
         tokens = head_lengths(cells, job.plan.num_tokens, context.cache)
         blocks, present = context.index(job), grown_cells(cells, np.array(job.plan.source_ids), context.cache)
-        ids, layers = (
-            torch.from_numpy(present.astype(np.int64)).to(context.cache.device),
-            cell_layers(context.cache),
-        )
+        ids = torch.from_numpy(present.astype(np.int64)).to(context.cache.device)
 
         def source(layer: int, head: int | None) -> KeySource:
             if head is None:
@@ -55,7 +52,8 @@ class UnevenPass:
                 return PagedSource(context.backend, whole)
             num_tokens = int(tokens[layer, head])
             own = ids[layer, head, : blocks_for(num_tokens, context.cache.block_size)]
-            return PagedSource(context.backend, PagedTokens(layers[layer], own, num_tokens))
+            held = head_tokens(context.cache, layer, own, num_tokens, torch.full_like(own, head))
+            return PagedSource(context.backend, held)
 
         positions, needs = self._positions(job, tokens), job.compressor.policy.needs
 

@@ -226,7 +226,7 @@ class RecallPass:
             recalls.pool.bytes[rows[part]] = buffer[: len(targets)]
             pages = slice(start, min(part.stop, len(packed.at)))
             if pages.stop > pages.start:
-                keys, values = unit_tokens(backend, cache, targets[: pages.stop - start])
+                keys, values = unit_tokens(backend, cache, targets[: pages.stop - start], layer_head[pages])
                 table.digests.put(tuple(x[pages] for x in at), digests_of(keys, values, digest))
 
     def _come_back(

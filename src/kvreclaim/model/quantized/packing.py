@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import Lock
 
 import torch
 from tqdm import tqdm
@@ -14,6 +15,8 @@ from kvreclaim.ops.packed import Each
 MOST_THREADS = 4
 """Each has a piece of a matrix unpacked, some MB."""
 SHOWN_AFTER_S = 1.0
+_one_at_a_time = Lock()
+"""torch's number of threads is the process's: a second load would keep the first one's."""
 
 
 @contextmanager
@@ -23,6 +26,11 @@ def packing(num_weights: int) -> Iterator[tuple[Each, Callable[[int], object]]]:
     Gives: map over the threads, and what is told how many weights are done. Where stderr is a terminal, and
         it takes longer than SHOWN_AFTER_S, the share that is done stands there meanwhile.
     """
+    with _one_at_a_time:
+        yield from _packing(num_weights)
+
+
+def _packing(num_weights: int) -> Iterator[tuple[Each, Callable[[int], object]]]:
     threads = torch.get_num_threads()
     bar = tqdm(
         total=num_weights,

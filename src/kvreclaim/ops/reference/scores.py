@@ -57,7 +57,8 @@ def surrogate_scores(
     step = max(1, PIECE // size)
     for first in range(0, len(tokens.block_ids), step):
         ids = tokens.block_ids[first : first + step]
-        part = PagedTokens(tokens.layer, ids, min(len(ids) * size, tokens.num_tokens - first * size))
+        heads = None if tokens.heads is None else tokens.heads[first : first + step]
+        part = PagedTokens(tokens.layer, ids, min(len(ids) * size, tokens.num_tokens - first * size), heads)
         rows = weights
         if owners is not None:
             rows = weights[owners[first : first + step]].repeat_interleave(size, dim=0)[
