@@ -70,9 +70,11 @@ def test_fractions_must_fall(fractions):
     stats = query_stats(model_facts(2))
     with pytest.raises(StatsMismatchError, match="must fall"):
         type(stats)(
-            stats.metadata.model_copy(update={"fractions": fractions, "num_centers": 0, "covariance": False}),
-            stats.q_mean,
-            stats.q_abs_mean,
+            metadata=stats.metadata.model_copy(
+                update={"fractions": fractions, "num_centers": 0, "covariance": False}
+            ),
+            q_mean=stats.q_mean,
+            q_abs_mean=stats.q_abs_mean,
             surrogate=stats.surrogate,
             surrogate_age=stats.surrogate_age,
             head_shares=stats.head_shares,

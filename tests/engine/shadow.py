@@ -371,23 +371,25 @@ class Shadow:
         """What the cache should hold of this step's tokens. What lies between two codes may be stored as one
         or the other, as an instruction set rounds: what is there and is as near to the token counts, up to
         the step between two scales."""
-        given, form = (call.k[rows], call.v[rows]), self.cache.format
-        own = self.llm.engine.runner.layers[call.layer].cache.format
+        layer, form = self.llm.engine.runner.layers[call.layer], self.cache.format
+        scale = layer.softmax.key_scale
+        scale = torch.ones(()) if scale is None else scale  # [K, D], by which the cache's keys are divided
+        given, own = (call.k[rows] / scale, call.v[rows]), layer.cache.format
         if own is not form:
-            return round_trip(own, *given)
+            return round_trip(own, call.k[rows], call.v[rows])
         stored = self._stored(*given)
         if form.is_plain:
             return stored
         table = self.llm.engine.memory.table(item.seq.seq_id)
         end = table.logical_len if self.groups.places[call.layer].table else table.physical_len
         there, _ = self._there(item.seq.seq_id, call.layer, end + item.num_tokens)
-        found = []
+        found, there = [], (there[0] / (scale[:, None] if scale.dim() else scale), there[1])
         for token, want, held in zip(given, stored, there, strict=True):
             got = held[:, held.shape[1] - item.num_tokens :].transpose(0, 1).to(want.dtype)
             far, other = (want - token).norm(dim=-1), (got - token).norm(dim=-1)
             most = far * AS_NEAR + want.norm(dim=-1) * SCALE_STEP
             found.append(torch.where((other <= most)[..., None], got, want))
-        return found[0], found[1]
+        return found[0] * scale, found[1]
 
     def _stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """What the cache makes of keys [T, K, D] and values [T, K, Dv]."""
