@@ -46,7 +46,7 @@ def test_a_unit_is_a_cell(backend, name):
     before = [tokens_of(backend, cache, *at) for at in ((0, 1), (1, 2))]
     targets = torch.tensor([(1 * B + 0) * K + 0, (0 * B + 5) * K + 2])
     write_units(cache, units, targets)
-    found = unit_tokens(backend, cache, targets)
+    found = unit_tokens(backend, cache, targets, torch.zeros(len(targets), 2, dtype=torch.int64))
     for part in range(2):
         assert torch.equal(found[part][0], before[0][part][4 * S : 5 * S])
         assert torch.equal(found[part][1], before[1][part][2 * S : 3 * S])
@@ -64,6 +64,6 @@ def test_tokens_come_from_anywhere_in_any_order(backend, name):
     view = cell_view(cache).layers[0]
     every = backend.gather_tokens(PagedTokens(view, torch.arange(L * B * K), L * B * K * S))
     gather_units(backend, cache, sources, slots, targets)
-    found = unit_tokens(backend, cache, targets)
+    found = unit_tokens(backend, cache, targets, torch.zeros(len(targets), 2, dtype=torch.int64))
     for part in range(2):
         assert torch.equal(found[part].flatten(0, 1), every[part][0][sources * S + slots])
