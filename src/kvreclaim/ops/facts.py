@@ -23,7 +23,8 @@ class Softmax:
              of such layers begin at a chunk's first token
     sinks:   [H] fp32 logits that join the softmax's denominator and carry no value; where the sequences of
              a batch are KV heads with their H query heads each, of n such in turn: [n * H]
-    key_scale: [K, D] by which the cache's keys are divided (ops/scaled_keys.py); over cells [L, K, D]
+    key_scale: [K, D] by which the cache's keys are divided (ops/scaled_keys.py); of tokens in cells the rows
+             that PagedTokens.heads names
 
     Sources: sinks as in GPT-OSS; soft-capping as in Gemma 2.
     """

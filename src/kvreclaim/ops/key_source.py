@@ -142,11 +142,9 @@ def column_sums(
         shifts:  logical minus physical position of the queries
     """
     layer = sources[0].tokens.layer
-    scale, heads = (
-        layer.softmax.key_scale,
-        [each.tokens.heads[:1] for each in sources if each.tokens.heads is not None],
-    )
-    if scale is not None and heads:  # each sequence is of one KV head
+    scale = layer.softmax.key_scale
+    heads = [source.tokens.heads[:1] for source in sources if source.tokens.heads is not None]
+    if scale is not None and heads:  # cells: each sequence is of one KV head
         layer = replace(layer, softmax=replace(layer.softmax, key_scale=scale[torch.cat(heads)]))
     slots = tuple(
         SequenceSlots(source.tokens.block_ids.to(torch.int32).numpy(), rows.shape[1], source.shape[1], shift)

@@ -66,8 +66,8 @@ def packed_dtypes(
 ) -> tuple[torch.dtype, torch.dtype]:
     """Dtype of hidden states and of what is not packed, and that of queries, keys and values.
 
-    "auto" has fp32 hidden states on a CPU where every matrix is packed: it costs no time, since matrices are
-    what a step reads, and logits are closer to the exact ones than with bf16.
+    "auto" has fp32 hidden states on a CPU where every matrix is packed: a step reads matrices, which stay the
+    same, and logits are closer to the exact ones than with bf16 (benchmarks/rounding.py).
 
     Raises: InvalidArgumentError.
     """
