@@ -22,6 +22,7 @@ from format_fill import Rig, facts_of, fill
 from paged_oracle import Ask, Shape, noise
 
 from kvreclaim.ops import native, reference
+from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch, BatchArrays, SequenceSlots
 from kvreclaim.ops.cells import cell_batch, cell_layers, natural_cells
 from kvreclaim.ops.facts import LayerFacts
@@ -64,6 +65,22 @@ def form(request: pytest.FixtureRequest) -> str:
 def rig(request: pytest.FixtureRequest, form: str) -> Rig:
     slack = 1e-6 if request.param is reference else 5e-4
     return Rig(Scaled(request.param), FORMATS[form], slack=slack)
+
+
+def test_all_that_sees_a_key_or_a_query_scales_it() -> None:
+    """What moves whole codes, or sees none, goes to the other back-end as it is."""
+    unscaled = {
+        "allocate",
+        "plain_view",
+        "unsupported_reason",
+        "compact",
+        "select_top",
+        "copy_blocks",
+        "prepare_blocks",
+    }
+    every = {name for name, member in vars(Backend).items() if callable(member) and name[0] != "_"}
+    assert unscaled < every
+    assert every - unscaled <= vars(ScaledKeys).keys()
 
 
 @pytest.mark.parametrize("shape", PLAIN_SHAPES, ids=lambda s: f"d{s.dim}")
