@@ -15,7 +15,7 @@ from toy_caches import WRITERS, D, K, L, S
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.integrations.vllm.applier import Applier
 from kvreclaim.integrations.vllm.cells.grid import find_grid
-from kvreclaim.integrations.vllm.cells.heads import HeadTables
+from kvreclaim.integrations.vllm.cells.heads import HeadTables, StepCells
 from kvreclaim.integrations.vllm.cells.positions import PassTrace, Positions
 from kvreclaim.integrations.vllm.layer_cache import VllmLayerCache
 from kvreclaim.integrations.vllm.layouts import CacheViews
@@ -247,6 +247,39 @@ def test_buffers_of_graphs_never_move() -> None:
         seen.add(tuple(x.data_ptr() for x in (step.tables, step.lengths, step.starts, step.order)))
         assert step.max_seq_len == 6 * S
     assert len(seen) == 1
+
+
+def test_graphs_of_mixed_steps_read_the_order_of_every_later_step() -> None:
+    """A graph holds the addresses of its capture: 8 rows, 8 tokens, queries of up to 8 tokens. Whatever steps
+    are replayed in it, with fewer rows and tokens too, every token's queries and answers stay its own."""
+    heads, group, most = HeadTables(make_heads().grid, 8, 16, 6 * S), 2, 8
+    heads.put("a", a_pass(heads, [[1, 3], [2, 2]], 2))
+
+    def take(query_lens: list[int], *names: str) -> StepCells:
+        heads.announce(names)
+        count = len(query_lens)
+        starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+        blocks = torch.arange(count * 5, dtype=torch.int32).view(count, 5)
+        lens = torch.full((count,), 3 * S).int()
+        step = heads.take(blocks, lens, starts, sum(query_lens), max(query_lens), 3 * S)
+        assert step is not None, "a graph attends over cells whoever is in the step"
+        return step
+
+    # vLLM captures a mixed graph with one token per row, and its number of tokens as the longest query.
+    graph = replace(take([1] * most), max_query_len=most, order=take([most]).order)
+    steps = {"decode": [1] * most, "mixed": [7, 1], "fewer rows": [3, 2, 3], "fewer tokens": [1, 2], "one": [1]}
+    for name, query_lens in [*steps.items(), *reversed(steps.items())]:
+        step, num_tokens = take(query_lens, *"axyzbcde"[: len(query_lens)]), sum(query_lens)
+        queries = torch.randn(most, K * group, D)
+        rows, num_rows = graph.rows_of(queries), len(query_lens) * K
+        assert torch.equal(rows[: num_tokens * K], step.rows_of(queries[:num_tokens])), name
+        assert graph.starts[: num_rows + 1].tolist() == step.starts.tolist(), name
+        assert graph.starts[num_rows:].eq(num_tokens * K).all(), name
+        assert torch.equal(graph.lengths[:, :num_rows], step.lengths), name
+        assert not graph.lengths[:, num_rows:].any(), name
+        answers = torch.zeros(most, K * group * D)
+        graph.put_back(rows, answers)
+        assert torch.equal(answers.view_as(queries), queries), name
 
 
 def test_who_was_announced_is_in_one_step_alone() -> None:

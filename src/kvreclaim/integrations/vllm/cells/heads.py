@@ -158,6 +158,8 @@ class HeadTables:
         self._grow(count * heads, width)
         tables = self._tables[:, : count * heads]  # whole rows: what lies behind is never read
         lengths = self._lengths[:, : count * heads]
+        if self.fixed is not None:
+            self._lengths[:, count * heads :] = 0  # a graph may have been captured with more rows
         step = max(1, MAX_ENTRIES // (count * heads * width))
         for some in (slice(start, start + step) for start in range(0, layers, step)):
             counts, blocks = self._counts[rows, some], self._blocks[rows][:, None, None]
@@ -182,7 +184,11 @@ class HeadTables:
     def _queries(
         self, starts: Tensor, count: int, num_tokens: int, max_query_len: int
     ) -> tuple[Tensor, Tensor | None]:
-        """The queries of each row: [N * K + 1] int32 starts, and the order of its queries."""
+        """The queries of each row: [N * K + 1] int32 starts, and the order of its queries.
+
+        Fixed buffers are written to their ends: a graph of mixed steps reads the order in decode steps too, and
+        a graph may have been captured with more rows or tokens.
+        """
         heads, device = self.grid.num_heads, self.grid.device
         starts = starts[: count + 1]
         lens = starts.diff()
@@ -190,6 +196,9 @@ class HeadTables:
         inner = (starts[:-1, None] * heads + every * lens[:, None]).flatten()
         of_rows = self._starts[: count * heads + 1]
         torch.cat([inner, starts[-1:] * heads], out=of_rows)
+        if self.fixed is not None:
+            self._starts[count * heads + 1 :] = of_rows[-1]
+            torch.arange(len(self._order), out=self._order)
         if max_query_len == 1:
             return of_rows, None
         tokens = torch.arange(num_tokens, device=device)
