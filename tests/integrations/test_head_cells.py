@@ -267,7 +267,7 @@ def test_graphs_of_mixed_steps_read_the_order_of_every_later_step() -> None:
 
     # vLLM captures a mixed graph with one token per row, and its number of tokens as the longest query.
     graph = replace(take([1] * most), max_query_len=most, order=take([most]).order)
-    steps = {"decode": [1] * most, "mixed": [7, 1], "fewer rows": [3, 2, 3], "fewer tokens": [1, 2], "one": [1]}
+    steps = {"decode": [1] * most, "mixed": [7, 1], "fewer rows": [3, 2, 3], "fewer tokens": [1, 2]}
     for name, query_lens in [*steps.items(), *reversed(steps.items())]:
         step, num_tokens = take(query_lens, *"axyzbcde"[: len(query_lens)]), sum(query_lens)
         queries = torch.randn(most, K * group, D)

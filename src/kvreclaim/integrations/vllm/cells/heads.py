@@ -186,8 +186,8 @@ class HeadTables:
     ) -> tuple[Tensor, Tensor | None]:
         """The queries of each row: [N * K + 1] int32 starts, and the order of its queries.
 
-        Fixed buffers are written to their ends: a graph of mixed steps reads the order in decode steps too, and
-        a graph may have been captured with more rows or tokens.
+        Fixed buffers are written to their ends: a graph of mixed steps reads the order in decode steps too,
+        and a graph may have been captured with more rows or tokens.
         """
         heads, device = self.grid.num_heads, self.grid.device
         starts = starts[: count + 1]
