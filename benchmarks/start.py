@@ -38,7 +38,7 @@ def start(model: Path, home: str, *more: str) -> Start:
     """One process, with one token to generate."""
     asked = ("--prompt", PROMPT, "--max-tokens", "1", "--model", os.fspath(model))
     command = [*COMMAND, "generate", *asked, *more]
-    env = os.environ | {"KVRECLAIM_HOME": home, "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": ""}
+    env = os.environ | {"KVRECLAIM_HOME": home, "PYTHONUNBUFFERED": "1"}
     began = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as process:
         assert process.stdout is not None
@@ -69,6 +69,11 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
+    if sys.dont_write_bytecode:
+        raise SystemExit(
+            "Python writes no byte code here (PYTHONDONTWRITEBYTECODE or -B), so each start would compile "
+            "all modules anew: unset the variable."
+        )
     with TemporaryDirectory() as home:
         wanted = start(given.model, home).text
         done: dict[str, list[Start]] = {name: [] for name in HOW}

@@ -20,6 +20,7 @@ from benchmarks import (
     prefix,
     prompt_time,
     rounding,
+    start,
     step,
     tiers,
     turns,
@@ -141,6 +142,13 @@ def test_plot_writes_an_image(tmp_path):
     refused = runner.invoke(plot_decode.app, [str(file), "--out", str(image)])
     assert refused.exit_code == 2
     assert refused.stderr.startswith("error: ")
+
+
+def test_starts_are_not_timed_without_byte_code(monkeypatch):
+    monkeypatch.setattr("sys.dont_write_bytecode", True)
+    monkeypatch.setattr("sys.argv", ["start.py", "model.gguf"])
+    with pytest.raises(SystemExit, match="PYTHONDONTWRITEBYTECODE"):
+        start.main()
 
 
 @pytest.mark.skipif(extension.unavailable_reason() is not None, reason="the native extension is not there")
