@@ -1,6 +1,14 @@
 """Errors for callers. Each message says what is wrong, what was got, what is allowed and what to do."""
 
 
+def printable(text: str) -> str:
+    """Write every character that a terminal obeys, or cannot show, as an escape: names of files and what is
+    in them may hold control sequences."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
 class KVReclaimError(Exception):
     """Base class of kvreclaim's errors.
 
@@ -9,7 +17,7 @@ class KVReclaimError(Exception):
     """
 
     def __init__(self, message: str = "", *, field: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__("\n".join(map(printable, message.split("\n"))))  # it may quote a file
         self.field = field
 
 

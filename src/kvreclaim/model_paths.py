@@ -133,7 +133,7 @@ def source_of(directory: Path) -> dict[str, Any] | None:
     """The source file of a fetched model: layout, source and files; None if there is none."""
     try:
         said = json.loads((directory / SOURCE_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return said if isinstance(said, dict) and isinstance(said.get("files"), dict) else None
 

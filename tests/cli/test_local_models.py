@@ -114,6 +114,39 @@ def test_a_gguf_file_of_the_hub_is_one_model(home: Path, monkeypatch) -> None:
     assert not directory.exists()
 
 
+ODD_NAME = "e\x1b[31mvil\n\udcff.gguf"
+
+
+def test_files_that_cannot_be_read_are_listed_and_removed(models: Path) -> None:
+    """Their names and what they say may hold control sequences, or no text at all."""
+    whole = (models / "plain" / "tiny.gguf").read_bytes()
+    told = whole.replace(b"llama.context_length", b"llama.\x1b]0;OWNED\x07_le")
+    for name, content in {"cut.gguf": whole[:300], ODD_NAME: told[:900], "none.gguf": b""}.items():
+        (models / name).write_bytes(content)
+    (models / "own" / "gone.gguf").symlink_to("nowhere")
+    (models / "own" / "folder.gguf").mkdir()
+    (models / "own" / "config.json").write_text("[" * 100_000)
+    result = run("ls")
+    assert result.exit_code == 0, result.output
+    assert all(line.isprintable() for line in result.output.splitlines())
+    shown = r"e\x1b[31mvil\n\udcff.gguf"
+    for name in ("cut.gguf", shown, "none.gguf"):
+        assert f"{name}: it cannot be read: " in result.stderr
+    assert "gone" not in result.output
+    for name in ("cut.gguf", shown, "none.gguf"):
+        done = run("rm", name, "--yes")
+        assert (done.exit_code, done.stdout) == (0, f"{name}: 0 MB freed\n")
+    assert not [each for each in models.iterdir() if each.suffix == ".gguf"]
+    assert run("rm", "plain/tiny.gguf", "--yes").exit_code == 2  # it can be read
+
+
+def test_a_missing_package_makes_no_file_removable(models: Path, monkeypatch) -> None:
+    shutil.move(models / "plain" / "tiny.gguf", models / "tiny.gguf")
+    monkeypatch.setattr("kvreclaim.model.gguf_index.find_spec", {}.get)
+    assert "tiny.gguf: it cannot be read: reading GGUF files needs gguf" in run("ls").stderr
+    assert run("rm", "tiny.gguf", "--yes").exit_code == 2
+
+
 def test_run_fetches_the_default_model_by_its_name(models: Path, monkeypatch) -> None:
     monkeypatch.setattr("kvreclaim.cli.local_models.fetched", lambda source, output: models / REAL_MODEL)
     assert named_model(REAL_MODEL) == models / REAL_MODEL

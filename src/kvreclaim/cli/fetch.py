@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvreclaim.cli.config_options import with_config
+from kvreclaim.errors import printable
 from kvreclaim.model_paths import REAL_MODEL, num_bytes_of
 
 
@@ -28,11 +29,11 @@ def fetch(
     """Download a language model, unless it is already there: as a directory that transformers can read, or
     as a GGUF file of the hub."""
     path = fetched(source, output)
-    typer.echo(f"{path.name} ({num_bytes_of(path) / 1e6:.0f} MB): {path}")
+    typer.echo(printable(f"{path.name} ({num_bytes_of(path) / 1e6:.0f} MB): {path}"))
 
 
 def fetched(source: str | None, output: Path | None) -> Path:
     """The model's directory, fetched if it is not there, which is said. Raises: FetchError."""
     from kvreclaim.model.fetch import fetch_model, source_from
 
-    return fetch_model(source_from(source), output, say=lambda line: typer.echo(line, err=True))
+    return fetch_model(source_from(source), output, say=lambda line: typer.echo(printable(line), err=True))

@@ -41,6 +41,7 @@ class LocalModel:
     weights:     method and bits, ggml's type or the dtype; context: tokens
     is_fetched:  `kvreclaim fetch` wrote it
     is_copy:     a start made it, and the next one makes it again
+    is_damaged:  a GGUF file that cannot be read
     wrong:       why it cannot be used, as words after "it"
     """
 
@@ -54,6 +55,7 @@ class LocalModel:
     is_fetched: bool
     wrong: str | None = None
     is_copy: bool = False
+    is_damaged: bool = False
 
 
 def local_models() -> list[LocalModel]:
@@ -70,7 +72,7 @@ def local_models() -> list[LocalModel]:
                 continue
             if (entry / "config.json").is_file() or source_of(entry) is not None:
                 found.append(_directory(entry))
-            found += [_gguf(file) for file in sorted(entry.rglob("*.gguf"))]
+            found += [_gguf(file) for file in sorted(entry.rglob("*.gguf")) if file.is_file()]
         elif entry.suffix.lower() == ".gguf" and entry.is_file():
             found.append(_gguf(entry))
     return found + [_copy(each) for each in copy_files()]
@@ -132,7 +134,7 @@ def _directory(path: Path) -> LocalModel:
 
 
 def _gguf(file: Path) -> LocalModel:
-    from kvreclaim.plan.gguf import read_index
+    from kvreclaim.model.gguf_index import has_gguf, read_index
 
     weights, context, wrong = "gguf", UNKNOWN, None
     try:
@@ -157,6 +159,7 @@ def _gguf(file: Path) -> LocalModel:
         has_statistics=statistics_beside(file).is_file(),
         is_fetched=False,
         wrong=wrong,
+        is_damaged=wrong is not None and has_gguf(),
     )
 
 
@@ -177,7 +180,7 @@ def _copy(copy: CopyFile) -> LocalModel:
 def _config(file: Path) -> Mapping[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

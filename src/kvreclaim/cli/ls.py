@@ -8,6 +8,7 @@ import typer
 
 from kvreclaim.cli.config_options import with_config
 from kvreclaim.cli.local_models import local_models
+from kvreclaim.errors import printable
 from kvreclaim.model_paths import models_home
 
 COLUMNS = ("name", "size", "modified", "weights", "context", "statistics")
@@ -28,11 +29,11 @@ def ls() -> None:
     for model in models:
         when = datetime.fromtimestamp(model.modified).strftime("%Y-%m-%d %H:%M")
         size, beside = f"{model.num_bytes / 1e6:,.0f} MB", "yes" if model.has_statistics else "no"
-        table.add_row(model.name, size, when, model.weights, model.context, beside)
+        table.add_row(*map(printable, (model.name, size, when, model.weights, model.context, beside)))
     console = Console()
     if not console.is_terminal:  # one line for each, whoever reads it
         console.width = 10_000
     console.print(table, markup=False)
     for model in models:
         if model.wrong is not None:
-            typer.echo(f"{model.name}: it {model.wrong}", err=True)
+            typer.echo(printable(f"{model.name}: it {model.wrong}"), err=True)

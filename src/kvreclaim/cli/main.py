@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import threading
@@ -14,6 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvreclaim.cli.uncollected import uncollected
+from kvreclaim.errors import printable
 
 COMMANDS = {
     "run": "run.run",
@@ -86,6 +88,13 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+class _PrintableFormatter(logging.Formatter):
+    """Warnings of commands that set up no log: they may quote files and their names."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(map(printable, super().format(record).split("\n")))
+
+
 @app.callback()
 def _main(
     version: Annotated[
@@ -99,6 +108,8 @@ def _main(
     ] = False,
 ) -> None:
     """Options for every command."""
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(_PrintableFormatter())
 
 
 def main() -> None:

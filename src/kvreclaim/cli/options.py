@@ -17,7 +17,7 @@ from kvreclaim.cli.config_options import ConfigOptions
 from kvreclaim.cli.uncollected import uncollected
 from kvreclaim.compression_settings import CompressionSettings
 from kvreclaim.config import EngineConfig
-from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.errors import InvalidArgumentError, printable
 from kvreclaim.model_paths import fetched_model, is_hub_gguf
 from kvreclaim.options import COMPRESSION, MODEL
 from kvreclaim.outputs import check_writable
@@ -72,7 +72,7 @@ Figures = Annotated[
 
 
 def _tell(line: str) -> None:
-    typer.echo(line, err=True)
+    typer.echo(printable(line), err=True)
 
 
 def starting(calibrates: bool) -> AbstractContextManager[None]:

@@ -9,6 +9,7 @@ import typer
 from kvreclaim.checks import require
 from kvreclaim.cli.config_options import ConfigOptions, with_config
 from kvreclaim.cli.options import DEMO, Figures, model_of
+from kvreclaim.errors import printable
 from kvreclaim.outputs import write_json
 from kvreclaim.plan.plan_request import PlanRequest
 
@@ -36,4 +37,4 @@ def plan(
     answer = answer_of(model_of(model if file is None else file), asked)
     if json_file is not None:
         write_json(json_file, answer.values)
-    typer.echo("\n".join(lines(answer, explain=explain)))
+    typer.echo("\n".join(map(printable, lines(answer, explain=explain))))

@@ -11,7 +11,7 @@ import typer
 from kvreclaim.checks import require
 from kvreclaim.cli.config_options import with_config
 from kvreclaim.cli.local_models import LocalModel, local_models
-from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.errors import InvalidArgumentError, printable
 from kvreclaim.model.quantized.copy_file import copy_files
 from kvreclaim.model_paths import directory_name, models_home
 
@@ -22,10 +22,10 @@ def rm(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Delete a model that `kvreclaim fetch` wrote, with the statistics beside it and the copies of its packed
-    weights, or such a copy."""
+    weights, or such a copy, or a GGUF file that cannot be read."""
     model = deletable(name)
     size = f"{model.num_bytes / 1e6:,.0f} MB"
-    if not yes and not typer.confirm(f"Delete {model.path} ({size})?", err=True):
+    if not yes and not typer.confirm(printable(f"Delete {model.path} ({size})?"), err=True):
         typer.echo("nothing is deleted", err=True)
         raise typer.Exit(1)
     try:
@@ -34,12 +34,12 @@ def rm(
         raise InvalidArgumentError(
             f"{str(model.path)!r} cannot be deleted ({error.strerror}); see to the rights of its folder."
         ) from error
-    typer.echo(f"{model.name}: {size} freed")
+    typer.echo(printable(f"{model.name}: {size} freed"))
 
 
 def _delete(model: LocalModel) -> None:
     """Raises: OSError."""
-    if model.is_copy:
+    if not model.is_fetched:
         model.path.unlink()
         return
     copies = [each for each in copy_files() if each.source.is_relative_to(model.path.resolve())]
@@ -50,8 +50,8 @@ def _delete(model: LocalModel) -> None:
 
 
 def deletable(name: str) -> LocalModel:
-    """Raises: InvalidArgumentError for all that kvreclaim did not write."""
-    models = {model.name: model for model in local_models()}
+    """Raises: InvalidArgumentError for all that kvreclaim did not write and can read."""
+    models = {each: model for model in local_models() for each in (printable(model.name), model.name)}
     model = models.get(name) or models.get(directory_name(name))
     fetched = ", ".join(each.name for each in models.values() if each.is_fetched) or "none"
     require(
@@ -62,7 +62,7 @@ def deletable(name: str) -> LocalModel:
     )
     assert model is not None
     require(
-        model.is_fetched or model.is_copy,
+        model.is_fetched or model.is_copy or model.is_damaged,
         f"{str(model.path)!r} is no directory that `kvreclaim fetch` wrote, so it is not deleted; fetched "
         f"models are: {fetched}.",
         "name",

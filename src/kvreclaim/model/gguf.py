@@ -101,6 +101,7 @@ def _opened(file: Path) -> tuple[GgufIndex, Tokenizer, PreTrainedModel]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     index = GgufIndex(file)
+    index.num_layers()
     where: Any = {"pretrained_model_name_or_path": os.fspath(file.parent), "gguf_file": file.name}
     config, tokenizer = AutoConfig.from_pretrained(**where), AutoTokenizer.from_pretrained(**where)
     with torch.device("meta"):

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
 
-from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
+from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError, printable
 from kvreclaim.model.attention import ATTENTION_NAME, register_attention
 from kvreclaim.model.attn_temperature import use_token_positions
 from kvreclaim.model.decoder import use_fast_layers
@@ -149,7 +149,7 @@ def load_model(
     known = gguf is not None or os.path.isdir(name)
     facts = probe(
         model,
-        os.path.basename(os.path.normpath(name)) if known else name,
+        printable(os.path.basename(os.path.normpath(name)) if known else name),
         None if packed is None else packed.label,
         recurrent,
         attention_dtype,

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from kvreclaim.checks import require
-from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
+from kvreclaim.errors import UnsupportedModelError
+from kvreclaim.model.gguf_checks import EMBEDDING, quoted
 from kvreclaim.model.gguf_index import GgufIndex, GgufTensor
+from kvreclaim.model.gguf_index import read_index as read_index
 from kvreclaim.plan.shapes import ModelShape, StoredWeights
 
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
@@ -55,22 +56,7 @@ OPTIONAL = MappingProxyType(
     }
 )
 """Without them a model has as many KV heads as heads, which share hidden_size, no windows and no experts."""
-EMBEDDING, HEAD = "token_embd.weight", "output.weight"
-
-
-def read_index(file: Path) -> GgufIndex:
-    """Raises: InvalidArgumentError."""
-    require(
-        find_spec("gguf") is not None,
-        "reading GGUF files needs gguf, which this environment lacks; run pip install 'kvreclaim[gguf]'.",
-        "model",
-    )
-    try:
-        return GgufIndex(file)
-    except (OSError, ValueError, KeyError, IndexError, OverflowError) as error:
-        raise InvalidArgumentError(
-            f"--model: {str(file)!r} cannot be read as GGUF ({error}); download it again.", field="model"
-        ) from error
+HEAD = "output.weight"
 
 
 def config_of(index: GgufIndex, file: Path) -> dict[str, Any]:
@@ -79,7 +65,7 @@ def config_of(index: GgufIndex, file: Path) -> dict[str, Any]:
     kind = str(fields.get("general.architecture"))
     if kind not in ARCHITECTURES:
         raise UnsupportedModelError(
-            f"{file.name} is of the architecture {kind!r}, whose GGUF is not read here; known are "
+            f"{file.name} is of the architecture {quoted(kind)}, whose GGUF is not read here; known are "
             f"{', '.join(ARCHITECTURES)}."
         )
     lacking = [key for key in NEEDED if f"{kind}.{key}" not in fields]

@@ -44,10 +44,17 @@ def build(
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    with init_empty_weights(include_buffers=False), no_init_weights():
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
-        )
+    try:
+        with init_empty_weights(include_buffers=False), no_init_weights():
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
+            )
+    except Exception as error:  # sizes that do not go together: every family raises what comes of it
+        reason = str(error).strip().split("\n", 1)[0]
+        raise InvalidArgumentError(
+            f"the config of {name} makes no model ({type(error).__name__}: {reason}); download or convert "
+            "the checkpoint again."
+        ) from error
     model.tie_weights()  # which no_init_weights leaves out, too
     own_head = _pack(model, source, dtype, products, device)
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()

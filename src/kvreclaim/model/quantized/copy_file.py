@@ -67,7 +67,7 @@ def copy_files() -> list[CopyFile]:
                 said, _ = read_contents(file)
             about = path.stat()
             found.append(CopyFile(path, Path(said["origin"]["path"]), about.st_size, about.st_mtime))
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue
     return found
 

@@ -18,8 +18,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from kvreclaim.errors import FetchError, InvalidArgumentError, UnsupportedModelError
-from kvreclaim.model.gguf import GgufHeader, check_packages, cut_as_trained, header_of, refuse_rotation
-from kvreclaim.model.gguf_index import GgufIndex, GgufTensor
+from kvreclaim.model.gguf import GgufHeader, cut_as_trained, header_of, refuse_rotation
+from kvreclaim.model.gguf_checks import quoted
+from kvreclaim.model.gguf_index import GgufTensor, read_index
 from kvreclaim.model.quantized.gguf_fields import gguf_fields
 from kvreclaim.model.quantized.source import in_pieces
 from kvreclaim.model_paths import gguf_home, moved
@@ -47,41 +48,21 @@ class GgufSource:
 
     def __init__(self, file: Path) -> None:
         """Raises: InvalidArgumentError, UnsupportedModelError."""
-        self.file = file
-        if not file.is_file():
-            raise InvalidArgumentError(
-                f"model {os.fspath(file)!r} is no file; pass the path of a .gguf file."
-            )
+        self.file, self.index = file, read_index(file)
         try:
-            check_packages()
-            self._open()
-        except FetchError as error:
-            raise InvalidArgumentError(str(error)) from error
-        except (ValueError, OSError, KeyError, IndexError) as error:
-            raise InvalidArgumentError(
-                f"{file.name} cannot be read as GGUF ({type(error).__name__}: {error}); download it again."
-            ) from error
+            self.architecture, layers = self.index.architecture, self.index.num_layers()
+        except ValueError as error:
+            raise InvalidArgumentError(f"{file.name} holds no model ({error}); pass another file.") from error
         if self.architecture not in ARCHITECTURES:
             raise UnsupportedModelError(
-                f"{file.name} is of the architecture {self.architecture!r}; kvreclaim runs GGUF files of "
-                f"{', '.join(sorted(ARCHITECTURES))} as they are; {REMEDY}"
+                f"{file.name} is of the architecture {quoted(self.architecture)}; kvreclaim runs GGUF "
+                f"files of {', '.join(sorted(ARCHITECTURES))} as they are; {REMEDY}"
             )
-        self._taken: set[str] = set()
-
-    def _open(self) -> None:
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-        self.index = GgufIndex(self.file)
-        self.architecture = str(self._value("general.architecture"))
-        layers = int(self._value(f"{self.architecture}.block_count"))
-        architectures = {name: key for key, name in MODEL_ARCH_NAMES.items()}
-        known = architectures.get(self.architecture)
-        self._names: Any = None if known is None else get_tensor_name_map(known, layers)
-
-    def _value(self, key: str) -> Any:
-        if key not in self.index.fields:
-            raise ValueError(f"the file does not say {key}")
-        return self.index.fields[key]
+        known = {name: key for key, name in MODEL_ARCH_NAMES.items()}
+        self._names: Any = get_tensor_name_map(known[self.architecture], layers)
+        self._taken: set[str] = set()
 
     @property
     def label(self) -> str:
@@ -158,7 +139,12 @@ class GgufSource:
         if self.architecture != "llama" or kind not in ("attn_q", "attn_k"):
             return order
         which = "head_count" if kind == "attn_q" else "head_count_kv"
-        heads = int(self._value(f"{self.architecture}.attention.{which}"))
+        heads = int(self.index.fields.get(f"llama.attention.{which}", 0))
+        if heads < 1 or rows % (2 * heads):
+            raise InvalidArgumentError(
+                f"{quoted(name)} of {self.file.name} has {rows} rows, and {which} is {heads}; download the "
+                "file again."
+            )
         return order.reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
