@@ -8,7 +8,8 @@ from kvreclaim.checks import check_int, check_number, require
 from kvreclaim.options import MAX_COUNT, check_options, option
 from kvreclaim.structured_outputs import StructuredOutputsParams
 
-MAX_SEED = (1 << 64) - 1
+MIN_SEED, MAX_SEED = -(1 << 63), (1 << 64) - 1
+ANY_SEED = -1
 MAX_BIAS = 100.0
 
 
@@ -70,7 +71,10 @@ class SamplingParams:
         high=1.0,
     )
     seed: int | None = option(
-        None, "Seed of this request; the same seed gives the same output.", low=0, high=MAX_SEED
+        None,
+        "Seed of this request; the same seed gives the same output. -1: any.",
+        low=MIN_SEED,
+        high=MAX_SEED,
     )
     stop: str | list[str] | tuple[str, ...] | None = option(
         None,
@@ -108,6 +112,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.seed == ANY_SEED:
+            object.__setattr__(self, "seed", None)
         require(self.top_p > 0, f"top_p is {self.top_p!r}; pass a number above 0, up to 1.", "top_p")
         require(
             not (self.temperature == 0 and self.n > 1),

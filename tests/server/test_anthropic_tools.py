@@ -122,6 +122,30 @@ def test_an_answer_with_a_call_can_be_sent_back(client: anthropic.Anthropic, spe
     assert whole == len(speaker.tokenizer.encode(prompt, add_special_tokens=False))
 
 
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ({"city": "Bern"}, " calls weather Bern"),
+        ('{"city": "Bern"}', " calls weather Bern"),
+        ("", " calls weather "),
+        (None, " calls weather "),
+        ('{"city": "Be', '\n{"name": "weather", "arguments": {"city": "Be'),
+    ],
+)
+def test_inputs_of_the_conversation_that_clients_write(
+    client: anthropic.Anthropic, speaker: LLM, given: Any, written: str
+):
+    """Objects, their texts as streams have them, and one that max_tokens cut off, which the model reads."""
+    use = {"type": "tool_use", "id": "a", "name": "weather", "input": given}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "w30"}
+    messages = [*SAID, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    answer = client.messages.create(**asked("look.", messages=messages, tools=None))
+    usage = answer.usage
+    whole = usage.input_tokens + usage.cache_read_input_tokens
+    prompt = f" w20 w21 {written} w30"
+    assert whole == len(speaker.tokenizer.encode(prompt, add_special_tokens=False))
+
+
 def test_a_number_that_no_float_holds():
     pieces = [CallBegin("f"), Arguments('{"x": [-1e999, 10]}'), CallEnd()]
     (block,) = content_blocks(pieces)

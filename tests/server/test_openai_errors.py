@@ -60,7 +60,7 @@ COMPLETION_REFUSALS = [
     ({"temperature": "hot"}, "temperature"),
     ({"top_p": 0}, "top_p"),
     ({"presence_penalty": 3}, "presence_penalty"),
-    ({"seed": -1}, "seed"),
+    ({"seed": -(2**63) - 1}, "seed"),
     ({"stop": ""}, "stop"),
     ({"stop": ["a"] * 17}, "stop"),
     ({"logit_bias": {"a": 1}}, "logit_bias"),

@@ -62,3 +62,15 @@ def test_how_tokens_are_drawn(server: Talker, field: str):
     assert given != without
     assert without == expected(**base)
     assert given == expected(**{**base, field: engine_value})
+
+
+def test_seeds_are_signed_or_any(server: Talker):
+    """-1 is as good as none; every other 64-bit integer is a seed of its own."""
+    assert SamplingParams(seed=-1) == SamplingParams()
+    asked = {"max_tokens": 12, "temperature": 1.5}
+    for seed in (-5, -(2**63), 2**64 - 1):
+        [output] = server.oracle.generate(PROMPT, SamplingParams(**asked, seed=seed))[0].outputs
+        for _ in range(2):
+            assert server.completion(**asked, seed=seed)["choices"][0]["text"] == output.text
+    texts = {server.completion(**asked, seed=seed)["choices"][0]["text"] for seed in (-1, -1, -5, 5)}
+    assert len(texts) == 4

@@ -12,6 +12,7 @@ from running import MODEL, openai_client, running_server
 from speaking import CALL, save_speaker, saying
 
 from kvreclaim import LLM
+from kvreclaim.server.openai import messages
 
 TEMPLATE = "{{ tools | tojson if tools }}{% for m in messages %} {{ m.content }}{% endfor %}"
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
@@ -78,16 +79,34 @@ def test_an_answer_with_a_call_can_be_sent_back(client: openai.OpenAI):
     assert client.chat.completions.create(**words).choices[0].message.content == "look."
 
 
-def test_numbers_that_no_float_holds(client: openai.OpenAI):
-    """JSON may have them; NaN is no JSON."""
-    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": 1e999}'}}
+def answered(client: openai.OpenAI, arguments: str) -> str:
+    """The prompt of a turn behind a call with these arguments, its words in order."""
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": arguments}}
     result = {"role": "tool", "tool_call_id": "c", "content": "w30"}
     answer = client.chat.completions.create(
         **asked("look.", messages=[*SAID, {"role": "assistant", "tool_calls": [call]}, result])
     )
-    assert answer.choices[0].message.content == "look."
-    call["function"]["arguments"] = '{"city": NaN}'
-    with pytest.raises(openai.BadRequestError, match="must be the JSON text of an object"):
-        client.chat.completions.create(
-            **asked("look.", messages=[*SAID, {"role": "assistant", "tool_calls": [call]}, result])
-        )
+    return answer.choices[0].message.content
+
+
+@pytest.mark.parametrize("arguments", ['{"city": 1e999}', "", "  ", "null"])
+def test_arguments_of_the_conversation_that_clients_write(client: openai.OpenAI, arguments: str):
+    """Numbers that no float holds; servers that write a call without arguments so."""
+    assert answered(client, arguments) == "look."
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Be', '{"city": NaN}', "[1]"])
+def test_a_broken_call_of_the_conversation_is_text(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, arguments: str
+):
+    written: list[Any] = []
+    text_of = messages.text_of
+
+    def noting(service: Any, conversation: Any, **options: Any) -> str:
+        written.append(conversation)
+        return text_of(service, conversation, **options)
+
+    monkeypatch.setattr(messages, "text_of", noting)
+    assert answered(client, arguments) == "look."
+    turn = written[0][1]
+    assert turn == {"role": "assistant", "content": f'{{"name": "weather", "arguments": {arguments}'}

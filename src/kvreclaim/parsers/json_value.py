@@ -32,6 +32,18 @@ def json_value(text: str) -> Any:
     return json.loads(text, parse_int=_integer, parse_float=_float)
 
 
+def json_object(text: str) -> dict[str, Any] | None:
+    """Return the object that the text of a call's arguments says; no text, or null, is an empty one.
+
+    None: it is no JSON object, such as arguments that max_tokens cut off.
+    """
+    try:
+        value = json_value(text) if text.strip() else None
+    except ValueError:
+        return None
+    return {} if value is None else value if isinstance(value, dict) else None
+
+
 def is_finite(body: bytes, value: Any) -> bool:
     """Whether floats hold all numbers of the value that this JSON says."""
     pending = [value] if _LARGE.search(body.decode(errors="replace")) else []

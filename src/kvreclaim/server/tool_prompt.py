@@ -77,6 +77,11 @@ def _call(function: dict[str, Any]) -> str:
     return f"<tool_call>\n{_json(call)}\n</tool_call>"
 
 
+def broken_call(name: str, arguments: str) -> str:
+    """Write a call of the conversation whose arguments are no object, which no template takes as a call."""
+    return f'{{"name": {_json(name)}, "arguments": {arguments}'
+
+
 def _json(value: Any) -> str:
     """JSON as the templates' `tojson` filter writes it."""
     return json.dumps(value, ensure_ascii=False)

@@ -19,6 +19,7 @@ from kvreclaim.server.anthropic.fields import (
 )
 from kvreclaim.server.drops import PLACEHOLDER, DropMarks, check_place
 from kvreclaim.server.errors import ApiError
+from kvreclaim.server.tool_prompt import broken_call
 
 ALTERED = "\ue000"
 """Put in front of what is to differ; a character of no script."""
@@ -86,8 +87,17 @@ class Writer:
             uses = [(where, block) for where, block in located if isinstance(block, ToolUseBlock)]
             names |= {block.id: block.name for _, block in uses}
             first = self.intact is not None and self.place >= self.intact
-            calls = [self._call(block, where) for where, block in uses]
-            return [{"role": role, "content": ALTERED if first else "", "tool_calls": calls}]
+            text, calls = ALTERED if first else "", []
+            for where, block in uses:
+                name, arguments = self._piece(block.name), block.arguments
+                self._mark(block, where)
+                if arguments is None:
+                    text += "\n" + broken_call(name, str(block.input))
+                else:
+                    function = {"name": name, "arguments": arguments}
+                    calls.append({"id": block.id, "type": "function", "function": function})
+            called = {"tool_calls": calls} if calls else {}
+            return [{"role": role, "content": text, **called}]
         results = [(where, block) for where, block in located if isinstance(block, ToolResultBlock)]
         return [self._result(block, where, names) for where, block in results]
 
@@ -108,11 +118,6 @@ class Writer:
         text = self._piece(block.thinking)
         self._mark(block, where)
         return text
-
-    def _call(self, block: ToolUseBlock, where: str) -> dict[str, Any]:
-        function = {"name": self._piece(block.name), "arguments": block.input}
-        self._mark(block, where)
-        return {"id": block.id, "type": "function", "function": function}
 
     def _result(self, block: ToolResultBlock, where: str, names: dict[str, str]) -> TemplateMessage:
         lead = "Error: " if block.is_error else ""

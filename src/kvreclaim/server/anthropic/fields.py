@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from kvreclaim.parsers.json_value import json_object
 from kvreclaim.server.calls import Offer, Tool
 from kvreclaim.server.config import MAX_INT32
 from kvreclaim.server.drops import KVDrop
@@ -19,6 +20,7 @@ from kvreclaim.server.fields import (
     Listed,
     StopList,
     at_most,
+    described,
     refusal,
 )
 
@@ -52,10 +54,17 @@ class TextBlock(Block):
 
 
 class ToolUseBlock(Block):
+    """input: an object, or its JSON text as a stream has it; the model reads broken JSON as text"""
+
     type: Literal["tool_use"]
     id: str = Field(min_length=1)
     name: str = Field(min_length=1)
-    input: dict[str, Any]
+    input: Annotated[dict[str, Any] | str | None, described("an object, or the JSON text of one")] = None
+
+    @property
+    def arguments(self) -> dict[str, Any] | None:
+        """None: they are no object."""
+        return self.input if isinstance(self.input, dict) else json_object(self.input or "")
 
 
 class ThinkingBlock(Block):

@@ -11,13 +11,14 @@ from pydantic import Field
 
 from kvreclaim.engine.api.chat import SYSTEM_ROLES, Change, num_leading_tokens
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.parsers.json_value import json_value
+from kvreclaim.parsers.json_value import json_object
 from kvreclaim.server.bodies import num_chars
 from kvreclaim.server.calls import check_unique
 from kvreclaim.server.drops import PLACEHOLDER, DropMarks, Dropped, KVDrop, check_place
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import MAX_TOOLS, Fields, Listed, described
 from kvreclaim.server.service import Service, text_of
+from kvreclaim.server.tool_prompt import broken_call
 
 
 class TextPart(Fields):
@@ -32,7 +33,7 @@ Content = Annotated[
 
 
 class FunctionCall(Fields):
-    """arguments: JSON text, as answers have it."""
+    """arguments: JSON text, as answers have it; empty: none. The model reads broken JSON as text."""
 
     name: str
     arguments: str
@@ -213,8 +214,13 @@ def _for_template(message: RequestMessage, developer: str) -> dict[str, Any]:
     thought = message.reasoning if message.reasoning_content is None else message.reasoning_content
     if thought is not None:
         made["reasoning_content"] = thought
-    if message.tool_calls:
-        made["tool_calls"] = [_call(call) for call in message.tool_calls]
+    called = [(call, json_object(call.function.arguments)) for call in message.tool_calls or ()]
+    broken = [
+        broken_call(call.function.name, call.function.arguments) for call, given in called if given is None
+    ]
+    made["content"] = "\n".join(filter(None, [content, *broken]))
+    if calls := [_call(call, given) for call, given in called if given is not None]:
+        made["tool_calls"] = calls
     if message.tool_call_id is not None:
         made["tool_call_id"] = message.tool_call_id
     return made
@@ -239,8 +245,7 @@ def _num_chars(message: RequestMessage) -> int:
     return sum(map(len, texts))
 
 
-def _call(call: ToolCallMessage) -> dict[str, Any]:
-    arguments = json_value(call.function.arguments)
+def _call(call: ToolCallMessage, arguments: dict[str, Any]) -> dict[str, Any]:
     return {
         "id": call.id,
         "type": "function",
@@ -285,7 +290,7 @@ def _check_drops(messages: Sequence[RequestMessage]) -> None:
 
 
 def _check_calls(messages: Sequence[RequestMessage]) -> None:
-    """Calls belong to the assistant, are JSON, and each answer to one of them."""
+    """Calls belong to the assistant, and each answer to one of them."""
     known: set[str] = set()
     for place, message in enumerate(messages):
         where = f"messages.{place}"
@@ -297,25 +302,13 @@ def _check_calls(messages: Sequence[RequestMessage]) -> None:
         if message.tool_calls and message.role != "assistant":
             field = f"{where}.tool_calls"
             raise ApiError(400, f"{field} belongs to the assistant, not to {message.role}; remove it.", field)
-        for call in message.tool_calls or ():
-            check_arguments(call.function.arguments, f"{where}.tool_calls")
-            known.add(call.id)
+        known |= {call.id for call in message.tool_calls or ()}
         if (message.role == "tool") != (message.tool_call_id is not None):
             verb = "is missing" if message.role == "tool" else "belongs to tool messages; remove it"
             raise ApiError(400, f"{where}.tool_call_id {verb}.", f"{where}.tool_call_id")
         if message.tool_call_id is not None and message.tool_call_id not in known:
             field = f"{where}.tool_call_id"
             raise ApiError(400, f"{field} is the id of no call before it; pass the call's id.", field)
-
-
-def check_arguments(text: str, field: str) -> None:
-    """Raises: ApiError naming the field unless the text is an object."""
-    try:
-        valid = isinstance(json_value(text), dict)
-    except ValueError:
-        valid = False
-    if not valid:
-        raise ApiError(400, f"{field}: arguments must be the JSON text of an object.", field)
 
 
 def _nameless(message: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from itertools import takewhile
 from typing import Any
 
 from kvreclaim.engine.api.chat import SYSTEM_ROLES
-from kvreclaim.server.openai.messages import check_arguments
 from kvreclaim.server.responses.items import Item
 
 ChatMessage = dict[str, Any]
@@ -23,11 +22,13 @@ class ChatWriter:
     unless their results or further calls follow it: templates read results right after the message that
     called.
 
-    places: what errors call each message
+    places:   what errors call each message
+    left_out: ids of incomplete calls, which are left out together with their outputs
     """
 
     messages: list[ChatMessage] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
+    left_out: set[str] = field(default_factory=set)
 
     def write(self, item: Item, place: str) -> None:
         """place: what errors call the item. Raises: ApiError."""
@@ -39,9 +40,11 @@ class ChatWriter:
                 self.say(item["role"], [part["text"] for part in item["content"]], place)
             case "reasoning":
                 self._reason(item, place)
-            case "function_call" if item["status"] != "incomplete":
+            case "function_call" if item["status"] == "incomplete":
+                self.left_out.add(item["call_id"])
+            case "function_call":
                 self._call(item, place)
-            case "function_call_output":
+            case "function_call_output" if item["call_id"] not in self.left_out:
                 self._rejoin()
                 output = item["output"]
                 content = output if isinstance(output, str) else _texts(output)
@@ -72,8 +75,8 @@ class ChatWriter:
             fits.setdefault("reasoning_content", []).extend(texts)
 
     def _call(self, item: Item, place: str) -> None:
-        check_arguments(item["arguments"], f"{place}.arguments")
         self._rejoin()
+        self.left_out.discard(item["call_id"])
         message = self._turn(place, lambda _: True)
         function = {"name": item["name"], "arguments": item["arguments"]}
         call = {"id": item["call_id"], "type": "function", "function": function}
