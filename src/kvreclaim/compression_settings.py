@@ -29,8 +29,8 @@ class CompressionSettings:
 
     policy: str = option(
         AUTO,
-        "Compression policy: a name, or auto, the one that calibration found best for the model. Default: "
-        "no compression; auto if another compression option is given.",
+        "Compression policy (`kvreclaim policies`), or auto, the best one in calibration. Default: no "
+        "compression; auto if another compression option is given.",
         flags=("--kv-compression",),
         panel=FIRST,
     )
@@ -118,8 +118,8 @@ class CompressionSettings:
     )
     max_loss: float | None = option(
         None,
-        "Instead of a budget: the smallest one at which 95 % of documents like those of `kvreclaim calibrate "
-        "--curve` lose at most this share of their answers, such as 0.01.",
+        "Instead of a budget: largest share of answers to lose, such as 0.01. The budget is the smallest one "
+        "at which 95 % of documents like those of `kvreclaim calibrate --curve` lose no more.",
         low=0.0,
         high=1.0,
         flags=("--kv-max-loss",),

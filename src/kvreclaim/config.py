@@ -86,13 +86,13 @@ class EngineConfig:
         flags=("--num-blocks", "--num-gpu-blocks-override"),
         panel=MEMORY,
     )
-    max_num_seqs: int = option(64, "Maximum number of sequences in one step.", low=1, panel=LIMITS)
+    max_num_seqs: int = option(64, "Most sequences in one step.", low=1, panel=FIRST)
     max_num_batched_tokens: int = option(2048, "Maximum number of tokens in one step.", low=1, panel=LIMITS)
     max_model_len: int | None = option(
         None,
-        "Maximum length of a sequence, prompt and output. Default: the model's limit, or what the pool "
-        "holds.",
+        "Longest sequence, prompt and output. Default: the model's limit, or what the pool holds.",
         low=1,
+        flags=("--max-model-len", "-c"),
         panel=FIRST,
     )
     disable_hybrid_kv_cache_manager: bool | None = option(
@@ -125,7 +125,7 @@ class EngineConfig:
     )
     kv_memory_fraction: float = option(
         0.5,
-        "Largest fraction of free memory used for the KV pool.",
+        "Largest share of free memory for the KV pool.",
         low=0.01,
         high=0.95,
         panel=FIRST,
@@ -183,12 +183,12 @@ class EngineConfig:
     )
     threads: int | None = option(
         None,
-        "CPU threads. 0: OMP_NUM_THREADS; without it one for each core, or for each hardware thread where "
-        "a trial at the start finds that faster. Default: torch's number.",
+        "CPU threads; 0 chooses for this CPU. It takes OMP_NUM_THREADS, else the number of cores, or of "
+        "hardware threads where a trial at the start finds that faster. Without the option: torch's number.",
         low=0,
         high=1024,
         flags=("--threads", "-t"),
-        panel=MODEL,
+        panel=FIRST,
     )
     quantized_activations: str = option(
         "auto",
@@ -222,11 +222,11 @@ class EngineConfig:
     )
     kv_offloading_size: float = option(
         0.0,
-        "GiB of host memory for evicted prefixes and swapped sequences. 0: none.",
+        "GiB of host memory for evicted prefixes and swapped sequences.",
         low=0.0,
         high=float(1 << 20),
         flags=("--kv-offloading-size", "--hicache-size"),
-        panel=OFFLOAD,
+        panel=FIRST,
     )
     full_cache_host_size: float = option(
         0.0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvreclaim.checks import check_int, check_number, require
-from kvreclaim.options import MAX_COUNT, check_options, option
+from kvreclaim.options import FIRST, MAX_COUNT, check_options, option
 from kvreclaim.structured_outputs import StructuredOutputsParams
 
 MIN_SEED, MAX_SEED = -(1 << 63), (1 << 64) - 1
@@ -53,16 +53,25 @@ class SamplingParams:
         high=100.0,
     )
     temperature: float = option(
-        1.0, "Randomness of sampling; 0 always takes the most likely token.", low=0.0, high=100.0
+        1.0,
+        "Randomness of sampling; 0 always takes the most likely token.",
+        low=0.0,
+        high=100.0,
+        panel=FIRST,
     )
     top_p: float = option(
         1.0,
         "Sample from the fewest most likely tokens whose probabilities add up to this.",
         low=0.0,
         high=1.0,
+        panel=FIRST,
     )
     top_k: int = option(
-        0, "Sample from this many most likely tokens; 0 or -1 means all.", low=-1, high=MAX_COUNT
+        0,
+        "Sample from this many most likely tokens; 0 or -1 means all.",
+        low=-1,
+        high=MAX_COUNT,
+        panel=FIRST,
     )
     min_p: float = option(
         0.0,
@@ -75,6 +84,7 @@ class SamplingParams:
         "Seed of this request; the same seed gives the same output. -1: any.",
         low=MIN_SEED,
         high=MAX_SEED,
+        panel=FIRST,
     )
     stop: str | list[str] | tuple[str, ...] | None = option(
         None,
@@ -84,7 +94,12 @@ class SamplingParams:
     stop_token_ids: list[int] | tuple[int, ...] | None = None
     ignore_eos: bool = option(False, "Go on after the model's end-of-sequence token.")
     max_tokens: int | None = option(
-        16, "Maximum number of tokens to generate; null: as many as fit.", low=1, high=MAX_COUNT
+        16,
+        "Maximum number of tokens to generate; null: as many as fit.",
+        low=1,
+        high=MAX_COUNT,
+        flags=("--max-tokens", "-n"),
+        panel=FIRST,
     )
     min_tokens: int = option(
         0, "Generate at least this many tokens before the output may end.", low=0, high=MAX_COUNT

@@ -138,7 +138,13 @@ def test_a_mistake_is_one_sentence() -> None:
 def test_an_option_is_a_field_of_a_config_or_one_of_a_few(command, groups, others) -> None:
     groups = {**groups, "compression": CompressionSettings}
     fields = {f"{group}_{name}" for group, config in groups.items() for name in settings_of(config)}
-    assert set(inspect.signature(command).parameters) - fields == {"model", "dtype", "device", *others}
+    assert set(inspect.signature(command).parameters) - fields == {
+        "model",
+        "dtype",
+        "device",
+        "help_all",
+        *others,
+    }
 
 
 def test_eval_has_the_settings_of_its_plan_under_their_own_names() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from kvreclaim.cli.main import app
@@ -174,36 +173,3 @@ def test_a_template_that_is_no_text(started: list, tmp_path, content: bytes | No
     result = run("--chat-template", template)
     assert result.exit_code == 2
     assert "is no file of UTF-8 text" in result.stderr
-
-
-def test_the_help_is_in_panels_the_most_used_options_first() -> None:
-    group = typer.main.get_command(app)
-    options = [each for each in group.commands["serve"].params if each.name != "help"]
-    panels: dict[str, list[str]] = {}
-    for each in options:
-        panels.setdefault(each.rich_help_panel or "Options", []).append(each.opts[0])
-    assert panels["Options"] == [
-        "--model",
-        "--served-model-name",
-        "--host",
-        "--port",
-        "--api-key",
-        "--max-model-len",
-        "--kv-memory-fraction",
-        "--kv-cache-dtype",
-        "--kv-compression",
-        "--kv-budget",
-        "--kv-max-loss",
-    ]
-    assert panels.keys() == {
-        "Options",
-        "Server",
-        "Limits and scheduling",
-        "Compression",
-        "Prefix caching",
-        "Model",
-        "Observability",
-        "Memory",
-        "Offload",
-        "Speculation",
-    }

@@ -18,10 +18,10 @@ from kvreclaim.bench.plans import (
 from kvreclaim.checks import require
 from kvreclaim.cli.bench_options import Json, publish, ready
 from kvreclaim.cli.config_options import ConfigOptions, names_in, with_config
+from kvreclaim.cli.help import CommandApp
 from kvreclaim.config import format_names
 
-bench_app = typer.Typer(
-    add_completion=False,
+bench_app = CommandApp(
     no_args_is_help=True,
     help="Benchmarks. Each checks correctness first, then compares speeds within one run.",
 )

@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from kvreclaim.cli.config_options import usage_errors, with_config
+from kvreclaim.cli.help import CommandApp
 from kvreclaim.cli.options import Figures
 from kvreclaim.outputs import write_json
 
@@ -51,8 +50,8 @@ def command_line() -> str:
     return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
-def script(function: Callable[..., None]) -> typer.Typer:
+def script(function: Callable[..., None]) -> CommandApp:
     """A program of one command; its parameters are as `with_config` has them."""
-    app = typer.Typer(add_completion=False)
+    app = CommandApp()
     app.command()(with_config(function))
     return app

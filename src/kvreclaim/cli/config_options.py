@@ -11,8 +11,12 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 
 from kvreclaim.checks import require
+from kvreclaim.cli.help import HELP_ALL, HelpAll
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 from kvreclaim.options import Setting, settings_of
+
+MANY = 60
+"""Options beyond which a command has --help-all, and --help shows the frequent ones alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +118,12 @@ def with_config(function: Callable[..., None]) -> Callable[..., None]:
         else:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
+    if len(parameters) > MANY:
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(HELP_ALL, kind, default=False, annotation=HelpAll))
+
     def command(**given: Any) -> None:
+        given.pop(HELP_ALL, None)
         with usage_errors():
             built = {name: group.value(name, given) for name, group in groups.items()}
             function(**given, **built)

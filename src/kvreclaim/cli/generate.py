@@ -34,7 +34,9 @@ OF_MANY = (
 
 @with_config
 def generate(
-    prompt: Annotated[str, typer.Option(help="Text to continue, or a user message with --chat.")],
+    prompt: Annotated[
+        str, typer.Option("--prompt", "-p", help="Text to continue, or a user message with --chat.")
+    ],
     engine: Annotated[
         EngineConfig, ConfigOptions(config=EngineConfig, without=OF_MANY, defaults=opt.THREADS)
     ],

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from kvreclaim.cli.help import CommandApp
 from kvreclaim.cli.uncollected import uncollected
 from kvreclaim.errors import printable
 
@@ -61,7 +62,7 @@ def _made(name: str) -> Any:
         command = typer.main.get_command(found)
         command.name = name
         return command
-    alone = typer.Typer(add_completion=False)
+    alone = CommandApp()
     alone.command(name)(found)
     return typer.main.get_command(alone)
 
@@ -72,10 +73,10 @@ class _Group(TyperGroup):
         self.commands = CommandTable()  # type: ignore[assignment]
 
 
-app = typer.Typer(
+app = CommandApp(
     cls=_Group,
+    add_completion=True,
     no_args_is_help=True,
-    pretty_exceptions_enable=False,
     help="Serve language models from a paged KV cache whose compression gives blocks back.",
 )
 

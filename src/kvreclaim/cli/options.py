@@ -32,15 +32,16 @@ DEMO = "demo"
 ModelOption = Annotated[
     str | None,
     typer.Option(
-        help="Model: a directory, a .gguf file, a hub id, the name of a fetched model "
-        f"(`kvreclaim ls`), or {DEMO} for the demo model. Default: the model that "
-        "`kvreclaim fetch` downloaded, else the demo model."
+        "--model",
+        "-m",
+        help="Model: a directory, a .gguf file, a hub id, a name that `kvreclaim ls` prints, or "
+        f"{DEMO}. Default: the model that `kvreclaim fetch` downloaded, else the demo model.",
     ),
 ]
 DType = Annotated[
     str, typer.Option(rich_help_panel=MODEL, help="Model dtype: auto, float32, bfloat16 or float16.")
 ]
-Device = Annotated[str, typer.Option(rich_help_panel=MODEL, help="Device: auto, cpu or cuda.")]
+Device = Annotated[str, typer.Option(help="Device: auto, cpu or cuda.")]
 
 
 def writable(path: Path | None) -> Path | None:
@@ -130,8 +131,7 @@ Calibrate = Annotated[
     bool,
     typer.Option(
         "--kv-compression-calibrate",
-        rich_help_panel=COMPRESSION,
-        help="If the model has no statistics, calibrate it at the start (minutes) and keep them in the cache "
+        help="Calibrate a model without statistics at the start (minutes). They are kept in the cache "
         "directory.",
     ),
 ]

@@ -39,10 +39,10 @@ class ServerConfig:
         (), "Model names in the API. Default: the model's own.", typed_as=list[str], panel=FIRST
     )
     host: str = option("127.0.0.1", "Address to listen on.", panel=FIRST)
-    port: int = option(8000, "Port to listen on; 0 takes a free one.", low=0, panel=FIRST)
+    port: int = option(8000, "Port; 0 takes a free one.", low=0, panel=FIRST)
     api_keys: tuple[str, ...] = option(
         (),
-        "API key to accept; give one per tenant. Default: no key is needed.",
+        "Accepted API key; one per tenant. Default: none is needed.",
         flags=("--api-key",),
         env="KVRECLAIM_API_KEY",
         typed_as=list[str],
@@ -187,15 +187,15 @@ class ServerConfig:
     )
     tool_call_parser: str = option(
         AUTO,
-        "Format of the model's tool calls. auto: known by the chat template.",
+        "Format of tool calls. With auto the chat template shows it.",
         choices=(AUTO, NONE, *TOOL_PARSERS),
-        panel=MODEL,
+        panel=FIRST,
     )
     reasoning_parser: str = option(
         AUTO,
-        "Format of the model's reasoning. auto: known by the chat template.",
+        "Format of reasoning. With auto the chat template shows it.",
         choices=(AUTO, NONE, *REASONING_PARSERS),
-        panel=MODEL,
+        panel=FIRST,
     )
     engine_process: bool = option(True, "Run the engine in a process of its own, not in a thread.")
     log_prompts: bool = option(False, "Log prompts and answers too.", panel=OBSERVABILITY)

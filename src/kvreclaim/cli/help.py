@@ -1,0 +1,65 @@
+"""Help texts: every name whole at any width, options by panel, and the rare panels behind --help-all."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from kvreclaim.options import FIRST
+
+ARGUMENTS, NAMES_WIDTH = "Arguments", 24
+"""The panel of arguments; columns of the names (a longer name has a line of its own)."""
+
+
+class CommandApp(typer.Typer):
+    """A typer app with plain help texts, for commands of this module."""
+
+    def __init__(self, **settings: Any) -> None:
+        plain = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
+        super().__init__(**plain | settings)
+
+    def command(self, name: str | None = None, **settings: Any) -> Any:
+        return super().command(name, **{"cls": PagedCommand} | settings)
+
+
+class PagedCommand(TyperCommand):
+    """A command with panels of options. If it has --help-all, --help shows its first panel alone, of each
+    option the first sentence of its help and its default."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the panels in the order of their first options, arguments and frequent options first."""
+        is_short = any(each.name == HELP_ALL for each in self.params) and not ctx.meta.get(HELP_ALL)
+        panels: dict[str, list[tuple[str, str]]] = {ARGUMENTS: [], FIRST: []}
+        for each in self.get_params(ctx):
+            panel = ARGUMENTS if each.param_type_name == "argument" else each.rich_help_panel or FIRST
+            if (record := each.get_help_record(ctx)) is not None:
+                panels.setdefault(panel, []).append((record[0].replace("<list[str]>", "<str>"), record[1]))
+        for panel, rows in panels.items():
+            if not rows or (is_short and panel not in (ARGUMENTS, FIRST)):
+                continue
+            with formatter.section(panel):
+                shown = [(name, in_short(text)) for name, text in rows] if is_short else rows
+                formatter.write_dl(shown, col_max=NAMES_WIDTH)
+
+
+def in_short(text: str) -> str:
+    """The first sentence of a help text, and its default."""
+    first, *others = re.split(r"(?<=\.) +(?=[A-Z\[])", text)
+    return " ".join([first, *(each for each in others if each.startswith(("Default:", "[")))])
+
+
+def _show_all(ctx: typer.Context, wanted: bool) -> None:
+    if wanted:
+        ctx.meta[HELP_ALL] = True
+        typer.echo(ctx.get_help())
+        raise typer.Exit
+
+
+HELP_ALL = "help_all"
+HelpAll = Annotated[
+    bool,
+    typer.Option("--help-all", is_eager=True, callback=_show_all, help="Show all options and exit."),
+]
