@@ -34,7 +34,8 @@ class PagedCommand(TyperCommand):
         is_short = any(each.name == HELP_ALL for each in self.params) and not ctx.meta.get(HELP_ALL)
         panels: dict[str, list[tuple[str, str]]] = {ARGUMENTS: [], FIRST: []}
         for each in self.get_params(ctx):
-            panel = ARGUMENTS if each.param_type_name == "argument" else each.rich_help_panel or FIRST
+            is_option = each.param_type_name == "option"
+            panel = (getattr(each, "rich_help_panel", None) or FIRST) if is_option else ARGUMENTS
             if (record := each.get_help_record(ctx)) is not None:
                 panels.setdefault(panel, []).append((record[0].replace("<list[str]>", "<str>"), record[1]))
         for panel, rows in panels.items():
