@@ -173,7 +173,35 @@ def test_a_function_that_costs_too_much_is_refused(client: openai.OpenAI) -> Non
 def test_a_grammar_that_fails_on_the_way_leaves_no_text_in_the_log(
     client: openai.OpenAI, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(openai.InternalServerError):
+    with pytest.raises(openai.BadRequestError, match="cannot be followed to its end"):
         chat(client, extra_body={"structured_outputs": {"regex": "((a{1,1000}){1,1000}){1,1000}"}})
-    assert "cannot be followed" in caplog.text or "breaks the grammar" in caplog.text
+    assert "cannot be followed to its end" in caplog.text
     assert "a{1,1000}" not in caplog.text
+
+
+CONFLICTS: list[tuple[dict[str, Any], str, str]] = [
+    ({"structured_outputs": {"choice": ["cat"]}, "allowed_token_ids": [1]}, "allowed_token_ids", "allowed_"),
+    ({"structured_outputs": {"regex": "[a]+"}, "bad_words": ["a", "aa", "aaa", "aaaa"]}, "bad_words", "bad_"),
+    (
+        {"structured_outputs": {"choice": ["a"]}, "stop_token_ids": [*range(1000)], "min_tokens": 20},
+        "min_tokens",
+        "min_tokens",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "said"), CONFLICTS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_fields_that_leave_no_token_are_named(
+    client: openai.OpenAI, fields: dict[str, Any], param: str, said: str, stream: bool
+) -> None:
+    with pytest.raises(openai.APIError, match=rf"{said}.*leave no token that may come") as refused:
+        list(chat(client, extra_body=fields, stream=stream))
+    assert refused.value.param == param
+    assert refused.value.type == "invalid_request_error"
+
+
+def test_an_answer_ends_where_its_grammar_may_end_and_nothing_else_may_come(client: openai.OpenAI) -> None:
+    body = {"structured_outputs": {"regex": "a|ab"}, "bad_words": ["b", "ab"], "min_tokens": 5}
+    choice = chat(client, extra_body=body).choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("a", "stop")

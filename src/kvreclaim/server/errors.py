@@ -56,6 +56,7 @@ ENGINE_FIELDS = {"compression": "kv_compression", "drop_spans": "kv_drop"} | {
         "priority",
         "stop",
         "max_tokens",
+        "min_tokens",
         "stop_token_ids",
         "logit_bias",
         "allowed_token_ids",

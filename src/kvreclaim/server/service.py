@@ -301,7 +301,10 @@ def longest_token(tokenizer: Tokenizer | None) -> int:
 
 
 def check_update(stream: RequestStream, update: Update) -> None:
-    """Raises: ApiError 500 if the request failed; it names the id under which the log has the reason."""
+    """Raises: InvalidArgumentError if the request's options do not go together; ApiError 500 if it failed,
+    with the id under which the log has the reason."""
+    if update.refusal is not None:
+        raise update.refusal
     if update.error is not None:
         logger.error("request %s failed in the engine", stream.request_id)
         raise failed(stream.request_id)

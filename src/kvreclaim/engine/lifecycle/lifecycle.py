@@ -22,6 +22,7 @@ from kvreclaim.engine.sampling.detokenizer import Detokenizer
 from kvreclaim.engine.sampling.thinking import ThinkTracker
 from kvreclaim.engine.signals.needs import chunk_salt, prefix_salt
 from kvreclaim.engine.signals.signals import Signals
+from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.schedule import Footprint, Scheduler, Status, StepPlan
@@ -181,8 +182,15 @@ class Lifecycle:
             self.fail(request, error, doing)
 
     def fail(self, request: Request, error: Exception, doing: str) -> None:
-        """End a request with reason "error"; the log says which one and where, and nothing of its text."""
-        logger.error("%s request %s failed", doing, request.request_id, exc_info=error)
+        """End a request with reason "error"; the log says which one and where, and nothing of its text.
+
+        error: an InvalidArgumentError is the request's own mistake, which its caller reads
+        """
+        if isinstance(error, InvalidArgumentError):
+            logger.warning("%s request %s failed: %s", doing, request.request_id, error)
+            request.refusal = error
+        else:
+            logger.error("%s request %s failed", doing, request.request_id, exc_info=error)
         request.error = f"{type(error).__name__}: {error}"
         self.end_request(request, "error")
 

@@ -30,6 +30,7 @@ from kvreclaim.engine.sampling.detokenizer import Detokenizer
 from kvreclaim.engine.sampling.logprobs import Logprob, PromptLogprobs
 from kvreclaim.engine.sampling.processors import SampleRow, completing
 from kvreclaim.engine.sampling.thinking import ThinkTracker
+from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.schedule.budget.account import Account
@@ -228,6 +229,7 @@ class Request:
     verify:    None unless a compressed cache drafts for it; compressor is None then
     bad_words: token ids of each of its params' bad_words
     grammar:   of its structured outputs, at the beginning of each
+    refusal:   the mistake of the request that ended it; error says it, too
     parent:    on whose behalf it is computed; None: a caller's own. children: that it waits for
     is_plain:  full attention over all its tokens, and nothing is kept beside them
     """
@@ -242,6 +244,7 @@ class Request:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     arrival_s: float = field(default_factory=time.perf_counter)
     error: str | None = None
+    refusal: InvalidArgumentError | None = None
     prompt_done: bool = False
     beams: Beams | None = None
     sparse_prefill: SparsePrefill | None = None

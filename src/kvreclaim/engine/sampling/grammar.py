@@ -132,9 +132,16 @@ def _refusal(kind: str, reason: str) -> InvalidArgumentError:
     )
 
 
-def problem(matcher: Matcher) -> str:
-    """What is wrong with it, without the text and the grammar that llguidance shows beside that: for logs."""
-    return matcher.get_error().partition("\n")[0]
+def broken(matcher: Matcher) -> InvalidArgumentError:
+    """Return why an output cannot follow its grammar any further, without its text and the grammar, which
+    llguidance shows as well."""
+    reason = matcher.get_error().partition("\n")[0]
+    if matcher.stop_reason() == "NoExtensionBias" or reason == "NoExtensionBias":
+        reason = "no token may come next"
+    return InvalidArgumentError(
+        f"the grammar of the answer cannot be followed to its end: {reason}; change the schema or grammar.",
+        field="structured_outputs",
+    )
 
 
 def _shortened(reason: str) -> str:
@@ -144,7 +151,7 @@ def _shortened(reason: str) -> str:
 def restrict(logits: Tensor, places: list[int], matchers: list[Matcher]) -> None:
     """Leave in logits [N, V], in the rows at these places, the tokens that may come next.
 
-    Raises: ValueError where a grammar costs too much to follow.
+    Raises: InvalidArgumentError where a grammar leaves no token, or costs too much to follow.
     """
     vocab = logits.shape[-1]
     words = np.zeros((len(places), (vocab + 31) // 32), dtype=np.uint32)
@@ -152,7 +159,7 @@ def restrict(logits: Tensor, places: list[int], matchers: list[Matcher]) -> None
     _executor().unsafe_compute_mask_ptr(pairs, words.ctypes.data, words[0].nbytes, len(words))
     for matcher in matchers:
         if matcher.is_error():
-            raise ValueError(f"the grammar of structured_outputs cannot be followed: {problem(matcher)}")
+            raise broken(matcher)
     bits = np.unpackbits(~words.view(np.uint8), axis=-1, count=vocab, bitorder="little")
     barred = torch.from_numpy(bits.view(np.bool_)).to(logits.device)
     if len(places) == len(logits):

@@ -15,10 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from kvreclaim.engine.sampling.grammar import Matcher
+
+STRUCTURED = "the grammar of the answer (structured_outputs, response_format or calls)"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,6 +48,23 @@ class SampleRow:
         if self.params.temperature != 0 or self.params.logprobs is not None:
             return False
         return all(each.spares(self, best) for each in PROCESSORS)
+
+    def conflict(self) -> InvalidArgumentError:
+        """Return the refusal of a request of which no token may come."""
+        params = self.params
+        given = {
+            "allowed_token_ids": params.allowed_token_ids is not None,
+            "bad_words": bool(params.bad_words),
+            "min_tokens": len(self.generated) < params.min_tokens and bool(self.forbidden),
+            "structured_outputs": self.matcher is not None,
+        }
+        names = [name for name, is_given in given.items() if is_given]
+        told = [STRUCTURED if name == "structured_outputs" else name for name in names]
+        return InvalidArgumentError(
+            f"{' and '.join(told)} {'leave' if len(told) > 1 else 'leaves'} no token that may come next; "
+            f"change {'one of them' if len(told) > 1 else 'it'}.",
+            field=names[0] if names else None,
+        )
 
     @property
     def is_restricted(self) -> bool:
@@ -175,11 +195,14 @@ class ThinkingEnd(LogitsProcessor):
 
 
 def follow(matcher: Matcher, token: int) -> bool:
-    """Take the next token into account. Returns: whether the output is complete. Raises: ValueError."""
-    if not matcher.consume_token(token):
-        from kvreclaim.engine.sampling.grammar import problem
+    """Take the next token into account. Returns: whether the output is complete.
 
-        raise ValueError(f"a token breaks the grammar of structured_outputs: {problem(matcher)}")
+    Raises: InvalidArgumentError for a grammar that cannot be followed any further.
+    """
+    if not matcher.consume_token(token):
+        from kvreclaim.engine.sampling.grammar import broken
+
+        raise broken(matcher)
     return bool(matcher.is_stopped())
 
 

@@ -101,9 +101,7 @@ def _sample(
     if restricted := [i for i, row in enumerate(rows) if row.is_restricted]:
         values = logits[restricted, best[restricted]].tolist()
         for i in (i for i, value in zip(restricted, values, strict=True) if value == -math.inf):
-            found[i] = ValueError(
-                "allowed_token_ids, bad_words, min_tokens and structured_outputs leave no token that may come"
-            )
+            found[i] = rows[i].conflict()
     return found
 
 

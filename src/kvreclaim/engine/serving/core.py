@@ -181,11 +181,12 @@ class Cursor:
             self.places += [OutputProgress(seq, num_prompt) for seq in shown[len(self.places) :]]
         deltas = {place.seq.index: place.advance() for place in self.places if not place.ended}
         if self.begun and not finished:
-            return Update(deltas, error=request.error)
+            return Update(deltas, error=request.error, refusal=request.refusal)
         of_prompt = request.prompt_logprobs if not self.begun else None
         self.begun = True
         reports = None if of_prompt is None else Reports(of_prompt)
-        return Update(deltas, request.collect_metrics(), finished, request.error, reports)
+        metrics = request.collect_metrics()
+        return Update(deltas, metrics, finished, request.error, request.refusal, reports)
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from kvreclaim.engine.request.outputs import FinishReason, RequestMetrics
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.sampling.logprobs import Logprob
 from kvreclaim.engine.serving.reports import Reports
+from kvreclaim.errors import InvalidArgumentError
 
 PromptReports = Reports[dict[int, Logprob] | None]
 """One per prompt token; the first, which nothing predicts, is None."""
@@ -50,6 +51,7 @@ class Update:
 
     metrics:         of the request so far, in its first update and its last
     finished:        nothing follows; error: why the request failed, None otherwise
+    refusal:         the same where the request's own options are the reason
     prompt_logprobs: of every token of the prompt, in the first update, if they were asked for
     """
 
@@ -57,6 +59,7 @@ class Update:
     metrics: RequestMetrics | None = None
     finished: bool = False
     error: str | None = None
+    refusal: InvalidArgumentError | None = None
     prompt_logprobs: PromptReports | None = None
 
     def extend(self, later: Update) -> None:
@@ -68,7 +71,7 @@ class Update:
                 self.deltas[index] = delta
         self.metrics = later.metrics or self.metrics
         self.prompt_logprobs = later.prompt_logprobs or self.prompt_logprobs
-        self.finished, self.error = later.finished, later.error
+        self.finished, self.error, self.refusal = later.finished, later.error, later.refusal
 
 
 class RequestStream:

@@ -18,6 +18,7 @@ from kvreclaim.engine.request.request import Beams, Request, Scheduled, Sequence
 from kvreclaim.engine.sampling.logprobs import report_prompt
 from kvreclaim.engine.sampling.processors import SampleRow, follow
 from kvreclaim.engine.sampling.sampler import SampledToken, draw
+from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.schedule import Pass
 
@@ -119,7 +120,10 @@ class OutputProcessor:
         """Take a token. Whether the sequence goes on, and its next draft is this token."""
         seq = item.seq
         if isinstance(drawn, Exception):
-            self.lifecycle.fail(seq.request, drawn, "drawing a token of")
+            if _may_end(seq, drawn):
+                self._ended.append((seq, "stop"))
+            else:
+                self.lifecycle.fail(seq.request, drawn, "drawing a token of")
             return False
         self.lifecycle.touched[seq.request_id] = seq.request
         with self.lifecycle.contained(seq.request, "taking a token of"):
@@ -294,7 +298,10 @@ class OutputProcessor:
 
     def _take_token(self, seq: Sequence, drawn: SampledToken | Exception) -> None:
         if isinstance(drawn, Exception):
-            self.lifecycle.fail(seq.request, drawn, "drawing a token of")
+            if _may_end(seq, drawn):
+                self.lifecycle.end(seq, "stop")
+            else:
+                self.lifecycle.fail(seq.request, drawn, "drawing a token of")
             return
         with self.lifecycle.contained(seq.request, "taking a token of"):
             if (reason := self._append_token(seq, drawn)) is not None:
@@ -324,3 +331,9 @@ class OutputProcessor:
         if complete:
             return "stop"
         return "length" if len(seq.token_ids) >= request.max_len else None
+
+
+def _may_end(seq: Sequence, drawn: Exception) -> bool:
+    """Whether an output for which no token was drawn is one that its grammar takes as it is: min_tokens or
+    bad_words bar all that could follow."""
+    return isinstance(drawn, InvalidArgumentError) and seq.matcher is not None and seq.matcher.is_accepting()

@@ -76,7 +76,8 @@ class ResponseAnswer:
                         if chunks := await self._beside(work, update):
                             yield chunks
                 except Exception as error:
-                    failed = failure(error_of(error, self.request.scope).message)
+                    told = error_of(error, self.request.scope)
+                    failed = failure(told.message, "invalid_prompt" if told.status == 400 else "server_error")
                     ended = self.output.end("incomplete")
                     self.response |= failed | {"output": self.output.items, "store": False}
                     yield self._written(*ended, self._about("failed"))

@@ -66,8 +66,8 @@ def outcome_of(finish_reason: str | None) -> dict[str, Any]:
     return outcome
 
 
-def failure(message: str) -> dict[str, Any]:
-    return {"status": "failed", "error": {"code": "server_error", "message": message}}
+def failure(message: str, code: str = "server_error") -> dict[str, Any]:
+    return {"status": "failed", "error": {"code": code, "message": message}}
 
 
 def response_usage(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:

@@ -69,7 +69,9 @@ class IncompleteDetails(ResponseSchema):
 
 
 class ResponseFailure(ResponseSchema):
-    code: Literal["server_error"]
+    """invalid_prompt: options of the request that do not go together"""
+
+    code: Literal["server_error", "invalid_prompt"]
     message: str
 
 
