@@ -67,6 +67,12 @@ def test_an_extension_counts_tokens():
     assert run("examples/count_tokens.py", cwd=ROOT) == "12 tokens computed\n"
 
 
+def test_a_policy_object_needs_no_package():
+    short, full = run("examples/own_policy.py", cwd=ROOT).splitlines()
+    assert int(short.removeprefix("loud_values: ").split()[0]) > 0
+    assert full == "None: 0 blocks freed"
+
+
 def test_without_its_package_it_is_unknown():
     code = "from kvreclaim.compression.registry import make_policy; make_policy('fading_values')"
     with pytest.raises(AssertionError, match="policy 'fading_values' is unknown"):

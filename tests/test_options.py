@@ -81,7 +81,7 @@ def test_a_number_has_a_declaration(config: type) -> None:
 def test_a_config_has_the_settings_that_are_known_without_torch() -> None:
     """CompressionConfig adds what needs policies: statistics as an object, the policy's own options."""
     known = {f.name for f in dataclasses.fields(CompressionConfig)}
-    assert known == {*settings_of(CompressionSettings), "options", "auto_budget"}
+    assert known == {*settings_of(CompressionSettings), "options", "auto_budget", "policy_object"}
     assert set(settings_of(CompressionConfig)) == {*settings_of(CompressionSettings)} - {"stats"}
 
 

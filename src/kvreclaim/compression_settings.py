@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvreclaim.checks import require
 from kvreclaim.options import FIRST, MAX_COUNT, check_options, option, settings_of
@@ -27,11 +28,12 @@ class CompressionSettings:
     everything until the prompt is known. Raises: InvalidArgumentError.
     """
 
-    policy: str = option(
+    policy: Any = option(
         AUTO,
         "Compression policy (`kvreclaim policies`), or auto, the best one in calibration. Default: no "
         "compression; auto if another compression option is given.",
         flags=("--kv-compression",),
+        typed_as=str,
         panel=FIRST,
     )
     budget: int = option(

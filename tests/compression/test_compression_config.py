@@ -1,7 +1,7 @@
 """What a caller may say, and what he is told when he may not."""
 
 import pickle
-from dataclasses import FrozenInstanceError, dataclass
+from dataclasses import FrozenInstanceError, dataclass, replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -12,7 +12,9 @@ from compression_oracles import model_facts, query_stats
 from kvreclaim import entry_points as third_parties
 from kvreclaim.compression import registry as module
 from kvreclaim.compression.config import CompressionConfig
+from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.compression.policies.query_mixture import QueryMixture
+from kvreclaim.compression.policies.segments import Segments
 from kvreclaim.compression.policy import CompressionPolicy, Mode
 from kvreclaim.compression.registry import make_policy, policy_class, policy_names
 from kvreclaim.errors import InvalidArgumentError
@@ -107,6 +109,57 @@ class Dice(CompressionPolicy):
 
     def score(self, view):
         return torch.rand(view.keys.shape[:2], generator=torch.Generator().manual_seed(self.seed))
+
+
+def _dice(**body):
+    """Dice with other class attributes."""
+    return dataclass(frozen=True)(type("Dice", (Dice,), body))
+
+
+LOOSE = dataclass(type("Loose", (CompressionPolicy,), {"name": "loose", "score": Dice.score}))()
+
+
+class TestPolicyObjects:
+    """Dice is not registered here, so its text means nothing without the object."""
+
+    def test_are_kept_compared_and_sent(self):
+        config = CompressionConfig(Dice(3), budget=256)
+        assert (config.policy, config.make_policy()) == ("dice(seed=3)", Dice(3))
+        assert config == CompressionConfig(Dice(3), budget=256) != CompressionConfig(Dice(4), budget=256)
+        assert hash(config) == hash(CompressionConfig(Dice(3), budget=256))
+        assert pickle.loads(pickle.dumps(config)).make_policy() == Dice(3)
+        assert "policy='dice(seed=3)'" in repr(config)
+        assert replace(config, budget=300).make_policy() == Dice(3)
+        assert replace(config, policy="knorm") == CompressionConfig("knorm", budget=256)
+        around = CompressionConfig(Segments(Dice(3), n=4))
+        assert (around.policy, around.make_policy().inner) == ("segments(dice(seed=3), n=4)", Dice(3))
+
+    def test_of_a_registered_policy_are_its_text(self):
+        assert CompressionConfig(Knorm("large")) == CompressionConfig("knorm(keep=large)")
+
+    @pytest.mark.parametrize(
+        ("policy", "message"),
+        [
+            (Dice, r"policy is the class Dice; pass an object of it, such as Dice\(\)"),
+            (LOOSE, "policy Loose is no frozen dataclass"),
+            (type("Plain", (Dice,), {})(3), "policy Plain is no frozen dataclass"),
+            (Segments(LOOSE), "policy Loose is no frozen dataclass"),
+            (_dice(name="auto")(3), "policy Dice has the name 'auto'"),
+            (_dice(name="two words")(3), "has the name 'two words'; give its class a name of one word"),
+            (_dice(name="knorm")(3), "has the name 'knorm', which another policy has"),
+            (Dice([3]), "cannot be hashed"),
+            (Dice(torch.ones(2)), "cannot be written in a policy's name"),
+        ],
+    )
+    def test_that_cannot_be_kept_are_refused(self, policy, message):
+        with pytest.raises(InvalidArgumentError, match=message) as caught:
+            CompressionConfig(policy)
+        assert caught.value.field == "policy"
+        assert str(caught.value).endswith(".")
+
+    def test_take_no_options(self):
+        with pytest.raises(InvalidArgumentError, match="options go with a policy as text"):
+            CompressionConfig(Dice(3), options={"seed": 4})
 
 
 class TestEntryPoints:

@@ -10,6 +10,7 @@ from kvreclaim.compression import registry
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.policies.knorm import Knorm
+from kvreclaim.compression.policies.segments import Segments
 from kvreclaim.compression.policies.streaming_llm import StreamingLLM
 from kvreclaim.compression.policy import CompressionPolicy, LayerSignals, Signal
 from kvreclaim.compression.registry import make_policy
@@ -88,6 +89,17 @@ def test_the_contract_catches(body, message, monkeypatch):
     check_policy(Sound())
     with pytest.raises(AssertionError, match=message):
         check_policy("broken")
+
+
+@pytest.mark.parametrize(("body", "message"), [({}, None), *BREACHES.values()], ids=["sound", *BREACHES])
+def test_the_contract_holds_for_objects_that_are_not_registered(body, message):
+    policy = dataclasses.dataclass(frozen=True)(type("Mine", (Sound,), {**body, "name": "mine"}))()
+    if message is None:
+        check_policy(policy)
+        check_policy(Segments(policy, n=2))
+        return
+    with pytest.raises(AssertionError, match=message):
+        check_policy(policy)
 
 
 def a_view(**shape):

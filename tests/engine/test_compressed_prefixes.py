@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import tiny
 from settings import assert_idle, with_options
 
 from kvreclaim import CompressionConfig, SamplingParams
+from kvreclaim.compression.policy import CompressionPolicy
 from kvreclaim.errors import InvalidArgumentError
 
 POLICIES = (
@@ -184,3 +187,21 @@ def test_refusals(make_llm):
         llm.generate(at_document(PROMPTS[:1], compress_prompt_at=200), PARAMS, config("knorm"))
     with pytest.raises(InvalidArgumentError, match="compression evicts nothing"):
         llm.generate(at_document(PROMPTS[:1], compress_prompt_at=20), PARAMS)
+
+
+def test_policy_objects_of_two_classes_share_no_prefix(make_llm):
+    """A class that is defined again under the same name, as in a notebook, may keep other tokens."""
+
+    def mine(sign):
+        body = {"name": "mine", "score": lambda _, view: sign * view.source.value_norms()}
+        return dataclass(frozen=True)(type("Mine", (CompressionPolicy,), body))()
+
+    llm, classes = make_llm("llama"), [mine(1), mine(-1)]
+    answers = []
+    for policy in classes:
+        told, cached = one_by_one(llm, config(policy))
+        assert (cached[0], cached[1]) == (cached[0], len(DOCUMENT))
+        assert cached[0] < len(DOCUMENT)
+        answers.append(told)
+    assert answers[0] != answers[1]
+    idle(llm)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
 import tiny
+import torch
 
 import kvreclaim
 from kvreclaim import Chunk, ChunkReuse, CompressionConfig, InvalidArgumentError, SamplingParams
+from kvreclaim.compression.policy import CompressionPolicy
 from kvreclaim.engine.api.prompts import PROMPT_OPTIONS
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
@@ -67,13 +69,54 @@ def test_chat_answers_each_conversation(make_llm) -> None:
         assert said.value.field == "messages"
 
 
+@dataclass(frozen=True)
+class LoudValues(CompressionPolicy):
+    """Scores as knorm's, of values."""
+
+    name = "loud_values"
+
+    def score(self, view) -> torch.Tensor:
+        return view.source.value_norms()
+
+
+def test_a_with_block_compresses_requests_without_a_compression_of_their_own(make_llm) -> None:
+    """The block, the argument and the LLM take a policy object or a text alike."""
+    prompts = tiny.prompts((90, 120))
+    size = {"budget": 32, "interval": 16, "sinks": 2, "recent": 4}
+    mine, knorm = CompressionConfig(LoudValues(), **size), CompressionConfig("knorm", **size)
+    llm = make_llm("llama", compression=knorm)
+
+    def told(outs) -> list:
+        return [
+            (out.outputs[0].token_ids, out.metrics.policy, out.metrics.blocks_freed, out.metrics.budget)
+            for out in outs
+        ]
+
+    passed, own = told(llm.generate(prompts, GREEDY, mine)), told(llm.generate(prompts, GREEDY))
+    assert [row[1] for row in passed + own] == ["loud_values"] * 2 + ["knorm"] * 2
+    assert all(row[2] > 0 for row in passed + own)
+    with llm.compressed(mine) as same:
+        assert same is llm
+        assert told(llm.generate(prompts, GREEDY)) == passed
+        assert told(llm.generate(prompts, GREEDY, knorm)) == own
+        with llm.compressed(None):
+            assert {row[1:] for row in told(llm.generate(prompts, GREEDY))} == {(None, 0, None)}
+        assert told(llm.generate(prompts, GREEDY)) == passed
+    assert told(llm.generate(prompts, GREEDY)) == own
+    with pytest.raises(InvalidArgumentError, match="policy auto is"), llm.compressed(CompressionConfig()):
+        pass
+    with pytest.raises(ZeroDivisionError), llm.compressed(mine):
+        raise ZeroDivisionError
+    assert told(llm.generate(prompts, GREEDY)) == own
+
+
 def test_the_page_names_every_option() -> None:
     """docs/api.md, in the order that positional arguments have."""
     page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
     rows = [line.split("|")[3] for line in page.split("## Python")[1].splitlines() if line.startswith("| ")]
     named = [re.findall(r"`(\w+)`", row) for row in rows[1:4]]
     assert named[0] == [each.name for each in fields(SamplingParams) if each.init]
-    assert {*named[1]} == {each.name for each in fields(CompressionConfig)} - {"auto_budget"}
+    assert {*named[1]} == {each.name for each in fields(CompressionConfig)} - {"auto_budget", "policy_object"}
     assert {*named[2]} == {"prompt", "prompt_token_ids", *PROMPT_OPTIONS}
 
 

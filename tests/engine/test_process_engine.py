@@ -9,6 +9,7 @@ import shutil
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,10 +20,13 @@ import tiny
 from async_reading import LIMIT_S, Answer, abort_one, check_alone, new, read, run
 from settings import small
 
-from kvreclaim import LLM, SamplingParams
+from kvreclaim import LLM, CompressionConfig, SamplingParams
+from kvreclaim.compression.policies.knorm import Knorm
+from kvreclaim.compression.policies.segments import Segments
+from kvreclaim.compression.policy import CompressionPolicy
 from kvreclaim.engine.serving import started
 from kvreclaim.engine.serving.channel import PIECE, new_bell
-from kvreclaim.engine.serving.messages import EngineSpec
+from kvreclaim.engine.serving.messages import Add, EngineSpec
 from kvreclaim.engine.serving.process import ProcessEngine
 from kvreclaim.engine.serving.served import ServedModel
 from kvreclaim.errors import EngineDeadError, InvalidArgumentError, RequestTooLongError
@@ -315,3 +319,17 @@ def test_a_process_that_ends_before_it_serves_is_one_sentence(launch: Launch, mo
     monkeypatch.setattr(started, "PROGRAM", ("-c", "raise SystemExit(7)"))
     with pytest.raises(EngineDeadError, match="ended with exit code 7 before it served; the log may say why"):
         launch()
+
+
+@pytest.mark.parametrize("place", [{"__module__": "__main__"}, {"__qualname__": "f.<locals>.Mine"}])
+def test_a_policy_object_that_no_module_holds_is_refused(place) -> None:
+    cls = dataclass(frozen=True)(type("Mine", (CompressionPolicy,), {"name": "mine", "score": None, **place}))
+    for policy in (cls(), Segments(cls())):
+        config = CompressionConfig(policy)
+        with pytest.raises(
+            InvalidArgumentError, match=r"policy Mine is defined .* move the class to a module"
+        ):
+            EngineSpec(model="m", compression=config)
+        with pytest.raises(InvalidArgumentError, match="which the engine's process cannot load"):
+            Add(1, [replace(new("a"), compression=config)])
+    EngineSpec(model="m", compression=CompressionConfig(Segments(Knorm())))

@@ -12,7 +12,7 @@ from kvreclaim.checks import check_choice, require
 from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.loss_curve import LossCurve
 from kvreclaim.compression.policy import CompressionPolicy, Mode
-from kvreclaim.compression.registry import make_policy
+from kvreclaim.compression.registry import make_policy, object_spec, policy_spec
 from kvreclaim.compression.spec.recall import parse_recall
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.compression.stats_metadata import RECALIBRATE
@@ -35,7 +35,8 @@ class CompressionConfig(CompressionSettings):
     """How the KV cache of a sequence is compressed.
 
     policy:         which tokens stay, written as in docs/policies.md: "knorm", "segments(snapkv, n=4)";
-                    "auto": the best policy of the trial in the statistics (see resolved)
+                    "auto": the best policy of the trial in the statistics (see resolved); or a
+                    CompressionPolicy, whose text the field then holds
     budget:         tokens that a compression leaves per layer and KV head; more than sinks + recent. If heads
                     keep unequal numbers, it is the average, rounded to blocks (footprint.budget_in_blocks);
                     RequestMetrics.budget is the one used. "auto" (with verify): starts with the smallest of
@@ -67,8 +68,11 @@ class CompressionConfig(CompressionSettings):
 
     stats: StatsSource | None = None
     options: Mapping[str, object] = field(default_factory=dict, hash=False)
+    policy_object: CompressionPolicy | None = field(default=None, kw_only=True, repr=False)
+    """The policy that was passed as an object, if its text does not name it; set by `policy`."""
 
     def __post_init__(self) -> None:
+        self._take_policy()
         super().__post_init__()
         if self.mode is not None:
             check_choice("mode", self.mode, Mode)
@@ -106,6 +110,26 @@ class CompressionConfig(CompressionSettings):
                 f"mode is {self.mode!r}, but policy {policy.name} decides itself who shares a kept set; "
                 "leave mode out."
             )
+
+    def _take_policy(self) -> None:
+        """Set the text of a policy object, and keep the object where its text makes no equal one."""
+        given: object = self.policy
+        if isinstance(given, CompressionPolicy):
+            text, kept = object_spec(given)
+            require(
+                not self.options,
+                f"options go with a policy as text, and policy is the object {given!r}; set its fields.",
+                "options",
+            )
+            object.__setattr__(self, "policy", text)
+            object.__setattr__(self, "policy_object", kept)
+        elif isinstance(given, type):
+            raise InvalidArgumentError(
+                f"policy is the class {given.__name__}; pass an object of it, such as {given.__name__}().",
+                field="policy",
+            )
+        elif self.policy_object is not None and policy_spec(self.policy_object) != given:
+            object.__setattr__(self, "policy_object", None)  # replaced by another policy
 
     @property
     def recalled(self) -> Recall | None:
@@ -177,6 +201,8 @@ class CompressionConfig(CompressionSettings):
 
     def make_policy(self) -> CompressionPolicy:
         """The policy with its options. Raises: InvalidArgumentError for "auto", which must be resolved."""
+        if self.policy_object is not None:
+            return self.policy_object
         return make_policy(self.policy, self.options)
 
     def in_blocks(self, block_size: int) -> CompressionConfig:

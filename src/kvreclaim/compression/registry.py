@@ -127,6 +127,56 @@ def policy_spec(policy: CompressionPolicy) -> str:
     return f"{policy.name}({', '.join(parts)})" if parts else policy.name
 
 
+def object_spec(policy: CompressionPolicy) -> tuple[str, CompressionPolicy | None]:
+    """The text of a policy object, and the object itself unless the text makes an equal one.
+
+    Raises: InvalidArgumentError if it is no frozen dataclass, an option has no written form, or its name is
+    that of another policy.
+    """
+    for each in policy_classes(policy):
+        _require_own_name(each)
+    text = policy_spec(policy)
+    try:
+        hash(policy)
+    except TypeError as error:
+        raise InvalidArgumentError(
+            f"policy {text} cannot be hashed ({error}); give its options values that can, such as tuples.",
+            field="policy",
+        ) from error
+    try:
+        return text, None if make_policy(text) == policy else policy
+    except InvalidArgumentError:  # the name of a policy that is not registered
+        return text, policy
+
+
+def policy_classes(policy: CompressionPolicy) -> list[type[CompressionPolicy]]:
+    """The policy's class, then those of the policies inside a wrapper."""
+    inner = getattr(policy, WRAPPED, None)
+    return [type(policy), *(policy_classes(inner) if isinstance(inner, CompressionPolicy) else ())]
+
+
+def _require_own_name(cls: type[CompressionPolicy]) -> None:
+    params = getattr(cls, "__dataclass_params__", None)
+    if "__dataclass_params__" not in vars(cls) or not params.frozen:
+        raise InvalidArgumentError(
+            f"policy {cls.__name__} is no frozen dataclass; write @dataclass(frozen=True) above its class.",
+            field="policy",
+        )
+    name = getattr(cls, "name", None)
+    if not (isinstance(name, str) and name.isidentifier() and name != AUTO):
+        raise InvalidArgumentError(
+            f"policy {cls.__name__} has the name {name!r}; give its class a name of one word, such as name = "
+            '"my_policy".',
+            field="policy",
+        )
+    if name in policy_names() and policy_class(name) is not cls:
+        raise InvalidArgumentError(
+            f"policy {cls.__name__} has the name {name!r}, which another policy has; give its class another "
+            "name.",
+            field="policy",
+        )
+
+
 def _build(spec: Spec, options: Mapping[str, object]) -> CompressionPolicy:
     cls = policy_class(spec.name)
     given = named_arguments(spec, [field.name for field in _init_fields(cls)])

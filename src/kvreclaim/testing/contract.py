@@ -11,7 +11,7 @@ from torch import Tensor
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.policy import CompressionPolicy, CountsQuestion, LayerView, Mode, Signal
-from kvreclaim.compression.registry import make_policy, policy_spec
+from kvreclaim.compression.registry import make_policy, object_spec, policy_spec
 from kvreclaim.compression.wrapping import ranked
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.key_source import DenseSource
@@ -25,15 +25,22 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_policy(policy: str | CompressionPolicy) -> None:
-    """Run every check on a registered policy, given as it is written ("knorm(keep=large)") or built.
+    """Run every check on a policy: a registered one as it is written ("knorm(keep=large)"), or any object.
 
     A handful of passes over toy layers: seconds, no model, no network.
 
     Raises: AssertionError naming the policy and what it breaks, InvalidArgumentError if it is not known.
     """
-    spec = policy if isinstance(policy, str) else policy_spec(policy)
     for check in CHECKS:
-        check(make_policy(spec))
+        check(_fresh(policy))
+
+
+def _fresh(policy: str | CompressionPolicy) -> CompressionPolicy:
+    """The policy, made anew from its text, or from its fields where it is not registered."""
+    if isinstance(policy, str):
+        return make_policy(policy)
+    spec, unregistered = object_spec(policy)
+    return make_policy(spec) if unregistered is None else dataclasses.replace(unregistered)
 
 
 def declares_itself(policy: CompressionPolicy) -> None:
@@ -42,8 +49,8 @@ def declares_itself(policy: CompressionPolicy) -> None:
     assert dataclasses.is_dataclass(policy), f"{spec} is no dataclass"
     assert isinstance(policy.default_mode, Mode), f"{spec}: default_mode is {policy.default_mode!r}"
     assert all(isinstance(signal, Signal) for signal in policy.needs), f"{spec}: needs {policy.needs!r}"
-    assert policy == make_policy(spec), f"{spec} is not what its written form makes"
-    assert hash(policy) == hash(make_policy(spec)), f"{spec} hashes by identity"
+    assert policy == _fresh(policy), f"{spec} is not what its written form makes"
+    assert hash(policy) == hash(_fresh(policy)), f"{spec} hashes by identity"
     assert type(policy).__dataclass_params__.frozen, f"{spec} can be changed"
     window = policy.query_window
     assert Signal.RECENT_QUERIES not in policy.needs or window > 0, f"{spec} needs queries in a window of 0"
@@ -208,7 +215,7 @@ def _tensors(view: LayerView) -> list[Tensor]:
 def _choose(policy: CompressionPolicy, *, budget: int, logical_len: int, mode: Mode) -> Tensor:
     """Tokens that a compression of nine keeps: [L | 1, K | 1, kept]."""
     facts: ModelFacts = toys.model_facts()
-    config = CompressionConfig(policy_spec(policy), budget=budget, sinks=1, recent=2, mode=mode)
+    config = CompressionConfig(policy, budget=budget, sinks=1, recent=2, mode=mode)
     compressor = Compressor(config, facts, toys.query_stats(facts))
     return compressor.choose(
         lambda layer: DenseSource(toys.noise(layer, 2, 9, 8), toys.noise(layer + 9, 2, 9, 8)),

@@ -67,7 +67,8 @@ def write_value(value: object) -> str:
         return f'"{value}"'
     raise InvalidArgumentError(
         f"{value!r} cannot be written in a policy's name; it must be a number, true, false, none, a text "
-        "with one kind of quotes, or a tuple of these."
+        "with one kind of quotes, or a tuple of these.",
+        field="policy",
     )
 
 

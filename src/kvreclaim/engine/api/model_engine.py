@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -95,6 +97,22 @@ class ModelEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @contextmanager
+    def compressed(self, compression: CompressionConfig | None) -> Iterator[Self]:
+        """Give requests without their own compression this one, inside a with block; None keeps every token.
+
+        max_model_len stays that of the engine. Raises: InvalidArgumentError, StatsMismatchError.
+        """
+        before = self.compression
+        if compression is not None:
+            compression = self.resolved(compression)
+            self.compressor(compression)
+        self.compression = compression
+        try:
+            yield self
+        finally:
+            self.compression = before
 
     def close(self) -> None:
         """Wait for pending writes to disk and close the file; it also happens when the process ends. Without

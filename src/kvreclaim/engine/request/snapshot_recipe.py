@@ -35,6 +35,8 @@ def recipe_of(compressor: Compressor | None, footprint: Footprint) -> str:
             "mode": str(compressor.mode.value),
             "statistics": compressor.stats_digest,
         }
+        if compressor.config.policy_object is not None:  # a class of the same name may differ elsewhere
+            told["class"] = f"class at {id(type(policy)):#x}"
     common = replace(footprint, offset=0, compress_prompt_at=0, keep_at=0, shareable_until=None, drops=None)
     told |= {
         "footprint": {

@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvreclaim.checks import require
 from kvreclaim.compression.config import CompressionConfig
+from kvreclaim.compression.registry import policy_classes
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.serving.core import EngineCore, EngineOutputs
@@ -30,6 +32,9 @@ class EngineSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     prepare: Callable[[], None] | None = None
 
+    def __post_init__(self) -> None:
+        _require_importable(self.compression)
+
     def load(self) -> LLM:
         """Here. Raises what LLM raises."""
         place: dict[str, Any] = {
@@ -41,12 +46,28 @@ class EngineSpec:
         return LLM(self.model, **place, **self.options)
 
 
+def _require_importable(config: CompressionConfig | None) -> None:
+    """Raises: InvalidArgumentError for a policy object of a class that the engine's process cannot import."""
+    policy = None if config is None else config.policy_object
+    for cls in () if policy is None else policy_classes(policy):
+        require(
+            cls.__module__ != "__main__" and "<locals>" not in cls.__qualname__,
+            f"policy {cls.__name__} is defined in {cls.__module__}, which the engine's process cannot load; "
+            "move the class to a module, or use LLM, which runs in this process.",
+            "policy",
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Add:
     """Queue requests, all or none; a CallReply follows."""
 
     ticket: int
     news: Sequence[RequestSpec]
+
+    def __post_init__(self) -> None:
+        for each in self.news:
+            _require_importable(each.compression)
 
 
 @dataclass(frozen=True, slots=True)
