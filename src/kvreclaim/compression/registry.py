@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from types import MappingProxyType
+from typing import Any
 
 from kvreclaim.compression.policies.ada_kv import AdaKV
 from kvreclaim.compression.policies.critical import Critical
@@ -156,8 +157,8 @@ def policy_classes(policy: CompressionPolicy) -> list[type[CompressionPolicy]]:
 
 
 def _require_own_name(cls: type[CompressionPolicy]) -> None:
-    params = getattr(cls, "__dataclass_params__", None)
-    if "__dataclass_params__" not in vars(cls) or not params.frozen:
+    params: Any = vars(cls).get("__dataclass_params__")
+    if params is None or not params.frozen:
         raise InvalidArgumentError(
             f"policy {cls.__name__} is no frozen dataclass; write @dataclass(frozen=True) above its class.",
             field="policy",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +41,11 @@ def _fresh(policy: str | CompressionPolicy) -> CompressionPolicy:
     if isinstance(policy, str):
         return make_policy(policy)
     spec, unregistered = object_spec(policy)
-    return make_policy(spec) if unregistered is None else dataclasses.replace(unregistered)
+    if unregistered is None:
+        return make_policy(spec)
+    fields: Any = unregistered
+    made: CompressionPolicy = dataclasses.replace(fields)
+    return made
 
 
 def declares_itself(policy: CompressionPolicy) -> None:
