@@ -28,6 +28,8 @@ SCHEMA = {
     "schema": {**Animal.model_json_schema(), "additionalProperties": False},
 }
 
+ENDLESS = {"type": "object", "properties": {"x": {"$ref": "#/properties/x"}}, "required": ["x"]}
+
 
 @pytest.fixture(scope="module")
 def client(real_dir: Path) -> Iterator[openai.OpenAI]:
@@ -94,6 +96,29 @@ def test_structured_outputs_of_both_routes(
             },
             "response_format.json_schema.schema",
             "Invalid type: strin",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": ENDLESS}}},
+            "response_format.json_schema.schema",
+            "no JSON value follows it",
+        ),
+        (
+            {"extra_body": {"structured_outputs": {"regex": r"a[^\s\S]"}}},
+            "structured_outputs.regex",
+            "no text follows it",
+        ),
+        (
+            {"extra_body": {"structured_outputs": {"grammar": 'root ::= "a" root'}}},
+            "structured_outputs.grammar",
+            "never ends",
+        ),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": ENDLESS}}],
+                "tool_choice": "required",
+            },
+            "tools.0.function.parameters",
+            "each value would contain another one",
         ),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.name", "is missing"),
         (

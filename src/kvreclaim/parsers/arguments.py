@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.parsers.endless import has_value
 from kvreclaim.parsers.lark import ANY, Lark, escaped
 from kvreclaim.parsers.schema_shape import misshapen
 from kvreclaim.parsers.schema_size import MAX_PROPERTIES, too_many
@@ -45,6 +46,8 @@ class Callee:
         self._check_shape()
         if self.parameters.get("type", "object") != "object":
             raise self.refusal("", f"has type {str(self.parameters['type'])!r}; pass an object's schema")
+        if not has_value(self.parameters):
+            raise self.refusal("", "cannot be followed: each value would contain another one; change it")
         if (count := too_many(dict(self.parameters))) is not None:
             raise self.refusal(
                 "", f"has an object of {count} properties, at most {MAX_PROPERTIES} are followed"

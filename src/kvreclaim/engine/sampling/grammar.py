@@ -16,12 +16,14 @@ from typing import Any
 import llguidance
 import numpy as np
 import torch
+from llguidance import TokenizerWrapper
 from llguidance.hf import from_tokenizer
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.parsers.endless import has_text, has_value
 from kvreclaim.parsers.lark import WHITE_SPACE
 from kvreclaim.structured_outputs import AnswerGrammar, StructuredOutputsParams
 
@@ -69,8 +71,9 @@ class Grammars:
             matcher = Matcher(self._tokens, _grammar(kind, text), log_level=0)
         except (ValueError, RecursionError) as error:
             raise _refusal(kind, str(error)) from error
-        if matcher.is_error():
-            raise _refusal(kind, matcher.get_error())
+        reason = matcher.get_error() if matcher.is_error() else _reason_at_start(matcher)
+        if reason is not None:
+            raise _refusal(kind, reason)
         return matcher
 
 
@@ -99,10 +102,14 @@ def check(params: StructuredOutputsParams) -> None:
 def reason_against(params: StructuredOutputsParams) -> str | None:
     """Why a grammar without special tokens cannot be followed; None: it can."""
     try:
-        is_wrong, reasons = Matcher.validate_grammar_with_warnings(_grammar(*params.source))
+        grammar = _grammar(*params.source)
+        is_wrong, reasons = Matcher.validate_grammar_with_warnings(grammar)
     except (ValueError, RecursionError) as error:
         is_wrong, reasons = True, [str(error)]
-    return _shortened(reasons[0]) if is_wrong else None
+    if is_wrong:
+        return _shortened(reasons[0])
+    matcher = Matcher(_byte_tokens(), grammar, log_level=0)
+    return None if matcher.is_error() else _reason_at_start(matcher)
 
 
 def composed(lark: str, answer: StructuredOutputsParams | None) -> AnswerGrammar:
@@ -120,9 +127,35 @@ def _grammar(kind: str, text: str) -> str:
     if kind == "answer":
         return text
     if kind == "json":
-        json.loads(text)  # says where it is no JSON
+        if not has_value(json.loads(text)):  # which says where it is no JSON
+            raise ValueError("no JSON value follows it, for each would contain another one")
         return Matcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITE_SPACE})
-    return llguidance.grammar_from(kind, text)  # type: ignore[arg-type]
+    grammar = llguidance.grammar_from(kind, text)  # type: ignore[arg-type]
+    if kind == "grammar" and not has_text(grammar):
+        raise ValueError("no text follows it, for `start` never ends")
+    return grammar
+
+
+def _reason_at_start(matcher: Matcher) -> str | None:
+    """Why no output can begin; None: one can."""
+    begun = matcher.deep_copy()
+    begun.compute_bitmask()
+    return "no text follows it" if begun.is_error() else None
+
+
+class _Bytes:
+    """A vocabulary of single bytes, for grammars whose model is not known."""
+
+    eos_token_id, bos_token_id = 256, None
+    tokens = (*(bytes([byte]) for byte in range(256)), b"<eos>")
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+@cache
+def _byte_tokens() -> llguidance.LLTokenizer:
+    return llguidance.LLTokenizer(TokenizerWrapper(_Bytes()), n_vocab=257)
 
 
 def _refusal(kind: str, reason: str) -> InvalidArgumentError:
