@@ -3,6 +3,7 @@ the scorers accept those solutions and nothing else."""
 
 from __future__ import annotations
 
+import json
 import random
 import re
 
@@ -232,8 +233,41 @@ def test_only_a_line_feed_ends_a_question(tmp_path):
     assert read_questions(path) == (("one\u2028two\x85three", ("x",)), ("2", ("y",)))
 
 
-def test_normalise():
-    assert normalise("  The Quick-Brown, a FOX! ") == "quick brown fox"
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("  The Quick-Brown, a FOX! ", "quick brown fox"),
+        ("“Bern”. «Bern» ¡Bern! don’t", "bern bern bern don t"),
+        ("答案：北京。", "答 案 北 京"),
+        ("-5 it is", "-5 it is"),
+        ("**−5** (-5) x=-5 –5 -.5 -$5", "-5 -5 x -5 -5 -0.5 -5"),
+        ("3-5, 3–5, covid-19, f(3)-5, 2024-05-01, - 5", "3 5 3 5 covid 19 f 3 5 2024 05 01 5"),
+        ("It is 3.5. Or .5? v1.2; 5.", "it is 3.5 or 0.5 v1.2 5"),
+        ("the...5 1.Bern Bern.5", "5 1 bern bern 5"),
+        ("-1,234.50 1,000,000 1,2,3 12,34", "-1234.50 1000000 1 2 3 12 34"),
+        ("$5 €5 +5 5% ５．５", "5 5 5 5 5.5"),
+    ],
+)
+def test_normalise(text, words):
+    assert normalise(text) == words
+
+
+@pytest.mark.parametrize(
+    ("said", "accepted", "right"),
+    [
+        ("答案是北京。", "北京", 1),
+        ("The answer is “Bern”.", "Bern", 1),
+        ("-5 it is", "5", 0),
+        ("It is 5.", "-5", 0),
+        ("2.5 grams", "5", 0),
+        ("25 grams", "2.5", 0),
+        ("It costs 1,000.", "1000", 1),
+    ],
+)
+def test_punctuation_goes_and_numbers_keep_their_values(tmp_path, said, accepted, right):
+    path = jsonl(tmp_path, json.dumps({"prompt": "?", "answer": accepted}))
+    task = JsonlTask("q", ENCODE, read_questions(path), 16)
+    assert task.judge(task.item(0, 0), Answer(text=said)).points == right
 
 
 def test_a_directory_is_read_in_the_order_of_its_files(tmp_path):

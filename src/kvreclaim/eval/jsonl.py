@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import string
+import sys
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,21 @@ from kvreclaim.eval.text.base import final_part
 from kvreclaim.eval.text.prose import Encoder
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation, " "))
+_THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3}(?:,\d{3})+)(?![\d,])")
+_NUMBER = re.compile(r"((?:(?<![\w)\]])[-–−])?)([$€£¥]?)((?:\d+|(?<![\w.])(?=\.\d))(?:\.\d+)*)")
+_UNSPACED = re.compile(r"([\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff])")
+"""Scripts that write no spaces: each character is a word."""
+_WIDE = {0xFF01 + offset: 0x21 + offset for offset in range(94)}
+"""Full-width forms of ASCII."""
+_MINUS, _POINT = "\ue000", "\ue001"
+"""Private characters that stand for the marks of a number while punctuation is removed."""
 
 
 @dataclass(frozen=True)
 class JsonlTask(PlainTask):
     """One question a line. Right if an accepted answer is contained in what was generated, in whole words,
-    or, with exact, is all of it; both after normalisation (lower case, no punctuation, no articles, except
-    for an answer that is only an article: "A").
+    or, with exact, is all of it; both after normalisation (see normalise; an answer that is only an article,
+    such as "A", is compared with articles kept).
 
     questions: (prompt, accepted answers)
     """
@@ -66,9 +74,41 @@ class JsonlTask(PlainTask):
 
 
 def normalise(text: str, *, articles: bool = False) -> str:
-    """Lower case, single spaces, punctuation removed, and English articles unless `articles` keeps them."""
-    words = text.casefold().translate(_PUNCTUATION)
-    return " ".join((words if articles else _ARTICLES.sub(" ", words)).split())
+    """Return the words of a text in lower case, with single spaces.
+
+    Unicode's punctuation and ASCII's symbols become spaces. A number keeps its minus sign and its decimal
+    points, and loses the commas between thousands. Each Chinese or Japanese character is a word.
+
+    articles: keep English articles
+    """
+    words = _NUMBER.sub(_marked, _THOUSANDS.sub(_joined, text.casefold().translate(_WIDE)))
+    words = _UNSPACED.sub(r" \1 ", words.translate(_spaces()))
+    if not articles:
+        words = _ARTICLES.sub(" ", words)
+    return " ".join(words.split()).replace(_MINUS, "-").replace(_POINT, ".")
+
+
+def _joined(number: re.Match[str]) -> str:
+    return number[0].replace(",", "")
+
+
+def _marked(number: re.Match[str]) -> str:
+    """A number, its marks replaced by private characters; ".5" is 0.5."""
+    sign, _, digits = number.groups()
+    digits = f"0{digits}" if digits.startswith(".") else digits
+    return f" {_MINUS}{digits.replace('.', _POINT)}" if sign else digits.replace(".", _POINT)
+
+
+@cache
+def _spaces() -> Mapping[int, str]:
+    """Punctuation, the symbols of ASCII and signs of currencies, each replaced by a space."""
+    marks = (chr(code) for code in range(sys.maxunicode + 1))
+    return {
+        ord(mark): " "
+        for mark in marks
+        for kind in [unicodedata.category(mark)]
+        if kind[0] == "P" or kind == "Sc" or (kind[0] == "S" and mark.isascii())
+    }
 
 
 def read_questions(path: Path) -> tuple[tuple[str, tuple[str, ...]], ...]:
