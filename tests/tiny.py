@@ -172,7 +172,13 @@ _CLASSES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "phi3": (Phi3Config, {}),
     "gpt-oss": (
         GptOssConfig,
-        {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
+        {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": WINDOW,
+            "rope_parameters": {**_YARN, "truncate": False},
+        },
     ),
     "glm4": (Glm4Config, {"head_dim": 16}),
     "olmo2": (Olmo2Config, {}),

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 EOS = 262
 CONTROL = 265
+PIECES = ("▁", "t", "h", "e", "th", "the", "▁t", "▁the", "a", "▁a", "n", "▁▁", "1")
 _GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -41,6 +42,14 @@ LONGROPE: dict[str, Any] = {
         "attention_factor": 1.25,
     },
 }
+YARN: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 500.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+    }
+}
 TWO_ROTATIONS = {
     "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
@@ -60,7 +69,9 @@ def write(
     scaling: str = "none",
     controls: Sequence[str] = (),
     ends: Mapping[str, int] = MappingProxyType({"eos": EOS}),
-    template: str = tiny.CHAT_TEMPLATE,
+    template: str | list[dict[str, str]] = tiny.CHAT_TEMPLATE,
+    flags: Mapping[str, bool] = MappingProxyType({}),
+    is_sentencepiece: bool = False,
     **overrides: Any,
 ) -> PreTrainedModel:
     """The model that transformers should make of the file; its vectors are F32.
@@ -74,6 +85,9 @@ def write(
     scaling: of rotary positions
     controls: texts of control tokens, from CONTROL on
     ends:    ids that the header names, by kind
+    template: of chats, or a list of named ones
+    flags:   of the tokenizer, such as add_bos_token
+    is_sentencepiece: the tokenizer is PIECES, not that of tiny
     overrides: fields of the model's config
     """
     model = tiny.build(family, eos_token_id=EOS, **(FAMILIES[family] | overrides))
@@ -81,7 +95,12 @@ def write(
     writer = gguf.GGUFWriter(file, architecture)
     _write_config(writer, model.config)
     _write_rotation(writer, model.config, scaling)
-    _write_tokenizer(writer, pre, controls)
+    if is_sentencepiece:
+        _write_pieces(writer)
+    else:
+        _write_tokenizer(writer, pre, controls)
+    for flag, value in flags.items():
+        writer.add_bool(f"tokenizer.ggml.{flag}", value)
     for kind, token in ends.items():
         writer.add_uint32(f"tokenizer.ggml.{kind}_token_id", token)
     writer.add_chat_template(template)
@@ -131,11 +150,12 @@ def _write_rotation(writer: gguf.GGUFWriter, config, scaling: str) -> None:
     writer.add_string(f"{writer.arch}.rope.scaling.type", scaling)
     if "factor" in rotation:
         writer.add_rope_scaling_factor(rotation["factor"])
+    if rotation["rope_type"] in ("yarn", "longrope"):
+        writer.add_rope_scaling_orig_ctx_len(rotation["original_max_position_embeddings"])
     if "sliding_attention" in config.rope_parameters:
         base = config.rope_parameters["sliding_attention"]["rope_theta"]
         writer.add_float32(f"{writer.arch}.rope.freq_base_swa", base)
     if rotation["rope_type"] == "longrope":
-        writer.add_rope_scaling_orig_ctx_len(rotation["original_max_position_embeddings"])
         writer.add_rope_scaling_attn_factors(rotation["attention_factor"])
         for kind in ("short", "long"):
             factors = np.array(rotation[f"{kind}_factor"], np.float32)
@@ -155,6 +175,17 @@ def _write_tokenizer(writer: gguf.GGUFWriter, pre: str, controls: Sequence[str])
     writer.add_token_list(tokens)
     writer.add_token_types([control if token in ("<eos>", *controls) else plain for token in tokens])
     writer.add_token_merges(["e n", "en d", "t h", "th e", "s t", "o p", "Ċ Ċ", "Ġ 1"])
+
+
+def _write_pieces(writer: gguf.GGUFWriter) -> None:
+    """A SentencePiece vocabulary: unknown, BOS, EOS, all bytes, and PIECES."""
+    types = gguf.TokenType
+    controls = [types.UNKNOWN, types.CONTROL, types.CONTROL]
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *PIECES])
+    writer.add_token_scores([0.0] * 259 + [3.0 * len(piece) - 10.0 for piece in PIECES])
+    writer.add_token_types(controls + [types.BYTE] * 256 + [types.NORMAL] * len(PIECES))
 
 
 def _num_heads(name: str, config) -> int | None:

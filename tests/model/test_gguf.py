@@ -95,7 +95,10 @@ def test_an_architecture_that_transformers_does_not_read(tmp_path: Path) -> None
         ({"without": "blk.1.ffn_up.weight"}, "lacks 1 tensors (model.layers.1.mlp.up_proj.weight is one)"),
         ({"beside": ["blk.0.attn_q.bias"]}, "it does not read the rest from GGUF"),
         ({"beside": ["rope_freqs.weight"]}, "scales its rotary positions (rope_freqs.weight)"),
-        ({"scaling": "linear"}, "scales its rotary positions (linear)"),
+        (
+            {"scaling": "su", "rope_parameters": tiny_gguf.YARN["rope_parameters"]},
+            "scales rotary positions by 'su'",
+        ),
     ],
     ids=str,
 )
@@ -105,6 +108,15 @@ def test_what_would_become_another_model(how: dict, words: str, tmp_path: Path) 
         convert_gguf(tmp_path / "tiny.gguf", tmp_path / "made", print)
     assert words in str(refused.value)
     assert not (tmp_path / "made").exists()
+
+
+def test_a_scaled_rotation_is_kept(tmp_path: Path) -> None:
+    source = tiny_gguf.write(tmp_path / "tiny.gguf", scaling="yarn", **tiny_gguf.YARN)
+    convert_gguf(tmp_path / "tiny.gguf", tmp_path / "made", print)
+    tokens = torch.tensor(tiny.prompts((300,), seed=3))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=torch.float32).eval()
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, source(tokens).logits)
 
 
 def test_without_its_package(monkeypatch, tmp_path: Path) -> None:

@@ -151,6 +151,7 @@ REFUSED = {
     "an end of text": ([text("tokenizer.ggml.eos_token_id", "</s>")], [], "a token id"),
     "a template of 5": ([u32("tokenizer.chat_template", 5)], [], "must be text"),
     "a beginning of 5": ([u32("tokenizer.ggml.add_bos_token", 5)], [], "true or false"),
+    "a template above its folder": ([text("tokenizer.chat_template.../x", "")], [], "under a name of"),
     "a tensor twice": ([], [tensor(), tensor()], "two tensors 't'"),
     "a tensor in another code": ([], [tensor(name=b"\xff")], "a tensor's name is no UTF-8"),
     "a tensor of what": ([], [tensor(kind=9999)], "type 9999"),

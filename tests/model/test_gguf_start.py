@@ -10,7 +10,7 @@ import pytest
 import tiny_gguf
 from transformers import AutoTokenizer
 
-from kvreclaim.model.gguf import cut_as_trained
+from kvreclaim.model.gguf_tokenizer import as_in_llama_cpp
 from kvreclaim.model.loader import load_model
 from kvreclaim.model.quantized.gguf_file import GgufSource, gguf_parts
 from kvreclaim.ops import extension
@@ -37,7 +37,7 @@ def file(tmp_path: Path, monkeypatch) -> Path:
 
 def test_the_kept_tokenizer_is_that_of_the_file(file: Path) -> None:
     own = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
-    cut_as_trained(own, "smollm", print)
+    as_in_llama_cpp(own, GgufSource(file).index.fields, print)
     loaded = load_model(file).tokenizer
     assert loaded is not None
     assert loaded.backend_tokenizer.to_str() == own.backend_tokenizer.to_str()

@@ -60,7 +60,7 @@ def test_the_facts_of_every_family(family, dtype, tiny_dir) -> None:
         assert (layer.softmax.sinks is not None) == (family == "gpt-oss")
         assert layer.latent == (family in tiny.LATENT)
     assert facts.rope_problem is None
-    assert facts.max_position == 512
+    assert facts.max_position == (2048 if family == "llama-linear" else 512)
     assert facts.dtype == getattr(torch, dtype)
     assert (facts.device.type, facts.num_layers) == ("cpu", 2)
 
@@ -155,7 +155,7 @@ def test_a_layer_without_attention_is_refused() -> None:
     [
         ("llama", {}, 512),
         ("llama-yarn", {}, 512),
-        ("llama-linear", {"max_position_embeddings": 300}, 300),
+        ("llama-linear", {"max_position_embeddings": 300}, 1200),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}}, 512),
         (
             "phi3",

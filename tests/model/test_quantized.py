@@ -110,14 +110,26 @@ def test_matrices_that_are_not_packed_stay_in_16_bits(tmp_path: Path, monkeypatc
     ("family", "form", "how"),
     [
         ("llama", Form.Q4_1, {}),
+        ("llama", Form.Q4_1, {"scaling": "yarn", **tiny_gguf.YARN}),
         ("qwen3", Form.Q5_1, {}),
+        ("qwen3", Form.Q5_1, {"scaling": "yarn", **tiny_gguf.YARN}),
         ("gemma2", Form.Q5_0, {}),
         ("gemma3", Form.Q5_0, {}),
         ("gemma3", Form.Q8_0, {"scaling": "linear", "rope_parameters": tiny_gguf.TWO_ROTATIONS}),
         ("phi3", Form.Q5_0, {}),
         ("phi3", Form.Q4_0, {"scaling": "longrope", **tiny_gguf.LONGROPE}),
     ],
-    ids=["llama", "qwen3", "gemma2", "gemma3", "gemma3-linear", "phi3", "phi3-longrope"],
+    ids=[
+        "llama",
+        "llama-yarn",
+        "qwen3",
+        "qwen3-yarn",
+        "gemma2",
+        "gemma3",
+        "gemma3-linear",
+        "phi3",
+        "phi3-longrope",
+    ],
 )
 def test_gguf_architectures(family: str, form: Form, how: dict, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("KVRECLAIM_HOME", str(tmp_path / "home"))

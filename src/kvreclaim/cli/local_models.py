@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvreclaim.checks import require
+from kvreclaim.checks import is_int, require
 from kvreclaim.cli.fetch import fetched
 from kvreclaim.cli.options import DEMO, model_of
 from kvreclaim.errors import KVReclaimError
+from kvreclaim.model.gguf_rotation import rope_scaling
+from kvreclaim.model.position_limit import position_limit
 from kvreclaim.model.quantized.copy_file import CopyFile, copy_files
 from kvreclaim.model_paths import (
     REAL_MODEL,
@@ -126,7 +129,7 @@ def _directory(path: Path) -> LocalModel:
         num_bytes=num_bytes_of(path),
         modified=stamp.stat().st_mtime,
         weights=_weights(config),
-        context=str(_said(config, "max_position_embeddings") or UNKNOWN),
+        context=_context(config),
         has_statistics=statistics_beside(path).is_file(),
         is_fetched=is_fetched,
         wrong=lacks(path) if is_fetched else None,
@@ -147,7 +150,8 @@ def _gguf(file: Path) -> LocalModel:
             kinds[tensor.kind] += tensor.num_bytes
         weights = kinds.most_common(1)[0][0] if kinds else UNKNOWN
         kind = index.fields.get("general.architecture")
-        context = str(index.fields.get(f"{kind}.context_length", UNKNOWN))
+        said = {"model_type": kind, "max_position_embeddings": index.fields.get(f"{kind}.context_length")}
+        context = _context(said, partial(rope_scaling, index.fields))
     about = file.stat()
     return LocalModel(
         name=str(file.relative_to(models_home())),
@@ -192,6 +196,18 @@ def _weights(config: Mapping[str, Any]) -> str:
         bits = packed.get("bits") or (4 if packed.get("load_in_4bit") else None)
         return f"{packed.get('quant_method', UNKNOWN)}{f' {bits} bits' if bits else ''}"
     return str(_said(config, "dtype") or _said(config, "torch_dtype") or UNKNOWN).removeprefix("torch.")
+
+
+def _context(config: Mapping[str, Any], rotation: Callable[[], object] | None = None) -> str:
+    """Tokens that the model is made for. rotation: its rope_parameters, where they are not in the config"""
+    inner = config.get("text_config")
+    config = inner if isinstance(inner, Mapping) else config
+    known: Any = config.get("max_position_embeddings")
+    try:
+        config = config if rotation is None else {**config, "rope_parameters": rotation()}
+        return str(position_limit(config, int(known)) if is_int(known) else known or UNKNOWN)
+    except KVReclaimError:
+        return str(known)
 
 
 def _said(config: Mapping[str, Any], key: str) -> Any:

@@ -15,17 +15,15 @@ from kvreclaim.errors import FetchError
 from kvreclaim.model.checkpoint_file import write_checkpoint
 from kvreclaim.model.ends import gguf_ends
 from kvreclaim.model.gguf_index import GgufIndex
+from kvreclaim.model.gguf_tokenizer import as_in_llama_cpp
 from kvreclaim.model.gguf_weights import GgufWeights
+from kvreclaim.model.quantized.gguf_fields import scaled_rotation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 NEEDED = ("gguf",)
-DIGITS_APART = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
-"""Values of tokenizer.ggml.pre for which llama.cpp cuts every digit off before GPT-2's pattern is applied."""
-
-LIKE_GPT2 = frozenset({"default", "gpt-2"})
 
 
 def check_packages() -> None:
@@ -52,7 +50,7 @@ def convert_gguf(file: Path, directory: Path, say: Callable[[str], object]) -> N
         weights = GgufWeights(index, model)
     header = header_of(index)
     _check_whole(file.name, header, model, weights.missing)
-    cut_as_trained(tokenizer, header.rule, say)
+    as_in_llama_cpp(tokenizer, index.fields, say)
     model.config.save_pretrained(directory)
     _write_ends(gguf_ends(index.fields, tokenizer, model.config), model.config, directory)
     write_checkpoint(model, weights.own, _reading(file.name)(weights.read), directory)
@@ -85,12 +83,10 @@ def _write_ends(ends: frozenset[int], config: Any, directory: Path) -> None:
 class GgufHeader:
     """Facts of a GGUF file that transformers does not report.
 
-    rule:        how text is cut into words
     num_weights: numbers in all tensors but those of the rotation
-    rotation:    what scales rotary positions, by its name; None where they are plain
+    rotation:    a tensor that scales rotary positions; None where there is none
     """
 
-    rule: str
     num_weights: int
     rotation: str | None
 
@@ -104,6 +100,7 @@ def _opened(file: Path) -> tuple[GgufIndex, Tokenizer, PreTrainedModel]:
     index.num_layers()
     where: Any = {"pretrained_model_name_or_path": os.fspath(file.parent), "gguf_file": file.name}
     config, tokenizer = AutoConfig.from_pretrained(**where), AutoTokenizer.from_pretrained(**where)
+    config.update(scaled_rotation(index, config))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.config.update({"architectures": [type(model).__name__]})
@@ -113,11 +110,9 @@ def _opened(file: Path) -> tuple[GgufIndex, Tokenizer, PreTrainedModel]:
 def header_of(index: GgufIndex) -> GgufHeader:
     """The header in an index."""
     turning = [name for name in index.tensors if name.startswith("rope_")]
-    kind = index.fields.get(f"{index.fields.get('general.architecture', '')}.rope.scaling.type", "none")
     return GgufHeader(
-        rule=index.fields.get("tokenizer.ggml.pre", "default"),
         num_weights=sum(prod(t.shape) for t in index.tensors.values() if t.name not in turning),
-        rotation=turning[0] if turning else None if kind == "none" else kind,
+        rotation=turning[0] if turning else None,
     )
 
 
@@ -139,26 +134,10 @@ def _check_whole(name: str, header: GgufHeader, model: PreTrainedModel, missing:
 
 
 def refuse_rotation(name: str, header: GgufHeader, config: Any) -> None:
-    """Raises: FetchError where a file scales its rotary positions and transformers' config of it does not."""
-    rotation: Any = config.get_text_config().rope_parameters or {}  # one dict, or one for each layer type
-    each = [part for part in rotation.values() if isinstance(part, dict)] or [rotation]
-    is_plain = all(part.get("rope_type", "default") == "default" for part in each)
-    if header.rotation is not None and is_plain:
+    """Raises: FetchError where a file scales its rotary positions by a tensor, and not as LongRoPE does."""
+    rotation: Any = config.get_text_config().rope_parameters or {}
+    if header.rotation is not None and rotation.get("rope_type") != "longrope":
         raise FetchError(
             f"{name} scales its rotary positions ({header.rotation}), which transformers does not read from "
             "GGUF; pass the model's hub id, or another file."
         )
-
-
-def cut_as_trained(tokenizer: Tokenizer, rule: str, say: Callable[[str], object]) -> None:
-    """Cut digits off where the vocabulary wants it, which transformers 5.23 does not: it cuts "\\n\\n1" as
-    "\\n", "\\n", "1", where the model has learned "\\n\\n", "1"."""
-    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
-
-    backend = tokenizer.backend_tokenizer
-    if rule in DIGITS_APART:
-        backend.pre_tokenizer = Sequence(
-            [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
-        )
-    elif rule not in LIKE_GPT2 and isinstance(backend.pre_tokenizer, ByteLevel):
-        say(f"text is cut as GPT-2 does, since transformers does not know {rule!r}, which the file asks for")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,6 +34,9 @@ NUMBERS = frozenset(
 """Fields of an architecture that are integers, or numbers, and what both have to be: not negative, finite."""
 
 
+TEMPLATE_NAME = re.compile(r"tokenizer\.chat_template\.[\w-]{1,64}", re.ASCII)
+
+
 def quoted(text: str) -> str:
     """Text of a file as an error shows it: its beginning, on one line, without control characters."""
     return repr(text if len(text) <= SHOWN else f"{text[:SHOWN]}...")
@@ -51,11 +55,14 @@ def check_fields(fields: Mapping[str, Any]) -> None:
 def _needed(key: str, value: object, is_own: bool) -> str | None:
     """What a field has to be, where its value is something else. is_own: of the architecture"""
     if is_own and isinstance(value, float) and key not in COUNTS:
-        return None if math.isfinite(value) else "a finite number"
+        fits = math.isfinite(value) and (value >= 0 or key not in NUMBERS)
+        return None if fits else "a finite number"
     if is_own and is_int(value):
         return None if 0 <= int(value) <= MAX_NUMBER else f"from 0 to {MAX_NUMBER}"  # type: ignore[call-overload]
     if is_own and (key in COUNTS or key in NUMBERS):
         return "an integer" if key in COUNTS else "a number"
+    if key.startswith("tokenizer.chat_template.") and not TEMPLATE_NAME.fullmatch(key):
+        return "under a name of letters, digits, _ and -"  # files are named so
     if key in TEXTS or key.startswith("tokenizer.chat_template"):
         return None if isinstance(value, str) else "text"
     if key.startswith("tokenizer.ggml.add_"):

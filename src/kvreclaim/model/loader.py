@@ -29,7 +29,7 @@ from kvreclaim.model.native_mlp import use_fast_mlps
 from kvreclaim.model.native_model import use_native_model
 from kvreclaim.model.native_modules import use_fast_linears, use_fast_norms
 from kvreclaim.model.overrides import overridden
-from kvreclaim.model.probe import probe
+from kvreclaim.model.probe import positions_of, probe
 from kvreclaim.model.quantized.build import build
 from kvreclaim.model.quantized.checkpoint import checkpoint_source
 from kvreclaim.model.quantized.gguf_file import GgufSource, gguf_config, gguf_tokenizer, is_gguf
@@ -236,7 +236,7 @@ def read_config(path: str | os.PathLike[str]) -> Any:
 def _load_config(name: str) -> Any:
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # every family checks its fields in its own way
         raise InvalidArgumentError(
             f"model {name!r} has no readable config ({_first_line(error)}); pass a local directory with "
             "config.json and *.safetensors, or the id of a model that is in the local hub cache."
@@ -245,6 +245,7 @@ def _load_config(name: str) -> Any:
 
 def _refuse_unsupported(config: Any, name: str) -> None:
     """Refuse by config what can be known before any weight is read."""
+    positions_of(config.get_text_config())
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
             f"{name} is an encoder-decoder ({config.model_type}); kvreclaim serves decoder-only models."
@@ -283,7 +284,7 @@ def _load_weights(name: str, dtype: torch.dtype | str, config: Any) -> PreTraine
         raise UnsupportedModelError(
             f"{name} cannot run with a custom attention function: {_first_line(error)}"
         ) from error
-    except (SafetensorError, RuntimeError) as error:
+    except (SafetensorError, RuntimeError, LookupError, TypeError, ArithmeticError) as error:
         raise InvalidArgumentError(
             f"the weights of model {name!r} are damaged or do not fit its config ({_first_line(error)}); "
             "download or convert the checkpoint again."

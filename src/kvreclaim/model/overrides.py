@@ -8,6 +8,10 @@ from typing import Any
 
 from kvreclaim.errors import InvalidArgumentError
 
+ROTATION = ("rope_parameters", "rope_scaling", "rope_theta")
+"""rope_parameters, and as older configs spell its parts."""
+UNSCALED = ("rope_theta", "partial_rotary_factor")
+
 
 def overridden(config: Any, changes: Mapping[str, Any], name: str) -> Any:
     """The config with these fields. Of a field that holds others, such as rope_parameters, those that are not
@@ -30,7 +34,11 @@ def overridden(config: Any, changes: Mapping[str, Any], name: str) -> Any:
 
 def _merged(said: Mapping[str, Any], changes: Mapping[str, Any], name: str) -> dict[str, Any]:
     made = dict(copy.deepcopy(said))
+    rotation = made.get("rope_parameters")
     for key, value in changes.items():
+        if isinstance(rotation, dict) and key in ROTATION:
+            made["rope_parameters"] = rotation = _turned(rotation, key, value, name)
+            continue
         if key not in made:
             raise InvalidArgumentError(
                 f"hf_overrides names {key!r}, which the config of {name} does not have; its fields are "
@@ -43,6 +51,40 @@ def _merged(said: Mapping[str, Any], changes: Mapping[str, Any], name: str) -> d
         else:
             made[key] = {**own, **value} if isinstance(own, dict) and isinstance(value, Mapping) else value
     return made
+
+
+def _turned(own: dict[str, Any], key: str, value: Any, name: str) -> dict[str, Any]:
+    """rope_parameters with a change that one of ROTATION names. Where types of layers have rotations of their
+    own, what names no type is about full_attention.
+
+    Raises: InvalidArgumentError.
+    """
+    if key == "rope_theta":
+        value = {key: value}
+    if not isinstance(value, Mapping | None):
+        raise InvalidArgumentError(
+            f"hf_overrides has {key} = {value!r}; it must be an object, or null for no scaling.",
+            field="hf_overrides",
+        )
+    types = [each for each in own if isinstance(own[each], dict)]
+    if not types:
+        return _rotation(own, value)
+    changes = dict(value) if value and set(value) <= set(types) else {"full_attention": value}
+    if not changes.keys() <= set(types):
+        raise InvalidArgumentError(
+            f"hf_overrides has one {key}, and {name} has rotations of {', '.join(types)}; name one of these "
+            "within rope_parameters.",
+            field="hf_overrides",
+        )
+    return own | {each: _rotation(own[each], change) for each, change in changes.items()}
+
+
+def _rotation(own: Mapping[str, Any], change: Mapping[str, Any] | None) -> dict[str, Any]:
+    """One rotation with a change; None: not scaled."""
+    if change is None:
+        return {"rope_type": "default"} | {key: own[key] for key in UNSCALED if key in own}
+    kind = {"rope_type": change["type"]} if "type" in change else {}  # its name in older configs
+    return {**own, **kind, **{key: value for key, value in change.items() if key != "type"}}
 
 
 def yarn(known: int, length: int) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.model.inputs import inputs_handed_out
+from kvreclaim.model.position_limit import position_limit
 from kvreclaim.model.quantized.layers import embeddings_of
 from kvreclaim.model.recurrent import RecurrentLayers
 from kvreclaim.model.rotation import frequencies_in
@@ -26,7 +27,6 @@ from kvreclaim.ops.facts import LayerFacts, ModelFacts
 from kvreclaim.ops.rope import RopeLayout
 from kvreclaim.ops.rope_probe import POSITIONS, find_rope, loudest
 
-LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 FINGERPRINT_FIELDS = ("model_type", "hidden_size", "intermediate_size", "vocab_size")
 
 
@@ -79,7 +79,7 @@ def probe(
         layers=tuple(layers),
         dtype=model.dtype if dtype is None else dtype,
         device=model.device,
-        max_position=_max_position(config),
+        max_position=positions_of(config),
         rope_problem=problem,
         hidden_size=_hidden_size([call.hidden for call in calls.values()]),
         states=() if recurrent is None else tuple(recurrent.shapes),
@@ -130,16 +130,11 @@ def _check_uniform(layers: list[LayerFacts], name: str) -> None:
         )
 
 
-def _max_position(config: Any) -> int:
-    """Longest sequence whose rotation does not depend on what else is in the batch."""
-    limit = int(getattr(config, "max_position_embeddings", 0) or 0) or 2**31 - 1
-    given = getattr(config, "rope_parameters", None) or {}  # one dict, or one for each layer type
-    for parameters in [each for each in given.values() if isinstance(each, dict)] or [given]:
-        if parameters.get("rope_type") in LENGTH_DEPENDENT_ROPE:
-            original = parameters.get("original_max_position_embeddings")
-            original = original or getattr(config, "original_max_position_embeddings", None)
-            limit = min(limit, int(original or limit))
-    return limit
+def positions_of(config: Any) -> int:
+    """The longest sequence that transformers' config of a language model is made for. Raises:
+    InvalidArgumentError."""
+    known = int(getattr(config, "max_position_embeddings", 0) or 0) or 2**31 - 1
+    return position_limit(config.to_dict(), known)
 
 
 PACKED_METHODS = ("awq", "gptq", "compressed-tensors", "bitsandbytes", "gguf")

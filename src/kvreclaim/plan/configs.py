@@ -10,6 +10,7 @@ from typing import Any
 from kvreclaim.checks import parse_json, require
 from kvreclaim.config import KV_CACHE_DTYPE_ALIASES
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.model.position_limit import position_limit
 from kvreclaim.plan.config_reader import ConfigReader
 from kvreclaim.plan.families import COMPOSITE, DEFAULTS
 from kvreclaim.plan.hybrid_reader import HybridReader
@@ -108,7 +109,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
         dtype=dtype,
         hidden_size=reader.number("hidden_size"),
         vocab_size=reader.number("vocab_size"),
-        max_position=reader.number("max_position_embeddings"),
+        max_position=position_limit(config, reader.number("max_position_embeddings")),
         tied=bool(tied),
         layers=layers,
         final_plain=reader.number("hidden_size"),

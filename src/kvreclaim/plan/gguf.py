@@ -15,6 +15,7 @@ from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.model.gguf_checks import EMBEDDING, quoted
 from kvreclaim.model.gguf_index import GgufIndex, GgufTensor
 from kvreclaim.model.gguf_index import read_index as read_index
+from kvreclaim.model.gguf_rotation import rope_scaling
 from kvreclaim.plan.shapes import ModelShape, StoredWeights
 
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
@@ -81,6 +82,7 @@ def config_of(index: GgufIndex, file: Path) -> dict[str, Any]:
     return said | {
         "model_type": model_type,
         "dtype": "bfloat16",
+        "rope_parameters": rope_scaling(fields),
         "vocab_size": index.tensors[EMBEDDING].shape[0],
         "tie_word_embeddings": HEAD not in names,
         "attention_bias": "blk.0.attn_q.bias" in names,

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from kvreclaim.model.gguf_index import GgufIndex
+from kvreclaim.model.gguf_rotation import rope_scaling
 
 LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 """Layers of the models that scale queries by hidden size / heads, not by head dim. No field says so, and
@@ -25,12 +26,25 @@ def gguf_fields(index: GgufIndex, config: Any) -> dict[str, Any]:
     if architecture == "gemma2":
         return _gemma(said, config)
     if architecture == "gemma3":
-        return {**_gemma(said, config), "rope_parameters": _two_rotations(said, config)}
+        return {**_gemma(said, config), "rope_parameters": _two_rotations(index, config)}
     if architecture == "phi3":
         return _phi3(said, config, index)
+    fields = scaled_rotation(index, config)
     if architecture == "qwen3" and "attention.key_length" in said:
-        return {"head_dim": said["attention.key_length"]}
-    return {}
+        fields["head_dim"] = said["attention.key_length"]
+    return fields
+
+
+def scaled_rotation(index: GgufIndex, config: Any) -> dict[str, Any]:
+    """The config's rotation with the scaling that the file names, where it names one and all layers share it.
+
+    Raises: UnsupportedModelError.
+    """
+    scaling, own = rope_scaling(index.fields), getattr(config, "rope_parameters", None) or {}
+    is_plain = own.get("rope_type", "default") == "default" and not any(
+        isinstance(x, dict) for x in own.values()
+    )
+    return {"rope_parameters": {**own, **scaling}} if scaling and is_plain else {}
 
 
 def _gemma(said: dict[str, Any], config: Any) -> dict[str, Any]:
@@ -40,12 +54,11 @@ def _gemma(said: dict[str, Any], config: Any) -> dict[str, Any]:
     return {"query_pre_attn_scalar": scalar, **{cap: said[cap] for cap in caps if cap in said}}
 
 
-def _two_rotations(said: dict[str, Any], config: Any) -> dict[str, Any]:
+def _two_rotations(index: GgufIndex, config: Any) -> dict[str, Any]:
     """Rotations of layers with a window, and of the others, which alone are scaled."""
     full, sliding = (config.rope_parameters[f"{kind}_attention"] for kind in ("full", "sliding"))
-    if said.get("rope.scaling.type") == "linear":
-        full = {**full, "rope_type": "linear", "factor": said["rope.scaling.factor"]}
-    base = said.get("rope.freq_base_swa", sliding["rope_theta"])
+    full = {**full, **rope_scaling(index.fields)}
+    base = index.fields.get("gemma3.rope.freq_base_swa", sliding["rope_theta"])
     return {"full_attention": full, "sliding_attention": {**sliding, "rope_theta": base}}
 
 

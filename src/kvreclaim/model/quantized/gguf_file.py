@@ -17,10 +17,11 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
-from kvreclaim.errors import FetchError, InvalidArgumentError, UnsupportedModelError
-from kvreclaim.model.gguf import GgufHeader, cut_as_trained, header_of, refuse_rotation
+from kvreclaim.errors import FetchError, InvalidArgumentError, KVReclaimError, UnsupportedModelError
+from kvreclaim.model.gguf import GgufHeader, header_of, refuse_rotation
 from kvreclaim.model.gguf_checks import quoted
 from kvreclaim.model.gguf_index import GgufTensor, read_index
+from kvreclaim.model.gguf_tokenizer import as_in_llama_cpp
 from kvreclaim.model.quantized.gguf_fields import gguf_fields
 from kvreclaim.model.quantized.source import in_pieces
 from kvreclaim.model_paths import gguf_home, moved
@@ -207,9 +208,12 @@ def _read_faster(parts: Path) -> None:
 
 def gguf_config(source: GgufSource) -> Any:
     """transformers' config of a GGUF file. Raises: UnsupportedModelError, InvalidArgumentError."""
-    config = AutoConfig.from_pretrained(gguf_parts(source))
+    parts = gguf_parts(source)
     try:
+        config = AutoConfig.from_pretrained(parts)
         config = type(config).from_dict({**config.to_dict(), **gguf_fields(source.index, config)})
+    except KVReclaimError:
+        raise
     except Exception as error:  # every family checks its fields in its own way
         raise InvalidArgumentError(
             f"the header of {source.file.name} makes no {source.architecture} ({type(error).__name__}: "
@@ -223,7 +227,7 @@ def gguf_config(source: GgufSource) -> Any:
 
 
 def gguf_tokenizer(source: GgufSource, say: Any) -> Any:
-    """The tokenizer of a GGUF file, cutting text as the model has learned. Raises: InvalidArgumentError."""
+    """The tokenizer of a GGUF file. Raises: InvalidArgumentError."""
     tokenizer = AutoTokenizer.from_pretrained(gguf_parts(source))
-    cut_as_trained(tokenizer, source.header().rule, say)
+    as_in_llama_cpp(tokenizer, source.index.fields, say)
     return tokenizer
