@@ -85,10 +85,17 @@ SCHEMA = {
         "who": {"anyOf": [{"$ref": "#/$defs/person"}, {"type": "null"}]},
         "on": {"type": "boolean"},
         "mixed": {"enum": ["a", 1, None]},
+        "kind": {"$ref": "#/$defs/kind", "description": "a kind"},
+        "zip": {"allOf": [{"$ref": "#/$defs/zip"}], "default": "1"},
+        "perhaps": {"anyOf": [{"$ref": "#/$defs/kind"}, {"type": "null"}]},
     },
     "required": ["city", "unit", "days", "code", "mixed"],
     "additionalProperties": False,
-    "$defs": {"person": {"properties": {"name": {"type": "string", "maxLength": 4}}, "required": ["name"]}},
+    "$defs": {
+        "person": {"properties": {"name": {"type": "string", "maxLength": 4}}, "required": ["name"]},
+        "kind": {"enum": ["12", "true", "x"], "title": "Kind"},
+        "zip": {"type": "string", "maxLength": 3},
+    },
 }
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 SCHEMAS: Mapping[str, Mapping[str, Any]] = {"get_weather": SCHEMA, "now": NOTHING, "any": {}}

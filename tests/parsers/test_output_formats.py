@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from kvreclaim.parsers.formats import (
     REASONING_PARSERS,
     TOOL_PARSERS,
     Splitter,
+    holds_name,
     reasoning_parser_of,
     tool_parser_of,
 )
@@ -197,7 +199,12 @@ BROKEN = [
     ("hermes", "<tool_call>" + "[" * 1000 + "</tool_call>"),
     ("hermes", '<tool_call>{"name": "get\nweather", "arguments": {}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "a\\q", "arguments": {}}</tool_call>'),
-    ("hermes", f'<tool_call>{{"name": "f", "arguments": {{}}, "note": "{"x" * 600}"}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "note": tru3, "arguments": {}}</tool_call>'),
+    ("llama3_json", '{"type": "function", "name": "Alice", "parameters": {}}'),
+    ("llama3_json", '{"parameters": {"a": 1}, "name": "Alice"} is JSON'),
+    ("llama3_json", '{"type": "report", "rows": [1, {"name": "x"}]}'),
+    ("json_array", '[{"parameters": {}, "name": 5}]'),
+    ("mistral", '[TOOL_CALLS] [{"arguments": {"a": 1}}]'),
     ("hermes", 'the <tool_call> tag is 5" wide, said "he" {"name": "f"}</tool_call>'),
     ("qwen3_coder", "a <tool_call>\n<function=f>\n<parameter=x>\nhalf"),
     ("qwen3_coder", "<tool_call>\n<function=f>\nno parameter</function>"),
@@ -261,6 +268,103 @@ def test_arguments_are_what_the_model_wrote(name: str, text: str, arguments: str
         (call,) = merged(found + splitter.take("", last=True))
         assert isinstance(call, ToolCall)
         assert call.arguments == arguments
+
+
+OBJECTS = [
+    ("hermes", "arguments", "<tool_call>\n{}\n</tool_call>", "\n"),
+    ("llama3_json", "parameters", "{}", "; "),
+    ("llama3_json", "arguments", "<|python_tag|>{}", ""),
+    ("mistral", "arguments", "[TOOL_CALLS] [{}]", ""),
+    ("json_array", "parameters", "[{}]", ""),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "shape", "between"), OBJECTS)
+def test_a_calls_fields_in_any_order(name: str, arguments: str, shape: str, between: str) -> None:
+    """Whole, and cut anywhere."""
+    given = {"name": "get_weather", arguments: {"city": "Bern"}, "type": "function", "meta": {"name": [1]}}
+    for size in range(2, len(given) + 1):
+        for fields in itertools.permutations(given.items(), size):
+            if not {"name", arguments} <= dict(fields).keys() or (
+                name != "hermes" and fields[0][0] == "meta"
+            ):
+                continue
+            one = json.dumps(dict(fields))
+            inside = f"{one}, {one}" if shape.endswith("[{}]") else one
+            text = shape.replace("{}", inside)
+            text = between.join([text] * (2 if between else 1))
+            wanted = [WEATHER] * (2 if between or inside != one else 1)
+            assert merged(pieces(name, [text])) == wanted, text
+            assert merged(pieces(name, list(text))) == wanted, text
+            place = len(text) // 2
+            assert merged(pieces(name, [text[:place], text[place:]])) == wanted, text
+
+
+def test_a_function_as_an_object_of_its_own() -> None:
+    function = '{"name": "get_weather", "arguments": {"city": "Bern"}}'
+    for text in (f'{{"type": "function", "function": {function}}}', f'{{"function": {function}, "id": "a"}}'):
+        assert merged(pieces("llama3_json", [text])) == merged(pieces("llama3_json", list(text))) == [WEATHER]
+
+
+ODD_NAMES = (
+    "mcp/fs.read",
+    "srv:tool",
+    "srv:0",
+    "a b",
+    " a",
+    "größe",
+    "a<b",
+    "a>b",
+    "functions.f",
+    "functions.mcp/x",
+    "a{b}",
+    "a[b]",
+    'say "hi"',
+    "a\\b",
+    "a|b",
+    "a\nb",
+    "to=x",
+    "function",
+    "x" * 128,
+    "x" * 129,
+    "🦆" * 100,
+    "a=b,c;d",
+)
+NAMED = {
+    "hermes": lambda name: f'<tool_call>{{"name": {json.dumps(name)}, "arguments": {{}}}}</tool_call>',
+    "qwen3_coder": lambda name: f"<tool_call>\n<function={name}>\n</function>\n</tool_call>",
+    "llama3_json": lambda name: f'{{"name": {json.dumps(name)}, "parameters": {{}}}}',
+    "mistral": lambda name: f"[TOOL_CALLS]{name}[ARGS]{{}}",
+    "deepseek_v3": lambda name: (
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{{}}\n```<｜tool▁call▁end｜>"
+    ),
+    "deepseek_v32": lambda name: f'<｜DSML｜invoke name="{name}">\n</｜DSML｜invoke>',
+    "glm45": lambda name: f"<tool_call>{name}\n</tool_call>",
+    "kimi_k2": lambda name: (
+        f"<|tool_call_begin|>functions.{name}:12<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+    ),
+    "minimax_m2": lambda name: f'<invoke name="{name}">\n</invoke>',
+    "harmony": lambda name: (
+        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{{}}<|call|>"
+    ),
+}
+
+
+@pytest.mark.parametrize("form", TOOL_PARSERS)
+def test_a_functions_name_is_read_whole_or_refused(form: str) -> None:
+    assert all(holds_name(form, name) for name in ("get_weather.v2-x", "mcp/fs.read", "a:b"))
+    others = {each: {} for each in ("mcp", "srv", "a", "f", "to", "x" * 128, "mcp/x")}
+    for name in ODD_NAMES:
+        if not holds_name(form, name):
+            continue
+        text = NAMED[form](name)
+        tools = {name: {}} if name.startswith("functions.") else {name: {}, **others}
+        for chunks in ([text], list(text)):
+            splitter = Splitter(form, "harmony" if form == "harmony" else None, tools=tools)
+            found = [piece for chunk in chunks for piece in splitter.take(chunk, last=False)]
+            calls = merged(found + splitter.take("", last=True))
+            assert [call.name for call in calls if isinstance(call, ToolCall)] == [name]
+            assert len(calls) == 1
 
 
 def test_arguments_stream_before_a_call_is_complete() -> None:
@@ -391,6 +495,16 @@ def test_harmony_without_its_calls_or_its_reasoning() -> None:
     assert merged(splitter.take(HARMONY, last=True)) == [Text("Look it up."), WEATHER]
 
 
+DEFINITIONS = {
+    "Zip": {"type": "string"},
+    "Count": {"type": "integer"},
+    "Flag": {"type": "boolean"},
+    "Alias": {"$ref": "#/$defs/Zip"},
+    "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"type": "string"}]},
+    "a/b c": {"enum": ["7"]},
+}
+
+
 @pytest.mark.parametrize(
     ("schema", "written", "value"),
     [
@@ -404,14 +518,118 @@ def test_harmony_without_its_calls_or_its_reasoning() -> None:
         ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "7", 7),
         ({"type": "string"}, "True", "True"),
         ({"$ref": "#/x"}, '{"a": [1]}', {"a": [1]}),
+        ({"type": ["string", "integer"]}, "true", "true"),
+        ({"type": ["string", "integer"]}, "12", 12),
+        ({"type": ["string", "integer"]}, "1.0", 1.0),
+        ({"type": ["string", "integer"]}, "1.5", "1.5"),
+        ({"type": ["boolean", "string"]}, "1", "1"),
+        ({"type": "number"}, "3", 3),
+        ({"type": "number"}, "true", True),
+        ({"$ref": "#/$defs/Zip"}, "12345", "12345"),
+        ({"$ref": "#/$defs/Count"}, "12345", 12345),
+        ({"$ref": "#/$defs/Loop"}, "7", "7"),
+        ({"$ref": "#/$defs/Alias"}, "7", "7"),
+        ({"$ref": "#/$defs/a~1b%20c"}, "7", "7"),
+        ({"allOf": [{"$ref": "#/$defs/Zip"}], "default": "1"}, "12345", "12345"),
+        ({"allOf": [{"type": ["string", "integer"]}, {"type": ["string", "null"]}]}, "5", "5"),
+        ({"allOf": [{}, {"type": "integer"}]}, "5", 5),
+        ({"anyOf": [{"$ref": "#/$defs/Zip"}, {"type": "null"}]}, "12345", "12345"),
+        ({"anyOf": [{"$ref": "#/$defs/Zip"}, {"type": "null"}]}, "null", None),
+        ({"oneOf": [{"allOf": [{"$ref": "#/$defs/Zip"}]}, {"type": "boolean"}]}, "True", True),
+        ({"anyOf": [{"anyOf": [{"type": "string"}]}, {"$ref": "#/$defs/Flag"}]}, "5", "5"),
+        ({"type": ["string", "integer"], "anyOf": [{"type": "string"}, {"type": "object"}]}, "5", "5"),
+        ({"enum": ["1", 2]}, "1", "1"),
+        ({"enum": ["1", 2]}, "2", 2),
+        ({"enum": ["x", 1]}, "true", "true"),
+        ({"enum": [True, "1"]}, "1", "1"),
         ({}, "[1]", "[1]"),
     ],
 )
 def test_an_argument_in_a_tag_has_the_type_of_its_schema(schema: object, written: str, value: object) -> None:
     text = f"<tool_call>\n<function=f>\n<parameter=x>\n{written}\n</parameter>\n</function>\n</tool_call>"
-    splitter = Splitter("qwen3_coder", tools={"f": {"properties": {"x": schema}}})
+    for parameters in (
+        {"properties": {"x": schema}},
+        {"$ref": "#/$defs/Arguments"},
+        {"allOf": [{"properties": {"y": {}}}, {"anyOf": [{"properties": {"x": schema}}]}]},
+        {"additionalProperties": schema},
+    ):
+        tools = {"f": {**parameters, "$defs": DEFINITIONS | {"Arguments": {"properties": {"x": schema}}}}}
+        for chunks in ([text], list(text)):
+            splitter = Splitter("qwen3_coder", tools=tools)
+            found = [piece for chunk in chunks for piece in splitter.take(chunk, last=False)]
+            [call] = merged(found + splitter.take("", last=True))
+            read = json.loads(call.arguments)["x"]
+            assert (read, type(read)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("string", "schema", "value"),
+    [
+        ("true", {}, "5"),
+        ("false", {}, 5),
+        ("false", {"type": "string"}, "5"),
+        ("true", {"type": "integer"}, 5),
+        ("true", {"type": ["string", "integer"]}, "5"),
+        ("false", {"type": ["string", "integer"]}, 5),
+    ],
+)
+def test_a_models_mark_decides_where_the_schema_allows_both(
+    string: str, schema: dict[str, object], value: object
+) -> None:
+    text = (
+        f'<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="x" string="{string}">5</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>"
+    )
+    splitter = Splitter("deepseek_v32", tools={"f": {"properties": {"x": schema}}})
     [call] = merged(splitter.take(text, last=True))
     assert json.loads(call.arguments) == {"x": value}
+
+
+UNCLOSED = [
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=f>\n<parameter=a>\nx\n<parameter=b>\n2\n</parameter>\n</function>\n</tool_call>",
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=f>\n<parameter=a>\nx\n<parameter=b>\n2\n</function>\n</tool_call>",
+    ),
+    ("qwen3_coder", "<function=f><parameter=b>2<parameter=a>x</parameter></function>"),
+    (
+        "glm45",
+        "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>x\n<arg_key>b</arg_key>\n<arg_value>2</arg_value>\n"
+        "</tool_call>",
+    ),
+    (
+        "minimax_m2",
+        '<invoke name="f">\n<parameter name="a">x\n<parameter name="b">2</parameter>\n</invoke>',
+    ),
+    (
+        "deepseek_v32",
+        '<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="true">x\n'
+        '<｜DSML｜parameter name="b" string="false">2\n</｜DSML｜invoke>',
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), UNCLOSED)
+def test_an_argument_without_a_closing_tag_ends_at_the_next_one(name: str, text: str) -> None:
+    tools = {"f": {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}}
+    for chunks in ([text], list(text), [text[:40], text[40:]]):
+        splitter = Splitter(name, tools=tools)
+        found = [piece for chunk in chunks for piece in splitter.take(chunk, last=False)]
+        [call] = merged(found + splitter.take("", last=True))
+        assert isinstance(call, ToolCall)
+        assert json.loads(call.arguments) == {"a": "x", "b": 2}
+
+
+def test_tags_in_a_string_that_are_none() -> None:
+    value = "<parameter=\n</function> </param <parameter=a b"
+    text = f"<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    for chunks in ([text], list(text)):
+        splitter = Splitter("qwen3_coder")
+        found = [piece for chunk in chunks for piece in splitter.take(chunk, last=False)]
+        assert merged(found + splitter.take("", last=True)) == [ToolCall("f", json.dumps({"a": value}))]
 
 
 def test_a_closing_tag_in_a_string_ends_no_call() -> None:

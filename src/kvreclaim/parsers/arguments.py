@@ -12,7 +12,7 @@ from kvreclaim.parsers.endless import has_value
 from kvreclaim.parsers.lark import ANY, Lark, escaped
 from kvreclaim.parsers.schema_shape import misshapen
 from kvreclaim.parsers.schema_size import MAX_PROPERTIES, too_many
-from kvreclaim.parsers.tag_calls import types_of
+from kvreclaim.parsers.schema_types import SchemaTypes
 
 NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})
 """Keywords that restrict nothing."""
@@ -93,6 +93,7 @@ class _Tags:
         self.lark = lark
         self.function = function
         self.tags = tags
+        self.schemas = SchemaTypes(function.parameters)
         self.definitions = {
             name: function.parameters[name] for name in DEFINITIONS if name in function.parameters
         }
@@ -122,7 +123,9 @@ class _Tags:
         if schema is False:
             raise self._refusal(where, str(schema))
         schema, tags, lark = {} if schema is True else schema, self.tags, self.lark
-        types, options = types_of(schema), []
+        types, options = self.schemas.types(schema), []
+        if types == {"string"}:
+            schema = self.schemas.flat(schema, NOTES)
         if types == {"string"} or ("string" in types and _is_free(schema)):
             opening = lark.shaped(tags.opening, key=key, string=lark.text("true"))
             options.append(f"{opening} {self._text(where, schema)}")

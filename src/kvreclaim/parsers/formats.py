@@ -90,6 +90,11 @@ def markers(tool_parser: str | None, reasoning_parser: str | None) -> tuple[str,
     return found if tool_parser is None else (*found, *_PARSERS[tool_parser]({}).markers)
 
 
+def holds_name(tool_parser: str, name: str) -> bool:
+    """Whether a call in this format can have a function of this name."""
+    return _PARSERS[tool_parser]({}).names.fullmatch(name) is not None
+
+
 class Splitter:
     """One output as pieces; without parsers it is all text.
 

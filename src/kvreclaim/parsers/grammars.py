@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from kvreclaim.parsers.arguments import Callee, json_arguments
 from kvreclaim.parsers.harmony import CHANNEL, ENDS, MESSAGE, START
+from kvreclaim.parsers.json_calls import FIRST_FIELDS
 from kvreclaim.parsers.lark import ANY, Lark, escaped
 from kvreclaim.parsers.shapes import SHAPES, CallShape
 from kvreclaim.parsers.thinking import ThinkSpan
@@ -18,6 +19,8 @@ MAX_CALLS = 32
 BARE = {"llama3_json": (r'\s*\{\s*"name"\s*:', '~{~"name"~:')}
 """How an answer begins that is a call without an opening, as a regular expression and as the call's shape has
 it."""
+READ_AS_CALLS = rf'\s*\{{\s*"(?:{"|".join(FIRST_FIELDS)})"\s*:'
+"""All beginnings of answers that the parser may read as such calls, as a regular expression."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,7 @@ def _text_and_calls(lark: Lark, calls: Calls, thought: str) -> str:
     for shape in _shapes(lark, calls.form):
         ways.setdefault(shape.opening, []).append(_group(lark, calls, shape, more="*" if shape.trail else ""))
     bare, written = BARE.get(calls.form, ("", ""))
-    barred = [rf"\s*{escaped(thought)}"] * bool(thought) + [bare] * bool(bare)
+    barred = [rf"\s*{escaped(thought)}"] * bool(thought) + [READ_AS_CALLS] * bool(bare)
     but = f"(?:{'|'.join(barred)}){ANY}" if barred else None
     first = lark.rule(
         *(f"{lark.until(opening, but=but)} {lark.rule(*each)}" for opening, each in ways.items())

@@ -15,7 +15,8 @@ from kvreclaim.parsers.thinking import ThinkFormat
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
 MARKERS = (START, CHANNEL, *ENDS)
-RECIPIENT = re.compile(r"to=(?:functions\.)?(?P<name>[\w.\-]{1,128})")
+NAME = r"[^\s<]"
+RECIPIENT = re.compile(rf"to=({NAME}+)")
 LONGEST = 512
 """Characters of a message's head."""
 ANALYSIS = ThinkFormat(
@@ -40,6 +41,10 @@ class Harmony(Parser):
     def markers(self) -> tuple[str, ...]:
         return MARKERS
 
+    @property
+    def names(self) -> re.Pattern[str]:
+        return re.compile(rf"{NAME}{{1,128}}")
+
     def read(self) -> Reading[None]:
         scanner = self.scanner
         marker = yield from scanner.text_until(*MARKERS)
@@ -52,7 +57,7 @@ class Harmony(Parser):
                 scanner.release()
                 marker = yield from scanner.text_until(*MARKERS)
             elif self.calls and (recipient := RECIPIENT.search(head)):
-                marker = yield from self._call(recipient["name"])
+                marker = yield from self._call(self.own_name(recipient[1]))
             else:
                 thinks = self.reasoning and re.search(r"<\|channel\|>\s*analysis", head)
                 kind = Reasoning if thinks else Text

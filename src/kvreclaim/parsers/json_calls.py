@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import string
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,91 +16,91 @@ from kvreclaim.parsers.parser import Parser, Tools
 from kvreclaim.parsers.pieces import Arguments, CallBegin, CallEnd
 from kvreclaim.parsers.scanner import Reading, overlap
 
-NAME = r"(?P<name>[^\s<>{}\[\]\"|｜]{1,128})"
-QUOTED = r'(?P<quoted>"(?:[^"\\]|\\.){1,128}")'
-FIELDS = rf'\{{\s*"name"\s*:\s*{QUOTED}\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
-MORE_FIELDS = r'\s*(?:,\s*"\w+"\s*:\s*(?:"(?:[^"\\]|\\.)*"|[\w.]+)\s*)*\}'
+NAME = r"[^\s<>{}\[\]\"|｜]{1,128}"
+_STRING = r'"(?:[^"\\\x00-\x1f]|\\.)*"'
+_OTHERS = rf'(?:(?!"(?:name|arguments|parameters)"){_STRING}\s*:\s*(?:{_STRING}|[\w.+\-]+)\s*,\s*)*'
+FIELDS = re.compile(
+    rf'\s*\{{\s*{_OTHERS}"name"\s*:\s*(?P<quoted>{_STRING})\s*,\s*{_OTHERS}"(?:arguments|parameters)"\s*:\s*'
+    r"(?=\{)"
+)
+"""A call that is one object, up to its arguments, where these stand behind the name and all else is short."""
+ARGUMENTS = ("arguments", "parameters")
+FIRST_FIELDS = ("name", "type", "id", "function", *ARGUMENTS)
+"""With which an object begins that may be a call without a marker."""
 LONGEST = 512
 """Characters before and behind a call's arguments."""
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """One way to write a call: head, the object of arguments, tail.
-
-    head: with the group `name`, or `quoted`, and perhaps `id`
-    more: between two calls of which the second has no marker; end: behind the last of them
-    """
-
-    head: re.Pattern[str]
-    tail: re.Pattern[str]
-    more: str = ""
-    end: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class JsonFormat:
-    """opens: markers that begin a call; close: the one that ends it, if there is one
+    """How a call is written: head, the object of arguments, tail; or as one object, whose fields stand in any
+    order, and tail.
+
+    opens:  markers that begin a call; close: the one that ends it, if there is one
+    tail:   behind the arguments, or the object
+    head:   in front of the arguments, with the group `name` or `recipient`, which may have the namespace
+            "functions.", and perhaps `id`; None: a call is always one object
+    whole:  a call may be one object
+    names:  names that a function can have
+    more:   between two objects of which the second has no marker; end: behind the last of them
     around: markers around all calls, which belong to nothing
-    whole:  a call is one object, whose fields may also stand in another order
     """
 
     opens: tuple[str, ...]
-    forms: tuple[Form, ...]
+    tail: re.Pattern[str] = re.compile("")
     close: str = ""
+    head: re.Pattern[str] | None = None
+    whole: bool = True
+    names: re.Pattern[str] = re.compile(r"(?s:.+)")
+    more: str = ""
+    end: str = ""
     around: tuple[str, ...] = ()
-    whole: bool = False
 
 
-HERMES = JsonFormat(
-    opens=("<tool_call>",),
-    forms=(Form(re.compile(rf"\s*{FIELDS}"), re.compile(rf"{MORE_FIELDS}\s*</tool_call>")),),
-    close="</tool_call>",
-    whole=True,
-)
+HERMES = JsonFormat(opens=("<tool_call>",), tail=re.compile(r"\s*</tool_call>"), close="</tool_call>")
 MISTRAL = JsonFormat(
     opens=("[TOOL_CALLS]",),
-    forms=(
-        Form(
-            re.compile(rf"\s*{NAME}(?:\[CALL_ID\](?P<id>\w+))?(?:\[ARGS\])?\s*(?=\{{)"),
-            re.compile(""),
-        ),
-        Form(re.compile(rf"\s*\[?\s*{FIELDS}"), re.compile(MORE_FIELDS), more=",", end="]"),
-    ),
+    head=re.compile(rf"\s*(?P<name>{NAME})(?:\[CALL_ID\](?P<id>\w+))?(?:\[ARGS\])?\s*(?=\{{)"),
+    names=re.compile(NAME),
+    more=",",
+    end="]",
 )
 DEEPSEEK = JsonFormat(
     opens=("<｜tool▁call▁begin｜>",),
-    forms=(
-        Form(
-            re.compile(rf"(?:function<｜tool▁sep｜>)?{NAME}(?:<｜tool▁sep｜>|\s*```json)\s*(?=\{{)"),
-            re.compile(r"\s*(?:```)?\s*<｜tool▁call▁end｜>"),
-        ),
-    ),
+    tail=re.compile(r"\s*(?:```)?\s*<｜tool▁call▁end｜>"),
     close="<｜tool▁call▁end｜>",
+    head=re.compile(rf"(?:function<｜tool▁sep｜>)?(?P<name>{NAME})(?:<｜tool▁sep｜>|\s*```json)\s*(?=\{{)"),
+    whole=False,
+    names=re.compile(NAME),
     around=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
 )
 KIMI = JsonFormat(
     opens=("<|tool_call_begin|>",),
-    forms=(
-        Form(
-            re.compile(
-                r"\s*(?P<id>(?:functions\.)?(?P<name>[\w.\-]{1,128}):\d+)\s*"
-                r"<\|tool_call_argument_begin\|>\s*(?=\{)"
-            ),
-            re.compile(r"\s*<\|tool_call_end\|>"),
-        ),
-    ),
+    tail=re.compile(r"\s*<\|tool_call_end\|>"),
     close="<|tool_call_end|>",
+    head=re.compile(
+        r"\s*(?P<id>(?P<recipient>[^\s<]{1,138}):\d+)\s*<\|tool_call_argument_begin\|>\s*(?=\{)", re.ASCII
+    ),
+    whole=False,
+    names=re.compile(r"[^\s<]{1,128}"),
     around=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
 )
-LLAMA = JsonFormat(
-    opens=("<|python_tag|>",),
-    forms=(Form(re.compile(rf"\s*{FIELDS}"), re.compile(r"\s*\}"), more=";"),),
-)
-ARRAY = JsonFormat(
-    opens=(),
-    forms=(Form(re.compile(rf"\s*\[?\s*{FIELDS}"), re.compile(r"\s*\}"), more=",", end="]"),),
-)
+LLAMA = JsonFormat(opens=("<|python_tag|>",), more=";")
+ARRAY = JsonFormat(opens=(), more=",", end="]")
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A call up to its arguments, or all of it.
+
+    fields:    the call is one object
+    arguments: where they stood in front of the name; None: they follow
+    """
+
+    name: str
+    id: str | None = None
+    fields: bool = False
+    arguments: str | None = None
 
 
 class JsonCalls(Parser):
@@ -107,12 +108,15 @@ class JsonCalls(Parser):
 
     def __init__(self, form: JsonFormat, tools: Tools | None = None) -> None:
         self.format = form
-        self._object_end: int | None = None
         super().__init__(tools)
 
     @property
     def markers(self) -> tuple[str, ...]:
         return (*self.format.opens, *self.format.around)
+
+    @property
+    def names(self) -> re.Pattern[str]:
+        return self.format.names
 
     def read(self, *, trim: bool = False) -> Reading[None]:
         while marker := (yield from self.scanner.text_until(*self.markers, trim=trim)):
@@ -121,16 +125,22 @@ class JsonCalls(Parser):
     def calls(self) -> Reading[bool]:
         """Read a call, and those that follow it without a marker. Returns: False if text follows."""
         scanner = self.scanner
-        while found := (yield from self._head()):
-            form, name, call_id = found
-            scanner.pieces.append(CallBegin(name, call_id))
-            complete = (yield from scanner.stream_object()) and (yield from self._tail(form.tail))
-            scanner.pieces.append(CallEnd(None if complete else scanner.taken))
+        while call := (yield from self._head()):
+            begin = CallBegin(call.name, call.id)
+            if call.arguments is None:
+                scanner.pieces.append(begin)
+                complete = yield from scanner.stream_object()
+                if complete and call.fields:
+                    complete = yield from self._last_fields()
+                complete = complete and (yield from self._tail())
+                scanner.pieces.append(CallEnd(None if complete else scanner.taken))
+            elif complete := (yield from self._tail()):
+                scanner.pieces += [begin, Arguments(call.arguments), CallEnd()]
+            else:
+                break
             scanner.taken = ""
-            if not complete or not (yield from self._goes_on(form)):
+            if not complete or not (call.fields and (yield from self._goes_on())):
                 return complete
-        if self.format.whole and (yield from self._whole()):
-            return True
         scanner.release()
         return False
 
@@ -138,42 +148,84 @@ class JsonCalls(Parser):
         """Whether a function of this name can be called."""
         return True
 
-    def _head(self) -> Reading[tuple[Form, str, str | None] | None]:
-        """Read up to the arguments of a call. Returns: its form, name and id; None if there are none, which
-        leaves all unread."""
-        scanner, found, seen = self.scanner, JsonObject(), 0
-        self._object_end = None
+    def _head(self) -> Reading[_Begun | None]:
+        """Read up to the arguments of a call, or all of it. Returns: None if none comes, which leaves all
+        unread."""
+        scanner, form, found, seen = self.scanner, self.format, JsonObject(), 0
         while True:
-            for form in self.format.forms:
-                head = form.head.match(scanner.held, 0, LONGEST)
-                if head and (name := _name(head)) and self.accepts(name):
-                    scanner.take(head.end())
-                    return form, name, head.groupdict().get("id")
-            if self.format.whole:
+            head = None if form.head is None else form.head.match(scanner.held, 0, LONGEST)
+            if head is not None:
+                return self._named(head)
+            lead = len(scanner.held) - len(scanner.held.lstrip())
+            if form.end and scanner.held.startswith("[", lead):
+                lead = len(scanner.held) - len(scanner.held[lead + 1 :].lstrip())
+            is_object = form.whole and scanner.held.startswith("{", lead)
+            if is_object:
+                fields = FIELDS.match(scanner.held, lead, lead + LONGEST)
+                if fields is not None and (name := _name_of(fields)) is not None:
+                    return self._taken(fields.end(), _Begun(name, fields=True))
+                seen = max(seen, lead)
                 seen += found.feed(scanner.held[seen:])
-                self._object_end = seen if found.done else None
-                decided = found.done or found.bad
+                if found.done:
+                    call = _call_of(members(scanner.held[lead:seen]))
+                    return None if call is None else self._taken(seen, call)
+            if is_object:
+                waits = not found.bad
             else:
-                decided = len(scanner.held) > LONGEST
-            if decided or not (yield from scanner.more()):
+                waits = len(scanner.held) <= (LONGEST if form.head or form.end else lead)
+            if not waits or not (yield from scanner.more()):
                 return None
 
-    def _tail(self, pattern: re.Pattern[str]) -> Reading[bool]:
+    def _named(self, head: re.Match[str]) -> _Begun | None:
+        """The call with this head."""
+        groups = head.groupdict()
+        recipient = groups.get("recipient")
+        name = head["name"] if recipient is None else self.own_name(recipient)
+        return self._taken(head.end(), _Begun(name, groups.get("id")))
+
+    def _taken(self, size: int, call: _Begun) -> _Begun | None:
+        """The call, so many characters of which are read now; None if there is no such function."""
+        if not self.accepts(call.name):
+            return None
+        self.scanner.take(size)
+        return call
+
+    def _last_fields(self) -> Reading[bool]:
+        """Read what stands behind the arguments in the object of a call."""
+        scanner, found, seen = self.scanner, JsonObject(), 0
+        found.feed('{"":{}')
+        while True:
+            seen += found.feed(scanner.held[seen:])
+            if found.done:
+                scanner.take(seen)
+            if found.done or found.bad:
+                return found.done
+            if not (yield from scanner.more()):
+                return self._is_cut_short()
+
+    def _tail(self) -> Reading[bool]:
         """Read what ends a call; at the end of the output a part of it will do."""
         scanner = self.scanner
-        while (tail := pattern.match(scanner.held, 0, LONGEST)) is None:
+        while (tail := self.format.tail.match(scanner.held, 0, LONGEST)) is None:
             if len(scanner.held) > LONGEST:
                 return False
             if not (yield from scanner.more()):
-                rest = scanner.held[: len(scanner.held) - overlap(scanner.held, self.format.close)]
-                scanner.take(0 if rest.strip("}`" + string.whitespace) else len(scanner.held))
-                return not scanner.held
+                return self._is_cut_short()
         scanner.take(tail.end())
         return True
 
-    def _goes_on(self, form: Form) -> Reading[bool]:
-        """Read what stands between two calls, or behind the last one. Returns: whether another follows."""
+    def _is_cut_short(self) -> bool:
+        """Read the end of the output, if it is a part of what ends a call. Returns: whether it is."""
         scanner = self.scanner
+        rest = scanner.held[: len(scanner.held) - overlap(scanner.held, self.format.close)]
+        if rest.strip("}`" + string.whitespace):
+            return False
+        scanner.take(len(scanner.held))
+        return True
+
+    def _goes_on(self) -> Reading[bool]:
+        """Read what stands between two calls, or behind the last one. Returns: whether another follows."""
+        scanner, form = self.scanner, self.format
         while form.more and scanner.held.strip() in ("", form.more) and (yield from scanner.more()):
             pass
         sign = re.escape(form.more)
@@ -181,63 +233,61 @@ class JsonCalls(Parser):
         ends = re.match(rf"\s*{re.escape(form.end)}", scanner.held) if form.end else None
         if between := found or ends:
             scanner.take(between.end())
-            scanner.taken = ""
+            scanner.taken = scanner.taken if found else ""
         return found is not None
-
-    def _whole(self) -> Reading[bool]:
-        """Read a call that is one object, whatever the order of its fields."""
-        scanner = self.scanner
-        if self._object_end is None:
-            return False
-        call = members(scanner.held[: self._object_end])
-        quoted, arguments = call.get("name", ""), call.get("arguments", call.get("parameters", "{}"))
-        if not (quoted.startswith('"') and (name := from_json(quoted)) and arguments.startswith("{")):
-            return False
-        scanner.take(self._object_end)
-        if not (yield from self._tail(re.compile(rf"\s*{re.escape(self.format.close)}"))):
-            return False
-        scanner.pieces += [CallBegin(name), Arguments(arguments), CallEnd()]
-        scanner.taken = ""
-        return True
 
 
 class BareCalls(JsonCalls):
     """An output that begins with the JSON of a call, with or without a marker.
 
-    bare: how it begins without one, less white space
+    lead: how it begins without one, in front of the object
     """
 
-    def __init__(self, form: JsonFormat, bare: str, tools: Tools | None = None) -> None:
-        self.bare = bare
+    def __init__(self, form: JsonFormat, lead: str, tools: Tools | None = None) -> None:
+        self._bare = tuple(f'{lead}{{"{field}":' for field in FIRST_FIELDS)
         super().__init__(form, tools)
 
     def read(self, *, trim: bool = False) -> Reading[None]:
         while True:
-            begins = re.sub(r"\s", "", self.scanner.held[:LONGEST])[: len(self.bare)]
-            if (
-                len(begins) == len(self.bare)
-                or not self.bare.startswith(begins)
-                or not (yield from self.scanner.more())
-            ):
+            begins = re.sub(r"\s", "", self.scanner.held[:LONGEST])
+            is_bare = begins.startswith(self._bare)
+            may_be = any(bare.startswith(begins) for bare in self._bare)
+            if is_bare or not may_be or not (yield from self.scanner.more()):
                 break
-        trim = begins == self.bare and (yield from self.calls())
+        trim = is_bare and (yield from self.calls())
         yield from super().read(trim=trim)
 
     def accepts(self, name: str) -> bool:
         return not self.tools or name in self.tools
 
 
-LlamaCalls = partial(BareCalls, LLAMA, '{"name":"')
+LlamaCalls = partial(BareCalls, LLAMA, "")
 """Reads calls of Llama 3."""
-ArrayCalls = partial(BareCalls, ARRAY, '[{"name":"')
+ArrayCalls = partial(BareCalls, ARRAY, "[")
 """Reads calls that are one JSON array, as vLLM has forced ones."""
 
 
-def _name(head: re.Match[str]) -> str | None:
-    """The function's name; None where a quoted one is no JSON."""
-    if "quoted" not in head.groupdict():
-        return head["name"]
+def _call_of(fields: Mapping[str, str]) -> _Begun | None:
+    """The call in an object with these fields, each as its own JSON text; None: there is none. The function
+    may be an object of its own, as in OpenAI's API."""
+    if fields.get("function", "").startswith("{"):
+        fields = members(fields["function"])
+    name = _text_of(fields.get("name", fields.get("function", "")))
+    arguments = next((fields[each] for each in ARGUMENTS if each in fields), "{}")
+    return _Begun(name, fields=True, arguments=arguments) if name and arguments.startswith("{") else None
+
+
+def _name_of(fields: re.Match[str]) -> str | None:
+    """The name in the first fields of an object; None if these are no JSON."""
+    found = JsonObject()
+    found.feed(fields[0])
+    return None if found.bad else _text_of(fields["quoted"])
+
+
+def _text_of(quoted: str) -> str | None:
+    """The text that a JSON string holds; None where it is none, or empty."""
     try:
-        return str(from_json(head["quoted"]))
+        found = from_json(quoted)
     except ValueError:
         return None
+    return found if isinstance(found, str) and found else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
@@ -30,6 +31,16 @@ class Parser(ABC):
     @abstractmethod
     def markers(self) -> tuple[str, ...]:
         """What the parser looks for."""
+
+    @property
+    def names(self) -> re.Pattern[str]:
+        """Names that a function can have."""
+        return re.compile("(?s:.+)")
+
+    def own_name(self, written: str) -> str:
+        """Return the function's name less the namespace that some formats write in front of it."""
+        short = written.removeprefix("functions.")
+        return written if written in self.tools and short not in self.tools else short
 
     @abstractmethod
     def read(self) -> Reading[None]:

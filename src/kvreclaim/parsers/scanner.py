@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator
 from typing import TypeVar
 
@@ -91,30 +90,6 @@ class Scanner:
                 self.pieces.append(Arguments(self.take(count)))
             if found.done or found.bad:
                 return found.done
-            if not (yield from self.more()):
-                return False
-
-    def stream_string(self, close: str, *, lines: bool) -> Reading[bool]:
-        """Pass on the text up to `close` as the inside of a JSON string.
-
-        lines: less one line break at either end
-
-        Returns: False where the output ends before.
-        """
-        begun = not lines
-        while True:
-            if not begun and self.held:
-                self.take(len(self.held) - len(self.held.removeprefix("\n")))
-                begun = True
-            place = self.held.find(close)
-            inside = self.held[: place if place >= 0 else len(self.held) - overlap(self.held, close)]
-            text = inside.removesuffix("\n") if lines else inside  # may be the last one
-            if text:
-                self.pieces.append(Arguments(json.dumps(text, ensure_ascii=False)[1:-1]))
-            if place >= 0:
-                self.take(place + len(close))
-                return True
-            self.take(len(text))
             if not (yield from self.more()):
                 return False
 

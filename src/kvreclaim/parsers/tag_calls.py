@@ -12,19 +12,10 @@ from kvreclaim.parsers.json_value import json_value
 from kvreclaim.parsers.parser import Parser, Tools
 from kvreclaim.parsers.pieces import Arguments, CallBegin, CallEnd
 from kvreclaim.parsers.scanner import Reading, overlap
+from kvreclaim.parsers.schema_types import ALL, SchemaTypes
 
 LONGEST = 512
 """Characters of a tag."""
-JSON_TYPES: Mapping[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "object": (dict,),
-    "array": (list,),
-    "null": (type(None),),
-}
-
 SPELLINGS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -36,6 +27,8 @@ class TagFormat:
     head:      the rest of the beginning, with the group `name`
     parameter: begins an argument, with the group `key` and perhaps `string`, "true" or "false"
     close:     ends an argument
+    bounds:    how tags begin that end an argument without its closing tag: the next argument's, the call's
+    names:     names that a function can have
     around:    markers around all calls, which belong to nothing
     lines:     an argument stands on lines of its own
     """
@@ -44,41 +37,55 @@ class TagFormat:
     head: re.Pattern[str]
     parameter: re.Pattern[str]
     close: str
+    bounds: tuple[str, ...]
+    names: re.Pattern[str]
     around: tuple[str, ...] = ()
     lines: bool = False
 
+
+_WORD = r"[^<>\s]{1,128}"
+_BRACELESS = r"[^<>\s{}]{1,128}"
+_QUOTABLE = r'[^"<>]{1,128}'
 
 QWEN3_CODER = TagFormat(
     opens={
         "<tool_call>": re.compile(r"\s*</function>\s*</tool_call>"),
         "<function=": re.compile(r"\s*</function>"),
     },
-    head=re.compile(r"\s*(?:<function=)?(?P<name>[^<>\s]{1,128})>"),
+    head=re.compile(rf"\s*(?:<function=)?(?P<name>{_WORD})>"),
     parameter=re.compile(r"\s*<parameter=(?P<key>[^<>]{1,128})>"),
     close="</parameter>",
+    bounds=("<parameter=", "</function>"),
+    names=re.compile(_WORD),
     around=("</tool_call>",),
     lines=True,
 )
 GLM = TagFormat(
     opens={"<tool_call>": re.compile(r"\s*</tool_call>")},
-    head=re.compile(r"\s*(?P<name>[^<>\s{}]{1,128})\s*(?=<)"),
+    head=re.compile(rf"\s*(?P<name>{_BRACELESS})\s*(?=<)"),
     parameter=re.compile(r"\s*<arg_key>(?P<key>[^<>]{1,128})</arg_key>\s*<arg_value>"),
     close="</arg_value>",
+    bounds=("<arg_key>", "</tool_call>"),
+    names=re.compile(_BRACELESS),
 )
 MINIMAX = TagFormat(
     opens={"<invoke": re.compile(r"\s*</invoke>")},
-    head=re.compile(r'\s+name="(?P<name>[^"<>]{1,128})"\s*>'),
+    head=re.compile(rf'\s+name="(?P<name>{_QUOTABLE})"\s*>'),
     parameter=re.compile(r'\s*<parameter\s+name="(?P<key>[^"<>]{1,128})"\s*>'),
     close="</parameter>",
+    bounds=("<parameter", "</invoke>"),
+    names=re.compile(_QUOTABLE),
     around=("<minimax:tool_call>", "</minimax:tool_call>"),
 )
 DSML = TagFormat(
     opens={"<｜DSML｜invoke": re.compile(r"\s*</｜DSML｜invoke>")},
-    head=re.compile(r'\s+name="(?P<name>[^"<>]{1,128})"\s*>'),
+    head=re.compile(rf'\s+name="(?P<name>{_QUOTABLE})"\s*>'),
     parameter=re.compile(
         r'\s*<｜DSML｜parameter\s+name="(?P<key>[^"<>]{1,128})"(?:\s+string="(?P<string>true|false)")?\s*>'
     ),
     close="</｜DSML｜parameter>",
+    bounds=("<｜DSML｜parameter", "</｜DSML｜invoke>"),
+    names=re.compile(_QUOTABLE),
     around=("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
 )
 
@@ -94,6 +101,10 @@ class TagCalls(Parser):
     def markers(self) -> tuple[str, ...]:
         return (*self.format.opens, *self.format.around)
 
+    @property
+    def names(self) -> re.Pattern[str]:
+        return self.format.names
+
     def read(self) -> Reading[None]:
         form, trim = self.format, False
         while marker := (yield from self.scanner.text_until(*self.markers, trim=trim)):
@@ -108,7 +119,7 @@ class TagCalls(Parser):
             return False
         name = head["name"]
         scanner.pieces.append(CallBegin(name))
-        schemas = self.tools.get(name, {}).get("properties", {})
+        schemas = SchemaTypes(self.tools.get(name, {}))
         sign, complete = "{", True
         while complete and (tag := (yield from self._tag(self.format.parameter, tail))) is not None:
             if tag.re is tail:
@@ -118,7 +129,11 @@ class TagCalls(Parser):
             key = tag["key"].strip()
             scanner.pieces.append(Arguments(f"{sign}{json.dumps(key, ensure_ascii=False)}: "))
             sign = ", "
-            complete = yield from self._value(_schema(schemas, key, tag.groupdict().get("string")))
+            schema = _schema(schemas, key, tag.groupdict().get("string"))
+            if schemas.types(schema) == {"string"}:
+                complete = yield from self._text(tail)
+            else:
+                complete = yield from self._value(schemas, schema, tail)
         scanner.pieces.append(CallEnd(scanner.taken))
         scanner.taken = ""
         return False
@@ -134,58 +149,83 @@ class TagCalls(Parser):
             if len(scanner.held) > LONGEST or not (yield from scanner.more()):
                 return None
 
-    def _value(self, schema: Mapping[str, Any]) -> Reading[bool]:
-        """Read an argument. Returns: False if it does not end."""
-        scanner, close = self.scanner, self.format.close
-        types = types_of(schema)
-        if types == {"string"}:
-            scanner.pieces.append(Arguments('"'))
-            ended = yield from scanner.stream_string(close, lines=self.format.lines)
-            scanner.pieces.append(Arguments('"'))
-            return ended
-        searched = 0
-        while (place := scanner.held.find(close, searched)) < 0:
-            searched = len(scanner.held) - overlap(scanner.held, close)
+    def _bound(self, tail: re.Pattern[str], begin: int = 0) -> tuple[int, int | None]:
+        """Find the end of the argument in what is held. begin: so many characters are certain to belong to it
+
+        Returns: how many characters are certain to belong to it, and those of its closing tag; None: it goes
+        on, or its end is not certain yet.
+        """
+        held, form, ended = self.scanner.held, self.format, self.scanner.ended
+        close = held.find(form.close, begin)
+        bounds = re.compile("|".join(map(re.escape, form.bounds)))
+        for found in bounds.finditer(held, begin):
+            place = found.start()
+            if 0 <= close < place:
+                break
+            limit = place + LONGEST if close < 0 else min(close, place + LONGEST)
+            if form.parameter.match(held, place, limit) or tail.match(held, place, limit):
+                return place, 0
+            if close < 0 and not ended and len(held) < limit:
+                return place, None
+        if close >= 0:
+            return close, len(form.close)
+        return len(held) - max(overlap(held, sign) for sign in (form.close, *form.bounds)), None
+
+    def _text(self, tail: re.Pattern[str]) -> Reading[bool]:
+        """Pass on an argument that is a string, as it comes. Returns: False if it does not end."""
+        scanner, lines = self.scanner, self.format.lines
+        scanner.pieces.append(Arguments('"'))
+        begun = not lines
+        while True:
+            size, closing = self._bound(tail)
+            if not begun and size:
+                begun = True
+                if scanner.held.startswith("\n"):
+                    scanner.take(1)
+                    size -= 1
+            text = scanner.held[:size]
+            if lines or not closing:  # the last line break belongs to the tag that follows
+                text = text.removesuffix("\n")
+            if text:
+                scanner.pieces.append(Arguments(json.dumps(text, ensure_ascii=False)[1:-1]))
+            scanner.take(len(text) if closing is None else size + closing)
+            if closing is not None or not (yield from scanner.more()):
+                scanner.pieces.append(Arguments('"'))
+                return closing is not None
+
+    def _value(self, schemas: SchemaTypes, schema: Mapping[str, Any], tail: re.Pattern[str]) -> Reading[bool]:
+        """Read an argument that may be no string. Returns: False if it does not end."""
+        scanner, size = self.scanner, 0
+        while True:
+            size, closing = self._bound(tail, size)
+            if closing is not None:
+                break
             if not (yield from scanner.more()):
                 return False
-        text = scanner.take(place).strip()
-        scanner.take(len(close))
-        scanner.pieces.append(Arguments(_json_of(text, types)))
+        text = scanner.take(size).strip()
+        scanner.take(closing)
+        scanner.pieces.append(Arguments(_json_of(text, schemas, schema)))
         return True
 
 
-def _schema(schemas: Any, key: str, string: str | None) -> Mapping[str, Any]:
-    """The schema of an argument; string: whether the model says that it is one."""
-    if string is not None:
-        return {"type": "string" if string == "true" else [each for each in JSON_TYPES if each != "string"]}
-    found = schemas.get(key) if isinstance(schemas, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
+def _schema(schemas: SchemaTypes, key: str, string: str | None) -> Mapping[str, Any]:
+    """The schema of an argument. string: whether the model marks it as one, which decides where the
+    function's schema allows both"""
+    own = schemas.argument(key)
+    if string is None:
+        return own
+    marked = {"type": "string" if string == "true" else sorted(ALL - {"string"})}
+    both = {"allOf": [own, marked]}
+    return both if schemas.restricts(both) else own
 
 
-def types_of(schema: Mapping[str, Any]) -> set[str]:
-    """The JSON types that a schema allows; a string where it says nothing that is understood."""
-    given, values = schema.get("type"), schema.get("enum", [schema["const"]] if "const" in schema else None)
-    options = schema.get("anyOf", schema.get("oneOf"))
-    found: set[str] = set()
-    if isinstance(options, list):
-        found = {each for one in options if isinstance(one, Mapping) for each in types_of(one)}
-    elif given is not None:
-        named = given if isinstance(given, list) else [given]
-        found = {name for name in named if isinstance(name, str)}
-    elif isinstance(values, list):
-        found = {name for name, kinds in JSON_TYPES.items() if any(isinstance(v, kinds) for v in values)}
-    elif any(name in schema for name in ("$ref", "allOf", "properties", "items")):
-        found = set(JSON_TYPES)
-    return found or {"string"}
-
-
-def _json_of(text: str, types: set[str]) -> str:
-    """An argument's JSON: the text itself where that is JSON (or True, False, None), unless its type is not
-    allowed and a string is; else a string."""
+def _json_of(text: str, schemas: SchemaTypes, schema: Mapping[str, Any]) -> str:
+    """Return an argument's JSON: the text itself where that is JSON (or True, False, None), unless the schema
+    forbids its value and allows a string; else a string."""
     made = SPELLINGS.get(text, text)
     try:
         value = json_value(made)
     except ValueError:
         return json.dumps(text, ensure_ascii=False)
-    fits = any(isinstance(value, kind) for name in types for kind in JSON_TYPES.get(name, ()))
-    return made if fits or "string" not in types else json.dumps(text, ensure_ascii=False)
+    allowed = schemas.fits(value, schema) or "string" not in schemas.types(schema)
+    return made if allowed else json.dumps(text, ensure_ascii=False)

@@ -9,6 +9,7 @@ from typing import Any
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.parsers.arguments import Callee
+from kvreclaim.parsers.formats import holds_name
 from kvreclaim.parsers.grammars import Calls, answer_grammar
 from kvreclaim.parsers.lark import Lark
 from kvreclaim.parsers.thinking import ThinkSpan
@@ -78,8 +79,10 @@ def check_grammars(service: Service, field: str) -> None:
 
 
 def check_offer(offer: Offer, form: OutputFormat, service: Service) -> None:
-    """Raises: ApiError where calls cannot follow a grammar in this model's format."""
+    """Raises: ApiError where this model's format cannot hold a tool's name, or where calls cannot follow a
+    grammar in it."""
     if offer.field is None:
+        _check_names(offer, form.tool_parser)
         return
     if form.tool_parser is None:
         raise ApiError(
@@ -101,6 +104,19 @@ def check_offer(offer: Offer, form: OutputFormat, service: Service) -> None:
     if reason is not None:
         place = calls.functions[0].place
         raise ApiError(400, f"{place} cannot be followed: {reason}; change it.", place)
+
+
+def _check_names(offer: Offer, tool_parser: str | None) -> None:
+    """Raises: ApiError for a name that calls in this format cannot have."""
+    for each in offer.tools:
+        if tool_parser is not None and not holds_name(tool_parser, each.name):
+            field = f"{each.place.rpartition('.')[0]}.name"
+            raise ApiError(
+                400,
+                f"{field} is {each.name[:80]!r}, which calls in this model's format, {tool_parser}, cannot "
+                "hold; rename it with at most 128 letters, digits, _, . and -.",
+                field,
+            )
 
 
 def can_follow(tools: Sequence[Tool], form: OutputFormat, service: Service) -> bool:
