@@ -178,3 +178,47 @@ def test_deep_tools(open_to_all: Running, depth: int):
         answer = web.post(open_to_all.base_url + path, content=f"{body}{text}]}}", headers=headers)
         assert answer.status_code in (200, 400)
         assert ("not JSON" in answer.text) == (depth > 195)
+
+
+CROSS = {"sec-fetch-site": "cross-site", "origin": "https://evil.example"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        (CROSS, 403),
+        ({"sec-fetch-site": "same-site", "origin": "http://localhost:3000"}, 403),
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({**CROSS, "content-type": "text/plain"}, 403),
+        ({**CROSS, "authorization": "Basic YTpi"}, 403),
+        ({"sec-fetch-site": "same-origin", "origin": "https://behind.a.proxy"}, 200),
+        ({"sec-fetch-site": "none"}, 200),
+        ({**CROSS, "content-type": "application/json"}, 200),
+        ({**CROSS, "authorization": "Bearer any"}, 200),
+    ],
+)
+def test_a_foreign_page_changes_nothing(open_to_all: Running, headers: dict[str, str], status: int):
+    """Browsers let a page of any site send a POST without a JSON body."""
+    answer = web.post(f"{open_to_all.base_url}/reset_prefix_cache", headers=headers)
+    assert answer.status_code == status
+    if status == 403:
+        assert answer.json()["error"]["code"] == "cross_site"
+
+
+def test_a_page_of_the_servers_own_may_change_it(open_to_all: Running):
+    headers = {"origin": open_to_all.base_url}
+    assert web.post(f"{open_to_all.base_url}/reset_prefix_cache", headers=headers).status_code == 200
+
+
+def test_no_route_changes_anything_for_a_foreign_page(open_to_all: Running):
+    """But those that take JSON, which a browser does not send there."""
+    paths = open_to_all.app.openapi()["paths"]
+    routes = [(m, path) for path, found in paths.items() for m in found if m not in ("get", "head")]
+    assert ("delete", "/v1/responses/{response_id}") in routes
+    for method, path in routes:
+        answer = web.request(
+            method, open_to_all.base_url + path.replace("{", "").replace("}", ""), headers=CROSS
+        )
+        assert answer.status_code == 403

@@ -108,6 +108,23 @@ def test_a_file_that_others_may_open_is_refused(tmp_path: Path) -> None:
         store(responses_db="")
 
 
+def test_a_deleted_response_is_in_no_file(tmp_path: Path) -> None:
+    """Neither in the database nor in its log, while the server runs on."""
+    kept = store(responses_db=str(tmp_path / "responses.db"))
+    secret = b"a text that was deleted " * 500
+
+    def has_secret() -> bool:
+        return any(secret[:24] in file.read_bytes() for file in tmp_path.iterdir())
+
+    assert kept.put(None, "0", Kept(b"[]", secret))
+    assert kept.put(None, "1", ONE)
+    assert has_secret()
+    assert kept.delete(None, "0")
+    assert not has_secret()
+    assert kept.get(None, "1") == ONE
+    kept.close()
+
+
 def test_what_cannot_be_written_is_not_kept_and_what_cannot_be_read_is_a_503() -> None:
     kept = store()
     kept.close()

@@ -11,5 +11,6 @@ LIMIT_S = 300
 
 get = partial(httpx2.get, timeout=LIMIT_S)
 post = partial(httpx2.post, timeout=LIMIT_S)
+request = partial(httpx2.request, timeout=LIMIT_S)
 stream = partial(httpx2.stream, timeout=LIMIT_S)
 Client = partial(httpx2.Client, timeout=LIMIT_S)

@@ -113,8 +113,8 @@ def _check_lasting(server: ServerConfig, engine: EngineConfig) -> None:
     keeps = [name for name in ("kv_offloading_disk_path",) if getattr(engine, name) is not None]
     keeps += [name for name in ("slot_save_path", "responses_db") if getattr(server, name) is not None]
     require(
-        not (keeps and server.api_keys and server.tenant_secret is None),
-        f"{' and '.join(keeps)} is set, and so are API keys, but tenant_secret is not: what tenants keep is "
+        not (keeps and (server.api_keys or server.operator_key) and server.tenant_secret is None),
+        f"{' and '.join(keeps)} is set, and so are keys, but tenant_secret is not: what tenants keep is "
         "found under names made with it, which would be others at the next start; give it, or leave the path "
         "out.",
         "tenant_secret",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from ipaddress import ip_address
 
 
@@ -18,6 +19,18 @@ def is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def is_foreign(headers: Mapping[str, str]) -> bool:
+    """Whether a page of another site sent a request. Programs send neither of the headers, so nothing of
+    theirs is foreign.
+
+    headers: by lower-case names. Browsers set Sec-Fetch-Site, older ones Origin alone; no page can.
+    """
+    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    if site is not None:
+        return site not in ("same-origin", "none")
+    return origin is not None and origin.partition("//")[2].lower() != headers.get("host", "").lower()
 
 
 def is_own(header: str | None, names: frozenset[str]) -> bool:

@@ -10,7 +10,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvreclaim.page.hosts import host_of, is_own
+from kvreclaim.page.hosts import host_of, is_foreign, is_own
 from kvreclaim.server.config import ServerConfig
 from kvreclaim.server.errors import ApiError, error_body, failed
 from kvreclaim.server.ids import new_request_id
@@ -23,6 +23,7 @@ OPERATOR_PATHS = (
     *("/", "/metrics", "/load", "/page", "/openapi.json"),
     *("/kv_offload/status", "/reset_prefix_cache"),
 )
+SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 EVERY = "*"
 MAX_DIGITS = 18
 """Most digits of a length; Python reads no number of thousands of digits."""
@@ -110,6 +111,13 @@ class Gate:
                 "one (--allowed-hosts).",
                 code="host_not_allowed",
             )
+        if scope["method"] not in SAFE_METHODS and not _is_preflighted(headers) and is_foreign(headers):
+            raise ApiError(
+                403,
+                "a page of another site sent this request (Sec-Fetch-Site, Origin); send it from this "
+                "server's own page, or from a program, without these headers.",
+                code="cross_site",
+            )
         tenant = self.tenants.of(headers)
         if tenant is None:
             if path in OPEN_PATHS:
@@ -165,6 +173,15 @@ class _Limited:
 
 def _too_large(limit: int) -> str:
     return f"the body exceeds {limit} bytes; send a smaller one."
+
+
+def _is_preflighted(headers: Headers) -> bool:
+    """Whether a browser asks before it sends such a request for a page of another site, which this server
+    does not allow: with a JSON body, or with a key in a header that the page itself sets."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    is_json = kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+    bearer = headers.get("authorization", "").lower().startswith("bearer ")
+    return is_json or bearer or "x-api-key" in headers
 
 
 def _is_operators(path: str) -> bool:

@@ -96,11 +96,19 @@ class ResponseStore:
         with self._reading():
             given = (response_id, tenant or "")
             done = self._db.execute("DELETE FROM responses WHERE id = ? AND tenant = ?", given)
+        self._truncate_log()
         return done.rowcount > 0
 
     def close(self) -> None:
         with self._lock:
             self._db.close()
+
+    def _truncate_log(self) -> None:
+        """Write the log back to the file and empty it: it holds deleted texts until then."""
+        with self._reading():
+            is_busy, *_ = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        if is_busy:
+            logger.warning("a deleted response stays in the log of responses_db: another process reads it")
 
     def _forget(self, whose: str, times: int) -> None:
         self._db.execute(FORGET, (whose, times * self._most_bytes, times * self._most))
