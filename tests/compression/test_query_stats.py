@@ -294,6 +294,23 @@ class TestCheckModel:
         ):
             query_stats(FACTS).check_model(dataclasses.replace(FACTS, layers=layers))
 
+    def test_the_config(self):
+        facts = dataclasses.replace(FACTS, config={"eps": 0.1, "theta": {"a": 1}, "new": 1})
+        stats = query_stats(FACTS)
+        stats.check_model(facts)  # measured without a config, and the model has its own
+        with pytest.raises(StatsMismatchError, match="eps as in the model's files, hf_overrides changes it"):
+            stats.check_model(dataclasses.replace(facts, overridden=("eps",)))
+
+        def measured(**config):
+            metadata = stats.metadata.model_copy(update={"config": config})
+            return dataclasses.replace(stats, metadata=metadata)
+
+        same = measured(eps=0.1, theta={"a": 1}, gone=2)
+        same.check_model(dataclasses.replace(facts, overridden=("eps",)))
+        same.check_model(FACTS)
+        with pytest.raises(StatsMismatchError, match=r"eps 0.2, the model has 0.1; theta {'a': 2}"):
+            measured(eps=0.2, theta={"a": 2}).check_model(facts)
+
     def test_what_a_public_file_does_not_say_is_not_checked(self, tmp_path):
         torch.save(public_file(3, 4, 4), tmp_path / "stats.pt")
         QueryStats.load(tmp_path / "stats.pt").check_model(FACTS)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from kvreclaim.compression.stats import QueryStats
 from kvreclaim.engine.api.kept_statistics import kept_statistics
 from kvreclaim.engine.serving.messages import EngineSpec
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
+from kvreclaim.model_paths import STATS_FILE
 
 AUTO = CompressionConfig(budget=48, recent=8)
 
@@ -90,3 +93,30 @@ def test_a_model_that_reads_no_text_says_so(home, tiny_dir) -> None:
 def test_a_cache_directory_that_takes_nothing_is_refused(tiny_dir) -> None:
     with pytest.raises(InvalidArgumentError, match="set KVRECLAIM_HOME to a directory"):
         start(tiny_dir("llama"), compression=AUTO, calibrate=calibrate_at_start)
+
+
+def test_statistics_of_another_config_are_not_taken(home, calibrated_dir, tmp_path) -> None:
+    beside = calibrated_dir("llama") / STATS_FILE
+    changed = {"rms_norm_eps": 0.3}
+    assert start(beside.parent, hf_overrides={"max_position_embeddings": 400}).stats_file == beside
+    other = start(beside.parent, hf_overrides=changed)
+    assert other.stats_file == kept_statistics(other.loaded)
+    assert other.stats_file != kept_statistics(start(beside.parent).loaded)
+    differs = "rms_norm_eps 1e-06, the model has 0.3"
+    named = CompressionConfig("triattention", 48, recent=8, stats=beside)
+    with pytest.raises(StatsMismatchError, match=differs):
+        start(beside.parent, compression=named, hf_overrides=changed)
+
+    edited = shutil.copytree(beside.parent, tmp_path / "edited")
+    config = json.loads((edited / "config.json").read_text())
+    (edited / "config.json").write_text(json.dumps(config | changed))
+    with pytest.raises(StatsMismatchError, match=differs):
+        start(edited, compression=AUTO)
+    (edited / STATS_FILE).unlink()
+    assert start(edited).stats_file == other.stats_file
+
+    calibrate_at_start(other, say=str)
+    shutil.copyfile(other.stats_file, beside_changed := edited / STATS_FILE)
+    assert start(edited, compression=AUTO).stats_file == beside_changed
+    (edited / "config.json").write_text(json.dumps(config))
+    assert start(edited, hf_overrides=changed).stats_file == beside_changed

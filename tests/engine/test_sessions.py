@@ -114,7 +114,8 @@ def test_a_damaged_file_changes_nothing(tmp_path, make_llm):
         ({"kv_cache_dtype": "bf16"}, "kv_format"),
         ({"block_size": 32}, "block_size"),
         ({"kernels": "reference"}, "backend_layout"),
-        ({"family": "qwen3"}, "model_fingerprint"),
+        ({"family": "qwen3"}, "config"),
+        ({"hf_overrides": {"rms_norm_eps": 0.3}}, "config"),
     ],
 )
 def test_another_engine_refuses_it_by_name(change, field, tmp_path, make_llm):

@@ -84,6 +84,15 @@ def test_a_file_beside_the_weights_comes_first(home, asked, tmp_path) -> None:
     assert not asked
 
 
+def test_under_hf_overrides_our_loader_decides_on_the_file_beside_the_weights(
+    home, monkeypatch, tmp_path
+) -> None:
+    (tmp_path / "kvreclaim_stats.safetensors").touch()
+    answering(monkeypatch, '{"file": "of the cache directory"}')
+    model = ModelToLoad(tmp_path, {**ARGUMENTS, "hf_overrides": '{"rms_norm_eps": 0.3}'})
+    assert find_statistics(model, calibrate=False) == "of the cache directory"
+
+
 def test_why_there_are_none(home, monkeypatch, tmp_path) -> None:
     model = ModelToLoad(tmp_path, ARGUMENTS)
     answering(monkeypatch, 'noise\n{"error": "it has no tokenizer"}\n')

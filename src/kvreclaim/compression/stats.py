@@ -18,7 +18,7 @@ from torch import Tensor
 from kvreclaim.compression.loss_curve import STATS_HEADER, LossCurve
 from kvreclaim.compression.public_kvzap import KVzapWeights
 from kvreclaim.compression.public_stats import read_public_stats
-from kvreclaim.compression.stats_metadata import RECALIBRATE, StatsMetadata, check_tensor
+from kvreclaim.compression.stats_metadata import RECALIBRATE, REMEASURE, StatsMetadata, check_tensor
 from kvreclaim.compression.trial import Trial
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
 from kvreclaim.ops.facts import ModelFacts
@@ -170,10 +170,11 @@ class QueryStats(StatsTensors):
         differ = [
             f"{what} {ours}, the model has {its}" for what, ours, its in pairs if ours not in (None, its)
         ]
+        differ += meta.differing(facts)
         if differ:
             raise StatsMismatchError(
                 f"query statistics of {meta.model_name!r} ({meta.source}) do not fit the model "
-                f"{facts.name!r}: {'; '.join(differ)}; {RECALIBRATE}."
+                f"{facts.name!r}: {'; '.join(differ)}; {RECALIBRATE if not facts.overridden else REMEASURE}."
             )
 
     def save(self, path: str | os.PathLike[str], *, half: bool = False) -> None:

@@ -146,6 +146,7 @@ class StatsBuilder:
         metadata = StatsMetadata(
             model_name=self.facts.name,
             fingerprint=self.facts.fingerprint,
+            config=None if self.facts.config is None else dict(self.facts.config),
             num_layers=count,
             num_heads=first.num_heads,
             num_kv_heads=first.num_kv_heads,

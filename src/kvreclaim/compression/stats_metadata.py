@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
@@ -12,8 +12,10 @@ from torch import Tensor
 from kvreclaim.compression.loss_curve import LossCurve
 from kvreclaim.compression.trial import Trial
 from kvreclaim.errors import StatsMismatchError
+from kvreclaim.ops.facts import ModelFacts
 
 RECALIBRATE = "run `kvreclaim calibrate` for this model"
+REMEASURE = "leave hf_overrides out, or name no statistics and start with --kv-compression-calibrate"
 
 
 class StatsMetadata(BaseModel):
@@ -26,6 +28,7 @@ class StatsMetadata(BaseModel):
     kvzap_inputs:   numbers of a hidden state that kvzap weighs; 0: its weights are not there
     kvzap_units:    hidden units between them and the scores; 0: the scores are linear
     fractions:      of a text, falling, for which shares of heads are there; empty: they are not
+    config:         fields of the model's config that its queries depend on (model/config_fields.py)
     trial:          what candidate policies have made of held-out documents; the policy "auto" is its best
     curve:          what the best lost at several budgets, from which max_loss chooses one
     """
@@ -35,6 +38,7 @@ class StatsMetadata(BaseModel):
     format_version: Literal[2] = 2
     model_name: str
     fingerprint: str | None = None
+    config: dict[str, Any] | None = None
     num_layers: PositiveInt
     num_heads: PositiveInt
     num_kv_heads: PositiveInt | None = None
@@ -52,6 +56,21 @@ class StatsMetadata(BaseModel):
     trial: Trial | None = None
     curve: LossCurve | None = None
     source: str
+
+    def differing(self, facts: ModelFacts) -> list[str]:
+        """Return what differs between this config and the model's. A file without a config was measured
+        without hf_overrides.
+
+        A field that only one of them has is new or gone in another version of transformers, whose default
+        computes the same.
+        """
+        if facts.config is None:
+            return []
+        if self.config is None:
+            return [f"{name} as in the model's files, hf_overrides changes it" for name in facts.overridden]
+        both = sorted(self.config.keys() & facts.config.keys())
+        pairs = [(name, self.config[name], facts.config[name]) for name in both]
+        return [f"{name} {ours}, the model has {its}" for name, ours, its in pairs if ours != its]
 
     @property
     def center_heads(self) -> int:

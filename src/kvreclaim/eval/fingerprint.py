@@ -33,6 +33,7 @@ def run_identity(llm: LLM, plan: EvalPlan, stats: QueryStats | None) -> dict[str
         "code": code_digest(),
         "model": facts.name,
         "fingerprint": facts.fingerprint,
+        "config": facts.config,
         "weights": weights_digest(llm),
         "stats": None if stats is None else stats_digest(stats),
         "dtype": str(facts.dtype),

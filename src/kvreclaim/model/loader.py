@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError, printable
 from kvreclaim.model.attention import ATTENTION_NAME, register_attention
 from kvreclaim.model.attn_temperature import use_token_positions
+from kvreclaim.model.config_fields import measured_fields
 from kvreclaim.model.decoder import use_fast_layers
 from kvreclaim.model.ends import directory_ends, gguf_ends
 from kvreclaim.model.latent import use_latent_cache
@@ -118,7 +119,7 @@ def load_model(
     target, torch_dtype = resolve_device(device), _resolve_dtype(dtype)
     gguf = GgufSource(Path(name)) if is_gguf(name) else None
     config = _load_config(name) if gguf is None else gguf_config(gguf)
-    config = overridden(config, hf_overrides, name)
+    stored, config = config, overridden(config, hf_overrides, name)
     _refuse_unsupported(config, name)
     packed, mapped_bytes = _packed_source(name, config) if gguf is None else gguf, 0
     tokenizer: Tokenizer | None = None
@@ -154,6 +155,9 @@ def load_model(
         recurrent,
         attention_dtype,
     )
+    before, measured = measured_fields(stored), measured_fields(config)
+    changed = tuple(field for field in measured if measured[field] != before.get(field))
+    facts = replace(facts, config=measured, overridden=changed)
     if gguf is None:
         tokenizer = load_tokenizer(name)
         ends = directory_ends(name, tokenizer, config)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,6 +86,8 @@ class ModelFacts:
     dtype:       of queries, keys and values; hidden states may be fp32 beside bf16 (model/attention.Narrowed)
     hidden_size: numbers of what an attention layer is given of a token; None where layers do not hand it out
     states:      of each recurrent layer beside these: the tensors that are kept of a sequence
+    config:      the config's fields that query statistics depend on; None: not known
+    overridden:  names of those that hf_overrides changed
     layer_ids:   where these are some of the model's layers: which; num_model_layers: of how many
     """
 
@@ -97,6 +100,8 @@ class ModelFacts:
     rope_problem: str | None = None
     hidden_size: int | None = None
     states: tuple[tuple[StateShape, ...], ...] = ()
+    config: Mapping[str, Any] | None = None
+    overridden: tuple[str, ...] = ()
     layer_ids: tuple[int, ...] | None = None
     num_model_layers: int = 0
 

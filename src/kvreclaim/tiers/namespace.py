@@ -13,8 +13,10 @@ from kvreclaim.checks import require
 
 FIELDS = (
     "record_version",
+    "config",
     "model_fingerprint",
     "weights_digest",
+    "products",
     "kv_semantics",
     "dtype",
     "rope",
@@ -22,9 +24,9 @@ FIELDS = (
     "block_size",
     "backend_layout",
 )
-"""All that must be said: the record's version, the model's facts and its weights, the meaning of the forward
-pass, the model's dtype, its rotation with scaling, the KV format, tokens per block, and the back end with the
-version of its layout: back ends lay out keys differently."""
+"""The record's version, the model's config, facts and weights, how packed weights are multiplied, the meaning
+of the forward pass, the model's dtype, its rotation with scaling, the KV format, tokens per block, and the
+back end with its device and the version of its layout: back ends lay out keys differently."""
 
 CHUNK_BYTES = 64 << 20
 

@@ -123,11 +123,25 @@ def _said(metadata: Mapping[str, str], path: str | os.PathLike[str]) -> Mapping[
 def _check_fields(saved: Mapping[str, str], asked: Mapping[str, str], path: str | os.PathLike[str]) -> None:
     for name, value in asked.items():
         if saved.get(name) != value:
+            theirs, ours = (text[:80] for text in _difference(str(saved.get(name)), value))
             raise InvalidArgumentError(
-                f"{os.fspath(path)} was saved with another {name}: {str(saved.get(name))[:80]!r}, here it is "
-                f"{value[:80]!r}; load it with the model, format and block size that it was saved with.",
+                f"{os.fspath(path)} was saved with another {name}: {theirs!r}, here it is {ours!r}; "
+                "load it with the model, options, format and block size that it was saved with.",
                 field=name,
             )
+
+
+def _difference(one: str, other: str) -> tuple[str, str]:
+    """The texts, or of two JSON objects the members that are not equal."""
+    try:
+        first, second = json.loads(one), json.loads(other)
+    except ValueError:
+        return one, other
+    if not isinstance(first, dict) or not isinstance(second, dict):
+        return one, other
+    names = [name for name in sorted({*first, *second}) if first.get(name) != second.get(name)]
+    only = [json.dumps({name: each[name] for name in names if name in each}) for each in (first, second)]
+    return only[0], only[1]
 
 
 def _checksum(tensor: Tensor) -> str:

@@ -14,14 +14,13 @@ from kvreclaim.beams import BeamSearchParams
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.api.chat import Message, num_system_tokens, render_chat
-from kvreclaim.engine.api.kept_statistics import kept_statistics
+from kvreclaim.engine.api.kept_statistics import statistics_file
 from kvreclaim.engine.api.model_engine import OF_THE_WEIGHTS, ModelEngine
 from kvreclaim.engine.api.prompts import Prompt, as_list, check_type
 from kvreclaim.engine.request.outputs import RequestOutput, ScoreOutput, StepStats
 from kvreclaim.engine.request.request import Request
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 from kvreclaim.model.loader import load_model
-from kvreclaim.model_paths import statistics_beside
 from kvreclaim.sampling_params import SamplingParams
 
 OnStep = Callable[[StepStats], None]
@@ -77,8 +76,7 @@ class LLM(ModelEngine):
             hf_overrides=json.loads(config.hf_overrides or "{}"),
             cache_packed_weights=config.cache_packed_weights,
         )
-        beside = statistics_beside(model)
-        stats_file = beside if beside.is_file() else kept_statistics(loaded)
+        stats_file = statistics_file(model, loaded)
         is_named = getattr(compression, "stats", None) is not None
         if calibrate is not None and not (is_named or stats_file.is_file()):
             super().__init__(loaded, stats_file, _measuring(config), None)
@@ -283,9 +281,7 @@ class LLM(ModelEngine):
 
 def _measuring(config: EngineConfig) -> EngineConfig:
     """Settings of an engine that measures a model that was loaded with these."""
-    return EngineConfig(
-        **FOR_CALIBRATION, kernels=config.kernels, **{name: getattr(config, name) for name in OF_THE_WEIGHTS}
-    )
+    return EngineConfig(**FOR_CALIBRATION, **{name: getattr(config, name) for name in OF_THE_WEIGHTS})
 
 
 def _one_each(name: str, value: T | Sequence[T], count: int) -> list[T]:

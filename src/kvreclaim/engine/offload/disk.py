@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,9 @@ import torch
 from kvreclaim.checks import require
 from kvreclaim.config import EngineConfig
 from kvreclaim.memory.tiers.transfers import TransferOutcome, Transfers
+from kvreclaim.model.config_fields import config_fields
 from kvreclaim.model.loader import LoadedModel
+from kvreclaim.model.quantized.layers import products_of
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import KVFormat
 from kvreclaim.schedule.rates import Rates
@@ -96,14 +99,16 @@ def namespace_of(config: EngineConfig, loaded: LoadedModel, form: KVFormat, back
     return Namespace(
         {
             "record_version": str(VERSION),
+            "config": json.dumps(config_fields(model.config)),
             "model_fingerprint": facts.fingerprint,
             "weights_digest": weights_digest(tensors, torch.get_num_threads()),
+            "products": products_of(model),
             "kv_semantics": str(KV_SEMANTICS),
             "dtype": " ".join(dict.fromkeys((str(model.dtype), str(facts.dtype)))),
             "rope": _rope(loaded),
             "kv_format": form.fingerprint,
             "block_size": str(config.block_size),
-            "backend_layout": f"{backend} {LAYOUT}",
+            "backend_layout": f"{backend} on {facts.device.type} {LAYOUT}",
         }
     )
 

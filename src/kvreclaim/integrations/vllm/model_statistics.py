@@ -26,6 +26,9 @@ from kvreclaim.outputs import write_text, writing
 
 READ = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 """Files of a model on the hub that our loader reads; none of subfolders."""
+NO_OVERRIDES = ("{}", "null")
+"""JSON of hf_overrides that change nothing. Under others our own loader decides whether the file beside the
+weights fits."""
 REMEDY = 'name a file of `kvreclaim calibrate` as "stats", or a policy that needs none, such as streaming_llm'
 logger = logging.getLogger("vllm.kvreclaim")
 
@@ -79,11 +82,12 @@ def find_statistics(model: ModelToLoad, calibrate: bool) -> str | None:
     Raises: InvalidArgumentError.
     """
     beside = statistics_beside(model.path)
-    if beside.is_file():
+    is_beside = beside.is_file()
+    if is_beside and model.arguments["hf_overrides"] in NO_OVERRIDES:
         return str(beside)
     if noted := _noted(model):
         return noted
-    if not calibrate and not any(stats_home().glob("*.safetensors")):
+    if not (calibrate or is_beside) and not any(stats_home().glob("*.safetensors")):
         return None
     with _lock(model):
         file = _noted(model) or _ask(model, calibrate and not model.nodes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 
 import torch
@@ -70,6 +71,21 @@ def embeddings_of(module: nn.Module) -> Tensor:
         weight: Tensor = module.weight  # type: ignore[assignment]
         return weight
     return module(torch.arange(min(ROWS_AT_ONCE, module.num_embeddings), device=module.matrix.device))
+
+
+def products_of(model: nn.Module) -> str:
+    """Return how packed weights are multiplied, and a digest of the grids of their codes. The codes are
+    buffers. Empty for a model without packed weights."""
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, _PackedModule)]
+    if not found:
+        return ""
+    digest = hashlib.sha256()
+    for name, module in found:
+        size = module.matrix
+        table = None if size.table is None else size.table.tolist()
+        digest.update(repr((name, str(module.dtype), size.bits, size.group, size.grid.value, table)).encode())
+    kinds = sorted({f"{module.products.kernels} {module.products.activations}" for _, module in found})
+    return f"{', '.join(kinds)}, grids {digest.hexdigest()[:16]}"
 
 
 def describe_packed(model: nn.Module) -> str | None:
