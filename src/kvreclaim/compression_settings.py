@@ -138,6 +138,22 @@ class CompressionSettings:
     auto_budget: bool | None = field(default=None, kw_only=True)
     """Whether budget was "auto"; set by it."""
 
+    @property
+    def in_words(self) -> str:
+        """Policy and budget for people."""
+        if self.policy == FULL:
+            return "none, every token is kept (policy full)"
+        if self.verify:
+            return f"{self.policy} drafts from {self.budget_in_words}, the full cache verifies"
+        return f"{self.policy}, {self.budget_in_words}"
+
+    @property
+    def budget_in_words(self) -> str:
+        """The budget, or what chooses it, for people."""
+        if self.max_loss is not None:
+            return f"as many tokens as max_loss {self.max_loss:g} needs"
+        return f"{self.budget:,} tokens per KV head"
+
     def __post_init__(self) -> None:
         if self.budget is None:
             object.__setattr__(self, "budget", DEFAULT_BUDGET if self.max_loss is None else MAX_COUNT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from kvreclaim.cli.main import COMMANDS
 from kvreclaim.ops import extension
 
 OTHER_ROOMS = ("ops.triton", "server", "bench", "eval", "calibrate", "plan", "sim", "integrations", "demo")
-SHARED = {"main", "options", "config_options", "help", "uncollected"}
+SHARED = {"main", "options", "config_options", "help", "model_names", "fetch", "uncollected"}
 """Files of the command line that are no command."""
 WATCH = """
 import gc, sys
@@ -85,6 +86,24 @@ def test_the_engines_process_of_serve_begins_before_torch_is_imported(
 def test_what_serves_is_imported_while_the_engine_loads(tmp_path: Path) -> None:
     done = run(BOUND, tmp_path)
     assert done.stderr.splitlines()[-1:] == ["bound False"], done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("command", ["run", "serve", "generate --prompt a", "eval", "calibrate", "plan"])
+def test_a_model_that_is_not_there_is_refused_before_torch_is_imported(tmp_path: Path, command: str) -> None:
+    name, *options = command.split()
+    done = run(f"app({[name, '--model', 'nonesuch', *options]!r})", tmp_path)
+    assert done.returncode == 2
+    assert "nonesuch" in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_port_in_use_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = run(f"app(['serve', '--model', 'demo', '--port', '{port}'])", tmp_path)
+    assert done.returncode == 2
+    assert f"cannot listen on 127.0.0.1:{port} (Address already in use)" in done.stderr
+    assert done.stdout == ""
 
 
 def test_a_name_that_is_no_command_is_compared_with_all(tmp_path: Path) -> None:

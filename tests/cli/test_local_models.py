@@ -12,9 +12,8 @@ import pytest
 import tiny_gguf
 from typer.testing import CliRunner
 
-from kvreclaim.cli.local_models import named_model
 from kvreclaim.cli.main import app
-from kvreclaim.cli.options import model_of
+from kvreclaim.cli.model_names import model_of
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model_paths import REAL_MODEL, STATS_FILE, num_bytes_of, write_source
 
@@ -84,16 +83,63 @@ def test_ls_without_models(home: Path) -> None:
 
 
 def test_names_of_ls_are_models(models: Path, monkeypatch) -> None:
-    assert named_model("plain") == model_of("plain") == models / "plain"
-    assert named_model("plain/tiny.gguf") == models / "plain" / "tiny.gguf"
-    assert named_model("owner/packed") == models / "owner--packed"
-    assert named_model("own") == models / "own"
-    assert named_model("other/name") == "other/name"  # a hub id
+    monkeypatch.setattr("kvreclaim.cli.model_names.why_not_on_hub", lambda _: None)
+    assert model_of("plain") == models / "plain"
+    assert model_of("plain/tiny.gguf") == models / "plain" / "tiny.gguf"
+    assert model_of("owner/packed") == models / "owner--packed"
+    assert model_of("own") == models / "own"
+    assert model_of("other/name") == "other/name"  # a hub id
     for name in ("broken", "nothing", "", "a message"):
         with pytest.raises(InvalidArgumentError, match="is no model here"):
-            named_model(name)
+            model_of(name)
     monkeypatch.chdir(models)
-    assert named_model("plain") == model_of("plain") == "plain"  # what lies here comes first
+    assert model_of("plain") == "plain"  # what lies here comes first
+
+
+@pytest.mark.parametrize("name", ["PLAIN", "Plain/TINY.gguf", "Owner/Packed", "OWNER--packed"])
+def test_case_does_not_matter(models: Path, name: str) -> None:
+    exact = {each.casefold(): each for each in ("plain", "plain/tiny.gguf", "owner--packed")}
+    assert model_of(name) == models / exact[name.casefold().replace("owner/", "owner--")]
+
+
+def test_names_that_differ_by_case_alone_are_both_found(models: Path) -> None:
+    shutil.copytree(models / "own", models / "OWN")
+    assert (model_of("own"), model_of("OWN")) == (models / "own", models / "OWN")
+    with pytest.raises(InvalidArgumentError, match="did you mean"):
+        model_of("Own")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("plian", "plain"), ("smollm2", REAL_MODEL), ("SmolLM2-135-Instruct", REAL_MODEL), ("dmeo", "demo")],
+)
+def test_a_typo_names_the_nearest_and_all_that_are_here(models: Path, name: str, meant: str) -> None:
+    with pytest.raises(InvalidArgumentError) as error:
+        model_of(name)
+    assert f"did you mean {meant}?" in str(error.value)
+    assert "Models here: own, owner--packed, plain, plain/tiny.gguf, demo." in str(error.value)
+    assert error.value.field == "model"
+
+
+def test_a_hub_that_does_not_answer_is_named(models: Path, monkeypatch) -> None:
+    monkeypatch.setattr("kvreclaim.cli.model_names.why_not_on_hub", lambda _: "the hub is out of reach")
+    for name, fetches in (("other/name", False), ("other/name-GGUF:Q4_K_M", True)):
+        with pytest.raises(InvalidArgumentError, match="no model here, and the hub is out of reach"):
+            model_of(name, fetches=fetches)
+
+
+def test_a_directory_that_holds_one_gguf_file_is_that_file(home: Path, tmp_path: Path) -> None:
+    for place in (tmp_path / "files", home / "Mine"):
+        place.mkdir(parents=True)
+        tiny_gguf.write(place / "tiny.gguf")
+        (place / "mmproj-tiny.gguf").write_bytes(b"")
+    assert model_of(os.fspath(tmp_path / "files")) == tmp_path / "files" / "tiny.gguf"
+    assert model_of("mine") == home / "Mine" / "tiny.gguf"
+    tiny_gguf.write(tmp_path / "files" / "other.gguf")
+    with pytest.raises(InvalidArgumentError, match=r"2 GGUF files \(other.gguf, tiny.gguf\); name one"):
+        model_of(os.fspath(tmp_path / "files"))
+    with pytest.raises(InvalidArgumentError, match="no GGUF file"):
+        model_of(os.fspath(tmp_path))
 
 
 def test_a_gguf_file_of_the_hub_is_one_model(home: Path, monkeypatch) -> None:
@@ -105,11 +151,12 @@ def test_a_gguf_file_of_the_hub_is_one_model(home: Path, monkeypatch) -> None:
     row = run("ls").stdout.splitlines()[1].split()
     assert (row[0], row[-3:]) == (directory.name, ["Q4_1", "512", "no"])
     for name in ("some/tiny-GGUF:Q4_1", directory.name):
-        assert named_model(name) == model_of(name) == file
+        assert model_of(name) == model_of(name.upper()) == file
     with pytest.raises(InvalidArgumentError, match="`kvreclaim fetch some/tiny-GGUF:Q8_0` brings it"):
         model_of("some/tiny-GGUF:Q8_0")
-    monkeypatch.setattr("kvreclaim.cli.local_models.fetched", lambda *_: directory)
-    assert named_model("some/tiny-GGUF:Q5_0") == file  # `run` fetches it
+    monkeypatch.setattr("kvreclaim.cli.model_names.fetched", lambda *_: directory)
+    monkeypatch.setattr("kvreclaim.cli.model_names.why_not_on_hub", lambda _: None)
+    assert model_of("some/tiny-GGUF:Q5_0", fetches=True) == file  # `run` fetches it
     assert run("rm", "some/tiny-GGUF:Q4_1", "--yes").exit_code == 0
     assert not directory.exists()
 
@@ -148,8 +195,8 @@ def test_a_missing_package_makes_no_file_removable(models: Path, monkeypatch) ->
 
 
 def test_run_fetches_the_default_model_by_its_name(models: Path, monkeypatch) -> None:
-    monkeypatch.setattr("kvreclaim.cli.local_models.fetched", lambda source, output: models / REAL_MODEL)
-    assert named_model(REAL_MODEL) == models / REAL_MODEL
+    monkeypatch.setattr("kvreclaim.cli.model_names.fetched", lambda source, output: models / REAL_MODEL)
+    assert model_of(REAL_MODEL.lower(), fetches=True) == models / REAL_MODEL
 
 
 def test_rm_asks_deletes_and_says_what_was_freed(models: Path) -> None:

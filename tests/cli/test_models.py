@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from kvreclaim import demo_model
 from kvreclaim.cli.main import app
-from kvreclaim.cli.options import model_of
+from kvreclaim.cli.model_names import model_of
 from kvreclaim.model_paths import REAL_MODEL, write_source
 
 runner = CliRunner()
@@ -56,7 +56,6 @@ def test_without_a_name_it_is_the_real_model_once_it_is_there(fetched: Path) -> 
 def test_what_is_named_is_taken_in_silence(fetched: Path) -> None:
     told: list[str] = []
     assert model_of("demo", told.append) == demo_model()
-    assert model_of("./demo", told.append) == "./demo"
     assert told == []
 
 
@@ -84,16 +83,19 @@ def test_the_server_names_and_logs_it(arguments: tuple[str, ...], fetched: Path,
         return True
 
     monkeypatch.setattr("kvreclaim.server.run.serve", serve)
-    monkeypatch.setattr("kvreclaim.server.logs.configure_logging", lambda *_, **__: None)
+    monkeypatch.setattr("kvreclaim.cli.serve.configure_logging", lambda *_, **__: None)
     with caplog.at_level("INFO", logger="kvreclaim.cli.serve"):
         result = run("serve", "--port", 0, "--no-engine-process", *arguments)
     assert result.exit_code == 0, result.output
     if arguments:
         assert started == [("demo_model", ("kvreclaim-demo",))]
-        assert not caplog.messages
+        assert caplog.messages == [f"loading kvreclaim-demo from {demo_model()}"]
     else:
         assert started == [(REAL_MODEL, (REAL_MODEL,))]
-        assert caplog.messages == [f"model: {REAL_MODEL} in {fetched}"]
+        assert caplog.messages == [
+            f"model: {REAL_MODEL} in {fetched}",
+            f"loading {REAL_MODEL} from {fetched}",
+        ]
 
 
 def test_fetch_says_where_and_how_big(home: Path, tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_ctrl_c_ends_an_answer_and_the_chat_goes_on(llm, talk, monkeypatch, caps
     shown = capsys.readouterr()
     assert shown.out == stopped["content"] + "\n"
     assert "ctrl-D or /bye leaves" in shown.err
-    assert "stopped" in shown.err
+    assert "interrupted" in shown.err
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -235,6 +235,36 @@ def test_reasoning_is_apart_and_given_back(directory: Path, capsys) -> None:
     assert shown.err.startswith("ab\n\n")
 
 
+def test_without_a_chat_template_the_text_goes_on(llm, talk, monkeypatch) -> None:
+    monkeypatch.setattr(llm.tokenizer, "chat_template", None)
+    dialogue, text = talk(system="the"), "the\n"
+    for message in ("stop", "then"):
+        list(dialogue.ask(message))
+        text += message if message == "stop" else f"\n{message}"
+        (whole,) = llm.generate(text, GREEDY)
+        assert dialogue.turns[-1]["content"] == whole.outputs[0].text
+        text += whole.outputs[0].text
+    assert dialogue.is_plain
+
+
+def test_what_ends_an_answer_is_named(directory: Path, tiny_dir, talk) -> None:
+    dialogue = talk()
+    list(dialogue.ask("stop"))
+    assert dialogue.last.ending == "cut off: max_tokens is 12"
+    list(dialogue.ask("stop", lambda: dialogue.llm.stats().num_running > 0))
+    assert dialogue.last.ending == "interrupted"
+    dialogue.params = replace(GREEDY, stop=[dialogue.turns[1]["content"][2]])
+    list(dialogue.ask("stop"))
+    assert dialogue.last.ending == "stop"
+    for limits, ending in (
+        ({"max_model_len": 64, "num_blocks": 64}, "the context of 64 tokens is full"),
+        ({"num_blocks": 5}, "the pool of 5 blocks is full"),
+    ):
+        small = Dialogue(LLM(tiny_dir("llama"), **limits), replace(GREEDY, max_tokens=None), None)
+        list(small.ask("stop"))
+        assert small.last.ending == f"cut off: {ending}"
+
+
 def test_lines_from_the_keyboard(llm, talk, tmp_path, monkeypatch, capsys) -> None:
     input_ = pytest.importorskip("prompt_toolkit.input")
     output = pytest.importorskip("prompt_toolkit.output")
@@ -267,6 +297,10 @@ def test_a_pipe_is_answered_once(directory: Path, monkeypatch) -> None:
     piped = run(directory, *options, input="stop\n")
     assert piped.exit_code == 0, piped.output
     assert "no compression: " in piped.stderr
+    assert "cut off: max_tokens is 8" in piped.stderr
+    named = run("-m", directory, "-p", "stop", "-n", 8, *options[:2], *options[4:], input="")
+    assert named.stdout == piped.stdout
+    assert run("-m", directory, "stop", "-p", "stop", input="").exit_code == 2
     assert "has no statistics" in piped.stderr
     assert "conversation" in piped.stderr
     plain = SamplingParams(temperature=0.0, max_tokens=8)
@@ -274,7 +308,7 @@ def test_a_pipe_is_answered_once(directory: Path, monkeypatch) -> None:
     assert piped.stdout == whole.outputs[0].text + "\n"
     both = run(directory, "the", "end", *options, "--kv-compression", "knorm", "--verbose", input="stop")
     assert both.exit_code == 0, both.output
-    assert "no compression" not in both.stderr
+    assert "compression: knorm, 2,048 tokens per KV head" in both.stderr
     assert "prompt eval rate" in both.stderr
     for given, message in (("", "standard input is empty"), (b"\xff", "standard input is no utf-8 text")):
         refused = run(directory, input=given)
@@ -282,7 +316,10 @@ def test_a_pipe_is_answered_once(directory: Path, monkeypatch) -> None:
         assert refused.stderr.startswith(f"error: {message}")
 
 
-def test_compression_is_auto_where_there_are_statistics(real_dir: Path) -> None:
+def test_compression_is_auto_where_there_are_statistics(real_dir: Path, capsys) -> None:
     llm = LLM(real_dir, num_blocks=64)
     config = compression_for(llm)
     assert config == llm.resolved(CompressionConfig())
+    told = capsys.readouterr().err
+    assert told.startswith(f"compression: {config.policy}, 2,048 tokens per KV head; ")
+    assert told.endswith("--kv-compression full keeps every token\n")

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from kvreclaim.cli.main import app
 from kvreclaim.config import EngineConfig
 from kvreclaim.server.config import ServerConfig
+from kvreclaim.server.run import facts_of_start
 
 runner = CliRunner()
 
@@ -23,7 +24,7 @@ def started(monkeypatch) -> list:
         return True
 
     monkeypatch.setattr("kvreclaim.server.run.serve", serve)
-    monkeypatch.setattr("kvreclaim.server.logs.configure_logging", lambda *_, **__: None)
+    monkeypatch.setattr("kvreclaim.cli.serve.configure_logging", lambda *_, **__: None)
     return found
 
 
@@ -46,6 +47,40 @@ def test_without_further_options_it_is_on_loopback(started: list) -> None:
     assert engine == EngineConfig(**own, conversation_snapshots=True, threads=0)
     assert engine.max_signal_bytes > 0
     assert llm.compression is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), ("API keys: none needed", "compression: none, every token is kept")),
+        (
+            ("--api-key", "x", "--kv-compression", "knorm", "--kv-budget", 1024, "--max-model-len", 700),
+            (
+                "API keys: 1",
+                "compression: knorm, 1,024 tokens per KV head",
+                "context: 700 tokens",
+            ),
+        ),
+    ],
+)
+def test_the_start_is_described(monkeypatch, arguments: tuple, words: tuple[str, ...]) -> None:
+    told: list[str] = []
+
+    def serve(engine, config, listener) -> bool:
+        port = listener.getsockname()[1]
+        told.extend(facts_of_start(engine.served, config, listener))
+        assert told[0].startswith(f"serving kvreclaim-demo at http://127.0.0.1:{port} ")
+        model = engine.llm.loaded.model.config
+        token_bytes = 2 * 4 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim
+        assert f", {65_536 * token_bytes / (1 << 30):.2f} GiB of fp32" in told[3]
+        return listener.close() is None
+
+    monkeypatch.setattr("kvreclaim.server.run.serve", serve)
+    monkeypatch.setattr("kvreclaim.cli.serve.configure_logging", lambda *_, **__: None)
+    assert run(*arguments, "--num-blocks", 4096).exit_code == 0
+    assert "pool: 4,096 blocks of 16 tokens, 65,536 tokens" in told[3]
+    for each in words:
+        assert any(each in line for line in told)
 
 
 def test_every_option_arrives(started: list, tmp_path) -> None:

@@ -177,6 +177,8 @@ def test_running_answers_are_finished_and_new_requests_refused(alone, tmp_path: 
         readers = start(server, num_tokens)
         server.process.send_signal(number)
         until(lambda: f"{number.name}: no new requests; {len(readers)} to finish" in server.log.read_text())
+        again = "ctrl-C" if number == signal.SIGINT else "SIGTERM"
+        assert f"in 86400 s at most; {again} again ends the server at once" in server.log.read_text()
         for path in ROUTES:
             assert refused(server, path)
         server.go.touch()

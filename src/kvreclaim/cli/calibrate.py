@@ -11,7 +11,8 @@ from rich.console import Console
 from kvreclaim.calibrate.settings import Measuring, Reading
 from kvreclaim.checks import require
 from kvreclaim.cli.config_options import ConfigOptions, with_config
-from kvreclaim.cli.options import Device, DType, ModelOption, model_of, writable
+from kvreclaim.cli.model_names import model_of
+from kvreclaim.cli.options import Device, DType, ModelOption, writable
 from kvreclaim.cli.show_statistics import show_statistics
 from kvreclaim.model_paths import stats_home
 from kvreclaim.outputs import writing
@@ -71,25 +72,28 @@ def calibrate(
     device: Device = "auto",
 ) -> None:
     """Measure a model's query statistics for the policies that use them, and find its best policy."""
+    console = Console()
+    if show is not None:
+        from kvreclaim.compression.stats import QueryStats
+
+        show_statistics(console, QueryStats.load(show))
+        return
+    path = model_of(model)
     from kvreclaim.calibrate.statistics import curve_of, measure
     from kvreclaim.compression.stats import QueryStats
     from kvreclaim.engine.api.llm import FOR_CALIBRATION, LLM
     from kvreclaim.model.loader import hide_progress_bars
 
-    console = Console()
-    if show is not None:
-        show_statistics(console, QueryStats.load(show))
-        return
     if sparse_prefill is not None:
         require(output is None, "--output and --sparse-prefill each write a file of their own; name one.")
         hide_progress_bars()
-        llm = LLM(model_of(model), dtype=dtype, device=device, max_num_seqs=1, enable_prefix_caching=False)
+        llm = LLM(path, dtype=dtype, device=device, max_num_seqs=1, enable_prefix_caching=False)
         _find_patterns(llm, sparse_prefill, text, reading.max_tokens, budget, console)
         return
     if output is not None:
         QueryStats.check_target(output)
     hide_progress_bars()
-    llm = LLM(model_of(model), dtype=dtype, device=device, **FOR_CALIBRATION)
+    llm = LLM(path, dtype=dtype, device=device, **FOR_CALIBRATION)
     output = output or _kept(llm)
     if stats_file is not None:
         require(

@@ -14,6 +14,7 @@ from kvreclaim.chunks import WHOLE
 from kvreclaim.cli import options as opt
 from kvreclaim.cli.bench_options import command_line
 from kvreclaim.cli.config_options import ConfigOptions, names_in, with_config
+from kvreclaim.cli.model_names import model_of
 from kvreclaim.compression_settings import CompressionSettings
 from kvreclaim.config import EngineConfig
 from kvreclaim.eval.plan import RULER, UNSHARED, EvalPlan, TaskOptions
@@ -97,6 +98,7 @@ def evaluate(
     device: opt.Device = "auto",
 ) -> None:
     """Compare policies and KV formats at equal bytes: accuracy with intervals, blocks freed, speed."""
+    path = model_of(model)
     from kvreclaim import LLM
     from kvreclaim.eval.tasks import make_tasks
     from kvreclaim.model.loader import hide_progress_bars
@@ -115,7 +117,7 @@ def evaluate(
     }
     if has_ruler:  # a document is one chunk, so that it is compressed once
         whole_batch["max_num_batched_tokens"] = max(engine.max_num_batched_tokens, longest)
-    llm = LLM(opt.model_of(model), dtype=dtype, device=device, **asdict(engine) | whole_batch)
+    llm = LLM(path, dtype=dtype, device=device, **asdict(engine) | whole_batch)
     _report(llm, plan, make_tasks(names, llm, sizes), files)
 
 

@@ -11,6 +11,7 @@ import typer
 
 from kvreclaim.cli import options as opt
 from kvreclaim.cli.config_options import ConfigOptions, with_config
+from kvreclaim.cli.model_names import model_of
 from kvreclaim.config import EngineConfig
 from kvreclaim.options import COMPRESSION
 from kvreclaim.sampling_params import SamplingParams
@@ -73,6 +74,7 @@ def generate(
     device: opt.Device = "auto",
 ) -> None:
     """Generate from one prompt. The text goes to standard output, metrics to standard error."""
+    path = model_of(model)
     with opt.starting(calibrate):
         from kvreclaim import LLM
         from kvreclaim.engine.api.chat import render_chat
@@ -81,7 +83,7 @@ def generate(
         hide_progress_bars()
         chosen, at_start = opt.with_calibration(compression, calibrate)
         options = asdict(engine) | {"max_num_seqs": 1, "calibrate": at_start}
-        started = LLM(opt.model_of(model), dtype=dtype, device=device, **options)
+        started = LLM(path, dtype=dtype, device=device, **options)
     with closing(started) as llm:
         asked: dict[str, Any] = {"prompt": prompt, "compress_prompt_at": compress_prompt_at}
         if chat:

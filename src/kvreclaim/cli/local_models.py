@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -11,19 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvreclaim.checks import is_int, require
-from kvreclaim.cli.fetch import fetched
-from kvreclaim.cli.options import DEMO, model_of
+from kvreclaim.checks import is_int
 from kvreclaim.errors import KVReclaimError
 from kvreclaim.model.gguf_rotation import rope_scaling
 from kvreclaim.model.position_limit import position_limit
 from kvreclaim.model.quantized.copy_file import CopyFile, copy_files
 from kvreclaim.model_paths import (
-    REAL_MODEL,
     SOURCE_FILE,
-    directory_name,
-    fetched_model,
-    is_hub_gguf,
     lacks,
     models_home,
     num_bytes_of,
@@ -79,44 +72,6 @@ def local_models() -> list[LocalModel]:
         elif entry.suffix.lower() == ".gguf" and entry.is_file():
             found.append(_gguf(entry))
     return found + [_copy(each) for each in copy_files()]
-
-
-def named_model(named: str | None) -> str | Path:
-    """The model that `kvreclaim run` was told: a name that `ls` prints or a hub id that was fetched, the
-    default model or a GGUF file of the hub, which are fetched if they are not here, or what --model takes.
-
-    Raises: FetchError; InvalidArgumentError for a name of nothing, before the hub is asked for it.
-    """
-    if named in (None, DEMO) or os.path.exists(str(named)):
-        return model_of(named)
-    name = str(named)
-    if name == REAL_MODEL and fetched_model(name) is None:
-        return fetched(None, None)
-    if (found := fetched_model(name)) is not None:
-        return found
-    if is_hub_gguf(name):
-        return only_gguf(fetched(name, None)) or name
-    for path in (models_home() / name, models_home() / directory_name(name)):
-        if (path / "config.json").is_file() or (path.suffix.lower() == ".gguf" and path.is_file()):
-            return path
-    require(
-        "/" in name or _is_in_hub_cache(name),
-        f"{name!r} is no model here; pass a name that `kvreclaim ls` prints, a directory, a .gguf file, "
-        f"{DEMO}, a hub id (owner/name), or a GGUF file's (owner/name:Q4_K_M).",
-        "model",
-    )
-    return name
-
-
-def _is_in_hub_cache(name: str) -> bool:
-    """Whether it is one of the hub's few ids without an owner, and its files are here."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return isinstance(try_to_load_from_cache(name, "config.json"), str)
-    except HFValidationError:
-        return False
 
 
 def _directory(path: Path) -> LocalModel:

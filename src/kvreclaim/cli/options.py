@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -11,14 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvreclaim import demo_model, real_model
-from kvreclaim.checks import require
 from kvreclaim.cli.config_options import ConfigOptions
 from kvreclaim.cli.uncollected import uncollected
 from kvreclaim.compression_settings import CompressionSettings
 from kvreclaim.config import EngineConfig
 from kvreclaim.errors import InvalidArgumentError, printable
-from kvreclaim.model_paths import fetched_model, is_hub_gguf
 from kvreclaim.options import COMPRESSION, MODEL
 from kvreclaim.outputs import check_writable
 
@@ -72,7 +68,7 @@ Figures = Annotated[
 ]
 
 
-def _tell(line: str) -> None:
+def tell(line: str) -> None:
     typer.echo(printable(line), err=True)
 
 
@@ -80,28 +76,6 @@ def starting(calibrates: bool) -> AbstractContextManager[None]:
     """Imports and loading without garbage collection. A start that calibrates makes garbage, too, and is left
     alone."""
     return nullcontext() if calibrates else uncollected()
-
-
-def model_of(named: str | None, say: Callable[[str], object] = _tell) -> str | Path:
-    """The model that --model stands for; which one is taken where nothing was named is said in one line."""
-    if named == DEMO:
-        return demo_model()
-    if named is not None:
-        is_gguf = is_hub_gguf(named)
-        if os.path.exists(named) or ("/" in named and not is_gguf):
-            return named
-        found = fetched_model(named)
-        require(
-            found is not None or not is_gguf,
-            f"{named!r} is not here; `kvreclaim fetch {named}` brings it.",
-            "model",
-        )
-        return found or named
-    if (real := real_model()) is not None:
-        say(f"model: {real.name} in {real}")
-        return real
-    say("model: the demo model, a toy for tests; `make real-model` or `kvreclaim fetch` brings a real one")
-    return demo_model()
 
 
 def compression_of(**settings: Any) -> CompressionConfig | None:
@@ -115,7 +89,7 @@ def compression_of(**settings: Any) -> CompressionConfig | None:
 
 
 def with_calibration(
-    compression: CompressionConfig | None, asked: bool, say: Callable[[str], object] = _tell
+    compression: CompressionConfig | None, asked: bool, say: Callable[[str], object] = tell
 ) -> tuple[CompressionConfig | None, Callable[[LLM], object] | None]:
     """LLM's `compression`, which is auto where only calibration is asked for, and its `calibrate`."""
     if not asked:

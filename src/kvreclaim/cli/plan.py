@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
 
 from kvreclaim.checks import require
 from kvreclaim.cli.config_options import ConfigOptions, with_config
-from kvreclaim.cli.options import DEMO, Figures, model_of
+from kvreclaim.cli.model_names import local_model, model_of
+from kvreclaim.cli.options import DEMO, Figures
 from kvreclaim.errors import printable
 from kvreclaim.outputs import write_json
 from kvreclaim.plan.plan_request import PlanRequest
@@ -34,7 +36,9 @@ def plan(
     from kvreclaim.plan.sections import lines
 
     require(file is None or model is None, "the model is named twice; leave out --model.", "model")
-    answer = answer_of(model_of(model if file is None else file), asked)
+    named = model if file is None else file
+    is_path = named in (None, DEMO) or os.path.exists(str(named))
+    answer = answer_of(model_of(named) if is_path else local_model(str(named)) or str(named), asked)
     if json_file is not None:
         write_json(json_file, answer.values)
     typer.echo("\n".join(map(printable, lines(answer, explain=explain))))

@@ -13,7 +13,7 @@ from kvreclaim.checks import require
 from kvreclaim.cli import options as opt
 from kvreclaim.cli.config_options import ConfigOptions, with_config
 from kvreclaim.cli.generate import OF_MANY
-from kvreclaim.cli.local_models import named_model
+from kvreclaim.cli.model_names import model_of
 from kvreclaim.config import EngineConfig
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 from kvreclaim.sampling_params import SamplingParams
@@ -44,6 +44,10 @@ def run(
         list[str] | None, typer.Argument(help="A message to answer once; without it, a chat begins.")
     ] = None,
     *,
+    named: Annotated[
+        str | None, typer.Option("--model", "-m", help="Same as MODEL; the arguments are then the PROMPT.")
+    ] = None,
+    message: Annotated[str | None, typer.Option("--prompt", "-p", help="Same as PROMPT.")] = None,
     system: Annotated[str, typer.Option(help="System prompt.")] = "",
     verbose: Annotated[bool, typer.Option("--verbose", help="Print all figures after each answer.")] = False,
     engine: Annotated[
@@ -70,16 +74,12 @@ def run(
     """Chat with a model in the terminal, or answer once what is piped in. Answers go to standard output,
     reasoning and figures to standard error. Where statistics exist, compression is auto; `--kv-compression
     full` keeps every token."""
-    message = " ".join(prompt or [])
-    is_piped = not is_terminal(sys.stdin)
-    if is_piped:
-        message = "\n".join(part for part in (piped_text().strip(), message) if part)
-        require(bool(message), "standard input is empty and no PROMPT is given; pass one of them.", "prompt")
-    require(
-        bool(message) or is_terminal(sys.stdout),
-        "standard output is no terminal to chat in; pass a PROMPT, or text on standard input.",
-        "prompt",
-    )
+    words = prompt or []
+    if named is not None:
+        model, words = named, [model, *words] if model is not None else words
+    require(not (message and words), "the prompt is given twice; leave out --prompt.", "prompt")
+    path = model_of(model, fetches=True)
+    text = text_to_answer(message or " ".join(words))
     with opt.starting(calibrate):
         from kvreclaim import LLM
         from kvreclaim.cli.chat.dialogue import Dialogue
@@ -88,13 +88,30 @@ def run(
         hide_progress_bars()
         chosen, at_start = opt.with_calibration(compression, calibrate)
         given = asdict(engine) | {"max_num_seqs": 1, "calibrate": at_start, "compression": chosen}
-        started = LLM(named_model(model), dtype=dtype, device=device, **given)
+        started = LLM(path, dtype=dtype, device=device, **given)
     with closing(started) as llm:
         dialogue = Dialogue(llm, params, compression_for(llm), system)
-        if message:
-            answer_once(dialogue, message, verbose=verbose)
+        if dialogue.is_plain:
+            opt.tell(f"{llm.loaded.name} has no chat template: it continues your text")
+        if text:
+            answer_once(dialogue, text, verbose=verbose)
         else:
             chat(dialogue, verbose=verbose)
+
+
+def text_to_answer(prompt: str) -> str:
+    """What is piped in, then the prompt; empty: a chat. Raises: InvalidArgumentError if neither is there and
+    there is no terminal to chat in."""
+    if is_terminal(sys.stdin):
+        require(
+            bool(prompt) or is_terminal(sys.stdout),
+            "standard output is no terminal to chat in; pass a PROMPT, or text on standard input.",
+            "prompt",
+        )
+        return prompt
+    text = "\n".join(part for part in (piped_text().strip(), prompt) if part)
+    require(bool(text), "standard input is empty and no PROMPT is given; pass one of them.", "prompt")
+    return text
 
 
 def is_terminal(stream: Any) -> bool:
@@ -112,11 +129,11 @@ def piped_text() -> str:
 
 
 def compression_for(llm: LLM) -> CompressionConfig | None:
-    """The compression that was asked for, else auto where there are statistics; that there is none is said
-    in one line."""
+    """The compression that was given, else auto where there are statistics. Prints it in one line."""
     from kvreclaim import CompressionConfig
 
     if llm.compression is not None:
+        opt.tell(f"compression: {llm.compression.in_words}")
         return llm.compression
     try:
         require(
@@ -126,6 +143,7 @@ def compression_for(llm: LLM) -> CompressionConfig | None:
         )
         config = llm.resolved(CompressionConfig())
         llm.compressor(config)
+        opt.tell(f"compression: {config.in_words}; --kv-compression full keeps every token")
     except KVReclaimError as error:
         typer.echo(f"no compression: {error}", err=True)
         return None

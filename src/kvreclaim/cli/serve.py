@@ -17,11 +17,14 @@ from kvreclaim import demo_model
 from kvreclaim.checks import require
 from kvreclaim.cli import options as opt
 from kvreclaim.cli.config_options import ConfigOptions, with_config
+from kvreclaim.cli.model_names import model_of
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.serving.started import StartedProcess
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.options import OBSERVABILITY
 from kvreclaim.server.config import ServerConfig
+from kvreclaim.server.listener import bind
+from kvreclaim.server.logs import configure_logging
 
 if TYPE_CHECKING:
     from kvreclaim.engine.serving.client import EngineClient
@@ -53,37 +56,38 @@ def serve(
     device: opt.Device = "auto",
 ) -> None:
     """Serve a model to OpenAI and Anthropic clients, with a page at / to watch its blocks."""
-    said: list[str] = []
-    path = opt.model_of(model, said.append)
+    chosen: list[str] = []
+    path = model_of(model, chosen.append)
     settings = _server_config(config, _name_of(path))
     _check_lasting(settings, engine)
-    with StartedProcess() if settings.engine_process else nullcontext() as started:
+    with (
+        bind(settings.host, settings.port) as listener,
+        StartedProcess() if settings.engine_process else nullcontext() as started,
+    ):
+        configure_logging(log_format, log_level, log_prompts=settings.log_prompts)
+        for line in chosen:
+            logger.info(line)
+        logger.info("loading %s from %s", settings.served_model_name[0], path)
         with opt.starting(calibrates=False):
             from kvreclaim.engine.serving.messages import EngineSpec
             from kvreclaim.model.loader import hide_progress_bars
-            from kvreclaim.server.listener import bind
-            from kvreclaim.server.logs import configure_logging
 
         hide_progress_bars()
-        configure_logging(log_format, log_level, log_prompts=settings.log_prompts)
-        with bind(settings.host, settings.port) as listener:  # before the model is loaded
-            for line in said:
-                logger.info(line)
-            chosen, at_start = opt.with_calibration(compression, calibrate, logger.info)
-            spec = EngineSpec(
-                model=str(path),
-                dtype=dtype,
-                device=device,
-                compression=chosen,
-                calibrate=at_start,
-                options=asdict(engine),
-                prepare=partial(_prepare, log_format, log_level, log_prompts=settings.log_prompts),
-            )
-            served = _launched(spec, started)
-            from kvreclaim.server.run import serve as run
+        compressed, at_start = opt.with_calibration(compression, calibrate, logger.info)
+        spec = EngineSpec(
+            model=str(path),
+            dtype=dtype,
+            device=device,
+            compression=compressed,
+            calibrate=at_start,
+            options=asdict(engine),
+            prepare=partial(_prepare, log_format, log_level, log_prompts=settings.log_prompts),
+        )
+        served = _launched(spec, started)
+        from kvreclaim.server.run import serve as run
 
-            if not run(served, settings, listener):
-                raise typer.Exit(1)
+        if not run(served, settings, listener):
+            raise typer.Exit(1)
 
 
 def _launched(spec: EngineSpec, started: StartedProcess | None) -> EngineClient:
@@ -102,7 +106,6 @@ def _launched(spec: EngineSpec, started: StartedProcess | None) -> EngineClient:
 def _prepare(log_format: str, log_level: str, *, log_prompts: bool) -> None:
     """The engine's process, before its model is loaded."""
     from kvreclaim.model.loader import hide_progress_bars
-    from kvreclaim.server.logs import configure_logging
 
     hide_progress_bars()
     configure_logging(log_format, log_level, log_prompts=log_prompts)

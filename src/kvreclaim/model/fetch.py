@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from kvreclaim.errors import FetchError
+from kvreclaim.hub import why_not_on_hub
 from kvreclaim.model.gguf import check_packages, convert_gguf
 from kvreclaim.model_paths import (
     REAL_MODEL,
@@ -192,10 +193,18 @@ def _from_hub(repo: str, patterns: list[str], ignore_patterns: list[str] | None 
     """The hub's own folder with these files. Raises: FetchError."""
     from huggingface_hub import snapshot_download
 
+    reason = why_not_on_hub(repo)
     try:
-        return Path(snapshot_download(repo, allow_patterns=patterns, ignore_patterns=ignore_patterns))
+        return Path(
+            snapshot_download(
+                repo,
+                allow_patterns=patterns,
+                ignore_patterns=ignore_patterns,
+                local_files_only=reason is not None,
+            )
+        )
     except Exception as error:  # of the network, of the hub, of the id: a family without a common class
-        reason = str(error).strip().split("\n", 1)[0]
+        reason = reason or str(error).strip().split("\n", 1)[0]
         raise FetchError(
             f"{repo!r} cannot be had from the hub ({reason}); see to the id and the network, or pass the "
             "path of a .gguf file."

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
 
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError, printable
+from kvreclaim.hub import hub_options
 from kvreclaim.model.attention import ATTENTION_NAME, register_attention
 from kvreclaim.model.attn_temperature import use_token_positions
 from kvreclaim.model.config_fields import measured_fields
@@ -238,8 +239,9 @@ def read_config(path: str | os.PathLike[str]) -> Any:
 
 
 def _load_config(name: str) -> Any:
+    options = hub_options(name)
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+        return AutoConfig.from_pretrained(name, trust_remote_code=False, **options)
     except Exception as error:  # every family checks its fields in its own way
         raise InvalidArgumentError(
             f"model {name!r} has no readable config ({_first_line(error)}); pass a local directory with "
@@ -278,6 +280,7 @@ def _load_weights(name: str, dtype: torch.dtype | str, config: Any) -> PreTraine
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
+            **hub_options(name),
         )
     except OSError as error:
         raise InvalidArgumentError(
@@ -311,7 +314,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
     if os.path.isdir(name) and not any(f.startswith("tokenizer") for f in os.listdir(name)):
         return None
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False, **hub_options(name))
     except Exception as error:  # transformers parses foreign files and raises whatever comes of it
         raise InvalidArgumentError(
             f"the tokenizer of model {name!r} cannot be read ({type(error).__name__}: {_first_line(error)}); "

@@ -9,13 +9,15 @@ import sys
 import traceback
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from pydantic_core import to_json
 
 from kvreclaim.checks import check_choice
-from kvreclaim.engine.api.exports import Tokenizer
-from kvreclaim.server.access import Access
+
+if TYPE_CHECKING:
+    from kvreclaim.engine.api.exports import Tokenizer
+    from kvreclaim.server.access import Access
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("auto", "json", "text")

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 import uvicorn
 
 from kvreclaim.engine.serving.client import EngineClient
+from kvreclaim.engine.serving.served import ServedModel
 from kvreclaim.server.app import create_app
 from kvreclaim.server.config import ServerConfig
 from kvreclaim.server.connections import HTTPConfig, allow_files
@@ -44,9 +45,8 @@ async def _serve(engine: EngineClient, config: ServerConfig, listener: socket.so
     if not allow_files(config.max_connections):
         logger.warning("the system allows fewer open files than --max-connections takes (ulimit -n)")
     gc.freeze()  # what is there now stays: every later search for garbage would go through it
-    host, port = listener.getsockname()[:2]
-    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    logger.info("serving %s at %s", ", ".join(config.served_model_name), address)
+    for line in facts_of_start(engine.served, config, listener):
+        logger.info(line)
     losing = asyncio.ensure_future(server.exit_when_lost())
     try:
         await server.serve(sockets=[listener])
@@ -54,6 +54,23 @@ async def _serve(engine: EngineClient, config: ServerConfig, listener: socket.so
         losing.cancel()
         gc.unfreeze()  # at its end the interpreter collects what native libraries are to give back
     return not server.lost
+
+
+def facts_of_start(served: ServedModel, config: ServerConfig, listener: socket.socket) -> Iterator[str]:
+    """Lines about a server that is ready: address, page, keys, compression, pool and context."""
+    host, port = listener.getsockname()[:2]
+    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    yield f"serving {', '.join(config.served_model_name)} at {address} (API: {address}/v1)"
+    num_keys = len(config.api_keys)
+    yield f"page: {address}/; API keys: {num_keys or 'none needed'}"
+    compression = "none, every token is kept" if served.compression is None else served.compression.in_words
+    yield f"compression: {compression}"
+    num_tokens = served.num_blocks * served.block_size
+    yield (
+        f"pool: {served.num_blocks:,} blocks of {served.block_size} tokens, {num_tokens:,} tokens, "
+        f"{served.kv_bytes / (1 << 30):.2f} GiB of {served.kv_format}"
+    )
+    yield f"context: {served.max_model_len:,} tokens per request"
 
 
 class Server(uvicorn.Server):
@@ -100,7 +117,11 @@ class Server(uvicorn.Server):
             logging.shutdown()
             os._exit(128 + number)  # an interpreter that shuts down waits for threads
         name, running = signal.Signals(number).name, self.service.engine.num_requests
-        logger.info("%s: no new requests; %d to finish", name, running)
+        timeout = self.service.config.shutdown_timeout_s
+        logger.info(
+            "%s: no new requests; %d to finish, in %g s at most; %s again ends the server at once",
+            *(name, running, timeout, "ctrl-C" if number == signal.SIGINT else name),
+        )
         self.service.draining.set()
         self._drain = asyncio.ensure_future(self._drain_and_exit())
 

@@ -24,6 +24,7 @@ class AnswerFigures:
     """Costs of an answer, and of the conversation that it ends.
 
     finish_reason: "abort" if the user ended it; error: why it failed
+    ending:        what ended it, in words
     num_tokens:    of the whole conversation, as its last prompt has it, and the answer
     blocks_held:   that the answer held before its last step
     blocks_freed:  by compression, in all turns whose cache the answer goes on from
@@ -31,6 +32,7 @@ class AnswerFigures:
 
     metrics: RequestMetrics
     finish_reason: FinishReason | None
+    ending: str
     error: str | None
     num_tokens: int
     blocks_held: int
@@ -57,6 +59,11 @@ class Dialogue:
     @property
     def messages(self) -> list[Message]:
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is no chat template, so that the model continues the text of all turns."""
+        return not self.llm.tokenizer.chat_template
 
     def clear(self) -> None:
         """Forget all turns; the system prompt stays."""
@@ -98,8 +105,8 @@ class Dialogue:
 
     def _begin(self, messages: Sequence[Message]) -> Request:
         llm, form = self.llm, self.form
-        ids, config, params = render_chat(llm.loaded, messages), self.compression, self.params
-        if config is not None and config.protect_system:
+        ids, config, params = self._prompt(messages), self.compression, self.params
+        if config is not None and config.protect_system and not self.is_plain:
             num_system = num_system_tokens(llm.loaded, ids, messages)
             config = config.protecting(num_system, llm.engine.config.block_size)
         if form.needs_special_tokens(with_tools=False):
@@ -116,17 +123,35 @@ class Dialogue:
         spec = llm.promised(spec)
         return llm.engine.add(spec, None if spec.compression is None else llm.compressor(spec.compression))
 
+    def _prompt(self, messages: Sequence[Message]) -> list[int]:
+        if not self.is_plain:
+            return render_chat(self.llm.loaded, messages)
+        texts = ("\n" + each["content"] if each["role"] == "user" else each["content"] for each in messages)
+        return list(self.llm.tokenizer.encode("".join(texts).removeprefix("\n")))
+
     def _count(self, output: RequestOutput, held: int) -> None:
         metrics, [answer] = output.metrics, output.outputs
         before = 0 if self.last is None or not metrics.num_snapshot_tokens else self.last.blocks_freed
         self.last = AnswerFigures(
             metrics=metrics,
             finish_reason=answer.finish_reason,
+            ending=self._ending(output),
             error=output.error,
             num_tokens=len(output.prompt_token_ids) + len(answer.token_ids),
             blocks_held=held or metrics.peak_blocks,
             blocks_freed=before + metrics.blocks_freed,
         )
+
+    def _ending(self, output: RequestOutput) -> str:
+        [answer] = output.outputs
+        if answer.finish_reason != "length":
+            return "interrupted" if answer.finish_reason == "abort" else str(answer.finish_reason)
+        if len(answer.token_ids) == self.params.max_tokens:
+            return f"cut off: max_tokens is {self.params.max_tokens:,}"
+        num_tokens, limit = len(output.prompt_token_ids) + len(answer.token_ids), self.llm.engine.longest
+        if num_tokens >= limit:
+            return f"cut off: the context of {limit:,} tokens is full"
+        return f"cut off: the pool of {self.llm.stats().memory.num_blocks:,} blocks is full"
 
     def _remember(self, said: Message, parts: Sequence[Piece | ToolCall]) -> None:
         assert self.last is not None, "an answer is counted before it is remembered"

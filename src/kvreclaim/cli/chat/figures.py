@@ -13,11 +13,6 @@ from kvreclaim.options import settings_of
 from kvreclaim.sampling_params import SamplingParams
 
 Rows = Iterable[tuple[str, str]]
-ENDINGS = {
-    "abort": "stopped",
-    "length": "cut off: max_tokens, the context or the pool is full",
-}
-"""Words for finish reasons that a user should see."""
 
 
 def print_table(rows: Rows) -> None:
@@ -37,8 +32,7 @@ def short_line(answer: AnswerFigures) -> str:
         f"conversation {answer.num_tokens:,} tokens in {answer.blocks_held:,} blocks, "
         f"{answer.blocks_freed:,} freed",
     ]
-    if (ending := ENDINGS.get(str(answer.finish_reason))) is not None:
-        parts.append(ending)
+    parts.append(answer.ending)
     return f"[{' · '.join(parts)}]"
 
 
@@ -54,7 +48,7 @@ def answer_rows(answer: AnswerFigures) -> Rows:
     yield "eval count", f"{metrics.num_generated_tokens:,} tokens"
     yield "eval duration", _seconds(_answer_s(metrics))
     yield "eval rate", _per_second(_answer_rate(metrics))
-    yield "finish reason", str(answer.finish_reason)
+    yield "finish reason", answer.ending
     yield from conversation_rows(answer)
 
 
@@ -77,7 +71,7 @@ def show_rows(dialogue: Dialogue) -> Rows:
         f"{engine.kv_format.name}, {pool.num_blocks:,} blocks of {engine.memory.block_size} tokens: "
         f"{pool.cached:,} cached, {pool.free:,} free",
     )
-    yield "compression", "none" if config is None else f"{config.policy}, budget {config.budget:,} tokens"
+    yield "compression", "none" if config is None else config.in_words
     yield "statistics", str(llm.stats_file) if llm.stats_file.is_file() else "none"
     if dialogue.last is not None:
         yield from conversation_rows(dialogue.last)

@@ -44,7 +44,7 @@ class ServedModel:
     max_model_len: up to which every request is served that brings no compression of its own; longest: that
                  any request may have
     compression: of requests that bring none of their own
-    config:      EngineConfig's fields as they were chosen; kv_format: of the cache
+    config:      EngineConfig's fields as they were chosen; kv_format: of the cache; kv_bytes: of its pool
     has_end:     whether the model has an end-of-sequence token
     """
 
@@ -58,6 +58,7 @@ class ServedModel:
     auto: Auto
     config: dict[str, Any]
     kv_format: str
+    kv_bytes: int
     has_end: bool
 
     @classmethod
@@ -75,5 +76,6 @@ class ServedModel:
             auto=Auto.of(llm),
             config=dataclasses.asdict(engine.config),
             kv_format=engine.kv_format.name,
+            kv_bytes=engine.memory.pool.num_blocks * engine.cache.bytes_per_block,
             has_end=bool(llm.loaded.eos_token_ids),
         )
