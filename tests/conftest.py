@@ -6,6 +6,7 @@ Set by environment, so that tests of the integer rooms run without importing tor
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -51,6 +52,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         )
     config.hook.pytest_deselected(items=list(dropped))
     items[:] = [item for item in items if item not in dropped]
+
+
+@pytest.fixture(autouse=True)
+def logs_to_open_streams() -> Iterator[None]:
+    """Libraries that a command imports keep its captured stderr for their logs, which is closed when the command
+    ends. Later logs go to the stderr of their own time."""
+    yield
+    for name in ("transformers", "huggingface_hub"):
+        logger = logging.getLogger(name)
+        if any(isinstance(one, logging.StreamHandler) and one.stream.closed for one in logger.handlers):
+            logger.handlers[:] = [logging.lastResort]
 
 
 @pytest.fixture(autouse=True)
