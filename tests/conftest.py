@@ -56,8 +56,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def logs_to_open_streams() -> Iterator[None]:
-    """Libraries that a command imports keep its captured stderr for their logs, which is closed when the command
-    ends. Later logs go to the stderr of their own time."""
+    """Libraries that a command imports keep its captured stderr for their logs, which is closed when the
+    command ends. Later logs go to the stderr of their own time."""
     yield
     for name in ("transformers", "huggingface_hub"):
         logger = logging.getLogger(name)

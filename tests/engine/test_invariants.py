@@ -50,6 +50,7 @@ def test_compaction_frees_every_block_that_can_be_freed(block_size, mode, make_l
     assert m.blocks_freed == expected
     assert m.reclaim_efficiency == 1.0
     assert used_blocks(kept, block_size) <= m.peak_blocks <= used_blocks(128, block_size)
+    assert m.final_blocks == used_blocks(kept, block_size)
 
 
 @pytest.mark.parametrize("policy", MOVING)

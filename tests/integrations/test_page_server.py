@@ -65,7 +65,7 @@ def test_nothing_but_get(page: PageServer, method: str) -> None:
         assert answer.headers["allow"] == "GET"
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/page/static/", "/page/static/../files.py", "/page/example"])
+@pytest.mark.parametrize("path", ["/metrics", "/page/static/", "/page/static/../files.py", "/page/examples"])
 def test_nothing_else_is_there(page: PageServer, path: str) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", int(page.url.split(":")[2][:-1]), timeout=LIMIT_S)
     connection.request("GET", path)
@@ -184,7 +184,7 @@ def test_compactions_are_told_before_the_frame(page: PageServer, pool: ToyPool) 
         with feed_of(page) as events:
             name, data = next(event for event in events if event[0] == "compactions")
             assert data["passes"] == [["r", 3, 1, 2, 64]]
-            assert data["cells"] == "BwAIAA=="  # places 7 and 8: vLLM's blocks 8 and 9
+            assert data["blocks"] == "BwAAAAgAAAA="  # places 7 and 8: vLLM's blocks 8 and 9
             assert frame_with(events)["requests"][0][0] == "r"
     finally:
         stop.set()

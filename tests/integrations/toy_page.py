@@ -111,7 +111,7 @@ def events_in(response: httpx2.Response) -> Iterator[tuple[str, Any]]:
 
 def unpacked(frame: dict[str, Any]) -> dict[str, Any]:
     """The frame with state and owner of each cell."""
-    raw, num = zlib.decompress(base64.b64decode(frame["cells"])), frame["num_blocks"]
+    raw, num = zlib.decompress(base64.b64decode(frame["cells"])), frame["shown"]
     assert frame["group"] == 1
     return frame | {
         "owner": np.frombuffer(raw[: 2 * num], "<u2"),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvreclaim.page import cells as module
-from kvreclaim.page.cells import MAX_CELLS, NUM_STATES, count_states, group_size, to_cells
+from kvreclaim.page.cells import MAX_CELLS, NUM_STATES, count_states, group_size, num_shown, to_cells
 from kvreclaim.page.view import FREE, IN_USE, SHARED
 
 BLOCK = st.tuples(st.integers(0, NUM_STATES - 1), st.integers(0, 3))
@@ -30,6 +30,18 @@ def pool(blocks: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
 def test_a_canvas_has_at_most_8192_cells(num_blocks: int, group: int) -> None:
     assert group_size(num_blocks) == group
     assert -(-num_blocks // group) <= MAX_CELLS
+
+
+@pytest.mark.parametrize(
+    ("used", "num_blocks", "shown"),
+    [([], 9, 9), ([], 5000, 256), ([255], 5000, 256), ([3, 256], 5000, 512), ([4999], 5000, 5000)],
+)
+def test_blocks_behind_the_last_one_in_use_are_not_drawn(
+    used: list[int], num_blocks: int, shown: int
+) -> None:
+    state = np.full(num_blocks, FREE, np.uint8)
+    state[used] = IN_USE
+    assert num_shown(state) == shown
 
 
 @given(st.lists(BLOCK, min_size=1, max_size=50))

@@ -148,6 +148,7 @@ def test_what_compression_gave_back_is_counted(server: Running):
         "tokens_evicted": expected.tokens_evicted,
         "blocks_freed": expected.blocks_freed,
         "peak_blocks": expected.peak_blocks,
+        "final_blocks": expected.final_blocks,
         "reclaim_efficiency": expected.reclaim_efficiency,
         "reused_tokens": 0,
         "snapshot_tokens": 0,

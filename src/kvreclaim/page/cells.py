@@ -12,6 +12,8 @@ from kvreclaim.page.view import CACHED, FREE, IN_USE, PINNED, SHARED
 
 MAX_CELLS = 8192
 """Most cells that half a screen still shows apart."""
+MIN_SHOWN = 256
+"""Fewest blocks that are drawn, of a pool that has as many."""
 NUM_STATES = 5
 
 
@@ -37,6 +39,13 @@ class BlockCells:
             parts.append(self.counts[:, FREE + 1 :].T.astype("<u2").tobytes())
         parts.append(self.state.tobytes())
         return zlib.compress(b"".join(parts), 1)
+
+
+def num_shown(state: NDArray[np.uint8]) -> int:
+    """Leading blocks that are drawn: all up to the last one that is not free, rounded up to a power of two.
+    state: [B]."""
+    last = int(np.flatnonzero(state != FREE)[-1:].sum())
+    return min(len(state), max(MIN_SHOWN, 1 << last.bit_length()))
 
 
 def group_size(num_blocks: int) -> int:

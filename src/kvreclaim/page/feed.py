@@ -27,8 +27,8 @@ class Feed(ABC):
     def is_full(self) -> bool:
         return len(self._viewers) >= MAX_VIEWERS
 
-    async def watch(self, num_blocks: int) -> AsyncGenerator[bytes, None]:
-        """Events for one viewer, until it goes or the feed ends. num_blocks: of the pool."""
+    async def watch(self) -> AsyncGenerator[bytes, None]:
+        """Events for one viewer, until it goes or the feed ends."""
         viewer = Viewer()
         self._viewers.add(viewer)
         if self._task is None:
@@ -36,7 +36,7 @@ class Feed(ABC):
         elif self._frame is not None:
             viewer.show(self._frame, [])
         try:
-            async for chunk in viewer.events(num_blocks):
+            async for chunk in viewer.events():
                 yield chunk
         finally:
             self._viewers.discard(viewer)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic_core import to_json
 
-from kvreclaim.page.cells import count_states, group_size, to_cells
+from kvreclaim.page.cells import count_states, num_shown, to_cells
 from kvreclaim.page.sharing import Sharing
 from kvreclaim.page.view import PoolView
 from kvreclaim.schedule import Pass
@@ -87,9 +87,11 @@ def event(data: Any, name: str | None = None) -> bytes:
 def frame_event(snapshot: Snapshot) -> tuple[bytes, bytes]:
     """(what must differ for the frame to be worth sending, the frame as an event)."""
     view = snapshot.view
-    cells = to_cells(view.state, view.owner, len(view.requests))
+    shown = num_shown(view.state)
+    cells = to_cells(view.state[:shown], view.owner[:shown], len(view.requests))
     body: dict[str, Any] = {
         "num_blocks": len(view.state),
+        "shown": shown,
         "first": snapshot.first,
         "group": cells.group,
         "cells": b64encode(cells.pack()).decode(),
@@ -114,11 +116,11 @@ def frame_event(snapshot: Snapshot) -> tuple[bytes, bytes]:
     return text, event({"at_s": snapshot.at_s, **body}, "frame")
 
 
-def compactions_json(compactions: Sequence[Compaction], num_blocks: int) -> dict[str, Any]:
-    """cells: base64 of uint16 cells in which blocks were given back, each once."""
-    cells = np.unique(np.concatenate([each.blocks for each in compactions]) // group_size(num_blocks))
+def compactions_json(compactions: Sequence[Compaction]) -> dict[str, Any]:
+    """blocks: base64 of uint32 places in the pool that were given back, each once."""
+    blocks = np.unique(np.concatenate([each.blocks for each in compactions]))
     return {
-        "cells": b64encode(cells.astype("<u2").tobytes()).decode(),
+        "blocks": b64encode(blocks.astype("<u4").tobytes()).decode(),
         "passes": [
             [each.request_id, each.before, each.after, each.num_freed, each.num_evicted]
             for each in compactions

@@ -35,14 +35,14 @@ class Viewer:
         self._farewell = event({"reason": reason}, "end")
         self._wake.set()
 
-    async def events(self, num_blocks: int) -> AsyncGenerator[bytes, None]:
+    async def events(self) -> AsyncGenerator[bytes, None]:
         """Compactions come before the frame that shows their blocks in other hands."""
         while True:
             await self._wake.wait()
             self._wake.clear()
             frame, self._frame = self._frame, None
             done, self._compactions = self._compactions, []
-            told = event(compactions_json(done, num_blocks), "compactions") if done else b""
+            told = event(compactions_json(done), "compactions") if done else b""
             if chunk := told + (frame or b""):
                 yield chunk
             if self._farewell is not None:

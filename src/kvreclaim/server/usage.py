@@ -23,6 +23,7 @@ def kv_cache_usage(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
         "tokens_evicted": sum(m.tokens_evicted for m in metrics),
         "blocks_freed": freed,
         "peak_blocks": max(m.peak_blocks for m in metrics),
+        "final_blocks": sum(m.final_blocks for m in metrics),
         "reclaim_efficiency": freed / perfect if perfect else None,
         "reused_tokens": sum(m.num_reused_tokens for m in metrics),
         "snapshot_tokens": sum(m.num_snapshot_tokens for m in metrics),
@@ -83,6 +84,7 @@ class KVCacheUsage(ResponseSchema):
     tokens_evicted: int
     blocks_freed: int
     peak_blocks: int
+    final_blocks: int
     reclaim_efficiency: float | None
     reused_tokens: int
     snapshot_tokens: int

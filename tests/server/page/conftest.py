@@ -45,11 +45,14 @@ def browser() -> Iterator[Browser]:
 def open_page(browser: Browser) -> Iterator[OpenPage]:
     """Opens the page of a server. At the end: no complaint in the console, no request to another host.
 
-    options: of Browser.new_context; ready=False: do not wait for the first frame
+    options: of Browser.new_context; ready=False: do not wait for the first frame; before: gets the page
+    before it loads
     """
     contexts, complaints, requests = [], [], []
 
-    def opened(server: Running, *, ready: bool = True, **options: Any) -> Page:
+    def opened(
+        server: Running, *, ready: bool = True, before: Callable[[Page], None] | None = None, **options: Any
+    ) -> Page:
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
         contexts.append(context)
         page = context.new_page()
@@ -57,6 +60,8 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("request", lambda request: requests.append((request.url, server.base_url)))
+        if before is not None:
+            before(page)
         page.goto(server.base_url)
         if ready:
             page.wait_for_selector("html[data-ready]")

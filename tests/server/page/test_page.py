@@ -8,18 +8,23 @@ from contextlib import contextmanager
 from importlib.resources import files
 from typing import Any
 
+import numpy as np
 import web
 from playwright.sync_api import Page, expect
 from running import MODEL, Running, running_server
 from steering import halted, paused, until
 
 from kvreclaim import LLM, demo_model
+from kvreclaim.page.frames import Snapshot, frame_event
+from kvreclaim.page.sharing import Sharing
+from kvreclaim.page.view import FREE, IN_USE, PoolView, RequestView
 
 OpenPage = Callable[..., Page]
 
 EXAMPLE = json.loads((files("kvreclaim.server.page") / "examples.json").read_bytes())["demo"][1]
 COMPRESSION = {"policy": "query_mixture", "budget": 256, "recent": 64, "interval": 64}
 
+ERROR = 'data: {"error": {"message": "it failed."}}\n\n'
 READ = """
   const c = document.querySelector('#pool');
   const copy = new OffscreenCanvas(c.width, c.height).getContext('2d', {willReadFrequently: true});
@@ -90,6 +95,7 @@ def test_both_answers_stream_and_equal_those_of_the_api(page_server: Running, op
         words = len(EXAMPLE["answer"].split())
         assert part.locator("[data-tokens]").inner_text() == str(usage["completion_tokens"])
         assert part.locator("[data-peak]").inner_text() == str(usage["kv_cache"]["peak_blocks"])
+        assert part.locator("[data-final]").inner_text() == str(usage["kv_cache"]["final_blocks"])
         assert part.locator("[data-freed]").inner_text() == str(usage["kv_cache"]["blocks_freed"])
         assert part.locator("[data-right]").inner_text() == f"{words} of {words}"
     expect(page.locator("#answer-news")).to_contain_text(f"{usage['completion_tokens']} tokens")
@@ -170,8 +176,8 @@ def test_stop_ends_a_request_and_returns_its_blocks(page_server: Running, open_p
 
 def test_an_error_is_said_in_the_servers_words(page_server: Running, open_page: OpenPage) -> None:
     page = open_page(page_server)
-    error = 'data: {"error": {"message": "it failed."}}\n\n'
-    page.route("**/v1/completions", lambda route: route.fulfill(content_type="text/event-stream", body=error))
+    answer = {"content_type": "text/event-stream", "body": ERROR}
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(**answer))
     fill_form(page, prompt="sun")
     page.click("#send")
     for pane in ("compressed", "full"):
@@ -192,7 +198,7 @@ def test_keyboard_alone(page_server: Running, open_page: OpenPage) -> None:
             page.keyboard.press("ArrowRight")
             expect(page.locator("#readout")).to_contain_text("Block 1: ")
             page.keyboard.press("End")
-            expect(page.locator("#readout")).to_contain_text("Block 1,023: ")
+            expect(page.locator("#readout")).to_contain_text("Block 255: ")
         if order[-1] == "prompt":
             page.keyboard.type("sun moon")
         if order[-1] == "max-tokens":
@@ -206,18 +212,89 @@ def test_keyboard_alone(page_server: Running, open_page: OpenPage) -> None:
     expect(page.locator("#full [data-tokens]")).to_have_text("3")
 
 
-def test_a_hundred_thousand_blocks(open_page: OpenPage) -> None:
+def test_only_the_used_part_of_a_large_pool_is_drawn(open_page: OpenPage) -> None:
     with running_server(LLM(demo_model(), num_blocks=100_000, block_size=2)) as server:
         page = open_page(server)
-        expect(page.locator("#pool-scale")).to_contain_text("100,000 blocks, 13 per cell")
+        scale = page.locator("#pool-scale")
+        expect(scale).to_have_text("the first 256 of 100,000 blocks (the others are free), one per cell")
+        expect(page.locator("#block-size")).to_have_text("2")
         pixels = page.evaluate(PIXELS)
         compression = {**COMPRESSION, "interval": 16}
         with halted(server, num_tokens=100), running_request(server, kv_compression=compression):
             expect(page.locator("#passes li").first).to_contain_text("tokens evicted")
             until(lambda: page.evaluate(PIXELS) != pixels)
+            expect(scale).to_contain_text("the first 1,024 of 100,000 blocks")
             page.locator("#pool").focus()
-            expect(page.locator("#readout")).to_contain_text("Blocks 0 to 12: ")
-            page.keyboard.press("End")
-            expect(page.locator("#readout")).to_have_text("Blocks 99,996 to 99,999: 4 free.")
+            expect(page.locator("#readout")).to_contain_text("Block 0: ")
         expect(page.locator("[data-chart=blocks] [data-value]")).to_have_text("0 of 100,000")
         page.context.close()
+
+
+def test_a_hundred_thousand_blocks(page_server: Running, open_page: OpenPage) -> None:
+    """A pool that is nearly full, from a feed of its own."""
+    state = np.full(100_000, IN_USE, np.uint8)
+    state[99_996:] = FREE
+    owner = np.where(state == IN_USE, 0, -1).astype(np.int32)
+    request = RequestView("r", 1, 10, 10, 99_996, 0, 0)
+    names = "prompt_tokens generation_tokens tokens_evicted compactions prefix_query_tokens prefix_hit_tokens"
+    totals = dict.fromkeys([*names.split(), "blocks_freed"], 0)
+    view, sharing = PoolView(state, owner, (request,)), Sharing((), 0)
+    _, frame = frame_event(Snapshot(0.0, view, sharing, 1, 0, totals, None, []))
+
+    def fed(page: Page) -> None:
+        page.route("**/page/feed", lambda route: route.fulfill(content_type="text/event-stream", body=frame))
+
+    page = open_page(page_server, before=fed)
+    expect(page.locator("#pool-scale")).to_contain_text("100,000 blocks, 13 per cell")
+    page.locator("#pool").focus()
+    expect(page.locator("#readout")).to_have_text("Blocks 0 to 12: 13 in use, most of them by r.")
+    page.keyboard.press("End")
+    expect(page.locator("#readout")).to_have_text("Blocks 99,996 to 99,999: 4 free.")
+
+
+def test_a_prompt_goes_through_the_chat_template(open_page: OpenPage) -> None:
+    """And an example is offered only if the model solves it with its full cache."""
+    template = "{% for m in messages %}GO {{ m.content }}{% endfor %}"
+    with running_server(LLM(demo_model(), num_blocks=1024), chat_template=template) as server:
+
+        def answered(content: str, **fields: Any) -> str:
+            body = {"model": MODEL, "messages": [{"role": "user", "content": content}], "temperature": 0}
+            answer = web.post(f"{server.base_url}/v1/chat/completions", json=body | fields).json()
+            return str(answer["choices"][0]["message"]["content"])
+
+        page = open_page(server)
+        fill_form(page, prompt="wind", max_tokens="8")
+        page.click("#send")
+        expect(page.locator("#full [data-state]")).to_contain_text("finished")
+        right = answered("wind", max_tokens=8)
+        assert page.locator("#full [data-answer]").text_content() == right
+        common = {"max_tokens": 8, "budget": 128}
+        examples = [
+            {"title": "unsolved", "prompt": "sun", "contains": "no such word", **common},
+            {"title": "solved", "prompt": "wind", "contains": right.split()[-1], **common},
+        ]
+        page.route("**/page/examples", lambda route: route.fulfill(json=examples))
+        page.click("#example")
+        expect(page.locator("#example-note")).to_have_text("Example: solved")
+        expect(page.locator("#prompt")).to_have_value("wind")
+        page.click("#send")
+        expect(page.locator("#full [data-right]")).to_have_text(
+            f"{len(right.split())} of {len(right.split())}"
+        )
+        examples.pop()
+        page.reload()
+        page.click("#example")
+        expect(page.locator("#example-note")).to_contain_text("solves none of them")
+        page.context.close()
+
+
+def test_what_was_freed_is_in_sight_on_a_phone(page_server: Running, open_page: OpenPage) -> None:
+    page = open_page(page_server, viewport={"width": 390, "height": 844})
+    with halted(page_server, num_tokens=100), running_request(page_server, kv_compression=COMPRESSION):
+        expect(page.locator("#requests tbody tr")).to_have_count(1)
+        parts = ["#requests th >> text=Freed", "#requests tbody td >> nth=-1", "#full [data-freed]"]
+        for part in [*parts, "[data-chart=freed] [data-value]"]:
+            box = page.locator(part).bounding_box()
+            assert box is not None, part
+            assert 0 <= box["x"] <= box["x"] + box["width"] <= 390, part
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390

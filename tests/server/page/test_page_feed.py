@@ -66,7 +66,7 @@ def compactions_until(
 def cells_of(frame: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """(state, owner) of a pool without groups."""
     raw = zlib.decompress(base64.b64decode(frame["cells"]))
-    num = frame["num_blocks"]
+    num = frame["shown"]
     return np.frombuffer(raw, np.uint8, offset=2 * num), np.frombuffer(raw, "<u2", count=num)
 
 
@@ -173,7 +173,7 @@ def test_every_compaction_is_told(page_server: Running) -> None:
     assert sum(freed for *_, freed, _ in passes) == cache["blocks_freed"]
     assert sum(evicted for *_, evicted in passes) == cache["tokens_evicted"]
     assert all(before - after == freed for _, before, after, freed, _ in passes)
-    assert sum(len(np.frombuffer(base64.b64decode(data["cells"]), "<u2")) for data in told) > 0
+    assert sum(len(np.frombuffer(base64.b64decode(data["blocks"]), "<u4")) for data in told) > 0
 
 
 def test_nobody_reads_the_engine_while_nobody_watches(page_server: Running) -> None:
@@ -192,7 +192,7 @@ def test_a_viewer_that_does_not_read_gets_the_last_frame_and_bounded_news() -> N
     viewer.dismiss("draining")
 
     async def read() -> list[bytes]:
-        return [chunk async for chunk in viewer.events(1024)]
+        return [chunk async for chunk in viewer.events()]
 
     first, last = asyncio.run(read())
     assert first.count(b"frame ") == 1
@@ -228,7 +228,7 @@ def test_the_feed_ends_when_the_server_drains() -> None:
 
 def test_the_page_is_the_operators() -> None:
     with running_server(LLM(demo_model(), num_blocks=64), api_keys=("a", "b"), operator_key="op") as server:
-        for path in ("/", "/page/static/main.js", "/page/feed", "/page/settings", "/page/example"):
+        for path in ("/", "/page/static/main.js", "/page/feed", "/page/settings", "/page/examples"):
             url = server.base_url + path
             refused = web.get(url, headers={"authorization": "Bearer a"})
             assert refused.status_code == 401, path
@@ -271,13 +271,11 @@ def test_each_example_is_answered_with_and_without_compression() -> None:
 
 
 def test_a_model_with_another_vocabulary_gets_a_text(tiny_server: Running) -> None:
-    assert web.get(f"{tiny_server.base_url}/page/example").json() == EXAMPLES["text"][0]
+    assert web.get(f"{tiny_server.base_url}/page/examples").json() == EXAMPLES["text"]
 
 
-def test_examples_go_round(page_server: Running) -> None:
-    url = f"{page_server.base_url}/page/example"
-    got = [web.get(url, params={"index": i}).json() for i in range(len(EXAMPLES["demo"]) + 1)]
-    assert got == [*EXAMPLES["demo"], EXAMPLES["demo"][0]]
+def test_the_demo_model_gets_its_tasks(page_server: Running) -> None:
+    assert web.get(f"{page_server.base_url}/page/examples").json() == EXAMPLES["demo"]
 
 
 def test_tiers_are_told_where_there_are_some(server: Running, tmp_path: Path) -> None:

@@ -82,6 +82,8 @@ class RequestMetrics:
                     gave to another, summed over passes and heads; no block is lost
     peak_blocks:    most blocks in the table of one output between two steps
     answer_blocks:  the same over the steps after the prompt; 0 if there was none
+    final_blocks:   entries of the outputs' block tables after their last steps; a block that several outputs
+                    share counts for each
     num_cached_tokens: prompt tokens served from the prefix cache: pool, host or disk
     num_loaded_tokens: of these, from host or disk
     num_disk_tokens: of these, read from disk while the request waited
@@ -119,6 +121,7 @@ class RequestMetrics:
     compactions: int = 0
     peak_blocks: int = 0
     answer_blocks: int = 0
+    final_blocks: int = 0
     preemptions: int = 0
     prefill_tokens_seen: int = 0
     prefill_tokens_read: int = 0

@@ -62,6 +62,7 @@ class Sequence(schedule.ScheduledSequence):
     stop_reason: str | int | None = None
     peak_blocks: int = 0
     answer_blocks: int = 0
+    final_blocks: int = 0
     row_cache: tuple[int, np.ndarray] | None = None
     cell_cache: tuple[int, np.ndarray] | None = None
     window_cache: dict[int, tuple[int, np.ndarray]] = field(default_factory=dict)
@@ -90,6 +91,7 @@ class Sequence(schedule.ScheduledSequence):
 
     def note_blocks(self, num_held: int) -> None:
         """Its table holds so many blocks after computing up to num_computed."""
+        self.final_blocks = num_held
         self.peak_blocks = max(self.peak_blocks, num_held)
         if self.num_computed > self.num_prompt:
             self.answer_blocks = max(self.answer_blocks, num_held)
@@ -319,6 +321,7 @@ class Request:
         m.compactions = sum(a.compactions for a in accounts)
         m.peak_blocks = max((peak for peak, _ in peaks), default=0)
         m.answer_blocks = max((peak for _, peak in peaks), default=0)
+        m.final_blocks = sum(seq.final_blocks for seq in self.sequences)
         return replace(m)
 
     def output(self) -> RequestOutput:

@@ -6,8 +6,12 @@ const count = (number) => number.toLocaleString("en");
 
 export class Compare {
   #panes;
+  #chat = false; // whether prompts go through a chat template
   #example = null; // {prompt, answer}: what the box was filled with
-  #nextExample = 0;
+  #examples = null; // of the server
+  #solved = new Map(); // example -> the answer with the full cache, where that is right, else null
+  #next = 0;
+  #abort = null; // of the trial of an example
   #running = 0;
 
   // announce(words): for those who do not see the panes
@@ -26,12 +30,17 @@ export class Compare {
       event.preventDefault();
       this.#sendBoth();
     });
-    this.stop.addEventListener("click", () => this.#panes.forEach((pane) => pane.stop()));
-    page.querySelector("#example").addEventListener("click", () => this.#loadExample());
+    this.stop.addEventListener("click", () => {
+      this.#abort?.abort();
+      this.#panes.forEach((pane) => pane.stop());
+    });
+    this.load = page.querySelector("#example");
+    this.load.addEventListener("click", () => this.#loadExample());
   }
 
   // What the server offers.
-  offer({ models, policies, default_policy: own }) {
+  offer({ models, policies, default_policy: own, chat }) {
+    this.#chat = chat;
     fill(this.fields["model-choice"], models);
     document.querySelector("#model-field").hidden = models.length < 2;
     fill(this.fields.policy, policies.includes(own ?? policies[0]) ? policies : [own, ...policies]);
@@ -43,33 +52,66 @@ export class Compare {
     for (const pane of this.#panes) pane.watch(frame, owners);
   }
 
+  // The next example that the model solves with its full cache.
   async #loadExample() {
-    const response = await fetch(`/page/example?index=${this.#nextExample}`);
-    if (!response.ok) {
-      this.note.textContent = `No example: the server answered ${response.status}.`;
-      return;
+    this.#setRunning(1);
+    try {
+      this.#examples ??= await fetchExamples();
+      for (let tried = 0; tried < this.#examples.length; tried += 1) {
+        const example = this.#examples[this.#next++ % this.#examples.length];
+        const answer = await this.#solve(example);
+        if (answer === null) continue;
+        this.#example = { prompt: example.prompt, answer };
+        this.fields.prompt.value = example.prompt;
+        this.fields.budget.value = example.budget;
+        this.fields["max-tokens"].value = example.max_tokens;
+        return this.#tell(`Example: ${example.title}`);
+      }
+      this.#tell("No example: this model solves none of them with its full cache.");
+    } catch (error) {
+      this.#tell(error.name === "AbortError" ? "stopped" : `No example: ${error.message}`);
+    } finally {
+      this.#setRunning(0);
     }
-    this.#nextExample += 1;
-    const example = (this.#example = await response.json());
-    this.fields.prompt.value = example.prompt;
-    this.fields.budget.value = example.budget;
-    this.fields["max-tokens"].value = example.max_tokens;
-    this.note.textContent = `Example: ${example.title}`;
-    this.announce(`Example loaded: ${example.title}`);
+  }
+
+  // The right answer; null if the model does not find it. A text for any model is put to it first.
+  async #solve(example) {
+    if (example.answer) return example.answer;
+    if (!this.#solved.has(example)) {
+      this.#tell(`Trying with the full cache: ${example.title}`);
+      this.#abort = new AbortController();
+      const body = { ...this.#body(example.prompt), max_tokens: example.max_tokens, temperature: 0, kv_compression: { policy: "full" } };
+      let text = "";
+      try {
+        for await (const part of complete({ ...body, cache_salt: "page example" }, this.#abort.signal)) text += part.text;
+      } catch (error) {
+        if (error.name === "AbortError") throw error; // else the prompt is too long for this server
+      }
+      this.#solved.set(example, text.includes(example.contains) ? text : null);
+    }
+    return this.#solved.get(example);
+  }
+
+  #tell(words) {
+    this.note.textContent = words;
+    this.announce(words);
+  }
+
+  #body(prompt) {
+    return {
+      model: this.fields["model-choice"].value,
+      ...(this.#chat ? { messages: [{ role: "user", content: prompt }] } : { prompt }),
+      stream: true,
+      stream_options: { include_usage: true, continuous_usage_stats: true },
+    };
   }
 
   async #sendBoth() {
     const number = (name) => Number(this.fields[name].value);
     const prompt = this.fields.prompt.value;
     const known = this.#example?.prompt === prompt ? this.#example.answer : null;
-    const body = {
-      model: this.fields["model-choice"].value,
-      prompt,
-      max_tokens: number("max-tokens"),
-      temperature: number("temperature"),
-      stream: true,
-      stream_options: { include_usage: true, continuous_usage_stats: true },
-    };
+    const body = { ...this.#body(prompt), max_tokens: number("max-tokens"), temperature: number("temperature") };
     const compression = {
       policy: this.fields.policy.value,
       budget: number("budget"),
@@ -86,9 +128,15 @@ export class Compare {
 
   #setRunning(number) {
     this.#running = number;
-    this.send.disabled = number > 0;
+    this.send.disabled = this.load.disabled = number > 0;
     this.stop.disabled = number === 0;
   }
+}
+
+async function fetchExamples() {
+  const response = await fetch("/page/examples");
+  if (!response.ok) throw new Error(`the server answered ${response.status}.`);
+  return response.json();
 }
 
 function fill(select, options) {
@@ -137,10 +185,10 @@ class Pane {
     const began = performance.now();
     let text = "", reason = null, usage = null;
     try {
-      for await (const chunk of complete(body, this.#abort.signal, (id) => this.#started(id))) {
-        text += chunk.choices[0]?.text ?? "";
-        reason = chunk.choices[0]?.finish_reason ?? reason;
-        usage = chunk.usage ?? usage;
+      for await (const part of complete(body, this.#abort.signal, (id) => this.#started(id))) {
+        text += part.text;
+        reason = part.reason ?? reason;
+        usage = part.usage ?? usage;
         this.#show(text, known);
         if (usage) this.#count(usage, began);
       }
@@ -157,7 +205,7 @@ class Pane {
 
   #reset(known) {
     this.answer.replaceChildren();
-    for (const name of ["tokens", "rate", "peak", "freed", "cached", "right"]) this.part(name).textContent = "–";
+    for (const name of ["tokens", "rate", "peak", "final", "freed", "cached", "right"]) this.part(name).textContent = "–";
     this.part("right-field").hidden = known === null;
     this.#say("sent");
   }
@@ -180,6 +228,7 @@ class Pane {
     const cache = usage.kv_cache;
     if (!cache) return;
     this.part("peak").textContent = count(cache.peak_blocks);
+    this.part("final").textContent = count(cache.final_blocks);
     this.part("freed").textContent = count(cache.blocks_freed);
   }
 

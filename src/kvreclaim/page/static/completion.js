@@ -1,8 +1,9 @@
-// A streamed /v1/completions.
+// A streamed answer to a prompt or, with messages in the body, to a chat.
 
-// Yields the JSON of each event. Throws an Error with the server's own words.
+// Yields {text, reason, usage} of each event; a chat's reasoning is part of its text. Throws an Error with the server's
+// own words.
 export async function* complete(body, signal, onStart = () => {}) {
-  const response = await fetch("/v1/completions", {
+  const response = await fetch(body.messages ? "/v1/chat/completions" : "/v1/completions", {
     method: "POST",
     headers: { "content-type": "application/json" },
     body: JSON.stringify(body),
@@ -17,7 +18,8 @@ export async function* complete(body, signal, onStart = () => {}) {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);
     if (chunk.error) throw new Error(chunk.error.message);
-    yield chunk;
+    const { text, delta, finish_reason: reason = null } = chunk.choices[0] ?? {};
+    yield { text: text ?? `${delta?.reasoning_content ?? ""}${delta?.content ?? ""}`, reason, usage: chunk.usage ?? null };
   }
   throw new Error("the connection ended before the answer did.");
 }

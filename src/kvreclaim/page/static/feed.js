@@ -15,7 +15,7 @@ async function inflate(base64) {
 // {owner: Uint16Array, counts: [4] of Uint16Array or null, state: Uint8Array}; see page/cells.py
 async function unpack(frame) {
   const buffer = await inflate(frame.cells);
-  const num = Math.ceil(frame.num_blocks / frame.group);
+  const num = Math.ceil(frame.shown / frame.group);
   const owner = new Uint16Array(buffer, 0, num);
   let at = 2 * num;
   let counts = null;
@@ -26,7 +26,7 @@ async function unpack(frame) {
   return { owner, counts, state: new Uint8Array(buffer, at, num) };
 }
 
-// handlers: frame(frame), compactions(passes, cells), state(word); a lost connection is opened again
+// handlers: frame(frame), compactions(passes, blocks), state(word); a lost connection is opened again
 export function watch(handlers) {
   let order = Promise.resolve(); // frames are unpacked one after the other
   const inOrder = (task) => {
@@ -53,8 +53,8 @@ export function watch(handlers) {
   });
   source.addEventListener("compactions", (message) => {
     inOrder(() => {
-      const { passes, cells } = JSON.parse(message.data);
-      handlers.compactions(passes, new Uint16Array(bytesOf(cells).buffer));
+      const { passes, blocks } = JSON.parse(message.data);
+      handlers.compactions(passes, new Uint32Array(bytesOf(blocks).buffer));
     });
   });
 }

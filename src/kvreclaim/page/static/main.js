@@ -91,12 +91,12 @@ function showFigures(frame) {
 }
 
 function showPool(frame) {
-  const { blocks, num_blocks: all, group, states } = frame;
+  const { blocks, num_blocks: all, shown, group, states } = frame;
   const slots = !states ? "" : `; states: ${whole(states.in_use)} of ${whole(states.in_use + states.cached + states.free)} slots in use, `
     + `${whole(states.checkpoints)} ${states.checkpoints === 1 ? "checkpoint" : "checkpoints"}`;
   pool.show(frame);
-  find("#pool-scale").textContent = (group === 1 ? `${whole(all)} blocks, one per cell`
-    : `${whole(all)} blocks, ${group} per cell; the fuller, the stronger`) + slots;
+  const drawn = shown < all ? `the first ${whole(shown)} of ${whole(all)} blocks (the others are free)` : `${whole(all)} blocks`;
+  find("#pool-scale").textContent = drawn + (group === 1 ? ", one per cell" : `, ${group} per cell; the fuller, the stronger`) + slots;
   KEYS.forEach((key, i) => {
     const words = whole(blocks[key]);
     if (stateCells[i].textContent !== words) stateCells[i].textContent = words;
@@ -122,9 +122,9 @@ watch({
     compare?.watch(frame, owners);
     document.documentElement.dataset.ready = "true";
   },
-  compactions(passes, cells) {
+  compactions(passes, blocks) {
     requests.compacted(passes);
-    pool.flash(cells);
+    pool.flash(blocks);
   },
 });
 
@@ -137,6 +137,7 @@ const response = await fetch("/page/settings");
 if (response.ok) {
   const settings = await response.json();
   find("#model").textContent = settings.models[0];
+  find("#block-size").textContent = settings.block_size;
   find("#model").title = `${whole(settings.num_blocks)} blocks of ${settings.block_size} tokens, sequences of at most ${whole(settings.max_model_len)} tokens`;
   compare?.offer(settings);
 } else {

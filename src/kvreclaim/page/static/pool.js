@@ -9,7 +9,7 @@ const count = (number) => number.toLocaleString("en");
 
 export class Pool {
   #frame = null;
-  #flashes = new Map(); // cell -> when it was given back
+  #flashes = new Map(); // block -> when it was given back
   #base = document.createElement("canvas");
   #cursor = null;
   #highlight = null;
@@ -36,10 +36,10 @@ export class Pool {
     if (this.#cursor !== null) this.#tell();
   }
 
-  // These cells were given back a moment ago.
-  flash(cells) {
+  // These blocks were given back a moment ago.
+  flash(blocks) {
     const now = performance.now();
-    for (const cell of cells) this.#flashes.set(cell, now);
+    for (const block of blocks) this.#flashes.set(block, now);
     this.#paint();
   }
 
@@ -148,7 +148,7 @@ export class Pool {
 
   // Blocks in a cell; the last one may have fewer.
   #size(cell) {
-    return Math.min(this.#frame.group, this.#frame.num_blocks - cell * this.#frame.group);
+    return Math.min(this.#frame.group, this.#frame.shown - cell * this.#frame.group);
   }
 
   #paint() {
@@ -166,10 +166,10 @@ export class Pool {
 
   #paintFlashes(now) {
     const context = this.context;
-    for (const [cell, since] of this.#flashes) {
-      const age = Math.max(0, (now - since) / FLASH_MS);
+    for (const [block, since] of this.#flashes) {
+      const age = Math.max(0, (now - since) / FLASH_MS), cell = Math.floor(block / this.#frame.group);
       if (age >= 1 || cell >= this.layout.num) {
-        this.#flashes.delete(cell);
+        this.#flashes.delete(block);
         continue;
       }
       const { x, y, w, h } = this.#box(cell);

@@ -1,5 +1,6 @@
 // The running requests and the latest compactions, as a table and a list.
 
+const COLUMNS = ["number", "number", "number", "number wide", "number"]; // logical, physical, blocks, evicted, freed
 const MAX_ROWS = 60, MAX_PASSES = 5;
 const whole = new Intl.NumberFormat("en");
 
@@ -87,7 +88,7 @@ class Row {
     this.button.setAttribute("aria-label", `${id}: show its blocks`);
     this.button.addEventListener("click", onPress);
     this.fillBar = make("span");
-    this.numbers = Array.from({ length: 5 }, () => make("td", { className: "number" }));
+    this.numbers = COLUMNS.map((className) => make("td", { className }));
     this.bar = make("span", { className: "bar" }, this.fillBar);
     this.bar.setAttribute("aria-hidden", "true");
     this.element = make("tr", {}, make("td", {}, this.button, this.bar), ...this.numbers);

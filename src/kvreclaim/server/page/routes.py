@@ -55,18 +55,17 @@ def install_page(app: FastAPI, service: Service) -> None:
     async def events(request: Request) -> Response:
         feed: EngineFeed = request.app.state.page_feed
         feed.check_room()
-        return await stream_events(feed.watch(service_of(request).engine.served.num_blocks), request)
+        return await stream_events(feed.watch(), request)
 
     @router.get("/page/settings")
     async def settings(request: Request) -> Response:
         service = service_of(request)
         return JSONResponse(_settings(service, await service.engine.call(offered)))
 
-    @router.get("/page/example")
-    async def example(request: Request, index: int = 0) -> Response:
-        service = service_of(request)
-        known = examples["demo" if _knows(service, examples["demo"][0]["prompt"]) else "text"]
-        return JSONResponse(known[index % len(known)])
+    @router.get("/page/examples")
+    async def known_examples(request: Request) -> Response:
+        is_demo = _knows(service_of(request), examples["demo"][0]["prompt"])
+        return JSONResponse(examples["demo" if is_demo else "text"])
 
     app.include_router(router)
 
@@ -80,6 +79,9 @@ def _settings(service: Service, policies: list[str]) -> dict[str, Any]:
         "block_size": served.block_size,
         "max_model_len": served.max_model_len,
         "policies": policies,
+        "chat": bool(
+            service.config.chat_template or getattr(service.engine.tokenizer, "chat_template", None)
+        ),
         "default_policy": served.compression.policy if served.compression is not None else None,
     }
 

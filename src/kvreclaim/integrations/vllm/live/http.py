@@ -55,7 +55,7 @@ class PageApp:
             await answer(scope, receive, send)
             return
         headers = {**HEADERS, "content-type": "text/event-stream"}
-        async with aclosing(self._feed.watch(self._settings["num_blocks"])) as events:
+        async with aclosing(self._feed.watch()) as events:
             await StreamingResponse(events, headers=headers)(scope, receive, send)
 
     def _answer(self, request: Request) -> Response | None:
