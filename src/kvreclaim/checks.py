@@ -95,12 +95,12 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def check_text(name: str, value: str, field: str) -> None:
-    """Text that can be written as UTF-8: JSON can name half of a surrogate pair, which no tokenizer takes."""
+    """Text that can be written as UTF-8: JSON can name a lone surrogate, which no tokenizer takes."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
         raise InvalidArgumentError(
-            f"{name} holds {value[error.start]!r} at character {error.start}, half of a surrogate pair, "
-            "which is no text; remove it.",
+            f"{name} holds the lone surrogate {value[error.start]!r} at character {error.start}, half of a "
+            "pair that makes a character; send both halves, or remove it.",
             field=field,
         ) from None

@@ -19,6 +19,7 @@ from kvreclaim import LLM
 from kvreclaim.server import bodies
 from kvreclaim.server.anthropic.fields import ConversationFields, MessageRequest
 from kvreclaim.server.bodies import body_limit
+from kvreclaim.server.fields import KVCompression
 from kvreclaim.server.openai.chat import ChatRequest
 from kvreclaim.server.openai.completions import CompletionRequest
 from kvreclaim.server.openai.tokenizing import DetokenizeRequest, TokenizeRequest
@@ -228,3 +229,32 @@ def test_a_number_that_no_float_holds_is_refused(server: Running) -> None:
     answer = web.post(f"{server.base_url}/v1/completions", content=body.encode(), headers=headers)
     assert answer.status_code == 400
     assert "beyond 1.8e308" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "asked"),
+    [
+        (CompletionRequest, {"prompt": "a"}),
+        (ChatRequest, {"messages": [{"role": "user", "content": "a"}]}),
+        (ResponsesRequest, {"input": "a"}),
+        (MessageRequest, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
+    ],
+)
+def test_a_policys_name_is_a_compression(body: type[BaseModel], asked: dict[str, Any]) -> None:
+    for given in ("auto", {"policy": "auto"}):
+        made = body.model_validate({"model": MODEL, **asked, "kv_compression": given})
+        assert made.kv_compression == KVCompression(policy="auto")
+
+
+@pytest.mark.parametrize(
+    "text", [r"a\ud800", r"\ud800\u0041", r"\udc00", r"\\\ud9ab b", r"\ud83d\ude00\uDEAD"], ids=str
+)
+def test_a_lone_surrogate_is_called_so(server: Running, text: str) -> None:
+    body = f'{{"model": "{MODEL}", "prompt": "{text}"}}'
+    headers = {"content-type": "application/json"}
+    answer = web.post(f"{server.base_url}/v1/completions", content=body, headers=headers)
+    assert answer.status_code == 400
+    escape = max((part for part in (r"\ud800", r"\udc00", r"\ud9ab", r"\uDEAD") if part in text), key=len)
+    assert f"the lone surrogate {escape} at line 1 column" in answer.json()["error"]["message"]
+    whole = body.replace(text, r"\ud83d\ude00 \\ud800")
+    assert web.post(f"{server.base_url}/v1/completions", content=whole, headers=headers).status_code == 200

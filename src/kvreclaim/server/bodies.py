@@ -6,6 +6,7 @@ FastAPI would parse and check a body in the event loop, and make an error for ea
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -113,6 +114,25 @@ def num_chars(value: Any) -> int:
     return found
 
 
+LONE_SURROGATE = re.compile(
+    rb"(?<!\\)(?:\\\\)*(?P<high>\\u[dD][89abAB][0-9a-fA-F]{2})(?!\\u[dD][c-fC-F])"
+    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})(?P<low>\\u[dD][c-fC-F][0-9a-fA-F]{2})"
+)
+
+
+def _reason_against(body: bytes, error: str) -> str:
+    """Why a body is no JSON. error: the parser's words, which name no surrogate before the end of a text"""
+    lone = LONE_SURROGATE.search(body) if "hex escape" in error else None
+    if lone is None:
+        return f"the body is not JSON: {error}."
+    escape = (lone["high"] or lone["low"]).decode()
+    _, _, place = error.rpartition(" at ")
+    return (
+        f"the body holds the lone surrogate {escape} at {place}, half of a pair that makes a character; send "
+        "both halves, or remove it."
+    )
+
+
 def parse(model: type[BaseModel], body: bytes, content_type: str, service: Service) -> BaseModel:
     """The body as the model has it. Raises: ApiError 400 for the first thing that is wrong."""
     kind, _, subtype = content_type.partition(";")[0].strip().lower().partition("/")
@@ -121,7 +141,7 @@ def parse(model: type[BaseModel], body: bytes, content_type: str, service: Servi
     try:
         value = from_json(body, allow_inf_nan=False)
     except ValueError as error:
-        raise ApiError(400, f"the body is not JSON: {error}.") from None
+        raise ApiError(400, _reason_against(body, str(error))) from None
     if not isinstance(value, dict):
         raise ApiError(400, NO_OBJECT)
     if not is_finite(body, value):

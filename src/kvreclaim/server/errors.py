@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 MAX_MESSAGE = 1024
 """Characters; a message may quote what a client sent."""
+TOO_LONG = "context_length_exceeded"
 
 ANTHROPIC_PREFIX = "/v1/messages"
 ANTHROPIC_TYPES = {
@@ -128,6 +129,8 @@ class AnthropicError(BaseModel):
 
 def error_body(error: ApiError, path: str, request_id: str) -> dict[str, Any]:
     """The JSON of an error in the dialect of the path; also sent as an event of a stream."""
+    if error.code == TOO_LONG:
+        error = replace(error, message=f"{_too_long(error, path)}: {error.message}")
     if path.startswith(ANTHROPIC_PREFIX):
         kind = ANTHROPIC_TYPES.get(error.status, "api_error")
         return {
@@ -140,11 +143,20 @@ def error_body(error: ApiError, path: str, request_id: str) -> dict[str, Any]:
     return {"error": body}
 
 
+def _too_long(error: ApiError, path: str) -> str:
+    """The words by which clients of the path's dialect know that a conversation has to be shortened."""
+    if not path.startswith(ANTHROPIC_PREFIX):
+        return "the request exceeds the maximum context length"
+    if error.param == "max_tokens":
+        return "input length and `max_tokens` exceed context limit"
+    return "prompt is too long"
+
+
 def from_engine(error: KVReclaimError, path: str) -> ApiError:
     """A refusal of the engine as an answer to a request of this path."""
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error))
-    code = "context_length_exceeded" if isinstance(error, RequestTooLongError) else None
+    code = TOO_LONG if isinstance(error, RequestTooLongError) else None
     named = ENGINE_FIELDS | ({"prompt": PROMPT_FIELDS[path]} if path in PROMPT_FIELDS else {})
     return ApiError(400, str(error), named.get(error.field or ""), code)
 

@@ -134,6 +134,14 @@ class KVCompression(Fields):
     options: Annotated[dict[str, OptionValue], at_most(MAX_OPTIONS)] | None = None
 
 
+def _as_settings(value: Any) -> Any:
+    """Read a string as the policy's name."""
+    return {"policy": value} if isinstance(value, str) else value
+
+
+PolicyOrSettings = Annotated[
+    KVCompression, BeforeValidator(_as_settings, json_schema_input_type=str | KVCompression)
+]
 LogitBias = Annotated[
     dict[str, float], at_most(MAX_TOKEN_LIST), Field(json_schema_extra={"maxProperties": MAX_TOKEN_LIST})
 ]
@@ -161,7 +169,7 @@ class GeneratingFields(Fields):
     logit_bias: LogitBias | None = None
     cache_salt: str | None = Field(None, min_length=1)
     priority: int = Field(0, ge=-MAX_INT32 - 1, le=MAX_INT32)
-    kv_compression: KVCompression | None = None
+    kv_compression: PolicyOrSettings | None = None
     compress_prompt_at: int | None = Field(None, ge=1, le=MAX_INT32)
     conversation_snapshots: bool | None = None
     sparse_prefill: Literal["dense"] | None = None

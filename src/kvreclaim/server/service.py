@@ -25,7 +25,7 @@ from kvreclaim.engine.serving.stream import RequestStream, Update
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.compression import compression_of
 from kvreclaim.server.config import ServerConfig
-from kvreclaim.server.errors import ApiError, failed
+from kvreclaim.server.errors import TOO_LONG, ApiError, failed
 from kvreclaim.server.fields import KVCompression
 from kvreclaim.server.output_format import OutputFormat, output_format
 from kvreclaim.server.tenants import Tenant
@@ -189,7 +189,7 @@ class Service:
                 f"{param} has {num_chars} characters, but max_model_len is {self.longest} tokens, "
                 f"which have {self.max_chars} at most; shorten it.",
                 param=param,
-                code="context_length_exceeded",
+                code=TOO_LONG,
             )
 
     def check_messages(self, num_messages: int, num_chars: int, param: str = "messages") -> None:
@@ -200,7 +200,7 @@ class Service:
                 f"there are {num_messages} messages or blocks, but max_model_len is {self.longest} "
                 "tokens; leave some out.",
                 param=param,
-                code="context_length_exceeded",
+                code=TOO_LONG,
             )
         self.check_chars(num_chars, param)
 

@@ -20,7 +20,7 @@ from kvreclaim.engine.serving.core import EngineCore
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.bodies import BodyRoute
 from kvreclaim.server.errors import ENGINE_FIELDS, ApiError, OpenAIError
-from kvreclaim.server.fields import MAX_INT32, KVCompression, Listed
+from kvreclaim.server.fields import MAX_INT32, Listed, PolicyOrSettings
 from kvreclaim.server.openai.messages import ConversationOptions, Messages, render, system_counter
 from kvreclaim.server.openai.schemas import ERRORS
 from kvreclaim.server.service import Service, ServiceDep, TenantDep
@@ -50,7 +50,7 @@ class SlotRequest(ConversationOptions):
     prompt: str | Listed[int] | None = None
     messages: Messages | None = None
     cache_salt: str | None = Field(None, min_length=1)
-    kv_compression: KVCompression | None = None
+    kv_compression: PolicyOrSettings | None = None
     compress_prompt_at: int | None = Field(None, ge=1, le=MAX_INT32)
 
 
