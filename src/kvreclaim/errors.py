@@ -9,6 +9,12 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
+def reason_of(error: BaseException) -> str:
+    """An exception of foreign code in one line: its type, and what it says."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text if len(text) <= 300 else f'{text[:300]}...'}"
+
+
 class KVReclaimError(Exception):
     """Base class of kvreclaim's errors.
 

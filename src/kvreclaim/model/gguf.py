@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvreclaim.errors import FetchError
+from kvreclaim.errors import FetchError, reason_of
 from kvreclaim.model.checkpoint_file import write_checkpoint
 from kvreclaim.model.ends import gguf_ends
 from kvreclaim.model.gguf_index import GgufIndex
@@ -63,10 +63,9 @@ def _reading(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = (str(error).strip() or "no reason given").split("\n", 1)[0]
         raise FetchError(
-            f"{name} cannot be read as GGUF ({type(error).__name__}: {reason}); it is damaged or of an "
-            "architecture that transformers does not read from GGUF: pass another file or a hub id."
+            f"{name} cannot be read as GGUF ({reason_of(error)}); it is damaged or of an architecture that "
+            "transformers does not read from GGUF: pass another file or a hub id."
         ) from error
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
+from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError, reason_of
 from kvreclaim.model.attention import ATTENTION_NAME
 from kvreclaim.model.quantized.layers import PackedEmbedding, PackedLinear
 from kvreclaim.model.quantized.packing import packing
@@ -50,10 +50,9 @@ def build(
                 config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
             )
     except Exception as error:  # sizes that do not go together: every family raises what comes of it
-        reason = str(error).strip().split("\n", 1)[0]
         raise InvalidArgumentError(
-            f"the config of {name} makes no model ({type(error).__name__}: {reason}); download or convert "
-            "the checkpoint again."
+            f"the config of {name} makes no model ({reason_of(error)}); download or convert the checkpoint "
+            "again."
         ) from error
     model.tie_weights()  # which no_init_weights leaves out, too
     own_head = _pack(model, source, dtype, products, device)

@@ -17,7 +17,13 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
-from kvreclaim.errors import FetchError, InvalidArgumentError, KVReclaimError, UnsupportedModelError
+from kvreclaim.errors import (
+    FetchError,
+    InvalidArgumentError,
+    KVReclaimError,
+    UnsupportedModelError,
+    reason_of,
+)
 from kvreclaim.model.gguf import GgufHeader, header_of, refuse_rotation
 from kvreclaim.model.gguf_checks import quoted
 from kvreclaim.model.gguf_index import GgufTensor, read_index
@@ -189,7 +195,7 @@ def _write_parts(source: GgufSource, work: Path, parts: Path) -> None:
         raise
     except Exception as error:  # foreign files, parsed by foreign code, which raises whatever comes of it
         raise InvalidArgumentError(
-            f"{source.file.name} cannot be read as GGUF ({type(error).__name__}: {error}); download it again."
+            f"{source.file.name} cannot be read as GGUF ({reason_of(error)}); download it again."
         ) from error
 
 
@@ -216,8 +222,8 @@ def gguf_config(source: GgufSource) -> Any:
         raise
     except Exception as error:  # every family checks its fields in its own way
         raise InvalidArgumentError(
-            f"the header of {source.file.name} makes no {source.architecture} ({type(error).__name__}: "
-            f"{error}); download another file."
+            f"the header of {source.file.name} makes no {source.architecture} ({reason_of(error)}); download "
+            "another file."
         ) from error
     try:
         refuse_rotation(source.file.name, source.header(), config)
