@@ -183,7 +183,7 @@ def test_a_loss_curve_is_added_printed_and_kept(tmp_path, tiny_dir):
         (["--curve", "192", "--trial", "0"], "there is no trial; pass a longer text, or --trial above 0"),
         (["--curve", "100"], "curve has documents of 100 tokens, which must leave room for a budget"),
         (["--curve", "500"], "below the model's limit of 512; change the length"),
-        (["--curve", "352", "--curve-documents", "9999"], "curve needs 9999 documents of 480 tokens after"),
+        (["--curve", "352", "--curve-documents", "9999"], "curve needs 9999 documents of 480 tokens that"),
         (["--curve-documents", "18"], "curve_documents is 18; it must be an integer >= 19"),
         (["--stats", "a.safetensors"], "none is asked for; pass --curve"),
     ],

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 import tiny
 from curves import curve
 from settings import assert_idle
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams
+from kvreclaim.chunks import Chunks
+from kvreclaim.compression.loss_curve import CONTINUED
 from kvreclaim.compression.stats import QueryStats
+from kvreclaim.config import EngineConfig
+from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model_paths import STATS_FILE
+from kvreclaim.refusals.max_loss import (
+    ENGINE_CHECKED,
+    ENGINE_FREE,
+    ENGINE_MEASURED,
+    REQUEST_CHECKED,
+    REQUEST_FREE,
+    REQUEST_MEASURED,
+)
 
 CURVE = curve(
     "knorm",
@@ -37,7 +51,7 @@ def stats(bare) -> QueryStats:
 
 @pytest.fixture(scope="module")
 def llm(calibrated_dir) -> LLM:
-    options = {"dtype": "float32", "device": "cpu", "spread_compression": False}
+    options = {"dtype": "float32", "device": "cpu"}
     return LLM(calibrated_dir("llama"), num_blocks=400, **options)
 
 
@@ -144,6 +158,54 @@ class TestRefused:
                 llm.generate([PROMPTS[250]], GREEDY, config)
             with pytest.raises(InvalidArgumentError, match=message):
                 llm.resolved(config)
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"max_num_batched_tokens": 16},
+            {"hf_overrides": {"rms_norm_eps": 0.3}},
+            {"spread_compression": False},
+            {"conversation_snapshots": True},
+            {"sparse_prefill": "pooled"},
+            {"quantized_activations": "int8"},
+        ],
+    )
+    def test_in_an_engine_under_which_it_was_not_measured(self, calibrated_dir, stats, options) -> None:
+        (name,) = options
+        with LLM(calibrated_dir("llama"), dtype="float32", device="cpu", num_blocks=40, **options) as llm:
+            for refused in (llm.resolved, lambda config: llm.generate([PROMPTS[250]], GREEDY, config)):
+                with pytest.raises(InvalidArgumentError, match="but losses are measured with") as caught:
+                    refused(promising(stats))
+                assert caught.value.field == name
+
+    @pytest.mark.parametrize(
+        ("name", "given"),
+        [
+            ("drop_spans", {"drop_spans": [(0, 100)], "drop_at": 120}),
+            ("sparse_prefill", {"sparse_prefill": "pooled"}),
+            ("conversation_snapshots", {"conversation_snapshots": True}),
+            ("chunks", {"chunks": Chunks(((0, 100),))}),
+            ("compress_prompt_at", {"compress_prompt_at": 250 - CONTINUED - 1}),
+        ],
+    )
+    def test_in_a_request_as_it_was_not_measured(self, llm, stats, name, given) -> None:
+        spec = RequestSpec(
+            prompt_token_ids=PROMPTS[250], params=GREEDY, compression=promising(stats), **given
+        )
+        with pytest.raises(InvalidArgumentError, match="but losses are measured") as caught:
+            llm.promised(spec)
+        assert caught.value.field == name
+
+    def test_every_option_is_classified(self) -> None:
+        """A new option must be put into one of the tables: does it change what compression loses?"""
+        for settings, tables in (
+            (EngineConfig, (ENGINE_MEASURED, ENGINE_CHECKED, ENGINE_FREE)),
+            (RequestSpec, (REQUEST_MEASURED, REQUEST_CHECKED, REQUEST_FREE)),
+        ):
+            names = [name for table in tables for name in table]
+            assert sorted(names) == sorted(field.name for field in fields(settings))
+        config = EngineConfig()
+        assert all(getattr(config, name) == values[0] for name, values in ENGINE_MEASURED.items())
 
     def test_in_another_kv_format(self, make_llm, stats) -> None:
         with pytest.raises(InvalidArgumentError, match="kv_cache_dtype is int8; leave kv_cache_dtype out"):

@@ -6,18 +6,19 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
 from tqdm.auto import tqdm
 
 from kvreclaim.calibrate.calibration import read_documents
+from kvreclaim.calibrate.held_out import unread, windows
 from kvreclaim.calibrate.lookups import lookup_documents
 from kvreclaim.calibrate.settings import Reading
 from kvreclaim.checks import require
 from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.compression.loss_curve import LossCell, LossCurve
+from kvreclaim.compression.loss_curve import CONTINUED, LossCell, LossCurve
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.compression_settings import CONTENTS
 from kvreclaim.engine.api.llm import LLM
@@ -26,8 +27,6 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.blocks import blocks_for
 
 PROSE, LOOKUPS = CONTENTS
-CONTINUED = 128
-"""Tokens of prose that are scored behind a document."""
 ASKED = 2
 """Questions of each kind of fact."""
 STEPS = 8
@@ -57,14 +56,24 @@ def budgets(num_tokens: int, block_size: int) -> list[int]:
     return sorted(budget for budget in steps if budget > default.sinks + default.recent)
 
 
-def curve_documents(llm: LLM, path: str | os.PathLike[str] | None, reading: Reading) -> list[CurveDocument]:
-    """Documents of each content and length, made of the text behind the tokens that calibration reads.
+def curve_documents(
+    llm: LLM, path: str | os.PathLike[str] | None, reading: Reading, read: Collection[str] | None = None
+) -> list[CurveDocument]:
+    """Documents of each content and length, from the end of the text, without any that calibration has read.
+
+    read: digests of that text (held_out.read_pieces); None, as in statistics that record none, is refused
 
     Raises: InvalidArgumentError for a text that is too short, and lengths that do not fit the model or a
     budget.
     """
-    read = read_documents(llm.loaded, path, max_tokens=sys.maxsize, context=sys.maxsize)
-    text, count = list(itertools.chain.from_iterable(read))[reading.max_tokens :], reading.curve_documents
+    if read is None:
+        raise InvalidArgumentError(
+            "the statistics do not record which text they were fitted to, so no text is known to be new to "
+            "them; leave --stats out, which calibrates again and adds the curve.",
+            field="curve",
+        )
+    found = read_documents(llm.loaded, path, max_tokens=sys.maxsize, context=sys.maxsize)
+    stretches, count = unread(list(itertools.chain.from_iterable(found)), read), reading.curve_documents
     block_size, most = llm.engine.config.block_size, llm.loaded.facts.max_position
     documents: list[CurveDocument] = []
     for length in reading.curve:
@@ -76,24 +85,25 @@ def curve_documents(llm: LLM, path: str | os.PathLike[str] | None, reading: Read
             "change the length.",
             "curve",
         )
+        texts = windows(stretches, size)
         require(
-            len(text) >= count * size,
-            f"curve needs {count} documents of {size} tokens after those that calibration is fitted to, and "
-            f"the text has {len(text)} tokens there; pass a longer text with --text, or shorter lengths.",
+            len(texts) >= count,
+            f"curve needs {count} documents of {size} tokens that calibration has not read, and the text has "
+            f"{len(texts)}; pass another or a longer text with --text, or shorter lengths.",
             "curve",
         )
-        for n in range(count):
-            begin = n * len(text) // count
-            prompt, continuation = text[begin : begin + length], text[begin + length : begin + size]
+        texts = texts[-count:]
+        for text in texts:
             answers = [range(i, i + 1) for i in range(CONTINUED)]
-            documents.append(CurveDocument(PROSE, list(prompt), list(continuation), answers))
-        documents += _lookups(llm, text, length, count)
+            documents.append(CurveDocument(PROSE, list(text[:length]), list(text[length:]), answers))
+        documents += _lookups(llm, texts, length)
     return documents
 
 
-def _lookups(llm: LLM, text: Sequence[int], length: int, count: int) -> list[CurveDocument]:
+def _lookups(llm: LLM, texts: Sequence[Sequence[int]], length: int) -> list[CurveDocument]:
     documents = []
-    for made in lookup_documents(llm.tokenizer, text, count=count, num_tokens=length, asked=ASKED):
+    for seed, text in enumerate(texts):
+        (made,) = lookup_documents(llm.tokenizer, text, count=1, num_tokens=length, seed=seed, asked=ASKED)
         continuation: list[int] = []
         answers: list[range] = []
         for asked in made.questions:
@@ -144,7 +154,6 @@ def _engine_for(llm: LLM, documents: Sequence[CurveDocument]) -> LLM:
         num_blocks=(STEPS + 2) * blocks_for(longest, block_size),
         max_model_len=longest + 1,
         enable_prefix_caching=True,
-        spread_compression=False,
     )
 
 

@@ -7,13 +7,14 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from kvreclaim.calibrate import trial
 from kvreclaim.calibrate.calibration import calibrate, held_out, pieces, read_documents
+from kvreclaim.calibrate.held_out import read_pieces
 from kvreclaim.calibrate.lookups import LookupDocument, lookup_documents
 from kvreclaim.calibrate.settings import Measuring, Reading
 from kvreclaim.checks import require
@@ -85,9 +86,10 @@ def measure(
         "--trial above 0.",
         "curve",
     )
-    add_curve = curve_of(llm, text, reading, say, show_progress=show_progress)
+    read = read_pieces(found)
+    add_curve = curve_of(llm, text, reading, read, say, show_progress=show_progress)
     _announce(llm, documents, tried, 1 + len(candidates) * len(FRACTIONS), say)
-    stats = calibrate(llm.loaded, documents, show_progress=show_progress, **measuring)
+    stats = calibrate(llm.loaded, documents, show_progress=show_progress, **measuring).with_read(read)
     if not tried:
         return stats
     best = trial.try_candidates(llm, stats, tried, candidates=candidates, show_progress=show_progress)
@@ -95,9 +97,17 @@ def measure(
 
 
 def curve_of(
-    llm: LLM, text: str | os.PathLike[str] | None, reading: Reading, say: Say, *, show_progress: bool = True
+    llm: LLM,
+    text: str | os.PathLike[str] | None,
+    reading: Reading,
+    read: Collection[str] | None,
+    say: Say,
+    *,
+    show_progress: bool = True,
 ) -> Callable[[QueryStats], QueryStats]:
     """Make what adds a loss curve to statistics, if one is asked for: its documents are checked now.
+
+    read: digests of the text that the statistics were fitted to; None: they do not record it
 
     Raises: what read_documents and curve_documents raise; later what measure_curve raises.
     """
@@ -105,7 +115,7 @@ def curve_of(
         return lambda stats: stats
     from kvreclaim.calibrate.curve import curve_documents, measure_curve
 
-    documents = curve_documents(llm, text, reading)
+    documents = curve_documents(llm, text, reading, read)
 
     def add(stats: QueryStats) -> QueryStats:
         num_tokens = sum(document.num_computed(llm.engine.config.block_size) for document in documents)

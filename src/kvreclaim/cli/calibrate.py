@@ -101,7 +101,7 @@ def calibrate(
         )
         stats = QueryStats.load(stats_file)
         stats.check_model(llm.loaded.facts)
-        stats = curve_of(llm, text, reading, console.print)(stats)
+        stats = curve_of(llm, text, reading, stats.metadata.read, console.print)(stats)
     else:
         stats = measure(llm, text, reading, {"covariance": covariance, **measuring}, console.print)
     with writing(output):

@@ -21,6 +21,8 @@ from kvreclaim.errors import InvalidArgumentError
 
 STATS_HEADER = "kvreclaim"
 """Key of the metadata in a statistics file."""
+CONTINUED = 128
+"""Tokens that are scored behind a document of prose: what follows a compressed text."""
 MEASURE_CURVE = "run `kvreclaim calibrate --curve 1024,2048` for this model"
 Share = Annotated[float, Field(ge=0, le=1)]
 

@@ -127,6 +127,10 @@ class QueryStats(StatsTensors):
         """The same, with what the policy of the curve lost."""
         return replace(self, metadata=self.metadata.model_copy(update={"curve": curve}))
 
+    def with_read(self, read: tuple[str, ...]) -> QueryStats:
+        """The same, with digests of the text that was read."""
+        return replace(self, metadata=self.metadata.model_copy(update={"read": read}))
+
     def with_kvzap(self, weights: KVzapWeights) -> QueryStats:
         """The same, with weights of hidden states."""
         sizes = {"kvzap_inputs": weights.num_inputs, "kvzap_units": weights.num_units}

@@ -31,6 +31,7 @@ class StatsMetadata(BaseModel):
     config:         fields of the model's config that its queries depend on (model/config_fields.py)
     trial:          what candidate policies have made of held-out documents; the policy "auto" is its best
     curve:          what the best lost at several budgets, from which max_loss chooses one
+    read:           digests of the text that was read, by pieces (calibrate/held_out.py); None: not recorded
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
@@ -55,6 +56,7 @@ class StatsMetadata(BaseModel):
     fractions: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = ()
     trial: Trial | None = None
     curve: LossCurve | None = None
+    read: tuple[str, ...] | None = None
     source: str
 
     def differing(self, facts: ModelFacts) -> list[str]:

@@ -19,12 +19,16 @@ from kvreclaim.compression.loss_curve import MEASURE_CURVE
 from kvreclaim.compression.refusals import STATISTICS, format_features, policy_features
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.compression_settings import AUTO
+from kvreclaim.config import EngineConfig
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import KVFormat, kv_format
+from kvreclaim.refusals.max_loss import ENGINE_MEASURED, refuse_chunk, refuse_unmeasured
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_CHUNK = EngineConfig().max_num_batched_tokens
+"""Most prompt tokens that are computed at once where the loss is measured."""
 FEW_TOKENS = 200
 """Tokens a head below which policy auto warns: SmolLM2-135M loses a third at 102 (docs/evidence.md)."""
 
@@ -35,7 +39,8 @@ class Compressors:
 
     stats_file: of settings that name none; it need not exist
     select_top: the op that finds the best of each row (Backend.select_top)
-    kv_format, block_size: of the engine's cache
+    kv_format: of the engine's cache
+    engine:    its options, as they were given
     """
 
     def __init__(
@@ -44,11 +49,11 @@ class Compressors:
         stats_file: Path,
         select_top: Callable[[Tensor, int], Tensor],
         kv_format: KVFormat,
-        block_size: int,
+        engine: EngineConfig,
     ) -> None:
         self._facts = facts
         self._kv_format = kv_format
-        self._block_size = block_size
+        self._engine, self._block_size = engine, engine.block_size
         self._stats_file = stats_file
         self._select_top = select_top
         self._kept: dict[CompressionConfig, Compressor] = {}
@@ -113,6 +118,7 @@ class Compressors:
             f"kv_cache_dtype is {self._kv_format.name}; leave kv_cache_dtype out, or give a budget.",
             "max_loss",
         )
+        refuse_unmeasured(config.max_loss, self._engine, ENGINE_MEASURED)
         curve = None if stats is None else stats.metadata.curve
         if curve is None:
             lack = "there are no statistics" if stats is None else "the statistics hold no loss curve"
@@ -121,6 +127,8 @@ class Compressors:
                 "give a budget.",
                 field="max_loss",
             )
+        chunk = min(DEFAULT_CHUNK, curve.lengths[-1])
+        refuse_chunk(config.max_loss, self._engine.max_num_batched_tokens, chunk)
         return config.promised(curve, num_tokens, self._block_size)
 
     def _checked(self, config: CompressionConfig) -> QueryStats | None:

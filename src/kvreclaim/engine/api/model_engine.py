@@ -15,6 +15,7 @@ from typing import Any, Self
 from kvreclaim.checks import check_int, require
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.config import CompressionConfig
+from kvreclaim.compression.loss_curve import CONTINUED
 from kvreclaim.compression_settings import FULL
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.api.compressors import Compressors
@@ -32,6 +33,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.prefix.tree import PrefixNode, prefix_tree
 from kvreclaim.memory.stats import MemoryStats
 from kvreclaim.model.loader import LoadedModel, Tokenizer
+from kvreclaim.refusals.max_loss import REQUEST_MEASURED, refuse_tail, refuse_unmeasured
 from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.structured_outputs import StructuredOutputsParams
 
@@ -82,9 +84,8 @@ class ModelEngine:
             spoken_for += self.draft.kv_bytes + self.draft.loaded.mapped_bytes
         self.engine = Engine(loaded, choose_limits(config, loaded.facts, spoken_for), self.draft)
         select_top, kv_format = self.engine.backend.select_top, self.engine.kv_format
-        block_size = self.engine.config.block_size
         self.compressors = Compressors(
-            self.engine.groups.facts, stats_file, select_top, kv_format, block_size
+            self.engine.groups.facts, stats_file, select_top, kv_format, self.engine.config
         )
         self._ids = itertools.count()
         self._making_grammars = threading.Lock()
@@ -195,8 +196,10 @@ class ModelEngine:
         config, at = spec.compression or self.compression, spec.compress_prompt_at
         if config is None or config.max_loss is None:
             return spec if spec.compression is config else replace(spec, compression=config)
+        refuse_unmeasured(config.max_loss, spec, REQUEST_MEASURED)
         if at is not None:
             check_int("compress_prompt_at", at, 1)
+            refuse_tail(config.max_loss, at, len(spec.prompt_token_ids), CONTINUED)
         config = self.compressors.promised(config, len(spec.prompt_token_ids) if at is None else at)
         return replace(spec, compression=config, compress_prompt_at=None if config.policy == FULL else at)
 

@@ -106,6 +106,7 @@ def _compress_prompt_at(
     if (
         body.compress_prompt_at is not None
         or compression is None
+        or compression.max_loss is not None  # which covers short texts behind the prefix alone
         or rendered.dropped is not None
         or not compression.make_policy().eviction_method.evicts
     ):
