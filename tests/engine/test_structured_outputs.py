@@ -186,6 +186,45 @@ def test_a_bad_grammar_is_refused_and_leaves_no_trace(llm: LLM, given: dict[str,
     assert_idle(llm)
 
 
+PAIR = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "maximum": 9}, "b": {"type": "string", "maxLength": 8}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "field"),
+    [
+        ({"json": PAIR}, {"bad_words": ["{", '{"']}, "bad_words"),
+        ({"json": PAIR}, {"bad_words": ["a", '"a', 'a"', '{"a', '"a"']}, "bad_words"),
+        ({"choice": ["a"]}, {"bad_words": ["a"]}, "bad_words"),
+        ({"choice": ["cat"]}, {"allowed_token_ids": [1]}, "allowed_token_ids"),
+        ({"choice": ["a"]}, {"stop_token_ids": [*range(1000)], "min_tokens": 3}, "min_tokens"),
+        ({"json": PAIR}, {"bad_words": ["x"]}, None),
+        ({"json": {"enum": ["a   b"]}}, {"bad_words": ["x"]}, None),
+        ({"regex": "a {3}b"}, {"bad_words": ["x"]}, None),
+        ({"choice": ["yes", "no"]}, {"bad_words": ["y", "ye", "yes"]}, None),
+        ({"json": PAIR}, {"stop_token_ids": [*range(20, 60)], "min_tokens": 2}, None),
+    ],
+    ids=str,
+)
+def test_options_that_leave_no_output_are_refused_before_it_begins(
+    llm: LLM, given: dict[str, object], options: dict[str, object], field: str | None
+) -> None:
+    params = SamplingParams(
+        temperature=1.5, seed=0, max_tokens=40, structured_outputs=StructuredOutputsParams(**given), **options
+    )
+    if field is None:
+        assert llm.generate([PROMPT], params)[0].outputs[0].finish_reason in ("stop", "length")
+        return
+    with pytest.raises(InvalidArgumentError, match="leave no token that may come") as refused:
+        llm.generate([PROMPT], params)
+    assert refused.value.field == field
+    assert_idle(llm)
+
+
 def test_a_grammar_that_explodes_ends_its_request_alone(llm: LLM) -> None:
     deep = "x".join(["(a|b|ab|ba|aab)*"] * 40)
     outs = llm.generate([PROMPT] * 2, [asking(regex=rf"({deep})" * 8), asking(choice=["cat"])])

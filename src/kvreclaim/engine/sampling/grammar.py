@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Collection
 from functools import cache
 from typing import Any
 
@@ -22,9 +23,11 @@ from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from kvreclaim.engine.sampling.processors import conflict
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.parsers.endless import has_text, has_value
 from kvreclaim.parsers.lark import WHITE_SPACE
+from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.structured_outputs import AnswerGrammar, StructuredOutputsParams
 
 KEPT = 128
@@ -65,6 +68,17 @@ class Grammars:
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
         return first.deep_copy()
+
+    def check(self, matcher: Matcher, params: SamplingParams, bad_words: Collection[tuple[int, ...]]) -> None:
+        """Raises: InvalidArgumentError for options with which no output follows the grammar to its end."""
+        from kvreclaim.engine.sampling.conflicts import Barred, may_end
+
+        barred = Barred.of(params, bad_words)
+        if barred is None or params.structured_outputs is None:
+            return
+        is_json = params.structured_outputs.source[0] in ("json", "answer")
+        if not may_end(matcher, barred, self._tokens, is_json=is_json):
+            raise conflict(params, is_early=bool(barred.early), is_structured=True)
 
     def _made(self, kind: str, text: str) -> Matcher:
         try:

@@ -51,20 +51,8 @@ class SampleRow:
 
     def conflict(self) -> InvalidArgumentError:
         """Return the refusal of a request of which no token may come."""
-        params = self.params
-        given = {
-            "allowed_token_ids": params.allowed_token_ids is not None,
-            "bad_words": bool(params.bad_words),
-            "min_tokens": len(self.generated) < params.min_tokens and bool(self.forbidden),
-            "structured_outputs": self.matcher is not None,
-        }
-        names = [name for name, is_given in given.items() if is_given]
-        told = [STRUCTURED if name == "structured_outputs" else name for name in names]
-        return InvalidArgumentError(
-            f"{' and '.join(told)} {'leave' if len(told) > 1 else 'leaves'} no token that may come next; "
-            f"change {'one of them' if len(told) > 1 else 'it'}.",
-            field=names[0] if names else None,
-        )
+        is_early = len(self.generated) < self.params.min_tokens and bool(self.forbidden)
+        return conflict(self.params, is_early=is_early, is_structured=self.matcher is not None)
 
     @property
     def is_restricted(self) -> bool:
@@ -78,6 +66,23 @@ class SampleRow:
             return None
         device = None if self.generator is None else self.generator.device
         return torch.empty((), dtype=torch.int64, device=device).random_(generator=self.generator)
+
+
+def conflict(params: SamplingParams, *, is_early: bool, is_structured: bool) -> InvalidArgumentError:
+    """Return the refusal of options that leave no token. is_early: min_tokens bars tokens still"""
+    given = {
+        "allowed_token_ids": params.allowed_token_ids is not None,
+        "bad_words": bool(params.bad_words),
+        "min_tokens": is_early,
+        "structured_outputs": is_structured,
+    }
+    names = [name for name, is_given in given.items() if is_given]
+    told = [STRUCTURED if name == "structured_outputs" else name for name in names]
+    return InvalidArgumentError(
+        f"{' and '.join(told)} {'leave' if len(told) > 1 else 'leaves'} no token that may come next; "
+        f"change {'one of them' if len(told) > 1 else 'it'}.",
+        field=names[0] if names else None,
+    )
 
 
 class LogitsProcessor(ABC):

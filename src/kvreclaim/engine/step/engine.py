@@ -314,6 +314,7 @@ class Engine:
         request, footprint = made.request, made.footprint
         if spec.params.structured_outputs is not None:
             request.grammar = self.grammars.matcher(spec.params.structured_outputs)
+            self.grammars.check(request.grammar, spec.params, request.bad_words)
         asks = spec.conversation_snapshots
         if asks is None:
             asks = self.config.conversation_snapshots and request.scores is None
