@@ -50,7 +50,6 @@ def models(home: Path) -> Path:
         write_source(home / name, "a test")
     (home / "plain" / STATS_FILE).write_bytes(b"1234")
     (home / "broken" / "config.json").unlink()
-    (home / ".kvreclaim-fetch-x").mkdir()
     return home
 
 
@@ -212,7 +211,7 @@ def test_rm_asks_deletes_and_says_what_was_freed(models: Path) -> None:
     assert {path.name for path in models.iterdir()} == before - {"plain"}
     assert run("rm", "owner/packed", "--yes").exit_code == 0
     assert run("rm", "broken", "--yes").exit_code == 0
-    assert {path.name for path in models.iterdir()} == {"own", ".kvreclaim-fetch-x"}
+    assert {path.name for path in models.iterdir()} == {"own"}
 
 
 def test_rm_deletes_nothing_that_fetch_did_not_write(models: Path, tmp_path: Path, monkeypatch) -> None:
@@ -227,4 +226,37 @@ def test_rm_deletes_nothing_that_fetch_did_not_write(models: Path, tmp_path: Pat
         assert result.stderr.startswith("error: ")
         assert "broken, owner--packed, plain" in result.stderr
         assert result.stderr.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_ls_shows_what_killed_commands_left_and_rm_deletes_it(models: Path) -> None:
+    left = models / ".kvreclaim-fetch-x"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(bytes(3_000_000))
+    listed = run("ls")
+    assert listed.stdout.splitlines()[-1].split()[:3] == ["models/.kvreclaim-fetch-x", "3", "MB"]
+    assert "`kvreclaim rm models/.kvreclaim-fetch-x` deletes it" in listed.stderr
+    done = run("rm", "models/.kvreclaim-fetch-x", "--yes")
+    assert done.stdout == "models/.kvreclaim-fetch-x: 3 MB freed\n"
+    assert not left.exists()
+    left.mkdir()
+    assert run("rm", "plain", "--yes").exit_code == 0
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_rm_deletes_nothing_behind_a_link(whole: bool, home: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    tiny_gguf.write(file := elsewhere / "tiny-Q4_1.gguf")
+    if whole:
+        write_source(elsewhere, "hub:some/tiny-GGUF:Q4_1")
+    else:
+        file.write_bytes(file.read_bytes()[:100])  # `rm` takes a damaged file of its own
+    home.mkdir(parents=True)
+    (home / "link").symlink_to(elsewhere)
+    before = sorted(tmp_path.rglob("*"))
+    for name in ("link", "link/tiny-Q4_1.gguf"):
+        result = run("rm", "--yes", name)
+        assert result.exit_code == 2, result.output
     assert sorted(tmp_path.rglob("*")) == before

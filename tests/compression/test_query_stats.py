@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import os
 
 import pytest
 import torch
 from compression_oracles import TENSORS, layer_facts, layout, model_facts, noise, query_stats, same_stats
 from safetensors.torch import save_file
 
+from kvreclaim.compression import stats as stats_module
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.stats import QueryStats
@@ -314,3 +316,20 @@ class TestCheckModel:
     def test_what_a_public_file_does_not_say_is_not_checked(self, tmp_path):
         torch.save(public_file(3, 4, 4), tmp_path / "stats.pt")
         QueryStats.load(tmp_path / "stats.pt").check_model(FACTS)
+
+
+def test_two_processes_with_equal_ids_save_at_once(tmp_path, monkeypatch):
+    """As in two containers on one volume: the second saves while the first is in the middle."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    target, save = tmp_path / "stats.safetensors", stats_module.save_file
+
+    def other_first(tensors, path, **kwargs):
+        save(tensors, path, **kwargs)
+        monkeypatch.setattr(stats_module, "save_file", save)
+        query_stats(FACTS).save(target)
+        assert path.exists()
+
+    monkeypatch.setattr(stats_module, "save_file", other_first)
+    query_stats(FACTS).save(target)
+    QueryStats.load(target)
+    assert list(tmp_path.iterdir()) == [target]

@@ -22,9 +22,11 @@ from kvreclaim.cli.main import app
 from kvreclaim.model.loader import LoadedModel, load_model
 from kvreclaim.model.quantized import copy_file, packed_copy
 from kvreclaim.model.quantized.copy_file import copy_path
+from kvreclaim.model.quantized.gguf_file import GgufSource
 from kvreclaim.model.quantized.layers import _PackedModule
 from kvreclaim.ops import extension
 from kvreclaim.ops.packed import PackedMatrix
+from kvreclaim.temporary import lock
 from kvreclaim.weights.ggml import FORMATS, ggml_rows
 
 pytestmark = pytest.mark.skipif(
@@ -148,6 +150,41 @@ def test_a_file_that_was_written_anew_is_packed_anew(file: Path) -> None:
     check_same(found, load_model(file))
 
 
+@pytest.mark.parametrize("blind", [(), ("changed_ns", "inode")])
+def test_a_file_that_was_changed_in_place_with_its_old_time(blind, file: Path, monkeypatch) -> None:
+    """blind: what the file system does not tell, so that contents alone do"""
+    whole = packed_copy._origin
+    monkeypatch.setattr(packed_copy, "_origin", lambda source: whole(source) | dict.fromkeys(blind, 0))
+    kept(file)
+    about = file.stat()
+    with file.open("r+b") as opened:
+        opened.seek(about.st_size - 4096)
+        opened.write(bytes(4000))
+    os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
+    found = kept(file)
+    assert found.mapped_bytes == 0
+    check_same(found, load_model(file))
+
+
+def test_the_sample_sees_every_tensor_and_large_changes_anywhere(file: Path, monkeypatch) -> None:
+    monkeypatch.setattr(packed_copy, "STRIDE", stride := 3 * packed_copy.PAGE)
+    source = GgufSource(file)
+    first = packed_copy._sample(source)
+    assert packed_copy._sample(source) == first
+    whole = file.read_bytes()
+    ends = [(t.offset, t.num_bytes) for t in source.index.tensors.values()]
+    places = [at for start, size in ends for at in (start, start + size - 1)]
+    for start, length in [
+        *((at, 1) for at in places),
+        *((at, 2 * stride) for at in range(0, len(whole), stride)),
+    ]:
+        changed = bytearray(whole)
+        changed[start : start + length] = bytes(255 - byte for byte in whole[start : start + length])
+        file.write_bytes(changed)
+        assert packed_copy._sample(source) != first, start
+    file.write_bytes(whole)
+
+
 def test_where_nothing_can_be_written_the_model_loads(file: Path, caplog) -> None:
     load_model(file)  # its tokenizer is kept elsewhere
     copy_path(file).parent.write_text("no directory")
@@ -216,12 +253,16 @@ def test_copies_are_bounded(file: Path, monkeypatch) -> None:
     others[2].unlink()  # nobody needs its copy
     left = copy_path(file).with_name(f"{copy_file.MAKING}x")
     left.touch()
-    os.utime(left, (1, 1))
+    used = left.with_name(f"{copy_file.MAKING}y")
+    writing = used.open("wb")
+    lock(writing.fileno())
     room = int(file.stat().st_size * packed_copy.GROWTH)
     monkeypatch.setattr(copy_file, "MOST_BYTES", room + 2 * size)
     kept(others[0])  # used last
     kept(file)
     assert not left.exists()
+    assert used.exists()
+    writing.close()
     assert [copy_path(each).exists() for each in (file, *others)] == [True, True, False, False]
 
 

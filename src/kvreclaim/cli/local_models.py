@@ -21,9 +21,11 @@ from kvreclaim.model_paths import (
     models_home,
     num_bytes_of,
     only_gguf,
+    packed_home,
     source_of,
     statistics_beside,
 )
+from kvreclaim.temporary import left_over
 
 UNKNOWN = "?"
 
@@ -37,7 +39,8 @@ class LocalModel:
     weights:     method and bits, ggml's type or the dtype; context: tokens
     is_fetched:  `kvreclaim fetch` wrote it
     is_copy:     a start made it, and the next one makes it again
-    is_damaged:  a GGUF file that cannot be read
+    is_damaged:  a GGUF file that cannot be read, in no folder that a link leads to
+    is_left_over: a killed command left it
     wrong:       why it cannot be used, as words after "it"
     """
 
@@ -52,10 +55,11 @@ class LocalModel:
     wrong: str | None = None
     is_copy: bool = False
     is_damaged: bool = False
+    is_left_over: bool = False
 
 
 def local_models() -> list[LocalModel]:
-    """All of them, by name; a directory is followed by the GGUF files in it. Copies are last."""
+    """All of them, by name; GGUF files in a directory follow it. Copies and left-overs are last."""
     home = models_home()
     entries = sorted(home.iterdir()) if home.is_dir() else []
     found = []
@@ -64,14 +68,16 @@ def local_models() -> list[LocalModel]:
             if source_of(entry) is not None and (file := only_gguf(entry)) is not None:
                 told = _gguf(file)
                 wrong = lacks(entry) or told.wrong
-                found.append(replace(told, name=entry.name, path=entry, is_fetched=True, wrong=wrong))
+                own = not entry.is_symlink()
+                found.append(replace(told, name=entry.name, path=entry, is_fetched=own, wrong=wrong))
                 continue
             if (entry / "config.json").is_file() or source_of(entry) is not None:
                 found.append(_directory(entry))
             found += [_gguf(file) for file in sorted(entry.rglob("*.gguf")) if file.is_file()]
         elif entry.suffix.lower() == ".gguf" and entry.is_file():
             found.append(_gguf(entry))
-    return found + [_copy(each) for each in copy_files()]
+    left = [each for folder in (home, packed_home()) for each in left_over(folder)]
+    return found + [_copy(each) for each in copy_files()] + [_left_over(each) for each in left]
 
 
 def _directory(path: Path) -> LocalModel:
@@ -118,7 +124,7 @@ def _gguf(file: Path) -> LocalModel:
         has_statistics=statistics_beside(file).is_file(),
         is_fetched=False,
         wrong=wrong,
-        is_damaged=wrong is not None and has_gguf(),
+        is_damaged=wrong is not None and has_gguf() and _is_inside(file.parent),
     )
 
 
@@ -133,6 +139,27 @@ def _copy(copy: CopyFile) -> LocalModel:
         has_statistics=False,
         is_fetched=False,
         is_copy=True,
+    )
+
+
+def _is_inside(folder: Path) -> bool:
+    """Whether no link leads from models_home() to the folder."""
+    return folder.resolve().is_relative_to(models_home().resolve())
+
+
+def _left_over(path: Path) -> LocalModel:
+    name = f"{path.parent.name}/{path.name}"
+    return LocalModel(
+        name=name,
+        path=path,
+        num_bytes=num_bytes_of(path) if path.is_dir() else path.stat().st_size,
+        modified=path.stat().st_mtime,
+        weights="left over",
+        context="-",
+        has_statistics=False,
+        is_fetched=False,
+        is_left_over=True,
+        wrong=f"was left over by a command that was killed; `kvreclaim rm {name}` deletes it",
     )
 
 

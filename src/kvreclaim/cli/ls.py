@@ -16,8 +16,8 @@ COLUMNS = ("name", "size", "modified", "weights", "context", "statistics")
 
 @with_config
 def ls() -> None:
-    """List the models in the cache directory: those of `kvreclaim fetch`, GGUF files, and copies of packed
-    weights."""
+    """List the models in the cache directory: those of `kvreclaim fetch`, GGUF files, copies of packed
+    weights, and what killed commands left over."""
     from rich.console import Console
     from rich.table import Table
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -14,6 +13,7 @@ from kvreclaim.cli.local_models import LocalModel, local_models
 from kvreclaim.errors import InvalidArgumentError, printable
 from kvreclaim.model.quantized.copy_file import copy_files
 from kvreclaim.model_paths import directory_name, models_home
+from kvreclaim.temporary import remove_left_over, temporary_directory
 
 
 @with_config
@@ -22,7 +22,7 @@ def rm(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Delete a model that `kvreclaim fetch` wrote, with the statistics beside it and the copies of its packed
-    weights, or such a copy, or a GGUF file that cannot be read."""
+    weights, or such a copy, or a GGUF file that cannot be read, or what a killed command left over."""
     model = deletable(name)
     size = f"{model.num_bytes / 1e6:,.0f} MB"
     if not yes and not typer.confirm(printable(f"Delete {model.path} ({size})?"), err=True):
@@ -39,11 +39,14 @@ def rm(
 
 def _delete(model: LocalModel) -> None:
     """Raises: OSError."""
+    if model.is_left_over:
+        remove_left_over(model.path.parent)
+        return
     if not model.is_fetched:
         model.path.unlink()
         return
     copies = [each for each in copy_files() if each.source.is_relative_to(model.path.resolve())]
-    with TemporaryDirectory(prefix=".kvreclaim-rm-", dir=models_home()) as made:
+    with temporary_directory(models_home(), "rm") as made:
         os.replace(model.path, os.path.join(made, "model"))  # it goes whole, or not at all
     for copy in copies:
         copy.path.unlink(missing_ok=True)
@@ -62,7 +65,7 @@ def deletable(name: str) -> LocalModel:
     )
     assert model is not None
     require(
-        model.is_fetched or model.is_copy or model.is_damaged,
+        model.is_fetched or model.is_copy or model.is_damaged or model.is_left_over,
         f"{str(model.path)!r} is no directory that `kvreclaim fetch` wrote, so it is not deleted; fetched "
         f"models are: {fetched}.",
         "name",

@@ -23,6 +23,7 @@ from kvreclaim.compression.trial import Trial
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.rope import RopeLayout, to_bands
+from kvreclaim.temporary import temporary_directory
 
 CENTER_TENSORS = ("centers", "center_var", "center_weight")
 _HALVED = ("centers", "center_var")
@@ -185,16 +186,14 @@ class QueryStats(StatsTensors):
         """Write a .safetensors file, whole or not at all; half: centres and their variances in fp16."""
         target = Path(path)
         self.check_target(target)
-        temporary = target.with_name(f"{target.name}.{os.getpid()}.partial")
-        try:
+        with temporary_directory(target.parent, "stats") as made:
+            written = made / target.name
             header = {STATS_HEADER: self.metadata.model_dump_json()}
             halved = _HALVED if half else ()
             tensors = {n: t.half() if n in halved else t for n, t in self.present().items()}
-            save_file({n: t.contiguous() for n, t in tensors.items()}, temporary, metadata=header)
-            temporary.chmod(0o644)  # safetensors creates it for its owner alone
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
+            save_file({n: t.contiguous() for n, t in tensors.items()}, written, metadata=header)
+            written.chmod(0o644)  # safetensors creates it for its owner alone
+            os.replace(written, target)
 
     @staticmethod
     def check_target(path: Path) -> None:

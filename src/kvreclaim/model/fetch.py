@@ -18,7 +18,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Protocol
 
 from safetensors import SafetensorError, safe_open
@@ -39,6 +38,7 @@ from kvreclaim.model_paths import (
     source_of,
     write_source,
 )
+from kvreclaim.temporary import temporary_directory
 
 Say = Callable[[str], object]
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
@@ -259,8 +259,10 @@ def fetch_model(source: ModelSource = SMOLLM2, output: Path | None = None, say: 
             _name_weights(target)
             _add_statistics(target, source)
             return target
+        if output is None:
+            models_home().mkdir(parents=True, exist_ok=True)
         existing = next(parent for parent in target.parents if os.path.exists(parent))
-        with TemporaryDirectory(prefix=".kvreclaim-fetch-", dir=existing) as made:
+        with temporary_directory(existing, "fetch") as made:
             directory, work = Path(made, "model"), Path(made, "work")
             directory.mkdir()
             work.mkdir()
@@ -299,7 +301,7 @@ def _name_weights(directory: Path) -> None:
     with safe_open(weights, framework="numpy") as file:
         names = dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
     text = json.dumps({"metadata": {"total_size": weights.stat().st_size}, "weight_map": names})
-    with TemporaryDirectory(prefix=".kvreclaim-fetch-", dir=directory) as made:
+    with temporary_directory(directory, "fetch") as made:
         written = Path(made, SAFE_WEIGHTS_INDEX_NAME)
         written.write_text(text, encoding="utf-8")
         os.replace(written, index)
@@ -310,7 +312,7 @@ def _add_statistics(directory: Path, source: ModelSource) -> None:
     if not isinstance(source, PackagedModel) or not shipped.is_file():
         return
     if not own.exists() or _version(own) < _version(shipped):
-        with TemporaryDirectory(prefix=".kvreclaim-fetch-", dir=directory) as made:
+        with temporary_directory(directory, "fetch") as made:
             os.replace(shutil.copyfile(shipped, Path(made, STATS_FILE)), own)
 
 

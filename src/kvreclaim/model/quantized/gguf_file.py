@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,7 @@ from kvreclaim.model.quantized.gguf_fields import gguf_fields
 from kvreclaim.model.quantized.source import in_pieces
 from kvreclaim.model_paths import gguf_home, moved
 from kvreclaim.ops.packed import Each, PackedMatrix
+from kvreclaim.temporary import temporary_directory
 from kvreclaim.weights.ggml import FORMATS, ggml_rows
 from kvreclaim.weights.packed import PackedRows
 
@@ -171,9 +171,9 @@ def gguf_parts(source: GgufSource) -> Path:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=".kvreclaim-gguf-", dir=target.parent) as made:
-            parts = Path(made, "parts")
-            _write_parts(source, Path(made), parts)
+        with temporary_directory(target.parent, "gguf") as made:
+            parts = made / "parts"
+            _write_parts(source, made, parts)
             moved(parts, target)
     except OSError as error:
         raise InvalidArgumentError(

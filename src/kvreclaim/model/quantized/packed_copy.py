@@ -21,9 +21,12 @@ from torch import Tensor
 from kvreclaim.model.quantized.copy_file import MAKING, copy_path, make_room, read_contents, write_contents
 from kvreclaim.model.quantized.gguf_file import GgufSource
 from kvreclaim.ops.packed import PACKED_LAYOUT, Each, PackedMatrix
+from kvreclaim.temporary import lock
 from kvreclaim.weights.packed import CodeRule
 
 PAGE = 4096
+STRIDE = 4 << 20
+"""Every change of twice as many bytes is noticed, wherever it is."""
 GROWTH = 1.25
 """Bytes that a copy may take, as a multiple of its source's."""
 FIELDS = ("in_features", "out_features", "bits", "group")
@@ -134,9 +137,26 @@ def _origin(source: GgufSource) -> dict[str, Any]:
         "path": os.path.realpath(source.file),
         "num_bytes": about.st_size,
         "modified_ns": about.st_mtime_ns,
+        "changed_ns": about.st_ctime_ns,
         "inode": about.st_ino,
         "header": source.index.digest,
+        "sample": _sample(source),
     }
+
+
+def _sample(source: GgufSource) -> str:
+    """Digest of the first and the last page of each tensor, and of one page in STRIDE bytes of the file.
+
+    Times can be set back, and some file systems keep coarse ones or none of changes.
+    """
+    places = set(range(0, source.file.stat().st_size, STRIDE))
+    for tensor in source.index.tensors.values():
+        places |= {tensor.offset, max(tensor.offset, tensor.offset + tensor.num_bytes - PAGE)}
+    digest = hashlib.sha256()
+    with source.file.open("rb", buffering=0) as file:
+        for place in sorted(places):
+            digest.update(os.pread(file.fileno(), PAGE, place))
+    return digest.hexdigest()
 
 
 class _Writer:
@@ -147,6 +167,7 @@ class _Writer:
         target.parent.mkdir(parents=True, exist_ok=True)
         make_room(target, int(origin["num_bytes"] * GROWTH))
         made: IO[bytes] = NamedTemporaryFile(prefix=MAKING, dir=target.parent, delete=False)  # noqa: SIM115
+        lock(made.fileno())
         self._target, self._origin, self._file = target, origin, made
         self._matrices: dict[str, Any] = {}
 
@@ -171,8 +192,9 @@ class _Writer:
         with open(self._file.name, "rb") as file:
             checksum = _checksum(_mapped(file, size))
         write_contents(self._file, {"origin": self._origin, "checksum": checksum, "matrices": self._matrices})
+        self._file.flush()
+        os.replace(self._file.name, self._target)  # locked until it has its name
         self._file.close()
-        os.replace(self._file.name, self._target)
 
     def abandon(self) -> None:
         """No copy is made; whatever was written goes."""
