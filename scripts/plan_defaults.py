@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from kvreclaim.plan.families import COMPOSITE, DEFAULTS_FILE, FAMILIES
+from kvreclaim.plan.families import COMPOSITE, DEFAULTS_FILE, FAMILIES, OTHER_NAMES
 
 
 def main() -> None:
@@ -21,12 +21,18 @@ def main() -> None:
 
 def all_defaults() -> dict[str, dict[str, Any]]:
     """By model_type; of a composite one also those of its language model, where no config of it is given."""
-    found = {kind: _numbers(CONFIG_MAPPING[kind].default_config_fields()) for kind in FAMILIES}
+    found = {kind: _of_class(CONFIG_MAPPING[kind]) for kind in FAMILIES}
     for kind, part in COMPOSITE.items():
         made = CONFIG_MAPPING[kind]
         found[kind] = _numbers(made.default_config_fields())
         found[kind][part.key] = _numbers(made.sub_configs_defaults[part.key].init_kwargs)
     return found
+
+
+def _of_class(made: type[PreTrainedConfig]) -> dict[str, Any]:
+    """Its defaults, and other names that it has for fields."""
+    numbers = _numbers(made.default_config_fields())
+    return numbers | ({OTHER_NAMES: made.attribute_map} if made.attribute_map else {})
 
 
 def _numbers(fields: Mapping[str, Any]) -> dict[str, int | None]:
@@ -35,7 +41,9 @@ def _numbers(fields: Mapping[str, Any]) -> dict[str, int | None]:
     return {
         key: value
         for key, value in fields.items()
-        if isinstance(value, int | None) and key not in general and "token_i" not in key
+        if isinstance(value, int | None)
+        and (key not in general or key == "tie_word_embeddings")
+        and "token_i" not in key
     }
 
 

@@ -40,7 +40,25 @@ TRACE = Path(__file__).parents[1] / "sim" / "data" / "vllm-run-4090" / "requests
         (["--max-model-len", "5"], "max_model_len is what sequences reserve"),
         (["--gpu", "4090", "--calibration", "no-such"], "is no file"),
         (["--utilization", "2"], "utilization is 2.0"),
-        (["--model", "Llama-3.1-70B", "--gpu", "4090"], "has no room for a block of 5,242,880 bytes"),
+        (
+            ["--model", "Llama-3.1-70B", "--gpu", "4090"],
+            "does not fit on 1 card of 4090: 0.92 of 23.516 GiB have no room for weights of 131.417 GiB, "
+            "other 1.356 GiB and a block of 5 MiB per card; pass --tensor-parallel-size 8 for 8 such cards "
+            "with weights of 16.427 GiB each",
+        ),
+        (
+            ["--model", "Llama-3.1-70B", "--gpu", "4090", "--weights", "awq4"],
+            "pass --tensor-parallel-size 2 for 2",
+        ),
+        (
+            ["--model", "Llama-3.1-70B", "--gpu", "4090", "--context", "120000"],
+            "pass --tensor-parallel-size 16 for 16 such cards with weights of 8.214 GiB each",
+        ),
+        (["--model", "DeepSeek-V3", "--memory-bytes", "4000000000"], "not even 64 such cards have room"),
+        (
+            ["--model", "Qwen3-30B-A3B", "--gpu", "4090", "--tensor-parallel-size", "3"],
+            "does not divide the 32 heads and 4 KV heads of Qwen/Qwen3-30B-A3B; pass one of 1, 2, 4, 8, 16",
+        ),
         (["--model", "Phi-3-mini-4k-instruct", "--compression", "ada_kv"], "mini-4k-instruct is one"),
         (
             ["--compression", "streaming_llm(positions=cache)", "--kv-cache-dtype", "int8"],

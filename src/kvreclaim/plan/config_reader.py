@@ -14,6 +14,8 @@ from kvreclaim.plan.families import (
     DEFAULTS,
     EXPERTS,
     FAMILIES,
+    OTHER_NAMES,
+    REFUSED,
     TELLING,
     ModelFamily,
     Switch,
@@ -45,6 +47,11 @@ class ConfigReader:
     @property
     def family(self) -> ModelFamily:
         found = FAMILIES.get(self.kind)
+        if self.kind in REFUSED:
+            raise UnsupportedModelError(
+                f"config.json of {self.name} is of model_type {self.kind!r}, {REFUSED[self.kind]}; there is "
+                "nothing to plan."
+            )
         if found is None:
             raise UnsupportedModelError(
                 f"config.json of {self.name} is of model_type {self.config.get('model_type')!r}, whose "
@@ -54,10 +61,13 @@ class ConfigReader:
 
     def get(self, key: str, default: Any = None) -> Any:
         """The file's value, else the default of transformers' class; null is an answer, too."""
-        alias = ALIASES.get(self.kind, {}).get(key)
-        if alias is not None and alias in self.config:
-            return self.config[alias]
-        return self.config.get(key, DEFAULTS[self.kind].get(key, default))
+        defaults = DEFAULTS[self.kind]
+        names = (ALIASES.get(self.kind, {}).get(key), defaults.get(OTHER_NAMES, {}).get(key), key)
+        for found in (self.config, defaults):
+            for name in names:
+                if name in found:
+                    return found[name]
+        return default
 
     def number(self, key: str, default: int | None = None) -> int:
         """A positive integer of sense. Raises: InvalidArgumentError if it is missing or another thing."""
@@ -97,6 +107,19 @@ class ConfigReader:
         attention = self._latent() if self.family.latent else self._heads()
         return tuple(self._layer(n, windows[n], attention) for n in range(count))
 
+    def max_position(self) -> int:
+        """Positions of the model; without such a field (ALiBi), those that it was trained with."""
+        return self.number("max_position_embeddings", self.family.trained_positions)
+
+    def final_plain(self) -> int:
+        """Norms outside the layers, biases of the head, a table of positions."""
+        family, hidden = self.family, self.number("hidden_size")
+        found = hidden * (family.final + family.table_norms)
+        found += self.number("vocab_size") * self.says(family.head_bias)
+        if family.positions is not None:
+            found += hidden * (self.number("max_position_embeddings") + family.positions)
+        return found
+
     def _require_few(self, count: int) -> None:
         require(count <= _MOST_LAYERS, f"config.json of {self.name}: {count} layers are too many.", "model")
 
@@ -121,7 +144,9 @@ class ConfigReader:
         how = self.family.windows
         key, narrow = ("attention_chunk_size", _CHUNKED) if how == "chunks" else ("sliding_window", _SLIDING)
         size = self.get(key)
-        used = how in ("all", "types", "chunks") or (how != "none" and bool(self.get("use_sliding_window")))
+        used = how in ("all", "types", "chunks", "from_layer_always") or (
+            how != "none" and bool(self.get("use_sliding_window"))
+        )
         if not used or size is None:
             return [None] * count
         types = self.get("layer_types") if how not in ("all", "all_if_used") else None
@@ -140,7 +165,7 @@ class ConfigReader:
         how, pattern = self.family.windows, self.family.pattern
         if how in ("all", "all_if_used"):
             return [_SLIDING] * count
-        if how == "from_layer":
+        if how in ("from_layer", "from_layer_always"):
             first = self.number("max_window_layers")
             return [_SLIDING if n >= first else _FULL for n in range(count)]
         if how in ("types_if_used", "chunks"):
@@ -148,13 +173,16 @@ class ConfigReader:
             rotated = self.numbers("no_rope_layers") or [(n + 1) % every for n in range(count)]
             turned, still = (_CHUNKED, _FULL) if how == "chunks" else (_FULL, _SLIDING)
             return [turned if each else still for each in rotated]
+        if isinstance(pattern, int) and pattern < 0:
+            return [_SLIDING if n % -pattern else _FULL for n in range(count)]
         pattern = self.number(*pattern) if isinstance(pattern, tuple) else pattern or count + 1
         return [_SLIDING if (n + 1) % pattern else _FULL for n in range(count)]
 
     def _heads(self) -> LayerShape:
         """Attention of every layer: its cache, and its weights."""
         family, hidden, heads = self.family, self.number("hidden_size"), self.number("num_attention_heads")
-        kv_heads = self.number("num_key_value_heads", heads)
+        kv_heads = heads if family.one_kv else self.number("num_key_value_heads", heads)
+        kv_heads = 1 if self.says(family.one_kv) else kv_heads
         dim = self.number("head_dim", hidden // heads)
         require(
             heads % kv_heads == 0,
@@ -165,15 +193,16 @@ class ConfigReader:
         asked = queries * (1 + family.gated)
         linear = hidden * (asked + 2 * keys) + queries * hidden
         plain = (asked + 2 * keys) * self.says(family.qkv_bias) + hidden * self.says(family.o_bias)
-        plain += {"": 0, "head": 2 * dim, "full": queries + keys}[family.qk_norm]
-        plain += heads * family.sinks
-        return LayerShape(heads, kv_heads, dim, dim, dim, linear, plain, sinks=family.sinks)
+        norms = {"": 0, "head": 2 * dim, "full": queries + keys, "head_bias": 4 * dim}
+        plain += norms[family.qk_norm] * self.says(family.qk_norm_if)
+        plain += heads * family.sinks + dim * family.head_vectors
+        return LayerShape(heads, kv_heads, dim, dim, dim, linear, plain, sinks=family.sinks, attention=linear)
 
     def _latent(self) -> LayerShape:
         """MLA: one latent and one rotary key for all heads."""
         hidden, heads = self.number("hidden_size"), self.number("num_attention_heads")
         rank, rotary = self.number("kv_lora_rank"), self.number("qk_rope_head_dim")
-        nope, value = self.number("qk_nope_head_dim"), self.number("v_head_dim")
+        nope, value = self.number("qk_nope_head_dim"), self.number("v_head_dim", hidden // heads)
         bias = self.says(self.family.o_bias)
         queries = heads * (nope + rotary)
         if self.get("q_lora_rank") is None:
@@ -184,9 +213,8 @@ class ConfigReader:
         linear += hidden * (rank + rotary) + rank * heads * (nope + value) + heads * value * hidden
         plain += rank + (rank + rotary + hidden) * bias
         expanded = heads * (nope + rotary + value)
-        return LayerShape(
-            heads, 1, rank + rotary, rank, rotary, linear, plain, latent=True, expanded=expanded
-        )
+        made = LayerShape(heads, 1, rank + rotary, rank, rotary, linear, plain, attention=linear)
+        return replace(made, latent=True, expanded=expanded)
 
     def _layer(self, number: int, window: int | None, attention: LayerShape) -> LayerShape:
         family, hidden = self.family, self.number("hidden_size")
@@ -194,8 +222,9 @@ class ConfigReader:
         experts = self._experts() if self._has_experts(number) else None
         if experts is None:
             size = self._dense_size() if family.dense else 0
-            linear += 3 * hidden * size
-            plain += (2 * size + hidden) * self.says(family.mlp_bias)
+            linear += (3 - family.ungated) * hidden * size
+            plain += ((2 - family.ungated) * size + hidden) * self.says(family.mlp_bias)
+            plain += family.scalars + size * family.inner_norm
         else:
             plain += experts.count * (hidden + family.router_bias)
             if shared := self.count(family.shared) if isinstance(family.shared, str) else family.shared:
@@ -203,13 +232,14 @@ class ConfigReader:
                 linear += 3 * hidden * size
                 plain += (2 * size + hidden) * self.says(family.mlp_bias)
         if family.beside and (experts is not None or not family.dense):
-            linear += 3 * hidden * self.number(family.beside)
+            linear += 3 * hidden * self.count(family.beside)
             plain += hidden * family.beside_gate
         chunked = window is not None and family.windows == "chunks"
         return replace(attention, linear=linear, plain=plain, window=window, chunked=chunked, experts=experts)
 
     def _dense_size(self) -> int:
-        return self.number(self.family.dense)
+        widening = self.number("expansion_ratio", 4)
+        return self.number(self.family.dense, widening * self.number("hidden_size"))
 
     def _has_experts(self, number: int) -> bool:
         if not self.family.experts:
@@ -217,7 +247,11 @@ class ConfigReader:
         if (chosen := self.numbers("moe_layers")) is not None:
             return number in chosen
         step = self.number("decoder_sparse_step", self.get("interleave_moe_layer_step", 1))
-        if number < self.count("first_k_dense_replace"):
+        kinds = self.get("mlp_layer_types")
+        if isinstance(kinds, list) and number < len(kinds):
+            return bool(kinds[number] != "dense")
+        first = self.get("first_k_dense_replace", self.family.first_dense)
+        if number < (first or 0) or number > self.get("moe_layer_end_index", number) % _MOST_LAYERS:
             return False
         return number not in (self.numbers("mlp_only_layers") or ()) and (number + 1) % step == 0
 

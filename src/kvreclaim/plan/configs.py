@@ -14,10 +14,12 @@ from kvreclaim.model.position_limit import position_limit
 from kvreclaim.plan.config_reader import ConfigReader
 from kvreclaim.plan.families import COMPOSITE, DEFAULTS
 from kvreclaim.plan.hybrid_reader import HybridReader
+from kvreclaim.plan.quantization import quantization_of, with_left_out
 from kvreclaim.plan.shapes import ModelShape
-from kvreclaim.plan.weights import quantization_of
 
 BUNDLED = Path(__file__).parent / "data" / "models"
+FURTHER = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules")
+"""Keys of the number of layers that predict further tokens."""
 ABOUT = "kvreclaim"
 """Key of a bundled file under which names, source and date stand."""
 
@@ -52,9 +54,23 @@ def load_shape(model: str | Path) -> ModelShape:
     require(
         isinstance(config, dict), f"--model: {str(path)!r} holds no JSON object; name a config.json.", "model"
     )
+    beside = path.with_name("hf_quant_config.json")
+    if "quantization_config" not in config and beside.is_file():
+        config["quantization_config"] = {"quant_method": "modelopt", **_quantization(beside)}
     if path.parent == BUNDLED:
         return shape_of(config, config[ABOUT]["names"][0])
     return shape_of(config, path.parent.name if path.name == "config.json" else path.stem)
+
+
+def _quantization(file: Path) -> dict[str, Any]:
+    """NVIDIA ModelOpt's file beside the config. Raises: InvalidArgumentError."""
+    try:
+        return dict(parse_json(file.read_text(encoding="utf-8"))["quantization"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise InvalidArgumentError(
+            f"--model: {str(file)!r} cannot be read ({type(error).__name__}: {error}); download it again.",
+            field="model",
+        ) from error
 
 
 def _find(model: str) -> Path:
@@ -91,9 +107,9 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
     reader = ConfigReader(config, name)
     if reader.family.mixer:
         reader = HybridReader(config, name)
-    if config.get("num_nextn_predict_layers"):
-        notes.append("the layers that predict further tokens are not counted")
-    layers = reader.layers()
+    notes += _further_tokens(config, outer)
+    quantized = outer.get("quantization_config", config.get("quantization_config"))
+    layers, reason = with_left_out(reader.layers(), quantized)
     tied = reader.get("tie_word_embeddings")
     if part is not None and part.ties:
         tied = outer.get("tie_word_embeddings", DEFAULTS[kind]["tie_word_embeddings"])
@@ -109,11 +125,11 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
         dtype=dtype,
         hidden_size=reader.number("hidden_size"),
         vocab_size=reader.number("vocab_size"),
-        max_position=position_limit(config, reader.number("max_position_embeddings")),
+        max_position=position_limit(config, reader.max_position()),
         tied=bool(tied),
         layers=layers,
-        final_plain=reader.number("hidden_size"),
-        quantization=quantization_of(outer.get("quantization_config")),
+        final_plain=reader.final_plain(),
+        quantization=reason or quantization_of(quantized),
         notes=tuple(notes),
     )
 
@@ -129,6 +145,14 @@ def _language_model(config: Mapping[str, Any], key: str, name: str) -> Mapping[s
         "model",
     )
     return found
+
+
+def _further_tokens(*configs: Mapping[str, Any]) -> list[str]:
+    """A note of layers for multi-token prediction."""
+    for key in FURTHER:
+        if count := next((found for each in configs if (found := each.get(key))), None):
+            return [f"MTP layers ({key} = {count}) are left out; speculative decoding alone loads them"]
+    return []
 
 
 def _dtype(said: object) -> str | None:

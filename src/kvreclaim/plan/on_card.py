@@ -12,7 +12,17 @@ from kvreclaim.plan.cards import Card, find_card
 from kvreclaim.plan.cost import Linear, StepLoad
 from kvreclaim.plan.demand import Cache
 from kvreclaim.plan.plan_request import PlanRequest
-from kvreclaim.plan.pool import CardPool, Fit, Seats, activation_bytes, binds, card_memory, fit, make_pool
+from kvreclaim.plan.pool import (
+    CardPool,
+    Fit,
+    Seats,
+    activation_bytes,
+    binds,
+    card_memory,
+    fit,
+    make_pool,
+    roomy_pool,
+)
 from kvreclaim.plan.roofline import roofline
 from kvreclaim.plan.sections import PlanReport, Section
 from kvreclaim.plan.weights import WeightBytes, WeightFormat, weight_bytes, weight_format
@@ -30,10 +40,15 @@ def on_card(answer: PlanReport, cache: Cache, asked: PlanRequest) -> None:
     )
     weights = weight_format(asked.weights, cache.shape)
     memory = card_memory(card, asked.memory_bytes)
-    pool = pool_of(cache, asked, memory, weights)
     what = f"{memory / GIB:.3f} GiB" if card is None else card.name
+    pool = roomy_pool(
+        what,
+        cache.shape,
+        asked.tensor_parallel_size,
+        lambda size: pool_of(cache, replace(asked, tensor_parallel_size=size), memory, weights),
+        cache.prompt_blocks(asked.context or asked.prefix + asked.own or 1),
+    )
     section = answer.section(_title(cache, asked, what, weights))
-    pool.require_blocks(what)
     _memory(section, cache, asked, card, pool, weights)
     each = _length(cache, asked)
     found = fit(cache, pool, each, prefix=asked.prefix)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from kvreclaim.checks import require
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.groups.state_slots import StateSlots, most_sequences
+from kvreclaim.plan import words
 from kvreclaim.plan.cards import Card
 from kvreclaim.plan.cost import Linear, StepLoad
 from kvreclaim.plan.demand import Cache
+from kvreclaim.plan.shapes import ModelShape
 from kvreclaim.plan.weights import WeightFormat, weight_bytes
 
 Binds = Literal["memory", "bandwidth", "compute"]
@@ -20,6 +24,7 @@ OTHER_BYTES = 1_020_000_000
 """Runtime, graphs, logits: with the above 1.15 GiB, as vLLM 0.19 takes beside an 8B model on a 4090."""
 LEAST_ACTIVATION = 70 << 20
 DEFAULT_SEATS = 256
+MOST_CARDS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,21 +90,54 @@ class CardPool:
     def num_slots(self) -> int:
         return self.num_blocks * self.block_size
 
-    def require_blocks(self, what: str) -> None:
-        """Raises: InvalidArgumentError with the bytes that are lacking, if there is no block, or no state."""
-        if self.num_seqs == 0:
-            raise InvalidArgumentError(
-                f"{what} has no room for the states of one sequence, {self.state_bytes:,} bytes a slot: they "
-                f"get half of the {max(0, self.cache_bytes):,} bytes that the weights leave; take weights in "
-                "fewer bits, fewer --state-checkpoints, a larger card, or several."
-            )
-        if self.num_blocks == 0:
-            raise InvalidArgumentError(
-                f"{what} has no room for a block of {self.block_bytes:,} bytes: {self.utilization:g} of "
-                f"{self.memory_bytes:,} bytes hold weights of {self.weight_bytes:,}, other "
-                f"{self.other_bytes:,}, and lack {self.block_bytes - self.kv_bytes:,}; "
-                "take weights in fewer bits, a larger card, or several."
-            )
+
+def parallel_sizes(shape: ModelShape) -> list[int]:
+    """Numbers of cards that tensor parallelism takes, as in vLLM: they divide the query heads, and divide or
+    are divided by the KV heads."""
+    heads = {(layer.num_heads, layer.num_kv_heads) for layer in shape.attention}
+    return [
+        size
+        for size in range(1, MOST_CARDS + 1)
+        if all(not queries % size and (not kv % size or not size % kv) for queries, kv in heads)
+    ]
+
+
+def roomy_pool(
+    what: str, shape: ModelShape, num_cards: int, build: Callable[[int], CardPool], least: int = 1
+) -> CardPool:
+    """The pool of so many cards.
+
+    what: a card's name; build: the pool of a number of cards; least: blocks of a pool that is suggested
+
+    Raises: InvalidArgumentError with the number of cards that have room if there is none for a block, or if
+    the heads cannot be divided.
+    """
+    sizes = parallel_sizes(shape)
+    first = shape.attention[0]
+    require(
+        num_cards in sizes,
+        f"tensor_parallel_size is {num_cards}, which does not divide the {first.num_heads} heads and "
+        f"{first.num_kv_heads} KV heads of {shape.name}; pass one of {', '.join(map(str, sizes))}.",
+        "tensor_parallel_size",
+    )
+    pool = build(num_cards)
+    if pool.num_blocks > 0:
+        return pool
+    found = next((n for n in sizes if n > num_cards and build(n).num_blocks >= least), None)
+    remedy = f"not even {sizes[-1]} such cards have room; "
+    if found is not None:
+        each = words.size(build(found).weight_bytes)
+        remedy = (
+            f"pass --tensor-parallel-size {found} for {found} such cards with weights of {each} each, or "
+        )
+    states = "" if pool.num_seqs else ", and states of a sequence take more than half of the rest"
+    raise InvalidArgumentError(
+        f"{shape.name} does not fit on {words.count(num_cards, 'card')} of {what}: {pool.utilization:g} of "
+        f"{words.size(pool.memory_bytes)} have no room for weights of {words.size(pool.weight_bytes)}, other "
+        f"{words.size(pool.other_bytes)} and a block of {words.size(pool.block_bytes)} per card{states}; "
+        f"{remedy}take --weights in fewer bits or a larger card.",
+        field="tensor_parallel_size",
+    )
 
 
 def activation_bytes(cache: Cache) -> int:

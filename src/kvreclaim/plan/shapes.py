@@ -47,6 +47,8 @@ class LayerShape:
                 in the model's dtype, and what it sums up of all tokens, in fp32. Where it does not attend,
                 heads and dims are 0
     linear, plain: weights, experts apart
+    attention:  linear weights of its queries, keys, values and output, of linear
+    kept:       of linear, what a quantised checkpoint leaves in the model's dtype
     """
 
     num_heads: int
@@ -63,6 +65,8 @@ class LayerShape:
     expanded: int = 0
     conv: int = 0
     summed: int = 0
+    attention: int = 0
+    kept: int = 0
     experts: Experts | None = None
 
     @property
@@ -195,7 +199,7 @@ class ModelShape:
 
     def kinds(self) -> Iterator[tuple[LayerShape, int]]:
         """Layers that are alike for the cache, and how many there are of each, in order of first sight."""
-        keys = [replace(layer, linear=0, plain=0, experts=None) for layer in self.layers]
+        keys = [replace(layer, linear=0, plain=0, attention=0, kept=0, experts=None) for layer in self.layers]
         for key in dict.fromkeys(keys):
             yield key, keys.count(key)
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 from kvreclaim.checks import require
 from kvreclaim.config import KV_CACHE_DTYPE_ALIASES
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.plan.quantization import UNKNOWN
 from kvreclaim.plan.shapes import ModelShape, StoredWeights
 
 Scope = Literal["linear", "experts", "all", "file"]
-UNKNOWN = "unknown:"
 PLAIN_BITS: Mapping[str, int] = MappingProxyType({"fp32": 32, "bf16": 16, "fp16": 16})
 
 
@@ -30,6 +30,8 @@ class WeightFormat:
     bits: float
     scope: Scope = "linear"
     why: str = ""
+    leaves_out: bool = False
+    """Whether the linear weights that the config leaves out (LayerShape.kept) keep the model's dtype."""
 
 
 def grouped(name: str, bits: int, group: int, *, zeros: bool = True) -> WeightFormat:
@@ -51,6 +53,7 @@ WEIGHTS: Mapping[str, WeightFormat] = MappingProxyType(
             WeightFormat("nf4", 4.5, why="4 + 32/64"),
             WeightFormat("nvfp4", 4.5, why="4 + 8/16"),
             WeightFormat("mxfp4", 4.25, "experts", "4 + 8/32"),
+            WeightFormat("mxfp4-all", 4.25, why="4 + 8/32"),
         )
     }
 )
@@ -61,25 +64,28 @@ def weight_format(said: str, shape: ModelShape) -> WeightFormat:
 
     Raises: InvalidArgumentError.
     """
+    if said == "auto" and shape.quantization is not None and any(layer.kept for layer in shape.layers):
+        return replace(weight_format(shape.quantization, shape), leaves_out=True)
     name = KV_CACHE_DTYPE_ALIASES.get(said, said) if said != "fp8" else said
     if name == "auto" and shape.stored is not None:
         return _as_in_file(shape.stored)
     if name == "auto":
         name = shape.quantization or dtype_of(shape)
-        require(
-            not name.startswith(UNKNOWN),
-            f"config.json of {shape.name} has a quantization_config of method {name.removeprefix(UNKNOWN)}, "
-            f"whose bytes are not known here; say --weights: {', '.join(WEIGHTS)}, or the bits of a weight.",
-            "weights",
-        )
+    require(
+        not name.startswith(UNKNOWN),
+        f"config.json of {shape.name} has a quantization_config {name.removeprefix(UNKNOWN)}, so its bytes "
+        f"are not known here; say --weights: {', '.join(WEIGHTS)}, or the bits of a weight.",
+        "weights",
+    )
     if name in WEIGHTS:
         return WEIGHTS[name]
     try:
-        if name.startswith("group:"):
-            width, group = map(int, name.split(":")[1:])
+        kind, *sizes = name.split(":")
+        if kind in ("group", "scaled"):
+            width, group = map(int, sizes)
             if 1 <= width <= 32 and group >= 1:
-                return grouped(f"{width} bits in groups of {group}", width, group)
-        bits = 0.0 if name.startswith("group:") else float(name)
+                return grouped(f"{width} bits in groups of {group}", width, group, zeros=kind == "group")
+        bits = 0.0 if sizes else float(name)
     except ValueError:
         bits = 0.0
     require(
@@ -142,7 +148,8 @@ def weight_bytes(shape: ModelShape, form: WeightFormat) -> WeightBytes:
     plain_bits = form.bits if form.scope == "all" else PLAIN_BITS[dtype_of(shape)]
     linear_bits = plain_bits if form.scope == "experts" else form.bits
     routed_bytes = (routed * form.bits + routed_plain * plain_bits) / 8
-    dense = (linear * linear_bits + plain * plain_bits) / 8
+    kept = sum(layer.kept for layer in shape.layers) if form.leaves_out else 0
+    dense = ((linear - kept) * linear_bits + (plain + kept) * plain_bits) / 8
     read = dense - (0 if shape.tied else shape.embedding * plain_bits / 8)
     return WeightBytes(
         total=round(dense + routed_bytes),
@@ -151,20 +158,3 @@ def weight_bytes(shape: ModelShape, form: WeightFormat) -> WeightBytes:
         linear_params=linear + routed,
         plain_params=plain + routed_plain,
     )
-
-
-def quantization_of(config: object) -> str | None:
-    """The format of --weights auto for a config with this quantization_config: a name of WEIGHTS,
-    "group:bits:size", or UNKNOWN and the method."""
-    if config is None:
-        return None
-    said: Mapping[str, Any] = config if isinstance(config, Mapping) else {}
-    method = said.get("quant_method")
-    bits, group = said.get("bits"), said.get("group_size")
-    if method in ("fp8", "mxfp4"):
-        return str(method)
-    if method in ("awq", "gptq") and isinstance(bits, int) and isinstance(group, int) and group > 0:
-        return f"group:{bits}:{group}"
-    if method == "bitsandbytes":
-        return "nf4" if said.get("load_in_4bit") else "int8"
-    return f"{UNKNOWN}{method}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 
 from kvreclaim.checks import require
@@ -15,7 +16,7 @@ from kvreclaim.plan.cards import find_card
 from kvreclaim.plan.configs import load_shape
 from kvreclaim.plan.cost import Linear
 from kvreclaim.plan.demand import Cache
-from kvreclaim.plan.pool import Seats, make_pool
+from kvreclaim.plan.pool import Seats, make_pool, roomy_pool
 from kvreclaim.plan.roofline import roofline
 from kvreclaim.plan.shapes import ModelShape
 from kvreclaim.plan.weights import PLAIN_BITS, dtype_of, weight_format
@@ -109,16 +110,16 @@ class ReplicaOptions:
             return self.num_blocks, seats.max_num_seqs, states
         assert self.gpu is not None, "checked"
         card, form = find_card(self.gpu), self.form(shape)
-        found = make_pool(
+        build = partial(
+            make_pool,
             Cache(shape, form, footprint),
             card.overridden(memory_bytes=self.memory_bytes).usable_bytes,
             weight_format(self.weights, shape),
             utilization=self.utilization,
             other_bytes=None if self.other_gib is None else int(self.other_gib * GIB),
-            num_cards=self.tensor_parallel_size,
             seats=seats,
         )
-        found.require_blocks(card.name)
+        found = roomy_pool(card.name, shape, self.tensor_parallel_size, lambda size: build(num_cards=size))
         return found.num_blocks, found.num_seqs, found.states
 
     def hourly(self) -> float | None:
