@@ -62,7 +62,8 @@ class ConfigReader:
     def get(self, key: str, default: Any = None) -> Any:
         """The file's value, else the default of transformers' class; null is an answer, too."""
         defaults = DEFAULTS[self.kind]
-        names = (ALIASES.get(self.kind, {}).get(key), defaults.get(OTHER_NAMES, {}).get(key), key)
+        others = (ALIASES.get(self.kind, {}), defaults.get(OTHER_NAMES, {}), {key: key})
+        names = [str(each[key]) for each in others if key in each]
         for found in (self.config, defaults):
             for name in names:
                 if name in found:
