@@ -109,7 +109,7 @@ def test_the_quantization_of_a_config_is_taken_or_refused() -> None:
 @pytest.mark.parametrize(
     ("said", "error", "message"),
     [
-        ({"model_type": "mamba"}, UnsupportedModelError, "model_type 'mamba', whose layers are not known"),
+        ({"model_type": "mamba"}, UnsupportedModelError, "'mamba', a recurrent model without"),
         ({}, UnsupportedModelError, "model_type None"),
         ({"model_type": "deepseek_v2"}, InvalidArgumentError, "lacks num_experts_per_tok"),
         ({"model_type": "llama", **SMALL, "hidden_size": "64"}, InvalidArgumentError, "hidden_size is '64'"),
@@ -119,6 +119,7 @@ def test_the_quantization_of_a_config_is_taken_or_refused() -> None:
             UnsupportedModelError,
             "has kv_lora_rank = 16",
         ),
+        ({"model_type": "hunyuan_v1_moe", **SMALL, "use_cla": True}, UnsupportedModelError, "has use_cla"),
         ({"model_type": "qwen2", **SMALL, "num_experts": 8}, UnsupportedModelError, "has num_experts = 8"),
         (
             {"model_type": "gemma2", **SMALL, "layer_types": ["full_attention", "ssm"]},

@@ -49,8 +49,8 @@ class ConfigReader:
         found = FAMILIES.get(self.kind)
         if self.kind in REFUSED:
             raise UnsupportedModelError(
-                f"config.json of {self.name} is of model_type {self.kind!r}, {REFUSED[self.kind]}; there is "
-                "nothing to plan."
+                f"config.json of {self.name} is of model_type {self.kind!r}, {REFUSED[self.kind]}; such "
+                "models are not planned."
             )
         if found is None:
             raise UnsupportedModelError(
@@ -193,7 +193,8 @@ class ConfigReader:
         queries, keys = heads * dim, kv_heads * dim
         asked = queries * (1 + family.gated)
         linear = hidden * (asked + 2 * keys) + queries * hidden
-        plain = (asked + 2 * keys) * self.says(family.qkv_bias) + hidden * self.says(family.o_bias)
+        biased = asked if family.gate_bias else queries
+        plain = (biased + 2 * keys) * self.says(family.qkv_bias) + hidden * self.says(family.o_bias)
         norms = {"": 0, "head": 2 * dim, "full": queries + keys, "head_bias": 4 * dim}
         plain += norms[family.qk_norm] * self.says(family.qk_norm_if)
         plain += heads * family.sinks + dim * family.head_vectors

@@ -43,7 +43,7 @@ class ModelFamily:
     dense:    key of what other layers have instead, if it is not intermediate_size
     router_bias: of the router; expert_bias: of each expert
     latent:   MLA
-    gated:    queries bring a gate of their width
+    gated:    queries bring a gate of their width; gate_bias: with their bias
     beside:   key of an MLP's size that every token visits beside the routed experts, and alone where dense is
               ""; beside_gate: whether it has a gate
     mixer:    of the recurrent layers; "": there are none
@@ -76,6 +76,7 @@ class ModelFamily:
     expert_bias: bool = False
     latent: bool = False
     gated: bool = False
+    gate_bias: bool = True
     beside: str = ""
     beside_gate: bool = False
     mixer: Mixer = ""
@@ -151,6 +152,7 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
             **_ALL_BIASED,
             qk_norm="head",
             gated=True,
+            gate_bias=False,
             norms=4,
             windows="types",
             pattern=("global_attn_every_n_layers", 4),
@@ -379,6 +381,7 @@ TELLING = (
     "layer_types",
     "attention_chunk_size",
     "num_kv_shared_layers",
+    "use_cla",
     "use_bidirectional_attention",
     "index_topk",
     "cross_attention_layers",
