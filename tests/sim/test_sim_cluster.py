@@ -146,6 +146,9 @@ def test_a_length_that_the_pool_cannot_hold_is_refused_as_the_engine_does() -> N
     with pytest.raises(InvalidArgumentError, match=r"max_model_len is 161, .* holds 160 tokens") as refused:
         Serving(max_model_len=161).settings(machine, cost)
     assert refused.value.field == "max_model_len"
+    with pytest.raises(InvalidArgumentError, match="was made for 131072 positions"):
+        Serving(max_model_len=131_073).settings(machine, cost)
+    assert Serving().settings(machine, cost).max_model_len == 131_072
 
 
 def test_block_policies_are_refused() -> None:

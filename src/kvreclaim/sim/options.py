@@ -142,7 +142,9 @@ class Serving(PromiseOptions):
     block_size: int = option(16, "Tokens per block.", low=1)
     max_num_seqs: int = option(256, "Maximum number of sequences in one step.", low=1)
     max_num_batched_tokens: int = option(2048, "Maximum number of tokens in one step.", low=1)
-    max_model_len: int | None = option(None, "Maximum length of a sequence.", low=1)
+    max_model_len: int | None = option(
+        None, "Maximum length of a sequence. Default: the model's limit.", low=1
+    )
     compression: str | None = option(
         None, "Compression of every request, such as triattention:budget=1024,interval=128. Default: none."
     )
@@ -219,7 +221,13 @@ class Serving(PromiseOptions):
         per_block, footprint = machine.bytes_per_block(self.block_size), self.footprint()
         promise = self.promise(self.compression)
         num_blocks, num_seqs, states = machine.pool(footprint, self.seats())
-        longest = self.max_model_len
+        longest, limit = self.max_model_len, load_shape(machine.model).max_position
+        require(
+            longest is None or longest <= limit,
+            f"max_model_len is {longest}, but {machine.model} was made for {limit} positions; lower it, or "
+            "leave it out.",
+            "max_model_len",
+        )
         given = self.state_checkpoints is not None or self.state_checkpoint_interval or self.state_drafts
         require(
             states is not None or not given,
@@ -242,7 +250,7 @@ class Serving(PromiseOptions):
             block_size=self.block_size,
             max_num_seqs=num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
+            max_model_len=longest or limit,
             footprint=footprint,
             scheduling_policy=self.scheduling_policy,
             preemption_victim=self.preemption_victim,
