@@ -12,6 +12,7 @@ from kvreclaim.parsers.json_calls import (
     DEEPSEEK,
     HERMES,
     KIMI,
+    LLAMA,
     MISTRAL,
     ArrayCalls,
     JsonCalls,
@@ -95,6 +96,16 @@ def holds_name(tool_parser: str, name: str) -> bool:
     return _PARSERS[tool_parser]({}).names.fullmatch(name) is not None
 
 
+def calls_in_reasoning(tool_parser: str | None, tools: Tools | None = None) -> Callable[[], Parser] | None:
+    """Return what makes a parser of calls with a marker, which end reasoning where they begin; None: none
+    do."""
+    if tool_parser is None or tool_parser in (ARRAY, HARMONY):
+        return None
+    if tool_parser == "llama3_json":
+        return partial(JsonCalls, LLAMA, tools)
+    return partial(_PARSERS[tool_parser], tools or {})
+
+
 class Splitter:
     """One output as pieces; without parsers it is all text.
 
@@ -103,7 +114,7 @@ class Splitter:
     tool_parser:      a name in TOOL_PARSERS, or ARRAY
     reasoning_parser: a name in REASONING_PARSERS
     tools:            the schemas of the functions that the model was told of
-    prompt_end:       of the prompt's text, in which the reasoning may have begun
+    prompt_end:       text of the answer that the prompt has already; its reasoning may have begun there
     one_call:         what comes behind the first call is left out
     """
 
@@ -118,27 +129,36 @@ class Splitter:
     ) -> None:
         self.num_calls = 0
         self._one_call = one_call
-        self._parsers: list[Parser] = []
-        form = None if reasoning_parser is None else REASONING_PARSERS[reasoning_parser]
-        if form is not None:
-            self._parsers.append(ThinkParser(form, begun=ThinkSpan.behind(form, prompt_end).begun))
-        names = tool_parser, reasoning_parser
+        self._thinks: ThinkParser | None = None
+        self._calls: Parser | None = None
+        form, names = think_format(reasoning_parser), (tool_parser, reasoning_parser)
+        begun = form is not None and ThinkSpan.behind(form, prompt_end).begun
         if HARMONY in names:
             calls, reasoning = (name == HARMONY for name in names)
-            self._parsers.append(Harmony(tools, calls=calls, reasoning=reasoning))
+            self._calls = Harmony(tools, calls=calls, reasoning=reasoning, begun=begun and reasoning)
         elif tool_parser is not None:
-            self._parsers.append(_PARSERS[tool_parser](tools or {}))
+            self._calls = _PARSERS[tool_parser](tools or {})
+        if form is not None and reasoning_parser != HARMONY:
+            self._thinks = ThinkParser(form, begun=begun, calls=calls_in_reasoning(tool_parser, tools))
 
     def take(self, text: str, *, last: bool) -> list[Piece]:
         """Pieces that are settled now."""
         pieces: list[Piece] = [Text(text)] if text else []
-        for parser in self._parsers:
-            read: list[Piece] = []
-            for piece in pieces:
-                read += parser.feed(piece.text) if isinstance(piece, Text) else [piece]
-            pieces = read + (parser.finish() if last else [])
+        pieces = _read(self._thinks, pieces, last=last)
+        if self._thinks is None or not self._thinks.left:  # it has read the calls itself then
+            pieces = _read(self._calls, pieces, last=last)
         if self._one_call:
             ends = pieces.index(CallEnd()) + 1 if CallEnd() in pieces else len(pieces)
             pieces = [] if self.num_calls else pieces[:ends]
         self.num_calls += pieces.count(CallEnd())
         return pieces
+
+
+def _read(parser: Parser | None, pieces: list[Piece], *, last: bool) -> list[Piece]:
+    """What a parser makes of the texts among these."""
+    if parser is None:
+        return pieces
+    read: list[Piece] = []
+    for piece in pieces:
+        read += parser.feed(piece.text) if isinstance(piece, Text) else [piece]
+    return read + (parser.finish() if last else [])

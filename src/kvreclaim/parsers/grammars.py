@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvreclaim.parsers.arguments import Callee, json_arguments
+from kvreclaim.parsers.formats import calls_in_reasoning
 from kvreclaim.parsers.harmony import CHANNEL, ENDS, MESSAGE, START
 from kvreclaim.parsers.json_calls import FIRST_FIELDS
 from kvreclaim.parsers.lark import ANY, Lark, escaped
@@ -57,12 +58,17 @@ def answer_grammar(
         assert calls is not None, "an answer without calls and without structure needs no grammar"
         opening = thinking.form.opening if thinking and not thinking.begun else ""
         answer = _text_and_calls(lark, calls, "" if lark.has(opening) else opening)
-    return lark.written(answer if thinking is None else _behind(lark, thinking, answer))
+    return lark.written(answer if thinking is None else _behind(lark, thinking, calls, answer))
 
 
-def _behind(lark: Lark, thinking: ThinkSpan, answer: str) -> str:
+def _behind(lark: Lark, thinking: ThinkSpan, calls: Calls | None, answer: str) -> str:
+    """The answer, with reasoning in front of it that no call begins in: one would end it."""
     form = thinking.form
-    thought = f"{lark.until(form.closing)} {answer}"
+    make = None if calls is None else calls_in_reasoning(calls.form)
+    markers = () if make is None else make().markers
+    barred = [escaped(each) for each in markers if not lark.has(each)]
+    but = f"{ANY}(?:{'|'.join(barred)}){ANY}" if barred else None
+    thought = f"{lark.until(form.closing, but=but)} {answer}"
     return thought if thinking.begun else lark.rule(f"{lark.shaped('~' + form.opening)} {thought}", answer)
 
 

@@ -24,6 +24,8 @@ ANALYSIS = ThinkFormat(
     ENDS[0],
     ends=f"{ENDS[0]}{START}assistant{CHANNEL}final{MESSAGE}",
     again=True,
+    others=(START, f"{CHANNEL}commentary"),
+    answer=MESSAGE,
 )
 
 
@@ -31,10 +33,13 @@ class Harmony(Parser):
     """The channel `analysis` is reasoning; a message to a function is a call; all others are text.
 
     calls, reasoning: whether to look for them; else they are text, too
+    begun:            the prompt ends within a message of reasoning
     """
 
-    def __init__(self, tools: Tools | None = None, *, calls: bool = True, reasoning: bool = True) -> None:
-        self.calls, self.reasoning = calls, reasoning
+    def __init__(
+        self, tools: Tools | None = None, *, calls: bool = True, reasoning: bool = True, begun: bool = False
+    ) -> None:
+        self.calls, self.reasoning, self.begun = calls, reasoning, begun
         super().__init__(tools)
 
     @property
@@ -47,7 +52,8 @@ class Harmony(Parser):
 
     def read(self) -> Reading[None]:
         scanner = self.scanner
-        marker = yield from scanner.text_until(*MARKERS)
+        kind = Reasoning if self.begun and self.reasoning else Text
+        marker = yield from scanner.text_until(*MARKERS, trim=kind is Reasoning, kind=kind)
         while marker is not None:
             if marker in ENDS:
                 marker = yield from scanner.text_until(*MARKERS)

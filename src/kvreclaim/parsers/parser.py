@@ -42,6 +42,16 @@ class Parser(ABC):
         short = written.removeprefix("functions.")
         return written if written in self.tools and short not in self.tools else short
 
+    @property
+    def num_held(self) -> int:
+        """Characters that are not settled yet."""
+        return len(self.scanner.taken) + len(self.scanner.held)
+
+    @property
+    def may_be_call(self) -> bool:
+        """Whether a call's marker has come, and what follows it does not tell yet whether it is one."""
+        return self.scanner.taken != ""
+
     @abstractmethod
     def read(self) -> Reading[None]:
         """Read the whole output."""

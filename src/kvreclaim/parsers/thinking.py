@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvreclaim.parsers.parser import Parser
-from kvreclaim.parsers.pieces import Reasoning
-from kvreclaim.parsers.scanner import Reading
+from kvreclaim.parsers.pieces import CallBegin, Piece, Reasoning, Text
+from kvreclaim.parsers.scanner import Reading, overlap
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkFormat:
-    """ends: what is written to end the reasoning before its time; empty: the closing marker
-    again: more reasoning may follow, anywhere
+    """ends:   what is written to end the reasoning before its time; empty: the closing marker
+    again:  more reasoning may follow, anywhere
+    others: markers of what follows reasoning, which end it without the closing one
+    answer: the marker behind which an answer begins that follows reasoning; empty: it begins at once
     """
 
     opening: str = "<think>"
     closing: str = "</think>"
     ends: str = ""
     again: bool = False
+    others: tuple[str, ...] = ()
+    answer: str = ""
 
     @property
     def ending(self) -> str:
@@ -33,26 +38,39 @@ MAGISTRAL = ThinkFormat("[THINK]", "[/THINK]")
 class ThinkSpan:
     """Where the reasoning of an answer lies.
 
-    begun: the prompt ends with the opening marker, as some templates have it
+    begun: it began in the prompt: by the template, or in a message that is continued
+    over:  it ended in the prompt
+    calls: the tool parser whose calls end it; None: no call does
     """
 
     form: ThinkFormat
     begun: bool = False
+    over: bool = False
+    calls: str | None = None
 
     @classmethod
-    def behind(cls, form: ThinkFormat, prompt_end: str) -> ThinkSpan:
-        """The span of an answer to a prompt whose text ends so."""
-        return cls(form, prompt_end.rstrip().endswith(form.opening))
+    def behind(cls, form: ThinkFormat, prompt_end: str, calls: str | None = None) -> ThinkSpan:
+        """The span of an answer of which the prompt has this text already; its last marker decides."""
+        _, opening, thought = prompt_end.rpartition(form.opening)
+        last = thought if opening else prompt_end
+        over = form.closing in last
+        begun = bool(opening) and not over and not any(marker in last for marker in form.others)
+        return cls(form, begun, over, calls)
 
 
 class ThinkParser(Parser):
     """Reasoning, then text. White space around the tags belongs to neither.
 
-    begun: the prompt ends with the opening tag, as some templates have it
+    begun: the prompt has the opening tag already
+    calls: makes a parser of calls, which end the reasoning where they begin
+    left:  a call has begun in the reasoning; that parser has read what comes since
     """
 
-    def __init__(self, form: ThinkFormat = THINK, *, begun: bool = False) -> None:
-        self.format, self.begun = form, begun
+    def __init__(
+        self, form: ThinkFormat = THINK, *, begun: bool = False, calls: Callable[[], Parser] | None = None
+    ) -> None:
+        self.format, self.begun, self._calls = form, begun, calls
+        self.left = False
         super().__init__()
 
     @property
@@ -67,6 +85,68 @@ class ThinkParser(Parser):
         if scanner.held.lstrip().startswith(opening):
             scanner.held = scanner.held.lstrip()[len(opening) :]
             self.begun = True
-        if self.begun:
+        if self.begun and self._calls is None:
             yield from scanner.text_until(self.format.closing, trim=True, kind=Reasoning)
+        elif self.begun and self._calls is not None:
+            calls = yield from self._until_call(self._calls)
+            if calls is not None:
+                yield from self._answer(calls)
+                return
         yield from scanner.text_until(trim=self.begun)
+
+    def _until_call(self, make: Callable[[], Parser]) -> Reading[Parser | None]:
+        """Read reasoning. Returns: the parser of a call that has begun in it; None: none has."""
+        scanner, calls, closing = self.scanner, make(), self.format.closing
+        trim = True
+        while True:
+            held = scanner.held = scanner.held.lstrip() if trim else scanner.held
+            place = held.find(closing)
+            ends = place >= 0 or scanner.ended
+            size = place if place >= 0 else len(held) - (0 if scanner.ended else overlap(held, closing))
+            if place >= 0 or not scanner.ended:
+                size = len(held[:size].rstrip())
+            trim = trim and not size
+            scanner.held = held[size:]
+            pieces = calls.feed(held[:size])
+            begun = any(isinstance(piece, CallBegin) for piece in pieces)
+            if ends and not begun:
+                pieces += calls.finish()
+            self.left = self._add(pieces)
+            if self.left:
+                return calls if begun else make()
+            if ends:
+                scanner.held = scanner.held.lstrip()[len(closing) :]
+                return None
+            yield from scanner.more()
+
+    def _add(self, pieces: list[Piece]) -> bool:
+        """Add pieces of reasoning, and what follows it. Returns: whether a call has begun."""
+        begun = False
+        for piece in pieces:
+            begun |= isinstance(piece, CallBegin)
+            is_thought = isinstance(piece, Text) and not begun
+            self.scanner.pieces.append(Reasoning(piece.text) if is_thought else piece)
+        return begun
+
+    def _answer(self, calls: Parser) -> Reading[None]:
+        """Read calls and text; a closing tag that comes late is left out."""
+        scanner, late = self.scanner, ThinkParser(self.format, begun=True)
+        while True:
+            pieces, scanner.held = calls.feed(scanner.held), ""
+            pieces += calls.finish() if scanner.ended else []
+            for piece in pieces:
+                if isinstance(piece, Text):
+                    scanner.pieces += _as_text(late.feed(piece.text))
+                else:
+                    if late.num_held:
+                        scanner.pieces += _as_text(late.finish())
+                        late = ThinkParser(self.format, begun=True)
+                    scanner.pieces.append(piece)
+            if scanner.ended:
+                scanner.pieces += _as_text(late.finish())
+                return
+            yield from scanner.more()
+
+
+def _as_text(pieces: list[Piece]) -> list[Piece]:
+    return [Text(piece.text) if isinstance(piece, Reasoning) else piece for piece in pieces]

@@ -176,7 +176,8 @@ def followed(
     Raises: ApiError.
     """
     ids, params = prompt.prompt_token_ids, prompt.params
-    span, may_think = form.thinking(ids), form.may_think(ids, goes_on=goes_on)
+    span = form.thinking(ids, with_tools=offer is not None)
+    may_think = span is not None and (span.begun or not (goes_on or span.over))
     asks = offer is not None and offer.field is not None
     if structured is None and not asks:
         return replace(prompt, thinking=span)

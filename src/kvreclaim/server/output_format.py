@@ -15,6 +15,7 @@ from kvreclaim.parsers.formats import (
     Splitter,
     markers,
     reasoning_parser_of,
+    think_format,
     tool_parser_of,
 )
 from kvreclaim.parsers.thinking import ThinkSpan
@@ -57,25 +58,19 @@ class OutputFormat:
         one_call: bool,
     ) -> Splitter:
         """For one output. tools: the schemas of the functions that the model was told of; None: of none"""
+        form = think_format(self.reasoning_parser)
         return Splitter(
             self.tool_parser if tools is not None else None,
             self.reasoning_parser,
             tools=tools,
-            prompt_end=prompt_end(self.tokenizer, prompt_token_ids) if self.reasoning_parser else "",
+            prompt_end="" if form is None else prompt_end(self.tokenizer, form, prompt_token_ids),
             one_call=one_call,
         )
 
-    def thinking(self, prompt_token_ids: list[int]) -> ThinkSpan | None:
-        """Where the answer has its reasoning; None: nobody looks for it."""
-        return think_span(self.tokenizer, self.reasoning_parser, prompt_token_ids)
-
-    def may_think(self, prompt_token_ids: list[int], *, goes_on: bool) -> bool:
-        """Whether the answer to this prompt may begin with reasoning. goes_on: the prompt ends within it"""
-        span = self.thinking(prompt_token_ids)
-        if span is None:
-            return False
-        over = prompt_end(self.tokenizer, prompt_token_ids).rstrip().endswith(span.form.closing)
-        return span.begun or not (goes_on or over)
+    def thinking(self, prompt_token_ids: list[int], *, with_tools: bool) -> ThinkSpan | None:
+        """Where the answer has its reasoning; None: nothing looks for it."""
+        tool_parser = self.tool_parser if with_tools else None
+        return think_span(self.tokenizer, self.reasoning_parser, prompt_token_ids, tool_parser)
 
     def takes_apart(self, *, with_tools: bool) -> bool:
         """Whether an answer is split into parts, which the template may write otherwise in the next turn."""

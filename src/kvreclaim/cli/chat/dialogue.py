@@ -117,7 +117,7 @@ class Dialogue:
             params=params,
             compression=config,
             is_rewritten=form.takes_apart(with_tools=False),
-            thinking=form.thinking(ids),
+            thinking=form.thinking(ids, with_tools=False),
             may_end_early=True,
         )
         spec = llm.promised(spec)

@@ -4,23 +4,40 @@ from __future__ import annotations
 
 from kvreclaim.model.loader import Tokenizer
 from kvreclaim.parsers.formats import reasoning_parser_of, think_format
-from kvreclaim.parsers.thinking import ThinkSpan
-
-PROMPT_END = 16
-"""Tokens at the end of a prompt in which a template may have opened the reasoning."""
+from kvreclaim.parsers.thinking import ThinkFormat, ThinkSpan
 
 
-def prompt_end(tokenizer: Tokenizer, prompt_token_ids: list[int]) -> str:
-    """The text of a prompt's last tokens."""
-    return str(tokenizer.decode(prompt_token_ids[-PROMPT_END:], skip_special_tokens=False))
+def prompt_end(tokenizer: Tokenizer, form: ThinkFormat, prompt_token_ids: list[int]) -> str:
+    """Return the text behind a prompt's last control token that is no marker of reasoning.
+
+    It holds what the template opens the answer with, or a message that is continued, and no user's text: a
+    turn begins with a control token. Where a template has none, it is the whole prompt.
+    """
+    markers = form.opening, form.closing
+    bounds = {
+        token_id
+        for token_id, added in tokenizer.added_tokens_decoder.items()
+        if str(added).strip() and not any(str(added) in marker for marker in markers)
+    }
+    places = range(len(prompt_token_ids), 0, -1)
+    begin = next((place for place in places if prompt_token_ids[place - 1] in bounds), 0)
+    return str(tokenizer.decode(prompt_token_ids[begin:], skip_special_tokens=False))
 
 
 def think_span(
-    tokenizer: Tokenizer, reasoning_parser: str | None, prompt_token_ids: list[int]
+    tokenizer: Tokenizer,
+    reasoning_parser: str | None,
+    prompt_token_ids: list[int],
+    tool_parser: str | None = None,
 ) -> ThinkSpan | None:
-    """The span of the answer's reasoning as a parser finds it; None without one."""
+    """The span of the answer's reasoning as a parser finds it; None without one.
+
+    tool_parser: of the calls that the answer may have
+    """
     form = think_format(reasoning_parser)
-    return None if form is None else ThinkSpan.behind(form, prompt_end(tokenizer, prompt_token_ids))
+    if form is None:
+        return None
+    return ThinkSpan.behind(form, prompt_end(tokenizer, form, prompt_token_ids), tool_parser)
 
 
 def span_by_template(tokenizer: Tokenizer | None, prompt_token_ids: list[int]) -> ThinkSpan | None:

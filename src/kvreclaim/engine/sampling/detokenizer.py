@@ -51,22 +51,35 @@ class Detokenizer:
         self._stream = TextStream(tokenizer, skip_special_tokens=skip_special_tokens)
         self._stop_strings, self._include_stop = stop_strings, include_stop
         self._whole = ""
+        self._answer = 0
         self.text = ""
 
-    def append(self, token_id: int, *, may_stop: bool) -> str | None:
-        """Add a token. Returns: the stop string that it completed, at which the text ends, or None."""
+    def append(
+        self, token_id: int, *, may_stop: bool, num_answer: int | None = None, is_unsure: bool = False
+    ) -> str | None:
+        """Add a token. Stop strings end the answer only, not the reasoning in front of it.
+
+        num_answer: the last characters of the text that belong to the answer; None: the answer begins where
+                    it began before
+        is_unsure:  whether the text is an answer is not known yet
+
+        Returns: the stop string that it completed, at which the text ends, or None.
+        """
         self._token_ids.append(token_id)
         piece = self._stream.step(token_id)
-        if not piece:
-            return None
         before = len(self._whole)
         self._whole += piece
+        if num_answer is not None:
+            self._answer = max(len(self._whole) - (num_answer if piece else 0), 0)
+        if not piece or (is_unsure and self._stop_strings):
+            return None
         if not self._stop_strings:
             self.text = self._whole
             return None
         # From where a stop string would have to begin to end in this piece: one that was complete
         # before, when it might not stop yet, does not stop now.
-        found = [(self._whole.find(s, max(0, before - len(s) + 1)), s) for s in self._stop_strings]
+        old = self._answer if num_answer else before
+        found = [(self._whole.find(s, max(self._answer, old - len(s) + 1)), s) for s in self._stop_strings]
         hits = [(at, s) for at, s in found if at >= 0] if may_stop else []
         if not hits:
             self.text = self._whole[: len(self._whole) - self._num_held_back()]
@@ -81,7 +94,7 @@ class Detokenizer:
         if self._include_stop:
             return 0
         longest = max((len(s) for s in self._stop_strings), default=1) - 1
-        lengths = range(min(longest, len(self._whole)), 0, -1)
+        lengths = range(min(longest, len(self._whole) - self._answer), 0, -1)
         ends = (
             n for n in lengths if any(s[:n] == self._whole[-n:] for s in self._stop_strings if len(s) > n)
         )

@@ -6,6 +6,8 @@ from typing import Any
 
 from kvreclaim.engine.sampling.detokenizer import TextStream
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.parsers.formats import calls_in_reasoning
+from kvreclaim.parsers.pieces import CallBegin
 from kvreclaim.parsers.scanner import overlap
 from kvreclaim.parsers.thinking import ThinkSpan
 
@@ -18,6 +20,9 @@ class ThinkTracker:
     budget: after so many tokens of reasoning what ends it is forced; None: never
     forced: the token that must come next; None: any may
     inside: the next token belongs to the reasoning
+    is_unsure:  it is not known yet whether the output begins with reasoning
+    num_answer: the last characters of the text so far that belong to the answer, 0 within reasoning; None: as
+                after the token before, and all that has come since
     """
 
     def __init__(self, span: ThinkSpan, tokenizer: Any, budget: int | None = None) -> None:
@@ -29,7 +34,12 @@ class ThinkTracker:
         self._ends: list[int] = []
         self._num_settled = 0
         self._begins, self._over = True, False
-        self.inside = span.begun
+        make = calls_in_reasoning(span.calls)
+        self._calls = None if make is None else make()
+        self._num_read = 0
+        self._follows = False
+        self.inside, self.is_unsure = span.begun, not span.begun
+        self.num_answer: int | None = None
         self._force()
 
     @property
@@ -43,21 +53,38 @@ class ThinkTracker:
 
     def take(self, token: int) -> None:
         """Take the next token into account."""
-        if self._over:
+        if self._over and not self._follows:
+            self.num_answer = None
             return
         self._text += self._stream.step(token)
+        size = len(self._text)
         if self._queue:
             self._queue.pop(0)
         elif self.inside:
-            self._ends.append(len(self._text))
+            self._ends.append(size)
         if self._begins:
             self._read_beginning()
         while not self._begins and not self._over and self._read_on():
             pass
         self._force()
+        self._find_answer(size)
+
+    def _find_answer(self, size: int) -> None:
+        """Find where the answer begins, of a text of so many characters."""
+        was_unsure, self.is_unsure = self.is_unsure, self._begins and not self.inside
+        self.num_answer = size if was_unsure and not self.is_unsure else None
+        if self.inside:
+            self._follows, self.num_answer = True, 0
+        elif self._follows:
+            place, marker = self._text.find(self._form.answer), self._form.answer
+            rest = "" if place < 0 else self._text[place + len(marker) :].lstrip()
+            self._follows, self.num_answer = not rest, len(rest)
 
     def _force(self) -> None:
-        if self.inside and not self._queue and self._budget is not None and self.num_tokens >= self._budget:
+        if self._budget is None or not self.inside or self._queue:
+            return
+        waits = self._calls is not None and self._calls.may_be_call
+        if self.num_tokens >= self._budget and not waits:
             self._queue = list(self._ending)
 
     def _read_beginning(self) -> None:
@@ -73,18 +100,34 @@ class ThinkTracker:
 
     def _read_on(self) -> bool:
         """Look for the next marker. Returns: whether to look once more."""
-        marker = self._form.closing if self.inside else self._form.opening
-        place = self._text.find(marker)
-        if place < 0:
-            self._settle(len(self._text) - overlap(self._text, marker))
+        form, text = self._form, self._text
+        if not self.inside:
+            place = text.find(form.opening)
+            if place >= 0:
+                self._enter(text[place + len(form.opening) :])
+            elif not self._follows:
+                self._settle(len(text) - overlap(text, form.opening))
+            return place >= 0
+        ends = (form.closing, *form.others)
+        place, marker = min(((text.find(m), m) for m in ends if m in text), default=(-1, ""))
+        certain = place if marker else len(text) - max(overlap(text, each) for each in ends)
+        if self._calls is not None:
+            new, self._num_read = text[self._num_read : certain], certain
+            if any(isinstance(piece, CallBegin) for piece in self._calls.feed(new)):
+                self._leave(0)
+                return False
+            if not marker:
+                certain -= self._calls.num_held
+        self._settle(certain)
+        if not marker:
             return False
-        if self.inside:
-            self._settle(place)
-            self._ends, self.inside, self._over = [], False, not self._form.again
-            self._text = self._text[len(marker) :]
-        else:
-            self._enter(self._text[place + len(marker) :])
+        self._leave(len(marker) if marker == form.closing else 0)
         return True
+
+    def _leave(self, size: int) -> None:
+        """Reasoning ends at the beginning of the text, with a marker of so many characters."""
+        self._ends, self.inside, self._over = [], False, not self._form.again
+        self._text = self._text[size:]
 
     def _enter(self, rest: str) -> None:
         self._text, self._ends, self.inside = rest, [], True
@@ -94,6 +137,7 @@ class ThinkTracker:
         left = [each - end for each in self._ends if each > end]
         self._num_settled += len(self._ends) - len(left)
         self._ends, self._text = left, self._text[end:]
+        self._num_read = max(self._num_read - end, 0)
 
 
 def closing_ids(span: ThinkSpan, tokenizer: Any) -> list[int]:

@@ -324,7 +324,12 @@ class OutputProcessor:
         is_stop = token in (params.stop_token_ids or ())
         ends, stop = may_stop and (is_eos or is_stop), None
         if seq.detokenizer is not None and (not ends or params.include_stop_str_in_output):
-            stop = seq.detokenizer.append(token, may_stop=may_stop and not ends)
+            stop = seq.detokenizer.append(
+                token,
+                may_stop=may_stop and not ends,
+                num_answer=None if seq.thinking is None else seq.thinking.num_answer,
+                is_unsure=seq.thinking is not None and seq.thinking.is_unsure,
+            )
         if ends or stop is not None:
             seq.stop_reason = stop if stop is not None else (token if is_stop and not is_eos else None)
             return "stop"
