@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from settings import assert_idle, small
 
 from kvreclaim import LLM, SamplingParams
+from kvreclaim.engine.sampling.detokenizer import Detokenizer
 from kvreclaim.engine.sampling.thinking import ThinkTracker
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.parsers.formats import Splitter, think_format
@@ -74,6 +75,65 @@ def test_so_it_is_in_the_channels_of_harmony(text: str) -> None:
     assert tracked(text, ThinkSpan(form)).num_tokens == counted
     ended = tracked("<|channel|>analysis<|message|>abc", ThinkSpan(form), 3)
     assert BYTES.decode(ended._queue) == "<|end|><|start|>assistant<|channel|>final<|message|>"
+
+
+SHORT = ["a", "b", "</", "<think>", CLOSING, " ", "\n"]
+
+
+@given(
+    st.lists(st.sampled_from(SHORT), max_size=10).map("".join),
+    st.booleans(),
+    st.lists(st.sampled_from(["a", "ab", "<", "think", " ", "\n", "b a", CLOSING]), max_size=3),
+)
+def test_stop_strings_end_the_answer_only(text: str, begun: bool, stops: list[str]) -> None:
+    """What is printed never changes; the answer begins behind the white space that follows the reasoning."""
+    opening = r"(?:\s*<think>)?" if begun else r"\s*<think>"
+    inside = re.match(rf"{opening}.*?(?:{CLOSING}\s*|\Z)", text, re.DOTALL)
+    start, expected = (inside.end() if inside else 0), text
+    ids = BYTES.encode(text, add_special_tokens=False)
+    for size in range(1, len(ids) + 1):
+        known = BYTES.decode(ids[:size])
+        unsure = not begun and "<think>".startswith(known.lstrip())
+        hits = [known.find(stop, start) for stop in stops if stop in known[start:]]
+        if hits and not unsure:
+            expected = known[: min(hits)]
+            break
+    tracker, detokenizer = ThinkTracker(ThinkSpan(THINK, begun), BYTES), Detokenizer(BYTES, tuple(stops))
+    for token in ids:
+        printed = detokenizer.text
+        tracker.take(token)
+        known = {"num_answer": tracker.num_answer, "is_unsure": tracker.is_unsure}
+        if detokenizer.append(token, may_stop=True, **known) is not None:
+            break
+        assert detokenizer.text.startswith(printed)
+    detokenizer.finish()
+    assert detokenizer.text == expected
+
+
+def test_a_call_ends_the_reasoning_and_no_budget_cuts_it() -> None:
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": "b"}}\n</tool_call>'
+    span = ThinkSpan(THINK, calls="hermes")
+    for budget in (None, 5, 30):
+        tracker = ThinkTracker(span, BYTES, budget)
+        for token in BYTES.encode(f"<think>abc{call}", add_special_tokens=False):
+            assert tracker.forced is None
+            tracker.take(token)
+        assert (tracker.num_tokens, tracker.inside) == (3, False)
+    for mention in ("abc <tool_call> d", "<tool_call>{}"):
+        tracker = tracked(f"<think>{mention}", span, len(mention))
+        assert (tracker.num_tokens, tracker.inside) == (len(mention), True)
+        assert tracker.forced is not None
+
+
+def test_stop_strings_wait_for_the_final_channel_of_harmony() -> None:
+    text = "<|channel|>analysis<|message|>final<|end|><|start|>assistant<|channel|>final<|message|>Hi, final."
+    tracker, found = ThinkTracker(ThinkSpan(think_format("harmony")), BYTES), Detokenizer(BYTES, ("final",))
+    for token in BYTES.encode(text, add_special_tokens=False):
+        tracker.take(token)
+        known = {"num_answer": tracker.num_answer, "is_unsure": tracker.is_unsure}
+        if found.append(token, may_stop=True, **known) is not None:
+            break
+    assert found.text == text.removesuffix("final.")
 
 
 @pytest.mark.parametrize("budget", [0, 1, 7])

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import anthropic
 import openai
 import pytest
+import web
 from running import MODEL, Running, openai_client, running_server
 from speaking import MISTRAL_CALL, save_speaker, saying
 
@@ -54,6 +55,59 @@ def test_reasoning_that_the_template_begins(client: openai.OpenAI) -> None:
     body = saying(*THOUGHT[1:]) | {"chat_template_kwargs": {"begin": True}}
     message = client.chat.completions.create(model=MODEL, messages=SAID, extra_body=body).choices[0].message
     assert (message.reasoning_content, message.content) == ("Let me", "look.")
+
+
+@pytest.mark.parametrize(
+    ("stop", "content"), [("Let", "look."), (" ", "look."), ("look.", None), ("ok", "lo")]
+)
+def test_stop_strings_end_the_answer_only(server: Running, stop: str, content: str | None) -> None:
+    """In all dialects, whole and streamed."""
+    body = {"model": MODEL, **saying(*THOUGHT)}
+    chat = f"{server.base_url}/v1/chat/completions"
+    answer = web.post(chat, json=body | {"messages": SAID, "stop": [stop]}).json()["choices"][0]
+    assert (answer["message"]["reasoning_content"], answer["message"]["content"] or None) == (
+        "Let me",
+        content,
+    )
+    assert (answer["stop_reason"] == stop) is (content != "look.")
+    said = body | {"messages": SAID, "max_tokens": 20, "stop_sequences": [stop]}
+    blocks = web.post(f"{server.base_url}/v1/messages", json=said).json()["content"]
+    assert [block.get("thinking", block.get("text")) for block in blocks] == (
+        ["Let me"] + ([] if content is None else [content])
+    )
+    answer = web.post(f"{server.base_url}/v1/responses", json=body | {"input": "w20", "stop": [stop]}).json()
+    assert [item["type"] for item in answer["output"]][:1] == ["reasoning"]
+    assert "".join(item["content"][0]["text"] for item in answer["output"][1:]) == (content or "")
+
+
+def test_reasoning_that_is_continued(client: openai.OpenAI) -> None:
+    said = [*SAID, {"role": "assistant", "content": "<think> w22"}]
+    body = saying(*THOUGHT[1:]) | {"continue_final_message": True, "add_generation_prompt": False}
+    for more, thought in (({}, "Let me"), ({"thinking_token_budget": 1}, "Let")):
+        message = (
+            client.chat.completions.create(model=MODEL, messages=said, extra_body=body | more)
+            .choices[0]
+            .message
+        )
+        assert message.reasoning_content == thought
+        assert message.content.endswith("look.")
+
+
+def test_a_call_ends_the_reasoning(client: openai.OpenAI) -> None:
+    body = saying("<think>", "Let", *MISTRAL_CALL)
+    fields = {"model": MODEL, "messages": SAID, "tools": TOOLS, "extra_body": body}
+    choice = client.chat.completions.create(**fields).choices[0]
+    assert (choice.message.reasoning_content, choice.finish_reason) == ("Let", "tool_calls")
+    assert choice.message.tool_calls[0].function.name == "weather"
+
+
+def test_a_name_that_the_format_cannot_hold(client: openai.OpenAI) -> None:
+    tool = {"type": "function", "function": {"name": "my weather"}}
+    with pytest.raises(
+        openai.BadRequestError, match="'my weather', which calls in this model's format, mistral, cannot"
+    ) as got:
+        client.chat.completions.create(model=MODEL, messages=SAID, tools=[tool], extra_body=saying("look."))
+    assert got.value.param == "tools.0.function.name"
 
 
 def test_reasoning_can_be_sent_back(client: openai.OpenAI, speaker: LLM) -> None:

@@ -49,8 +49,8 @@ class Parser(ABC):
 
     @property
     def may_be_call(self) -> bool:
-        """Whether a call's marker has come, and what follows it does not tell yet whether it is one."""
-        return self.scanner.taken != ""
+        """Whether the text ends with what may begin a call."""
+        return (self.scanner.taken + self.scanner.held).strip() != ""
 
     @abstractmethod
     def read(self) -> Reading[None]:

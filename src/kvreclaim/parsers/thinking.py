@@ -39,7 +39,7 @@ class ThinkSpan:
     """Where the reasoning of an answer lies.
 
     begun: it began in the prompt: by the template, or in a message that is continued
-    over:  it ended in the prompt
+    over:  it ends with the prompt
     calls: the tool parser whose calls end it; None: no call does
     """
 
@@ -52,10 +52,8 @@ class ThinkSpan:
     def behind(cls, form: ThinkFormat, prompt_end: str, calls: str | None = None) -> ThinkSpan:
         """The span of an answer of which the prompt has this text already; its last marker decides."""
         _, opening, thought = prompt_end.rpartition(form.opening)
-        last = thought if opening else prompt_end
-        over = form.closing in last
-        begun = bool(opening) and not over and not any(marker in last for marker in form.others)
-        return cls(form, begun, over, calls)
+        begun = opening != "" and not any(marker in thought for marker in (form.closing, *form.others))
+        return cls(form, begun, prompt_end.rstrip().endswith(form.closing), calls)
 
 
 class ThinkParser(Parser):
@@ -124,8 +122,9 @@ class ThinkParser(Parser):
         begun = False
         for piece in pieces:
             begun |= isinstance(piece, CallBegin)
-            is_thought = isinstance(piece, Text) and not begun
-            self.scanner.pieces.append(Reasoning(piece.text) if is_thought else piece)
+            if isinstance(piece, Text) and not begun:
+                piece = Reasoning(piece.text)
+            self.scanner.pieces.append(piece)
         return begun
 
     def _answer(self, calls: Parser) -> Reading[None]:
