@@ -5,8 +5,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 # Byte code is written when a module is first imported, not for all that packages bring.
 PIP_INSTALL := pip install --quiet --disable-pip-version-check --no-compile
-# The package of RULER's generators; its scripts need few of the many packages that it asks for: [dev] has those.
-RULER := nvidia-long-context-eval>=26.3,<27
+# Packages of tasks that need few of the many packages that they ask for: [dev] has those. RULER's generators; BFCL.
+TASKS_ALONE := "nvidia-long-context-eval>=26.3,<27" "bfcl-eval>=2026.3.23,<2027"
 CSRC := $(wildcard csrc/CMakeLists.txt csrc/src/* csrc/include/kvreclaim/*)
 SANITIZE_BUILD ?= build/sanitize
 
@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml $(CSRC)
 	$(PYTHON) -m venv .venv
 	$(BIN)/$(PIP_INSTALL) "$(TORCH)"
 	$(BIN)/$(PIP_INSTALL) --editable ".[dev]"
-	$(BIN)/$(PIP_INSTALL) --no-deps "$(RULER)"
+	$(BIN)/$(PIP_INSTALL) --no-deps $(TASKS_ALONE)
 	@touch $(STAMP)
 
 # Where the real model cannot be had, the demo says so and ends without it.

@@ -119,6 +119,13 @@ def test_a_mistake_is_one_sentence(model, arguments, message):
     assert "Traceback" not in result.output
 
 
+def test_an_out_that_is_a_file_is_refused_before_the_model_is_loaded(tmp_path):
+    (tmp_path / "file").write_text("")
+    result = run(tmp_path / "no-model", "--tasks", "agreement", "--out", tmp_path / "file")
+    assert result.exit_code == 2, result.output
+    assert "is a file; name a directory" in " ".join(result.stderr.split())
+
+
 @pytest.mark.parametrize("option", ["--json", "--csv", "--html"])
 def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(model, tmp_path, monkeypatch, option):
     ran = []

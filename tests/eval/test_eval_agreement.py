@@ -12,7 +12,9 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval import agreement
 from kvreclaim.eval.agreement import Agreement, Divergence, FullRows, places
 from kvreclaim.eval.passages import Passages
+from kvreclaim.eval.plan import TaskOptions
 from kvreclaim.eval.task import Answer
+from kvreclaim.eval.tasks import make_tasks
 from kvreclaim.eval.windows import RandomWindows, TextWindows
 
 NUM_TOKENS = 240
@@ -141,3 +143,15 @@ def test_a_text_too_short_or_missing_is_refused(llm, tmp_path):
 def test_one_observer_for_each_prompt(llm):
     with pytest.raises(InvalidArgumentError, match="observers has 1 entries for 2 prompts"):
         llm.score([[1, 2], [3, 4]], [[5], [6]], observers=[None])
+
+
+@pytest.mark.parametrize("task", ["agreement", "perplexity"])
+def test_a_text_of_unknown_words_is_refused(tmp_path, tiny_dir, task):
+    """Every token of it is the unknown one, and any policy agrees with the full cache on these."""
+    llm = LLM(tiny_dir("llama"), device="cpu", num_blocks=40)
+    tokenizer = llm.tokenizer
+    tokenizer.unk_token = tokenizer.convert_ids_to_tokens(tokenizer.encode("x")[-1])
+    (tmp_path / "text.txt").write_text("x" * 400)
+    options = TaskOptions(num_tokens=100, text=tmp_path / "text.txt")
+    with pytest.raises(InvalidArgumentError, match="does not know 100% of the words of the text"):
+        make_tasks([task], llm, options)

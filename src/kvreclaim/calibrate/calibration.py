@@ -59,13 +59,18 @@ def read_documents(
     if not documents:
         raise InvalidArgumentError(f"{named} is empty; pass coherent text.")
     tokens = [token for document in documents for token in document]
-    unknown = tokens.count(loaded.tokenizer.unk_token_id) / len(tokens)
+    check_known(tokens, loaded.tokenizer.unk_token_id, repr(loaded.facts.name), named)
+    return documents
+
+
+def check_known(tokens: Sequence[int], unknown_token: int | None, model: str, text: str) -> None:
+    """Refuse a text in another language than the model's. Raises: InvalidArgumentError."""
+    unknown = tokens.count(unknown_token) / max(1, len(tokens)) if unknown_token is not None else 0.0
     if unknown > MAX_UNKNOWN:
         raise InvalidArgumentError(
-            f"{loaded.facts.name!r} does not know {unknown:.0%} of the words of {named}; pass a text of "
-            "its own language with --text."
+            f"{model} does not know {unknown:.0%} of the words of {text}; pass a text of its own language "
+            "with --text."
         )
-    return documents
 
 
 def _text(path: str | os.PathLike[str] | None) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvreclaim.checks import require
 from kvreclaim.chunks import WHOLE
 from kvreclaim.cli import options as opt
 from kvreclaim.cli.bench_options import command_line
@@ -59,6 +60,12 @@ class EvalOutputs:
         for name in KINDS:
             if (path := getattr(self, name)) is not None:
                 check_writable(path, f"--{name}")
+        if self.out is not None:
+            require(
+                not self.out.exists() or self.out.is_dir(),
+                f"--out {str(self.out)!r} cannot be written; it is a file; name a directory.",
+            )
+            check_writable(self.out / "report.json", "--out")
 
     def of(self, kind: str) -> Iterator[Path]:
         """The file that was asked for, and one in --out."""

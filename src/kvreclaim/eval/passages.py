@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from kvreclaim.calibrate.calibration import check_known
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model.loader import Tokenizer
 
@@ -54,13 +55,16 @@ class Passages:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, text: str) -> Passages:
+        """Raises: InvalidArgumentError for a text that the tokenizer does not know."""
         begin = tokenizer.bos_token_id
         prefix = (begin,) if begin is not None and begin in tokenizer.encode("") else ()
-        return cls(tuple(tokenizer.encode(text, add_special_tokens=False)), prefix)
+        tokens = tuple(tokenizer.encode(text, add_special_tokens=False))
+        check_known(tokens, tokenizer.unk_token_id, "the model", "the text")
+        return cls(tokens, prefix)
 
     @classmethod
     def read(cls, tokenizer: Tokenizer, path: Path) -> Passages:
-        """Raises: InvalidArgumentError for a file that is missing or not UTF-8."""
+        """Raises: InvalidArgumentError for a file that is missing or not UTF-8, and what `of` raises."""
         try:
             return cls.of(tokenizer, path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
