@@ -20,6 +20,32 @@ BUDGETS = tuple(32 * each for each in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96
 """Steps of budget "auto"."""
 
 
+def parse_budget(given: object) -> int | float:
+    """A budget as an int, tokens, or as a float, a share up to 1. Texts are numbers, or per cent with %.
+
+    Raises: InvalidArgumentError.
+    """
+    try:
+        if isinstance(given, str):
+            text = given.strip()
+            number = float(text.removesuffix("%")) / 100 if text.endswith("%") else float(text)
+            is_share = text.endswith("%") or not text.lstrip("+-").isdecimal()
+        else:
+            number = float("nan") if isinstance(given, bool) else float(given)  # type: ignore[arg-type]
+            is_share = isinstance(given, float)
+    except (TypeError, ValueError, OverflowError):
+        number, is_share = float("nan"), False
+    if is_share and 0 < number <= 1:
+        return number
+    require(
+        1 <= number <= MAX_COUNT and number.is_integer(),
+        f"budget is {given!r}; it must be at least 1 token, at most {MAX_COUNT}, as in 2048, or a share of "
+        "the prompt's tokens above 0, up to 1, as in 0.2 or '20%'.",
+        "budget",
+    )
+    return int(number)
+
+
 @dataclass(frozen=True)
 class CompressionSettings:
     """The part of CompressionConfig that needs no torch.
@@ -38,8 +64,8 @@ class CompressionSettings:
     )
     budget: int = option(
         None,
-        "Tokens to keep per layer and KV head. auto, with --verify: as few as drafting allows. Default: "
-        f"{DEFAULT_BUDGET}.",
+        "Tokens to keep per layer and KV head, or a share of the prompt's: 0.2 or 20%. With --verify also "
+        f"auto, as few as drafting allows. Default: {DEFAULT_BUDGET}.",
         low=1,
         high=MAX_COUNT,
         unit=" tokens",
@@ -137,6 +163,9 @@ class CompressionSettings:
     )
     auto_budget: bool | None = field(default=None, kw_only=True)
     """Whether budget was "auto"; set by it."""
+    budget_share: float | None = field(default=None, kw_only=True)
+    """The budget as a share of the prompt's tokens; set by it. Until a prompt is known, the budget is then
+    MAX_COUNT."""
 
     @property
     def in_words(self) -> str:
@@ -152,11 +181,12 @@ class CompressionSettings:
         """The budget, or what chooses it, for people."""
         if self.max_loss is not None:
             return f"as many tokens as max_loss {self.max_loss:g} needs"
+        if self.budget_share is not None:
+            return f"{100 * self.budget_share:.4g}% of the prompt's tokens per KV head"
         return f"{self.budget:,} tokens per KV head"
 
     def __post_init__(self) -> None:
-        if self.budget is None:
-            object.__setattr__(self, "budget", DEFAULT_BUDGET if self.max_loss is None else MAX_COUNT)
+        self._read_budget()
         check_options(self)
         self._check_max_loss()
         always = self.sinks + self.recent
@@ -175,6 +205,18 @@ class CompressionSettings:
             "budget, or lower sinks or recent.",
         )
 
+    def _read_budget(self) -> None:
+        """A share becomes budget_share; any other budget takes its place."""
+        given = self.budget if self.budget in (None, AUTO) else parse_budget(self.budget)
+        if isinstance(given, float):
+            object.__setattr__(self, "budget_share", given)
+            given = MAX_COUNT
+        elif given != MAX_COUNT:
+            object.__setattr__(self, "budget_share", None)
+        if given is None:
+            given = DEFAULT_BUDGET if self.max_loss is None else MAX_COUNT
+        object.__setattr__(self, "budget", given)
+
     def _check_max_loss(self) -> None:
         if self.max_loss is None:
             require(
@@ -185,8 +227,9 @@ class CompressionSettings:
             )
             return
         require(
-            self.budget == MAX_COUNT,
-            f"budget is {self.budget!r} and max_loss {self.max_loss}, which chooses a budget; leave one out.",
+            self.budget == MAX_COUNT and self.budget_share is None,
+            f"budget is {self.budget_share or self.budget!r} and max_loss {self.max_loss}, which chooses a "
+            "budget; leave one out.",
             "max_loss",
         )
         for name in MEASURED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import re
 
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from kvreclaim import __version__, demo_model
 from kvreclaim.cli.main import app
+from kvreclaim.compression.registry import policy_names
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.engine.request.verify import Verify
 from kvreclaim.eval.chain import ChainTask
@@ -70,6 +72,36 @@ def test_generate_with_compression_reports_blocks_freed(example):
     metrics = {key.strip(): value.strip() for key, value in rows.items()}
     assert int(metrics["blocks_freed"]) > 0
     assert metrics["reclaim_efficiency"] == "1.00"
+
+
+def test_generate_as_json_has_rates_and_no_zeros(example):
+    options = ("--prompt", example[0], "--max-tokens", 60)
+    plain, result = run("generate", *DEMO, *options), run("generate", *DEMO, *options, "--json")
+    found = json.loads(result.stdout)
+    assert found["text"] + "\n" == plain.stdout
+    assert (found["finish_reason"], found["num_generated_tokens"]) == ("length", 60)
+    assert all(found.values())
+    assert "blocks_freed" not in found
+    assert found["tokens_per_s"] == pytest.approx(59 / (found["e2e_s"] - found["ttft_s"]))
+    rows = [line.strip("│ ").split("│")[1].strip() for line in plain.stderr.splitlines() if "│" in line]
+    assert not {"0", "0.000", "None", "False", "-"} & {*rows}
+
+
+def test_policies_are_listed():
+    head, *rows = (line.strip().split(maxsplit=3) for line in run("policies").stdout.splitlines())
+    assert head == ["policy", "calibration", "heads", "keeps"]
+    assert [row[0] for row in rows] == list(policy_names())
+    told = {row[0]: row[1:3] for row in rows}
+    assert told["knorm"] == ["no", "equal"]
+    assert told["query_mixture"] == ["yes", "equal"]
+    assert told["shares"] == ["yes", "unequal"]
+    assert all(len(row) == 4 for row in rows)
+
+
+def test_tasks_are_listed():
+    rows = [line.split(maxsplit=1) for line in run("tasks").stdout.splitlines()]
+    assert {"needles", "recall", "ruler[:TASK]", "gsm8k"} < {row[0] for row in rows}
+    assert all(len(row) == 2 for row in rows)
 
 
 def test_generate_verifies_what_a_compressed_cache_drafts(example, monkeypatch):

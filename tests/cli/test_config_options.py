@@ -126,12 +126,12 @@ def test_a_mistake_is_one_sentence() -> None:
         (
             generate,
             {"engine": EngineConfig, "params": SamplingParams},
-            {"calibrate", "prompt", "chat", "session", "compress_prompt_at"},
+            {"calibrate", "prompt", "chat", "session", "compress_prompt_at", "as_json"},
         ),
         (
             talk,
             {"engine": EngineConfig, "params": SamplingParams},
-            {"calibrate", "prompt", "system", "verbose"},
+            {"calibrate", "prompt", "message", "named", "system", "verbose"},
         ),
     ],
 )

@@ -58,10 +58,13 @@ def test_statistics_are_a_path_or_themselves(stats):
         ({"policy": None}, "is no name"),
         ({"mode": "per_layer"}, "mode is 'per_layer'; it must be one of union, per_head, per_layer_head"),
         ({"mode": ["union"]}, "mode is"),
-        ({"budget": 0}, "budget is 0; it must be an integer >= 1"),
-        ({"budget": 2048.0}, "budget is 2048.0"),
+        ({"budget": 0}, "budget is 0; it must be at least 1 token"),
+        ({"budget": 2048.5}, "budget is 2048.5"),
         ({"budget": True}, "budget is True"),
-        ({"budget": "2048"}, "budget is '2048'"),
+        ({"budget": "many"}, "budget is 'many'; it must be at least 1 token"),
+        ({"budget": "120%"}, "budget is '120%'"),
+        ({"budget": 0.0}, "budget is 0.0"),
+        ({"budget": 0.2, "max_loss": 0.1}, "budget is 0.2 and max_loss 0.1, which chooses a budget"),
         ({"budget": 132}, r"budget is 132 tokens, but sinks \+ recent = 132"),
         ({"interval": 0}, "interval is 0"),
         ({"sinks": -1}, "sinks is -1; it must be an integer >= 0"),
@@ -192,3 +195,20 @@ class TestEntryPoints:
 
     def test_do_not_take_over_a_built_in_name(self):
         assert make_policy("knorm").name == "knorm"
+
+
+@pytest.mark.parametrize("written", ["20%", "0.2", 0.2, " 20 % "])
+def test_a_share_is_of_the_prompt_in_whole_blocks(written: object) -> None:
+    config = CompressionConfig("knorm", written, sinks=2, recent=13)
+    assert config == CompressionConfig("knorm", 0.2, sinks=2, recent=13)
+    assert [config.for_prompt(n, 16).budget for n in (1, 159, 160, 1000, 1040)] == [16, 16, 32, 192, 208]
+    assert config.for_prompt(1000, 16) == replace(config, budget=192)
+    assert replace(config, recent=15).for_prompt(1, 16).budget == 32  # one token more than what is kept
+    assert replace(config, budget=300).for_prompt(1000, 16).budget == 300
+
+
+@pytest.mark.parametrize("written", [2048, "2048", 2048.0])
+def test_tokens_do_not_depend_on_the_prompt(written: object) -> None:
+    config = CompressionConfig("knorm", written)
+    assert config.budget == config.for_prompt(10, 16).budget == 2048
+    assert CompressionConfig("knorm", "100%").for_prompt(4096, 16).budget == 4096

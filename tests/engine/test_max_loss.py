@@ -210,3 +210,17 @@ class TestRefused:
     def test_in_another_kv_format(self, make_llm, stats) -> None:
         with pytest.raises(InvalidArgumentError, match="kv_cache_dtype is int8; leave kv_cache_dtype out"):
             make_llm(num_blocks=8, kv_cache_dtype="int8", compression=promising(stats))
+
+
+def test_a_share_of_the_prompt_is_a_budget_in_tokens(tiny_dir) -> None:
+    llm = LLM(tiny_dir("llama"), num_blocks=64, compression=CompressionConfig("knorm", "50%", 16, 2, 4))
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    for length, budget in ((100, 48), (200, 96), (10, 16)):
+        prompt = list(range(1, length + 1))
+        (got,) = llm.generate({"prompt_token_ids": prompt}, params)
+        (same,) = llm.generate(
+            {"prompt_token_ids": prompt}, params, CompressionConfig("knorm", budget, 16, 2, 4)
+        )
+        assert got.metrics.budget == budget
+        assert got.outputs[0].token_ids == same.outputs[0].token_ids
+        assert got.metrics.tokens_evicted == same.metrics.tokens_evicted

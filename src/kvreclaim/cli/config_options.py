@@ -147,7 +147,10 @@ def usage_errors() -> Iterator[None]:
 def numbers_in(flag: str, value: str, kind: type[int] | type[float]) -> list[int | float]:
     """Comma-separated numbers. Raises: InvalidArgumentError."""
     try:
-        return [kind(part) for part in names_in(value)]
+        return [
+            kind(part) if kind is int or not part.endswith("%") else float(part[:-1]) / 100
+            for part in names_in(value)
+        ]
     except ValueError as error:
         example = "1024,8192" if kind is int else "0.5,0.25"
         raise InvalidArgumentError(

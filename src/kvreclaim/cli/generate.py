@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -17,8 +18,6 @@ from kvreclaim.options import COMPRESSION
 from kvreclaim.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from kvreclaim import LLM, CompressionConfig
     from kvreclaim.engine.request.outputs import RequestMetrics, RequestOutput
 
@@ -69,6 +68,9 @@ def generate(
             rich_help_panel=COMPRESSION,
         ),
     ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object: text, finish reason and figures.")
+    ] = False,
     model: opt.ModelOption = None,
     dtype: opt.DType = "auto",
     device: opt.Device = "auto",
@@ -91,7 +93,7 @@ def generate(
             asked["prompt_token_ids"] = render_chat(llm.loaded, messages)
         if session is not None and session.exists():
             typer.echo(f"{llm.load_session(session).num_tokens} tokens are restored", err=True)
-        answered = _stream(llm, asked, params, chosen)
+        answered = _stream(llm, asked, params, chosen, as_json=as_json)
         if session is not None:
             kept = {"prompt_token_ids": answered, "compress_prompt_at": compress_prompt_at}
             config = None if compress_prompt_at is None else chosen
@@ -104,35 +106,53 @@ def _stream(
     prompt: dict[str, Any],
     params: SamplingParams,
     compression: CompressionConfig | None,
+    *,
+    as_json: bool,
 ) -> list[int]:
-    """Returns: the tokens of prompt and answer."""
-    from rich.console import Console
-
+    """Print the answer, as it comes or as one JSON object, and its figures. Returns: the tokens of prompt and
+    answer."""
     printed = 0
     last: RequestOutput | None = None
     for last in llm.stream(prompt, params, compression):
         if last.metrics.num_generated_tokens <= 1:
             typer.echo(llm.engine.kernels, err=True)
-        text = last.outputs[0].text
-        typer.echo(text[printed:], nl=False)
-        printed = len(text)
-    typer.echo()
+        if not as_json:
+            text = last.outputs[0].text
+            typer.echo(text[printed:], nl=False)
+            printed = len(text)
     assert last is not None, "a request yields at least one output"
+    if not as_json:
+        typer.echo()
     if last.error is not None:
         typer.echo(f"error: {last.error}", err=True)
         raise typer.Exit(1)
-    Console(stderr=True).print(_metrics_table(last.metrics, last.outputs[0].finish_reason))
-    return [*last.prompt_token_ids, *last.outputs[0].token_ids]
+    [answer] = last.outputs
+    figures = {"finish_reason": answer.finish_reason, **figures_of(last.metrics)}
+    if as_json:
+        typer.echo(json.dumps({"text": answer.text, **figures}, ensure_ascii=False))
+    else:
+        _print_table(figures)
+    return [*last.prompt_token_ids, *answer.token_ids]
 
 
-def _metrics_table(metrics: RequestMetrics, finish_reason: str | None) -> Table:
+def figures_of(metrics: RequestMetrics) -> dict[str, Any]:
+    """Rates and the figures of a request that are not 0 and that apply to it."""
+    found = {field.name: getattr(metrics, field.name) for field in fields(metrics)}
+    found["reclaim_efficiency"] = metrics.reclaim_efficiency
+    if metrics.ttft_s and metrics.queue_s is not None and metrics.ttft_s > metrics.queue_s:
+        computed = metrics.num_prompt_tokens - metrics.num_cached_tokens
+        found["prompt_tokens_per_s"] = computed / (metrics.ttft_s - metrics.queue_s)
+    if metrics.ttft_s and metrics.e2e_s and metrics.e2e_s > metrics.ttft_s:
+        found["tokens_per_s"] = (metrics.num_generated_tokens - 1) / (metrics.e2e_s - metrics.ttft_s)
+    return {name: value for name, value in found.items() if value}
+
+
+def _print_table(figures: dict[str, Any]) -> None:
+    from rich.console import Console
     from rich.table import Table
 
     table = Table(show_header=False)
-    table.add_row("finish_reason", str(finish_reason))
-    for field in fields(metrics):
-        value = getattr(metrics, field.name)
-        table.add_row(field.name, f"{value:.3f}" if isinstance(value, float) else str(value))
-    efficiency = metrics.reclaim_efficiency
-    table.add_row("reclaim_efficiency", "-" if efficiency is None else f"{efficiency:.2f}")
-    return table
+    for name, value in figures.items():
+        digits = 1 if name.endswith("per_s") else 2 if name == "reclaim_efficiency" else 3
+        table.add_row(name, f"{value:.{digits}f}" if isinstance(value, float) else str(value))
+    Console(stderr=True).print(table)

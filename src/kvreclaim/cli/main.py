@@ -28,6 +28,8 @@ COMMANDS = {
     "fetch": "fetch.fetch",
     "ls": "ls.ls",
     "rm": "rm.rm",
+    "policies": "policies.policies",
+    "tasks": "policies.tasks",
     "plan": "plan.plan",
     "simulate": "simulate.simulate",
     "demo": "demo.demo",

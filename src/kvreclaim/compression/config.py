@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Final
 
 from kvreclaim.checks import check_choice, require
@@ -41,6 +42,7 @@ class CompressionConfig(CompressionSettings):
                     keep unequal numbers, it is the average, rounded to blocks (footprint.budget_in_blocks);
                     RequestMetrics.budget is the one used. "auto" (with verify): starts with the smallest of
                     BUDGETS that fits, rises when a draft is rejected, falls after a while without rejections
+                    0.2 or "20%" is a share of the prompt's tokens (see for_prompt)
     max_loss:       instead of a budget: that of the loss curve in the statistics (see promised)
     content:        what the prompt is, one of CONTENTS; None: whichever needs the larger budget
     interval:       tokens over the budget at which the next compression runs
@@ -178,6 +180,18 @@ class CompressionConfig(CompressionSettings):
         found = replace(self, budget=budget, sinks=sinks, max_loss=None, content=None)
         return found if sinks == self.sinks else found._covering(self.sinks, block_size)
 
+    def for_prompt(self, num_tokens: int, block_size: int) -> CompressionConfig:
+        """The config with a share of the prompt's tokens as its budget, in whole blocks: at least one token
+        more than sinks, recent tokens and recalled pages take. Itself with a budget in tokens."""
+        if self.budget_share is None:
+            return self
+        sinks = min(self.sinks, settings_of(CompressionSettings)["sinks"].default)
+        recalled = 0 if self.recalled is None else self.recalled.slots(block_size)
+        least = blocks_for(sinks + self.recent + recalled + 1, block_size)
+        budget = max(int(Fraction(str(self.budget_share)) * num_tokens) // block_size, least) * block_size
+        found = replace(self, budget=budget, sinks=sinks)
+        return found if sinks == self.sinks else found._covering(self.sinks, block_size)
+
     def protecting(self, num_tokens: int, block_size: int) -> CompressionConfig:
         """The config for a prompt whose first num_tokens are system prompt and tools. Its sinks cover them,
         in whole blocks, up to half of what recent tokens and recalled pages leave of the budget.
@@ -207,7 +221,8 @@ class CompressionConfig(CompressionSettings):
 
     def in_blocks(self, block_size: int) -> CompressionConfig:
         """The config with its budget rounded to blocks of this size, if heads keep unequal numbers."""
-        if self.max_loss is not None or not self.make_policy().eviction_method.uneven:
+        unknown = self.max_loss is not None or self.budget_share is not None
+        if unknown or not self.make_policy().eviction_method.uneven:
             return self
         budget = budget_in_blocks(self.budget, block_size, self.sinks + self.recent)
         return self if budget == self.budget else replace(self, budget=budget)

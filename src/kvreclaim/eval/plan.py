@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvreclaim.checks import check_int, require
 from kvreclaim.chunks import WHOLE, chunk_reuse_of
-from kvreclaim.compression_settings import AUTO, FULL, CompressionSettings
+from kvreclaim.compression_settings import AUTO, FULL, CompressionSettings, parse_budget
 from kvreclaim.config import DENSE, format_names
 from kvreclaim.options import check_options, option, settings_of
 
@@ -159,7 +159,9 @@ class EvalPlan:
             make_method(method)
         for reuse in self.chunk_reuse:
             chunk_reuse_of(reuse)
-        object.__setattr__(self, "budgets", tuple(map(_budget, self.budgets)))
+        object.__setattr__(
+            self, "budgets", tuple(1.0 if budget == 1 else parse_budget(budget) for budget in self.budgets)
+        )
         require(
             len(set(map(type, self.budgets))) == 1,
             f"budgets are {', '.join(map(str, self.budgets))}; give shares (up to 1) or tokens (from 2), not "
@@ -228,16 +230,6 @@ class EvalPlan:
     def shared(self) -> dict[str, Any]:
         """Settings of every compression, by the names of CompressionConfig's fields; stats are extra."""
         return {name: getattr(self, name) for name in SHARED}
-
-
-def _budget(given: object) -> float:
-    """A share as a float, tokens as an int. Raises: InvalidArgumentError."""
-    number = float(given) if isinstance(given, (int, float)) and not isinstance(given, bool) else 0.0
-    require(
-        0 < number <= 1 or (number > 1 and number.is_integer()),
-        f"a budget is {given!r}; it must be a share above 0, up to 1, or a whole number of tokens.",
-    )
-    return number if number <= 1 else int(number)
 
 
 @dataclass(frozen=True, kw_only=True)

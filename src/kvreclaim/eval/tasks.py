@@ -44,18 +44,22 @@ TEXTS: Mapping[str, Callable[[], texts.Texts]] = MappingProxyType({"prose": text
 OWN = "own"
 NUM_SCORED = 512
 """Scored tokens of a window of a built-in text, where it has twice as many tokens."""
-ANY_MODEL = (
-    *(f"perplexity[:{name}]" for name in TEXTS),
-    *(f"agreement[:{name}]" for name in (*TEXTS, OWN)),
-    "jsonl:PATH",
-    "jsonl-exact:PATH",
-    "ruler[:TASK]",
-    "gsm8k",
-    "agent_recorded",
-    "bfcl[:CATEGORY]",
-    "ifeval",
-    "reasoning-gym:TASK",
+ANY_MODEL: Mapping[str, str] = MappingProxyType(
+    {
+        **{f"perplexity[:{name}]": f"perplexity of {name}" for name in TEXTS},
+        **{f"agreement[:{name}]": f"agreement with the full cache on {name}" for name in TEXTS},
+        f"agreement[:{OWN}]": "agreement with the full cache on the model's own continuations",
+        "jsonl:PATH": "questions of a JSONL file; an answer must contain the expected text",
+        "jsonl-exact:PATH": "questions of a JSONL file; an answer must equal the expected text",
+        "ruler[:TASK]": "RULER, all 13 tasks or one",
+        "gsm8k": "grade-school maths problems",
+        "agent_recorded": "recorded turns of agents with tools",
+        "bfcl[:CATEGORY]": "function calls of the Berkeley leaderboard",
+        "ifeval": "instructions that a program can check",
+        "reasoning-gym:TASK": "a task of reasoning-gym",
+    }
 )
+"""Tasks of models with any vocabulary, and what they measure."""
 JSONL_TOKENS = 256
 
 

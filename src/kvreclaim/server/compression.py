@@ -80,6 +80,11 @@ def check_limits(asked: CompressionConfig, own: CompressionConfig | None, limits
         "less.",
     )
     require(
+        most is None or asked.budget_share is None or asked.budget <= most,
+        f"budget is {asked.budget_share} of the prompt's tokens, but this server keeps {most} at most; ask "
+        f"for {most} or less.",
+    )
+    require(
         most is None or asked.budget <= most,
         f"budget is {asked.budget} tokens, but this server keeps {most} at most; ask for {most} or less.",
     )

@@ -122,7 +122,7 @@ def mirrors(config: type, names: Iterable[str]) -> Callable[[type[T]], type[T]]:
     return with_settings
 
 
-OWN_FIELDS = ("policy", "stats")
+OWN_FIELDS = ("policy", "stats", "budget")
 """Fields of CompressionSettings that a body declares itself, or that no client sets."""
 
 
@@ -131,6 +131,11 @@ class KVCompression(Fields):
     """CompressionConfig's fields, but for `stats`: clients name no files of the server."""
 
     policy: str | None = Field(None, min_length=1, max_length=MAX_POLICY_LENGTH)
+    budget: Annotated[
+        int | float | Annotated[str, Field(max_length=32)] | None,
+        Field(description=settings_of(CompressionSettings)["budget"].spec.help),
+        described('a number of tokens, a share of the prompt\'s tokens such as 0.2 or "20%", or "auto"'),
+    ] = None
     options: Annotated[dict[str, OptionValue], at_most(MAX_OPTIONS)] | None = None
 
 

@@ -97,12 +97,13 @@ class Compressors:
         return config
 
     def promised(self, config: CompressionConfig, num_tokens: int) -> CompressionConfig:
-        """The setting for a prompt of this length: with the budget of the loss curve in place of max_loss.
+        """The setting for a prompt of this length: with the budget of the loss curve in place of max_loss,
+        and in tokens where it is a share.
 
         Raises: InvalidArgumentError, StatsMismatchError.
         """
         if config.max_loss is None:
-            return config
+            return config.for_prompt(num_tokens, self._block_size)
         stats = self._checked(config)
         return self._promised(config.resolved(stats, repr(self._facts.name)), stats, num_tokens)
 

@@ -191,10 +191,11 @@ class ModelEngine:
         return self.compressors.resolved(config)
 
     def promised(self, spec: RequestSpec) -> RequestSpec:
-        """The request with its compression, or else this LLM's, at the budget that max_loss promises for its
-        prompt, or for what is compressed of it. Where everything must stay, compress_prompt_at has no use."""
+        """The request with its compression, or else this LLM's, at the budget that a share or max_loss gives
+        for its prompt, or for what is compressed of it. Where everything must stay, compress_prompt_at has no
+        use."""
         config, at = spec.compression or self.compression, spec.compress_prompt_at
-        if config is None or config.max_loss is None:
+        if config is None or (config.max_loss is None and config.budget_share is None):
             return spec if spec.compression is config else replace(spec, compression=config)
         refuse_unmeasured(config.max_loss, spec, REQUEST_MEASURED)
         if at is not None:

@@ -35,7 +35,7 @@ SUPPORTED = (
     "query_mixture, triattention, expected_attention, surrogate, kvzap, snapkv, tova, r_kv, knorm, keydiff, "
     "lagkv, random or streaming_llm, or shares(...) around one of them"
 )
-NOT_TAKEN = ("stats", "recall", "verify", "verify_tokens", "auto_budget", "policy_object")
+NOT_TAKEN = ("stats", "recall", "verify", "verify_tokens", "auto_budget", "budget_share", "policy_object")
 """Fields of CompressionConfig that are set elsewhere, or that vLLM's scheduler has no place for."""
 Look = Callable[[bool], str | None]
 """Finds the file of the model's statistics where none is named; whether one may be made."""
@@ -183,10 +183,10 @@ class Options:
     def of_prompt(
         self, settings: CompressionConfig | None, num_tokens: int, block_size: int
     ) -> CompressionConfig | None:
-        """Settings of a request with the budget that max_loss promises for its prompt; None: everything
+        """Settings of a request with the budget that a share, or max_loss, gives its prompt; None: everything
         stays. Raises: InvalidArgumentError."""
         if settings is None or settings.max_loss is None:
-            return settings
+            return settings and settings.for_prompt(num_tokens, block_size)
         curve = curve_in(self.stats, settings.max_loss)
         found = _unless_full(settings.promised(curve, num_tokens, block_size))
         require(
@@ -255,6 +255,7 @@ class Options:
 def as_plain(settings: CompressionConfig) -> dict[str, Any]:
     """JSON from which a request's settings are read as these."""
     own = {name: getattr(settings, name) for name in _FIELDS}
+    own["budget"] = settings.budget_share or settings.budget
     return own | {"mode": None if settings.mode is None else str(settings.mode)}
 
 
