@@ -32,7 +32,7 @@ def tasks() -> None:
     """List the tasks of `kvreclaim eval`: name and what they measure."""
     from kvreclaim.eval.tasks import ANY_MODEL, FORCED_TASKS, TEXT_TASKS
 
-    rows = [(name, first_sentence(task)) for name, task in (TEXT_TASKS | FORCED_TASKS).items()]
+    rows = [(name, first_sentence(task)) for name, task in {**TEXT_TASKS, **FORCED_TASKS}.items()]
     print_rows(("task", "measures"), [*rows, *ANY_MODEL.items()])
 
 

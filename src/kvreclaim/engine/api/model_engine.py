@@ -197,11 +197,15 @@ class ModelEngine:
         config, at = spec.compression or self.compression, spec.compress_prompt_at
         if config is None or (config.max_loss is None and config.budget_share is None):
             return spec if spec.compression is config else replace(spec, compression=config)
-        refuse_unmeasured(config.max_loss, spec, REQUEST_MEASURED)
+        length = len(spec.prompt_token_ids)
         if at is not None:
             check_int("compress_prompt_at", at, 1)
-            refuse_tail(config.max_loss, at, len(spec.prompt_token_ids), CONTINUED)
-        config = self.compressors.promised(config, len(spec.prompt_token_ids) if at is None else at)
+        if config.max_loss is None:
+            return replace(spec, compression=self.compressors.promised(config, at or length))
+        refuse_unmeasured(config.max_loss, spec, REQUEST_MEASURED)
+        if at is not None:
+            refuse_tail(config.max_loss, at, length, CONTINUED)
+        config = self.compressors.promised(config, at or length)
         return replace(spec, compression=config, compress_prompt_at=None if config.policy == FULL else at)
 
     def compressor(self, config: CompressionConfig) -> Compressor:
