@@ -26,7 +26,7 @@ NEEDED = {
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
-    "nemotron": {"head_dim": 128},
+    "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "ministral": {"head_dim": 128},
     "granitemoehybrid": {"layer_types": ["attention", "mamba"] * 16},

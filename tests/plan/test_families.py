@@ -54,6 +54,7 @@ SMALL = {
 OWN: dict[str, dict[str, Any]] = {
     **{kind: {"num_key_value_heads": 4} for kind in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")},
     **{kind: {"rotary_dim": 8} for kind in ("codegen", "gptj")},
+    "ministral3": {"max_position_embeddings": 262144},  # what its default rotation is for
     "helium": {"head_dim": 16},
     "bamba": {"attn_layer_indices": [1, 4]},
     "falcon_h1": {"mamba_d_ssm": 96},
