@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.refusals.batch_invariance import BATCH_INVARIANCE
 from kvreclaim.refusals.compression import COMPRESSION, IN_VLLM
 from kvreclaim.refusals.engine import ENGINE
 from kvreclaim.refusals.features import Feature, Refusal
@@ -16,7 +17,7 @@ from kvreclaim.refusals.prompts import PROMPTS
 
 __all__ = ["TABLE", "Feature", "refuse"]
 
-TABLE: tuple[Refusal, ...] = (*ENGINE, *COMPRESSION, *PROMPTS, *IN_VLLM)
+TABLE: tuple[Refusal, ...] = (*ENGINE, *BATCH_INVARIANCE, *COMPRESSION, *PROMPTS, *IN_VLLM)
 
 
 def refuse(on: Mapping[Feature, str]) -> None:

@@ -327,6 +327,12 @@ class EngineConfig:
         '\'{"method": "ngram", "num_speculative_tokens": 8}\'. The output does not change.',
         panel=SPECULATION,
     )
+    batch_invariant: bool = option(
+        False,
+        "Native kernels: compute every row in the same order of sums, so that a request's tokens and "
+        "log-probabilities are the same, to the bit, whatever else runs. Prompts take longer.",
+        panel=MODEL,
+    )
     enforce_eager: bool = option(False, "Use no CUDA graphs.", panel=MODEL)
     sparse_prefill: str = option(
         DENSE,
@@ -379,6 +385,7 @@ class EngineConfig:
             Feature.DISK: self.kv_offloading_disk_path,
             Feature.NO_PREFIX_CACHE: None if self.enable_prefix_caching else "False",
             Feature.DRAFTS: self.speculative_config,
+            Feature.BATCH_INVARIANT: "True" if self.batch_invariant else None,
         }
         return {feature: str(said) for feature, said in on.items() if said is not None}
 

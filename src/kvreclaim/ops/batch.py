@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -78,6 +78,14 @@ class AttentionBatch(Memo):
         """A batch of these sequences alone."""
         slots = tuple(self.sequences[i] for i in members)
         return AttentionBatch.build(slots, self.block_size, self.slot_mapping.device)
+
+    def runs(self, most: int) -> Iterator[SequenceSlots]:
+        """The sequences with at most so many rows each: longer ones as several, over the same blocks."""
+        for seq in self.sequences:
+            before = seq.seq_len - seq.query_len
+            for first in range(0, seq.query_len, most):
+                end = min(first + most, seq.query_len)
+                yield replace(seq, query_len=end - first, seq_len=before + end)
 
     def rows_of(self, members: list[int]) -> Tensor:
         """[t] int64: the rows of these sequences."""

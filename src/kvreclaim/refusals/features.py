@@ -50,6 +50,7 @@ class Feature(StrEnum):
     DISK = "kv_offloading_disk_path"
     NO_PREFIX_CACHE = "enable_prefix_caching=False"
     DRAFTS = "speculative_config"
+    BATCH_INVARIANT = "batch_invariant"
     ROTATED = "a rotated KV format"
     QUANTISED = "a quantised KV format"
     VLLM = "the vLLM plugin"

@@ -30,7 +30,7 @@ from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.ops.kv_cache import KVCache
-from kvreclaim.ops.native.linear import exact_rows, max_rows
+from kvreclaim.ops.native.linear import UNLIMITED, exact_rows, max_rows
 from kvreclaim.ops.streamed import StreamedLayers
 from kvreclaim.schedule import StepPlan
 
@@ -61,6 +61,7 @@ class ModelRunner:
     stream: where the cache lies in host memory: brings its layers to the device
     graphs: replays decode steps if there is one (on CUDA)
     extensions: see every observed step
+    is_batch_invariant: every row comes out as it would alone, to the bit
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class ModelRunner:
         *,
         graphs: DecodeGraphs | None = None,
         extensions: Extensions | None = None,
+        is_batch_invariant: bool = False,
     ) -> None:
         self.groups, self.layers = groups, groups.layers(cache, backend)
         self.model = loaded.model
@@ -92,6 +94,7 @@ class ModelRunner:
         self._has_windows = any(layer.softmax.window is not None for layer in groups.facts.layers)
         self.graphs = graphs
         self.extensions = Extensions() if extensions is None else extensions
+        self.is_batch_invariant = is_batch_invariant
         self._most_plain = max(MOST_PLAIN_ROWS, max_rows(loaded.model.dtype))
         self._dtype = loaded.facts.dtype
         self._is_narrow = loaded.model.dtype is not self._dtype
@@ -235,7 +238,7 @@ class ModelRunner:
             rows = want or range(end - 1, end)
             inputs.rows.append(np.arange(rows.start, rows.stop) - end + place)
             inputs.wanted.append(want)
-        inputs.num_exact = _num_exact(step, self._most_plain)
+        inputs.num_exact = UNLIMITED if self.is_batch_invariant else _num_exact(step, self._most_plain)
         return inputs
 
     def _replay(

@@ -108,7 +108,8 @@ def namespace_of(config: EngineConfig, loaded: LoadedModel, form: KVFormat, back
             "rope": _rope(loaded),
             "kv_format": form.fingerprint,
             "block_size": str(config.block_size),
-            "backend_layout": f"{backend} on {facts.device.type} {LAYOUT}",
+            "backend_layout": f"{backend} on {facts.device.type} {LAYOUT}"
+            + " batch-invariant" * config.batch_invariant,
         }
     )
 

@@ -79,13 +79,17 @@ def default_prefill(
     return method
 
 
-def chosen_backend(config: EngineConfig, groups: LayerGroups, form: KVFormat) -> Choice:
+def chosen_backend(config: EngineConfig, loaded: LoadedModel, groups: LayerGroups, form: KVFormat) -> Choice:
     """The kernels for this model, device and format. Raises: InvalidArgumentError."""
     facts = groups.facts
     choice = choose_backend(
         config.kernels, Need(facts.layers, config.block_size, facts.dtype, facts.device, form)
     )
     groups.check(choice, config)
+    if config.batch_invariant:
+        from kvreclaim.model.batch_invariance import check_batch_invariant
+
+        check_batch_invariant(loaded.model, loaded.name, choice.backend.NAME, loaded.modules)
     if facts.layers[0].softmax.key_scale is None:
         return choice
     from kvreclaim.ops.scaled_keys import scaled
@@ -226,7 +230,16 @@ def make_runner(
     has_graphs = stream is None and loaded.recurrent is None  # states have slots that change in each step
     graphs = decode_graphs(loaded.model, cache, backend, config) if has_graphs else None
     return ModelRunner(
-        loaded, groups, memory, cache, backend, signals, stream, graphs=graphs, extensions=extensions
+        loaded,
+        groups,
+        memory,
+        cache,
+        backend,
+        signals,
+        stream,
+        graphs=graphs,
+        extensions=extensions,
+        is_batch_invariant=config.batch_invariant,
     )
 
 

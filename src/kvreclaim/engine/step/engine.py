@@ -105,7 +105,7 @@ class Engine:
         self.features = engine_features(config, form, groups)
         refuse(self.features)
         prefill = default_prefill(config, groups, self.features)
-        choice = chosen_backend(config, groups, form)
+        choice = chosen_backend(config, loaded, groups, form)
         self.backend = backend = choice.backend
         self.totals = totals = EngineTotals()
         self.extensions = Extensions()

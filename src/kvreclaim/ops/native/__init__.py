@@ -5,7 +5,6 @@ from kvreclaim.ops.extension import force_isa as force_isa
 from kvreclaim.ops.extension import supported_isas as supported_isas
 from kvreclaim.ops.extension import torch_alone as torch_alone
 from kvreclaim.ops.extension import unavailable_reason as unavailable_reason
-from kvreclaim.ops.native.attention import EXACT_QUERIES as EXACT_QUERIES
 from kvreclaim.ops.native.attention import column_sums as column_sums
 from kvreclaim.ops.native.attention import paged_attention as paged_attention
 from kvreclaim.ops.native.scoring import mixture_scores as mixture_scores
@@ -21,5 +20,6 @@ from kvreclaim.ops.native.storage import plain_view as plain_view
 from kvreclaim.ops.native.storage import prepare_blocks as prepare_blocks
 from kvreclaim.ops.native.storage import unsupported_reason as unsupported_reason
 from kvreclaim.ops.native.storage import write_kv as write_kv
+from kvreclaim.ops.native.views import EXACT_QUERIES as EXACT_QUERIES
 
 NAME = "native"

@@ -8,11 +8,8 @@ from torch import Tensor
 from kvreclaim.ops.batch import AttentionBatch
 from kvreclaim.ops.extension import KERNELS, native
 from kvreclaim.ops.kv_cache import LayerCache
-from kvreclaim.ops.native.views import make_batch, make_layer
-
-EXACT_QUERIES = 33
-"""Rows of a sequence up to which each is, to the bit, what it would be alone, as a decode step's only row: a
-token and the drafts behind it. The kernels' bound. More are a prefill, which is computed in another order."""
+from kvreclaim.ops.native.linear import all_rows_are_exact
+from kvreclaim.ops.native.views import make_batch, make_layer, make_runs
 
 
 def paged_attention(q: Tensor, layer: LayerCache, batch: AttentionBatch) -> Tensor:
@@ -23,11 +20,12 @@ def paged_attention(q: Tensor, layer: LayerCache, batch: AttentionBatch) -> Tens
     integers instead: q and the weights rounded to 16 bits, see csrc/include/kvreclaim/integer_loops.h.
     Keys are cut at fixed slots and the parts merged, so that one long sequence uses all threads and a row
     depends neither on the rest of the batch nor on the number of threads, nor, up to EXACT_QUERIES rows of a
-    sequence, on the rows beside it.
+    sequence, on the rows beside it. Inside exact_rows() longer prompts are cut into runs of so many rows.
     """
     out = q.new_empty((q.shape[0], q.shape[1], layer.cache.shape.v_dim))
     place, softmax = layer.cached("native", make_layer)
-    KERNELS.paged_attention(q, out, *place, batch.cached("native", make_batch), *softmax)
+    view = batch.cached("runs", make_runs) if all_rows_are_exact() else batch.cached("native", make_batch)
+    KERNELS.paged_attention(q, out, *place, view, *softmax)
     return out
 
 

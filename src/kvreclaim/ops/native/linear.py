@@ -35,13 +35,19 @@ _leading: ContextVar[int] = ContextVar("leading", default=0)
 def exact_rows(num_leading: int = UNLIMITED) -> Iterator[None]:
     """Inside, the kernels take so many leading rows of every product, however many there are behind them, so
     that each is, to the bit, what it is alone: rows of decoding beside those of prompts, and rows that carry
-    drafts. For the thread that enters it.
+    drafts. Without a number all rows are, and attention computes the rows of a prompt as it does those of
+    decode steps. For the thread that enters it.
     """
     token = _leading.set(num_leading)
     try:
         yield
     finally:
         _leading.reset(token)
+
+
+def all_rows_are_exact() -> bool:
+    """Whether exact_rows() is in force without a number."""
+    return _leading.get() == UNLIMITED
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

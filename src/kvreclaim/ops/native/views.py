@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from kvreclaim.ops.batch import AttentionBatch
+from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.cells import CellBatch
 from kvreclaim.ops.extension import native
 from kvreclaim.ops.formats.hadamard import sign_tensor
@@ -12,6 +13,9 @@ from kvreclaim.ops.kv_cache import KVCache, LayerCache
 
 LAYOUTS = ("fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4", "turboquant4")
 """KV formats in the order of csrc's Format."""
+EXACT_QUERIES = 33
+"""Rows of a sequence up to which each is, to the bit, what it would be alone, as a decode step's only row: a
+token and the drafts behind it. The kernels' bound. More are a prefill, which is computed in another order."""
 
 
 def cache_view(cache: KVCache) -> Any:
@@ -47,7 +51,19 @@ def make_batch(batch: AttentionBatch) -> Any:
         return native().Batch.from_arrays(
             batch.block_size, given.block_table, given.query_starts, given.seq_lens, given.shifts
         )
+    return _view(batch, batch.sequences)
+
+
+def make_runs(batch: AttentionBatch) -> Any:
+    """For `cached`: the same with at most EXACT_QUERIES rows per sequence. Cells of single heads stay whole:
+    they are those of compressed caches."""
+    if isinstance(batch, CellBatch):
+        return batch.cached("native", make_batch)
+    return _view(batch, batch.runs(EXACT_QUERIES))
+
+
+def _view(batch: AttentionBatch, sequences: Iterable[SequenceSlots]) -> Any:
     view = native().Batch(batch.block_size)
-    for seq in batch.sequences:
+    for seq in sequences:
         view.add(seq.block_ids, seq.query_len, seq.seq_len, seq.shift, seq.slot_positions)
     return view
