@@ -1,8 +1,8 @@
 """Whether a model's rows can be computed independently of each other (ops.native.linear.exact_rows).
 
-torch's products choose their order of sums by the number of rows. Its activations (SiLU, GELU, the sigmoid) give
-elements at the end of a thread's share other last bits than its vector loop does. So every product, norm and
-activation has to be native. Gathers, and sums and products of single elements, are the same in any order.
+torch's products choose their order of sums by the number of rows. Its activations (SiLU, GELU, the sigmoid)
+give elements at the end of a thread's share other last bits than its vector loop does. So every product, norm
+and activation has to be native. Gathers, and sums and products of single elements, are the same in any order.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def check_batch_invariant(model: PreTrainedModel, name: str, attention: str, mod
         return
     raise InvalidArgumentError(
         f"batch_invariant is True, but a part of {name} runs on kernels whose rows depend on the batch "
-        f"(attention: {attention}; {modules}); run a model with Llama's layers in float32 or bfloat16 on a CPU "
-        "with kernels 'auto', or leave batch_invariant out.",
+        f"(attention: {attention}; {modules}); run a model with Llama's layers in float32 or bfloat16 on a "
+        "CPU with kernels 'auto', or leave batch_invariant out.",
         field="batch_invariant",
     )
 
