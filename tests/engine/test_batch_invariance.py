@@ -128,7 +128,7 @@ def test_what_depends_on_the_batch_is_refused(family, options, words, tiny_dir):
 
 def test_requests_that_compress_are_refused(make_llm):
     llm = make_llm(batch_invariant=True)
-    with pytest.raises(InvalidArgumentError, match="policy query_mixture chooses") as refusal:
+    with pytest.raises(InvalidArgumentError, match="policy query_mixture scores") as refusal:
         llm.generate(PROMPT, ASKED, small())
     assert refusal.value.field == "batch_invariant"
     (drafted,) = llm.generate(PROMPT, DRAWN, small(verify=True))

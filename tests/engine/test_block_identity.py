@@ -108,6 +108,7 @@ OPTIONS: dict[str, Same] = {
     "kv_offloading_eviction_policy": Same("lfu", beside=OFFLOAD),
     "kv_recall_size": Same(1 * MIB),
     "speculative_config": Same(DRAFTS),
+    "batch_invariant": Names(True, field="backend_layout"),
     "enforce_eager": Same(True),
     "sparse_prefill": Apart("pooled(alpha=0.5, first=0, block=32)"),
 }

@@ -29,7 +29,7 @@ BATCH_INVARIANCE = rows(
     (
         (F.BATCH_INVARIANT, F.EVICTS),
         "policy {evicts} scores several sequences at once, and the last bits depend on the batch; send "
-        " the request without compression, or start without batch_invariant",
+        "the request without compression, or start without batch_invariant",
     ),
     (
         (F.BATCH_INVARIANT, F.READS_SPARSELY),

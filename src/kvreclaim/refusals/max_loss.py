@@ -60,6 +60,7 @@ ENGINE_FREE = frozenset(
         "kv_offloading_eviction_policy",
         "kv_recall_size",
         "speculative_config",
+        "batch_invariant",  # excludes compression
         "enforce_eager",
     }
 )
