@@ -25,8 +25,7 @@ from rich.table import Table
 
 from kvreclaim.bench.common import Row, sheet
 from kvreclaim.bench.plans import ModelPlan
-from kvreclaim.bench.systems.base import CHUNK, random_prompts
-from kvreclaim.bench.systems.ours import BLOCK_SIZE
+from kvreclaim.bench.systems.base import BLOCK_SIZE, CHUNK, random_prompts
 from kvreclaim.cli.bench_options import Json, publish, ready, script
 from kvreclaim.cli.config_options import ConfigOptions
 from kvreclaim.engine.api.llm import LLM

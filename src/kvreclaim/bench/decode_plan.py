@@ -90,6 +90,10 @@ class DecodePlan(PeersPlan):
         )
 
     @property
+    def prompt_lengths(self) -> tuple[int, ...]:
+        return self.contexts
+
+    @property
     def names(self) -> tuple[str, ...]:
         """All systems, peers last."""
         ours = (

@@ -22,8 +22,8 @@ from rich.table import Table
 
 from kvreclaim.bench.common import Row, sheet
 from kvreclaim.bench.plans import MemoryPlan
+from kvreclaim.bench.systems.base import BLOCK_SIZE as OUR_BLOCK_SIZE
 from kvreclaim.bench.systems.base import CHUNK, random_prompts
-from kvreclaim.bench.systems.ours import BLOCK_SIZE as OUR_BLOCK_SIZE
 from kvreclaim.bench.systems.vllm_peer import BLOCK_SIZE as VLLM_BLOCK_SIZE
 from kvreclaim.bench.systems.vllm_peer import VllmProcess
 from kvreclaim.engine.api.llm import LLM

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvreclaim.bench.systems.base import SystemSetup
+from kvreclaim.bench.systems.base import BLOCK_SIZE, SystemSetup
 from kvreclaim.checks import check_choice, require
-from kvreclaim.compression_settings import AUTO
+from kvreclaim.compression_settings import AUTO, CompressionSettings, parse_budget
 from kvreclaim.options import check_options, option
+from kvreclaim.schedule.budget.footprint import share_in_blocks
 
 if TYPE_CHECKING:
     from kvreclaim.compression.config import CompressionConfig
@@ -30,6 +31,24 @@ DEMO = "demo"
 """The demo model, which is given documents of its own kind."""
 VERIFY_SYSTEMS = ("full", "lossy", "verify", "full-host", "verify-host")
 """Where the full cache lies: in the pool or on the host; lossy: there is none."""
+
+
+def budget_in_tokens(budget: object, lengths: tuple[int, ...]) -> int:
+    """The budget in tokens. lengths: of the benchmark's prompts; with one, the budget may be a share of it.
+
+    Raises: InvalidArgumentError.
+    """
+    given = parse_budget(budget)
+    if isinstance(given, int):
+        return given
+    require(
+        len(lengths) == 1,
+        f"budget is {budget!r}, a share of the prompt's tokens, but this benchmark's prompts do not have one "
+        "length; pass a number of tokens, or one context where there is --contexts.",
+        "budget",
+    )
+    plain = CompressionSettings()
+    return share_in_blocks(given, lengths[0], BLOCK_SIZE, plain.sinks + plain.recent)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +99,23 @@ class ModelPlan:
 class PolicyPlan(ModelPlan):
     """One with policies, all at one budget."""
 
-    budget: int = option(2048, "Tokens that the policies keep.", low=1, unit=" tokens")
+    budget: int = option(
+        2048,
+        "Tokens that the policies keep, or where all prompts have one length a share of it: 0.2 or 20%.",
+        low=1,
+        unit=" tokens",
+        typed_as=str,
+    )
     interval: int = option(128, "Tokens over the budget at which policies compress.", low=1, unit=" token")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "budget", budget_in_tokens(self.budget, self.prompt_lengths))
+        super().__post_init__()
+
+    @property
+    def prompt_lengths(self) -> tuple[int, ...]:
+        """Lengths of the prompts; none where they are drawn."""
+        return ()
 
     def policy(self, name: str) -> CompressionConfig | None:
         """None: "full", the full cache."""
@@ -115,6 +149,10 @@ class MemoryPlan(PeersPlan):
     @property
     def length(self) -> int:
         return self.prompt + self.output
+
+    @property
+    def prompt_lengths(self) -> tuple[int, ...]:
+        return (self.prompt,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +210,10 @@ class ServePlan(PolicyPlan):
             require(self.arrivals > 0, "--trace is given, but no request arrives; add --arrivals.")
             require(self.trace.is_file(), f"--trace is {str(self.trace)!r}, which is no file; name a CSV.")
 
+    @property
+    def prompt_lengths(self) -> tuple[int, ...]:
+        return (self.num_prompt,) if self.trace is None else ()
+
 
 @dataclass(frozen=True, kw_only=True)
 class VllmPlan(ModelPlan):
@@ -179,7 +221,7 @@ class VllmPlan(ModelPlan):
 
     cases: tuple[str, ...] = option(VLLM_CASES, "small, large, cost, serve, plenty; comma-separated.")
     policy: str = option("query_mixture", "Compression policy of the side with the plugin.")
-    budget: int = option(256, "Tokens that it keeps in cases serve and plenty.", low=1)
+    budget: int = option(256, "Tokens that it keeps in cases serve and plenty.", low=1, typed_as=str)
     interval: int = option(
         128, "Tokens over the budget at which the policy compresses.", low=1, unit=" token"
     )
@@ -205,6 +247,7 @@ class VllmPlan(ModelPlan):
     )
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "budget", budget_in_tokens(self.budget, ()))
         super().__post_init__()
         for name in self.cases:
             check_choice("--cases", name, VLLM_CASES)
@@ -233,7 +276,12 @@ class LosslessPlan:
     contexts: tuple[int, ...] = option((16384,), "Tokens of each prompt, comma-separated.")
     batches: tuple[int, ...] = option((1, 8), "Sequences at once, comma-separated.")
     policy: str = option("streaming_llm", "Compression policy, which drafts in verify mode.")
-    budget: int = option(1536, "Tokens that the policy keeps.", low=1)
+    budget: int = option(
+        1536,
+        "Tokens that the policy keeps, or a share of one context's: 0.2 or 20%.",
+        low=1,
+        typed_as=str,
+    )
     drafts: int = option(5, "Maximum number of drafts between two verifications.", low=1, high=64)
     tokens: int = option(96, "Tokens that each sequence generates.", low=2)
     rounds: int = option(3, "Timed rounds, of which medians are shown; 0: only compare answers.", low=0)
@@ -243,6 +291,7 @@ class LosslessPlan:
     )
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "budget", budget_in_tokens(self.budget, self.contexts))
         check_options(self)
         unknown = [name for name in self.systems if name not in VERIFY_SYSTEMS]
         require(not unknown, f"systems holds {unknown!r}; they are {', '.join(map(repr, VERIFY_SYSTEMS))}.")

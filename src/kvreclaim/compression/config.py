@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from typing import Final
 
 from kvreclaim.checks import check_choice, require
@@ -21,7 +20,7 @@ from kvreclaim.compression_settings import AUTO, FULL, CompressionSettings
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.options import settings_of
-from kvreclaim.schedule.budget.footprint import Footprint, budget_in_blocks
+from kvreclaim.schedule.budget.footprint import Footprint, budget_in_blocks, share_in_blocks, sinks_in_blocks
 from kvreclaim.schedule.budget.recall import Recall
 
 logger = logging.getLogger(__name__)
@@ -187,8 +186,8 @@ class CompressionConfig(CompressionSettings):
             return self
         sinks = min(self.sinks, settings_of(CompressionSettings)["sinks"].default)
         recalled = 0 if self.recalled is None else self.recalled.slots(block_size)
-        least = blocks_for(sinks + self.recent + recalled + 1, block_size)
-        budget = max(int(Fraction(str(self.budget_share)) * num_tokens) // block_size, least) * block_size
+        always = sinks + self.recent + recalled
+        budget = share_in_blocks(self.budget_share, num_tokens, block_size, always)
         found = replace(self, budget=budget, sinks=sinks)
         return found if sinks == self.sinks else found._covering(self.sinks, block_size)
 
@@ -204,8 +203,7 @@ class CompressionConfig(CompressionSettings):
 
     def _covering(self, num_tokens: int, block_size: int) -> CompressionConfig:
         recalled = 0 if self.recalled is None else self.recalled.slots(block_size)
-        most = (self.budget - self.recent - recalled) // 2 // block_size
-        sinks = min(blocks_for(num_tokens, block_size), most) * block_size
+        sinks = sinks_in_blocks(num_tokens, self.budget - self.recent - recalled, block_size)
         if max(sinks, self.sinks) < num_tokens:
             text = (
                 "%d of %d tokens of system prompt and tools are protected; more are over half of the budget"

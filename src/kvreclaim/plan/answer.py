@@ -8,7 +8,7 @@ from pathlib import Path
 from kvreclaim.checks import require
 from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.spec.grammar import Spec, Value, parse_spec
-from kvreclaim.compression.spec.traits import footprint
+from kvreclaim.compression.spec.traits import footprint, for_prompt, is_share
 from kvreclaim.kv_bytes import kv_bytes
 from kvreclaim.plan.configs import load_shape
 from kvreclaim.plan.demand import Cache
@@ -25,6 +25,8 @@ def plan(model: str | Path, asked: PlanRequest) -> PlanReport:
     if (promise := asked.promise(asked.compression)) is not None:
         found = promise.compression(asked.context or asked.prefix + asked.own, asked.block_size)
         asked = replace(asked, compression=found, max_loss=None, content=None, stats=None)
+    elif asked.compression is not None and is_share(asked.compression):
+        asked = replace(asked, compression=_in_tokens(asked, asked.compression))
     auto = asked.kv_cache_dtype == "auto"
     form = kv_bytes(asked.kv_cache_dtype, dtype_of(shape) if auto else "bf16")
     cache = Cache(shape, form, _footprint(asked))
@@ -57,6 +59,18 @@ def _footprint(asked: PlanRequest) -> Footprint:
     if asked.compression is None:
         return Footprint(block_size=size, max_chunk=chunk)
     return footprint(asked.compression, block_size=size, max_chunk=chunk)
+
+
+def _in_tokens(asked: PlanRequest, compression: str) -> str:
+    """The compression with a share of the plan's one length as a number of tokens. Raises:
+    InvalidArgumentError where it has another number of lengths."""
+    require(
+        asked.trace is None and (asked.context is None) != (asked.sequences is None),
+        f"compression is {compression!r}, whose budget is a share of each prompt, and a plan has one budget; "
+        "pass --context or --sequences, or a number of tokens, and for a trace use `kvreclaim simulate`.",
+        "compression",
+    )
+    return for_prompt(compression, asked.context or asked.prefix + asked.own, asked.block_size)
 
 
 def check_fits(cache: Cache, compression: str | None) -> None:

@@ -33,7 +33,8 @@ class PlanRequest(PromiseOptions):
     kv_cache_dtype: str = option("auto", "KV cache format, as for `kvreclaim serve`.", panel=SEQUENCES)
     compression: str | None = option(
         None,
-        "Policy and budget, such as triattention:budget=512,interval=128. Default: no compression.",
+        "Policy and budget, such as triattention:budget=512,interval=128, or :budget=20% of the length. "
+        "Default: no compression.",
         panel=SEQUENCES,
     )
     block_size: int = option(16, "Tokens per block.", low=1, panel=SEQUENCES)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
 from kvreclaim.checks import require
-from kvreclaim.compression.spec.promise import PromiseOptions
-from kvreclaim.compression.spec.traits import footprint
+from kvreclaim.compression.spec.promise import PromiseOptions, footprint_of_prompt
+from kvreclaim.compression.spec.traits import footprint, is_share
 from kvreclaim.kv_bytes import KVBytes, kv_bytes
 from kvreclaim.memory.groups.state_slots import StateSlots
 from kvreclaim.options import check_options, option
@@ -146,7 +147,9 @@ class Serving(PromiseOptions):
         None, "Maximum length of a sequence. Default: the model's limit.", low=1
     )
     compression: str | None = option(
-        None, "Compression of every request, such as triattention:budget=1024,interval=128. Default: none."
+        None,
+        "Compression of every request, such as triattention:budget=1024,interval=128, or :budget=20% of each "
+        "prompt. Default: none.",
     )
     spread_compression: bool = option(True, "Compress requests that arrive together at different steps.")
     enable_prefix_caching: bool = option(True, "Share the blocks of equal prefixes.")
@@ -200,11 +203,20 @@ class Serving(PromiseOptions):
         )
 
     def footprint(self) -> Footprint:
-        """The footprint of every request, the largest under max_loss."""
+        """The footprint of every request, the largest under max_loss, or with a share of the prompt."""
         size, chunk = self.block_size, self.max_num_batched_tokens
         if self.compression is None:
             return Footprint(block_size=size, max_chunk=chunk)
         return footprint(self.compression, block_size=size, max_chunk=chunk)
+
+    def by_prompt(self) -> Callable[[int], Footprint] | None:
+        """Footprints by the length of the prompt, with max_loss or a share; None: all have one."""
+        lengths = {"block_size": self.block_size, "max_chunk": self.max_num_batched_tokens}
+        if (promise := self.promise(self.compression)) is not None:
+            return partial(promise.footprint, **lengths)
+        if self.compression is None or not is_share(self.compression):
+            return None
+        return partial(footprint_of_prompt, self.compression, **lengths)
 
     def seats(self) -> Seats:
         """What takes slots of recurrent layers, as the engine counts them."""
@@ -219,7 +231,7 @@ class Serving(PromiseOptions):
     def settings(self, machine: ReplicaOptions, cost: Linear) -> Settings:
         """The settings of each replica."""
         per_block, footprint = machine.bytes_per_block(self.block_size), self.footprint()
-        promise = self.promise(self.compression)
+        by_prompt = self.by_prompt()
         num_blocks, num_seqs, states = machine.pool(footprint, self.seats())
         longest, limit = self.max_model_len, load_shape(machine.model).max_position
         require(
@@ -262,7 +274,7 @@ class Serving(PromiseOptions):
             bytes_per_block=per_block,
             rates=machine.rates(self.block_size, cost),
             spread=self.spread_compression,
-            promise=promise,
+            by_prompt=by_prompt,
             states=states,
         )
 

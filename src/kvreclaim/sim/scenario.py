@@ -110,8 +110,13 @@ class Scenario:
         if not records or self.trace.span_s <= 0:
             return 0.0
         chunk = settings.max_num_batched_tokens
-        kept = settings.footprint.most_tokens
-        held = fmean(min(r.num_prompt + r.num_output / 2, kept or float("inf")) for r in records)
+        held = fmean(
+            min(
+                r.num_prompt + r.num_output / 2,
+                settings.footprint_of(r.num_prompt).most_tokens or float("inf"),
+            )
+            for r in records
+        )
         seats = max(1.0, min(settings.max_num_seqs, settings.num_blocks * settings.block_size / held))
         decode = self.cost.step_s(
             StepLoad(round(seats), round(seats), round(seats * held), 0.0, round(seats))

@@ -45,8 +45,9 @@ class Search:
             )
         if axis == "budget":
             require(
-                scenario.settings.footprint.bounded,
-                "--search budget needs a policy with a budget: add --compression triattention:budget=1024.",
+                scenario.settings.footprint.bounded and scenario.settings.by_prompt is None,
+                "--search budget needs a policy with a budget in tokens: add --compression "
+                "triattention:budget=1024.",
                 "compression",
             )
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
 from kvreclaim.checks import check_int, require
-from kvreclaim.compression.spec.promise import Promise
 from kvreclaim.memory.eviction import DEFAULT_ORDER
 from kvreclaim.memory.groups.state_slots import StateSlots
 from kvreclaim.memory.kv_memory import KVMemory
@@ -26,7 +26,7 @@ class Settings:
     """One engine, all replicas alike. As in EngineConfig, and:
 
     footprint:       of every request; its block_size and max_chunk are set here
-    promise:         budgets by the length of the prompt, in its place
+    by_prompt:       a request's footprint by the length of its prompt, instead of footprint
     bytes_per_block: moved when a block goes to the host or comes back
     max_model_len:   that no sequence exceeds; None: whatever the pool can hold
     host_blocks:     0: nothing lies below the pool
@@ -54,7 +54,7 @@ class Settings:
     leaps: bool = True
     extents: bool = True
     spread: bool = False
-    promise: Promise | None = None
+    by_prompt: Callable[[int], Footprint] | None = None
     states: StateSlots | None = None
 
     def __post_init__(self) -> None:
@@ -78,14 +78,12 @@ class Settings:
 
     def footprint_of(self, num_prompt: int) -> Footprint:
         """The footprint of a request with a prompt of this length."""
-        if self.promise is None:
-            return self.footprint
-        return self.promise.footprint(num_prompt, self.block_size, self.max_num_batched_tokens)
+        return self.footprint if self.by_prompt is None else self.by_prompt(num_prompt)
 
     @property
     def evicts(self) -> bool:
         """Whether any request may be compressed."""
-        return self.promise is not None or self.footprint.eviction_method.evicts
+        return self.by_prompt is not None or self.footprint.eviction_method.evicts
 
     @property
     def counts_in_extents(self) -> bool:

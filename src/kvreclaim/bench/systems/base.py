@@ -18,6 +18,8 @@ OURS = "kvreclaim-"
 """Prefix of our systems' names; `full` or a policy follows."""
 NAMES = ("kvreclaim-full", "kvreclaim-query_mixture", "kvreclaim-triattention")
 """The systems that are measured where none is named."""
+BLOCK_SIZE = 16
+"""Tokens per block of our engine."""
 CHUNK = 2048
 """Tokens of one prefill step, the same in every system that lets it be set."""
 

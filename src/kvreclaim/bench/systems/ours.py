@@ -12,7 +12,16 @@ from unittest.mock import patch
 
 import torch
 
-from kvreclaim.bench.systems.base import CHUNK, Point, Session, SkipPoint, Slice, System, SystemSetup
+from kvreclaim.bench.systems.base import (
+    BLOCK_SIZE,
+    CHUNK,
+    Point,
+    Session,
+    SkipPoint,
+    Slice,
+    System,
+    SystemSetup,
+)
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.engine.request.request import Request
@@ -21,7 +30,6 @@ from kvreclaim.model.attention import Narrowed
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.sampling_params import SamplingParams
 
-BLOCK_SIZE = 16
 PROMPT_STEPS = 1 << 20
 
 

@@ -6,13 +6,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from kvreclaim.checks import require
-from kvreclaim.compression.spec.traits import footprint
+from kvreclaim.compression.spec.traits import footprint, for_prompt
 from kvreclaim.compression_settings import CONTENTS
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.options import option
 from kvreclaim.schedule.budget.footprint import Footprint
 
-cached_footprint = lru_cache(maxsize=64)(footprint)
+cached_footprint = lru_cache(maxsize=1024)(footprint)
+
+
+def footprint_of_prompt(text: str, num_prompt: int, *, block_size: int, max_chunk: int) -> Footprint:
+    """The footprint of a prompt of this length, of which the text's budget is a share."""
+    in_tokens = for_prompt(text, num_prompt, block_size)
+    return cached_footprint(in_tokens, block_size=block_size, max_chunk=max_chunk)
 
 
 @dataclass(frozen=True, slots=True)

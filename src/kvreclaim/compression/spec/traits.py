@@ -2,6 +2,7 @@
 
     query_mixture                          the defaults
     triattention:budget=512,interval=128   a policy, then settings of the budget
+    snapkv:budget=20%                      a share of the prompt's tokens
     ada_kv(snapkv, alpha=0.1):budget=1024  policies as they are written everywhere (grammar.py)
 
 What the built-in policies do to memory stands in policies.json, generated from their classes.
@@ -20,11 +21,17 @@ from typing import Any
 from kvreclaim.checks import require
 from kvreclaim.compression.spec.arguments import WRAPPED, named_arguments, refuse_unknown, wrapped
 from kvreclaim.compression.spec.grammar import Spec, Value, parse_spec
-from kvreclaim.compression_settings import AUTO, CompressionSettings
+from kvreclaim.compression_settings import AUTO, CompressionSettings, parse_budget
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.options import settings_of
 from kvreclaim.schedule.budget.check import check_blocks
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
-from kvreclaim.schedule.budget.footprint import Footprint, budget_in_blocks
+from kvreclaim.schedule.budget.footprint import (
+    Footprint,
+    budget_in_blocks,
+    share_in_blocks,
+    sinks_in_blocks,
+)
 
 
 class Trait(StrEnum):
@@ -60,8 +67,30 @@ def traits(policy: str) -> Footprint:
     return _traits(parse_spec(policy))
 
 
+def is_share(text: str) -> bool:
+    """Whether the budget is a share of the prompt's tokens. Raises: InvalidArgumentError."""
+    return _split(text)[1].budget_share is not None
+
+
+def for_prompt(text: str, num_prompt: int, block_size: int) -> str:
+    """The text with a share of the prompt's tokens as a number of tokens, as CompressionConfig.for_prompt has
+    it. Itself with a budget in tokens. Raises: InvalidArgumentError."""
+    policy, settings = _split(text)
+    if settings.budget_share is None:
+        return text
+    defaults = {name: settings_of(CompressionSettings)[name].default for name in SETTINGS}
+    sinks, recent = min(settings.sinks, defaults["sinks"]), settings.recent
+    budget = share_in_blocks(settings.budget_share, num_prompt, block_size, sinks + recent)
+    if sinks < settings.sinks:
+        sinks = max(sinks, sinks_in_blocks(settings.sinks, budget - recent, block_size))
+    found = {"budget": budget, "interval": settings.interval, "sinks": sinks, "recent": recent}
+    named = [f"{name}={n}" for name, n in found.items() if name == "budget" or n != defaults[name]]
+    return f"{policy}:{','.join(named)}"
+
+
 def footprint(text: str, *, block_size: int = 16, max_chunk: int = 2048) -> Footprint:
-    """The footprint of `policy[:setting=value,…]`. Raises: InvalidArgumentError."""
+    """The footprint of `policy[:setting=value,…]`; with a share as its budget, that of a prompt that is not
+    known. Raises: InvalidArgumentError."""
     policy, settings = _split(text)
     lengths = {name: getattr(settings, name) for name in SETTINGS}
     found = replace(traits(policy), block_size=block_size, max_chunk=max_chunk, **lengths)
@@ -85,6 +114,9 @@ def _split(text: str) -> tuple[str, CompressionSettings]:
                 f"{text!r} has the setting {part!r}; after the colon write {', '.join(SETTINGS)}, each with "
                 "=tokens, as in 'triattention:budget=512,interval=128'."
             )
+        if name == "budget":
+            settings[name] = parse_budget(value)
+            continue
         require(value.isdecimal(), f"{text!r}: {name} is {value!r}; it must be a number of tokens.")
         settings[name] = int(value)
     return policy, CompressionSettings(**settings)

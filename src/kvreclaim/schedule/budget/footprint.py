@@ -11,6 +11,7 @@ all generated tokens. A policy that reads sparsely has none; its prompts are cut
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.windows.window import Window
@@ -27,6 +28,18 @@ def budget_in_blocks(budget: int, block_size: int, protected: int) -> int:
     rounds down) that leaves a place beside the protected tokens."""
     nearest = (budget + (block_size - 1) // 2) // block_size * block_size
     return max(nearest, (protected // block_size + 1) * block_size)
+
+
+def share_in_blocks(share: float, num_prompt: int, block_size: int, always: int) -> int:
+    """The budget of a share of the prompt's tokens, in whole blocks: at least one token more than always
+    stay."""
+    blocks = int(Fraction(str(share)) * num_prompt) // block_size
+    return max(blocks, blocks_for(always + 1, block_size)) * block_size
+
+
+def sinks_in_blocks(num_tokens: int, room: int, block_size: int) -> int:
+    """Sinks that cover these first tokens, in whole blocks, up to half of the room."""
+    return min(blocks_for(num_tokens, block_size), room // 2 // block_size) * block_size
 
 
 @dataclass(frozen=True, slots=True)
