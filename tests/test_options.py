@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.compression_settings import CompressionSettings
+from kvreclaim.compression_settings import CompressionSettings, parse_budget
 from kvreclaim.config import EngineConfig
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.options import Setting, settings_of
@@ -59,6 +59,10 @@ def test_a_setting_stays_within_what_its_declaration_says(config: type, setting:
         assert getattr(make(config, setting, spec.low), name) == spec.low
         below = spec.low - 1
         sentence = f"{name} is {below}; it must be an integer >= {spec.low}{spec.unit}."
+        if name == "budget":  # tokens or a share, by a parser of its own
+            with pytest.raises(InvalidArgumentError) as caught:
+                parse_budget(below)
+            sentence = str(caught.value)
         assert refused(config, setting, below) == sentence
         assert name in refused(config, setting, True)
     elif setting.type is float:
@@ -81,7 +85,8 @@ def test_a_number_has_a_declaration(config: type) -> None:
 def test_a_config_has_the_settings_that_are_known_without_torch() -> None:
     """CompressionConfig adds what needs policies: statistics as an object, the policy's own options."""
     known = {f.name for f in dataclasses.fields(CompressionConfig)}
-    assert known == {*settings_of(CompressionSettings), "options", "auto_budget", "policy_object"}
+    derived = ("auto_budget", "budget_share")
+    assert known == {*settings_of(CompressionSettings), "options", "policy_object", *derived}
     assert set(settings_of(CompressionConfig)) == {*settings_of(CompressionSettings)} - {"stats"}
 
 
