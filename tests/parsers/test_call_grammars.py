@@ -199,7 +199,7 @@ def test_whatever_is_allowed_is_read_as_calls_by_their_schemas(words: Vocabulary
             reasoning = "harmony" if form == "harmony" else span and "think"
             end = "<think>" if span is not None and span.begun else ""
             splitter = Splitter(form, reasoning, tools=SCHEMAS, prompt_end=end)
-            found = merged(splitter.take(text, last=True))
+            found = merged(splitter.take(text, last=True), cut_as_text=True)
             calls = [each for each in found if isinstance(each, ToolCall)]
             for call in calls:
                 assert jsonschema_rs.is_valid(SCHEMAS[call.name], json.loads(call.arguments)), (call, text)

@@ -240,8 +240,54 @@ def test_published_examples_cut_anywhere(name: str, text: str, expected: list[Pi
 
 @pytest.mark.parametrize(("name", "text"), BROKEN)
 def test_what_is_no_call_is_text_to_the_last_character(name: str, text: str) -> None:
-    assert merged(pieces(name, [text])) == [Text(text)]
-    assert merged(pieces(name, list(text))) == [Text(text)]
+    assert merged(pieces(name, [text]), cut_as_text=True) == [Text(text)]
+    assert merged(pieces(name, list(text)), cut_as_text=True) == [Text(text)]
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), EXAMPLES)
+def test_an_output_that_ends_within_a_call_has_it_so_far(name: str, text: str, expected: list[Piece]) -> None:
+    """Nothing of it is text; its arguments are the beginning of those of the whole output."""
+    calls = [part for part in expected if isinstance(part, ToolCall)]
+    for place in range(len(text)):
+        found = pieces(name, list(text[:place]))
+        whole = merged(found)
+        assert whole == merged(pieces(name, [text[:place]]))
+        begun = [part for part in whole if isinstance(part, ToolCall)]
+        for call, complete in zip(begun, calls, strict=False):
+            assert call.name == complete.name
+            if name == "harmony" and call.arguments == "{}":  # no arguments, as no marker is shown
+                continue
+            assert complete.arguments.startswith(call.arguments) if call.is_cut else call == complete
+        assert [call.is_cut for call in begun[:-1]] == [False] * (len(begun) - 1)
+        if begun and begun[-1].is_cut:
+            assert whole[-1] is begun[-1]
+            assert isinstance(found[-1], CallEnd)
+            streamed = [piece.text for piece in found if isinstance(piece, Arguments)]
+            assert "".join(streamed) == "".join(call.arguments for call in begun)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "arguments"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "half', '{"x": "half'),
+        ("harmony", "<|channel|>commentary to=functions.f<|message|>{", "{"),
+        ("glm45", "<tool_call>f\n<arg_key>ci", ""),
+        ("glm45", "<tool_call>get_weather\n<arg_key>options</arg_key><arg_value>[1, ", '{"options": [1,'),
+        ("glm45", "<tool_call>get_weather\n<arg_key>days</arg_key><arg_value>so</arg", '{"days": "so"'),
+        ("qwen3_coder", "<function=get_weather><parameter=city>\nBe\n</param", '{"city": "Be'),
+        ("qwen3_coder", "<function=get_weather><parameter=city>\nB\n</parameter>\n</func", '{"city": "B"'),
+    ],
+)
+def test_arguments_so_far(name: str, text: str, arguments: str) -> None:
+    (call,) = merged(pieces(name, [text]))
+    assert isinstance(call, ToolCall)
+    assert (call.arguments, call.is_cut) == (arguments, True)
+
+
+@pytest.mark.parametrize("rest", ["<parameter oops>1</parameter>", "</function> and more", "no parameter"])
+def test_no_tag_of_the_call_at_the_end_is_text(rest: str) -> None:
+    text = f"<tool_call>\n<function=f>\n{rest}"
+    assert merged(pieces("qwen3_coder", [text])) == [Text(text)]
 
 
 NUMBERS = '{"x": 1e999, "y":[-1E+999, 1.50]}'
@@ -488,8 +534,9 @@ def test_random_outputs_are_the_same_whatever_the_cuts_and_lose_nothing() -> Non
             chunks = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
             whole = merged(pieces(name, [text]))
             assert merged(pieces(name, chunks)) == whole, (name, text, cuts)
-            said = "".join(piece.text for piece in whole if isinstance(piece, Text | Reasoning))
-            if name != "harmony" and not any(isinstance(piece, ToolCall) for piece in whole):
+            texts_of = merged(pieces(name, chunks), cut_as_text=True)
+            said = "".join(piece.text for piece in texts_of if isinstance(piece, Text | Reasoning))
+            if name != "harmony" and not any(isinstance(piece, ToolCall) for piece in texts_of):
                 assert squeezed(said) == squeezed(text), (name, text)
 
 

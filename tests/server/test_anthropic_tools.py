@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import anthropic
+import jiter
 import pytest
 from pydantic_core import to_json
 from running import MODEL, running_server
-from speaking import CALL, save_speaker, saying
+from speaking import CALL, MISTRAL_CALL, save_speaker, saying
 
 from kvreclaim import LLM
 from kvreclaim.parsers.pieces import Arguments, CallBegin, CallEnd
@@ -77,7 +78,7 @@ def test_text_and_a_call_in_a_stream(client: anthropic.Anthropic):
     assert json.loads(deltas[-1].partial_json) == {"city": "Bern"}
 
 
-def test_a_call_that_was_cut_off_is_text(client: anthropic.Anthropic):
+def test_a_call_that_was_cut_off_before_its_arguments_is_text(client: anthropic.Anthropic):
     message = client.messages.create(**asked(*CALL, max_tokens=2))
     assert [(block.type, block.text) for block in message.content] == [("text", " ".join(CALL[:2]))]
     assert message.stop_reason == "max_tokens"
@@ -144,6 +145,49 @@ def test_inputs_of_the_conversation_that_clients_write(
     whole = usage.input_tokens + usage.cache_read_input_tokens
     prompt = f" w20 w21 {written} w30"
     assert whole == len(speaker.tokenizer.encode(prompt, add_special_tokens=False))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        '{"city": "Be',
+        '{"a": [1, {"b": "c", "d": "e',
+        '{"a": -1',
+        '{"a": "x", "b": tr',
+        '{"a": "x", "b"',
+        '{"a": "\\u12',
+    ],
+)
+def test_a_call_that_was_cut_off_has_the_input_that_clients_read_from_a_stream(text: str):
+    wanted = jiter.from_json(text.encode(), partial_mode=True) if text else {}
+    pieces = [CallBegin("f"), Arguments(text), CallEnd("", is_cut=True)]
+    (block,) = content_blocks(pieces)
+    assert (block["type"], block["name"], block["input"]) == ("tool_use", "f", wanted)
+
+
+def test_a_cut_call_with_a_number_that_no_float_holds():
+    (block,) = content_blocks([CallBegin("f"), Arguments('{"x": -1e999, "y": 1'), CallEnd("", is_cut=True)])
+    assert json.loads(to_json(block))["input"] == {"x": -sys.float_info.max, "y": 1}
+
+
+def test_a_call_that_was_cut_off_is_the_same_in_a_stream(speaker: LLM):
+    with (
+        running_server(speaker.sibling(num_blocks=64), tool_call_parser="mistral") as server,
+        anthropic.Anthropic(base_url=server.base_url, api_key="any", max_retries=0) as client,
+    ):
+        for more, reason in (
+            ({"max_tokens": 2}, "max_tokens"),
+            ({"stop_sequences": ["ern"]}, "stop_sequence"),
+        ):
+            message = client.messages.create(**asked(*MISTRAL_CALL, **more))
+            with client.messages.stream(**asked(*MISTRAL_CALL, **more)) as stream:
+                streamed = stream.get_final_message()
+            for each in (message, streamed):
+                (block,) = each.content
+                assert (block.type, block.name, block.input) == ("tool_use", "weather", {})
+                assert each.stop_reason == reason
 
 
 def test_a_number_that_no_float_holds():

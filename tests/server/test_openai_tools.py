@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 from running import MODEL, openai_client, running_server
-from speaking import CALL, save_speaker, saying
+from speaking import CALL, MISTRAL_CALL, save_speaker, saying
 
 from kvreclaim import LLM
 from kvreclaim.server.openai import messages
@@ -23,6 +23,14 @@ SAID = [{"role": "user", "content": "w20 w21"}]
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     llm = LLM(save_speaker(tmp_path_factory.mktemp("speaker"), TEMPLATE), num_blocks=64)
     with running_server(llm, tool_call_parser="hermes") as server, openai_client(server) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def mistral(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    """Its format has a call's arguments in several of the tokens."""
+    llm = LLM(save_speaker(tmp_path_factory.mktemp("speaker"), TEMPLATE), num_blocks=64)
+    with running_server(llm, tool_call_parser="mistral") as server, openai_client(server) as client:
         yield client
 
 
@@ -57,11 +65,40 @@ def test_text_and_a_call_in_a_stream(client: openai.OpenAI):
     assert reasons == [None] * (len(reasons) - 1) + ["tool_calls"]
 
 
-def test_a_call_that_was_cut_off_is_text(client: openai.OpenAI):
+def test_a_call_that_was_cut_off_before_its_arguments_is_text(client: openai.OpenAI):
     choice = client.chat.completions.create(**asked(*CALL), max_tokens=2).choices[0]
     assert choice.finish_reason == "length"
     assert choice.message.tool_calls is None
     assert choice.message.content == " ".join(CALL[:2])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("more", "reason", "arguments"),
+    [
+        ({"max_tokens": 2}, "length", '{"city":'),
+        ({"stop": ["ern"]}, "stop", '{"city": "B'),
+    ],
+)
+def test_a_call_that_was_cut_off_has_its_arguments_so_far(
+    mistral: openai.OpenAI, more: dict[str, Any], reason: str, arguments: str, stream: bool
+):
+    fields = asked(*MISTRAL_CALL, **more)
+    if stream:
+        chunks = [chunk.choices[0] for chunk in mistral.chat.completions.create(**fields, stream=True)]
+        parts = [part for chunk in chunks for part in chunk.delta.tool_calls or []]
+        assert not any(chunk.delta.content for chunk in chunks)
+        assert [part.function.name for part in parts if part.function.name] == ["weather"]
+        assert "".join(part.function.arguments for part in parts) == arguments
+        assert chunks[-1].finish_reason == reason
+        return
+    choice = mistral.chat.completions.create(**fields).choices[0]
+    assert (choice.finish_reason, choice.message.content) == (reason, None)
+    [call] = choice.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("weather", arguments)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "w30"}
+    again = asked("look.", messages=[*SAID, choice.message, result])
+    assert mistral.chat.completions.create(**again).choices[0].message.content == "look."
 
 
 @pytest.mark.parametrize("more", [{"tool_choice": "none"}, {"tools": None}])

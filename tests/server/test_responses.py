@@ -14,7 +14,7 @@ import pytest
 import web
 from responding import ask, events, post, refused, said
 from running import MODEL, Running, running_server
-from speaking import CALL, save_speaker, saying
+from speaking import CALL, MISTRAL_CALL, save_speaker, saying
 from steering import LIMIT_S, Asking, assert_empty, halted
 
 from kvreclaim import LLM
@@ -163,6 +163,18 @@ def test_a_call_cut_off_in_a_stream_is_not_read_again(server: Running, prompts: 
     ask(server, input="w22", previous_response_id=last["id"], **saying("me"))
     assert said(ask(server, **fields)) == [("message", " ".join(CALL[:2]))]
     assert " w22" in prompts[1]
+
+
+def test_a_call_cut_off_within_its_arguments_is_incomplete(directory: Path) -> None:
+    fields = {**SAID, "max_output_tokens": 3, **saying("look.", *MISTRAL_CALL)}
+    fields["include"] = ["message.output_text.logprobs"]
+    with running_server(LLM(directory, num_blocks=64), tool_call_parser="mistral") as server:
+        for response in (ask(server, **fields), events(server, **fields)[-1]["response"]):
+            assert (response["status"], len(response["output"])) == ("incomplete", 2)
+            message, call = response["output"]
+            assert [entry["token"].strip() for entry in message["content"][0]["logprobs"]] == ["look."]
+            assert (call["type"], call["status"]) == ("function_call", "incomplete")
+            assert (call["name"], call["arguments"]) == ("weather", '{"city":')
 
 
 def test_the_output_of_an_incomplete_call_is_left_out_with_it(server: Running, prompts: list[str]) -> None:

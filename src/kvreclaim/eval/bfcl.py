@@ -83,7 +83,8 @@ class BfclSession(Conversation):
 
 def parsed(text: str) -> tuple[str, tuple[ToolCall, ...]]:
     """What an answer says, and its tool calls. As in llama.cpp, calls in fences count: Qwen2.5-Coder's."""
-    pieces = merged(Splitter("hermes").take(FENCED.sub(r"<tool_call>\1</tool_call>", text), last=True))
+    found = Splitter("hermes").take(FENCED.sub(r"<tool_call>\1</tool_call>", text), last=True)
+    pieces = merged(found, cut_as_text=True)
     said = "".join(piece.text for piece in pieces if isinstance(piece, Text))
     return said, tuple(piece for piece in pieces if isinstance(piece, ToolCall))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from kvreclaim.parsers.parser import Parser, Tools
-from kvreclaim.parsers.pieces import Arguments, CallBegin, CallEnd, Reasoning, Text
+from kvreclaim.parsers.pieces import Arguments, CallBegin, Reasoning, Text
 from kvreclaim.parsers.scanner import Reading
 from kvreclaim.parsers.thinking import ThinkFormat
 
@@ -90,6 +90,5 @@ class Harmony(Parser):
             complete = True
         else:
             complete = yield from scanner.stream_object()
-        scanner.pieces.append(CallEnd(None if complete else scanner.taken))
-        scanner.taken = ""
+        scanner.end_call(complete=complete)
         return (yield from scanner.text_until(*MARKERS, trim=complete))

@@ -13,7 +13,7 @@ from pydantic_core import from_json
 from kvreclaim.parsers.json_object import JsonObject
 from kvreclaim.parsers.json_value import members
 from kvreclaim.parsers.parser import Parser, Tools
-from kvreclaim.parsers.pieces import Arguments, CallBegin, CallEnd
+from kvreclaim.parsers.pieces import Arguments, CallBegin
 from kvreclaim.parsers.scanner import Reading, overlap
 
 NAME = r"[^\s<>{}\[\]\"|｜]{1,128}"
@@ -133,12 +133,11 @@ class JsonCalls(Parser):
                 if complete and call.fields:
                     complete = yield from self._last_fields()
                 complete = complete and (yield from self._tail())
-                scanner.pieces.append(CallEnd(None if complete else scanner.taken))
             elif complete := (yield from self._tail()):
-                scanner.pieces += [begin, Arguments(call.arguments), CallEnd()]
+                scanner.pieces += [begin, Arguments(call.arguments)]
             else:
                 break
-            scanner.taken = ""
+            scanner.end_call(complete=complete)
             if not complete or not (call.fields and (yield from self._goes_on())):
                 return complete
         scanner.release()
@@ -191,7 +190,8 @@ class JsonCalls(Parser):
         return call
 
     def _last_fields(self) -> Reading[bool]:
-        """Read what stands behind the arguments in the object of a call."""
+        """Read what stands behind the arguments in the object of a call; at the end of the output a part of it
+        will do."""
         scanner, found, seen = self.scanner, JsonObject(), 0
         found.feed('{"":{}')
         while True:
@@ -201,7 +201,8 @@ class JsonCalls(Parser):
             if found.done or found.bad:
                 return found.done
             if not (yield from scanner.more()):
-                return self._is_cut_short()
+                scanner.take(len(scanner.held))
+                return True
 
     def _tail(self) -> Reading[bool]:
         """Read what ends a call; at the end of the output a part of it will do."""

@@ -44,6 +44,17 @@ def json_object(text: str) -> dict[str, Any] | None:
     return {} if value is None else value if isinstance(value, dict) else None
 
 
+def json_so_far(text: str) -> dict[str, Any]:
+    """Return what the beginning of an object's JSON says, as Anthropic's client reads it: without a text, an
+    escape or a name that is not complete. An integer of more digits than Python reads hides all."""
+    try:
+        found = json.dumps(from_json(text, allow_partial=True) if text else {})
+    except ValueError:
+        return {}
+    value: dict[str, Any] = json.loads(found, parse_int=_integer, parse_constant=_float)
+    return value
+
+
 def is_finite(body: bytes, value: Any) -> bool:
     """Whether floats hold all numbers of the value that this JSON says."""
     pending = [value] if _LARGE.search(body.decode(errors="replace")) else []

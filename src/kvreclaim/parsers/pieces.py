@@ -36,9 +36,11 @@ class CallEnd:
     """The call is complete, or was broken off.
 
     broken: then all of it as the model wrote it; what follows it comes as text
+    is_cut: the output ends within the call, which is right so far
     """
 
     broken: str | None = None
+    is_cut: bool = False
 
 
 Piece = Text | Reasoning | CallBegin | Arguments | CallEnd
@@ -46,15 +48,23 @@ Piece = Text | Reasoning | CallBegin | Arguments | CallEnd
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A function that the model wants to be called; arguments: the JSON text of an object."""
+    """A call of a function.
+
+    arguments: the JSON text of an object
+    is_cut:    the output ends within the call; then it is the beginning of such a text, or empty
+    """
 
     name: str
     arguments: str
     id: str | None = None
+    is_cut: bool = False
 
 
-def merged(pieces: Iterable[Piece]) -> list[Text | Reasoning | ToolCall]:
-    """The pieces of a whole output: neighbours joined, a call that broke off as text."""
+def merged(pieces: Iterable[Piece], *, cut_as_text: bool = False) -> list[Text | Reasoning | ToolCall]:
+    """Join the pieces of a whole output. A call that is no JSON is text.
+
+    cut_as_text: a call within which the output ends is text, too
+    """
     found: list[Text | Reasoning | ToolCall] = []
     begun: CallBegin | None = None
     parts: list[str] = []
@@ -72,9 +82,9 @@ def merged(pieces: Iterable[Piece]) -> list[Text | Reasoning | ToolCall]:
                 begun, parts = piece, []
             case Arguments(text):
                 parts.append(text)
-            case CallEnd(None):
+            case CallEnd(broken, is_cut) if broken is None or (is_cut and not cut_as_text):
                 assert begun is not None, "a call ends that has begun"
-                found.append(ToolCall(begun.name, "".join(parts), begun.id))
+                found.append(ToolCall(begun.name, "".join(parts), begun.id, is_cut))
             case CallEnd(broken):
                 add(Text(broken or ""))
             case Text() | Reasoning():

@@ -6,7 +6,7 @@ from collections.abc import Generator
 from typing import TypeVar
 
 from kvreclaim.parsers.json_object import JsonObject
-from kvreclaim.parsers.pieces import Arguments, Piece, Reasoning, Text
+from kvreclaim.parsers.pieces import Arguments, CallEnd, Piece, Reasoning, Text
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
@@ -76,6 +76,14 @@ class Scanner:
         """What looked like a call is text."""
         if self.taken:
             self.pieces.append(Text(self.taken))
+        self.taken = ""
+
+    def end_call(self, *, complete: bool) -> None:
+        """End the call that is being read; it is cut if nothing follows that is none of it."""
+        if complete:
+            self.pieces.append(CallEnd())
+        else:
+            self.pieces.append(CallEnd(self.taken, is_cut=self.ended and not self.held))
         self.taken = ""
 
     def stream_object(self) -> Reading[bool]:

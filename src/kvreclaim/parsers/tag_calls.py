@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvreclaim.parsers.json_object import JsonObject
 from kvreclaim.parsers.json_value import json_value
 from kvreclaim.parsers.parser import Parser, Tools
-from kvreclaim.parsers.pieces import Arguments, CallBegin, CallEnd
+from kvreclaim.parsers.pieces import Arguments, CallBegin
 from kvreclaim.parsers.scanner import Reading, overlap
 from kvreclaim.parsers.schema_types import ALL, SchemaTypes
 
@@ -29,6 +30,7 @@ class TagFormat:
     close:     ends an argument
     bounds:    how tags begin that end an argument without its closing tag: the next argument's, the call's
     names:     names that a function can have
+    samples:   the tags of `parameter` and `opens`, as short as can be
     around:    markers around all calls, which belong to nothing
     lines:     an argument stands on lines of its own
     """
@@ -39,6 +41,7 @@ class TagFormat:
     close: str
     bounds: tuple[str, ...]
     names: re.Pattern[str]
+    samples: tuple[str, ...]
     around: tuple[str, ...] = ()
     lines: bool = False
 
@@ -57,6 +60,7 @@ QWEN3_CODER = TagFormat(
     close="</parameter>",
     bounds=("<parameter=", "</function>"),
     names=re.compile(_WORD),
+    samples=("<parameter=x>", "</function>", "</function></tool_call>"),
     around=("</tool_call>",),
     lines=True,
 )
@@ -67,6 +71,7 @@ GLM = TagFormat(
     close="</arg_value>",
     bounds=("<arg_key>", "</tool_call>"),
     names=re.compile(_BRACELESS),
+    samples=("<arg_key>x</arg_key><arg_value>", "</tool_call>"),
 )
 MINIMAX = TagFormat(
     opens={"<invoke": re.compile(r"\s*</invoke>")},
@@ -75,6 +80,7 @@ MINIMAX = TagFormat(
     close="</parameter>",
     bounds=("<parameter", "</invoke>"),
     names=re.compile(_QUOTABLE),
+    samples=('<parameter name="x">', "</invoke>"),
     around=("<minimax:tool_call>", "</minimax:tool_call>"),
 )
 DSML = TagFormat(
@@ -86,6 +92,11 @@ DSML = TagFormat(
     close="</｜DSML｜parameter>",
     bounds=("<｜DSML｜parameter", "</｜DSML｜invoke>"),
     names=re.compile(_QUOTABLE),
+    samples=(
+        '<｜DSML｜parameter name="x">',
+        '<｜DSML｜parameter name="x" string="true">',
+        "</｜DSML｜invoke>",
+    ),
     around=("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
 )
 
@@ -123,8 +134,8 @@ class TagCalls(Parser):
         sign, complete = "{", True
         while complete and (tag := (yield from self._tag(self.format.parameter, tail))) is not None:
             if tag.re is tail:
-                scanner.pieces += [Arguments("{}" if sign == "{" else "}"), CallEnd()]
-                scanner.taken = ""
+                scanner.pieces.append(Arguments("{}" if sign == "{" else "}"))
+                scanner.end_call(complete=True)
                 return True
             key = tag["key"].strip()
             scanner.pieces.append(Arguments(f"{sign}{json.dumps(key, ensure_ascii=False)}: "))
@@ -134,9 +145,19 @@ class TagCalls(Parser):
                 complete = yield from self._text(tail)
             else:
                 complete = yield from self._value(schemas, schema, tail)
-        scanner.pieces.append(CallEnd(scanner.taken))
-        scanner.taken = ""
+        if scanner.ended and self._may_be_tag(scanner.held, tail):
+            scanner.take(len(scanner.held))
+        scanner.end_call(complete=False)
         return False
+
+    def _may_be_tag(self, text: str, tail: re.Pattern[str]) -> bool:
+        """Whether a tag that goes on after an argument begins with this text: the rest of one completes it."""
+        return not text.strip() or any(
+            tag.fullmatch(text + sample[place:])
+            for tag in (self.format.parameter, tail)
+            for sample in self.format.samples
+            for place in range(len(sample))
+        )
 
     def _tag(self, *tags: re.Pattern[str]) -> Reading[re.Match[str] | None]:
         """Read one of these tags. Returns: None if none comes."""
@@ -189,9 +210,12 @@ class TagCalls(Parser):
             if text:
                 scanner.pieces.append(Arguments(json.dumps(text, ensure_ascii=False)[1:-1]))
             scanner.take(len(text) if closing is None else size + closing)
-            if closing is not None or not (yield from scanner.more()):
+            if closing is not None:
                 scanner.pieces.append(Arguments('"'))
-                return closing is not None
+                return True
+            if not (yield from scanner.more()):
+                scanner.take(len(scanner.held))  # the beginning of a tag
+                return False
 
     def _value(self, schemas: SchemaTypes, schema: Mapping[str, Any], tail: re.Pattern[str]) -> Reading[bool]:
         """Read an argument that may be no string. Returns: False if it does not end."""
@@ -201,11 +225,21 @@ class TagCalls(Parser):
             if closing is not None:
                 break
             if not (yield from scanner.more()):
-                return False
+                return self._cut_value(schemas, schema, tail)
         text = scanner.take(size).strip()
         scanner.take(closing)
         scanner.pieces.append(Arguments(_json_of(text, schemas, schema)))
         return True
+
+    def _cut_value(self, schemas: SchemaTypes, schema: Mapping[str, Any], tail: re.Pattern[str]) -> bool:
+        """Read an argument within which the output ends. Returns: False."""
+        scanner, found = self.scanner, JsonObject()
+        text = scanner.take(self._bound(tail)[0]).strip()
+        scanner.take(len(scanner.held))  # the beginning of a tag
+        found.feed('{"":' + text)
+        if text:
+            scanner.pieces.append(Arguments(_json_of(text, schemas, schema) if found.bad else text))
+        return False
 
 
 def _schema(schemas: SchemaTypes, key: str, string: str | None) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvreclaim.engine.request.outputs import RequestMetrics
 from kvreclaim.engine.serving.stream import OutputDelta
-from kvreclaim.parsers.json_value import json_value
+from kvreclaim.parsers.json_value import json_so_far, json_value
 from kvreclaim.parsers.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text, ToolCall, merged
 from kvreclaim.server.events import event
 
@@ -92,7 +92,8 @@ def _block(part: Text | Reasoning | ToolCall) -> dict[str, Any]:
             return {"type": "thinking", "thinking": text, "signature": ""}
         case ToolCall(name, arguments, call_id):
             made = call_id or f"toolu_{uuid.uuid4().hex}"
-            return {"type": "tool_use", "id": made, "name": name, "input": json_value(arguments)}
+            given = json_so_far(arguments) if part.is_cut else json_value(arguments)
+            return {"type": "tool_use", "id": made, "name": name, "input": given}
 
 
 def _block_event(name: str, index: int, **more: Any) -> bytes:

@@ -138,9 +138,11 @@ class ResponseAnswer:
 
 
 def _again(pieces: Iterable[Piece]) -> Iterable[Piece]:
-    """The pieces of a whole output, a call that broke off as text."""
+    """The pieces of a whole output, a call that is no JSON as text."""
     for part in merged(pieces):
         if isinstance(part, ToolCall):
-            yield from (CallBegin(part.name, part.id), Arguments(part.arguments), CallEnd())
+            yield CallBegin(part.name, part.id)
+            yield Arguments(part.arguments)
+            yield CallEnd("" if part.is_cut else None, part.is_cut)
         else:
             yield part

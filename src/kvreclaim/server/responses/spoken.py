@@ -17,7 +17,7 @@ class SpokenTokens:
     """Follows an output token by token, however updates cut it.
 
     splitter: reads nothing else
-    whole:    a call that breaks off is text, as in an answer that comes whole
+    whole:    a call that is no JSON is text, as in an answer that comes whole
 
     Tokens wait until the splitter has settled what they are. A text takes as many of the latest as have its
     characters, so white space and markers in front of it are not among them.
@@ -71,6 +71,6 @@ class SpokenTokens:
         """The piece, or the text that it comes to in a whole answer."""
         if self._whole and isinstance(piece, CallBegin | Arguments | CallEnd):
             self._calls = not isinstance(piece, CallEnd)
-            if isinstance(piece, CallEnd) and piece.broken is not None:
+            if isinstance(piece, CallEnd) and piece.broken is not None and not piece.is_cut:
                 return Text(piece.broken)
         return piece
