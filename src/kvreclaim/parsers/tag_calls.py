@@ -151,7 +151,7 @@ class TagCalls(Parser):
         return False
 
     def _may_be_tag(self, text: str, tail: re.Pattern[str]) -> bool:
-        """Whether a tag that goes on after an argument begins with this text: the rest of one completes it."""
+        """Whether this text begins the next tag of a call: the rest of a sample completes it."""
         return not text.strip() or any(
             tag.fullmatch(text + sample[place:])
             for tag in (self.format.parameter, tail)

@@ -39,7 +39,7 @@ class Barred:
         return Barred(always, early, params.min_tokens, None if allowed is None else frozenset(allowed))
 
     def left(self, tokens: Collection[int], *, is_early: bool) -> list[int]:
-        """Those of the tokens that may come."""
+        """Return those of the tokens that may come."""
         barred = self.always | self.early if is_early else self.always
         return [t for t in tokens if t not in barred and (self.allowed is None or t in self.allowed)]
 
