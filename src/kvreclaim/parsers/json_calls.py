@@ -190,8 +190,7 @@ class JsonCalls(Parser):
         return call
 
     def _last_fields(self) -> Reading[bool]:
-        """Read what stands behind the arguments in the object of a call; at the end of the output a part of it
-        will do."""
+        """Read what stands behind the arguments in the object of a call; at the output's end a part will do."""
         scanner, found, seen = self.scanner, JsonObject(), 0
         found.feed('{"":{}')
         while True:
