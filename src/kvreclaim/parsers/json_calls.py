@@ -191,7 +191,7 @@ class JsonCalls(Parser):
 
     def _last_fields(self) -> Reading[bool]:
         """Read what stands behind the arguments in the object of a call; at the output's end a part will do."""
-        scanner, found, seen = self.scanner, JsonObject(), 0
+        """Read what stands behind the arguments in the object of a call. An output may end there."""
         found.feed('{"":{}')
         while True:
             seen += found.feed(scanner.held[seen:])
