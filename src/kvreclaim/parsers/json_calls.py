@@ -190,8 +190,8 @@ class JsonCalls(Parser):
         return call
 
     def _last_fields(self) -> Reading[bool]:
-        """Read what stands behind the arguments in the object of a call; at the output's end a part will do."""
         """Read what stands behind the arguments in the object of a call. An output may end there."""
+        scanner, found, seen = self.scanner, JsonObject(), 0
         found.feed('{"":{}')
         while True:
             seen += found.feed(scanner.held[seen:])
