@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import llguidance
 import numpy as np
 
-from kvreclaim.engine.sampling.grammar import Matcher
 from kvreclaim.sampling_params import SamplingParams
 
 MAX_STATES = 256
@@ -44,7 +43,9 @@ class Barred:
         return [t for t in tokens if t not in barred and (self.allowed is None or t in self.allowed)]
 
 
-def may_end(matcher: Matcher, barred: Barred, tokens: llguidance.LLTokenizer, *, is_json: bool) -> bool:
+def may_end(
+    matcher: llguidance.LLMatcher, barred: Barred, tokens: llguidance.LLTokenizer, *, is_json: bool
+) -> bool:
     """Whether an output may exist; False where each one that the grammar begins comes to a dead end.
 
     Between parts of JSON, white space of more than one character is not searched. States that differ in white
