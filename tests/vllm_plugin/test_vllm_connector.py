@@ -97,12 +97,20 @@ def check(model: Path, answers: list[Answer], asked: list[list[int]], trace: Any
             assert (whole - answer.logprobs).abs().mean() <= BF16
 
 
+def are_close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether blocks hold the same numbers, up to two units in the last place of bf16: they may have been
+    computed in chunks of other sizes, whose products round differently on some CPUs (AMX)."""
+    found, wanted = (x.contiguous().view(torch.bfloat16).float() for x in (found, wanted))
+    unit = torch.finfo(torch.bfloat16).eps
+    return torch.allclose(found, wanted, rtol=2 * unit, atol=unit * float(wanted.abs().max()))
+
+
 def check_stored(engine: Engine, exact: Stored) -> dict[str, int]:
     """Returns: how many of the exact blocks, or files, each connector holds."""
     found = stored(engine)
     common = {name: found[name].keys() & exact[name].keys() for name in found}
     for name, keys in common.items():
-        assert all(torch.equal(found[name][key], exact[name][key]) for key in keys), name
+        assert all(are_close(found[name][key], exact[name][key]) for key in keys), name
     return {name: len(keys) for name, keys in common.items()}
 
 
