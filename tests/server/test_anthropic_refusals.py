@@ -91,8 +91,8 @@ REFUSED = [
     ({"logit_bias": {f"{i % 256:0{3 + i // 256}}": 1.0 for i in range(1025)}}, "logit_bias"),
     ({"metadata": {"user": "x"}}, "metadata.user"),
     ({"cache_salt": ""}, "cache_salt"),
-    ({"messages": [{"role": "user", "content": "\ud800"}]}, "hex escape"),
-    ({"tools": [{**TOOL, "input_schema": {"a": "\ud800"}}]}, "hex escape"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "lone surrogate"),
+    ({"tools": [{**TOOL, "input_schema": {"a": "\ud800"}}]}, "lone surrogate"),
     *(
         ({name: value}, name)
         for name, value in {
@@ -130,7 +130,7 @@ def test_what_is_far_too_long_is_refused_before_it_is_rendered(own: Running, par
     more = {"system": text if part == "system" else "s", "tools": [{**TOOL, "input_schema": schema}]}
     for path in ("", "/count_tokens"):
         said = refused(own, path, messages=messages, **more)
-        assert said.startswith(f"{'tools' if part == 'tools' else 'messages'} has ")
+        assert said.startswith(f"prompt is too long: {'tools' if part == 'tools' else 'messages'} has ")
         assert "characters" in said
 
 
