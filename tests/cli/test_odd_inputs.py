@@ -162,7 +162,7 @@ def test_a_trace_of_one_request() -> None:
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (("--prompt", "9000000"), "the request takes more blocks than the pool has: 3"),
+        (("--prompt", "9000000"), "the prompt leaves no token below max_model_len: 3"),
         (("--max-model-len", "20"), "the prompt leaves no token below max_model_len: 3"),
     ],
 )

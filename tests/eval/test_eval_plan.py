@@ -48,7 +48,7 @@ def test_the_full_cache_is_run_once_whatever_the_budgets():
         ({"budgets": [-0.1]}, "-0.1"),
         ({"budgets": [True]}, "True"),
         ({"budgets": [float("inf")]}, "inf"),
-        ({"budgets": [256.5]}, "whole number of tokens"),
+        ({"budgets": [256.5]}, "256.5"),
         ({"budgets": [0.5, 256]}, "shares .up to 1. or tokens .from 2., not both"),
         ({"budgets": [64]}, "64 tokens, but sinks . recent = 68 are always kept"),
         ({"seeds": [-1]}, "-1"),

@@ -159,9 +159,8 @@ class EvalPlan:
             make_method(method)
         for reuse in self.chunk_reuse:
             chunk_reuse_of(reuse)
-        object.__setattr__(
-            self, "budgets", tuple(1.0 if budget == 1 else parse_budget(budget) for budget in self.budgets)
-        )
+        budgets = (1.0 if each == 1 and each is not True else parse_budget(each) for each in self.budgets)
+        object.__setattr__(self, "budgets", tuple(budgets))
         require(
             len(set(map(type, self.budgets))) == 1,
             f"budgets are {', '.join(map(str, self.budgets))}; give shares (up to 1) or tokens (from 2), not "

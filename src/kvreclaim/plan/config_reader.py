@@ -87,6 +87,16 @@ class ConfigReader:
         """A number, or 0 for null or nothing."""
         return self.number(key) if self.get(key) else 0
 
+    def integer(self, key: str, default: int | None) -> int:
+        """An integer of any sign; 0 for null or nothing. Raises: InvalidArgumentError."""
+        value: Any = self.get(key, default) or 0
+        require(
+            is_int(value),
+            f"config.json of {self.name}: {key} is {_short(value)}; it must be an integer.",
+            "model",
+        )
+        return int(value)
+
     def numbers(self, key: str) -> list[int] | None:
         """A list of integers; None where there is none. Raises: InvalidArgumentError."""
         value = self.get(key)
@@ -248,12 +258,12 @@ class ConfigReader:
             return False
         if (chosen := self.numbers("moe_layers")) is not None:
             return number in chosen
-        step = self.number("decoder_sparse_step", self.get("interleave_moe_layer_step", 1))
+        step = self.number("decoder_sparse_step", self.number("interleave_moe_layer_step", 1))
         kinds = self.get("mlp_layer_types")
         if isinstance(kinds, list) and number < len(kinds):
             return bool(kinds[number] != "dense")
-        first = self.get("first_k_dense_replace", self.family.first_dense)
-        if number < (first or 0) or number > self.get("moe_layer_end_index", number) % _MOST_LAYERS:
+        first = self.integer("first_k_dense_replace", self.family.first_dense)
+        if number < first or number > self.integer("moe_layer_end_index", number) % _MOST_LAYERS:
             return False
         return number not in (self.numbers("mlp_only_layers") or ()) and (number + 1) % step == 0
 
