@@ -154,5 +154,7 @@ def _print_table(figures: dict[str, Any]) -> None:
     table = Table(show_header=False)
     for name, value in figures.items():
         digits = 1 if name.endswith("per_s") else 2 if name == "reclaim_efficiency" else 3
-        table.add_row(name, f"{value:.{digits}f}" if isinstance(value, float) else str(value))
+        shown = f"{value:.{digits}f}" if isinstance(value, float) else str(value)
+        if shown.strip("0."):
+            table.add_row(name, shown)
     Console(stderr=True).print(table)
