@@ -12,7 +12,11 @@ from kvreclaim.options import settings_of
 
 PAGES = Path(__file__).parents[1] / "docs"
 DOCS, SNAPSHOTS = ((PAGES / f"{name}.md").read_text(encoding="utf-8") for name in ("tiers", "snapshots"))
-OPTIONS = {name: each for name, each in settings_of(EngineConfig).items() if each.spec.panel == OFFLOAD}
+OPTIONS = {
+    name: each
+    for name, each in settings_of(EngineConfig).items()
+    if each.spec.panel == OFFLOAD or name == "kv_offloading_size"
+}
 
 
 def rows() -> dict[str, str]:

@@ -81,7 +81,7 @@ def test_a_variable_that_cannot_be_followed(config: object, variable: str, words
     ("fields", "words"),
     [
         ({"buget": 3}, "has no field 'buget'; its fields are policy, budget, interval"),
-        ({"budget": "256"}, "budget is '256'; it must be an integer"),
+        ({"budget": "much"}, "budget is 'much'; it must be at least 1 token"),
         ({"budget": 100}, r"sinks \+ recent = 132"),
         ({"interval": 0}, "interval is 0"),
         ({"page_port": "8700"}, "page_port in the test is '8700'; it must be 1 to 65535, or 0"),

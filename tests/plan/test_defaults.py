@@ -34,6 +34,8 @@ NEEDED = {
 }
 """What a class has no default for, and a model cannot do without."""
 
+ONLY_THERE = {(kind, "num_attention_heads") for kind in ("minicpm3", "iquestcoder", "jais2")}
+"""What a class refuses and the planner does not: heads that do not divide the hidden size beside a head_dim."""
 UNREAD = ("dtype", "transformers_version", "time_step_limit")
 
 
@@ -47,6 +49,10 @@ class Noting(dict):
     def get(self, key: str, default: Any = None) -> Any:
         self.asked[key] = None
         return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked[key] = None
+        return super().__getitem__(key)
 
 
 def whole(kind: str, said: dict[str, Any]) -> dict[str, Any]:
@@ -91,11 +97,11 @@ def test_a_field_that_is_left_out_is_the_classes(kind: str) -> None:
     """What the class then refuses, such as types of other layers than there are, the planner refuses, too; a
     null that the class takes is read as there."""
     for base in bases(kind):
-        assert len(read(base)) >= 7
+        assert len(read(base)) >= 4
         for key in read(base):
             said = {name: value for name, value in base.items() if name != key}
             if (oracle := class_answer(kind, said)) is None:
-                assert isinstance(answer(said), str), key
+                assert isinstance(answer(said), str) is ((kind, key) not in ONLY_THERE), key
             else:
                 assert answer(said) == oracle, key
             if (oracle := class_answer(kind, base | {key: None})) is not None:

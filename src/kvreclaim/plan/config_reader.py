@@ -141,6 +141,12 @@ class ConfigReader:
         read |= {"attention_chunk_size"} if family.windows == "chunks" else set()
         read |= {"kv_lora_rank"} if family.latent else set()
         read |= _OF_MIXERS.get(family.mixer, set())
+        types = self.config.get("layer_types")
+        if isinstance(types, list) and len(types) != (count := self.number("num_hidden_layers")):
+            raise UnsupportedModelError(
+                f"config.json of {self.name}: layer_types has {len(types)} entries for {count} layers; "
+                "transformers refuses such a model."
+            )
         for key in TELLING:
             value = self.config.get(key)
             plain = key == "layer_types" and isinstance(value, list) and all(kind == _FULL for kind in value)
