@@ -35,7 +35,7 @@ NEEDED = {
 """What a class has no default for, and a model cannot do without."""
 
 ONLY_THERE = {(kind, "num_attention_heads") for kind in ("minicpm3", "iquestcoder", "jais2")}
-"""What a class refuses and the planner does not: heads that do not divide the hidden size beside a head_dim."""
+"""What a class refuses and the planner does not: heads that do not divide the hidden size."""
 UNREAD = ("dtype", "transformers_version", "time_step_limit")
 
 

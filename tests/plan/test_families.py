@@ -52,7 +52,6 @@ SMALL = {
     "linear_value_head_dim": 16,
 }
 OWN: dict[str, dict[str, Any]] = {
-    "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}},
     **{kind: {"num_key_value_heads": 4} for kind in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")},
     **{kind: {"rotary_dim": 8} for kind in ("codegen", "gptj")},
     "ministral3": {"max_position_embeddings": 262144},  # what its default rotation is for

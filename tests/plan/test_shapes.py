@@ -124,7 +124,7 @@ def test_the_quantization_of_a_config_is_taken_or_refused() -> None:
         (
             {"model_type": "gemma2", **SMALL, "layer_types": ["full_attention", "ssm"]},
             UnsupportedModelError,
-            "layer_types is .'full_attention', 'ssm'.; for 6 layers it must have as many entries",
+            "layer_types has 2 entries for 6 layers",
         ),
         ({"model_type": "llama", **SMALL, "num_key_value_heads": 3}, InvalidArgumentError, "evenly"),
         ({"model_type": "gemma3", "text_config": 5}, InvalidArgumentError, "text_config is '5'"),

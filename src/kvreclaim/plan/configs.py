@@ -96,6 +96,14 @@ def _first_names() -> list[str]:
     return list(seen.values())
 
 
+CLASS_ROPES: Mapping[str, Mapping[str, Any]] = {
+    "gpt_oss": {
+        "rope_parameters": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+    }
+}
+"""Rotations that classes of transformers have where a config names none."""
+
+
 def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
     """The shape of a parsed config.json. name: as answers call the model. Raises: UnsupportedModelError,
     InvalidArgumentError."""
@@ -125,7 +133,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
         dtype=dtype,
         hidden_size=reader.number("hidden_size"),
         vocab_size=reader.number("vocab_size"),
-        max_position=position_limit(config, reader.max_position()),
+        max_position=position_limit({**CLASS_ROPES.get(reader.kind, {}), **config}, reader.max_position()),
         tied=bool(tied),
         layers=layers,
         final_plain=reader.final_plain(),

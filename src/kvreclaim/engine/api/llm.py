@@ -281,7 +281,8 @@ class LLM(ModelEngine):
 
 def _measuring(config: EngineConfig) -> EngineConfig:
     """Settings of an engine that measures a model that was loaded with these."""
-    return EngineConfig(**FOR_CALIBRATION, **{name: getattr(config, name) for name in OF_THE_WEIGHTS})
+    own = {name: getattr(config, name) for name in ("kernels", *OF_THE_WEIGHTS)}
+    return EngineConfig(**FOR_CALIBRATION, **own)
 
 
 def _one_each(name: str, value: T | Sequence[T], count: int) -> list[T]:

@@ -37,7 +37,7 @@ from kvreclaim.refusals.max_loss import REQUEST_MEASURED, refuse_tail, refuse_un
 from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.structured_outputs import StructuredOutputsParams
 
-OF_THE_WEIGHTS = ("kernels", "quantized_activations", "hf_overrides", "cache_packed_weights", "threads")
+OF_THE_WEIGHTS = ("quantized_activations", "hf_overrides", "cache_packed_weights", "threads")
 """Engine options that are fixed when a model is loaded."""
 
 
