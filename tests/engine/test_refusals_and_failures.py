@@ -60,7 +60,7 @@ def test_a_mistake_in_one_prompt_names_it_and_leaves_no_trace(make_llm):
         {"stop": ["a", 3]},
         {"stop": 5},
         {"stop_token_ids": 5},
-        {"seed": -1},
+        {"seed": 2**64},
         {"logprobs": -2},
         {"prompt_logprobs": -2},
         {"stop": "a", "detokenize": False},
