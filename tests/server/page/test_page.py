@@ -285,6 +285,7 @@ def test_a_prompt_goes_through_the_chat_template(open_page: OpenPage) -> None:
         )
         examples.pop()
         page.reload()
+        expect(page.locator("#model")).not_to_be_empty()  # the settings are there
         page.click("#example")
         expect(page.locator("#example-note")).to_contain_text("solves none of them")
         page.context.close()
