@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_families import fields
+from test_planned_families import fields
 from test_shapes import on_meta
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 

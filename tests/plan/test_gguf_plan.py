@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Form
-from test_families import OWN
+from test_planned_families import OWN
 from test_shapes import SMALL, on_meta
 from transformers import CONFIG_MAPPING
 from typer.testing import CliRunner
