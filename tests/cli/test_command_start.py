@@ -97,6 +97,34 @@ def test_a_model_that_is_not_there_is_refused_before_torch_is_imported(tmp_path:
     assert done.stdout == ""
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--tasks", "recall,recal"], "did you mean recall?"),
+        (["--tasks", "ruler:vat"], "RULER has niah_single_1"),
+        (["--budgets", "0.5,0"], "budget is 0"),
+        (["--kv-cache-dtype", "int7"], "kv_cache_dtype is 'int7'"),
+        (["--chunk-reuse", "most"], "'most'"),
+        (["--seeds", "-1"], "a seed is -1"),
+    ],
+)
+def test_what_an_evaluation_cannot_run_is_refused_before_torch_is_imported(
+    tmp_path: Path, given: list[str], message: str
+) -> None:
+    done = run(f"app({['eval', '--model', 'demo', *given]!r})", tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("given", [["--policies", "full,knrom"], ["--sparse-prefill", "flesh"]])
+def test_an_unknown_method_is_refused_before_a_model_is_loaded(tmp_path: Path, given: list[str]) -> None:
+    done = run(f"app({['eval', '--model', 'demo', *given]!r})", tmp_path)
+    assert done.returncode == 2
+    assert f"{given[1].removeprefix('full,')!r} is unknown" in done.stderr
+    assert "transformers" not in done.stdout
+
+
 def test_a_port_in_use_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -17,9 +17,10 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval import Answer, Item, TaskOptions, TaskScore, evaluate
 from kvreclaim.eval import bfcl as bfcl_module
 from kvreclaim.eval import packages as packages_module
-from kvreclaim.eval.bfcl import CATEGORIES, BfclSession, BfclTask, parsed, steps_of
+from kvreclaim.eval.bfcl import BfclSession, BfclTask, parsed, steps_of
 from kvreclaim.eval.bfcl_cases import load_cases
 from kvreclaim.eval.task import PlainTask
+from kvreclaim.eval.task_names import BFCL_CATEGORIES
 from kvreclaim.eval.tasks import make_tasks
 from kvreclaim.parsers.pieces import ToolCall
 
@@ -228,7 +229,7 @@ def call_of(text: str, case) -> ToolCall:
     return ToolCall(node.func.id, json.dumps({name: ast.literal_eval(each) for name, each in given.items()}))
 
 
-@pytest.mark.parametrize("category", CATEGORIES)
+@pytest.mark.parametrize("category", BFCL_CATEGORIES)
 def test_the_packages_own_answers_are_right(category):
     pytest.importorskip("bfcl_eval")
     for case in list(load_cases(category).values())[::20]:

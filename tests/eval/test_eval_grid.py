@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import html
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +13,9 @@ from guess import POLICIES, SMALL, Guess
 from kvreclaim import LLM, CompressionConfig, demo_model
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval import Answer, Item, TaskScore, evaluate
+from kvreclaim.eval.html import write_html
 from kvreclaim.eval.runner import BatchRunner
+from kvreclaim.eval.show import task_table
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BLOCK_BYTES = 2 * 2 * (16 + 16) * 4 * 16  # layers, KV heads, key and value dims, fp32, tokens
@@ -188,12 +192,23 @@ def test_a_small_pool_only_makes_batches_smaller(llm, report):
     assert [row.preemptions for row in again.rows] == [0] * 5
 
 
-def test_auto_is_what_the_statistics_name():
+def test_auto_is_named_beside_what_the_statistics_name(tmp_path):
     llm = LLM(demo_model(), num_blocks=200)
     best = llm.resolved(CompressionConfig()).policy
-    report = evaluate(llm, ["full", "auto", best], [0.25], ["chain"], num_examples=1)
+    report = evaluate(llm, ["full", "auto", best], [0.25], ["chain"], num_examples=1, out=tmp_path)
     assert [row.policy for row in report.rows] == ["full", best]
+    assert [row.is_auto for row in report.rows] == [False, True]
     assert report.rows[1].blocks_freed > 0
+    shown = f"auto: {best}"
+    assert list(task_table(report, "chain").columns[0].cells) == ["full", shown]
+    report.write_csv(tmp_path / "rows.csv")
+    with (tmp_path / "rows.csv").open(newline="") as file:
+        assert [(row["policy"], row["is_auto"]) for row in csv.DictReader(file)] == [
+            ("full", "False"),
+            (best, "True"),
+        ]
+    write_html(report, tmp_path / "report.html")
+    assert f"<td>{shown}</td>" in html.unescape((tmp_path / "report.html").read_text())
 
 
 def test_auto_without_a_trial_is_one_sentence(llm):

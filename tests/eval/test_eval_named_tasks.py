@@ -63,11 +63,15 @@ def test_perplexity_and_agreement_run_on_a_text(llm, tmp_path):
 @pytest.mark.parametrize(
     ("tasks", "options", "message"),
     [
-        (["chain"], {}, "unknown in the text dialect; known are recall"),
+        (["chain"], {}, "not one of the text dialect, which has recall"),
         (["recall:3"], {}, "unknown"),
         (["rsq:no"], {}, "rsq:12"),
         (["perplexity"], {}, "--text FILE"),
-        (["jsonl:"], {}, "unknown"),
+        (["jsonl:"], {}, "unknown; write jsonl:PATH"),
+        (["jsonl:/none/such"], {}, "'/none/such' cannot be read"),
+        (["recal"], {}, "did you mean recall"),
+        (["agreement:poems"], {}, "write agreement or agreement:own"),
+        (["perplexity"], {"text": Path("/none/such")}, "text is '/none/such', which is no file"),
         (["recall"], {"num_tokens": 256}, "raise the number of tokens"),
         (["recall"], {"dialect": "demo"}, "another vocabulary"),
         (["agreement", "agreement"], {"num_tokens": 100}, "each task once"),

@@ -12,9 +12,8 @@ import pytest
 
 from kvreclaim import LLM
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.eval import Answer, Item, TaskOptions, evaluate
+from kvreclaim.eval import Answer, Item, TaskOptions, evaluate, task_names
 from kvreclaim.eval.ruler import rows as rows_module
-from kvreclaim.eval.ruler.rows import published_tasks
 from kvreclaim.eval.ruler.task import RulerTask
 from kvreclaim.eval.tasks import make_tasks
 
@@ -118,14 +117,36 @@ def test_an_unknown_task_is_refused(llm):
 
 
 def test_without_the_package_the_error_says_how_to_get_it(llm, monkeypatch):
-    monkeypatch.setattr(rows_module, "find_spec", lambda name: None)
-    published_tasks.cache_clear()
+    monkeypatch.setattr(task_names, "find_spec", lambda name: None)
+    task_names.published_tasks.cache_clear()
     with pytest.raises(InvalidArgumentError, match=r"pip install 'kvreclaim\[ruler\]'"):
         make_tasks(["ruler"], llm, TaskOptions())
 
 
 def test_a_package_that_a_script_lacks_is_named_with_what_brings_it(llm, monkeypatch):
     error = "ModuleNotFoundError: No module named 'scipy'"
-    monkeypatch.setattr(rows_module, "_run", lambda folder, commands: error)
+    monkeypatch.setattr(rows_module, "_run", lambda *given: given[-1].write(error) and ())
     with pytest.raises(InvalidArgumentError, match=rf"for fwe \({error}\); pip install 'kvreclaim\[ruler\]'"):
         make_tasks(["ruler:fwe"], llm, TaskOptions(num_tokens=1111))
+
+
+def test_rows_of_a_task_are_kept_when_the_next_one_is_stopped(llm, monkeypatch, capfd):
+    made, whole = [], rows_module._run
+
+    def stopped(*given):
+        for name in whole(*given):
+            made.append(name)
+            yield name
+            if len(made) == 1:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(rows_module, "_run", stopped)
+    options = TaskOptions(num_tokens=1500)
+    with pytest.raises(KeyboardInterrupt):
+        make_tasks(["ruler:vt", "ruler:niah_single_1"], llm, options)
+    make_tasks(["ruler:vt", "ruler:niah_single_1"], llm, options)
+    assert made == ["vt", "niah_single_1"]
+    assert capfd.readouterr().err.splitlines() == [
+        "RULER: making 16 rows of 1,500 tokens for vt (1 of 2)",
+        "RULER: making 16 rows of 1,500 tokens for niah_single_1 (1 of 1)",
+    ]

@@ -19,6 +19,7 @@ from kvreclaim.cli.model_names import model_of
 from kvreclaim.compression_settings import CompressionSettings
 from kvreclaim.config import EngineConfig
 from kvreclaim.eval.plan import RULER, UNSHARED, EvalPlan, TaskOptions
+from kvreclaim.eval.task_names import check_tasks
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.options import COMPRESSION, option
 from kvreclaim.outputs import check_writable
@@ -105,14 +106,14 @@ def evaluate(
     device: opt.Device = "auto",
 ) -> None:
     """Compare policies and KV formats at equal bytes: accuracy with intervals, blocks freed, speed."""
+    names = check_tasks(names_in(tasks), sizes)
+    plan = EvalPlan(**grid, **shared)
     path = model_of(model)
     from kvreclaim import LLM
     from kvreclaim.eval.tasks import make_tasks
     from kvreclaim.model.loader import hide_progress_bars
 
     hide_progress_bars()
-    plan = EvalPlan(**grid, **shared)
-    names = names_in(tasks)
     has_ruler = any(name.partition(":")[0] == RULER for name in names)
     longest = sizes.num_tokens + (BESIDE_RULER if has_ruler else 0)
     copies = 2 if plan.chunk_reuse == (WHOLE,) else 3  # running, cached, and chunks

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 
 from kvreclaim.cli.config_options import with_config
+from kvreclaim.eval.task_names import KINDS
 
 
 @with_config
@@ -30,10 +31,13 @@ def policies() -> None:
 @with_config
 def tasks() -> None:
     """List the tasks of `kvreclaim eval`: name and what they measure."""
-    from kvreclaim.eval.tasks import ANY_MODEL, FORCED_TASKS, TEXT_TASKS
-
-    rows = [(name, first_sentence(task)) for name, task in {**TEXT_TASKS, **FORCED_TASKS}.items()]
-    print_rows(("task", "measures"), [*rows, *ANY_MODEL.items()])
+    rows = []
+    for kind, named in KINDS.items():
+        behind = ":" + "|".join(filter(None, named.arguments)) if any(named.arguments) else ""
+        rows.append(
+            (f"{kind}[{behind}]" if behind and "" in named.arguments else kind + behind, named.measures)
+        )
+    print_rows(("task", "measures"), rows)
 
 
 def first_sentence(documented: type) -> str:

@@ -15,14 +15,14 @@ from kvreclaim.checks import require
 from kvreclaim.engine.api.chat import Speaker, num_system_tokens, render_chat
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.eval.agents import cached_share
-from kvreclaim.eval.bfcl_cases import BFCL, REFUSED, BfclCase, load_cases, most_steps
+from kvreclaim.eval.bfcl_cases import REFUSED, BfclCase, load_cases, most_steps
 from kvreclaim.eval.plan import TaskOptions
 from kvreclaim.eval.task import Answer, Conversation, Item, PlainTask, TaskScore
+from kvreclaim.eval.task_names import BFCL_CATEGORIES
 from kvreclaim.parsers.formats import Splitter
 from kvreclaim.parsers.json_calls import HERMES
 from kvreclaim.parsers.pieces import Text, ToolCall, merged
 
-CATEGORIES = ("base", "miss_func", "miss_param", "long_context")
 MAX_NEW_TOKENS = 256
 FENCED = re.compile(r'```(?:json)?\s*(\{\s*"name".*?\})\s*```', re.DOTALL)
 
@@ -178,13 +178,9 @@ class BfclTask(PlainTask):
 
 
 def bfcl_task(name: str, llm: LLM, options: TaskOptions) -> BfclTask:
-    """Raises: InvalidArgumentError for an unknown category, a missing package, a model whose chat template
+    """Raises: InvalidArgumentError for a missing package, a model whose chat template
     writes calls in another form, or cases that are all too long."""
-    category = name.partition(":")[2] or CATEGORIES[0]
-    require(
-        category in CATEGORIES,
-        f"task {name} is unknown; the multi-turn categories of {BFCL} are {', '.join(CATEGORIES)}.",
-    )
+    category = name.partition(":")[2] or BFCL_CATEGORIES[0]
     require(
         HERMES.opens[0] in str(llm.tokenizer.chat_template),
         f"task {name} needs a chat template that writes tool calls as Hermes and Qwen do "

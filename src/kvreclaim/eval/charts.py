@@ -89,7 +89,7 @@ def loss_chart(report: EvalReport, task: str) -> str | None:
         axis.grid(visible=False)
         edges = (0.0, 1.0, len(some) - 0.5, -0.5)
         image = axis.imshow(shares, vmin=0, vmax=1, cmap="viridis", aspect="auto", extent=edges)
-        axis.set_yticks(range(len(some)), [row.policy for row in some], fontsize=8)
+        axis.set_yticks(range(len(some)), [row.policy_label for row in some], fontsize=8)
         axis.set_xlabel("where the evidence stands in the sequence")
         axis.set_title(f"{task}, {budget} kept", fontsize=10)
     figure.colorbar(image, ax=list(axes), label="share lost")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,11 @@ def keeps(fraction: float | None, tokens: int | None, max_loss: float | None = N
     return f"{tokens} tokens" if fraction is None else f"{100 * fraction:.4g}%"
 
 
+def policy_label(policy: str, *, is_auto: bool) -> str:
+    """A policy for people, with "auto" before it where that stands for it."""
+    return f"{AUTO}: {policy}" if is_auto else policy
+
+
 @dataclass(frozen=True, slots=True)
 class GridColumn:
     """One column of the grid: a policy at a budget, in one KV format, behind prompts that are computed in one
@@ -54,13 +59,16 @@ class GridColumn:
     sparse_prefill: str = DENSE
     chunk_reuse: str = WHOLE
     max_loss: float | None = None
+    is_auto: bool = field(default=False, compare=False)
+    """Whether "auto" stands for the policy."""
 
     @property
     def label(self) -> str:
         form = "" if self.kv_cache_dtype == AUTO else f" {self.kv_cache_dtype}"
         prefill = "" if self.sparse_prefill == DENSE else f" {self.sparse_prefill}"
         reuse = "" if self.chunk_reuse == WHOLE else f" {self.chunk_reuse}"
-        return f"{self.policy}{form} {keeps(self.fraction, self.tokens, self.max_loss)}{prefill}{reuse}"
+        policy = policy_label(self.policy, is_auto=self.is_auto)
+        return f"{policy}{form} {keeps(self.fraction, self.tokens, self.max_loss)}{prefill}{reuse}"
 
     @property
     def fraction(self) -> float | None:
@@ -90,7 +98,7 @@ class EvalPlan:
     """The grid policy x budget x KV format x task x seed, and the settings that all cells share.
 
     policies:       specs as in CompressionConfig.policy; "full" is run once, whatever the budgets; "auto" is
-                    reported as the policy that it stands for
+                    reported with the policy that it stands for
     budgets:        either all shares of the full cache's bytes at each sequence's final length, in (0, 1], or
                     all tokens per KV head, whole numbers from 2; with protect_prompt, tokens are those kept
                     besides the prompt
@@ -139,11 +147,10 @@ class EvalPlan:
     stats: Any = None
     max_loss: float | None = None
     content: str | None = None
+    _auto: str | None = field(default=None, init=False, compare=False)
+    """What "auto" stands for, once a model is known."""
 
     def __post_init__(self) -> None:
-        from kvreclaim.compression.config import CompressionConfig
-        from kvreclaim.compression.prefill.registry import make_method
-
         check_options(self)
         for name in ("policies", "budgets", "kv_cache_dtypes", "sparse_prefill", "chunk_reuse", "seeds"):
             values = getattr(self, name)
@@ -153,12 +160,6 @@ class EvalPlan:
             )
             object.__setattr__(self, name, tuple(dict.fromkeys(values)))
         object.__setattr__(self, "kv_cache_dtypes", format_names(self.kv_cache_dtypes))
-        for policy in self.policies:
-            is_full(policy)
-        for method in self.sparse_prefill:
-            make_method(method)
-        for reuse in self.chunk_reuse:
-            chunk_reuse_of(reuse)
         budgets = (1.0 if each == 1 and each is not True else parse_budget(each) for each in self.budgets)
         object.__setattr__(self, "budgets", tuple(budgets))
         require(
@@ -177,6 +178,19 @@ class EvalPlan:
                 "default settings; leave one out.",
                 "max_loss",
             )
+        for reuse in self.chunk_reuse:
+            chunk_reuse_of(reuse)
+        self._check_compression()
+
+    def _check_compression(self) -> None:
+        """The checks that import torch."""
+        from kvreclaim.compression.config import CompressionConfig
+        from kvreclaim.compression.prefill.registry import make_method
+
+        for policy in self.policies:
+            is_full(policy)
+        for method in self.sparse_prefill:
+            make_method(method)
         for budget in self.budgets:  # shares are checked per sequence; everything else is, here
             CompressionConfig(FULL, budget if isinstance(budget, int) else 10**9, **self.shared)
 
@@ -188,12 +202,22 @@ class EvalPlan:
         if AUTO not in self.policies:
             return self
         best = llm.resolved(CompressionConfig(stats=self.stats)).policy
-        return replace(self, policies=[best if policy == AUTO else policy for policy in self.policies])
+        plan = replace(self, policies=[best if policy == AUTO else policy for policy in self.policies])
+        object.__setattr__(plan, "_auto", best)
+        return plan
 
     def settings(self) -> list[GridColumn]:
         """All columns; the full cache once for each KV format."""
         return [
-            GridColumn(policy, budget, dtype, method, reuse, None if is_full(policy) else self.max_loss)
+            GridColumn(
+                policy,
+                budget,
+                dtype,
+                method,
+                reuse,
+                max_loss=None if is_full(policy) else self.max_loss,
+                is_auto=policy == self._auto,
+            )
             for dtype in self.kv_cache_dtypes
             for method in self.sparse_prefill
             for reuse in self.chunk_reuse

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from kvreclaim.chunks import WHOLE
 from kvreclaim.compression_settings import AUTO
 from kvreclaim.config import DENSE
-from kvreclaim.eval.plan import keeps
+from kvreclaim.eval.plan import keeps, policy_label
 from kvreclaim.eval.task import Metric
 from kvreclaim.outputs import write_json, writing
 
@@ -45,12 +45,14 @@ class EvalRow(BaseModel):
     examples_compressed: examples in which at least one compression fired
     tokens_per_s:    over the row's batches, compressions included; speed_of: "scoring" (teacher-forced;
                      tokens computed, not those that the prefix cache had) or "generation" (tokens generated)
+    is_auto:         whether "auto" stands for the policy
     extra:           further figures, mean over examples (exact_match, progress, kl, ...)
     lost_at, asked_at: verdicts by where their evidence lay, in tenths of the sequence: wrong ones, all
     cached_by_turn, agreement_by_turn: of sessions: as in task.TaskScore, mean over those with such a turn
     """
 
     policy: str
+    is_auto: bool = False
     fraction: float | None
     tokens: int | None = None
     max_loss: float | None = None
@@ -97,7 +99,12 @@ class EvalRow(BaseModel):
         """The policy, the KV format where one was named, and how prompts were computed where not dense and
         whole."""
         told = ((self.kv_cache_dtype, AUTO), (self.sparse_prefill, DENSE), (self.chunk_reuse, WHOLE))
-        return ", ".join((self.policy, *(value for value, default in told if value != default)))
+        return ", ".join((self.policy_label, *(value for value, default in told if value != default)))
+
+    @property
+    def policy_label(self) -> str:
+        """The policy, with "auto" before it where that stands for it."""
+        return policy_label(self.policy, is_auto=self.is_auto)
 
     @property
     def mix(self) -> str:

@@ -90,6 +90,7 @@ def _row(
         fields |= {"status": problem.status, "reason": problem.reason}
     return EvalRow(
         policy=setting.policy,
+        is_auto=setting.is_auto,
         fraction=setting.fraction,
         tokens=setting.tokens,
         max_loss=setting.max_loss,

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from kvreclaim import corpora as texts
 from kvreclaim.checks import require
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.errors import InvalidArgumentError
@@ -15,8 +14,9 @@ from kvreclaim.eval.demo_tasks import DEMO_TASKS
 from kvreclaim.eval.jsonl import JsonlTask, read_questions
 from kvreclaim.eval.passages import Passages
 from kvreclaim.eval.plan import KNOWN, TaskOptions
-from kvreclaim.eval.ruler.task import ruler_tasks, spell_out
+from kvreclaim.eval.ruler.task import ruler_tasks
 from kvreclaim.eval.task import SampledTask, Task
+from kvreclaim.eval.task_names import CHUNKS, GSM8K, OWN, REASONING_GYM, TEXTS, check_tasks
 from kvreclaim.eval.text.base import TextTask
 from kvreclaim.eval.text.codes import TextMultiQuery, TextRecall
 from kvreclaim.eval.text.forced import ForcedTask
@@ -38,40 +38,21 @@ TEXT_TASKS: Mapping[str, type[TextTask]] = MappingProxyType(
 FORCED_TASKS: Mapping[str, type[ForcedTask]] = MappingProxyType(
     {"needles": Needles, "table": CodeTable, "assignments": Assignments}
 )
-CHUNKS = "chunks"
 NUM_CHUNKS = 8
-TEXTS: Mapping[str, Callable[[], texts.Texts]] = MappingProxyType({"prose": texts.prose, "code": texts.code})
-OWN = "own"
 NUM_SCORED = 512
 """Scored tokens of a window of a built-in text, where it has twice as many tokens."""
-ANY_MODEL: Mapping[str, str] = MappingProxyType(
-    {
-        **{f"perplexity[:{name}]": f"perplexity of {name}" for name in TEXTS},
-        **{f"agreement[:{name}]": f"agreement with the full cache on {name}" for name in TEXTS},
-        f"agreement[:{OWN}]": "agreement with the full cache on the model's own continuations",
-        "jsonl:PATH": "questions of a JSONL file; an answer must contain the expected text",
-        "jsonl-exact:PATH": "questions of a JSONL file; an answer must equal the expected text",
-        "ruler[:TASK]": "RULER, all 13 tasks or one",
-        "gsm8k": "grade-school maths problems",
-        "agent_recorded": "recorded turns of agents with tools",
-        "bfcl[:CATEGORY]": "function calls of the Berkeley leaderboard",
-        "ifeval": "instructions that a program can check",
-        "reasoning-gym:TASK": "a task of reasoning-gym",
-    }
-)
-"""Tasks of models with any vocabulary, and what they measure."""
 JSONL_TOKENS = 256
 
 
 def make_tasks(names: Sequence[str], llm: LLM, options: TaskOptions) -> list[Task]:
     """The tasks of these names for a model.
 
-    Names: those of DEMO_TASKS, or of TEXT_TASKS ("rsq:12" sets the steps) and FORCED_TASKS ("needles:known":
-    the question stands before the compression; "needles:chunks": documents that may be reused), by dialect;
-    ANY_MODEL. "ruler" stands for all tasks of RULER.
+    names: task_names.KINDS; with what may stand behind a name ("rsq:12" sets the steps, "needles:known" puts
+    the question before the compression, "needles:chunks" makes documents that may be reused)
+
     Raises: InvalidArgumentError for an unknown name and for what a task lacks.
     """
-    names = spell_out(names)
+    names = check_tasks(names, options)
     made: dict[str, Task] = {**ruler_tasks(names, llm, options)}
     tasks = [made.get(name) or _make(name, llm, options) for name in names]
     for task in tasks:
@@ -97,17 +78,15 @@ def uses_demo(llm: LLM, dialect: str) -> bool:
 
 def _make(name: str, llm: LLM, options: TaskOptions) -> Task:
     kind, _, argument = name.partition(":")
-    if kind == "perplexity" and argument in ("", *TEXTS):
-        if not argument and options.text is None:
-            raise InvalidArgumentError("task perplexity needs a text; pass --text FILE, or perplexity:prose.")
+    if kind == "perplexity":
         return Perplexity(_windows(argument, llm, options), name)
-    if kind == "agreement" and argument in ("", OWN, *TEXTS):
+    if kind == "agreement":
         if argument == OWN:
             return Agreement(OwnTraces(llm, _built_in("prose", llm), options.num_tokens), name)
         if not argument and options.text is None:
             return Agreement(RandomWindows(llm.loaded.vocab_size, options.num_tokens), name)
         return Agreement(_windows(argument, llm, options), name)
-    if name == "gsm8k" or (kind == "reasoning-gym" and argument):
+    if kind in (GSM8K, REASONING_GYM):
         from kvreclaim.eval.reasoning import reasoning_task
 
         return reasoning_task(name, llm, options)
@@ -123,19 +102,20 @@ def _make(name: str, llm: LLM, options: TaskOptions) -> Task:
         from kvreclaim.eval.bfcl import bfcl_task
 
         return bfcl_task(name, llm, options)
-    if kind in ("jsonl", "jsonl-exact") and argument:
+    if kind in ("jsonl", "jsonl-exact"):
         return _jsonl(name, Path(argument), llm, options)
-    if uses_demo(llm, options.dialect):
-        if name in DEMO_TASKS:
-            return TraceTask(name, options.num_tokens)
-    elif kind in TEXT_TASKS and (not argument or kind == "rsq"):
+    is_demo = uses_demo(llm, options.dialect)
+    if is_demo and name in DEMO_TASKS:
+        return TraceTask(name, options.num_tokens)
+    if not is_demo and kind in TEXT_TASKS:
         return _text(kind, argument, llm, options)
-    elif kind in FORCED_TASKS and argument in ("", KNOWN, CHUNKS):
+    if not is_demo and kind in FORCED_TASKS:
         return _forced(kind, llm, options, argument)
-    known = DEMO_TASKS if uses_demo(llm, options.dialect) else (*TEXT_TASKS, *FORCED_TASKS)
-    dialect = "demo" if uses_demo(llm, options.dialect) else "text"
+    own, dialect = ((*DEMO_TASKS,), "demo") if is_demo else ((*TEXT_TASKS, *FORCED_TASKS), "text")
     raise InvalidArgumentError(
-        f"task {name!r} is unknown in the {dialect} dialect; known are {', '.join((*known, *ANY_MODEL))}."
+        f"task {name!r} is not one of the {dialect} dialect, which has {', '.join(own)}; pass one of them, "
+        "or another --dialect.",
+        field="tasks",
     )
 
 
@@ -178,18 +158,10 @@ def _jsonl(name: str, path: Path, llm: LLM, options: TaskOptions) -> JsonlTask:
 def _text(kind: str, argument: str, llm: LLM, options: TaskOptions) -> TextTask:
     encode, most = Encoder(llm.tokenizer), options.max_new_tokens
     if kind == "rsq":
-        steps = _steps(argument)
+        steps = int(argument or DEFAULT_STEPS)
         task: TextTask = TextRSQ(encode, options.num_tokens, most or 64 * (steps + 2), steps=steps)
     else:
         make: Callable[..., TextTask] = TEXT_TASKS[kind]
         task = make(encode, options.num_tokens, most or 128)
     task.item(0, 0)
     return task
-
-
-def _steps(argument: str) -> int:
-    if not argument:
-        return DEFAULT_STEPS
-    if not argument.isdecimal() or int(argument) < 1:
-        raise InvalidArgumentError(f"rsq:{argument} names no number of steps; write, for example, rsq:12.")
-    return int(argument)

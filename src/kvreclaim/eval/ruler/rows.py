@@ -7,19 +7,17 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-
-import yaml
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 from kvreclaim.checks import require
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval.journal import cell_key
+from kvreclaim.eval.task_names import published_tasks, ruler_folder
 from kvreclaim.model.loader import Tokenizer
 from kvreclaim.model_paths import moved, ruler_home
 from kvreclaim.temporary import temporary_directory
@@ -50,21 +48,6 @@ class RulerRow:
     question: str
     answer_prefix: str
     answers: tuple[str, ...]
-
-
-@cache
-def published_tasks() -> dict[str, dict[str, Any]]:
-    """Task -> its script ("task"), the script's arguments, template, answer prefix and answer length.
-    Raises: InvalidArgumentError without the package."""
-    require(
-        find_spec("long_context_eval") is not None,
-        "task ruler needs RULER's generators, which this environment lacks; run pip install "
-        "'kvreclaim[ruler]'.",
-    )
-    from long_context_eval.data.synthetic.constants import TASKS
-
-    tasks: dict[str, dict[str, Any]] = yaml.safe_load((_folder() / "synthetic.yaml").read_text())
-    return {name: task | TASKS[task["task"]] for name, task in tasks.items()}
 
 
 def has_punkt() -> bool:
@@ -101,7 +84,8 @@ class RulerRows:
         return self._rows[name, seed][index]
 
     def _make(self, seed: int, count: int) -> None:
-        """Make what no earlier run has made; the user's cache directory keeps it."""
+        """Make what no earlier run has made; the user's cache directory keeps each task's rows once they are
+        complete."""
         ruler_home().mkdir(parents=True, exist_ok=True)
         with temporary_directory(ruler_home(), "ruler") as folder:
             self.tokenizer.save_pretrained(folder)
@@ -109,16 +93,19 @@ class RulerRows:
             options = {name: self._options(name, seed, count) for name in self.names}
             kept = {name: ruler_home() / cell_key(about | options[name]) for name in self.names}
             missing = [name for name in self.names if not kept[name].is_dir()]
-            errors = _run(folder, [_command(folder, name, options[name]) for name in missing])
-            for name in missing:
-                if not (folder / name / ROWS).is_file():
-                    why = "it found none in time" if TIMED_OUT in errors else errors.strip()[-300:]
-                    lacks = "ModuleNotFoundError" in errors
-                    raise InvalidArgumentError(
-                        f"RULER's script made no rows of {self.num_tokens} tokens for {name} ({why}); "
-                        + ("pip install 'kvreclaim[ruler]'." if lacks else "raise the number of tokens.")
-                    )
-                moved(folder / name, kept[name])
+            commands = {name: _command(folder, name, options[name]) for name in missing}
+            with TemporaryFile("w+", encoding="utf-8") as errors:
+                for name in _run(folder, commands, f"{count} rows of {self.num_tokens:,} tokens", errors):
+                    moved(folder / name, kept[name])
+                errors.seek(0)
+                why = errors.read().strip()
+            if lost := [name for name in missing if not kept[name].is_dir()]:
+                lacks = "ModuleNotFoundError" in why
+                why = "it found none in time" if TIMED_OUT in why else why[-300:]
+                raise InvalidArgumentError(
+                    f"RULER's script made no rows of {self.num_tokens} tokens for {lost[0]} ({why}); "
+                    + ("pip install 'kvreclaim[ruler]'." if lacks else "raise the number of tokens.")
+                )
         for name in self.names:
             lines = (kept[name] / ROWS).read_text(encoding="utf-8").splitlines()
             self._rows[name, seed] = [_parts(published_tasks()[name], json.loads(line)) for line in lines]
@@ -144,12 +131,6 @@ class RulerRows:
         return options
 
 
-def _folder() -> Path:
-    import long_context_eval
-
-    return Path(long_context_eval.__path__[0])
-
-
 def _digest(folder: Path) -> str:
     digest = hashlib.sha256()
     for file in sorted(folder.iterdir()):
@@ -158,31 +139,41 @@ def _digest(folder: Path) -> str:
 
 
 def _command(folder: Path, name: str, options: dict[str, Any]) -> list[str]:
-    script = _folder() / "data" / "synthetic" / f"{published_tasks()[name]['task']}.py"
+    script = ruler_folder() / "data" / "synthetic" / f"{published_tasks()[name]['task']}.py"
     where = {"save_dir": folder, "save_name": name, "tokenizer_path": folder, "tokenizer_type": "hf"}
     pairs = (where | options).items()
     return [str(script), *(str(part) for option, value in pairs for part in (f"--{option}", value))]
 
 
-def _run(folder: Path, commands: Sequence[Sequence[str]]) -> str:
-    """What the scripts wrote to stderr."""
+def _run(folder: Path, commands: Mapping[str, Sequence[str]], what: str, errors: IO[str]) -> Iterator[str]:
+    """Run the scripts one after another, with a line of progress for each, and yield the name of each that
+    has ended well.
+
+    what: the rows that each makes, for the progress; errors: gets what the scripts print
+    """
     if not commands:
-        return ""
+        return
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     if not has_punkt():
         (folder / PUNKT).mkdir(parents=True)
         for file in PUNKT_FILES:
             (folder / PUNKT / file).touch()
         environment["NLTK_DATA"] = str(folder)
-    done = subprocess.run(
-        [sys.executable, "-m", "kvreclaim.eval.ruler.scripts"],
-        input=json.dumps(commands),
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    return done.stderr
+    program = [sys.executable, "-m", "kvreclaim.eval.ruler.scripts"]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+    with subprocess.Popen(program, **pipes, text=True, env=environment) as process:
+        assert process.stdin
+        assert process.stdout
+        try:
+            with process.stdin:
+                json.dump(list(commands.values()), process.stdin)
+            for number, name in enumerate(commands, 1):
+                print(f"RULER: making {what} for {name} ({number} of {len(commands)})", file=sys.stderr)
+                if not process.stdout.readline():
+                    return
+                yield name
+        finally:
+            process.kill()  # what it had left to do is lost when the caller stops early
 
 
 def _parts(task: dict[str, Any], row: dict[str, Any]) -> RulerRow:

@@ -9,10 +9,10 @@ from itertools import takewhile
 from typing import Any
 
 from kvreclaim.engine.api.llm import LLM
-from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval.plan import KNOWN, RULER, UNKNOWN, TaskOptions
-from kvreclaim.eval.ruler.rows import PACKAGE, PUBLISHED_ROWS, RulerRows, has_punkt, published_tasks
+from kvreclaim.eval.ruler.rows import PACKAGE, PUBLISHED_ROWS, RulerRows, has_punkt
 from kvreclaim.eval.task import Answer, Item, PlainTask, TaskScore
+from kvreclaim.eval.task_names import published_tasks
 from kvreclaim.eval.text.prose import Encoder
 
 
@@ -67,22 +67,13 @@ class RulerTask(PlainTask):
         return TaskScore(points=percent / 100, out_of=1)
 
 
-def spell_out(names: Sequence[str]) -> list[str]:
-    """With RULER's 13 tasks in the place of "ruler"."""
-    every = [f"{RULER}:{task}" for task in published_tasks()] if RULER in names else []
-    return [each for name in names for each in (every if name == RULER else [name])]
-
-
 def ruler_tasks(names: Sequence[str], llm: LLM, options: TaskOptions) -> dict[str, RulerTask]:
     """The tasks of RULER among the names, by name; all share one maker of rows. Raises:
-    InvalidArgumentError for an unknown one, and where the package is missing or the rows don't fit."""
+    InvalidArgumentError where the rows don't fit."""
     wanted = {name: name.partition(":")[2] for name in names if name.startswith(f"{RULER}:")}
     if not wanted:
         return {}
     known = published_tasks()
-    for name, task in wanted.items():
-        if task not in known:
-            raise InvalidArgumentError(f"task {name!r} is unknown; RULER has {', '.join(known)}.")
     rows = RulerRows(llm.tokenizer, tuple(dict.fromkeys(wanted.values())), options.num_tokens)
     tasks = {
         name: RulerTask(

@@ -5,10 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvreclaim.checks import require
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.model.loader import Tokenizer
+
+if TYPE_CHECKING:
+    from kvreclaim.model.loader import Tokenizer
 
 
 def _words(text: str) -> tuple[str, ...]:

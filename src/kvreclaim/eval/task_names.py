@@ -1,0 +1,145 @@
+"""The names of tasks and what each measures; they are checked without torch and without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from kvreclaim import corpora
+from kvreclaim.checks import require
+from kvreclaim.eval.jsonl import read_questions
+from kvreclaim.eval.packages import task_package
+from kvreclaim.eval.plan import KNOWN, RULER, TaskOptions
+
+OWN, CHUNKS = "own", "chunks"
+GSM8K, REASONING_GYM, REASONING_EXTRA = "gsm8k", "reasoning-gym", "reasoning"
+BFCL_CATEGORIES = ("base", "miss_func", "miss_param", "long_context")
+TEXTS: Mapping[str, Callable[[], corpora.Texts]] = MappingProxyType(
+    {"prose": corpora.prose, "code": corpora.code}
+)
+"""The built-in texts."""
+_WHERE_ASKED = ("", KNOWN, CHUNKS)
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A kind of tasks: what it measures, and what may stand behind its name and a colon. "" is the name
+    alone; a word in capitals is any text."""
+
+    measures: str
+    arguments: Sequence[str] = ("",)
+
+
+KINDS: Mapping[str, Named] = MappingProxyType(
+    {
+        "recall": Named("one fact at the start, in the middle or at the end of the prompt, by turns"),
+        "multi_query": Named("several of many facts at once"),
+        "variable_tracking": Named("all variables of one of several chains of assignments"),
+        "rsq": Named("the stack after some steps of a depth-first walk", ("", "STEPS")),
+        "chain": Named("the demo model's own task: a walk along a chain of facts"),
+        "needles": Named("sentences at random places, asked for in random order", _WHERE_ASKED),
+        "table": Named("lines of a table in one place of the passage", _WHERE_ASKED),
+        "assignments": Named("variables whose values take two sentences that are far apart", _WHERE_ASKED),
+        "perplexity": Named("perplexity of --text, of prose, or of code", ("", *TEXTS)),
+        "agreement": Named(
+            "agreement with the full cache on --text (without one, on random tokens), prose, code, or the "
+            "model's own continuations",
+            ("", OWN, *TEXTS),
+        ),
+        "jsonl": Named("questions of a JSONL file; an answer must contain the expected text", ("PATH",)),
+        "jsonl-exact": Named("questions of a JSONL file; an answer must equal the expected text", ("PATH",)),
+        RULER: Named("RULER: all 13 tasks, or one", ("", "TASK")),
+        GSM8K: Named("grade-school maths problems"),
+        "agent_recorded": Named("recorded turns of agents with tools"),
+        "bfcl": Named("function calls in the Berkeley leaderboard's conversations", ("", *BFCL_CATEGORIES)),
+        "ifeval": Named("instructions that a program can check"),
+        REASONING_GYM: Named("a task of the package reasoning-gym", ("TASK",)),
+    }
+)
+
+
+def check_tasks(names: Sequence[str], options: TaskOptions) -> list[str]:
+    """Check names, and the files and packages that they need. Return them with RULER's 13 tasks in the place
+    of "ruler".
+
+    Raises: InvalidArgumentError for an unknown task, a file that cannot be read, a package that is missing.
+    """
+    for name in names:
+        kind, _, argument = name.partition(":")
+        if kind not in KINDS:
+            near = get_close_matches(kind, KINDS, n=1)
+            meant = f"did you mean {near[0]}? " if near else ""
+            require(False, f"task {name!r} is unknown; {meant}known are {', '.join(KINDS)}.", "tasks")
+        allowed = KINDS[kind].arguments
+        is_free = bool(argument) and any(word.isupper() for word in allowed)
+        require(
+            name == f"{kind}:{argument}".removesuffix(":") and (argument in allowed or is_free),
+            f"task {name!r} is unknown; write {' or '.join(f'{kind}:{a}' if a else kind for a in allowed)}.",
+            "tasks",
+        )
+        _check_argument(name, kind, argument, options)
+    every = [f"{RULER}:{task}" for task in published_tasks()] if RULER in names else []
+    return [each for name in names for each in (every if name == RULER else [name])]
+
+
+def _check_argument(name: str, kind: str, argument: str, options: TaskOptions) -> None:
+    if kind == "rsq" and argument:
+        require(
+            argument.isdecimal() and int(argument) >= 1,
+            f"rsq:{argument} names no number of steps; write, for example, rsq:12.",
+            "tasks",
+        )
+    if name == "perplexity":
+        require(
+            options.text is not None,
+            "task perplexity needs a text; pass --text FILE, or perplexity:prose.",
+            "tasks",
+        )
+    if name in ("perplexity", "agreement") and options.text is not None:
+        require(
+            options.text.is_file(),
+            f"text is {str(options.text)!r}, which is no file; pass a text file.",
+            "text",
+        )
+    if kind in ("jsonl", "jsonl-exact"):
+        read_questions(Path(argument))
+    if kind == RULER:
+        known = published_tasks()
+        require(
+            argument in known or not argument,
+            f"task {name!r} is unknown; RULER has {', '.join(known)}.",
+            "tasks",
+        )
+    if kind == REASONING_GYM:
+        package = task_package("reasoning_gym", name, REASONING_EXTRA)
+        gym = sorted(set(package.factory.DATASETS) - {"composite"})
+        require(argument in gym, f"task {name!r} is unknown; reasoning-gym has {', '.join(gym)}.", "tasks")
+
+
+@cache
+def published_tasks() -> dict[str, dict[str, Any]]:
+    """RULER's tasks -> script ("task"), the script's arguments, template, answer prefix and answer length.
+    Raises: InvalidArgumentError without the package."""
+    require(
+        find_spec("long_context_eval") is not None,
+        "task ruler needs RULER's generators, which this environment lacks; run pip install "
+        "'kvreclaim[ruler]'.",
+    )
+    import yaml
+    from long_context_eval.data.synthetic.constants import TASKS
+
+    tasks: dict[str, dict[str, Any]] = yaml.safe_load((ruler_folder() / "synthetic.yaml").read_text())
+    return {name: task | TASKS[task["task"]] for name, task in tasks.items()}
+
+
+def ruler_folder() -> Path:
+    """Where RULER's package is installed."""
+    import long_context_eval
+
+    return Path(long_context_eval.__path__[0])
