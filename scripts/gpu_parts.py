@@ -13,7 +13,7 @@ from pathlib import Path
 from kvreclaim.bench.plans import MODEL
 
 ROOT = Path(__file__).parent.parent
-PYTEST = ("-m", "pytest", "-p", "no:benchmark", "-p", "no:cacheprovider", "-o", "filterwarnings=default")
+PYTEST = ("-m", "pytest", "-p", "no:benchmark", "-p", "no:cacheprovider")
 COMMAND = ("-c", "from kvreclaim.cli.main import app; app()", "bench")
 SAMPLE = {"KVRECLAIM_TEST_SAMPLE": "1"}
 COMPILED = {"TRITON_INTERPRET": "0"}

@@ -31,6 +31,7 @@ os.environ.update(
     HF_HUB_DISABLE_PROGRESS_BARS="1",
     TRANSFORMERS_VERBOSITY="error",
 )
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS warns that it is not deterministic
 os.environ.setdefault(
     "TRITON_INTERPRET", "1"
 )  # before transformers imports triton; 0 runs its tests on a GPU

@@ -123,9 +123,9 @@ class EngineConfig:
         high=64,
         panel=CACHING,
     )
-    kv_memory_fraction: float = option(
-        0.5,
-        "Largest share of free memory for the KV pool.",
+    kv_memory_fraction: float | None = option(
+        None,
+        "Largest share of free memory for the KV pool. Default: 0.9 on a GPU, 0.5 on a CPU.",
         low=0.01,
         high=0.95,
         panel=FIRST,

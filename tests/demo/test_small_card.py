@@ -10,7 +10,7 @@ from pathlib import Path
 from kvreclaim import demo_model
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "small_card.py"
-TOKENS, BUDGET, INTERVAL, LIMIT_MIB = 6144, 256, 128, 18
+TOKENS, BUDGET, INTERVAL, LIMIT_MIB = 4096, 256, 128, 18
 TOKEN_BYTES = 4 * 2 * 2 * 32 * 4  # layers, keys and values, KV heads, head dim, bytes of fp32
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import tiny
+import torch
 from settings import assert_idle, small
 
 from kvreclaim import SamplingParams
+from kvreclaim.config import EngineConfig
 from kvreclaim.engine.request import sizing
 from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
 
@@ -118,3 +121,14 @@ def test_a_sibling_chooses_from_the_memory_that_is_free_now(make_llm, monkeypatc
     assert (other.engine.config.num_blocks, other.engine.max_model_len) == (20, 20 * 16)
     assert other.engine.config.max_signal_bytes <= 20 * block_bytes < chosen.max_signal_bytes
     assert other.sibling(num_blocks=9).sibling().engine.config.num_blocks == 9, "what was said stays"
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "share"), [("cuda", None, 0.9), ("cpu", None, 0.5), ("cuda", 0.2, 0.2)]
+)
+def test_a_gpu_gives_the_pool_nine_tenths_of_its_free_memory(make_llm, monkeypatch, device, given, share):
+    facts = replace(make_llm().loaded.facts, device=torch.device(device))
+    block_bytes = make_llm().engine.cache.bytes_per_block
+    monkeypatch.setattr(sizing, "free_memory_bytes", lambda device: 40 * block_bytes)
+    config = EngineConfig(kv_memory_fraction=given, max_num_seqs=64, max_signal_bytes=0)
+    assert sizing.choose_limits(config, facts).num_blocks == int(40 * share)

@@ -6,12 +6,8 @@ from __future__ import annotations
 import pytest
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams
-from kvreclaim.calibrate.calibration import calibrate
 from kvreclaim.compression.policies.surrogate import Surrogate
-from kvreclaim.corpora import prose
 from kvreclaim.eval import TaskOptions, evaluate
-
-PIECE = 768
 
 
 @pytest.fixture(scope="module")
@@ -20,14 +16,7 @@ def llm(real_dir):
 
 
 @pytest.fixture(scope="module")
-def stats(llm):
-    tokens = llm.tokenizer.encode(prose().calibration)
-    pieces = [tokens[start : start + PIECE] for start in (0, len(tokens) // 2)]
-    return calibrate(llm.loaded, pieces, num_centers=0, surrogate=len(pieces))
-
-
-@pytest.fixture(scope="module")
-def needles(llm, stats):
+def needles(llm):
     """policy -> its row: 64 to 96 digits, a fifth of the tokens, a pass behind the prompt and one while the
     answers are computed."""
     policies = [
@@ -37,7 +26,7 @@ def needles(llm, stats):
         "surrogate",
     ]
     options = TaskOptions(num_tokens=1280)
-    report = evaluate(llm, policies, [0.2], ["needles"], options=options, num_examples=2, stats=stats)
+    report = evaluate(llm, policies, [0.2], ["needles"], options=options, num_examples=2)
     assert {row.status for row in report.rows} == {"ok"}
     return {row.policy: row for row in report.rows}
 

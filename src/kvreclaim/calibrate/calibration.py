@@ -27,6 +27,7 @@ from kvreclaim.model.capture import NEAR, capture_queries, now
 from kvreclaim.model.inputs import inputs_handed_out
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.model.projection import value_grams
+from kvreclaim.ops.moving import on_device
 
 PIECE_TOKENS = 1024
 """Length of a document that is said twice; a longer one is cut. More cost more per token and tell nothing
@@ -149,7 +150,8 @@ def calibrate(
         builder.add_layer(layer, queries)
         bar.update()
 
-    with bar, inputs_handed_out(loaded.model) if fitted else nullcontext():
+    handed_out = inputs_handed_out(loaded.model) if fitted else nullcontext()
+    with bar, on_device(loaded.facts.device), handed_out:
         capture_queries(loaded, documents, on_queries, on_reached=learnt.add if surrogate else None)
     stats = learnt.added_to(builder.build())
     return stats if published is None else stats.with_kvzap(published)

@@ -47,6 +47,7 @@ from kvreclaim.model.recurrent import (
 )
 from kvreclaim.model.recurrent_trial import prove, use_recurrent_states
 from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.ops.moving import on_device
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TRANSFORMERS_METHODS = ("mxfp4",)
@@ -146,16 +147,13 @@ def load_model(
     modules = "; ".join([modules, *(line for line in more if line)])
     if recurrent is not None:
         steps = use_native_mixers(recurrent) if native else f"recurrent layers: {len(recurrent.mixers)}"
-        prove(model, recurrent, name)
+        with on_device(target):
+            prove(model, recurrent, name)
         modules += f"; {steps}{recurrent.describe()}"
     known = gguf is not None or os.path.isdir(name)
-    facts = probe(
-        model,
-        printable(os.path.basename(os.path.normpath(name)) if known else name),
-        None if packed is None else packed.label,
-        recurrent,
-        attention_dtype,
-    )
+    label = printable(os.path.basename(os.path.normpath(name)) if known else name)
+    with on_device(target):
+        facts = probe(model, label, None if packed is None else packed.label, recurrent, attention_dtype)
     before, measured = measured_fields(stored), measured_fields(config)
     changed = tuple(field for field in measured if measured[field] != before.get(field))
     facts = replace(facts, config=measured, overridden=changed)

@@ -1,9 +1,14 @@
-"""Small tensors on their way to a device, where they take their turn: nobody waits for it.
+"""Small tensors on their way to a device without a wait of the host, and the current device of a thread.
 
-A plain copy makes the host wait until the GPU has done all that was asked of it before.
+A plain copy makes the host wait until the GPU has finished all work that was queued before.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +24,27 @@ def move(x: Tensor | np.ndarray, device: torch.device) -> Tensor:
 def fill(target: Tensor, values: np.ndarray) -> None:
     """Write the values into a tensor of their shape; they may change at once."""
     target.copy_(_staged(values, target.device), non_blocking=True)
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a GPU the thread's current device, on which Triton launches, graphs are captured and streams are
+    made. Nothing for a CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def on_own_device(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Run a method on the device that its object has as `device`."""
+
+    @wraps(method)
+    def run(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        with on_device(self.device):
+            return method(self, *args, **kwargs)
+
+    return run
 
 
 def _staged(x: Tensor | np.ndarray, device: torch.device) -> Tensor:

@@ -3,14 +3,21 @@
     python compile_kernels.py 90          # compute capability 9.0; one shape of a plain format
     python compile_kernels.py 90 formats  # what every coded format and a latent cache add, at one shape
     python compile_kernels.py 90 all      # all kernels, shapes and formats; minutes
+    python compile_kernels.py 90 --record # adds what it found to compiled.json, with which later ones compare
 
-Prints one line per compiled variant: name and bytes of shared memory. Launches become compilations, so
-results are whatever was in memory.
+Prints a JSON object per compiled variant: what was launched, the kernel, its registers, bytes of stack
+(spills) and of shared memory, whether it has tensor-core instructions, and how many blocks fit on a
+multiprocessor. Launches become compilations, so results are whatever was in memory.
 """
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
 import sys
+import tempfile
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -56,6 +63,13 @@ ASKS = [Ask(1, 700), Ask(1, 40), Ask(9, 40)]
 HOW = {"softcap": 30.0, "window": 100, "sinks": torch.zeros(8)}
 
 
+SM_BYTES = {80: 164 << 10, 86: 100 << 10, 89: 100 << 10, 90: 228 << 10, 100: 228 << 10, 120: 100 << 10}
+"""Shared memory of a multiprocessor, by compute capability."""
+RECORDED = Path(__file__).with_name("compiled.json")
+WHAT = ["-"]
+"""What is being launched, for the rows."""
+
+
 class NoDriver:
     """As much of a driver as compiling asks for."""
 
@@ -72,15 +86,43 @@ class NoDriver:
         return 0
 
 
-def compile_instead_of_launching(capability: int) -> None:
+def facts(kernel: Any, capability: int) -> dict[str, Any]:
+    """Registers, stack, shared memory, tensor-core instructions and occupancy of a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(kernel.asm["cubin"])
+        program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        command = [str(program), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    used = {name: int(size) for name, size in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    meta, threads = kernel.metadata, kernel.metadata.num_warps * 32
+    products = re.search(r"wgmma\.mma_async|tcgen05\.mma|\bmma\.sync", kernel.asm["ptx"])
+    fit = (
+        65536 // (used["REG"] * threads),
+        SM_BYTES[capability] // (meta.shared + 1024),
+        2048 // threads,
+        32,
+    )
+    return {
+        "registers": used["REG"],
+        "stack": used["STACK"] + used["LOCAL"],
+        "shared": meta.shared,
+        "tensor_cores": products is not None,
+        "blocks": min(fit),
+    }
+
+
+def compile_instead_of_launching(capability: int, rows: dict[str, dict[str, Any]]) -> None:
+    """rows: gets the facts of each variant by what was launched, kernel and place among those."""
     triton.runtime.driver.set_active(NoDriver(capability))
-    compile_or_run, seen = JITFunction.run, set()
+    compile_or_run, seen, places = JITFunction.run, set(), Counter[str]()
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         kernel = compile_or_run(self, *args, grid=grid, warmup=True, **options)
         if kernel.hash not in seen:
             seen.add(kernel.hash)
-            print(self.__name__, kernel.metadata.shared, flush=True)
+            name = f"{WHAT[0]}: {self.__name__}"
+            places[name] += 1
+            rows[f"{name} {places[name]}"] = facts(kernel, capability)
         return kernel
 
     JITFunction.run = run
@@ -121,8 +163,14 @@ def launch_the_rest(w: World) -> None:
 def launch_format(name: str, shape: Shape) -> None:
     """Attention in the dtype of the shape over a cache of this format, and the rest."""
     w = filled(name, shape, ASKS)
+    WHAT[0] = f"{name} {label(shape)}"
     launch_attention(w)
     launch_the_rest(w)
+
+
+def label(shape: Shape) -> str:
+    form = f"{shape.dtype}".removeprefix("torch.")
+    return f"k{shape.kv_heads} g{shape.group} d{shape.dim} v{shape.v_dim or shape.dim} {form}"
 
 
 def filled(name: str, shape: Shape, asks: list[Ask]) -> Filled:
@@ -132,8 +180,10 @@ def filled(name: str, shape: Shape, asks: list[Ask]) -> Filled:
 def launch_plain(shapes: list[Shape]) -> None:
     for shape in shapes:
         w = world(shape, ASKS)
+        WHAT[0] = f"plain {label(shape)}"
         launch_attention(w)
         launch_the_rest(w)
+    WHAT[0] = "positions, window, softcap, sinks"
     positions = torch.zeros(1, 2, 40, dtype=torch.int32)
     moved = [replace(ask, slot_positions=positions) for ask in ASKS]
     launch_attention(world(SHAPES[0], moved), **HOW)
@@ -142,6 +192,7 @@ def launch_plain(shapes: list[Shape]) -> None:
 def launch_packed(kinds: Iterable[str]) -> None:
     """Products with packed weights, in the model's dtype and in fp32."""
     for kind in kinds:
+        WHAT[0] = f"packed {kind}"
         matrix = PackedMatrix([random_rows(kind, 128, 512)], 128)
         packed.unpack_rows(matrix, torch.arange(3), torch.bfloat16)
         packed.packed_linear(torch.zeros(3, 512, dtype=torch.bfloat16), [matrix])
@@ -152,16 +203,21 @@ def launch_what_formats_add() -> None:
     """Kernels share the functions that decode, so one kernel of each format is enough."""
     for name in CODES:
         w = filled(name, CODED[0], [Ask(1, 40)])
+        WHAT[0] = f"{name} alone"
         launch_attention(w)
         k = torch.zeros(3, 2, CODED[0].dim)
         kernels.write_kv(w.cache.layers[0], k, k, torch.arange(3))
+    WHAT[0] = "latents in int4"
     launch_attention(filled("int4", LATENT, [Ask(1, 40)]))
+    WHAT[0] = "scores over turboquant4"
     launch_the_rest(filled("turboquant4", SMALL, [Ask(1, 700)]))
+    WHAT[0] = "scores over latents"
     launch_the_rest(filled("bf16", LATENT, [Ask(1, 700)]))
 
 
 def main() -> None:
-    compile_instead_of_launching(int(sys.argv[1]))
+    capability, rows = int(sys.argv[1]), {}
+    compile_instead_of_launching(capability, rows)
     if "all" in sys.argv:
         launch_plain(SHAPES)
         launch_packed(KINDS)
@@ -175,6 +231,21 @@ def main() -> None:
     else:
         launch_plain(SHAPES[:1])
         launch_packed(["zero", "q6_k"])
+    print(json.dumps({"what": "triton", "version": version()}))
+    for name, row in rows.items():
+        print(json.dumps({"what": name} | row))
+    if "--record" in sys.argv:
+        known = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
+        known.setdefault(version(), {}).setdefault(f"sm_{capability}", {}).update(rows)
+        lines = json.dumps(known, indent=1, sort_keys=True)
+        RECORDED.write_text(
+            re.sub(r"\{\s+(\"blocks[^{}]*?)\s+\}", lambda m: "{" + " ".join(m[1].split()) + "}", lines) + "\n"
+        )
+
+
+def version() -> str:
+    """Major and minor of Triton: with each comes a compiler of its own."""
+    return ".".join(triton.__version__.split(".")[:2])
 
 
 if __name__ == "__main__":

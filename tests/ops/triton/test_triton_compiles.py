@@ -1,16 +1,25 @@
-"""Every kernel compiles for GPUs, and fits their shared memory: needs no GPU."""
+"""Every kernel compiles for GPUs that are not here, fits their shared memory, and is no worse than recorded."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-SHARED_BYTES = {86: 99 * 1024, 90: 227 * 1024}
-"""By compute capability; 8.6 and 8.9 have the least of those with bf16."""
+PROGRAM = Path(__file__).with_name("compile_kernels.py")
+RECORDED = json.loads(PROGRAM.with_name("compiled.json").read_text())
+"""Version of Triton -> capability -> what was compiled -> its facts. `compile_kernels.py CAPABILITY --record`."""
+SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+"""By compute capability. 8.9 has the least of those with bf16."""
+ROOM = {"registers": 16, "stack": 32, "shared": 0}
+"""By how much a number may exceed the recorded one."""
+MOST_STACK = 64
+"""Bytes of a variant of which nothing is recorded."""
 
 KERNELS = {
     "compact_kernel",
@@ -27,37 +36,73 @@ KERNELS = {
     "unpack_kernel",
     "write_kernel",
 }
-NOT_OF_FORMATS = {"tile_kernel", "reduce_kernel", "packed_product_kernel", "unpack_kernel"}
 
 
-def compiled(capability: int, what: list[str], cache: Path) -> dict[str, int]:
-    """Names of kernels and the most shared memory that a variant of each takes."""
-    script = Path(__file__).with_name("compile_kernels.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
+def compiled(capability: int, what: list[str], cache: Path) -> dict[str, dict[str, Any]]:
+    """What was compiled -> its facts. KVRECLAIM_TRITON names the folder of another version of Triton."""
+    path = [os.environ.get("KVRECLAIM_TRITON"), os.environ.get("PYTHONPATH")]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(cache),
+    }
     done = subprocess.run(
-        [sys.executable, str(script), str(capability), *what],
+        [sys.executable, str(PROGRAM), str(capability), *what],
         capture_output=True,
         text=True,
         env=environment,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    sizes: dict[str, int] = {}
-    for line in done.stdout.splitlines():
-        name, size = line.split()
-        sizes[name] = max(int(size), sizes.get(name, 0))
-    return sizes
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    return {row.pop("what"): row for row in rows}
 
 
-@pytest.mark.parametrize("capability", [86, 90])
+def check(capability: int, rows: dict[str, dict[str, Any]]) -> None:
+    """Shared memory against the GPU's, everything else against what is recorded of this version of Triton, or
+    of the newest one that is not newer."""
+    version = rows.pop("triton")["version"]
+    known = [each for each in RECORDED if numbers(each) <= numbers(version)]
+    recorded = RECORDED[max(known, key=numbers)].get(f"sm_{capability}", {})
+    assert recorded, "nothing is recorded for this capability"
+    for what, row in rows.items():
+        assert row["shared"] <= SHARED_BYTES[capability], (what, row)
+        before = recorded.get(what, {"stack": MOST_STACK - ROOM["stack"]})
+        worse = [name for name, room in ROOM.items() if name in before and row[name] > before[name] + room]
+        worse += ["blocks"] if row["blocks"] < before.get("blocks", 1) else []
+        worse += ["tensor_cores"] if before.get("tensor_cores", False) > row["tensor_cores"] else []
+        assert worse == [], (what, row, before)
+
+
+def numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")]
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
 def test_kernels_compile(capability: int, tmp_path: Path) -> None:
-    sizes = compiled(capability, [], tmp_path)
-    assert set(sizes) == KERNELS
-    assert max(sizes.values()) <= SHARED_BYTES[capability], sizes
+    rows = compiled(capability, [], tmp_path)
+    assert {what.split(": ")[1].split(" ")[0] for what in rows if what != "triton"} == KERNELS
+    check(capability, rows)
 
 
-@pytest.mark.slow("a minute of compiling; plain caches are always compiled for")
-def test_kernels_of_coded_and_latent_caches_compile(tmp_path: Path) -> None:
-    sizes = compiled(86, ["formats"], tmp_path)
-    assert set(sizes) == (KERNELS | {"encode_kernel"}) - NOT_OF_FORMATS
-    assert max(sizes.values()) <= SHARED_BYTES[86], sizes
+@pytest.mark.slow("minutes of compiling; plain caches are always compiled for")
+@pytest.mark.parametrize(("capability", "what"), [(89, "formats"), (90, "formats"), (90, "all")])
+def test_kernels_of_coded_and_latent_caches_compile(capability: int, what: str, tmp_path: Path) -> None:
+    rows = compiled(capability, [what], tmp_path)
+    assert "encode_kernel" in {what.split(": ")[1].split(" ")[0] for what in rows if what != "triton"}
+    check(capability, rows)
+
+
+def test_a_worse_kernel_is_found() -> None:
+    version = max(RECORDED, key=numbers)
+    what, row = next((what, row) for what, row in RECORDED[version]["sm_90"].items() if row["tensor_cores"])
+    for worse in (
+        {"registers": row["registers"] + 17},
+        {"stack": row["stack"] + 33},
+        {"shared": 1 << 20},
+        {"blocks": row["blocks"] - 1},
+        {"tensor_cores": False},
+    ):
+        with pytest.raises(AssertionError, match="kernel"):
+            check(90, {"triton": {"version": version}, what: row | worse})
+    check(90, {"triton": {"version": version}, what: row})

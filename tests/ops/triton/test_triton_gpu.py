@@ -73,11 +73,12 @@ def test_writes_and_a_decode_captured_in_a_graph(name: str) -> None:
     k, v = torch.randn(2, 2, 2, 64, device=DEVICE)
     slots = torch.full((2,), -1, device=DEVICE)
     before = [plane.clone() for plane in cache.planes]
+    layer = under(cache, 0, scale=0.125)
 
     def run() -> torch.Tensor:
-        kernels.write_kv(cache.layers[0], k, v, slots)
+        kernels.write_kv(layer, k, v, slots)
         tables = kernels.static_tables(table, lengths, shifts, num_kv_heads=2, max_seq_len=1024)
-        return kernels.decode_attention(q, under(cache, 0, scale=0.125), tables)
+        return kernels.decode_attention(q, layer, tables)
 
     run()
     torch.cuda.synchronize()

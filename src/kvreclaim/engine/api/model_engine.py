@@ -33,6 +33,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.prefix.tree import PrefixNode, prefix_tree
 from kvreclaim.memory.stats import MemoryStats
 from kvreclaim.model.loader import LoadedModel, Tokenizer
+from kvreclaim.ops.moving import on_device
 from kvreclaim.refusals.max_loss import REQUEST_MEASURED, refuse_tail, refuse_unmeasured
 from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.structured_outputs import StructuredOutputsParams
@@ -82,7 +83,8 @@ class ModelEngine:
         spoken_for = loaded.mapped_bytes
         if self.draft is not None:
             spoken_for += self.draft.kv_bytes + self.draft.loaded.mapped_bytes
-        self.engine = Engine(loaded, choose_limits(config, loaded.facts, spoken_for), self.draft)
+        with on_device(loaded.facts.device):
+            self.engine = Engine(loaded, choose_limits(config, loaded.facts, spoken_for), self.draft)
         select_top, kv_format = self.engine.backend.select_top, self.engine.kv_format
         self.compressors = Compressors(
             self.engine.groups.facts, stats_file, select_top, kv_format, self.engine.config

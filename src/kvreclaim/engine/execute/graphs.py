@@ -163,7 +163,7 @@ class DecodeGraphs:
         self.refusals: Counter[str] = Counter()
         self._capture = capture
         self._replays: dict[int, Callable[[], Tensor]] = {}
-        self._problem: str | None = None
+        self._failed: dict[int, str] = {}
         width = blocks_for(max_model_len, cache.block_size)
         self._buffers = DecodeBuffers.allocate(max_num_seqs, width, cache.device)
 
@@ -178,7 +178,7 @@ class DecodeGraphs:
 
         Returns: logits [N, V], valid until the next call; None if the step cannot be replayed.
         """
-        reason = self._problem or self._obstacle(sequences)
+        reason = self._obstacle(sequences)
         if reason is None:
             size = next(size for size in self.sizes if size >= len(sequences))
             reason = self._prepare(size)
@@ -200,16 +200,16 @@ class DecodeGraphs:
         return next((reason for reason, holds in problems.items() if holds), None)
 
     def _prepare(self, size: int) -> str | None:
-        """Capture the graph of a padded size unless there is one; the reason if that fails."""
-        if size in self._replays:
-            return None
+        """Capture the graph of a padded size, once; the reason if that fails. Other sizes are still tried."""
+        if size in self._replays or size in self._failed:
+            return self._failed.get(size)
         self._buffers.fill(size, [], np.zeros(0, dtype=np.int64), (), self.cache.block_size)
         try:
             self._replays[size] = self._capture(lambda: self._run(size))
         except RuntimeError as error:
             first_line = str(error).strip().splitlines()[:1]
-            self._problem = f"capturing {size} rows failed: {type(error).__name__}: {''.join(first_line)}"
-        return self._problem
+            self._failed[size] = f"its capture failed: {type(error).__name__}: {''.join(first_line)}"
+        return self._failed.get(size)
 
     def _run(self, size: int) -> Tensor:
         """The forward pass over the first rows of the buffers: what is captured."""
@@ -235,7 +235,7 @@ class DecodeGraphs:
         """Count a step that runs without a graph, and say why the first time."""
         self.refusals[reason] += 1
         if self.refusals[reason] == 1:
-            level = logging.WARNING if reason == self._problem else logging.INFO
+            level = logging.WARNING if reason in self._failed.values() else logging.INFO
             logger.log(level, "decode graphs: a step runs without a graph, because %s", reason)
 
 

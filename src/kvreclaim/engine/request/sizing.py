@@ -39,6 +39,8 @@ def choose_limits(config: EngineConfig, facts: ModelFacts, spoken_for: int = 0) 
 
     Raises: InvalidArgumentError if max_model_len exceeds the model's limit, or memory does not suffice.
     """
+    fraction = memory_fraction(config, facts.device)
+    config = replace(config, kv_memory_fraction=fraction)
     max_model_len = config.max_model_len or facts.max_position
     if max_model_len > facts.max_position:
         raise InvalidArgumentError(
@@ -61,7 +63,7 @@ def choose_limits(config: EngineConfig, facts: ModelFacts, spoken_for: int = 0) 
         config = with_room_for_states(config, facts, free)
         kept_bytes += state_slots_of(config, facts).num_slots * facts.state_bytes
     if num_blocks is None:
-        affordable = (int(free * config.kv_memory_fraction) - kept_bytes) // block_bytes
+        affordable = (int(free * fraction) - kept_bytes) // block_bytes
         chunk = min(config.max_num_batched_tokens, max_model_len)
         each = sum(window.most_blocks(max_model_len, chunk, size) for window in groups.windows)
         num_blocks = min(affordable, (blocks_for(max_model_len, size) + each) * config.max_num_seqs)
@@ -69,7 +71,7 @@ def choose_limits(config: EngineConfig, facts: ModelFacts, spoken_for: int = 0) 
             num_blocks = max(1, num_blocks)
         if num_blocks < 1:
             raise InvalidArgumentError(
-                f"kv_memory_fraction {config.kv_memory_fraction} of the free memory holds no block of "
+                f"kv_memory_fraction {fraction} of the free memory holds no block of "
                 f"{block_bytes} bytes{_beside(kept_bytes)}; free some memory, raise the fraction or set "
                 "num_blocks."
             )
@@ -115,13 +117,14 @@ def with_room_for_states(config: EngineConfig, facts: ModelFacts, free: int) -> 
 
     Raises: InvalidArgumentError if that is none.
     """
-    room = int(free * config.kv_memory_fraction) // 2 // facts.state_bytes
+    fraction = memory_fraction(config, facts.device)
+    room = int(free * fraction) // 2 // facts.state_bytes
     most = min(config.max_num_seqs, most_sequences(room, *_slots_of_each(config)))
     slots = state_slots_of(replace(config, max_num_seqs=1), facts).num_slots
     require(
         most > 0,
         f"a sequence of {facts.name} takes {slots} states of {facts.state_bytes / 2**20:,.1f} MiB, but half "
-        f"of kv_memory_fraction {config.kv_memory_fraction} of the free memory holds {room}; free some "
+        f"of kv_memory_fraction {fraction} of the free memory holds {room}; free some "
         "memory, raise the fraction or lower state_checkpoints.",
     )
     if most < config.max_num_seqs:
@@ -262,6 +265,11 @@ def prefix_worth(config: EngineConfig, rates: Rates) -> Callable[[int, int], boo
     if config.kv_load_policy == "wait_complete":
         return lambda num_bytes, num_tokens: True
     return lambda num_bytes, num_tokens: rates.load_s(num_bytes) < rates.recompute_s(num_tokens, 0, 1)
+
+
+def memory_fraction(config: EngineConfig, device: torch.device) -> float:
+    """The share of free memory for the pool. A CPU's memory serves other programs, too."""
+    return config.kv_memory_fraction or (0.9 if device.type == "cuda" else 0.5)
 
 
 def _beside(num_bytes: int) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from kvreclaim import speculation
 from kvreclaim.checks import require
 from kvreclaim.config import EngineConfig
-from kvreclaim.engine.request.sizing import choose_limits, state_slots_of
+from kvreclaim.engine.request.sizing import choose_limits, memory_fraction, state_slots_of
 from kvreclaim.model.loader import DTYPES, LoadedModel, load_model
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import kv_format
@@ -115,7 +115,7 @@ def draft_limits(
         enforce_eager=config.enforce_eager,
     )
     ours = _block_bytes(draft, limits)
-    fraction = max(config.kv_memory_fraction * ours / (ours + theirs), 0.01)
+    fraction = max(memory_fraction(config, draft.device) * ours / (ours + theirs), 0.01)
     return choose_limits(replace(limits, kv_memory_fraction=fraction), draft)
 
 

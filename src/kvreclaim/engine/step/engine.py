@@ -63,6 +63,7 @@ from kvreclaim.engine.step.verified import divided
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.groups import layer_groups
+from kvreclaim.ops.moving import on_own_device
 from kvreclaim.ops.native import torch_alone
 from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.schedule import Pass
@@ -97,7 +98,7 @@ class Engine:
     def __init__(self, loaded: LoadedModel, config: EngineConfig, draft: DraftModel | None = None) -> None:
         if config.num_blocks is None or config.max_model_len is None:
             raise InvalidArgumentError("num_blocks and max_model_len are None; the engine needs both set.")
-        self.loaded, self.config = loaded, config
+        self.loaded, self.config, self.device = loaded, config, loaded.facts.device
         self.max_model_len = self.longest = config.max_model_len
         facts, form = stored_facts(loaded, config)
         self.kv_format = form
@@ -253,6 +254,7 @@ class Engine:
             self.memory, self.cache, self.backend, self.tiers, namespace.fields, compressed, states
         )
 
+    @on_own_device
     def reset_prefix_cache(self, *, external: bool = True) -> None:
         """Forget every prefix, compressed ones included; running sequences keep their blocks. external: also
         what host and disk have, on disk soon (`tiers.is_clearing`) and for good."""
@@ -262,6 +264,7 @@ class Engine:
         else:
             self.tiers.reset_prefixes(external=external)
 
+    @on_own_device
     def close(self) -> None:
         """Write what is on its way to disk and let go of the file; to be called when all has ended."""
         for extension in self.extensions.ordered:
@@ -289,6 +292,7 @@ class Engine:
         )
         return self.add(spec, compressor)
 
+    @on_own_device
     def add(
         self,
         spec: RequestSpec,
@@ -367,6 +371,7 @@ class Engine:
         parent.children.append(child)
         return child
 
+    @on_own_device
     def abort(self, request_id: str) -> None:
         """End a request now and return all its blocks. Raises: UnknownRequestError."""
         try:
@@ -381,6 +386,7 @@ class Engine:
     def has_unfinished(self) -> bool:
         return bool(self.requests)
 
+    @on_own_device
     def step(self) -> StepResult:
         """Schedule, compute, draw, compress. A request that fails ends with reason "error"; others go on."""
         started, touched = time.perf_counter(), self.lifecycle.touched

@@ -20,8 +20,9 @@ def signs(dim: int) -> tuple[float, ...]:
     return tuple(-1.0 if words[d // 64] >> d % 64 & 1 else 1.0 for d in range(dim))
 
 
+@cache
 def sign_tensor(dim: int, device: torch.device) -> Tensor:
-    """signs as [dim] fp32."""
+    """signs as [dim] fp32, made once: a graph's capture refuses tensors that are made of host data."""
     return torch.tensor(signs(dim), device=device)
 
 
