@@ -143,10 +143,11 @@ def test_steps_of_changing_size_and_content(world, family: str) -> None:
     assert not graphs.refusals
 
 
-def test_capturing_writes_nothing(world) -> None:
-    w = world()
-    graphs = w.graphs(Replayed())
-    assert [graphs._prepare(size) for size in graphs.sizes] == [None] * len(graphs.sizes)
+def test_capturing_at_the_start_writes_nothing_and_leaves_nothing_to_capture(world) -> None:
+    w, capture = world(), Replayed()
+    graphs = w.graphs(capture)
+    graphs.capture()
+    assert capture.captured == [5, 4, 2, 1]
     for x, y in ((w.ours.k, w.plain.k), (w.ours.v, w.plain.v)):
         assert torch.equal(x, y)
 
@@ -190,8 +191,7 @@ def test_a_failed_capture_is_logged_once_and_other_sizes_are_tried(
         for lengths in ([3, 4, 5], [3, 4], [3, 4, 5], [1, 1, 1, 1, 1], [3]):
             assert (graphs.forward(*step(lengths)) is None) == (len(lengths) > 2)
     assert [record.message for record in caplog.records] == [
-        "decode graphs: a step runs without a graph, because its capture failed: "
-        "RuntimeError: cannot be captured"
+        "decode graphs: steps run without a graph, because a capture failed: RuntimeError: cannot be captured"
     ]
     assert capture.captured == [2, 1]
     assert capture.tried == [4, 2, 5, 1]

@@ -1,4 +1,4 @@
-"""Every kernel compiles for GPUs that are not here, fits their shared memory, and is no worse than recorded."""
+"""Every kernel compiles for GPUs that are not here, fits their shared memory, is no worse than recorded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 PROGRAM = Path(__file__).with_name("compile_kernels.py")
 RECORDED = json.loads(PROGRAM.with_name("compiled.json").read_text())
-"""Version of Triton -> capability -> what was compiled -> its facts. `compile_kernels.py CAPABILITY --record`."""
+"""Triton -> capability -> what was compiled -> its facts, by `compile_kernels.py CAPABILITY --record`."""
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 """By compute capability. 8.9 has the least of those with bf16."""
 ROOM = {"registers": 16, "stack": 32, "shared": 0}

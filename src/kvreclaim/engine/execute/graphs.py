@@ -11,11 +11,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from kvreclaim.config import EngineConfig
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.ops.batch import SequenceSlots
+from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.ops.kv_cache import KVCache, LayerCache
 from kvreclaim.ops.moving import fill
 
@@ -139,7 +141,8 @@ class DecodeBuffers:
 
 
 class DecodeGraphs:
-    """Runs plain decode steps by replay: one graph per padded batch size, captured at its first use.
+    """Runs plain decode steps by replay: one graph per padded batch size, captured by `capture` or at its
+    first use.
 
     A step that cannot be replayed is refused with None, for the caller to run as usual; `refusals`
     counts the reasons, each of which is logged once.
@@ -164,8 +167,16 @@ class DecodeGraphs:
         self._capture = capture
         self._replays: dict[int, Callable[[], Tensor]] = {}
         self._failed: dict[int, str] = {}
+        self._logged: set[str] = set()
         width = blocks_for(max_model_len, cache.block_size)
         self._buffers = DecodeBuffers.allocate(max_num_seqs, width, cache.device)
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture all sizes, the largest first: the others reuse its memory."""
+        for size in tqdm(self.sizes[::-1], desc="capturing CUDA graphs", disable=None, leave=False):
+            if (reason := self._prepare(size)) is not None:
+                self._log(reason)
 
     @torch.inference_mode()
     def forward(
@@ -208,7 +219,7 @@ class DecodeGraphs:
             self._replays[size] = self._capture(lambda: self._run(size))
         except RuntimeError as error:
             first_line = str(error).strip().splitlines()[:1]
-            self._failed[size] = f"its capture failed: {type(error).__name__}: {''.join(first_line)}"
+            self._failed[size] = f"a capture failed: {type(error).__name__}: {''.join(first_line)}"
         return self._failed.get(size)
 
     def _run(self, size: int) -> Tensor:
@@ -234,19 +245,24 @@ class DecodeGraphs:
     def refuse(self, reason: str) -> None:
         """Count a step that runs without a graph, and say why the first time."""
         self.refusals[reason] += 1
-        if self.refusals[reason] == 1:
+        self._log(reason)
+
+    def _log(self, reason: str) -> None:
+        if reason not in self._logged:
+            self._logged.add(reason)
             level = logging.WARNING if reason in self._failed.values() else logging.INFO
-            logger.log(level, "decode graphs: a step runs without a graph, because %s", reason)
+            logger.log(level, "decode graphs: steps run without a graph, because %s", reason)
 
 
 def decode_graphs(
-    model: nn.Module, cache: KVCache, backend: Any, config: EngineConfig
+    model: nn.Module, cache: KVCache, backend: Any, config: EngineConfig, groups: LayerGroups
 ) -> DecodeGraphs | None:
-    """The graphs of an engine: on CUDA, for a back-end whose decode can be replayed, unless switched off."""
+    """The graphs of an engine: on CUDA, for a back-end whose decode can be replayed, unless switched off.
+    They are captured now, but for models with windows, which never replay one."""
     if cache.device.type != "cuda" or not hasattr(backend, "static_tables") or config.enforce_eager:
         return None
     assert config.max_model_len is not None, "limits are chosen before the engine is made"
-    return DecodeGraphs(
+    graphs = DecodeGraphs(
         model,
         cache,
         backend,
@@ -254,3 +270,6 @@ def decode_graphs(
         max_model_len=config.max_model_len,
         capture=CudaCapture(),
     )
+    if not groups.windows:
+        graphs.capture()
+    return graphs

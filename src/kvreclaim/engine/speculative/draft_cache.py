@@ -73,7 +73,7 @@ class DraftCache:
         self.states = self._make_states(config)
         graphs = None
         if self.states is None:
-            graphs = decode_graphs(self.loaded.model, self.cache, self.ops, config)
+            graphs = decode_graphs(self.loaded.model, self.cache, self.ops, config, groups)
         self.runner = ModelRunner(
             self.loaded, groups, self.memory, self.cache, self.ops, signals, graphs=graphs
         )

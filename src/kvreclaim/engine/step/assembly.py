@@ -228,7 +228,7 @@ def make_runner(
     """Computes what requests schedule."""
     memory, cache, stream = storage.memory, storage.cache, storage.stream
     has_graphs = stream is None and loaded.recurrent is None  # states have slots that change in each step
-    graphs = decode_graphs(loaded.model, cache, backend, config) if has_graphs else None
+    graphs = decode_graphs(loaded.model, cache, backend, config, groups) if has_graphs else None
     return ModelRunner(
         loaded,
         groups,
@@ -275,7 +275,7 @@ def private_runner(
     """The runner of compressed drafts that have the device's pool for themselves."""
     assert config.num_blocks is not None, "the engine's limits are set"
     memory = MemoryManager(config.num_blocks, config.block_size, enable_prefix_caching=False)
-    graphs = decode_graphs(loaded.model, cache, backend, config)
+    graphs = decode_graphs(loaded.model, cache, backend, config, groups)
     runner = ModelRunner(loaded, groups, memory, cache, backend, signals, graphs=graphs)
     return runner, CompressionPass(PassContext(memory, cache, backend, groups.facts, signals), totals)
 
