@@ -100,7 +100,7 @@ def test_policies_are_listed():
 
 def test_tasks_are_listed():
     rows = [line.split(maxsplit=1) for line in run("tasks").stdout.splitlines()]
-    assert {"needles", "recall", "ruler[:TASK]", "gsm8k"} < {row[0] for row in rows}
+    assert {"needles[:known|chunks]", "recall", "ruler[:TASK]", "gsm8k"} < {row[0] for row in rows}
     assert all(len(row) == 2 for row in rows)
 
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from kvreclaim import demo_model
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "small_card.py"
@@ -14,6 +16,7 @@ TOKENS, BUDGET, INTERVAL, LIMIT_MIB = 4096, 256, 128, 18
 TOKEN_BYTES = 4 * 2 * 2 * 32 * 4  # layers, keys and values, KV heads, head dim, bytes of fp32
 
 
+@pytest.mark.slow("one and a half minutes; `make demo-24gb` is the whole")
 def test_the_full_cache_ends_and_a_budget_goes_through(tmp_path: Path) -> None:
     """What a step and late imports take beside the pool is megabytes, here much of the limit."""
     sizes = ("--tokens", TOKENS, "--budget", BUDGET, "--limit-mib", LIMIT_MIB, "--pool-share", 0.4)

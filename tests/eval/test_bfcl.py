@@ -206,7 +206,7 @@ def test_a_session_ends_at_the_limit_of_steps_or_of_tokens(session):
             "bfcl:all",
             "<tool_call>",
             True,
-            "bfcl:all is unknown; .* base, miss_func, miss_param, long_context",
+            "'bfcl:all' is unknown; .* bfcl:base or bfcl:miss_func or bfcl:miss_param or bfcl:long_context",
         ),
         ("bfcl", "{{ tools }}", True, "bfcl needs a chat template that writes tool calls as Hermes"),
         ("bfcl", None, True, "bfcl needs a chat template that writes tool calls as Hermes"),

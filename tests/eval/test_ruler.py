@@ -131,22 +131,18 @@ def test_a_package_that_a_script_lacks_is_named_with_what_brings_it(llm, monkeyp
 
 
 def test_rows_of_a_task_are_kept_when_the_next_one_is_stopped(llm, monkeypatch, capfd):
-    made, whole = [], rows_module._run
+    run, options = rows_module._run, TaskOptions(num_tokens=1500)
 
     def stopped(*given):
-        for name in whole(*given):
-            made.append(name)
-            yield name
-            if len(made) == 1:
-                raise KeyboardInterrupt
+        yield next(run(*given))
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(rows_module, "_run", stopped)
-    options = TaskOptions(num_tokens=1500)
     with pytest.raises(KeyboardInterrupt):
         make_tasks(["ruler:vt", "ruler:niah_single_1"], llm, options)
-    make_tasks(["ruler:vt", "ruler:niah_single_1"], llm, options)
-    assert made == ["vt", "niah_single_1"]
-    assert capfd.readouterr().err.splitlines() == [
-        "RULER: making 16 rows of 1,500 tokens for vt (1 of 2)",
-        "RULER: making 16 rows of 1,500 tokens for niah_single_1 (1 of 1)",
-    ]
+    asked = []
+    monkeypatch.setattr(rows_module, "_run", lambda folder, commands, *_: asked.extend(commands) or ())
+    with pytest.raises(InvalidArgumentError, match="no rows of 1500 tokens for niah_single_1"):
+        make_tasks(["ruler:vt", "ruler:niah_single_1"], llm, options)
+    assert asked == ["niah_single_1"]
+    assert capfd.readouterr().err == "RULER: making 16 rows of 1,500 tokens for vt (1 of 2)\n"

@@ -16,6 +16,7 @@ from kvreclaim.cli import options as opt
 from kvreclaim.cli.bench_options import command_line
 from kvreclaim.cli.config_options import ConfigOptions, names_in, with_config
 from kvreclaim.cli.model_names import model_of
+from kvreclaim.cli.uncollected import uncollected
 from kvreclaim.compression_settings import CompressionSettings
 from kvreclaim.config import EngineConfig
 from kvreclaim.eval.plan import RULER, UNSHARED, EvalPlan, TaskOptions
@@ -107,8 +108,9 @@ def evaluate(
 ) -> None:
     """Compare policies and KV formats at equal bytes: accuracy with intervals, blocks freed, speed."""
     names = check_tasks(names_in(tasks), sizes)
-    plan = EvalPlan(**grid, **shared)
     path = model_of(model)
+    with uncollected():
+        plan = EvalPlan(**grid, **shared)  # its policies import torch
     from kvreclaim import LLM
     from kvreclaim.eval.tasks import make_tasks
     from kvreclaim.model.loader import hide_progress_bars

@@ -171,12 +171,12 @@ def _operands(q: Tensor, cache: KVCache) -> torch.dtype:
 
 
 def _query_rows(q: Tensor, cache: KVCache) -> int:
-    """Half as many in fp32, whose tiles take twice the registers and shared memory, and a quarter where wide
-    rows of them are decoded there."""
+    """Half as many in fp32, whose tiles take twice the registers and shared memory, and a quarter of wide
+    rows."""
     if _operands(q, cache).itemsize == 2:
         return QUERY_ROWS
     is_wide = max(cache.shape.k_dim, cache.shape.v_dim) > 128
-    return QUERY_ROWS // 4 if is_wide and not cache.format.is_plain else QUERY_ROWS // 2
+    return QUERY_ROWS // 4 if is_wide else QUERY_ROWS // 2
 
 
 def _rule(layer: LayerCache) -> Rule:
@@ -222,10 +222,10 @@ def _tile_tokens(bytes_per_token: int, form: KVFormat) -> int:
 
 
 def _stages(form: KVFormat, itemsize: int, block_dims: int) -> int:
-    """Tiles in flight: three, less where rows of fp32 leave no shared memory for them, or where look-ups of
-    levels would be held there ahead of time."""
+    """Tiles in flight: three; less where rows of fp32 leave no shared memory for them, where registers are
+    few (int4), or where look-ups of levels would be held there ahead of time (turboquant4)."""
     if form.is_rotated:
-        return 1
+        return 2 if form.name == "int4" else 1
     if itemsize == 2:
         return 3
     return 2 if block_dims <= 128 else 1
