@@ -23,6 +23,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixi
 
 from kvreclaim.bench.systems.base import CHUNK, Point, Session, SkipPoint, Slice, System, SystemSetup
 from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.model.loader import resolve_device
 
 REQUEST_TIMEOUT_S = 600.0
 # How `generate` calls the cache that it is given: transformers 5.24 renamed it.
@@ -33,9 +34,11 @@ class _Transformers(System):
     """Base of both ways of generating: the model with SDPA attention."""
 
     def __init__(self, setup: SystemSetup) -> None:
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             setup.model, dtype=getattr(torch, setup.dtype), attn_implementation="sdpa"
-        ).eval()
+        )
+        self.device = resolve_device("auto")  # where kvreclaim runs, too
+        self.model = model.eval().to(self.device)
         self.vocab_size = int(self.model.config.vocab_size)
         config = self.model.config
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -82,7 +85,7 @@ class Generate(_Transformers):
     def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
         outputs = []
         for prompt in prompts:
-            ids = torch.tensor([prompt])
+            ids = torch.tensor([prompt], device=self.device)
             made = self.model.generate(
                 ids, attention_mask=torch.ones_like(ids), generation_config=self.greedy(max_tokens)
             )
@@ -95,7 +98,7 @@ class GenerateSession(Session):
 
     def __init__(self, system: Generate, point: Point) -> None:
         self.system, self.point = system, point
-        prompts = torch.tensor(point.prompts(system.vocab_size))
+        prompts = torch.tensor(point.prompts(system.vocab_size), device=system.device)
         self.ids = torch.cat([prompts, prompts[:, -1:]], dim=1)
         self.cache = DynamicCache(config=system.model.config)
         started = perf_counter()
@@ -125,7 +128,7 @@ class GenerateSession(Session):
         shape = (self.point.batch, heads, missing, dim)
         for layer, attends in enumerate(self.system.attends):
             if attends:
-                keys = torch.empty(shape, dtype=self.system.model.dtype).normal_()
+                keys = torch.randn(shape, dtype=self.system.model.dtype, device=self.system.device)
                 self.cache.update(keys, keys.roll(1, dims=-1), layer)
 
     @torch.inference_mode()
@@ -255,8 +258,8 @@ def _common_stretch(times: list[list[float]]) -> Slice:
 def synthetic_prefill(system: ContinuousBatching) -> Iterator[None]:
     """While it lasts, steps that hold more than decodes store random keys and values and compute nothing."""
     model, (layers, heads, dim) = system.model, system.kv_shape
-    noise = torch.empty((1, heads, CHUNK, dim), dtype=model.dtype).normal_()
-    logits = torch.rand(1, CHUNK, system.vocab_size).to(model.dtype)
+    noise = torch.randn((1, heads, CHUNK, dim), dtype=model.dtype, device=system.device)
+    logits = torch.rand((1, CHUNK, system.vocab_size), dtype=model.dtype, device=system.device)
     compute = model.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
