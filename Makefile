@@ -90,7 +90,7 @@ fuzz: setup
 ISAS := from kvreclaim.ops.extension import supported_isas; print(*supported_isas(), sep=";")
 sanitize: setup
 	$(BIN)/cmake -S csrc -B $(SANITIZE_BUILD) -DKVR_PYTHON=OFF -DKVR_TESTS=ON -DKVR_SANITIZE=address,undefined \
-		-DKVR_ISAS="$$($(BIN)/python -c '$(ISAS)')"
+		-DKVR_ISAS="$$($(BIN)/python -c '$(ISAS)')" -DKVR_SANITIZE_ISAS="$(SANITIZE_ISAS)"
 	$(BIN)/cmake --build $(SANITIZE_BUILD) --parallel $$(nproc)
 	$(SANITIZE_BUILD)/kvr_tests
 

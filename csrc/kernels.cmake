@@ -6,6 +6,8 @@ target_compile_options(kvr_kernels PUBLIC -fvisibility=hidden -Wall -Wextra)
 
 set(KVR_ISAS "" CACHE STRING "Instruction sets beside the baseline; empty: all")
 
+set(KVR_SANITIZE_ISAS "" CACHE STRING "Instruction sets that are sanitized, with the baseline's name; empty: all")
+
 function(kvr_compile target name)
   target_include_directories(${target} PRIVATE include)
   target_compile_definitions(${target} PRIVATE KVR_NS=${name})
@@ -41,8 +43,9 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
 endif()
 
 if(KVR_SANITIZE)
-  foreach(target kvr_kernels kvr_baseline kvr_avx2 kvr_avx512 kvr_avx512vnni kvr_avx512bf16 kvr_amx)
-    if(TARGET ${target})
+  foreach(name kernels baseline avx2 avx512 avx512vnni avx512bf16 amx)
+    set(target kvr_${name})
+    if(TARGET ${target} AND (NOT KVR_SANITIZE_ISAS OR name STREQUAL kernels OR name IN_LIST KVR_SANITIZE_ISAS))
       target_compile_options(${target} PRIVATE -g -O1 -fsanitize=${KVR_SANITIZE} -fno-sanitize-recover=all
         -fno-omit-frame-pointer)
     endif()
