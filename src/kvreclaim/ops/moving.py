@@ -5,10 +5,8 @@ A plain copy makes the host wait until the GPU has finished all work that was qu
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,25 +24,10 @@ def fill(target: Tensor, values: np.ndarray) -> None:
     target.copy_(_staged(values, target.device), non_blocking=True)
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Make a GPU the thread's current device, on which Triton launches, graphs are captured and streams are
     made. Nothing for a CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def on_own_device(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Run a method on the device that its object has as `device`."""
-
-    @wraps(method)
-    def run(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-        with on_device(self.device):
-            return method(self, *args, **kwargs)
-
-    return run
 
 
 def _staged(x: Tensor | np.ndarray, device: torch.device) -> Tensor:

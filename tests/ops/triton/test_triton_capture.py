@@ -21,7 +21,7 @@ from kvreclaim.calibrate import calibration
 from kvreclaim.engine.api import model_engine
 from kvreclaim.engine.execute.graphs import DecodeGraphs
 from kvreclaim.model import loader
-from kvreclaim.ops import moving, reference
+from kvreclaim.ops import reference
 from kvreclaim.ops import triton as kernels
 from kvreclaim.ops.formats import FORMATS
 from kvreclaim.ops.triton import support
@@ -125,10 +125,11 @@ def test_every_kernel_is_launched_on_the_engines_device(
         return launch(self, *args, **kwargs)
 
     monkeypatch.setattr(GridExecutor, "__call__", call)
-    for module in (moving, model_engine, loader, calibration):
+    for module in (model_engine, loader, calibration):
         monkeypatch.setattr(module, "on_device", entered)
     given = {"dtype": "float32", "device": "cpu", "kernels": "triton", "block_size": 4}
     with LLM(tiny_dir("llama"), num_blocks=12, **given) as llm:
+        llm.engine.on_device = lambda: entered(torch.device("cpu"))
         config = CompressionConfig("knorm", budget=12, interval=4, sinks=2, recent=4)
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         outputs = llm.generate(tiny.prompts((17, 9), seed=1), params, config)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, partial, wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+import torch
 
 from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.compressor import Compressor
@@ -63,7 +66,6 @@ from kvreclaim.engine.step.verified import divided
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.groups import layer_groups
-from kvreclaim.ops.moving import on_own_device
 from kvreclaim.ops.native import torch_alone
 from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.schedule import Pass
@@ -85,6 +87,21 @@ class StepResult:
     passes: list[tuple[Request, Pass[int]]]
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def on_own_device(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
+    """Run a method with the engine's device as the current one: Triton launches there."""
+
+    @wraps(method)
+    def run(self: Engine, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.on_device():
+            return method(self, *args, **kwargs)
+
+    return run
+
+
 class Engine:
     """Continuous batching over a paged cache whose compression gives blocks back.
 
@@ -98,7 +115,10 @@ class Engine:
     def __init__(self, loaded: LoadedModel, config: EngineConfig, draft: DraftModel | None = None) -> None:
         if config.num_blocks is None or config.max_model_len is None:
             raise InvalidArgumentError("num_blocks and max_model_len are None; the engine needs both set.")
-        self.loaded, self.config, self.device = loaded, config, loaded.facts.device
+        self.loaded, self.config, device = loaded, config, loaded.facts.device
+        self.on_device: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if device.type == "cuda":
+            self.on_device = partial(torch.cuda.device, device)
         self.max_model_len = self.longest = config.max_model_len
         facts, form = stored_facts(loaded, config)
         self.kv_format = form
