@@ -202,7 +202,7 @@ $(VLLM_STAMP):
 	@touch $@
 
 # vLLM 0.33, of which PyPI has no CPU build: its own Python over 0.32's kernels, on top of the environment above.
-# Kernels compiled by the Triton that torch 2.9 to 2.11 bring; the suite compiles them by the newest.
+# The kernels compiled by the Triton of torch 2.11; the suite compiles them by the installed one.
 test-triton-36: setup .triton-36/.installed
 	KVRECLAIM_TRITON=.triton-36 $(BIN)/pytest -q tests/ops/triton/test_triton_compiles.py -k test_kernels_compile
 

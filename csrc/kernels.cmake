@@ -6,7 +6,7 @@ target_compile_options(kvr_kernels PUBLIC -fvisibility=hidden -Wall -Wextra)
 
 set(KVR_ISAS "" CACHE STRING "Instruction sets beside the baseline; empty: all")
 
-set(KVR_SANITIZE_ISAS "" CACHE STRING "Instruction sets that are sanitized, with the baseline's name; empty: all")
+set(KVR_SANITIZE_ISAS "" CACHE STRING "Instruction sets to sanitize, baseline among them; empty: all")
 
 function(kvr_compile target name)
   target_include_directories(${target} PRIVATE include)

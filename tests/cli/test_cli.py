@@ -16,6 +16,9 @@ from kvreclaim.compression.registry import policy_names
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.engine.request.verify import Verify
 from kvreclaim.eval.chain import ChainTask
+from kvreclaim.eval.demo_tasks import DEMO_TASKS
+from kvreclaim.eval.task_names import TASK_KINDS
+from kvreclaim.eval.tasks import FORCED_TASKS, TEXT_TASKS
 from kvreclaim.ops import extension, native
 
 runner = CliRunner()
@@ -99,9 +102,11 @@ def test_policies_are_listed():
 
 
 def test_tasks_are_listed():
-    rows = [line.split(maxsplit=1) for line in run("tasks").stdout.splitlines()]
-    assert {"needles[:known|chunks]", "recall", "ruler[:TASK]", "gsm8k"} < {row[0] for row in rows}
+    rows = [re.split("  +", line.strip()) for line in run("tasks").stdout.splitlines()]
+    listed = {row[0] for row in rows}
+    assert {"needles, needles:known, needles:chunks", "recall", "ruler, ruler:TASK", "gsm8k"} < listed
     assert all(len(row) == 2 for row in rows)
+    assert {*DEMO_TASKS, *TEXT_TASKS, *FORCED_TASKS} < set(TASK_KINDS)
 
 
 def test_generate_verifies_what_a_compressed_cache_drafts(example, monkeypatch):

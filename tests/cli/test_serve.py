@@ -42,7 +42,7 @@ def test_without_further_options_it_is_on_loopback(started: list) -> None:
     assert config == default
     assert default.host == "127.0.0.1"
     engine = llm.engine.config
-    chosen = ("num_blocks", "max_model_len", "max_signal_bytes", "kv_memory_fraction")
+    chosen = ("num_blocks", "max_model_len", "max_signal_bytes")
     own = {name: getattr(engine, name) for name in chosen}
     assert engine == EngineConfig(**own, conversation_snapshots=True, threads=0)
     assert engine.max_signal_bytes > 0

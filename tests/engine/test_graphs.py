@@ -191,7 +191,8 @@ def test_a_failed_capture_is_logged_once_and_other_sizes_are_tried(
         for lengths in ([3, 4, 5], [3, 4], [3, 4, 5], [1, 1, 1, 1, 1], [3]):
             assert (graphs.forward(*step(lengths)) is None) == (len(lengths) > 2)
     assert [record.message for record in caplog.records] == [
-        "decode graphs: steps run without a graph, because a capture failed: RuntimeError: cannot be captured"
+        "decode graphs: a step runs without a graph, because its capture failed: "
+        "RuntimeError: cannot be captured"
     ]
     assert capture.captured == [2, 1]
     assert capture.tried == [4, 2, 5, 1]

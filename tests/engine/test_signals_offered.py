@@ -136,6 +136,6 @@ def test_the_reason_is_said_once(make_llm, caplog):
         llm.generate(tiny.prompts((30,)), GREEDY, config("mass"))
     assert graphs.refusals.total() == 39
     assert [record.message for record in caplog.records] == [
-        "decode graphs: steps run without a graph, because a policy keeps queries, attention or scores of "
+        "decode graphs: a step runs without a graph, because a policy keeps queries, attention or scores of "
         "tokens"
     ]

@@ -134,7 +134,7 @@ class Referee(Judge):
 
     @torch.inference_mode()
     def gaps(self, prompt: list[int], tokens: list[int]) -> Tensor:
-        ids = torch.tensor([prompt + tokens[:-1]], device=self.system.device)
+        ids = torch.tensor([prompt + tokens[:-1]], device=self.model.device)
         logits = self.model(ids, logits_to_keep=len(tokens)).logits[0]
         return _gaps(logits.cpu(), tokens)
 

@@ -20,7 +20,7 @@ from kvreclaim.cli.uncollected import uncollected
 from kvreclaim.compression_settings import CompressionSettings
 from kvreclaim.config import EngineConfig
 from kvreclaim.eval.plan import RULER, UNSHARED, EvalPlan, TaskOptions
-from kvreclaim.eval.task_names import check_tasks
+from kvreclaim.eval.task_names import TASK_KINDS, check_tasks
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.options import COMPRESSION, option
 from kvreclaim.outputs import check_writable
@@ -96,9 +96,7 @@ def evaluate(
         str,
         typer.Option(
             rich_help_panel=TASKS,
-            help="Tasks: recall, multi_query, variable_tracking, rsq, chain; needles, table, assignments "
-            "(also :known); perplexity, agreement (also :prose, :code; agreement:own); jsonl:PATH; "
-            "ruler (13 tasks), ruler:vt; gsm8k, reasoning-gym:TASK; agent_recorded, bfcl; ifeval.",
+            help=f"Tasks (`kvreclaim tasks` says what they measure): {', '.join(TASK_KINDS)}.",
         ),
     ] = DEFAULT_TASKS,
     calibrate: opt.Calibrate = False,

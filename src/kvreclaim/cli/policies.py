@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 
 from kvreclaim.cli.config_options import with_config
-from kvreclaim.eval.task_names import KINDS
+from kvreclaim.eval.task_names import TASK_KINDS
 
 
 @with_config
@@ -31,12 +31,7 @@ def policies() -> None:
 @with_config
 def tasks() -> None:
     """List the tasks of `kvreclaim eval`: name and what they measure."""
-    rows = []
-    for kind, named in KINDS.items():
-        behind = ":" + "|".join(filter(None, named.arguments)) if any(named.arguments) else ""
-        rows.append(
-            (f"{kind}[{behind}]" if behind and "" in named.arguments else kind + behind, named.measures)
-        )
+    rows = [(", ".join(kind.forms(name)), kind.measures) for name, kind in TASK_KINDS.items()]
     print_rows(("task", "measures"), rows)
 
 

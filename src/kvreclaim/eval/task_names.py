@@ -28,38 +28,48 @@ _WHERE_ASKED = ("", KNOWN, CHUNKS)
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
-    """A kind of tasks: what it measures, and what may stand behind its name and a colon. "" is the name
-    alone; a word in capitals is any text."""
+class TaskKind:
+    """Tasks that share a name in front of a colon.
+
+    measures:  what they measure, for people
+    arguments: what may stand behind the colon; "" is the name alone, a word in capitals any text
+    """
 
     measures: str
     arguments: Sequence[str] = ("",)
 
+    def accepts(self, argument: str) -> bool:
+        return argument in self.arguments or any(argument and word.isupper() for word in self.arguments)
 
-KINDS: Mapping[str, Named] = MappingProxyType(
+    def forms(self, name: str) -> list[str]:
+        """All ways to write it."""
+        return [f"{name}:{argument}" if argument else name for argument in self.arguments]
+
+
+TASK_KINDS: Mapping[str, TaskKind] = MappingProxyType(
     {
-        "recall": Named("one fact at the start, in the middle or at the end of the prompt, by turns"),
-        "multi_query": Named("several of many facts at once"),
-        "variable_tracking": Named("all variables of one of several chains of assignments"),
-        "rsq": Named("the stack after some steps of a depth-first walk", ("", "STEPS")),
-        "chain": Named("the demo model's own task: a walk along a chain of facts"),
-        "needles": Named("sentences at random places, asked for in random order", _WHERE_ASKED),
-        "table": Named("lines of a table in one place of the passage", _WHERE_ASKED),
-        "assignments": Named("variables whose values take two sentences that are far apart", _WHERE_ASKED),
-        "perplexity": Named("perplexity of --text, of prose, or of code", ("", *TEXTS)),
-        "agreement": Named(
+        "recall": TaskKind("one fact at the start, in the middle or at the end of the prompt, by turns"),
+        "multi_query": TaskKind("several of many facts at once"),
+        "variable_tracking": TaskKind("all variables of one of several chains of assignments"),
+        "rsq": TaskKind("the stack after some steps of a depth-first walk", ("", "STEPS")),
+        "chain": TaskKind("the demo model's own task: a walk along a chain of facts"),
+        "needles": TaskKind("sentences at random places, asked for in random order", _WHERE_ASKED),
+        "table": TaskKind("lines of a table in one place of the passage", _WHERE_ASKED),
+        "assignments": TaskKind("variables whose values take two sentences that are far apart", _WHERE_ASKED),
+        "perplexity": TaskKind("perplexity of --text, of prose, or of code", ("", *TEXTS)),
+        "agreement": TaskKind(
             "agreement with the full cache on --text (without one, on random tokens), prose, code, or the "
             "model's own continuations",
             ("", OWN, *TEXTS),
         ),
-        "jsonl": Named("questions of a JSONL file; an answer must contain the expected text", ("PATH",)),
-        "jsonl-exact": Named("questions of a JSONL file; an answer must equal the expected text", ("PATH",)),
-        RULER: Named("RULER: all 13 tasks, or one", ("", "TASK")),
-        GSM8K: Named("grade-school maths problems"),
-        "agent_recorded": Named("recorded turns of agents with tools"),
-        "bfcl": Named("function calls in the Berkeley leaderboard's conversations", ("", *BFCL_CATEGORIES)),
-        "ifeval": Named("instructions that a program can check"),
-        REASONING_GYM: Named("a task of the package reasoning-gym", ("TASK",)),
+        "jsonl": TaskKind("questions of a JSONL file; answers must contain the expected text", ("PATH",)),
+        "jsonl-exact": TaskKind("questions of a JSONL file; answers must equal the expected text", ("PATH",)),
+        RULER: TaskKind("RULER: all 13 tasks, or one", ("", "TASK")),
+        GSM8K: TaskKind("grade-school maths problems"),
+        "agent_recorded": TaskKind("recorded turns of agents with tools"),
+        "bfcl": TaskKind("function calls of the Berkeley leaderboard", ("", *BFCL_CATEGORIES)),
+        "ifeval": TaskKind("instructions that a program can check"),
+        REASONING_GYM: TaskKind("a task of the package reasoning-gym", ("TASK",)),
     }
 )
 
@@ -72,16 +82,17 @@ def check_tasks(names: Sequence[str], options: TaskOptions) -> list[str]:
     """
     for name in names:
         kind, _, argument = name.partition(":")
-        if kind not in KINDS:
-            near = get_close_matches(kind, KINDS, n=1)
-            meant = f"did you mean {near[0]}? " if near else ""
-            require(False, f"task {name!r} is unknown; {meant}known are {', '.join(KINDS)}.", "tasks")
-        allowed = KINDS[kind].arguments
-        is_free = bool(argument) and any(word.isupper() for word in allowed)
+        near = get_close_matches(kind, TASK_KINDS, n=1)
+        meant = f"did you mean {near[0]}? " if near else ""
         require(
-            name == f"{kind}:{argument}".removesuffix(":") and (argument in allowed or is_free),
-            f"task {name!r} is unknown; write {' or '.join(f'{kind}:{a}' if a else kind for a in allowed)}.",
-            "tasks",
+            kind in TASK_KINDS,
+            f"task {name!r} is unknown; {meant}known are {', '.join(TASK_KINDS)}.",
+            field="tasks",
+        )
+        require(
+            TASK_KINDS[kind].accepts(argument) and not name.endswith(":"),
+            f"task {name!r} is unknown; write {' or '.join(TASK_KINDS[kind].forms(kind))}.",
+            field="tasks",
         )
         _check_argument(name, kind, argument, options)
     every = [f"{RULER}:{task}" for task in published_tasks()] if RULER in names else []

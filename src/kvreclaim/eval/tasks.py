@@ -47,8 +47,8 @@ JSONL_TOKENS = 256
 def make_tasks(names: Sequence[str], llm: LLM, options: TaskOptions) -> list[Task]:
     """The tasks of these names for a model.
 
-    names: task_names.KINDS; with what may stand behind a name ("rsq:12" sets the steps, "needles:known" puts
-    the question before the compression, "needles:chunks" makes documents that may be reused)
+    names: those of task_names.TASK_KINDS. "rsq:12" sets the steps, "needles:known" puts the question before
+    the compression, "needles:chunks" makes documents that may be reused
 
     Raises: InvalidArgumentError for an unknown name and for what a task lacks.
     """

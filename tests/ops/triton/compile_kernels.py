@@ -99,8 +99,7 @@ def facts(kernel: Any, capability: int) -> dict[str, Any]:
     fit = (
         65536 // (used["REG"] * threads),
         SM_BYTES[capability] // (meta.shared + 1024),
-        2048 // threads,
-        32,
+        (1536 if capability in (86, 89, 120) else 2048) // threads,
     )
     return {
         "registers": used["REG"],

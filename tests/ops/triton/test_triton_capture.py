@@ -129,7 +129,7 @@ def test_every_kernel_is_launched_on_the_engines_device(
         monkeypatch.setattr(module, "on_device", entered)
     given = {"dtype": "float32", "device": "cpu", "kernels": "triton", "block_size": 4}
     with LLM(tiny_dir("llama"), num_blocks=12, **given) as llm:
-        llm.engine.on_device = lambda: entered(torch.device("cpu"))
+        monkeypatch.setattr(llm.engine, "on_device", lambda: entered(torch.device("cpu")))
         config = CompressionConfig("knorm", budget=12, interval=4, sinks=2, recent=4)
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         outputs = llm.generate(tiny.prompts((17, 9), seed=1), params, config)

@@ -37,8 +37,7 @@ class _Transformers(System):
         model: Any = AutoModelForCausalLM.from_pretrained(
             setup.model, dtype=getattr(torch, setup.dtype), attn_implementation="sdpa"
         )
-        self.device = resolve_device("auto")  # where kvreclaim runs, too
-        self.model = model.eval().to(self.device)
+        self.model = model.eval().to(resolve_device("auto"))  # where kvreclaim runs, too
         self.vocab_size = int(self.model.config.vocab_size)
         config = self.model.config
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -85,7 +84,7 @@ class Generate(_Transformers):
     def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
         outputs = []
         for prompt in prompts:
-            ids = torch.tensor([prompt], device=self.device)
+            ids = torch.tensor([prompt], device=self.model.device)
             made = self.model.generate(
                 ids, attention_mask=torch.ones_like(ids), generation_config=self.greedy(max_tokens)
             )
@@ -98,7 +97,7 @@ class GenerateSession(Session):
 
     def __init__(self, system: Generate, point: Point) -> None:
         self.system, self.point = system, point
-        prompts = torch.tensor(point.prompts(system.vocab_size), device=system.device)
+        prompts = torch.tensor(point.prompts(system.vocab_size), device=system.model.device)
         self.ids = torch.cat([prompts, prompts[:, -1:]], dim=1)
         self.cache = DynamicCache(config=system.model.config)
         started = perf_counter()
@@ -128,7 +127,7 @@ class GenerateSession(Session):
         shape = (self.point.batch, heads, missing, dim)
         for layer, attends in enumerate(self.system.attends):
             if attends:
-                keys = torch.randn(shape, dtype=self.system.model.dtype, device=self.system.device)
+                keys = torch.randn(shape, dtype=self.system.model.dtype, device=self.system.model.device)
                 self.cache.update(keys, keys.roll(1, dims=-1), layer)
 
     @torch.inference_mode()
@@ -258,8 +257,8 @@ def _common_stretch(times: list[list[float]]) -> Slice:
 def synthetic_prefill(system: ContinuousBatching) -> Iterator[None]:
     """While it lasts, steps that hold more than decodes store random keys and values and compute nothing."""
     model, (layers, heads, dim) = system.model, system.kv_shape
-    noise = torch.randn((1, heads, CHUNK, dim), dtype=model.dtype, device=system.device)
-    logits = torch.rand((1, CHUNK, system.vocab_size), dtype=model.dtype, device=system.device)
+    noise = torch.randn((1, heads, CHUNK, dim), dtype=model.dtype, device=model.device)
+    logits = torch.rand((1, CHUNK, system.vocab_size), dtype=model.dtype, device=model.device)
     compute = model.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:

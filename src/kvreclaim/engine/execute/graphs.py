@@ -167,7 +167,6 @@ class DecodeGraphs:
         self._capture = capture
         self._replays: dict[int, Callable[[], Tensor]] = {}
         self._failed: dict[int, str] = {}
-        self._logged: set[str] = set()
         width = blocks_for(max_model_len, cache.block_size)
         self._buffers = DecodeBuffers.allocate(max_num_seqs, width, cache.device)
 
@@ -175,8 +174,7 @@ class DecodeGraphs:
     def capture(self) -> None:
         """Capture all sizes, the largest first: the others reuse its memory."""
         for size in tqdm(self.sizes[::-1], desc="capturing CUDA graphs", disable=None, leave=False):
-            if (reason := self._prepare(size)) is not None:
-                self._log(reason)
+            self._prepare(size)
 
     @torch.inference_mode()
     def forward(
@@ -219,7 +217,7 @@ class DecodeGraphs:
             self._replays[size] = self._capture(lambda: self._run(size))
         except RuntimeError as error:
             first_line = str(error).strip().splitlines()[:1]
-            self._failed[size] = f"a capture failed: {type(error).__name__}: {''.join(first_line)}"
+            self._failed[size] = f"its capture failed: {type(error).__name__}: {''.join(first_line)}"
         return self._failed.get(size)
 
     def _run(self, size: int) -> Tensor:
@@ -245,13 +243,9 @@ class DecodeGraphs:
     def refuse(self, reason: str) -> None:
         """Count a step that runs without a graph, and say why the first time."""
         self.refusals[reason] += 1
-        self._log(reason)
-
-    def _log(self, reason: str) -> None:
-        if reason not in self._logged:
-            self._logged.add(reason)
+        if self.refusals[reason] == 1:
             level = logging.WARNING if reason in self._failed.values() else logging.INFO
-            logger.log(level, "decode graphs: steps run without a graph, because %s", reason)
+            logger.log(level, "decode graphs: a step runs without a graph, because %s", reason)
 
 
 def decode_graphs(

@@ -40,7 +40,6 @@ def choose_limits(config: EngineConfig, facts: ModelFacts, spoken_for: int = 0) 
     Raises: InvalidArgumentError if max_model_len exceeds the model's limit, or memory does not suffice.
     """
     fraction = memory_fraction(config, facts.device)
-    config = replace(config, kv_memory_fraction=fraction)
     max_model_len = config.max_model_len or facts.max_position
     if max_model_len > facts.max_position:
         raise InvalidArgumentError(

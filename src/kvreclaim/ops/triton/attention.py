@@ -222,10 +222,10 @@ def _tile_tokens(bytes_per_token: int, form: KVFormat) -> int:
 
 
 def _stages(form: KVFormat, itemsize: int, block_dims: int) -> int:
-    """Tiles in flight: three; less where rows of fp32 leave no shared memory for them, where registers are
-    few (int4), or where look-ups of levels would be held there ahead of time (turboquant4)."""
+    """Tiles in flight: three, less where rows of fp32 leave no shared memory for them, or where look-ups of
+    levels would be held there ahead of time."""
     if form.is_rotated:
-        return 2 if form.name == "int4" else 1
+        return 1
     if itemsize == 2:
         return 3
     return 2 if block_dims <= 128 else 1
