@@ -3,72 +3,42 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
 import tiny
 import torch
 from paged_batch import paged
+from replaying import ReferenceDecode, Replayed, use_graphs
+from settings import small
 from torch import Tensor
 
-from kvreclaim.engine.execute.graphs import CudaCapture, DecodeGraphs, padded_sizes
+from kvreclaim import LLM, SamplingParams
+from kvreclaim.config import EngineConfig
+from kvreclaim.engine.execute import graph_buffers
+from kvreclaim.engine.execute.graphs import Capture, CudaCapture, DecodeGraphs, DecodeStep, padded_sizes
 from kvreclaim.model.loader import LoadedModel, load_model
 from kvreclaim.ops import reference
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
-from kvreclaim.ops.kv_cache import KVCache, LayerCache
+from kvreclaim.ops.groups import LayerGroups, layer_groups
+from kvreclaim.ops.kv_cache import KVCache
 
 S = 4
 MAX_LEN = 40
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
-class Replayed:
-    """Keeps the function and calls it again; counts. Refuses sizes for which `fails` is true."""
-
-    def __init__(self, fails: Callable[[int], bool] = lambda rows: False) -> None:
-        self.tried: list[int] = []
-        self.captured: list[int] = []
-        self.replays = 0
-        self._fails = fails
-
-    def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        rows = run().shape[0]
-        self.tried.append(rows)
-        if self._fails(rows):
-            raise RuntimeError("cannot be captured\nmore detail")
-        self.captured.append(rows)
-
-        def replay() -> Tensor:
-            self.replays += 1
-            return run()
-
-        return replay
+def one_table(loaded: LoadedModel) -> LayerGroups:
+    """All layers share a table, windows or not."""
+    return layer_groups(loaded.facts, EngineConfig(disable_hybrid_kv_cache_manager=True))
 
 
-class ReferenceDecode:
-    """decode_attention by the reference: reads its tables' tensors at every call, as kernels do."""
-
-    def write_kv(self, layer: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-        real = slot_mapping >= 0
-        reference.write_kv(layer, k[real], v[real], slot_mapping[real])
-
-    def static_tables(
-        self, block_table: Tensor, seq_lens: Tensor, shifts: Tensor, *, num_kv_heads: int, max_seq_len: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        assert block_table.shape[1] * S >= max_seq_len
-        assert num_kv_heads == 2
-        return block_table, seq_lens, shifts
-
-    def decode_attention(self, q: Tensor, layer: LayerCache, tables: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        rows = zip(*(x.tolist() for x in tables), strict=True)
-        slots = [SequenceSlots(np.asarray(ids), 1, n, shift) for ids, n, shift in rows if n]
-        out = torch.zeros_like(q)
-        if slots:
-            batch = AttentionBatch.build(tuple(slots), S, q.device)
-            out[: len(slots)] = reference.paged_attention(q[: len(slots)], layer, batch)
-        return out
+def limits(max_num_seqs: int, capture: Capture) -> dict[str, Any]:
+    return {"max_num_seqs": max_num_seqs, "max_model_len": MAX_LEN, "max_chunk": MAX_LEN, "capture": capture}
 
 
 @dataclass(slots=True, eq=False)
@@ -84,14 +54,14 @@ class World:
             self.loaded.model,
             self.ours,
             ReferenceDecode(),
-            max_num_seqs=max_num_seqs,
-            max_model_len=MAX_LEN,
-            capture=capture,
+            one_table(self.loaded),
+            **limits(max_num_seqs, capture),
         )
 
     @torch.inference_mode()
-    def ordinary(self, tokens: list[int], positions: np.ndarray, slots: tuple[SequenceSlots, ...]) -> Tensor:
-        batch = AttentionBatch.build(slots, S, torch.device("cpu"))
+    def ordinary(self, step: DecodeStep) -> Tensor:
+        tokens, positions = step.tokens, step.positions
+        batch = AttentionBatch.build(tuple(step.sequences[0]), S, torch.device("cpu"))
         return self.loaded.model(
             input_ids=torch.tensor([tokens]),
             position_ids=torch.from_numpy(positions)[None],
@@ -113,7 +83,7 @@ def world(tiny_dir) -> Callable[[str], World]:
     return make
 
 
-def step(lengths: list[int], seed: int = 0, shift: int = 0) -> tuple[list[int], np.ndarray, tuple]:
+def step(lengths: list[int], seed: int = 0, shift: int = 0) -> DecodeStep:
     """The last tokens of sequences of these lengths, in blocks of their own in random order."""
     rng = np.random.default_rng(seed)
     needed = [-(-n // S) for n in lengths]
@@ -122,7 +92,8 @@ def step(lengths: list[int], seed: int = 0, shift: int = 0) -> tuple[list[int], 
         SequenceSlots(table.astype(np.int32), 1, n, shift)
         for n, table in zip(lengths, tables[: len(lengths)], strict=True)
     )
-    return rng.integers(0, tiny.VOCAB_SIZE, len(lengths)).tolist(), np.asarray(lengths) + shift - 1, slots
+    tokens = rng.integers(0, tiny.VOCAB_SIZE, len(lengths)).tolist()
+    return DecodeStep(tokens, np.asarray(lengths) + shift - 1, [slots])
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt-oss"])
@@ -133,9 +104,9 @@ def test_steps_of_changing_size_and_content(world, family: str) -> None:
     steps = [[9, 1, 30], [40], [4, 5, 17, 8, 23], [5, 6, 18, 9, 24], [2, 3], [12, 4, 9]]
     for seed, lengths in enumerate(steps):
         now = step(lengths, seed, shift=seed)
-        logits = graphs.forward(*now)
+        logits = graphs.forward(now)
         assert logits is not None
-        torch.testing.assert_close(logits, w.ordinary(*now), **CLOSE)
+        torch.testing.assert_close(logits, w.ordinary(now), **CLOSE)
         for x, y in ((w.ours.k, w.plain.k), (w.ours.v, w.plain.v)):
             torch.testing.assert_close(x, y, **CLOSE)
     assert capture.captured == [4, 1, 5, 2]
@@ -152,15 +123,16 @@ def test_capturing_at_the_start_writes_nothing_and_leaves_nothing_to_capture(wor
         assert torch.equal(x, y)
 
 
-def altered(**changes) -> tuple:
-    tokens, positions, slots = step([5, 9])
-    return tokens, positions, (slots[0], replace(slots[1], **changes))
+def altered(**changes) -> DecodeStep:
+    plain = step([5, 9])
+    first, second = plain.sequences[0]
+    return replace(plain, sequences=[(first, replace(second, **changes))])
 
 
 REFUSED = {
     "prefill rows": altered(query_len=2),
     "other positions": altered(slot_positions=torch.zeros(2, 2, 9, dtype=torch.int32)),
-    "no sequence": ([], np.zeros(0, dtype=np.int64), ()),
+    "no sequence": DecodeStep([], np.zeros(0, dtype=np.int64), [()]),
     "more than 5 sequences": step([1] * 6),
     "more than 10 blocks": step([44]),
 }
@@ -173,13 +145,13 @@ def test_what_cannot_be_replayed_is_refused_with_its_reason(
     capture = Replayed()
     graphs = world().graphs(capture)
     with caplog.at_level(logging.INFO, logger="kvreclaim.engine.execute.graphs"):
-        assert graphs.forward(*REFUSED[reason]) is None
-        assert graphs.forward(*REFUSED[reason]) is None
+        assert graphs.forward(REFUSED[reason]) is None
+        assert graphs.forward(REFUSED[reason]) is None
     assert [reason in text for text in graphs.refusals] == [True]
     assert graphs.refusals.total() == 2
     assert [reason in record.message for record in caplog.records] == [True]
     assert capture.replays == 0
-    assert graphs.forward(*step([3])) is not None
+    assert graphs.forward(step([3])) is not None
 
 
 def test_a_failed_capture_is_logged_once_and_other_sizes_are_tried(
@@ -189,7 +161,7 @@ def test_a_failed_capture_is_logged_once_and_other_sizes_are_tried(
     graphs = world().graphs(capture)
     with caplog.at_level(logging.WARNING, logger="kvreclaim.engine.execute.graphs"):
         for lengths in ([3, 4, 5], [3, 4], [3, 4, 5], [1, 1, 1, 1, 1], [3]):
-            assert (graphs.forward(*step(lengths)) is None) == (len(lengths) > 2)
+            assert (graphs.forward(step(lengths)) is None) == (len(lengths) > 2)
     assert [record.message for record in caplog.records] == [
         "decode graphs: a step runs without a graph, because its capture failed: "
         "RuntimeError: cannot be captured"
@@ -211,6 +183,120 @@ def test_padded_sizes(most: int) -> None:
         assert size - rows < 16
 
 
+def answers(llm: LLM, policy: str | None, **more: Any) -> list[Any]:
+    """Three requests, two of which are compressed, and long enough for several passes."""
+    params = SamplingParams(temperature=0, max_tokens=30, logprobs=0, ignore_eos=True)
+    compression = None if policy is None else small(policy, budget=32, interval=8)
+    outputs = llm.generate(tiny.prompts((70, 9, 45), seed=3), params, [compression, None, compression])
+    assert [out.error for out in outputs] == [None] * 3
+    return [out.outputs[0] for out in outputs]
+
+
+def assert_same(got: list[Any], want: list[Any]) -> None:
+    assert [out.token_ids for out in got] == [out.token_ids for out in want]
+    for ours, theirs in zip(got, want, strict=True):
+        pairs = [
+            (a[token].logprob, b[token].logprob)
+            for token, a, b in zip(ours.token_ids, ours.logprobs, theirs.logprobs, strict=True)
+        ]
+        torch.testing.assert_close(*torch.tensor(pairs).unbind(1), atol=1e-4, rtol=0)
+
+
+UNEQUAL = ("ada_kv(knorm)", "pyramidkv(knorm)")
+EQUAL = (None, "knorm", "streaming_llm(positions=cache)", "paged_eviction")
+FAMILIES = [name for name in tiny.FAMILIES if name not in (*tiny.WINDOWED, "llama")]
+REPLAYED = [("llama", policy) for policy in (*EQUAL, *UNEQUAL)] + [(name, UNEQUAL[0]) for name in FAMILIES]
+
+
+@pytest.mark.parametrize(("family", "policy"), REPLAYED)
+def test_every_decode_step_of_an_engine_is_replayed(family: str, policy: str | None, make_llm) -> None:
+    """Prompts in chunks beside decoding, several passes, requests that end one after the other."""
+    given = {"enable_prefix_caching": False, "block_size": 8, "max_num_batched_tokens": 32}
+    want = answers(make_llm(family, **given), policy)
+    llm = make_llm(family, **given)
+    graphs, capture = use_graphs(llm)
+    assert_same(answers(llm, policy), want)
+    assert not graphs.refusals
+    assert capture.replays > 25
+    assert any(unequal for _, unequal in graphs._replays) == (policy in UNEQUAL)
+
+
+@pytest.mark.parametrize("policy", [None, "knorm", "ada_kv(knorm)"])
+@pytest.mark.parametrize("family", tiny.GROUPED)
+def test_layers_with_windows_have_tables_in_the_graph(family: str, policy: str | None, make_llm) -> None:
+    given = {"enable_prefix_caching": False, "block_size": 8, "max_num_batched_tokens": 32}
+    want = answers(make_llm(family, **given), policy)
+    llm = make_llm(family, **given)
+    graphs, capture = use_graphs(llm)
+    assert len(graphs._buffers.tables) > 1
+    assert_same(answers(llm, policy), want)
+    assert not graphs.refusals
+    assert capture.replays > 25
+
+
+@pytest.mark.parametrize("kv_format", ["int8", "int4", "turboquant4"])
+def test_unequal_heads_of_coded_caches_are_replayed(kv_format: str, make_llm) -> None:
+    """qwen3's keys have scales by channel, which queries of a head's cells are multiplied by."""
+    given = {"block_size": 8, "kv_cache_dtype": kv_format, "enable_prefix_caching": False}
+    want = answers(make_llm("qwen3", **given), "ada_kv(knorm)")
+    llm = make_llm("qwen3", **given)
+    graphs, _ = use_graphs(llm)
+    assert_same(answers(llm, "ada_kv(knorm)"), want)
+    assert not graphs.refusals
+
+
+def test_unequal_heads_through_preemption(make_llm) -> None:
+    """A pool that holds two of three requests: they are preempted, come back to other rows, and are computed
+    again."""
+    given = {"enable_prefix_caching": False, "block_size": 8, "max_num_batched_tokens": 32}
+    want = answers(make_llm("llama", **given), "ada_kv(knorm)")
+    llm = make_llm("llama", **given, num_blocks=13)
+    graphs, _ = use_graphs(llm)
+    assert_same(answers(llm, "ada_kv(knorm)"), want)
+    assert sum(llm.engine.totals.preemptions.values()) > 0
+    assert not graphs.refusals
+
+
+def test_a_step_sends_its_numbers_and_the_tables_that_changed(make_llm, monkeypatch) -> None:
+    """One copy for the numbers of all layers, one for the cells that have changed: in most steps none."""
+    llm = make_llm("llama", enable_prefix_caching=False, block_size=8)
+    graphs, _ = use_graphs(llm)
+    sent: Counter[str] = Counter()
+    for name in ("move", "fill"):
+        send = getattr(graph_buffers, name)
+
+        def counted(*args: Any, send=send, name=name) -> Any:
+            sent[name] += 1
+            return send(*args)
+
+        monkeypatch.setattr(graph_buffers, name, counted)
+    params = SamplingParams(temperature=0, max_tokens=17, ignore_eos=True)
+    llm.generate(tiny.prompts((64,), seed=3), params, small("ada_kv(knorm)", budget=32, interval=99))
+    assert not graphs.refusals
+    assert sent["fill"] == 16 + len(graphs._replays)
+    assert sent["move"] == 2 * 2, "block table and cells, when the 1st and the 9th token take a block"
+
+
+def test_cells_beyond_the_tables_are_refused(make_llm, monkeypatch) -> None:
+    monkeypatch.setattr(graph_buffers, "LEAST_CELL_BYTES", 0)
+    monkeypatch.setattr(graph_buffers, "CELL_SHARE", 1 << 20)
+    llm = make_llm("llama", enable_prefix_caching=False, block_size=8)
+    graphs, _ = use_graphs(llm)
+    answers(llm, "ada_kv(knorm)")
+    assert list(graphs.refusals) == ["a head has more than 1 blocks"]
+
+
+def test_graphs_for_unequal_heads_are_captured_when_the_first_such_request_comes(make_llm) -> None:
+    llm = make_llm("llama", max_num_seqs=4)
+    graphs, _ = use_graphs(llm)
+    graphs.capture()
+    params = SamplingParams(max_tokens=1)
+    llm.engine.add_request("equal", [1, 2, 3], params, llm.compressor(small("knorm")))
+    assert {unequal for _, unequal in graphs._replays} == {False}
+    llm.engine.add_request("unequal", [1, 2, 3], params, llm.compressor(small("ada_kv(knorm)", interval=16)))
+    assert [size for size, unequal in graphs._replays if unequal] == [4, 2, 1]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_graphs_equal_ordinary_steps(tiny_dir) -> None:
@@ -224,20 +310,18 @@ def test_cuda_graphs_equal_ordinary_steps(tiny_dir) -> None:
     plain.k.normal_()
     plain.v.normal_()
     ours = KVCache.plain(plain.k.clone(), plain.v.clone(), plain.softmaxes)
-    graphs = DecodeGraphs(
-        loaded.model, ours, kernels, max_num_seqs=5, max_model_len=MAX_LEN, capture=CudaCapture()
-    )
+    graphs = DecodeGraphs(loaded.model, ours, kernels, one_table(loaded), **limits(5, CudaCapture()))
     for seed, lengths in enumerate([[9, 1, 30], [40], [4, 5, 17, 8, 23], [12, 4]]):
-        tokens, positions, slots = step(lengths, seed)
-        batch = AttentionBatch.build(slots, S, torch.device("cuda"))
+        now = step(lengths, seed)
+        batch = AttentionBatch.build(tuple(now.sequences[0]), S, torch.device("cuda"))
         with torch.inference_mode():
             want = loaded.model(
-                input_ids=torch.tensor([tokens], device="cuda"),
-                position_ids=torch.from_numpy(positions)[None].cuda(),
+                input_ids=torch.tensor([now.tokens], device="cuda"),
+                position_ids=torch.from_numpy(now.positions)[None].cuda(),
                 use_cache=False,
                 kv_batch=paged(kernels, plain, batch),
             ).logits[0]
-        got = graphs.forward(tokens, positions, slots)
+        got = graphs.forward(now)
         assert got is not None
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
     assert not graphs.refusals

@@ -8,6 +8,7 @@ import pytest
 import tiny
 import torch
 from recording import NEEDS, Recorder, register
+from replaying import use_graphs
 from settings import assert_idle, small
 
 from kvreclaim import SamplingParams
@@ -106,7 +107,7 @@ class Graphs:
         self.steps = 0
         self.refusals: list[str] = []
 
-    def forward(self, *args):
+    def forward(self, step):
         self.steps += 1
 
     def refuse(self, reason: str) -> None:
@@ -125,13 +126,8 @@ def test_steps_that_are_watched_run_without_a_graph(want, make_llm):
 
 
 def test_the_reason_is_said_once(make_llm, caplog):
-    from kvreclaim.engine.execute.graphs import DecodeGraphs
-
     llm = make_llm()
-    engine = llm.engine
-    llm.engine.runner.graphs = graphs = DecodeGraphs(
-        llm.loaded.model, engine.cache, engine.backend, max_num_seqs=4, max_model_len=99, capture=None
-    )
+    graphs, _ = use_graphs(llm)
     with caplog.at_level(logging.INFO, "kvreclaim.engine.execute.graphs"):
         llm.generate(tiny.prompts((30,)), GREEDY, config("mass"))
     assert graphs.refusals.total() == 39

@@ -57,7 +57,7 @@ class ScaledKeys:
         return found
 
     def decode_attention(self, q: Tensor, layer: LayerCache, tables: Any) -> Tensor:
-        found: Tensor = self.backend.decode_attention(q * _by_query_head(layer, q.shape[1]), layer, tables)
+        found: Tensor = self.backend.decode_attention(_queries(q, layer), layer, tables)
         return found
 
     def column_sums(self, q: Tensor, layer: LayerCache, batch: AttentionBatch) -> Tensor:
@@ -119,14 +119,15 @@ def _repeated(layer: LayerCache, num_heads: int) -> Tensor:
     return scale.repeat_interleave(num_heads // len(scale), 0)
 
 
-def _queries(q: Tensor, layer: LayerCache, batch: AttentionBatch) -> Tensor:
+def _queries(q: Tensor, layer: LayerCache, batch: AttentionBatch | None = None) -> Tensor:
     """q [T, H, D] as they meet the cache's keys; over cells each sequence is of one KV head, a layer's heads
-    in turn."""
+    in turn. batch: None if each sequence has one query"""
     if not _is_of_cells(layer):
         return q * _by_query_head(layer, q.shape[1])
     scale = _scale(layer)
-    own = scale.repeat(len(batch.lengths) // len(scale), 1)
-    if batch.arrays.max_query_len > 1:
+    num_sequences = len(q) if batch is None else len(batch.lengths)
+    own = scale.repeat(num_sequences // len(scale), 1)
+    if batch is not None and batch.arrays.max_query_len > 1:
         own = own.repeat_interleave(torch.from_numpy(batch.query_lens).to(own.device), 0)
     return q * own[:, None]
 

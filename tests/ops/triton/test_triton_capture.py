@@ -89,15 +89,19 @@ def test_kernels_of_every_format(name: str, launches: list[str]) -> None:
     assert "decode_kernel" in launches
 
 
-@pytest.mark.parametrize("family", [name for name in tiny.FAMILIES if name not in tiny.WINDOWED])
-def test_decode_steps_of_every_family(tiny_dir: Callable[[str], Any], family: str) -> None:
-    """With windows a step runs without a graph (engine/execute/runner.py)."""
+@pytest.mark.parametrize("unequal", [False, True])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_decode_steps_of_every_family(
+    tiny_dir: Callable[[str], Any], family: str, unequal: bool, launches: list[str]
+) -> None:
     given = {"dtype": "float32", "device": "cpu", "kernels": "triton", "max_model_len": 64}
-    llm = LLM(tiny_dir(family), num_blocks=16, **given)
+    engine = LLM(tiny_dir(family), num_blocks=40, **given).engine
+    limits = {"max_num_seqs": 2, "max_model_len": 64, "max_chunk": 64}
     graphs = DecodeGraphs(
-        llm.loaded.model, llm.engine.cache, kernels, max_num_seqs=2, max_model_len=64, capture=captured
+        engine.loaded.model, engine.cache, engine.backend, engine.groups, **limits, capture=captured
     )
-    assert graphs._prepare(2) is None
+    assert graphs._prepare(2, unequal=unequal) is None
+    assert "decode_kernel" in launches
 
 
 def test_the_mode_refuses_what_a_capture_refuses() -> None:

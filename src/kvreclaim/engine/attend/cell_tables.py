@@ -20,15 +20,14 @@ def head_cells(seq: Sequence, memory: MemoryManager, cache: KVCache) -> np.ndarr
     """grown_cells of the sequence's present table, remembered until that changes."""
     table = memory.table(seq.seq_id)
     if seq.cell_cache is None or seq.cell_cache[0] != table.version:
-        blocks = np.array(table.blocks(), dtype=np.int64)
-        seq.cell_cache = (table.version, grown_cells(seq.state.cells, blocks, cache))
+        seq.cell_cache = (table.version, grown_cells(seq.state.cells, seq.block_row(table), cache))
     return seq.cell_cache[1]
 
 
 def grown_cells(cells: CellTable | None, blocks: np.ndarray, cache: KVCache) -> np.ndarray:
     """[L, K, W] int32: the cells of each head in token order, padded with cells of the sequence.
 
-    cells: where the last pass has put them; blocks: [blocks] int64, the table with what was appended since
+    cells: where the last pass has put them; blocks: [blocks] int, the table with what was appended since
     """
     if cells is None:
         return natural_cells(cache, blocks)

@@ -16,9 +16,14 @@ from kvreclaim.ops.cells import cell_layers
 from kvreclaim.ops.kv_cache import KVCache
 
 
+def reads_part(item: Scheduled) -> bool:
+    """Whether its queries do not attend to all that the cache holds of the sequence."""
+    return item.seq.reads_sparsely or bool(sparse_tokens(item))
+
+
 def has_head_tables(item: Scheduled) -> bool:
     """Whether the sequence's heads do not share one block table in this step."""
-    return item.seq.state.cells is not None or item.seq.reads_sparsely or bool(sparse_tokens(item))
+    return item.seq.state.cells is not None or reads_part(item)
 
 
 def split(

@@ -14,21 +14,27 @@ from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.groups import LayerGroups
 
 
-def window_batches(
-    step: list[Scheduled],
-    groups: LayerGroups,
-    memory: MemoryManager,
-    device: torch.device,
-) -> tuple[AttentionBatch, ...]:
-    """One for each table of a window. Slots are counted from where a sequence's table begins: a window's mask
-    is about differences of slots. Of several chunks each is a sequence of its own."""
-    found = []
+def window_slots(
+    step: list[Scheduled], groups: LayerGroups, memory: MemoryManager
+) -> list[tuple[SequenceSlots, ...]]:
+    """For each table of a window the step's sequences. Slots are counted from where a sequence's table
+    begins: a window's mask is about differences of slots. Of several chunks each is a sequence of its own."""
+    found: list[tuple[SequenceSlots, ...]] = []
     for n, window in enumerate(groups.windows):
         parts = [part for item in step for part in _parts(item, n, window, groups.parts, memory)]
-        for group in range(groups.num_groups(window)):
-            rows = tuple(SequenceSlots(ids[group], new, length) for ids, new, length in parts)
-            found.append(AttentionBatch.build(rows, memory.block_size // groups.parts, device))
-    return tuple(found)
+        found += (
+            tuple(SequenceSlots(ids[group], new, length) for ids, new, length in parts)
+            for group in range(groups.num_groups(window))
+        )
+    return found
+
+
+def window_batches(
+    step: list[Scheduled], groups: LayerGroups, memory: MemoryManager, device: torch.device
+) -> tuple[AttentionBatch, ...]:
+    """window_slots as batches."""
+    size = memory.block_size // groups.parts
+    return tuple(AttentionBatch.build(rows, size, device) for rows in window_slots(step, groups, memory))
 
 
 def _parts(

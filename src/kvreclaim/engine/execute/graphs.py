@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,31 +14,35 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from kvreclaim.config import EngineConfig
+from kvreclaim.engine.execute.graph_buffers import (
+    POSITION,
+    TOKEN,
+    HeadCells,
+    SentCells,
+    StepBuffers,
+)
 from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.memory.windows.window import Place
 from kvreclaim.model.attention import AttentionCall
+from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import SequenceSlots
+from kvreclaim.ops.cells import cell_layers
 from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.ops.kv_cache import KVCache, LayerCache
-from kvreclaim.ops.moving import fill
 
 logger = logging.getLogger(__name__)
 
 FEW_ROWS = 16
 """Padded batch sizes are powers of two up to here, then multiples of it."""
 
-TOKEN, POSITION, SLOT, LENGTH, SHIFT = range(5)
-NO_SLOT = -1
-
 Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 """Turns a function of fixed buffers into one that computes the same from what they hold later. May call it;
 raises RuntimeError if it cannot be captured."""
 
 
-class GraphBackend(Protocol):
-    """A back-end whose decode can be replayed, in addition to ops.backend.Backend: nothing about the
-    lengths is read on the host. write_kv writes a token with a negative slot nowhere."""
-
-    def write_kv(self, layer: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None: ...
+class GraphBackend(Backend, Protocol):
+    """A back-end whose decode can be replayed: nothing about the lengths is read on the host. Its write_kv
+    writes a token with a negative slot nowhere."""
 
     def static_tables(
         self, block_table: Tensor, seq_lens: Tensor, shifts: Tensor, *, num_kv_heads: int, max_seq_len: int
@@ -61,7 +65,8 @@ class CudaCapture:
                 run()
         torch.cuda.current_stream().wait_stream(warm_up)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Copies to the host tier go on in other threads.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = run()
         self._pool = self._pool or graph.pool()
 
@@ -84,65 +89,57 @@ def padded_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _ReplayedKVBatch:
-    """model.attention.KVBatch over the buffers of a graph."""
+class _Attended:
+    """One table of a graph: slots [R] int64 of the step's tokens, and the back-end's tables."""
 
-    ops: GraphBackend
-    cache: KVCache
-    slot_mapping: Tensor
+    slots: Tensor
     tables: Any
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        layer = call.served_by(self.cache.layers[call.layer])
-        self.ops.write_kv(layer, call.k, call.v, self.slot_mapping)
-        return self.ops.decode_attention(call.q, layer, self.tables)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DecodeBuffers:
-    """Inputs of a step's graph. Rows beyond the step's are empty sequences that are written nowhere.
+class _ReplayedKVBatch:
+    """model.attention.KVBatch over the buffers of a graph.
 
-    numbers: [R, 5] int64: token, position, slot, physical length, shift of each row
-    table:   [R, W] int32 block ids; table_host: the same on the host, so that only what changed is sent
+    layers, places: as of PagedKVBatch; attended: each block table of the step
+    cells: of a step with unequal heads: the layers of the cell view and the back-end's tables, each for all
+           layers of the cache
     """
 
-    numbers: Tensor
-    table: Tensor
-    table_host: np.ndarray
+    ops: GraphBackend
+    layers: tuple[LayerCache, ...]
+    places: tuple[Place, ...]
+    attended: tuple[_Attended, ...]
+    cells: tuple[tuple[LayerCache, Any], ...] = ()
 
-    @classmethod
-    def allocate(cls, num_rows: int, width: int, device: torch.device) -> DecodeBuffers:
-        numbers = torch.zeros((num_rows, 5), dtype=torch.int64, device=device)
-        numbers[:, SLOT] = NO_SLOT
-        table = torch.zeros((num_rows, width), dtype=torch.int32, device=device)
-        return cls(numbers, table, np.zeros((num_rows, width), dtype=np.int32))
+    def attend(self, call: AttentionCall) -> Tensor:
+        layer, place = call.served_by(self.layers[call.layer]), self.places[call.layer]
+        own = self.attended[place.table]
+        self.ops.write_kv(layer, call.k, call.v, own.slots)
+        if place.table or not self.cells:
+            return self.ops.decode_attention(call.q, layer, own.tables)
+        by_head = call.q.unflatten(1, (call.k.shape[1], -1)).flatten(0, 1)
+        found = self.ops.decode_attention(by_head, *self.cells[place.layer])
+        return found.view(len(call.q), -1, found.shape[-1])
 
-    def fill(
-        self,
-        num_rows: int,
-        tokens: list[int],
-        positions: np.ndarray,
-        sequences: tuple[SequenceSlots, ...],
-        block_size: int,
-    ) -> None:
-        """One step's values in the first rows, empty sequences up to num_rows."""
-        used = len(sequences)
-        numbers = np.zeros((num_rows, 5), dtype=np.int64)
-        numbers[:used, TOKEN], numbers[:used, POSITION] = tokens, positions
-        numbers[:, SLOT] = NO_SLOT
-        for i, seq in enumerate(sequences):
-            block, offset = divmod(seq.seq_len - 1, block_size)
-            numbers[i, SLOT:] = int(seq.block_ids[block]) * block_size + offset, seq.seq_len, seq.shift
-            ids = self.table_host[i, : len(seq.block_ids)]
-            if not np.array_equal(ids, seq.block_ids):
-                ids[:] = seq.block_ids
-                fill(self.table[i, : len(ids)], ids)
-        fill(self.numbers[:num_rows], numbers)
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeStep:
+    """A step in which every sequence brings its next token.
+
+    tokens:    one for each sequence; positions: [N] int64
+    sequences: for the table of full attention and each group of windows, as these layers see them
+    cells:     of each sequence if the heads of some hold unequal numbers of tokens
+    """
+
+    tokens: Sequence[int]
+    positions: np.ndarray
+    sequences: Sequence[Sequence[SequenceSlots]]
+    cells: Sequence[HeadCells] | None = None
 
 
 class DecodeGraphs:
-    """Runs plain decode steps by replay: one graph per padded batch size, captured by `capture` or at its
-    first use.
+    """Runs decode steps by replay: one graph per padded batch size, and another one for steps with unequal
+    heads, captured by `capture` or at its first use.
 
     A step that cannot be replayed is refused with None, for the caller to run as usual; `refusals`
     counts the reasons, each of which is logged once.
@@ -153,92 +150,131 @@ class DecodeGraphs:
         model: nn.Module,
         cache: KVCache,
         backend: GraphBackend,
+        groups: LayerGroups,
         *,
         max_num_seqs: int,
         max_model_len: int,
+        max_chunk: int,
         capture: Capture,
     ) -> None:
+        """max_chunk: most tokens of a sequence in one step; windows hold so many more"""
         self.model = model
         self.cache = cache
         self.ops = backend
+        self.groups = groups
+        self.layers = groups.layers(cache, backend)
         self.sizes = padded_sizes(max_num_seqs)
-        self.max_model_len = max_model_len
         self.refusals: Counter[str] = Counter()
         self._capture = capture
-        self._replays: dict[int, Callable[[], Tensor]] = {}
-        self._failed: dict[int, str] = {}
-        width = blocks_for(max_model_len, cache.block_size)
-        self._buffers = DecodeBuffers.allocate(max_num_seqs, width, cache.device)
+        self._replays: dict[tuple[int, bool], Callable[[], Tensor]] = {}
+        self._failed: dict[tuple[int, bool], str] = {}
+        size = cache.block_size
+        widths, self._lengths = [(blocks_for(max_model_len, size), size)], [max_model_len]
+        for n, _ in groups.tables:
+            window = groups.windows[n]
+            most = window.most_blocks(max_model_len, max_chunk, size) // groups.num_groups(window)
+            widths.append((most, size // groups.parts))
+            self._lengths.append(min(max_model_len, window.num_tokens))
+        self._buffers = StepBuffers.allocate(max_num_seqs, widths, cache.device)
+        self._cells: SentCells | None = None
 
     @torch.inference_mode()
-    def capture(self) -> None:
-        """Capture all sizes, the largest first: the others reuse its memory."""
-        for size in tqdm(self.sizes[::-1], desc="capturing CUDA graphs", disable=None, leave=False):
-            self._prepare(size)
+    def capture(self, *, unequal: bool = False) -> None:
+        """Capture all sizes that have not been, the largest first: the others reuse its memory. unequal: for
+        steps with unequal heads"""
+        done = self._replays.keys() | self._failed.keys()
+        missing = [size for size in self.sizes[::-1] if (size, unequal) not in done]
+        if not missing:
+            return
+        name = "capturing CUDA graphs" + (" for unequal heads" if unequal else "")
+        for size in tqdm(missing, desc=name, disable=None, leave=False):
+            self._prepare(size, unequal=unequal)
 
     @torch.inference_mode()
-    def forward(
-        self, tokens: list[int], positions: np.ndarray, sequences: tuple[SequenceSlots, ...]
-    ) -> Tensor | None:
-        """Compute a step in which every sequence brings its next token, and write its K/V.
-
-        Args:
-            tokens, positions: one per sequence, in order
+    def forward(self, step: DecodeStep) -> Tensor | None:
+        """Compute a step, and write its K/V.
 
         Returns: logits [N, V], valid until the next call; None if the step cannot be replayed.
         """
-        reason = self._obstacle(sequences)
+        num_rows, unequal = len(step.tokens), step.cells is not None
+        reason = self._obstacle(step)
         if reason is None:
-            size = next(size for size in self.sizes if size >= len(sequences))
-            reason = self._prepare(size)
+            size = next(size for size in self.sizes if size >= num_rows)
+            reason = self._prepare(size, unequal=unequal)
         if reason is not None:
             self.refuse(reason)
             return None
-        self._buffers.fill(size, tokens, positions, sequences, self.cache.block_size)
-        return self._replays[size]()[: len(sequences)]
+        self._buffers.fill(size, step.tokens, step.positions, step.sequences)
+        if step.cells is not None:
+            self._cell_tables().send(step.cells)
+        return self._replays[size, unequal]()[:num_rows]
 
-    def _obstacle(self, sequences: tuple[SequenceSlots, ...]) -> str | None:
-        width = self._buffers.table.shape[1]
+    def _obstacle(self, step: DecodeStep) -> str | None:
+        sequences, tables = step.sequences[0], self._buffers.tables
+        cells = [] if step.cells is None else step.cells
         problems = {
             "it has no sequence": not sequences,
             "it has prefill rows": any(seq.query_len != 1 for seq in sequences),
             "heads hold other positions": any(seq.slot_positions is not None for seq in sequences),
             f"it has more than {self.sizes[-1]} sequences": len(sequences) > self.sizes[-1],
-            f"a sequence has more than {width} blocks": any(len(seq.block_ids) > width for seq in sequences),
         }
+        for table, rows in zip(tables, step.sequences, strict=True):
+            too_long = any(len(seq.block_ids) > table.width for seq in rows)
+            problems[f"a sequence has more than {table.width} blocks"] = too_long
+        if cells:
+            width = self._cell_tables().width
+            too_long = any(row.cells.shape[-1] > width for row in cells)
+            problems[f"a head has more than {width} blocks"] = too_long
         return next((reason for reason, holds in problems.items() if holds), None)
 
-    def _prepare(self, size: int) -> str | None:
+    def _cell_tables(self) -> SentCells:
+        if self._cells is None:
+            self._cells = SentCells(self.sizes[-1], self._buffers.tables[0].width, self.cache)
+        return self._cells
+
+    def _prepare(self, size: int, *, unequal: bool = False) -> str | None:
         """Capture the graph of a padded size, once; the reason if that fails. Other sizes are still tried."""
-        if size in self._replays or size in self._failed:
-            return self._failed.get(size)
-        self._buffers.fill(size, [], np.zeros(0, dtype=np.int64), (), self.cache.block_size)
+        key = size, unequal
+        if key in self._replays or key in self._failed:
+            return self._failed.get(key)
+        nothing = np.zeros(0, dtype=np.int64)
+        self._buffers.fill(size, [], nothing, [()] * len(self._buffers.tables))
         try:
-            self._replays[size] = self._capture(lambda: self._run(size))
+            self._replays[key] = self._capture(lambda: self._run(size, unequal=unequal))
         except RuntimeError as error:
             first_line = str(error).strip().splitlines()[:1]
-            self._failed[size] = f"its capture failed: {type(error).__name__}: {''.join(first_line)}"
-        return self._failed.get(size)
+            self._failed[key] = f"its capture failed: {type(error).__name__}: {''.join(first_line)}"
+        return self._failed.get(key)
 
-    def _run(self, size: int) -> Tensor:
+    def _run(self, size: int, *, unequal: bool = False) -> Tensor:
         """The forward pass over the first rows of the buffers: what is captured."""
-        numbers = self._buffers.numbers[:size]
-        lengths, shifts = numbers[:, LENGTH].int(), numbers[:, SHIFT].int()
-        tables = self.ops.static_tables(
-            self._buffers.table[:size],
-            lengths,
-            shifts,
-            num_kv_heads=self.cache.num_kv_heads,
-            max_seq_len=self.max_model_len,
-        )
+        numbers, buffers, heads = self._buffers.numbers[:size], self._buffers, self.cache.num_kv_heads
+        attended = []
+        for n, length in enumerate(self._lengths):
+            slots, table, lengths, shifts = buffers.of_table(n, size)
+            how = {"num_kv_heads": heads, "max_seq_len": length}
+            attended.append(_Attended(slots, self.ops.static_tables(table, lengths, shifts, **how)))
+        cells = self._run_cells(size) if unequal else ()
         output = self.model(
             input_ids=numbers[:, TOKEN][None].contiguous(),
             position_ids=numbers[:, POSITION][None].contiguous(),
             use_cache=False,
             logits_to_keep=0,
-            kv_batch=_ReplayedKVBatch(self.ops, self.cache, numbers[:, SLOT].contiguous(), tables),
+            kv_batch=_ReplayedKVBatch(self.ops, self.layers, self.groups.places, tuple(attended), cells),
         )
         return output.logits[0]
+
+    def _run_cells(self, size: int) -> tuple[tuple[LayerCache, Any], ...]:
+        """Each layer of the cell view with the back-end's tables, whose sequences are the rows' KV heads."""
+        own = self._cell_tables()
+        physical = self._buffers.of_table(0, size)[2][:, None]
+        lengths = ((own.offsets[:, :size] + physical) * (physical > 0)).flatten(1)
+        tables, nothing = own.device[:, :size].flatten(1, 2), torch.zeros_like(lengths[0])
+        most = min(self._lengths[0], own.width * self.cache.block_size)
+        return tuple(
+            (layer, self.ops.static_tables(table, held, nothing, num_kv_heads=1, max_seq_len=most))
+            for layer, table, held in zip(cell_layers(self.cache), tables, lengths, strict=True)
+        )
 
     def refuse(self, reason: str) -> None:
         """Count a step that runs without a graph, and say why the first time."""
@@ -251,8 +287,8 @@ class DecodeGraphs:
 def decode_graphs(
     model: nn.Module, cache: KVCache, backend: Any, config: EngineConfig, groups: LayerGroups
 ) -> DecodeGraphs | None:
-    """The graphs of an engine: on CUDA, for a back-end whose decode can be replayed, unless switched off.
-    They are captured now, but for models with windows, which never replay one."""
+    """The graphs of an engine, captured now: on CUDA, for a back-end whose decode can be replayed, unless
+    switched off. Those for unequal heads are captured when the first such request comes."""
     if cache.device.type != "cuda" or not hasattr(backend, "static_tables") or config.enforce_eager:
         return None
     assert config.max_model_len is not None, "limits are chosen before the engine is made"
@@ -260,10 +296,11 @@ def decode_graphs(
         model,
         cache,
         backend,
+        groups,
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
+        max_chunk=config.max_num_batched_tokens,
         capture=CudaCapture(),
     )
-    if not groups.windows:
-        graphs.capture()
+    graphs.capture()
     return graphs

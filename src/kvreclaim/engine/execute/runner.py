@@ -9,14 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvreclaim.compression.compressor import Compressor
+from kvreclaim.engine.attend.cell_tables import head_cells, head_lengths
 from kvreclaim.engine.attend.paged import PagedKVBatch
 from kvreclaim.engine.attend.parts import AttentionPart
-from kvreclaim.engine.attend.split import has_head_tables, split
+from kvreclaim.engine.attend.split import reads_part, split
 from kvreclaim.engine.attend.streamed import StreamedBatches
-from kvreclaim.engine.attend.windows import window_batches
-from kvreclaim.engine.execute.graphs import DecodeGraphs
+from kvreclaim.engine.attend.windows import window_batches, window_slots
+from kvreclaim.engine.execute.graph_buffers import HeadCells
+from kvreclaim.engine.execute.graphs import DecodeGraphs, DecodeStep
 from kvreclaim.engine.extension import AttentionHook, Extensions
-from kvreclaim.engine.request.request import Scheduled
+from kvreclaim.engine.request.request import Scheduled, Sequence
 from kvreclaim.engine.signals.late import LateSignals
 from kvreclaim.engine.signals.needs import is_watched
 from kvreclaim.engine.signals.observer import Observer
@@ -33,6 +36,7 @@ from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.native.linear import UNLIMITED, exact_rows, max_rows
 from kvreclaim.ops.streamed import StreamedLayers
 from kvreclaim.schedule import StepPlan
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 MOST_PLAIN_ROWS = 32
 """Up to so many rows of a step without drafts, each is computed as it would be alone; more where the kernels
@@ -99,6 +103,12 @@ class ModelRunner:
         self._dtype = loaded.facts.dtype
         self._is_narrow = loaded.model.dtype is not self._dtype
         self._late: list[LateSignals] = []
+
+    def expect(self, compressor: Compressor | None) -> None:
+        """Capture the graphs that requests with this compression need, before their first step."""
+        unequal = compressor is not None and compressor.eviction_method is EvictionMethod.CELLS
+        if unequal and self.graphs is not None:
+            self.graphs.capture(unequal=True)
 
     def prepare(self, plan: StepPlan) -> None:
         """Make a plan's blocks ready to be written; to be called once for each plan, before forward."""
@@ -252,15 +262,22 @@ class ModelRunner:
         """The logits of a decode step from a CUDA graph; None if there is none for it."""
         if not all(len(want) == item.num_tokens == 1 for want, item in zip(inputs.wanted, step, strict=True)):
             return None
-        if self.groups.windows:
-            graphs.refuse("layers with sliding windows have block tables of their own")
-        elif watched:
+        if watched:
             graphs.refuse("a policy keeps queries, attention or scores of tokens")
-        elif any(has_head_tables(item) for item in special):
-            graphs.refuse("heads have block tables of their own")
-        else:
-            return graphs.forward(inputs.tokens, np.concatenate(inputs.positions), tuple(inputs.slots))
-        return None
+            return None
+        if any(reads_part(item) for item in special):
+            graphs.refuse("a policy reads some of the blocks")
+            return None
+        cells = None
+        if any(item.seq.state.cells is not None for item in special):
+            cells = [self._cells(item.seq) for item in step]
+        sequences = [inputs.slots, *window_slots(step, self.groups, self.memory)]
+        return graphs.forward(DecodeStep(inputs.tokens, np.concatenate(inputs.positions), sequences, cells))
+
+    def _cells(self, seq: Sequence) -> HeadCells:
+        return HeadCells(
+            head_cells(seq, self.memory, self.cache), head_lengths(seq.state.cells, 0, self.cache)
+        )
 
     def slots(self, item: Scheduled) -> SequenceSlots:
         """Where a sequence's keys lie when an item of it has been computed."""

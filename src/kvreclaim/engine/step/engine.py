@@ -239,6 +239,7 @@ class Engine:
         following = CompanionTracker(self.lifecycle, runner, compression, companions, feeding)
         return self.extensions.add(Verifier(self.lifecycle, following, self.states))
 
+    @on_own_device
     def bound(self, compressor: Compressor | None, said: int | None) -> None:
         """Lower max_model_len to what the pool holds of every sequence under this compression, which requests
         have that bring none. said: max_model_len as the caller gave it
@@ -248,6 +249,7 @@ class Engine:
         footprint = footprint_of(divided(compressor)[1], self.config, [], groups=self.groups)
         longest = self.loaded.facts.max_position
         self.max_model_len = bounded_by_pool(footprint, self._admitting, said=said, longest=longest)
+        self.runner.expect(compressor)
 
     def cold_bytes(self) -> int:
         """Host memory that evicted tokens take, of all sequences."""
@@ -335,6 +337,7 @@ class Engine:
             return trial if spec.chunks is None else self._reuse(spec)
 
         made = self.factory.make(spec, compressor, self._num_added, reuse_of, parent)
+        self.runner.expect(compressor)
         request, footprint = made.request, made.footprint
         if spec.params.structured_outputs is not None:
             request.grammar = self.grammars.matcher(spec.params.structured_outputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -68,10 +69,16 @@ def static_tables(
         block_table: [n, W] int32, W blocks enough for max_seq_len tokens; seq_lens, shifts: [n] int32
     """
     rows, device = block_table.shape[0], block_table.device
-    order = torch.arange(rows + 1, dtype=torch.int32, device=device)
+    order = _order(rows + 1, device)
     splits = num_splits(rows, num_kv_heads, max_seq_len, device)
     seqs = Sequences(order, block_table, seq_lens, shifts, block_table.stride(0), block_table)
     return DecodeTables(order[:rows], seqs, splits)
+
+
+@cache
+def _order(count: int, device: torch.device) -> Tensor:
+    """0, 1, 2, ... int32. Made when a graph is warmed up, so that no capture holds it."""
+    return torch.arange(count, dtype=torch.int32, device=device)
 
 
 def num_splits(num_rows: int, num_kv_heads: int, max_seq_len: int, device: torch.device) -> int:
