@@ -262,7 +262,7 @@ class Lifecycle:
         params, tokenizer = request.params, self.loaded.tokenizer
         generator = None
         if params.temperature > 0 and request.beams is None:
-            generator = torch.Generator(self.loaded.facts.device)
+            generator = torch.Generator()
             generator.manual_seed((request.seed * 65_537 + index) % 2**63)
         detokenizer = None
         if tokenizer is not None and params.detokenize and request.beams is None:

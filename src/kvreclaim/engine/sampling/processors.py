@@ -29,7 +29,7 @@ class SampleRow:
 
     prompt, generated: token ids so far, for penalties
     forbidden:         token ids that may not come now (end tokens before min_tokens, ends of bad words)
-    generator:         the output's own source of randomness, on the logits' device: batching changes nothing
+    generator:         the output's own source of randomness, on the CPU: batching changes nothing
     matcher:           where the output stands in its grammar
     forced:            the only token that may come now, whatever else is asked for
     """
@@ -58,13 +58,11 @@ class SampleRow:
         """Whether some tokens may not come."""
         return any(each.applies(self) for each in RESTRICTIONS)
 
-    def key(self) -> Tensor | None:
-        """[] int64 on the generator's device: what all noise of the next token is made from; None for a
-        greedy row, which needs none."""
+    def key(self) -> int | None:
+        """An int64 from which all noise of the next token is made; None for a greedy row."""
         if self.params.temperature == 0:
             return None
-        device = None if self.generator is None else self.generator.device
-        return torch.empty((), dtype=torch.int64, device=device).random_(generator=self.generator)
+        return int(torch.empty((), dtype=torch.int64).random_(generator=self.generator))
 
 
 class LogitsProcessor(ABC):

@@ -9,11 +9,13 @@ import logging
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvreclaim.engine.sampling.logprobs import Logprob, report
 from kvreclaim.engine.sampling.processors import SampleRow, process
+from kvreclaim.ops.moving import move
 from kvreclaim.ops.native import torch_alone
 
 logger = logging.getLogger(__name__)
@@ -39,9 +41,11 @@ class Cut:
     top_p: float
     min_p: float
 
-    @property
-    def keeps_all(self) -> bool:
-        return self.top_k <= 0 and self.top_p >= 1.0 and self.min_p <= 0.0
+    def settings(self, vocab: int) -> tuple[float, float, float, float]:
+        """top_k at most `vocab`, top_p (infinite if it cuts nothing), min_p, and 1 if all tokens stay."""
+        keeps_all = self.top_k <= 0 and self.top_p >= 1.0 and self.min_p <= 0.0
+        top_k = self.top_k if 0 < self.top_k < vocab else vocab
+        return top_k, self.top_p if self.top_p < 1 else math.inf, self.min_p, float(keeps_all)
 
 
 def draw(
@@ -53,7 +57,7 @@ def draw(
     An ask that cannot be met gives its error; the others get the tokens that they would have had.
     """
     found: list[SampledToken | Exception] = [SampledToken(best[row]) for row in rows]
-    keys: dict[int, Tensor | None] = {}
+    keys: dict[int, int | None] = {}
     for i, ask in enumerate(asked):
         try:
             if not ask.takes(best[rows[i]]):
@@ -63,7 +67,7 @@ def draw(
 
     def drawn(places: list[int]) -> list[SampledToken | Exception]:
         with torch_alone():
-            index = torch.tensor([rows[i] for i in places], device=logits.device)
+            index = move(np.array([rows[i] for i in places]), logits.device)
             chosen = logits.index_select(0, index).float()
             return _sample(chosen, [asked[i] for i in places], [keys[i] for i in places])
 
@@ -82,24 +86,23 @@ def draw(
 
 
 @torch.inference_mode()
-def _sample(
-    logits: Tensor, rows: list[SampleRow], keys: list[Tensor | None]
-) -> list[SampledToken | Exception]:
+def _sample(logits: Tensor, rows: list[SampleRow], keys: list[int | None]) -> list[SampledToken | Exception]:
     """A token for each row of logits [N, V] fp32, which change, by the rows' keys; an error for a row of
     which no token may come."""
     logprobs = _raw_logprobs(logits, rows)
     process(logits, rows)
     drawn = [i for i, key in enumerate(keys) if key is not None]
-    best = logits.argmax(-1) if len(drawn) < len(rows) else logits.new_empty(len(rows), dtype=torch.int64)
+    tokens = [0] * len(rows) if len(drawn) == len(rows) else logits.argmax(-1).tolist()
     if drawn:
         chosen = logits if len(drawn) == len(rows) else logits[drawn]
-        best[drawn] = _draw(chosen, [rows[i] for i in drawn], torch.stack([k for k in keys if k is not None]))
-    tokens = best.tolist()
+        noise = [key for key in keys if key is not None]
+        for i, token in zip(drawn, _draw(chosen, [rows[i] for i in drawn], noise), strict=True):
+            tokens[i] = token
     found: list[SampledToken | Exception] = [
         SampledToken(tokens[i], _report(logprobs, i, tokens[i], row)) for i, row in enumerate(rows)
     ]
     if restricted := [i for i, row in enumerate(rows) if row.is_restricted]:
-        values = logits[restricted, best[restricted]].tolist()
+        values = logits[restricted, [tokens[i] for i in restricted]].tolist()
         for i in (i for i, value in zip(restricted, values, strict=True) if value == -math.inf):
             found[i] = rows[i].conflict()
     return found
@@ -117,67 +120,65 @@ def _report(logprobs: Tensor | None, i: int, token: int, row: SampleRow) -> dict
     return report(logprobs[i : i + 1], [token], row.params.logprobs)[0]
 
 
-def _draw(logits: Tensor, rows: list[SampleRow], keys: Tensor) -> Tensor:
-    """Temperature, then top-k, top-p and min-p, then the token with the largest logit plus Gumbel noise: [N].
+def _draw(logits: Tensor, rows: list[SampleRow], keys: list[int]) -> list[int]:
+    """Temperature, then top-k, top-p and min-p, then the token with the largest logit plus Gumbel noise.
 
     Looks at as few of the likeliest tokens as settle the row. A token's noise depends on its id and its row's
     key alone, so neither the batch nor their number changes a draw.
     """
-    vocab = logits.shape[-1]
+    vocab, device = logits.shape[-1], logits.device
     cuts = [Cut(row.params.top_k, row.params.top_p, row.params.min_p) for row in rows]
-    temperatures = torch.tensor([row.params.temperature for row in rows], device=logits.device)
-    temperatures = temperatures[:, None].clamp_min(1e-5)
-    winners = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-    pending = list(range(len(rows)))
+    heat = [max(row.params.temperature, 1e-5) for row in rows]
+    asked = [(each, *cut.settings(vocab)) for each, cut in zip(heat, cuts, strict=True)]
+    settings, noise = move(np.array(asked, dtype=np.float32), device), move(np.array(keys), device)
+    winners, pending = [0] * len(rows), list(range(len(rows)))
     for size in (*SIZES, vocab):
         few = [i for i in pending if size >= vocab or cuts[i].top_k <= size]
         if not few:
             continue
-        scaled = (logits if len(few) == len(rows) else logits[few]) / temperatures[few]
-        chosen, settled = _race(scaled, [cuts[i] for i in few], keys[few], min(size, vocab))
-        done = [n for n, ok in enumerate(settled.tolist()) if ok]
-        winners[[few[n] for n in done]] = chosen[done]
-        pending = sorted(set(pending) - {few[n] for n in done})
+        at = slice(None) if len(few) == len(rows) else move(np.array(few), device)
+        scaled = logits[at] / settings[at, :1]
+        for i, token in zip(few, _race(scaled, settings[at], noise[at], min(size, vocab)), strict=True):
+            if token is not None:
+                winners[i] = token
+                pending.remove(i)
         if not pending:
             break
     assert not pending, f"rows {pending} of {len(cuts)} were not settled by the whole vocabulary"
     return winners
 
 
-def _race(scaled: Tensor, cuts: list[Cut], keys: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The winners among what is kept of the `size` likeliest tokens [n], and whether they are the draws [n].
+def _race(scaled: Tensor, settings: Tensor, keys: Tensor, size: int) -> list[int | None]:
+    """The winners among what is kept of the `size` likeliest tokens; None where these do not settle the draw.
 
     Where all tokens are kept, the others take part as one with their whole probability and the noise of id V.
     If it wins, they race among themselves: the same distribution, and their noise is seldom made.
 
-    scaled: [n, V] fp32, temperature applied
+    scaled: [n, V] fp32, temperature applied; settings: [n, 5] fp32, the temperature and Cut.settings
     """
-
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, device=scaled.device)[:, None]
-
-    vocab = scaled.shape[-1]
+    vocab, device = scaled.shape[-1], scaled.device
+    _, top_k, top_p, min_p, keeps_all = settings.split(1, dim=1)
     order = scaled.topk(size, dim=-1).indices
     every = scaled.softmax(-1)
-    top_k = column([cut.top_k if 0 < cut.top_k < vocab else vocab for cut in cuts])
-    probs = every.gather(-1, order).masked_fill_(torch.arange(size, device=scaled.device) >= top_k, 0.0)
+    probs = every.gather(-1, order).masked_fill_(torch.arange(size, device=device) >= top_k, 0.0)
     others = every.scatter_(-1, order, 0.0).sum(-1, keepdim=True)
     total = probs.sum(-1, keepdim=True) + others * (top_k >= vocab)
     before = probs.cumsum(-1) - probs
-    kept = before < total * column([cut.top_p if cut.top_p < 1 else math.inf for cut in cuts])
-    kept &= (probs > 0) & (probs >= column([cut.min_p for cut in cuts]) * probs[:, :1])
+    kept = before < total * top_p
+    kept &= (probs > 0) & (probs >= min_p * probs[:, :1])
     kept[:, 0] = True
-    settled = (~kept[:, -1]) | (top_k[:, 0] <= size) | (size >= vocab)
+    settled = ~kept[:, -1:] | (top_k <= size) | (keeps_all > 0) | (size >= vocab)
     race = probs.log() + gumbel(keys[:, None], order)
     best, place = race.masked_fill_(~kept, -math.inf).max(-1, keepdim=True)
-    winners = order.gather(-1, place)[:, 0]
-    if keep_all := [n for n, cut in enumerate(cuts) if cut.keeps_all]:
-        settled[keep_all] = True
-        lost = others.log() + gumbel(keys[:, None], torch.full_like(place, vocab)) > best
-        ids = torch.arange(vocab, device=scaled.device)
-        for n in {*keep_all} & {*lost[:, 0].nonzero()[:, 0].tolist()}:
-            winners[n] = (every[n].log() + gumbel(keys[n], ids)).argmax()
-    return winners, settled
+    lost = (keeps_all > 0) & (others.log() + gumbel(keys[:, None], torch.full_like(place, vocab)) > best)
+    found = torch.cat((order.gather(-1, place), settled, lost), dim=1).tolist()
+    winners = [token if is_settled else None for token, is_settled, _ in found]
+    if behind := [n for n, row in enumerate(found) if row[2]]:
+        at = move(np.array(behind), device)
+        race = every[at].log() + gumbel(keys[at][:, None], torch.arange(vocab, device=device))
+        for n, token in zip(behind, race.argmax(-1).tolist(), strict=True):
+            winners[n] = token
+    return winners
 
 
 def gumbel(keys: Tensor, ids: Tensor) -> Tensor:

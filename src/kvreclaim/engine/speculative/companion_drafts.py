@@ -96,6 +96,6 @@ def _drawn(
 def _copy_of(generator: torch.Generator | None) -> torch.Generator | None:
     if generator is None:
         return None
-    copy = torch.Generator(generator.device)
+    copy = torch.Generator()
     copy.set_state(generator.get_state())
     return copy

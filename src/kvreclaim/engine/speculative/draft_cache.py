@@ -169,7 +169,7 @@ class DraftCache:
             num_prompt=seq.num_prompt,
             max_len=seq.max_len,
             request=request,
-            generator=None if seq.generator is None else torch.Generator(seq.generator.device),
+            generator=None if seq.generator is None else torch.Generator(),
         )
         match = self.memory.match_prefix(self.memory.keys(own.token_ids, seq.request.spec.cache_salt))
         self.memory.admit(seq.seq_id, match)

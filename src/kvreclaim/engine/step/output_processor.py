@@ -65,7 +65,8 @@ class OutputProcessor:
                 one row that is only checked at
         """
         best = logits.max(-1)  # one pass: a NaN anywhere in a row is its maximum
-        finite, sound, row = best.values.isfinite().tolist(), [], 0
+        seen, sound, row = torch.stack((best.values.isfinite(), best.indices)).tolist(), [], 0  # one wait
+        finite = [bool(each) for each in seen[0]]
         for item, positions in zip(step, wanted, strict=True):
             rows = slice(row, row + max(1, len(positions)))
             row = rows.stop
@@ -80,7 +81,7 @@ class OutputProcessor:
                 error = ValueError("the model's logits are not finite numbers (NaN or infinite)")
                 self.lifecycle.invalidate(item.seq.request)
                 self.lifecycle.fail(item.seq.request, error, "computing")
-        return CheckedLogits(logits, best.indices.tolist(), sound, [item.seq for item, _, _ in sound])
+        return CheckedLogits(logits, seen[1], sound, [item.seq for item, _, _ in sound])
 
     def accept_drafts(self, checked: CheckedLogits) -> dict[int, int]:
         """Before the step's tokens are committed: for those that computed drafts draw what comes behind each
