@@ -40,7 +40,7 @@ def drawn(logits: torch.Tensor, keys: torch.Tensor, cuts: list[Cut]) -> list[int
         SimpleNamespace(params=SamplingParams(top_k=cut.top_k, top_p=cut.top_p, min_p=cut.min_p))
         for cut in cuts
     ]
-    return sampler._draw(logits, rows, keys.tolist())
+    return sampler._draw(logits, rows, keys)
 
 
 def random_keys(count: int, generator: torch.Generator) -> torch.Tensor:

@@ -58,11 +58,11 @@ class SampleRow:
         """Whether some tokens may not come."""
         return any(each.applies(self) for each in RESTRICTIONS)
 
-    def key(self) -> int | None:
-        """An int64 from which all noise of the next token is made; None for a greedy row."""
+    def key(self) -> Tensor | None:
+        """[] int64 on the CPU, from which all noise of the next token is made; None for a greedy row."""
         if self.params.temperature == 0:
             return None
-        return int(torch.empty((), dtype=torch.int64).random_(generator=self.generator))
+        return torch.empty((), dtype=torch.int64).random_(generator=self.generator)
 
 
 class LogitsProcessor(ABC):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kvreclaim.engine.sampling.logprobs import Logprob, report
 from kvreclaim.engine.sampling.processors import SampleRow, process
@@ -57,7 +58,7 @@ def draw(
     An ask that cannot be met gives its error; the others get the tokens that they would have had.
     """
     found: list[SampledToken | Exception] = [SampledToken(best[row]) for row in rows]
-    keys: dict[int, int | None] = {}
+    keys: dict[int, Tensor | None] = {}
     for i, ask in enumerate(asked):
         try:
             if not ask.takes(best[rows[i]]):
@@ -86,7 +87,9 @@ def draw(
 
 
 @torch.inference_mode()
-def _sample(logits: Tensor, rows: list[SampleRow], keys: list[int | None]) -> list[SampledToken | Exception]:
+def _sample(
+    logits: Tensor, rows: list[SampleRow], keys: list[Tensor | None]
+) -> list[SampledToken | Exception]:
     """A token for each row of logits [N, V] fp32, which change, by the rows' keys; an error for a row of
     which no token may come."""
     logprobs = _raw_logprobs(logits, rows)
@@ -95,7 +98,7 @@ def _sample(logits: Tensor, rows: list[SampleRow], keys: list[int | None]) -> li
     tokens = [0] * len(rows) if len(drawn) == len(rows) else logits.argmax(-1).tolist()
     if drawn:
         chosen = logits if len(drawn) == len(rows) else logits[drawn]
-        noise = [key for key in keys if key is not None]
+        noise = torch.stack([key for key in keys if key is not None])
         for i, token in zip(drawn, _draw(chosen, [rows[i] for i in drawn], noise), strict=True):
             tokens[i] = token
     found: list[SampledToken | Exception] = [
@@ -120,7 +123,7 @@ def _report(logprobs: Tensor | None, i: int, token: int, row: SampleRow) -> dict
     return report(logprobs[i : i + 1], [token], row.params.logprobs)[0]
 
 
-def _draw(logits: Tensor, rows: list[SampleRow], keys: list[int]) -> list[int]:
+def _draw(logits: Tensor, rows: list[SampleRow], keys: Tensor) -> list[int]:
     """Temperature, then top-k, top-p and min-p, then the token with the largest logit plus Gumbel noise.
 
     Looks at as few of the likeliest tokens as settle the row. A token's noise depends on its id and its row's
@@ -130,7 +133,7 @@ def _draw(logits: Tensor, rows: list[SampleRow], keys: list[int]) -> list[int]:
     cuts = [Cut(row.params.top_k, row.params.top_p, row.params.min_p) for row in rows]
     heat = [max(row.params.temperature, 1e-5) for row in rows]
     asked = [(each, *cut.settings(vocab)) for each, cut in zip(heat, cuts, strict=True)]
-    settings, noise = move(np.array(asked, dtype=np.float32), device), move(np.array(keys), device)
+    settings, noise = move(np.array(asked, dtype=np.float32), device), move(keys, device)
     winners, pending = [0] * len(rows), list(range(len(rows)))
     for size in (*SIZES, vocab):
         few = [i for i in pending if size >= vocab or cuts[i].top_k <= size]
@@ -168,9 +171,10 @@ def _race(scaled: Tensor, settings: Tensor, keys: Tensor, size: int) -> list[int
     kept &= (probs > 0) & (probs >= min_p * probs[:, :1])
     kept[:, 0] = True
     settled = ~kept[:, -1:] | (top_k <= size) | (keeps_all > 0) | (size >= vocab)
-    race = probs.log() + gumbel(keys[:, None], order)
+    noise = gumbel(keys[:, None], functional.pad(order, (0, 1), value=vocab))
+    race = probs.log() + noise[:, :-1]
     best, place = race.masked_fill_(~kept, -math.inf).max(-1, keepdim=True)
-    lost = (keeps_all > 0) & (others.log() + gumbel(keys[:, None], torch.full_like(place, vocab)) > best)
+    lost = (keeps_all > 0) & (others.log() + noise[:, -1:] > best)
     found = torch.cat((order.gather(-1, place), settled, lost), dim=1).tolist()
     winners = [token if is_settled else None for token, is_settled, _ in found]
     if behind := [n for n, row in enumerate(found) if row[2]]:
