@@ -14,7 +14,7 @@ from triton_pair import DEVICE, DTYPES, assert_close, attend_both, on_device, po
 
 from kvreclaim.ops import triton as kernels
 from kvreclaim.ops.batch import AttentionBatch
-from kvreclaim.ops.triton.plan import MAX_SPLITS, decode_tables, num_splits
+from kvreclaim.ops.triton.plan import MAX_SPLITS, decode_tables, num_splits, tile_splits
 
 SHAPES = [
     Shape(kv_heads=1, group=1, dim=32, block_size=16),
@@ -74,6 +74,17 @@ def test_long_sequences_are_split(lengths: tuple[int, ...], how: dict) -> None:
     tables = decode_tables(w.batch, 1)
     assert tables is not None
     assert tables.num_splits > 1
+    assert_close(*attend_both(w, **how))
+
+
+SPLIT = [(4, 5, {}), (4, 33, HOW["all"]), (4, 5, HOW["sinks"]), (1, 70, {"window": 700}), (7, 9, {})]
+
+
+@pytest.mark.parametrize(("group", "queries", "how"), SPLIT, ids=str)
+def test_several_queries_of_a_long_sequence_are_split(group: int, queries: int, how: dict) -> None:
+    """As in the verification of drafts, and the chunks of a prompt. The last tile is not full."""
+    w = world(Shape(kv_heads=1, group=group), [Ask(1, 40), Ask(queries, 1100, shift=2), Ask(2, 2)])
+    assert tile_splits(w.batch, 2, 1) == 4
     assert_close(*attend_both(w, **how))
 
 

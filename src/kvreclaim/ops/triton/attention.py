@@ -21,6 +21,7 @@ from kvreclaim.ops.triton.plan import (
     query_tiles,
     sequences_of,
     slot_positions,
+    tile_splits,
 )
 from kvreclaim.ops.triton.support import dot_precision, keeps_16_bits, new_output, padded
 
@@ -43,7 +44,7 @@ class Rule(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """fp32, of each split of a query: maximum and sum [n, H, SPLITS], values [n, H, SPLITS, Dv]."""
+    """fp32, of each split of n queries: maximum and sum [n, H, SPLITS], values [n, H, SPLITS, Dv]."""
 
     top: Tensor
     total: Tensor
@@ -106,15 +107,11 @@ def _decode(
 ) -> None:
     """Writes the rows of tables.seq_ids into out."""
     rows, heads, splits = tables.seq_ids.shape[0], q.shape[1], tables.num_splits
-    tile = _heads(q, layer.cache, DECODE_ROWS)
-    shape = (rows, heads, splits if splits > 1 else 0)
-    top, total = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
-    acc = torch.empty((*shape, layer.cache.v_head_dim), dtype=torch.float32, device=q.device)
+    tile, parts = _heads(q, layer.cache, DECODE_ROWS), _new_parts(q, rows, splits, layer.cache)
     given: dict[str, Any] = {
         "store": store_of(layer),
         "out": out,
-        "parts": Parts(top, total, acc),
-        "seq_ids": tables.seq_ids,
+        "parts": parts,
         "seqs": tables.seqs,
         "rule": layer.cached("triton.rule", _rule),
         "L": layout_of(layer.cache),
@@ -122,9 +119,9 @@ def _decode(
         "SPLITS": splits,
     }
     grid = (rows, layer.cache.num_kv_heads * tile.pieces, splits)
-    decode_kernel[grid](rows_in(q), **given, **_resources(q, layer.cache))
+    decode_kernel[grid](rows_in(q), seq_ids=tables.seq_ids, **given, **_resources(q, layer.cache))
     if splits > 1:
-        reduce_kernel[(rows, heads)](**given, num_warps=4)
+        reduce_kernel[(rows, heads)](tiles=tables.seq_ids, **given, QUERIES=0, num_warps=4)
 
 
 def _prefill(
@@ -137,17 +134,29 @@ def _prefill(
     out: Tensor,
 ) -> None:
     """Writes the rows of the sequences of the tiles into out."""
-    tile_kernel[(tiles.shape[0], layer.cache.num_kv_heads * heads.pieces)](
-        rows_in(q),
-        store_of(layer),
-        out,
-        tiles,
-        sequences_of(batch),
-        layer.cached("triton.rule", _rule),
-        L=layout_of(layer.cache),
-        A=_variant(q, layer, heads, positions),
-        **_resources(q, layer.cache),
-    )
+    count, programs = tiles.shape[0], layer.cache.num_kv_heads * heads.pieces
+    splits = tile_splits(batch, count, programs)
+    given: dict[str, Any] = {
+        "store": store_of(layer),
+        "out": out,
+        "parts": _new_parts(q, count * heads.queries, splits, layer.cache),
+        "tiles": tiles,
+        "seqs": sequences_of(batch),
+        "rule": layer.cached("triton.rule", _rule),
+        "L": layout_of(layer.cache),
+        "A": _variant(q, layer, heads, positions),
+        "SPLITS": splits,
+    }
+    tile_kernel[(count, programs, splits)](rows_in(q), **given, **_resources(q, layer.cache))
+    if splits > 1:
+        reduce_kernel[(count * heads.queries, q.shape[1])](**given, QUERIES=heads.queries, num_warps=4)
+
+
+def _new_parts(q: Tensor, rows: int, splits: int, cache: KVCache) -> Parts:
+    """Room for so many queries of all heads; none with one split."""
+    shape = (rows, q.shape[1], splits if splits > 1 else 0)
+    top, total = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
+    return Parts(top, total, torch.empty((*shape, cache.v_head_dim), dtype=torch.float32, device=q.device))
 
 
 def _with_rows(q: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attention over a paged cache as Triton kernels: split-KV decode, its reduction, and query tiles.
+"""Attention over a paged cache as Triton kernels: decode, query tiles, and the reduction of their splits.
 
 queries, seqs, rule, parts and A are the tuples of attention.py; out [T, H, Dv]. The G query heads of a KV
 head share each key: row m of a tile is query m // G (always 0 when decoding), head m % G. Where G is too
@@ -22,14 +22,35 @@ from kvreclaim.ops.triton.softmax import (
 
 
 @triton.jit
+def _write(
+    out, parts, tokens, part_rows, heads, is_row, sinks, split, top, total, acc, store, rule,
+    L: tl.constexpr, A: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Write rows of a tile to out; of several splits to parts, of acc those rows that saw something. tokens,
+    part_rows, heads: [rows]"""
+    HEADS: tl.constexpr = L.KV_HEADS * A.GROUP
+    dims = tl.arange(0, L.BLOCK_DV)
+    writable = is_row[:, None] & (dims < L.DV)[None, :]
+    if SPLITS == 1:
+        result = real_values(normalised(top, total, acc, rule.sinks, sinks, is_row, A), store, L)
+        places = out + (tokens * HEADS + heads)[:, None] * L.DV + dims[None, :]
+        tl.store(places, result.to(out.dtype.element_ty), mask=writable)
+    else:
+        part = (part_rows * HEADS + heads) * SPLITS + split
+        tl.store(parts.top + part, top, mask=is_row)
+        tl.store(parts.total + part, total, mask=is_row)
+        saw = writable & (total > 0.0)[:, None]
+        tl.store(parts.acc + part[:, None] * L.DV + dims[None, :], acc, mask=saw)
+
+
+@triton.jit
 def decode_kernel(
     queries, store, out, parts, seq_ids, seqs, rule, L: tl.constexpr, A: tl.constexpr, SPLITS: tl.constexpr
 ):
     """Program (i, head, split): the one query of sequence seq_ids[i] over a share of its tiles.
 
     Grid [n, K * PIECES, SPLITS]. Every sequence is cut into SPLITS runs of whole tiles by its own length, so
-    that the grid depends on no length. With SPLITS = 1 writes out; else parts, of acc those splits that saw
-    something.
+    that the grid depends on no length. With SPLITS = 1 writes out, else parts.
     """
     index = tl.program_id(0)
     head = tl.program_id(1) // A.PIECES
@@ -56,35 +77,87 @@ def decode_kernel(
         query, latent, query_slots, start, stop, store, seqs, seq, head, rule, L, A
     )
 
-    v_dims = tl.arange(0, L.BLOCK_DV)
-    writable = is_row[:, None] & (v_dims < L.DV)[None, :]
-    if SPLITS == 1:
-        sinks = seq * L.KV_HEADS * A.GROUP + heads
-        result = real_values(normalised(top, total, acc, rule.sinks, sinks, is_row, A), store, L)
-        places = out + (token * L.KV_HEADS * A.GROUP + heads)[:, None] * L.DV + v_dims[None, :]
-        tl.store(places, result.to(out.dtype.element_ty), mask=writable)
-    else:
-        part = (index.to(tl.int64) * L.KV_HEADS * A.GROUP + heads) * SPLITS + split
-        tl.store(parts.top + part, top, mask=is_row)
-        tl.store(parts.total + part, total, mask=is_row)
-        writable = writable & (total > 0.0)[:, None]
-        tl.store(parts.acc + part[:, None] * L.DV + v_dims[None, :], acc, mask=writable)
+    tokens = tl.full([A.BLOCK_M], 0, tl.int64) + token
+    part_rows = tl.full([A.BLOCK_M], 0, tl.int64) + index
+    sinks = seq * L.KV_HEADS * A.GROUP + heads
+    _write(
+        out, parts, tokens, part_rows, heads, is_row, sinks, split, top, total, acc, store, rule, L, A, SPLITS
+    )
+
+
+@triton.jit
+def tile_kernel(
+    queries, store, out, parts, tiles, seqs, rule, L: tl.constexpr, A: tl.constexpr, SPLITS: tl.constexpr
+):
+    """Program (tile, head, split): BLOCK_M // GROUP queries of a sequence, causally, over a share of slots.
+
+    tiles: [tiles, 2] int32, the sequence and the first query of each tile. Grid [tiles, K * PIECES, SPLITS].
+    """
+    QUERIES: tl.constexpr = A.BLOCK_M // A.GROUP if A.PIECES == 1 else 1
+    tile_id = tl.program_id(0)
+    head = tl.program_id(1) // A.PIECES
+    split = tl.program_id(2)
+    seq = tl.load(tiles + 2 * tile_id)
+    first_query = tl.load(tiles + 2 * tile_id + 1)
+    token = tl.load(seqs.query_starts + seq)
+    num_queries = tl.load(seqs.query_starts + seq + 1) - token
+    length = tl.load(seqs.seq_lens + seq)
+
+    rows = tl.program_id(1) % A.PIECES * A.BLOCK_M + tl.arange(0, A.BLOCK_M)
+    query_in_tile = rows // A.GROUP
+    place = first_query + query_in_tile
+    is_row = (place < num_queries) & (rows < QUERIES * A.GROUP)
+    heads = head * A.GROUP + rows % A.GROUP
+    tokens = (token + place).to(tl.int64)
+    query, latent = load_queries(queries, tokens, heads, is_row, store, L, A)
+    query_slots = length - num_queries + place
+
+    start = 0
+    if A.HAS_WINDOW and not A.HAS_POSITIONS:
+        first = tl.maximum(length - num_queries + first_query - rule.window + 1, 0)
+        start = first // A.BLOCK_N * A.BLOCK_N
+    stop = tl.minimum(length - num_queries + first_query + QUERIES, length)
+    if SPLITS > 1:
+        share = tl.cdiv(tl.cdiv(stop - start, A.BLOCK_N), SPLITS) * A.BLOCK_N
+        start += split * share
+        stop = tl.minimum(start + share, stop)
+
+    top, total, acc = attend_slots(
+        query, latent, query_slots, start, stop, store, seqs, seq, head, rule, L, A
+    )
+    part_rows = tile_id.to(tl.int64) * QUERIES + query_in_tile
+    sinks = seq * L.KV_HEADS * A.GROUP + heads
+    _write(
+        out, parts, tokens, part_rows, heads, is_row, sinks, split, top, total, acc, store, rule, L, A, SPLITS
+    )
 
 
 @triton.jit
 def reduce_kernel(
-    out, store, parts, seq_ids, seqs, rule, L: tl.constexpr, A: tl.constexpr, SPLITS: tl.constexpr
-):
-    """Program (i, head): the splits of one query of one head become its row of out. Grid [n, H]."""
+    out, store, parts, tiles, seqs, rule, L: tl.constexpr, A: tl.constexpr, SPLITS: tl.constexpr,
+    QUERIES: tl.constexpr,
+):  # fmt: skip
+    """Program (i, head): the splits of one query of one head become its row of out. Grid [n * QUERIES, H].
+
+    tiles: of tile_kernel, with so many queries each; with QUERIES = 0 the sequences of decode_kernel [n]
+    """
     HEADS: tl.constexpr = L.KV_HEADS * A.GROUP
     index = tl.program_id(0)
     head = tl.program_id(1)
-    seq = tl.load(seq_ids + index)
-    token = tl.load(seqs.query_starts + seq).to(tl.int64)
+    if QUERIES == 0:
+        seq = tl.load(tiles + index)
+        token = tl.load(seqs.query_starts + seq).to(tl.int64)
+        end = token + 1
+    else:
+        tile = tiles + 2 * (index // QUERIES)
+        seq = tl.load(tile)
+        end = tl.load(seqs.query_starts + seq + 1).to(tl.int64)
+        token = tl.load(seqs.query_starts + seq).to(tl.int64) + tl.load(tile + 1) + index % QUERIES
     splits = tl.arange(0, SPLITS)
     part = (index.to(tl.int64) * HEADS + head) * SPLITS + splits
-    sums = tl.load(parts.total + part)
-    tops = tl.where(sums > 0.0, tl.load(parts.top + part), NOTHING)
+    is_there = splits < tl.where(token < end, SPLITS, 0)
+    sums = tl.load(parts.total + part, mask=is_there, other=0.0)
+    tops = tl.where(sums > 0.0, tl.load(parts.top + part, mask=is_there, other=0.0), NOTHING)
     top = tl.max(tops, axis=0)
     if A.NUM_SINKS:
         sink = tl.load(rule.sinks + (seq * HEADS + head) % A.NUM_SINKS).to(tl.float32) * LOG2_E
@@ -99,44 +172,5 @@ def reduce_kernel(
     acc = tl.load(parts.acc + part[:, None] * L.DV + dims[None, :], mask=mask, other=0.0)
     result = tl.sum(acc * weights[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
     result = tl.reshape(real_values(result[None, :], store, L), [L.BLOCK_DV])
-    tl.store(out + (token * HEADS + head) * L.DV + dims, result.to(out.dtype.element_ty), mask=dims < L.DV)
-
-
-@triton.jit
-def tile_kernel(queries, store, out, tiles, seqs, rule, L: tl.constexpr, A: tl.constexpr):
-    """Program (tile, head): BLOCK_M // GROUP queries of one sequence, causally. Grid [tiles, K * PIECES].
-
-    tiles: [tiles, 2] int32, the sequence and the first query of each tile.
-    """
-    QUERIES: tl.constexpr = A.BLOCK_M // A.GROUP if A.PIECES == 1 else 1
-    tile_id = tl.program_id(0)
-    head = tl.program_id(1) // A.PIECES
-    seq = tl.load(tiles + 2 * tile_id)
-    first_query = tl.load(tiles + 2 * tile_id + 1)
-    token = tl.load(seqs.query_starts + seq)
-    num_queries = tl.load(seqs.query_starts + seq + 1) - token
-    length = tl.load(seqs.seq_lens + seq)
-
-    rows = tl.program_id(1) % A.PIECES * A.BLOCK_M + tl.arange(0, A.BLOCK_M)
-    place = first_query + rows // A.GROUP
-    is_row = (place < num_queries) & (rows < QUERIES * A.GROUP)
-    heads = head * A.GROUP + rows % A.GROUP
-    tokens = (token + place).to(tl.int64)
-    query, latent = load_queries(queries, tokens, heads, is_row, store, L, A)
-    query_slots = length - num_queries + place
-
-    start = 0
-    if A.HAS_WINDOW and not A.HAS_POSITIONS:
-        first = tl.maximum(length - num_queries + first_query - rule.window + 1, 0)
-        start = first // A.BLOCK_N * A.BLOCK_N
-    stop = tl.minimum(length - num_queries + first_query + QUERIES, length)
-
-    top, total, acc = attend_slots(
-        query, latent, query_slots, start, stop, store, seqs, seq, head, rule, L, A
-    )
-
-    sinks = seq * L.KV_HEADS * A.GROUP + heads
-    result = real_values(normalised(top, total, acc, rule.sinks, sinks, is_row, A), store, L)
-    v_dims = tl.arange(0, L.BLOCK_DV)
-    places = out + (tokens * L.KV_HEADS * A.GROUP + heads)[:, None] * L.DV + v_dims[None, :]
-    tl.store(places, result.to(out.dtype.element_ty), mask=is_row[:, None] & (v_dims < L.DV)[None, :])
+    writable = dims < tl.where(token < end, L.DV, 0)
+    tl.store(out + (token * HEADS + head) * L.DV + dims, result.to(out.dtype.element_ty), mask=writable)

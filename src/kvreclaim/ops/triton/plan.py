@@ -116,6 +116,14 @@ def query_tiles(batch: AttentionBatch, size: int) -> Tensor | None:
     return batch.cached(f"triton.tiles.{size}", make)
 
 
+def tile_splits(batch: AttentionBatch, num_tiles: int, num_heads: int) -> int:
+    """Programs over the keys of each tile: enough to fill the device, a power of four, so that few variants
+    are compiled."""
+    longest = batch.cached("triton.longest tile", lambda b: int(b.lengths[b.query_lens > 1].max()))
+    splits = num_splits(num_tiles, num_heads, longest, batch.slot_mapping.device)
+    return 1 << (splits.bit_length() - 1) // 2 * 2
+
+
 def sequences_of(batch: AttentionBatch) -> Sequences:
     """Made once per step."""
 
