@@ -186,6 +186,8 @@ def launch_plain(shapes: list[Shape]) -> None:
     positions = torch.zeros(1, 2, 40, dtype=torch.int32)
     moved = [replace(ask, slot_positions=positions) for ask in ASKS]
     launch_attention(world(SHAPES[0], moved), **HOW)
+    WHAT[0] = "several queries, split"
+    launch_attention(world(SHAPES[0], [Ask(9, 1100)]))
 
 
 def launch_packed(kinds: Iterable[str]) -> None:
