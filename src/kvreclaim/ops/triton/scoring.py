@@ -42,7 +42,7 @@ def trig_norm_scores(
     is_half = layout.style == "half"
     where = layout_of(cache)
     columns = where.BLOCK_D
-    block_n = _tile_tokens(columns)
+    block_n = _tile_tokens(columns * _decoded(cache))
     start = layout.start - (cache.v_head_dim if cache.shape.latent else 0)
     assert start >= 0 or not bands, "the bands of a latent key are among its rotary dims"
     queries = _as_rows(queries, cache)
@@ -168,7 +168,7 @@ def surrogate_scores(
     if layout is not None and bands:
         start = layout.start - (cache.v_head_dim if cache.shape.latent else 0)
         assert start >= 0, "the bands of a latent key are among its rotary dims"
-    block_n = _tile_tokens(where.BLOCK_D + where.BLOCK_DV)
+    block_n = _tile_tokens((where.BLOCK_D + where.BLOCK_DV) * _decoded(cache))
     if num_tokens:
         surrogate_kernel[(triton.cdiv(num_tokens, block_n), cache.num_kv_heads)](
             store_of(tokens.layer),
@@ -210,6 +210,12 @@ def _scored(tokens: PagedTokens) -> PagedTokens:
 
 def _as_rows(x: Tensor, cache: KVCache) -> Tensor:
     return x.to(cache.device, torch.float32).contiguous()
+
+
+def _decoded(cache: KVCache) -> int:
+    """By how much the numbers of a token count: four bits take as many registers again to be decoded, but for
+    wide rows, of which a tile has few tokens."""
+    return 2 if cache.format.bits == 4 and layout_of(cache).BLOCK_D <= 128 else 1
 
 
 def _tile_tokens(floats_per_token: int) -> int:
