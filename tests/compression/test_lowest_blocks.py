@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +13,7 @@ from kvreclaim.errors import InvalidArgumentError
 
 
 def free(num_tokens: int) -> torch.Tensor:
-    return torch.full((num_tokens,), FREE)
+    return np.full(num_tokens, FREE)
 
 
 def test_a_partial_block_stays_whatever_its_score():
@@ -22,7 +23,7 @@ def test_a_partial_block_stays_whatever_its_score():
 
 def test_a_block_has_the_highest_tier_of_its_tokens():
     scores = torch.tensor([[[0.0, 0, 1, 1, 2, 2, 3, 3]]])
-    tiers = torch.tensor([ALWAYS, FREE, FREE, PROMPT, FREE, FREE, FREE, ALWAYS])
+    tiers = np.array([ALWAYS, FREE, FREE, PROMPT, FREE, FREE, FREE, ALWAYS])
     assert lowest_blocks(scores, 6, tiers, 2) == [2]
     assert lowest_blocks(scores, 4, tiers, 2) == [1, 2]
     with pytest.raises(AssertionError, match="3 of 4 blocks must go, 2 may"):

@@ -1,5 +1,6 @@
 """Which slots stay, against sorting by hand."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -20,7 +21,7 @@ def cases(draw):
     scores = torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)) / 8
     if draw(st.booleans()):
         scores[scores == scores.min()] = -torch.inf
-    tiers = torch.tensor(draw(st.lists(st.integers(0, 2), min_size=shape[2], max_size=shape[2])))
+    tiers = np.array(draw(st.lists(st.integers(0, 2), min_size=shape[2], max_size=shape[2])))
     return scores, draw(st.integers(0, 14)), tiers
 
 
@@ -29,7 +30,7 @@ def protected(draw):
     """What a sequence has: sinks, a prompt that may be protected, recent tokens, in rows of any length."""
     num_tokens = draw(st.integers(1, 200))
     sinks, recent = draw(st.integers(0, 5)), draw(st.integers(0, 40))
-    tiers = torch.full((num_tokens,), FREE)
+    tiers = np.full(num_tokens, FREE)
     tiers[: draw(st.integers(0, num_tokens))] = draw(st.sampled_from([FREE, PROMPT]))
     tiers[:sinks] = ALWAYS
     tiers[max(0, num_tokens - recent) :] = ALWAYS
@@ -61,7 +62,7 @@ def test_equals_sorting_by_hand(case, mode):
 
 def test_ties_are_kept_in_order_in_long_rows():
     scores = (torch.arange(60_000) % 3).float()[None, None]
-    kept = select(scores, 30_000, torch.zeros(60_000, dtype=torch.int64), Mode.PER_LAYER_HEAD)
+    kept = select(scores, 30_000, np.zeros(60_000, dtype=np.int64), Mode.PER_LAYER_HEAD)
     expected = [slot for slot in range(60_000) if slot % 3 == 2 or (slot % 3 == 1 and slot < 30_000)]
     assert kept[0, 0].tolist() == expected
 
@@ -71,13 +72,13 @@ def test_nan_is_refused(mode):
     scores = torch.zeros(2, 2, 4)
     scores[1, 0, 2] = torch.nan
     with pytest.raises(InvalidArgumentError, match="NaN"):
-        select(scores, 2, torch.zeros(4, dtype=torch.int64), mode)
+        select(scores, 2, np.zeros(4, dtype=np.int64), mode)
 
 
 @pytest.mark.parametrize("mode", list(Mode))
 def test_nan_can_be_looked_for_later(mode):
     scores, found = torch.randn(2, 2, 9), []
-    tiers = torch.tensor([ALWAYS, *[FREE] * 7, ALWAYS])
+    tiers = np.array([ALWAYS, *[FREE] * 7, ALWAYS])
     kept = select(scores, 5, tiers, mode, check=found.append)
     assert torch.equal(kept, select(scores, 5, tiers, mode))
     refuse_nan(found.pop())
@@ -92,7 +93,7 @@ def test_nan_can_be_looked_for_later(mode):
 @pytest.mark.parametrize("extreme", [torch.inf, -torch.inf])
 def test_infinite_scores_are_no_nan(extreme):
     scores = torch.tensor([[[torch.inf, 1.0, -torch.inf, extreme]]])
-    select(scores, 2, torch.zeros(4, dtype=torch.int64), Mode.PER_LAYER_HEAD)
+    select(scores, 2, np.zeros(4, dtype=np.int64), Mode.PER_LAYER_HEAD)
 
 
 @pytest.mark.parametrize("mode", list(Mode))
@@ -100,6 +101,6 @@ def test_infinite_scores_are_no_nan(extreme):
 def test_no_number_of_the_scores_is_read(tiers, mode):
     """On a device without data, whatever had to wait for a result would fail."""
     scores = torch.empty(2, 3, 7, device="meta")
-    kept = select(scores, 5, torch.tensor(tiers), mode, check=lambda _: None)
+    kept = select(scores, 5, np.array(tiers), mode, check=lambda _: None)
     assert kept.device.type == "meta"
     assert kept.shape[-1] == 5

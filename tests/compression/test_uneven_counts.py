@@ -22,7 +22,7 @@ from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.compression.policy import CountsQuestion, LayerSignals, LayerView, Mode
 from kvreclaim.compression.select import select
 from kvreclaim.compression.stats import LayerStats
-from kvreclaim.compression.uneven import choose_uneven, prompt_left, round_to_blocks
+from kvreclaim.compression.uneven import choose_uneven, round_to_blocks
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.key_source import DenseSource
@@ -162,9 +162,12 @@ def test_a_score_that_is_no_number_is_refused():
     rows = noise(1, 2, 40, 8)
     rows[1, 20] = torch.nan
     tokens = np.full((2, 2), 40)
-    question = HeadsQuestion(
-        lambda layer, head: DenseSource(rows, rows), lambda _: LayerSignals(), tokens, 0 * tokens, 40, True
-    )
+
+    def source(layer, head):
+        own = rows if head is None else rows[head, None]
+        return DenseSource(own, own)
+
+    question = HeadsQuestion(source, lambda _: LayerSignals(), tokens, 0 * tokens, 40, True)
     with pytest.raises(InvalidArgumentError, match="a score is NaN"):
         choose_uneven(compressor, [question], 4)
 
@@ -207,7 +210,7 @@ def test_after_every_pass_each_head_holds_whole_blocks_and_at_least_one(
 
         question = HeadsQuestion(source, lambda _: LayerSignals(), tokens, prompts, end, first)
         (choice,), (again,) = (choose_uneven(compressor, [question], size) for _ in range(2))
-        held = np.array([[len(slots) for slots in rows] for rows in choice.kept])
+        held = choice.kept.counts
         assert held.sum() == 4 * config.budget
         assert (held >= size).all()
         assert (held % size == 0).all()
@@ -216,4 +219,4 @@ def test_after_every_pass_each_head_holds_whole_blocks_and_at_least_one(
             assert kept == sorted(set(kept) | {*range(sinks), *range(last - recent, last)})
             assert kept == again.kept[at[0]][at[1]].tolist()
         grown = int(rng.integers(size, 2 * size + 1))
-        tokens, prompts, end = held + grown, prompt_left(choice.kept, prompts), end + grown
+        tokens, prompts, end = held + grown, choice.prompt_slots, end + grown

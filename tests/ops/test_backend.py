@@ -22,6 +22,7 @@ FUNCTIONS = (
     "mixture_scores",
     "paged_attention",
     "prepare_blocks",
+    "select_runs",
     "select_top",
     "surrogate_scores",
     "token_norms",

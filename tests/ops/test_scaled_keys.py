@@ -74,6 +74,7 @@ def test_all_that_sees_a_key_or_a_query_scales_it() -> None:
         "plain_view",
         "unsupported_reason",
         "compact",
+        "select_runs",
         "select_top",
         "copy_blocks",
         "prepare_blocks",

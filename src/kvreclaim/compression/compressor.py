@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +32,7 @@ from kvreclaim.compression.stats_digest import stats_digest
 from kvreclaim.compression.wrapping import ranked
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import reference
+from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.facts import LayerFacts, ModelFacts
 from kvreclaim.ops.key_source import KeySource
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
@@ -72,7 +74,7 @@ class Compressor:
         facts:  the model
         stats:  of the model's queries; None takes config.stats (read here if it is a path). A tuple holds
                 one for each layer, checked against the model and on its device already
-        select_top: the op that finds the best of each row (Backend.select_top)
+        backend: finds the best of scores (Backend.select_top, select_runs)
 
     Raises:
         InvalidArgumentError: the policy needs statistics, centres or a rotation that are not there
@@ -84,11 +86,11 @@ class Compressor:
         config: CompressionConfig,
         facts: ModelFacts,
         stats: QueryStats | tuple[LayerStats, ...] | None = None,
-        select_top: Callable[[Tensor, int], Tensor] = reference.select_top,
+        backend: Backend = reference,
     ) -> None:
         self.config = config
         self.facts = facts
-        self.select_top = select_top
+        self.backend = backend
         self.policy: CompressionPolicy = config.make_policy()
         self.mode = self.policy.default_mode if config.mode is None else Mode(config.mode)
         self.recall = config.recalled
@@ -125,15 +127,15 @@ class Compressor:
         """The same with another budget, in blocks of this size; made once."""
         if budget not in self._siblings:
             config = replace(self.config, budget=budget).in_blocks(block_size)
-            self._siblings[budget] = Compressor(config, self.facts, self.stats, self.select_top)
+            self._siblings[budget] = Compressor(config, self.facts, self.stats, self.backend)
         return self._siblings[budget]
 
-    def tiers(self, num_tokens: int, num_prompt_slots: int) -> Tensor:
-        """Protection of each slot, [T] int64 on the CPU: 2 sinks and recent tokens, 1 prompt, 0 free.
+    def tiers(self, num_tokens: int, num_prompt_slots: int) -> np.ndarray:
+        """Protection of each slot, [T] int64: 2 sinks and recent tokens, 1 prompt, 0 free.
 
         num_prompt_slots: leading slots that hold prompt tokens; read only with protect_prompt
         """
-        tiers = torch.full((num_tokens,), FREE)
+        tiers = np.full(num_tokens, FREE)
         if self.config.protect_prompt:
             tiers[:num_prompt_slots] = PROMPT
         tiers[: self.config.sinks] = ALWAYS
@@ -190,7 +192,7 @@ class Compressor:
         found: dict[int, Tensor] = {}
         for (num_tokens, prompt), places in alike.items():
             tiers, scores = self.tiers(num_tokens, prompt), [votes.pop(i) for i in places]
-            kept = select_each(scores, keep, tiers, self.mode, self.select_top, check)
+            kept = select_each(scores, keep, tiers, self.mode, self.backend.select_top, check)
             found.update(zip(places, kept, strict=True))
         return [found[i] if i in found else self._everything(q.num_tokens) for i, q in enumerate(questions)]
 

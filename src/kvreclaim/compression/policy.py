@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from kvreclaim.compression.stats import LayerStats
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.facts import LayerFacts
 from kvreclaim.ops.key_source import KeySource
+from kvreclaim.ops.moving import move
 from kvreclaim.options import check_options
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
@@ -127,7 +129,8 @@ class LayerView:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CountsQuestion:
-    """Input of `counts`: how many tokens does each head of one sequence keep?
+    """Input of `counts`: how many tokens does each head of one sequence keep? All but the scores lies on the
+    host.
 
     scores:      scores[layer][head] [T] fp32 of the tokens that may be evicted; T may differ
     protected:   [L, K] float64 tokens that each head keeps in addition: sinks, recent and protected ones; or
@@ -143,10 +146,14 @@ class CountsQuestion:
     logical_len: int
     stats: Sequence[LayerStats] | None = None
 
+    def protected_on(self, device: torch.device) -> Tensor | int:
+        """`protected` for sums with counts on this device."""
+        return move(self.protected, device) if isinstance(self.protected, Tensor) else self.protected
+
     @property
     def free(self) -> float:
         """Tokens per head on average, besides protected ones."""
-        return self.budget - float(torch.as_tensor(self.protected, dtype=torch.float64).mean())
+        return self.budget - float(np.asarray(self.protected, dtype=np.float64).mean())
 
     @property
     def limit(self) -> Tensor:
@@ -234,7 +241,8 @@ class CompressionPolicy(ABC):
 
     def counts(self, question: CountsQuestion) -> Tensor:
         """CELLS only: tokens that each head keeps, [L, K] float, before rounding to blocks. Their
-        mean is the budget; a head keeps at least the protected ones."""
+        mean is the budget; a head keeps at least the protected ones. On the host or where the scores are;
+        best without a wait for them."""
         raise NotImplementedError(f"{self.name} keeps equal counts")
 
     def block_scores(self, queries: Tensor, low: Tensor, high: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,7 +31,7 @@ def refuse_nan(found: Tensor) -> None:
 def select(
     scores: Tensor,
     budget: int,
-    tiers: Tensor,
+    tiers: np.ndarray,
     mode: Mode,
     select_top: Callable[[Tensor, int], Tensor] = reference.select_top,
     check: NanCheck = refuse_nan,
@@ -40,15 +41,13 @@ def select(
     Args:
         scores: [L, K, T] float, higher = keep; -inf is allowed, NaN is not
         budget: tokens kept, >= 0
-        tiers:  [T] int on the CPU; a token of a higher tier always beats one of a lower tier
-                (FREE, PROMPT, ALWAYS)
+        tiers:  [T] int; a token of a higher tier always beats one of a lower tier (FREE, PROMPT, ALWAYS)
         mode:   who shares a set: union takes the maximum over layers and heads, per_head the mean
                 over layers, per_layer_head the scores as they are
         select_top: the op that finds the best of each row (Backend.select_top)
         check:  is given a bool scalar on the device of the scores: whether a score is NaN. By default it
                 raises. One that keeps the scalar for later leaves nothing here that waits for the device;
-                if it then turns out true, the slots returned are valid but arbitrary (a select_top that
-                refuses NaN itself raises at once)
+                NaN is then the least of all scores
 
     Returns: [L | 1, K | 1, min(budget, T)] int64 ascending, on the device of the scores. Ties: the
         lowest slot wins. Mutates nothing.
@@ -58,22 +57,26 @@ def select(
     num_tokens = rows.shape[-1]
     assert tiers.shape == (num_tokens,), f"{tuple(tiers.shape)} tiers for {num_tokens} tokens"
     forced, rivals = _split_tiers(tiers, min(budget, num_tokens))
-    places = min(budget, num_tokens) - forced.numel()
+    places = min(budget, num_tokens) - len(forced)
     before, after, apart = _around(forced, rivals)
-    columns = _columns(rivals)
-    before, after, rivals = (move(slots, rows.device) for slots in (before, after, rivals))
     flat = rows.flatten(0, 1)
     check(_holds_nan(flat))
-    top = rivals[select_top(flat[:, columns], places)]
-    parts = [before.expand(len(flat), -1), top, after.expand(len(flat), -1)]
-    kept = torch.cat(parts, dim=-1)
+    if check is not refuse_nan:
+        flat = flat.nan_to_num(-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    if len(rivals) and rivals[-1] - rivals[0] == len(rivals) - 1:
+        top = select_top(flat[:, rivals[0] : rivals[-1] + 1], places) + int(rivals[0])
+    else:
+        columns = move(rivals, rows.device)
+        top = columns[select_top(flat[:, columns], places)]
+    first, rest = (move(slots, rows.device).expand(len(flat), -1) for slots in (before, after))
+    kept = torch.cat([first, top, rest], dim=-1)
     return (kept if apart else kept.sort(dim=-1).values).view(*rows.shape[:2], -1)
 
 
 def select_each(
     scores: Sequence[Tensor],
     budget: int,
-    tiers: Tensor,
+    tiers: np.ndarray,
     mode: Mode,
     select_top: Callable[[Tensor, int], Tensor] = reference.select_top,
     check: NanCheck = refuse_nan,
@@ -84,7 +87,7 @@ def select_each(
     return list(kept.chunk(len(rows)))
 
 
-def lowest_blocks(scores: Tensor, budget: int, tiers: Tensor, block_size: int) -> list[int]:
+def lowest_blocks(scores: Tensor, budget: int, tiers: np.ndarray, block_size: int) -> list[int]:
     """Which full blocks go so that at most `budget` tokens are left, all layers and heads alike.
 
     A block's score is the mean of its tokens' over layers, heads and those tokens that are not -inf; its
@@ -109,7 +112,7 @@ def lowest_blocks(scores: Tensor, budget: int, tiers: Tensor, block_size: int) -
     total = blocks.masked_fill(~seen, 0.0).sum(dim=(0, 1, 3), dtype=torch.float64)
     count = seen.sum(dim=(0, 1, 3))
     means = (total / count.clamp(min=1)).masked_fill(count == 0, -torch.inf).tolist()
-    highest = tiers[: full * block_size].view(full, block_size).amax(-1).tolist()
+    highest = tiers[: full * block_size].reshape(full, block_size).max(axis=-1).tolist()
     order = sorted(range(full), key=lambda block: (highest[block], means[block], -block))
     droppable = sum(1 for tier in highest if tier < ALWAYS)
     assert wanted <= droppable, f"{wanted} of {full} blocks must go, {droppable} may"
@@ -121,18 +124,12 @@ def _holds_nan(rows: Tensor) -> Tensor:
     return rows.amax(dim=-1).isnan().any() if rows.numel() else rows.isnan().any()
 
 
-def _around(forced: Tensor, rivals: Tensor) -> tuple[Tensor, Tensor, bool]:
+def _around(forced: np.ndarray, rivals: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool]:
     """The forced slots before the first rival and those after it; whether none lies between rivals."""
-    if not rivals.numel():
+    if not len(rivals):
         return forced, rivals, True
-    cut = int((forced < rivals[0]).sum())
-    return forced[:cut], forced[cut:], not bool((forced[cut:] < rivals[-1]).any())
-
-
-def _columns(slots: Tensor) -> slice | Tensor:
-    """Ascending slots as an index that copies nothing where they follow one another."""
-    first, count = int(slots[:1].sum()), slots.numel()
-    return slice(first, first + count) if count and int(slots[-1]) == first + count - 1 else slots
+    cut = int(np.searchsorted(forced, rivals[0]))
+    return forced[:cut], forced[cut:], not (forced[cut:] < rivals[-1]).any()
 
 
 def _shared_scores(scores: Tensor, mode: Mode) -> Tensor:
@@ -142,13 +139,13 @@ def _shared_scores(scores: Tensor, mode: Mode) -> Tensor:
     return scores.mean(dim=0, keepdim=True) if mode is Mode.PER_HEAD else scores
 
 
-def _split_tiers(tiers: Tensor, places: int) -> tuple[Tensor, Tensor]:
+def _split_tiers(tiers: np.ndarray, places: int) -> tuple[np.ndarray, np.ndarray]:
     """Slots that are kept whatever their score, and those that compete for the places left: all of
     one tier, the highest that does not fit whole. Lower tiers are out. Both ascending."""
-    forced = tiers.new_zeros(0, dtype=torch.int64)
-    for tier in reversed(tiers.unique().tolist()):
-        members = (tiers == tier).nonzero()[:, 0]
-        if forced.numel() + members.numel() > places:
+    forced = np.empty(0, dtype=np.int64)
+    for tier in np.unique(tiers)[::-1]:
+        members = np.flatnonzero(tiers == tier)
+        if len(forced) + len(members) > places:
             return forced, members
-        forced = torch.cat([forced, members]).sort().values
+        forced = np.sort(np.concatenate([forced, members]))
     return forced, forced[:0]

@@ -28,9 +28,8 @@ from kvreclaim.compression.policy import CompressionPolicy, CountsQuestion, Laye
 from kvreclaim.compression.select import NanCheck, refuse_nan
 from kvreclaim.compression.wrapping import ranked, within
 from kvreclaim.errors import InvalidArgumentError
-
-Heads = list[list[Tensor]]
-"""One tensor per layer and KV head."""
+from kvreclaim.ops.head_rows import HeadRows, runs, spread
+from kvreclaim.ops.moving import fetch, move
 
 
 def round_to_blocks(
@@ -62,10 +61,16 @@ def round_to_blocks(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnevenChoice:
-    """kept[layer][head]: [n] int64 ascending slots, n a multiple of the block size. moved: tokens over all
-    heads that rounding to blocks took from those that the policy gave them to, and gave to others."""
+    """What each head of a sequence keeps.
 
-    kept: Heads
+    kept:         ascending slots, int64; of each head a multiple of the block size
+    prompt_slots: [L, K] int64, how many of them are among the question's prompt_slots
+    moved:        tokens over all heads that rounding to blocks took from those that the policy gave them to,
+                  and gave to others
+    """
+
+    kept: HeadRows
+    prompt_slots: np.ndarray
     moved: int
 
 
@@ -86,46 +91,113 @@ def choose_uneven(
     """
     assert compressor.budget % block_size == 0, f"{compressor.budget} tokens in blocks of {block_size}"
     firsts = [_first_free(compressor, question) for question in questions]
-    scores = [_checked_scores(rows, check) for rows in _scores(compressor, questions, firsts)]
-    return [
-        select_heads(compressor, *each, block_size, check)
-        for each in zip(questions, firsts, scores, strict=True)
-    ]
+    scores = _scores(compressor, questions, firsts)
+    return select_heads(compressor, questions, firsts, scores, block_size, check)
 
 
 def select_heads(
     compressor: Compressor,
-    question: HeadsQuestion,
-    first: int,
-    scores: Heads,
+    questions: Sequence[HeadsQuestion],
+    firsts: Sequence[int],
+    scores: Tensor,
     block_size: int,
     check: NanCheck,
-) -> UnevenChoice:
-    """From one sequence's scores to what stays of each head. first: the first slot that may go"""
-    recent, tokens, policy = compressor.config.recent, question.tokens, compressor.policy
-    free = [[row[free_slots(first, len(row), recent)] for row in rows] for rows in scores]
-    protected = np.full(tokens.shape, first + recent)
-    views = views_of_heads(compressor, question, first) if policy.reranks else []
-    if spans := policy.protects(question.logical_len):
-        free, protected = _set_apart(compressor, views, spans, free, protected)
-    always = torch.from_numpy(protected).double()
-    asked = CountsQuestion(free, always, compressor.budget, question.logical_len, compressor.stats)
-    counts = _checked(compressor, policy.counts(asked), tokens)
-    total = tokens.size * compressor.budget // block_size
-    blocks = round_to_blocks(counts, block_size, protected, tokens // block_size, total)
-    if views:
-        scores = _checked_scores(_ranked(policy, views, scores, blocks * block_size), check)
-    kept = _kept(compressor, question, scores, blocks * block_size)
-    return UnevenChoice(kept, round(float(np.maximum(counts - blocks * block_size, 0).sum())))
+) -> list[UnevenChoice]:
+    """From scores to what stays of each head. The host waits for the policy's counts and for how much of each
+    prompt stays, of all sequences at once.
+
+    firsts: the first slot of each sequence that may go
+    scores: fp32 of all tokens of all heads, sequence by sequence, as HeadRows.flat
+    """
+    rows = HeadRows(_numbers(scores), np.concatenate([question.tokens for question in questions]))
+    layers = iter(rows)
+    heads = [[next(layers) for _ in question.tokens] for question in questions]
+    asked = [_Asked(compressor, *each) for each in zip(questions, firsts, heads, strict=True)]
+    is_nan, *counts = fetch([scores.isnan().any(), *(each.counts for each in asked)])
+    check(torch.from_numpy(is_nan).bool())
+    keep = [each.rounded(found, block_size) for each, found in zip(asked, counts, strict=True)]
+    if compressor.policy.reranks:
+        ranks = torch.cat([each.ranks(own) for each, own in zip(asked, keep, strict=True)])
+        check(ranks.isnan().any())
+        rows = HeadRows(_numbers(ranks), rows.counts)
+    kept = _kept(compressor, questions, rows, np.concatenate(keep))
+    parts = kept.flat.split([int(own.sum()) for own in keep])
+    left = _prompt_left(kept, np.concatenate([question.prompt_slots for question in questions]))
+    return [
+        UnevenChoice(HeadRows(part, own), prompt, round(float(np.maximum(found - own, 0).sum())))
+        for part, own, prompt, found in zip(parts, keep, np.split(left, len(keep)), counts, strict=True)
+    ]
+
+
+class _Asked:
+    """One sequence between its scores, [T] of each layer and head, and the number of tokens that each head
+    keeps.
+
+    protected: [L, K] int64, tokens of each head that stay in any case
+    counts:    what the policy gives each head, [L, K] float, where it has computed them
+    """
+
+    def __init__(
+        self, compressor: Compressor, question: HeadsQuestion, first: int, scores: list[list[Tensor]]
+    ) -> None:
+        self.compressor, self.question, self.scores = compressor, question, scores
+        policy, tokens, recent = compressor.policy, question.tokens, compressor.config.recent
+        free = [[row[free_slots(first, len(row), recent)] for row in rows] for rows in scores]
+        self.protected = np.full(tokens.shape, first + recent)
+        self.views = views_of_heads(compressor, question, first) if policy.reranks else []
+        if spans := policy.protects(question.logical_len):
+            free, self.protected = _set_apart(compressor, self.views, spans, free, self.protected)
+        always = torch.from_numpy(self.protected.astype(np.float64))
+        self.counts = policy.counts(
+            CountsQuestion(free, always, compressor.budget, question.logical_len, compressor.stats)
+        )
+        if tuple(self.counts.shape) != tokens.shape:
+            raise InvalidArgumentError(_wrong_counts(policy, self.counts.shape, tokens.shape))
+
+    def rounded(self, counts: np.ndarray, block_size: int) -> np.ndarray:
+        """Tokens that each head keeps: the policy's counts [L, K] float64 in whole blocks. Raises:
+        InvalidArgumentError."""
+        compressor, tokens = self.compressor, self.question.tokens
+        policy, budget = compressor.policy, compressor.budget
+        if not np.isfinite(counts).all():
+            raise InvalidArgumentError(_wrong_counts(policy, counts.shape, tokens.shape))
+        mean, least, most = counts.mean(), counts.min(), counts.max()
+        if abs(mean - budget) > 1 or least < 0 or (counts > tokens + 0.5).any():
+            raise InvalidArgumentError(
+                f"policy {policy.name} counted {mean:.2f} tokens per head, from {least:.2f} to {most:.2f}; "
+                f"they must be {budget} on average and no more than a head has."
+            )
+        total = tokens.size * budget // block_size
+        return round_to_blocks(counts, block_size, self.protected, tokens // block_size, total) * block_size
+
+    def ranks(self, keep: np.ndarray) -> Tensor:
+        """The scores to select by within each head, which keeps so many tokens [L, K]; as HeadRows.flat."""
+        policy = self.compressor.policy
+        return torch.cat(
+            [
+                ranked(policy, replace(view, budget=count), row[None])[0]
+                for views, rows, counts in zip(self.views, self.scores, keep.tolist(), strict=True)
+                for view, row, count in zip(views, rows, counts, strict=True)
+            ]
+        )
+
+
+def _wrong_counts(policy: CompressionPolicy, found: Sequence[int], wanted: Sequence[int]) -> str:
+    return f"policy {policy.name} counted {list(found)} tokens; it must give {list(wanted)} finite numbers."
+
+
+def _numbers(scores: Tensor) -> Tensor:
+    """The scores, where NaN is the least."""
+    return scores.nan_to_num(-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 
 def _set_apart(
     compressor: Compressor,
     views: list[list[LayerView]],
     spans: Sequence[tuple[int, int]],
-    free: Heads,
+    free: list[list[Tensor]],
     protected: np.ndarray,
-) -> tuple[Heads, np.ndarray]:
+) -> tuple[list[list[Tensor]], np.ndarray]:
     """The scores of each head that compete, and its tokens that do not: those of the spans stay in every
     head; of more than fit its budget the best."""
     others, counts = [], protected.copy()
@@ -141,29 +213,6 @@ def _set_apart(
     return others, counts
 
 
-def _ranked(
-    policy: CompressionPolicy, views: list[list[LayerView]], scores: Heads, keep: np.ndarray
-) -> Heads:
-    """The scores to select by within each head, which keeps so many tokens [L, K]."""
-    return [
-        [
-            ranked(policy, replace(view, budget=int(keep[layer, head])), row[None])[0]
-            for head, (view, row) in enumerate(zip(views[layer], rows, strict=True))
-        ]
-        for layer, rows in enumerate(scores)
-    ]
-
-
-def _checked_scores(scores: Heads, check: NanCheck) -> Heads:
-    """The scores of one sequence. Raises: what check raises."""
-    check(torch.cat([row for rows in scores for row in rows]).isnan().any())
-    if check is refuse_nan:
-        return scores
-    return [
-        [row.nan_to_num(-torch.inf, posinf=torch.inf, neginf=-torch.inf) for row in rows] for rows in scores
-    ]
-
-
 def _first_free(compressor: Compressor, question: HeadsQuestion) -> int:
     """The first slot of each head that may go. A protected prompt may not go where it fits, with all heads
     alike; else its tokens outrank others but may go."""
@@ -174,75 +223,62 @@ def _first_free(compressor: Compressor, question: HeadsQuestion) -> int:
     return config.sinks
 
 
-def _scores(compressor: Compressor, questions: Sequence[HeadsQuestion], firsts: Sequence[int]) -> list[Heads]:
-    """[T] fp32 each: whole layers while all heads hold the same tokens, else head by head, each for all
-    sequences at once; or all heads of all at once, if the policy can. firsts: the first slot that may go."""
-    num_layers, num_heads = compressor.facts.num_layers, compressor.facts.layers[0].num_kv_heads
-    found: list[Heads] = [[[] for _ in range(num_layers)] for _ in questions]
+def _scores(compressor: Compressor, questions: Sequence[HeadsQuestion], firsts: Sequence[int]) -> Tensor:
+    """fp32, sequence by sequence as HeadRows.flat: all heads of all at once, if the policy can; else whole
+    layers while all heads hold the same tokens, else head by head, each for all sequences at once.
+
+    firsts: the first slot of each that may go
+    """
+    num_layers, num_heads = questions[0].tokens.shape
+    found: list[dict[tuple[int, int], Tensor]] = [{} for _ in questions]
     together = compressor.policy.any_heads
     whole = [i for i, question in enumerate(questions) if question.first and not together]
     alone = [i for i in range(len(questions)) if i not in whole]
     for layer in range(num_layers if whole else 0):
         views = [view_of_layer(compressor, layer, questions[i], firsts[i]) for i in whole]
         for i, scores in zip(whole, compressor.score(views), strict=True):
-            found[i][layer] = list(scores)
+            found[i].update(((layer, head), row) for head, row in enumerate(scores))
     signals = [lru_cache(1)(question.signals) for question in questions]
     places = [(i, n, h) for n in range(num_layers) for h in range(num_heads) for i in alone]
     step = len(places) if together else len(alone)
     for start in range(0, len(places), max(1, step)):
         some = places[start : start + step]
         views = [view_of_head(compressor, n, h, questions[i], firsts[i], signals[i](n)) for i, n, h in some]
-        for (i, layer, _), scores in zip(some, compressor.score(views), strict=True):
-            found[i][layer].append(scores[0])
-    return found
+        for (i, *at), scores in zip(some, compressor.score(views), strict=True):
+            found[i][at[0], at[1]] = scores[0]
+    return torch.cat([own[at] for own in found for at in np.ndindex(num_layers, num_heads)])
 
 
-def _checked(compressor: Compressor, counts: Tensor, tokens: np.ndarray) -> np.ndarray:
-    """The policy's counts, [L, K] float64. Raises: InvalidArgumentError."""
-    name, shape = compressor.policy.name, tokens.shape
-    if tuple(counts.shape) != shape or not bool(counts.isfinite().all()):
-        raise InvalidArgumentError(
-            f"policy {name} counted {list(counts.shape)} tokens; it must give {list(shape)} finite numbers."
-        )
-    found = counts.double().cpu().numpy()
-    if abs(found.mean() - compressor.budget) > 1 or (found < 0).any() or (found > tokens + 0.5).any():
-        raise InvalidArgumentError(
-            f"policy {name} counted {found.mean():.2f} tokens per head, from {found.min():.2f} to "
-            f"{found.max():.2f}; they must be {compressor.budget} on average and no more than a head has."
-        )
-    return found
-
-
-def _kept(compressor: Compressor, question: HeadsQuestion, scores: Heads, keep: np.ndarray) -> Heads:
-    """The slots that stay, ascending, so many of each head [L, K].
+def _kept(
+    compressor: Compressor, questions: Sequence[HeadsQuestion], scores: HeadRows, keep: np.ndarray
+) -> HeadRows:
+    """The slots that stay, ascending, so many of each head [N L, K] of N sequences.
 
     Protected tokens make a head's slots three runs: those before the rivals stay, and so do those from the
     recent ones on; the places left go to the best of the rivals between them.
     """
-    config, tokens = compressor.config, question.tokens
+    config, tokens, device = compressor.config, scores.counts, scores.flat.device
     places = keep - config.sinks - config.recent
     last = tokens - config.recent
     start, end = np.full_like(tokens, config.sinks), last
     if config.protect_prompt:
-        prompt = np.clip(question.prompt_slots, config.sinks, last)
+        prompts = np.concatenate([question.prompt_slots for question in questions])
+        prompt = np.clip(prompts, config.sinks, last)
         whole = prompt - config.sinks <= places
         start, end = np.where(whole, prompt, start), np.where(whole, last, prompt)
         places = np.where(whole, places - (prompt - config.sinks), places)
-    slots = torch.arange(int(tokens.max()), device=scores[0][0].device)
-
-    def of(layer: int, head: int) -> Tensor:
-        begin, stop, recent = (int(x[layer, head]) for x in (start, end, last))
-        rivals = scores[layer][head][None, begin:stop]
-        best = compressor.select_top(rivals, int(places[layer, head]))[0] + begin
-        return torch.cat([slots[:begin], best, slots[recent : int(tokens[layer, head])]])
-
-    return [[of(layer, head) for head in range(len(rows))] for layer, rows in enumerate(scores)]
+    limits = ((scores.starts + start).ravel(), (end - start).ravel(), places.ravel())
+    best = compressor.backend.select_runs(scores.flat, *limits) + spread(start, places, device)
+    pool = torch.cat([best, torch.arange(int(tokens.max()), device=device)])
+    first = places.cumsum().reshape(places.shape) - places
+    lengths = np.stack([start, places, tokens - last], axis=-1)
+    index = runs(np.stack([0 * start + len(best), first, last + len(best)], axis=-1), lengths, device)
+    return HeadRows(pool.index_select(0, index), lengths.sum(axis=-1))
 
 
-def prompt_left(kept: Heads, prompt_slots: np.ndarray) -> np.ndarray:
+def _prompt_left(kept: HeadRows, prompt_slots: np.ndarray) -> np.ndarray:
     """[L, K] how many kept slots of each head lie among its first prompt_slots [L, K]."""
-    heads = [slots for rows in kept for slots in rows]
-    ends = np.cumsum([len(slots) for slots in heads])
-    limits = np.repeat(prompt_slots.ravel(), np.diff(ends, prepend=0))
-    inside = np.cumsum(torch.cat(heads).cpu().numpy() < limits)
-    return np.diff(np.append(0, inside)[ends], prepend=0).reshape(prompt_slots.shape)
+    inside = kept.flat < spread(prompt_slots, kept.counts, kept.flat.device)
+    ends = move(kept.starts + kept.counts - 1, inside.device)
+    [found] = fetch([inside.cumsum(0)[ends]])
+    return np.diff(found.astype(np.int64).ravel(), prepend=0).reshape(prompt_slots.shape)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode, Trait, Wrapper
+from kvreclaim.ops.head_rows import HeadRows, runs
 from kvreclaim.ops.moving import move
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
@@ -33,28 +35,42 @@ class Uneven(Wrapper):
         return f"wrap a policy that ranks tokens, such as {self.name}({self.default_inner})"
 
 
-def top_counts(heads: Sequence[Tensor], safe: int, places: int) -> Tensor:
-    """How many of the best `places` scores belong to each of some heads, after its own best `safe`: [heads]
-    float64 on the CPU. Ties: the first head, the first token. No sort: the last score that has a place is
-    found, and all are compared with it.
+def top_counts(groups: Sequence[Sequence[Tensor]], safe: int, places: np.ndarray) -> Tensor:
+    """How many of the best `places` scores of each of N groups of K heads belong to each head, after its own
+    best `safe`: [N, K] float64, where the scores are, without a wait for them. Ties: the first head, the
+    first token. No sort: the last score that has a place is found, and all are compared with it.
 
-    heads: [T] each, no NaN
+    groups: [T] of each head, no NaN; T may differ
+    places: [N] int64
     """
-    flat = torch.cat([_with_safe(head, safe) if safe else head for head in heads])
-    if places == 0:
-        return torch.zeros(len(heads), dtype=torch.float64)
-    last = flat.kthvalue(len(flat) - places + 1).values
-    owners = torch.arange(len(heads)).repeat_interleave(torch.tensor([len(head) for head in heads]))
-    owners = move(owners, flat.device)
-    above, ties = (owners[mask].bincount(minlength=len(heads)) for mask in (flat > last, flat == last))
-    earlier = ties.cumsum(0) - ties
-    return (above + (places - above.sum() - earlier).clamp(min=0).minimum(ties)).double().cpu()
+    rows = HeadRows.join([head for heads in groups for head in heads], (len(groups), len(groups[0])))
+    flat, counts = _with_safe(rows, safe) if safe else rows.flat, rows.counts
+    # infinities behind each group make its last place the same rank in all; one column before lets sums begin
+    sizes, most = counts.sum(axis=1), int(places.max())
+    table = flat.new_full((len(groups), 1 + int((sizes - places).max()) + most), -torch.inf)
+    if most == 0:
+        return table.new_zeros(counts.shape, dtype=torch.float64)
+    begins = 1 + np.arange(len(groups)) * table.shape[1]
+    table.view(-1).index_copy_(0, runs(begins, sizes, flat.device), flat)
+    if (places < most).any():
+        table.view(-1).index_fill_(0, runs(begins + sizes, most - places, flat.device), torch.inf)
+    last = table.kthvalue(table.shape[1] - most + 1, dim=1, keepdim=True).values
+    sums = torch.stack([table > last, table == last]).flatten(1).cumsum(1)
+    ends = begins[:, None] + counts.cumsum(axis=1) - 1
+    limits = move(np.stack([ends - counts, ends]), flat.device)
+    above, ties = sums[:, limits].diff(dim=1)[:, 0]
+    earlier = above.sum(1, keepdim=True) + ties.cumsum(1) - ties
+    return (above + (move(places, flat.device)[:, None] - earlier).clamp(min=0).minimum(ties)).double()
 
 
-def _with_safe(scores: Tensor, safe: int) -> Tensor:
-    """The scores of one head, its best `safe` ones above everything."""
-    best = scores.topk(min(safe, len(scores)), sorted=False).indices
-    return scores.clone().index_fill_(0, best, torch.inf)
+def _with_safe(rows: HeadRows, safe: int) -> Tensor:
+    """The scores of all heads, the best `safe` ones of each above everything."""
+    counts, width = rows.counts.ravel(), int(rows.counts.max())
+    table = rows.flat.new_full((len(counts), width), -torch.inf)
+    index = runs(np.arange(len(counts)) * width, counts, table.device)
+    table.view(-1).index_copy_(0, index, rows.flat)
+    table.scatter_(1, table.topk(min(safe, width), sorted=False).indices, torch.inf)
+    return table.view(-1).index_select(0, index)
 
 
 def ranked(policy: CompressionPolicy, view: LayerView, scores: Tensor) -> Tensor:

@@ -7,9 +7,9 @@ from collections.abc import Sequence as ListLike
 import torch
 from torch import Tensor
 
-from kvreclaim.compression.uneven import Heads
 from kvreclaim.engine.extension import Extension
 from kvreclaim.engine.request.request import Sequence
+from kvreclaim.ops.head_rows import HeadRows
 from kvreclaim.schedule import Pass
 
 
@@ -35,7 +35,7 @@ class InPlace(Extension):
         self.freed: dict[int, int] = {}
         self._survivors: dict[int, tuple[int, list[Tensor]]] = {}
 
-    def compressed(self, seq: Sequence, done: Pass[int], kept: Tensor | Heads) -> None:
+    def compressed(self, seq: Sequence, done: Pass[int], kept: Tensor | HeadRows) -> None:
         heads = [slots.cpu() for layer in kept for slots in layer]
         nothing = 0, [torch.empty(0, dtype=torch.int64)] * len(heads)
         start, before = nothing if done.first else self._survivors[seq.seq_id]

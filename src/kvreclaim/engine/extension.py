@@ -11,12 +11,12 @@ from typing import ClassVar, TypeVar
 
 from torch import Tensor
 
-from kvreclaim.compression.uneven import Heads
 from kvreclaim.engine.request.outputs import StepStats
 from kvreclaim.engine.request.request import Scheduled
 from kvreclaim.engine.request.request import Sequence as Seq
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.ops.batch import AttentionBatch
+from kvreclaim.ops.head_rows import HeadRows
 from kvreclaim.schedule.budget.compaction import Pass
 from kvreclaim.schedule.step import Admitted, StepPlan
 
@@ -85,7 +85,7 @@ class Extension:
     def computed(self, sequences: list[Seq]) -> None:
         """The step's tokens have been committed; none has been drawn yet."""
 
-    def compressed(self, seq: Seq, done: Pass[int], kept: Tensor | Heads) -> None:
+    def compressed(self, seq: Seq, done: Pass[int], kept: Tensor | HeadRows) -> None:
         """A pass over a sequence has been run. kept: the slots that stay, as in CompactionResult."""
 
     def processed(self, seq: Seq) -> None:

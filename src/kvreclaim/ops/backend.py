@@ -6,6 +6,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,6 +59,10 @@ class Backend(Protocol):
     def compact(self, cache: KVCache, kept: Tensor, source_ids: Tensor, target_ids: Tensor) -> None: ...
 
     def select_top(self, scores: Tensor, places: int) -> Tensor: ...
+
+    def select_runs(
+        self, scores: Tensor, starts: np.ndarray, lengths: np.ndarray, places: np.ndarray
+    ) -> Tensor: ...
 
     def copy_blocks(self, cache: KVCache, pairs: list[tuple[int, int]]) -> None:
         """Copy blocks as if all at once: a block may be the source of some pairs and the target of

@@ -7,12 +7,14 @@ together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
+
+from kvreclaim.ops.head_rows import HeadRows, runs, spread
+from kvreclaim.ops.moving import move
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,51 +49,70 @@ def append_cells(cells: CellTable, appended: np.ndarray) -> np.ndarray:
 
 def assign_cells(
     present: np.ndarray, held: np.ndarray, wanted: np.ndarray, every: np.ndarray
-) -> tuple[np.ndarray, list[tuple[int, int]]]:
+) -> tuple[np.ndarray, np.ndarray]:
     """Give every head its number of cells out of those of the target blocks: first the ones that it has
     there, then those that others leave or nobody had.
 
     Args:
         present: [L, K, W] cells of each head in token order, the first `held` [L, K] of them in use
-        wanted:  [L, K] cells of each head afterwards, as many in all as there are
+        wanted:  [L, K] cells of each head afterwards, at least one, as many in all as there are
         every:   the cells of the target blocks, in any shape
 
-    Returns: [L, K, max(wanted)] int32 cells, rows padded with their first; and the heads in an order in which
-        each may be read and then written: a cell that changes hands is written after its giver was read.
+    Returns: [L, K, max(wanted)] int32 cells, rows padded with their first; and the heads, [L * K] int64
+        l * K + k, in an order in which each may be read and then written: a cell that changes hands is
+        written after its giver was read.
     """
     every = every.ravel()
     assert wanted.sum() == every.size, f"{wanted.sum()} cells wanted, {every.size} there"
     stays = np.isin(present, every) & (np.arange(present.shape[-1]) < held[..., None])
-    own = {at: present[at][stays[at]][: wanted[at]] for at in np.ndindex(wanted.shape)}
-    spare = np.sort(np.setdiff1d(every, np.concatenate(list(own.values())), assume_unique=True))
-    givers = [at for at in own if len(own[at]) == wanted[at]]
-    takers = [at for at in own if len(own[at]) < wanted[at]]
+    places = stays.cumsum(axis=-1) - 1
+    stays &= places < wanted[..., None]
+    own = stays.sum(axis=-1)
+    spare = np.setdiff1d(every, present[stays], assume_unique=True)
+    spare.sort()
     table = np.empty((*wanted.shape, int(wanted.max())), dtype=np.int32)
-    used = 0
-    for at in (*givers, *takers):
-        missing = int(wanted[at]) - len(own[at])
-        row = np.concatenate([own[at], spare[used : used + missing]])
-        used += missing
-        table[at] = row[0]
-        table[at][: len(row)] = row
-    return table, [*givers, *takers]
+    columns = np.arange(table.shape[-1])
+    table[columns < own[..., None]] = present[stays]
+    table[(columns >= own[..., None]) & (columns < wanted[..., None])] = spare
+    table = np.where(columns < wanted[..., None], table, table[..., :1])
+    return table, np.argsort((own < wanted).ravel(), kind="stable")
 
 
-def join_moves(
-    source: Sequence[np.ndarray], kept: Sequence[Tensor], target: Sequence[np.ndarray], block_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Several heads' moves as one, over the view in which cells are blocks.
+@dataclass(frozen=True, slots=True, eq=False)
+class Moves:
+    """What each head keeps, on its way from its old cells to its new ones.
 
-    Args:
-        source: cells of each head in token order; target: those that its kept slots fill
-        kept:   [n] int64 ascending slots of each
-
-    Returns: slots, source cells, target cells, int64, where `kept` is.
+    present: [L, K, W] old cells in token order, the first held [L, K] in use
+    kept:    ascending slots of each head
+    table:   [L, K, X] new cells, full; order: of the heads (assign_cells)
     """
-    device = kept[0].device
-    sources, targets = (
-        torch.from_numpy(np.concatenate(cells).astype(np.int64)).to(device) for cells in (source, target)
-    )
-    firsts = np.cumsum([0, *(len(cells) * block_size for cells in source)]).tolist()
-    slots = torch.cat([head + first for head, first in zip(kept, firsts, strict=False)])
-    return slots, sources, targets
+
+    present: np.ndarray
+    held: np.ndarray
+    kept: HeadRows
+    table: np.ndarray
+    order: np.ndarray
+
+    def parts(self, block_size: int, most: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Moves over the view in which cells are blocks, one after the other: slots, source cells, target
+        cells, int64, where `kept` is. Each has whole heads, and begins before it has `most` target cells."""
+        held, counts = (x.ravel()[self.order] for x in (self.held, self.kept.counts))
+        wanted, device = counts // block_size, self.kept.flat.device
+        heads = (wanted.cumsum() - wanted) // max(1, most)
+        firsts = np.flatnonzero(np.diff(heads, prepend=-1))
+        before = held.cumsum() - held
+        base = np.repeat(before[firsts], np.diff(firsts, append=len(held)))
+        slots = self.kept.flat.index_select(0, runs(self.kept.starts.ravel()[self.order], counts, device))
+        slots += spread((before - base) * block_size, counts, device)
+        sources, targets = (
+            move(_of_rows(cells, self.order, lengths), device)
+            for cells, lengths in ((self.present, held), (self.table, wanted))
+        )
+        sizes = [np.add.reduceat(x, firsts).tolist() for x in (counts, held, wanted)]
+        return zip(slots.split(sizes[0]), sources.split(sizes[1]), targets.split(sizes[2]), strict=True)
+
+
+def _of_rows(cells: np.ndarray, order: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The first cells of rows [L, K, W] in this order, so many of each, behind one another: int64."""
+    rows = cells.reshape(-1, cells.shape[-1])[order]
+    return rows[np.arange(rows.shape[1]) < lengths[:, None]].astype(np.int64)

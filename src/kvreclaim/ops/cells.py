@@ -42,14 +42,14 @@ def cell_layers(cache: KVCache) -> tuple[LayerCache, ...]:
     return cell_view(cache).cached("cells", make)
 
 
-def head_tokens(cache: KVCache, layer: int, cells: Tensor, num_tokens: int, heads: Tensor) -> PagedTokens:
-    """Tokens of one layer in cells [n] int64 that hold keys of KV heads [n] int64."""
-    return PagedTokens(
-        _cell_sources(cache)[layer],
-        cells,
-        num_tokens,
-        None if cache.softmaxes[layer].key_scale is None else layer * cache.num_kv_heads + heads,
-    )
+def head_tokens(
+    cache: KVCache, layer: int, cells: Tensor, num_tokens: int, heads: Tensor | int
+) -> PagedTokens:
+    """Tokens of one layer in cells [n] int64 that hold keys of KV heads [n] int64, or of one."""
+    owners = None
+    if cache.softmaxes[layer].key_scale is not None:
+        owners = torch.zeros_like(cells) + layer * cache.num_kv_heads + heads
+    return PagedTokens(_cell_sources(cache)[layer], cells, num_tokens, owners)
 
 
 def _cell_sources(cache: KVCache) -> tuple[LayerCache, ...]:

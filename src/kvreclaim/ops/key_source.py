@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -207,8 +208,7 @@ class _Joined:
 
     def owners(self) -> Tensor:
         """[blocks] int64: whose each is, on the cache's device."""
-        owners = torch.arange(len(self.blocks)).repeat_interleave(torch.tensor(self.blocks))
-        return move(owners, self.source.device)
+        return move(np.arange(len(self.blocks)).repeat(self.blocks), self.source.device)
 
 
 def _joined(sources: Sequence[KeySource]) -> _Joined | None:

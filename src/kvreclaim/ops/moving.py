@@ -1,10 +1,12 @@
-"""Small tensors on their way to a device without a wait of the host, and the current device of a thread.
+"""Small tensors on their way to a device without a wait of the host, and back with one; the current device of
+a thread.
 
 A plain copy makes the host wait until the GPU has finished all work that was queued before.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,7 +18,15 @@ from torch import Tensor
 def move(x: Tensor | np.ndarray, device: torch.device) -> Tensor:
     """x on a device. A copy only where it is needed: what lies there already is shared."""
     source = _staged(x, device)
-    return source.to(device, non_blocking=device.type == "cuda")
+    return source.to(device, non_blocking=True)
+
+
+def fetch(tensors: Sequence[Tensor]) -> list[np.ndarray]:
+    """float64 copies on the host of tensors of any shapes: one wait for the device of the first."""
+    device = tensors[0].device
+    flat = torch.cat([move(x, device).double().flatten() for x in tensors]).cpu().numpy()
+    parts = np.split(flat, np.cumsum([x.numel() for x in tensors])[:-1])
+    return [part.reshape(tuple(x.shape)) for part, x in zip(parts, tensors, strict=True)]
 
 
 def fill(target: Tensor, values: np.ndarray) -> None:

@@ -35,5 +35,5 @@ class AdaKV(Uneven):
         room = limit.sum(dim=1)
         places = fill(torch.full_like(room, free * limit.shape[1]), room, float(free * limit.numel()))
         safe = int(self.alpha * free)
-        layers = zip(question.scores, places.round(), strict=True)
-        return question.protected + torch.stack([top_counts(layer, safe, int(n)) for layer, n in layers])
+        counts = top_counts(question.scores, safe, places.round().long().numpy())
+        return question.protected_on(counts.device) + counts

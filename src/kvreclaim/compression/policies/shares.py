@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,16 +53,17 @@ class Shares(Uneven):
     def counts(self, question: CountsQuestion) -> Tensor:
         found = self._static(question) if self.by == "static" else self._by_threshold(question)
         if self.floor:
+            found = found.cpu()
             wanted = self.floor * question.free + (1 - self.floor) * found
             found = fill(wanted, question.limit, float(found.sum()))
-        return question.protected + found
+        return question.protected_on(found.device) + found
 
     @staticmethod
     def _by_threshold(question: CountsQuestion) -> Tensor:
-        """[L, K] float64 tokens of each head beside the protected ones."""
+        """[L, K] float64 tokens of each head beside the protected ones, where the scores are."""
         heads = [head for layer in question.scores for head in layer]
         places = min(round(question.free * len(heads)), sum(map(len, heads)))
-        return top_counts(heads, 0, places).view(len(question.scores), -1)
+        return top_counts([heads], 0, np.array([places])).view(len(question.scores), -1)
 
     @staticmethod
     def _static(question: CountsQuestion) -> Tensor:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvreclaim.compression.policy import CompressionPolicy, LayerView, Signal
 from kvreclaim.compression.surrogate import KNOTS, age_scores, num_features
+from kvreclaim.ops.head_rows import spread
 from kvreclaim.ops.key_source import surrogate_scores
 
 GRAIN = 2**-8
@@ -56,22 +58,25 @@ class Surrogate(CompressionPolicy):
 def _aged(views: Sequence[LayerView], scores: Sequence[Tensor]) -> list[Tensor]:
     """The scores [K, T] of each with what the tokens' ages add, in whole GRAINs."""
     flat = torch.cat([rows.flatten() for rows in scores])
-    lengths = torch.tensor([rows.shape[1] for rows in scores for _ in rows], device=flat.device)
-    owners = torch.arange(len(lengths), device=flat.device).repeat_interleave(lengths)
-    places = torch.cat([_age_places(view) for view in views])
+    heads = np.array([len(rows) for rows in scores])
+    lengths = np.array([rows.shape[1] for rows in scores]).repeat(heads)
+    now = np.array([view.logical_len for view in views]).repeat(heads)
+    positions = torch.cat([_positions(view).expand(view.source.shape).flatten() for view in views])
     table = age_scores(torch.cat([_stats(view)[1] for view in views]))
-    flat += table.flatten()[owners * table.shape[1] + places]
+    ages = spread(now, lengths, flat.device).sub_(positions.to(flat.device))
+    first = np.arange(len(lengths)) * table.shape[1] - KNOTS[0]
+    places = ages.clamp_(KNOTS[0], KNOTS[-1]).add_(spread(first, lengths, flat.device))
+    flat += table.flatten().index_select(0, places)
     flat.div_(GRAIN).round_().mul_(GRAIN)
     return [
         part.view_as(rows) for part, rows in zip(flat.split([x.numel() for x in scores]), scores, strict=True)
     ]
 
 
-def _age_places(view: LayerView) -> Tensor:
-    """[K T] int64: columns of age_scores."""
+def _positions(view: LayerView) -> Tensor:
+    """[K | 1, T] int32."""
     assert view.signals.positions is not None, f"layer {view.layer}: no positions"
-    ages = view.logical_len - view.signals.positions.to(view.source.device, torch.int64)
-    return (ages.clamp(KNOTS[0], KNOTS[-1]) - KNOTS[0]).expand(view.source.shape).flatten()
+    return view.signals.positions
 
 
 def _stats(view: LayerView) -> tuple[Tensor, Tensor]:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock, RLock
-
-from torch import Tensor
 
 from kvreclaim.checks import require
 from kvreclaim.compatibility import Feature, refuse
@@ -21,6 +18,7 @@ from kvreclaim.compression.stats import QueryStats
 from kvreclaim.compression_settings import AUTO
 from kvreclaim.config import EngineConfig
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import KVFormat, kv_format
 from kvreclaim.refusals.max_loss import ENGINE_MEASURED, refuse_chunk, refuse_unmeasured
@@ -38,7 +36,7 @@ class Compressors:
     and lies on the model's device once. Any thread may ask.
 
     stats_file: of settings that name none; it need not exist
-    select_top: the op that finds the best of each row (Backend.select_top)
+    backend:   see Compressor
     kv_format: of the engine's cache
     engine:    its options, as they were given
     """
@@ -47,7 +45,7 @@ class Compressors:
         self,
         facts: ModelFacts,
         stats_file: Path,
-        select_top: Callable[[Tensor, int], Tensor],
+        backend: Backend,
         kv_format: KVFormat,
         engine: EngineConfig,
     ) -> None:
@@ -55,7 +53,7 @@ class Compressors:
         self._kv_format = kv_format
         self._engine, self._block_size = engine, engine.block_size
         self._stats_file = stats_file
-        self._select_top = select_top
+        self._backend = backend
         self._kept: dict[CompressionConfig, Compressor] = {}
         self._stats: dict[str, QueryStats] = {}
         self._making, self._looking = RLock(), Lock()
@@ -156,7 +154,7 @@ class Compressors:
         if served.budget != config.budget:
             text = "%s: a budget of %d tokens is served as %d, in blocks of %d"
             logger.info(text, config.policy, config.budget, served.budget, self._block_size)
-        return Compressor(served, self._facts, stats, self._select_top)
+        return Compressor(served, self._facts, stats, self._backend)
 
     def _source(self, config: CompressionConfig) -> StatsSource | None:
         """The source of a config's statistics: its own, or the model's file if there is one."""

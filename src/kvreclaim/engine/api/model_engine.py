@@ -85,9 +85,9 @@ class ModelEngine:
             spoken_for += self.draft.kv_bytes + self.draft.loaded.mapped_bytes
         with on_device(loaded.facts.device):
             self.engine = Engine(loaded, choose_limits(config, loaded.facts, spoken_for), self.draft)
-        select_top, kv_format = self.engine.backend.select_top, self.engine.kv_format
+        backend, kv_format = self.engine.backend, self.engine.kv_format
         self.compressors = Compressors(
-            self.engine.groups.facts, stats_file, select_top, kv_format, self.engine.config
+            self.engine.groups.facts, stats_file, backend, kv_format, self.engine.config
         )
         self._ids = itertools.count()
         self._making_grammars = threading.Lock()

@@ -6,30 +6,29 @@ those of any other sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvreclaim.compression.head_views import HeadsQuestion
 from kvreclaim.compression.policy import Signal
-from kvreclaim.compression.uneven import UnevenChoice, choose_uneven, prompt_left
+from kvreclaim.compression.uneven import UnevenChoice, choose_uneven
 from kvreclaim.engine.attend.cell_tables import grown_cells, head_lengths
 from kvreclaim.engine.compact.job import CompactionJob, CompactionResult
 from kvreclaim.engine.compact.pass_context import PassContext
-from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.ops.cell_tables import CellTable, assign_cells, join_moves
+from kvreclaim.ops.cell_tables import CellTable, Moves, assign_cells
 from kvreclaim.ops.cells import cell_view, head_tokens, natural_cells
+from kvreclaim.ops.head_rows import HeadRows
 from kvreclaim.ops.key_source import KeySource, PagedSource
 from kvreclaim.ops.kv_cache import PagedTokens
+from kvreclaim.ops.moving import move
 
 MAX_BYTES = 1 << 26
 """Keys and values that are in flight at once in a compaction (twice: as they lay and as they will)."""
 
 
 class UnevenPass:
-    """Chooses and moves head by head, over the view of the cache in which a cell is a block."""
+    """Chooses for all heads and moves them, over the view of the cache in which a cell is a block."""
 
     def __init__(self, context: PassContext) -> None:
         self.context = context
@@ -41,90 +40,74 @@ class UnevenPass:
         return choose_uneven(jobs[0].compressor, questions, self.context.cache.block_size)
 
     def _question(self, job: CompactionJob) -> HeadsQuestion:
-        context, cells = self.context, job.seq.state.cells
-        tokens = head_lengths(cells, job.plan.num_tokens, context.cache)
-        blocks, present = context.index(job), grown_cells(cells, np.array(job.plan.source_ids), context.cache)
-        ids = torch.from_numpy(present.astype(np.int64)).to(context.cache.device)
+        context, size = self.context, self.context.cache.block_size
+        tokens, present = self._lengths(job), self._present(job)
+        blocks = context.index(job)
+        held = -(-tokens // size)
+        used = present[np.arange(present.shape[-1]) < held[..., None]]
+        ids = HeadRows(move(used.astype(np.int64), context.cache.device), held)
+        heads, needs = list(ids), job.compressor.policy.needs
 
         def source(layer: int, head: int | None) -> KeySource:
             if head is None:
                 whole = PagedTokens(context.cache.layers[layer], blocks, job.plan.num_tokens)
                 return PagedSource(context.backend, whole)
-            num_tokens = int(tokens[layer, head])
-            own = ids[layer, head, : blocks_for(num_tokens, context.cache.block_size)]
-            held = head_tokens(context.cache, layer, own, num_tokens, torch.full_like(own, head))
-            return PagedSource(context.backend, held)
+            own, num_tokens = heads[layer][head], int(tokens[layer, head])
+            return PagedSource(context.backend, head_tokens(context.cache, layer, own, num_tokens, head))
 
-        positions, needs = self._positions(job, tokens), job.compressor.policy.needs
+        known: dict[str, list[list[Tensor]]] = {}
+        if Signal.POSITIONS in needs:
+            known["positions"] = list(self._positions(job, tokens))
+        if Signal.TOKEN_SCORES in needs:
+            assert context.signals.scores is not None, "Signals.check has made them"
+            scores = context.signals.scores.of_cells(ids.flat, len(ids.flat) * size)[0]
+            known["token_scores"] = list(HeadRows(scores, held * size))
 
         def own_signals(layer: int, head: int) -> dict[str, Tensor]:
-            found = {"positions": positions(layer, head)[None]} if Signal.POSITIONS in needs else {}
-            if Signal.TOKEN_SCORES in needs:
-                assert context.signals.scores is not None, "Signals.check has made them"
-                num_tokens = int(tokens[layer, head])
-                own = ids[layer, head, : blocks_for(num_tokens, context.cache.block_size)]
-                found["token_scores"] = context.signals.scores.of_cells(own, num_tokens)
-            return found
+            num_tokens = int(tokens[layer, head])
+            return {name: rows[layer][head][None, :num_tokens] for name, rows in known.items()}
 
         prompt_slots, signals = _prompt_slots(job, tokens.shape), context.question(job).signals
-        return HeadsQuestion(
-            source,
-            signals,
-            tokens,
-            prompt_slots,
-            job.next_position,
-            cells is None,
-            own_signals,
-        )
+        first = job.seq.state.cells is None
+        return HeadsQuestion(source, signals, tokens, prompt_slots, job.next_position, first, own_signals)
 
-    def _positions(self, job: CompactionJob, tokens: np.ndarray) -> Callable[[int, int], Tensor]:
-        """(layer, head) -> [T] int32 logical positions of the head's tokens [L, K]."""
+    def _lengths(self, job: CompactionJob) -> np.ndarray:
+        """[L, K] int64 tokens of each head before the pass."""
+        return head_lengths(job.seq.state.cells, job.plan.num_tokens, self.context.cache)
+
+    def _present(self, job: CompactionJob) -> np.ndarray:
+        """[L, K, W] the cells that hold them."""
+        return grown_cells(job.seq.state.cells, np.array(job.plan.source_ids), self.context.cache)
+
+    def _positions(self, job: CompactionJob, tokens: np.ndarray) -> HeadRows:
+        """int32 logical positions of the heads' tokens [L, K]."""
         known, end, device = job.seq.state.head_positions, job.plan.logical_len, self.context.cache.device
-
-        def of(layer: int, head: int) -> Tensor:
-            left = (
-                known[layer][head] if known is not None else torch.empty(0, dtype=torch.int32, device=device)
-            )
-            first = end - (int(tokens[layer, head]) - len(left))
-            return torch.cat([left, torch.arange(first, end, dtype=torch.int32, device=device)])
-
-        return of
+        if known is None:
+            known = HeadRows.empty(tokens.shape, torch.int32, device)
+        new = tokens - known.counts
+        most = int(new.max())
+        return known.append(torch.arange(end - most, end, dtype=torch.int32, device=device), most - new, new)
 
     def apply(self, job: CompactionJob, choice: UnevenChoice) -> CompactionResult:
         """Move each head's survivors into its cells of the new table. Heads are gathered whole before they
-        are written, a few at a time."""
+        are written, MAX_BYTES at a time."""
         cache, state, kept = self.context.cache, job.seq.state, choice.kept
-        tokens = head_lengths(state.cells, job.plan.num_tokens, cache)
-        present = grown_cells(state.cells, np.array(job.plan.source_ids), cache)
-        held = -(-tokens // cache.block_size)
-        wanted = np.array([[len(slots) // cache.block_size for slots in rows] for rows in kept])
+        tokens, present = self._lengths(job), self._present(job)
+        held, wanted = -(-tokens // cache.block_size), kept.counts // cache.block_size
         cells, order = assign_cells(
             present, held, wanted, natural_cells(cache, np.array(job.plan.target_ids))
         )
-        step = max(1, MAX_BYTES // (int(held.max()) * self.cells.bytes_per_block))
-        for heads in (order[start : start + step] for start in range(0, len(order), step)):
-            self._move(
-                [present[at][: held[at]] for at in heads],
-                [kept[layer][head] for layer, head in heads],
-                [cells[at][: wanted[at]] for at in heads],
-            )
-        prompt_slots = prompt_left(kept, _prompt_slots(job, tokens.shape))
-        state.cells = CellTable(cells, wanted, len(job.plan.target_ids), prompt_slots)
+        moves = Moves(present, held, kept, cells, order)
+        for slots, sources, targets in moves.parts(cache.block_size, MAX_BYTES // self.cells.bytes_per_block):
+            self.context.backend.compact(self.cells, slots[None, None], sources, targets)
+            if self.context.signals.scores is not None:
+                self.context.signals.scores.compact_cells(slots, sources, targets)
         if Signal.POSITIONS in job.compressor.policy.needs:
-            of = self._positions(job, tokens)
-            state.head_positions = [
-                [of(layer, head)[slots] for head, slots in enumerate(rows)] for layer, rows in enumerate(kept)
-            ]
+            state.head_positions = self._positions(job, tokens).take(kept)
+        state.cells = CellTable(cells, wanted, len(job.plan.target_ids), choice.prompt_slots)
         state.rounded += choice.moved
         job.seq.cell_cache = None
         return CompactionResult(kept)
-
-    def _move(self, source: list[np.ndarray], kept: list[Tensor], target: list[np.ndarray]) -> None:
-        """Move several heads at once: the slots kept of each one's source cells fill its target cells."""
-        slots, sources, targets = join_moves(source, kept, target, self.context.cache.block_size)
-        self.context.backend.compact(self.cells, slots[None, None], sources, targets)
-        if self.context.signals.scores is not None:
-            self.context.signals.scores.compact_cells(slots, sources, targets)
 
 
 def _prompt_slots(job: CompactionJob, shape: tuple[int, ...]) -> np.ndarray:

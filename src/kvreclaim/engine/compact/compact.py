@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from kvreclaim.engine.compact.job import CompactionJob, CompactionResult
 from kvreclaim.engine.compact.pass_context import PassContext
+from kvreclaim.ops.moving import move
 from kvreclaim.ops.turning import turn_moved_keys
 
 
@@ -24,7 +25,7 @@ class Compact:
     def apply(self, job: CompactionJob, choice: Tensor) -> CompactionResult:
         context = self.context
         source = context.index(job)
-        target = torch.tensor(job.plan.target_ids, device=source.device)
+        target = move(np.array(job.plan.target_ids), source.device)
         context.backend.compact(context.cache, choice, source, target)
         if context.signals.scores is not None:
             context.signals.scores.compact(choice, source, target)

@@ -9,6 +9,7 @@ from kvreclaim.compression.policy import Signal
 from kvreclaim.engine.attend.cell_tables import head_lengths
 from kvreclaim.engine.compact.pass_context import PassContext
 from kvreclaim.engine.request.request import Sequence
+from kvreclaim.ops.head_rows import HeadRows
 from kvreclaim.schedule.budget.drops import Drop
 
 
@@ -35,18 +36,12 @@ def follow_drop(context: PassContext, seq: Sequence, done: Drop) -> None:
 def _follow_heads(context: PassContext, seq: Sequence, stays: Tensor, num_tokens: int) -> None:
     """Heads have other tokens of the last pass, and the same ones since, of which some have gone."""
     state, cache, end = seq.state, context.cache, seq.num_computed
-    gone = (~stays).nonzero()[:, 0] - num_tokens  # counted from the end, where all heads are alike
-    lengths, before = head_lengths(state.cells, num_tokens, cache), state.head_positions
-
-    def of(layer: int, head: int) -> Tensor:
-        length, left = int(lengths[layer, head]), torch.empty(0, dtype=torch.int32, device=cache.device)
-        if before is not None:
-            left = before[layer][head]
-        new = torch.arange(end - length + len(left), end, dtype=torch.int32, device=cache.device)
-        here = torch.ones(length, dtype=torch.bool)
-        here[gone] = False
-        return torch.cat([left, new])[here.to(cache.device)]
-
-    state.head_positions = [
-        [of(layer, head) for head in range(cache.num_kv_heads)] for layer in range(cache.num_layers)
-    ]
+    lengths = head_lengths(state.cells, num_tokens, cache)
+    before = state.head_positions
+    if before is None:
+        before = HeadRows.empty(lengths.shape, torch.int32, cache.device)
+    new = lengths - before.counts  # all heads have these alike, and what has gone is among them
+    num_new = int(new.max())
+    positions = torch.arange(end - num_new, end, dtype=torch.int32)[stays[num_tokens - num_new :]]
+    counts = new - num_new + len(positions)
+    state.head_positions = before.append(positions.to(cache.device), len(positions) - counts, counts)

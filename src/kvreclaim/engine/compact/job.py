@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from kvreclaim.compression.compressor import Compressor
-from kvreclaim.compression.uneven import Heads
 from kvreclaim.engine.request.request import Sequence
+from kvreclaim.ops.head_rows import HeadRows
 from kvreclaim.schedule import Pass
 
 
@@ -32,13 +32,13 @@ class CompactionJob:
 class CompactionResult:
     """A pass whose bytes, signals and tensors of state are done.
 
-    kept:         the live slots that stay, ascending: [L | 1, K | 1, M] int64, or [n] of each layer and head
+    kept:         the live slots that stay, ascending: [L | 1, K | 1, M] int64, or unequally many of each head
     gone:         entries of the table whose blocks nobody needs any more, where nothing moves: the caller
                   gives them back
     prompt_slots: leading live slots left that hold prompt tokens, where only the choice tells
     """
 
-    kept: Tensor | Heads
+    kept: Tensor | HeadRows
     gone: tuple[int, ...] = ()
     prompt_slots: int | None = None
 

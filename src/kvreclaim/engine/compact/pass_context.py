@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.key_source import KeySource, PagedSource
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
+from kvreclaim.ops.moving import move
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +33,7 @@ class PassContext:
 
     def index(self, job: CompactionJob) -> Tensor:
         """[blocks] int64 on the device: the table before the pass."""
-        return torch.tensor(job.plan.source_ids, device=self.cache.device)
+        return move(np.array(job.plan.source_ids), self.cache.device)
 
     def question(self, job: CompactionJob) -> PassQuestion:
         """Ask a compressor about the live tokens; with positions, if a sliding window asks for them."""

@@ -16,6 +16,7 @@ from kvreclaim.engine.signals.signals import ParkedSignals
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.blocks_io import bytes_per_block
 from kvreclaim.ops.cell_tables import CellTable
+from kvreclaim.ops.head_rows import HeadRows
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.schedule.budget.account import Account
 from kvreclaim.schedule.snapshot_key import SnapshotKey
@@ -63,9 +64,8 @@ def record_of(image: Image, key: SnapshotKey, cache: KVCache) -> tuple[dict[str,
         found["cells.counts"] = torch.from_numpy(cells.counts.astype(np.int64))
         found["cells.prompt_slots"] = torch.from_numpy(cells.prompt_slots.astype(np.int64))
     if state.head_positions is not None:
-        heads = [[len(head) for head in rows] for rows in state.head_positions]
-        found["heads.counts"] = torch.tensor(heads, dtype=torch.int64)
-        found["heads.positions"] = torch.cat([head for rows in state.head_positions for head in rows])
+        found["heads.counts"] = torch.from_numpy(state.head_positions.counts)
+        found["heads.positions"] = state.head_positions.flat
     return facts, {name: tensor.cpu() for name, tensor in found.items() if tensor is not None}
 
 
@@ -119,9 +119,7 @@ class _Reading:
         if counts is not None:
             flat = self._of("heads.positions", torch.int32, (int(counts.sum()),))
             assert flat is not None, "it comes with the counts"
-            device = self.cache.device
-            parts = iter(flat.to(device).split(counts.flatten().tolist()))
-            heads = [[next(parts) for _ in row] for row in counts]
+            heads = HeadRows(flat.to(self.cache.device), counts.numpy())
         return CompressionState(positions, cells, heads, int(self.facts["rounded"]))
 
     def _cells(self, num_blocks: int) -> CellTable | None:

@@ -10,7 +10,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kvreclaim.compression.uneven import Heads
 from kvreclaim.engine.extension import Extension
 from kvreclaim.engine.offload.moves import Moves
 from kvreclaim.engine.offload.parking import Parking
@@ -19,6 +18,7 @@ from kvreclaim.engine.request.compression_state import CompressionState
 from kvreclaim.engine.request.request import Request, Sequence
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.signals.signals import Signals
+from kvreclaim.ops.head_rows import HeadRows
 from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.schedule import Admitted, Pass, Scheduler, Status, StepPlan
 from kvreclaim.schedule.snapshot_key import SnapshotKey
@@ -78,7 +78,7 @@ class SnapshotStore(Extension):
     def begun(self, plan: StepPlan) -> None:
         self.drop(plan.dropped)
 
-    def compressed(self, seq: Sequence, done: Pass[int], kept: Tensor | Heads) -> None:
+    def compressed(self, seq: Sequence, done: Pass[int], kept: Tensor | HeadRows) -> None:
         if seq.snapshot_key is not None and done.logical_len == seq.footprint.compress_prompt_at:
             self.keep(seq, replace(seq.snapshot_key, has_past=seq.begun_with is not None))
 

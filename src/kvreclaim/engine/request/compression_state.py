@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from kvreclaim.compression.uneven import Heads
 from kvreclaim.ops.cell_tables import CellTable
+from kvreclaim.ops.head_rows import HeadRows
 
 
 @dataclass(slots=True, eq=False)
@@ -16,14 +16,14 @@ class CompressionState:
 
     slot_positions: [L, K, slots] int32 logical positions, only for models with sliding windows
     cells:          where each head's tokens lie, only where heads keep unequal numbers
-    head_positions: [n] int32 of each layer and head, logical positions of what the last pass has left there,
-                    only where heads keep unequal numbers and their policy asks
+    head_positions: int32 logical positions of what the last pass has left in each head, only where heads keep
+                    unequal numbers and their policy asks
     rounded:        tokens that rounding unequal counts to blocks moved from head to head
     """
 
     slot_positions: Tensor | None = None
     cells: CellTable | None = None
-    head_positions: Heads | None = None
+    head_positions: HeadRows | None = None
     rounded: int = 0
 
     def fork(self) -> CompressionState:

@@ -15,7 +15,6 @@ from kvreclaim.compression.compressor import Compressor, SignalSource
 from kvreclaim.compression.config import MAX_KEPT, CompressionConfig
 from kvreclaim.compression.policy import NO_SIGNALS, Signal
 from kvreclaim.compression.stats import LayerStats
-from kvreclaim.compression.uneven import Heads
 from kvreclaim.integrations.vllm.cells.heads import HeadTables
 from kvreclaim.integrations.vllm.cells.passes import UnevenPasses
 from kvreclaim.integrations.vllm.cells.positions import PassTrace, Positions, as_heads
@@ -29,6 +28,7 @@ from kvreclaim.ops import reference
 from kvreclaim.ops.backend import Backend, Need, choose_backend
 from kvreclaim.ops.facts import LayerFacts, ModelFacts
 from kvreclaim.ops.formats import plain_format
+from kvreclaim.ops.head_rows import HeadRows
 from kvreclaim.schedule.budget.compaction import Pass
 from kvreclaim.schedule.budget.protection import kept_prompt_slots
 
@@ -156,13 +156,7 @@ class Applier:
         )
 
     def _compressor(self, settings: CompressionConfig) -> Compressor:
-        return Compressor(settings, self.facts, self.stats, self._select_top)
-
-    def _select_top(self, scores: Tensor, places: int) -> Tensor:
-        """Backend.select_top, where NaN is the least: one request's must not stop the engine of all."""
-        return self.kernels.select_top(
-            scores.nan_to_num(-torch.inf, posinf=torch.inf, neginf=-torch.inf), places
-        )
+        return Compressor(settings, self.facts, self.stats, self.kernels)
 
     def _carry_out(self, one: Pass[str], settings: CompressionConfig) -> None:
         compressor = self.compressor(settings)
@@ -181,7 +175,7 @@ class Applier:
         if self.trace is not None and kept is not None:
             self.trace.add(one, kept)
 
-    def _compact(self, one: Pass[str], compressor: Compressor, positions: Positions | None) -> Heads:
+    def _compact(self, one: Pass[str], compressor: Compressor, positions: Positions | None) -> HeadRows:
         """Every head keeps equally many. Returns: the slots of each."""
         source = self.views.block_ids(one.source_ids)
         prompt = one.prompt_slots + self.prompts.get(one.seq_id, 0)

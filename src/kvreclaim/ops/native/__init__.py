@@ -11,6 +11,7 @@ from kvreclaim.ops.native.scoring import mixture_scores as mixture_scores
 from kvreclaim.ops.native.scoring import surrogate_scores as surrogate_scores
 from kvreclaim.ops.native.scoring import token_norms as token_norms
 from kvreclaim.ops.native.scoring import trig_norm_scores as trig_norm_scores
+from kvreclaim.ops.native.selection import select_runs as select_runs
 from kvreclaim.ops.native.selection import select_top as select_top
 from kvreclaim.ops.native.storage import allocate as allocate
 from kvreclaim.ops.native.storage import compact as compact

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,8 +22,21 @@ def select_top(scores: Tensor, places: int) -> Tensor:
     Raises: InvalidArgumentError if a score is NaN; ValueError if places is above N.
     """
     kept = torch.empty((scores.shape[0], places), dtype=torch.int64)
-    if native().select_top(scores.contiguous(), kept):
+    _select(scores.contiguous(), kept)
+    return kept
+
+
+def select_runs(scores: Tensor, starts: np.ndarray, lengths: np.ndarray, places: np.ndarray) -> Tensor:
+    """reference.select_runs, run by run. Raises: InvalidArgumentError if a score is NaN."""
+    kept, end = torch.empty(int(places.sum()), dtype=torch.int64), 0
+    for start, length, count in zip(starts.tolist(), lengths.tolist(), places.tolist(), strict=True):
+        _select(scores[None, start : start + length], kept[None, end : end + count])
+        end += count
+    return kept
+
+
+def _select(scores: Tensor, kept: Tensor) -> None:
+    if native().select_top(scores, kept):
         raise InvalidArgumentError(
             "a score is NaN, so nothing can be ranked; check the policy, the statistics and the KV cache."
         )
-    return kept

@@ -14,6 +14,7 @@ from kvreclaim.ops.reference.rows import gather_tokens as gather_tokens
 from kvreclaim.ops.reference.rows import plain_view as plain_view
 from kvreclaim.ops.reference.rows import unsupported_reason as unsupported_reason
 from kvreclaim.ops.reference.scores import mixture_scores as mixture_scores
+from kvreclaim.ops.reference.scores import select_runs as select_runs
 from kvreclaim.ops.reference.scores import select_top as select_top
 from kvreclaim.ops.reference.scores import surrogate_scores as surrogate_scores
 from kvreclaim.ops.reference.scores import token_norms as token_norms

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvreclaim.ops import scoring
+from kvreclaim.ops.head_rows import runs, spread
 from kvreclaim.ops.kv_cache import PagedTokens
 from kvreclaim.ops.reference.rows import gather_tokens
 from kvreclaim.ops.rope import RopeLayout
@@ -79,3 +81,23 @@ def select_top(scores: Tensor, places: int) -> Tensor:
     """
     best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :places]
     return best.sort(dim=-1).values
+
+
+def select_runs(scores: Tensor, starts: np.ndarray, lengths: np.ndarray, places: np.ndarray) -> Tensor:
+    """The indices of the highest scores of each of several runs, unequally many.
+
+    Args:
+        scores:  [N] float; -inf is allowed, NaN is not
+        starts:  [R] int64, first score of each run; lengths: [R] int64
+        places:  [R] int64, 0 <= places <= lengths
+
+    Returns: [sum of places] int64, ascending within each run and counted from its start; of equal scores the
+        lowest indices win.
+    """
+    device, firsts = scores.device, lengths.cumsum() - lengths
+    rivals = scores.index_select(0, runs(starts, lengths, device))
+    owners = spread(np.arange(len(starts)), lengths, device)
+    by_score = rivals.sort(descending=True, stable=True).indices
+    by_run = by_score.index_select(0, owners.index_select(0, by_score).sort(stable=True).indices)
+    best = by_run.index_select(0, runs(firsts, places, device)).sort().values
+    return best - spread(firsts, places, device)

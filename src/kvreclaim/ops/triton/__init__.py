@@ -10,6 +10,7 @@ import importlib.util
 from kvreclaim.ops.reference import allocate as allocate
 from kvreclaim.ops.reference import column_sums as column_sums
 from kvreclaim.ops.reference import plain_view as plain_view
+from kvreclaim.ops.reference import select_runs as select_runs
 from kvreclaim.ops.reference import select_top as select_top
 from kvreclaim.ops.triton.support import describe as describe
 from kvreclaim.ops.triton.support import unavailable_reason as unavailable_reason

@@ -17,15 +17,17 @@ from torch import Tensor
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.head_views import HeadsQuestion
 from kvreclaim.compression.policy import NO_SIGNALS, LayerSignals
-from kvreclaim.compression.uneven import Heads, choose_uneven, prompt_left
+from kvreclaim.compression.uneven import UnevenChoice, choose_uneven
 from kvreclaim.integrations.vllm.cells.grid import CellGrid
 from kvreclaim.integrations.vllm.cells.heads import HeadTables
 from kvreclaim.integrations.vllm.cells.positions import HeadPositions, Positions
 from kvreclaim.integrations.vllm.layouts import CacheViews
 from kvreclaim.integrations.vllm.staging import CacheSource, Stage
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.ops.cell_tables import CellTable, append_cells, assign_cells, join_moves
+from kvreclaim.ops.cell_tables import CellTable, Moves, append_cells, assign_cells
+from kvreclaim.ops.head_rows import HeadRows
 from kvreclaim.ops.key_source import KeySource
+from kvreclaim.ops.moving import move
 from kvreclaim.schedule.budget.compaction import Pass
 
 MAX_BYTES = 1 << 26
@@ -60,14 +62,14 @@ class UnevenPasses:
         positions: Positions | None,
         check: Callable[[Tensor], None],
         all_slots: bool,
-    ) -> Heads | None:
+    ) -> HeadRows | None:
         """Choose, move, note.
 
         positions: of the slots, for policies that need them
         check:     what becomes of a NaN among the scores
         all_slots: whether anybody asks for what this returns
 
-        Returns: the slots that stay of each layer and head, ascending.
+        Returns: the slots that stay of each head, ascending.
         """
         blocks = self.views.block_ids(one.source_ids)
         open_slots = one.num_tokens % (self.grid.block_size * self.views.ratio)
@@ -77,15 +79,11 @@ class UnevenPasses:
         [choice] = choose_uneven(compressor, [asked.question()], self.grid.block_size, check)
         num_targets = (one.keep - open_slots) // self.grid.block_size
         targets = np.concatenate([self._as_backend(block) for block in one.target_ids])[:num_targets]
-        cells = self._move(asked, choice.kept, targets)
-        self.heads.put(one.seq_id, cells)
+        self.heads.put(one.seq_id, self._move(asked, choice, targets))
         if not all_slots:
             return None
-        tail = torch.arange(open_slots, device=self.grid.device)
-        return [
-            [torch.cat([slots, tail + int(asked.tokens[n, h])]) for h, slots in enumerate(rows)]
-            for n, rows in enumerate(choice.kept)
-        ]
+        slots = torch.arange(int(asked.tokens.max()) + open_slots, device=self.grid.device)
+        return choice.kept.append(slots, asked.tokens, 0 * asked.tokens + open_slots)
 
     def _ask(self, compressor: Compressor, *args: Any) -> Asked:
         return Asked(self, *args)
@@ -97,28 +95,22 @@ class UnevenPasses:
     def _as_backend(self, block: int) -> np.ndarray:
         return block * self.views.ratio + np.arange(self.views.ratio)
 
-    def _move(self, asked: Asked, kept: Heads, blocks: np.ndarray) -> CellTable:
-        """Heads are read whole before they are written, a few at a time."""
-        size = self.grid.block_size
-        wanted = np.array([[len(slots) // size for slots in rows] for rows in kept])
-        present, held = asked.present, asked.tokens // size
-        table, order = assign_cells(present, held, wanted, self.grid.natural(blocks))
-        step = max(1, MAX_BYTES // (int(held.max()) * self.grid.cell_bytes))
-        for some in (order[start : start + step] for start in range(0, len(order), step)):
-            slots, sources, targets = join_moves(
-                [present[at][: held[at]] for at in some],
-                [kept[layer][head] for layer, head in some],
-                [table[at][: wanted[at]] for at in some],
-                size,
-            )
+    def _move(self, asked: Asked, choice: UnevenChoice, blocks: np.ndarray) -> CellTable:
+        """Heads are read whole before they are written, MAX_BYTES at a time."""
+        size, kept = self.grid.block_size, choice.kept
+        wanted, held = kept.counts // size, asked.tokens // size
+        table, order = assign_cells(asked.present, held, wanted, self.grid.natural(blocks))
+        moves = Moves(asked.present, held, kept, table, order)
+        for slots, sources, targets in moves.parts(size, MAX_BYTES // self.grid.cell_bytes):
             self.grid.layout.compact(slots[None], sources, targets)
-        return CellTable(table, wanted, len(blocks), asked.prompt_left(kept))
+        return CellTable(table, wanted, len(blocks), choice.prompt_slots + asked.prompt_tail)
 
 
 class Asked:
     """One request before a pass, without its open block.
 
-    tokens:  [L, K] int64 of each head; present: [L, K, W] its cells
+    tokens:      [L, K] int64 of each head; present: [L, K, W] its cells
+    prompt:      [L, K] leading slots that hold prompt tokens; prompt_tail: those of the open block, besides
     """
 
     def __init__(
@@ -143,7 +135,7 @@ class Asked:
         before = 0 if held is None else held.prompt_slots
         self.prompt = np.minimum(before + np.full(grid.shape, one.prompt_slots), self.tokens)
         self.prompt_tail = before + np.full(grid.shape, one.prompt_slots) - self.prompt
-        self.cells = torch.from_numpy(self.present.astype(np.int64)).to(grid.device)
+        self.cells = move(self.present.astype(np.int64), grid.device)
         self.known: HeadPositions | None = None
         if positions is not None:
             self.known = positions.of(one.seq_id, one.first, one.logical_len)
@@ -154,7 +146,9 @@ class Asked:
         """Signals of all heads, which hold the same tokens at the first pass; later each has its own."""
         if self.known is None or self.held is not None:
             return NO_SIGNALS
-        return LayerSignals(positions=torch.stack([self._head_positions(0, 0)] * self.owner.grid.num_heads))
+        return LayerSignals(
+            positions=self._positions[0][0][: self.full].expand(self.owner.grid.num_heads, -1)
+        )
 
     def question(self) -> HeadsQuestion:
         return HeadsQuestion(
@@ -166,10 +160,6 @@ class Asked:
             self.held is None,
             self._own_signals,
         )
-
-    def prompt_left(self, kept: Heads) -> np.ndarray:
-        """[L, K] leading slots that hold prompt tokens afterwards, those of the open block included."""
-        return prompt_left(kept, self.prompt) + self.prompt_tail
 
     def _source(self, layer: int, head: int | None) -> KeySource:
         owner = self.owner
@@ -184,8 +174,12 @@ class Asked:
         return CacheSource((1, tokens), owner.grid.device, read, owner.head_stage)
 
     def _own_signals(self, layer: int, head: int) -> Mapping[str, Tensor]:
-        return {} if self.known is None else {"positions": self._head_positions(layer, head)[None]}
+        if self.known is None:
+            return {}
+        return {"positions": self._positions[layer][head][None, : int(self.tokens[layer, head])]}
 
-    def _head_positions(self, layer: int, head: int) -> Tensor:
+    @cached_property
+    def _positions(self) -> list[list[Tensor]]:
+        """Of every head, those of the open block behind."""
         assert self.known is not None
-        return self.known.of(layer, head, self.one.logical_len)[: int(self.tokens[layer, head])]
+        return list(self.known.at(self.one.logical_len))

@@ -9,30 +9,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvreclaim.compression.uneven import Heads
+from kvreclaim.ops.head_rows import HeadRows, runs
 from kvreclaim.schedule.budget.compaction import Pass
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadPositions:
-    """left: [n] int32 of each layer and KV head, of what the last pass has left. computed: tokens computed
-    when it was made; all later ones stand behind."""
+    """left: int32, of what the last pass has left. computed: tokens computed when it was made; all later ones
+    stand behind."""
 
-    left: Heads
+    left: HeadRows
     computed: int
 
-    def of(self, layer: int, head: int, computed: int) -> Tensor:
-        """[T] int32 when so many tokens are computed."""
-        left = self.left[layer][head]
-        new = torch.arange(self.computed, computed, dtype=torch.int32, device=left.device)
-        return torch.cat([left, new])
+    def at(self, computed: int) -> HeadRows:
+        """When so many tokens are computed."""
+        new = torch.arange(self.computed, computed, dtype=torch.int32, device=self.left.flat.device)
+        return self.left.append(new, 0 * self.left.counts, 0 * self.left.counts + len(new))
 
     def until(self, num_tokens: int) -> HeadPositions:
         """Leave the first num_tokens tokens; every head has those that go, the last ones."""
         behind = self.computed - num_tokens
         if behind <= 0:
             return self
-        return HeadPositions([[slots[:-behind] for slots in rows] for rows in self.left], num_tokens)
+        counts = np.maximum(self.left.counts - behind, 0)
+        index = runs(self.left.starts, counts, self.left.flat.device)
+        return HeadPositions(HeadRows(self.left.flat.index_select(0, index), counts), num_tokens)
 
 
 @dataclass(slots=True)
@@ -46,31 +47,21 @@ class Positions:
     def of(self, request_id: str, first: bool, computed: int) -> HeadPositions | None:
         """Before a pass; None where earlier passes were not seen."""
         if first:
-            layers, heads = self.shape
-            nothing = torch.empty(0, dtype=torch.int32, device=self.device)
-            return HeadPositions([[nothing] * heads for _ in range(layers)], 0)
+            return HeadPositions(HeadRows.empty(self.shape, torch.int32, self.device), 0)
         return self.known.get(request_id)
 
     def table(self, request_id: str, first: bool, computed: int) -> Tensor | None:
         """[L, K, T] int32 where all heads hold equally many; None where earlier passes were not seen."""
         found = self.of(request_id, first, computed)
-        if found is None:
-            return None
-        layers, heads = self.shape
-        return torch.stack(
-            [torch.stack([found.of(n, h, computed) for h in range(heads)]) for n in range(layers)]
-        )
+        return None if found is None else found.at(computed).flat.view(*self.shape, -1)
 
-    def keep(self, request_id: str, first: bool, computed: int, kept: Heads) -> None:
+    def keep(self, request_id: str, first: bool, computed: int, kept: HeadRows) -> None:
         """A pass has kept these slots of each head, ascending. Where earlier ones were not seen, nothing is
         noted."""
         before = self.of(request_id, first, computed)
         if before is not None:
-            left = [
-                [before.of(n, h, computed)[slots.to(self.device)] for h, slots in enumerate(rows)]
-                for n, rows in enumerate(kept)
-            ]
-            self.known[request_id] = HeadPositions(left, computed)
+            own = HeadRows(kept.flat.to(self.device), kept.counts)
+            self.known[request_id] = HeadPositions(before.at(computed).take(own), computed)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """These requests are gone or start anew."""
@@ -78,18 +69,15 @@ class Positions:
             self.known.pop(request_id, None)
 
 
-def as_heads(kept: Tensor, shape: tuple[int, int]) -> Heads:
-    """kept [L | 1, K | 1, M] -> [M] of each layer and head."""
-    return [list(rows) for rows in kept.expand(*shape, -1)]
+def as_heads(kept: Tensor, shape: tuple[int, int]) -> HeadRows:
+    """kept [L | 1, K | 1, M] -> M of each layer and head."""
+    return HeadRows(kept.expand(*shape, -1).flatten(), np.full(shape, kept.shape[-1]))
 
 
-def padded(heads: Heads) -> Tensor:
+def padded(heads: HeadRows) -> Tensor:
     """[L, K, most] int32 on the host, -1 behind the numbers of each head."""
-    lengths = [[len(slots) for slots in rows] for rows in heads]
-    found = torch.full((*np.array(lengths).shape, max(map(max, lengths))), -1, dtype=torch.int32)
-    for n, rows in enumerate(heads):
-        for h, slots in enumerate(rows):
-            found[n, h, : len(slots)] = slots.cpu()
+    found = torch.full((*heads.counts.shape, int(heads.counts.max())), -1, dtype=torch.int32)
+    found[torch.from_numpy(np.arange(found.shape[-1]) < heads.counts[..., None])] = heads.flat.cpu().int()
     return found
 
 
@@ -105,7 +93,7 @@ class PassTrace:
     positions: Positions
     passes: list[tuple[str, int, Tensor]] = field(default_factory=list)
 
-    def add(self, done: Pass[str], kept: Heads) -> None:
+    def add(self, done: Pass[str], kept: HeadRows) -> None:
         """kept: slots of each head. A request whose first pass was not seen is left out."""
         self.positions.keep(done.seq_id, done.first, done.logical_len, kept)
         if done.seq_id in self.positions.known:
