@@ -12,7 +12,7 @@ from kvreclaim.model_paths import STATS_FILE
 from kvreclaim.ops import triton
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=34, ignore_eos=True)
-POLICIES = ("shares(surrogate)", "ada_kv(knorm)", "triattention", "knorm")
+UNEVEN = ("shares(surrogate)", "ada_kv(knorm)")
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +32,18 @@ def model(tmp_path_factory):
     return of
 
 
-def passes(path, policy, monkeypatch):
-    """Launches and waits of each round of passes, with how many requests it had."""
-    options = {"num_blocks": 64, "block_size": 16, "enable_prefix_caching": False}
-    llm = LLM(path, dtype="float32", device="cpu", kernels="reference", spread_compression=False, **options)
+def rounds(path, policy, num_requests, monkeypatch):
+    """What each round of passes launches and waits for, with this many requests due together."""
+    llm = LLM(
+        path,
+        dtype="float32",
+        device="cpu",
+        kernels="reference",
+        num_blocks=64,
+        block_size=16,
+        enable_prefix_caching=False,
+        spread_compression=False,
+    )
     object.__setattr__(llm.engine.compression.context, "backend", triton)  # it has the reference's layout
     run, found = llm.engine.compression.run, []
 
@@ -43,19 +51,35 @@ def passes(path, policy, monkeypatch):
         with counted() as launches:
             outcomes = run(jobs)
         assert not any(isinstance(done, Exception) for done in outcomes), outcomes
-        found.append((len(jobs), launches))
+        assert len(jobs) == num_requests
+        found.append(launches)
         return outcomes
 
     monkeypatch.setattr(llm.engine.compression, "run", watched)
-    llm.generate(
-        tiny.prompts((60, 60), seed=3), GREEDY, CompressionConfig(policy, 48, interval=16, sinks=2, recent=6)
-    )
+    config = CompressionConfig(policy, 48, interval=16, sinks=2, recent=6)
+    llm.generate(tiny.prompts((60,) * num_requests, seed=3), GREEDY, config)
+    assert len(found) >= 2
     return found
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_launches_and_waits_of_a_pass(policy, model, monkeypatch):
-    for layers, heads in ((2, 2), (2, 8), (4, 8)):
-        found = passes(model(layers, heads), policy, monkeypatch)
-        print(policy, layers, heads, [(n, x.total, x.waits.total()) for n, x in found])
-        print("  ", found[-1][1])
+@pytest.mark.parametrize("policy", UNEVEN)
+def test_unequal_heads(policy, model, monkeypatch):
+    """The first pass and later ones, whatever the number of layers and heads; several requests share most."""
+    shapes = [(2, 2, 1), (2, 8, 1), (4, 8, 1), (4, 8, 2)]
+    found = [rounds(model(*shape), policy, count, monkeypatch) for *shape, count in shapes]
+    one, *others, two = [[launches.total for launches in each] for each in found]
+    assert all(other == one for other in others)
+    assert max(one) <= 100
+    assert all(both < 1.8 * alone for both, alone in zip(two, one, strict=True))
+    assert all(launches.waits.total() <= 3 for each in found for launches in each)
+
+
+@pytest.mark.parametrize(("policy", "of_layer"), [("triattention", 25), ("knorm", 9)])
+def test_equal_counts(policy, of_layer, model, monkeypatch):
+    """Each layer is scored by itself."""
+    found = [rounds(model(*shape), policy, 1, monkeypatch) for shape in ((2, 2), (2, 8), (4, 8))]
+    few, many, deep = [[launches.total for launches in each] for each in found]
+    assert many == few
+    assert max(few) <= 26 + 2 * of_layer
+    assert max(deep) <= 26 + 4 * of_layer
+    assert all(launches.waits.total() <= 3 for each in found for launches in each)

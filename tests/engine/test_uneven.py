@@ -136,7 +136,7 @@ def test_a_protected_prompt_longer_than_the_budget_outranks_answers(make_llm, mo
     def watched(jobs):
         (history,) = shadow.histories.values()
         before = [old for layer in range(2) for old in history.attended(layer)]
-        (choice,) = choose(jobs)
+        [(choice, positions)] = choose(jobs)
         for old, kept in zip(before, [kept for rows in choice.kept for kept in rows], strict=True):
             gone = set(range(len(old))) - set(kept.tolist())
             assert not gone & {0, 1}
@@ -145,7 +145,7 @@ def test_a_protected_prompt_longer_than_the_budget_outranks_answers(make_llm, mo
             answers_left = [slot for slot in kept.tolist() if old[slot] >= 70 and slot < len(old) - 8]
             assert not (prompt_gone and answers_left), "an answer outranked the prompt"
             drops.append(prompt_gone)
-        return [choice]
+        return [(choice, positions)]
 
     monkeypatch.setattr(way, "choose", watched)
     llm.generate(tiny.prompts((70,), seed=3), GREEDY, heads(protect_prompt=True))

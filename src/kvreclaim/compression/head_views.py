@@ -65,6 +65,7 @@ def view_of_head(
     source = question.source(layer, head)
     known = head_signals(signals, head, compressor.facts.layers[layer].num_kv_heads)
     facts, stats = compressor.of_head(layer, head)
+    own = question.own(layer, head)
     return LayerView(
         layer,
         source,
@@ -72,7 +73,7 @@ def view_of_head(
         facts,
         stats,
         free_slots(first, source.shape[1], compressor.config.recent),
-        signals=replace(known, **question.own(layer, head)),
+        signals=replace(known, **own) if own else known,
         first=question.first,
         budget=compressor.budget,
         first_head=head,

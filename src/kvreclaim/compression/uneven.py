@@ -267,13 +267,14 @@ def _kept(
         whole = prompt - config.sinks <= places
         start, end = np.where(whole, prompt, start), np.where(whole, last, prompt)
         places = np.where(whole, places - (prompt - config.sinks), places)
-    limits = ((scores.starts + start).ravel(), (end - start).ravel(), places.ravel())
-    best = compressor.backend.select_runs(scores.flat, *limits) + spread(start, places, device)
-    pool = torch.cat([best, torch.arange(int(tokens.max()), device=device)])
+    rows = scores.starts
+    limits = ((rows + start).ravel(), (end - start).ravel(), places.ravel())
+    best = compressor.backend.select_runs(scores.flat, *limits)
+    pool = torch.cat([best, torch.arange(len(scores.flat), device=device)])
     first = places.cumsum().reshape(places.shape) - places
     lengths = np.stack([start, places, tokens - last], axis=-1)
-    index = runs(np.stack([0 * start + len(best), first, last + len(best)], axis=-1), lengths, device)
-    return HeadRows(pool.index_select(0, index), lengths.sum(axis=-1))
+    index = runs(np.stack([rows + len(best), first, rows + last + len(best)], axis=-1), lengths, device)
+    return HeadRows(pool.index_select(0, index) - spread(rows, keep, device), keep)
 
 
 def _prompt_left(kept: HeadRows, prompt_slots: np.ndarray) -> np.ndarray:

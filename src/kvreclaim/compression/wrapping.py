@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode, Trait, Wrapper
-from kvreclaim.ops.head_rows import HeadRows, runs
 from kvreclaim.ops.moving import move
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
@@ -43,34 +42,38 @@ def top_counts(groups: Sequence[Sequence[Tensor]], safe: int, places: np.ndarray
     groups: [T] of each head, no NaN; T may differ
     places: [N] int64
     """
-    rows = HeadRows.join([head for heads in groups for head in heads], (len(groups), len(groups[0])))
-    flat, counts = _with_safe(rows, safe) if safe else rows.flat, rows.counts
-    # infinities behind each group make its last place the same rank in all; one column before lets sums begin
+    if safe:
+        groups = _with_safe(groups, safe)
+    counts = np.array([[len(head) for head in heads] for heads in groups])
     sizes, most = counts.sum(axis=1), int(places.max())
-    table = flat.new_full((len(groups), 1 + int((sizes - places).max()) + most), -torch.inf)
+    first = groups[0][0]
     if most == 0:
-        return table.new_zeros(counts.shape, dtype=torch.float64)
-    begins = 1 + np.arange(len(groups)) * table.shape[1]
-    table.view(-1).index_copy_(0, runs(begins, sizes, flat.device), flat)
-    if (places < most).any():
-        table.view(-1).index_fill_(0, runs(begins + sizes, most - places, flat.device), torch.inf)
-    last = table.kthvalue(table.shape[1] - most + 1, dim=1, keepdim=True).values
+        return first.new_zeros(counts.shape, dtype=torch.float64)
+    # infinities behind each group make its last place the same rank in all; one column before lets sums begin
+    lead = most - places
+    width = 1 + int((sizes + lead).max())
+    low, high = first.new_full((width,), -torch.inf), first.new_full((int(lead.max()),), torch.inf)
+    padding = zip(groups, lead.tolist(), (width - 1 - sizes - lead).tolist(), strict=True)
+    parts = [(low[:1], *heads, high[:behind], low[:rest]) for heads, behind, rest in padding]
+    table = torch.cat([part for row in parts for part in row]).view(len(groups), width)
+    last = table.kthvalue(width - most + 1, dim=1, keepdim=True).values
     sums = torch.stack([table > last, table == last]).flatten(1).cumsum(1)
-    ends = begins[:, None] + counts.cumsum(axis=1) - 1
-    limits = move(np.stack([ends - counts, ends]), flat.device)
+    ends = np.arange(len(groups))[:, None] * width + counts.cumsum(axis=1)
+    limits = move(np.stack([ends - counts, ends]), first.device)
     above, ties = sums[:, limits].diff(dim=1)[:, 0]
     earlier = above.sum(1, keepdim=True) + ties.cumsum(1) - ties
-    return (above + (move(places, flat.device)[:, None] - earlier).clamp(min=0).minimum(ties)).double()
+    return (above + (move(places, first.device)[:, None] - earlier).clamp(min=0).minimum(ties)).double()
 
 
-def _with_safe(rows: HeadRows, safe: int) -> Tensor:
+def _with_safe(groups: Sequence[Sequence[Tensor]], safe: int) -> list[list[Tensor]]:
     """The scores of all heads, the best `safe` ones of each above everything."""
-    counts, width = rows.counts.ravel(), int(rows.counts.max())
-    table = rows.flat.new_full((len(counts), width), -torch.inf)
-    index = runs(np.arange(len(counts)) * width, counts, table.device)
-    table.view(-1).index_copy_(0, index, rows.flat)
+    heads = [head for group in groups for head in group]
+    width = max(map(len, heads))
+    low = heads[0].new_full((width,), -torch.inf)
+    table = torch.cat([part for head in heads for part in (head, low[len(head) :])]).view(-1, width)
     table.scatter_(1, table.topk(min(safe, width), sorted=False).indices, torch.inf)
-    return table.view(-1).index_select(0, index)
+    rows = iter(table)
+    return [[next(rows)[: len(head)] for head in group] for group in groups]
 
 
 def ranked(policy: CompressionPolicy, view: LayerView, scores: Tensor) -> Tensor:

@@ -47,11 +47,6 @@ class HeadRows:
     counts: np.ndarray
 
     @classmethod
-    def join(cls, rows: list[Tensor], shape: tuple[int, ...]) -> HeadRows:
-        """Rows [n] of all heads, in their order."""
-        return cls(torch.cat(rows), np.array([len(row) for row in rows]).reshape(shape))
-
-    @classmethod
     def empty(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> HeadRows:
         return cls(torch.empty(0, dtype=dtype, device=device), np.zeros(shape, dtype=np.int64))
 

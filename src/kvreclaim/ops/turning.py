@@ -28,8 +28,7 @@ def turn_moved_keys(
     size, num_kept = cache.block_size, kept.shape[-1]
     slots = torch.arange(num_kept, device=kept.device)
     shifts = slots - kept
-    moved = shifts.flatten(0, 1).any(0).nonzero()
-    first = int(moved[0]) if len(moved) else num_kept
+    first = int((shifts == 0).flatten(0, 1).all(0).sum())  # kept slots ascend, so shifts never grow back to 0
     mapping = (target_ids[slots // size] * size + slots % size)[first:]
     for layer, layout in zip(cache.layers, layouts, strict=True):
         if layout.num_bands == 0 or first == num_kept:

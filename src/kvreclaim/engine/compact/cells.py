@@ -6,12 +6,14 @@ those of any other sequence.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvreclaim.compression.head_views import HeadsQuestion
-from kvreclaim.compression.policy import Signal
+from kvreclaim.compression.policy import LayerSignals, Signal
 from kvreclaim.compression.uneven import UnevenChoice, choose_uneven
 from kvreclaim.engine.attend.cell_tables import grown_cells, head_lengths
 from kvreclaim.engine.compact.job import CompactionJob, CompactionResult
@@ -34,12 +36,20 @@ class UnevenPass:
         self.context = context
         self.cells = cell_view(context.cache)
 
-    def choose(self, jobs: list[CompactionJob]) -> list[UnevenChoice]:
-        """The kept slots of every head, `budget` tokens on average."""
-        questions = [self._question(job) for job in jobs]
-        return choose_uneven(jobs[0].compressor, questions, self.context.cache.block_size)
+    def choose(self, jobs: list[CompactionJob]) -> list[tuple[UnevenChoice, HeadRows | None]]:
+        """The kept slots of every head, `budget` tokens on average; and their logical positions, int32, if
+        the policy asks for positions."""
+        positions = [
+            self._positions(job) if Signal.POSITIONS in job.compressor.policy.needs else None for job in jobs
+        ]
+        questions = [self._question(*each) for each in zip(jobs, positions, strict=True)]
+        chosen = choose_uneven(jobs[0].compressor, questions, self.context.cache.block_size)
+        return [
+            (choice, None if before is None else before.take(choice.kept))
+            for choice, before in zip(chosen, positions, strict=True)
+        ]
 
-    def _question(self, job: CompactionJob) -> HeadsQuestion:
+    def _question(self, job: CompactionJob, positions: HeadRows | None) -> HeadsQuestion:
         context, size = self.context, self.context.cache.block_size
         tokens, present = self._lengths(job), self._present(job)
         blocks = context.index(job)
@@ -56,8 +66,8 @@ class UnevenPass:
             return PagedSource(context.backend, head_tokens(context.cache, layer, own, num_tokens, head))
 
         known: dict[str, list[list[Tensor]]] = {}
-        if Signal.POSITIONS in needs:
-            known["positions"] = list(self._positions(job, tokens))
+        if positions is not None:
+            known["positions"] = list(positions)
         if Signal.TOKEN_SCORES in needs:
             assert context.signals.scores is not None, "Signals.check has made them"
             scores = context.signals.scores.of_cells(ids.flat, len(ids.flat) * size)[0]
@@ -67,8 +77,15 @@ class UnevenPass:
             num_tokens = int(tokens[layer, head])
             return {name: rows[layer][head][None, :num_tokens] for name, rows in known.items()}
 
-        prompt_slots, signals = _prompt_slots(job, tokens.shape), context.question(job).signals
-        first = job.seq.state.cells is None
+        first, of_layer = job.seq.state.cells is None, context.question(job).signals
+
+        def signals(layer: int) -> LayerSignals:
+            found = of_layer(layer)
+            if positions is None or not first:  # later each head has its own
+                return found
+            return replace(found, positions=positions.flat.view(*tokens.shape, -1)[layer])
+
+        prompt_slots = _prompt_slots(job, tokens.shape)
         return HeadsQuestion(source, signals, tokens, prompt_slots, job.next_position, first, own_signals)
 
     def _lengths(self, job: CompactionJob) -> np.ndarray:
@@ -79,19 +96,21 @@ class UnevenPass:
         """[L, K, W] the cells that hold them."""
         return grown_cells(job.seq.state.cells, np.array(job.plan.source_ids), self.context.cache)
 
-    def _positions(self, job: CompactionJob, tokens: np.ndarray) -> HeadRows:
-        """int32 logical positions of the heads' tokens [L, K]."""
-        known, end, device = job.seq.state.head_positions, job.plan.logical_len, self.context.cache.device
+    def _positions(self, job: CompactionJob) -> HeadRows:
+        """int32 logical positions of the heads' tokens before the pass."""
+        tokens, known, end = self._lengths(job), job.seq.state.head_positions, job.plan.logical_len
+        device = self.context.cache.device
         if known is None:
             known = HeadRows.empty(tokens.shape, torch.int32, device)
         new = tokens - known.counts
         most = int(new.max())
         return known.append(torch.arange(end - most, end, dtype=torch.int32, device=device), most - new, new)
 
-    def apply(self, job: CompactionJob, choice: UnevenChoice) -> CompactionResult:
+    def apply(self, job: CompactionJob, choice: tuple[UnevenChoice, HeadRows | None]) -> CompactionResult:
         """Move each head's survivors into its cells of the new table. Heads are gathered whole before they
         are written, MAX_BYTES at a time."""
-        cache, state, kept = self.context.cache, job.seq.state, choice.kept
+        chosen, positions = choice
+        cache, state, kept = self.context.cache, job.seq.state, chosen.kept
         tokens, present = self._lengths(job), self._present(job)
         held, wanted = -(-tokens // cache.block_size), kept.counts // cache.block_size
         cells, order = assign_cells(
@@ -102,10 +121,10 @@ class UnevenPass:
             self.context.backend.compact(self.cells, slots[None, None], sources, targets)
             if self.context.signals.scores is not None:
                 self.context.signals.scores.compact_cells(slots, sources, targets)
-        if Signal.POSITIONS in job.compressor.policy.needs:
-            state.head_positions = self._positions(job, tokens).take(kept)
-        state.cells = CellTable(cells, wanted, len(job.plan.target_ids), choice.prompt_slots)
-        state.rounded += choice.moved
+        if positions is not None:
+            state.head_positions = positions
+        state.cells = CellTable(cells, wanted, len(job.plan.target_ids), chosen.prompt_slots)
+        state.rounded += chosen.moved
         job.seq.cell_cache = None
         return CompactionResult(kept)
 

@@ -167,17 +167,19 @@ class Signals:
         num_slots: int,
         source: Callable[[int], KeySource],
     ) -> LayerSignals:
-        """The signals of one layer that the sequence's policy needs, for the num_slots slots written so far.
+        """The signals of one layer that the sequence's policy needs, for the num_slots slots written so far;
+        no positions where each head has its own.
 
         source: layer -> its keys and values in these slots
         """
-        needs = needs_of(seq.request.compressor)
-        if not needs:
+        compressor = seq.request.compressor
+        needs = needs_of(compressor)
+        if compressor is None or not needs:
             return LayerSignals()
         mass = positions = None
         if Signal.ATTENTION_MASS in needs:
             mass = self._mass.row(seq.seq_id)[layer, :, :num_slots]
-        if Signal.POSITIONS in needs:
+        if Signal.POSITIONS in needs and not compressor.eviction_method.uneven:
             positions = self.positions(seq, layer, num_slots)
         queries = projection = future = again = None
         if Signal.RECENT_QUERIES in needs:
@@ -204,11 +206,11 @@ class Signals:
         """[K, num_slots] int32 logical position of every slot written so far."""
         evicted = seq.num_computed - num_slots
         slots = torch.arange(evicted, seq.num_computed, dtype=torch.int32, device=self.cache.device)
-        positions = slots.expand(self.cache.num_kv_heads, -1).clone()
-        if seq.state.slot_positions is not None:
-            known = seq.state.slot_positions[layer]
-            positions[:, : known.shape[-1]] = known
-        return positions
+        positions = slots.expand(self.cache.num_kv_heads, -1)
+        if seq.state.slot_positions is None:
+            return positions
+        known = seq.state.slot_positions[layer]
+        return torch.cat([known, positions[:, known.shape[-1] :]], dim=1)
 
     @torch.inference_mode()
     def compacted(self, seq: Sequence, kept: Tensor) -> None:

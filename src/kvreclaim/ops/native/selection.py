@@ -30,7 +30,9 @@ def select_runs(scores: Tensor, starts: np.ndarray, lengths: np.ndarray, places:
     """reference.select_runs, run by run. Raises: InvalidArgumentError if a score is NaN."""
     kept, end = torch.empty(int(places.sum()), dtype=torch.int64), 0
     for start, length, count in zip(starts.tolist(), lengths.tolist(), places.tolist(), strict=True):
-        _select(scores[None, start : start + length], kept[None, end : end + count])
+        own = kept[None, end : end + count]
+        _select(scores[None, start : start + length], own)
+        own += start
         end += count
     return kept
 

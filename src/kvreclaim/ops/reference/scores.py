@@ -88,16 +88,15 @@ def select_runs(scores: Tensor, starts: np.ndarray, lengths: np.ndarray, places:
 
     Args:
         scores:  [N] float; -inf is allowed, NaN is not
-        starts:  [R] int64, first score of each run; lengths: [R] int64
+        starts:  [R] int64, first score of each run; lengths: [R] int64; no two runs overlap
         places:  [R] int64, 0 <= places <= lengths
 
-    Returns: [sum of places] int64, ascending within each run and counted from its start; of equal scores the
-        lowest indices win.
+    Returns: [sum of places] int64, ascending within each run; of equal scores the lowest indices win.
     """
-    device, firsts = scores.device, lengths.cumsum() - lengths
-    rivals = scores.index_select(0, runs(starts, lengths, device))
+    device, index = scores.device, runs(starts, lengths, scores.device)
+    rivals = scores.index_select(0, index)
     owners = spread(np.arange(len(starts)), lengths, device)
     by_score = rivals.sort(descending=True, stable=True).indices
     by_run = by_score.index_select(0, owners.index_select(0, by_score).sort(stable=True).indices)
-    best = by_run.index_select(0, runs(firsts, places, device)).sort().values
-    return best - spread(firsts, places, device)
+    best = by_run.index_select(0, runs(lengths.cumsum() - lengths, places, device))
+    return index.index_select(0, best.sort().values)
