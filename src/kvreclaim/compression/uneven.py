@@ -281,5 +281,5 @@ def _prompt_left(kept: HeadRows, prompt_slots: np.ndarray) -> np.ndarray:
     """[L, K] how many kept slots of each head lie among its first prompt_slots [L, K]."""
     inside = kept.flat < spread(prompt_slots, kept.counts, kept.flat.device)
     ends = move(kept.starts + kept.counts - 1, inside.device)
-    [found] = fetch([inside.cumsum(0)[ends]])
+    [found] = fetch([inside.cumsum(0, dtype=torch.int32)[ends]])
     return np.diff(found.astype(np.int64).ravel(), prepend=0).reshape(prompt_slots.shape)

@@ -57,7 +57,7 @@ def top_counts(groups: Sequence[Sequence[Tensor]], safe: int, places: np.ndarray
     parts = [(low[:1], *heads, high[:behind], low[:rest]) for heads, behind, rest in padding]
     table = torch.cat([part for row in parts for part in row]).view(len(groups), width)
     last = table.kthvalue(width - most + 1, dim=1, keepdim=True).values
-    sums = torch.stack([table > last, table == last]).flatten(1).cumsum(1)
+    sums = torch.stack([table > last, table == last]).flatten(1).cumsum(1, dtype=torch.int32)
     ends = np.arange(len(groups))[:, None] * width + counts.cumsum(axis=1)
     limits = move(np.stack([ends - counts, ends]), first.device)
     above, ties = sums[:, limits].diff(dim=1)[:, 0]
