@@ -139,8 +139,7 @@ def test_a_norm_falls_back_for_other_tensors() -> None:
 
 def test_without_the_extension_torch_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny()
-    monkeypatch.setattr("kvreclaim.model.native_modules.unavailable_reason", lambda: "no compiler")
-    monkeypatch.setattr("kvreclaim.model.native_modules.unavailable_reason", lambda: "no compiler")
+    monkeypatch.setattr("kvreclaim.ops.native.decoder.unavailable_reason", lambda: "no compiler")
     assert use_fast_linears(model) == "linear layers: torch (no compiler)"
     assert use_fast_norms(model) == "norms: torch (no compiler)"
     assert not any(isinstance(module, NativeLinear) for module in model.modules())

@@ -1,7 +1,9 @@
-"""Run a loaded model in few native calls a decoder layer, and a loop over these, where they compute the same.
+"""Run a loaded model in few calls a decoder layer, and a loop over these, where they compute the same.
 
     norm, q, k, v and rotary    (write    attend: the batch's)    output and sum, norm, gate and up, down and
     sum
+
+The calls are those of ops.native.decoder on a CPU and of ops.triton.decoder on a GPU.
 
 A layer is taken by the names of its parts (Llama's, which Mistral, Qwen2, Qwen3 and others share) and proved
 by running the whole model on trial tokens: queries, keys, values and outputs have to agree with transformers'
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,11 +27,9 @@ from kvreclaim.model.inputs import hands_out_input
 from kvreclaim.model.native_modules import NativeLinear, NativeNorm
 from kvreclaim.model.quantized.layers import PackedLinear
 from kvreclaim.model.trial_batch import TrialBatch, trial_inputs
-from kvreclaim.ops.extension import unavailable_reason
 from kvreclaim.ops.facts import Softmax
-from kvreclaim.ops.native.decoder import DecoderLayer, Heads, Norm, Projection
-from kvreclaim.ops.native.linear import DTYPES
-from kvreclaim.ops.native.norm import rms_norm
+from kvreclaim.ops.layer_parts import Heads, Norm
+from kvreclaim.ops.native import decoder as native_layers
 
 PARTS = {
     "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -37,7 +38,7 @@ PARTS = {
 NORMS = ("input_layernorm", "post_attention_layernorm")
 IGNORED = {"kv_batch", "position_ids", "use_cache"}
 """Keyword arguments that decide nothing else in a call with a KV batch."""
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2.0**-5}
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
 """Largest difference over the largest value; trial states pass through all layers before."""
 
 
@@ -54,19 +55,20 @@ class _Seen:
 class NativeLayer:
     """The forward of one decoder layer; the module's own for calls without a KV batch and with hooks."""
 
-    def __init__(self, module: Any, softmax: Softmax, heads: Heads) -> None:
+    def __init__(self, module: Any, softmax: Softmax, heads: Heads, ops: ModuleType) -> None:
         attention, mlp = module.self_attn, module.mlp
         self.module = module
         self.attention, self.mlp = attention, mlp
         self.norm = Norm(module.input_layernorm.weight, module.input_layernorm.forward.eps)
         self.layer = int(attention.layer_idx)
         self.softmax = softmax
-        self.parts = DecoderLayer(
+        self.rms_norm = ops.rms_norm
+        self.parts = ops.DecoderLayer(
             heads,
-            joined([attention.q_proj, attention.k_proj, attention.v_proj], module.input_layernorm),
-            single(attention.o_proj),
-            joined([mlp.gate_proj, mlp.up_proj], module.post_attention_layernorm),
-            single(mlp.down_proj, is_gated=True),
+            joined([attention.q_proj, attention.k_proj, attention.v_proj], module.input_layernorm, ops),
+            single(attention.o_proj, ops),
+            joined([mlp.gate_proj, mlp.up_proj], module.post_attention_layernorm, ops),
+            single(mlp.down_proj, ops, is_gated=True),
         )
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -86,10 +88,11 @@ class NativeLayer:
             k=each[:, heads.count : keys],
             v=each[:, keys:],
             softmax=self.softmax,
-            hidden=rms_norm(x, norm.weight, norm.eps) if self.attention._forward_pre_hooks else None,
+            hidden=self.rms_norm(x, norm.weight, norm.eps) if self.attention._forward_pre_hooks else None,
         )
         seen = batch.attend(call)
-        return self.parts.behind(seen.reshape(x.shape[0], -1), x)[None]
+        out: Tensor = self.parts.behind(seen.reshape(x.shape[0], -1), x)
+        return out[None]
 
     def takes(self, x: Tensor, kwargs: dict[str, Any]) -> bool:
         """Whether the kernels compute this call: one row of tokens of the weights' dtype, without gradients,
@@ -143,30 +146,33 @@ class NativeModel:
         )
 
 
-def use_fast_layers(model: PreTrainedModel) -> str:
+def use_fast_layers(model: PreTrainedModel, ops: ModuleType = native_layers) -> str:
     """Give every decoder layer that computes what a NativeLayer computes that as its forward.
 
     Behind use_fast_norms, which proves the norms; behind it, nothing replaces weights. If one layer does not
-    prove, none is replaced. Returns: one line that says what runs.
+    prove, none is replaced.
+
+    ops: ops.native.decoder or ops.triton.decoder
+    Returns: one line that says what runs.
     """
-    problem = unavailable_reason()
+    problem = ops.unavailable_reason()
     if problem is not None:
         return f"decoder layers: transformers ({problem})"
-    layers = [module for module in model.modules() if _looks_known(module)]
+    layers = [module for module in model.modules() if _looks_known(module, ops)]
     if not layers:
         return (
-            "decoder layers: transformers (none has the parts of Llama's, with plain norms and with float32 "
-            "or bfloat16 weights on the CPU)"
+            "decoder layers: transformers (none has the parts of Llama's, with plain norms and with weights "
+            f"that the {ops.NAME} kernels take)"
         )
     seen = _observe(model, layers)
     for module in layers:
-        native = _proved(module, seen[module]) if module in seen else None
+        native = _proved(module, seen[module], ops) if module in seen else None
         if native is None:
             name = type(module).__name__
             _restore(layers)
             return f"decoder layers: transformers (a {name} does not compute what the kernels do)"
         module.forward = native
-    return f"decoder layers: native ({len(layers)})"
+    return f"decoder layers: {ops.NAME} ({len(layers)})"
 
 
 def _restore(layers: list[nn.Module]) -> None:
@@ -174,7 +180,7 @@ def _restore(layers: list[nn.Module]) -> None:
         vars(module).pop("forward", None)
 
 
-def _looks_known(module: nn.Module) -> bool:
+def _looks_known(module: nn.Module, ops: ModuleType) -> bool:
     """Whether it has the parts, and each is of a kind that the kernels take."""
     linears: list[Any] = []
     for owner, names in PARTS.items():
@@ -195,7 +201,7 @@ def _looks_known(module: nn.Module) -> bool:
         and all(len({each.bias is None for each in group}) == 1 for group in together)
         and all(len({type(each) is PackedLinear for each in group}) == 1 for group in together)
         and len({weight_dtype(each) for each in linears}) == 1
-        and all(weight_dtype(each) in DTYPES and is_on_cpu(each) for each in linears)
+        and all(is_taken(each, ops) for each in linears)
     )
 
 
@@ -219,8 +225,8 @@ def _observe(model: PreTrainedModel, layers: list[nn.Module]) -> dict[nn.Module,
 
 
 @torch.inference_mode()
-def _proved(module: Any, seen: _Seen) -> NativeLayer | None:
-    """The layer in native calls, if it does with the trial's arguments what the module did."""
+def _proved(module: Any, seen: _Seen, ops: ModuleType) -> NativeLayer | None:
+    """The layer in calls of the kernels, if it does with the trial's arguments what the module did."""
     attention, call = module.self_attn, seen.call
     dim = call.q.shape[2]
     outputs = [getattr(attention, name).out_features for name in PARTS["self_attn"][:3]]
@@ -232,7 +238,7 @@ def _proved(module: Any, seen: _Seen) -> NativeLayer | None:
         or len({_eps(n) for n in own}) > 1
     ):
         return None
-    native = NativeLayer(module, call.softmax, Heads(call.q.shape[1], call.k.shape[1], dim, *own))
+    native = NativeLayer(module, call.softmax, Heads(call.q.shape[1], call.k.shape[1], dim, *own), ops)
     trial = TrialBatch()
     if not native.takes(seen.states, seen.kwargs):
         return None
@@ -263,33 +269,36 @@ def weight_dtype(linear: Any) -> torch.dtype:
     return found
 
 
-def is_on_cpu(linear: Any) -> bool:
-    return isinstance(linear, PackedLinear) or linear.weight.device.type == "cpu"
-
-
-def single(linear: Any, *, is_gated: bool = False) -> Projection:
+def is_taken(linear: Any, ops: ModuleType = native_layers) -> bool:
+    """Whether the kernels multiply with its weight."""
     if isinstance(linear, PackedLinear):
-        return _packed([linear], linear.bias, is_gated=is_gated)
-    return Projection(linear.weight, linear.bias, is_gated=is_gated)
+        return linear.dtype in ops.DTYPES and linear.products.kernels == ops.NAME
+    return linear.weight.dtype in ops.DTYPES and bool(ops.runs_on(linear.weight.device))
 
 
-def _packed(linears: Sequence[PackedLinear], bias: Tensor | None, **more: Any) -> Projection:
+def single(linear: Any, ops: ModuleType = native_layers, *, is_gated: bool = False) -> Any:
+    if isinstance(linear, PackedLinear):
+        return _packed([linear], linear.bias, ops, is_gated=is_gated)
+    return ops.Projection(linear.weight, linear.bias, is_gated=is_gated)
+
+
+def _packed(linears: Sequence[PackedLinear], bias: Tensor | None, ops: ModuleType, **more: Any) -> Any:
     (first, *_) = linears
     like = torch.empty(0, dtype=first.dtype)
-    return Projection(
+    return ops.Projection(
         [each.matrix for each in linears], bias, like=like, activations=first.products.activations, **more
     )
 
 
-def joined(linears: list[Any], norm: Any) -> Projection:
+def joined(linears: list[Any], norm: Any, ops: ModuleType = native_layers) -> Any:
     """One product for several that share their input; their weights and biases become views of its own, but
     packed weights stay where they are."""
     if isinstance(linears[0], PackedLinear):
         found = [each.bias for each in linears if each.bias is not None]
-        return _packed(linears, _join(found) if found else None, norm=_norm(norm))
+        return _packed(linears, _join(found) if found else None, ops, norm=_norm(norm))
     weight = _join([each.weight for each in linears])
     biases = [each.bias for each in linears if each.bias is not None]
-    return Projection(weight, _join(biases) if biases else None, norm=_norm(norm))
+    return ops.Projection(weight, _join(biases) if biases else None, norm=_norm(norm))
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import logging
 import os
@@ -9,7 +10,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ from kvreclaim.model.recurrent import (
 from kvreclaim.model.recurrent_trial import prove, use_recurrent_states
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.moving import on_device
+from kvreclaim.ops.triton.support import unavailable_reason as no_triton
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TRANSFORMERS_METHODS = ("mxfp4",)
@@ -105,7 +107,8 @@ def load_model(
         dtype:  "auto" (as stored; fp32 hidden states beside bf16 attention on a CPU if all matrices are
             packed), "float32", "bfloat16" or "float16"
         device: "auto" (cuda where there is one, else cpu) or any torch device
-        kernels: "auto" or "native" run plain linear layers and norms on the native kernels of a CPU
+        kernels: "auto" or "native" run layers on the native kernels of a CPU; "auto" or "triton" run decoder
+            layers, norms and MLPs on Triton's of a GPU
         quantized_activations: what products with packed weights round their input to: "auto" (int16 on a
             CPU, the model's dtype on a GPU), "int16", "int8" or "exact"; as of ops.native.packed and
             ops.triton.packed
@@ -141,11 +144,13 @@ def load_model(
     model.eval().requires_grad_(False).to(target)
     hybrid = is_hybrid(config, type(model))
     recurrent = use_recurrent_states(model, name) if hybrid else None
-    native = kernels in ("auto", "native") and target.type == "cpu"
-    modules = _use_native(model) if native else "modules: torch"
+    layer_ops = _layer_ops(kernels, target)
+    with on_device(target):
+        modules = _use_kernels(model, layer_ops)
     more = [use_latent_cache(model), describe_packed(model)]
     modules = "; ".join([modules, *(line for line in more if line)])
     if recurrent is not None:
+        native = layer_ops is not None and layer_ops.NAME == "native"
         steps = use_native_mixers(recurrent) if native else f"recurrent layers: {len(recurrent.mixers)}"
         with on_device(target):
             prove(model, recurrent, name)
@@ -192,10 +197,21 @@ def _packed_source(name: str, config: Any) -> WeightSource | None:
     return checkpoint_source(name, settings)
 
 
-def _use_native(model: PreTrainedModel) -> str:
-    """Switch to the native kernels of a CPU, and name what runs on them."""
-    lines = [use_fast_linears(model), use_fast_norms(model), use_fast_layers(model)]
-    lines += [use_native_model(model), use_fast_mlps(model)]
+def _layer_ops(kernels: str, device: torch.device) -> ModuleType | None:
+    """The kernels of a model's layers: ops.native.decoder, ops.triton.decoder, or None for torch's."""
+    if kernels in ("auto", "native") and device.type == "cpu":
+        return importlib.import_module("kvreclaim.ops.native.decoder")
+    on_gpu = kernels == "triton" or (kernels == "auto" and device.type == "cuda")
+    return importlib.import_module("kvreclaim.ops.triton.decoder") if on_gpu and no_triton() is None else None
+
+
+def _use_kernels(model: PreTrainedModel, ops: ModuleType | None) -> str:
+    """Switch to these kernels, and name what runs on them."""
+    if ops is None:
+        return "modules: torch"
+    lines = [use_fast_linears(model)] if ops.NAME == "native" else []
+    lines += [use_fast_norms(model, ops), use_fast_layers(model, ops)]
+    lines += [use_native_model(model, ops), use_fast_mlps(model, ops)]
     return "; ".join(filter(None, lines))
 
 

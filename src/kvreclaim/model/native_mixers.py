@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvreclaim.model.decoder import agree, is_on_cpu, joined, single, weight_dtype
+from kvreclaim.model.decoder import agree, is_taken, joined, single, weight_dtype
 from kvreclaim.model.native_modules import NativeLinear
 from kvreclaim.model.quantized.layers import PackedLinear
 from kvreclaim.model.recurrent import Mixer, RecurrentLayers
-from kvreclaim.ops.native.linear import DTYPES
 from kvreclaim.ops.native.recurrent import (
     Convolution,
     DeltaStep,
@@ -102,7 +101,7 @@ def _projections(module: Any) -> list[Any] | None:
     if not all(type(each) in (nn.Linear, NativeLinear, PackedLinear) for each in linears):
         return None
     dtypes = {weight_dtype(each) for each in linears}
-    same = len(dtypes) == 1 and dtypes <= set(DTYPES) and all(is_on_cpu(each) for each in linears)
+    same = len(dtypes) == 1 and all(is_taken(each) for each in linears)
     mixed = len({(type(each) is PackedLinear, each.bias is None) for each in found}) > 1
     return found if same and not mixed else None
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kvreclaim.model.decoder import PARTS, NativeLayer, agree, is_on_cpu, joined, single, weight_dtype
+from kvreclaim.model.decoder import PARTS, NativeLayer, agree, is_taken, joined, single, weight_dtype
 from kvreclaim.model.native_modules import NativeLinear
 from kvreclaim.model.quantized.layers import PackedLinear
-from kvreclaim.ops.extension import unavailable_reason
-from kvreclaim.ops.native.linear import DTYPES
+from kvreclaim.ops.native import decoder as native_layers
 
 TRIAL_ROWS = 3
 
@@ -19,25 +19,26 @@ TRIAL_ROWS = 3
 class NativeMlp:
     """The forward of one MLP; the module's own for tensors that the kernels do not take."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, ops: ModuleType) -> None:
         self.module = module
-        self.gate_up = joined([module.gate_proj, module.up_proj], None)
-        self.down = single(module.down_proj, is_gated=True)
+        self.gate_up = joined([module.gate_proj, module.up_proj], None, ops)
+        self.down = single(module.down_proj, ops, is_gated=True)
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.dtype is not self.gate_up.dtype or not x.is_contiguous() or torch.is_grad_enabled():
             forward: Any = type(self.module).forward
             found: Tensor = forward(self.module, x)
             return found
-        return self.down(self.gate_up(x.view(-1, x.shape[-1]))).view(x.shape)
+        out: Tensor = self.down(self.gate_up(x.view(-1, x.shape[-1])))
+        return out.view(x.shape)
 
 
-def use_fast_mlps(model: nn.Module) -> str:
+def use_fast_mlps(model: nn.Module, ops: ModuleType = native_layers) -> str:
     """Give every MLP that computes what a NativeMlp computes that as its forward, but those of native layers.
 
     Returns: one line that says what runs, empty where none is.
     """
-    if unavailable_reason() is not None:
+    if ops.unavailable_reason() is not None:
         return ""
     taken = {
         layer.mlp
@@ -46,32 +47,35 @@ def use_fast_mlps(model: nn.Module) -> str:
     }
     count = 0
     for module in model.modules():
-        if module not in taken and _looks_known(module) and (native := _proved(module)) is not None:
+        if module in taken or not _looks_known(module, ops):
+            continue
+        if (native := _proved(module, ops)) is not None:
             module.forward = native
             count += 1
-    return f"MLPs: native ({count})" if count else ""
+    return f"MLPs: {ops.NAME} ({count})" if count else ""
 
 
-def _looks_known(module: nn.Module) -> bool:
+def _looks_known(module: nn.Module, ops: ModuleType) -> bool:
     linears: list[Any] = [getattr(module, name, None) for name in PARTS["mlp"]]
     return (
         "forward" not in vars(module)
         and all(type(each) in (nn.Linear, NativeLinear, PackedLinear) for each in linears)
         and len({(type(each) is PackedLinear, each.bias is None) for each in linears[:2]}) == 1
         and len({weight_dtype(each) for each in linears}) == 1
-        and all(weight_dtype(each) in DTYPES and is_on_cpu(each) for each in linears)
+        and all(is_taken(each, ops) for each in linears)
     )
 
 
 @torch.inference_mode()
-def _proved(module: Any) -> NativeMlp | None:
-    """The MLP in native calls, if it makes of trial rows what the module makes."""
+def _proved(module: Any, ops: ModuleType) -> NativeMlp | None:
+    """The MLP in calls of the kernels, if it makes of trial rows what the module makes."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((1, TRIAL_ROWS, module.gate_proj.in_features), generator=generator)
-    x = x.to(weight_dtype(module.gate_proj))
+    (device, *_) = (each.device for each in module.gate_proj.state_dict().values())
+    x = x.to(device, weight_dtype(module.gate_proj))
     try:
         want = module(x)
     except (TypeError, ValueError, RuntimeError):  # not a module that maps rows to rows
         return None
-    native = NativeMlp(module)
+    native = NativeMlp(module, ops)
     return native if isinstance(want, Tensor) and agree(native(x), want) else None

@@ -7,6 +7,7 @@ of transformers' own forward, to the bit.
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,11 +16,12 @@ from transformers import PreTrainedModel
 
 from kvreclaim.model.decoder import NativeLayer, NativeModel
 from kvreclaim.model.trial_batch import TrialBatch, trial_inputs
+from kvreclaim.ops.native import decoder as native_layers
 
 PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")
 
 
-def use_native_model(model: PreTrainedModel) -> str:
+def use_native_model(model: PreTrainedModel, ops: ModuleType = native_layers) -> str:
     """Give the module that holds the decoder layers a NativeModel as its forward where it computes the same.
 
     Behind use_fast_layers. Returns: one line that says what runs; empty where transformers' forward does.
@@ -27,7 +29,7 @@ def use_native_model(model: PreTrainedModel) -> str:
     for module in model.modules():
         if _looks_known(module) and (native := _proved(module, model)) is not None:
             module.forward = native
-            return "forward: native"
+            return f"forward: {ops.NAME}"
     return ""
 
 

@@ -1,20 +1,20 @@
-"""Run a loaded model's linear layers and RMS norms on the native kernels, without touching a weight."""
+"""Run a loaded model's linear layers and RMS norms on kernels of its device, without touching a weight."""
 
 from __future__ import annotations
 
 import inspect
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
-from kvreclaim.ops.extension import unavailable_reason
+from kvreclaim.ops.native import decoder as native_layers
 from kvreclaim.ops.native.linear import DTYPES, UNLIMITED, linear, max_rows
-from kvreclaim.ops.native.norm import has_norm_from_one, rms_norm, takes_norm
 
 EPS_NAMES = ("variance_epsilon", "eps")
 PROBE_SCALES = (1e-4, 1.0, 100.0)
 """Sizes of the trial rows: the first is so small that eps decides."""
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 """Relative; an output is rounded twice, so it may be off by two steps where a sum's last bit decides."""
 
 
@@ -34,7 +34,7 @@ def use_fast_linears(model: nn.Module) -> str:
 
     Returns: one line that says what runs.
     """
-    problem = unavailable_reason()
+    problem = native_layers.unavailable_reason()
     if problem is not None:
         return f"linear layers: torch ({problem})"
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
@@ -65,51 +65,56 @@ def _is_plain(module: nn.Linear) -> bool:
 class NativeNorm:
     """The forward of one norm: the kernel, or the module's own for tensors that the kernel does not take."""
 
-    def __init__(self, module: nn.Module, eps: float, from_one: bool) -> None:
+    def __init__(self, module: nn.Module, eps: float, from_one: bool, ops: ModuleType) -> None:
         self.module = module
         self.eps = eps
         self.from_one = from_one
+        self.takes, self.norm = ops.takes_norm, ops.rms_norm
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         weight = self.module._parameters["weight"]
-        if weight is None or not takes_norm(hidden_states, weight):
+        if weight is None or not self.takes(hidden_states, weight):
             return type(self.module).forward(self.module, hidden_states)
-        return rms_norm(hidden_states, weight, self.eps, from_one=self.from_one)
+        found: Tensor = self.norm(hidden_states, weight, self.eps, from_one=self.from_one)
+        return found
 
 
-def use_fast_norms(model: nn.Module) -> str:
-    """Give every norm that computes what ops.native.norm computes the kernel as its forward.
+def use_fast_norms(model: nn.Module, ops: ModuleType = native_layers) -> str:
+    """Give every norm that computes what ops.rms_norm computes the kernel as its forward.
 
     A norm is a module with one vector `weight`, no buffers and no children, an eps, and one argument (gated
     norms of recurrent layers have two); whether it is *this* norm is decided by running it on trial rows.
     Weights and state_dict stay as they are.
 
+    ops: as kernels_of (model/decoder.py) gives it
     Returns: one line that says what runs.
     """
-    problem = unavailable_reason()
+    problem = ops.unavailable_reason()
     if problem is not None:
         return f"norms: torch ({problem})"
     count = 0
     for module in model.modules():
-        eps = _eps(module)
+        eps = _eps(module, ops)
         if eps is None:
             continue
         for from_one in (False, True):
-            if _computes_rms_norm(module, eps, from_one):
-                module.forward = NativeNorm(module, eps, from_one)
+            if _computes_rms_norm(module, eps, from_one, ops):
+                module.forward = NativeNorm(module, eps, from_one, ops)
                 count += 1
                 break
-    return f"norms: native ({count})" if count else "norms: torch (none is a plain RMS norm on the CPU)"
+    return f"norms: {ops.NAME} ({count})" if count else "norms: torch (none is a plain RMS norm)"
 
 
-def _eps(module: nn.Module) -> float | None:
+def _eps(module: nn.Module, ops: ModuleType) -> float | None:
     """The module's eps if it could be a norm, else None."""
     own = list(module.parameters())
     plain = len(own) == 1 and not list(module.buffers()) and not list(module.children())
     if not plain or "forward" in vars(module) or len(inspect.signature(module.forward).parameters) != 1:
         return None
     weight = module._parameters.get("weight")
-    if weight is None or weight.dim() != 1 or weight.device.type != "cpu" or weight.dtype not in DTYPES:
+    if weight is None or weight.dim() != 1:
+        return None
+    if not ops.runs_on(weight.device) or weight.dtype not in ops.DTYPES:
         return None
     return next(
         (float(value) for name in EPS_NAMES if isinstance(value := getattr(module, name, None), float)), None
@@ -117,23 +122,24 @@ def _eps(module: nn.Module) -> float | None:
 
 
 @torch.inference_mode()
-def _computes_rms_norm(module: nn.Module, eps: float, from_one: bool) -> bool:
+def _computes_rms_norm(module: nn.Module, eps: float, from_one: bool, ops: ModuleType) -> bool:
     """Whether module and kernel agree within rounding on trial rows."""
     weight = module._parameters["weight"]
     assert weight is not None
-    if from_one and not has_norm_from_one():
+    if from_one and not ops.has_norm_from_one():
         return False
     generator = torch.Generator().manual_seed(0)
     x = (
         torch.randn((len(PROBE_SCALES), weight.numel()), generator=generator)
         * torch.tensor(PROBE_SCALES)[:, None]
     )
-    x = x.to(weight.dtype)
+    x = x.to(weight.device, weight.dtype)
     try:
         expected = module(x)
     except (TypeError, ValueError, RuntimeError):  # not a module that maps rows to rows
         return False
     if not isinstance(expected, Tensor) or expected.shape != x.shape or expected.dtype is not x.dtype:
         return False
-    found = rms_norm(x, weight, eps, from_one=from_one)
-    return torch.allclose(found, expected, rtol=TOLERANCE[x.dtype], atol=0.0)
+    found = ops.rms_norm(x, weight, eps, from_one=from_one)
+    tiny = torch.finfo(x.dtype).smallest_normal * TOLERANCE[x.dtype]
+    return torch.allclose(found, expected, rtol=TOLERANCE[x.dtype], atol=tiny)

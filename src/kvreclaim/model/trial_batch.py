@@ -32,6 +32,6 @@ class TrialBatch:
 
 def trial_inputs(model: PreTrainedModel) -> dict[str, Any]:
     """Trial tokens, as a model or the module of its layers takes them."""
-    positions = torch.tensor([TRIAL_POSITIONS])
+    positions = torch.tensor([TRIAL_POSITIONS], device=model.device)
     tokens = (positions * 7919 + 1) % model.config.get_text_config().vocab_size
     return {"input_ids": tokens, "position_ids": positions, "use_cache": False}

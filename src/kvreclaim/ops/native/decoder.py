@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,21 +11,24 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvreclaim.ops.extension import KERNELS, native
+from kvreclaim.ops.extension import unavailable_reason as unavailable_reason
+from kvreclaim.ops.layer_parts import Heads, Norm
 from kvreclaim.ops.native.linear import max_rows, own_rows
+from kvreclaim.ops.native.norm import DTYPES as DTYPES
+from kvreclaim.ops.native.norm import has_norm_from_one as has_norm_from_one
 from kvreclaim.ops.native.norm import rms_norm
+from kvreclaim.ops.native.norm import takes_norm as takes_norm
 from kvreclaim.ops.native.packed import ACTIVATIONS
 from kvreclaim.ops.packed import PackedMatrix
 
+NAME = "native"
 MOST_ROWS = 64
 """Rows of a layer in two calls: the room for what lies between their products is kept."""
 
 
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """An RMS norm: weight [D] and what is added to the mean of squares."""
-
-    weight: Tensor
-    eps: float
+def runs_on(device: torch.device) -> bool:
+    """Whether the kernels run on tensors of this device."""
+    return device.type == "cpu"
 
 
 class Projection:
@@ -111,22 +113,11 @@ def gate(x: Tensor) -> Tensor:
     return out
 
 
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """How a row of queries, keys and values lies: heads and KV heads of `dim` numbers; norms of each head."""
-
-    count: int
-    kv_count: int
-    dim: int
-    q_norm: Norm | None = None
-    k_norm: Norm | None = None
-
-    @property
-    def native(self) -> tuple[Any, ...]:
-        """Weights of both norms and what both add, and the sizes, as the kernels take them."""
-        q_weight, eps = (None, 0.0) if self.q_norm is None else (self.q_norm.weight, self.q_norm.eps)
-        k_weight = None if self.k_norm is None else self.k_norm.weight
-        return q_weight, k_weight, eps, self.count, self.kv_count, self.dim
+def _native(heads: Heads) -> tuple[Any, ...]:
+    """Weights of both norms and what both add, and the sizes, as the kernels take them."""
+    q_weight, eps = (None, 0.0) if heads.q_norm is None else (heads.q_norm.weight, heads.q_norm.eps)
+    k_weight = None if heads.k_norm is None else heads.k_norm.weight
+    return q_weight, k_weight, eps, heads.count, heads.kv_count, heads.dim
 
 
 def rotate(rows: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> None:
@@ -135,7 +126,7 @@ def rotate(rows: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> None:
     rows [T, (H + 2 K) D] contiguous; cos, sin [T, R]: number i < R / 2 of a head turns with number i + R / 2.
     Source: RoPE, arXiv 2104.09864, in the order of GPT-NeoX.
     """
-    KERNELS.rotate_heads(rows, cos, sin, *heads.native)
+    KERNELS.rotate_heads(rows, cos, sin, *_native(heads))
 
 
 class DecoderLayer:
@@ -147,7 +138,7 @@ class DecoderLayer:
     ) -> None:
         self.heads, self.qkv, self.out, self.gate_up, self.down = heads, qkv, out, gate_up, down
         parts = (each.native for each in (qkv, out, gate_up, down))
-        self._native = native().DecoderLayer(*parts, *heads.native)
+        self._native = native().DecoderLayer(*parts, *_native(heads))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DecoderLayer:
         parts = [copy.deepcopy(part, memo) for part in (self.qkv, self.out, self.gate_up, self.down)]
