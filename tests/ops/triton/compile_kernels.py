@@ -3,6 +3,7 @@
     python compile_kernels.py 90          # compute capability 9.0; one shape of a plain format
     python compile_kernels.py 90 formats  # what every coded format and a latent cache add, at one shape
     python compile_kernels.py 90 all      # all kernels, shapes and formats; minutes
+    python compile_kernels.py 90 steps    # one model's steps of several sizes, which share their kernels
     python compile_kernels.py 90 --record # adds what it found to compiled.json, with which later ones compare
 
 Prints a JSON object per compiled variant: what was launched, the kernel, its registers, bytes of stack
@@ -37,9 +38,10 @@ from kvreclaim.ops import reference
 from kvreclaim.ops import triton as kernels
 from kvreclaim.ops.formats import FORMATS
 from kvreclaim.ops.kv_cache import PagedTokens
+from kvreclaim.ops.layer_parts import Heads, Norm
 from kvreclaim.ops.packed import PackedMatrix
 from kvreclaim.ops.rope import RopeLayout
-from kvreclaim.ops.triton import attention, packed, scoring
+from kvreclaim.ops.triton import attention, decoder, packed, scoring
 
 SHAPES = [
     Shape(kv_heads=2, group=4, dim=128, dtype=torch.bfloat16),
@@ -132,29 +134,28 @@ def launch_attention(w: World, **how: Any) -> None:
     kernels.paged_attention(w.q[0], under(w.cache, 0, scale=0.1, **how), w.batch)
 
 
-def launch_the_rest(w: World) -> None:
-    shape, cache = w.shape, w.cache
+def launch_the_rest(w: World, tokens: int = 700) -> None:
+    shape, cache, kept = w.shape, w.cache, torch.arange(0, tokens * 6 // 7, 2)
     ids = torch.from_numpy(w.batch.sequences[0].block_ids).long()
     bands = (shape.dim - shape.v_dim if shape.latent else shape.dim) // 2
     layout = RopeLayout(torch.ones(bands, dtype=torch.float64), start=shape.dim - 2 * bands)
     heads, centers = shape.heads, torch.zeros(shape.heads, 16, 5, shape.dim)
     kernels.trig_norm_scores(
-        PagedTokens(cache.layers[0], ids, 700),
+        PagedTokens(cache.layers[0], ids, tokens),
         torch.zeros(heads, 1, shape.dim),
         torch.zeros(heads, bands),
         layout,
     )
-    kernels.mixture_scores(
-        PagedTokens(cache.layers[0], ids, 700), centers, centers[:, :, 0], 0.1, slice(4, 600)
-    )
-    kernels.token_norms(PagedTokens(cache.layers[0], ids, 700), values=False)
+    over = slice(4, tokens * 6 // 7)
+    kernels.mixture_scores(PagedTokens(cache.layers[0], ids, tokens), centers, centers[:, :, 0], 0.1, over)
+    kernels.token_norms(PagedTokens(cache.layers[0], ids, tokens), values=False)
     for owners in (None, torch.zeros_like(ids)):
         width = shape.dim - bands + cache.v_head_dim + 3
         rows = torch.zeros(cache.num_kv_heads, width)
-        kernels.surrogate_scores(PagedTokens(cache.layers[0], ids, 700), rows, layout, owners)
-    kernels.gather_tokens(PagedTokens(cache.layers[0], ids, 700))
+        kernels.surrogate_scores(PagedTokens(cache.layers[0], ids, tokens), rows, layout, owners)
+    kernels.gather_tokens(PagedTokens(cache.layers[0], ids, tokens))
     kernels.copy_blocks(cache, [(1, 2)])
-    kernels.compact(cache, torch.arange(0, 600, 2)[None, None], ids, ids[:19])
+    kernels.compact(cache, kept[None, None], ids, ids[: -(-len(kept) // shape.block_size)])
     k, v = (torch.zeros(3, shape.kv_heads, dim) for dim in (cache.head_dim, cache.v_head_dim))
     kernels.write_kv(cache.layers[0], k, v, torch.arange(3))
 
@@ -200,6 +201,31 @@ def launch_packed(kinds: Iterable[str]) -> None:
         packed.packed_linear(torch.zeros(3, 512), [matrix], activations="exact")
 
 
+def launch_layers(counts: Iterable[int]) -> None:
+    """What lies between the products of layers, in steps of so many tokens."""
+    WHAT[0] = "layers bfloat16"
+    weight, head = (Norm(torch.zeros(size, dtype=torch.bfloat16), 1e-6) for size in (4096, 128))
+    for count in counts:
+        x, rows = (torch.zeros(count, size, dtype=torch.bfloat16) for size in (4096, 48 * 128))
+        decoder.rms_norm(x, weight.weight, 1e-6)
+        decoder.rms_norm(x, weight.weight, 1e-6, from_one=True)
+        decoder.add_rms_norm(x, x, weight)
+        for heads in (Heads(32, 8, 128), Heads(32, 8, 128, head, head)):
+            decoder.rotate(rows, x[:, :128], x[:, :128], heads)
+        decoder.gate(x)
+
+
+def launch_steps() -> None:
+    """Tables of one block, of a multiple of 16 and of others; layers 0, 1 and 2; counts of tokens alike."""
+    for asks in ([Ask(1, 10)], [Ask(1, 256)], [Ask(1, 700), Ask(9, 40)], [Ask(1, 3000), Ask(9, 1000)]):
+        w = world(replace(SMALL, layers=3), asks)
+        WHAT[0] = "steps"
+        for layer in range(3):
+            kernels.paged_attention(w.q[layer], under(w.cache, layer, scale=0.1), w.batch)
+        launch_the_rest(w, asks[0].seq_len)
+    launch_layers((1, 2, 16, 33))
+
+
 def launch_what_formats_add() -> None:
     """Kernels share the functions that decode, so one kernel of each format is enough."""
     for name in CODES:
@@ -222,6 +248,7 @@ def main() -> None:
     if "all" in sys.argv:
         launch_plain(SHAPES)
         launch_packed(KINDS)
+        launch_layers([3])
         for name in CODES:
             for shape in CODED:
                 launch_format(name, shape)
@@ -229,9 +256,12 @@ def main() -> None:
             launch_format(name, LATENT)
     elif "formats" in sys.argv:
         launch_what_formats_add()
+    elif "steps" in sys.argv:
+        launch_steps()
     else:
         launch_plain(SHAPES[:1])
         launch_packed(["zero", "q6_k"])
+        launch_layers([3])
     print(json.dumps({"what": "triton", "version": version()}))
     for name, row in rows.items():
         print(json.dumps({"what": name} | row))

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,14 @@ KERNELS = {
     "compact_kernel",
     "copy_kernel",
     "decode_kernel",
+    "gate_kernel",
     "gather_kernel",
     "mixture_kernel",
     "norm_kernel",
     "packed_product_kernel",
     "reduce_kernel",
+    "rms_norm_kernel",
+    "rotate_kernel",
     "surrogate_kernel",
     "tile_kernel",
     "trig_norm_kernel",
@@ -91,6 +95,20 @@ def test_kernels_of_coded_and_latent_caches_compile(capability: int, what: str, 
     rows = compiled(capability, [what], tmp_path)
     assert "encode_kernel" in {what.split(": ")[1].split(" ")[0] for what in rows if what != "triton"}
     check(capability, rows)
+
+
+def test_steps_of_other_sizes_compile_nothing_anew(tmp_path: Path) -> None:
+    """A variant that a table's width or a count of tokens asks for would stall a live step for a second."""
+    rows = compiled(90, ["steps"], tmp_path)
+    found = Counter(what.split(": ")[1].split(" ")[0] for what in rows if what != "triton")
+    two_kinds = {"mixture_kernel": 2, "surrogate_kernel": 2, "gather_kernel": 2, "rotate_kernel": 2}
+    assert found == {
+        **dict.fromkeys(KERNELS - {"packed_product_kernel", "unpack_kernel"}, 1),
+        **two_kinds,
+        **dict.fromkeys(("decode_kernel", "tile_kernel"), 2),  # over all of a sequence's tokens, or a share
+        "reduce_kernel": 3,  # by the number of shares, a power of two, and the queries of a tile
+        "rms_norm_kernel": 3,
+    }
 
 
 def test_a_worse_kernel_is_found() -> None:

@@ -16,6 +16,7 @@ from kvreclaim.ops.triton.attention_kernels import decode_kernel, reduce_kernel,
 from kvreclaim.ops.triton.layout import layout_of, rows_in, store_of
 from kvreclaim.ops.triton.plan import (
     DecodeTables,
+    Sequences,
     SlotPositions,
     decode_tables,
     query_tiles,
@@ -34,13 +35,12 @@ LATENT_ROWS = 16
 
 class Rule(NamedTuple):
     """A layer's Softmax, with log2(e) in scale and cap: the kernels' exponentials are base 2. sinks: anything
-    where there are none; layer: its index, by which slot positions differ."""
+    where there are none."""
 
     sinks: Tensor
     scale: float
     cap: float
     window: int
-    layer: int
 
 
 class Parts(NamedTuple):
@@ -116,12 +116,12 @@ def _decode(
         "rule": layer.cached("triton.rule", _rule),
         "L": layout_of(layer.cache),
         "A": _variant(q, layer, tile, positions),
-        "SPLITS": splits,
     }
     grid = (rows, layer.cache.num_kv_heads * tile.pieces, splits)
-    decode_kernel[grid](rows_in(q), seq_ids=tables.seq_ids, **given, **_resources(q, layer.cache))
+    more = _of_a_call(q, layer, tables.seqs, splits)
+    decode_kernel[grid](rows_in(q), seq_ids=tables.seq_ids, **given, **more)
     if splits > 1:
-        reduce_kernel[(rows, heads)](tiles=tables.seq_ids, **given, QUERIES=0, num_warps=4)
+        reduce_kernel[(rows, heads)](tiles=tables.seq_ids, **given, SPLITS=splits, QUERIES=0, num_warps=4)
 
 
 def _prefill(
@@ -145,11 +145,12 @@ def _prefill(
         "rule": layer.cached("triton.rule", _rule),
         "L": layout_of(layer.cache),
         "A": _variant(q, layer, heads, positions),
-        "SPLITS": splits,
     }
-    tile_kernel[(count, programs, splits)](rows_in(q), **given, **_resources(q, layer.cache))
+    more = _of_a_call(q, layer, given["seqs"], splits)
+    tile_kernel[(count, programs, splits)](rows_in(q), **given, **more)
     if splits > 1:
-        reduce_kernel[(count * heads.queries, q.shape[1])](**given, QUERIES=heads.queries, num_warps=4)
+        grid = (count * heads.queries, q.shape[1])
+        reduce_kernel[grid](**given, SPLITS=splits, QUERIES=heads.queries, num_warps=4)
 
 
 def _new_parts(q: Tensor, rows: int, splits: int, cache: KVCache) -> Parts:
@@ -195,7 +196,7 @@ def _rule(layer: LayerCache) -> Rule:
     else:
         scale, cap = softmax.scale / softmax.softcap * LOG2_E, softmax.softcap * LOG2_E
     sinks = layer.planes[0] if softmax.sinks is None else softmax.sinks
-    return Rule(sinks, scale, cap, softmax.window or 0, layer.index)
+    return Rule(sinks, scale, cap, softmax.window or 0)
 
 
 def _variant(q: Tensor, layer: LayerCache, tile: HeadTile, positions: SlotPositions | None) -> Variant:
@@ -216,11 +217,14 @@ def _variant(q: Tensor, layer: LayerCache, tile: HeadTile, positions: SlotPositi
     )
 
 
-def _resources(q: Tensor, cache: KVCache) -> dict[str, int]:
-    """Warps of a program and tiles in flight."""
+def _of_a_call(q: Tensor, layer: LayerCache, seqs: Sequences, splits: int) -> dict[str, int]:
+    """Arguments that both attention kernels take, warps of a program and tiles in flight."""
+    cache = layer.cache
     layout, itemsize = layout_of(cache), _operands(q, cache).itemsize
     stages = _stages(cache.format, itemsize, max(layout.BLOCK_D, layout.BLOCK_DV))
-    return {"num_warps": 4 if layout.BLOCK_DV <= 128 else 8, "num_stages": stages}
+    resources = {"num_warps": 4 if layout.BLOCK_DV <= 128 else 8, "num_stages": stages}
+    stride = seqs.block_table.stride(0)
+    return {"table_stride": stride, "layer": layer.index, "IS_SPLIT": splits > 1, **resources}
 
 
 def _tile_tokens(bytes_per_token: int, form: KVFormat) -> int:

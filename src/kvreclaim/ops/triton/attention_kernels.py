@@ -3,6 +3,9 @@
 queries, seqs, rule, parts and A are the tuples of attention.py; out [T, H, Dv]. The G query heads of a KV
 head share each key: row m of a tile is query m // G (always 0 when decoding), head m % G. Where G is too
 large for a tile, a KV head is served by PIECES programs, each with BLOCK_M of its heads and one query.
+
+Rows of the block table lie table_stride apart; layer: the index, by which slot positions differ. Both vary
+from call to call, and Triton would compile anew for 1, for multiples of 16 and for others.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -23,38 +26,39 @@ from kvreclaim.ops.triton.softmax import (
 
 @triton.jit
 def _write(
-    out, parts, tokens, part_rows, heads, is_row, sinks, split, top, total, acc, store, rule,
-    L: tl.constexpr, A: tl.constexpr, SPLITS: tl.constexpr,
+    out, parts, tokens, part_rows, heads, is_row, sinks, top, total, acc, store, rule,
+    L: tl.constexpr, A: tl.constexpr, IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Write rows of a tile to out; of several splits to parts, of acc those rows that saw something. tokens,
     part_rows, heads: [rows]"""
     HEADS: tl.constexpr = L.KV_HEADS * A.GROUP
     dims = tl.arange(0, L.BLOCK_DV)
     writable = is_row[:, None] & (dims < L.DV)[None, :]
-    if SPLITS == 1:
+    if not IS_SPLIT:
         result = real_values(normalised(top, total, acc, rule.sinks, sinks, is_row, A), store, L)
         places = out + (tokens * HEADS + heads)[:, None] * L.DV + dims[None, :]
         tl.store(places, result.to(out.dtype.element_ty), mask=writable)
     else:
-        part = (part_rows * HEADS + heads) * SPLITS + split
+        part = (part_rows * HEADS + heads) * tl.num_programs(2) + tl.program_id(2)
         tl.store(parts.top + part, top, mask=is_row)
         tl.store(parts.total + part, total, mask=is_row)
         saw = writable & (total > 0.0)[:, None]
         tl.store(parts.acc + part[:, None] * L.DV + dims[None, :], acc, mask=saw)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "layer"])
 def decode_kernel(
-    queries, store, out, parts, seq_ids, seqs, rule, L: tl.constexpr, A: tl.constexpr, SPLITS: tl.constexpr
-):
+    queries, store, out, parts, seq_ids, seqs, rule, table_stride, layer,
+    L: tl.constexpr, A: tl.constexpr, IS_SPLIT: tl.constexpr,
+):  # fmt: skip
     """Program (i, head, split): the one query of sequence seq_ids[i] over a share of its tiles.
 
-    Grid [n, K * PIECES, SPLITS]. Every sequence is cut into SPLITS runs of whole tiles by its own length, so
-    that the grid depends on no length. With SPLITS = 1 writes out, else parts.
+    Grid [n, K * PIECES, splits]. Every sequence is cut into `splits` runs of whole tiles by its own length,
+    so that the grid depends on no length. Writes out, with several splits (IS_SPLIT) parts.
     """
     index = tl.program_id(0)
     head = tl.program_id(1) // A.PIECES
-    split = tl.program_id(2)
+    split, splits = tl.program_id(2), (tl.num_programs(2) if IS_SPLIT else 1)
     seq = tl.load(seq_ids + index)
     token = tl.load(seqs.query_starts + seq).to(tl.int64)
     length = tl.load(seqs.seq_lens + seq)
@@ -69,34 +73,32 @@ def decode_kernel(
     if A.HAS_WINDOW and not A.HAS_POSITIONS:
         first = tl.maximum(length - rule.window, 0) // A.BLOCK_N * A.BLOCK_N
     tiles = tl.cdiv(length - first, A.BLOCK_N)
-    share = tl.cdiv(tiles, SPLITS) * A.BLOCK_N
+    share = tl.cdiv(tiles, splits) * A.BLOCK_N
     start = first + split * share
     stop = tl.minimum(start + share, length)
 
     top, total, acc = attend_slots(
-        query, latent, query_slots, start, stop, store, seqs, seq, head, rule, L, A
+        query, latent, query_slots, start, stop, store, seqs, seq, head, rule, table_stride, layer, L, A
     )
 
     tokens = tl.full([A.BLOCK_M], 0, tl.int64) + token
     part_rows = tl.full([A.BLOCK_M], 0, tl.int64) + index
     sinks = seq * L.KV_HEADS * A.GROUP + heads
-    _write(
-        out, parts, tokens, part_rows, heads, is_row, sinks, split, top, total, acc, store, rule, L, A, SPLITS
-    )
+    _write(out, parts, tokens, part_rows, heads, is_row, sinks, top, total, acc, store, rule, L, A, IS_SPLIT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "layer"])
 def tile_kernel(
-    queries, store, out, parts, tiles, seqs, rule, L: tl.constexpr, A: tl.constexpr, SPLITS: tl.constexpr
-):
+    queries, store, out, parts, tiles, seqs, rule, table_stride, layer,
+    L: tl.constexpr, A: tl.constexpr, IS_SPLIT: tl.constexpr,
+):  # fmt: skip
     """Program (tile, head, split): BLOCK_M // GROUP queries of a sequence, causally, over a share of slots.
 
-    tiles: [tiles, 2] int32, the sequence and the first query of each tile. Grid [tiles, K * PIECES, SPLITS].
+    tiles: [tiles, 2] int32, the sequence and the first query of each tile. Grid [tiles, K * PIECES, splits].
     """
     QUERIES: tl.constexpr = A.BLOCK_M // A.GROUP if A.PIECES == 1 else 1
     tile_id = tl.program_id(0)
     head = tl.program_id(1) // A.PIECES
-    split = tl.program_id(2)
     seq = tl.load(tiles + 2 * tile_id)
     first_query = tl.load(tiles + 2 * tile_id + 1)
     token = tl.load(seqs.query_starts + seq)
@@ -117,19 +119,17 @@ def tile_kernel(
         first = tl.maximum(length - num_queries + first_query - rule.window + 1, 0)
         start = first // A.BLOCK_N * A.BLOCK_N
     stop = tl.minimum(length - num_queries + first_query + QUERIES, length)
-    if SPLITS > 1:
-        share = tl.cdiv(tl.cdiv(stop - start, A.BLOCK_N), SPLITS) * A.BLOCK_N
-        start += split * share
+    if IS_SPLIT:
+        share = tl.cdiv(tl.cdiv(stop - start, A.BLOCK_N), tl.num_programs(2)) * A.BLOCK_N
+        start += tl.program_id(2) * share
         stop = tl.minimum(start + share, stop)
 
     top, total, acc = attend_slots(
-        query, latent, query_slots, start, stop, store, seqs, seq, head, rule, L, A
+        query, latent, query_slots, start, stop, store, seqs, seq, head, rule, table_stride, layer, L, A
     )
     part_rows = tile_id.to(tl.int64) * QUERIES + query_in_tile
     sinks = seq * L.KV_HEADS * A.GROUP + heads
-    _write(
-        out, parts, tokens, part_rows, heads, is_row, sinks, split, top, total, acc, store, rule, L, A, SPLITS
-    )
+    _write(out, parts, tokens, part_rows, heads, is_row, sinks, top, total, acc, store, rule, L, A, IS_SPLIT)
 
 
 @triton.jit

@@ -165,7 +165,7 @@ def _load_vectors(vectors, tokens, heads, is_row, D: tl.constexpr, BLOCK_D: tl.c
     return _clamped(tl.where(numbers == numbers, numbers, 0.0), -LIMIT, LIMIT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def encode_kernel(k, v, store, slot_mapping, num_tokens, L: tl.constexpr, ROWS: tl.constexpr):
     """Program p encodes ROWS keys and values of k and v (Rows [T, K, ...]), seen as [T * K, ...]; one whose
     slot is negative is written nowhere."""

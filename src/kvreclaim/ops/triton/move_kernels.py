@@ -47,7 +47,7 @@ def copy_kernel(cache, pairs, layer_stride, BLOCK_ELEMENTS: tl.constexpr, BLOCK:
     tl.store(layer + target * BLOCK_ELEMENTS + element, value, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def gather_kernel(
     store, out, block_ids, num_tokens, out_stride, L: tl.constexpr, SIDE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
@@ -77,7 +77,7 @@ def _kept_rows(kept, source_ids, slots, num_kept, head, KV_HEADS: tl.constexpr, 
     return slot_rows(source_ids, old, valid, head, KV_HEADS, S)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_kept", "num_slots", "kept_stride_l", "kept_stride_k"])
 def compact_kernel(
     cache,
     room,

@@ -86,7 +86,7 @@ def _numbers(
     return codes.to(tl.float32) * scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def packed_product_kernel(
     x,
     data,

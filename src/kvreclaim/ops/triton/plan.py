@@ -34,15 +34,13 @@ class SlotPositions:
 
 
 class Sequences(NamedTuple):
-    """A batch as kernels follow it: block_table [N, W] int32, whose rows lie table_stride apart, query_starts
-    [N + 1] int32, seq_lens and shifts [N] int32; positions: SlotPositions.table, anything where there are
-    none."""
+    """A batch as kernels follow it: block_table [N, W] int32, query_starts [N + 1] int32, seq_lens and shifts
+    [N] int32; positions: SlotPositions.table, anything where there are none."""
 
     query_starts: Tensor
     block_table: Tensor
     seq_lens: Tensor
     shifts: Tensor
-    table_stride: int
     positions: Tensor
 
 
@@ -71,7 +69,7 @@ def static_tables(
     rows, device = block_table.shape[0], block_table.device
     order = _order(rows + 1, device)
     splits = num_splits(rows, num_kv_heads, max_seq_len, device)
-    seqs = Sequences(order, block_table, seq_lens, shifts, block_table.stride(0), block_table)
+    seqs = Sequences(order, block_table, seq_lens, shifts, block_table)
     return DecodeTables(order[:rows], seqs, splits)
 
 
@@ -134,7 +132,6 @@ def sequences_of(batch: AttentionBatch) -> Sequences:
             arrays.block_table,
             arrays.seq_lens,
             arrays.shifts,
-            arrays.block_table.stride(0),
             arrays.block_table if positions is None else positions.table,
         )
 

@@ -71,7 +71,7 @@ def _band_powers(
     return real * real + imag * imag
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def trig_norm_kernel(
     store,
     out,
@@ -144,7 +144,7 @@ def trig_norm_kernel(
     tl.store(out + places, scores, mask=(member < GROUP)[:, None] & valid[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_token", "stop_token", "num_tokens"])
 def mixture_kernel(
     store,
     out,
@@ -219,7 +219,7 @@ def mixture_kernel(
         tl.store(out + head.to(tl.int64) * num_tokens + tokens, best, mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def norm_kernel(
     store, out, block_ids, num_tokens, L: tl.constexpr, SIDE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
@@ -243,7 +243,7 @@ def _weighted(tile, weights, is_weight, places):
     return tl.sum(tile * tl.load(weights + places, mask=is_weight, other=0.0), axis=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def surrogate_kernel(
     store,
     out,

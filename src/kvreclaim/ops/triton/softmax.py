@@ -19,14 +19,14 @@ NOTHING = tl.constexpr(float("-inf"))
 
 
 @triton.jit
-def attended(slots, valid, query_slots, shift, known_positions, head, rule, A: tl.constexpr):
+def attended(slots, valid, query_slots, shift, known_positions, head, layer, rule, A: tl.constexpr):
     """[rows, slots] bool. known_positions: this sequence's row of SlotPositions.table."""
     seen = valid[None, :] & (slots[None, :] <= query_slots[:, None])
     if A.HAS_WINDOW:
         positions = slots + shift
         if A.HAS_POSITIONS:
             known = valid & (slots < tl.load(known_positions + 1))
-            first = rule.layer * tl.load(known_positions + 2) + head * tl.load(known_positions + 3)
+            first = layer * tl.load(known_positions + 2) + head * tl.load(known_positions + 3)
             address = tl.load(known_positions).to(tl.pointer_type(tl.int32)) + first
             positions = tl.where(known, tl.load(address + slots, mask=known, other=0), positions)
         seen = seen & ((query_slots + shift)[:, None] - positions[None, :] < rule.window)
@@ -92,11 +92,24 @@ def _tile_scores(query, store, rows, valid, L: tl.constexpr, A: tl.constexpr):
 
 @triton.jit
 def attend_slots(
-    query, latent, query_slots, start, stop, store, seqs, seq, head, rule, L: tl.constexpr, A: tl.constexpr
+    query,
+    latent,
+    query_slots,
+    start,
+    stop,
+    store,
+    seqs,
+    seq,
+    head,
+    rule,
+    table_stride,
+    layer,
+    L: tl.constexpr,
+    A: tl.constexpr,
 ):
     """Rows of queries (load_queries) over the slots [start, stop) of a sequence, start a multiple of BLOCK_N:
     maximum and sum [rows] and values [rows, BLOCK_DV]; of a rotated format, rotated ones."""
-    table = seqs.block_table + seq.to(tl.int64) * seqs.table_stride
+    table = seqs.block_table + seq.to(tl.int64) * table_stride
     shift = tl.load(seqs.shifts + seq)
     known_positions = seqs.positions + seq * 4
     top = tl.full([A.BLOCK_M], NOTHING, tl.float32)
@@ -111,7 +124,7 @@ def attend_slots(
             v = load_tile(store, rows, valid, L, 1, A.KEEP_16).to(query.dtype)
             scores += dots(latent, v, A)
         scores = softened(scores, rule, A)
-        seen = attended(slots, valid, query_slots, shift, known_positions, head, rule, A)
+        seen = attended(slots, valid, query_slots, shift, known_positions, head, layer, rule, A)
         scores = tl.where(seen, scores, NOTHING)
         higher = tl.maximum(top, tl.max(scores, axis=1))
         base = tl.where(higher == NOTHING, 0.0, higher)
