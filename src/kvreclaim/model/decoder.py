@@ -302,7 +302,8 @@ def joined(linears: list[Any], norm: Any, ops: ModuleType = native_layers) -> An
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:
-    whole = torch.cat([part.data for part in parts])
+    with torch.inference_mode(False):  # gradients flow through weights that are no inference tensors alone
+        whole = torch.cat([part.data for part in parts])
     for part, view in zip(parts, whole.split([part.shape[0] for part in parts]), strict=True):
         part.data = view
     return whole

@@ -100,7 +100,8 @@ def test_decode_steps_of_every_family(
     graphs = DecodeGraphs(
         engine.loaded.model, engine.cache, engine.backend, engine.groups, **limits, capture=captured
     )
-    assert graphs._prepare(2, unequal=unequal) is None
+    with torch.inference_mode():
+        assert graphs._prepare(2, unequal=unequal) is None
     assert "decode_kernel" in launches
 
 

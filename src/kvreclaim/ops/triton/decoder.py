@@ -33,12 +33,11 @@ def runs_on(device: torch.device) -> bool:
 
 
 def takes_norm(x: Tensor, weight: Tensor) -> bool:
-    """Whether rms_norm can run: fp32, fp16 or bf16, x contiguous, no gradient wanted."""
+    """Whether rms_norm can run: fp32, fp16 or bf16, no gradient wanted."""
     return (
         x.dtype is weight.dtype
         and x.dtype in DTYPES
         and runs_on(x.device)
-        and x.is_contiguous()
         and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
     )
 
@@ -48,9 +47,9 @@ def has_norm_from_one() -> bool:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, from_one: bool = False) -> Tensor:
-    """ops.native.norm.rms_norm, rounded once: x [..., D] contiguous, weight [D] -> like x."""
+    """ops.native.norm.rms_norm, rounded once: x [..., D] in any strides, weight [D] -> like x, contiguous."""
     out = new_output(x, *x.shape)
-    _norm(x, None, weight, eps, (out, out), from_one)
+    _norm(x.contiguous(), None, weight, eps, (out, out), from_one)
     return out.to(x.dtype)
 
 

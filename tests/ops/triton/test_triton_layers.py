@@ -1,0 +1,174 @@
+"""Whole models whose layers run on these kernels: transformers' logits and tokens, few launches a layer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import tiny_packed
+import torch
+from launches import Launches, counted
+from one_text import OneText
+from torch import Tensor, nn
+from triton_pair import DEVICE
+
+from kvreclaim import LLM, SamplingParams
+from kvreclaim.engine.execute.graphs import DecodeGraphs
+from kvreclaim.model.decoder import NativeLayer
+from kvreclaim.model.inputs import inputs_handed_out
+from kvreclaim.model.loader import LoadedModel, load_model
+from kvreclaim.ops.triton.support import is_interpreted
+
+TAKEN = ("llama", "qwen2", "qwen3", "mistral")
+TOLERANCE = {"float32": 2e-5, "bfloat16": 0.04, "float16": 0.006}
+LAUNCHES = {
+    **dict.fromkeys(TAKEN, 11),
+    "gemma2": 27.5,  # norms alone
+    "phi3": 27,
+    "olmo2": 26,  # norms and MLPs
+    "glm4": 31,
+    "qwen3-moe": 41,
+    "gpt-oss": 51.5,
+    "deepseek-v3": 68,
+}
+"""A layer's, of a decode step, attention over several shares of a sequence included."""
+
+
+def load(directory: Path, kernels: str = "triton", dtype: str = "float32") -> LoadedModel:
+    return load_model(directory, dtype=dtype, device=str(DEVICE), kernels=kernels)
+
+
+@torch.inference_mode()
+def logits(loaded: LoadedModel, tokens: int = 7, batch: Any = None) -> Tensor:
+    ids = (torch.arange(tokens, device=DEVICE)[None] * 31 + 5) % tiny.VOCAB_SIZE
+    given = {"position_ids": torch.arange(3, 3 + tokens, device=DEVICE)[None], "use_cache": False}
+    found: Tensor = loaded.model(input_ids=ids, kv_batch=batch or OneText(), **given).logits[0]
+    return found
+
+
+def layers(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if isinstance(vars(m).get("forward"), NativeLayer)]
+
+
+def close(got: Tensor, want: Tensor, dtype: str = "float32") -> None:
+    torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE[dtype] * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", TAKEN)
+def test_logits_are_those_of_transformers(tiny_dir: Callable[[str], Path], name: str, dtype: str) -> None:
+    ours, plain = (load(tiny_dir(name), kernels, dtype) for kernels in ("triton", "torch"))
+    count = ours.model.config.num_hidden_layers
+    assert f"decoder layers: triton ({count}); forward: triton" in ours.modules
+    assert len(layers(ours.model)) == count
+    for tokens in (1, 7, 67):
+        close(logits(ours, tokens), logits(plain, tokens), dtype)
+    names = dict(plain.model.named_parameters())
+    assert all(torch.equal(weight, names[name]) for name, weight in ours.model.named_parameters())
+    if dtype != "float32":  # fewer roundings: no further from the same weights in fp32
+        found, theirs = logits(ours, 67).float(), logits(plain, 67).float()
+        plain.model.float()
+        exact = logits(plain, 67)
+        assert (found - exact).norm() <= 1.1 * (theirs - exact).norm()
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_tokens_are_those_of_generate(tiny_dir: Callable[[str], Path], family: str) -> None:
+    """Layers of other kinds keep transformers' code around norms, and MLPs, that run here."""
+    given = {"dtype": "float32", "device": str(DEVICE), "kernels": "triton", "max_num_batched_tokens": 24}
+    llm = LLM(tiny_dir(family), num_blocks=40, **given)
+    taken = family in (*TAKEN, "ministral")
+    assert ("decoder layers: triton (" in llm.loaded.modules) == taken
+    assert "norms: triton (" in llm.loaded.modules
+    prompts = tiny.prompts((27, 9), seed=1)
+    answers = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    found = [answer.outputs[0].token_ids for answer in answers]
+    assert found == tiny.greedy(tiny_dir(family), prompts, 4)
+
+
+def step_of(directory: Path) -> tuple[Launches, str]:
+    """What a decode step of two sequences launches as it is captured, and what runs on which kernels."""
+    engine = LLM(directory, num_blocks=40, dtype="float32", device="cpu", kernels="triton").engine
+    found: list[Launches] = []
+
+    def capture(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        run()
+        with counted() as launches:
+            run()
+        found.append(launches)
+        return run
+
+    limits = {"max_num_seqs": 2, "max_model_len": 1024, "max_chunk": 64}
+    model, cache = engine.loaded.model, engine.cache
+    graphs = DecodeGraphs(model, cache, engine.backend, engine.groups, **limits, capture=capture)
+    with torch.inference_mode():
+        assert graphs._prepare(2, unequal=False) is None
+    return found[0], engine.loaded.modules
+
+
+def launches_a_layer(save: Callable[[int], Path]) -> tuple[float, str]:
+    (few, _), (many, modules) = (step_of(save(count)) for count in (2, 4))
+    assert not many.waits
+    return (many.total - few.total) / 2, modules
+
+
+@pytest.mark.skipif(not is_interpreted(), reason="launches are counted in the interpreter")
+@pytest.mark.parametrize("family", LAUNCHES)
+def test_launches_of_a_layer(family: str, tmp_path: Path) -> None:
+    def save(count: int) -> Path:
+        return tiny.save_model(family, tmp_path / str(count), num_hidden_layers=count)
+
+    assert launches_a_layer(save)[0] <= LAUNCHES[family]
+
+
+@pytest.mark.skipif(not is_interpreted(), reason="launches are counted in the interpreter")
+def test_launches_of_a_layer_with_packed_weights(tmp_path: Path) -> None:
+    """Their products are what they are elsewhere; norms, rotation and gates are these kernels."""
+
+    def save(count: int) -> Path:
+        tiny_packed.write("awq", tmp_path / str(count), num_hidden_layers=count)
+        return tmp_path / str(count)
+
+    found, modules = launches_a_layer(save)
+    assert "decoder layers: triton (4)" in modules
+    assert found <= 25
+
+
+def test_hooks_gradients_and_plain_calls_get_transformers_code(tiny_dir: Callable[[str], Path]) -> None:
+    ours, plain = (load(tiny_dir("qwen3"), kernels) for kernels in ("triton", "torch"))
+    batch = OneText()
+    with inputs_handed_out(ours.model):
+        close(logits(ours, batch=batch), logits(plain))
+    norm = ours.model.model.layers[0].input_layernorm
+    ids = (torch.arange(7, device=DEVICE) * 31 + 5) % tiny.VOCAB_SIZE
+    with torch.inference_mode():
+        close(batch.calls[0].hidden, norm(ours.model.model.embed_tokens(ids)))
+    seen: list[Tensor] = []
+    hook = ours.model.model.layers[1].mlp.register_forward_hook(lambda _, args, out: seen.append(out))
+    close(logits(ours), logits(plain))
+    hook.remove()
+    assert len(seen) == 1
+    for each in (ours, plain):
+        each.model.set_attn_implementation("sdpa")
+    got, want = (each.model(input_ids=ids[None], use_cache=False).logits for each in (ours, plain))
+    close(got, want)
+    states = ours.model.model.embed_tokens(ids[None]).requires_grad_()
+    ours.model(inputs_embeds=states, use_cache=False).logits.sum().backward()
+    assert states.grad is not None
+    assert bool(states.grad.abs().sum() > 0)
+
+
+def test_copies_have_weights_of_their_own(tiny_dir: Callable[[str], Path]) -> None:
+    loaded = load(tiny_dir("llama"))
+    want = logits(loaded)
+    copied = copy.deepcopy(loaded.model)
+    with torch.no_grad():
+        for module in copied.modules():
+            if isinstance(module, nn.Linear):
+                module.weight.zero_()
+    assert torch.equal(logits(loaded), want)
+    assert not logits(LoadedModel(copied, None, loaded.facts, frozenset(), 0, "")).any()
