@@ -1,61 +1,54 @@
-"""compact: every layer's survivors slide together, in place where that is safe."""
+"""compact: survivors are read into a buffer, some layers at a time, and go from there to their new slots."""
 
 from __future__ import annotations
 
 import torch
+import triton
 from torch import Tensor
 
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.triton.move_kernels import compact_kernel
-from kvreclaim.ops.triton.support import num_processors, padded
+from kvreclaim.ops.triton.support import padded
 
-TILE_BYTES = 32768
-MAX_TILE_SLOTS = 1024
+TILE_BYTES = 16384
+MAX_TILE_SLOTS = 256
+ROOM_BYTES = 1 << 26
+"""Of the buffer, at most, but for one layer that takes more."""
 
 
 def compact(cache: KVCache, kept: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
-    """ops.reference.compact: one launch for all layers of each plane; codes and their parameters move as they
-    are.
-
-    Does not wait for the device: whether targets overlap later sources is found and used there.
-    """
-    num_slots = target_ids.shape[0] * cache.block_size
+    """ops.reference.compact: two launches for each plane of some layers; codes and their parameters move as
+    they are. Does not wait for the device."""
+    heads, num_slots = cache.num_kv_heads, target_ids.shape[0] * cache.block_size
     if num_slots == 0:
         return
-    kept = kept.expand(cache.num_layers, cache.num_kv_heads, -1)
+    kept = kept.expand(cache.num_layers, heads, -1)
     kept = kept if kept.stride(-1) == 1 else kept.contiguous()
-    overlaps = _overlaps(source_ids, target_ids)
-    items = cache.num_layers * cache.num_kv_heads
-    programs = min(items, num_processors(cache.device))
     row_bytes = max(plane[0, 0, 0, 0].nbytes for plane in cache.planes)
-    room = torch.empty((programs, num_slots, row_bytes), dtype=torch.uint8, device=cache.device)
-    for plane in cache.planes:
-        dim = plane.shape[-1]
-        block_d = padded(dim)
-        compact_kernel[(programs,)](
-            plane,
-            room.view(plane.dtype),
-            kept,
-            source_ids,
-            target_ids,
-            overlaps,
-            items,
-            kept.shape[-1],
-            num_slots,
-            plane.stride(0),
-            kept.stride(0),
-            kept.stride(1),
-            KV_HEADS=cache.num_kv_heads,
-            S=cache.block_size,
-            D=dim,
-            BLOCK_N=min(MAX_TILE_SLOTS, max(16, TILE_BYTES // (block_d * plane.itemsize))),
-            BLOCK_D=block_d,
-            num_warps=8,
-        )
-
-
-def _overlaps(source_ids: Tensor, target_ids: Tensor) -> Tensor:
-    """int32 [], not 0 if a target block stands later in the old table than in the new one."""
-    old, new = (torch.arange(ids.shape[0], device=ids.device) for ids in (source_ids, target_ids))
-    is_later = old[None, :] > new[:, None]
-    return ((target_ids[:, None] == source_ids[None, :]) & is_later).any().to(torch.int32)
+    step = min(cache.num_layers, max(1, ROOM_BYTES // (heads * num_slots * row_bytes)))
+    room = torch.empty((step * heads, num_slots, row_bytes), dtype=torch.uint8, device=cache.device)
+    for first in range(0, cache.num_layers, step):
+        own = kept[first : first + step]
+        for plane in cache.planes:
+            dim, block_d = plane.shape[-1], padded(plane.shape[-1])
+            tokens = min(MAX_TILE_SLOTS, max(16, TILE_BYTES // (block_d * plane.itemsize)))
+            for is_read in (True, False):
+                compact_kernel[(len(own) * heads, triton.cdiv(num_slots, tokens))](
+                    plane[first:],
+                    room.view(plane.dtype),
+                    own,
+                    source_ids,
+                    target_ids,
+                    kept.shape[-1],
+                    num_slots,
+                    plane.stride(0),
+                    own.stride(0),
+                    own.stride(1),
+                    IS_READ=is_read,
+                    KV_HEADS=heads,
+                    S=cache.block_size,
+                    D=dim,
+                    BLOCK_N=tokens,
+                    BLOCK_D=block_d,
+                    num_warps=4,
+                )

@@ -69,14 +69,6 @@ def gather_kernel(
     tl.store(out + places[:, None] * out_stride + dims[None, :], tile, mask=mask)
 
 
-@triton.jit
-def _kept_rows(kept, source_ids, slots, num_kept, head, KV_HEADS: tl.constexpr, S: tl.constexpr):
-    """Rows of the tokens that go to these slots; 0 past num_kept."""
-    valid = slots < num_kept
-    old = tl.load(kept + slots, mask=valid, other=0)
-    return slot_rows(source_ids, old, valid, head, KV_HEADS, S)
-
-
 @triton.jit(do_not_specialize=["num_kept", "num_slots", "kept_stride_l", "kept_stride_k"])
 def compact_kernel(
     cache,
@@ -84,53 +76,35 @@ def compact_kernel(
     kept,
     source_ids,
     target_ids,
-    overlaps,
-    num_items,
     num_kept,
     num_slots,
     layer_stride,
     kept_stride_l,
     kept_stride_k,
+    IS_READ: tl.constexpr,
     KV_HEADS: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Program p moves one head of one layer after another: items p, p + P, ... of [L * K].
-
-    A tile is read whole before it is written. Tiles go upwards, and the token that goes to slot i comes
-    from a slot >= i: so where no target block lies later in the old table than in the new one, no
-    slot is written before it has been read. Where one does (overlaps is not 0), all survivors of the
-    item are read into the program's room [slots, D] first.
-    """
-    program = tl.program_id(0)
-    own_room = room + program.to(tl.int64) * num_slots * D
+    """Program (item, tile): BLOCK_N kept tokens of one head of one layer into room [items, slots, D], or from
+    there to the slots of its target blocks; zeros behind the last one."""
+    item = tl.program_id(0)
+    head = item % KV_HEADS
+    layer = (item // KV_HEADS).to(tl.int64)
+    store = cache + layer * layer_stride
+    own_room = room + item.to(tl.int64) * num_slots * D
+    slots = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
-    through_room = tl.load(overlaps) != 0
-    for item in range(program, num_items, tl.num_programs(0)):
-        head = item % KV_HEADS
-        layer = item // KV_HEADS
-        layer = layer.to(tl.int64)
-        store = cache + layer * layer_stride
-        order = kept + layer * kept_stride_l + head * kept_stride_k
-        if through_room:
-            for first in range(0, num_kept, BLOCK_N):
-                slots = first + tl.arange(0, BLOCK_N)
-                rows = _kept_rows(order, source_ids, slots, num_kept, head, KV_HEADS, S)
-                tile = load_rows(store, rows, slots < num_kept, D, BLOCK_D, True)
-                mask = (slots < num_kept)[:, None] & (dims < D)[None, :]
-                tl.store(own_room + slots[:, None] * D + dims[None, :], tile, mask=mask)
-            tl.debug_barrier()
-        for first in range(0, num_slots, BLOCK_N):
-            slots = first + tl.arange(0, BLOCK_N)
-            if through_room:
-                tile = load_rows(own_room, slots, slots < num_kept, D, BLOCK_D, True)
-            else:
-                rows = _kept_rows(order, source_ids, slots, num_kept, head, KV_HEADS, S)
-                tile = load_rows(store, rows, slots < num_kept, D, BLOCK_D, True)
-            tl.debug_barrier()
-            rows = slot_rows(target_ids, slots, slots < num_slots, head, KV_HEADS, S)
-            mask = (slots < num_slots)[:, None] & (dims < D)[None, :]
-            tl.store(store + rows[:, None] * D + dims[None, :], tile, mask=mask)
-        tl.debug_barrier()
+    valid = slots < num_kept
+    if IS_READ:
+        old = tl.load(kept + layer * kept_stride_l + head * kept_stride_k + slots, mask=valid, other=0)
+        tile = load_rows(store, slot_rows(source_ids, old, valid, head, KV_HEADS, S), valid, D, BLOCK_D, True)
+        mask = valid[:, None] & (dims < D)[None, :]
+        tl.store(own_room + slots[:, None] * D + dims[None, :], tile, mask=mask)
+    else:
+        tile = load_rows(own_room, slots, valid, D, BLOCK_D, True)
+        rows = slot_rows(target_ids, slots, slots < num_slots, head, KV_HEADS, S)
+        mask = (slots < num_slots)[:, None] & (dims < D)[None, :]
+        tl.store(store + rows[:, None] * D + dims[None, :], tile, mask=mask)
