@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvreclaim.bench.kernel_shapes import BLOCK_SIZE, GROUP, Filled, KernelShape
+from kvreclaim.bench.kernel_shapes import GROUP, Filled, KernelShape
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.rope import RopeLayout
 
@@ -145,7 +145,7 @@ def compact(shape: KernelShape, budget: int) -> KernelCase:
 
     def run(filled: Filled, layer: int) -> None:
         ids = filled.one
-        filled.backend.compact(filled.cache, kept, ids, ids[: blocks_for(budget, BLOCK_SIZE)])
+        filled.backend.compact(filled.cache, kept, ids, ids[: blocks_for(budget, shape.block_size)])
 
     def result(filled: Filled, layer: int) -> Tensor:
         return filled.gather(layer, budget)

@@ -41,6 +41,7 @@ class KernelShape:
     turns: int = 1
     device: str = "cpu"
     kv_format: str = "auto"
+    block_size: int = BLOCK_SIZE
 
     @property
     def format(self) -> KVFormat:
@@ -48,12 +49,12 @@ class KernelShape:
 
     @property
     def blocks_each(self) -> int:
-        return blocks_for(self.context, BLOCK_SIZE)
+        return blocks_for(self.context, self.block_size)
 
     @property
     def token_bytes(self) -> float:
         """Bytes of one token's key and value in one head, as stored, parameters included."""
-        return self.format.unit_bytes(self.head_dim, self.head_dim, BLOCK_SIZE) / BLOCK_SIZE
+        return self.format.unit_bytes(self.head_dim, self.head_dim, self.block_size) / self.block_size
 
     @property
     def side_bytes(self) -> int:
@@ -91,7 +92,7 @@ class Filled:
         like = torch.empty(0, dtype=shape.dtype, device=shape.device)
         num_blocks = shape.batch * shape.turns * shape.blocks_each
         self.cache = self.backend.allocate(
-            shape.facts(), num_blocks, BLOCK_SIZE, like=like, kv_format=shape.format
+            shape.facts(), num_blocks, shape.block_size, like=like, kv_format=shape.format
         )
         for layer in range(shape.layers):
             for number in range(shape.batch * shape.turns):
@@ -101,9 +102,9 @@ class Filled:
     def tokens(self, layer: int, number: int) -> tuple[Tensor, Tensor]:
         """[context, K, D] keys and values of one sequence."""
         shape = self.shape
-        generator = torch.Generator().manual_seed(1000 * layer + number)
+        generator = torch.Generator(shape.device).manual_seed(1000 * layer + number)
         size = (2, shape.context, shape.kv_heads, shape.head_dim)
-        both = torch.randn(size, generator=generator).to(shape.device, shape.dtype)
+        both = torch.randn(size, generator=generator, device=shape.device).to(shape.dtype)
         return both[0], both[1]
 
     @cached_property
@@ -120,8 +121,8 @@ class Filled:
     @cached_property
     def slots(self) -> list[Tensor]:
         """[context] int64 of each sequence, as write_kv takes them."""
-        tokens = torch.arange(self.shape.context, device=self.shape.device)
-        return [row[tokens // BLOCK_SIZE] * BLOCK_SIZE + tokens % BLOCK_SIZE for row in self.ids]
+        tokens, size = torch.arange(self.shape.context, device=self.shape.device), self.shape.block_size
+        return [row[tokens // size] * size + tokens % size for row in self.ids]
 
     @property
     def one(self) -> Tensor:
@@ -142,4 +143,4 @@ class Filled:
         shape = self.shape
         tables = self.tables[: shape.batch]
         sequences = tuple(SequenceSlots(ids, shape.queries, shape.context) for ids in tables)
-        return AttentionBatch.build(sequences, BLOCK_SIZE, torch.device(shape.device))
+        return AttentionBatch.build(sequences, shape.block_size, torch.device(shape.device))

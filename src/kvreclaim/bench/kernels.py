@@ -6,6 +6,9 @@ takes one) in turn, so that what they read has left the near caches, as it has i
 at the same shape in several formats is timed in turns, round by round, so that whoever else uses the machine
 slows them alike; `times_bf16` is the ratio of the medians. The machine's bandwidth is measured before and
 after, and the better figure of each kind counts: others that use the machine only lower it.
+
+On CUDA the calls are captured in a graph and timed by events, so that a row says what the kernel takes;
+`host_us` is the host's time to launch it from Python, outside graphs.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from torch import Tensor
 
 from kvreclaim.bench.common import Columns, Row, alternate, seconds, sheet, spread
 from kvreclaim.bench.kernel_cases import KernelCase, standard
-from kvreclaim.bench.kernel_shapes import BLOCK_SIZE, Filled, KernelShape
+from kvreclaim.bench.kernel_shapes import Filled, KernelShape
 from kvreclaim.errors import KVReclaimError
 from kvreclaim.ops import reference
 from kvreclaim.ops.backend import Backend, Need, choose_backend
@@ -29,6 +32,8 @@ from kvreclaim.ops.backend import Backend, Need, choose_backend
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 2e-4}
 """Largest difference from the reference over the reference's largest value."""
 MIN_SLICE_S = 0.02
+GRAPH_CALLS = 10
+"""Calls in a CUDA graph, at least."""
 BASE = "bf16"
 COLUMNS: Columns = {
     "op": "{op} ({kernels})",
@@ -84,7 +89,7 @@ def _groups(cases: Sequence[KernelCase]) -> list[list[KernelCase]]:
 
 def _backend(kernels: str, case: KernelCase) -> Backend:
     shape = case.shape
-    need = Need(shape.facts(), BLOCK_SIZE, shape.dtype, torch.device(shape.device), shape.format)
+    need = Need(shape.facts(), shape.block_size, shape.dtype, torch.device(shape.device), shape.format)
     return choose_backend(kernels, need).backend
 
 
@@ -93,8 +98,7 @@ def check(case: KernelCase, backend: Backend) -> float:
 
     Raises: WrongKernelError above the tolerance, or for a result that is not finite.
     """
-    small = replace(case.shape, layers=case.shape.layers if case.all_layers else 1)
-    error = _difference(_result(case, backend, small), _result(case, reference, small))
+    error = _error(case, backend)
     allowed = TOLERANCES[case.shape.dtype]
     if not error <= allowed:
         raise WrongKernelError(
@@ -102,6 +106,17 @@ def check(case: KernelCase, backend: Backend) -> float:
             f"largest value (allowed {allowed:.0e}); nothing was timed; run the tests of this kernel."
         )
     return error
+
+
+def measured(case: KernelCase, kernels: str = "auto", repeats: int = 5) -> Row:
+    """Return the row of one case, its `error` from the reference included, without judging it."""
+    error = _error(case, _backend(kernels, case))
+    return _time([case], kernels, repeats)[case] | {"error": error}
+
+
+def _error(case: KernelCase, backend: Backend) -> float:
+    small = replace(case.shape, layers=case.shape.layers if case.all_layers else 1)
+    return _difference(_result(case, backend, small), _result(case, reference, small))
 
 
 def _result(case: KernelCase, backend: Any, shape: KernelShape) -> Tensor:
@@ -121,21 +136,23 @@ def _difference(got: Tensor, wanted: Tensor) -> float:
 def _time(cases: list[KernelCase], kernels: str, repeats: int) -> dict[KernelCase, Row]:
     """Rows of cases that are timed in turns, by median."""
     backends = {case: _backend(kernels, case) for case in cases}
-    rounds = alternate({case: _slice(case, backend) for case, backend in backends.items()}, repeats)
+    slices = {case: _slice(case, backend) for case, backend in backends.items()}
+    rounds = alternate({case: call_s for case, (call_s, _) in slices.items()}, repeats)
     call_s = {case: median(times) for case, times in rounds.items()}
     base = next((call_s[case] for case in cases if case.shape.format.name == BASE), None)
     rows = {}
     for case, times in rounds.items():
-        rows[case] = _row(case, backends[case], call_s[case]) | {"spread": spread(times)}
+        rows[case] = _row(case, backends[case], call_s[case]) | {"spread": spread(times)} | slices[case][1]
         if base is not None and len(cases) > 1:
             rows[case]["times_bf16"] = base / call_s[case]
     return rows
 
 
-def _slice(case: KernelCase, backend: Backend) -> Callable[[], float]:
-    """Seconds of one call (one layer's, if it does one at a time), from at least MIN_SLICE_S of them."""
+def _slice(case: KernelCase, backend: Backend) -> tuple[Callable[[], float], Row]:
+    """Seconds of one call (one layer's, if it does one at a time) at each call, and facts for its row."""
     shape, filled = case.shape, Filled(backend, case.shape)
     layers = 1 if case.all_layers else shape.layers
+    calls = layers * shape.turns
 
     def call(times: int) -> None:
         for filled.turn in list(range(shape.turns)) * times:
@@ -143,8 +160,27 @@ def _slice(case: KernelCase, backend: Backend) -> Callable[[], float]:
                 case.run(filled, layer)
 
     first = median_time(lambda: call(1), shape.device, 1)
-    times = max(1, int(MIN_SLICE_S / first))
-    return lambda: timed(lambda: call(times), shape.device) / times / shape.turns / layers
+    if not is_cuda(shape.device):
+        times = max(1, int(MIN_SLICE_S / first))
+        return lambda: timed(lambda: call(times), shape.device) / times / calls, {}
+    times = -(-GRAPH_CALLS // calls)
+    host_us = seconds(lambda: call(times)) / times / calls * 1e6
+    work, is_graph = captured(lambda: call(times))
+    return lambda: timed(work, shape.device) / times / calls, {"host_us": host_us, "graph": is_graph}
+
+
+def captured(work: Callable[[], object]) -> tuple[Callable[[], object], bool]:
+    """A replay of the work's CUDA graph and True; the work itself and False where it cannot be captured."""
+    from kvreclaim.engine.execute.graphs import CudaCapture
+
+    def run() -> Tensor:
+        work()
+        return torch.empty(0)
+
+    try:
+        return CudaCapture()(run), True
+    except RuntimeError:
+        return work, False
 
 
 def _row(case: KernelCase, backend: Backend, call_s: float) -> Row:
@@ -158,6 +194,7 @@ def _row(case: KernelCase, backend: Backend, call_s: float) -> Row:
         "kv_heads": shape.kv_heads,
         "dtype": str(shape.dtype).removeprefix("torch."),
         "kv_cache_dtype": shape.format.name,
+        "block_size": shape.block_size,
         "us": call_s * 1e6,
         "mib": case.moved / 2**20,
         "gb_s": case.moved / call_s / 1e9,
@@ -219,14 +256,21 @@ def median_time(work: Callable[[], object], device: str, repeats: int = 5) -> fl
 
 
 def timed(work: Callable[[], object], device: str) -> float:
-    """Seconds of one call; a GPU has finished before the clock stops."""
+    """Seconds of one call. On CUDA by events, behind a call that does not count: the GPU is not idle when the
+    first event is recorded, so launches from the host do not count if they are faster than the work."""
+    if not is_cuda(device):
+        return seconds(work)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    work()
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
 
-    def finished() -> None:
-        work()
-        if device.startswith("cuda"):
-            torch.cuda.synchronize()
 
-    return seconds(finished)
+def is_cuda(device: str) -> bool:
+    return device.startswith("cuda")
 
 
 def _readers(source: Tensor) -> list[Callable[[], object]]:

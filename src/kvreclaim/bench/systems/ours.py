@@ -151,11 +151,11 @@ class OurSession(Session):
 def synthetic_prefill(llm: LLM) -> Iterator[None]:
     """While it lasts, a forward pass stores random keys and values in its slots and computes nothing else.
 
-    Scheduling, block tables and compression run as ever; logits are random.
+    Scheduling, block tables and compression run as ever; logits are random, and no step replays a CUDA graph.
     """
     facts, vocab_size, model = llm.loaded.facts, llm.loaded.vocab_size, llm.loaded.model
     keys, values = _noise(facts, facts.layers[0].head_dim), _noise(facts, facts.layers[0].v_head_dim)
-    logits = torch.rand(llm.engine.config.max_num_seqs, vocab_size)
+    logits = torch.rand(llm.engine.config.max_num_seqs, vocab_size, device=facts.device)
 
     def forward(*, input_ids: Any, logits_to_keep: Any, kv_batch: Any, **_: Any) -> SimpleNamespace:
         kv_batch = kv_batch.batch if isinstance(kv_batch, Narrowed) else kv_batch
@@ -165,7 +165,7 @@ def synthetic_prefill(llm: LLM) -> Iterator[None]:
             kv_batch.ops.write_kv(layer, keys[:tokens], values[:tokens], slots)
         return SimpleNamespace(logits=logits[: logits_to_keep.numel()][None])
 
-    with patch.object(model, "forward", forward):
+    with patch.object(model, "forward", forward), patch.object(llm.engine.runner, "graphs", None):
         yield
 
 
