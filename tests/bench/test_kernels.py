@@ -147,3 +147,48 @@ def test_standard_cases_fit_the_machine():
 def test_bandwidth_is_measured():
     machine = measure(buffer_bytes=1 << 20, repeats=1)
     assert min(machine.read_gb_s, machine.copy_gb_s, machine.gflop_s) > 0
+
+
+class Clock:
+    """Events of CUDA that note when they are recorded."""
+
+    def __init__(self, **_: object) -> None:
+        pass
+
+    def record(self) -> None:
+        CALLS.append("event")
+
+    def synchronize(self) -> None:
+        CALLS.append("wait")
+
+    def elapsed_time(self, end: object) -> float:
+        return 4.0
+
+
+CALLS: list[str] = []
+
+
+def test_events_are_recorded_while_the_device_is_busy(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Clock)
+    CALLS.clear()
+    assert kernels.timed(lambda: CALLS.append("work"), "cuda") == 4e-3
+    assert CALLS == ["work", "event", "work", "event", "wait"]
+
+
+def test_what_cannot_be_captured_is_called_and_said(monkeypatch):
+    from kvreclaim.engine.execute import graphs
+
+    def work() -> None:
+        CALLS.append("work")
+
+    def refuse(self, run):
+        run()
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(graphs.CudaCapture, "__call__", lambda self, run: run)
+    replay, is_graph = kernels.captured(work)
+    CALLS.clear()
+    replay()
+    assert (CALLS, is_graph) == (["work"], True)
+    monkeypatch.setattr(graphs.CudaCapture, "__call__", refuse)
+    assert kernels.captured(work) == (work, False)

@@ -26,8 +26,9 @@ from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.model.loader import resolve_device
 
 REQUEST_TIMEOUT_S = 600.0
-# How `generate` calls the cache that it is given: transformers 5.24 renamed it.
+# How `generate` calls the cache that it is given, and continuous batching a page: they were renamed.
 CACHE = "cache" if Version(__version__) >= Version("5.24") else "past_key_values"
+PAGE = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"
 
 
 class _Transformers(System):
@@ -180,7 +181,7 @@ class ContinuousBatching(_Transformers):
         """A manager whose pool holds that many sequences of that length."""
         page = 256
         config = ContinuousBatchingConfig(
-            page_size=page,
+            **{PAGE: page},
             num_blocks=batch * (blocks_for(max_len, page) + 1),
             max_batch_tokens=CHUNK,
             max_requests_per_batch=batch,
