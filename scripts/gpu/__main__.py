@@ -29,16 +29,16 @@ ROOT = Path(__file__).parent.parent.parent
 WHEELS, WORK = ROOT / ".gpu-wheels", ROOT / "build" / "gpu"
 SITE = WORK / "site"
 PARTS = {
-    "facts": 25.0,
-    "first tests": 110.0,
-    "decode": 110.0,
-    "kernels": 75.0,
-    "peers": 60.0,
-    "serve": 90.0,
-    "kernel tests": 150.0,
-    "engine tests": 150.0,
+    "facts": ("kernels:facts", 25.0),
+    "first tests": ("tests:first", 110.0),
+    "decode": ("engine:decode", 110.0),
+    "kernels": ("kernels:kernels", 75.0),
+    "peers": ("engine:peers", 60.0),
+    "serve": ("engine:serve", 90.0),
+    "kernel tests": ("tests:kernels", 150.0),
+    "engine tests": ("tests:engine", 150.0),
 }
-"""Seconds at most by part, in their order."""
+"""In their order: module and function, seconds at most."""
 LEAST_S = 10.0
 """No part starts with less time left."""
 NO_GPU = 2
@@ -62,16 +62,16 @@ def prepare() -> None:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         info = SITE / f"kvreclaim-{project['version']}.dist-info"
         info.mkdir(parents=True, exist_ok=True)
-        lines = ("Metadata-Version: 2.1", "Name: kvreclaim", f"Version: {project['version']}", "")
-        (info / "METADATA").write_text("\n".join(lines), encoding="utf-8")
+        text = f"Metadata-Version: 2.1\nName: kvreclaim\nVersion: {project['version']}\n"
+        (info / "METADATA").write_text(text, encoding="utf-8")
 
 
 def environment(is_tiny: bool) -> dict[str, str]:
     """Variables of the parts' processes. An installed kvreclaim stays in front of the sources: it may have
     native kernels."""
-    paths = [str(ROOT)] if is_installed("kvreclaim") else [str(ROOT / "src"), str(ROOT), str(SITE)]
+    paths = [ROOT] if is_installed("kvreclaim") else [ROOT / "src", ROOT, SITE]
     given = {
-        "PYTHONPATH": os.pathsep.join(filter(None, [*paths, os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join([*map(str, paths), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "PYTHONUNBUFFERED": "1",
         "TRITON_INTERPRET": "1" if is_tiny else "0",
         "TRITON_CACHE_DIR": str(WORK / "triton"),
@@ -101,44 +101,35 @@ def run_process(command: list[str], log: Path, limit_s: float, variables: dict[s
     return ("passed", "") if status == 0 else ("failed", f"status {status}: {last[:300]}")
 
 
-def part_command(part: str, out: Path, is_tiny: bool) -> list[str]:
-    return [sys.executable, "-m", "scripts.gpu.session", part, str(out), *(["--tiny"] if is_tiny else [])]
-
-
 def run(out: Path, limit_s: float, is_tiny: bool) -> int:
     """Run the parts. Returns: the exit status."""
-    start, status = monotonic(), 0
+    until, has_failed = monotonic() + limit_s, False
+    out = out.absolute()
     out.mkdir(parents=True, exist_ok=True)
-    file, log, variables = out / "session.jsonl", out / "session.log", environment(is_tiny)
-    for part, most_s in PARTS.items():
-        begun = monotonic()
-        left = start + limit_s - begun
+    variables, module = environment(is_tiny), [sys.executable, "-m"]
+    for part, (_, most_s) in PARTS.items():
+        start = monotonic()
         state, why = "not run", f"the limit of {limit_s:.0f} s came first"
-        if left >= LEAST_S:
-            command = part_command(part, out.absolute(), is_tiny)
-            state, why = run_process(command, log, min(left, most_s), variables)
-        row = {"part": part, "state": state, "why": why, "elapsed_s": round(monotonic() - begun, 1)}
-        with file.open("a", encoding="utf-8") as rows:
+        if until - start >= LEAST_S:
+            command = [*module, "scripts.gpu.session", part, str(out), *(["--tiny"] if is_tiny else [])]
+            state, why = run_process(command, out / "session.log", min(until - start, most_s), variables)
+        row = {"part": part, "state": state, "why": why, "elapsed_s": round(monotonic() - start, 1)}
+        with (out / "session.jsonl").open("a", encoding="utf-8") as rows:
             rows.write(json.dumps(row) + "\n")
         print(f"{part}: {state} {why}".rstrip(), flush=True)
         if part == "facts" and why.startswith(f"status {NO_GPU}:"):
             return NO_GPU
-        status |= state != "passed"
-        page = [sys.executable, "-m", "scripts.gpu.page", str(out.absolute())]
-        subprocess.run(page, cwd=ROOT, env=variables, check=True)
+        has_failed |= state != "passed"
+        subprocess.run([*module, "scripts.gpu.page", str(out)], cwd=ROOT, env=variables, check=True)
     print(out / "gpu.md")
-    return int(status)
+    return int(has_failed)
 
 
-def main() -> int:
+if __name__ == "__main__":
     given = argparse.ArgumentParser(prog="make gpu")
     given.add_argument("--out", type=Path, default=Path("gpu_out"), help="directory of the results")
     given.add_argument("--limit", type=float, default=540.0, help="seconds for all parts together")
     given.add_argument("--tiny", action="store_true", help="toy sizes on a CPU, in Triton's interpreter")
     options = given.parse_args()
     prepare()
-    return run(options.out, options.limit, options.tiny)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(options.out, options.limit, options.tiny))

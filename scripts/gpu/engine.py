@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
-from tempfile import TemporaryDirectory
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Any
 from unittest.mock import patch
 
@@ -20,69 +19,42 @@ import torch.nn.functional as F
 from torch.profiler import DeviceType, ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvreclaim import LLM, CompressionConfig, SamplingParams
+from kvreclaim import LLM, CompressionConfig
 from kvreclaim.bench.common import Row
 from kvreclaim.bench.kernels import GRAPH_CALLS, captured, median_time
-from kvreclaim.bench.systems.base import Point, SystemSetup, random_prompts
+from kvreclaim.bench.speed.traffic import Timed, replay
+from kvreclaim.bench.systems.base import Point, SystemSetup
 from kvreclaim.bench.systems.base import Session as Opened
 from kvreclaim.bench.systems.hf import ContinuousBatching, Generate
 from kvreclaim.bench.systems.ours import KvreclaimSystem
-from kvreclaim.engine.request.request import Request
 from kvreclaim.plan.lengths import read_lengths
 from kvreclaim.sim.traces.drawn import Arrivals
 from scripts.gpu.session import Session
 
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128_256,
-    "max_position_embeddings": 131_072,
-    "rope_theta": 500_000.0,
-    "tie_word_embeddings": False,
-}
-TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 256,
-}
 HEADS = {"equal heads": "knorm", "unequal heads": "ada_kv(knorm)"}
-WARM_UPS, MORE, TOP = 3, 8, 12
-"""Steps before those that are timed, steps beyond the timed ones at most, kernels that are listed."""
-CONVERSATIONS = Path(__file__).parent / "conversations.csv"
-"""Lengths of every 64th request of Azure's conversation trace of 2023 (AzurePublicDataset, CC-BY 4.0)."""
-DRAIN_S = 10.0
+WARM_UPS, MORE = 3, 8
+"""Steps before those that are timed, and most steps beside them."""
+TOP, RATE = 8, 8.0
+"""Kernels that are listed; requests a second."""
+HERE = Path(__file__).parent
+CONVERSATIONS = HERE / "conversations.csv"
+"""Lengths of every 161st request of Azure's conversation trace of 2023 (AzurePublicDataset, CC-BY 4.0)."""
 
 
 @contextmanager
 def random_weights(session: Session) -> Iterator[SystemSetup]:
-    """The model's directory. While it lasts, transformers makes random weights on the device instead of
-    reading a file: 16 GB are neither written nor carried."""
-    config = json.dumps(LLAMA_8B | (TINY if session.is_tiny else {}))
+    """The model of every system. While it lasts, transformers makes its weights on the device at random
+    instead of reading a file: 16 GB are neither written nor carried."""
+    model = HERE / ("llama-tiny" if session.is_tiny else "llama-8b")
 
     def made(name: Any, *, dtype: Any, attn_implementation: str, config: Any = None, **more: Any) -> Any:
-        config = AutoConfig.from_pretrained(name) if config is None else config
+        config = config or AutoConfig.from_pretrained(name)
+        options = {"dtype": dtype, "attn_implementation": attn_implementation}
         with torch.device(session.device):
-            found = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attn_implementation
-            )
+            found = AutoModelForCausalLM.from_config(config, **options)
         return (found, {"missing_keys": ()}) if more.get("output_loading_info") else found
 
-    with (
-        TemporaryDirectory() as directory,
-        patch.object(AutoModelForCausalLM, "from_pretrained", made),
-    ):
-        model = Path(directory)
-        (model / "config.json").write_text(config, encoding="utf-8")
+    with patch.object(AutoModelForCausalLM, "from_pretrained", made):
         yield SystemSetup(model, session.dtype, torch.get_num_threads())
 
 
@@ -110,7 +82,7 @@ def decode(session: Session) -> None:
                 steps = point.new_tokens - MORE
                 session.add(**about, fill_s=opened.fill_s, **stepped(system, opened, steps))
                 if label not in seen:
-                    session.add(label=f"{label}, profile", **profiled(session, lambda: opened.run(1)))
+                    session.add(step=label, **profiled(session, lambda: opened.run(1)))
                     seen.add(label)
 
 
@@ -142,9 +114,7 @@ def stepped(system: KvreclaimSystem, opened: Opened, steps: int) -> Row:
     num_bytes = loaded.weight_bytes - unread + mean(blocks) * engine.cache.bytes_per_block
     refused = Counter() if graphs is None else Counter(graphs.refusals) - refused
     return {
-        "ms_median": median(times),
-        "ms_mean": mean(times),
-        "ms_max": max(times),
+        **{"ms_median": median(times), "ms_mean": mean(times), "ms_max": max(times)},
         "tokens_per_s": 1e3 * tokens / sum(times),
         "gb": num_bytes / 1e9,
         "gb_s": num_bytes / median(times) / 1e6,
@@ -155,19 +125,17 @@ def stepped(system: KvreclaimSystem, opened: Opened, steps: int) -> Row:
 
 def profiled(session: Session, work: Callable[[], object]) -> Row:
     """Kernels of one call: how many, their ms, and those that take most."""
-    activity, kind, time = ProfilerActivity.CUDA, DeviceType.CUDA, "self_device_time_total"
-    if session.is_tiny:
-        activity, kind, time = ProfilerActivity.CPU, DeviceType.CPU, "self_cpu_time_total"
-    with profile(activities=[activity]) as found:
+    name = "cpu" if session.is_tiny else "device"
+    with profile(activities=[ProfilerActivity.CPU if session.is_tiny else ProfilerActivity.CUDA]) as found:
         work()
-        if not session.is_tiny:
-            torch.cuda.synchronize()
-    events = [each for each in found.key_averages() if each.device_type == kind and getattr(each, time) > 0]
-    events.sort(key=lambda each: -getattr(each, time))
+    kind = DeviceType.CPU if session.is_tiny else DeviceType.CUDA
+    events = [event for event in found.key_averages() if event.device_type == kind]
+    times = [(getattr(event, f"self_{name}_time_total") / 1e3, event) for event in events]
+    times.sort(key=lambda pair: -pair[0])
     return {
-        "launches": sum(each.count for each in events),
-        "device_ms": sum(getattr(each, time) for each in events) / 1e3,
-        "top": [[each.key[:80], each.count, getattr(each, time) / 1e3] for each in events[:TOP]],
+        "launches": sum(event.count for _, event in times),
+        "device_ms": sum(ms for ms, _ in times),
+        "most": "; ".join(f"`{event.key[:80]}` {event.count} x, {ms:.2f} ms" for ms, event in times[:TOP]),
     }
 
 
@@ -214,64 +182,24 @@ def attention_s(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
 
 def serve(session: Session) -> None:
     """Requests with the lengths of conversations at random times, without and with compression."""
-    most, rate, num = ((24, 4), 8.0, 3) if session.is_tiny else ((8000, 1000), 8.0, 144)
-    lengths = read_lengths(CONVERSATIONS, num)
-    sizes = [
-        (min(prompt, most[0]), min(output, most[1]))
-        for prompt, output in zip(lengths.prompts.tolist(), lengths.outputs.tolist(), strict=True)
-    ]
-    budget = compression(session, HEADS["equal heads"])
-    pool = 200 if session.is_tiny else int(60e9 / 16 / 131_072)
-    options = {"num_blocks": pool, "max_model_len": sum(most), "enable_prefix_caching": False}
+    num, prompt, output = (3, 24, 4) if session.is_tiny else (120, 8000, 1000)
+    lengths, times = read_lengths(CONVERSATIONS, num), Arrivals(RATE).times(num)
+    sizes = zip(lengths.prompts.clip(max=prompt), lengths.outputs.clip(max=output), strict=True)
+    requests = [Timed(time, int(a), int(b)) for time, (a, b) in zip(times, sizes, strict=True)]
+    warm_up = [replace(request, arrival_s=0.0, num_output=2) for request in requests[:8]]
+    options = {"dtype": session.dtype, "device": session.device, "max_model_len": prompt + output}
+    options |= {"num_blocks": 200 if session.is_tiny else int(60e9 / 16 / 131_072)}
     with random_weights(session) as setup:
-        llm = LLM(setup.model, dtype=session.dtype, device=session.device, kernels="triton", **options)
-    for label, config in (("full", None), (budget.in_words, budget)):
-        with session.trying(label=label):
-            open_loop(llm, config, [(prompt, 2) for prompt, _ in sizes[:8]], 100.0)  # compiles what it needs
-            session.add(label=label, rate=rate, **open_loop(llm, config, sizes, rate))
-
-
-def open_loop(
-    llm: LLM, config: CompressionConfig | None, sizes: Sequence[tuple[int, int]], rate: float
-) -> Row:
-    """Add each request at its time, whatever the engine does; stop DRAIN_S after the last. Times in seconds
-    from when a request was due, of those that ended."""
-    engine, vocab_size = llm.engine, llm.loaded.vocab_size
-    compressor = None if config is None else llm.compressor(config)
-    prompts = [random_prompts(1, prompt, vocab_size, i)[0] for i, (prompt, _) in enumerate(sizes)]
-    due = Arrivals(rate).times(len(sizes))
-    added: list[Request] = []
-    start = perf_counter()
-    while (now := perf_counter() - start) < due[-1] + DRAIN_S:
-        while len(added) < len(due) and due[len(added)] <= now:
-            i = len(added)
-            params = SamplingParams(temperature=0.0, max_tokens=sizes[i][1], ignore_eos=True)
-            added.append(engine.add_request(f"serve-{i}", prompts[i], params, compressor))
-        if engine.has_unfinished:
-            engine.step()
-        elif len(added) == len(due):
-            break
-        else:
-            sleep(max(0.0, due[len(added)] - now))
-    elapsed_s = perf_counter() - start
-    ended = [(i, request) for i, request in enumerate(added) if request.finished and request.error is None]
-    for request in added:
-        if not request.finished:
-            engine.abort(request.request_id)
-    if wrong := [request.error for request in added if request.error is not None]:
-        raise RuntimeError(f"{len(wrong)} of {len(added)} requests failed: {wrong[0]}")
-    late = {i: request.arrival_s - start - due[i] for i, request in ended}
-    ttft = [request.metrics.ttft_s + late[i] for i, request in ended]
-    spans = [(request.metrics, sizes[i][1] - 1) for i, request in ended if sizes[i][1] > 1]
-    tpot = [(found.e2e_s - found.ttft_s) / steps for found, steps in spans]
-    return {
-        "offered": len(added),
-        "ended": len(ended),
-        "tokens_per_s": sum(request.metrics.num_generated_tokens for request in added) / elapsed_s,
-        **percentiles("ttft_ms", ttft),
-        **percentiles("tpot_ms", tpot),
-    }
-
-
-def percentiles(name: str, values_s: Sequence[float]) -> Row:
-    return {f"{name}_p{p}": 1e3 * float(np.percentile(values_s, p)) for p in (50, 99)}
+        llm = LLM(setup.model, kernels="triton", enable_prefix_caching=False, **options)
+    for policy in (None, HEADS["equal heads"]):
+        with session.trying(label=policy or "full"), llm.compressed(compression(session, policy)):
+            replay(llm, warm_up, random.Random(1))
+            served = list(zip(requests, replay(llm, requests, random.Random(0)), strict=True))
+            ttft = [ours.first_token_s - asked.arrival_s for asked, ours in served]
+            tpot = [
+                (ours.end_s - ours.first_token_s) / max(1, asked.num_output - 1) for asked, ours in served
+            ]
+            speed = sum(asked.num_output for asked, _ in served) / max(ours.end_s for _, ours in served)
+            found = {f"ttft_ms_p{p}": 1e3 * float(np.percentile(ttft, p)) for p in (50, 99)}
+            found |= {f"tpot_ms_p{p}": 1e3 * float(np.percentile(tpot, p)) for p in (50, 99)}
+            session.add(label=policy or "full", num=num, rate=RATE, tokens_per_s=speed, **found)

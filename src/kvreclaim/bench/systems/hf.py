@@ -180,8 +180,9 @@ class ContinuousBatching(_Transformers):
     def running(self, batch: int, max_len: int) -> Iterator[Any]:
         """A manager whose pool holds that many sequences of that length."""
         page = 256
+        sizes: Any = {PAGE: page}
         config = ContinuousBatchingConfig(
-            **{PAGE: page},
+            **sizes,
             num_blocks=batch * (blocks_for(max_len, page) + 1),
             max_batch_tokens=CHUNK,
             max_requests_per_batch=batch,
