@@ -52,7 +52,7 @@ def test_every_part_leaves_its_rows(tmp_path: Path) -> None:
         rows[part] = [row for row in rows_of(tmp_path) if row["part"] == part]
     assert not [row for row in rows_of(tmp_path) if "failed" in row]
     facts = {name: value for row in rows["facts"] for name, value in row.items()}
-    assert min(facts[name] for name in page.TABLES["Ceilings"].split()) > 0
+    assert min(facts[name] for name in page.CEILINGS.split()) > 0
     assert len({row["op"] for row in rows["kernels"]}) == 8
     assert max(row["error"] for row in rows["kernels"]) < 1e-4
     caches = ["full", "equal heads", "unequal heads"]
@@ -102,7 +102,7 @@ def test_parts_end_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
         ("kernels", "failed", "status 1: no such kernel"),
         ("peers", "stopped", "its limit of 1 s came first"),
     ]
-    assert "| stopped | peers | 1 | its limit of 1 s came first |" in (tmp_path / "gpu.md").read_text()
+    assert "| peers | stopped | 1 | its limit of 1 s came first |" in (tmp_path / "gpu.md").read_text()
     capsys.readouterr()
     assert gpu.run(tmp_path, 5.0, True) == 1
     assert capsys.readouterr().out.startswith("decode: not run the limit of 5 s came first\n")
