@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -10,19 +11,19 @@ import kvreclaim
 
 ROOT = Path(kvreclaim.__file__).parent
 TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in ROOT.rglob("*.py")}
-TWINS = "integrations/vllm/v0_"
-"""Modules for one minor version of vLLM each: two versions may define one interface's class."""
+TWINS = re.compile(r"integrations/vllm/v0_|ops/(native|triton)/decoder\.py")
+"""Modules for one minor version of vLLM or for one back-end each: two may define one interface's class."""
 FRAGMENTS = ("Of ", "That ", "Those ", "As ", "Who ", "Whose ", "Whoever ", "Whatever ")
 """Beginnings of a docstring that only completes a signature."""
 
 
 def doubles(trees: dict[str, ast.Module]) -> dict[str, list[str]]:
-    """Public class names with more than one definition, the versions of vLLM counted as one place."""
+    """Public class names with more than one definition, twins counted as one place."""
     places: dict[str, set[str]] = defaultdict(set)
     for name, tree in trees.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places[node.name].add(TWINS if name.startswith(TWINS) else f"{name}:{node.lineno}")
+                places[node.name].add("twins" if TWINS.match(name) else f"{name}:{node.lineno}")
     return {name: sorted(found) for name, found in places.items() if len(found) > 1}
 
 
@@ -52,4 +53,8 @@ def test_doubles_and_fragments_are_found() -> None:
     trees = {"a.py": ast.parse(one), "b.py": ast.parse(one)}
     assert doubles(trees) == {"A": ["a.py:1", "b.py:1"]}
     assert len(fragments(trees)) == 2
-    assert doubles({f"{TWINS}{n}/a.py": ast.parse(one) for n in (32, 33)}) == {}
+    for twins in (
+        ("integrations/vllm/v0_32/a.py", "integrations/vllm/v0_33/a.py"),
+        ("ops/native/decoder.py", "ops/triton/decoder.py"),
+    ):
+        assert doubles({name: ast.parse(one) for name in twins}) == {}

@@ -192,14 +192,14 @@ def answers(llm: LLM, policy: str | None, **more: Any) -> list[Any]:
     return [out.outputs[0] for out in outputs]
 
 
-def assert_same(got: list[Any], want: list[Any]) -> None:
+def assert_same(got: list[Any], want: list[Any], atol: float = 1e-4) -> None:
     assert [out.token_ids for out in got] == [out.token_ids for out in want]
     for ours, theirs in zip(got, want, strict=True):
         pairs = [
             (a[token].logprob, b[token].logprob)
             for token, a, b in zip(ours.token_ids, ours.logprobs, theirs.logprobs, strict=True)
         ]
-        torch.testing.assert_close(*torch.tensor(pairs).unbind(1), atol=1e-4, rtol=0)
+        torch.testing.assert_close(*torch.tensor(pairs).unbind(1), atol=atol, rtol=0)
 
 
 UNEQUAL = ("ada_kv(knorm)", "pyramidkv(knorm)")
@@ -236,12 +236,13 @@ def test_layers_with_windows_have_tables_in_the_graph(family: str, policy: str |
 
 @pytest.mark.parametrize("kv_format", ["int8", "int4", "turboquant4"])
 def test_unequal_heads_of_coded_caches_are_replayed(kv_format: str, make_llm) -> None:
-    """qwen3's keys have scales by channel, which queries of a head's cells are multiplied by."""
+    """qwen3's keys have scales by channel, which queries of a head's cells are multiplied by. Rows of a
+    padded batch may be rounded in another way, and a key at a boundary then gets the next code."""
     given = {"block_size": 8, "kv_cache_dtype": kv_format, "enable_prefix_caching": False}
     want = answers(make_llm("qwen3", **given), "ada_kv(knorm)")
     llm = make_llm("qwen3", **given)
     graphs, _ = use_graphs(llm)
-    assert_same(answers(llm, "ada_kv(knorm)"), want)
+    assert_same(answers(llm, "ada_kv(knorm)"), want, atol=5e-3)
     assert not graphs.refusals
 
 

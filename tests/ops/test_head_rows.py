@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from launches import counted
 
 from kvreclaim.ops import native, reference
-from kvreclaim.ops.cell_tables import Moves, assign_cells
+from kvreclaim.ops.cell_tables import CellMoves, assign_cells
 from kvreclaim.ops.head_rows import HeadRows, runs, spread
 
 CPU = torch.device("cpu")
@@ -95,7 +95,7 @@ def test_cells_are_assigned_and_tokens_moved_as_head_by_head(seed, most):
     slots = [np.sort(rng.permutation(held[at] * size)[: wanted[at] * size]) for at in np.ndindex(shape)]
     kept = HeadRows(torch.from_numpy(np.concatenate(slots)), wanted * size)
     pairs = []
-    for part, sources, targets in Moves(present, held, kept, table, order).parts(size, most):
+    for part, sources, targets in CellMoves(present, held, kept, table, order).parts(size, most):
         places = [(int(sources[s // size]), s % size) for s in part.tolist()]
         pairs += [*zip(places, ((c, i) for c in targets.tolist() for i in range(size)), strict=True)]
     assert pairs == [

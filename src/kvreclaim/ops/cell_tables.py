@@ -79,7 +79,7 @@ def assign_cells(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Moves:
+class CellMoves:
     """What each head keeps, on its way from its old cells to its new ones.
 
     present: [L, K, W] old cells in token order, the first held [L, K] in use

@@ -18,7 +18,7 @@ from kvreclaim.compression.uneven import UnevenChoice, choose_uneven
 from kvreclaim.engine.attend.cell_tables import grown_cells, head_lengths
 from kvreclaim.engine.compact.job import CompactionJob, CompactionResult
 from kvreclaim.engine.compact.pass_context import PassContext
-from kvreclaim.ops.cell_tables import CellTable, Moves, assign_cells
+from kvreclaim.ops.cell_tables import CellMoves, CellTable, assign_cells
 from kvreclaim.ops.cells import cell_view, head_tokens, natural_cells
 from kvreclaim.ops.head_rows import HeadRows
 from kvreclaim.ops.key_source import KeySource, PagedSource
@@ -116,7 +116,7 @@ class UnevenPass:
         cells, order = assign_cells(
             present, held, wanted, natural_cells(cache, np.array(job.plan.target_ids))
         )
-        moves = Moves(present, held, kept, cells, order)
+        moves = CellMoves(present, held, kept, cells, order)
         for slots, sources, targets in moves.parts(cache.block_size, MAX_BYTES // self.cells.bytes_per_block):
             self.context.backend.compact(self.cells, slots[None, None], sources, targets)
             if self.context.signals.scores is not None:

@@ -13,7 +13,7 @@ from kvreclaim.ops.triton.support import padded
 TILE_BYTES = 16384
 MAX_TILE_SLOTS = 256
 ROOM_BYTES = 1 << 26
-"""Of the buffer, at most, but for one layer that takes more."""
+"""The buffer takes at most so many, or those of one layer."""
 
 
 def compact(cache: KVCache, kept: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:

@@ -24,7 +24,7 @@ from kvreclaim.integrations.vllm.cells.positions import HeadPositions, Positions
 from kvreclaim.integrations.vllm.layouts import CacheViews
 from kvreclaim.integrations.vllm.staging import CacheSource, Stage
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.ops.cell_tables import CellTable, Moves, append_cells, assign_cells
+from kvreclaim.ops.cell_tables import CellMoves, CellTable, append_cells, assign_cells
 from kvreclaim.ops.head_rows import HeadRows
 from kvreclaim.ops.key_source import KeySource
 from kvreclaim.ops.moving import move
@@ -100,7 +100,7 @@ class UnevenPasses:
         size, kept = self.grid.block_size, choice.kept
         wanted, held = kept.counts // size, asked.tokens // size
         table, order = assign_cells(asked.present, held, wanted, self.grid.natural(blocks))
-        moves = Moves(asked.present, held, kept, table, order)
+        moves = CellMoves(asked.present, held, kept, table, order)
         for slots, sources, targets in moves.parts(size, MAX_BYTES // self.grid.cell_bytes):
             self.grid.layout.compact(slots[None], sources, targets)
         return CellTable(table, wanted, len(blocks), choice.prompt_slots + asked.prompt_tail)
@@ -180,6 +180,6 @@ class Asked:
 
     @cached_property
     def _positions(self) -> list[list[Tensor]]:
-        """Of every head, those of the open block behind."""
+        """Positions of each head's tokens, the open block's last."""
         assert self.known is not None
         return list(self.known.at(self.one.logical_len))
