@@ -49,7 +49,6 @@ from kvreclaim.model.recurrent import (
 from kvreclaim.model.recurrent_trial import prove, use_recurrent_states
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.moving import on_device
-from kvreclaim.ops.triton.support import unavailable_reason as no_triton
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TRANSFORMERS_METHODS = ("mxfp4",)
@@ -201,8 +200,11 @@ def _layer_ops(kernels: str, device: torch.device) -> ModuleType | None:
     """The kernels of a model's layers: ops.native.decoder, ops.triton.decoder, or None for torch's."""
     if kernels in ("auto", "native") and device.type == "cpu":
         return importlib.import_module("kvreclaim.ops.native.decoder")
-    on_gpu = kernels == "triton" or (kernels == "auto" and device.type == "cuda")
-    return importlib.import_module("kvreclaim.ops.triton.decoder") if on_gpu and no_triton() is None else None
+    if kernels != "triton" and (kernels != "auto" or device.type != "cuda"):
+        return None
+    from kvreclaim.ops.triton.support import unavailable_reason
+
+    return importlib.import_module("kvreclaim.ops.triton.decoder") if unavailable_reason() is None else None
 
 
 def _use_kernels(model: PreTrainedModel, ops: ModuleType | None) -> str:
