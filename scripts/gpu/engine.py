@@ -1,4 +1,4 @@
-"""Decode, peers and serving on a Llama of 8B parameters whose weights are random and made on the device."""
+"""Decode, peers and serving on a Llama of 8B parameters with random weights, which are made on the device."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def compression(session: Session, policy: str | None) -> CompressionConfig | Non
 
 
 def decode(session: Session) -> None:
-    """Steps of a batch whose cache holds random tokens, and the kernels of a step with each kind of cache."""
+    """Steps of a batch with random tokens in its cache, and the kernels of a step with each kind of cache."""
     points = grid(session.is_tiny)
     with random_weights(session) as setup:
         start = perf_counter()
@@ -195,11 +195,11 @@ def serve(session: Session) -> None:
         with session.trying(label=policy or "full"), llm.compressed(compression(session, policy)):
             replay(llm, warm_up, random.Random(1))
             served = list(zip(requests, replay(llm, requests, random.Random(0)), strict=True))
-            ttft = [ours.first_token_s - asked.arrival_s for asked, ours in served]
+            ttft = [ours.first_token_s - request.arrival_s for request, ours in served]
             tpot = [
-                (ours.end_s - ours.first_token_s) / max(1, asked.num_output - 1) for asked, ours in served
+                (ours.end_s - ours.first_token_s) / max(1, request.num_output - 1) for request, ours in served
             ]
-            speed = sum(asked.num_output for asked, _ in served) / max(ours.end_s for _, ours in served)
+            speed = sum(request.num_output for request, _ in served) / max(ours.end_s for _, ours in served)
             found = {f"ttft_ms_p{p}": 1e3 * float(np.percentile(ttft, p)) for p in (50, 99)}
             found |= {f"tpot_ms_p{p}": 1e3 * float(np.percentile(tpot, p)) for p in (50, 99)}
             session.add(label=policy or "full", num=num, rate=RATE, tokens_per_s=speed, **found)

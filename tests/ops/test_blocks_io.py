@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.ops import blocks_io
-from kvreclaim.ops.blocks_io import bytes_per_block, read_blocks, runs, write_blocks
+from kvreclaim.ops.blocks_io import bytes_per_block, consecutive, read_blocks, write_blocks
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BLOCKS, PLACES = [7, 0, 3, 4, 5, 1], [2, 3, 4, 9, 0, 1]
@@ -54,5 +54,5 @@ def test_copies_of_runs_are_those_of_each_slot(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("places", "found"), [([], []), ([3], [(0, 3, 1)]), (PLACES, [(0, 2, 3), (3, 9, 1), (4, 0, 2)])]
 )
-def test_runs(places: list[int], found: list[tuple[int, int, int]]) -> None:
-    assert runs(places) == found
+def test_consecutive(places: list[int], found: list[tuple[int, int, int]]) -> None:
+    assert consecutive(places) == found

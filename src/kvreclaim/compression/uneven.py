@@ -82,7 +82,7 @@ def choose_uneven(
     check: NanCheck = refuse_nan,
 ) -> list[UnevenChoice]:
     """The slots that each head of several sequences keeps, budget tokens on average over those of a sequence;
-    budget must be a multiple of block_size. As if each were asked about alone.
+    budget must be a multiple of block_size. The result is the same as for each one alone.
 
     check: as for select: what becomes of a NaN; where it returns, NaN is the least of all scores
 
@@ -112,12 +112,12 @@ def select_heads(
     rows = HeadRows(_numbers(scores), np.concatenate([question.tokens for question in questions]))
     layers = iter(rows)
     heads = [[next(layers) for _ in question.tokens] for question in questions]
-    asked = [_Asked(compressor, *each) for each in zip(questions, firsts, heads, strict=True)]
-    is_nan, *counts = fetch([scores.isnan().any(), *(each.counts for each in asked)])
+    selections = [_Selection(compressor, *each) for each in zip(questions, firsts, heads, strict=True)]
+    is_nan, *counts = fetch([scores.isnan().any(), *(each.counts for each in selections)])
     check(torch.from_numpy(is_nan).bool())
-    keep = [each.rounded(found, block_size) for each, found in zip(asked, counts, strict=True)]
+    keep = [each.rounded(found, block_size) for each, found in zip(selections, counts, strict=True)]
     if compressor.policy.reranks:
-        ranks = torch.cat([each.ranks(own) for each, own in zip(asked, keep, strict=True)])
+        ranks = torch.cat([each.ranks(own) for each, own in zip(selections, keep, strict=True)])
         check(ranks.isnan().any())
         rows = HeadRows(_numbers(ranks), rows.counts)
     kept = _kept(compressor, questions, rows, np.concatenate(keep))
@@ -129,7 +129,7 @@ def select_heads(
     ]
 
 
-class _Asked:
+class _Selection:
     """One sequence between its scores, [T] of each layer and head, and the number of tokens that each head
     keeps.
 

@@ -69,17 +69,17 @@ def _staging(planes: Sequence[Tensor], count: int) -> Tensor:
 
 def _copy_runs(slots: Tensor, places: Sequence[int], rows: Tensor, *, to_slots: bool) -> None:
     """Copy slots[places[i]] to rows[i] on a GPU, or back. At return the bytes have arrived."""
-    for at, place, count in runs(places):
+    for at, place, count in consecutive(places):
         pair = slots[place : place + count], rows[at : at + count]
         target, source = pair if to_slots else pair[::-1]
         target.copy_(source, non_blocking=slots.is_pinned())
     torch.cuda.current_stream(rows.device).synchronize()
 
 
-def runs(places: Sequence[int]) -> list[tuple[int, int, int]]:
+def consecutive(places: Sequence[int]) -> list[tuple[int, int, int]]:
     """Index, place and length of each run of places that follow one another.
 
-    >>> runs([4, 5, 6, 2, 3])
+    >>> consecutive([4, 5, 6, 2, 3])
     [(0, 4, 3), (3, 2, 2)]
     """
     starts = [i for i, place in enumerate(places) if i == 0 or place != places[i - 1] + 1]

@@ -18,7 +18,7 @@ from torch import Tensor
 def move(x: Tensor | np.ndarray, device: torch.device) -> Tensor:
     """x on a device. A copy only where it is needed: what lies there already is shared."""
     source = _staged(x, device)
-    return source.to(device, non_blocking=True)
+    return source.to(device, non_blocking=source.device.type == "cpu")  # else its bytes may not have come yet
 
 
 def fetch(tensors: Sequence[Tensor]) -> list[np.ndarray]:

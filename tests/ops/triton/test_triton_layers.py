@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import tiny
 import tiny_packed
 import torch
 from launches import Launches, counted
-from one_text import OneText
+from one_text import OneText, zeroed
 from torch import Tensor, nn
 from triton_pair import DEVICE
 
@@ -165,10 +164,6 @@ def test_hooks_gradients_and_plain_calls_get_transformers_code(tiny_dir: Callabl
 def test_copies_have_weights_of_their_own(tiny_dir: Callable[[str], Path]) -> None:
     loaded = load(tiny_dir("llama"))
     want = logits(loaded)
-    copied = copy.deepcopy(loaded.model)
-    with torch.no_grad():
-        for module in copied.modules():
-            if isinstance(module, nn.Linear):
-                module.weight.zero_()
+    copied = zeroed(loaded.model)
     assert torch.equal(logits(loaded), want)
     assert not logits(LoadedModel(copied, None, loaded.facts, frozenset(), 0, "")).any()

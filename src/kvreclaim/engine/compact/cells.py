@@ -38,7 +38,7 @@ class UnevenPass:
 
     def choose(self, jobs: list[CompactionJob]) -> list[tuple[UnevenChoice, HeadRows | None]]:
         """The kept slots of every head, `budget` tokens on average; and their logical positions, int32, if
-        the policy asks for positions."""
+        the policy needs positions."""
         positions = [
             self._positions(job) if Signal.POSITIONS in job.compressor.policy.needs else None for job in jobs
         ]

@@ -46,7 +46,7 @@ class SentTable:
         return self.device.shape[1]
 
     def send(self, rows: Sequence[np.ndarray]) -> None:
-        """Send the rows whose blocks [W] int32 have changed, in one copy."""
+        """Send the rows with changed blocks, each [W] int32, in one copy."""
         changed = [i for i, ids in enumerate(rows) if not np.array_equal(ids, self._sent[i])]
         if not changed:
             return
@@ -81,7 +81,7 @@ class SentCells:
         return self.device.shape[-1]
 
     def send(self, rows: Sequence[HeadCells]) -> None:
-        """Send the rows whose cells have changed, all layers in one copy."""
+        """Send the rows with changed cells, all layers in one copy."""
         changed = [i for i, row in enumerate(rows) if not self._holds(i, row)]
         if not changed:
             return

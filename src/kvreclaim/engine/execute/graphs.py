@@ -41,7 +41,7 @@ raises RuntimeError if it cannot be captured."""
 
 
 class GraphBackend(Backend, Protocol):
-    """A back-end whose decode can be replayed: nothing about the lengths is read on the host. Its write_kv
+    """A back-end with a decode that can be replayed: it reads no length on the host. Its write_kv
     writes a token with a negative slot nowhere."""
 
     def static_tables(
@@ -265,7 +265,7 @@ class DecodeGraphs:
         return output.logits[0]
 
     def _run_cells(self, size: int) -> tuple[tuple[LayerCache, Any], ...]:
-        """Each layer of the cell view with the back-end's tables, whose sequences are the rows' KV heads."""
+        """Each layer of the cell view with the back-end's tables: a sequence for each KV head of each row."""
         own = self._cell_tables()
         physical = self._buffers.of_table(0, size)[2][:, None]
         lengths = ((own.offsets[:, :size] + physical) * (physical > 0)).flatten(1)
@@ -287,7 +287,7 @@ class DecodeGraphs:
 def decode_graphs(
     model: nn.Module, cache: KVCache, backend: Any, config: EngineConfig, groups: LayerGroups
 ) -> DecodeGraphs | None:
-    """The graphs of an engine, captured now: on CUDA, for a back-end whose decode can be replayed, unless
+    """The graphs of an engine, captured now: on CUDA, for a GraphBackend, unless
     switched off. Those for unequal heads are captured when the first such request comes."""
     if cache.device.type != "cuda" or not hasattr(backend, "static_tables") or config.enforce_eager:
         return None

@@ -17,7 +17,7 @@ class CompressionState:
     slot_positions: [L, K, slots] int32 logical positions, only for models with sliding windows
     cells:          where each head's tokens lie, only where heads keep unequal numbers
     head_positions: int32 logical positions of what the last pass has left in each head, only where heads keep
-                    unequal numbers and their policy asks
+                    unequal numbers and their policy needs them
     rounded:        tokens that rounding unequal counts to blocks moved from head to head
     """
 

@@ -131,9 +131,9 @@ def _draw(logits: Tensor, rows: list[SampleRow], keys: Tensor) -> list[int]:
     """
     vocab, device = logits.shape[-1], logits.device
     cuts = [Cut(row.params.top_k, row.params.top_p, row.params.min_p) for row in rows]
-    heat = [max(row.params.temperature, 1e-5) for row in rows]
-    asked = [(each, *cut.settings(vocab)) for each, cut in zip(heat, cuts, strict=True)]
-    settings, noise = move(np.array(asked, dtype=np.float32), device), move(keys, device)
+    temperatures = [max(row.params.temperature, 1e-5) for row in rows]
+    table = [(each, *cut.settings(vocab)) for each, cut in zip(temperatures, cuts, strict=True)]
+    settings, noise = move(np.array(table, dtype=np.float32), device), move(keys, device)
     winners, pending = [0] * len(rows), list(range(len(rows)))
     for size in (*SIZES, vocab):
         few = [i for i in pending if size >= vocab or cuts[i].top_k <= size]

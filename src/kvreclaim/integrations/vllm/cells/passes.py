@@ -67,7 +67,7 @@ class UnevenPasses:
 
         positions: of the slots, for policies that need them
         check:     what becomes of a NaN among the scores
-        all_slots: whether anybody asks for what this returns
+        all_slots: whether the result is used
 
         Returns: the slots that stay of each head, ascending.
         """
@@ -75,18 +75,18 @@ class UnevenPasses:
         open_slots = one.num_tokens % (self.grid.block_size * self.views.ratio)
         full = one.num_tokens - open_slots
         held = self.heads.held.get(one.seq_id)
-        asked = self._ask(compressor, one, full, blocks, held, positions)
-        [choice] = choose_uneven(compressor, [asked.question()], self.grid.block_size, check)
+        request = self._question_of(compressor, one, full, blocks, held, positions)
+        [choice] = choose_uneven(compressor, [request.question()], self.grid.block_size, check)
         num_targets = (one.keep - open_slots) // self.grid.block_size
         targets = np.concatenate([self._as_backend(block) for block in one.target_ids])[:num_targets]
-        self.heads.put(one.seq_id, self._move(asked, choice, targets))
+        self.heads.put(one.seq_id, self._move(request, choice, targets))
         if not all_slots:
             return None
-        slots = torch.arange(int(asked.tokens.max()) + open_slots, device=self.grid.device)
-        return choice.kept.append(slots, asked.tokens, 0 * asked.tokens + open_slots)
+        slots = torch.arange(int(request.tokens.max()) + open_slots, device=self.grid.device)
+        return choice.kept.append(slots, request.tokens, 0 * request.tokens + open_slots)
 
-    def _ask(self, compressor: Compressor, *args: Any) -> Asked:
-        return Asked(self, *args)
+    def _question_of(self, compressor: Compressor, *args: Any) -> CellQuestion:
+        return CellQuestion(self, *args)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """These requests are gone or start anew."""
@@ -95,18 +95,18 @@ class UnevenPasses:
     def _as_backend(self, block: int) -> np.ndarray:
         return block * self.views.ratio + np.arange(self.views.ratio)
 
-    def _move(self, asked: Asked, choice: UnevenChoice, blocks: np.ndarray) -> CellTable:
+    def _move(self, request: CellQuestion, choice: UnevenChoice, blocks: np.ndarray) -> CellTable:
         """Heads are read whole before they are written, MAX_BYTES at a time."""
         size, kept = self.grid.block_size, choice.kept
-        wanted, held = kept.counts // size, asked.tokens // size
-        table, order = assign_cells(asked.present, held, wanted, self.grid.natural(blocks))
-        moves = CellMoves(asked.present, held, kept, table, order)
+        wanted, held = kept.counts // size, request.tokens // size
+        table, order = assign_cells(request.present, held, wanted, self.grid.natural(blocks))
+        moves = CellMoves(request.present, held, kept, table, order)
         for slots, sources, targets in moves.parts(size, MAX_BYTES // self.grid.cell_bytes):
             self.grid.layout.compact(slots[None], sources, targets)
-        return CellTable(table, wanted, len(blocks), choice.prompt_slots + asked.prompt_tail)
+        return CellTable(table, wanted, len(blocks), choice.prompt_slots + request.prompt_tail)
 
 
-class Asked:
+class CellQuestion:
     """One request before a pass, without its open block.
 
     tokens:      [L, K] int64 of each head; present: [L, K, W] its cells

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.head_views import HeadsQuestion
 from kvreclaim.compression.policy import LayerSignals, Signal
-from kvreclaim.integrations.vllm.cells.passes import Asked, UnevenPasses
+from kvreclaim.integrations.vllm.cells.passes import CellQuestion, UnevenPasses
 from kvreclaim.integrations.vllm.layer_signals import KeptSignals
 from kvreclaim.memory.blocks import blocks_for
 
@@ -23,12 +23,12 @@ class SignalPasses(UnevenPasses):
         super().__init__(*args)
         self.signals = signals
 
-    def _ask(self, compressor: Compressor, *args: Any) -> Asked:
-        return _AskedWithSignals(self.signals, compressor, self, *args)
+    def _question_of(self, compressor: Compressor, *args: Any) -> CellQuestion:
+        return _QuestionWithSignals(self.signals, compressor, self, *args)
 
 
-class _AskedWithSignals(Asked):
-    """The open block is not asked about, so the queries are those before it, and so is the next position."""
+class _QuestionWithSignals(CellQuestion):
+    """The open block takes no part, so the queries and the next position are those before it."""
 
     def __init__(self, kept: KeptSignals, compressor: Compressor, *args: Any) -> None:
         super().__init__(*args)
