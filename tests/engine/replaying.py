@@ -14,7 +14,7 @@ from kvreclaim.engine.execute.graphs import DecodeGraphs
 from kvreclaim.ops import reference
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.kv_cache import LayerCache
-from kvreclaim.ops.scaled_keys import scaled
+from kvreclaim.ops.transformed_keys import transformed
 
 
 class Replayed:
@@ -75,7 +75,7 @@ def use_graphs(llm: LLM) -> tuple[DecodeGraphs, Replayed]:
     engine.runner.graphs = DecodeGraphs(
         llm.loaded.model,
         engine.cache,
-        backend if engine.cache.softmaxes[0].key_scale is None else scaled(backend),
+        backend if engine.cache.softmaxes[0].keys is None else transformed(backend),
         engine.groups,
         max_num_seqs=engine.config.max_num_seqs,
         max_model_len=engine.config.max_model_len,

@@ -127,7 +127,7 @@ def put(cache: KVCache, table: list[int], k: Tensor, v: Tensor) -> None:
 def under(cache: KVCache, layer: int, **softmax) -> LayerCache:
     """A layer of the cache whose logits become weights in this way."""
     own = cache.layers[layer]
-    return replace(own, softmax=Softmax(key_scale=own.softmax.key_scale, **softmax))
+    return replace(own, softmax=Softmax(keys=own.softmax.keys, **softmax))
 
 
 def attend(w: World, layer: int = 0, **how) -> Tensor:

@@ -150,9 +150,12 @@ def calibrate(
         builder.add_layer(layer, queries)
         bar.update()
 
+    on_keys = None if any(layer.latent for layer in loaded.facts.layers) else builder.add_keys
     handed_out = inputs_handed_out(loaded.model) if fitted else nullcontext()
     with bar, on_device(loaded.facts.device), handed_out:
-        capture_queries(loaded, documents, on_queries, on_reached=learnt.add if surrogate else None)
+        capture_queries(
+            loaded, documents, on_queries, on_keys=on_keys, on_reached=learnt.add if surrogate else None
+        )
     stats = learnt.added_to(builder.build())
     return stats if published is None else stats.with_kvzap(published)
 

@@ -27,7 +27,8 @@ from kvreclaim.temporary import temporary_directory
 
 CENTER_TENSORS = ("centers", "center_var", "center_weight")
 _HALVED = ("centers", "center_var")
-KV_TENSORS = ("surrogate", "surrogate_age", "head_shares", "kvzap_out")
+KEY_TENSORS = ("k_mean", "k_energy", "q_energy")
+KV_TENSORS = ("surrogate", "surrogate_age", "head_shares", "kvzap_out", *KEY_TENSORS)
 TENSORS = ("q_mean", "q_abs_mean", *CENTER_TENSORS, "q_cov", *KV_TENSORS, "kvzap_in")
 """Rows of all are heads, of KV_TENSORS KV heads, but for kvzap_in, which is of no head."""
 
@@ -47,6 +48,9 @@ class StatsTensors:
     head_shares: Tensor | None = None
     kvzap_out: Tensor | None = None
     kvzap_in: Tensor | None = None
+    k_mean: Tensor | None = None
+    k_energy: Tensor | None = None
+    q_energy: Tensor | None = None
 
     def present(self) -> dict[str, Tensor]:
         """The tensors that are there, by name."""
@@ -58,12 +62,22 @@ class StatsTensors:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class KeyStats:
+    """Keys of one layer before rotation, [K, D] each: their mean, the mean of their squares, and that of the
+    squares of the queries that meet them."""
+
+    mean: Tensor
+    energy: Tensor
+    query_energy: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LayerStats(StatsTensors):
     """One layer of QueryStats: q_mean [H, D], q_abs_mean [H, F], centers and center_var [H | K, C, D],
     center_weight [H | K, C], None together; q_cov [H, D, D] or None; surrogate [K, P] and
     surrogate_age [K, A], None together; head_shares [K, S] or None, at `fractions`; kvzap_in [U, M + 1] or
-    None, kvzap_out [K, M + 1 | U + 1] or None. F may exceed the layer's own bands, P the layer's own
-    features."""
+    None, kvzap_out [K, M + 1 | U + 1] or None; k_mean, k_energy and q_energy [K, D], None together. F may
+    exceed the layer's own bands, P the layer's own features."""
 
     fractions: tuple[float, ...] = ()
 
@@ -93,6 +107,9 @@ class QueryStats(StatsTensors):
     kvzap_out:     [L, K, X + 1] | None, weights of a hidden state (X = M), or of hidden units (X = U), and a
                    bias (kvzap.token_scores)
     kvzap_in:      [L, U, M + 1] | None, weights and bias of hidden units
+    k_mean:        [L, K, D] | None, mean of the keys before rotation
+    k_energy:      [L, K, D] | None, mean of their squares
+    q_energy:      [L, K, D] | None, mean of the squares of the queries of a KV head's query heads
 
     Raises: StatsMismatchError if a tensor is missing, not finite or of another shape than metadata says.
     """
@@ -131,6 +148,13 @@ class QueryStats(StatsTensors):
     def with_read(self, read: tuple[str, ...]) -> QueryStats:
         """The same, with digests of the text that was read."""
         return replace(self, metadata=self.metadata.model_copy(update={"read": read}))
+
+    def keys(self) -> list[KeyStats] | None:
+        """What is known of the keys of each layer; None: nothing."""
+        if self.k_mean is None or self.k_energy is None or self.q_energy is None:
+            return None
+        rows = zip(self.k_mean, self.k_energy, self.q_energy, strict=True)
+        return [KeyStats(*row) for row in rows]
 
     def with_kvzap(self, weights: KVzapWeights) -> QueryStats:
         """The same, with weights of hidden states."""

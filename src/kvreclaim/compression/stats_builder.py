@@ -101,6 +101,7 @@ class StatsBuilder:
             covariance_bytes(facts) <= MAX_COVARIANCE_BYTES if covariance is None else covariance
         )
         self._layers: dict[int, LayerStats] = {}
+        self._keys: dict[int, tuple[Tensor, Tensor]] = {}
         self._num_tokens = 0
 
     def add_layer(self, layer: int, queries: Tensor) -> None:
@@ -118,14 +119,20 @@ class StatsBuilder:
         )
         self._num_tokens = max(self._num_tokens, queries.shape[1])
         cov = _covariance(queries, mean) if self.covariance else None
+        groups = self.facts.layers[layer].num_kv_heads
+        energy = _energy(queries).unflatten(0, (groups, -1)).mean(1)
         parts: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
         if self.clustering.num_centers:
-            groups = self.facts.layers[layer].num_kv_heads
             points = queries.reshape(groups, -1, queries.shape[-1]) if self.clustering.shared else queries
             clusters = self.clustering.find(points, layer)
             variances = _per_band(clusters, layout)
             parts = (clusters.centers.cpu(), variances.cpu(), clusters.weights.cpu())
-        self._layers[layer] = LayerStats(mean, abs_mean, *parts, q_cov=cov)
+        self._layers[layer] = LayerStats(mean, abs_mean, *parts, q_cov=cov, q_energy=energy)
+
+    def add_keys(self, layer: int, keys: Tensor) -> None:
+        """Take in the keys of one layer: [K, T, D] before rotation, any float dtype and device; not kept."""
+        mean = keys.mean(dim=1, dtype=torch.float64).float().cpu()
+        self._keys[layer] = mean, _energy(keys)
 
     def build(self) -> QueryStats:
         """The statistics, with as many centres as the head with the most distinct ones has.
@@ -143,6 +150,9 @@ class StatsBuilder:
         centers = self.clustering.num_centers
         if weights is not None and self.clustering.merges:
             centers = num_distinct(weights)
+        keys = [self._keys.get(n) for n in range(count)]
+        known = [own for own in keys if own is not None]
+        has_keys = len(known) == count
         metadata = StatsMetadata(
             model_name=self.facts.name,
             fingerprint=self.facts.fingerprint,
@@ -156,6 +166,7 @@ class StatsBuilder:
             num_centers=centers,
             shared_centers=self.clustering.shared and centers > 0,
             covariance=self.covariance,
+            keys=has_keys,
             source="kvreclaim calibrate",
         )
         return QueryStats(
@@ -165,6 +176,9 @@ class StatsBuilder:
             _stack([None if x.center_var is None else x.center_var[:, :centers] for x in layers]),
             None if weights is None else weights[..., :centers],
             _stack([x.q_cov for x in layers]),
+            k_mean=torch.stack([mean for mean, _ in known]) if has_keys else None,
+            k_energy=torch.stack([energy for _, energy in known]) if has_keys else None,
+            q_energy=_stack([x.q_energy for x in layers]) if has_keys else None,
             metadata=metadata,
         )
 
@@ -185,6 +199,12 @@ class StatsBuilder:
                 f"queries of layer {layer} are empty or not finite; calibrate on at least one token, in a "
                 "dtype the model does not overflow in."
             )
+
+
+def _energy(rows: Tensor) -> Tensor:
+    """Mean of the squares of [H, T, D]: [H, D] fp32 on the CPU."""
+    total = sum(part.double().square().sum(dim=1) for part in rows.split(CHUNK_TOKENS, dim=1))
+    return (total / rows.shape[1]).float().cpu()
 
 
 def _moments(queries: Tensor, layout: RopeLayout) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ class StatsMetadata(BaseModel):
 
     shared_centers: the centres are those of a KV head's whole group of query heads
     covariance:     the covariance of the queries is there
+    keys:           means and energies of the keys are there
     features:       numbers of a cached token that the surrogate weighs; 0: it is not there
     ages:           numbers of a token's age that it weighs
     kvzap_inputs:   numbers of a hidden state that kvzap weighs; 0: its weights are not there
@@ -49,6 +50,7 @@ class StatsMetadata(BaseModel):
     num_centers: NonNegativeInt = 0
     shared_centers: bool = False
     covariance: bool = False
+    keys: bool = False
     features: NonNegativeInt = 0
     ages: NonNegativeInt = 0
     kvzap_inputs: NonNegativeInt = 0
@@ -95,6 +97,8 @@ class StatsMetadata(BaseModel):
             shapes["center_weight"] = clusters
         if self.covariance:
             shapes["q_cov"] = (*heads, self.head_dim, self.head_dim)
+        if self.keys:
+            shapes |= dict.fromkeys(("k_mean", "k_energy", "q_energy"), (*kv_heads, self.head_dim))
         if self.features:
             shapes |= {"surrogate": (*kv_heads, self.features), "surrogate_age": (*kv_heads, self.ages)}
         if self.kvzap_inputs:

@@ -52,11 +52,14 @@ class _Capture:
     positions: Tensor
     first: Tensor | None
     on_queries: OnQueries
+    on_keys: OnQueries | None
     on_reached: OnReached | None
     rotated: bool
 
     def attend(self, call: AttentionCall) -> Tensor:
-        self.on_queries(call.layer, self._shown(call))
+        self.on_queries(call.layer, self._shown(call.layer, call.q))
+        if self.on_keys is not None:
+            self.on_keys(call.layer, self._shown(call.layer, call.k))
         parts = zip(call.q.split(self.spans), call.k.split(self.spans), call.v.split(self.spans), strict=True)
         inputs = [None] * len(self.spans) if call.hidden is None else call.hidden.split(self.spans)
         found = (self._attend(call.layer, n, *part, hidden=inputs[n]) for n, part in enumerate(parts))
@@ -74,16 +77,16 @@ class _Capture:
         self.on_reached(layer, n, keys[:, :length], values[:, :length], reached, first)
         return out
 
-    def _shown(self, call: AttentionCall) -> Tensor:
-        rows, positions = call.q, self.positions
+    def _shown(self, layer: int, rows: Tensor) -> Tensor:
+        positions = self.positions
         if self.first is not None:
             rows, positions = rows[self.first], positions[self.first]
-        queries = rows.transpose(0, 1)
+        heads = rows.transpose(0, 1)
         if self.rotated:
-            return queries
-        rope = self.facts.layers[call.layer].rope
-        assert rope is not None, f"layer {call.layer}: {self.facts.rope_problem}"
-        return rotate(queries.float(), positions, rope, inverse=True)
+            return heads
+        rope = self.facts.layers[layer].rope
+        assert rope is not None, f"layer {layer}: {self.facts.rope_problem}"
+        return rotate(heads.float(), positions, rope, inverse=True)
 
 
 def can_say_twice(facts: ModelFacts, document: Sequence[int]) -> bool:
@@ -103,6 +106,7 @@ def capture_queries(
     on_queries: OnQueries,
     *,
     rotated: bool = False,
+    on_keys: OnQueries | None = None,
     on_reached: OnReached | None = None,
 ) -> None:
     """Run the model once over all documents and hand each layer's queries to the callback.
@@ -112,6 +116,7 @@ def capture_queries(
         on_queries: (layer, queries [H, T, D] fp32 before rotation, T = tokens of all documents);
                     called in the order of the layers; queries are not kept
         rotated:    hand them over as attention sees them instead, in the model's dtype
+        on_keys:    where given, is handed each layer's keys [K, T, D] in the same way
         on_reached: where given, each document that can be (can_say_twice) is said twice, without a word
                     between; on_queries gets what the first copy asks, and this, for each such document of a
                     layer, (layer, document, keys [K, n, D] rotated, values [K, n, Dv], reached [3, K, n]
@@ -140,6 +145,7 @@ def capture_queries(
         positions,
         torch.cat(firsts).to(device) if any(twice) else None,
         on_queries,
+        on_keys,
         on_reached,
         rotated,
     )

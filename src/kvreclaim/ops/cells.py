@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.ops.batch import AttentionBatch, BatchArrays, SequenceSlots
+from kvreclaim.ops.facts import KeyTransform
 from kvreclaim.ops.kv_cache import KVCache, LayerCache, PagedTokens
 
 
@@ -47,21 +48,21 @@ def head_tokens(
 ) -> PagedTokens:
     """Tokens of one layer in cells [n] int64 that hold keys of KV heads [n] int64, or of one."""
     owners = None
-    if cache.softmaxes[layer].key_scale is not None:
+    if cache.softmaxes[layer].keys is not None:
         owners = torch.zeros_like(cells) + layer * cache.num_kv_heads + heads
     return PagedTokens(_cell_sources(cache)[layer], cells, num_tokens, owners)
 
 
 def _cell_sources(cache: KVCache) -> tuple[LayerCache, ...]:
-    """cell_layers with the key scales of all layers' heads [L * K, D]: a table may hold cells of any."""
+    """cell_layers with the key transforms of all layers' heads [L * K, D]: a table may hold cells of any."""
 
     def make(view: KVCache) -> tuple[LayerCache, ...]:
         layers = cell_layers(cache)
-        scales = [layer.softmax.key_scale for layer in layers if layer.softmax.key_scale is not None]
-        if not scales:
+        keys = [layer.softmax.keys for layer in layers if layer.softmax.keys is not None]
+        if not keys:
             return layers
-        every = torch.cat(scales)
-        return tuple(replace(each, softmax=replace(each.softmax, key_scale=every)) for each in layers)
+        every = KeyTransform(torch.cat([own.scale for own in keys]), torch.cat([own.center for own in keys]))
+        return tuple(replace(each, softmax=replace(each.softmax, keys=every)) for each in layers)
 
     return cell_view(cache).cached("sources", make)
 

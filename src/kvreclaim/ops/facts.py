@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,6 +12,29 @@ from torch import Tensor
 
 from kvreclaim.ops.rope import RopeLayout
 from kvreclaim.ops.states import StateShape
+
+
+@dataclass(frozen=True, eq=False)
+class KeyTransform:
+    """What a cache stores of a key: (key - center) / scale, [K, D] each (ops/transformed_keys.py)."""
+
+    scale: Tensor
+    center: Tensor
+
+    @cached_property
+    def inverse(self) -> Tensor:
+        return 1 / self.scale
+
+    @cached_property
+    def offset(self) -> Tensor:
+        return -self.center / self.scale
+
+    def rows(self, index: Tensor | slice) -> KeyTransform:
+        """The transforms of some heads, in this order."""
+        return KeyTransform(self.scale[index], self.center[index])
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> KeyTransform:
+        return KeyTransform(self.scale.to(device, dtype), self.center.to(device, dtype))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,8 +48,8 @@ class Softmax:
              of such layers begin at a chunk's first token
     sinks:   [H] fp32 logits that join the softmax's denominator and carry no value; where the sequences of
              a batch are KV heads with their H query heads each, of n such in turn: [n * H]
-    key_scale: [K, D] by which the cache's keys are divided (ops/scaled_keys.py); of tokens in cells the rows
-             that PagedTokens.heads names
+    keys:    how the cache stores keys, if not as they are; of tokens in cells with the rows that
+             PagedTokens.heads names
 
     Sources: sinks as in GPT-OSS; soft-capping as in Gemma 2.
     """
@@ -35,7 +59,7 @@ class Softmax:
     window: int | None = None
     sinks: Tensor | None = None
     chunk: int | None = None
-    key_scale: Tensor | None = None
+    keys: KeyTransform | None = None
 
     def __str__(self) -> str:
         sinks = "no sinks" if self.sinks is None else "sinks"
@@ -72,9 +96,9 @@ class LayerFacts:
         """Facts of one KV head and its query heads alone."""
         sinks = self.softmax.sinks
         own = None if sinks is None else sinks.unflatten(0, (self.num_kv_heads, -1))[head]
-        scale = self.softmax.key_scale
-        scale = None if scale is None else scale[head : head + 1]
-        softmax = replace(self.softmax, sinks=own, key_scale=scale)
+        keys = self.softmax.keys
+        keys = None if keys is None else keys.rows(slice(head, head + 1))
+        softmax = replace(self.softmax, sinks=own, keys=keys)
         return replace(self, num_heads=self.group_size, num_kv_heads=1, softmax=softmax)
 
 

@@ -143,10 +143,10 @@ def column_sums(
         shifts:  logical minus physical position of the queries
     """
     layer = sources[0].tokens.layer
-    scale = layer.softmax.key_scale
+    keys = layer.softmax.keys
     heads = [source.tokens.heads[:1] for source in sources if source.tokens.heads is not None]
-    if scale is not None and heads:  # cells: each sequence is of one KV head
-        layer = replace(layer, softmax=replace(layer.softmax, key_scale=scale[torch.cat(heads)]))
+    if keys is not None and heads:  # cells: each sequence is of one KV head
+        layer = replace(layer, softmax=replace(layer.softmax, keys=keys.rows(torch.cat(heads))))
     slots = tuple(
         SequenceSlots(source.tokens.block_ids.to(torch.int32).numpy(), rows.shape[1], source.shape[1], shift)
         for source, rows, shift in zip(sources, queries, shifts, strict=True)

@@ -125,8 +125,8 @@ class PagedTokens:
     """One sequence's first num_tokens slots of one layer.
 
     block_ids: [blocks] int64 on the cache's device
-    heads:     of cells (ops/cells.py) of scaled keys: [blocks] int64, whose keys each holds, wherever it
-               lies; a row of the layer's key_scale
+    heads:     of cells (ops/cells.py) of transformed keys: [blocks] int64, the KV head that each belongs to,
+               wherever it lies; a row of the layer's KeyTransform
     """
 
     layer: LayerCache

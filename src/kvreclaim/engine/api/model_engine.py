@@ -83,8 +83,10 @@ class ModelEngine:
         spoken_for = loaded.mapped_bytes
         if self.draft is not None:
             spoken_for += self.draft.kv_bytes + self.draft.loaded.mapped_bytes
+        named = None if compression is None else compression.stats
+        stats = stats_file if named is None and stats_file.is_file() else named
         with on_device(loaded.facts.device):
-            self.engine = Engine(loaded, choose_limits(config, loaded.facts, spoken_for), self.draft)
+            self.engine = Engine(loaded, choose_limits(config, loaded.facts, spoken_for), self.draft, stats)
         backend, kv_format = self.engine.backend, self.engine.kv_format
         self.compressors = Compressors(
             self.engine.groups.facts, stats_file, backend, kv_format, self.engine.config

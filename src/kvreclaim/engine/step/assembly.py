@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from kvreclaim.compatibility import Feature, refuse
+from kvreclaim.compression.config import StatsSource
 from kvreclaim.compression.prefill.method import SparsePrefill
 from kvreclaim.compression.prefill.registry import make_method
+from kvreclaim.compression.stats import KeyStats, QueryStats
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.compact.pass_context import PassContext
 from kvreclaim.engine.compact.passes import CompressionPass
@@ -46,18 +48,31 @@ from kvreclaim.schedule.rates import Rates
 from kvreclaim.tiers.slot_file import SlotFile
 
 
-def stored_facts(loaded: LoadedModel, config: EngineConfig) -> tuple[ModelFacts, KVFormat]:
-    """The model's facts and the format, both with scales of key channels where codes are better with them."""
+def stored_facts(
+    loaded: LoadedModel, config: EngineConfig, stats: StatsSource | None
+) -> tuple[ModelFacts, KVFormat]:
+    """The model's facts and the format, both with transforms of keys where codes are better with them.
+
+    stats: where a calibration of the model has left what it measured; None: there is none
+    """
     facts, form = loaded.facts, kv_format(config.kv_cache_dtype, loaded.facts.dtype)
     if form.is_plain:
         return facts, form
-    from kvreclaim.model.key_scales import key_scales, scales_digest
-    from kvreclaim.ops.scaled_keys import with_key_scales
+    from kvreclaim.model.key_transforms import key_transforms, transforms_digest
+    from kvreclaim.ops.transformed_keys import with_key_transforms
 
-    scales = key_scales(loaded.model, facts)
-    if scales is None:
+    transforms = key_transforms(loaded.model, facts, _key_stats(facts, stats))
+    if transforms is None:
         return facts, form
-    return with_key_scales(facts, scales), replace(form, key_scales=scales_digest(scales))
+    return with_key_transforms(facts, transforms), replace(form, keys=transforms_digest(transforms))
+
+
+def _key_stats(facts: ModelFacts, source: StatsSource | None) -> list[KeyStats] | None:
+    if source is None:
+        return None
+    stats = source if isinstance(source, QueryStats) else QueryStats.load(source)
+    stats.check_model(facts)
+    return stats.keys()
 
 
 def default_prefill(
@@ -90,11 +105,11 @@ def chosen_backend(config: EngineConfig, loaded: LoadedModel, groups: LayerGroup
         from kvreclaim.model.batch_invariance import check_batch_invariant
 
         check_batch_invariant(loaded.model, loaded.name, choice.backend.NAME, loaded.modules)
-    if facts.layers[0].softmax.key_scale is None:
+    if facts.layers[0].softmax.keys is None:
         return choice
-    from kvreclaim.ops.scaled_keys import scaled
+    from kvreclaim.ops.transformed_keys import transformed
 
-    return replace(choice, backend=scaled(choice.backend))
+    return replace(choice, backend=transformed(choice.backend))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

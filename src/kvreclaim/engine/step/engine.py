@@ -14,6 +14,7 @@ import torch
 
 from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.config import StatsSource
 from kvreclaim.config import DENSE, EngineConfig
 from kvreclaim.engine.compact.pass_context import PassContext
 from kvreclaim.engine.compact.passes import CompressionPass
@@ -107,12 +108,19 @@ class Engine:
 
     config.num_blocks and config.max_model_len must be set (LLM derives them from the machine).
     draft: the model that config.speculative_config names, if it names one
+    stats: of the model, from which a coded cache knows how to store keys; None: from the weights
 
     max_model_len: up to which every request without a compression of its own is served (`bound`)
     longest:       that any request may have
     """
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig, draft: DraftModel | None = None) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        config: EngineConfig,
+        draft: DraftModel | None = None,
+        stats: StatsSource | None = None,
+    ) -> None:
         if config.num_blocks is None or config.max_model_len is None:
             raise InvalidArgumentError("num_blocks and max_model_len are None; the engine needs both set.")
         self.loaded, self.config, device = loaded, config, loaded.facts.device
@@ -120,7 +128,7 @@ class Engine:
         if device.type == "cuda":
             self.on_device = partial(torch.cuda.device, device)
         self.max_model_len = self.longest = config.max_model_len
-        facts, form = stored_facts(loaded, config)
+        facts, form = stored_facts(loaded, config, stats)
         self.kv_format = form
         self.groups = groups = layer_groups(facts, config)
         self.features = engine_features(config, form, groups)

@@ -18,11 +18,11 @@ class KVFormat(KVBytes):
     """How keys and values lie in the cache of one engine.
 
     dtype: what is stored, of a plain format; None: codes, which are dequantised inside the kernels
-    key_scales: digest of what keys are divided by (ops/scaled_keys.py); "": they are stored as they are
+    keys:  digest of the transforms of keys (ops/transformed_keys.py); "": they are stored as they are
     """
 
     dtype: torch.dtype | None = None
-    key_scales: str = ""
+    keys: str = ""
 
     @property
     def number(self) -> torch.dtype:
@@ -32,7 +32,7 @@ class KVFormat(KVBytes):
 
     @property
     def fingerprint(self) -> str:
-        return "/".join(filter(None, [self.name, str(self.version), self.key_scales]))
+        return "/".join(filter(None, [self.name, str(self.version), self.keys]))
 
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -1,15 +1,17 @@
-"""A back-end whose caches hold each key divided by a number for every channel of its head.
+"""A back-end whose caches hold each key less a centre, divided by a scale, per channel of its KV head.
 
-Queries are multiplied by the same numbers, so scores stay; they are powers of two, equal in both dims of a
-rotary band, so all of this is exact. Who calls sees keys and queries as they are: statistics, policies and
-rotations know nothing of it. Only a cache's bytes differ.
+    stored = (key - center) / scale,   q . key = (q scale) . stored + q . center
 
-Source: SmoothAttention of arXiv 2405.04532, section 4.2.
+The last term is the same for all keys that a query meets, so softmax does not see it. Where softmax is not
+alone (sinks, soft-capping), the center must be zero. Callers pass and get keys and queries as the model has
+them; only the bytes of a cache differ. Scales are powers of two, which multiply without rounding.
+
+Sources: SmoothAttention of arXiv 2405.04532, section 4.2 (scales).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,27 +19,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvreclaim.ops import scoring
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch
-from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.ops.facts import KeyTransform, ModelFacts
 from kvreclaim.ops.kv_cache import LayerCache, PagedTokens
 from kvreclaim.ops.reference.scores import surrogate_scores
 from kvreclaim.ops.rope import RopeLayout
 
 
-def with_key_scales(facts: ModelFacts, scales: tuple[Tensor, ...]) -> ModelFacts:
-    """Facts of which caches are allocated whose keys are divided by scales [K, D], of each layer."""
-    pairs = zip(facts.layers, scales, strict=True)
+def with_key_transforms(facts: ModelFacts, transforms: Sequence[KeyTransform]) -> ModelFacts:
+    """Facts of a model whose caches hold transformed keys, with one transform for each layer."""
+    pairs = zip(facts.layers, transforms, strict=True)
     layers = [
-        replace(layer, softmax=replace(layer.softmax, key_scale=own.to(facts.device, facts.dtype)))
+        replace(layer, softmax=replace(layer.softmax, keys=own.to(facts.device, facts.dtype)))
         for layer, own in pairs
     ]
     return replace(facts, layers=tuple(layers))
 
 
 @dataclass(frozen=True, slots=True)
-class ScaledKeys:
-    """ops.backend.Backend over another one; every layer of its caches has a key_scale."""
+class TransformedKeys:
+    """ops.backend.Backend over another one, for caches whose layers have a KeyTransform."""
 
     backend: Any
 
@@ -47,10 +50,11 @@ class ScaledKeys:
     def describe(self) -> str:
         """One line for the start of a run."""
         detail: Callable[[], str] | None = getattr(self.backend, "describe", None)
-        return f"{self.backend.NAME if detail is None else detail()}, keys scaled by channel"
+        return f"{self.backend.NAME if detail is None else detail()}, keys centred and scaled by channel"
 
     def write_kv(self, layer: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-        self.backend.write_kv(layer, k / _scale(layer), v, slot_mapping)
+        own = _transform(layer)
+        self.backend.write_kv(layer, torch.addcmul(own.offset, k, own.inverse), v, slot_mapping)
 
     def paged_attention(self, q: Tensor, layer: LayerCache, batch: AttentionBatch) -> Tensor:
         found: Tensor = self.backend.paged_attention(_queries(q, layer, batch), layer, batch)
@@ -66,23 +70,24 @@ class ScaledKeys:
 
     def gather_tokens(self, tokens: PagedTokens) -> tuple[Tensor, Tensor]:
         k, v = self.backend.gather_tokens(tokens)
-        return k.mul_(_of_tokens(tokens)), v
+        own = _of_tokens(tokens)
+        return k.mul_(own.scale).add_(own.center), v
 
     def trig_norm_scores(
         self, tokens: PagedTokens, queries: Tensor, weights: Tensor | None, layout: RopeLayout
     ) -> Tensor:
-        scale = _of_queries(tokens, len(queries))
-        if weights is not None:
-            weights = weights * scale[:, layout.bands[0]]
-        found: Tensor = self.backend.trig_norm_scores(tokens, queries * scale[:, None], weights, layout)
-        return found
+        return scoring.trig_norm_scores(self.gather_tokens(tokens)[0], queries, weights, layout)
 
     def mixture_scores(
         self, tokens: PagedTokens, centers: Tensor, variances: Tensor, scale: float, over: slice
     ) -> Tensor:
-        own = _of_queries(tokens, len(centers))[:, None]
-        centers, variances = centers * own[:, None], variances * own.square()
-        found: Tensor = self.backend.mixture_scores(tokens, centers, variances, scale, over)
+        """s mu.k + s^2/2 sum v k^2 with k = scale k' + center is of the same form in k', but for a term that
+        all tokens share, which its softmax does not see."""
+        own = _of_queries(tokens, len(centers))
+        shifts = scale * variances * own.center[:, None]
+        means = (centers + shifts[:, :, None]) * own.scale[:, None, None]
+        spreads = variances * own.scale.square()[:, None]
+        found: Tensor = self.backend.mixture_scores(tokens, means, spreads, scale, over)
         return found
 
     def token_norms(self, tokens: PagedTokens, *, values: bool) -> Tensor:
@@ -97,25 +102,25 @@ class ScaledKeys:
         return surrogate_scores(tokens, weights, layout, owners, gather=self.gather_tokens)
 
 
-def scaled(backend: Backend) -> Backend:
-    """The back-end for caches of with_key_scales."""
-    made: Any = ScaledKeys(backend)
+def transformed(backend: Backend) -> Backend:
+    """The back-end for caches of with_key_transforms."""
+    made: Any = TransformedKeys(backend)
     return made
 
 
-def _scale(layer: LayerCache) -> Tensor:
-    found = layer.softmax.key_scale
-    assert found is not None, f"layer {layer.index} has no key_scale"
+def _transform(layer: LayerCache) -> KeyTransform:
+    found = layer.softmax.keys
+    assert found is not None, f"layer {layer.index} has no transform of its keys"
     return found
 
 
-def _by_query_head(layer: LayerCache, num_heads: int) -> Tensor:
+def _scale_by_query_head(layer: LayerCache, num_heads: int) -> Tensor:
     """[H, D] of a layer of a model."""
     return layer.cached("query scale", partial(_repeated, num_heads=num_heads))
 
 
 def _repeated(layer: LayerCache, num_heads: int) -> Tensor:
-    scale = _scale(layer)
+    scale = _transform(layer).scale
     return scale.repeat_interleave(num_heads // len(scale), 0)
 
 
@@ -123,8 +128,8 @@ def _queries(q: Tensor, layer: LayerCache, batch: AttentionBatch | None = None) 
     """q [T, H, D] as they meet the cache's keys; over cells each sequence is of one KV head, a layer's heads
     in turn. batch: None if each sequence has one query"""
     if not _is_of_cells(layer):
-        return q * _by_query_head(layer, q.shape[1])
-    scale = _scale(layer)
+        return q * _scale_by_query_head(layer, q.shape[1])
+    scale = _transform(layer).scale
     num_sequences = len(q) if batch is None else len(batch.lengths)
     own = scale.repeat(num_sequences // len(scale), 1)
     if batch is not None and batch.arrays.max_query_len > 1:
@@ -133,26 +138,27 @@ def _queries(q: Tensor, layer: LayerCache, batch: AttentionBatch | None = None) 
 
 
 def _is_of_cells(layer: LayerCache) -> bool:
-    return len(_scale(layer)) != layer.cache.num_kv_heads
+    return len(_transform(layer).scale) != layer.cache.num_kv_heads
 
 
-def _of_queries(tokens: PagedTokens, num_heads: int) -> Tensor:
+def _of_queries(tokens: PagedTokens, num_heads: int) -> KeyTransform:
     """[H, D] fp32 for statistics of query heads."""
-    scale = _scale(tokens.layer)
+    own = _transform(tokens.layer)
     if _is_of_cells(tokens.layer):
-        scale = scale[_heads(tokens)[:1]]
-    return scale.float().repeat_interleave(num_heads // len(scale), 0)
+        own = own.rows(_heads(tokens)[:1])
+    heads = torch.arange(num_heads, device=own.scale.device) // (num_heads // len(own.scale))
+    return own.to(own.scale.device, torch.float32).rows(heads)
 
 
-def _of_tokens(tokens: PagedTokens) -> Tensor:
+def _of_tokens(tokens: PagedTokens) -> KeyTransform:
     """[K, 1 | T, D]"""
-    scale = _scale(tokens.layer)
+    own = _transform(tokens.layer)
     if not _is_of_cells(tokens.layer):
-        return scale[:, None]
-    own = scale[_heads(tokens)]
-    return own.repeat_interleave(tokens.cache.block_size, 0)[None, : tokens.num_tokens]
+        return KeyTransform(own.scale[:, None], own.center[:, None])
+    heads = _heads(tokens).repeat_interleave(tokens.cache.block_size)[: tokens.num_tokens]
+    return KeyTransform(own.scale[heads][None], own.center[heads][None])
 
 
 def _heads(tokens: PagedTokens) -> Tensor:
-    assert tokens.heads is not None, "cells may hold any head's keys; say whose"
+    assert tokens.heads is not None, "cells may hold keys of any head; PagedTokens.heads names them"
     return tokens.heads

@@ -1,4 +1,4 @@
-"""A back-end over scaled keys: it answers as if keys were stored as they are, and codes lose less."""
+"""A back-end over transformed keys: it answers as if keys were stored as they are, and codes lose less."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from kvreclaim.ops import native, reference
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch, BatchArrays, SequenceSlots
 from kvreclaim.ops.cells import cell_batch, cell_layers, natural_cells
-from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.facts import KeyTransform, LayerFacts
 from kvreclaim.ops.formats import FORMATS
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
-from kvreclaim.ops.scaled_keys import ScaledKeys
+from kvreclaim.ops.transformed_keys import TransformedKeys
 
 BACKENDS = [reference] if native.unavailable_reason() else [reference, native]
 PLAIN_SHAPES = [shape for shape in SHAPES.values() if not shape.latent]
 
 
-def scale_of(layer: int, facts: LayerFacts) -> torch.Tensor:
-    """[K, D] powers of two. The last half of the dims is rotated (check_scores), in either style: there they
-    are equal in 2i and 2i + 1, and in i and i + D / 4."""
-    heads, dim = facts.num_kv_heads, facts.head_dim
-    exponents = noise(layer, heads, dim // 2 + dim // 8).mul(3).round().clamp(-6, 6)
-    rest, bands = exponents.exp2().split([dim // 2, dim // 8], -1)
-    return torch.cat([rest, bands.repeat_interleave(2, -1).repeat(1, 2)], -1)
+def transform_of(layer: int, facts: LayerFacts, centred: bool = True) -> KeyTransform:
+    """Powers of two, and centres of the size of a key; each channel has its own."""
+    shape = facts.num_kv_heads, facts.head_dim
+    scale = noise(layer, *shape).mul(3).round().clamp(-6, 6).exp2()
+    return KeyTransform(scale, noise(layer + 100, *shape).mul(1 if centred else 0))
 
 
 @dataclass(frozen=True, slots=True)
-class Scaled(ScaledKeys):
-    """With scales of its own for every layer."""
+class Transformed(TransformedKeys):
+    """With a transform of its own for every layer."""
+
+    centred: bool = True
 
     def allocate(self, layers: tuple[LayerFacts, ...], *args: Any, **kwargs: Any) -> KVCache:
         own = [
-            replace(layer, softmax=replace(layer.softmax, key_scale=scale_of(n, layer)))
+            replace(layer, softmax=replace(layer.softmax, keys=transform_of(n, layer, self.centred)))
             for n, layer in enumerate(layers)
         ]
         found: KVCache = self.backend.allocate(tuple(own), *args, **kwargs)
@@ -64,12 +64,12 @@ def form(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=BACKENDS, ids=lambda backend: backend.NAME)
 def rig(request: pytest.FixtureRequest, form: str) -> Rig:
     slack = 1e-6 if request.param is reference else 5e-4
-    return Rig(Scaled(request.param), FORMATS[form], slack=slack)
+    return Rig(Transformed(request.param), FORMATS[form], slack=slack)
 
 
-def test_all_that_sees_a_key_or_a_query_scales_it() -> None:
+def test_all_that_sees_a_key_or_a_query_transforms_it() -> None:
     """What moves whole codes, or sees none, goes to the other back-end as it is."""
-    unscaled = {
+    untouched = {
         "allocate",
         "plain_view",
         "unsupported_reason",
@@ -80,8 +80,8 @@ def test_all_that_sees_a_key_or_a_query_scales_it() -> None:
         "prepare_blocks",
     }
     every = {name for name, member in vars(Backend).items() if callable(member) and name[0] != "_"}
-    assert unscaled < every
-    assert every - unscaled <= vars(ScaledKeys).keys()
+    assert untouched < every
+    assert every - untouched <= vars(TransformedKeys).keys()
 
 
 @pytest.mark.parametrize("shape", PLAIN_SHAPES, ids=lambda s: f"d{s.dim}")
@@ -100,13 +100,13 @@ def test_moves_and_cells(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.NAME)
-def test_attention_over_exact_keys_is_the_same_to_the_bit(backend) -> None:
-    asks = KINDS["mixed"]
-    scaled, plain = (fill(Rig(ops, FORMATS["fp32"]), SMALL, asks) for ops in (Scaled(backend), backend))
+def test_attention_over_exact_scaled_keys_is_the_same_to_the_bit(backend) -> None:
+    asks, own = KINDS["mixed"], Transformed(backend, centred=False)
+    scaled, plain = (fill(Rig(ops, FORMATS["fp32"]), SMALL, asks) for ops in (own, backend))
     for layer in range(SMALL.layers):
         args = scaled.q[layer], scaled.cache.layers[layer], scaled.batch
         want = backend.paged_attention(plain.q[layer], plain.cache.layers[layer], plain.batch)
-        assert torch.equal(Scaled(backend).paged_attention(*args), want)
+        assert torch.equal(own.paged_attention(*args), want)
         assert not torch.equal(backend.paged_attention(*args), want)  # the bytes do differ
 
 
@@ -133,24 +133,34 @@ def test_heads_as_sequences(rig: Rig, query_lens: tuple[int, ...]) -> None:
         torch.testing.assert_close(torch.cat(parts).flatten(1, 2), want, rtol=1e-4, atol=1e-4)
 
 
+def errors(transform: KeyTransform, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Errors of int8 scores, each at most the sum over channels of |q_c| d_c s / 2 with the step
+    s = max |k'_c| / 127 of the stored key k'."""
+    (facts,) = facts_of(Shape(kv_heads=1, group=1, dim=32))
+    own = replace(facts, softmax=replace(facts.softmax, keys=transform))
+    ops: Any = TransformedKeys(reference)
+    cache = ops.allocate((own,), 32, 16, like=torch.empty(0), kv_format=FORMATS["int8"])
+    ops.write_kv(cache.layers[0], k[:, None], k[:, None], torch.arange(512))
+    got = ops.gather_tokens(PagedTokens(cache.layers[0], torch.arange(32), 512))[0][0]
+    stored = (k - transform.center) / transform.scale
+    bound = (q.abs() * transform.scale).sum() * stored.abs().amax(-1) / 254
+    off = ((got - k) @ q).abs()
+    assert (off <= bound * 1.01).all()
+    return off
+
+
 def test_codes_of_small_channels_do_not_pay_for_large_ones() -> None:
-    """Error of an int8 score <= sum over channels of |q_c| d_c s / 2 with s = max |k_c / d_c| / 127: where
-    all d are one, s follows the largest channel."""
-    q, k = noise(1, 32), noise(2, 512, 32)
+    q, k, none = noise(1, 32), noise(2, 512, 32), torch.zeros(1, 32)
     large = torch.ones(32)
     large[[3, 19]] = 256.0  # a rotary band
     k, q = k * large, q / large.sqrt()
+    plain = errors(KeyTransform(torch.ones(1, 32), none), q, k)
+    assert errors(KeyTransform(large[None], none), q, k).max() < plain.max() / 8
 
-    def errors(scale: torch.Tensor) -> torch.Tensor:
-        (facts,) = facts_of(Shape(kv_heads=1, group=1, dim=32))
-        own = replace(facts, softmax=replace(facts.softmax, key_scale=scale[None]))
-        ops: Any = ScaledKeys(reference)
-        cache = ops.allocate((own,), 32, 16, like=torch.empty(0), kv_format=FORMATS["int8"])
-        ops.write_kv(cache.layers[0], k[:, None], k[:, None], torch.arange(512))
-        got = ops.gather_tokens(PagedTokens(cache.layers[0], torch.arange(32), 512))[0][0]
-        bound = (q.abs() * scale).sum() * (k / scale).abs().amax(-1) / 254
-        off = ((got - k) @ q).abs()
-        assert (off <= bound * 1.001).all()
-        return off
 
-    assert errors(large).max() < errors(torch.ones(32)).max() / 8
+def test_codes_do_not_pay_for_what_all_keys_share() -> None:
+    q, offset, ones = noise(1, 32), torch.zeros(1, 32), torch.ones(1, 32)
+    offset[0, 3] = 256.0
+    k = noise(2, 512, 32) + offset
+    plain = errors(KeyTransform(ones, 0 * offset), q, k)
+    assert errors(KeyTransform(ones, offset), q, k).max() < plain.max() / 8

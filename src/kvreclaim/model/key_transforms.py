@@ -1,0 +1,136 @@
+"""The centre and the scale of every key channel of a coded cache (ops/transformed_keys.py).
+
+The range of a code is spent on what keys have in common: projections of Qwen2.5 have key biases of some
+hundreds, which the rotation hardly moves in bands that turn slowly. The centre takes off the mean of the
+rotated keys. Scales then balance what is left: with K the energy of a channel's centred keys and Q that of
+its queries, d = (K / Q)^(1/4) makes the error of scores least if codes are of rotated vectors, since
+sum d^2 Q sum K / d^2 has its minimum there (Cauchy-Schwarz).
+
+Means and energies before rotation come from the statistics of a calibration. Without statistics they come
+from the weights: from norms over queries and keys, else from biases.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvreclaim.compression.stats import KeyStats
+from kvreclaim.ops.facts import KeyTransform, LayerFacts, ModelFacts
+from kvreclaim.ops.rope import RopeLayout, from_bands, to_bands
+
+FLOOR = 1 / 256
+"""Energy that every channel has besides its own, in means of its head: a weight of a norm may be zero."""
+SPREAD = 4.0
+"""Energy of a channel besides its bias: what inputs make of it is of size one to four in every layer."""
+SHORTEST, LONGEST, LENGTHS = 256, 32_768, 32
+"""Lengths of sequences over which the mean of a rotated key is taken: spaced evenly by their logarithm, up to
+what the model has positions for."""
+
+
+@torch.inference_mode()
+def key_transforms(
+    model: nn.Module, facts: ModelFacts, stats: Sequence[KeyStats] | None
+) -> tuple[KeyTransform, ...] | None:
+    """One transform for each layer, fp32, with scales of powers of two.
+
+    stats: means and energies of each layer's keys, from a calibration; None: from the weights
+
+    Returns: None for a model whose weights do not give them either, and for one with latents.
+    """
+    if any(layer.latent or layer.rope is None for layer in facts.layers):
+        return None
+    found = _from_weights(model, facts) if stats is None else stats
+    if found is None:
+        return None
+    made = tuple(_transform(own, layer, facts) for own, layer in zip(found, facts.layers, strict=True))
+    return None if all(bool((own.scale == 1).all() and (own.center == 0).all()) for own in made) else made
+
+
+def transforms_digest(transforms: Sequence[KeyTransform]) -> str:
+    """Identifies transforms: caches whose transforms differ cannot exchange blocks."""
+    digest = hashlib.sha256()
+    for own in transforms:
+        for part in (own.scale, own.center):
+            digest.update(part.float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _from_weights(model: nn.Module, facts: ModelFacts) -> list[KeyStats] | None:
+    modules = [each for each in model.modules() if isinstance(getattr(each, "layer_idx", None), int)]
+    modules = [each for each in modules if hasattr(each, "q_proj") and hasattr(each, "k_proj")]
+    if len(modules) != facts.num_layers:
+        return None
+    found = [_of_module(module, layer) for module, layer in zip(modules, facts.layers, strict=True)]
+    known = [own for own in found if own is not None]
+    return known if len(known) == len(found) else None
+
+
+def _of_module(module: Any, layer: LayerFacts) -> KeyStats | None:
+    """None where neither norms nor biases are there."""
+    heads, dim = (layer.num_kv_heads, layer.num_heads), layer.head_dim
+    norms = [getattr(module, name, None) for name in ("k_norm", "q_norm")]
+    linears = (module.k_proj, module.q_proj)
+    if all(getattr(norm, "weight", None) is not None for norm in norms):
+        key, query = (_of_norm(norm, n, dim) for norm, n in zip(norms, heads, strict=True))
+        if key is None or query is None:
+            return None
+        return KeyStats(torch.zeros_like(key), key.square(), _by_kv_head(query.square(), layer))
+    if any(getattr(linear, "bias", None) is None for linear in linears):
+        return None
+    if any(linear.bias.numel() != n * dim for linear, n in zip(linears, heads, strict=True)):
+        return None
+    key, query = (linear.bias.float().view(-1, dim) for linear in linears)
+    return KeyStats(key, key.square() + SPREAD, _by_kv_head(query.square() + SPREAD, layer))
+
+
+def _of_norm(norm: Any, heads: int, dim: int) -> Tensor | None:
+    """What an RMS norm, over a head or over all of them, makes of a vector of ones: [heads, D]."""
+    weight: Tensor = norm.weight
+    if weight.numel() not in (dim, heads * dim):
+        return None
+    made: Tensor = norm(torch.ones_like(weight)[None])[0]
+    return made.float().view(-1, dim).expand(heads, dim)
+
+
+def _by_kv_head(energy: Tensor, layer: LayerFacts) -> Tensor:
+    return energy.unflatten(0, (layer.num_kv_heads, -1)).mean(1)
+
+
+def _transform(own: KeyStats, layer: LayerFacts, facts: ModelFacts) -> KeyTransform:
+    rope = layer.rope
+    assert rope is not None, "key_transforms has checked it"
+    center = torch.zeros_like(own.mean)
+    if layer.softmax.sinks is None and layer.softmax.softcap is None:
+        center = _rotated_mean(own.mean, rope, facts.max_position)
+    key, query = (_in_bands(energy, rope) for energy in (own.energy, own.query_energy))
+    key = (key - _in_bands(center.square(), rope)).clamp_min(0)
+    key, query = (each + FLOOR * each.mean(-1, keepdim=True) for each in (key, query))
+    exponents = (key / query).double().log2() / 4
+    scale = (exponents - exponents.mean(-1, keepdim=True)).round().exp2().float()
+    return KeyTransform(scale, center)
+
+
+def _rotated_mean(mean: Tensor, rope: RopeLayout, max_position: int) -> Tensor:
+    """The mean of keys [K, D] over positions, from that before rotation."""
+    if rope.num_bands == 0:
+        return mean
+    longest = max(SHORTEST, min(max_position, LONGEST))
+    lengths = torch.logspace(0, 1, LENGTHS, longest / SHORTEST, dtype=torch.float64) * SHORTEST
+    angle = lengths[:, None] * rope.inv_freq.cpu()  # [lengths, F]
+    # e^{i w p}, averaged over positions p < length, then over lengths
+    turn = torch.polar(torch.sinc(angle / (2 * torch.pi)), angle / 2).mean(0)
+    rest = mean[:, rope.rest_dims(mean.shape[-1], mean.device)]
+    return from_bands(to_bands(mean, rope) * turn.to(mean.device, torch.complex64), rest, rope)
+
+
+def _in_bands(energy: Tensor, rope: RopeLayout) -> Tensor:
+    """[K, D] with the mean of a rotary band in both of its dims: rotation mixes them."""
+    first, second = rope.bands
+    energy = energy.clone()
+    energy[:, first] = energy[:, second] = (energy[:, first] + energy[:, second]) / 2
+    return energy
