@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,40 +20,19 @@ from format_cases import (
 )
 from format_fill import Rig, facts_of, fill
 from paged_oracle import Ask, Shape, noise
+from transformed_rig import Transformed
 
 from kvreclaim.ops import native, reference
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch, BatchArrays, SequenceSlots
 from kvreclaim.ops.cells import cell_batch, cell_layers, natural_cells
-from kvreclaim.ops.facts import KeyTransform, LayerFacts
+from kvreclaim.ops.facts import KeyTransform
 from kvreclaim.ops.formats import FORMATS
-from kvreclaim.ops.kv_cache import KVCache, PagedTokens
+from kvreclaim.ops.kv_cache import PagedTokens
 from kvreclaim.ops.transformed_keys import TransformedKeys
 
 BACKENDS = [reference] if native.unavailable_reason() else [reference, native]
 PLAIN_SHAPES = [shape for shape in SHAPES.values() if not shape.latent]
-
-
-def transform_of(layer: int, facts: LayerFacts, centred: bool = True) -> KeyTransform:
-    """Powers of two, and centres of the size of a key; each channel has its own."""
-    shape = facts.num_kv_heads, facts.head_dim
-    scale = noise(layer, *shape).mul(3).round().clamp(-6, 6).exp2()
-    return KeyTransform(scale, noise(layer + 100, *shape).mul(1 if centred else 0))
-
-
-@dataclass(frozen=True, slots=True)
-class Transformed(TransformedKeys):
-    """With a transform of its own for every layer."""
-
-    centred: bool = True
-
-    def allocate(self, layers: tuple[LayerFacts, ...], *args: Any, **kwargs: Any) -> KVCache:
-        own = [
-            replace(layer, softmax=replace(layer.softmax, keys=transform_of(n, layer, self.centred)))
-            for n, layer in enumerate(layers)
-        ]
-        found: KVCache = self.backend.allocate(tuple(own), *args, **kwargs)
-        return found
 
 
 @pytest.fixture(params=["fp32", "int8", "fp8_e4m3", "int4", "turboquant4"])

@@ -26,6 +26,7 @@ from format_cases import (
     relocated,
 )
 from paged_oracle import Ask, Shape, expected, noise, under
+from transformed_rig import Transformed
 from triton_pair import DEVICE
 
 from kvreclaim.ops import reference
@@ -59,6 +60,16 @@ def test_every_shape(name: str, shape: str) -> None:
     check_written(rig, w)
     check_attention(rig, w)
     check_scores(rig, w, style="interleaved" if w.shape.group % 2 else "half")
+
+
+@CODED_FORMATS
+def test_transformed_keys(name: str) -> None:
+    plain = rig_of(name)
+    rig = replace(plain, backend=Transformed(plain.backend))
+    w = fill(rig, ONE, FEW)
+    check_attention(rig, w)
+    check_scores(rig, w)
+    check_cells(rig, ONE, 50)
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
