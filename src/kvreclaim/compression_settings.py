@@ -40,7 +40,7 @@ def parse_budget(given: object) -> int | float:
     require(
         1 <= number <= MAX_COUNT and number.is_integer(),
         f"budget is {given!r}; it must be at least 1 token, at most {MAX_COUNT}, as in 2048, or a share of "
-        "the prompt's tokens above 0, up to 1, as in 0.2 or '20%'.",
+        "the prompt's bytes in the model's dtype above 0, up to 1, as in 0.2 or '20%'.",
         "budget",
     )
     return int(number)
@@ -64,7 +64,8 @@ class CompressionSettings:
     )
     budget: int = option(
         None,
-        "Tokens to keep per layer and KV head, or a share of the prompt's: 0.2 or 20%. With --verify also "
+        "Tokens to keep per layer and KV head, or a share of the bytes that the prompt takes in the model's "
+        "dtype: 0.2 or 20%. With --verify also "
         f"auto, as few as drafting allows. Default: {DEFAULT_BUDGET}.",
         low=1,
         high=MAX_COUNT,
@@ -164,7 +165,7 @@ class CompressionSettings:
     auto_budget: bool | None = field(default=None, kw_only=True)
     """Whether budget was "auto"; set by it."""
     budget_share: float | None = field(default=None, kw_only=True)
-    """The budget as a share of the prompt's tokens; set by it. Until a prompt is known, the budget is then
+    """The budget as a share of the prompt's bytes; set by it. Until a prompt is known, the budget is then
     MAX_COUNT."""
 
     @property
@@ -182,7 +183,7 @@ class CompressionSettings:
         if self.max_loss is not None:
             return f"as many tokens as max_loss {self.max_loss:g} needs"
         if self.budget_share is not None:
-            return f"{100 * self.budget_share:.4g}% of the prompt's tokens per KV head"
+            return f"{100 * self.budget_share:.4g}% of the prompt's bytes in the model's dtype"
         return f"{self.budget:,} tokens per KV head"
 
     def __post_init__(self) -> None:

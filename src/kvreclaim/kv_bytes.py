@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from types import MappingProxyType
 from typing import Protocol
 
@@ -80,6 +81,11 @@ class KVBytes:
             layer.num_kv_heads * self.unit_bytes(layer.key_dims, layer.v_head_dim, block_size)
             for layer in layers
         )
+
+    def density(self, own: KVBytes, layers: Iterable[LayerDims]) -> Fraction:
+        """How many tokens take the bytes of one token in the model's own format, parameters included."""
+        dims = tuple(layers)
+        return Fraction(own.bytes_per_block(dims, 1), self.bytes_per_block(dims, 1))
 
     def unsupported_reason(self, layers: Iterable[LayerDims]) -> str | None:
         """Why these layers' keys and values have no such format; None if they have."""

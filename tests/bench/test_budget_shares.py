@@ -45,6 +45,11 @@ def test_a_share_without_one_length_is_refused(plan, fields) -> None:
         plan(**fields, budget="20%")
 
 
+def test_a_share_over_several_formats_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="in each of auto, int8; pass tokens"):
+        DecodePlan(model=demo_model(), contexts=(2048,), kv_cache_dtypes=("auto", "int8"), budget="20%")
+
+
 @pytest.mark.parametrize("command", ["decode", "memory", "serve", "verify", "vllm"])
 @pytest.mark.parametrize("bad", ["0", "many", "1.5"])
 def test_bad_budgets_are_one_sentence(command, bad) -> None:

@@ -19,7 +19,7 @@ from kvreclaim.calibrate.trial import num_tokens, prose_document, try_candidates
 from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.compression.policy import LayerView
 from kvreclaim.compression.stats import QueryStats
-from kvreclaim.compression.trial import Trial
+from kvreclaim.compression.trial import FORMATS, SHARES, FormatOutcome, Trial
 from kvreclaim.engine.api.llm import FOR_CALIBRATION
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
 from kvreclaim.model_paths import STATS_FILE
@@ -55,7 +55,7 @@ def lookup(model) -> LookupDocument:
 @pytest.fixture(scope="module")
 def found(calibrated_dir, stats, lookup) -> Trial:
     llm = LLM(calibrated_dir("llama"), dtype="float32", device="cpu", num_blocks=8)
-    return try_candidates(llm, stats, [*TOLD, lookup], candidates=CANDIDATES)
+    return try_candidates(llm, stats, [*TOLD, lookup], candidates=CANDIDATES, formats=FORMATS)
 
 
 def nats(model, context: list[int], tokens: list[int]) -> tuple[float, float]:
@@ -97,7 +97,7 @@ def test_the_full_caches_row_is_what_transformers_says(found, model, lookup) -> 
 def test_a_candidates_row_is_what_score_says_under_its_budget(found, stats, lookup, calibrated_dir) -> None:
     """Repetition is scored where there are no answers."""
     llm = LLM(calibrated_dir("llama"), dtype="float32", device="cpu", num_blocks=200)
-    prose = try_candidates(llm, stats, TOLD, candidates=["query_mixture"], fractions=[0.2])
+    prose = try_candidates(llm, stats, TOLD, candidates=["query_mixture"], fractions=[0.2], formats=())
     (row,) = [row for row in found.outcomes if (row.policy, row.fraction) == ("query_mixture", 0.2)]
     budgets, lost = [], []
     for document in (*TOLD, lookup):
@@ -119,6 +119,72 @@ def test_a_candidates_row_is_what_score_says_under_its_budget(found, stats, look
     assert alone.asked is None
 
 
+def test_formats_are_compared_at_equal_bytes(found, stats, lookup, calibrated_dir) -> None:
+    """Of 16 dims a token takes 128 bytes a head in fp32, 35 in int8: 3.66 times the tokens."""
+    assert {own.kv_cache_dtype for own in found.formats} == set(FORMATS)
+    by = {(own.kv_cache_dtype, own.share): own for own in found.formats}
+    documents = (*TOLD, lookup)
+    for share in SHARES:
+        for form, density in (("auto", 1), ("int8", 128 / 35)):
+            tokens = [max(round(len(each.prompt) * share * density / 16), 1) * 16 for each in documents]
+            assert by[form, share].budget == pytest.approx(sum(tokens) / 3)
+        losses = {form: found.lost(by[form, share]) for form in FORMATS}
+        assert losses[found.format_at(share)] == min(losses.values())
+    (same,) = [row for row in found.outcomes if (row.policy, row.fraction) == (found.best, 0.2)]
+    assert (by["auto", 0.2].once, by["auto", 0.2].asked) == pytest.approx((same.once, same.asked), abs=1e-6)
+    llm = LLM(calibrated_dir("llama"), dtype="float32", device="cpu", num_blocks=200).sibling(
+        stats=stats, kv_cache_dtype="int8"
+    )
+    budget = max(round(len(lookup.prompt) * 0.05 * 128 / 35 / 16), 1) * 16
+    config = CompressionConfig(found.best, budget, 128, 4, budget // 4, stats=stats)
+    lost = []
+    for each in (lookup.questions[0], lookup.questions[2]):
+        (output,) = llm.score([lookup.prompt], [[*each.question, *each.answer]], config)
+        logprobs = output.logprobs[len(each.question) :]
+        lost.append(-sum(logprobs) / len(logprobs))
+    assert by["int8", 0.05].asked == pytest.approx(sum(lost) / 2, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("share", "nearest"), [(0.01, 0.05), (0.05, 0.05), (0.07, 0.05), (0.072, 0.1), (0.15, 0.2), (0.9, 0.2)]
+)
+def test_a_share_takes_the_format_of_the_nearest_measured_one(found, share, nearest) -> None:
+    worst = found.full.once + 9
+    rows = [
+        FormatOutcome(kv_cache_dtype=form, share=own, budget=16, once=worst - good, once_right=0, asked=1)
+        for own, best in ((0.2, "auto"), (0.1, "int8"), (0.05, "int4"))
+        for form in FORMATS
+        for good in [form == best]
+    ]
+    trial = found.model_copy(update={"formats": tuple(rows)})
+    assert trial.format_at(share) == {0.2: "auto", 0.1: "int8", 0.05: "int4"}[nearest]
+    assert found.model_copy(update={"formats": ()}).format_at(share) is None
+
+
+def test_a_budget_in_bytes_chooses_the_format(found, stats, calibrated_dir) -> None:
+    """With policy and KV cache dtype left to choose; either that is named stays."""
+    rows = [
+        own.model_copy(update={"once": 9.0 if own.kv_cache_dtype != "int4" else 0.0}) for own in found.formats
+    ]
+    tried = stats.with_trial(found.model_copy(update={"formats": tuple(rows)}))
+    directory = calibrated_dir("llama")
+
+    def form(policy: str, budget: object, **options: object) -> str:
+        config = CompressionConfig(policy, budget, recent=16, stats=tried)
+        llm = LLM(directory, dtype="float32", device="cpu", num_blocks=60, compression=config, **options)
+        (output,) = llm.generate([DOCUMENTS[0]], SamplingParams(temperature=0.0, max_tokens=2))
+        assert output.error is None
+        density = {"fp32": 1, "int8": 128 / 35, "int4": 128 / 20}[llm.engine.kv_format.name]
+        if budget != 64:
+            assert output.metrics.budget == int(len(DOCUMENTS[0]) * 0.1 * density) // 16 * 16
+        return llm.engine.kv_format.name
+
+    assert form("auto", "10%") == "int4"
+    assert form("auto", "10%", kv_cache_dtype="int8") == "int8"
+    assert form("query_mixture", "10%") == "fp32"
+    assert form("auto", 64) == "fp32"
+
+
 def test_what_the_model_cannot_have_is_left_out_and_said(found) -> None:
     assert found.policies == ("streaming_llm", "query_mixture", "shares(surrogate)", "h2o")
     assert "shares" in found.refused["shares(h2o)"]
@@ -130,7 +196,7 @@ def test_windows_have_tables_of_their_own_in_the_trial(calibrated_dir) -> None:
     directory = calibrated_dir("gemma3")
     llm = LLM(directory, dtype="float32", device="cpu", **FOR_CALIBRATION)
     stats = QueryStats.load(directory / STATS_FILE)
-    found = try_candidates(llm, stats, TOLD, candidates=("shares(surrogate)", "query_mixture"))
+    found = try_candidates(llm, stats, TOLD, candidates=("shares(surrogate)", "query_mixture"), formats=())
     assert found.policies == ("shares(surrogate)", "query_mixture")
     assert all(math.isfinite(found.loss(policy)) for policy in found.policies)
 
@@ -141,7 +207,7 @@ def test_recurrent_layers_in_the_trial(family, calibrated_dir) -> None:
     directory = calibrated_dir(family)
     llm = LLM(directory, dtype="float32", device="cpu", num_blocks=100)
     stats = QueryStats.load(directory / STATS_FILE)
-    found = try_candidates(llm, stats, TOLD, candidates=("shares(surrogate)", "query_mixture"))
+    found = try_candidates(llm, stats, TOLD, candidates=("shares(surrogate)", "query_mixture"), formats=())
     check_prose(found, AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
     assert found.policies == ("shares(surrogate)", "query_mixture")
     assert all(math.isfinite(found.loss(policy)) for policy in found.policies)
@@ -156,7 +222,8 @@ def test_recurrent_layers_in_the_trial(family, calibrated_dir) -> None:
 
 def test_the_same_documents_give_the_same_trial_and_no_block_is_lost(found, stats, lookup, make_llm) -> None:
     llm = make_llm("llama", num_blocks=8)
-    assert try_candidates(llm, stats, [*TOLD, lookup], candidates=CANDIDATES) == found
+    again = try_candidates(llm, stats, [*TOLD, lookup], candidates=CANDIDATES, formats=FORMATS)
+    assert again == found
     assert_idle(llm)
 
 
@@ -169,7 +236,7 @@ def test_a_candidate_that_fails_while_it_runs_is_left_out_whole(stats, make_llm,
         return [view.keys.float().norm(dim=-1) for view in views]
 
     monkeypatch.setattr(Knorm, "score_many", failing)
-    left = try_candidates(make_llm("llama"), stats, TOLD, candidates=["knorm", "streaming_llm"])
+    left = try_candidates(make_llm("llama"), stats, TOLD, candidates=["knorm", "streaming_llm"], formats=())
     assert left.policies == ("streaming_llm",)
     assert list(left.refused) == ["knorm"]
     with pytest.raises(InvalidArgumentError, match="no candidate could run: "):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ from kvreclaim import CompressionConfig
 from kvreclaim.cli.main import app
 from kvreclaim.compression.spec.traits import for_prompt
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.schedule.budget.footprint import Footprint
-from kvreclaim.sim.options import Serving
+from kvreclaim.schedule.budget.footprint import SAME, Footprint
+from kvreclaim.sim.options import ReplicaOptions, Serving
 
 PLAN = ("plan", "--model", "Llama-3.1-8B", "--gpu", "4090", "--weights", "awq4")
 SIMULATE = ("simulate", "--model", "Llama-3.1-8B", "--gpu", "H100", "--num-blocks", "400")
@@ -29,18 +30,23 @@ def run(tmp_path: Path, *arguments: str) -> dict:
 
 @pytest.mark.parametrize("policy", ["knorm", "pyramidkv"])
 @pytest.mark.parametrize("sinks", [0, 4, 100])
-@pytest.mark.parametrize("share", ["20%", "0.2", "100%"])
-def test_every_length_has_the_budget_of_the_engine(policy, sinks, share) -> None:
+@pytest.mark.parametrize(
+    ("share", "form"), [("20%", "auto"), ("0.2", "int8"), ("100%", "auto"), ("10%", "int4")]
+)
+def test_every_length_has_the_budget_of_the_engine(policy, sinks, share, form) -> None:
     config = CompressionConfig(policy, share, sinks=sinks, recent=40)
-    by_prompt = Serving(compression=f"{policy}:budget={share},sinks={sinks},recent=40").by_prompt()
+    density = ReplicaOptions(gpu="H100", kv_cache_dtype=form).density  # Llama 3.1 8B: 8 heads of 128 in bf16
+    assert density == {"auto": 1, "int8": Fraction(512, 259), "int4": Fraction(512, 144)}[form]
+    by_prompt = Serving(compression=f"{policy}:budget={share},sinks={sinks},recent=40").by_prompt(density)
     for length in (1, 300, 1000, 8192):
-        found, own = by_prompt(length), config.for_prompt(length, 16).footprint(Footprint())
+        found, own = by_prompt(length), config.for_prompt(length, 16, density).footprint(Footprint())
         assert (found.budget, found.sinks, found.recent) == (own.budget, own.sinks, own.recent)
 
 
 def test_tokens_stay_as_they_are_written() -> None:
-    assert for_prompt("knorm:budget=300, recent=7", 1000, 16) == "knorm:budget=300, recent=7"
-    assert for_prompt("knorm:recent=7,budget=20%", 1000, 16) == "knorm:budget=192,recent=7"
+    assert for_prompt("knorm:budget=300, recent=7", 1000, 16, SAME) == "knorm:budget=300, recent=7"
+    assert for_prompt("knorm:recent=7,budget=20%", 1000, 16, SAME) == "knorm:budget=192,recent=7"
+    assert for_prompt("knorm:recent=7,budget=20%", 1000, 16, Fraction(2)) == "knorm:budget=400,recent=7"
 
 
 @pytest.mark.parametrize("share", ["20%", "0.2"])
@@ -61,10 +67,32 @@ def test_a_plan_is_that_of_the_tokens(tmp_path, share, length, budget) -> None:
     assert shared == given
 
 
-def test_a_simulation_is_that_of_the_tokens(tmp_path) -> None:
-    load = ("--requests", "20", "--rate", "50", "--prompt", "2000", "--output", "200")
+def test_a_plan_in_another_format_is_that_of_as_many_bytes(tmp_path) -> None:
+    """A fifth of 8,192 tokens of 512 bytes a head, where a token in int8 takes 259."""
+    options = (*PLAN, "--context", "8192", "--kv-cache-dtype", "int8")
+    tokens = 8192 * 512 // 5 // 259 // 16 * 16
     shared, given = (
-        run(tmp_path, *SIMULATE, *load, "--compression", f"knorm:budget={each}") for each in ("20%", 400)
+        run(tmp_path, *options, "--compression", f"snapkv:budget={each}") for each in ("20%", tokens)
+    )
+    assert shared == given
+
+
+@pytest.mark.parametrize(("form", "tokens"), [("auto", 400), ("int8", 784)])
+def test_a_simulation_is_that_of_the_tokens(tmp_path, form, tokens) -> None:
+    load = (
+        "--requests",
+        "20",
+        "--rate",
+        "50",
+        "--prompt",
+        "2000",
+        "--output",
+        "200",
+        "--kv-cache-dtype",
+        form,
+    )
+    shared, given = (
+        run(tmp_path, *SIMULATE, *load, "--compression", f"knorm:budget={each}") for each in ("20%", tokens)
     )
     assert shared["blocks_freed"] > 0
     assert {k: v for k, v in shared.items() if k not in UNTIMED} == {

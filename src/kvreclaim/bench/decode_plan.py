@@ -10,7 +10,7 @@ from kvreclaim.bench.plans import ACTIVATIONS, LLAMACPP, LLAMACPP_PYTHON, PeersP
 from kvreclaim.bench.systems.base import NAMES, OURS, Fill, Point
 from kvreclaim.checks import check_choice, require
 from kvreclaim.compression.spec.traits import traits
-from kvreclaim.compression_settings import AUTO
+from kvreclaim.compression_settings import AUTO, parse_budget
 from kvreclaim.config import format_names
 from kvreclaim.options import option
 
@@ -64,8 +64,14 @@ class DecodePlan(PeersPlan):
     )
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         object.__setattr__(self, "kv_cache_dtypes", format_names(self.kv_cache_dtypes))
+        require(
+            set(self.kv_cache_dtypes) == {AUTO} or isinstance(parse_budget(self.budget), int),
+            f"budget is {self.budget!r}, a share of the prompt's bytes in the model's dtype, which is "
+            f"another number of tokens in each of {', '.join(self.kv_cache_dtypes)}; pass tokens.",
+            "budget",
+        )
+        super().__post_init__()
         unknown = [
             *(set(self.peers) - {*PEERS, *LLAMACPP}),
             *(name for name in self.systems if not _is_ours(name)),

@@ -19,7 +19,7 @@ from kvreclaim.calibrate.lookups import LookupDocument, lookup_documents
 from kvreclaim.calibrate.settings import Measuring, Reading
 from kvreclaim.checks import require
 from kvreclaim.compression.stats import QueryStats
-from kvreclaim.compression.trial import CANDIDATES, FRACTIONS
+from kvreclaim.compression.trial import CANDIDATES, FORMATS, FRACTIONS, SHARES
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model.capture import capture_queries
@@ -88,7 +88,7 @@ def measure(
     )
     read = read_pieces(found)
     add_curve = curve_of(llm, text, reading, read, say, show_progress=show_progress)
-    _announce(llm, documents, tried, 1 + len(candidates) * len(FRACTIONS), say)
+    _announce(llm, documents, tried, 1 + len(candidates) * len(FRACTIONS) + len(FORMATS) * len(SHARES), say)
     stats = calibrate(llm.loaded, documents, show_progress=show_progress, **measuring).with_read(read)
     if not tried:
         return stats

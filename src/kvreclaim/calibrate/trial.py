@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
+from typing import Any
 
 from tqdm.auto import tqdm
 
@@ -13,12 +15,23 @@ from kvreclaim.calibrate.lookups import LookupDocument, Question
 from kvreclaim.checks import require
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.stats import QueryStats
-from kvreclaim.compression.trial import CANDIDATES, FRACTIONS, Trial, TrialOutcome, TrialScore
+from kvreclaim.compression.trial import (
+    CANDIDATES,
+    FORMATS,
+    FRACTIONS,
+    SHARES,
+    FormatOutcome,
+    Trial,
+    TrialOutcome,
+    TrialScore,
+)
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.engine.request.outputs import ScoreOutput
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError, UnsupportedModelError
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.facts import ModelFacts
+
+logger = logging.getLogger(__name__)
 
 SINKS, RECENT, INTERVAL = 4, 64, 128
 AT_ONCE = 4
@@ -83,6 +96,7 @@ def try_candidates(
     *,
     candidates: Sequence[str] = CANDIDATES,
     fractions: Sequence[float] = FRACTIONS,
+    formats: Sequence[str] = FORMATS,
     show_progress: bool = False,
 ) -> Trial:
     """Compress each document under every candidate to every fraction, and score what follows it.
@@ -97,6 +111,8 @@ def try_candidates(
     documents:  of prose_document and, after it, of lookup_documents; nothing in stats was fitted to them
     candidates: policies as they are written everywhere; those that the model cannot have are left out
     fractions:  of a document, rounded to blocks
+    formats:    KV cache dtypes in which the best candidate is then tried at equal bytes; those that the model
+                cannot have are left out
 
     Raises: InvalidArgumentError without a document, or without a candidate that can run.
     """
@@ -125,7 +141,7 @@ def try_candidates(
             bar.update()
     rows = {setting: row for setting, row in found.items() if setting[0] not in refused}
     require(bool(rows), f"no candidate could run: {'; '.join(refused.values())}")
-    return Trial(
+    trial = Trial(
         documents=len(documents),
         tokens=sum(len(document.prompt) for document in documents),
         questions=len(places["asked"]),
@@ -137,9 +153,45 @@ def try_candidates(
         ),
         refused=refused,
     )
+    bar = tqdm(formats, desc="formats", disable=not show_progress or not formats)
+    tried = [
+        outcome for form in bar for outcome in _in_format(llm, form, stats, documents, places, trial.best)
+    ]
+    return trial.model_copy(update={"formats": tuple(tried)})
 
 
-def _engine_for(llm: LLM, documents: Sequence[LookupDocument]) -> LLM:
+def _in_format(
+    llm: LLM,
+    form: str,
+    stats: QueryStats,
+    documents: Sequence[LookupDocument],
+    places: Mapping[str, Sequence[tuple[int, int]]],
+    policy: str,
+) -> list[FormatOutcome]:
+    """Outcomes of the policy over a cache in this KV cache dtype; none where the model cannot have it."""
+    refused: dict[str, str] = {}
+    found: dict[_Setting, list[_Row]] = {}
+    try:
+        engine = _engine_for(llm, documents, kv_cache_dtype=form, stats=stats)
+        for document in documents:
+            _compute(engine, document)
+            settings = [(policy, share) for share in SHARES]
+            for setting, row in _tried(engine, document, settings, stats, refused):
+                found.setdefault(setting, []).append(row)
+    except (InvalidArgumentError, UnsupportedModelError) as error:
+        refused[policy] = str(error)
+    if refused:
+        logger.info("kv_cache_dtype %s is not tried: %s", form, refused[policy])
+        return []
+    outcomes = []
+    for (_, share), rows in found.items():
+        score = dict(_mean(places, [said for _, said in rows]))
+        budget = mean(budget for budget, _ in rows)
+        outcomes.append(FormatOutcome(kv_cache_dtype=form, share=share, budget=budget, **score))
+    return outcomes
+
+
+def _engine_for(llm: LLM, documents: Sequence[LookupDocument], **options: Any) -> LLM:
     """Big enough that a document is computed in one step, and that a batch of candidates finds it there."""
     longest = max(
         len(document.prompt) + len(each.question) + len(each.answer)
@@ -153,6 +205,7 @@ def _engine_for(llm: LLM, documents: Sequence[LookupDocument]) -> LLM:
         enable_prefix_caching=True,
         spread_compression=False,
         disable_hybrid_kv_cache_manager=None,  # windows in tables of their own, as in serving
+        **options,
     )
 
 
@@ -172,8 +225,8 @@ def _served(
 
 
 def _budget(engine: LLM, document: LookupDocument, fraction: float) -> int:
-    block = engine.engine.memory.block_size
-    return max(round(len(document.prompt) * fraction / block), 1) * block
+    block, density = engine.engine.memory.block_size, float(engine.compressors.density)
+    return max(round(len(document.prompt) * fraction * density / block), 1) * block
 
 
 def _config(policy: str, budget: int, stats: QueryStats) -> CompressionConfig:
@@ -182,9 +235,14 @@ def _config(policy: str, budget: int, stats: QueryStats) -> CompressionConfig:
 
 
 def _full(engine: LLM, document: LookupDocument) -> list[_Said]:
-    """What the full cache says. The document is computed alone, so that all its questions find it."""
-    engine.score([document.prompt], [document.questions[0].question])
+    """What the full cache says."""
+    _compute(engine, document)
     return _said(document, _score(engine, document, [None]))
+
+
+def _compute(engine: LLM, document: LookupDocument) -> None:
+    """Compute a document alone, so that all its questions find it."""
+    engine.score([document.prompt], [document.questions[0].question])
 
 
 def _tried(

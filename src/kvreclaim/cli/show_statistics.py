@@ -73,6 +73,32 @@ def _show_trial(console: Console, trial: Trial) -> None:
             "repetition does not count: the full cache repeats a document no better than it continues it"
         )
     console.print(f"policy auto: [bold]{trial.best}[/bold]")
+    if trial.formats:
+        _show_formats(console, trial)
+
+
+def _show_formats(console: Console, trial: Trial) -> None:
+    """A line for each KV cache dtype, a column for each share of the bytes; the least loss is bold."""
+    shares = tuple(dict.fromkeys(outcome.share for outcome in trial.formats))
+    table = Table(
+        "KV cache dtype",
+        title=f"{trial.best} at equal bytes",
+        caption="nats per token lost (tokens kept) in a share of the bytes of the full cache in the "
+        "model's dtype; a budget in % takes the best",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    table.caption_justify = "left"
+    for share in shares:
+        table.add_column(f"{share:.0%}", justify="right", no_wrap=True)
+    for form in dict.fromkeys(outcome.kv_cache_dtype for outcome in trial.formats):
+        own = {outcome.share: outcome for outcome in trial.formats if outcome.kv_cache_dtype == form}
+        cells = [f"{trial.lost(own[share]):.3f} ({own[share].budget:.0f})" for share in shares]
+        bold = [trial.format_at(share) == form for share in shares]
+        table.add_row(
+            form, *(f"[bold]{cell}[/]" if mark else cell for cell, mark in zip(cells, bold, strict=True))
+        )
+    console.print(table)
 
 
 def _show_curve(console: Console, curve: LossCurve) -> None:

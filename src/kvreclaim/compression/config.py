@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Final
 
 from kvreclaim.checks import check_choice, require
@@ -20,7 +21,13 @@ from kvreclaim.compression_settings import AUTO, FULL, CompressionSettings
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.options import settings_of
-from kvreclaim.schedule.budget.footprint import Footprint, budget_in_blocks, share_in_blocks, sinks_in_blocks
+from kvreclaim.schedule.budget.footprint import (
+    SAME,
+    Footprint,
+    budget_in_blocks,
+    share_in_blocks,
+    sinks_in_blocks,
+)
 from kvreclaim.schedule.budget.recall import Recall
 
 logger = logging.getLogger(__name__)
@@ -41,7 +48,8 @@ class CompressionConfig(CompressionSettings):
                     keep unequal numbers, it is the average, rounded to blocks (footprint.budget_in_blocks);
                     RequestMetrics.budget is the one used. "auto" (with verify): starts with the smallest of
                     BUDGETS that fits, rises when a draft is rejected, falls after a while without rejections
-                    0.2 or "20%" is a share of the prompt's tokens (see for_prompt)
+                    0.2 or "20%" is a share of the bytes that the prompt takes in the model's dtype (see
+                    for_prompt)
     max_loss:       instead of a budget: that of the loss curve in the statistics (see promised)
     content:        what the prompt is, one of CONTENTS; None: whichever needs the larger budget
     interval:       tokens over the budget at which the next compression runs
@@ -179,15 +187,18 @@ class CompressionConfig(CompressionSettings):
         found = replace(self, budget=budget, sinks=sinks, max_loss=None, content=None)
         return found if sinks == self.sinks else found._covering(self.sinks, block_size)
 
-    def for_prompt(self, num_tokens: int, block_size: int) -> CompressionConfig:
-        """The config with a share of the prompt's tokens as its budget, in whole blocks: at least one token
-        more than sinks, recent tokens and recalled pages take. Itself with a budget in tokens."""
+    def for_prompt(self, num_tokens: int, block_size: int, density: Fraction = SAME) -> CompressionConfig:
+        """The config with its share of the prompt's bytes as a budget in tokens, in whole blocks: at least
+        one token more than sinks, recent tokens and recalled pages take. Itself with a budget in tokens.
+
+        density: KVBytes.density of the cache's format
+        """
         if self.budget_share is None:
             return self
         sinks = min(self.sinks, settings_of(CompressionSettings)["sinks"].default)
         recalled = 0 if self.recalled is None else self.recalled.slots(block_size)
         always = sinks + self.recent + recalled
-        budget = share_in_blocks(self.budget_share, num_tokens, block_size, always)
+        budget = share_in_blocks(self.budget_share, num_tokens, block_size, always, density)
         found = replace(self, budget=budget, sinks=sinks)
         return found if sinks == self.sinks else found._covering(self.sinks, block_size)
 

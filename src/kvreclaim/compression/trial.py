@@ -6,6 +6,7 @@ so calibration tries them and the statistics file holds what it has found.
 
 from __future__ import annotations
 
+from math import log
 from statistics import mean
 from typing import Literal
 
@@ -24,6 +25,12 @@ unequal ones, or a model without shares, can have. StreamingLLM is not one of th
 middle, whatever is asked, yet on a model that answers nothing from a compressed cache it loses the least."""
 FRACTIONS = (0.2, 0.1)
 """Fractions of a document that stay."""
+
+
+FORMATS = ("auto", "int8", "int8+int4", "int4")
+"""KV cache dtypes that are tried with the best policy; auto: the model's own."""
+SHARES = (0.2, 0.1, 0.05)
+"""Shares of the full cache's bytes in the model's dtype in which they are tried."""
 
 
 class _Frozen(BaseModel):
@@ -53,6 +60,15 @@ class TrialOutcome(TrialScore):
     budget: float = Field(gt=0)
 
 
+class FormatOutcome(TrialScore):
+    """The same under the best policy over a cache in another KV cache dtype; share of the bytes of the full
+    cache in the model's dtype, budget in tokens, mean."""
+
+    kv_cache_dtype: str
+    share: float = Field(gt=0, lt=1)
+    budget: float = Field(gt=0)
+
+
 class Trial(_Frozen):
     """All outcomes beside the full cache's; every policy was tried at every fraction.
 
@@ -61,6 +77,7 @@ class Trial(_Frozen):
     questions: about them that the full cache answers
     tokens:    of them, those that stood in the cache when it was compressed
     refused:   candidates that the model, its engine or its statistics cannot serve, and why
+    formats:   of the best policy, at equal bytes; empty: none were tried
     """
 
     version: Literal[2] = 2
@@ -70,6 +87,7 @@ class Trial(_Frozen):
     full: TrialScore
     outcomes: tuple[TrialOutcome, ...] = Field(min_length=1)
     refused: dict[str, str] = {}
+    formats: tuple[FormatOutcome, ...] = ()
 
     @model_validator(mode="after")
     def _check_grid(self) -> Trial:
@@ -98,7 +116,7 @@ class Trial(_Frozen):
         """What stands for look-ups: answers, or saying again where the full cache answers no question."""
         return "asked" if self.questions else "again"
 
-    def lost(self, outcome: TrialOutcome) -> float:
+    def lost(self, outcome: TrialScore) -> float:
         """Nats per token against the full cache: going on and, if the model can do it at all, looking up."""
         once = outcome.once - self.full.once
         if not self.questions and not self.reads_back:
@@ -117,3 +135,11 @@ class Trial(_Frozen):
     @property
     def best(self) -> str:
         return self.ranked[0]
+
+    def format_at(self, share: float) -> str | None:
+        """The KV cache dtype that lost least at the measured share that is nearest to this one by its
+        logarithm; None: formats were not tried."""
+        if not self.formats:
+            return None
+        nearest = min((outcome.share for outcome in self.formats), key=lambda own: abs(log(own / share)))
+        return min((own for own in self.formats if own.share == nearest), key=self.lost).kv_cache_dtype

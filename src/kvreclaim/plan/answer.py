@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 from kvreclaim.checks import require
@@ -25,10 +26,11 @@ def plan(model: str | Path, asked: PlanRequest) -> PlanReport:
     if (promise := asked.promise(asked.compression)) is not None:
         found = promise.compression(asked.context or asked.prefix + asked.own, asked.block_size)
         asked = replace(asked, compression=found, max_loss=None, content=None, stats=None)
-    elif asked.compression is not None and is_share(asked.compression):
-        asked = replace(asked, compression=_in_tokens(asked, asked.compression))
     auto = asked.kv_cache_dtype == "auto"
     form = kv_bytes(asked.kv_cache_dtype, dtype_of(shape) if auto else "bf16")
+    if asked.compression is not None and is_share(asked.compression):
+        density = form.density(kv_bytes("auto", dtype_of(shape)), shape.attention)
+        asked = replace(asked, compression=_in_tokens(asked, asked.compression, density))
     cache = Cache(shape, form, _footprint(asked))
     check_fits(cache, asked.compression)
     for name, unset in (("state_checkpoints", None), ("state_drafts", 0)):
@@ -61,8 +63,8 @@ def _footprint(asked: PlanRequest) -> Footprint:
     return footprint(asked.compression, block_size=size, max_chunk=chunk)
 
 
-def _in_tokens(asked: PlanRequest, compression: str) -> str:
-    """The compression with a share of the plan's one length as a number of tokens. Raises:
+def _in_tokens(asked: PlanRequest, compression: str, density: Fraction) -> str:
+    """The compression with a share of the bytes of the plan's one length as a number of tokens. Raises:
     InvalidArgumentError where it has another number of lengths."""
     require(
         asked.trace is None and (asked.context is None) != (asked.sequences is None),
@@ -70,7 +72,7 @@ def _in_tokens(asked: PlanRequest, compression: str) -> str:
         "pass --context or --sequences, or a number of tokens, and for a trace use `kvreclaim simulate`.",
         "compression",
     )
-    return for_prompt(compression, asked.context or asked.prefix + asked.own, asked.block_size)
+    return for_prompt(compression, asked.context or asked.prefix + asked.own, asked.block_size, density)
 
 
 def check_fits(cache: Cache, compression: str | None) -> None:

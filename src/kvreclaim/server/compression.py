@@ -81,7 +81,7 @@ def check_limits(asked: CompressionConfig, own: CompressionConfig | None, limits
     )
     require(
         most is None or asked.budget_share is None or asked.budget <= most,
-        f"budget is {asked.budget_share} of the prompt's tokens, but this server keeps {most} at most; ask "
+        f"budget is {asked.budget_share} of the prompt's bytes, but this server keeps {most} at most; ask "
         f"for {most} or less.",
     )
     require(

@@ -134,7 +134,7 @@ class KVCompression(Fields):
     budget: Annotated[
         int | float | Annotated[str, Field(max_length=32)] | None,
         Field(description=settings_of(CompressionSettings)["budget"].spec.help),
-        described('a number of tokens, a share of the prompt\'s tokens such as 0.2 or "20%", or "auto"'),
+        described('a number of tokens, a share of the prompt\'s bytes such as 0.2 or "20%", or "auto"'),
     ] = None
     options: Annotated[dict[str, OptionValue], at_most(MAX_OPTIONS)] | None = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
@@ -90,6 +91,12 @@ class ReplicaOptions:
     def form(self, shape: ModelShape) -> KVBytes:
         """The format of keys and values."""
         return kv_bytes(self.kv_cache_dtype, dtype_of(shape))
+
+    @property
+    def density(self) -> Fraction:
+        """How many tokens take the bytes of one in the model's dtype."""
+        shape = load_shape(self.model)
+        return self.form(shape).density(kv_bytes("auto", dtype_of(shape)), shape.attention)
 
     def bytes_per_block(self, block_size: int) -> int:
         """On all cards together."""
@@ -209,14 +216,17 @@ class Serving(PromiseOptions):
             return Footprint(block_size=size, max_chunk=chunk)
         return footprint(self.compression, block_size=size, max_chunk=chunk)
 
-    def by_prompt(self) -> Callable[[int], Footprint] | None:
-        """Footprints by the length of the prompt, with max_loss or a share; None: all have one."""
+    def by_prompt(self, density: Fraction) -> Callable[[int], Footprint] | None:
+        """Footprints by the length of the prompt, with max_loss or a share; None: all have one.
+
+        density: of the KV cache format (KVBytes.density)
+        """
         lengths = {"block_size": self.block_size, "max_chunk": self.max_num_batched_tokens}
         if (promise := self.promise(self.compression)) is not None:
             return partial(promise.footprint, **lengths)
         if self.compression is None or not is_share(self.compression):
             return None
-        return partial(footprint_of_prompt, self.compression, **lengths)
+        return partial(footprint_of_prompt, self.compression, density=density, **lengths)
 
     def seats(self) -> Seats:
         """What takes slots of recurrent layers, as the engine counts them."""
@@ -231,7 +241,7 @@ class Serving(PromiseOptions):
     def settings(self, machine: ReplicaOptions, cost: Linear) -> Settings:
         """The settings of each replica."""
         per_block, footprint = machine.bytes_per_block(self.block_size), self.footprint()
-        by_prompt = self.by_prompt()
+        by_prompt = self.by_prompt(machine.density)
         num_blocks, num_seqs, states = machine.pool(footprint, self.seats())
         longest, limit = self.max_model_len, load_shape(machine.model).max_position
         require(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 
 from kvreclaim.checks import require
@@ -15,9 +16,11 @@ from kvreclaim.schedule.budget.footprint import Footprint
 cached_footprint = lru_cache(maxsize=1024)(footprint)
 
 
-def footprint_of_prompt(text: str, num_prompt: int, *, block_size: int, max_chunk: int) -> Footprint:
+def footprint_of_prompt(
+    text: str, num_prompt: int, *, block_size: int, max_chunk: int, density: Fraction
+) -> Footprint:
     """The footprint of a prompt of this length, of which the text's budget is a share."""
-    in_tokens = for_prompt(text, num_prompt, block_size)
+    in_tokens = for_prompt(text, num_prompt, block_size, density)
     return cached_footprint(in_tokens, block_size=block_size, max_chunk=max_chunk)
 
 

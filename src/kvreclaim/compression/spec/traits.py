@@ -2,7 +2,7 @@
 
     query_mixture                          the defaults
     triattention:budget=512,interval=128   a policy, then settings of the budget
-    snapkv:budget=20%                      a share of the prompt's tokens
+    snapkv:budget=20%                      a share of the prompt's bytes
     ada_kv(snapkv, alpha=0.1):budget=1024  policies as they are written everywhere (grammar.py)
 
 What the built-in policies do to memory stands in policies.json, generated from their classes.
@@ -14,6 +14,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from enum import StrEnum
+from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -68,19 +69,19 @@ def traits(policy: str) -> Footprint:
 
 
 def is_share(text: str) -> bool:
-    """Whether the budget is a share of the prompt's tokens. Raises: InvalidArgumentError."""
+    """Whether the budget is a share of the prompt's bytes. Raises: InvalidArgumentError."""
     return _split(text)[1].budget_share is not None
 
 
-def for_prompt(text: str, num_prompt: int, block_size: int) -> str:
-    """The text with a share of the prompt's tokens as a number of tokens, as CompressionConfig.for_prompt has
+def for_prompt(text: str, num_prompt: int, block_size: int, density: Fraction) -> str:
+    """The text with a share of the prompt's bytes as a number of tokens, as CompressionConfig.for_prompt has
     it. Itself with a budget in tokens. Raises: InvalidArgumentError."""
     policy, settings = _split(text)
     if settings.budget_share is None:
         return text
     defaults = {name: settings_of(CompressionSettings)[name].default for name in SETTINGS}
     sinks, recent = min(settings.sinks, defaults["sinks"]), settings.recent
-    budget = share_in_blocks(settings.budget_share, num_prompt, block_size, sinks + recent)
+    budget = share_in_blocks(settings.budget_share, num_prompt, block_size, sinks + recent, density)
     if sinks < settings.sinks:
         sinks = max(sinks, sinks_in_blocks(settings.sinks, budget - recent, block_size))
     found = {"budget": budget, "interval": settings.interval, "sinks": sinks, "recent": recent}

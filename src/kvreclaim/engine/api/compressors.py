@@ -20,7 +20,7 @@ from kvreclaim.config import EngineConfig
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.facts import ModelFacts
-from kvreclaim.ops.formats import KVFormat, kv_format
+from kvreclaim.ops.formats import KVFormat, kv_format, plain_format
 from kvreclaim.refusals.max_loss import ENGINE_MEASURED, refuse_chunk, refuse_unmeasured
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,7 @@ class Compressors:
         self._engine, self._block_size = engine, engine.block_size
         self._stats_file = stats_file
         self._backend = backend
+        self.density = kv_format.density(plain_format(facts.dtype), facts.layers)
         self._kept: dict[CompressionConfig, Compressor] = {}
         self._stats: dict[str, QueryStats] = {}
         self._making, self._looking = RLock(), Lock()
@@ -101,7 +102,7 @@ class Compressors:
         Raises: InvalidArgumentError, StatsMismatchError.
         """
         if config.max_loss is None:
-            return config.for_prompt(num_tokens, self._block_size)
+            return config.for_prompt(num_tokens, self._block_size, self.density)
         stats = self._checked(config)
         return self._promised(config.resolved(stats, repr(self._facts.name)), stats, num_tokens)
 

@@ -14,10 +14,11 @@ from typing import Any, Self
 
 from kvreclaim.checks import check_int, require
 from kvreclaim.compression.compressor import Compressor
-from kvreclaim.compression.config import CompressionConfig
+from kvreclaim.compression.config import CompressionConfig, StatsSource
 from kvreclaim.compression.loss_curve import CONTINUED
 from kvreclaim.compression_settings import FULL
 from kvreclaim.config import EngineConfig
+from kvreclaim.engine.api.best_format import in_best_format
 from kvreclaim.engine.api.compressors import Compressors
 from kvreclaim.engine.api.prompts import Prompt, check_type, request_of
 from kvreclaim.engine.api.thinking import span_by_template
@@ -66,6 +67,8 @@ class ModelEngine:
         config:             as the caller gave it: what it leaves open is chosen
         compression:        of requests without their own; None keeps every token
         draft:              of another engine, whose weights may serve this one, too
+        stats:              from which a coded cache knows how to store keys; None: those of `compression`, or
+                            else stats_file
 
     Raises: InvalidArgumentError, StatsMismatchError.
     """
@@ -77,14 +80,17 @@ class ModelEngine:
         config: EngineConfig,
         compression: CompressionConfig | None,
         draft: DraftModel | None = None,
+        stats: StatsSource | None = None,
     ) -> None:
         self.loaded, self.stats_file, self._asked = loaded, stats_file, config
         self.draft = load_draft(config, loaded, draft)
         spoken_for = loaded.mapped_bytes
         if self.draft is not None:
             spoken_for += self.draft.kv_bytes + self.draft.loaded.mapped_bytes
-        named = None if compression is None else compression.stats
-        stats = stats_file if named is None and stats_file.is_file() else named
+        if stats is None:
+            named = None if compression is None else compression.stats
+            stats = stats_file if named is None and stats_file.is_file() else named
+        config = in_best_format(config, compression, stats)
         with on_device(loaded.facts.device):
             self.engine = Engine(loaded, choose_limits(config, loaded.facts, spoken_for), self.draft, stats)
         backend, kv_format = self.engine.backend, self.engine.kv_format
@@ -124,9 +130,10 @@ class ModelEngine:
         a disk tier it does nothing."""
         self.engine.close()
 
-    def sibling(self, **changes: Any) -> Self:
+    def sibling(self, *, stats: StatsSource | None = None, **changes: Any) -> Self:
         """A second engine on the same weights (and draft model's weights), with a pool of its own.
 
+        stats:   from which a coded cache knows how to store keys; None: as in this engine
         changes: engine options that differ from this engine's. Options that were left to the engine are
                  chosen again, from the memory that is free now
 
@@ -141,7 +148,7 @@ class ModelEngine:
                     f"{options[name]!r}; make another LLM."
                 )
         other = type(self).__new__(type(self))
-        ModelEngine.__init__(other, self.loaded, self.stats_file, config, self.compression, self.draft)
+        ModelEngine.__init__(other, self.loaded, self.stats_file, config, self.compression, self.draft, stats)
         return other
 
     @property

@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -27,9 +28,9 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm import page_address as address
 from kvreclaim.integrations.vllm.asking import KEY, VARIABLE
 from kvreclaim.integrations.vllm.page_address import PageAddress
-from kvreclaim.integrations.vllm.promise import curve_in, in_place_of_budget
+from kvreclaim.integrations.vllm.promise import curve_in, density_of, in_place_of_budget
 from kvreclaim.integrations.vllm.watched import WATCHED, Serves, check_window, serves_all
-from kvreclaim.schedule.budget.footprint import Footprint
+from kvreclaim.schedule.budget.footprint import SAME, Footprint
 
 SUPPORTED = (
     "query_mixture, triattention, expected_attention, surrogate, kvzap, snapkv, tova, r_kv, knorm, keydiff, "
@@ -54,6 +55,7 @@ class Options:
     opt_in:    only requests that ask for compression get it
     page:      where the block pool is shown; None: nowhere
     snapshots: whether requests begin with what earlier ones have kept of the same tokens
+    density:   of the server's KV cache dtype (promise.density_of)
     """
 
     settings: CompressionConfig
@@ -62,6 +64,7 @@ class Options:
     opt_in: bool = False
     page: PageAddress | None = None
     snapshots: bool = False
+    density: Fraction | None = field(default=SAME, compare=False)
 
     @classmethod
     def find(
@@ -94,7 +97,7 @@ class Options:
         """The options of a configuration that we have taken over."""
         options = cls.find(vllm_config.additional_config, {})
         assert options is not None, "asked without the option"
-        return options
+        return replace(options, density=density_of(vllm_config))
 
     @classmethod
     def read(
@@ -186,7 +189,15 @@ class Options:
         """Settings of a request with the budget that a share, or max_loss, gives its prompt; None: everything
         stays. Raises: InvalidArgumentError."""
         if settings is None or settings.max_loss is None:
-            return settings and settings.for_prompt(num_tokens, block_size)
+            if settings is None or settings.budget_share is None:
+                return settings
+            require(
+                self.density is not None,
+                f"budget is {settings.budget_share}, a share of the prompt's bytes, but layers of this KV "
+                "cache dtype take different bytes; give a number of tokens.",
+                "budget",
+            )
+            return settings.for_prompt(num_tokens, block_size, self.density or SAME)
         curve = curve_in(self.stats, settings.max_loss)
         found = _unless_full(settings.promised(curve, num_tokens, block_size))
         require(

@@ -1,10 +1,11 @@
-"""max_loss inside vLLM: the budget that the loss curve in the statistics promises for a prompt's length.
+"""Budgets of prompts inside vLLM: a share of their bytes, or what the loss curve promises for max_loss.
 
 The front end and the scheduler both ask; lengths and the file decide, so they agree.
 """
 
 from __future__ import annotations
 
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -38,6 +39,21 @@ def in_place_of_budget(given: dict[str, Any]) -> dict[str, Any]:
         known = settings_of(CompressionSettings)
         return {name: known[name].default for name in MEASURED} | {"budget": None, **given}
     return given
+
+
+def density_of(config: Any) -> Fraction | None:
+    """How many tokens take the bytes of one token in the model's dtype, in vLLM's --kv-cache-dtype.
+
+    Returns: None where layers differ: TurboQuant keeps some of them in the model's dtype
+    """
+    dtype, own = config.cache_config.cache_dtype, 8 * config.model_config.dtype.itemsize
+    if dtype.startswith("turboquant_"):
+        return None
+    if not dtype.endswith("_per_token_head"):
+        return Fraction(own, {"auto": own, "float16": 16, "bfloat16": 16}.get(dtype, 8))
+    dim = config.model_config.get_head_size()
+    bits = 4 if dtype.startswith("int4") else 8
+    return Fraction(own * dim, bits * dim + 32)  # beside each key and value stands a scale of 32 bits
 
 
 def check_cache_dtype(settings: CompressionConfig, config: Any) -> None:

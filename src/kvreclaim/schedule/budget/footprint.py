@@ -22,6 +22,9 @@ from kvreclaim.schedule.budget.protection import kept_prompt_slots
 from kvreclaim.schedule.budget.recall import Recall
 from kvreclaim.schedule.budget.sparse import SparseRows
 
+SAME = Fraction(1)
+"""Density of the model's own dtype."""
+
 
 def budget_in_blocks(budget: int, block_size: int, protected: int) -> int:
     """The budget of unequal heads, which keep whole blocks: the nearest multiple of the block size (a tie
@@ -30,10 +33,15 @@ def budget_in_blocks(budget: int, block_size: int, protected: int) -> int:
     return max(nearest, (protected // block_size + 1) * block_size)
 
 
-def share_in_blocks(share: float, num_prompt: int, block_size: int, always: int) -> int:
-    """The budget of a share of the prompt's tokens, in whole blocks: at least one token more than always
-    stay."""
-    blocks = int(Fraction(str(share)) * num_prompt) // block_size
+def share_in_blocks(
+    share: float, num_prompt: int, block_size: int, always: int, density: Fraction = SAME
+) -> int:
+    """The budget of a share of the bytes that the prompt takes in the model's dtype, in whole blocks: at
+    least one token more than always stay.
+
+    density: KVBytes.density of the cache's format
+    """
+    blocks = int(Fraction(str(share)) * num_prompt * density) // block_size
     return max(blocks, blocks_for(always + 1, block_size)) * block_size
 
 

@@ -173,7 +173,7 @@ def check_request(request: Any, vllm_config: Any, prompt: object = None) -> None
         if settings is not None and not request.resumable:
             block_size = vllm_config.cache_config.block_size
             settings = chat_side.protected(request.sampling_params, settings, prompt, block_size)
-        if settings is not None and settings.max_loss is not None:
+        if settings is not None and (settings.max_loss is not None or settings.budget_share is not None):
             check_cache_dtype(settings, vllm_config)
             settings = options.of_prompt(settings, _num_prompt(request), vllm_config.cache_config.block_size)
         if settings is not None and request.resumable and KEY in (extra_args or {}):
