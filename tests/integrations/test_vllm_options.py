@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import pickle
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from kvreclaim.checks import require
 from kvreclaim.compression.config import CompressionConfig
@@ -16,6 +18,7 @@ from kvreclaim.compression.registry import policy_names
 from kvreclaim.compression.trial import Trial, TrialOutcome, TrialScore
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.options import Options, is_bounded
+from kvreclaim.integrations.vllm.promise import density_of
 from kvreclaim.integrations.vllm.watched import WATCHED
 from kvreclaim.testing.toys import model_facts, query_stats
 
@@ -225,6 +228,34 @@ def test_most_tokens_is_budget_interval_and_a_chunk() -> None:
     assert whole.bound(32, 2048) is None
     assert not is_bounded(whole.settings)
     assert read().bound(32, 256) == 512 + 63 + 256
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tokens"),
+    [
+        ("auto", 192),  # a fifth of 1,000 tokens, in blocks
+        ("bfloat16", 192),
+        ("fp8_e5m2", 400),
+        ("int8_per_token_head", 20 * 1000 * 128 * 16 // 100 // (128 * 8 + 32) // 16 * 16),
+        ("int4_per_token_head", 20 * 1000 * 128 * 16 // 100 // (128 * 4 + 32) // 16 * 16),
+    ],
+)
+def test_a_share_is_of_the_bytes_in_the_models_dtype(dtype, tokens) -> None:
+    options = replace(read(policy="knorm", budget="20%"), density=density_of(vllm_config(dtype)))
+    assert options.of_prompt(options.of_request(None), 1000, 16).budget == tokens
+
+
+def test_a_share_is_refused_where_layers_take_different_bytes() -> None:
+    options = replace(read(policy="knorm", budget="20%"), density=density_of(vllm_config("turboquant_k8v4")))
+    with pytest.raises(InvalidArgumentError, match="layers of this KV cache dtype take different bytes"):
+        options.of_prompt(options.of_request(None), 1000, 16)
+    assert options.of_prompt(options.of_request({"kv_compression": {"budget": 512}}), 1000, 16).budget == 512
+
+
+def vllm_config(cache_dtype: str) -> Any:
+    """A model in bf16 with heads of 128."""
+    model = SimpleNamespace(dtype=torch.bfloat16, get_head_size=lambda: 128)
+    return SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=cache_dtype), model_config=model)
 
 
 class TestAuto:
