@@ -39,8 +39,8 @@ class VectorBytes:
 
     bits:       of a stored number; 16 and more: stored as they are, without parameters
     is_rotated: codes are of rotated vectors (ops/formats/hadamard.py)
-    has_groups: each group of 32 dims has a scale and a centre of a byte each; else the vector has one scale of
-                12 bits
+    has_groups: each group of 32 dims has a scale and a centre of a byte each; else the vector has one scale
+                of 12 bits
     version:    of the layout; part of the prefix hash, so that blocks of two layouts never meet
     """
 
@@ -147,7 +147,7 @@ def _pair(name: str) -> KVBytes:
 KV_BYTES: Mapping[str, KVBytes] = MappingProxyType(
     {name: _pair(name) for name in KV_CACHE_DTYPES if name != "auto"}
 )
-"""Every format by its name in config.KV_CACHE_DTYPES: of keys and values, or of keys, a plus sign, of values."""
+"""Every format by its name in config.KV_CACHE_DTYPES."""
 
 
 def kv_bytes(name: str, model_dtype: str) -> KVBytes:

@@ -31,8 +31,9 @@ def encode(fmt: KVFormat, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
     Returns: codes of k [..., D * bits / 8], codes of v [..., Dv * bits / 8], parameters [..., P], all uint8.
     4-bit codes: byte i holds dim 2i in its low half and dim 2i + 1 in its high half.
-    Parameters: those of the key, then of the value: (s, z) of each group (int4), or bits 0 ... 7 of the scale;
-    then bits 8 ... 11 of the key's scale (low half) and of the value's (high half), unless both have groups.
+    Parameters: those of the key, then of the value: (s, z) of each group (int4), or bits 0 ... 7 of the
+    scale; then bits 8 ... 11 of the key's scale (low half) and of the value's (high half), unless both have
+    groups.
     """
     key, key_params, key_high = _encode_side(fmt.keys, k)
     value, value_params, value_high = _encode_side(fmt.values, v)
