@@ -134,8 +134,8 @@ def _parts(model: ModelFacts, config: EngineConfig) -> int:
     )
     require(
         form.keys.bits == form.values.bits,
-        f"kv_cache_dtype_skip_layers is sliding_window, but in kv_cache_dtype {form.name} numbers of keys and "
-        "values differ in size; set fp8_e4m3, int8, int4 or turboquant4, or leave it out.",
+        f"kv_cache_dtype_skip_layers is sliding_window, but in kv_cache_dtype {form.name} numbers of keys "
+        "and values differ in size; set fp8_e4m3, int8, int4 or turboquant4, or leave it out.",
         "kv_cache_dtype_skip_layers",
     )
     parts = plain.keys.bits // form.keys.bits

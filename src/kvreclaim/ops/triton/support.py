@@ -39,7 +39,6 @@ def unsupported_reason(need: Need) -> str | None:
     widest = max(first.key_dims, first.v_head_dim)
     limit = MAX_LATENT_DIM if first.latent else MAX_HEAD_DIM
     problems = {
-        f"the Triton kernels do not have the KV format {need.kv_format.name}": "+" in need.kv_format.name,
         f"device is {need.device.type}, not cuda": need.device.type != "cuda" and not is_interpreted(),
         f"dtype {need.dtype} is none of fp32, fp16 and bf16": need.dtype not in DTYPES,
         f"head dim {widest} is above {limit}": widest > limit,
