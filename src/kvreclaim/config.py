@@ -212,7 +212,7 @@ class EngineConfig:
     kv_cache_dtype: str = option(
         "auto",
         "KV cache format: auto (the model's dtype), fp32, bf16, fp16, fp8_e4m3 (fp8), int8, int4, "
-        "turboquant4 or int8+int4 (keys in int8, values in int4).",
+        "turboquant4 or int8+int4 (keys + values).",
         panel=FIRST,
     )
     kv_cache_dtype_skip_layers: tuple[str, ...] = option(
