@@ -17,6 +17,6 @@ def test_the_formats_are_those_that_the_configuration_names() -> None:
 
 def test_auto_is_the_models_dtype_by_any_of_its_names() -> None:
     assert kv_bytes("auto", "bfloat16") is kv_bytes("bf16", "float32") is KV_BYTES["bf16"]
-    assert kv_bytes("fp8", "fp16").bits == 8
+    assert kv_bytes("fp8", "fp16").keys.bits == 8
     with pytest.raises(InvalidArgumentError, match="int3"):
         kv_bytes("int3", "bf16")

@@ -2,6 +2,7 @@
 #include <nanobind/stl/array.h>
 
 #include <array>
+#include <iterator>
 #include <string>
 
 #ifdef __linux__
@@ -130,12 +131,12 @@ char* plane_data(const Tensor& plane, Format format, int64_t* stride) {
 void add_plain(CacheView& view, const Tensor& keys, const Tensor& values) {
   const int64_t size = view.block_size;
   values.require_shape({view.layers, view.blocks, view.heads, size, view.v_dim});
-  if (view.format == Format::kF32)
+  if (view.formats.k == Format::kF32)
     keys.require_shape({view.layers, view.blocks, view.heads, view.k_dim, size});
   else
     keys.require_shape({view.layers, view.blocks, view.heads, view.k_dim / 2, size, 2});
-  view.k = plane_data(keys, view.format, &view.k_stride);
-  view.v = plane_data(values, view.format, &view.v_stride);
+  view.k = plane_data(keys, view.formats.k, &view.k_stride);
+  view.v = plane_data(values, view.formats.v, &view.v_stride);
 }
 
 const float* sign_data(nb::handle signs, const char* name, int64_t dim) {
@@ -150,21 +151,21 @@ void init_cache(Cache* self, int format, const std::array<int64_t, 6>& dims, boo
   CacheView view{};
   view.layers = dims[0], view.blocks = dims[1], view.heads = dims[2], view.block_size = dims[3];
   view.k_dim = dims[4], view.v_dim = dims[5];
-  if (format < 0 || format > (int)Format::kTurbo4) throw nb::value_error("format is none of layout.h");
-  view.format = (Format)format;
+  if (format < 0 || format >= (int)std::size(kCacheFormats)) throw nb::value_error("format is none of layout.h");
+  view.formats = kCacheFormats[format];
   view.latent = latent;
   if (view.block_size % 16 != 0 || view.block_size <= 0)
     throw nb::value_error("the block size is no multiple of 16");
   if (view.v_dim % 8 != 0 || view.k_dim % 8 != 0) throw nb::value_error("a head dim is no multiple of 8");
-  if (planes.size() != (is_plain(view.format) ? 2 : 1)) throw nb::value_error("planes has another number of tensors");
-  if (is_plain(view.format)) {
-    add_plain(view, Tensor(planes[0], "k", view.format == Format::kF32 ? 5 : 6), Tensor(planes[1], "v", 5));
+  if (planes.size() != (is_plain(view.formats) ? 2 : 1)) throw nb::value_error("planes has another number of tensors");
+  if (is_plain(view.formats)) {
+    add_plain(view, Tensor(planes[0], "k", view.formats.k == Format::kF32 ? 5 : 6), Tensor(planes[1], "v", 5));
   } else {
     const Tensor units(planes[0], "data", 4);
     units.require_shape({view.layers, view.blocks, view.heads, unit_bytes(view)});
     view.data = units.data<char>(Element::kU8);
   }
-  if (is_rotated(view.format)) {
+  if (is_rotated(view.formats.k) || is_rotated(view.formats.v)) {
     const auto both = nb::cast<nb::tuple>(signs);
     view.k_signs = sign_data(both[0], "k_signs", view.k_dim);
     view.v_signs = sign_data(both[1], "v_signs", view.v_dim);
@@ -202,7 +203,7 @@ void gather(const Cache& cache, int64_t layer, nb::handle block_ids, nb::handle 
   const int64_t* from = ids.data<int64_t>(Element::kI64);
   for (int64_t i = 0; i < ids.size(0); ++i)
     ids.require(from[i] >= 0 && from[i] < view.blocks, "names a block outside the cache");
-  const Element element = is_plain(view.format) ? element_of(view.format) : Element::kF32;
+  const Element element = is_plain(view.formats) ? element_of(view.formats.k) : Element::kF32;
   const GatherArgs args{view, layer, from, tokens, keys.data<char>(element), values.data<char>(element)};
   nb::gil_scoped_release release;
   kernels().gather_tokens(args);

@@ -14,7 +14,7 @@ struct Case {
   float softcap = 0;
   int64_t window = 0;
   bool sinks = false, positions = false;
-  std::optional<Format> format = {};  // of the cache; none: the type's
+  std::optional<Formats> formats = {};  // of the cache; none: the type's
   bool latent = false;
 };
 
@@ -57,7 +57,7 @@ inline void fill(TestCache& cache, int64_t layer, const Sequence& seq, Random& r
         check_number(k_back.get((h * tokens + t) * dims + d), cache.key(layer, block, h, s, d), "key", t);
       for (int64_t d = 0; d < c.v_dim; ++d)
         check_number(v_back.get((h * tokens + t) * c.v_dim + d), cache.value(layer, block, h, s, d), "value", t);
-      if (!is_plain(c.format)) continue;
+      if (!is_plain(c.formats)) continue;
       for (int64_t d = 0; d < c.k_dim; ++d)
         KVR_CHECK(cache.k.get(cache.k_index(layer, block, h, s, d)) == k.get((t * c.heads + h) * c.k_dim + d),
                   "key %ld", (long)t);
@@ -121,7 +121,7 @@ struct Layout {
   }
 
   Layout(const Case& test, Random random)
-      : cache(test.format.value_or((Format)test.type), 2, count_blocks(test), test.heads, test.block_size, test.k_dim,
+      : cache(test.formats.value_or((Format)test.type), 2, count_blocks(test), test.heads, test.block_size, test.k_dim,
               test.v_dim, test.latent),
         sequences(test.lengths.size()),
         q(test.type, count_rows(test) * test.heads * test.group * head_dim(cache.view)),

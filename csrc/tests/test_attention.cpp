@@ -58,7 +58,7 @@ KVR_TEST(attention_options) {
 
 // Queries of 16 bits over codes are multiplied as integers, or over fp8 as bf16, where the CPU can, unless dims are odd.
 KVR_TEST(attention_of_integers) {
-  for (Format format : {Format::kFP8, Format::kInt8, Format::kInt4, Format::kTurbo4})
+  for (Formats format : kCoded)
     for (Type type : {Type::kF32, Type::kBF16, Type::kF16})
       for (auto [k_dim, v_dim] : {std::pair<int64_t, int64_t>{64, 96}, {24, 8}})
         for (int64_t group : {1, 2, 3, 4, 9})
@@ -66,25 +66,26 @@ KVR_TEST(attention_of_integers) {
 }
 
 KVR_TEST(attention_formats) {
-  for (Format format : kFormats) {
+  for (Formats format : kCacheFormats) {
     run({Type::kF32, 2, 3, 32, 24, 40, {{1, 1}, {0, 0}, {1, 70}, {3, 20}}, 0, 0, false, false, format});
     run({Type::kF16, 1, 9, 16, 40, 8, {{1, 17}}, 0, 0, false, false, format});
   }
 }
 
 KVR_TEST(attention_formats_splits_and_options) {
-  for (Format format : {Format::kFP8, Format::kInt8, Format::kInt4, Format::kTurbo4})
+  for (Formats format : kCoded)
     for (Type type : {Type::kF32, Type::kBF16}) {
       run({type, 1, 1, 48, 32, 32, {{1, 511}, {1, 512}, {1, 513}}, 0, 0, false, false, format});
       for (bool positions : {false, true})
         run({type, 1, 2, 16, 32, 32, {{1, 100}, {5, 30}, {1, 150}}, 2.0f, 40, true, positions, format});
     }
-  for (Format format : {Format::kBF16, Format::kFP8, Format::kInt8, Format::kInt4, Format::kTurbo4})
-    run({Type::kBF16, 2, 1, 16, 32, 32, {{1, 2100}, {1, 8250}}, 0, 0, false, false, format});
+  for (Formats format : kCacheFormats)
+    if (format.k >= Format::kBF16 && format.k != Format::kF16)
+      run({Type::kBF16, 2, 1, 16, 32, 32, {{1, 2100}, {1, 8250}}, 0, 0, false, false, format});
 }
 
 KVR_TEST(attention_latent) {
-  for (Format format : kFormats)
+  for (Formats format : kCacheFormats)
     run({Type::kF32, 1, 5, 16, 8, 40, {{1, 33}, {2, 17}}, 0, 0, false, false, format, true});
   run({Type::kBF16, 1, 70, 16, 8, 80, {{1, 600}, {2, 17}}, 0, 0, false, false, Format::kInt8, true});
 }

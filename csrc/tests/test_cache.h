@@ -5,8 +5,8 @@
 
 namespace kvreclaim::tests {
 
-constexpr Format kFormats[] = {Format::kF32,  Format::kBF16, Format::kF16,   Format::kFP8,
-                               Format::kInt8, Format::kInt4, Format::kTurbo4};
+constexpr Formats kCoded[] = {Format::kFP8, Format::kInt8, Format::kInt4, Format::kTurbo4,
+                              {Format::kInt8, Format::kInt4}};
 
 // Plain: full of NaN. Coded: random bytes, one byte off any alignment. Nothing lies behind the last byte.
 struct TestCache {
@@ -15,16 +15,16 @@ struct TestCache {
   std::vector<float> k_signs, v_signs;
   CacheView view;
 
-  TestCache(Format format, int64_t layers, int64_t blocks, int64_t heads, int64_t size, int64_t k_dim, int64_t v_dim,
-            bool latent = false)
-      : k(type_of(format), is_plain(format) ? layers * blocks * heads * size * k_dim : 0),
-        v(type_of(format), is_plain(format) ? layers * blocks * heads * size * v_dim : 0),
+  TestCache(Formats formats, int64_t layers, int64_t blocks, int64_t heads, int64_t size, int64_t k_dim,
+            int64_t v_dim, bool latent = false)
+      : k(type_of(formats.k), is_plain(formats) ? layers * blocks * heads * size * k_dim : 0),
+        v(type_of(formats.v), is_plain(formats) ? layers * blocks * heads * size * v_dim : 0),
         view{} {
     view.layers = layers, view.blocks = blocks, view.heads = heads, view.block_size = size;
-    view.k_dim = k_dim, view.v_dim = v_dim, view.format = format, view.latent = latent;
-    if (is_plain(format)) {
+    view.k_dim = k_dim, view.v_dim = v_dim, view.formats = formats, view.latent = latent;
+    if (is_plain(formats)) {
       view.k = k.data(), view.v = v.data();
-      view.k_stride = size * k_dim * size_of(format), view.v_stride = size * v_dim * size_of(format);
+      view.k_stride = size * k_dim * size_of(formats.k), view.v_stride = size * v_dim * size_of(formats.v);
       return;
     }
     Random random(k_dim + v_dim);
@@ -36,7 +36,7 @@ struct TestCache {
     view.k_signs = k_signs.data(), view.v_signs = v_signs.data();
   }
   TestCache(Type type, int64_t layers, int64_t blocks, int64_t heads, int64_t size, int64_t k_dim, int64_t v_dim)
-      : TestCache((Format)type, layers, blocks, heads, size, k_dim, v_dim) {}
+      : TestCache(Formats((Format)type), layers, blocks, heads, size, k_dim, v_dim) {}
   TestCache(const TestCache&) = delete;
 
   // The stored numbers; of a key also the dims that it shares with the value.
@@ -50,7 +50,7 @@ struct TestCache {
 
   int64_t k_index(int64_t layer, int64_t block, int64_t head, int64_t s, int64_t d) const {
     const int64_t size = view.block_size, unit = (layer * view.blocks + block) * view.heads + head;
-    return unit * size * view.k_dim + (view.format == Format::kF32 ? d * size + s : ((d / 2) * size + s) * 2 + d % 2);
+    return unit * size * view.k_dim + (view.formats.k == Format::kF32 ? d * size + s : ((d / 2) * size + s) * 2 + d % 2);
   }
   int64_t v_index(int64_t layer, int64_t block, int64_t head, int64_t s, int64_t d) const {
     return (((layer * view.blocks + block) * view.heads + head) * view.block_size + s) * view.v_dim + d;
@@ -59,6 +59,7 @@ struct TestCache {
  private:
   static Type type_of(Format format) { return is_plain(format) ? (Type)format : Type::kF32; }
 
+  Format format_of(bool key) const { return key ? view.formats.k : view.formats.v; }
   int64_t params_at() const { return k_code_bytes(view) + v_code_bytes(view); }
   const uint8_t* unit_at(int64_t layer, int64_t block, int64_t head) const {
     const int64_t index = (layer * view.blocks + block) * view.heads + head;
@@ -66,7 +67,7 @@ struct TestCache {
   }
 
   int code(bool key, const uint8_t* unit, int64_t s, int64_t d) const {
-    const int64_t bits = bits_of(view.format), fields = 32 / bits;
+    const int64_t bits = bits_of(format_of(key)), fields = 32 / bits;
     const int64_t word = key ? d / fields * view.block_size + s : s / fields * view.v_dim + d;
     uint32_t x;
     std::memcpy(&x, unit + (key ? 0 : k_code_bytes(view)) + 4 * word, 4);
@@ -74,11 +75,13 @@ struct TestCache {
   }
 
   double fine_scale(bool key, const uint8_t* unit, int64_t s) const {
+    const Format format = format_of(key);
     const uint8_t* planes = unit + params_at() + s;
-    const int high = planes[2 * view.block_size] >> (key ? 0 : 4) & 15;
+    const int64_t last = view.formats.v == Format::kInt4 ? 1 + 2 * groups_of(view.v_dim) : 2;
+    const int high = planes[last * view.block_size] >> (key ? 0 : 4) & 15;
     const int code = planes[(key ? 0 : 1) * view.block_size] | high << 8;
-    if (code == 0 && view.format == Format::kTurbo4) return 0;
-    return std::exp2(code / 256.0 - (view.format == Format::kInt8 ? 13 : view.format == Format::kFP8 ? 15 : 9));
+    if (code == 0 && format == Format::kTurbo4) return 0;
+    return std::exp2(code / 256.0 - (format == Format::kInt8 ? 13 : format == Format::kFP8 ? 15 : 9));
   }
 
   static double level(int code) {
@@ -97,17 +100,17 @@ struct TestCache {
   // Of a rotated format, before the rotation is undone.
   double turned(bool key, const uint8_t* unit, int64_t s, int64_t d) const {
     const int n = code(key, unit, s, d);
-    if (view.format == Format::kTurbo4) return level(n) * fine_scale(key, unit, s);
-    const int64_t group = d / kGroup + (key ? 0 : groups_of(view.k_dim));
-    const uint8_t* planes = unit + params_at() + 2 * group * view.block_size + s;
+    if (format_of(key) == Format::kTurbo4) return level(n) * fine_scale(key, unit, s);
+    const int64_t first = key ? 0 : view.formats.k == Format::kInt4 ? 2 * groups_of(view.k_dim) : 1;
+    const uint8_t* planes = unit + params_at() + (first + d / kGroup * 2) * view.block_size + s;
     return thirds(n, planes[view.block_size], planes[0]);
   }
 
   double stored(bool key, int64_t layer, int64_t block, int64_t head, int64_t s, int64_t d) const {
-    if (is_plain(view.format))
+    if (is_plain(view.formats))
       return key ? k.get(k_index(layer, block, head, s, d)) : v.get(v_index(layer, block, head, s, d));
     const uint8_t* unit = unit_at(layer, block, head);
-    switch (view.format) {
+    switch (format_of(key)) {
       case Format::kInt8: return (code(key, unit, s, d) - 128) * fine_scale(key, unit, s);
       case Format::kFP8: return fp8(code(key, unit, s, d)) * fine_scale(key, unit, s);
       default: break;

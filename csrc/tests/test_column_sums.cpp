@@ -58,7 +58,7 @@ KVR_TEST(column_sums_options) {
 }
 
 KVR_TEST(column_sums_formats) {
-  for (Format format : kFormats)
+  for (Formats format : kCacheFormats)
     for (bool latent : {false, true})
       run({Type::kF32, 1, 3, 16, 24, 40, {{1, 17}, {3, 70}}, 0, 0, true, false, format, latent});
 }

@@ -13,7 +13,7 @@ struct World {
   int64_t tokens;
   Random random{7};
 
-  World(Format format, int64_t layers, int64_t heads, int64_t size, int64_t k_dim, int64_t v_dim, int64_t tokens,
+  World(Formats format, int64_t layers, int64_t heads, int64_t size, int64_t k_dim, int64_t v_dim, int64_t tokens,
         bool latent = false)
       : cache(format, layers, (tokens + size - 1) / size + 2, heads, size, k_dim, v_dim, latent), tokens(tokens) {
     const int64_t used = (tokens + size - 1) / size;
@@ -231,7 +231,7 @@ void check_select() {
 constexpr int64_t kLengths[] = {1, 15, 16, 17, 33, 100};
 
 KVR_TEST(scores_of_keys) {
-  for (const Format format : kFormats)
+  for (const Formats format : kCacheFormats)
     for (const int64_t tokens : kLengths) {
       if (!is_plain(format) && tokens == 15) continue;
       World small(format, 1, 2, 16, 32, 40, tokens), large(format, 2, 3, 48, 80, 8, tokens);
@@ -253,7 +253,7 @@ KVR_TEST(scores_of_keys) {
 }
 
 KVR_TEST(scores_of_latent_keys) {
-  for (const Format format : kFormats) {
+  for (const Formats format : kCacheFormats) {
     World latent(format, 2, 1, 16, 8, 72, 33, true);
     check_trig(latent, 3, 1, 72, 4, true);
     check_mixture(latent, 2, 2, 2, 3, 30);
@@ -263,7 +263,7 @@ KVR_TEST(scores_of_latent_keys) {
 }
 
 KVR_TEST(compaction) {
-  for (const Format format : kFormats)
+  for (const Formats format : kCacheFormats)
     for (const int64_t tokens : kLengths)
       for (const int order : {0, 1, 2})
         for (const int64_t count : {tokens, (tokens + 1) / 2, (int64_t)1}) {

@@ -6,8 +6,6 @@
 namespace kvreclaim::tests {
 namespace {
 
-constexpr Format kWritten[] = {Format::kFP8, Format::kInt8, Format::kInt4, Format::kTurbo4};
-
 // Greatest error that the format allows for dim d of a row.
 double allowed(Format format, const Numbers& x, int64_t row, int64_t dims, int64_t d) {
   double low = INFINITY, high = -INFINITY, squares = 0;
@@ -24,9 +22,9 @@ double allowed(Format format, const Numbers& x, int64_t row, int64_t dims, int64
   }
 }
 
-void check_write(Format format, int64_t heads, int64_t size, int64_t k_dim, int64_t v_dim, bool latent) {
+void check_write(Formats formats, int64_t heads, int64_t size, int64_t k_dim, int64_t v_dim, bool latent) {
   const int64_t layers = 2, blocks = 3, layer = 1;
-  TestCache cache(format, layers, blocks, heads, size, k_dim, v_dim, latent);
+  TestCache cache(formats, layers, blocks, heads, size, k_dim, v_dim, latent);
   const CacheView& c = cache.view;
   Random random(k_dim * size);
   std::vector<int64_t> slots{blocks * size - 1, 0, 2 * size + 5, 7, 2 * size + 4, 1};
@@ -64,25 +62,25 @@ void check_write(Format format, int64_t heads, int64_t size, int64_t k_dim, int6
       const int64_t block = slots[t] / size, s = slots[t] % size, row = t * heads + h;
       for (int64_t d = 0; d < k_dim; ++d) {
         const double got = cache.key(layer, block, h, s, shared + d), want = k.get(row * k_dim + d);
-        KVR_CHECK(std::fabs(got - want) <= allowed(format, k, row * k_dim, k_dim, d), "key %ld dim %ld: %g, not %g",
+        KVR_CHECK(std::fabs(got - want) <= allowed(formats.k, k, row * k_dim, k_dim, d), "key %ld dim %ld: %g, not %g",
                   (long)t, (long)d, got, want);
       }
       for (int64_t d = 0; d < v_dim; ++d) {
         const double got = cache.value(layer, block, h, s, d), want = v.get(row * v_dim + d);
-        KVR_CHECK(std::fabs(got - want) <= allowed(format, v, row * v_dim, v_dim, d), "value %ld dim %ld: %g, not %g",
+        KVR_CHECK(std::fabs(got - want) <= allowed(formats.v, v, row * v_dim, v_dim, d), "value %ld dim %ld: %g, not %g",
                   (long)t, (long)d, got, want);
       }
     }
 }
 
 KVR_TEST(coded_writes) {
-  for (const Format format : kWritten)
+  for (const Formats format : kCoded)
     for (auto [k_dim, v_dim] : {std::pair<int64_t, int64_t>{8, 8}, {24, 40}, {64, 64}, {96, 8}})
       for (const int64_t size : {16, 48}) check_write(format, 3, size, k_dim, v_dim, false);
 }
 
 KVR_TEST(latent_writes) {
-  for (const Format format : kWritten) check_write(format, 1, 16, 8, 72, true);
+  for (const Formats format : kCoded) check_write(format, 1, 16, 8, 72, true);
 }
 
 KVR_TEST(writes_of_what_has_no_scale) {
@@ -93,7 +91,7 @@ KVR_TEST(writes_of_what_has_no_scale) {
                                              {inf, -inf, 1, 0, 0, 0, 0, 0},
                                              {1e-30f, -1e-30f, 0, 0, 0, 0, 0, 0},
                                              {3e38f, -3e38f, 1, 0, 0, 0, 0, 0}};
-  for (const Format format : kWritten) {
+  for (const Formats format : kCoded) {
     TestCache cache(format, 1, 1, 1, 16, 8, 8);
     Numbers x(Type::kF32, 48);
     std::vector<int64_t> slots;
@@ -107,8 +105,8 @@ KVR_TEST(writes_of_what_has_no_scale) {
         const double got = cache.value(0, 0, 0, slots[t], d), key = cache.key(0, 0, 0, slots[t], d);
         KVR_CHECK(std::isfinite(got) && std::isfinite(key), "row %d", (int)t);
         if (t == 0) KVR_CHECK(got == 0 && key == 0, "zeros are %g", got);
-        if (t == 1 && !is_rotated(format)) KVR_CHECK(std::fabs(got - 3) < 0.02, "a constant is %g", got);
-        if (t == 2 && d == 0 && !is_rotated(format)) KVR_CHECK(std::fabs(got) < 0.07, "NaN is %g", got);
+        if (t == 1 && !is_rotated(format.v)) KVR_CHECK(std::fabs(got - 3) < 0.02, "a constant is %g", got);
+        if (t == 2 && d == 0 && !is_rotated(format.v)) KVR_CHECK(std::fabs(got) < 0.07, "NaN is %g", got);
       }
   }
 }

@@ -27,7 +27,8 @@ from kvreclaim.options import (
 
 DENSE = "dense"
 KERNELS = ("auto", "native", "triton", "reference")
-KV_CACHE_DTYPES = ("auto", "fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4", "turboquant4")
+KV_CACHE_DTYPES = ("auto", "fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4", "turboquant4", "int8+int4")
+"""A name with a plus sign: the format of keys, then that of values."""
 KV_CACHE_DTYPE_ALIASES = MappingProxyType(
     {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "fp8": "fp8_e4m3"}
 )
@@ -210,8 +211,8 @@ class EngineConfig:
     )
     kv_cache_dtype: str = option(
         "auto",
-        "KV cache format: auto (the model's dtype), fp32, bf16, fp16, fp8_e4m3 (fp8), int8, int4 or "
-        "turboquant4.",
+        "KV cache format: auto (the model's dtype), fp32, bf16, fp16, fp8_e4m3 (fp8), int8, int4, "
+        "turboquant4 or int8+int4 (keys + values).",
         panel=FIRST,
     )
     kv_cache_dtype_skip_layers: tuple[str, ...] = option(

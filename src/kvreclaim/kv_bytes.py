@@ -11,7 +11,7 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Protocol
 
-from kvreclaim.config import format_name
+from kvreclaim.config import KV_CACHE_DTYPES, format_name
 
 GROUP = 32
 """Dims of a key or a value that share a scale and a centre (int4)."""
@@ -35,44 +35,71 @@ def groups(dim: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class KVBytes:
-    """Bytes of one format.
-
-    A *unit* is one block of one KV head in one layer: the keys, the values and their parameters (scales,
-    centres) of S slots.
+class VectorBytes:
+    """Bytes of a *vector*, the key or the value of one token in one KV head, in one format.
 
     bits:       of a stored number; 16 and more: stored as they are, without parameters
     is_rotated: codes are of rotated vectors (ops/formats/hadamard.py)
+    has_groups: each group of 32 dims has a scale and a centre of a byte each; else the vector has one scale
+                of 12 bits
     version:    of the layout; part of the prefix hash, so that blocks of two layouts never meet
     """
 
     name: str
     bits: int
     is_rotated: bool = False
+    has_groups: bool = False
     version: int = 1
 
     @property
     def is_plain(self) -> bool:
         return self.bits >= 16
 
-    @property
-    def fingerprint(self) -> str:
-        return f"{self.name}/{self.version}"
-
     def code_bytes(self, dim: int) -> int:
-        """Bytes of one key or value of `dim` numbers, without its parameters."""
+        """Bytes of a vector of `dim` numbers, without its parameters."""
         return dim * self.bits // 8
 
-    def slot_params(self, k_dim: int, v_dim: int) -> int:
-        """Bytes of parameters beside one slot's key and value; 0 where there are none."""
+    def param_bytes(self, dim: int) -> int:
+        """Bytes of the vector's parameters: scales and centres of groups, or the low 8 bits of its scale."""
         if self.is_plain:
             return 0
-        if self.name == "int4":
-            return 2 * (groups(k_dim) + groups(v_dim))
-        return 3
+        return 2 * groups(dim) if self.has_groups else 1
+
+
+@dataclass(frozen=True, slots=True)
+class KVBytes:
+    """Bytes of keys in one format and values in the same or another.
+
+    A *unit* is one block of one KV head in one layer: the keys, the values and their parameters (scales,
+    centres) of S slots.
+    """
+
+    keys: VectorBytes
+    values: VectorBytes
+
+    @property
+    def name(self) -> str:
+        return "+".join(dict.fromkeys((self.keys.name, self.values.name)))
+
+    @property
+    def is_plain(self) -> bool:
+        return self.keys.is_plain
+
+    @property
+    def is_rotated(self) -> bool:
+        """Whether the codes of keys or of values are of rotated vectors."""
+        return self.keys.is_rotated or self.values.is_rotated
+
+    def slot_params(self, k_dim: int, v_dim: int) -> int:
+        """Bytes of parameters beside one slot's key and value; 0 where there are none. Scales of 12 bits
+        share the last byte."""
+        if self.is_plain:
+            return 0
+        is_shared = not (self.keys.has_groups and self.values.has_groups)
+        return self.keys.param_bytes(k_dim) + self.values.param_bytes(v_dim) + is_shared
 
     def unit_bytes(self, k_dim: int, v_dim: int, block_size: int) -> int:
-        codes = self.code_bytes(k_dim) + self.code_bytes(v_dim)
+        codes = self.keys.code_bytes(k_dim) + self.values.code_bytes(v_dim)
         return block_size * (codes + self.slot_params(k_dim, v_dim))
 
     def bytes_per_block(self, layers: Iterable[LayerDims], block_size: int) -> int:
@@ -89,25 +116,42 @@ class KVBytes:
 
     def unsupported_reason(self, layers: Iterable[LayerDims]) -> str | None:
         """Why these layers' keys and values have no such format; None if they have."""
-        dims = {dim for layer in layers for dim in (layer.key_dims, layer.v_head_dim)}
-        if self.bits == 4 and any(dim % 2 for dim in dims):
-            return f"{self.name} packs two numbers into a byte, and a head dim of {sorted(dims)} is odd"
+        pairs = {(layer.key_dims, layer.v_head_dim) for layer in layers}
+        odd = {
+            dim
+            for pair in pairs
+            for form, dim in zip((self.keys, self.values), pair, strict=True)
+            if form.bits == 4 and dim % 2
+        }
+        if odd:
+            return f"{self.name} packs two numbers into a byte, and a head dim of {sorted(odd)} is odd"
         return None
 
 
-KV_BYTES: Mapping[str, KVBytes] = MappingProxyType(
+VECTOR_BYTES: Mapping[str, VectorBytes] = MappingProxyType(
     {
         form.name: form
         for form in (
-            KVBytes("fp32", 32),
-            KVBytes("bf16", 16),
-            KVBytes("fp16", 16),
-            KVBytes("fp8_e4m3", 8),
-            KVBytes("int8", 8),
-            KVBytes("int4", 4, is_rotated=True, version=2),
-            KVBytes("turboquant4", 4, is_rotated=True),
+            VectorBytes("fp32", 32),
+            VectorBytes("bf16", 16),
+            VectorBytes("fp16", 16),
+            VectorBytes("fp8_e4m3", 8),
+            VectorBytes("int8", 8),
+            VectorBytes("int4", 4, is_rotated=True, has_groups=True, version=2),
+            VectorBytes("turboquant4", 4, is_rotated=True),
         )
     }
+)
+"""Every format of keys or values by its name."""
+
+
+def _pair(name: str) -> KVBytes:
+    keys, _, values = name.partition("+")
+    return KVBytes(VECTOR_BYTES[keys], VECTOR_BYTES[values or keys])
+
+
+KV_BYTES: Mapping[str, KVBytes] = MappingProxyType(
+    {name: _pair(name) for name in KV_CACHE_DTYPES if name != "auto"}
 )
 """Every format by its name in config.KV_CACHE_DTYPES."""
 

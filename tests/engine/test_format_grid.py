@@ -101,16 +101,16 @@ def test_over_latents(engines, policy, form):
 def test_the_page_names_what_there_is():
     for name, (formats, reason) in EXCLUDED.items():
         make_policy(name)
-        named = set(re.findall(r"`(\w+)`", formats))
+        named = set(re.findall(r"`([\w+]+)`", formats))
         assert named <= set(FORMATS) - set(PLAIN) or "MLA" in formats
         assert reason.strip()
     assert len(EXCLUDED) >= 2
     table = PAGE.split("## Which format")[0]
-    assert set(re.findall(r"`(\w+)`", table)) >= set(KV_CACHE_DTYPES)
+    assert set(re.findall(r"`([\w+]+)`", table)) >= set(KV_CACHE_DTYPES)
 
 
 def test_the_table_of_bytes_is_that_of_the_formats():
-    names = ("bf16", "int8", "int4", "turboquant4")
+    names = ("bf16", "int8", "int8+int4", "int4", "turboquant4")
     rows = re.findall(r"^\| (D|MLA) ([\d +]+) \| (.+) \|$", PAGE, re.MULTILINE)
     assert len(rows) == 4
     for _, dims, cells in rows:

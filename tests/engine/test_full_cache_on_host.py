@@ -18,7 +18,7 @@ from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.link import StreamLink
 
 GIB = 2**30
-FORMATS = ("fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4", "turboquant4")
+FORMATS = ("fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4", "turboquant4", "int8+int4")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=2)
 SAMPLED = SamplingParams(temperature=1.0, seed=3, max_tokens=30, ignore_eos=True, logprobs=2)
 MANY = SamplingParams(n=3, temperature=1.0, seed=4, max_tokens=20, ignore_eos=True, logprobs=2)

@@ -99,7 +99,7 @@ def test_what_is_held_is_what_the_formula_says(family, make_llm):
 
 
 @pytest.mark.parametrize("family", GROUPED)
-@pytest.mark.parametrize("kv_format", ["int8", "int4", "fp8_e4m3", "turboquant4", "bf16"])
+@pytest.mark.parametrize("kv_format", ["int8", "int4", "fp8_e4m3", "turboquant4", "bf16", "int8+int4"])
 def test_formats(family, kv_format, make_llm, monkeypatch):
     llm = make_llm(
         family, block_size=16, max_num_batched_tokens=32, kv_cache_dtype=kv_format, kernels="native"
@@ -162,6 +162,7 @@ def test_formats_that_hold_nothing_else_are_refused(make_llm):
             {"kv_cache_dtype": "int4", "block_size": 12},
             "8 times the bytes of int4, but block_size is 12",
         ),
+        ("gemma2", {"kv_cache_dtype": "int8+int4"}, "numbers of keys and values differ in size"),
         (
             "gemma2",
             {"kv_cache_dtype": "int8"},

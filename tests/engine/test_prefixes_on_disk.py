@@ -100,7 +100,7 @@ def test_every_policy(policy, kernels, tmp_path, make_llm):
     llm.close()
 
 
-@pytest.mark.parametrize("form", ["bf16", "fp8_e4m3", "int8", "int4", "turboquant4"])
+@pytest.mark.parametrize("form", ["bf16", "fp8_e4m3", "int8", "int4", "turboquant4", "int8+int4"])
 @pytest.mark.parametrize("policy", ["knorm", "shares(streaming_llm, by=static)"])
 def test_every_format(form, policy, tmp_path, make_llm):
     compression = config(policy)

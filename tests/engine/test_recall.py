@@ -82,7 +82,7 @@ def test_every_option(recall, make_cold, monkeypatch):
 
 
 @pytest.mark.parametrize("kernels", ["native", "reference"])
-@pytest.mark.parametrize("kv_format", ["fp32", "bf16", "int8", "int4", "fp8", "turboquant4"])
+@pytest.mark.parametrize("kv_format", ["fp32", "bf16", "int8", "int4", "fp8", "turboquant4", "int8+int4"])
 def test_every_format(kv_format, kernels, make_cold, monkeypatch):
     llm = make_cold(kv_cache_dtype=kv_format, kernels=kernels, block_size=16)
     config = small("snapkv(window=8)", "query", budget=96, interval=32)

@@ -66,7 +66,7 @@ def test_beside_every_way_of_compressing(policy, make_llm, monkeypatch):
 
 
 @pytest.mark.parametrize("kernels", ["native", "reference"])
-@pytest.mark.parametrize("form", ["bf16", "int8", "int4", "fp8_e4m3", "turboquant4"])
+@pytest.mark.parametrize("form", ["bf16", "int8", "int4", "fp8_e4m3", "turboquant4", "int8+int4"])
 def test_formats(form, kernels, make_llm, monkeypatch):
     llm = make_llm("qwen3", kv_cache_dtype=form, kernels=kernels, block_size=16, max_num_batched_tokens=80)
     method = POOLED.replace("block=8", "block=16")

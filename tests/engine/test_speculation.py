@@ -25,7 +25,7 @@ WAYS = (
     "ada_kv(snapkv)",
     "quest",
 )
-FORMATS = ("auto", "int8", "int4", "fp8_e4m3", "turboquant4")
+FORMATS = ("auto", "int8", "int4", "fp8_e4m3", "turboquant4", "int8+int4")
 KINDS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.9, seed=5),

@@ -20,7 +20,7 @@ POLICIES = (
     "paged_eviction",
     "quest",
 )
-FORMATS = ("fp32", "bf16", "fp8_e4m3", "int8", "int4", "turboquant4")
+FORMATS = ("fp32", "bf16", "fp8_e4m3", "int8", "int4", "turboquant4", "int8+int4")
 GIB = 2**30
 
 

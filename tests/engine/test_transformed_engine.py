@@ -76,7 +76,7 @@ def transformed(llm: LLM, monkeypatch, **options) -> LLM:
 
     def facts_and_form(loaded, config, stats):
         own = key_transforms.key_transforms(loaded.model, loaded.facts, QueryStats.load(stats).keys())
-        return with_key_transforms(loaded.facts, own), replace(FORMATS["fp32"], keys="test")
+        return with_key_transforms(loaded.facts, own), replace(FORMATS["fp32"], transform="test")
 
     monkeypatch.setattr("kvreclaim.engine.step.engine.stored_facts", facts_and_form)
     made = llm.sibling(**options)

@@ -9,7 +9,7 @@ from verifying import GREEDY, POLICIES, PROMPTS, SAMPLED, drafting, on_host, sai
 from kvreclaim import LLM, SamplingParams, demo_model
 from kvreclaim.eval.demo_tasks import DEMO_TASKS
 
-FORMATS = ("fp32", "bf16", "int8", "int4", "fp8_e4m3", "turboquant4")
+FORMATS = ("fp32", "bf16", "int8", "int4", "fp8_e4m3", "turboquant4", "int8+int4")
 ON_HOST = [p for p in POLICIES if p not in ("quest", "kvzap")]
 ASKED = {
     "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.3},

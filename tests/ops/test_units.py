@@ -13,7 +13,7 @@ from kvreclaim.ops.kv_cache import PagedTokens
 from kvreclaim.ops.units import gather_units, read_units, unit_bytes, unit_tokens, write_units
 
 L, B, K, S, D = 2, 6, 3, 16, 32
-FORMATS = ("fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4", "turboquant4")
+FORMATS = ("fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4", "turboquant4", "int8+int4")
 
 
 def filled(backend, name):

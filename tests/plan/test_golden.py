@@ -66,6 +66,7 @@ def test_compressed_sequences_share_nothing(tmp_path) -> None:
         ("int8", 20.234, 4144),
         ("int4", 11.25, 2304),
         ("turboquant4", 10.234, 2096),
+        ("int8+int4", 15.781, 3232),
     ],
 )
 def test_131072_tokens_of_a_70b_model(tmp_path, dtype: str, gib: float, unit: int) -> None:

@@ -19,7 +19,7 @@ inline void tile_rows(const AttentionArgs& a, const Item& item, int64_t at, cons
   finish_scores<R>(a, item, group, at, mask, scores);
   float alpha[kMaxR];
   softmax_rows<R>(scores, group, alpha);
-  const int64_t v_dim = a.cache.v_dim, row_bytes = v_dim * size_of(a.cache.format);
+  const int64_t v_dim = a.cache.v_dim, row_bytes = v_dim * size_of(a.cache.formats.v);
   all_values<R, BF16>({tile, tokens, row_bytes / 4, row_bytes, group.acc, v_dim, scores, alpha, ahead});
 }
 
@@ -115,7 +115,7 @@ inline void run_item(const AttentionArgs& a, const Item& item, int64_t run, bool
     run_fp8(a, item, run, heads);
   else if (!reads_direct(a.cache))
     run_panels(a, item, heads[0]);
-  else if (a.cache.format == Format::kBF16)
+  else if (a.cache.formats.k == Format::kBF16)
     run_tiles<true>(a, item, run, heads);
   else
     run_tiles<false>(a, item, run, heads);

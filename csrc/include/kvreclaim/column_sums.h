@@ -52,7 +52,7 @@ template <int R>
 inline void all_scores(const AttentionArgs& a, const Item& item, const RowGroup& group, const ColumnRows& to,
                        vf* top) {
   if (reads_direct(a.cache))
-    return a.cache.format == Format::kBF16 ? direct_scores<R, true>(a, item, group, to, top)
+    return a.cache.formats.k == Format::kBF16 ? direct_scores<R, true>(a, item, group, to, top)
                                            : direct_scores<R, false>(a, item, group, to, top);
   float* s = to.scores;
   const Panels panels = panels_in(a.cache, to.panels);

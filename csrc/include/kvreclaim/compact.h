@@ -35,12 +35,12 @@ KVR_INLINE const char* value_row(const HeadMove& h, int64_t slot) {
   const CacheView& cache = h.args.cache;
   const int64_t size = cache.block_size;
   const char* block = v_block(cache, h.layer, h.args.source_ids[slot / size], h.head);
-  return block + slot % size * (cache.v_dim * size_of(cache.format));
+  return block + slot % size * (cache.v_dim * size_of(cache.formats.v));
 }
 
 inline void move_values(const HeadMove& h) {
   const CacheView& cache = h.args.cache;
-  const int64_t size = cache.block_size, row = cache.v_dim * size_of(cache.format);
+  const int64_t size = cache.block_size, row = cache.v_dim * size_of(cache.formats.v);
   for (int64_t begin = 0; begin < h.args.count; begin += size) {
     const int64_t end = begin + size < h.args.count ? begin + size : h.args.count;
     if (h.stays(begin, end)) continue;
@@ -72,7 +72,7 @@ inline void spill(const HeadMove& h, bool keys) {
                     : v_block(cache, h.layer, h.args.target_ids[k], h.head);
     const char* from = h.scratch + k * scratch_bytes(cache);
     if (!keys) {
-      std::memcpy(to, from, slots * cache.v_dim * size_of(cache.format));
+      std::memcpy(to, from, slots * cache.v_dim * size_of(cache.formats.v));
     } else {
       for (int64_t w = 0; w < k_words(cache); ++w)
         std::memcpy(to + w * k_word_stride(cache), from + w * k_word_stride(cache), 4 * slots);
@@ -94,7 +94,7 @@ inline bool in_place(const CompactArgs& a) {
 
 inline void move_head(const HeadMove& h) {
   move_keys(h);
-  if (!is_plain(h.args.cache.format)) return move_coded(h);
+  if (!is_plain(h.args.cache.formats)) return move_coded(h);
   if (h.scratch != nullptr) spill(h, true);
   move_values(h);
   if (h.scratch != nullptr) spill(h, false);

@@ -43,12 +43,13 @@ KVR_INLINE vf number(vu words, int j) {
 
 // Scales of the vector of tokens at `slot`: of keys (side 0) or values (side 1).
 KVR_INLINE vf fine_scales(const CacheView& c, const char* own, int64_t slot, int side) {
+  const Format format = side == 0 ? c.formats.k : c.formats.v;
   const char* planes = own + params(c) + slot;
-  const vu low = load_bytes(planes + side * c.block_size);
-  const vu high = load_bytes(planes + 2 * c.block_size) >> (4 * side) & 15u;
+  const vu low = load_bytes(planes + (side == 0 ? 0 : v_plane(c)) * c.block_size);
+  const vu high = load_bytes(planes + high_plane(c) * c.block_size) >> (4 * side) & 15u;
   const vu code = low | high << 8;
-  const vf scale = fine(code, fine_bias(c.format));
-  return is_rotated(c.format) ? select((vi)code == 0, vf{}, scale) : scale;
+  const vf scale = fine(code, fine_bias(format));
+  return is_rotated(format) ? select((vi)code == 0, vf{}, scale) : scale;
 }
 
 // A group's scale and what joins its codes, centre - 7.5: x = scale (n + first).
@@ -128,9 +129,9 @@ inline void plain_format_keys(const CacheView& c, const ChunkAt& at, float* to, 
     for (int v = 0; v < kChunkVectors; ++v) {
       const vu x = load<vu>(words + 4 * v * kLanes);
       float* out = to + v * kLanes;
-      if (c.format == Format::kF32) {
+      if (c.formats.k == Format::kF32) {
         store(out + w * stride, x);
-      } else if (c.format == Format::kBF16) {
+      } else if (c.formats.k == Format::kBF16) {
         store(out + 2 * w * stride, even(x));
         store(out + (2 * w + 1) * stride, odd(x));
       } else {
@@ -141,9 +142,9 @@ inline void plain_format_keys(const CacheView& c, const ChunkAt& at, float* to, 
 }
 
 inline void stored_keys(const CacheView& c, const ChunkAt& at, float* to, int64_t stride) {
-  if (is_plain(c.format)) return plain_format_keys(c, at, to, stride);
+  if (is_plain(c.formats)) return plain_format_keys(c, at, to, stride);
   const char* own = unit(c, at.layer, at.block, at.head);
-  switch (c.format) {
+  switch (c.formats.k) {
     case Format::kFP8: return scaled_keys<Format::kFP8>(c, own, at.slot, to, stride);
     case Format::kInt8: return scaled_keys<Format::kInt8>(c, own, at.slot, to, stride);
     case Format::kTurbo4: return scaled_keys<Format::kTurbo4>(c, own, at.slot, to, stride);
@@ -211,7 +212,7 @@ KVR_INLINE void grouped_value_vector(const CacheView& c, const char* words, cons
 }
 
 inline void open_value_group(const CacheView& c, const char* own, int64_t slot, int64_t g, GroupOfTokens& to) {
-  const char* planes = own + params(c) + 2 * (groups_of(c.k_dim) + g) * c.block_size + slot;
+  const char* planes = own + params(c) + (v_plane(c) + 2 * g) * c.block_size + slot;
   for (int v = 0; v < kChunkVectors; ++v) {
     const Affine group = group_params(planes + v * kLanes, c.block_size);
     store(to.scale + v * kLanes, group.scale);
@@ -251,12 +252,12 @@ inline void row_values(Format format, const char* rows, int64_t dim, const Value
 }
 
 inline void stored_values(const CacheView& c, const ChunkAt& at, const ValuePart& part) {
-  if (is_plain(c.format)) {
-    const char* rows = v_block(c, at.layer, at.block, at.head) + at.slot * c.v_dim * size_of(c.format);
-    return row_values(c.format, rows, c.v_dim, part);
+  if (is_plain(c.formats)) {
+    const char* rows = v_block(c, at.layer, at.block, at.head) + at.slot * c.v_dim * size_of(c.formats.v);
+    return row_values(c.formats.v, rows, c.v_dim, part);
   }
   const char* own = unit(c, at.layer, at.block, at.head);
-  switch (c.format) {
+  switch (c.formats.v) {
     case Format::kFP8: return scaled_values<Format::kFP8>(c, own, at.slot, part);
     case Format::kInt8: return scaled_values<Format::kInt8>(c, own, at.slot, part);
     case Format::kTurbo4: return scaled_values<Format::kTurbo4>(c, own, at.slot, part);
@@ -284,14 +285,13 @@ inline void keys_chunk(const CacheView& c, const ChunkAt& at, float* to, int64_t
 // The same in the domain of the tokens that were written.
 inline void plain_keys_chunk(const CacheView& c, const ChunkAt& at, float* to, int64_t stride) {
   keys_chunk(c, at, to, stride);
-  if (!is_rotated(c.format)) return;
-  if (c.latent) unrotate_panel(c.v_signs, c.v_dim, to, stride);
-  unrotate_panel(c.k_signs, c.k_dim, c.latent ? to + c.v_dim * stride : to, stride);
+  if (c.latent && is_rotated(c.formats.v)) unrotate_panel(c.v_signs, c.v_dim, to, stride);
+  if (is_rotated(c.formats.k)) unrotate_panel(c.k_signs, c.k_dim, c.latent ? to + c.v_dim * stride : to, stride);
 }
 
 inline void plain_values_chunk(const CacheView& c, const ChunkAt& at, int64_t count, float* to) {
   values_chunk(c, at, count, to);
-  if (!is_rotated(c.format)) return;
+  if (!is_rotated(c.formats.v)) return;
   for (int64_t i = 0; i < count; ++i) unrotate_row(c.v_signs, c.v_dim, to + i * c.v_dim);
 }
 

@@ -86,10 +86,18 @@ struct Place {
   bool key;
 };
 
+KVR_INLINE Format format_of(const Place& at) { return at.key ? at.cache.formats.k : at.cache.formats.v; }
+
+// First plane of its own parameters.
+KVR_INLINE char* own_params(const Place& at) {
+  const CacheView& c = at.cache;
+  return at.own + params(c) + (at.key ? 0 : v_plane(c) * c.block_size) + at.slot;
+}
+
 // The codes of dims d ... d + 7.
 KVR_INLINE void put_codes(const Place& at, int64_t d, Eight::U codes) {
   const CacheView& c = at.cache;
-  const int bits = (int)bits_of(c.format);
+  const int bits = (int)bits_of(format_of(at));
   if (!at.key) {  // one field of eight words
     const int64_t shift = at.slot * bits % 32;
     char* words = at.own + v_codes(c) + 4 * (at.slot * bits / 32 * c.v_dim + d);
@@ -112,15 +120,14 @@ KVR_INLINE void put_codes(const Place& at, int64_t d, Eight::U codes) {
 
 inline void put_fine(const Place& at, uint32_t code) {
   const CacheView& c = at.cache;
-  char* planes = at.own + params(c) + at.slot;
-  planes[(at.key ? 0 : 1) * c.block_size] = (char)code;
-  char& high = planes[2 * c.block_size];
+  *own_params(at) = (char)code;
+  char& high = at.own[params(c) + high_plane(c) * c.block_size + at.slot];
   high = (char)(at.key ? (high & 0xf0) | code >> 8 : (high & 0x0f) | code >> 8 << 4);
 }
 
 // One scale for all dims: int8 and fp8.
 inline void encode_vector(const Place& at, const float* x, int64_t dims) {
-  const Format format = at.cache.format;
+  const Format format = format_of(at);
   const float most = format == Format::kInt8 ? 127.0f : 448.0f;
   const uint32_t code = fine_code(greatest_size(x, dims) / most, fine_bias(format));
   const float scale = fine(code, fine_bias(format));
@@ -150,8 +157,7 @@ inline void encode_levels(const Place& at, float* x, int64_t dims) {
 // int4's groups of at most 32 dims, each with a scale and a centre in thirds of it.
 inline void encode_group(const Place& at, const float* x, int64_t begin, int64_t count) {
   const CacheView& c = at.cache;
-  const int64_t group = begin / kGroup + (at.key ? 0 : groups_of(c.k_dim));
-  char* planes = at.own + params(c) + 2 * group * c.block_size + at.slot;
+  char* planes = own_params(at) + 2 * (begin / kGroup) * c.block_size;
   const Range r = range_of(x, count);
   const bool nothing = r.low == 0 && r.high == 0;
   const float centre = (r.low + r.high) / 2.0f, size = std::fabs(centre) / 40.5f, ideal = (r.high - r.low) / 15.0f;
@@ -171,7 +177,7 @@ inline void encode_group(const Place& at, const float* x, int64_t begin, int64_t
 }
 
 inline void encode_dims(const Place& at, float* x, int64_t dims) {
-  switch (at.cache.format) {
+  switch (format_of(at)) {
     case Format::kInt4:
       rotate_finite(at, x, dims);
       for (int64_t d = 0; d < dims; d += kGroup) encode_group(at, x + d, d, dims - d < kGroup ? dims - d : kGroup);

@@ -72,6 +72,10 @@ struct Lanes {
   char* words;
   int64_t stride;
 
+  // First plane of the parameters that are of keys or values alone.
+  KVR_INLINE char* own_params() const {
+    return own + params(cache) + (key ? 0 : v_plane(cache) * cache.block_size) + slot;
+  }
   KVR_INLINE vf at(int64_t d) const { return load<vf>(x + d * kChunkTokens); }
 };
 
@@ -88,11 +92,11 @@ KVR_INLINE void put_words(const Lanes& a, int64_t begin, int64_t end, const Code
 }
 
 KVR_INLINE void put_fine(const Lanes& a, vu code) {
-  char* planes = a.own + params(a.cache) + a.slot;
-  const int64_t size = a.cache.block_size;
-  store_bytes(planes + (a.key ? 0 : size), code & 255u);
-  const vu high = load_bytes(planes + 2 * size);
-  store_bytes(planes + 2 * size, a.key ? (high & 0xf0u) | code >> 8 : (high & 0x0fu) | code >> 8 << 4);
+  const CacheView& c = a.cache;
+  store_bytes(a.own_params(), code & 255u);
+  char* plane = a.own + params(c) + high_plane(c) * c.block_size + a.slot;
+  const vu high = load_bytes(plane);
+  store_bytes(plane, a.key ? (high & 0xf0u) | code >> 8 : (high & 0x0fu) | code >> 8 << 4);
 }
 
 template <Format F>
@@ -180,7 +184,7 @@ KVR_INLINE GroupLanes group_of(const Lanes& a, int64_t begin, int64_t end, float
 inline void encode_groups(const Lanes& a) {
   const int64_t size = a.cache.block_size;
   const float factor = hadamard_factor(a.dims);
-  char* planes = a.own + params(a.cache) + (a.key ? 0 : 2 * groups_of(a.cache.k_dim) * size) + a.slot;
+  char* planes = a.own_params();
   hadamard_panel(a.dims, a.x, kChunkTokens);
   for (int64_t begin = 0; begin < a.dims; begin += kGroup, planes += 2 * size) {
     const int64_t end = begin + kGroup < a.dims ? begin + kGroup : a.dims;
@@ -215,7 +219,7 @@ KVR_INLINE Eight::U exchange_halves(Eight::U x) {
 
 // The words of 16 values as those of keys, words[w * 16 + token], to where values have theirs.
 inline void put_value_words(const CacheView& c, char* own, int64_t slot, const float* words) {
-  const int64_t bits = bits_of(c.format);
+  const int64_t bits = bits_of(c.formats.v);
   char* to = own + v_codes(c) + slot * bits / 8 * c.v_dim;
   for (int64_t d = 0; d < c.v_dim; d += 32 / bits, words += kChunkTokens)
     if (bits == 4)
@@ -227,7 +231,7 @@ inline void put_value_words(const CacheView& c, char* own, int64_t slot, const f
 }
 
 inline void encode_lanes(const Lanes& a) {
-  switch (a.cache.format) {
+  switch (a.key ? a.cache.formats.k : a.cache.formats.v) {
     case Format::kInt8: return encode_vectors<Format::kInt8>(a);
     case Format::kFP8: return encode_vectors<Format::kFP8>(a);
     case Format::kTurbo4: return encode_levels(a);
@@ -241,7 +245,7 @@ KVR_INLINE int64_t encode_chunk_floats(int64_t dims) { return dims * (kChunkToke
 // encode_chunk_floats of scratch.
 inline void encode_chunk(const CacheView& c, char* own, int64_t slot, bool key, const TokenRows& rows, float* x) {
   const int64_t dims = key ? c.k_dim : c.v_dim;
-  const float* signs = !is_rotated(c.format) ? nullptr : key ? c.k_signs : c.v_signs;
+  const float* signs = !is_rotated(key ? c.formats.k : c.formats.v) ? nullptr : key ? c.k_signs : c.v_signs;
   float* words = x + dims * kChunkTokens;
   load_panel(rows, dims, x);
   for (int64_t i = 0; i < dims * kChunkTokens; i += kLanes) {

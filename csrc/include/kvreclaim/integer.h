@@ -1,4 +1,4 @@
-// Decode attention over int8, int4 and turboquant4 by integer products, where the CPU has the instruction;
+// Decode attention over int8, int4, int8+int4 and turboquant4 by integer products, where the CPU has the instruction;
 // elsewhere such caches go through panels.
 #pragma once
 
@@ -12,13 +12,14 @@ namespace kvreclaim::KVR_NS {
 constexpr bool has_integers(Format f) {
   return f == Format::kInt8 || f == Format::kInt4 || f == Format::kTurbo4;
 }
+constexpr int64_t integer_multiple(Format f) { return has_groups(f) ? kGroup : kChunk; }  // of dims
 
 KVR_INLINE bool takes_integers(const AttentionArgs& a, const SequenceView& seq) {
   const CacheView& c = a.cache;
-  const int64_t multiple = is_grouped(c.format) ? kGroup : kChunk;
-  return has_integers(c.format) && !c.latent && a.q.type != Type::kF32 && seq.query_len <= kExactQueries &&
-         c.k_dim % multiple == 0 && c.v_dim % multiple == 0 && c.k_dim <= kMaxIntegerDims &&
-         c.v_dim <= kMaxIntegerDims && group_size(a) <= kMaxRows;
+  return has_integers(c.formats.k) && has_integers(c.formats.v) && !c.latent && a.q.type != Type::kF32 &&
+         seq.query_len <= kExactQueries && c.k_dim % integer_multiple(c.formats.k) == 0 &&
+         c.v_dim % integer_multiple(c.formats.v) == 0 && c.k_dim <= kMaxIntegerDims && c.v_dim <= kMaxIntegerDims &&
+         group_size(a) <= kMaxRows;
 }
 
 // 16 whole numbers below 2^15 as high and low bytes from `at` on; the low ones are 4 * kPlane behind.
@@ -39,7 +40,7 @@ inline void pack_query(const float* row, int64_t dims, int64_t r, int64_t count,
   }
   const float largest = hmax(most) > 1e-30f ? hmax(most) : 1e-30f;
   to.not_finite[r] = hsum(all);
-  to.unit[r] = largest / kLargestInt16 * (is_grouped(F) ? kCoarseUnit : code_unit(F)) + to.not_finite[r];
+  to.unit[r] = largest / kLargestInt16 * (has_groups(F) ? kCoarseUnit : code_unit(F)) + to.not_finite[r];
   const vf inverse = splat(kLargestInt16 / largest);
   Words sum = _mm512_setzero_si512();
   for (int64_t d = 0; d < dims; d += kLanes) {
@@ -47,7 +48,7 @@ inline void pack_query(const float* row, int64_t dims, int64_t r, int64_t count,
     sum = _mm512_add_epi32(sum, x);
     if constexpr (bits_of(F) == 4) x = evens_first(x);
     store_bytes(x, reinterpret_cast<char*>(to.q + r * 2 * kPlane) + d);
-    if (is_grouped(F) && d % kGroup == kGroup - kLanes) {
+    if (has_groups(F) && d % kGroup == kGroup - kLanes) {
       to.q_sums[d / kGroup * count + r] = (float)_mm512_reduce_add_epi32(sum);
       sum = _mm512_setzero_si512();
     }
@@ -83,13 +84,13 @@ inline SeenSlots seen_slots(const AttentionArgs& a, const Item& item, const RowG
   return seen;
 }
 
-template <int R, Format F>
+template <int R, Format K, Format V>
 inline void coded_rows(const AttentionArgs& a, const CodedItem& at, const CodedTile& tile, const CodedTile& next,
                        const SeenSlots& seen, int64_t tokens, RowGroup& group, const IntegerRows& rows) {
   alignas(64) float scores[R * kTile];
   alignas(64) int32_t p[kMaxIntegerGroups * R * 2 * kLanes];
   float units[kMaxIntegerGroups * R], alpha[kMaxR], score_units[R];
-  coded_scores<R, F>(at, rows, k_words(a.cache), tile, next, scores);
+  coded_scores<R, K>(at, rows, tile, next, scores);
   for (int r = 0; r < R; ++r) {
     score_units[r] = rows.unit[r];
     if (a.softcap != 0) {
@@ -106,8 +107,8 @@ inline void coded_rows(const AttentionArgs& a, const CodedItem& at, const CodedT
                               (__m512)splat(kNegInf));
   }
   const TileWeights weights{p, units, alpha};
-  coded_weights<R, F>(at, tile, next, seen, scores, score_units, rows.offsets, group, weights);
-  all_coded_values<R, F>(at, tile, next, tokens, weights, group.acc);
+  coded_weights<R, V>(at, tile, next, seen, scores, score_units, rows.offsets, group, weights);
+  all_coded_values<R, V>(at, tile, next, tokens, weights, group.acc);
 }
 
 // A head's rows on their way through an item.
@@ -118,7 +119,7 @@ struct IntegerHead {
 
 // Floats of a head's sums, packed queries, what centres add, and a row to spare.
 inline int64_t integer_floats(const CacheView& c, int64_t rows) {
-  return rows * (c.v_dim + 2 * kPlane + value_groups(c.format, c.v_dim) * kLanes) + c.k_dim;
+  return rows * (c.v_dim + 2 * kPlane + scale_groups(c.formats.v, c.v_dim) * kLanes) + c.k_dim;
 }
 
 template <Format F>
@@ -132,11 +133,11 @@ inline void open_integer_rows(const AttentionArgs& a, const RowMap& map, int64_t
   }
 }
 
-template <Format F>
+template <Format K, Format V>
 inline void open_integer_head(const AttentionArgs& a, const Item& item, float* memory, HeadRows& to,
                               IntegerHead& head) {
   const int64_t v_dims = a.cache.v_dim;
-  const int64_t q_words = 2 * kPlane, offsets = value_groups(F, v_dims) * kLanes;
+  const int64_t q_words = 2 * kPlane, offsets = scale_groups(V, v_dims) * kLanes;
   float* q = memory + item.rows * v_dims;
   float* centres = q + item.rows * q_words;
   float* spare = centres + item.rows * offsets;
@@ -153,12 +154,12 @@ inline void open_integer_head(const AttentionArgs& a, const Item& item, float* m
     own.q = reinterpret_cast<int32_t*>(q + r * q_words);
     own.offsets = centres + r * offsets;
     std::memset(own.offsets, 0, group.count * offsets * sizeof(float));
-    open_integer_rows<F>(a, map, item.row + r, spare, group, own);
+    open_integer_rows<K>(a, map, item.row + r, spare, group, own);
   }
 }
 
 // All rows of a head over the tile at slot `at`, `next` being fetched meanwhile.
-template <Format F>
+template <Format K, Format V>
 inline void coded_step(const AttentionArgs& a, const Item& item, int64_t at, const CodedTile& tile,
                        const CodedTile& next, HeadRows& to, const IntegerHead& head) {
   TileMask mask;
@@ -170,19 +171,19 @@ inline void coded_step(const AttentionArgs& a, const Item& item, int64_t at, con
     const SeenSlots seen = seen_slots(a, item, group, at, mask);
     if (seen.any == 0) continue;
     switch (group.count) {
-      case 1: coded_rows<1, F>(a, head.at, tile, ahead, seen, tokens, group, head.rows[g]); break;
-      case 2: coded_rows<2, F>(a, head.at, tile, ahead, seen, tokens, group, head.rows[g]); break;
-      case 3: coded_rows<3, F>(a, head.at, tile, ahead, seen, tokens, group, head.rows[g]); break;
-      case 4: coded_rows<4, F>(a, head.at, tile, ahead, seen, tokens, group, head.rows[g]); break;
-      default: coded_rows<kMaxR, F>(a, head.at, tile, ahead, seen, tokens, group, head.rows[g]);
+      case 1: coded_rows<1, K, V>(a, head.at, tile, ahead, seen, tokens, group, head.rows[g]); break;
+      case 2: coded_rows<2, K, V>(a, head.at, tile, ahead, seen, tokens, group, head.rows[g]); break;
+      case 3: coded_rows<3, K, V>(a, head.at, tile, ahead, seen, tokens, group, head.rows[g]); break;
+      case 4: coded_rows<4, K, V>(a, head.at, tile, ahead, seen, tokens, group, head.rows[g]); break;
+      default: coded_rows<kMaxR, K, V>(a, head.at, tile, ahead, seen, tokens, group, head.rows[g]);
     }
   }
 }
 
 template <Format F>
 inline void close_integer_head(const AttentionArgs& a, HeadRows& to, const IntegerHead& head) {
-  const int64_t v_dims = a.cache.v_dim, groups = value_groups(F, v_dims), width = is_grouped(F) ? kGroup : v_dims;
-  constexpr float unit = F == Format::kInt4 ? kCoarseUnit : 1.0f;
+  const int64_t v_dims = a.cache.v_dim, groups = scale_groups(F, v_dims), width = has_groups(F) ? kGroup : v_dims;
+  constexpr float unit = has_groups(F) ? kCoarseUnit : 1.0f;
   for (int i = 0; i < to.count; ++i)
     for (int64_t g = 0; g < groups; ++g)
       for (int64_t j = 0; j < to.groups[i].count; ++j) {
@@ -193,29 +194,32 @@ inline void close_integer_head(const AttentionArgs& a, HeadRows& to, const Integ
 }
 
 // Heads item.head .. item.head + run of an item, tile by tile; leaves their sums in `heads`.
-template <Format F>
+template <Format K, Format V>
 inline void run_integers(const AttentionArgs& a, const Item& item, int64_t run, HeadRows* heads) {
   const int64_t floats = div_up(integer_floats(a.cache, item.rows), 16) * 16;
   float* memory = thread_scratch(run * floats);
   IntegerHead own[kMaxRun];
   for (int64_t h = 0; h < run; ++h)
-    open_integer_head<F>(a, of_head(item, h), memory + h * floats, heads[h], own[h]);
+    open_integer_head<K, V>(a, of_head(item, h), memory + h * floats, heads[h], own[h]);
   CodedTile tile, next;
   open_coded(a, item, own[0].at, first_tile(a, item), tile);
   for (int64_t at = first_tile(a, item); at < item.high; at += kTile)
     for (int64_t h = 0; h < run; ++h, tile = next) {
       const bool last = h + 1 == run;
       open_coded(a, item, own[last ? 0 : h + 1].at, last ? smaller(at + kTile, item.high - 1) : at, next);
-      coded_step<F>(a, of_head(item, h), at, tile, next, heads[h], own[h]);
+      coded_step<K, V>(a, of_head(item, h), at, tile, next, heads[h], own[h]);
     }
-  for (int64_t h = 0; h < run; ++h) close_integer_head<F>(a, heads[h], own[h]);
+  for (int64_t h = 0; h < run; ++h) close_integer_head<V>(a, heads[h], own[h]);
 }
 
 inline void run_integers(const AttentionArgs& a, const Item& item, int64_t run, HeadRows* heads) {
-  switch (a.cache.format) {
-    case Format::kInt8: return run_integers<Format::kInt8>(a, item, run, heads);
-    case Format::kInt4: return run_integers<Format::kInt4>(a, item, run, heads);
-    default: return run_integers<Format::kTurbo4>(a, item, run, heads);
+  const Formats formats = a.cache.formats;
+  if (formats.k == Format::kInt8 && formats.v == Format::kInt4)
+    return run_integers<Format::kInt8, Format::kInt4>(a, item, run, heads);
+  switch (formats.k) {
+    case Format::kInt8: return run_integers<Format::kInt8, Format::kInt8>(a, item, run, heads);
+    case Format::kInt4: return run_integers<Format::kInt4, Format::kInt4>(a, item, run, heads);
+    default: return run_integers<Format::kTurbo4, Format::kTurbo4>(a, item, run, heads);
   }
 }
 

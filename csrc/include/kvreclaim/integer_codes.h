@@ -15,9 +15,8 @@ constexpr int kMaxIntegerGroups = (int)(kMaxIntegerDims / kGroup);
 constexpr float kLargestInt16 = 127 * 256 + 127;  // of 16-bit numbers whose high byte stays below 128
 using Words = __m512i;
 
-// A scale for each group of dims, or one for all of a token's.
-constexpr bool is_grouped(Format f) { return f == Format::kInt4; }
-constexpr int64_t value_groups(Format f, int64_t dims) { return is_grouped(f) ? groups_of(dims) : 1; }
+// Groups of dims that share a scale.
+constexpr int64_t scale_groups(Format f, int64_t dims) { return has_groups(f) ? groups_of(dims) : 1; }
 
 // A number is unit (code + offset), before its scale; turboquant4's levels are whole ten-thousandths, of two bytes.
 constexpr int kLevelOffset = 27326;
@@ -47,14 +46,16 @@ struct CodedItem {
   const char* units;  // of block 0
   int64_t block_bytes, k_stride, v_stride, plane;
   int64_t v_codes, params, v_row_bytes;
-  int64_t k_groups, v_groups, v_dim;  // groups: planes of parameters, 1 where there are none
+  int64_t v_params, high;  // from a tile's first plane to the values' first one and to the scales' upper bits
+  int64_t k_words, k_groups, v_groups, v_dim;
 };
 
 inline CodedItem coded_item(const AttentionArgs& a, const Item& item) {
   const CacheView& c = a.cache;
   return {unit(c, a.layer, 0, item.head), unit_bytes(c) * c.heads, k_word_stride(c), 4 * c.v_dim, c.block_size,
-          v_codes(c), params(c), c.v_dim * bits_of(c.format) / 8,
-          value_groups(c.format, c.k_dim), value_groups(c.format, c.v_dim), c.v_dim};
+          v_codes(c), params(c), c.v_dim * bits_of(c.formats.v) / 8, v_plane(c) * c.block_size,
+          high_plane(c) * c.block_size, k_words(c), scale_groups(c.formats.k, c.k_dim),
+          scale_groups(c.formats.v, c.v_dim), c.v_dim};
 }
 
 inline void open_coded(const AttentionArgs& a, const Item& item, const CodedItem& at_block, int64_t at,
@@ -107,10 +108,10 @@ KVR_INLINE Words with_octave(Words table, Words octave_bits) {  // table | (octa
   return _mm512_ternarylogic_epi32(octave_bits, _mm512_set1_epi32(15 << 23), table, 0xEA);
 }
 
-// Scales of keys (Side 0) or values (1) of formats with one for all dims.
+// Scales of keys (Side 0) or values (1) of formats with one for all dims, from the planes of lower and of upper bits.
 template <Format F, int Side>
-KVR_INLINE vf fine_scale(const char* planes, int64_t plane, const ScaleTables& tables) {
-  const Words low = bytes_at(planes + Side * plane), high = bytes_at(planes + 2 * plane);
+KVR_INLINE vf fine_scale(const char* lower, const char* upper, const ScaleTables& tables) {
+  const Words low = bytes_at(lower), high = bytes_at(upper);
   const Words octave = _mm512_slli_epi32(high, Side == 0 ? 23 : 19);
   Words bits = with_octave(_mm512_permutexvar_epi32(_mm512_srli_epi32(low, 4), tables.sixteenths), octave);
   if constexpr (F == Format::kTurbo4) {  // code 0 stands for zeros
@@ -135,16 +136,13 @@ KVR_INLINE GroupParams int4_params(const char* planes, int64_t plane, const Scal
 }
 
 // First plane of a group's value parameters, from tile.p on.
-template <Format F>
-KVR_INLINE int64_t value_plane(const CodedItem& at, int64_t g) {
-  return F == Format::kInt4 ? 2 * (at.k_groups + g) * at.plane : 0;
-}
+KVR_INLINE int64_t value_plane(const CodedItem& at, int64_t g) { return at.v_params + 2 * g * at.plane; }
 
 template <Format F>
 KVR_INLINE GroupParams value_params(const CodedItem& at, const CodedTile& tile, int c, int64_t g,
                                     const ScaleTables& tables) {
-  if constexpr (F == Format::kInt4) return int4_params(tile.p[c] + value_plane<F>(at, g), at.plane, tables);
-  return {fine_scale<F, 1>(tile.p[c], at.plane, tables), vf{}};
+  if constexpr (has_groups(F)) return int4_params(tile.p[c] + value_plane(at, g), at.plane, tables);
+  return {fine_scale<F, 1>(tile.p[c] + at.v_params, tile.p[c] + at.high, tables), vf{}};
 }
 
 // The greatest byte among the tile's visible tokens, `offset` bytes behind each chunk's `from`.
@@ -161,8 +159,8 @@ KVR_INLINE int greatest_byte(const char* const* from, int64_t offset, uint64_t s
 // The exponent of a bound of the scales of a group's values over the tile's visible tokens.
 template <Format F>
 KVR_INLINE int scale_bound(const CodedItem& at, const CodedTile& tile, int64_t g, uint64_t seen) {
-  const int octave = greatest_byte(tile.p, F == Format::kInt4 ? value_plane<F>(at, g) : 2 * at.plane, seen) >> 4;
-  return octave + 1 - (F == Format::kInt4 ? 15 : fine_bias(F));
+  const int octave = greatest_byte(tile.p, has_groups(F) ? value_plane(at, g) : at.high, seen) >> 4;
+  return octave + 1 - (has_groups(F) ? 15 : fine_bias(F));
 }
 
 }  // namespace kvreclaim::KVR_NS

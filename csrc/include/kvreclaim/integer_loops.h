@@ -125,10 +125,10 @@ template <int R, int T, Format F>
 KVR_INLINE void close_scores(const CodedItem& at, const IntegerRows& rows, const char* planes, int64_t g, int t,
                              const DigitSums<F> (&sums)[R][T], const ScaleTables& tables, float* to) {
   GroupParams group{};
-  if constexpr (is_grouped(F))
+  if constexpr (has_groups(F))
     group = int4_params(planes + 2 * g * at.plane, at.plane, tables);
   else
-    group.scale = fine_scale<F, 0>(planes, at.plane, tables);
+    group.scale = fine_scale<F, 0>(planes, planes + at.high, tables);
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r, to += kTile) {
     if constexpr (F == Format::kInt8) {
@@ -147,10 +147,10 @@ KVR_INLINE void close_scores(const CodedItem& at, const IntegerRows& rows, const
 // s[r * kTile + t] = score of R rows and all tokens of the tile in units of rows.unit. Meanwhile most of the
 // next tile's keys are fetched; fetching is spread over all loops of a tile, memory being slower than any.
 template <int R, Format F>
-KVR_KERNEL void coded_scores(const CodedItem& at, const IntegerRows& rows, int64_t k_words, const CodedTile& tile,
+KVR_KERNEL void coded_scores(const CodedItem& at, const IntegerRows& rows, const CodedTile& tile,
                              const CodedTile& next, float* s) {
   constexpr int T = kIntegerVecs<R, F>;
-  const int64_t words = is_grouped(F) ? kGroup / 8 : k_words;  // of a group
+  const int64_t words = has_groups(F) ? kGroup / 8 : at.k_words;  // of a group
   const ScaleTables tables = scale_tables<F>();
   for (int first = 0; first < kChunks; first += T) {
     const char* ahead[T];  // coded_weights fetches the last chunk's
@@ -222,7 +222,7 @@ KVR_INLINE vf integer_weights(const vf (&weights)[kChunks], const GroupParams (&
   for (int c = 0; c < kChunks; ++c) {
     x[c] = weights[c] * own[c].scale + magic;
     const vf whole = x[c] - magic;
-    if constexpr (is_grouped(F))  // of the rounded weight, as its codes are: what rounding adds is as small as the number
+    if constexpr (has_groups(F))  // of the rounded weight, as its codes are: what rounding adds is as small as the number
       centres += whole * own[c].first;
     else
       centres += whole;
@@ -234,7 +234,7 @@ KVR_INLINE vf integer_weights(const vf (&weights)[kChunks], const GroupParams (&
   _mm512_storeu_si512(to, _mm512_packs_epi16(_mm512_srai_epi16(_mm512_add_epi16(a, half), 8),
                                              _mm512_srai_epi16(_mm512_add_epi16(b, half), 8)));
   _mm512_storeu_si512(to + kLanes, _mm512_packus_epi16(_mm512_and_si512(a, byte), _mm512_and_si512(b, byte)));
-  if constexpr (is_grouped(F)) return centres;
+  if constexpr (has_groups(F)) return centres;
   return centres * code_offset(F);
 }
 
@@ -269,7 +269,7 @@ KVR_KERNEL void coded_weights(const CodedItem& at, const CodedTile& tile, const 
                               const float* s, const float* unit, float* offsets, RowGroup& group,
                               const TileWeights& to) {
   using M = Vec<kMaxR>::F;
-  const int64_t lines = at.v_row_bytes / 4;  // of a chunk's values; about as many as of its keys
+  const int64_t lines = at.v_row_bytes / 4;  // of a chunk's values
   M best = row_tops<R>(s), units{};
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) units[r] = unit[r];
@@ -290,10 +290,8 @@ KVR_KERNEL void coded_weights(const CodedItem& at, const CodedTile& tile, const 
       sum += weights[r][c];
     }
     group.sum[r] = group.sum[r] * factor[r] + sum * share[r];
-    for (int64_t line = r; line < lines; line += R) {
-      prefetch_near(next.k[kChunks - 1] + line * at.k_stride);
-      prefetch_near(next.v[0] + line * 64);
-    }
+    for (int64_t line = r; line < at.k_words; line += R) prefetch_near(next.k[kChunks - 1] + line * at.k_stride);
+    for (int64_t line = r; line < lines; line += R) prefetch_near(next.v[0] + line * 64);
   }
   const ScaleTables tables = scale_tables<F>();
   for (int64_t g = 0; g < at.v_groups; ++g) {
@@ -368,9 +366,9 @@ KVR_KERNEL void coded_values(const CodedItem& at, const CodedTile& tile, const C
 template <int R, Format F>
 inline void all_coded_values(const CodedItem& at, const CodedTile& tile, const CodedTile& next, int64_t tokens,
                              const TileWeights& weights, float* acc) {
-  constexpr int V = is_grouped(F) && kIntegerVecs<R, F> > 2 ? 2 : kIntegerVecs<R, F>;  // of one group
+  constexpr int V = has_groups(F) && kIntegerVecs<R, F> > 2 ? 2 : kIntegerVecs<R, F>;  // of one group
   const auto of_group = [&](int64_t d) -> TileWeights {
-    const int64_t g = is_grouped(F) ? d / kGroup : 0;
+    const int64_t g = has_groups(F) ? d / kGroup : 0;
     return {weights.p + g * R * 2 * kLanes, weights.unit + g * R, weights.alpha};
   };
   int64_t d = 0;

@@ -26,7 +26,7 @@ struct Item {
 // kPiece bytes, which the CPU fetches ahead by itself; of shorter ones it would fetch ahead into another head's.
 constexpr int64_t kPiece = 8192, kMaxRun = 4;
 KVR_INLINE int64_t head_run(const CacheView& c) {
-  const int64_t bytes = is_plain(c.format) ? k_block_bytes(c) : unit_bytes(c);
+  const int64_t bytes = is_plain(c.formats) ? k_block_bytes(c) : unit_bytes(c);
   int64_t run = 1;
   while (run < kMaxRun && c.heads % (2 * run) == 0 && run * bytes < kPiece) run *= 2;
   return run;
@@ -65,7 +65,7 @@ KVR_INLINE int64_t first_tile(const AttentionArgs& a, const Item& item) {
 // fp32 and bf16 are read as they lie; everything else goes through panels of fp32 (panel.h) or, for decode over
 // 8 and 4 bit integers, through integer products (integer.h).
 KVR_INLINE bool reads_direct(const CacheView& c) {
-  return (c.format == Format::kF32 || c.format == Format::kBF16) && !c.latent;
+  return (c.formats.k == Format::kF32 || c.formats.k == Format::kBF16) && !c.latent;
 }
 
 // Fills the addresses of slots [at, at + kTile) of an item in a cache that is read as it lies.
@@ -75,7 +75,7 @@ inline void open_tile(const AttentionArgs& a, const Item& item, int64_t at, Tile
     const int64_t slot = smaller(at + c * kChunk, (item.high - 1) / kChunk * kChunk);
     const int64_t block = item.seq.block_ids[slot / size], offset = slot % size;
     tile.k[c] = k_block(a.cache, a.layer, block, item.head) + offset * 4;
-    tile.v[c] = v_block(a.cache, a.layer, block, item.head) + offset * a.cache.v_dim * size_of(a.cache.format);
+    tile.v[c] = v_block(a.cache, a.layer, block, item.head) + offset * a.cache.v_dim * size_of(a.cache.formats.v);
   }
 }
 
@@ -125,7 +125,7 @@ KVR_INLINE float query_scale(const AttentionArgs& a) {
 // saves their conversion. With many rows, which share it, Intel's are no faster so.
 KVR_INLINE bool takes_pairs(const AttentionArgs& a, const SequenceView& seq) {
 #if defined(__AVX512BF16__)
-  return a.cache.format == Format::kBF16 && a.q.type == Type::kBF16 && reads_direct(a.cache) &&
+  return a.cache.formats.k == Format::kBF16 && a.q.type == Type::kBF16 && reads_direct(a.cache) &&
          deciding_rows(a, seq) <= kRowBlock;
 #else
   (void)a, (void)seq;
@@ -137,7 +137,7 @@ KVR_INLINE bool takes_pairs(const AttentionArgs& a, const SequenceView& seq) {
 KVR_INLINE bool takes_fp8(const AttentionArgs& a, const SequenceView& seq) {
 #if defined(__AVX512BF16__)
   const CacheView& c = a.cache;
-  return c.format == Format::kFP8 && !c.latent && a.q.type == Type::kBF16 && c.v_dim % kLanes == 0 &&
+  return c.formats.k == Format::kFP8 && !c.latent && a.q.type == Type::kBF16 && c.v_dim % kLanes == 0 &&
          deciding_rows(a, seq) <= kRowBlock;
 #else
   (void)a, (void)seq;

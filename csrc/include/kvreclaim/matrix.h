@@ -18,7 +18,7 @@ constexpr int64_t kMatrixMaxDims = 512;
 
 KVR_INLINE bool takes_matrices(const AttentionArgs& a) {
   const CacheView& c = a.cache;
-  return c.format == Format::kBF16 && !c.latent && c.k_dim % kMatrixDims == 0 && c.v_dim % kMatrixDims == 0 &&
+  return c.formats.k == Format::kBF16 && !c.latent && c.k_dim % kMatrixDims == 0 && c.v_dim % kMatrixDims == 0 &&
          c.k_dim <= kMatrixMaxDims && c.v_dim <= kMatrixMaxDims;
 }
 

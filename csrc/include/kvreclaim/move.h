@@ -148,10 +148,10 @@ struct HeadMove {
 
 // First key word of a block of a head; plain keys and values take turns in scratch, a unit is there as a whole.
 KVR_INLINE char* first_key(const CacheView& c, int64_t layer, int64_t block, int64_t head) {
-  return is_plain(c.format) ? k_block(c, layer, block, head) : unit(c, layer, block, head);
+  return is_plain(c.formats) ? k_block(c, layer, block, head) : unit(c, layer, block, head);
 }
 KVR_INLINE int64_t scratch_bytes(const CacheView& c) {
-  if (!is_plain(c.format)) return unit_bytes(c);
+  if (!is_plain(c.formats)) return unit_bytes(c);
   return k_block_bytes(c) > v_block_bytes(c) ? k_block_bytes(c) : v_block_bytes(c);
 }
 

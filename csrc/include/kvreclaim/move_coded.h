@@ -30,7 +30,7 @@ KVR_INLINE const char* source_unit(const HeadMove& h, int64_t slot) {
 
 inline WordMove plan_word(const HeadMove& h, int64_t begin, int64_t end) {
   const CacheView& c = h.args.cache;
-  const int bits = (int)bits_of(c.format), fields = 32 / bits;
+  const int bits = (int)bits_of(c.formats.v), fields = 32 / bits;
   WordMove move;
   for (int64_t i = begin; i < end;) {
     const int64_t slot = h.kept[i], room = fields - slot % fields;
@@ -59,7 +59,7 @@ KVR_INLINE void move_words(const WordMove& move, int64_t at, char* to) {
 
 inline void move_value_words(const HeadMove& h) {
   const CacheView& c = h.args.cache;
-  const int64_t fields = 32 / bits_of(c.format), size = c.block_size, bytes = 4 * c.v_dim;
+  const int64_t fields = 32 / bits_of(c.formats.v), size = c.block_size, bytes = 4 * c.v_dim;
   const int64_t count = h.args.count;
   for (int64_t begin = 0; begin < count; begin += fields) {
     const int64_t end = begin + fields < count ? begin + fields : count;
@@ -94,7 +94,7 @@ inline void move_params(const HeadMove& h) {
 // Whole units from scratch to the targets, as far as they hold kept tokens.
 inline void spill_units(const HeadMove& h) {
   const CacheView& c = h.args.cache;
-  const int64_t size = c.block_size, fields = 32 / bits_of(c.format);
+  const int64_t size = c.block_size, fields = 32 / bits_of(c.formats.v);
   for (int64_t k = 0; k * size < h.args.count; ++k) {
     const int64_t left = h.args.count - k * size, slots = left < size ? left : size;
     char* to = unit(c, h.layer, h.args.target_ids[k], h.head);

@@ -31,11 +31,11 @@ KVR_INLINE ChunkAt chunk_at(const AttentionArgs& a, const Item& item, int64_t sl
 
 // Asks for a coded chunk ahead of its use.
 inline void prefetch_chunk(const CacheView& c, const ChunkAt& at) {
-  if (is_plain(c.format)) return;
+  if (is_plain(c.formats)) return;
   const char* own = unit(c, at.layer, at.block, at.head);
   const char* words = own + 4 * at.slot;
   for (int64_t w = 0; w < k_words(c); ++w, words += k_word_stride(c)) prefetch_near(words);
-  const int64_t row_bytes = c.v_dim * bits_of(c.format) / 8;
+  const int64_t row_bytes = c.v_dim * bits_of(c.formats.v) / 8;
   const char* values = own + v_codes(c) + at.slot * row_bytes;
   for (int64_t i = 0; i < kChunk * row_bytes; i += 64) prefetch_near(values + i);
 }

@@ -45,17 +45,18 @@ inline void unpack_row(const RowsView& x, const char* from, int64_t dims, float 
 
 // Turns a query as the keys of a rotated cache were turned when they were written.
 inline void rotate_query(const CacheView& c, float* row) {
-  if (c.latent) rotate_row(c.v_signs, c.v_dim, row);
-  rotate_row(c.k_signs, c.k_dim, c.latent ? row + c.v_dim : row);
+  if (c.latent && is_rotated(c.formats.v)) rotate_row(c.v_signs, c.v_dim, row);
+  if (is_rotated(c.formats.k)) rotate_row(c.k_signs, c.k_dim, c.latent ? row + c.v_dim : row);
 }
 
 // `spare` holds a row.
 inline void load_queries(const RowsView& q, const CacheView& c, const RowMap& map, int64_t row, float scale,
                          RowGroup& group, float* spare) {
   const int64_t dims = head_dim(c);
+  const bool turns = is_rotated(c.formats.k) || (c.latent && is_rotated(c.formats.v));
   for (int64_t r = 0; r < group.count; ++r) {
     const char* from = row_address(q, map, row + r);
-    if (!is_rotated(c.format)) {
+    if (!turns) {
       unpack_row(q, from, dims, scale, group.q + r, group.count);
       continue;
     }
@@ -133,8 +134,8 @@ inline void write_row(const Args& a, const RowMap& map, int64_t r, const Sums& s
   factor = weight == 0.0f ? 0.0f : factor / weight;
   const CacheView& c = a.cache;
   char* to = row_address(a.out, map, r);
-  if (is_rotated(c.format)) unrotate_row(c.v_signs, c.v_dim, sums.acc);
-  const bool pairs = c.format == Format::kBF16 && !c.latent;
+  if (is_rotated(c.formats.v)) unrotate_row(c.v_signs, c.v_dim, sums.acc);
+  const bool pairs = c.formats.k == Format::kBF16 && !c.latent;
   if (a.out.type == Type::kF16) {
     write_dims<kLanes>(sums.acc, factor, c.v_dim, pairs, false, reinterpret_cast<char*>(sums.acc));
     for (int64_t d = 0; d < c.v_dim; ++d) store(to + 2 * d, to_f16(sums.acc[d]));

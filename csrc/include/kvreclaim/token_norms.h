@@ -84,7 +84,7 @@ void norm_chunk(const NormArgs& a, int64_t head, int64_t begin, int64_t end) {
       store_tokens(out + t, key_norm_vector<kRead>(a.tokens, head, t), end - t);
     return;
   }
-  const int64_t size = cache.block_size, bytes = cache.v_dim * size_of(cache.format);
+  const int64_t size = cache.block_size, bytes = cache.v_dim * size_of(cache.formats.v);
   for (int64_t t = begin; t < end; ++t) {
     const char* block = v_block(cache, a.tokens.layer, a.tokens.block_ids[t / size], head);
     out[t] = value_norm<kRead>(block + t % size * bytes, bytes);

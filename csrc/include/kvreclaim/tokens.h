@@ -29,8 +29,8 @@ KVR_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 enum class KeyRead { kF32, kBF16, kChunks };
 
 KVR_INLINE KeyRead key_read(const CacheView& c) {
-  if (c.latent || c.format > Format::kBF16) return KeyRead::kChunks;
-  return c.format == Format::kF32 ? KeyRead::kF32 : KeyRead::kBF16;
+  if (c.latent || c.formats.k > Format::kBF16) return KeyRead::kChunks;
+  return c.formats.k == Format::kF32 ? KeyRead::kF32 : KeyRead::kBF16;
 }
 
 // The chunk that holds token t; past the end the last one again.

@@ -68,13 +68,13 @@ inline void write_token(const WriteArgs& a, int64_t token, int64_t head) {
   const int64_t block = a.slots[token] / c.block_size, offset = a.slots[token] % c.block_size;
   const char *k = row_of(a.k, token, head), *v = row_of(a.v, token, head);
   char* k_to = k_block(c, a.layer, block, head) + offset * 4;
-  char* v_to = v_block(c, a.layer, block, head) + offset * c.v_dim * size_of(c.format);
+  char* v_to = v_block(c, a.layer, block, head) + offset * c.v_dim * size_of(c.formats.v);
   const int64_t stride = k_word_stride(c);
-  each_word(a.k, k, c.k_dim, c.format, [&](int64_t w, uint32_t bits) { store(k_to + w * stride, bits); });
-  if (stored_as_is(a.v, c.format))
-    std::memcpy(v_to, v, c.v_dim * size_of(c.format));
+  each_word(a.k, k, c.k_dim, c.formats.k, [&](int64_t w, uint32_t bits) { store(k_to + w * stride, bits); });
+  if (stored_as_is(a.v, c.formats.v))
+    std::memcpy(v_to, v, c.v_dim * size_of(c.formats.v));
   else
-    each_word(a.v, v, c.v_dim, c.format, [&](int64_t w, uint32_t bits) { store(v_to + w * 4, bits); });
+    each_word(a.v, v, c.v_dim, c.formats.v, [&](int64_t w, uint32_t bits) { store(v_to + w * 4, bits); });
 }
 
 inline float* as_floats(const RowsView& x, int64_t token, int64_t head, int64_t dims, float* to) {
@@ -151,7 +151,7 @@ inline void write_kv(const WriteArgs& a) {
   const CacheView& c = a.cache;
   const int64_t heads = c.heads, chunks = (a.num_tokens + kWriteChunk - 1) / kWriteChunk;
   const int64_t numbers = a.num_tokens * heads * (c.k_dim + c.v_dim);
-  if (!is_plain(c.format)) return write_coded(a, numbers < kSerialCodes);
+  if (!is_plain(c.formats)) return write_coded(a, numbers < kSerialCodes);
   for_items(numbers < kSerialNumbers, chunks * heads, [&](int64_t item) {
     const int64_t first = item / heads * kWriteChunk, head = item % heads;
     const int64_t end = first + kWriteChunk < a.num_tokens ? first + kWriteChunk : a.num_tokens;
@@ -163,7 +163,7 @@ inline void gather_block(const GatherArgs& a, int64_t index, int64_t head) {
   const CacheView& c = a.cache;
   const int64_t first = index * c.block_size, left = a.num_tokens - first;
   const int64_t count = left < c.block_size ? left : c.block_size;
-  const int64_t dims = head_dim(c), size = size_of(c.format), k_bytes = dims * size, v_bytes = c.v_dim * size;
+  const int64_t dims = head_dim(c), size = size_of(c.formats.k), k_bytes = dims * size, v_bytes = c.v_dim * size;
   const char* k = k_block(c, a.layer, a.block_ids[index], head);
   const char* v = v_block(c, a.layer, a.block_ids[index], head);
   char* k_to = a.k + (head * a.num_tokens + first) * k_bytes;
@@ -200,7 +200,7 @@ inline void gather_tokens(const GatherArgs& a) {
   const CacheView& c = a.cache;
   const int64_t heads = c.heads, blocks = (a.num_tokens + c.block_size - 1) / c.block_size;
   parallel_for(blocks * heads, [&](int64_t item) {
-    if (is_plain(c.format)) return gather_block(a, item / heads, item % heads);
+    if (is_plain(c.formats)) return gather_block(a, item / heads, item % heads);
     decode_block(a, item / heads, item % heads, thread_scratch(head_dim(c) * kChunkTokens));
   });
 }

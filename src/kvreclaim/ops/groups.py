@@ -132,7 +132,13 @@ def _parts(model: ModelFacts, config: EngineConfig) -> int:
         "other is kept; set fp8_e4m3, int8, int4 or turboquant4, or leave it out.",
         "kv_cache_dtype_skip_layers",
     )
-    parts = plain.bits // form.bits
+    require(
+        form.keys.bits == form.values.bits,
+        f"kv_cache_dtype_skip_layers is sliding_window, but in kv_cache_dtype {form.name} numbers of keys "
+        "and values differ in size; set fp8_e4m3, int8, int4 or turboquant4, or leave it out.",
+        "kv_cache_dtype_skip_layers",
+    )
+    parts = plain.keys.bits // form.keys.bits
     require(
         config.block_size % parts == 0,
         f"kv_cache_dtype_skip_layers keeps {plain.name} in windows, {parts} times the bytes of {form.name}, "

@@ -94,8 +94,12 @@ def _unit(kind: LayerShape, count: int, form: KVBytes, size: int) -> str:
     unit = form.unit_bytes(keys, values, size)
     params = size * form.slot_params(keys, values)
     scales = f" + {params} of scales" if params else ""
+    bits = form.keys.bits, form.values.bits
+    numbers = f"({keys} + {values}) x {bits[0]} bits"
+    if bits[0] != bits[1]:
+        numbers = f"({keys} x {bits[0]} bits + {values} x {bits[1]} bits)"
     return (
-        f"{count} layers x {words.count(heads, 'KV head')} x ({size} x ({keys} + {values}) x {form.bits} bits"
+        f"{count} layers x {words.count(heads, 'KV head')} x ({size} x {numbers}"
         f"{scales} = {unit:,} bytes) = {count * heads * unit:,} bytes a block"
     )
 

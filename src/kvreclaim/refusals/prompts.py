@@ -46,7 +46,10 @@ PROMPTS: tuple[Refusal, ...] = (
             "the recurrent layers of {recurrent} need every token before, in order",
         ),
         ((F.CHUNK_REUSE, F.WINDOWS), "{windows} has layers with sliding windows"),
-        ((F.CHUNK_REUSE, F.ROTATED), "keys in {rotated} cannot be turned; use another kv_cache_dtype"),
+        (
+            (F.CHUNK_REUSE, F.ROTATED),
+            "tokens in {rotated} would be rounded again at their new positions; use another kv_cache_dtype",
+        ),
         *(
             (
                 (F.CHUNK_REUSE, signal),

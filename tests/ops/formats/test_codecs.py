@@ -17,16 +17,16 @@ from kvreclaim.ops.formats.codecs import (
     decode_keys,
     decode_rotated,
     encode,
-    join_scales,
     level_table,
     pack,
     round_trip,
-    split_scales,
+    scale_code,
     unpack,
 )
 from kvreclaim.ops.formats.hadamard import rotate
 
 INT8, FP8, INT4, TURBO = (FORMATS[name] for name in ("int8", "fp8_e4m3", "int4", "turboquant4"))
+MIXED = FORMATS["int8+int4"]
 CODED = pytest.mark.parametrize("fmt", [INT8, FP8, INT4, TURBO], ids=lambda fmt: fmt.name)
 DIMS = (2, 8, 24, 32, 40, 64, 80, 128)
 
@@ -40,6 +40,11 @@ def keys_back(fmt: KVFormat, x: Tensor) -> Tensor:
     keys, values = round_trip(fmt, x, x)
     assert torch.equal(keys, values)
     return keys
+
+
+def key_scale(params: Tensor) -> Tensor:
+    """The code of the key's scale among the parameters [..., 3] of formats with one scale per vector."""
+    return scale_code(params[..., :1], params[..., 2] & 15)
 
 
 def in_groups(x: Tensor) -> list[Tensor]:
@@ -98,7 +103,7 @@ def test_one_large_channel_costs_int4_less_than_a_group_that_holds_it() -> None:
 def test_fp8_is_what_torch_stores(x: Tensor) -> None:
     """Numbers over the scale of their vector, as torch.float8_e4m3fn; the largest of 448 is 2^-4 coarse."""
     codes, _, params = encode(FP8, x, x)
-    scale = scales.FP8.decode(split_scales(params)[0])[..., None]
+    scale = scales.FP8.decode(key_scale(params))[..., None]
     want = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
     assert torch.equal(codes, want.view(torch.uint8))
     half = torch.maximum(x.abs() * 2**-4, scale * 2**-10)
@@ -111,11 +116,11 @@ def test_turboquant_takes_the_nearest_level_of_each_rotated_number(x: Tensor) ->
     x, levels = x / 4, level_table(x.device)[0]
     codes, _, params = encode(TURBO, x, x)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    scale = scales.TURBO.decode(split_scales(params)[0])[..., None]
+    scale = scales.TURBO.decode(key_scale(params))[..., None]
     exact = norm / x.shape[-1] ** 0.5
     assert ((scale <= exact * 1.0001) | (scale <= 2**-9 * 1.01)).all()
     assert ((scale >= exact * 2 ** (-1 / 256) * 0.9999) | (norm == 0)).all()
-    got = decode_rotated(codes, split_scales(params)[0])
+    got = decode_rotated(codes, key_scale(params))
     nearest = (rotate(x)[..., None] / scale[..., None] - levels).abs().amin(-1) * scale
     assert ((got - rotate(x)).abs() <= nearest * 1.0001 + 1e-6 * norm).all()
     error = (keys_back(TURBO, x) - x).square().sum(-1)
@@ -136,7 +141,7 @@ def test_turboquant_loses_what_its_levels_lose(dim: int) -> None:
 def test_zeros_and_cleared_memory_are_zeros(fmt: KVFormat, dim: int) -> None:
     x = torch.zeros(3, dim)
     assert not keys_back(fmt, x).any()
-    codes = torch.zeros(3, fmt.code_bytes(dim), dtype=torch.uint8)
+    codes = torch.zeros(3, fmt.keys.code_bytes(dim), dtype=torch.uint8)
     params = torch.zeros(3, fmt.slot_params(dim, dim), dtype=torch.uint8)
     if fmt is not INT8:
         assert not decode_keys(fmt, codes, params, dim, dim).any()
@@ -175,12 +180,25 @@ def test_keys_and_values_have_scales_of_their_own(fmt: KVFormat) -> None:
     assert torch.equal(values, keys_back(fmt, v))
 
 
-@CODED
+def test_a_mixed_format_has_keys_of_the_first_and_values_of_the_second() -> None:
+    k, v = noise(7, 2, 40) * 50, noise(7, 2, 72)
+    keys, values = round_trip(MIXED, k, v)
+    assert torch.equal(keys, keys_back(INT8, k))
+    assert torch.equal(values, keys_back(INT4, v))
+    low, groups, high = encode(MIXED, k, v)[2].split([1, 6, 1], -1)
+    both, alone = encode(INT8, k, k)[2], encode(INT4, v, v)[2]
+    assert torch.equal(low, both[..., :1])
+    assert torch.equal(high, both[..., 2:] & 15)
+    assert torch.equal(groups, alone[..., :6])
+
+
+@pytest.mark.parametrize("fmt", [INT8, FP8, INT4, TURBO, MIXED], ids=lambda fmt: fmt.name)
 @pytest.mark.parametrize(("k_dim", "v_dim"), [(8, 8), (32, 32), (80, 40), (64, 512)])
 def test_codes_and_parameters_take_the_bytes_of_the_format(fmt: KVFormat, k_dim: int, v_dim: int) -> None:
     parts = encode(fmt, noise(5, 3, k_dim), noise(5, 3, v_dim))
     assert [part.dtype for part in parts] == [torch.uint8] * 3
-    widths = (fmt.code_bytes(k_dim), fmt.code_bytes(v_dim), fmt.slot_params(k_dim, v_dim))
+    codes = fmt.keys.code_bytes(k_dim), fmt.values.code_bytes(v_dim)
+    widths = (*codes, fmt.slot_params(k_dim, v_dim))
     assert tuple(part.shape for part in parts) == tuple((5, 3, width) for width in widths)
 
 
@@ -188,7 +206,7 @@ def test_int8_of_the_published_example() -> None:
     x = torch.tensor([0.1, -2.54, 1.2])
     stored, _, params = encode(INT8, x, x)
     assert (stored.int() - 128).tolist() == [5, -127, 60]
-    assert scales.INT8.decode(split_scales(params)[0]).item() == pytest.approx(0.02, rel=1 / 256)
+    assert scales.INT8.decode(key_scale(params)).item() == pytest.approx(0.02, rel=1 / 256)
 
 
 def test_levels_are_lloyds_and_maxs() -> None:
@@ -205,9 +223,6 @@ def test_nibbles_and_scale_bytes() -> None:
     numbers = torch.randint(0, 16, (5, 3, 8), generator=torch.Generator().manual_seed(0))
     assert torch.equal(unpack(pack(numbers)), numbers.to(torch.uint8))
     assert pack(torch.tensor([3, 12])).tolist() == [3 | 12 << 4]
-    keys, values = torch.tensor([0x123, 4095, 0]), torch.tensor([0xABC, 0, 4095])
-    assert join_scales(keys, values)[0].tolist() == [0x23, 0xBC, 0xA1]
-    assert [part.tolist() for part in split_scales(join_scales(keys, values))] == [
-        keys.tolist(),
-        values.tolist(),
-    ]
+    k, v = torch.full((1, 8), 127.0) * 2.0**-3, torch.full((1, 8), 127.0) * 2.0**-12
+    assert encode(INT8, k, v)[2].tolist() == [[2560 & 255, 256 & 255, 2560 >> 8 | 256 >> 8 << 4]]
+    assert scale_code(torch.tensor([[0x23], [0xFF]]), torch.tensor([0x1, 0xF])).tolist() == [0x123, 4095]

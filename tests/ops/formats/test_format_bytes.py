@@ -42,15 +42,15 @@ def test_the_formula_is_what_the_pool_takes(fmt: KVFormat, k_dim: int, v_dim: in
 @pytest.mark.parametrize(
     ("dim", "units"),
     [
-        (32, (2048, 1072, 576, 560)),
-        (64, (4096, 2096, 1152, 1072)),
-        (128, (8192, 4144, 2304, 2096)),
+        (32, (2048, 1072, 576, 560, 832)),
+        (64, (4096, 2096, 1152, 1072, 1632)),
+        (128, (8192, 4144, 2304, 2096, 3232)),
     ],
 )
 def test_bytes_of_a_unit_of_16_slots(fmt: KVFormat, dim: int, units: tuple[int, ...]) -> None:
-    bf16, int8, int4, turbo = units
+    bf16, int8, int4, turbo, mixed = units
     want = {"fp32": 2 * bf16, "bf16": bf16, "fp16": bf16, "fp8_e4m3": int8, "int8": int8}
-    want |= {"int4": int4, "turboquant4": turbo}
+    want |= {"int4": int4, "turboquant4": turbo, "int8+int4": mixed}
     assert fmt.unit_bytes(dim, dim, 16) == want[fmt.name]
 
 
@@ -63,6 +63,7 @@ def test_how_many_times_more_tokens_fit_than_in_bf16(dim: int, block_size: int) 
     }
     assert min(ratio["int8"], ratio["fp8_e4m3"]) >= 1.9
     assert min(ratio["int4"], ratio["turboquant4"]) >= 3.4
+    assert ratio["int8+int4"] >= 2.4
 
 
 def test_bytes_of_a_token_of_deepseek_v3() -> None:
@@ -74,6 +75,7 @@ def test_bytes_of_a_token_of_deepseek_v3() -> None:
     assert per_token["int8"] == per_token["fp8_e4m3"] == 35_319
     assert per_token["int4"] == 19_764
     assert per_token["turboquant4"] == 17_751
+    assert per_token["int8+int4"] == 61 * (64 + 512 // 2 + 2 + 2 * 16)
 
 
 def test_the_formats_are_the_ones_of_the_configuration() -> None:
@@ -83,6 +85,8 @@ def test_the_formats_are_the_ones_of_the_configuration() -> None:
     assert kv_format("fp8", torch.float32) is FORMATS["fp8_e4m3"]
     with pytest.raises(InvalidArgumentError, match="int3"):
         kv_format("int3", torch.float32)
+    with pytest.raises(InvalidArgumentError, match=r"int4\+int8.*one of.*int8\+int4"):
+        kv_format("int4+int8", torch.float32)
     with pytest.raises(InvalidArgumentError, match="float64"):
         plain_format(torch.float64)
 

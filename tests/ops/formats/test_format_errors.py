@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvreclaim.ops.formats import FORMATS
+from kvreclaim.kv_bytes import VECTOR_BYTES
 from kvreclaim.ops.formats.__main__ import main
 
 
 def test_the_table_of_errors(capsys: pytest.CaptureFixture[str]) -> None:
     main(tokens=320)
     lines = capsys.readouterr().out.splitlines()[1:]
-    for name, fmt in FORMATS.items():
+    for name, fmt in VECTOR_BYTES.items():
         assert fmt.is_plain or sum(name in line for line in lines) == 9
     bounds = [line.split()[-1] for line in lines]
     assert len(bounds) == 36

@@ -54,7 +54,7 @@ def _isa(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def rig_of(name: str, dtype: torch.dtype = torch.float32) -> Rig:
-    integers = name in ("int8", "int4") and dtype != torch.float32
+    integers = name in ("int8", "int4", "int8+int4") and dtype != torch.float32
     return Rig(native, FORMATS[name], dtype, slack=INTEGER_SLACK if integers else 0.0)
 
 
@@ -88,7 +88,7 @@ def test_every_kind_of_softmax(isa: str, name: str, dtype: torch.dtype) -> None:
             check_column_sums(rig, w, **how)
 
 
-@each_isa(("int8", "int4", "turboquant4"), narrow=())
+@each_isa(("int8", "int4", "turboquant4", "int8+int4"), narrow=())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_keys_that_are_split_over_items(isa: str, name: str, dtype: torch.dtype) -> None:
     """Sequences of more slots than one item of work takes, beside short ones."""

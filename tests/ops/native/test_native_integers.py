@@ -18,7 +18,7 @@ from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 SLACK = 2e-4
 """Of the largest value."""
 
-names = pytest.mark.parametrize("name", ["fp8_e4m3", "int8", "int4", "turboquant4"])
+names = pytest.mark.parametrize("name", ["fp8_e4m3", "int8", "int4", "turboquant4", "int8+int4"])
 
 
 def cached(name: str, k: Tensor, v: Tensor) -> tuple[KVCache, AttentionBatch]:

@@ -19,7 +19,7 @@ from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.formats import FORMATS
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 
-CODED = ("fp8_e4m3", "int8", "int4", "turboquant4")
+CODED = ("fp8_e4m3", "int8", "int4", "turboquant4", "int8+int4")
 ISAS = native.supported_isas()
 BEST = tuple(isa for isa in ISAS if isa in (ISAS[0], "avx2"))
 

@@ -64,7 +64,7 @@ def stored_facts(
     transforms = key_transforms(loaded.model, facts, _key_stats(facts, stats))
     if transforms is None:
         return facts, form
-    return with_key_transforms(facts, transforms), replace(form, keys=transforms_digest(transforms))
+    return with_key_transforms(facts, transforms), replace(form, transform=transforms_digest(transforms))
 
 
 def _key_stats(facts: ModelFacts, source: StatsSource | None) -> list[KeyStats] | None:

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvreclaim.kv_bytes import groups
+from kvreclaim.kv_bytes import VectorBytes
 from kvreclaim.ops.formats import scales
 from kvreclaim.ops.formats.affine import Groups, bounded
 from kvreclaim.ops.formats.format import KVFormat
@@ -26,35 +26,43 @@ def encode(fmt: KVFormat, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]
     """Keys and values of the same slots.
 
     Args:
-        fmt:  a format with codes per token: fp8_e4m3, int8, int4 or turboquant4
+        fmt:  a format with codes per token
         k, v: [..., D], [..., Dv] any float dtype; NaN is stored as 0, what is too large is cut
 
     Returns: codes of k [..., D * bits / 8], codes of v [..., Dv * bits / 8], parameters [..., P], all uint8.
     4-bit codes: byte i holds dim 2i in its low half and dim 2i + 1 in its high half.
-    Parameters: int4 (s, z) of each group of the key, then of the value; else bits 0 ... 7 of the key's scale,
-    of the value's, and bits 8 ... 11 of the key's (low half) and of the value's (high half).
+    Parameters: those of the key, then of the value: (s, z) of each group (int4), or bits 0 ... 7 of the
+    scale; then bits 8 ... 11 of the key's scale (low half) and of the value's (high half), unless both have
+    groups.
     """
-    if fmt.name == "int4":
-        key, key_params = _encode_groups(k)
-        value, value_params = _encode_groups(v)
-        return key, value, torch.cat((key_params, value_params), -1)
-    key, key_scale = _encode_vector(fmt, k)
-    value, value_scale = _encode_vector(fmt, v)
-    return key, value, join_scales(key_scale, value_scale)
+    key, key_params, key_high = _encode_side(fmt.keys, k)
+    value, value_params, value_high = _encode_side(fmt.values, v)
+    params = [key_params, value_params]
+    if not (fmt.keys.has_groups and fmt.values.has_groups):
+        params.append((key_high | value_high << 4)[..., None].to(torch.uint8))
+    return key, value, torch.cat(params, -1)
 
 
 def decode_keys(fmt: KVFormat, codes: Tensor, params: Tensor, k_dim: int, v_dim: int) -> Tensor:
     """The keys that `encode` stored: codes [..., D * bits / 8] and parameters [..., P] -> [..., D] fp32."""
-    if fmt.name == "int4":
-        return _decode_groups(codes, params[..., : 2 * groups(k_dim)])
-    return _decode_vector(fmt, codes, split_scales(params)[0])
+    own = params[..., : fmt.keys.param_bytes(k_dim)]
+    if fmt.keys.has_groups:
+        return _decode_groups(codes, own)
+    return _decode_vector(fmt.keys, codes, scale_code(own, params[..., -1] & 15))
 
 
 def decode_values(fmt: KVFormat, codes: Tensor, params: Tensor, k_dim: int, v_dim: int) -> Tensor:
     """The values that `encode` stored: [..., Dv] fp32."""
-    if fmt.name == "int4":
-        return _decode_groups(codes, params[..., 2 * groups(k_dim) :])
-    return _decode_vector(fmt, codes, split_scales(params)[1])
+    first = fmt.keys.param_bytes(k_dim)
+    own = params[..., first : first + fmt.values.param_bytes(v_dim)]
+    if fmt.values.has_groups:
+        return _decode_groups(codes, own)
+    return _decode_vector(fmt.values, codes, scale_code(own, params[..., -1] >> 4))
+
+
+def scale_code(low: Tensor, high: Tensor) -> Tensor:
+    """Scale codes of 12 bits [...] int32 of their low bytes [..., 1] and upper bits [...]."""
+    return low[..., 0].int() | high.int() << 8
 
 
 def round_trip(fmt: KVFormat, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,18 +85,6 @@ def unpack(codes: Tensor) -> Tensor:
     return torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
 
 
-def join_scales(keys: Tensor, values: Tensor) -> Tensor:
-    """Scale codes of 12 bits, [...] int32 each -> [..., 3] uint8."""
-    high = keys >> 8 | values >> 8 << 4
-    return torch.stack((keys & 255, values & 255, high), -1).to(torch.uint8)
-
-
-def split_scales(params: Tensor) -> tuple[Tensor, Tensor]:
-    """join_scales undone: [..., 3] uint8 -> the keys' and the values' codes, [...] int32."""
-    low_keys, low_values, high = params.int().unbind(-1)
-    return low_keys | (high & 15) << 8, low_values | high >> 4 << 8
-
-
 @cache
 def level_table(device: torch.device) -> tuple[Tensor, Tensor]:
     """The 16 levels ascending and the 15 boundaries halfway between them, fp32."""
@@ -97,31 +93,40 @@ def level_table(device: torch.device) -> tuple[Tensor, Tensor]:
     return levels, (levels[1:] + levels[:-1]) / 2
 
 
-def _encode_vector(fmt: KVFormat, x: Tensor) -> tuple[Tensor, Tensor]:
+def _encode_side(form: VectorBytes, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[..., D] -> codes, parameters [..., 2 groups(D) or 1] and bits 8 ... 11 of the scale's code [...]."""
+    if form.has_groups:
+        codes, params = _encode_groups(x)
+        return codes, params, torch.zeros_like(params[..., 0])
+    codes, scale = _encode_vector(form, x)
+    return codes, (scale & 255)[..., None].to(torch.uint8), (scale >> 8).to(torch.uint8)
+
+
+def _encode_vector(form: VectorBytes, x: Tensor) -> tuple[Tensor, Tensor]:
     """[..., D] -> codes and the scale's code [...]."""
     x = bounded(x)
-    if fmt.name == "int8":
+    if form.name == "int8":
         code = scales.INT8.encode(x.abs().amax(-1) / 127)
         steps = torch.round(x / scales.INT8.decode(code)[..., None]).clamp(-127, 127)
         return (steps + 128).to(torch.uint8), code
-    if fmt.name == "fp8_e4m3":
+    if form.name == "fp8_e4m3":
         code = scales.FP8.encode(x.abs().amax(-1) / FP8_MAX)
         numbers = (x / scales.FP8.decode(code)[..., None]).clamp(-FP8_MAX, FP8_MAX)
         return numbers.to(torch.float8_e4m3fn).view(torch.uint8), code
-    assert fmt.name == "turboquant4", fmt.name
+    assert form.name == "turboquant4", form.name
     norm = torch.linalg.vector_norm(x, dim=-1)
     code = scales.TURBO.encode(norm / x.shape[-1] ** 0.5).clamp_min(1).masked_fill(norm == 0, 0)
     numbers = rotate(x) / scales.TURBO.decode(code)[..., None]
     return pack(torch.bucketize(numbers, level_table(x.device)[1])), code
 
 
-def _decode_vector(fmt: KVFormat, codes: Tensor, scale: Tensor) -> Tensor:
+def _decode_vector(form: VectorBytes, codes: Tensor, scale: Tensor) -> Tensor:
     """Invert _encode_vector: [..., D] fp32."""
-    if fmt.name == "int8":
+    if form.name == "int8":
         return (codes.float() - 128) * scales.INT8.decode(scale)[..., None]
-    if fmt.name == "fp8_e4m3":
+    if form.name == "fp8_e4m3":
         return codes.view(torch.float8_e4m3fn).float() * scales.FP8.decode(scale)[..., None]
-    assert fmt.name == "turboquant4", fmt.name
+    assert form.name == "turboquant4", form.name
     return unrotate(decode_rotated(codes, scale))
 
 

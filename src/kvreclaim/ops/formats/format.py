@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -18,11 +18,11 @@ class KVFormat(KVBytes):
     """How keys and values lie in the cache of one engine.
 
     dtype: what is stored, of a plain format; None: codes, which are dequantised inside the kernels
-    keys:  digest of the transforms of keys (ops/transformed_keys.py); "": they are stored as they are
+    transform: digest of the transforms of keys (ops/transformed_keys.py); "": they are stored as they are
     """
 
     dtype: torch.dtype | None = None
-    keys: str = ""
+    transform: str = ""
 
     @property
     def number(self) -> torch.dtype:
@@ -32,12 +32,13 @@ class KVFormat(KVBytes):
 
     @property
     def fingerprint(self) -> str:
-        return "/".join(filter(None, [self.name, str(self.version), self.keys]))
+        sides = "+".join(dict.fromkeys(f"{side.name}/{side.version}" for side in (self.keys, self.values)))
+        return "/".join(filter(None, [sides, self.transform]))
 
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FORMATS: Mapping[str, KVFormat] = MappingProxyType(
-    {name: KVFormat(**asdict(form), dtype=_DTYPES.get(name)) for name, form in KV_BYTES.items()}
+    {name: KVFormat(form.keys, form.values, _DTYPES.get(name)) for name, form in KV_BYTES.items()}
 )
 
 

@@ -60,7 +60,7 @@ def allocate(
         raise InvalidArgumentError(f"kernels is 'native', which cannot run here: {problem}.")
     shape = CacheShape.of(layers, num_blocks, block_size)
     if form.is_plain:
-        keys = (shape.k_dim, block_size) if form.bits == 32 else (shape.k_dim // 2, block_size, 2)
+        keys = (shape.k_dim, block_size) if form.keys.bits == 32 else (shape.k_dim // 2, block_size, 2)
         inner = (keys, (block_size, shape.v_dim))
         planes = tuple(_zeros((*shape.units, *dims), form.number) for dims in inner)
     else:
@@ -74,11 +74,11 @@ def allocate(
 def plain_view(cache: KVCache, form: KVFormat, block_size: int) -> KVCache:
     """reference.plain_view: keys and values of a head lie where the codes of a unit lie."""
     shape = replace(cache.shape, block_size=block_size)
-    keys = (shape.k_dim, block_size) if form.bits == 32 else (shape.k_dim // 2, block_size, 2)
+    keys = (shape.k_dim, block_size) if form.keys.bits == 32 else (shape.k_dim // 2, block_size, 2)
     (units,) = cache.planes
     first, planes = 0, []
     for dims in (keys, (block_size, shape.v_dim)):
-        size = math.prod(dims) * form.bits // 8
+        size = math.prod(dims) * form.keys.bits // 8
         planes.append(units[..., first : first + size].view(form.number).unflatten(-1, dims))
         first += size
     return KVCache(shape, form, tuple(planes), cache.softmaxes)

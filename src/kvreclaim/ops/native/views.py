@@ -11,8 +11,8 @@ from kvreclaim.ops.extension import native
 from kvreclaim.ops.formats.hadamard import sign_tensor
 from kvreclaim.ops.kv_cache import KVCache, LayerCache
 
-LAYOUTS = ("fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4", "turboquant4")
-"""KV formats in the order of csrc's Format."""
+LAYOUTS = ("fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4", "turboquant4", "int8+int4")
+"""KV formats in the order of csrc's kCacheFormats."""
 EXACT_QUERIES = 33
 """Rows of a sequence up to which each is, to the bit, what it would be alone, as a decode step's only row: a
 token and the drafts behind it. The kernels' bound. More are a prefill, which is computed in another order."""

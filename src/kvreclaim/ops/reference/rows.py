@@ -50,7 +50,8 @@ def allocate(
     if form.is_plain:
         plain = tuple(like.new_zeros((*rows, dim), dtype=form.dtype) for dim in dims)
         return KVCache(shape, form, plain, softmaxes)
-    sizes = (*(form.code_bytes(dim) for dim in dims), form.slot_params(*dims))
+    codes = form.keys.code_bytes(shape.k_dim), form.values.code_bytes(shape.v_dim)
+    sizes = (*codes, form.slot_params(*dims))
     planes = tuple(like.new_zeros((*rows, size), dtype=torch.uint8) for size in sizes)
     return KVCache(shape, form, planes, softmaxes)
 

@@ -59,31 +59,34 @@ def _spread(x, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def load_scales(store, rows, valid, SIDE: tl.constexpr):
-    """[rows] fp32: the scales of formats that have one per key and one per value; 0 where not valid."""
-    low = tl.load(store.params + rows * 3 + SIDE, mask=valid, other=0).to(tl.int32)
-    high = tl.load(store.params + rows * 3 + 2, mask=valid, other=0).to(tl.int32)
+def load_scales(store, rows, valid, L: tl.constexpr, SIDE: tl.constexpr):
+    """[rows] fp32: the scales of a side that has one for all dims; 0 where not valid."""
+    places = store.params + rows * L.PARAMS
+    low = tl.load(places + (L.V_PARAM if SIDE else 0), mask=valid, other=0).to(tl.int32)
+    high = tl.load(places + (L.PARAMS - 1), mask=valid, other=0).to(tl.int32)
     code = low | ((high >> (4 * SIDE)) & 15) << 8
-    return tl.load(store.table + code, mask=valid, other=0.0)
+    return tl.load((store.v_table if SIDE else store.k_table) + code, mask=valid, other=0.0)
 
 
 @triton.jit
 def load_numbers(store, rows, valid, L: tl.constexpr, SIDE: tl.constexpr):
     """[rows, BLOCK] fp32 of those formats before they are scaled. Finite, and zero past D, except that
     turboquant4 has a level there."""
+    FORMAT: tl.constexpr = L.V_FORMAT if SIDE else L.K_FORMAT
     D: tl.constexpr = L.DV if SIDE else L.D
     BLOCK_D: tl.constexpr = L.BLOCK_DV if SIDE else L.BLOCK_D
     codes = store.v if SIDE else store.k
-    if L.FORMAT == INT8:
+    if FORMAT == INT8:
         return (_bytes(codes, rows, valid, D, BLOCK_D, 128) | 0x4B000000).to(
             tl.float32, bitcast=True
         ) - 8388736.0
-    elif L.FORMAT == FP8:
+    elif FORMAT == FP8:
         return _fp8(_bytes(codes, rows, valid, D, BLOCK_D, 0))
     else:
         pairs = _bytes(codes, rows, valid, D // 2, BLOCK_D // 2, 0)
-        low = tl.load(store.table + LEVELS + (pairs & 15))
-        high = tl.load(store.table + LEVELS + (pairs >> 4))
+        levels = (store.v_table if SIDE else store.k_table) + LEVELS
+        low = tl.load(levels + (pairs & 15))
+        high = tl.load(levels + (pairs >> 4))
         return _joined(low, high, BLOCK_D)
 
 
@@ -109,15 +112,15 @@ def _first(z):
 def _load_int4(store, rows, valid, L: tl.constexpr, SIDE: tl.constexpr):
     D: tl.constexpr = L.DV if SIDE else L.D
     BLOCK_D: tl.constexpr = L.BLOCK_DV if SIDE else L.BLOCK_D
-    FIRST: tl.constexpr = (L.D + 31) // 32 if SIDE else 0
+    FIRST: tl.constexpr = L.V_PARAM if SIDE else 0
     GROUPS: tl.constexpr = (BLOCK_D + 31) // 32
     group = tl.arange(0, GROUPS)
     mask = valid[:, None] & (group < (D + 31) // 32)[None, :]
-    places = store.params + rows[:, None] * L.PARAMS + 2 * (FIRST + group)[None, :]
+    places = store.params + rows[:, None] * L.PARAMS + (FIRST + 2 * group)[None, :]
     s = tl.load(places, mask=mask, other=0).to(tl.int32)
     z = tl.load(places + 1, mask=mask, other=0).to(tl.int32)
     pairs = _bytes(store.v if SIDE else store.k, rows, valid, D // 2, BLOCK_D // 2, 0)
-    step = _spread(_step(store.table, s, z), BLOCK_D)
+    step = _spread(_step(store.v_table if SIDE else store.k_table, s, z), BLOCK_D)
     return _grid(pairs, step, _spread(_first(z), BLOCK_D), BLOCK_D)
 
 
@@ -127,13 +130,15 @@ def load_tile(store, rows, valid, L: tl.constexpr, SIDE: tl.constexpr, AS_STORED
     if AS_STORED; those of a rotated format are rotated."""
     D: tl.constexpr = L.DV if SIDE else L.D
     BLOCK_D: tl.constexpr = L.BLOCK_DV if SIDE else L.BLOCK_D
-    if L.FORMAT == PLAIN:
+    FORMAT: tl.constexpr = L.V_FORMAT if SIDE else L.K_FORMAT
+    if FORMAT == PLAIN:
         tile = load_rows(store.v if SIDE else store.k, rows, valid, D, BLOCK_D, AS_STORED)
     else:
-        if L.FORMAT == INT4:
+        if FORMAT == INT4:
             tile = _load_int4(store, rows, valid, L, SIDE)
         else:
-            tile = load_numbers(store, rows, valid, L, SIDE) * load_scales(store, rows, valid, SIDE)[:, None]
+            scale = load_scales(store, rows, valid, L, SIDE)
+            tile = load_numbers(store, rows, valid, L, SIDE) * scale[:, None]
         if D != BLOCK_D:
             tile = tl.where((tl.arange(0, BLOCK_D) < D)[None, :], tile, 0.0)
     return tile
@@ -143,9 +148,9 @@ def load_tile(store, rows, valid, L: tl.constexpr, SIDE: tl.constexpr, AS_STORED
 def load_real(store, rows, valid, L: tl.constexpr, SIDE: tl.constexpr):
     """load_tile in fp32, as the model gave it: a rotation is undone."""
     tile = load_tile(store, rows, valid, L, SIDE, False)
-    if L.K_LOG:
-        if SIDE:
+    if SIDE:
+        if L.V_LOG:
             tile = unrotated(tile, store.v_signs, L.DV, L.BLOCK_DV, L.V_LOG)
-        else:
-            tile = unrotated(tile, store.k_signs, L.D, L.BLOCK_D, L.K_LOG)
+    elif L.K_LOG:
+        tile = unrotated(tile, store.k_signs, L.D, L.BLOCK_D, L.K_LOG)
     return tile

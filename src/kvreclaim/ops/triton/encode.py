@@ -81,15 +81,17 @@ def _turned(x, store, L: tl.constexpr, SIDE: tl.constexpr):
 @triton.jit
 def _encode_vector(x, store, L: tl.constexpr, SIDE: tl.constexpr):
     """x [rows, BLOCK] zero past D. Returns: its codes, packed where they are of 4 bits, and its scale's."""
+    FORMAT: tl.constexpr = L.V_FORMAT if SIDE else L.K_FORMAT
+    table = store.v_table if SIDE else store.k_table
     D: tl.constexpr = L.DV if SIDE else L.D
     BLOCK_D: tl.constexpr = L.BLOCK_DV if SIDE else L.BLOCK_D
-    if L.FORMAT == INT8:
+    if FORMAT == INT8:
         code = _scale_code(tl.div_rn(tl.max(tl.abs(x), axis=1), 127.0), 256, INT8_BIAS, 4095)
-        steps = tl.div_rn(x, tl.load(store.table + code)[:, None])
+        steps = tl.div_rn(x, tl.load(table + code)[:, None])
         return _rounded(_clamped(steps, -127.0, 127.0)).to(tl.int32) + 128, code
-    elif L.FORMAT == FP8:
+    elif FORMAT == FP8:
         code = _scale_code(tl.div_rn(tl.max(tl.abs(x), axis=1), 448.0), 256, FP8_BIAS, 4095)
-        steps = tl.div_rn(x, tl.load(store.table + code)[:, None])
+        steps = tl.div_rn(x, tl.load(table + code)[:, None])
         return _fp8_bits(_clamped(steps, -448.0, 448.0)), code
     else:
         small = _clamped(x, -SQUARABLE, SQUARABLE)
@@ -97,16 +99,16 @@ def _encode_vector(x, store, L: tl.constexpr, SIDE: tl.constexpr):
         code = _scale_code(tl.div_rn(norm, D**0.5), 256, TURBO_BIAS, 4095)
         code = tl.where(norm == 0, 0, tl.maximum(code, 1))
         x = _turned(x, store, L, SIDE)
-        step = tl.where(code == 0, 1.0, tl.load(store.table + code))
+        step = tl.where(code == 0, 1.0, tl.load(table + code))
         x = tl.div_rn(x, step[:, None])
         numbers = tl.full(x.shape, 0, tl.int32)
         for i in tl.static_range(15):
-            numbers += (x > tl.load(store.table + (BOUNDARIES + i))).to(tl.int32)
+            numbers += (x > tl.load(table + (BOUNDARIES + i))).to(tl.int32)
         return _packed(numbers, x.shape[0], BLOCK_D), code
 
 
 @triton.jit
-def _encode_groups(x, store, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def _encode_groups(x, table, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """int4 of rotated x [rows, BLOCK_D], zero past D. Returns: packed codes; scales and centres [rows, G]."""
     GROUPS: tl.constexpr = (BLOCK_D + 31) // 32
     WIDTH: tl.constexpr = BLOCK_D // GROUPS
@@ -117,7 +119,7 @@ def _encode_groups(x, store, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.co
     centre = (least + most) * 0.5
     ideal = tl.maximum(tl.div_rn(most - least, 15.0), tl.div_rn(tl.abs(centre), KEY_REACH))
     s = _scale_code(ideal, INT4_STEPS, INT4_BIAS, INT4_LAST)
-    step = tl.load(store.table + s)
+    step = tl.load(table + s)
     half = tl.where(least == most, tl.where(least < 0, -0.5, 0.5), 0.0)
     z = _rounded(_clamped((tl.div_rn(centre, step) - half) * KEY_STEPS, -127.0, 127.0))
     first = tl.div_rn(z, KEY_STEPS) - 7.5
@@ -130,28 +132,31 @@ def _encode_groups(x, store, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.co
 
 @triton.jit
 def _store_side(x, store, row, is_row, ROWS: tl.constexpr, L: tl.constexpr, SIDE: tl.constexpr):
-    """Codes of x [rows, BLOCK] to their rows of the cache, int4's parameters too. Returns: the scales' codes
-    [rows] of other formats."""
+    """Codes of x [rows, BLOCK] and their parameters to their rows of the cache. Returns: the upper bits of
+    the scales' codes [rows], for which both sides share a byte; int4 has none."""
+    FORMAT: tl.constexpr = L.V_FORMAT if SIDE else L.K_FORMAT
     D: tl.constexpr = L.DV if SIDE else L.D
     BLOCK_D: tl.constexpr = L.BLOCK_DV if SIDE else L.BLOCK_D
-    FIRST: tl.constexpr = (L.D + 31) // 32 if SIDE else 0
-    BITS: tl.constexpr = 8 if L.FORMAT == INT8 or L.FORMAT == FP8 else 4
-    scale = row
-    if L.FORMAT == INT4:
+    FIRST: tl.constexpr = L.V_PARAM if SIDE else 0
+    BITS: tl.constexpr = 8 if FORMAT <= INT8 else 4
+    if FORMAT == INT4:
         x = _clamped(_turned(x, store, L, SIDE), -LIMIT, LIMIT)
-        codes, s, z = _encode_groups(x, store, ROWS, D, BLOCK_D)
+        codes, s, z = _encode_groups(x, store.v_table if SIDE else store.k_table, ROWS, D, BLOCK_D)
         group = tl.arange(0, (BLOCK_D + 31) // 32)
-        places = store.params + row[:, None] * L.PARAMS + 2 * (FIRST + group)[None, :]
+        places = store.params + row[:, None] * L.PARAMS + (FIRST + 2 * group)[None, :]
         mask = is_row[:, None] & (group < (D + 31) // 32)[None, :]
         tl.store(places, s.to(tl.uint8), mask=mask)
         tl.store(places + 1, z.to(tl.uint8), mask=mask)
+        upper = tl.full([ROWS], 0, tl.int32)
     else:
         codes, scale = _encode_vector(x, store, L, SIDE)
+        tl.store(store.params + row * L.PARAMS + FIRST, (scale & 255).to(tl.uint8), mask=is_row)
+        upper = scale >> 8
     at = tl.arange(0, BLOCK_D * BITS // 8)
     mask = is_row[:, None] & (at < D * BITS // 8)[None, :]
     places = (store.v if SIDE else store.k) + row[:, None] * (D * BITS // 8) + at[None, :]
     tl.store(places, codes.to(tl.uint8), mask=mask)
-    return scale
+    return upper
 
 
 @triton.jit
@@ -178,8 +183,6 @@ def encode_kernel(k, v, store, slot_mapping, num_tokens, L: tl.constexpr, ROWS: 
     keys = _store_side(x, store, row, is_row, ROWS, L, 0)
     x = _load_vectors(v, tokens, heads, is_row, L.DV, L.BLOCK_DV)
     values = _store_side(x, store, row, is_row, ROWS, L, 1)
-    if L.FORMAT != INT4:
-        places = store.params + row * 3
-        tl.store(places, (keys & 255).to(tl.uint8), mask=is_row)
-        tl.store(places + 1, (values & 255).to(tl.uint8), mask=is_row)
-        tl.store(places + 2, (keys >> 8 | values >> 8 << 4).to(tl.uint8), mask=is_row)
+    if L.K_FORMAT != INT4 or L.V_FORMAT != INT4:
+        places = store.params + row * L.PARAMS + (L.PARAMS - 1)
+        tl.store(places, (keys | values << 4).to(tl.uint8), mask=is_row)

@@ -8,14 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvreclaim.ops.formats import KVFormat, scales
+from kvreclaim.kv_bytes import VectorBytes
+from kvreclaim.ops.formats import scales
 from kvreclaim.ops.formats.codecs import level_table
 from kvreclaim.ops.formats.hadamard import block_of, sign_tensor
 from kvreclaim.ops.kv_cache import KVCache, LayerCache
 from kvreclaim.ops.triton.support import padded
 
 FORMAT_IDS = {"fp8_e4m3": 1, "int8": 2, "int4": 3, "turboquant4": 4}
-"""By which codes.py tells formats apart; 0 is plain."""
+"""By which codes.py tells formats apart, those of 8 bits first; 0 is plain."""
 LEVELS = 4096
 """Offset of turboquant4's 16 levels in its table; its 15 boundaries follow."""
 BOUNDARIES = LEVELS + 16
@@ -24,14 +25,16 @@ BOUNDARIES = LEVELS + 16
 class KernelLayout(NamedTuple):
     """A compile-time argument.
 
-    FORMAT:       FORMAT_IDS, 0 for plain formats
+    K_FORMAT, V_FORMAT: FORMAT_IDS of keys and values, 0 for plain formats
     D, DV:        stored dims; a latent key has D behind the DV of its value
     BLOCK_D, BLOCK_DV: columns of a tile of them
-    PARAMS:       bytes of parameters per slot
+    PARAMS:       bytes of parameters per slot; the last has the upper bits of scales of 12 bits
+    V_PARAM:      the first one of the value
     K_LOG, V_LOG: a rotated format mixes 2^K_LOG dims of a key at a time; 0: nothing is rotated
     """
 
-    FORMAT: int
+    K_FORMAT: int
+    V_FORMAT: int
     KV_HEADS: int
     S: int
     D: int
@@ -40,6 +43,7 @@ class KernelLayout(NamedTuple):
     BLOCK_D: int
     BLOCK_DV: int
     PARAMS: int = 0
+    V_PARAM: int = 0
     K_LOG: int = 0
     V_LOG: int = 0
 
@@ -50,14 +54,15 @@ class LayerPlanes(NamedTuple):
 
     k, v:       rows of KernelLayout.D and DV numbers or codes, [B * K * S, ...]
     params:     uint8
-    table:      fp32; see `table`
+    k_table, v_table: fp32; see `table`
     k_signs, v_signs: [D], [DV] fp32 of a rotated format
     """
 
     k: Tensor
     v: Tensor
     params: Tensor
-    table: Tensor
+    k_table: Tensor
+    v_table: Tensor
     k_signs: Tensor
     v_signs: Tensor
 
@@ -87,7 +92,8 @@ def store_of(layer: LayerCache) -> LayerPlanes:
 def _layout(cache: KVCache) -> KernelLayout:
     shape, form = cache.shape, cache.format
     return KernelLayout(
-        FORMAT=0 if form.is_plain else FORMAT_IDS[form.name],
+        K_FORMAT=FORMAT_IDS.get(form.keys.name, 0),
+        V_FORMAT=FORMAT_IDS.get(form.values.name, 0),
         KV_HEADS=shape.num_kv_heads,
         S=shape.block_size,
         D=shape.k_dim,
@@ -96,8 +102,9 @@ def _layout(cache: KVCache) -> KernelLayout:
         BLOCK_D=padded(shape.k_dim),
         BLOCK_DV=padded(shape.v_dim),
         PARAMS=form.slot_params(shape.k_dim, shape.v_dim),
-        K_LOG=_log2(block_of(shape.k_dim)) if form.is_rotated else 0,
-        V_LOG=_log2(block_of(shape.v_dim)) if form.is_rotated else 0,
+        V_PARAM=form.keys.param_bytes(shape.k_dim),
+        K_LOG=_log2(block_of(shape.k_dim)) if form.keys.is_rotated else 0,
+        V_LOG=_log2(block_of(shape.v_dim)) if form.values.is_rotated else 0,
     )
 
 
@@ -109,18 +116,20 @@ def _store(layer: LayerCache) -> LayerPlanes:
     cache = layer.cache
     shape, form, device = cache.shape, cache.format, cache.device
     k, v = layer.planes[:2]
-    store = LayerPlanes(k, v, k, k, k, k)
+    store = LayerPlanes(k, v, k, k, k, k, k)
     if form.is_plain:
         return store
-    store = store._replace(params=layer.planes[2], table=table(form, device))
-    if form.is_rotated:
-        k_signs, v_signs = (sign_tensor(dim, device) for dim in (shape.k_dim, shape.v_dim))
-        return store._replace(k_signs=k_signs, v_signs=v_signs)
+    tables = table(form.keys, device), table(form.values, device)
+    store = store._replace(params=layer.planes[2], k_table=tables[0], v_table=tables[1])
+    if form.keys.is_rotated:
+        store = store._replace(k_signs=sign_tensor(shape.k_dim, device))
+    if form.values.is_rotated:
+        store = store._replace(v_signs=sign_tensor(shape.v_dim, device))
     return store
 
 
 @once
-def table(form: KVFormat, device: torch.device) -> Tensor:
+def table(form: VectorBytes, device: torch.device) -> Tensor:
     """The scale of every code, fp32; then turboquant4's levels and the boundaries between them."""
     if form.name == "turboquant4":
         steps = scales.TURBO.table(device).clone()

@@ -59,7 +59,7 @@ def gather_kernel(
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = tokens < num_tokens
     rows = slot_rows(block_ids, tokens, valid, head, L.KV_HEADS, L.S)
-    if L.FORMAT == PLAIN:
+    if L.K_FORMAT == PLAIN:
         tile = load_tile(store, rows, valid, L, SIDE, True)
     else:
         tile = load_real(store, rows, valid, L, SIDE)

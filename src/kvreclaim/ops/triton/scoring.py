@@ -7,6 +7,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from kvreclaim.kv_bytes import VectorBytes
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 from kvreclaim.ops.rope import RopeLayout
 from kvreclaim.ops.scoring import ENERGY
@@ -42,7 +43,7 @@ def trig_norm_scores(
     is_half = layout.style == "half"
     where = layout_of(cache)
     columns = where.BLOCK_D
-    block_n = _tile_tokens(columns * _decoded(cache))
+    block_n = _tile_tokens(columns * _decoded(cache, cache.format.keys))
     start = layout.start - (cache.v_head_dim if cache.shape.latent else 0)
     assert start >= 0 or not bands, "the bands of a latent key are among its rotary dims"
     queries = _as_rows(queries, cache)
@@ -168,7 +169,7 @@ def surrogate_scores(
     if layout is not None and bands:
         start = layout.start - (cache.v_head_dim if cache.shape.latent else 0)
         assert start >= 0, "the bands of a latent key are among its rotary dims"
-    block_n = _tile_tokens((where.BLOCK_D + where.BLOCK_DV) * _decoded(cache))
+    block_n = _tile_tokens((where.BLOCK_D + where.BLOCK_DV) * _decoded(cache, cache.format.values))
     if num_tokens:
         surrogate_kernel[(triton.cdiv(num_tokens, block_n), cache.num_kv_heads)](
             store_of(tokens.layer),
@@ -212,10 +213,10 @@ def _as_rows(x: Tensor, cache: KVCache) -> Tensor:
     return x.to(cache.device, torch.float32).contiguous()
 
 
-def _decoded(cache: KVCache) -> int:
+def _decoded(cache: KVCache, form: VectorBytes) -> int:
     """By how much the numbers of a token count: four bits take as many registers again to be decoded, but for
     wide rows, of which a tile has few tokens."""
-    return 2 if cache.format.bits == 4 and layout_of(cache).BLOCK_D <= 128 else 1
+    return 2 if form.bits == 4 and layout_of(cache).BLOCK_D <= 128 else 1
 
 
 def _tile_tokens(floats_per_token: int) -> int:

@@ -59,7 +59,7 @@ def _band_powers(
     keys: the tile that they are taken from where the format is not plain."""
     bands = tl.arange(0, BLOCK_F)
     dims = START + bands * STEP
-    if L.FORMAT == PLAIN:
+    if L.K_FORMAT == PLAIN:
         mask = valid[:, None] & (bands < BANDS)[None, :]
         places = store.k + rows[:, None] * L.D + dims[None, :]
         real = tl.load(places, mask=mask, other=0.0).to(tl.float32)
@@ -115,7 +115,7 @@ def trig_norm_kernel(
 
     scores = tl.full([GROUP_ROWS, BLOCK_N], 0, tl.float32)
     tile = store.k
-    if HAS_QUERIES or L.FORMAT != PLAIN:
+    if HAS_QUERIES or L.K_FORMAT != PLAIN:
         tile = load_real(store, rows, valid, L, 0)
     if HAS_QUERIES:
         keys = tl.trans(tile)

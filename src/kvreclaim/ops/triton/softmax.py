@@ -83,9 +83,9 @@ def load_queries(queries, tokens, heads, is_row, store, L: tl.constexpr, A: tl.c
 def _tile_scores(query, store, rows, valid, L: tl.constexpr, A: tl.constexpr):
     """q.k over the stored dims of keys. Scales that a whole key shares are applied to the products: 16-bit
     queries then meet int8's and fp8's numbers exactly."""
-    if L.FORMAT == INT8 or L.FORMAT == FP8 or L.FORMAT == TURBO4:
+    if L.K_FORMAT == INT8 or L.K_FORMAT == FP8 or L.K_FORMAT == TURBO4:
         products = dots(query, load_numbers(store, rows, valid, L, 0).to(query.dtype), A)
-        return products * load_scales(store, rows, valid, 0)[None, :]
+        return products * load_scales(store, rows, valid, L, 0)[None, :]
     else:
         return dots(query, load_tile(store, rows, valid, L, 0, A.KEEP_16).to(query.dtype), A)
 
