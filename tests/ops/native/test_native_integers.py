@@ -53,7 +53,7 @@ def check(cache: KVCache, batch: AttentionBatch, q: Tensor) -> None:
 
 @names
 @pytest.mark.parametrize(
-    ("heads", "group", "dim", "v_dim"), [(1, 17, 256, 64), (2, 2, 96, 160), (1, 5, 32, 256)]
+    ("heads", "group", "dim", "v_dim"), [(1, 17, 256, 64), (2, 2, 96, 160), (1, 5, 32, 256), (1, 4, 48, 64)]
 )
 def test_wide_heads_and_many_of_them(
     isa: str, name: str, heads: int, group: int, dim: int, v_dim: int
