@@ -71,7 +71,7 @@ def cases(session: Session) -> Iterator[KernelCase]:
     heads = {"head_dim": 16, "kv_heads": 2} if session.is_tiny else {"head_dim": 128, "kv_heads": 8}
     more = {"dtype": getattr(torch, session.dtype), "layers": 1 if session.is_tiny else 2}
     steps = [KernelShape(*point, **heads, **more, device=session.device) for point in points]
-    stored = ["int8"] if session.is_tiny else ["int8", "fp8_e4m3", "int4", "turboquant4"]
+    stored = ["int8"] if session.is_tiny else ["int8", "fp8_e4m3", "int8+int4", "int4", "turboquant4"]
     for size in (16, 64) if session.is_tiny else (16, 64, 128):
         yield from (attention(replace(step, block_size=size)) for step in steps)
     for form in stored:
