@@ -213,6 +213,12 @@ def launch_layers(counts: Iterable[int]) -> None:
         for heads in (Heads(32, 8, 128), Heads(32, 8, 128, head, head)):
             decoder.rotate(rows, x[:, :128], x[:, :128], heads)
         decoder.gate(x)
+        other, part = Norm(head.weight, 1e-6, from_one=True), Norm(weight.weight[:1024], 1e-6)
+        decoder.add_rms_norm(x, x, weight, weight)
+        decoder.add_rms_norm(x, x, None, weight)
+        for heads in (Heads(32, 8, 128, other, other, True), Heads(32, 8, 128, weight, part)):
+            decoder.rotate(rows, x[:, :64], x[:, :64], heads)
+        decoder.gate(x, "gelu_tanh")
 
 
 def launch_steps() -> None:

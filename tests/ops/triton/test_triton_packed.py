@@ -17,7 +17,7 @@ from triton_pair import DEVICE
 
 from kvreclaim import LLM, SamplingParams
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.ops.packed import PackedMatrix
+from kvreclaim.ops.packed import PackedMatrix, joined_matrices
 from kvreclaim.ops.triton.packed import FEW_ROWS, packed_linear, unpack_rows
 
 OUT, COLUMNS = 72, 512
@@ -74,6 +74,21 @@ def test_matrices_side_by_side_with_a_bias() -> None:
     want = x.double() @ torch.cat([weight for _, weight in pairs]).T + bias.double()
     assert got.shape == (1, 3, 152)
     torch.testing.assert_close(got[0].double(), want, rtol=1e-5, atol=1e-3)
+
+
+def test_matrices_of_one_kind_become_one() -> None:
+    """In the same order and without bytes of their own; those of other codes stay apart."""
+    pairs = [on_device("zero", 64), on_device("zero", 40), on_device("q6_k", 48)]
+    matrices, x = [matrix for matrix, _ in pairs], random_x(3, COLUMNS, torch.float32)
+    want = [packed_linear(x, [matrix], activations="exact") for matrix in matrices]
+    joined = joined_matrices(matrices)
+    assert [each.out_features for each in joined] == [104, 48]
+    assert torch.equal(packed_linear(x, joined, activations="exact"), torch.cat(want, -1))
+    for matrix, own in zip(matrices, want, strict=True):
+        assert torch.equal(packed_linear(x, [matrix], activations="exact"), own)
+    for name, part in joined[0].parts.items():
+        (start,) = {each.parts[name].untyped_storage().data_ptr() for each in matrices[:2]}
+        assert start == part.data_ptr()
 
 
 def test_columns_are_split_where_outputs_are_few() -> None:
