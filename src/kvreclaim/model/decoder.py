@@ -28,7 +28,7 @@ from kvreclaim.model.layer_trial import LayerModules, LayerTrial, is_linear, is_
 from kvreclaim.model.quantized.layers import PackedLinear
 from kvreclaim.model.trial_batch import TrialBatch
 from kvreclaim.ops.facts import Softmax
-from kvreclaim.ops.layer_parts import Heads, LayerForm, Norm
+from kvreclaim.ops.layer_parts import Gate, Heads, LayerForm, Norm
 from kvreclaim.ops.native import decoder as native_layers
 
 IGNORED = {"kv_batch", "position_ids", "use_cache"}
@@ -178,9 +178,9 @@ def _looks_known(module: nn.Module, ops: ModuleType) -> bool:
     return (
         isinstance(getattr(module.self_attn, "layer_idx", None), int)
         and norms != []
-        and all(ops.FROM_ONE or not each.forward.from_one for each in norms)
         and len(linears[0]) in (2, 4)
-        and len(linears[1]) in (2, 3)
+        and not (ops.PLAIN_ALONE and any(each.forward.from_one for each in norms))
+        and not (ops.PLAIN_ALONE and len(linears[1]) not in (2, 3))
         and len({weight_dtype(each) for each in together}) == 1
         and all(is_taken(each, ops) for each in together)
     )
@@ -193,16 +193,13 @@ def _proved(module: Any, seen: LayerTrial, ops: ModuleType) -> NativeLayer | Non
     if form is None:
         return None
     found = seen.modules
-    products = (
-        joined(found.qkv, form.before[0], ops),
-        single(found.out, ops),
-        joined(found.gate_up, form.before[1], ops),
-        single(found.down, ops, is_gated=True),
-    )
+    parts = [joined(found.qkv, form.before[0], ops), single(found.out, ops), found.mlp]
+    if found.mlp is None:
+        parts[2:] = joined(found.gate_up, form.before[1], ops), single(found.down, ops, is_gated=True)
     natives = []
     for turned in ops.ROTATIONS:
         own = replace(form, heads=replace(form.heads, turns_neighbours=turned))
-        natives.append(NativeLayer(module, seen.call.softmax, ops.DecoderLayer(own, *products), ops))
+        natives.append(NativeLayer(module, seen.call.softmax, ops.DecoderLayer(own, *parts), ops))
     if not natives[0].takes(seen.states, seen.kwargs):
         return None
     pairs = [_pairs(native, seen) for native in natives]
@@ -215,15 +212,16 @@ def _form(seen: LayerTrial, ops: ModuleType) -> LayerForm | None:
     call, found = seen.call, seen.modules
     (_, count, dim), kv_count = call.q.shape, call.k.shape[1]
     numbers = sum(each.out_features for each in found.qkv)
-    gate = min(ops.GATES, key=lambda kind: _distance(ops.GATES[kind](seen.gate_up), seen.gated))
     if (
         call.latent
         or call.v.shape != call.k.shape
         or numbers != (count + 2 * kv_count) * dim
         or len(found.own) not in (0, 2)
         or not _are_alike(found)
-        or not agree(ops.GATES[gate](seen.gate_up), seen.gated)
     ):
+        return None
+    gate = None if seen.gates is None else _gate(*seen.gates, ops)
+    if gate is None and found.mlp is None:
         return None
     q_norm, k_norm = (_norm(each) for each in found.own or (None, None))
     widths = [norm.weight.shape[0] for norm in (q_norm, k_norm) if norm is not None]
@@ -234,11 +232,18 @@ def _form(seen: LayerTrial, ops: ModuleType) -> LayerForm | None:
     return form if ops.takes_form(form) else None
 
 
+def _gate(gate_up: Tensor, gated: Tensor, ops: ModuleType) -> Gate | None:
+    """The gate that made the one tensor of the other, if the kernels have it."""
+    made: dict[Gate, Tensor] = {kind: gate(gate_up) for kind, gate in ops.GATES.items()}
+    best = min(made, key=lambda kind: _distance(made[kind], gated))
+    return best if agree(made[best], gated) else None
+
+
 def _are_alike(found: LayerModules) -> bool:
     """Whether linear layers of the same input are packed or not, and have biases or none, together."""
     return all(
         len({(type(each) is PackedLinear, each.bias is None) for each in group}) == 1
-        for group in (found.qkv, found.gate_up)
+        for group in filter(None, (found.qkv, found.gate_up))
     )
 
 

@@ -27,6 +27,7 @@ class LayerModules:
     before, after: norms of the inputs and outputs of attention and MLP
     own:           norms of queries and keys, or none
     qkv, gate_up:  linear layers of the inputs; out, down: of what becomes the outputs
+    mlp:           the MLP itself, where it does not consist of gate_up and down, which then is None
     """
 
     before: tuple[Any, Any]
@@ -36,13 +37,15 @@ class LayerModules:
     out: Any
     gate_up: list[Any]
     down: Any
+    mlp: Any
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerTrial:
     """A layer's arguments in a trial run, its attention call, its output, and its modules.
 
-    gate_up: [T, 2 I] what the MLP's first linear layers made; gated: [T, I] what its last one was given
+    gates: [T, 2 I] what the MLP's first linear layers made, and [T, I] what its last one was given, if it
+        consists of them
     """
 
     states: Tensor
@@ -50,8 +53,7 @@ class LayerTrial:
     call: AttentionCall
     out: Tensor
     modules: LayerModules
-    gate_up: Tensor
-    gated: Tensor
+    gates: tuple[Tensor, Tensor] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,10 +80,8 @@ def observe_layers(model: PreTrainedModel, layers: Sequence[nn.Module]) -> dict[
         modules, call = _modules(layer, runs), trial.calls.get(_index(layer))
         is_plain = isinstance(out, Tensor) and len(args) == 1
         if modules is not None and call is not None and is_plain and kwargs.get("position_embeddings"):
-            made = [run.made[0] for run in runs if run.module in modules.gate_up]
-            (gated,) = (run.given[0] for run in runs if run.module is modules.down)
             states = (args[0].clone(), kwargs, call, out.clone())
-            found[layer] = LayerTrial(*states, modules, torch.cat(made, -1), gated)
+            found[layer] = LayerTrial(*states, modules, _gates(modules, runs))
         runs.clear()
 
     handles = []
@@ -111,21 +111,39 @@ def _index(layer: Any) -> int:
     return int(layer.self_attn.layer_idx)
 
 
+def _gates(modules: LayerModules, runs: list[_Run]) -> tuple[Tensor, Tensor] | None:
+    if modules.mlp is not None:
+        return None
+    made = [run.made[0] for run in runs if run.module in modules.gate_up]
+    (gated,) = (run.given[0] for run in runs if run.module is modules.down)
+    return torch.cat(made, -1), gated
+
+
 def _modules(layer: Any, runs: list[_Run]) -> LayerModules | None:
-    """The places of the modules that ran; None where linear layers are more or fewer."""
+    """The places of the modules that ran; None where attention has more or fewer linear layers."""
     parts = [next(run for run in runs if run.module is part) for part in (layer.self_attn, layer.mlp)]
     norms = [run for run in runs if is_norm(run.module)]
-    before, after = [], []
-    linears: list[Any] = []
+    before, after, first, last = [], [], [], []
     for part in parts:
         before.append(next((run.module for run in norms if run.made is part.given), None))
         after.append(next((run.module for run in norms if run.given is part.made), None))
         inner = set(part.module.modules())
         own = [run for run in runs if run.module in inner and is_linear(run.module)]
-        first = [run.module for run in own if run.given is part.given]
-        if not first or len(own) != len(first) + 1:
-            return None
-        linears += [first, own[-1].module]
+        inputs: list[Any] = [run.module for run in own if run.given is part.given]
+        is_whole = bool(inputs) and len(own) == len(inputs) + 1
+        first.append(inputs if is_whole else [])
+        last.append(own[-1].module if is_whole else None)
     inner = set(layer.self_attn.modules())
-    heads = [run.module for run in norms if run.module in inner]
-    return LayerModules((before[0], before[1]), (after[0], after[1]), heads, *linears)
+    heads: list[Any] = [run.module for run in norms if run.module in inner]
+    if last[0] is None:
+        return None
+    return LayerModules(
+        before=(before[0], before[1]),
+        after=(after[0], after[1]),
+        own=heads,
+        qkv=first[0],
+        out=last[0],
+        gate_up=first[1],
+        down=last[1],
+        mlp=layer.mlp if last[1] is None else None,
+    )

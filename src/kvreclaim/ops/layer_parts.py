@@ -51,10 +51,10 @@ class LayerForm:
 
     before: norms of the inputs of attention and of the MLP
     after:  norms of their outputs, before these are added to the residual
-    gate:   what multiplies the MLP's second half
+    gate:   what multiplies the MLP's second half; None of an MLP that is a module
     """
 
     heads: Heads
     before: tuple[Norm | None, Norm | None]
     after: tuple[Norm | None, Norm | None] = (None, None)
-    gate: Gate = "silu"
+    gate: Gate | None = "silu"

@@ -25,8 +25,8 @@ from kvreclaim.ops.packed import PackedMatrix
 NAME = "native"
 ROTATIONS = (False,)
 """Of halves alone."""
-FROM_ONE = False
-"""Whether a layer's norms may multiply by 1 + weight."""
+PLAIN_ALONE = True
+"""Whether layers with norms that multiply by 1 + weight, or whose MLP is a module, are never taken."""
 MOST_ROWS = 64
 """Rows of a layer in two calls: the room for what lies between their products is kept."""
 
@@ -40,7 +40,7 @@ def takes_form(form: LayerForm) -> bool:
     """Whether DecoderLayer computes it: norms are before the products alone, and of single heads."""
     own = (form.heads.q_norm, form.heads.k_norm)
     is_single = all(norm is None or norm.weight.shape[0] == form.heads.dim for norm in own)
-    return form.after == (None, None) and is_single and is_alike(*own)
+    return form.gate is not None and form.after == (None, None) and is_single and is_alike(*own)
 
 
 class Projection:

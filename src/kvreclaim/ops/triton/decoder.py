@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -27,7 +28,7 @@ from kvreclaim.ops.triton.support import unavailable_reason as unavailable_reaso
 NAME = "triton"
 ROTATIONS = (False, True)
 """Of halves, of neighbours."""
-FROM_ONE = True
+PLAIN_ALONE = False
 TILE = 1024
 """Numbers of a tile; a row of a norm is one tile, however long it is."""
 INTERPRETED_TILE = 1 << 16
@@ -219,9 +220,14 @@ class DecoderLayer:
     any_angles = True
 
     def __init__(
-        self, form: LayerForm, qkv: Projection, out: Projection, gate_up: Projection, down: Projection
+        self,
+        form: LayerForm,
+        qkv: Projection,
+        out: Projection,
+        *mlp: Any,
     ) -> None:
-        self.form, self.qkv, self.out, self.gate_up, self.down = form, qkv, out, gate_up, down
+        """mlp: Projections of gate and up, and of down; where form has no gate, a module of [1, T, M]."""
+        self.form, self.qkv, self.out, self.mlp = form, qkv, out, mlp
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [T, M], cos and sin [T, R] -> [T, (H + 2 K) D]: queries and keys, rotated, and values."""
@@ -231,7 +237,11 @@ class DecoderLayer:
         """attended [T, H Dv], x [T, M] -> [T, M]: with the output projection added, and the MLP."""
         form = self.form
         total, normed = add_rms_norm(self.out.product(attended), x, form.before[1], form.after[0])
-        gated = gate(self.gate_up.product(normed), form.gate)
+        if form.gate is None:
+            (module,) = self.mlp
+            return add_rms_norm(module(normed[None])[0], total, None, form.after[1])[0]
+        gate_up, down = self.mlp
+        gated = gate(gate_up.product(normed), form.gate)
         if form.after[1] is None:
-            return self.down.add_to(total, gated)
-        return add_rms_norm(self.down.product(gated), total, None, form.after[1])[0]
+            return down.add_to(total, gated)
+        return add_rms_norm(down.product(gated), total, None, form.after[1])[0]
