@@ -203,7 +203,7 @@ def _proved(module: Any, seen: LayerTrial, ops: ModuleType) -> NativeLayer | Non
     if not natives[0].takes(seen.states, seen.kwargs):
         return None
     pairs = [_pairs(native, seen) for native in natives]
-    best = min(range(len(pairs)), key=lambda i: sum(_distance(*pair) for pair in pairs[i][:2]))
+    best = min(range(len(pairs)), key=lambda i: sum(distance(*pair) for pair in pairs[i][:2]))
     return natives[best] if all(agree(got, want) for got, want in pairs[best]) else None
 
 
@@ -235,7 +235,7 @@ def _form(seen: LayerTrial, ops: ModuleType) -> LayerForm | None:
 def _gate(gate_up: Tensor, gated: Tensor, ops: ModuleType) -> Gate | None:
     """The gate that made the one tensor of the other, if the kernels have it."""
     made: dict[Gate, Tensor] = {kind: gate(gate_up) for kind, gate in ops.GATES.items()}
-    best = min(made, key=lambda kind: _distance(made[kind], gated))
+    best = min(made, key=lambda kind: distance(made[kind], gated))
     return best if agree(made[best], gated) else None
 
 
@@ -255,7 +255,7 @@ def _pairs(native: NativeLayer, seen: LayerTrial) -> list[tuple[Tensor, Tensor]]
     return [(again.q, call.q), (again.k, call.k), (again.v, call.v), (out, seen.out)]
 
 
-def _distance(got: Tensor, want: Tensor) -> float:
+def distance(got: Tensor, want: Tensor) -> float:
     """The root of the sum of squares of their differences, over that of the values. A few large values, which
     are the same in every form, do not hide the others as they do in agree()."""
     if got.shape != want.shape:

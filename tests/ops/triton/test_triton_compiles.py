@@ -26,6 +26,7 @@ KERNELS = {
     "compact_kernel",
     "copy_kernel",
     "decode_kernel",
+    "expert_kernel",
     "gate_kernel",
     "gather_kernel",
     "mixture_kernel",
@@ -34,6 +35,7 @@ KERNELS = {
     "reduce_kernel",
     "rms_norm_kernel",
     "rotate_kernel",
+    "route_kernel",
     "surrogate_kernel",
     "tile_kernel",
     "trig_norm_kernel",
@@ -111,6 +113,8 @@ def test_steps_of_other_sizes_compile_nothing_anew(tmp_path: Path) -> None:
         "reduce_kernel": 3,  # by the number of shares, a power of two, and the queries of a tile
         "rms_norm_kernel": 7,
         "rotate_kernel": 4,
+        "expert_kernel": 5,  # gate and up with each gate, and down; in fp32 one gate
+        "route_kernel": 2,
     }
 
 

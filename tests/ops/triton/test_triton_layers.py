@@ -28,9 +28,9 @@ LAUNCHES = {
     **dict.fromkeys(TAKEN, 11),
     **dict.fromkeys(("gemma2", "gemma3", "glm4"), 12),  # norms of what is added to the residual
     "olmo2": 13,  # norms of all queries and all keys
-    "qwen3-moe": 27,  # transformers' own experts
+    "qwen3-moe": 14,  # routers and experts
     "gpt-oss": 51.5,
-    "deepseek-v3": 68,
+    "deepseek-v3": 61.5,
 }
 """A layer's, of a decode step, attention over several shares of a sequence included."""
 
