@@ -24,7 +24,7 @@ from kvreclaim.ops.packed import PackedMatrix
 
 NAME = "native"
 ROTATIONS = (False,)
-"""Of halves alone."""
+"""Heads.turns_neighbours of the rotations that the kernels have."""
 PLAIN_ALONE = True
 """Whether layers with norms that multiply by 1 + weight, or whose MLP is a module, are never taken."""
 MOST_ROWS = 64

@@ -27,7 +27,6 @@ from kvreclaim.ops.triton.support import unavailable_reason as unavailable_reaso
 
 NAME = "triton"
 ROTATIONS = (False, True)
-"""Of halves, of neighbours."""
 PLAIN_ALONE = False
 TILE = 1024
 """Numbers of a tile; a row of a norm is one tile, however long it is."""

@@ -14,7 +14,7 @@ from kvreclaim.ops.triton.expert_kernels import expert_kernel, route_kernel
 from kvreclaim.ops.triton.support import dot_precision, keeps_16_bits, new_output, padded
 
 MOST_ROWS = 64
-"""Of more tokens most experts have several, and products of sorted tokens read their weights less often."""
+"""Tokens of a step on these kernels. Of more, products of sorted tokens read the weights less often."""
 BLOCK_T, BLOCK_N, BLOCK_K = 16, 64, 64
 _KINDS: dict[torch.dtype, Any] = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
