@@ -200,6 +200,8 @@ def launch_packed(kinds: Iterable[str]) -> None:
         packed.unpack_rows(matrix, torch.arange(3), torch.bfloat16)
         packed.packed_linear(torch.zeros(3, 512, dtype=torch.bfloat16), [matrix])
         packed.packed_linear(torch.zeros(3, 512), [matrix], activations="exact")
+        x, residual = torch.zeros(3, 512, dtype=torch.bfloat16), torch.zeros(3, 128, dtype=torch.bfloat16)
+        packed.packed_linear(x, [matrix], residual[0], residual=residual)
 
 
 def launch_layers(counts: Iterable[int]) -> None:

@@ -206,9 +206,9 @@ class Projection:
         return packed_linear(x, self.weight, self.bias, activations=self.activations)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual [T, N] += product(x): of a plain weight in one launch, which rounds the sum alone."""
+        """residual [T, N] + product(x), rounded once; a plain weight's in the residual's place."""
         if not isinstance(self.weight, Tensor):
-            return residual.add_(self.product(x))
+            return packed_linear(x, self.weight, self.bias, activations=self.activations, residual=residual)
         residual.addmm_(x, self.weight.t())
         return residual if self.bias is None else residual.add_(self.bias)
 
