@@ -17,9 +17,11 @@ from triton_pair import DEVICE
 
 from kvreclaim import LLM, SamplingParams
 from kvreclaim.engine.execute.graphs import DecodeGraphs
-from kvreclaim.model.decoder import NativeLayer
+from kvreclaim.model.decoder import NativeLayer, use_fast_layers
 from kvreclaim.model.inputs import inputs_handed_out
 from kvreclaim.model.loader import LoadedModel, load_model
+from kvreclaim.model.native_modules import use_fast_norms
+from kvreclaim.ops.triton import decoder
 from kvreclaim.ops.triton.support import is_interpreted
 
 TAKEN = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3", "glm4", "olmo2", "qwen3-moe")
@@ -157,6 +159,19 @@ def test_hooks_gradients_and_plain_calls_get_transformers_code(tiny_dir: Callabl
     ours.model(inputs_embeds=states, use_cache=False).logits.sum().backward()
     assert states.grad is not None
     assert bool(states.grad.abs().sum() > 0)
+
+
+@pytest.mark.parametrize("act", [nn.GELU(), nn.SiLU(), nn.Tanh(), nn.GELU(approximate="tanh")])
+def test_the_gate_is_found_by_trial(tiny_dir: Callable[[str], Path], act: nn.Module) -> None:
+    """The error function's GELU is none of the kernels', near as it is."""
+    loaded = load(tiny_dir("gemma2"), "torch")
+    for layer in loaded.model.model.layers:
+        layer.mlp.act_fn = act
+    use_fast_norms(loaded.model, decoder)
+    want = logits(loaded)
+    is_known = isinstance(act, nn.SiLU) or getattr(act, "approximate", "") == "tanh"
+    assert use_fast_layers(loaded.model, decoder).startswith("decoder layers: triton") == is_known
+    close(logits(loaded), want)
 
 
 def test_copies_have_weights_of_their_own(tiny_dir: Callable[[str], Path]) -> None:
