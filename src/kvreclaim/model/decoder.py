@@ -5,15 +5,15 @@
 
 The calls are those of ops.native.decoder on a CPU and of ops.triton.decoder on a GPU.
 
-A layer is taken by the names of its parts (Llama's, which Mistral, Qwen2, Qwen3 and others share) and proved
-by running the whole model on trial tokens: queries, keys, values and outputs have to agree with transformers'
-own code within rounding. Weights keep their names; q, k and v, and gate and up, become views of one matrix.
+A layer's modules are found by running the whole model on trial tokens (layer_trial.py), which also prove it:
+queries, keys, values and outputs have to agree with transformers' own code within rounding. Weights keep
+their names; q, k and v, and gate and up, become views of one matrix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -24,52 +24,30 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.model.inputs import hands_out_input
-from kvreclaim.model.native_modules import NativeLinear, NativeNorm
+from kvreclaim.model.layer_trial import LayerModules, LayerTrial, is_linear, is_norm, observe_layers
 from kvreclaim.model.quantized.layers import PackedLinear
-from kvreclaim.model.trial_batch import TrialBatch, trial_inputs
+from kvreclaim.model.trial_batch import TrialBatch
 from kvreclaim.ops.facts import Softmax
-from kvreclaim.ops.layer_parts import Heads, Norm
+from kvreclaim.ops.layer_parts import Gate, Heads, LayerForm, Norm
 from kvreclaim.ops.native import decoder as native_layers
 
-PARTS = {
-    "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "mlp": ("gate_proj", "up_proj", "down_proj"),
-}
-NORMS = ("input_layernorm", "post_attention_layernorm")
 IGNORED = {"kv_batch", "position_ids", "use_cache"}
 """Keyword arguments that decide nothing else in a call with a KV batch."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
 """Largest difference over the largest value; trial states pass through all layers before."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Seen:
-    """A layer's arguments in a trial run, what it asked for, and what it gave back."""
-
-    states: Tensor
-    kwargs: dict[str, Any]
-    call: AttentionCall
-    out: Tensor
-
-
 class NativeLayer:
     """The forward of one decoder layer; the module's own for calls without a KV batch and with hooks."""
 
-    def __init__(self, module: Any, softmax: Softmax, heads: Heads, ops: ModuleType) -> None:
-        attention, mlp = module.self_attn, module.mlp
+    def __init__(self, module: Any, softmax: Softmax, parts: Any, ops: ModuleType) -> None:
+        """parts: an ops.DecoderLayer."""
         self.module = module
-        self.attention, self.mlp = attention, mlp
-        self.norm = Norm(module.input_layernorm.weight, module.input_layernorm.forward.eps)
-        self.layer = int(attention.layer_idx)
+        self.attention, self.mlp = module.self_attn, module.mlp
+        self.layer = int(self.attention.layer_idx)
         self.softmax = softmax
         self.rms_norm = ops.rms_norm
-        self.parts = ops.DecoderLayer(
-            heads,
-            joined([attention.q_proj, attention.k_proj, attention.v_proj], module.input_layernorm, ops),
-            single(attention.o_proj, ops),
-            joined([mlp.gate_proj, mlp.up_proj], module.post_attention_layernorm, ops),
-            single(mlp.down_proj, ops, is_gated=True),
-        )
+        self.parts = parts
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         batch = kwargs.get("kv_batch")
@@ -78,7 +56,7 @@ class NativeLayer:
             found: Tensor = forward(self.module, hidden_states, *args, **kwargs)
             return found
         cos, sin = kwargs["position_embeddings"]
-        x, heads, norm = hidden_states[0], self.parts.heads, self.norm
+        x, heads = hidden_states[0], self.parts.form.heads
         rows = self.parts.before(x, cos[0], sin[0])
         each = rows.view(rows.shape[0], -1, heads.dim)
         keys = heads.count + heads.kv_count
@@ -88,11 +66,19 @@ class NativeLayer:
             k=each[:, heads.count : keys],
             v=each[:, keys:],
             softmax=self.softmax,
-            hidden=self.rms_norm(x, norm.weight, norm.eps) if self.attention._forward_pre_hooks else None,
+            hidden=self._input(x) if self.attention._forward_pre_hooks else None,
         )
         seen = batch.attend(call)
         out: Tensor = self.parts.behind(seen.reshape(x.shape[0], -1), x)
         return out[None]
+
+    def _input(self, x: Tensor) -> Tensor:
+        """What attention is given of the layer's input."""
+        norm = self.parts.form.before[0]
+        if norm is None:
+            return x
+        found: Tensor = self.rms_norm(x, norm.weight, norm.eps, from_one=norm.from_one)
+        return found
 
     def takes(self, x: Tensor, kwargs: dict[str, Any]) -> bool:
         """Whether the kernels compute this call: one row of tokens of the weights' dtype, without gradients,
@@ -100,7 +86,8 @@ class NativeLayer:
         cos, sin = kwargs["position_embeddings"]
         hooks = self.attention._forward_pre_hooks
         return (
-            cos.dtype is sin.dtype is x.dtype
+            cos.dtype is sin.dtype
+            and (cos.dtype is x.dtype or self.parts.any_angles)
             and cos.shape[0] == sin.shape[0] == 1
             and x.dim() == 3
             and x.shape[0] == 1
@@ -161,10 +148,10 @@ def use_fast_layers(model: PreTrainedModel, ops: ModuleType = native_layers) -> 
     layers = [module for module in model.modules() if _looks_known(module, ops)]
     if not layers:
         return (
-            "decoder layers: transformers (none has the parts of Llama's, with plain norms and with weights "
-            f"that the {ops.NAME} kernels take)"
+            "decoder layers: transformers (none has attention and an MLP of linear layers, with RMS norms "
+            f"and weights that the {ops.NAME} kernels take)"
         )
-    seen = _observe(model, layers)
+    seen = observe_layers(model, layers)
     for module in layers:
         native = _proved(module, seen[module], ops) if module in seen else None
         if native is None:
@@ -181,71 +168,100 @@ def _restore(layers: list[nn.Module]) -> None:
 
 
 def _looks_known(module: nn.Module, ops: ModuleType) -> bool:
-    """Whether it has the parts, and each is of a kind that the kernels take."""
-    linears: list[Any] = []
-    for owner, names in PARTS.items():
-        part = getattr(module, owner, None)
-        linears += [getattr(part, name, None) for name in names]
-    if not all(type(each) in (nn.Linear, NativeLinear, PackedLinear) for each in linears):
+    """Whether it has attention and an MLP of linear layers that the kernels take, and RMS norms."""
+    parts = [getattr(module, name, None) for name in ("self_attn", "mlp")]
+    if "forward" in vars(module) or not all(isinstance(part, nn.Module) for part in parts):
         return False
-    norms = [getattr(module, name, None) for name in NORMS]
-    attention: Any = module.self_attn
-    own = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-    norms += [each for each in own if each is not None]
-    forwards = [getattr(each, "forward", None) for each in norms]
-    together = [linears[:3], linears[4:6]]
+    linears = [[each for each in part.modules() if is_linear(each)] for part in parts]  # type: ignore[union-attr]
+    together = [*linears[0], *linears[1]]
+    norms: list[Any] = [each for each in module.modules() if is_norm(each)]
     return (
-        "forward" not in vars(module)
-        and len(norms) in (2, 4)
-        and all(isinstance(each, NativeNorm) and not each.from_one for each in forwards)
-        and all(len({each.bias is None for each in group}) == 1 for group in together)
-        and all(len({type(each) is PackedLinear for each in group}) == 1 for group in together)
-        and len({weight_dtype(each) for each in linears}) == 1
-        and all(is_taken(each, ops) for each in linears)
+        isinstance(getattr(module.self_attn, "layer_idx", None), int)
+        and norms != []
+        and len(linears[0]) in (2, 4)
+        and not (ops.PLAIN_ALONE and any(each.forward.from_one for each in norms))
+        and not (ops.PLAIN_ALONE and len(linears[1]) not in (2, 3))
+        and len({weight_dtype(each) for each in together}) == 1
+        and all(is_taken(each, ops) for each in together)
     )
 
 
 @torch.inference_mode()
-def _observe(model: PreTrainedModel, layers: list[nn.Module]) -> dict[nn.Module, _Seen]:
-    """Each layer's inputs and outputs for trial tokens, in transformers' own code."""
-    trial, found = TrialBatch(), {}
-
-    def keep(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        call = trial.calls.get(int(module.self_attn.layer_idx))  # type: ignore[union-attr, arg-type]
-        if call is not None and isinstance(out, Tensor) and len(args) == 1:
-            found[module] = _Seen(args[0].clone(), kwargs, call, out.clone())
-
-    handles = [module.register_forward_hook(keep, with_kwargs=True) for module in layers]
-    try:
-        model(**trial_inputs(model), kv_batch=trial)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found
-
-
-@torch.inference_mode()
-def _proved(module: Any, seen: _Seen, ops: ModuleType) -> NativeLayer | None:
+def _proved(module: Any, seen: LayerTrial, ops: ModuleType) -> NativeLayer | None:
     """The layer in calls of the kernels, if it does with the trial's arguments what the module did."""
-    attention, call = module.self_attn, seen.call
-    dim = call.q.shape[2]
-    outputs = [getattr(attention, name).out_features for name in PARTS["self_attn"][:3]]
-    if outputs != [x.shape[1] * dim for x in (call.q, call.k, call.v)] or call.latent:
+    form = _form(seen, ops)
+    if form is None:
         return None
-    own = [_norm(getattr(attention, name, None)) for name in ("q_norm", "k_norm")]
+    found = seen.modules
+    parts = [joined(found.qkv, form.before[0], ops), single(found.out, ops), found.mlp]
+    if found.mlp is None:
+        parts[2:] = joined(found.gate_up, form.before[1], ops), single(found.down, ops, is_gated=True)
+    natives = []
+    for turned in ops.ROTATIONS:
+        own = replace(form, heads=replace(form.heads, turns_neighbours=turned))
+        natives.append(NativeLayer(module, seen.call.softmax, ops.DecoderLayer(own, *parts), ops))
+    if not natives[0].takes(seen.states, seen.kwargs):
+        return None
+    pairs = [_pairs(native, seen) for native in natives]
+    best = min(range(len(pairs)), key=lambda i: sum(distance(*pair) for pair in pairs[i][:2]))
+    return natives[best] if all(agree(got, want) for got, want in pairs[best]) else None
+
+
+def _form(seen: LayerTrial, ops: ModuleType) -> LayerForm | None:
+    """What the layer computes around its products, except for its rotation, if the kernels take it."""
+    call, found = seen.call, seen.modules
+    (_, count, dim), kv_count = call.q.shape, call.k.shape[1]
+    numbers = sum(each.out_features for each in found.qkv)
     if (
-        any(norm is not None and norm.weight.shape[0] != dim for norm in own)
-        or len({_eps(n) for n in own}) > 1
+        call.latent
+        or call.v.shape != call.k.shape
+        or numbers != (count + 2 * kv_count) * dim
+        or len(found.own) not in (0, 2)
+        or not _are_alike(found)
     ):
         return None
-    native = NativeLayer(module, call.softmax, Heads(call.q.shape[1], call.k.shape[1], dim, *own), ops)
-    trial = TrialBatch()
-    if not native.takes(seen.states, seen.kwargs):
+    gate = None if seen.gates is None else _gate(*seen.gates, ops)
+    if gate is None and found.mlp is None:
         return None
+    q_norm, k_norm = (_norm(each) for each in found.own or (None, None))
+    widths = [norm.weight.shape[0] for norm in (q_norm, k_norm) if norm is not None]
+    if widths not in ([], [dim, dim], [count * dim, kv_count * dim]):
+        return None
+    before, after = ((_norm(a), _norm(b)) for a, b in (found.before, found.after))
+    form = LayerForm(Heads(count, kv_count, dim, q_norm, k_norm), before, after, gate)
+    return form if ops.takes_form(form) else None
+
+
+def _gate(gate_up: Tensor, gated: Tensor, ops: ModuleType) -> Gate | None:
+    """The gate that made the one tensor of the other, if the kernels have it. GELU by its tanh formula and by
+    the error function are near each other: nearer than agree() tells apart."""
+    offs: dict[Gate, float] = {kind: distance(gate(gate_up), gated) for kind, gate in ops.GATES.items()}
+    best = min(offs, key=offs.__getitem__)
+    return best if offs[best] <= TOLERANCE[gated.dtype] / 8 else None
+
+
+def _are_alike(found: LayerModules) -> bool:
+    """Whether linear layers of the same input are packed or not, and have biases or none, together."""
+    return all(
+        len({(type(each) is PackedLinear, each.bias is None) for each in group}) == 1
+        for group in filter(None, (found.qkv, found.gate_up))
+    )
+
+
+def _pairs(native: NativeLayer, seen: LayerTrial) -> list[tuple[Tensor, Tensor]]:
+    """The layer's queries, keys, values and output, each with that of the trial."""
+    trial, call = TrialBatch(), seen.call
     out = native(seen.states, **{**seen.kwargs, "kv_batch": trial})
     again = trial.calls[native.layer]
-    pairs = [(again.q, call.q), (again.k, call.k), (again.v, call.v), (out, seen.out)]
-    return native if all(agree(got, want) for got, want in pairs) else None
+    return [(again.q, call.q), (again.k, call.k), (again.v, call.v), (out, seen.out)]
+
+
+def distance(got: Tensor, want: Tensor) -> float:
+    """The root of the sum of squares of their differences, over that of the values. A few large values, which
+    are the same in every form, do not hide the others as they do in agree()."""
+    if got.shape != want.shape:
+        return float("inf")
+    return float((got.float() - want.float()).norm() / want.float().norm())
 
 
 def agree(got: Tensor, want: Tensor, dtype: torch.dtype | None = None) -> bool:
@@ -257,11 +273,7 @@ def agree(got: Tensor, want: Tensor, dtype: torch.dtype | None = None) -> bool:
 
 
 def _norm(module: Any) -> Norm | None:
-    return None if module is None else Norm(module.weight, module.forward.eps)
-
-
-def _eps(norm: Norm | None) -> float | None:
-    return None if norm is None else norm.eps
+    return None if module is None else Norm(module.weight, module.forward.eps, module.forward.from_one)
 
 
 def weight_dtype(linear: Any) -> torch.dtype:
@@ -290,18 +302,19 @@ def _packed(linears: Sequence[PackedLinear], bias: Tensor | None, ops: ModuleTyp
     )
 
 
-def joined(linears: list[Any], norm: Any, ops: ModuleType = native_layers) -> Any:
+def joined(linears: list[Any], norm: Norm | None, ops: ModuleType = native_layers) -> Any:
     """One product for several that share their input; their weights and biases become views of its own, but
     packed weights stay where they are."""
-    if isinstance(linears[0], PackedLinear):
-        found = [each.bias for each in linears if each.bias is not None]
-        return _packed(linears, _join(found) if found else None, ops, norm=_norm(norm))
-    weight = _join([each.weight for each in linears])
     biases = [each.bias for each in linears if each.bias is not None]
-    return ops.Projection(weight, _join(biases) if biases else None, norm=_norm(norm))
+    bias = _join(biases) if biases else None
+    if isinstance(linears[0], PackedLinear):
+        return _packed(linears, bias, ops, norm=norm)
+    return ops.Projection(_join([each.weight for each in linears]), bias, norm=norm)
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
     with torch.inference_mode(False):  # gradients flow through weights that are no inference tensors alone
         whole = torch.cat([part.data for part in parts])
     for part, view in zip(parts, whole.split([part.shape[0] for part in parts]), strict=True):

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvreclaim.model.decoder import PARTS, NativeLayer, agree, is_taken, joined, single, weight_dtype
-from kvreclaim.model.native_modules import NativeLinear
+from kvreclaim.model.decoder import NativeLayer, agree, is_taken, joined, single, weight_dtype
+from kvreclaim.model.layer_trial import is_linear
 from kvreclaim.model.quantized.layers import PackedLinear
 from kvreclaim.ops.native import decoder as native_layers
 
+PARTS = ("gate_proj", "up_proj", "down_proj")
 TRIAL_ROWS = 3
 
 
@@ -56,10 +57,10 @@ def use_fast_mlps(model: nn.Module, ops: ModuleType = native_layers) -> str:
 
 
 def _looks_known(module: nn.Module, ops: ModuleType) -> bool:
-    linears: list[Any] = [getattr(module, name, None) for name in PARTS["mlp"]]
+    linears: list[Any] = [getattr(module, name, None) for name in PARTS]
     return (
         "forward" not in vars(module)
-        and all(type(each) in (nn.Linear, NativeLinear, PackedLinear) for each in linears)
+        and all(is_linear(each) for each in linears)
         and len({(type(each) is PackedLinear, each.bias is None) for each in linears[:2]}) == 1
         and len({weight_dtype(each) for each in linears}) == 1
         and all(is_taken(each, ops) for each in linears)

@@ -3,24 +3,58 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
+
+Gate = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """An RMS norm: weight [D] and what is added to the mean of squares."""
+    """An RMS norm: weight [D] and what is added to the mean of squares.
+
+    from_one: it multiplies by 1 + weight
+    """
 
     weight: Tensor
     eps: float
+    from_one: bool = False
+
+
+def is_alike(norm: Norm | None, other: Norm | None) -> bool:
+    """Whether two norms, if there are two, differ in their weights alone."""
+    if norm is None or other is None:
+        return True
+    return (norm.eps, norm.from_one) == (other.eps, other.from_one)
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """How a row of queries, keys and values lies: heads and KV heads of `dim` numbers; norms of each head."""
+    """How a row of queries, keys and values lies: heads and KV heads of `dim` numbers.
+
+    q_norm, k_norm: of each head, weight [dim], or of all heads together, weight [H dim] and [K dim]
+    turns_neighbours: number 2 i of a head rotates with 2 i + 1, not i with i + R / 2
+    """
 
     count: int
     kv_count: int
     dim: int
     q_norm: Norm | None = None
     k_norm: Norm | None = None
+    turns_neighbours: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerForm:
+    """What a decoder layer computes around its products.
+
+    before: norms of the inputs of attention and of the MLP
+    after:  norms of their outputs, before these are added to the residual
+    gate:   what multiplies the MLP's second half; None of an MLP that is a module
+    """
+
+    heads: Heads
+    before: tuple[Norm | None, Norm | None]
+    after: tuple[Norm | None, Norm | None] = (None, None)
+    gate: Gate | None = "silu"

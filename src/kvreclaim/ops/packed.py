@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -118,6 +119,13 @@ class PackedMatrix:
         return 1 if self.table is not None else {4: 0, 6: 2, 8: 3, 2: 4, 3: 5, 5: 6}[self.bits]
 
     @property
+    def kind(self) -> tuple[Any, ...]:
+        """What two matrices share whose blocks may follow each other in one."""
+        table = None if self.table is None else tuple(self.table.tolist())
+        types = tuple((name, part.dtype, part.shape[1:]) for name, part in self.parts.items())
+        return self.in_features, self.bits, self.grid, self.group, table, types
+
+    @property
     def device(self) -> torch.device:
         return self.parts["data"].device
 
@@ -137,6 +145,26 @@ class PackedMatrix:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedMatrix:
         return self  # never written to
+
+
+def joined_matrices(matrices: Iterable[PackedMatrix]) -> list[PackedMatrix]:
+    """Matrices with the same outputs in the same order, neighbours of one kind as one matrix. The parts of
+    those become views of its parts."""
+    found: list[PackedMatrix] = []
+    for _, group in groupby(matrices, lambda each: each.kind):
+        (first, *more) = same = list(group)
+        if not more or any(each.out_features % BLOCK_ROWS for each in same[:-1]):
+            found += same
+            continue
+        whole = copy.copy(first)
+        whole.out_features = sum(each.out_features for each in same)
+        whole.parts = {name: torch.cat([each.parts[name] for each in same]) for name in first.parts}
+        for name, part in whole.parts.items():
+            blocks = [each.parts[name].shape[0] for each in same]
+            for each, view in zip(same, part.split(blocks), strict=True):
+                each.parts[name].data = view
+        found.append(whole)
+    return found
 
 
 def _stored(part: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ from kvreclaim.ops.kv_cache import PagedTokens
 from kvreclaim.ops.layer_parts import Heads, Norm
 from kvreclaim.ops.packed import PackedMatrix
 from kvreclaim.ops.rope import RopeLayout
-from kvreclaim.ops.triton import attention, decoder, packed, scoring
+from kvreclaim.ops.triton import attention, decoder, experts, packed, scoring
 
 SHAPES = [
     Shape(kv_heads=2, group=4, dim=128, dtype=torch.bfloat16),
@@ -127,7 +127,8 @@ def compile_instead_of_launching(capability: int, rows: dict[str, dict[str, Any]
         return kernel
 
     JITFunction.run = run
-    attention.dot_precision = scoring.dot_precision = packed.dot_precision = lambda device: "tf32x3"
+    for module in (attention, experts, packed, scoring):
+        module.dot_precision = lambda device: "tf32x3"
 
 
 def launch_attention(w: World, **how: Any) -> None:
@@ -199,6 +200,8 @@ def launch_packed(kinds: Iterable[str]) -> None:
         packed.unpack_rows(matrix, torch.arange(3), torch.bfloat16)
         packed.packed_linear(torch.zeros(3, 512, dtype=torch.bfloat16), [matrix])
         packed.packed_linear(torch.zeros(3, 512), [matrix], activations="exact")
+        x, residual = torch.zeros(3, 512, dtype=torch.bfloat16), torch.zeros(3, 128, dtype=torch.bfloat16)
+        packed.packed_linear(x, [matrix], residual[0], residual=residual)
 
 
 def launch_layers(counts: Iterable[int]) -> None:
@@ -213,6 +216,24 @@ def launch_layers(counts: Iterable[int]) -> None:
         for heads in (Heads(32, 8, 128), Heads(32, 8, 128, head, head)):
             decoder.rotate(rows, x[:, :128], x[:, :128], heads)
         decoder.gate(x)
+        other, part = Norm(head.weight, 1e-6, from_one=True), Norm(weight.weight[:1024], 1e-6)
+        decoder.add_rms_norm(x, x, weight, weight)
+        decoder.add_rms_norm(x, x, None, weight)
+        for heads in (Heads(32, 8, 128, other, other, True), Heads(32, 8, 128, weight, part)):
+            decoder.rotate(rows, x[:, :64], x[:, :64], heads)
+        decoder.gate(x, "gelu_tanh")
+
+
+def launch_experts(counts: Iterable[int]) -> None:
+    """A mixture of experts in steps of so many tokens, in bf16 and, with the wider sums, in fp32."""
+    for count in counts:
+        for kind, dtype in (("silu", torch.bfloat16), ("gelu_tanh", torch.bfloat16), ("silu", torch.float32)):
+            WHAT[0] = f"experts {dtype}".replace("torch.", "")
+            scores, ids = experts.route(
+                torch.zeros(count, 128, dtype=dtype), 8, sums_to_one=dtype is torch.bfloat16
+            )
+            weights = (torch.empty(size, dtype=dtype) for size in ((1, 1536, 2048), (1, 2048, 768)))
+            experts.apply_experts(torch.zeros(count, 2048, dtype=dtype), (ids, scores), tuple(weights), kind)
 
 
 def launch_steps() -> None:
@@ -224,6 +245,7 @@ def launch_steps() -> None:
             kernels.paged_attention(w.q[layer], under(w.cache, layer, scale=0.1), w.batch)
         launch_the_rest(w, asks[0].seq_len)
     launch_layers((1, 2, 16, 33))
+    launch_experts((1, 2, 16, 33))
 
 
 def launch_what_formats_add() -> None:
@@ -249,6 +271,7 @@ def main() -> None:
         launch_plain(SHAPES)
         launch_packed(KINDS)
         launch_layers([3])
+        launch_experts([3])
         for name in CODES:
             for shape in CODED:
                 launch_format(name, shape)
@@ -262,6 +285,7 @@ def main() -> None:
         launch_plain(SHAPES[:1])
         launch_packed(["zero", "q6_k"])
         launch_layers([3])
+        launch_experts([3])
     print(json.dumps({"what": "triton", "version": version()}))
     for name, row in rows.items():
         print(json.dumps({"what": name} | row))

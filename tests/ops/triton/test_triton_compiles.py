@@ -26,6 +26,7 @@ KERNELS = {
     "compact_kernel",
     "copy_kernel",
     "decode_kernel",
+    "expert_kernel",
     "gate_kernel",
     "gather_kernel",
     "mixture_kernel",
@@ -34,6 +35,8 @@ KERNELS = {
     "reduce_kernel",
     "rms_norm_kernel",
     "rotate_kernel",
+    "route_kernel",
+    "sum_kernel",
     "surrogate_kernel",
     "tile_kernel",
     "trig_norm_kernel",
@@ -102,14 +105,17 @@ def test_steps_of_other_sizes_compile_nothing_anew(tmp_path: Path) -> None:
     rows = compiled(90, ["steps"], tmp_path)
     found = Counter(what.split(": ")[1].split(" ")[0] for what in rows if what != "triton")
     two_kinds = dict.fromkeys(
-        ("compact_kernel", "gather_kernel", "mixture_kernel", "rotate_kernel", "surrogate_kernel"), 2
+        ("compact_kernel", "gate_kernel", "gather_kernel", "mixture_kernel", "surrogate_kernel"), 2
     )
     assert found == {
-        **dict.fromkeys(KERNELS - {"packed_product_kernel", "unpack_kernel"}, 1),
+        **dict.fromkeys(KERNELS - {"packed_product_kernel", "sum_kernel", "unpack_kernel"}, 1),
         **two_kinds,
         **dict.fromkeys(("decode_kernel", "tile_kernel"), 2),  # over all of a sequence's tokens, or a share
         "reduce_kernel": 3,  # by the number of shares, a power of two, and the queries of a tile
-        "rms_norm_kernel": 3,
+        "rms_norm_kernel": 7,
+        "rotate_kernel": 4,
+        "expert_kernel": 5,  # gate and up with each gate, and down; in fp32 one gate
+        "route_kernel": 2,
     }
 
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers.models.glm4.modeling_glm4 import rotate_half as rotate_neighbours
 from transformers.models.llama.modeling_llama import rotate_half
 from triton_pair import DEVICE, DTYPES
 
-from kvreclaim.ops.layer_parts import Heads, Norm
+from kvreclaim.ops.layer_parts import Gate, Heads, Norm
 from kvreclaim.ops.triton.decoder import Projection, add_rms_norm, gate, rms_norm, rotate
 
 EPS = 1e-6
@@ -29,9 +30,9 @@ def close(got: Tensor, exact: Tensor, steps: float = 1.0) -> None:
     torch.testing.assert_close(got.double(), exact, rtol=max(eps, 3e-6), atol=max(eps / 8, 1e-6))
 
 
-def norm_of(x: Tensor, weight: Tensor) -> Tensor:
+def norm_of(x: Tensor, weight: Tensor, from_one: bool = False) -> Tensor:
     x = x.double()
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * weight.double()
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * (weight.double() + from_one)
 
 
 @DTYPES
@@ -53,6 +54,13 @@ def test_sums_and_their_norms(dtype: torch.dtype, size: tuple[int, int]) -> None
     total, normed = add_rms_norm(x, residual, Norm(weight, EPS))
     assert torch.equal(total, x + residual)
     close(normed, norm_of(x.double() + residual.double(), weight), steps=2)
+    for from_one in (False, True):
+        after, norm = (Norm(each, EPS, from_one) for each in (weight.flip(0), weight))
+        exact = residual.double() + norm_of(x, after.weight, from_one)
+        total, normed = add_rms_norm(x, residual, norm, after)
+        close(total, exact)
+        close(normed, norm_of(total, weight, from_one), steps=2)
+        assert torch.equal(add_rms_norm(x, residual, None, after)[1], total)
     assert torch.equal(x, before[0])
     assert torch.equal(residual, before[1])
 
@@ -62,15 +70,22 @@ def rotated(rows: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> Tensor:
     rows = rows.double().view(len(rows), -1, heads.dim)
     q, k, v = rows.split([heads.count, heads.kv_count, heads.kv_count], 1)
     if heads.q_norm is not None and heads.k_norm is not None:
-        q, k = norm_of(q, heads.q_norm.weight), norm_of(k, heads.k_norm.weight)
+        pairs = zip((q, k), (heads.q_norm, heads.k_norm), strict=True)
+        q, k = (norm_of(x.reshape(-1, len(n.weight)), n.weight, n.from_one).view_as(x) for x, n in pairs)
     x, turned = torch.cat([q, k], 1), cos.shape[1]
     c, s = cos.double()[:, None], sin.double()[:, None]
-    low = x[..., :turned] * c + rotate_half(x[..., :turned]) * s
+    if heads.turns_neighbours:
+        c, s = (each[..., : turned // 2].repeat_interleave(2, -1) for each in (c, s))
+    turn = rotate_neighbours if heads.turns_neighbours else rotate_half
+    low = x[..., :turned] * c + turn(x[..., :turned]) * s
     return torch.cat([torch.cat([low, x[..., turned:]], -1), v], 1)
 
 
 @DTYPES
-@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize(
+    ("norms", "neighbours"),
+    [("", False), ("", True), ("heads", False), ("heads from one", True), ("rows", False)],
+)
 @pytest.mark.parametrize(
     ("count", "shape", "turned"),
     [
@@ -82,14 +97,22 @@ def rotated(rows: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> Tensor:
     ],
 )
 def test_rotations(
-    dtype: torch.dtype, has_norms: bool, count: int, shape: tuple[int, int, int], turned: int
+    dtype: torch.dtype,
+    norms: str,
+    neighbours: bool,
+    count: int,
+    shape: tuple[int, int, int],
+    turned: int,
 ) -> None:
-    """Whole heads and parts of them, with and without norms of each head; values stay to the bit."""
+    """Whole heads and parts of them, with and without norms of each head or of all; values stay."""
     head_count, kv_heads, dim = shape
-    norms = [Norm(random(seed, dim, dtype=dtype), EPS) for seed in (1, 2)] if has_norms else []
-    heads = Heads(head_count, kv_heads, dim, *norms)
+    widths = [dim, dim] if norms != "rows" else [head_count * dim, kv_heads * dim]
+    weights = [random(seed, width, dtype=dtype) for seed, width in enumerate(widths, 1) if norms]
+    own = [Norm(weight, EPS, norms == "heads from one") for weight in weights]
+    heads = Heads(head_count, kv_heads, dim, *(own or (None, None)), neighbours)
     rows = random(3, count, (head_count + 2 * kv_heads) * dim, dtype=dtype)
-    cos, sin = (random(seed, count, turned, dtype=dtype).clamp(-1, 1) for seed in (4, 5))
+    angles = (random(seed, count, turned // 2, dtype=dtype).clamp(-1, 1) for seed in (4, 5))
+    cos, sin = (each.repeat(1, 2) for each in angles)
     exact, values = rotated(rows, cos, sin, heads), rows[:, -kv_heads * dim :].clone()
     got = rotate(rows, cos, sin, heads)
     close(got.view(exact.shape), exact, steps=2)
@@ -99,10 +122,13 @@ def test_rotations(
 
 @DTYPES
 @pytest.mark.parametrize(("count", "width"), [(1, 96), (5, 1000), (67, 40), (2, 2100)])
-def test_gates(dtype: torch.dtype, count: int, width: int) -> None:
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+def test_gates(dtype: torch.dtype, count: int, width: int, kind: Gate) -> None:
     x = random(1, count, 2 * width, dtype=dtype, scale=30.0)
     x[0, :4] = torch.tensor([-1000.0, 1000.0, 0.0, -87.5])
-    close(gate(x), functional.silu(x[:, :width].double()) * x[:, width:].double())
+    half, up = x[:, :width].double(), x[:, width:].double()
+    exact = functional.silu(half) if kind == "silu" else functional.gelu(half, approximate="tanh")
+    close(gate(x, kind), exact * up)
 
 
 @DTYPES

@@ -11,14 +11,16 @@ import tiny
 import tiny_gguf
 import tiny_packed
 import torch
+from launches import counted
 from random_rows import KINDS, random_rows
 from torch import Tensor
 from triton_pair import DEVICE
 
 from kvreclaim import LLM, SamplingParams
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.ops.packed import PackedMatrix
+from kvreclaim.ops.packed import PackedMatrix, joined_matrices
 from kvreclaim.ops.triton.packed import FEW_ROWS, packed_linear, unpack_rows
+from kvreclaim.ops.triton.support import is_interpreted
 
 OUT, COLUMNS = 72, 512
 
@@ -74,15 +76,40 @@ def test_matrices_side_by_side_with_a_bias() -> None:
     want = x.double() @ torch.cat([weight for _, weight in pairs]).T + bias.double()
     assert got.shape == (1, 3, 152)
     torch.testing.assert_close(got[0].double(), want, rtol=1e-5, atol=1e-3)
+    matrices, residual = [matrix for matrix, _ in pairs], random_x(3, 152, torch.float32)
+    for given in (None, bias):
+        plain = packed_linear(x, matrices, given, activations="exact")
+        added = packed_linear(x, matrices, given, activations="exact", residual=residual)
+        torch.testing.assert_close(added, plain + residual)
+
+
+def test_matrices_of_one_kind_become_one() -> None:
+    """In the same order and without bytes of their own; those of other codes stay apart."""
+    pairs = [on_device("zero", 64), on_device("zero", 40), on_device("q6_k", 48)]
+    matrices, x = [matrix for matrix, _ in pairs], random_x(3, COLUMNS, torch.float32)
+    want = [packed_linear(x, [matrix], activations="exact") for matrix in matrices]
+    joined = joined_matrices(matrices)
+    assert [each.out_features for each in joined] == [104, 48]
+    assert torch.equal(packed_linear(x, joined, activations="exact"), torch.cat(want, -1))
+    for matrix, own in zip(matrices, want, strict=True):
+        assert torch.equal(packed_linear(x, [matrix], activations="exact"), own)
+    for name, part in joined[0].parts.items():
+        (start,) = {each.parts[name].untyped_storage().data_ptr() for each in matrices[:2]}
+        assert start == part.data_ptr()
 
 
 def test_columns_are_split_where_outputs_are_few() -> None:
-    """K of 4,096 in parts of 256 and more, whose sums are one sum."""
+    """K of 4,096 in parts of 256 and more, which one launch adds up, with a bias and a residual, too."""
     matrix, weight = on_device("zero", 16, 4096)
-    x = random_x(2, 4096, torch.float32)
-    got = packed_linear(x, [matrix], activations="exact")
+    x, residual = random_x(2, 4096, torch.float32), random_x(2, 16, torch.float32)
     bound = 3e-6 * float((x.abs().double() @ weight.abs().T).max())
-    torch.testing.assert_close(got.double(), x.double() @ weight.T, rtol=0, atol=bound)
+    exact = x.double() @ weight.T
+    with counted() as launches:
+        got = packed_linear(x, [matrix], activations="exact")
+        added = packed_linear(x, [matrix], residual[0], activations="exact", residual=residual)
+    torch.testing.assert_close(got.double(), exact, rtol=0, atol=bound)
+    torch.testing.assert_close(added.double(), exact + residual[0] + residual, rtol=0, atol=2 * bound)
+    assert launches.total == 4 or not is_interpreted()
 
 
 @pytest.mark.parametrize("kind", ["awq", "bitsandbytes", "gguf"])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn import functional
 
 from kvreclaim.ops.extension import KERNELS, native
 from kvreclaim.ops.extension import unavailable_reason as unavailable_reason
-from kvreclaim.ops.layer_parts import Heads, Norm
+from kvreclaim.ops.layer_parts import Gate, Heads, LayerForm, Norm, is_alike
 from kvreclaim.ops.native.linear import max_rows, own_rows
 from kvreclaim.ops.native.norm import DTYPES as DTYPES
 from kvreclaim.ops.native.norm import has_norm_from_one as has_norm_from_one
@@ -22,6 +23,10 @@ from kvreclaim.ops.native.packed import ACTIVATIONS
 from kvreclaim.ops.packed import PackedMatrix
 
 NAME = "native"
+ROTATIONS = (False,)
+"""Heads.turns_neighbours of the rotations that the kernels have."""
+PLAIN_ALONE = True
+"""Whether layers with norms that multiply by 1 + weight, or whose MLP is a module, are never taken."""
 MOST_ROWS = 64
 """Rows of a layer in two calls: the room for what lies between their products is kept."""
 
@@ -29,6 +34,13 @@ MOST_ROWS = 64
 def runs_on(device: torch.device) -> bool:
     """Whether the kernels run on tensors of this device."""
     return device.type == "cpu"
+
+
+def takes_form(form: LayerForm) -> bool:
+    """Whether DecoderLayer computes it: norms are before the products alone, and of single heads."""
+    own = (form.heads.q_norm, form.heads.k_norm)
+    is_single = all(norm is None or norm.weight.shape[0] == form.heads.dim for norm in own)
+    return form.gate is not None and form.after == (None, None) and is_single and is_alike(*own)
 
 
 class Projection:
@@ -113,6 +125,9 @@ def gate(x: Tensor) -> Tensor:
     return out
 
 
+GATES: dict[Gate, Callable[[Tensor], Tensor]] = {"silu": gate}
+
+
 def _native(heads: Heads) -> tuple[Any, ...]:
     """Weights of both norms and what both add, and the sizes, as the kernels take them."""
     q_weight, eps = (None, 0.0) if heads.q_norm is None else (heads.q_norm.weight, heads.q_norm.eps)
@@ -133,22 +148,25 @@ class DecoderLayer:
     """A decoder layer without its attention: for up to MOST_ROWS rows one call before it and one behind it,
     for more a call for each part."""
 
+    any_angles = False
+    """Whether cos and sin may have another dtype than x."""
+
     def __init__(
-        self, heads: Heads, qkv: Projection, out: Projection, gate_up: Projection, down: Projection
+        self, form: LayerForm, qkv: Projection, out: Projection, gate_up: Projection, down: Projection
     ) -> None:
-        self.heads, self.qkv, self.out, self.gate_up, self.down = heads, qkv, out, gate_up, down
+        self.form, self.qkv, self.out, self.gate_up, self.down = form, qkv, out, gate_up, down
         parts = (each.native for each in (qkv, out, gate_up, down))
-        self._native = native().DecoderLayer(*parts, *_native(heads))
+        self._native = native().DecoderLayer(*parts, *_native(form.heads))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DecoderLayer:
         parts = [copy.deepcopy(part, memo) for part in (self.qkv, self.out, self.gate_up, self.down)]
-        return DecoderLayer(copy.deepcopy(self.heads, memo), *parts)
+        return DecoderLayer(copy.deepcopy(self.form, memo), *parts)
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [T, M], cos and sin [T, R] -> [T, (H + 2 K) D]: queries and keys, rotated, and values."""
         if not self._is_one_call(x.shape[0]):
             rows = self.qkv(x)
-            rotate(rows, cos, sin, self.heads)
+            rotate(rows, cos, sin, self.form.heads)
             return rows
         rows = x.new_empty((x.shape[0], self.qkv.out_features))
         self._native.before(x, cos, sin, rows)

@@ -1,19 +1,24 @@
 """The parts of a decoder layer on a GPU: torch's products, and a kernel for what lies between two of them.
 
-    norm, q k v, rotate    (write, attend: the batch's)    output, sum and norm, gate and up, SiLU * up, down
+    norm, q k v, rotate    (write, attend: the batch's)    output, sum and norm, gate and up, gate * up, down
 
-Eight launches and those of the batch. A CUDA graph can capture them all.
+Eight launches and those of the batch; nine with norms of what is added to the residual, which are part of the
+sums, and two more with norms of all queries and of all keys. A CUDA graph can capture them all.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 from torch.nn import functional
 
-from kvreclaim.ops.layer_parts import Heads, Norm
-from kvreclaim.ops.packed import PackedMatrix
+from kvreclaim.ops.layer_parts import Gate, Heads, LayerForm, Norm, is_alike
+from kvreclaim.ops.packed import PackedMatrix, joined_matrices
 from kvreclaim.ops.triton.decoder_kernels import gate_kernel, rms_norm_kernel, rotate_kernel
 from kvreclaim.ops.triton.packed import packed_linear
 from kvreclaim.ops.triton.support import DTYPES as DTYPES
@@ -21,6 +26,8 @@ from kvreclaim.ops.triton.support import is_interpreted, new_output, padded
 from kvreclaim.ops.triton.support import unavailable_reason as unavailable_reason
 
 NAME = "triton"
+ROTATIONS = (False, True)
+PLAIN_ALONE = False
 TILE = 1024
 """Numbers of a tile; a row of a norm is one tile, however long it is."""
 INTERPRETED_TILE = 1 << 16
@@ -46,43 +53,58 @@ def has_norm_from_one() -> bool:
     return True
 
 
+def takes_form(form: LayerForm) -> bool:
+    """Whether DecoderLayer computes it: two norms in one kernel differ in their weights alone."""
+    return is_alike(form.before[1], form.after[0]) and is_alike(form.heads.q_norm, form.heads.k_norm)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, from_one: bool = False) -> Tensor:
     """ops.native.norm.rms_norm, rounded once: x [..., D] in any strides, weight [D] -> like x, contiguous."""
     out = new_output(x, *x.shape)
-    _norm(x.contiguous(), None, weight, eps, (out, out), from_one)
+    _norm(x.contiguous(), Norm(weight, eps, from_one), out)
     return out.to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-    """x and residual [T, M] contiguous -> their sum, and its norm. Mutates nothing."""
-    total, out = (new_output(x, *x.shape) for _ in range(2))
-    _norm(x, residual, norm.weight, norm.eps, (total, out), False)
-    return total.to(x.dtype), out.to(x.dtype)
+def add_rms_norm(
+    x: Tensor, residual: Tensor, norm: Norm | None, after: Norm | None = None
+) -> tuple[Tensor, Tensor]:
+    """x, under the norm `after`, and residual [T, M] contiguous -> their sum, and its norm, or the sum twice.
+    Mutates nothing."""
+    total = new_output(x, *x.shape)
+    out = total if norm is None else new_output(x, *x.shape)
+    _norm(x, norm, out, after, (residual, total))
+    total = total.to(x.dtype)
+    return total, total if norm is None else out.to(x.dtype)
 
 
 def _norm(
     x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    outs: tuple[Tensor, Tensor],
-    from_one: bool,
+    norm: Norm | None,
+    out: Tensor,
+    after: Norm | None = None,
+    sums: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """outs: the sum with the residual, written where there is one, and the norm."""
-    width = weight.shape[0]
+    """out [.., M]: the norm of rows of x, as rms_norm_kernel has it. sums: a residual, and its sum with x."""
+    like = norm or after
+    assert like is not None or sums is not None
+    width = x.shape[-1]
     block = padded(width)
     count, rows = x.numel() // width, _rows(block)
     rms_norm_kernel[(triton.cdiv(count, rows),)](
         x,
-        x if residual is None else residual,
-        weight,
-        outs[1],
-        outs[0],
+        x if sums is None else sums[0],
+        x if after is None else after.weight,
+        x if norm is None else norm.weight,
+        out,
+        out if sums is None else sums[1],
         count,
-        eps,
+        0.0 if like is None else like.eps,
         M=width,
-        FROM_ONE=from_one,
-        HAS_RESIDUAL=residual is not None,
+        STRIDE=out.stride(-2) if out.dim() > 1 else width,
+        FROM_ONE=like is not None and like.from_one,
+        HAS_RESIDUAL=sums is not None,
+        HAS_AFTER=after is not None,
+        HAS_NORM=norm is not None,
         ROWS=rows,
         BLOCK=block,
         num_warps=4 if block <= 2048 else 8,
@@ -100,9 +122,13 @@ def rotate(rows: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> Tensor:
     cos, sin: [T, R]. Returns: the rows; in the interpreter a copy of those of 16 bits (see new_output).
     """
     out = rows.float() if is_interpreted() else rows
-    turned, norm = cos.shape[1], heads.q_norm
+    turned, norm, k_norm = cos.shape[1], heads.q_norm, heads.k_norm
+    if norm is not None and k_norm is not None and norm.weight.shape[0] != heads.dim:
+        for each, part in zip((norm, k_norm), out.split(_widths(heads), 1), strict=False):
+            _norm(part, each, part)
+        norm = k_norm = None
     block = padded(turned // 2)
-    size, k_norm = _rows(block), heads.k_norm
+    size = _rows(block)
     rotate_kernel[(triton.cdiv(rows.shape[0] * (heads.count + heads.kv_count), size),)](
         out,
         cos.contiguous(),
@@ -115,7 +141,9 @@ def rotate(rows: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> Tensor:
         KV_HEADS=heads.kv_count,
         D=heads.dim,
         R=turned,
+        NEIGHBOURS=heads.turns_neighbours,
         HAS_NORMS=norm is not None,
+        FROM_ONE=norm is not None and norm.from_one,
         ROWS=size,
         BLOCK=block,
         BLOCK_REST=padded(max(1, heads.dim - turned)),
@@ -124,15 +152,24 @@ def rotate(rows: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> Tensor:
     return out.to(rows.dtype)
 
 
-def gate(x: Tensor) -> Tensor:
-    """[T, 2 I] contiguous -> [T, I]: SiLU of the first half times the second."""
+def _widths(heads: Heads) -> list[int]:
+    """Numbers of a row's queries, keys and values."""
+    return [count * heads.dim for count in (heads.count, heads.kv_count, heads.kv_count)]
+
+
+def gate(x: Tensor, kind: Gate = "silu") -> Tensor:
+    """[T, 2 I] contiguous -> [T, I]: SiLU or GELU of the first half times the second."""
     count, width = x.shape[0], x.shape[1] // 2
     out = new_output(x, count, width)
     block = min(TILE, padded(width))
     rows = _rows(block)
     grid = (triton.cdiv(count, rows), triton.cdiv(width, block))
-    gate_kernel[grid](x, out, count, WIDTH=width, ROWS=rows, BLOCK=block, num_warps=4)
+    gelu = kind == "gelu_tanh"
+    gate_kernel[grid](x, out, count, WIDTH=width, GELU=gelu, ROWS=rows, BLOCK=block, num_warps=4)
     return out.to(x.dtype)
+
+
+GATES: dict[Gate, Callable[[Tensor], Tensor]] = {"silu": gate, "gelu_tanh": partial(gate, kind="gelu_tanh")}
 
 
 class Projection:
@@ -149,7 +186,8 @@ class Projection:
         activations: str = "dtype",
     ) -> None:
         """weight [N, K] and bias [N], or packed matrices, as ops.native.decoder.Projection takes them."""
-        self.weight, self.bias, self.norm, self.is_gated = weight, bias, norm, is_gated
+        self.weight = weight if isinstance(weight, Tensor) else joined_matrices(weight)
+        self.bias, self.norm, self.is_gated = bias, norm, is_gated
         self.activations = activations
         like = weight if isinstance(weight, Tensor) else like
         assert like is not None
@@ -158,7 +196,7 @@ class Projection:
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, K | 2 K] contiguous, of the weight's dtype -> [T, N]."""
         if self.norm is not None:
-            x = rms_norm(x, self.norm.weight, self.norm.eps)
+            x = rms_norm(x, self.norm.weight, self.norm.eps, from_one=self.norm.from_one)
         return self.product(gate(x) if self.is_gated else x)
 
     def product(self, x: Tensor) -> Tensor:
@@ -168,9 +206,9 @@ class Projection:
         return packed_linear(x, self.weight, self.bias, activations=self.activations)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual [T, N] += product(x): of a plain weight in one launch, which rounds the sum alone."""
+        """residual [T, N] + product(x), rounded once; a plain weight's in the residual's place."""
         if not isinstance(self.weight, Tensor):
-            return residual.add_(self.product(x))
+            return packed_linear(x, self.weight, self.bias, activations=self.activations, residual=residual)
         residual.addmm_(x, self.weight.t())
         return residual if self.bias is None else residual.add_(self.bias)
 
@@ -178,17 +216,31 @@ class Projection:
 class DecoderLayer:
     """A decoder layer without its attention."""
 
+    any_angles = True
+
     def __init__(
-        self, heads: Heads, qkv: Projection, out: Projection, gate_up: Projection, down: Projection
+        self,
+        form: LayerForm,
+        qkv: Projection,
+        out: Projection,
+        *mlp: Any,
     ) -> None:
-        self.heads, self.qkv, self.out, self.gate_up, self.down = heads, qkv, out, gate_up, down
+        """mlp: Projections of gate and up, and of down; where form has no gate, a module of [1, T, M]."""
+        self.form, self.qkv, self.out, self.mlp = form, qkv, out, mlp
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [T, M], cos and sin [T, R] -> [T, (H + 2 K) D]: queries and keys, rotated, and values."""
-        return rotate(self.qkv(x), cos, sin, self.heads)
+        return rotate(self.qkv(x), cos, sin, self.form.heads)
 
     def behind(self, attended: Tensor, x: Tensor) -> Tensor:
         """attended [T, H Dv], x [T, M] -> [T, M]: with the output projection added, and the MLP."""
-        assert self.gate_up.norm is not None
-        total, normed = add_rms_norm(self.out.product(attended), x, self.gate_up.norm)
-        return self.down.add_to(total, gate(self.gate_up.product(normed)))
+        form = self.form
+        total, normed = add_rms_norm(self.out.product(attended), x, form.before[1], form.after[0])
+        if form.gate is None:
+            (module,) = self.mlp
+            return add_rms_norm(module(normed[None])[0], total, None, form.after[1])[0]
+        gate_up, down = self.mlp
+        gated = gate(gate_up.product(normed), form.gate)
+        if form.after[1] is None:
+            return down.add_to(total, gated)
+        return add_rms_norm(down.product(gated), total, None, form.after[1])[0]

@@ -1,4 +1,4 @@
-"""What lies between the products of a decoder layer: RMS norm, rotary embedding, SiLU(gate) * up.
+"""What lies between the products of a decoder layer: RMS norms, rotary embedding, gates.
 
 Computed in fp32 and rounded once, when stored. Tiles are ROWS by BLOCK numbers.
 """
@@ -10,46 +10,62 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def _normed(value, weight, eps, M: tl.constexpr, FROM_ONE: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows of M numbers over their root mean square, times the weight [M], FROM_ONE times 1 + weight."""
+    dims = tl.arange(0, BLOCK)
+    factor = tl.rsqrt(tl.sum(value * value, axis=1) / M + eps)
+    scale = tl.load(weight + dims, mask=dims < M, other=0.0).to(tl.float32)
+    if FROM_ONE:
+        scale += 1.0
+    return value * factor[:, None] * scale[None, :]
+
+
 @triton.jit(do_not_specialize=["T"])
 def rms_norm_kernel(
     x,
     residual,
+    after,
     weight,
     out,
     total,
     T,
     eps,
     M: tl.constexpr,
+    STRIDE: tl.constexpr,
     FROM_ONE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_AFTER: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out [T, M]: rows of x, each over its root mean square, times the weight [M], FROM_ONE times 1 + weight.
-    HAS_RESIDUAL: rows of x + residual, which become total."""
+    """out [T, M]: RMS norm of rows of x, with the weight [M]. Rows of x and out lie STRIDE apart.
+    HAS_RESIDUAL: of rows of x + residual, which become total; HAS_AFTER: x is normed first, with weight
+    `after`. Without HAS_NORM there is no out."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK)
     mask = (rows < T)[:, None] & (dims < M)[None, :]
-    places = rows[:, None] * M + dims[None, :]
-    value = tl.load(x + places, mask=mask, other=0.0).to(tl.float32)
+    places, spaced = rows[:, None] * M + dims[None, :], rows[:, None] * STRIDE + dims[None, :]
+    value = tl.load(x + spaced, mask=mask, other=0.0).to(tl.float32)
+    if HAS_AFTER:
+        value = _normed(value, after, eps, M, FROM_ONE, BLOCK)
     if HAS_RESIDUAL:
         value += tl.load(residual + places, mask=mask, other=0.0).to(tl.float32)
         value = value.to(total.dtype.element_ty)
         tl.store(total + places, value, mask=mask)
         value = value.to(tl.float32)
-    factor = tl.rsqrt(tl.sum(value * value, axis=1) / M + eps)
-    scale = tl.load(weight + dims, mask=dims < M, other=0.0).to(tl.float32)
-    if FROM_ONE:
-        scale += 1.0
-    tl.store(out + places, value * factor[:, None] * scale[None, :], mask=mask)
+    if HAS_NORM:
+        tl.store(out + spaced, _normed(value, weight, eps, M, FROM_ONE, BLOCK), mask=mask)
 
 
 @triton.jit
-def _head_weights(q_norm, k_norm, is_query, dims, mask):
-    """[rows, dims] fp32: the weights of the norm of each row's head."""
+def _head_weights(q_norm, k_norm, is_query, dims, mask, FROM_ONE: tl.constexpr):
+    """[rows, dims] fp32: what the norm of each row's head multiplies by."""
     q = tl.load(q_norm + dims, mask=mask, other=0.0).to(tl.float32)
     k = tl.load(k_norm + dims, mask=mask, other=0.0).to(tl.float32)
-    return tl.where(is_query[:, None], q[None, :], k[None, :])
+    weights = tl.where(is_query[:, None], q[None, :], k[None, :])
+    return weights + 1.0 if FROM_ONE else weights
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -65,24 +81,29 @@ def rotate_kernel(
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     R: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
     HAS_NORMS: tl.constexpr,
+    FROM_ONE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
     """Program p turns ROWS of the T * (HEADS + KV_HEADS) queries and keys of x [T, (H + 2 K) D] in place.
-    BLOCK holds R / 2 dims, BLOCK_REST the D - R that stay."""
+    NEIGHBOURS: dim 2 i with 2 i + 1, else i with i + R / 2. BLOCK holds R / 2 dims, BLOCK_REST the D - R that
+    stay."""
     TURNED: tl.constexpr = HEADS + KV_HEADS
     HALF: tl.constexpr = R // 2
+    STEP: tl.constexpr = 2 if NEIGHBOURS else 1
+    GAP: tl.constexpr = 1 if NEIGHBOURS else HALF
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token, head = (index // TURNED).to(tl.int64), index % TURNED
     is_row = index < T * TURNED
     dims = tl.arange(0, BLOCK)
     mask = is_row[:, None] & (dims < HALF)[None, :]
     start = x + (token * (TURNED + KV_HEADS) + head)[:, None] * D
-    places = start + dims[None, :]
+    places = start + dims[None, :] * STEP
     low = tl.load(places, mask=mask, other=0.0).to(tl.float32)
-    high = tl.load(places + HALF, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(places + GAP, mask=mask, other=0.0).to(tl.float32)
     if HAS_NORMS:
         squares = tl.sum(low * low + high * high, axis=1)
         rest = tl.arange(0, BLOCK_REST)
@@ -92,10 +113,11 @@ def rotate_kernel(
             squares += tl.sum(tail * tail, axis=1)
         factor = tl.rsqrt(squares / D + eps)[:, None]
         is_query = head < HEADS
-        low *= factor * _head_weights(q_norm, k_norm, is_query, dims, dims < HALF)
-        high *= factor * _head_weights(q_norm + HALF, k_norm + HALF, is_query, dims, dims < HALF)
+        at, is_in = dims * STEP, dims < HALF
+        low *= factor * _head_weights(q_norm, k_norm, is_query, at, is_in, FROM_ONE)
+        high *= factor * _head_weights(q_norm + GAP, k_norm + GAP, is_query, at, is_in, FROM_ONE)
         if R < D:
-            tail *= factor * _head_weights(q_norm + R, k_norm + R, is_query, rest, rest < D - R)
+            tail *= factor * _head_weights(q_norm + R, k_norm + R, is_query, rest, rest < D - R, FROM_ONE)
             tl.store(start + R + rest[None, :], tail, mask=is_rest)
     angles = token[:, None] * R + dims[None, :]
     c = tl.load(cos + angles, mask=mask, other=0.0).to(tl.float32)
@@ -103,17 +125,26 @@ def rotate_kernel(
     tl.store(places, low * c - high * s, mask=mask)
     c = tl.load(cos + HALF + angles, mask=mask, other=0.0).to(tl.float32)
     s = tl.load(sin + HALF + angles, mask=mask, other=0.0).to(tl.float32)
-    tl.store(places + HALF, high * c + low * s, mask=mask)
+    tl.store(places + GAP, high * c + low * s, mask=mask)
+
+
+@triton.jit
+def activated(gate, GELU: tl.constexpr):
+    """SiLU, or GELU by its tanh formula: (1 + tanh(z)) / 2 = sigmoid(2 z)."""
+    power = gate
+    if GELU:
+        power = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return gate / (1.0 + tl.exp(tl.minimum(-power, 88.0)))
 
 
 @triton.jit(do_not_specialize=["T"])
-def gate_kernel(x, out, T, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """out [T, WIDTH]: SiLU of the first half of each row of x [T, 2 WIDTH] times the second."""
+def gate_kernel(x, out, T, WIDTH: tl.constexpr, GELU: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """out [T, WIDTH]: SiLU, or GELU by its tanh formula, of the first half of each row of x [T, 2 WIDTH]
+    times the second."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     dims = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = (rows < T)[:, None] & (dims < WIDTH)[None, :]
     places = x + rows[:, None] * (2 * WIDTH) + dims[None, :]
     gate = tl.load(places, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(places + WIDTH, mask=mask, other=0.0).to(tl.float32)
-    silu = gate / (1.0 + tl.exp(tl.minimum(-gate, 88.0)))
-    tl.store(out + rows[:, None] * WIDTH + dims[None, :], silu * up, mask=mask)
+    tl.store(out + rows[:, None] * WIDTH + dims[None, :], activated(gate, GELU) * up, mask=mask)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvreclaim.ops.packed import PackedMatrix
-from kvreclaim.ops.triton.packed_kernels import packed_product_kernel, unpack_kernel
+from kvreclaim.ops.triton.packed_kernels import packed_product_kernel, sum_kernel, unpack_kernel
 from kvreclaim.ops.triton.support import dot_precision, keeps_16_bits, new_output, num_processors
 
 FEW_ROWS = 64
@@ -20,23 +21,59 @@ FEW_ROWS = 64
 BLOCK_M, BLOCK_N, BLOCK_K = 16, 64, 64
 LEAST_STEP = 256
 """Columns of K that one program sums at least, where K is split to keep all processors busy."""
-UNPACK_BLOCK = 1024
+UNPACK_BLOCK = SUM_BLOCK = 1024
 
 
 def packed_linear(
-    x: Tensor, matrices: Sequence[PackedMatrix], bias: Tensor | None = None, *, activations: str = "dtype"
+    x: Tensor,
+    matrices: Sequence[PackedMatrix],
+    bias: Tensor | None = None,
+    *,
+    activations: str = "dtype",
+    residual: Tensor | None = None,
 ) -> Tensor:
     """x [.., K], bias [sum of N] -> [.., sum of N], the outputs of the matrices side by side, of x's dtype.
 
+    residual: contiguous, like the result, to which it is added
     activations: "dtype" rounds weights to x's dtype and multiplies there; "exact" multiplies in fp32. Sums
         are fp32 either way
     Fewer than FEW_ROWS rows read the codes; more multiply the matrix as numbers, in scratch memory.
     """
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    parts = [_product(rows, matrix, activations == "exact") for matrix in matrices]
-    out = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-    out = out if bias is None else out + bias.float()
+    widths = [matrix.out_features for matrix in matrices]
+    out = new_output(x, rows.shape[0], sum(widths))
+    starts = accumulate(widths, initial=0)
+    for matrix, start in zip(matrices, starts, strict=False):
+        if rows.shape[0]:
+            sums = _products(rows, matrix, activations == "exact")
+            if (
+                sums.shape == (1, *out.shape)
+                and sums.dtype is out.dtype
+                and bias is None
+                and residual is None
+            ):
+                out = sums[0]
+            else:
+                _add_up(sums, out, start, bias, residual)
     return out.to(x.dtype).view(*x.shape[:-1], -1)
+
+
+def _add_up(sums: Tensor, out: Tensor, start: int, bias: Tensor | None, residual: Tensor | None) -> None:
+    """Columns of out from `start` on: sums [parts, M, N] in one, with those of bias and residual."""
+    parts, count, width = sums.shape
+    sum_kernel[(count, triton.cdiv(width, SUM_BLOCK))](
+        sums,
+        sums if bias is None else bias[start:],
+        sums if residual is None else residual.view(out.shape)[:, start:],
+        out[:, start:],
+        parts,
+        count,
+        width,
+        out.shape[1],
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        BLOCK=SUM_BLOCK,
+    )
 
 
 def unpack_rows(matrix: PackedMatrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -57,15 +94,13 @@ def unpack_rows(matrix: PackedMatrix, ids: Tensor, dtype: torch.dtype) -> Tensor
     return out.to(dtype)
 
 
-def _product(rows: Tensor, matrix: PackedMatrix, is_exact: bool) -> Tensor:
-    """[M, N], in fp32 or x's dtype."""
+def _products(rows: Tensor, matrix: PackedMatrix, is_exact: bool) -> Tensor:
+    """[parts, M, N], in fp32 or x's dtype."""
     if rows.shape[0] >= FEW_ROWS:
         dtype = torch.float32 if is_exact else rows.dtype
         ids = torch.arange(matrix.out_features, device=rows.device)
-        return functional.linear(rows.to(dtype), unpack_rows(matrix, ids, dtype))
+        return functional.linear(rows.to(dtype), unpack_rows(matrix, ids, dtype))[None]
     (count, columns), out = rows.shape, matrix.out_features
-    if not count:
-        return rows.new_empty(0, out, dtype=torch.float32)
     tiles = triton.cdiv(count, BLOCK_M) * triton.cdiv(out, BLOCK_N)
     wanted = max(1, 2 * num_processors(rows.device) // tiles)
     step = max(LEAST_STEP, triton.cdiv(triton.cdiv(columns, wanted), BLOCK_K) * BLOCK_K)
@@ -89,7 +124,7 @@ def _product(rows: Tensor, matrix: PackedMatrix, is_exact: bool) -> Tensor:
         BLOCK_N=BLOCK_N,
         BLOCK_K=BLOCK_K,
     )
-    return sums[0] if parts == 1 else sums.sum(0)
+    return sums
 
 
 _KINDS: dict[torch.dtype, Any] = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

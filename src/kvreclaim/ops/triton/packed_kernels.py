@@ -127,6 +127,35 @@ def packed_product_kernel(
     tl.store(y + places, total, mask=(m < M)[:, None] & (n < N)[None, :])
 
 
+@triton.jit(do_not_specialize=["parts", "M"])
+def sum_kernel(
+    sums,
+    bias,
+    residual,
+    y,
+    parts,
+    M,
+    N,
+    STRIDE,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """y [M, N]: sums [parts, M, N] added up, with bias [N] and residual [M, N]. Rows of y and of the residual
+    lie STRIDE apart."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = n < N
+    total = tl.full([BLOCK], 0, tl.float32)
+    for part in range(parts):
+        total += tl.load(sums + (part * M + row) * N + n, mask=mask, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        total += tl.load(bias + n, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        total += tl.load(residual + row * STRIDE + n, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y + row * STRIDE + n, total, mask=mask)
+
+
 @triton.jit
 def unpack_kernel(
     data,
