@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch import Tensor
 from kvreclaim import LLM, SamplingParams
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.execute import graph_buffers
+from kvreclaim.engine.execute.graph_buffers import TableRows
 from kvreclaim.engine.execute.graphs import Capture, CudaCapture, DecodeGraphs, DecodeStep, padded_sizes
 from kvreclaim.model.loader import LoadedModel, load_model
 from kvreclaim.ops import reference
@@ -61,7 +62,7 @@ class World:
     @torch.inference_mode()
     def ordinary(self, step: DecodeStep) -> Tensor:
         tokens, positions = step.tokens, step.positions
-        batch = AttentionBatch.build(tuple(step.sequences[0]), S, torch.device("cpu"))
+        batch = AttentionBatch.build(slots(step), S, torch.device("cpu"))
         return self.loaded.model(
             input_ids=torch.tensor([tokens]),
             position_ids=torch.from_numpy(positions)[None],
@@ -88,12 +89,17 @@ def step(lengths: list[int], seed: int = 0, shift: int = 0) -> DecodeStep:
     rng = np.random.default_rng(seed)
     needed = [-(-n // S) for n in lengths]
     tables = np.split(rng.permutation(60), np.cumsum(needed))
-    slots = tuple(
-        SequenceSlots(table.astype(np.int32), 1, n, shift)
-        for n, table in zip(lengths, tables[: len(lengths)], strict=True)
-    )
+    ids = [table.astype(np.int32) for table in tables[: len(lengths)]]
+    rows = TableRows(ids, np.array(lengths), np.full(len(lengths), shift))
     tokens = rng.integers(0, tiny.VOCAB_SIZE, len(lengths)).tolist()
-    return DecodeStep(tokens, np.asarray(lengths) + shift - 1, [slots])
+    return DecodeStep(tokens, np.asarray(lengths) + shift - 1, [rows])
+
+
+def slots(step: DecodeStep) -> tuple[SequenceSlots, ...]:
+    """The rows of a step, each as a sequence of one query."""
+    rows = step.tables[0]
+    columns = rows.block_ids, rows.lengths.tolist(), rows.shifts.tolist()
+    return tuple(SequenceSlots(ids, 1, n, shift) for ids, n, shift in zip(*columns, strict=True))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt-oss"])
@@ -123,16 +129,8 @@ def test_capturing_at_the_start_writes_nothing_and_leaves_nothing_to_capture(wor
         assert torch.equal(x, y)
 
 
-def altered(**changes) -> DecodeStep:
-    plain = step([5, 9])
-    first, second = plain.sequences[0]
-    return replace(plain, sequences=[(first, replace(second, **changes))])
-
-
 REFUSED = {
-    "prefill rows": altered(query_len=2),
-    "other positions": altered(slot_positions=torch.zeros(2, 2, 9, dtype=torch.int32)),
-    "no sequence": DecodeStep([], np.zeros(0, dtype=np.int64), [()]),
+    "no sequence": DecodeStep([], np.zeros(0, dtype=np.int64), []),
     "more than 5 sequences": step([1] * 6),
     "more than 10 blocks": step([44]),
 }
@@ -314,7 +312,7 @@ def test_cuda_graphs_equal_ordinary_steps(tiny_dir) -> None:
     graphs = DecodeGraphs(loaded.model, ours, kernels, one_table(loaded), **limits(5, CudaCapture()))
     for seed, lengths in enumerate([[9, 1, 30], [40], [4, 5, 17, 8, 23], [12, 4]]):
         now = step(lengths, seed)
-        batch = AttentionBatch.build(tuple(now.sequences[0]), S, torch.device("cuda"))
+        batch = AttentionBatch.build(slots(now), S, torch.device("cuda"))
         with torch.inference_mode():
             want = loaded.model(
                 input_ids=torch.tensor([now.tokens], device="cuda"),

@@ -33,6 +33,18 @@ class CellTable:
     prompt_slots: np.ndarray
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadCells:
+    """The cells of the heads of a sequence now. Never changed.
+
+    cells:   [L, K, W] int32, in token order, padded with cells of the sequence
+    offsets: [L, K] int64, tokens of each head beyond the sequence's physical length, mostly negative
+    """
+
+    cells: np.ndarray
+    offsets: np.ndarray
+
+
 def append_cells(cells: CellTable, appended: np.ndarray) -> np.ndarray:
     """[L, K, W] int32: the cells of each head in token order, padded with cells of the sequence.
 

@@ -17,15 +17,15 @@ from kvreclaim.config import EngineConfig
 from kvreclaim.engine.execute.graph_buffers import (
     POSITION,
     TOKEN,
-    HeadCells,
     SentCells,
     StepBuffers,
+    TableRows,
 )
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.windows.window import Place
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.ops.backend import Backend
-from kvreclaim.ops.batch import SequenceSlots
+from kvreclaim.ops.cell_tables import HeadCells
 from kvreclaim.ops.cells import cell_layers
 from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.ops.kv_cache import KVCache, LayerCache
@@ -126,14 +126,14 @@ class _ReplayedKVBatch:
 class DecodeStep:
     """A step in which every sequence brings its next token.
 
-    tokens:    one for each sequence; positions: [N] int64
-    sequences: for the table of full attention and each group of windows, as these layers see them
-    cells:     of each sequence if the heads of some hold unequal numbers of tokens
+    tokens:    one for each row; positions: [N] int64
+    tables:    the rows in the table of full attention and in that of each group of windows
+    cells:     of each row, if the heads of some sequences hold unequal numbers of tokens
     """
 
     tokens: Sequence[int]
     positions: np.ndarray
-    sequences: Sequence[Sequence[SequenceSlots]]
+    tables: Sequence[TableRows]
     cells: Sequence[HeadCells] | None = None
 
 
@@ -204,28 +204,22 @@ class DecodeGraphs:
         if reason is not None:
             self.refuse(reason)
             return None
-        self._buffers.fill(size, step.tokens, step.positions, step.sequences)
+        self._buffers.fill(size, step.tokens, step.positions, step.tables)
         if step.cells is not None:
             self._cell_tables().send(step.cells)
         return self._replays[size, unequal]()[:num_rows]
 
     def _obstacle(self, step: DecodeStep) -> str | None:
-        sequences, tables = step.sequences[0], self._buffers.tables
-        cells = [] if step.cells is None else step.cells
-        problems = {
-            "it has no sequence": not sequences,
-            "it has prefill rows": any(seq.query_len != 1 for seq in sequences),
-            "heads hold other positions": any(seq.slot_positions is not None for seq in sequences),
-            f"it has more than {self.sizes[-1]} sequences": len(sequences) > self.sizes[-1],
-        }
-        for table, rows in zip(tables, step.sequences, strict=True):
-            too_long = any(len(seq.block_ids) > table.width for seq in rows)
-            problems[f"a sequence has more than {table.width} blocks"] = too_long
-        if cells:
-            width = self._cell_tables().width
-            too_long = any(row.cells.shape[-1] > width for row in cells)
-            problems[f"a head has more than {width} blocks"] = too_long
-        return next((reason for reason, holds in problems.items() if holds), None)
+        if not step.tokens:
+            return "it has no sequence"
+        if len(step.tokens) > self.sizes[-1]:
+            return f"it has more than {self.sizes[-1]} sequences"
+        for table, rows in zip(self._buffers.tables, step.tables, strict=True):
+            if max(map(len, rows.block_ids)) > table.width:
+                return f"a sequence has more than {table.width} blocks"
+        if step.cells and max([row.cells.shape[-1] for row in step.cells]) > self._cell_tables().width:
+            return f"a head has more than {self._cell_tables().width} blocks"
+        return None
 
     def _cell_tables(self) -> SentCells:
         if self._cells is None:
@@ -238,7 +232,8 @@ class DecodeGraphs:
         if key in self._replays or key in self._failed:
             return self._failed.get(key)
         nothing = np.zeros(0, dtype=np.int64)
-        self._buffers.fill(size, [], nothing, [()] * len(self._buffers.tables))
+        empty = TableRows((), nothing, nothing)
+        self._buffers.fill(size, [], nothing, [empty] * len(self._buffers.tables))
         try:
             self._replays[key] = self._capture(lambda: self._run(size, unequal=unequal))
         except RuntimeError as error:
