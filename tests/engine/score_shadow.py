@@ -119,7 +119,7 @@ class ScoreShadow(Shadow):
         if seq.state.cells is not None:
             num_slots = memory.table(seq.seq_id).physical_len
             lengths = head_lengths(seq.state.cells, num_slots, self.cache)[layer].tolist()
-            cells = torch.from_numpy(head_cells(seq, memory, self.cache).cells[layer]).long()
+            cells = torch.from_numpy(head_cells(seq, memory, self.cache)[layer]).long()
             return [store.of_cells(row, n)[0] for row, n in zip(cells, lengths, strict=True)]
         table = memory.table(seq.seq_id)
         return list(store.of(layer, torch.from_numpy(seq.block_row(table)).long(), table.physical_len))

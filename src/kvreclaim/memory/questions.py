@@ -238,13 +238,14 @@ class MemoryQuestions:
         return self.full.first_lacking(passes, unsure)
 
     def has_room(self, seq_id: int, num_tokens: int) -> bool:
-        """Whether the blocks that it holds take num_tokens more: grow would change nothing. May be False where
-        grow has nothing to do."""
+        """Whether its blocks take num_tokens more, so that grow would change nothing. May be False where that
+        has nothing to do."""
         table = self._tables[seq_id]
-        for group in self.groups:
-            if not group.has_room(seq_id, table, num_tokens):
-                return False
-        return True
+        if not self.full.has_room(seq_id, table, num_tokens):
+            return False
+        return len(self.groups) == 1 or all(
+            group.has_room(seq_id, table, num_tokens) for group in self.groups[1:]
+        )
 
     def can_grow(self, seq_id: int, num_tokens: int) -> bool:
         """Whether grow would succeed."""

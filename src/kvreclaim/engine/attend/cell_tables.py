@@ -11,17 +11,16 @@ from kvreclaim.engine.request.request import Scheduled, Sequence
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import BatchArrays
-from kvreclaim.ops.cell_tables import CellTable, HeadCells, append_cells
+from kvreclaim.ops.cell_tables import CellTable, append_cells
 from kvreclaim.ops.cells import CellBatch, cell_batch, cell_layers, natural_cells
 from kvreclaim.ops.kv_cache import KVCache
 
 
-def head_cells(seq: Sequence, memory: MemoryManager, cache: KVCache) -> HeadCells:
+def head_cells(seq: Sequence, memory: MemoryManager, cache: KVCache) -> np.ndarray:
     """grown_cells of the sequence's present table, remembered until that changes."""
-    table, cells = memory.table(seq.seq_id), seq.state.cells
+    table = memory.table(seq.seq_id)
     if seq.cell_cache is None or seq.cell_cache[0] != table.version:
-        found = HeadCells(grown_cells(cells, seq.block_row(table), cache), head_lengths(cells, 0, cache))
-        seq.cell_cache = table.version, found
+        seq.cell_cache = (table.version, grown_cells(seq.state.cells, seq.block_row(table), cache))
     return seq.cell_cache[1]
 
 
@@ -53,12 +52,15 @@ def uneven_part(
     physical = [
         memory.table(item.seq.seq_id).physical_len + new for item, new in zip(items, behind, strict=True)
     ]
-    lengths = np.concatenate([own.offsets + n for own, n in zip(cells, physical, strict=True)], axis=1)
-    tables = np.empty((*lengths.shape, max(own.cells.shape[-1] for own in cells)), dtype=np.int32)
+    lengths = np.concatenate(
+        [head_lengths(item.seq.state.cells, n, cache) for item, n in zip(items, physical, strict=True)],
+        axis=1,
+    )
+    tables = np.empty((*lengths.shape, max(own.shape[-1] for own in cells)), dtype=np.int32)
     for i, own in enumerate(cells):
         its = tables[:, i * heads : (i + 1) * heads]
-        its[..., : own.cells.shape[-1]] = own.cells
-        its[..., own.cells.shape[-1] :] = own.cells[..., -1:]
+        its[..., : own.shape[-1]] = own
+        its[..., own.shape[-1] :] = own[..., -1:]
     query_lens = np.repeat([item.num_tokens for item in items], heads)
     starts = torch.from_numpy(np.cumsum([0, *query_lens], dtype=np.int32)).to(device)
     sent = torch.from_numpy(tables).to(device), torch.from_numpy(lengths.astype(np.int32)).to(device)

@@ -71,7 +71,7 @@ class SparsePart:
         self.tile_lengths = np.diff([*self.starts, tokens.stop])
         self._order = head_order(self.tile_lengths.tolist(), cache.num_kv_heads, device)
         physical = memory.table(seq.seq_id).physical_len + item.num_tokens
-        self._tables = head_cells(seq, memory, cache).cells
+        self._tables = head_cells(seq, memory, cache)
         self._lengths = head_lengths(seq.state.cells, physical, cache)
         self._before_end = move(stop - (self.starts + self.tile_lengths), device)
         self._sent_lengths = move(self.tile_lengths, device)

@@ -6,15 +6,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvreclaim.engine.attend.cell_tables import head_cells
 from kvreclaim.engine.attend.windows import window_parts
 from kvreclaim.engine.execute.graph_buffers import TableRows
 from kvreclaim.engine.execute.graphs import DecodeStep
 from kvreclaim.engine.request.request import Scheduled
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.ops.cell_tables import HeadCells
+from kvreclaim.ops.cell_tables import CellTable
 from kvreclaim.ops.groups import LayerGroups
-from kvreclaim.ops.kv_cache import KVCache
 
 
 def wanted_positions(item: Scheduled) -> range:
@@ -48,16 +46,13 @@ def decode_positions(step: list[Scheduled]) -> list[range] | None:
     return found
 
 
-def decode_step(
-    step: list[Scheduled], groups: LayerGroups, memory: MemoryManager, cells: KVCache | None
-) -> DecodeStep:
-    """The rows of a decode step. cells: the cache, if the heads of some sequences hold unequal numbers of
-    tokens."""
+def decode_step(step: list[Scheduled], groups: LayerGroups, memory: MemoryManager) -> DecodeStep:
+    """Return the rows of a decode step."""
     tokens: list[int] = []
     lengths: list[int] = []
     shifts: list[int] = []
     blocks: list[np.ndarray] = []
-    heads: list[HeadCells] = []
+    cells: list[CellTable | None] = []
     tables = memory.full.tables
     for item in step:
         seq, row = item.seq, item.row
@@ -66,17 +61,15 @@ def decode_step(
         if shift and seq.slots_are_positions:
             shift = 0
         first = table.physical_len + row.first - seq.num_computed + 1
-        ids = seq.block_row(table)
-        own = None if cells is None else head_cells(seq, memory, cells)
         tokens.append(seq.token_ids[row.first])
         lengths.append(first)
         shifts.append(shift)
-        blocks.append(ids)
-        if own is not None:
-            heads.append(own)
+        blocks.append(seq.block_row(table))
+        cells.append(seq.state.cells)
     full = TableRows(blocks, np.array(lengths, dtype=np.int64), np.array(shifts, dtype=np.int64))
     positions = full.lengths + full.shifts - 1
-    return DecodeStep(tokens, positions, [full, *_windows(step, groups, memory)], heads or None)
+    is_even = cells.count(None) == len(cells)
+    return DecodeStep(tokens, positions, [full, *_windows(step, groups, memory)], None if is_even else cells)
 
 
 def _windows(step: list[Scheduled], groups: LayerGroups, memory: MemoryManager) -> Iterator[TableRows]:

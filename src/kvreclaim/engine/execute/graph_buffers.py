@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvreclaim.ops.cell_tables import HeadCells
+from kvreclaim.engine.attend.cell_tables import grown_cells, head_lengths
+from kvreclaim.ops.cell_tables import CellTable
+from kvreclaim.ops.cells import natural_cells
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.moving import fill, move
 
@@ -64,7 +66,7 @@ class SentCells:
     """The cells of the heads of all rows, of all layers.
 
     device:  [L, R, K, W] int32
-    offsets: [L, R, K] int32; HeadCells.offsets
+    offsets: [L, R, K] int32, tokens of each head beyond the row's physical length, mostly negative
     """
 
     def __init__(self, num_rows: int, most: int, cache: KVCache) -> None:
@@ -75,25 +77,54 @@ class SentCells:
         shape = (cache.num_layers, num_rows, cache.num_kv_heads)
         self.device = torch.zeros((*shape, max(1, min(most, limit))), dtype=torch.int32, device=cache.device)
         self.offsets = torch.zeros(shape, dtype=torch.int32, device=cache.device)
-        self._sent: list[HeadCells | None] = [None] * num_rows
+        self.width = self.device.shape[-1]
+        self._cache = cache
+        self._sent: list[tuple[CellTable | None, np.ndarray]] = [(None, np.zeros(0, np.int32))] * num_rows
 
-    @property
-    def width(self) -> int:
-        return self.device.shape[-1]
+    def send(self, cells: Sequence[CellTable | None], rows: Sequence[np.ndarray]) -> None:
+        """Send what has changed. cells: of each row, where the last pass has put them; rows: [blocks] int32,
+        the block tables, with what was appended since."""
+        grown: list[tuple[int, int]] = []
+        others: list[int] = []
+        for i, (table, ids) in enumerate(zip(cells, rows, strict=True)):
+            known, sent = self._sent[i]
+            if known is table and sent is ids:
+                continue
+            if known is table and np.array_equal(ids[: len(sent)], sent):
+                grown.append((i, len(sent)))
+            else:
+                others.append(i)
+            self._sent[i] = table, ids
+        if grown:
+            self._append(grown)
+        if others:
+            self._replace(others)
 
-    def send(self, rows: Sequence[HeadCells]) -> None:
-        """Send the rows with changed cells, all layers in one copy."""
-        changed = [i for i, row in enumerate(rows) if row is not self._sent[i]]
-        if not changed:
-            return
-        width = max(rows[i].cells.shape[-1] for i in changed)
+    def _append(self, grown: list[tuple[int, int]]) -> None:
+        """Send the cells of the last blocks of rows, each from an entry of its table on, in one copy."""
+        (num_layers, num_rows, heads), nothing = self.offsets.shape, np.zeros((1, 1), dtype=np.int64)
+        held = [self._sent[i] for i, _ in grown]
+        firsts = [nothing if table is None else table.counts - table.num_blocks for table, _ in held]
+        new = [np.arange(first, len(ids)) for (_, first), (_, ids) in zip(grown, held, strict=True)]
+        counts = [len(places) for places in new]
+        rows = np.repeat([i for i, _ in grown], counts)
+        places = np.concatenate(new)
+        blocks = np.concatenate([ids[first:] for (_, first), (_, ids) in zip(grown, held, strict=True)])
+        columns = np.repeat(np.stack(np.broadcast_arrays(*firsts), axis=-1), counts, axis=-1) + places
+        layers, values = np.arange(num_layers)[:, None, None], natural_cells(self._cache, blocks)
+        at = ((layers * num_rows + rows) * heads + np.arange(heads)[:, None]) * self.width + columns
+        sent = move(np.stack((at.ravel(), values.ravel())), self.device.device)
+        self.device.view(-1).index_copy_(0, sent[0], sent[1].int())
+
+    def _replace(self, changed: list[int]) -> None:
+        """Send all cells of rows, of all layers, in one copy."""
+        found = [grown_cells(*self._sent[i], self._cache) for i in changed]
         num_layers, _, heads = self.offsets.shape
+        width = max(own.shape[-1] for own in found)
         packed = np.zeros((num_layers, len(changed), heads, 2 + width), dtype=np.int32)
-        for at, i in enumerate(changed):
-            own = rows[i]
-            packed[:, at, :, 0], packed[:, at, :, 1] = i, own.offsets
-            packed[:, at, :, 2 : 2 + own.cells.shape[-1]] = own.cells
-            self._sent[i] = own
+        for at, (i, own) in enumerate(zip(changed, found, strict=True)):
+            packed[:, at, :, 0], packed[:, at, :, 1] = i, head_lengths(self._sent[i][0], 0, self._cache)
+            packed[:, at, :, 2 : 2 + own.shape[-1]] = own
         sent = move(packed, self.device.device)
         places = sent[0, :, 0, 0].long()
         self.offsets.index_copy_(1, places, sent[..., 1])

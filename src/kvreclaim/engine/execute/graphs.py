@@ -25,7 +25,7 @@ from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.windows.window import Place
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.ops.backend import Backend
-from kvreclaim.ops.cell_tables import HeadCells
+from kvreclaim.ops.cell_tables import CellTable
 from kvreclaim.ops.cells import cell_layers
 from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.ops.kv_cache import KVCache, LayerCache
@@ -128,13 +128,13 @@ class DecodeStep:
 
     tokens:    one for each row; positions: [N] int64
     tables:    the rows in the table of full attention and in that of each group of windows
-    cells:     of each row, if the heads of some sequences hold unequal numbers of tokens
+    cells:     where passes have put those of each row, if the heads of some hold unequal numbers of tokens
     """
 
     tokens: Sequence[int]
     positions: np.ndarray
     tables: Sequence[TableRows]
-    cells: Sequence[HeadCells] | None = None
+    cells: Sequence[CellTable | None] | None = None
 
 
 class DecodeGraphs:
@@ -206,7 +206,7 @@ class DecodeGraphs:
             return None
         self._buffers.fill(size, step.tokens, step.positions, step.tables)
         if step.cells is not None:
-            self._cell_tables().send(step.cells)
+            self._cell_tables().send(step.cells, step.tables[0].block_ids)
         return self._replays[size, unequal]()[:num_rows]
 
     def _obstacle(self, step: DecodeStep) -> str | None:
@@ -217,8 +217,11 @@ class DecodeGraphs:
         for table, rows in zip(self._buffers.tables, step.tables, strict=True):
             if max(map(len, rows.block_ids)) > table.width:
                 return f"a sequence has more than {table.width} blocks"
-        if step.cells and max([row.cells.shape[-1] for row in step.cells]) > self._cell_tables().width:
-            return f"a head has more than {self._cell_tables().width} blocks"
+        if step.cells is not None:
+            pairs = zip(step.cells, step.tables[0].block_ids, strict=True)
+            most = [len(ids) if own is None else len(ids) - own.num_blocks + own.most for own, ids in pairs]
+            if max(most) > self._cell_tables().width:
+                return f"a head has more than {self._cell_tables().width} blocks"
         return None
 
     def _cell_tables(self) -> SentCells:

@@ -145,7 +145,7 @@ class ModelRunner:
         for extension in extensions:
             runs = extension.expand(runs)
         special = [item for item in step if not item.seq.request.is_plain]
-        watched = observed and bool(special) and any([is_watched(item.seq) for item in special])
+        watched = observed and any(map(is_watched, [item.seq for item in special]))
         logits, wanted = None, None if self.graphs is None else decode_positions(step)
         if self.graphs is not None and wanted is not None:
             logits = self._replay(self.graphs, step, special, watched)
@@ -266,16 +266,13 @@ class ModelRunner:
         if watched:
             graphs.refuse("a policy keeps queries, attention or scores of tokens")
             return None
-        if any([reads_part(item) for item in special]):
+        if any(map(reads_part, special)):
             graphs.refuse("a policy reads some of the blocks")
             return None
-        if self._has_windows and any([self._slot_positions(item.seq) is not None for item in special]):
+        if self._has_windows and any(self._slot_positions(item.seq) is not None for item in special):
             graphs.refuse("heads hold other positions")
             return None
-        is_uneven = any([item.seq.state.cells is not None for item in special])
-        return graphs.forward(
-            decode_step(step, self.groups, self.memory, self.cache if is_uneven else None)
-        )
+        return graphs.forward(decode_step(step, self.groups, self.memory))
 
     def slots(self, item: Scheduled) -> SequenceSlots:
         """Where a sequence's keys lie when an item of it has been computed."""

@@ -128,9 +128,7 @@ class Lifecycle:
             if seq_id in self.sequences:
                 self.fail(self.sequences[seq_id].request, error, "scheduling")
         rows = [(self.sequences.get(row.seq_id), row) for row in plan.rows]
-        return [
-            Scheduled(seq, row) for seq, row in rows if seq is not None and seq.status is Status.RUNNING
-        ]
+        return [Scheduled(seq, row) for seq, row in rows if seq is not None and seq.status is Status.RUNNING]
 
     def _admit(self, seq: Sequence, begun: Admitted) -> bool:
         """Tell the extensions that a sequence begins. Returns: whether it does."""

@@ -32,7 +32,6 @@ from kvreclaim.engine.sampling.processors import SampleRow, completing
 from kvreclaim.engine.sampling.thinking import ThinkTracker
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.block_table import BlockTable
-from kvreclaim.ops.cell_tables import HeadCells
 from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.schedule.budget.account import Account
 
@@ -65,7 +64,7 @@ class Sequence(schedule.ScheduledSequence):
     answer_blocks: int = 0
     final_blocks: int = 0
     row_cache: tuple[int, np.ndarray] | None = None
-    cell_cache: tuple[int, HeadCells] | None = None
+    cell_cache: tuple[int, np.ndarray] | None = None
     window_cache: dict[int, tuple[int, tuple[np.ndarray, ...]]] = field(default_factory=dict)
     hypothesis: Hypothesis | None = None
     matcher: Matcher | None = None
@@ -84,11 +83,16 @@ class Sequence(schedule.ScheduledSequence):
 
     def block_row(self, table: BlockTable) -> np.ndarray:
         """[blocks] int32 ids of its table for the kernels; a hole names another block (never attended)."""
-        if self.row_cache is None or self.row_cache[0] != table.version:
-            some = next((block for block in reversed(table.block_ids) if block is not None), 0)
-            ids = [some if block is None else block for block in table.block_ids]
-            self.row_cache = (table.version, np.array(ids, dtype=np.int32))
-        return self.row_cache[1]
+        known, ids = self.row_cache, table.block_ids
+        if known is not None and known[0] == table.version:
+            return known[1]
+        if known is not None and known[0] == table.version - 1 and len(ids) > len(known[1]):
+            row = np.append(known[1], np.array(ids[len(known[1]) :], dtype=np.int32))  # blocks were appended
+        else:
+            some = next((block for block in reversed(ids) if block is not None), 0)
+            row = np.array([some if block is None else block for block in ids], dtype=np.int32)
+        self.row_cache = table.version, row
+        return row
 
     def note_blocks(self, num_held: int) -> None:
         """Its table holds so many blocks after computing up to num_computed."""

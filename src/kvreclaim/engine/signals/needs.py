@@ -39,12 +39,14 @@ def is_watched(seq: Sequence) -> bool:
     """Whether every step has to add to the sequence's signals: not if no pass is to come, but for scores of
     tokens, which whoever hits its blocks relies on."""
     compressor = seq.request.compressor
-    recall = None if compressor is None else compressor.recall
+    if compressor is None:
+        return False
+    recall, needs = compressor.recall, compressor.needs
     if recall is not None and (recall.needs_queries or recall.mode == "query"):
         return True
-    if compressor is None or not needs_of(compressor) & WATCHED:
+    if not needs & WATCHED:
         return False
-    if Signal.TOKEN_SCORES in needs_of(compressor):
+    if Signal.TOKEN_SCORES in needs:
         return True
     over = seq.num_prompt <= compressor.budget or seq.account.last_computed > 0
     return not (compressor.policy.prompt_only and over)

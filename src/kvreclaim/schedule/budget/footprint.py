@@ -149,7 +149,11 @@ class Footprint:
             worth = there - self.budget >= (self.block_size if self.aligned else 1)
             return worth and not in_prompt and account.last_computed == 0
         live = num_computed - account.num_evicted
-        return live >= (self.prompt_cap if in_prompt else self._due_at(num_prompt, account.last_computed))
+        if in_prompt:
+            return live >= self.prompt_cap
+        return live >= self.decode_cap - self.offset and live >= self._due_at(
+            num_prompt, account.last_computed
+        )
 
     def sparse_rows(self, num_prompt: int) -> range:
         """Tokens of a prompt that read some of the blocks before them."""
