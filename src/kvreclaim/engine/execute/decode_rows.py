@@ -35,7 +35,7 @@ def decode_positions(step: list[Scheduled]) -> list[range] | None:
     found = []
     for item in step:
         row, seq = item.row, item.seq
-        if row.num_tokens != 1:
+        if row.num_tokens - row.num_drafts != 1:
             return None
         if len(seq.token_ids) == row.first + 1 and seq.request.scores is None:
             found.append(range(row.first, row.first + row.num_tokens))
@@ -61,11 +61,18 @@ def decode_step(step: list[Scheduled], groups: LayerGroups, memory: MemoryManage
         if shift and seq.slots_are_positions:
             shift = 0
         first = table.physical_len + row.first - seq.num_computed + 1
+        ids = seq.block_row(table)
         tokens.append(seq.token_ids[row.first])
         lengths.append(first)
         shifts.append(shift)
-        blocks.append(seq.block_row(table))
+        blocks.append(ids)
         cells.append(seq.state.cells)
+        if count := row.num_drafts:
+            tokens += seq.draft_ids[:count]
+            lengths += range(first + 1, first + 1 + count)
+            shifts += [shift] * count
+            blocks += [ids] * count
+            cells += [seq.state.cells] * count
     full = TableRows(blocks, np.array(lengths, dtype=np.int64), np.array(shifts, dtype=np.int64))
     positions = full.lengths + full.shifts - 1
     is_even = cells.count(None) == len(cells)
@@ -76,6 +83,7 @@ def _windows(step: list[Scheduled], groups: LayerGroups, memory: MemoryManager) 
     """The same rows for each group of layers with windows."""
     for n, window in enumerate(groups.windows):
         parts = [part for item in step for part in window_parts(item, n, window, groups.parts, memory)]
-        lengths = np.array([length for _, _, length in parts], dtype=np.int64)
+        rows = [(ids, end - new + 1 + i) for ids, new, end in parts for i in range(new)]
+        lengths = np.array([length for _, length in rows], dtype=np.int64)
         for group in range(groups.num_groups(window)):
-            yield TableRows([ids[group] for ids, _, _ in parts], lengths, np.zeros_like(lengths))
+            yield TableRows([ids[group] for ids, _ in rows], lengths, np.zeros_like(lengths))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from kvreclaim import speculation
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.execute.graph_buffers import (
     POSITION,
@@ -34,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 FEW_ROWS = 16
 """Padded batch sizes are powers of two up to here, then multiples of it."""
+
+MOST_DRAFTED = 512
+"""Rows of a step with drafts up to which it is replayed, if there are more than sequences."""
 
 Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 """Turns a function of fixed buffers into one that computes the same from what they hold later. May call it;
@@ -124,7 +128,8 @@ class _ReplayedKVBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeStep:
-    """A step in which every sequence brings its next token.
+    """A step in which every sequence brings its next token, and maybe drafts behind it. Each of these is a
+    row, which attends like a sequence of one query: a layer writes all rows' keys before any row attends.
 
     tokens:    one for each row; positions: [N] int64
     tables:    the rows in the table of full attention and in that of each group of windows
@@ -138,8 +143,8 @@ class DecodeStep:
 
 
 class DecodeGraphs:
-    """Runs decode steps by replay: one graph per padded batch size, and another one for steps with unequal
-    heads, captured by `capture` or at its first use.
+    """Runs decode steps by replay: one graph per padded number of rows, and another one for steps with
+    unequal heads, captured by `capture` or at its first use.
 
     A step that cannot be replayed is refused with None, for the caller to run as usual; `refusals`
     counts the reasons, each of which is logged once.
@@ -156,27 +161,45 @@ class DecodeGraphs:
         max_model_len: int,
         max_chunk: int,
         capture: Capture,
+        num_drafts: int = 0,
     ) -> None:
-        """max_chunk: most tokens of a sequence in one step; windows hold so many more"""
+        """max_chunk: most tokens of a sequence in one step; windows hold so many more
+        num_drafts: most drafts of a sequence in one step, as far as is known (expect_drafts)"""
         self.model = model
         self.cache = cache
         self.ops = backend
         self.groups = groups
         self.layers = groups.layers(cache, backend)
-        self.sizes = padded_sizes(max_num_seqs)
         self.refusals: Counter[str] = Counter()
-        self._capture = capture
-        self._replays: dict[tuple[int, bool], Callable[[], Tensor]] = {}
-        self._failed: dict[tuple[int, bool], str] = {}
+        self._capture, self._max_num_seqs = capture, max_num_seqs
         size = cache.block_size
-        widths, self._lengths = [(blocks_for(max_model_len, size), size)], [max_model_len]
+        self._widths, self._lengths = [(blocks_for(max_model_len, size), size)], [max_model_len]
         for n, _ in groups.tables:
             window = groups.windows[n]
             most = window.most_blocks(max_model_len, max_chunk, size) // groups.num_groups(window)
-            widths.append((most, size // groups.parts))
+            self._widths.append((most, size // groups.parts))
             self._lengths.append(min(max_model_len, window.num_tokens))
-        self._buffers = StepBuffers.allocate(max_num_seqs, widths, cache.device)
+        self._begin(num_drafts)
+
+    def _begin(self, num_drafts: int) -> None:
+        """Have buffers for steps with so many drafts of each sequence, and no graphs yet."""
+        self.num_drafts, plain = num_drafts, padded_sizes(self._max_num_seqs)
+        drafted = {size for n in plain if (size := n * (num_drafts + 1)) <= MOST_DRAFTED}
+        self.sizes = tuple(sorted({*plain, *drafted}))
+        self._replays: dict[tuple[int, bool], Callable[[], Tensor]] = {}
+        self._failed: dict[tuple[int, bool], str] = {}
+        self._buffers = StepBuffers.allocate(self.sizes[-1], self._widths, self.cache.device)
         self._cells: SentCells | None = None
+
+    def expect_drafts(self, num_drafts: int) -> None:
+        """Let steps be replayed in which each sequence brings up to so many drafts, too. If that takes larger
+        buffers, what was captured is captured anew."""
+        if num_drafts <= self.num_drafts:
+            return
+        before = self._replays  # CUDA's memory pool stays with its graphs until there are new ones
+        self._begin(1 << (num_drafts - 1).bit_length())
+        for unequal in sorted({unequal for _, unequal in before}):
+            self.capture(unequal=unequal)
 
     @torch.inference_mode()
     def capture(self, *, unequal: bool = False) -> None:
@@ -213,7 +236,7 @@ class DecodeGraphs:
         if not step.tokens:
             return "it has no sequence"
         if len(step.tokens) > self.sizes[-1]:
-            return f"it has more than {self.sizes[-1]} sequences"
+            return f"it has more than {self.sizes[-1]} rows"
         for table, rows in zip(self._buffers.tables, step.tables, strict=True):
             if max(map(len, rows.block_ids)) > table.width:
                 return f"a sequence has more than {table.width} blocks"
@@ -290,6 +313,7 @@ def decode_graphs(
     if cache.device.type != "cuda" or not hasattr(backend, "static_tables") or config.enforce_eager:
         return None
     assert config.max_model_len is not None, "limits are chosen before the engine is made"
+    drafts = speculation.from_json(config.speculative_config)
     graphs = DecodeGraphs(
         model,
         cache,
@@ -299,6 +323,7 @@ def decode_graphs(
         max_model_len=config.max_model_len,
         max_chunk=config.max_num_batched_tokens,
         capture=CudaCapture(),
+        num_drafts=drafts.num_speculative_tokens if drafts else 0,
     )
     graphs.capture()
     return graphs

@@ -20,7 +20,7 @@ from kvreclaim.engine.execute.graphs import DecodeGraphs
 from kvreclaim.engine.extension import AttentionHook, Extensions
 from kvreclaim.engine.request.request import Scheduled, Sequence
 from kvreclaim.engine.signals.late import LateSignals
-from kvreclaim.engine.signals.needs import is_watched
+from kvreclaim.engine.signals.needs import feeds_companion, is_watched
 from kvreclaim.engine.signals.observer import Observer
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.memory.changes import Growth
@@ -103,10 +103,13 @@ class ModelRunner:
         self._is_narrow = loaded.model.dtype is not self._dtype
         self._late: list[LateSignals] = []
 
-    def expect(self, compressor: Compressor | None) -> None:
-        """Capture the graphs that requests with this compression need, before their first step."""
-        unequal = compressor is not None and compressor.eviction_method is EvictionMethod.CELLS
-        if unequal and self.graphs is not None:
+    def expect(self, compressor: Compressor | None, num_drafts: int = 0) -> None:
+        """Capture the graphs that requests with this compression need, and so many drafts in a step, before
+        their first step."""
+        if self.graphs is None:
+            return
+        self.graphs.expect_drafts(num_drafts)
+        if compressor is not None and compressor.eviction_method is EvictionMethod.CELLS:
             self.graphs.capture(unequal=True)
 
     def prepare(self, plan: StepPlan) -> None:
@@ -263,7 +266,7 @@ class ModelRunner:
         watched: bool,
     ) -> Tensor | None:
         """The logits of a decode step from a CUDA graph; None if there is none for it."""
-        if watched:
+        if watched or any(map(feeds_companion, {item.seq.request.verify for item in special})):
             graphs.refuse("a policy keeps queries, attention or scores of tokens")
             return None
         if any(map(reads_part, special)):

@@ -9,6 +9,7 @@ from kvreclaim.compression.policy import Signal
 from kvreclaim.compression.prefill.method import SparsePrefill
 from kvreclaim.compression.signal_needs import needs_of
 from kvreclaim.engine.request.request import Sequence
+from kvreclaim.engine.request.verify import Verify
 from kvreclaim.ops.facts import ModelFacts
 
 WATCHED = frozenset({Signal.RECENT_QUERIES, Signal.ATTENTION_MASS, Signal.TOKEN_SCORES})
@@ -50,6 +51,11 @@ def is_watched(seq: Sequence) -> bool:
         return True
     over = seq.num_prompt <= compressor.budget or seq.account.last_computed > 0
     return not (compressor.policy.prompt_only and over)
+
+
+def feeds_companion(verify: Verify | None) -> bool:
+    """Whether the policy of a companion keeps signals of every step of its target."""
+    return verify is not None and bool(verify.compressor.needs & WATCHED)
 
 
 def window_of(seq: Sequence) -> int:

@@ -337,8 +337,8 @@ class Engine:
             return trial if spec.chunks is None else self._reuse(spec)
 
         made = self.factory.make(spec, compressor, self._num_added, reuse_of, parent)
-        self.runner.expect(compressor)
         request, footprint = made.request, made.footprint
+        self.runner.expect(compressor, 0 if request.verify is None else request.verify.num_tokens)
         if spec.params.structured_outputs is not None:
             request.grammar = self.grammars.matcher(spec.params.structured_outputs)
             self.grammars.check(request.grammar, spec.params, request.bad_words)
