@@ -1,6 +1,7 @@
 """Time of a decode step, part by part.
 
 python benchmarks/step.py --systems full,triattention --contexts 1024,16384 --batches 1,8
+python benchmarks/step.py --no-forward --systems "full,ada_kv(knorm)" --contexts 4096 --batches 32,64
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from time import perf_counter
 from typing import Annotated
 from unittest.mock import patch
 
+import typer
 from rich.table import Table
 
+from kvreclaim.bench import host_steps
 from kvreclaim.bench.common import Row, table, text
 from kvreclaim.bench.decode_plan import DecodePlan
 from kvreclaim.bench.decode_table import short
@@ -110,17 +113,20 @@ def app(
         DecodePlan,
         ConfigOptions(
             config=DecodePlan,
-            only=("systems", "contexts", "batches", "steps", *SHARED),
+            only=("systems", "contexts", "batches", "steps", "budget", "interval", *SHARED),
             defaults={"systems": ("full", "triattention"), "contexts": (1024, 16384), "batches": (1, 8)},
             build=decode_plan,
         ),
     ],
+    forward: Annotated[
+        bool, typer.Option("--forward/--no-forward", help="Compute forward passes, or time the host alone.")
+    ] = True,
     json_file: Json = None,
 ) -> None:
     """Where a decode step's time goes: schedule, batch, model, attention, sample, compress."""
     with ready(plan.threads):
-        rows = run(plan)
-        publish(rows, [step_table(rows)], json_file)
+        rows = run(plan) if forward else host_steps.run(plan)
+        publish(rows, [step_table(rows) if forward else host_steps.host_table(rows)], json_file)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from benchmarks import (
     turns,
 )
 from kvreclaim import demo_model
+from kvreclaim.bench import host_steps
 from kvreclaim.memory import eviction_orders
 from kvreclaim.ops import extension
 
@@ -51,6 +52,19 @@ def test_step_splits_the_whole_step(tmp_path):
     assert min(row["ms"][part] for part in ("schedule", "batch", "model", "attention", "sample")) > 0
     assert row["ms"]["compress"] == 0
     assert "attention" in output
+
+
+def test_step_without_forward_passes_splits_what_the_host_does(tmp_path):
+    options = ("--no-forward", "--contexts", 300, "--batches", 2, "--steps", 4, "--budget", 96)
+    rows, output = run(
+        tmp_path, step, *COMMON, *options, "--interval", 64, "--systems", "full,shares(surrogate)"
+    )
+    assert [row["system"] for row in rows] == ["kvreclaim-full", "kvreclaim-shares(surrogate)"]
+    for row in rows:
+        assert set(row["ms"]) == set(host_steps.PHASES)
+        assert min(row["ms"].values()) > 0
+        assert 0 < row["calls"] < 1000
+    assert "build batch" in output
 
 
 def test_compress_splits_a_pass(tmp_path):

@@ -67,8 +67,8 @@ class ReferenceDecode:
         return out
 
 
-def use_graphs(llm: LLM) -> tuple[DecodeGraphs, Replayed]:
-    """Let an engine over the reference replay its decode steps."""
+def use_graphs(llm: LLM, num_drafts: int = 0) -> tuple[DecodeGraphs, Replayed]:
+    """Let an engine over the reference replay its decode steps, with so many drafts of each sequence."""
     engine, capture = llm.engine, Replayed()
     assert engine.config.max_model_len is not None
     backend: Any = ReferenceDecode()
@@ -81,5 +81,6 @@ def use_graphs(llm: LLM) -> tuple[DecodeGraphs, Replayed]:
         max_model_len=engine.config.max_model_len,
         max_chunk=engine.config.max_num_batched_tokens,
         capture=capture,
+        num_drafts=num_drafts,
     )
     return engine.runner.graphs, capture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,14 +16,18 @@ from paged_batch import paged
 from replaying import ReferenceDecode, Replayed, use_graphs
 from settings import small
 from torch import Tensor
+from verifying import GREEDY, PROMPTS, drafting
 
 from kvreclaim import LLM, SamplingParams
 from kvreclaim.config import EngineConfig
+from kvreclaim.engine.attend.cell_tables import grown_cells, head_lengths
 from kvreclaim.engine.execute import graph_buffers
+from kvreclaim.engine.execute.graph_buffers import SentCells, TableRows
 from kvreclaim.engine.execute.graphs import Capture, CudaCapture, DecodeGraphs, DecodeStep, padded_sizes
 from kvreclaim.model.loader import LoadedModel, load_model
 from kvreclaim.ops import reference
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
+from kvreclaim.ops.cell_tables import CellTable
 from kvreclaim.ops.groups import LayerGroups, layer_groups
 from kvreclaim.ops.kv_cache import KVCache
 
@@ -61,7 +65,7 @@ class World:
     @torch.inference_mode()
     def ordinary(self, step: DecodeStep) -> Tensor:
         tokens, positions = step.tokens, step.positions
-        batch = AttentionBatch.build(tuple(step.sequences[0]), S, torch.device("cpu"))
+        batch = AttentionBatch.build(slots(step), S, torch.device("cpu"))
         return self.loaded.model(
             input_ids=torch.tensor([tokens]),
             position_ids=torch.from_numpy(positions)[None],
@@ -88,12 +92,17 @@ def step(lengths: list[int], seed: int = 0, shift: int = 0) -> DecodeStep:
     rng = np.random.default_rng(seed)
     needed = [-(-n // S) for n in lengths]
     tables = np.split(rng.permutation(60), np.cumsum(needed))
-    slots = tuple(
-        SequenceSlots(table.astype(np.int32), 1, n, shift)
-        for n, table in zip(lengths, tables[: len(lengths)], strict=True)
-    )
+    ids = [table.astype(np.int32) for table in tables[: len(lengths)]]
+    rows = TableRows(ids, np.array(lengths), np.full(len(lengths), shift))
     tokens = rng.integers(0, tiny.VOCAB_SIZE, len(lengths)).tolist()
-    return DecodeStep(tokens, np.asarray(lengths) + shift - 1, [slots])
+    return DecodeStep(tokens, np.asarray(lengths) + shift - 1, [rows])
+
+
+def slots(step: DecodeStep) -> tuple[SequenceSlots, ...]:
+    """The rows of a step, each as a sequence of one query."""
+    rows = step.tables[0]
+    columns = rows.block_ids, rows.lengths.tolist(), rows.shifts.tolist()
+    return tuple(SequenceSlots(ids, 1, n, shift) for ids, n, shift in zip(*columns, strict=True))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt-oss"])
@@ -123,17 +132,9 @@ def test_capturing_at_the_start_writes_nothing_and_leaves_nothing_to_capture(wor
         assert torch.equal(x, y)
 
 
-def altered(**changes) -> DecodeStep:
-    plain = step([5, 9])
-    first, second = plain.sequences[0]
-    return replace(plain, sequences=[(first, replace(second, **changes))])
-
-
 REFUSED = {
-    "prefill rows": altered(query_len=2),
-    "other positions": altered(slot_positions=torch.zeros(2, 2, 9, dtype=torch.int32)),
-    "no sequence": DecodeStep([], np.zeros(0, dtype=np.int64), [()]),
-    "more than 5 sequences": step([1] * 6),
+    "no sequence": DecodeStep([], np.zeros(0, dtype=np.int64), []),
+    "more than 5 rows": step([1] * 6),
     "more than 10 blocks": step([44]),
 }
 
@@ -314,7 +315,7 @@ def test_cuda_graphs_equal_ordinary_steps(tiny_dir) -> None:
     graphs = DecodeGraphs(loaded.model, ours, kernels, one_table(loaded), **limits(5, CudaCapture()))
     for seed, lengths in enumerate([[9, 1, 30], [40], [4, 5, 17, 8, 23], [12, 4]]):
         now = step(lengths, seed)
-        batch = AttentionBatch.build(tuple(now.sequences[0]), S, torch.device("cuda"))
+        batch = AttentionBatch.build(slots(now), S, torch.device("cuda"))
         with torch.inference_mode():
             want = loaded.model(
                 input_ids=torch.tensor([now.tokens], device="cuda"),
@@ -326,3 +327,121 @@ def test_cuda_graphs_equal_ordinary_steps(tiny_dir) -> None:
         assert got is not None
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
     assert not graphs.refusals
+
+
+def draft_answers(llm: LLM, want: list[Any], prompts: list[list[int]]) -> None:
+    """Let an engine draft what it is going to answer, the last draft often wrong."""
+    known = {tuple(prompt): out.token_ids for prompt, out in zip(prompts, want, strict=True)}
+
+    def draft(asked: list[tuple[Any, int]]) -> None:
+        for seq, most in asked:
+            first = seq.num_generated
+            seq.draft_ids = known[tuple(seq.token_ids[: seq.num_prompt])][first : first + most]
+            if seq.draft_ids and first % 3:
+                seq.draft_ids[-1] = seq.draft_ids[-1] % 100 + 2
+
+    assert llm.engine.drafter is not None
+    llm.engine.drafter.draft = draft
+
+
+@pytest.mark.parametrize("policy", [None, "knorm", "ada_kv(knorm)"])
+@pytest.mark.parametrize("family", ["llama", *tiny.GROUPED])
+def test_steps_with_drafts_are_replayed(family: str, policy: str | None, make_llm) -> None:
+    """Three drafts, fewer and none in one step, layers with windows, and passes: the answers are those of an
+    engine without drafts and graphs."""
+    given = {"enable_prefix_caching": False, "block_size": 8, "max_num_batched_tokens": 128}
+    want = answers(make_llm(family, **given), policy)
+    drafts = '{"method": "ngram", "num_speculative_tokens": 3}'
+    llm = make_llm(family, **given, speculative_config=drafts)
+    draft_answers(llm, want, tiny.prompts((70, 9, 45), seed=3))
+    graphs, capture = use_graphs(llm, 3)
+    assert_same(answers(llm, policy), want)
+    found = llm.engine.totals.speculation
+    assert 20 < found.num_accepted_tokens < found.num_draft_tokens
+    assert not graphs.refusals
+    assert capture.replays == llm.engine.totals.steps - 1, "all but the one with the prompts"
+    assert any(size > 3 for size, _ in graphs._replays)
+
+
+@pytest.mark.parametrize("policy", ["knorm", "ada_kv(knorm)", "snapkv"])
+def test_verification_is_replayed(policy: str, make_llm) -> None:
+    """Drafts of compressed caches: graphs for them are captured when the first such request comes. A policy
+    that needs the queries of every step keeps steps from being replayed."""
+    given = {"enable_prefix_caching": False, "block_size": 8, "num_blocks": 400, "max_num_seqs": 4}
+    want = make_llm(**given).generate(PROMPTS, GREEDY, drafting(policy))
+    llm = make_llm(**given)
+    graphs, _ = use_graphs(llm)
+    before = graphs.sizes
+    got = llm.generate(PROMPTS, GREEDY, drafting(policy))
+    assert_same([out.outputs[0] for out in got], [out.outputs[0] for out in want])
+    assert (before[-1], graphs.sizes[-1]) == (4, 36)
+    assert llm.engine.totals.steps < GREEDY.max_tokens, "drafts were accepted"
+    if policy == "snapkv":
+        assert list(graphs.refusals) == ["a policy keeps queries, attention or scores of tokens"]
+    else:
+        assert not graphs.refusals
+        assert any(size > len(PROMPTS) for size, _ in graphs._replays)
+
+
+def test_graphs_are_captured_anew_where_requests_bring_more_drafts(world) -> None:
+    w, capture = world(), Replayed()
+    graphs = w.graphs(capture, max_num_seqs=4)
+    graphs.capture()
+    graphs.capture(unequal=True)
+    assert graphs.sizes == (1, 2, 4)
+    graphs.expect_drafts(3)
+    assert graphs.sizes == (1, 2, 4, 5, 10, 20)
+    assert graphs._replays.keys() == {(size, unequal) for size in graphs.sizes for unequal in (False, True)}
+    tried = len(capture.tried)
+    graphs.expect_drafts(4)
+    assert len(capture.tried) == tried
+    now = step([9] * 18)
+    logits = graphs.forward(now)
+    assert logits is not None
+    torch.testing.assert_close(logits, w.ordinary(now), **CLOSE)
+
+
+def test_positions_of_heads_are_refused(make_llm) -> None:
+    """Layers with windows in the table of the others, whose heads hold tokens of unequal places."""
+    given = {"enable_prefix_caching": False, "block_size": 8, "disable_hybrid_kv_cache_manager": True}
+    want = answers(make_llm("gemma2", **given), "knorm")
+    llm = make_llm("gemma2", **given)
+    graphs, _ = use_graphs(llm)
+    assert_same(answers(llm, "knorm"), want)
+    assert list(graphs.refusals) == ["heads hold other positions"]
+
+
+def test_cells_that_are_sent_bit_by_bit_are_those_of_whole_tables(world) -> None:
+    """Rows get other sequences, sequences get blocks, passes give their heads other cells."""
+    cache, rng = world().plain, np.random.default_rng(0)
+    shape = cache.num_layers, cache.num_kv_heads
+    sent = SentCells(3, 40, cache)
+
+    def table(blocks: int) -> CellTable:
+        counts = rng.integers(1, 2 * blocks, shape)
+        cells = rng.integers(0, 99, (*shape, counts.max())).astype(np.int32)
+        return CellTable(cells, counts, blocks, np.zeros_like(counts))
+
+    def ids(count: int) -> np.ndarray:
+        return rng.integers(0, 60, count).astype(np.int32)
+
+    rows: list[tuple[CellTable | None, np.ndarray]] = [(None, ids(3)), (table(4), ids(4)), (None, ids(1))]
+    for _ in range(60):
+        place = int(rng.integers(3))
+        own, blocks = rows[place]
+        change = rng.integers(5)
+        if change < 3:
+            rows[place] = own, np.append(blocks, ids(int(change)))[:12]
+        elif change == 3:
+            rows[place] = table(len(blocks)), blocks.copy()
+        else:
+            rows.reverse()
+        used = rows[: int(rng.integers(1, 4))]
+        sent.send([own for own, _ in used], [blocks for _, blocks in used])
+        for i, (own, blocks) in enumerate(used):
+            whole = grown_cells(own, blocks, cache)
+            lengths = head_lengths(own, len(blocks) * S, cache)
+            real = np.arange(whole.shape[-1]) < lengths[..., None] // S
+            found = sent.device[:, i, :, : whole.shape[-1]].numpy()
+            assert np.array_equal(found[real], whole[real])
+            assert np.array_equal(sent.offsets[:, i].numpy() + len(blocks) * S, lengths)

@@ -42,7 +42,7 @@ class OneTenant(Scheduler[ScheduledSequence]):
 
     def schedule(self) -> StepPlan:
         step = StepPlanBuilder(self.max_num_batched_tokens)
-        for seq in sorted(self.running, key=self._turn):
+        for seq in sorted(self.running, key=lambda seq: (seq.is_prefill, seq.rank * self._by_priority)):
             if step.budget and seq.seq_id not in step.lost:
                 self._continue(seq, step)
         self._before_passes(step)

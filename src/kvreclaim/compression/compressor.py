@@ -18,6 +18,7 @@ from kvreclaim.compression.policy import (
     LayerSignals,
     LayerView,
     Mode,
+    Signal,
     score_all,
 )
 from kvreclaim.compression.refusals import (
@@ -76,6 +77,10 @@ class Compressor:
                 one for each layer, checked against the model and on its device already
         backend: finds the best of scores (Backend.select_top, select_runs)
 
+    eviction_method: ask choose under COMPACT, choose_blocks under BLOCKS, choose_uneven under CELLS,
+                     block_scores under READS
+    needs:           signals of the policy, if it ever evicts
+
     Raises:
         InvalidArgumentError: the policy needs statistics, centres or a rotation that are not there
         StatsMismatchError:   the statistics are malformed or of another model
@@ -92,6 +97,8 @@ class Compressor:
         self.facts = facts
         self.backend = backend
         self.policy: CompressionPolicy = config.make_policy()
+        self.eviction_method: EvictionMethod = self.policy.eviction_method
+        self.needs: frozenset[Signal] = self.policy.needs if self.eviction_method.evicts else frozenset()
         self.mode = self.policy.default_mode if config.mode is None else Mode(config.mode)
         self.recall = config.recalled
         check_policy(self.policy, facts, self.recall)
@@ -111,12 +118,6 @@ class Compressor:
         self._heads: dict[tuple[int, int], tuple[LayerFacts, LayerStats | None]] = {}
         self._windows = tuple(windows if alone else [widest] * facts.num_layers)
         self._siblings: dict[int, Compressor] = {}
-
-    @property
-    def eviction_method(self) -> EvictionMethod:
-        """How the policy evicts: ask choose under COMPACT, choose_blocks under BLOCKS,
-        choose_uneven under CELLS, block_scores under READS."""
-        return self.policy.eviction_method
 
     @property
     def budget(self) -> int:

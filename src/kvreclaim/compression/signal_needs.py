@@ -8,11 +8,7 @@ from kvreclaim.compression.policy import CompressionPolicy, Signal
 
 def needs_of(compressor: Compressor | None) -> frozenset[Signal]:
     """Signals that the compressor needs, if it ever evicts."""
-    return (
-        compressor.policy.needs
-        if compressor is not None and compressor.eviction_method.evicts
-        else frozenset()
-    )
+    return frozenset() if compressor is None else compressor.needs
 
 
 def window_of(policy: CompressionPolicy) -> int | None:

@@ -75,15 +75,6 @@ class BlockTable:
         """The blocks held, in slot order, without the holes."""
         return [block for block in self.block_ids if block is not None]
 
-    def begun(self, block_size: int) -> int | None:
-        """The block that the next slot lies in, if it holds tokens already."""
-        index, used = divmod(self.physical_len, block_size)
-        if not used:
-            return None
-        block = self.block_ids[index]
-        assert block is not None, f"entry {index} is written next and is a hole"
-        return block
-
     def append(self, blocks: Sequence[int]) -> None:
         """Add room at the end."""
         self.block_ids.extend(blocks)

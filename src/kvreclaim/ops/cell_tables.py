@@ -8,7 +8,7 @@ together.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
@@ -25,12 +25,17 @@ class CellTable:
     counts:       [L, K] int64, full cells of each head
     num_blocks:   leading entries of the block table that these cells make up
     prompt_slots: [L, K] int64, leading slots of each head that hold prompt tokens
+    most:         full cells of the head with the most
     """
 
     table: np.ndarray
     counts: np.ndarray
     num_blocks: int
     prompt_slots: np.ndarray
+    most: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "most", int(self.counts.max()))
 
 
 def append_cells(cells: CellTable, appended: np.ndarray) -> np.ndarray:
@@ -38,7 +43,7 @@ def append_cells(cells: CellTable, appended: np.ndarray) -> np.ndarray:
 
     appended: [L, K, blocks] int32, each head's own cells of the blocks that came after the pass
     """
-    most = int(cells.counts.max()) + appended.shape[-1]
+    most = cells.most + appended.shape[-1]
     found = np.empty((*cells.counts.shape, most), dtype=np.int32)
     found[...] = cells.table[..., :1]
     found[..., : cells.table.shape[-1]] = cells.table

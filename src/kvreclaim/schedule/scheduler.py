@@ -6,9 +6,11 @@ import logging
 from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
 from itertools import chain
+from operator import attrgetter
 from typing import Generic
 
 from kvreclaim.checks import check_choice
+from kvreclaim.memory.changes import NO_GROWTH
 from kvreclaim.memory.kv_memory import KVMemory
 from kvreclaim.schedule.admission import Admission
 from kvreclaim.schedule.budget.compaction import Pass
@@ -24,7 +26,7 @@ from kvreclaim.schedule.queue import Queue, Seq
 from kvreclaim.schedule.sequence import Status
 from kvreclaim.schedule.snapshots import Snapshots
 from kvreclaim.schedule.state import State, StepPlanBuilder
-from kvreclaim.schedule.step import PreemptionReason, StepDone, StepPlan
+from kvreclaim.schedule.step import PreemptionReason, Row, StepDone, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -207,19 +209,24 @@ class Scheduler(Generic[Seq]):
         To be called once for each plan. Returns: sequences that could not be taken in; their requests end.
         """
         failed = []
-        computed = set(done.computed)
+        computed, num_steps = set(done.computed), self._state.num_steps
         for row in plan.rows:
             if row.seq_id in computed and (seq := self._known.get(row.seq_id)) is not None:
                 try:
                     num_tokens = done.stand.get(row.seq_id, row.num_tokens)
                     self.memory.commit(seq.seq_id, num_tokens, exact=row.exact)
                     seq.num_computed += num_tokens
-                    seq.draft_ids = []
-                    if window_start := seq.footprint.window_start(seq.num_computed):
+                    if seq.draft_ids:
+                        seq.draft_ids = []
+                    if seq.footprint.trailing is not None and (
+                        window_start := seq.footprint.window_start(seq.num_computed)
+                    ):
                         self.memory.release_out_of_window(seq.seq_id, window_start)
-                    self._state.clock += max(0, min(seq.num_computed, seq.num_prompt) - row.first)
-                    seq.last_step = self._state.num_steps
-                    seq.token_ids.extend(done.tokens.get(row.seq_id, ()))
+                    if row.first < seq.num_prompt:
+                        self._state.clock += min(seq.num_computed, seq.num_prompt) - row.first
+                    seq.last_step = num_steps
+                    if done.tokens:
+                        seq.token_ids.extend(done.tokens.get(row.seq_id, ()))
                 except Exception as error:
                     failed.append((row.seq_id, error))
         self.memory.release_copy_sources()
@@ -262,11 +269,11 @@ class Scheduler(Generic[Seq]):
 
     def in_turn(self) -> list[Seq]:
         """The running sequences, in the order in which they take tokens of a step."""
-        return sorted(self.running, key=self._turn)
-
-    def _turn(self, seq: Seq) -> tuple[bool, tuple[int, ...]]:
-        """Its place in the order in which running sequences take tokens of a step."""
-        return seq.is_prefill, seq.rank if self._by_priority else ()
+        running = sorted(self.running, key=attrgetter("rank")) if self._by_priority else self.running
+        prompts = [seq for seq in running if len(seq.token_ids) - seq.num_computed > 1]
+        if not prompts:
+            return running[:]
+        return [seq for seq in running if len(seq.token_ids) - seq.num_computed <= 1] + prompts
 
     def _continue_all(self, sequences: list[Seq], step: StepPlanBuilder[Seq]) -> None:
         for left, seq in zip(range(len(sequences) - 1, -1, -1), sequences, strict=True):
@@ -274,9 +281,25 @@ class Scheduler(Generic[Seq]):
                 break
             if seq.seq_id not in step.lost:
                 try:
-                    self._continue(seq, step, left)
+                    if not self._decode(seq, step):
+                        self._continue(seq, step, left)
                 except Exception as error:
                     self._state.fail(seq, step, error)
+
+    def _decode(self, seq: Seq, step: StepPlanBuilder[Seq]) -> bool:
+        """Let a running sequence compute its newest token in the blocks that it holds. Returns: whether that
+        was all; what else there may be to decide is for _continue."""
+        footprint, first = seq.footprint, seq.num_computed
+        if len(seq.token_ids) != first + 1 or seq.draft_ids or seq.followers or step.tokens is not None:
+            return False
+        if footprint.sparse is not None or footprint.recall is not None:
+            return False
+        if not self.memory.has_room(seq.seq_id, 1):
+            return False
+        exact = footprint.all_exact or seq.is_exact
+        step.rows[seq.seq_id] = Row(seq.seq_id, first, 1, exact), NO_GROWTH
+        step.budget -= 1
+        return True
 
     def _continue(self, seq: Seq, step: StepPlanBuilder[Seq], num_left: int) -> None:
         """Let a running sequence compute its next tokens, at the expense of others if it must be. num_left:

@@ -132,7 +132,7 @@ class ScheduledSequence:
     @property
     def is_due(self) -> bool:
         """Whether it is compressed at its present length."""
-        return self.is_due_after(0)
+        return self.footprint.is_due(self.num_computed, self.num_prompt, self.account)
 
     def is_due_after(self, num_tokens: int) -> bool:
         """Whether it is compressed once it has computed so many more tokens."""

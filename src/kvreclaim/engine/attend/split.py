@@ -18,6 +18,8 @@ from kvreclaim.ops.kv_cache import KVCache
 
 def reads_part(item: Scheduled) -> bool:
     """Whether its queries do not attend to all that the cache holds of the sequence."""
+    if item.seq.footprint.all_exact:
+        return False
     return item.seq.reads_sparsely or bool(sparse_tokens(item))
 
 

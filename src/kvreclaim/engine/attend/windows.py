@@ -21,7 +21,7 @@ def window_slots(
     begins: a window's mask is about differences of slots. Of several chunks each is a sequence of its own."""
     found: list[tuple[SequenceSlots, ...]] = []
     for n, window in enumerate(groups.windows):
-        parts = [part for item in step for part in _parts(item, n, window, groups.parts, memory)]
+        parts = [part for item in step for part in window_parts(item, n, window, groups.parts, memory)]
         found += (
             tuple(SequenceSlots(ids[group], new, length) for ids, new, length in parts)
             for group in range(groups.num_groups(window))
@@ -37,27 +37,27 @@ def window_batches(
     return tuple(AttentionBatch.build(rows, size, device) for rows in window_slots(step, groups, memory))
 
 
-def _parts(
+def window_parts(
     item: Scheduled, n: int, window: Window, parts: int, memory: MemoryManager
-) -> Iterator[tuple[np.ndarray, int, int]]:
-    """Block ids [groups, blocks], new tokens and length of what attention takes for one sequence."""
+) -> Iterator[tuple[tuple[np.ndarray, ...], int, int]]:
+    """Block ids of each group of layers, new tokens and length of what attention takes for one sequence."""
     ids, seq_id = _block_ids(item.seq, n, parts, memory), item.seq.seq_id
     first = memory.windows[n].table(seq_id).first * memory.block_size
     start = memory.table(seq_id).logical_len
     end = start + item.num_tokens
     while isinstance(window, ChunkedWindow) and (border := first + window.num_tokens) < end:
         num_blocks = window.num_tokens // memory.block_size * parts
-        yield ids[:, :num_blocks], border - start, window.num_tokens
-        ids, first, start = ids[:, num_blocks:], border, border
+        yield tuple(row[:num_blocks] for row in ids), border - start, window.num_tokens
+        ids, first, start = tuple(row[num_blocks:] for row in ids), border, border
     yield ids, end - start, end - first
 
 
-def _block_ids(seq: Sequence, n: int, parts: int, memory: MemoryManager) -> np.ndarray:
-    """[groups, blocks] int32 of a sequence's window n, remembered until its table changes."""
+def _block_ids(seq: Sequence, n: int, parts: int, memory: MemoryManager) -> tuple[np.ndarray, ...]:
+    """[blocks] int32 of each group of a sequence's window n, remembered until its table changes."""
     table = memory.windows[n].table(seq.seq_id)
     known = seq.window_cache.get(n)
     if known is None or known[0] != table.version:
         rows = np.array(table.rows, dtype=np.int32).reshape(len(table.rows), -1, parts)
         ids = np.ascontiguousarray(rows.swapaxes(0, 1)).reshape(rows.shape[1], -1)
-        known = seq.window_cache[n] = (table.version, ids)
+        known = seq.window_cache[n] = (table.version, tuple(ids))
     return known[1]

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvreclaim.ops.batch import SequenceSlots
+from kvreclaim.engine.attend.cell_tables import grown_cells, head_lengths
+from kvreclaim.ops.cell_tables import CellTable
+from kvreclaim.ops.cells import natural_cells
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.moving import fill, move
 
@@ -22,15 +24,17 @@ LEAST_CELL_BYTES, CELL_SHARE = 1 << 24, 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeadCells:
-    """The cells of a sequence's heads.
+class TableRows:
+    """The rows of a step as the layers with one table see them.
 
-    cells:   [L, K, W] int32, of engine.attend.cell_tables.head_cells: another array whenever they change
-    offsets: [L, K] int64, tokens of each head beyond the sequence's physical length, mostly negative
+    block_ids: of each row [blocks] int32: another array whenever they change
+    lengths:   [N] int64, physical, the row's own token included
+    shifts:    [N] int64, logical minus physical positions
     """
 
-    cells: np.ndarray
-    offsets: np.ndarray
+    block_ids: Sequence[np.ndarray]
+    lengths: np.ndarray
+    shifts: np.ndarray
 
 
 class SentTable:
@@ -39,22 +43,21 @@ class SentTable:
     def __init__(self, num_rows: int, width: int, block_size: int, device: torch.device) -> None:
         self.block_size = block_size
         self.device = torch.zeros((num_rows, width), dtype=torch.int32, device=device)
+        self.width = width
         self._sent: list[np.ndarray] = [np.zeros(0, dtype=np.int32)] * num_rows
-
-    @property
-    def width(self) -> int:
-        return self.device.shape[1]
 
     def send(self, rows: Sequence[np.ndarray]) -> None:
         """Send the rows with changed blocks, each [W] int32, in one copy."""
-        changed = [i for i, ids in enumerate(rows) if not np.array_equal(ids, self._sent[i])]
+        others = [i for i, ids in enumerate(rows) if ids is not self._sent[i]]
+        changed = [i for i in others if not np.array_equal(rows[i], self._sent[i])]
+        for i in others:
+            self._sent[i] = rows[i]
         if not changed:
             return
         width = max(len(rows[i]) for i in changed)
         packed = np.zeros((len(changed), 1 + width), dtype=np.int32)
         for entry, i in zip(packed, changed, strict=True):
             entry[0], entry[1 : 1 + len(rows[i])] = i, rows[i]
-            self._sent[i] = rows[i].copy()
         sent = move(packed, self.device.device)
         self.device[:, :width].index_copy_(0, sent[:, 0].long(), sent[:, 1:])
 
@@ -63,7 +66,7 @@ class SentCells:
     """The cells of the heads of all rows, of all layers.
 
     device:  [L, R, K, W] int32
-    offsets: [L, R, K] int32; HeadCells.offsets
+    offsets: [L, R, K] int32, tokens of each head beyond the row's physical length, mostly negative
     """
 
     def __init__(self, num_rows: int, most: int, cache: KVCache) -> None:
@@ -74,33 +77,58 @@ class SentCells:
         shape = (cache.num_layers, num_rows, cache.num_kv_heads)
         self.device = torch.zeros((*shape, max(1, min(most, limit))), dtype=torch.int32, device=cache.device)
         self.offsets = torch.zeros(shape, dtype=torch.int32, device=cache.device)
-        self._sent: list[HeadCells | None] = [None] * num_rows
+        self.width = self.device.shape[-1]
+        self._cache = cache
+        self._sent: list[tuple[CellTable | None, np.ndarray]] = [(None, np.zeros(0, np.int32))] * num_rows
 
-    @property
-    def width(self) -> int:
-        return self.device.shape[-1]
+    def send(self, cells: Sequence[CellTable | None], rows: Sequence[np.ndarray]) -> None:
+        """Send what has changed. cells: of each row, where the last pass has put them; rows: [blocks] int32,
+        the block tables, with what was appended since."""
+        grown: list[tuple[int, int]] = []
+        others: list[int] = []
+        for i, (table, ids) in enumerate(zip(cells, rows, strict=True)):
+            known, sent = self._sent[i]
+            if known is table and sent is ids:
+                continue
+            if known is table and np.array_equal(ids[: len(sent)], sent):
+                grown.append((i, len(sent)))
+            else:
+                others.append(i)
+            self._sent[i] = table, ids
+        if grown:
+            self._append(grown)
+        if others:
+            self._replace(others)
 
-    def send(self, rows: Sequence[HeadCells]) -> None:
-        """Send the rows with changed cells, all layers in one copy."""
-        changed = [i for i, row in enumerate(rows) if not self._holds(i, row)]
-        if not changed:
-            return
-        width = max(rows[i].cells.shape[-1] for i in changed)
+    def _append(self, grown: list[tuple[int, int]]) -> None:
+        """Send the cells of the last blocks of rows, each from an entry of its table on, in one copy."""
+        (num_layers, num_rows, heads), nothing = self.offsets.shape, np.zeros((1, 1), dtype=np.int64)
+        held = [self._sent[i] for i, _ in grown]
+        firsts = [nothing if table is None else table.counts - table.num_blocks for table, _ in held]
+        new = [np.arange(first, len(ids)) for (_, first), (_, ids) in zip(grown, held, strict=True)]
+        counts = [len(places) for places in new]
+        rows = np.repeat([i for i, _ in grown], counts)
+        places = np.concatenate(new)
+        blocks = np.concatenate([ids[first:] for (_, first), (_, ids) in zip(grown, held, strict=True)])
+        columns = np.repeat(np.stack(np.broadcast_arrays(*firsts), axis=-1), counts, axis=-1) + places
+        layers, values = np.arange(num_layers)[:, None, None], natural_cells(self._cache, blocks)
+        at = ((layers * num_rows + rows) * heads + np.arange(heads)[:, None]) * self.width + columns
+        sent = move(np.stack((at.ravel(), values.ravel())), self.device.device)
+        self.device.view(-1).index_copy_(0, sent[0], sent[1].int())
+
+    def _replace(self, changed: list[int]) -> None:
+        """Send all cells of rows, of all layers, in one copy."""
+        found = [grown_cells(*self._sent[i], self._cache) for i in changed]
         num_layers, _, heads = self.offsets.shape
+        width = max(own.shape[-1] for own in found)
         packed = np.zeros((num_layers, len(changed), heads, 2 + width), dtype=np.int32)
-        for at, i in enumerate(changed):
-            own = rows[i]
-            packed[:, at, :, 0], packed[:, at, :, 1] = i, own.offsets
-            packed[:, at, :, 2 : 2 + own.cells.shape[-1]] = own.cells
-            self._sent[i] = own
+        for at, (i, own) in enumerate(zip(changed, found, strict=True)):
+            packed[:, at, :, 0], packed[:, at, :, 1] = i, head_lengths(self._sent[i][0], 0, self._cache)
+            packed[:, at, :, 2 : 2 + own.shape[-1]] = own
         sent = move(packed, self.device.device)
         places = sent[0, :, 0, 0].long()
         self.offsets.index_copy_(1, places, sent[..., 1])
         self.device[..., :width].index_copy_(1, places, sent[..., 2:])
-
-    def _holds(self, i: int, row: HeadCells) -> bool:
-        sent = self._sent[i]
-        return sent is not None and sent.cells is row.cells and np.array_equal(sent.offsets, row.offsets)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,19 +156,20 @@ class StepBuffers:
         num_rows: int,
         tokens: Sequence[int],
         positions: np.ndarray,
-        sequences: Sequence[Sequence[SequenceSlots]],
+        rows: Sequence[TableRows],
     ) -> None:
-        """A step's values in the first rows, empty sequences up to num_rows. sequences: for each table"""
+        """A step's values in the first rows, empty sequences up to num_rows. rows: of each table"""
         used = len(tokens)
         numbers = np.zeros((num_rows, self.numbers.shape[1]), dtype=np.int64)
         numbers[:used, TOKEN], numbers[:used, POSITION] = tokens, positions
         numbers[:, FIRST_TABLE + SLOT :: PER_TABLE] = NO_SLOT
-        for n, (table, slots) in enumerate(zip(self.tables, sequences, strict=True)):
-            own = numbers[:, FIRST_TABLE + PER_TABLE * n :][:, :PER_TABLE]
-            for i, seq in enumerate(slots):
-                block, offset = divmod(seq.seq_len - 1, table.block_size)
-                own[i] = int(seq.block_ids[block]) * table.block_size + offset, seq.seq_len, seq.shift
-            table.send([seq.block_ids for seq in slots])
+        for n, (table, own) in enumerate(zip(self.tables, rows, strict=True)):
+            last, offsets = np.divmod(own.lengths - 1, table.block_size)
+            blocks = [ids[i] for ids, i in zip(own.block_ids, last.tolist(), strict=True)]
+            slots = np.array(blocks, dtype=np.int64) * table.block_size + offsets
+            first = FIRST_TABLE + PER_TABLE * n
+            numbers[:used, first : first + PER_TABLE] = np.stack((slots, own.lengths, own.shifts), axis=1)
+            table.send(own.block_ids)
         fill(self.numbers[:num_rows], numbers)
 
     def of_table(self, n: int, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -13,19 +13,20 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from kvreclaim import speculation
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.execute.graph_buffers import (
     POSITION,
     TOKEN,
-    HeadCells,
     SentCells,
     StepBuffers,
+    TableRows,
 )
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.windows.window import Place
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.ops.backend import Backend
-from kvreclaim.ops.batch import SequenceSlots
+from kvreclaim.ops.cell_tables import CellTable
 from kvreclaim.ops.cells import cell_layers
 from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.ops.kv_cache import KVCache, LayerCache
@@ -34,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 FEW_ROWS = 16
 """Padded batch sizes are powers of two up to here, then multiples of it."""
+
+MOST_DRAFTED = 512
+"""Rows of a step with drafts up to which it is replayed, if there are more than sequences."""
 
 Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 """Turns a function of fixed buffers into one that computes the same from what they hold later. May call it;
@@ -124,22 +128,23 @@ class _ReplayedKVBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeStep:
-    """A step in which every sequence brings its next token.
+    """A step in which every sequence brings its next token, and maybe drafts behind it. Each of these is a
+    row, which attends like a sequence of one query: a layer writes all rows' keys before any row attends.
 
-    tokens:    one for each sequence; positions: [N] int64
-    sequences: for the table of full attention and each group of windows, as these layers see them
-    cells:     of each sequence if the heads of some hold unequal numbers of tokens
+    tokens:    one for each row; positions: [N] int64
+    tables:    the rows in the table of full attention and in that of each group of windows
+    cells:     where passes have put those of each row, if the heads of some hold unequal numbers of tokens
     """
 
     tokens: Sequence[int]
     positions: np.ndarray
-    sequences: Sequence[Sequence[SequenceSlots]]
-    cells: Sequence[HeadCells] | None = None
+    tables: Sequence[TableRows]
+    cells: Sequence[CellTable | None] | None = None
 
 
 class DecodeGraphs:
-    """Runs decode steps by replay: one graph per padded batch size, and another one for steps with unequal
-    heads, captured by `capture` or at its first use.
+    """Runs decode steps by replay: one graph per padded number of rows, and another one for steps with
+    unequal heads, captured by `capture` or at its first use.
 
     A step that cannot be replayed is refused with None, for the caller to run as usual; `refusals`
     counts the reasons, each of which is logged once.
@@ -156,27 +161,45 @@ class DecodeGraphs:
         max_model_len: int,
         max_chunk: int,
         capture: Capture,
+        num_drafts: int = 0,
     ) -> None:
-        """max_chunk: most tokens of a sequence in one step; windows hold so many more"""
+        """max_chunk: most tokens of a sequence in one step; windows hold so many more
+        num_drafts: most drafts of a sequence in one step, as far as is known (expect_drafts)"""
         self.model = model
         self.cache = cache
         self.ops = backend
         self.groups = groups
         self.layers = groups.layers(cache, backend)
-        self.sizes = padded_sizes(max_num_seqs)
         self.refusals: Counter[str] = Counter()
-        self._capture = capture
-        self._replays: dict[tuple[int, bool], Callable[[], Tensor]] = {}
-        self._failed: dict[tuple[int, bool], str] = {}
+        self._capture, self._max_num_seqs = capture, max_num_seqs
         size = cache.block_size
-        widths, self._lengths = [(blocks_for(max_model_len, size), size)], [max_model_len]
+        self._widths, self._lengths = [(blocks_for(max_model_len, size), size)], [max_model_len]
         for n, _ in groups.tables:
             window = groups.windows[n]
             most = window.most_blocks(max_model_len, max_chunk, size) // groups.num_groups(window)
-            widths.append((most, size // groups.parts))
+            self._widths.append((most, size // groups.parts))
             self._lengths.append(min(max_model_len, window.num_tokens))
-        self._buffers = StepBuffers.allocate(max_num_seqs, widths, cache.device)
+        self._begin(num_drafts)
+
+    def _begin(self, num_drafts: int) -> None:
+        """Have buffers for steps with so many drafts of each sequence, and no graphs yet."""
+        self.num_drafts, plain = num_drafts, padded_sizes(self._max_num_seqs)
+        drafted = {size for n in plain if (size := n * (num_drafts + 1)) <= MOST_DRAFTED}
+        self.sizes = tuple(sorted({*plain, *drafted}))
+        self._replays: dict[tuple[int, bool], Callable[[], Tensor]] = {}
+        self._failed: dict[tuple[int, bool], str] = {}
+        self._buffers = StepBuffers.allocate(self.sizes[-1], self._widths, self.cache.device)
         self._cells: SentCells | None = None
+
+    def expect_drafts(self, num_drafts: int) -> None:
+        """Let steps be replayed in which each sequence brings up to so many drafts, too. If that takes larger
+        buffers, what was captured is captured anew."""
+        if num_drafts <= self.num_drafts:
+            return
+        before = self._replays  # CUDA's memory pool stays with its graphs until there are new ones
+        self._begin(1 << (num_drafts - 1).bit_length())
+        for unequal in sorted({unequal for _, unequal in before}):
+            self.capture(unequal=unequal)
 
     @torch.inference_mode()
     def capture(self, *, unequal: bool = False) -> None:
@@ -204,28 +227,25 @@ class DecodeGraphs:
         if reason is not None:
             self.refuse(reason)
             return None
-        self._buffers.fill(size, step.tokens, step.positions, step.sequences)
+        self._buffers.fill(size, step.tokens, step.positions, step.tables)
         if step.cells is not None:
-            self._cell_tables().send(step.cells)
+            self._cell_tables().send(step.cells, step.tables[0].block_ids)
         return self._replays[size, unequal]()[:num_rows]
 
     def _obstacle(self, step: DecodeStep) -> str | None:
-        sequences, tables = step.sequences[0], self._buffers.tables
-        cells = [] if step.cells is None else step.cells
-        problems = {
-            "it has no sequence": not sequences,
-            "it has prefill rows": any(seq.query_len != 1 for seq in sequences),
-            "heads hold other positions": any(seq.slot_positions is not None for seq in sequences),
-            f"it has more than {self.sizes[-1]} sequences": len(sequences) > self.sizes[-1],
-        }
-        for table, rows in zip(tables, step.sequences, strict=True):
-            too_long = any(len(seq.block_ids) > table.width for seq in rows)
-            problems[f"a sequence has more than {table.width} blocks"] = too_long
-        if cells:
-            width = self._cell_tables().width
-            too_long = any(row.cells.shape[-1] > width for row in cells)
-            problems[f"a head has more than {width} blocks"] = too_long
-        return next((reason for reason, holds in problems.items() if holds), None)
+        if not step.tokens:
+            return "it has no sequence"
+        if len(step.tokens) > self.sizes[-1]:
+            return f"it has more than {self.sizes[-1]} rows"
+        for table, rows in zip(self._buffers.tables, step.tables, strict=True):
+            if max(map(len, rows.block_ids)) > table.width:
+                return f"a sequence has more than {table.width} blocks"
+        if step.cells is not None:
+            pairs = zip(step.cells, step.tables[0].block_ids, strict=True)
+            most = [len(ids) if own is None else len(ids) - own.num_blocks + own.most for own, ids in pairs]
+            if max(most) > self._cell_tables().width:
+                return f"a head has more than {self._cell_tables().width} blocks"
+        return None
 
     def _cell_tables(self) -> SentCells:
         if self._cells is None:
@@ -238,7 +258,8 @@ class DecodeGraphs:
         if key in self._replays or key in self._failed:
             return self._failed.get(key)
         nothing = np.zeros(0, dtype=np.int64)
-        self._buffers.fill(size, [], nothing, [()] * len(self._buffers.tables))
+        empty = TableRows((), nothing, nothing)
+        self._buffers.fill(size, [], nothing, [empty] * len(self._buffers.tables))
         try:
             self._replays[key] = self._capture(lambda: self._run(size, unequal=unequal))
         except RuntimeError as error:
@@ -292,6 +313,7 @@ def decode_graphs(
     if cache.device.type != "cuda" or not hasattr(backend, "static_tables") or config.enforce_eager:
         return None
     assert config.max_model_len is not None, "limits are chosen before the engine is made"
+    drafts = speculation.from_json(config.speculative_config)
     graphs = DecodeGraphs(
         model,
         cache,
@@ -301,6 +323,7 @@ def decode_graphs(
         max_model_len=config.max_model_len,
         max_chunk=config.max_num_batched_tokens,
         capture=CudaCapture(),
+        num_drafts=drafts.num_speculative_tokens if drafts else 0,
     )
     graphs.capture()
     return graphs

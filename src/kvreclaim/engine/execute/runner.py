@@ -10,18 +10,17 @@ import torch
 from torch import Tensor
 
 from kvreclaim.compression.compressor import Compressor
-from kvreclaim.engine.attend.cell_tables import head_cells, head_lengths
 from kvreclaim.engine.attend.paged import PagedKVBatch
 from kvreclaim.engine.attend.parts import AttentionPart
 from kvreclaim.engine.attend.split import reads_part, split
 from kvreclaim.engine.attend.streamed import StreamedBatches
-from kvreclaim.engine.attend.windows import window_batches, window_slots
-from kvreclaim.engine.execute.graph_buffers import HeadCells
-from kvreclaim.engine.execute.graphs import DecodeGraphs, DecodeStep
+from kvreclaim.engine.attend.windows import window_batches
+from kvreclaim.engine.execute.decode_rows import decode_positions, decode_step, wanted_positions
+from kvreclaim.engine.execute.graphs import DecodeGraphs
 from kvreclaim.engine.extension import AttentionHook, Extensions
 from kvreclaim.engine.request.request import Scheduled, Sequence
 from kvreclaim.engine.signals.late import LateSignals
-from kvreclaim.engine.signals.needs import is_watched
+from kvreclaim.engine.signals.needs import feeds_companion, is_watched
 from kvreclaim.engine.signals.observer import Observer
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.memory.changes import Growth
@@ -104,10 +103,13 @@ class ModelRunner:
         self._is_narrow = loaded.model.dtype is not self._dtype
         self._late: list[LateSignals] = []
 
-    def expect(self, compressor: Compressor | None) -> None:
-        """Capture the graphs that requests with this compression need, before their first step."""
-        unequal = compressor is not None and compressor.eviction_method is EvictionMethod.CELLS
-        if unequal and self.graphs is not None:
+    def expect(self, compressor: Compressor | None, num_drafts: int = 0) -> None:
+        """Capture the graphs that requests with this compression need, and so many drafts in a step, before
+        their first step."""
+        if self.graphs is None:
+            return
+        self.graphs.expect_drafts(num_drafts)
+        if compressor is not None and compressor.eviction_method is EvictionMethod.CELLS:
             self.graphs.capture(unequal=True)
 
     def prepare(self, plan: StepPlan) -> None:
@@ -145,10 +147,14 @@ class ModelRunner:
         runs = step
         for extension in extensions:
             runs = extension.expand(runs)
-        inputs = self._inputs(step, runs)
         special = [item for item in step if not item.seq.request.is_plain]
-        watched = observed and bool(special) and any(is_watched(item.seq) for item in special)
-        logits = None if self.graphs is None else self._replay(self.graphs, step, special, inputs, watched)
+        watched = observed and any(map(is_watched, [item.seq for item in special]))
+        logits, wanted = None, None if self.graphs is None else decode_positions(step)
+        if self.graphs is not None and wanted is not None:
+            logits = self._replay(self.graphs, step, special, watched)
+        if logits is None:
+            inputs = self._inputs(step, runs)
+            wanted = inputs.wanted
         if logits is None and self.streamed is not None:
             hooks = [hook for each in extensions for hook in each.attend(runs, None)]
             logits = self._stream(self.streamed, inputs, hooks)
@@ -168,7 +174,8 @@ class ModelRunner:
             for extension in extensions:
                 extension.abandoned()
             raise
-        return logits, inputs.wanted
+        assert wanted is not None, "a step that was not replayed has inputs"
+        return logits, wanted
 
     def _paged(
         self,
@@ -244,7 +251,7 @@ class ModelRunner:
             last[seq.seq_id] = row.first + row.num_tokens, len(inputs.tokens)
         for item in step:
             end, place = last[item.seq.seq_id]
-            want = _wanted_positions(item)
+            want = wanted_positions(item)
             rows = want or range(end - 1, end)
             inputs.rows.append(np.arange(rows.start, rows.stop) - end + place)
             inputs.wanted.append(want)
@@ -256,28 +263,19 @@ class ModelRunner:
         graphs: DecodeGraphs,
         step: list[Scheduled],
         special: list[Scheduled],
-        inputs: _Inputs,
         watched: bool,
     ) -> Tensor | None:
         """The logits of a decode step from a CUDA graph; None if there is none for it."""
-        if not all(len(want) == item.num_tokens == 1 for want, item in zip(inputs.wanted, step, strict=True)):
-            return None
-        if watched:
+        if watched or any(map(feeds_companion, {item.seq.request.verify for item in special})):
             graphs.refuse("a policy keeps queries, attention or scores of tokens")
             return None
-        if any(reads_part(item) for item in special):
+        if any(map(reads_part, special)):
             graphs.refuse("a policy reads some of the blocks")
             return None
-        cells = None
-        if any(item.seq.state.cells is not None for item in special):
-            cells = [self._cells(item.seq) for item in step]
-        sequences = [inputs.slots, *window_slots(step, self.groups, self.memory)]
-        return graphs.forward(DecodeStep(inputs.tokens, np.concatenate(inputs.positions), sequences, cells))
-
-    def _cells(self, seq: Sequence) -> HeadCells:
-        return HeadCells(
-            head_cells(seq, self.memory, self.cache), head_lengths(seq.state.cells, 0, self.cache)
-        )
+        if self._has_windows and any(self._slot_positions(item.seq) is not None for item in special):
+            graphs.refuse("heads hold other positions")
+            return None
+        return graphs.forward(decode_step(step, self.groups, self.memory))
 
     def slots(self, item: Scheduled) -> SequenceSlots:
         """Where a sequence's keys lie when an item of it has been computed."""
@@ -288,22 +286,11 @@ class ModelRunner:
             query_len=row.num_tokens,
             seq_len=table.physical_len + row.first - item.seq.num_computed + row.num_tokens,
             shift=0 if relative else table.num_evicted,
-            slot_positions=item.seq.state.slot_positions if self._has_windows and not relative else None,
+            slot_positions=self._slot_positions(item.seq),
         )
 
-
-def _wanted_positions(item: Scheduled) -> range:
-    """The positions of this chunk whose logits are needed: the last known token's, those of drafts, and every
-    one that predicts a token whose probability is asked for, of a continuation that is scored or of the
-    prompt."""
-    seq, start = item.seq, item.row.first
-    request, end, known = seq.request, start + item.row.num_tokens, len(seq.token_ids)
-    if request.scores is not None:
-        return range(min(end, max(start, seq.num_prompt - 1)), min(end, known - 1))
-    first = end - 1 - item.row.num_drafts if end >= known else end
-    if request.prompt_logprobs is not None and request.lacks_prompt_logprobs:
-        first = min(first, max(start, len(request.prompt_logprobs) - 1))
-    return range(first, end)
+    def _slot_positions(self, seq: Sequence) -> Tensor | None:
+        return seq.state.slot_positions if self._has_windows and not seq.slots_are_positions else None
 
 
 def _num_exact(step: list[Scheduled], most_plain: int) -> int:

@@ -127,9 +127,8 @@ class Lifecycle:
         for seq_id, error in plan.failed:
             if seq_id in self.sequences:
                 self.fail(self.sequences[seq_id].request, error, "scheduling")
-        known = self.sequences
-        rows = ((known[row.seq_id], row) for row in plan.rows if row.seq_id in known)
-        return [Scheduled(seq, row) for seq, row in rows if seq.status is Status.RUNNING]
+        rows = [(self.sequences.get(row.seq_id), row) for row in plan.rows]
+        return [Scheduled(seq, row) for seq, row in rows if seq is not None and seq.status is Status.RUNNING]
 
     def _admit(self, seq: Sequence, begun: Admitted) -> bool:
         """Tell the extensions that a sequence begins. Returns: whether it does."""

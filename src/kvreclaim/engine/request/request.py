@@ -46,7 +46,7 @@ class Sequence(schedule.ScheduledSequence):
     state:      what its way of compressing remembers
     row_cache:  (version, block ids) of the block table as the kernels want it
     cell_cache: (version, cells of each head), where heads have their own tables
-    window_cache: of each window (version, block ids [groups, blocks])
+    window_cache: of each window (version, block ids of each group of layers)
     hypothesis: that it says, where it is what a beam search has come to
     matcher:    where it stands in its request's grammar
     thinking:   where it stands in its reasoning
@@ -65,7 +65,7 @@ class Sequence(schedule.ScheduledSequence):
     final_blocks: int = 0
     row_cache: tuple[int, np.ndarray] | None = None
     cell_cache: tuple[int, np.ndarray] | None = None
-    window_cache: dict[int, tuple[int, np.ndarray]] = field(default_factory=dict)
+    window_cache: dict[int, tuple[int, tuple[np.ndarray, ...]]] = field(default_factory=dict)
     hypothesis: Hypothesis | None = None
     matcher: Matcher | None = None
     thinking: ThinkTracker | None = None
@@ -83,18 +83,24 @@ class Sequence(schedule.ScheduledSequence):
 
     def block_row(self, table: BlockTable) -> np.ndarray:
         """[blocks] int32 ids of its table for the kernels; a hole names another block (never attended)."""
-        if self.row_cache is None or self.row_cache[0] != table.version:
-            some = next((block for block in reversed(table.block_ids) if block is not None), 0)
-            ids = [some if block is None else block for block in table.block_ids]
-            self.row_cache = (table.version, np.array(ids, dtype=np.int32))
-        return self.row_cache[1]
+        known, ids = self.row_cache, table.block_ids
+        if known is not None and known[0] == table.version:
+            return known[1]
+        if known is not None and known[0] == table.version - 1 and len(ids) > len(known[1]):
+            row = np.append(known[1], np.array(ids[len(known[1]) :], dtype=np.int32))  # blocks were appended
+        else:
+            some = next((block for block in reversed(ids) if block is not None), 0)
+            row = np.array([some if block is None else block for block in ids], dtype=np.int32)
+        self.row_cache = table.version, row
+        return row
 
     def note_blocks(self, num_held: int) -> None:
         """Its table holds so many blocks after computing up to num_computed."""
         self.final_blocks = num_held
-        self.peak_blocks = max(self.peak_blocks, num_held)
-        if self.num_computed > self.num_prompt:
-            self.answer_blocks = max(self.answer_blocks, num_held)
+        if num_held > self.peak_blocks:
+            self.peak_blocks = num_held
+        if num_held > self.answer_blocks and self.num_computed > self.num_prompt:
+            self.answer_blocks = num_held
 
     def reset(self) -> None:
         """Forget what was computed (preemption by recompute); the tokens stay known."""
@@ -103,6 +109,14 @@ class Sequence(schedule.ScheduledSequence):
         self.row_cache = None
         self.cell_cache = None
         self.window_cache = {}
+
+    @property
+    def takes_argmax(self) -> bool:
+        """Whether the next token is the argmax of its row of logits, whatever that is."""
+        request = self.request
+        if not request.takes_argmax or self.matcher is not None or self.thinking is not None:
+            return False
+        return len(self.token_ids) - self.num_prompt >= request.spec.params.min_tokens
 
     def sample_row(self, eos_token_ids: frozenset[int]) -> SampleRow:
         """The sampler's inputs for the next token."""
@@ -234,6 +248,7 @@ class Request:
     refusal:   the mistake of the request that ended it; error says it, too
     parent:    on whose behalf it is computed; None: a caller's own. children: that it waits for
     is_plain:  full attention over all its tokens, and nothing is kept beside them
+    takes_argmax: its parameters leave every token as it is that is the argmax of its row
     """
 
     spec: RequestSpec
@@ -257,10 +272,12 @@ class Request:
     parent: Request | None = None
     children: list[Request] = field(default_factory=list)
     is_plain: bool = field(init=False)
+    takes_argmax: bool = field(init=False)
 
     def __post_init__(self) -> None:
         special = (self.compressor, self.verify, self.sparse_prefill, self.reuse)
         self.is_plain = all(each is None for each in special)
+        self.takes_argmax = not self.bad_words and SampleRow(self.params, [], [0], (), None).takes(0)
 
     @property
     def request_id(self) -> str:

@@ -9,6 +9,7 @@ from kvreclaim.compression.policy import Signal
 from kvreclaim.compression.prefill.method import SparsePrefill
 from kvreclaim.compression.signal_needs import needs_of
 from kvreclaim.engine.request.request import Sequence
+from kvreclaim.engine.request.verify import Verify
 from kvreclaim.ops.facts import ModelFacts
 
 WATCHED = frozenset({Signal.RECENT_QUERIES, Signal.ATTENTION_MASS, Signal.TOKEN_SCORES})
@@ -39,15 +40,22 @@ def is_watched(seq: Sequence) -> bool:
     """Whether every step has to add to the sequence's signals: not if no pass is to come, but for scores of
     tokens, which whoever hits its blocks relies on."""
     compressor = seq.request.compressor
-    recall = None if compressor is None else compressor.recall
+    if compressor is None:
+        return False
+    recall, needs = compressor.recall, compressor.needs
     if recall is not None and (recall.needs_queries or recall.mode == "query"):
         return True
-    if compressor is None or not needs_of(compressor) & WATCHED:
+    if not needs & WATCHED:
         return False
-    if Signal.TOKEN_SCORES in needs_of(compressor):
+    if Signal.TOKEN_SCORES in needs:
         return True
     over = seq.num_prompt <= compressor.budget or seq.account.last_computed > 0
     return not (compressor.policy.prompt_only and over)
+
+
+def feeds_companion(verify: Verify | None) -> bool:
+    """Whether the policy of a companion keeps signals of every step of its target."""
+    return verify is not None and bool(verify.compressor.needs & WATCHED)
 
 
 def window_of(seq: Sequence) -> int:

@@ -345,8 +345,8 @@ class Engine:
             return trial if spec.chunks is None else self._reuse(spec)
 
         made = self.factory.make(spec, compressor, self._num_added, reuse_of, parent)
-        self.runner.expect(compressor)
         request, footprint = made.request, made.footprint
+        self.runner.expect(compressor, 0 if request.verify is None else request.verify.num_tokens)
         if spec.params.structured_outputs is not None:
             request.grammar = self.grammars.matcher(spec.params.structured_outputs)
             self.grammars.check(request.grammar, spec.params, request.bad_words)
@@ -433,9 +433,10 @@ class Engine:
             self.lifecycle.fail(next(iter(self.scheduler.waiting)).request, stuck, "admitting")
         num_tokens = num_decode = 0
         for item in step:
-            num_tokens += item.row.num_tokens
-            if item.num_known == 1 and item.row.first >= item.seq.num_prompt:
-                num_decode += item.row.num_tokens  # its newest token, and drafts behind it
+            row = item.row
+            num_tokens += row.num_tokens
+            if row.num_tokens - row.num_drafts == 1 and row.first >= item.seq.num_prompt:
+                num_decode += row.num_tokens  # its newest token, and drafts behind it
             metrics = item.seq.request.metrics
             if metrics.queue_s is None:
                 metrics.queue_s = started - item.seq.request.arrival_s

@@ -78,8 +78,10 @@ class StepExecutor:
             self._record(stand)
         begun = {one.seq_id for one in plan.admitted}
         for item, _, _ in sound:
-            with self.lifecycle.contained(item.seq.request, "committing"):
+            try:
                 self._note_computed(item, has_begun=item.seq.seq_id in begun)
+            except Exception as error:
+                self.lifecycle.fail(item.seq.request, error, "committing")
 
     def _record(self, stand: dict[int, int]) -> None:
         """Store the signals of rows with drafts, once it is known which drafts are accepted."""
@@ -98,6 +100,8 @@ class StepExecutor:
             return
         memory, totals = self.lifecycle.memory, self.lifecycle.totals
         seq.note_blocks(memory.num_blocks(seq.seq_id))
+        if item.row.first >= seq.num_prompt and request.prompt_done and not has_begun:
+            return
         totals.prompt_tokens += max(0, min(seq.num_computed, seq.num_prompt) - item.row.first)
         if seq.num_computed < seq.num_prompt:
             return

@@ -66,13 +66,16 @@ class OutputProcessor:
         """
         best = logits.max(-1)  # one pass: a NaN anywhere in a row is its maximum
         seen, sound, row = torch.stack((best.values.isfinite(), best.indices)).tolist(), [], 0  # one wait
-        finite = [bool(each) for each in seen[0]]
+        finite = seen[0]
+        is_sound = all(finite)
         for item, positions in zip(step, wanted, strict=True):
-            rows = slice(row, row + max(1, len(positions)))
+            rows = slice(row, row + (len(positions) or 1))
             row = rows.stop
             if item.seq.finish_reason is not None:
                 continue
-            if item.row.num_drafts and finite[rows.start]:  # behind a wrong guess there may be anything
+            if is_sound:
+                sound.append((item, positions, rows))
+            elif item.row.num_drafts and finite[rows.start]:  # behind a wrong guess there may be anything
                 end = next((at for at in range(rows.start, rows.stop) if not finite[at]), rows.stop)
                 sound.append((item, positions, slice(rows.start, end)))
             elif all(finite[rows]):
@@ -143,15 +146,16 @@ class OutputProcessor:
                 self.lifecycle.end(seq, reason)
         draws: list[tuple[Sequence, int]] = []
         computed = checked.sequences
-        self.compress([seq for seq in computed if seq.is_to_fork])
-        self._fork_beams(computed)
+        if forking := [seq for seq in computed if seq.is_to_fork]:
+            self.compress(forking)
+            self._fork_beams(forking)
         searches: dict[str, tuple[Request, Beams]] = {}
         for item, positions, rows in checked.sound:
             seq, request = item.seq, item.seq.request
             if not positions or seq.finish_reason is not None or item.row.num_drafts:
                 continue
             self.lifecycle.touched[seq.request_id] = request
-            if request.lacks_prompt_logprobs:
+            if request.prompt_logprobs is not None and request.lacks_prompt_logprobs:
                 self._note_prompt(seq, positions, checked.logits[rows])
             if request.scores is not None:
                 self._score(seq, positions, checked.logits[rows])
@@ -169,8 +173,10 @@ class OutputProcessor:
         for extension in self.lifecycle.extensions.ordered:
             for seq in computed:
                 if seq.finish_reason is None:
-                    with self.lifecycle.contained(seq.request, "processing"):
+                    try:
                         extension.processed(seq)
+                    except Exception as error:
+                        self.lifecycle.fail(seq.request, error, "processing")
 
     def _fork_beams(self, sequences: list[Sequence]) -> None:
         """Fork the beams of sequences that have come to where their followers part."""
@@ -217,8 +223,11 @@ class OutputProcessor:
                     self._drop(seq)
             if seq.request.compressor is None:
                 continue
-            with self.lifecycle.contained(seq.request, "compressing"):
-                jobs += [self._job(plan) for plan in scheduler.compress([seq])]
+            try:
+                if seq.is_due:
+                    jobs += [self._job(plan) for plan in scheduler.compress([seq])]
+            except Exception as error:
+                self.lifecycle.fail(seq.request, error, "compressing")
         if not jobs:
             return
         with torch.inference_mode():
@@ -277,41 +286,49 @@ class OutputProcessor:
 
     def _draw(self, draws: list[tuple[Sequence, int]], logits: Tensor, best: list[int]) -> None:
         """One token for each sequence; a sequence that waits for its fork draws one for each sibling."""
-        outputs: list[Sequence] = []
+        outputs: list[tuple[Sequence, int, int | None]] = []  # with the argmax, or the place in `asked`
         rows: list[int] = []
         asked: list[SampleRow] = []
         for seq, row in draws:
-            with self.lifecycle.contained(seq.request, "asking for a token of"):
+            try:
+                if seq.seats == 1 and seq.takes_argmax:
+                    outputs.append((seq, best[row], None))
+                    continue
                 siblings = self._with_forks(seq) if seq.waits_for_fork else [seq]
                 asks = [one.sample_row(self._eos_token_ids) for one in siblings]
-                outputs += siblings
-                rows += [row] * len(siblings)
-                asked += asks
-        if not outputs:
-            return
-        for seq, drawn in zip(outputs, draw(logits, best, rows, asked), strict=True):
+            except Exception as error:
+                self.lifecycle.fail(seq.request, error, "asking for a token of")
+                continue
+            outputs += [(one, best[row], place) for place, one in enumerate(siblings, len(asked))]
+            rows += [row] * len(siblings)
+            asked += asks
+        drawn = draw(logits, best, rows, asked) if asked else []
+        for seq, token, place in outputs:
             if seq.finish_reason is None:
-                self._take_token(seq, drawn)
+                self._take_token(seq, token if place is None else drawn[place])
 
     def _with_forks(self, seq: Sequence) -> list[Sequence]:
         """A sequence whose prompt is complete now, and its forks: all draw from its row."""
         return [seq, *self.branches.fork(seq)] if seq.finish_reason is None else []
 
-    def _take_token(self, seq: Sequence, drawn: SampledToken | Exception) -> None:
+    def _take_token(self, seq: Sequence, drawn: int | SampledToken | Exception) -> None:
         if isinstance(drawn, Exception):
             if _may_end(seq, drawn):
                 self.lifecycle.end(seq, "stop")
             else:
                 self.lifecycle.fail(seq.request, drawn, "drawing a token of")
             return
-        with self.lifecycle.contained(seq.request, "taking a token of"):
+        try:
             if (reason := self._append_token(seq, drawn)) is not None:
                 self.lifecycle.end(seq, reason)
+        except Exception as error:
+            self.lifecycle.fail(seq.request, error, "taking a token of")
 
-    def _append_token(self, seq: Sequence, drawn: SampledToken) -> FinishReason | None:
+    def _append_token(self, seq: Sequence, drawn: int | SampledToken) -> FinishReason | None:
         """Append a token. Returns: why the output ends with it; None: it goes on."""
-        request, params, token = seq.request, seq.request.params, drawn.token
-        if drawn.logprobs is not None:
+        request, params = seq.request, seq.request.spec.params
+        token = drawn if isinstance(drawn, int) else drawn.token
+        if not isinstance(drawn, int) and drawn.logprobs is not None:
             seq.logprobs.append(drawn.logprobs)
         if request.metrics.ttft_s is None:
             request.metrics.ttft_s = time.perf_counter() - request.arrival_s
@@ -320,9 +337,9 @@ class OutputProcessor:
         if seq.thinking is not None:
             seq.thinking.take(token)
         self.totals.generation_tokens += 1
-        may_stop = seq.num_generated >= params.min_tokens
+        may_stop = len(seq.token_ids) - seq.num_prompt >= params.min_tokens
         is_eos = token in self._eos_token_ids and not params.ignore_eos
-        is_stop = token in (params.stop_token_ids or ())
+        is_stop = params.stop_token_ids is not None and token in params.stop_token_ids
         ends, stop = may_stop and (is_eos or is_stop), None
         if seq.detokenizer is not None and (not ends or params.include_stop_str_in_output):
             stop = seq.detokenizer.append(

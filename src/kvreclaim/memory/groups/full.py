@@ -60,6 +60,13 @@ class FullAttentionGroup(GroupManager):
             self.pool.touch(block)
         self.tables[child_id] = child
 
+    def has_room(self, seq_id: int, table: BlockTable, num_tokens: int) -> bool:
+        ids, size, start = table.block_ids, self.block_size, table.physical_len
+        if start + num_tokens > len(ids) * size:
+            return False
+        tail = ids[start // size]
+        return not start % size or (tail is not None and self.pool.refs[tail] == 1)
+
     def missing(self, seq_id: int, table: BlockTable, num_tokens: int) -> int:
         needed = -(-(table.physical_len + num_tokens) // self.block_size) - len(table.block_ids)
         return max(0, needed) + (num_tokens > 0 and self._shared_tail(table) is not None)
@@ -87,8 +94,13 @@ class FullAttentionGroup(GroupManager):
 
     def _shared_tail(self, table: BlockTable) -> int | None:
         """The begun block that the next slot lies in, if other sequences hold it, too."""
-        tail = table.begun(self.block_size)
-        return tail if tail is not None and self.pool.refs[tail] - self._held[tail] > 1 else None
+        index, used = divmod(table.physical_len, self.block_size)
+        if not used:
+            return None
+        tail = table.block_ids[index]
+        assert tail is not None, f"entry {index} is written next and is a hole"
+        refs = self.pool.refs[tail]
+        return tail if refs > 1 and refs - self._held[tail] > 1 else None
 
     def commit(self, seq_id: int, table: BlockTable, num_tokens: int) -> None:
         start = table.physical_len
@@ -96,7 +108,7 @@ class FullAttentionGroup(GroupManager):
         assert num_tokens <= room, f"sequence {seq_id}: {num_tokens} tokens written, room for {room}"
         assert not num_tokens or self._shared_tail(table) is None, f"sequence {seq_id}: wrote a shared block"
         table.advance(num_tokens)
-        if table.chain is not None:
+        if table.chain is not None and start % self.block_size + num_tokens >= self.block_size:
             self.prefix.enter_full_blocks(table, start // self.block_size)
 
     def free(self, seq_id: int, table: BlockTable) -> int:

@@ -44,6 +44,11 @@ class GroupManager(ABC):
     def fork(self, parent_id: int, child_id: int, child: BlockTable) -> None:
         """The child shares what holds its tokens."""
 
+    def has_room(self, seq_id: int, table: BlockTable, num_tokens: int) -> bool:
+        """Whether the blocks held here take num_tokens more, and nobody else holds the one that is written
+        next. False: `missing` and `grow` find out."""
+        return False
+
     @abstractmethod
     def missing(self, seq_id: int, table: BlockTable, num_tokens: int) -> int:
         """Blocks to take before num_tokens more are written. Changes nothing."""

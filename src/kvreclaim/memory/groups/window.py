@@ -114,6 +114,12 @@ class WindowGroup(GroupManager):
 
     # Growth.
 
+    def has_room(self, seq_id: int, table: BlockTable, num_tokens: int) -> bool:
+        own, start, size = self._tables[seq_id], table.logical_len, self.block_size
+        if start + num_tokens > own.end * size:
+            return False
+        return not start % size or self.pool.refs[own.rows[start // size - own.first][0]] == 1
+
     def missing(self, seq_id: int, table: BlockTable, num_tokens: int) -> int:
         own, start = self._tables[seq_id], table.logical_len
         rows = max(0, blocks_for(start + num_tokens, self.block_size) - own.end)

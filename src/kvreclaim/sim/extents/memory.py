@@ -162,6 +162,10 @@ class ExtentMemory:
             freed += pool.drop(run, table)
         return int(freed)
 
+    def has_room(self, seq_id: int, num_tokens: int) -> bool:
+        table = self._tables[seq_id]
+        return bool(table.physical_len + num_tokens <= table.num_blocks * self.block_size)
+
     def can_grow(self, seq_id: int, num_tokens: int) -> bool:
         table = self._tables[seq_id]
         needed = -(-(table.physical_len + num_tokens) // self.block_size)

@@ -1,0 +1,89 @@
+"""The rows of a decode step: each sequence's newest token, and the drafts behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from kvreclaim.engine.attend.windows import window_parts
+from kvreclaim.engine.execute.graph_buffers import TableRows
+from kvreclaim.engine.execute.graphs import DecodeStep
+from kvreclaim.engine.request.request import Scheduled
+from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.ops.cell_tables import CellTable
+from kvreclaim.ops.groups import LayerGroups
+
+
+def wanted_positions(item: Scheduled) -> range:
+    """The positions of this chunk whose logits are needed: the last known token's, those of drafts, and every
+    one that predicts a token whose probability is asked for, of a continuation that is scored or of the
+    prompt."""
+    seq, start = item.seq, item.row.first
+    request, end, known = seq.request, start + item.row.num_tokens, len(seq.token_ids)
+    if request.scores is not None:
+        return range(min(end, max(start, seq.num_prompt - 1)), min(end, known - 1))
+    first = end - 1 - item.row.num_drafts if end >= known else end
+    if request.prompt_logprobs is not None and request.lacks_prompt_logprobs:
+        first = min(first, max(start, len(request.prompt_logprobs) - 1))
+    return range(first, end)
+
+
+def decode_positions(step: list[Scheduled]) -> list[range] | None:
+    """wanted_positions of the items of a decode step: all that each computes. None: the step is another
+    one."""
+    found = []
+    for item in step:
+        row, seq = item.row, item.seq
+        if row.num_tokens - row.num_drafts != 1:
+            return None
+        if len(seq.token_ids) == row.first + 1 and seq.request.scores is None:
+            found.append(range(row.first, row.first + row.num_tokens))
+        elif len(wanted := wanted_positions(item)) == row.num_tokens:
+            found.append(wanted)
+        else:
+            return None
+    return found
+
+
+def decode_step(step: list[Scheduled], groups: LayerGroups, memory: MemoryManager) -> DecodeStep:
+    """Return the rows of a decode step."""
+    tokens: list[int] = []
+    lengths: list[int] = []
+    shifts: list[int] = []
+    blocks: list[np.ndarray] = []
+    cells: list[CellTable | None] = []
+    tables = memory.full.tables
+    for item in step:
+        seq, row = item.seq, item.row
+        table = tables[seq.seq_id]
+        shift = table.logical_len - table.physical_len
+        if shift and seq.slots_are_positions:
+            shift = 0
+        first = table.physical_len + row.first - seq.num_computed + 1
+        ids = seq.block_row(table)
+        tokens.append(seq.token_ids[row.first])
+        lengths.append(first)
+        shifts.append(shift)
+        blocks.append(ids)
+        cells.append(seq.state.cells)
+        if count := row.num_drafts:
+            tokens += seq.draft_ids[:count]
+            lengths += range(first + 1, first + 1 + count)
+            shifts += [shift] * count
+            blocks += [ids] * count
+            cells += [seq.state.cells] * count
+    full = TableRows(blocks, np.array(lengths, dtype=np.int64), np.array(shifts, dtype=np.int64))
+    positions = full.lengths + full.shifts - 1
+    is_even = cells.count(None) == len(cells)
+    return DecodeStep(tokens, positions, [full, *_windows(step, groups, memory)], None if is_even else cells)
+
+
+def _windows(step: list[Scheduled], groups: LayerGroups, memory: MemoryManager) -> Iterator[TableRows]:
+    """The same rows for each group of layers with windows."""
+    for n, window in enumerate(groups.windows):
+        parts = [part for item in step for part in window_parts(item, n, window, groups.parts, memory)]
+        rows = [(ids, end - new + 1 + i) for ids, new, end in parts for i in range(new)]
+        lengths = np.array([length for _, length in rows], dtype=np.int64)
+        for group in range(groups.num_groups(window)):
+            yield TableRows([ids[group] for ids, _ in rows], lengths, np.zeros_like(lengths))
