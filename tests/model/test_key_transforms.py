@@ -10,11 +10,10 @@ import tiny
 import torch
 
 from kvreclaim.calibrate.calibration import calibrate
-from kvreclaim.compression.stats import KeyStats
 from kvreclaim.model.capture import capture_queries
 from kvreclaim.model.key_transforms import LENGTHS, LONGEST, SHORTEST, key_transforms, transforms_digest
 from kvreclaim.model.loader import load_model
-from kvreclaim.ops.facts import KeyTransform
+from kvreclaim.ops.facts import KeyStats, KeyTransform
 from kvreclaim.ops.rope import rotate
 
 

@@ -21,7 +21,7 @@ from kvreclaim.compression.public_stats import read_public_stats
 from kvreclaim.compression.stats_metadata import RECALIBRATE, REMEASURE, StatsMetadata, check_tensor
 from kvreclaim.compression.trial import Trial
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
-from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.ops.facts import KeyStats, ModelFacts
 from kvreclaim.ops.rope import RopeLayout, to_bands
 from kvreclaim.temporary import temporary_directory
 
@@ -59,16 +59,6 @@ class StatsTensors:
     def to(self, device: torch.device) -> Self:
         """The same on a device; tensors that are there already stay."""
         return replace(self, **{name: tensor.to(device) for name, tensor in self.present().items()})
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class KeyStats:
-    """Keys of one layer before rotation, [K, D] each: their mean, the mean of their squares, and that of the
-    squares of the queries that meet them."""
-
-    mean: Tensor
-    energy: Tensor
-    query_energy: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)

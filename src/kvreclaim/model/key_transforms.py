@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvreclaim.compression.stats import KeyStats
-from kvreclaim.ops.facts import KeyTransform, LayerFacts, ModelFacts
+from kvreclaim.ops.facts import KeyStats, KeyTransform, LayerFacts, ModelFacts
 from kvreclaim.ops.rope import RopeLayout, from_bands, to_bands
 
 FLOOR = 1 / 256

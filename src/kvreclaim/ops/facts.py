@@ -14,6 +14,16 @@ from kvreclaim.ops.rope import RopeLayout
 from kvreclaim.ops.states import StateShape
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class KeyStats:
+    """Keys of one layer before rotation, [K, D] each: their mean, the mean of their squares, and that of the
+    squares of the queries that meet them."""
+
+    mean: Tensor
+    energy: Tensor
+    query_energy: Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class KeyTransform:
     """What a cache stores of a key: (key - center) / scale, [K, D] each (ops/transformed_keys.py)."""

@@ -9,7 +9,7 @@ from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.config import StatsSource
 from kvreclaim.compression.prefill.method import SparsePrefill
 from kvreclaim.compression.prefill.registry import make_method
-from kvreclaim.compression.stats import KeyStats, QueryStats
+from kvreclaim.compression.stats import QueryStats
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.compact.pass_context import PassContext
 from kvreclaim.engine.compact.passes import CompressionPass
@@ -36,7 +36,7 @@ from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.tiers.tiered_offload import TieredOffload
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.backend import Backend, Choice, Need, choose_backend
-from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.ops.facts import KeyStats, ModelFacts
 from kvreclaim.ops.formats import KVFormat, kv_format, plain_format
 from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.ops.kv_cache import KVCache
