@@ -64,9 +64,8 @@ class CompressionSettings:
     )
     budget: int = option(
         None,
-        "Tokens to keep per layer and KV head, or a share of the bytes that the prompt takes in the model's "
-        "dtype: 0.2 or 20%. With --verify also "
-        f"auto, as few as drafting allows. Default: {DEFAULT_BUDGET}.",
+        "Tokens to keep per layer and KV head, or a share of the prompt's bytes: 0.2 or 20%. With --verify "
+        f"also auto, as few as drafting allows. Default: {DEFAULT_BUDGET}.",
         low=1,
         high=MAX_COUNT,
         unit=" tokens",

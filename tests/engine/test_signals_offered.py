@@ -110,6 +110,9 @@ class Graphs:
     def forward(self, step):
         self.steps += 1
 
+    def expect_drafts(self, most: int) -> None:
+        assert most == 0
+
     def refuse(self, reason: str) -> None:
         self.refusals.append(reason)
 

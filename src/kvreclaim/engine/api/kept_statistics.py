@@ -1,18 +1,25 @@
-"""The file of a model's statistics where none is named."""
+"""The file of a model's statistics where none is named, and the KV cache dtype that its trial found best."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from kvreclaim.compression.config import CompressionConfig, StatsSource
 from kvreclaim.compression.stats import QueryStats
+from kvreclaim.compression_settings import AUTO
+from kvreclaim.config import EngineConfig
 from kvreclaim.errors import StatsMismatchError
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.model_paths import statistics_beside, stats_home
+
+logger = logging.getLogger(__name__)
 
 SAMPLED = 1024
 """First numbers of each weight that name a model: fine-tuned models of one architecture share all else."""
@@ -47,3 +54,24 @@ def kept_statistics(loaded: LoadedModel) -> Path:
         first = weight.detach().flatten()[:SAMPLED].cpu()
         digest.update(name.encode() + first.view(torch.uint8).numpy().tobytes())
     return stats_home() / f"{digest.hexdigest()}.safetensors"
+
+
+def in_best_format(
+    config: EngineConfig, compression: CompressionConfig | None, stats: StatsSource | None
+) -> EngineConfig:
+    """The config with the KV cache dtype that lost least in the trial at the share of bytes that
+    `compression` keeps, if policy and kv_cache_dtype are both left to choose and the trial has tried several.
+
+    Raises: InvalidArgumentError, StatsMismatchError for statistics that cannot be read.
+    """
+    if compression is None or stats is None or config.kv_cache_dtype != AUTO:
+        return config
+    if compression.policy != AUTO or compression.budget_share is None:
+        return config
+    trial = (stats if isinstance(stats, QueryStats) else QueryStats.load(stats)).metadata.trial
+    form = None if trial is None else trial.format_at(compression.budget_share)
+    if form is None or form == AUTO:
+        return config
+    text = "kv_cache_dtype is %s, which lost least in the trial at %g%% of the bytes; name one to keep it"
+    logger.info(text, form, 100 * compression.budget_share)
+    return replace(config, kv_cache_dtype=form)

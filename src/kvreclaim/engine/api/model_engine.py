@@ -18,8 +18,8 @@ from kvreclaim.compression.config import CompressionConfig, StatsSource
 from kvreclaim.compression.loss_curve import CONTINUED
 from kvreclaim.compression_settings import FULL
 from kvreclaim.config import EngineConfig
-from kvreclaim.engine.api.best_format import in_best_format
 from kvreclaim.engine.api.compressors import Compressors
+from kvreclaim.engine.api.kept_statistics import in_best_format
 from kvreclaim.engine.api.prompts import Prompt, check_type, request_of
 from kvreclaim.engine.api.thinking import span_by_template
 from kvreclaim.engine.offload.session import SessionInfo
@@ -87,6 +87,8 @@ class ModelEngine:
         spoken_for = loaded.mapped_bytes
         if self.draft is not None:
             spoken_for += self.draft.kv_bytes + self.draft.loaded.mapped_bytes
+        if compression is not None:
+            check_type("compression", compression, CompressionConfig)
         if stats is None:
             named = None if compression is None else compression.stats
             stats = stats_file if named is None and stats_file.is_file() else named

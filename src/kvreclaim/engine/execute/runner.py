@@ -15,10 +15,10 @@ from kvreclaim.engine.attend.parts import AttentionPart
 from kvreclaim.engine.attend.split import reads_part, split
 from kvreclaim.engine.attend.streamed import StreamedBatches
 from kvreclaim.engine.attend.windows import window_batches
-from kvreclaim.engine.execute.decode_rows import decode_positions, decode_step, wanted_positions
+from kvreclaim.engine.execute.decode_rows import decode_positions, decode_step
 from kvreclaim.engine.execute.graphs import DecodeGraphs
 from kvreclaim.engine.extension import AttentionHook, Extensions
-from kvreclaim.engine.request.request import Scheduled, Sequence
+from kvreclaim.engine.request.request import Scheduled, Sequence, wanted_positions
 from kvreclaim.engine.signals.late import LateSignals
 from kvreclaim.engine.signals.needs import feeds_companion, is_watched
 from kvreclaim.engine.signals.observer import Observer

@@ -362,3 +362,17 @@ class Request:
             metrics=self.collect_metrics(),
             error=self.error,
         )
+
+
+def wanted_positions(item: Scheduled) -> range:
+    """The positions of this chunk whose logits are needed: the last known token's, those of drafts, and every
+    one that predicts a token whose probability is asked for, of a continuation that is scored or of the
+    prompt."""
+    seq, start = item.seq, item.row.first
+    request, end, known = seq.request, start + item.row.num_tokens, len(seq.token_ids)
+    if request.scores is not None:
+        return range(min(end, max(start, seq.num_prompt - 1)), min(end, known - 1))
+    first = end - 1 - item.row.num_drafts if end >= known else end
+    if request.prompt_logprobs is not None and request.lacks_prompt_logprobs:
+        first = min(first, max(start, len(request.prompt_logprobs) - 1))
+    return range(first, end)
