@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from typer.testing import CliRunner
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams, demo_model
+from kvreclaim.cli.main import app
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.model_paths import REAL_MODEL, STATS_FILE, shipped_statistics
 
@@ -34,6 +36,29 @@ def test_the_demo_models_best_is_query_mixtures_with_unequal_heads() -> None:
     assert not trial.refused
     llm = LLM(demo_model(), num_blocks=64, compression=CompressionConfig(budget=64, recent=16))
     assert llm.compression.policy == trial.best
+
+
+def test_a_tenth_of_the_bytes_is_of_codes(real, real_dir) -> None:
+    """The trial's best format there, in the commands, too."""
+    assert real.metadata.keys
+    form = real.metadata.trial.format_at(0.1)
+    assert form == "int8+int4"
+    options = ("--kv-budget", "10%", "--kv-compression-stats", str(shipped_statistics(REAL_MODEL)))
+    given = (
+        "generate",
+        "--model",
+        str(real_dir),
+        "--prompt",
+        "One, two, three.",
+        "--max-tokens",
+        "1",
+        *options,
+    )
+    result = CliRunner().invoke(app, [*given, "--kv-recent", "8"])
+    assert result.exit_code == 0, result.output
+    (kernels,) = [line for line in result.stderr.splitlines() if line.startswith("kernels: ")]
+    assert "keys centred and scaled by channel" in kernels
+    assert kernels.endswith(f"KV {form}")
 
 
 def test_they_are_the_fetched_models(real, real_dir) -> None:

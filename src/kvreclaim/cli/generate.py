@@ -84,9 +84,9 @@ def generate(
 
         hide_progress_bars()
         chosen, at_start = opt.with_calibration(compression, calibrate)
-        options = asdict(engine) | {"max_num_seqs": 1, "calibrate": at_start}
+        options = asdict(engine) | {"max_num_seqs": 1, "calibrate": at_start, "compression": chosen}
         started = LLM(path, dtype=dtype, device=device, **options)
-    with closing(started) as llm:
+    with closing(started) as llm, llm.compressed(None):  # sessions are saved as they are
         asked: dict[str, Any] = {"prompt": prompt, "compress_prompt_at": compress_prompt_at}
         if chat:
             messages = [{"role": "user", "content": asked.pop("prompt")}]
