@@ -185,7 +185,7 @@ def _in_format(
         return []
     outcomes = []
     for (_, share), rows in found.items():
-        score = dict(_mean(places, [said for _, said in rows]))
+        score = dict(_mean(places, [scores for _, scores in rows]))
         budget = mean(budget for budget, _ in rows)
         outcomes.append(FormatOutcome(kv_cache_dtype=form, share=share, budget=budget, **score))
     return outcomes

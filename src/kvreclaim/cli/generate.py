@@ -86,7 +86,7 @@ def generate(
         chosen, at_start = opt.with_calibration(compression, calibrate)
         options = asdict(engine) | {"max_num_seqs": 1, "calibrate": at_start, "compression": chosen}
         started = LLM(path, dtype=dtype, device=device, **options)
-    with closing(started) as llm, llm.compressed(None):  # sessions are saved as they are
+    with closing(started) as llm, llm.compressed(None):  # the request names it; a session is saved whole
         asked: dict[str, Any] = {"prompt": prompt, "compress_prompt_at": compress_prompt_at}
         if chat:
             messages = [{"role": "user", "content": asked.pop("prompt")}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -46,11 +47,8 @@ def _show_trial(console: Console, trial: Trial) -> None:
     title = f"trial: {trial.documents} held-out documents, {trial.tokens} tokens in the cache"
     if trial.questions:
         title += f", {trial.questions} questions"
-    caption = _COLUMNS.format(judged, _JUDGED[judged])
-    table = Table("policy", title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.caption_justify, table.columns[0].no_wrap = "left", True
-    for name in ("loss", "kept", "cont", judged, "right"):
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = ("loss", "kept", "cont", judged, "right")
+    table = _table("policy", columns, title, _COLUMNS.format(judged, _JUDGED[judged]))
     full_nats, full_right = getattr(full, judged), getattr(full, f"{judged}_right")
     table.add_row("full", "", "100%", f"({full.once:.3f})", f"({full_nats:.3f})", f"({full_right:.3f})")
     for policy in trial.ranked:
@@ -80,17 +78,13 @@ def _show_trial(console: Console, trial: Trial) -> None:
 def _show_formats(console: Console, trial: Trial) -> None:
     """A line for each KV cache dtype, a column for each share of the bytes; the least loss is bold."""
     shares = tuple(dict.fromkeys(outcome.share for outcome in trial.formats))
-    table = Table(
+    caption = "nats per token lost (tokens kept) in a share of the full cache's bytes in the model's dtype; "
+    table = _table(
         "KV cache dtype",
-        title=f"{trial.best} at equal bytes",
-        caption="nats per token lost (tokens kept) in a share of the bytes of the full cache in the "
-        "model's dtype; a budget in % takes the best",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        [f"{share:.0%}" for share in shares],
+        f"{trial.best} at equal bytes",
+        caption + "a budget in % takes the best",
     )
-    table.caption_justify = "left"
-    for share in shares:
-        table.add_column(f"{share:.0%}", justify="right", no_wrap=True)
     for form in dict.fromkeys(outcome.kv_cache_dtype for outcome in trial.formats):
         own = {outcome.share: outcome for outcome in trial.formats if outcome.kv_cache_dtype == form}
         cells = [f"{trial.lost(own[share]):.3f} ({own[share].budget:.0f})" for share in shares]
@@ -102,17 +96,13 @@ def _show_formats(console: Console, trial: Trial) -> None:
 
 
 def _show_curve(console: Console, curve: LossCurve) -> None:
-    table = Table(
+    table = _table(
         "content",
-        title=f"loss curve of {curve.policy}: {len(curve.cells[0].losses)} held-out documents each",
-        caption="right: probability of an answer with the full cache; loss: by how much it falls, median and "
+        ("tokens", "right", "budget", "kept", "median", "95 %"),
+        f"loss curve of {curve.policy}: {len(curve.cells[0].losses)} held-out documents each",
+        "right: probability of an answer with the full cache; loss: by how much it falls, median and "
         "what 95 % of documents like these do not exceed",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
     )
-    table.caption_justify = "left"
-    for name in ("tokens", "right", "budget", "kept", "median", "95 %"):
-        table.add_column(name, justify="right", no_wrap=True)
     for cell in curve.cells:
         named = (cell.content, f"{cell.num_tokens}", f"{cell.right:.1%}")
         for budget in cell.budgets:
@@ -126,3 +116,13 @@ def _show_curve(console: Console, curve: LossCurve) -> None:
         budgets = ((loss, cell.promised(loss)) for loss in SHOWN_LOSSES)
         kept = ", ".join(f"{loss:g}: {'all' if b == cell.num_tokens else b}" for loss, b in budgets)
         console.print(f"--kv-max-loss on {cell.content} of {cell.num_tokens} tokens keeps at {kept}")
+
+
+def _table(first: str, others: Iterable[str], title: str, caption: str) -> Table:
+    """One column of names, and columns of numbers."""
+    made = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    made.caption_justify = "left"
+    made.add_column(first, no_wrap=True)
+    for name in others:
+        made.add_column(name, justify="right", no_wrap=True)
+    return made

@@ -133,8 +133,7 @@ class MemoryManager(MemoryQuestions):
             table.mark_inexact()
         for group in self.groups:
             group.commit(seq_id, table, num_tokens)
-        if self.offload.num_slots:
-            self.offload.committed(seq_id, table)
+        self.offload.committed(seq_id, table)
 
     def shrink(self, plan: CompactionPlan[int]) -> Shrunk:
         """Give a sequence its planned table and release the other blocks, tail first: all or nothing.

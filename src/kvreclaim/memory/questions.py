@@ -172,9 +172,8 @@ class MemoryQuestions:
 
     def num_blocks(self, seq_id: int) -> int:
         """Number of these blocks."""
-        table = self._tables[seq_id]
-        count = table.num_blocks
-        for group in self.groups[1:]:
+        table, count = self._tables[seq_id], 0
+        for group in self.groups:
             count += group.num_blocks(seq_id, table)
         return count
 
@@ -241,11 +240,7 @@ class MemoryQuestions:
         """Whether its blocks take num_tokens more, so that grow would change nothing. May be False where that
         has nothing to do."""
         table = self._tables[seq_id]
-        if not self.full.has_room(seq_id, table, num_tokens):
-            return False
-        return len(self.groups) == 1 or all(
-            group.has_room(seq_id, table, num_tokens) for group in self.groups[1:]
-        )
+        return all(group.has_room(seq_id, table, num_tokens) for group in self.groups)
 
     def can_grow(self, seq_id: int, num_tokens: int) -> bool:
         """Whether grow would succeed."""

@@ -223,11 +223,11 @@ def _form(seen: LayerTrial, ops: ModuleType) -> LayerForm | None:
     gate = None if seen.gates is None else _gate(*seen.gates, ops)
     if gate is None and found.mlp is None:
         return None
-    q_norm, k_norm = (_norm(each) for each in found.own or (None, None))
+    q_norm, k_norm = (norm_of(each) for each in found.own or (None, None))
     widths = [norm.weight.shape[0] for norm in (q_norm, k_norm) if norm is not None]
     if widths not in ([], [dim, dim], [count * dim, kv_count * dim]):
         return None
-    before, after = ((_norm(a), _norm(b)) for a, b in (found.before, found.after))
+    before, after = ((norm_of(a), norm_of(b)) for a, b in (found.before, found.after))
     form = LayerForm(Heads(count, kv_count, dim, q_norm, k_norm), before, after, gate)
     return form if ops.takes_form(form) else None
 
@@ -272,7 +272,8 @@ def agree(got: Tensor, want: Tensor, dtype: torch.dtype | None = None) -> bool:
     return float((got.float() - want.float()).abs().max()) <= TOLERANCE[dtype or want.dtype] * largest
 
 
-def _norm(module: Any) -> Norm | None:
+def norm_of(module: Any) -> Norm | None:
+    """The norm of a module on kernels (NativeNorm); None of None."""
     return None if module is None else Norm(module.weight, module.forward.eps, module.forward.from_one)
 
 

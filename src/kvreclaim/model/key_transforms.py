@@ -39,7 +39,7 @@ def key_transforms(
 
     stats: means and energies of each layer's keys, from a calibration; None: from the weights
 
-    Returns: None for a model whose weights do not give them either, and for one with latents.
+    Returns: None for a model with latents, and without statistics where the weights do not give them.
     """
     if any(layer.latent or layer.rope is None for layer in facts.layers):
         return None
@@ -51,7 +51,7 @@ def key_transforms(
 
 
 def transforms_digest(transforms: Sequence[KeyTransform]) -> str:
-    """Identifies transforms: caches whose transforms differ cannot exchange blocks."""
+    """Identifies transforms: caches with different ones cannot exchange blocks."""
     digest = hashlib.sha256()
     for own in transforms:
         for part in (own.scale, own.center):

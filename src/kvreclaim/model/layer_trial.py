@@ -73,8 +73,9 @@ def observe_layers(model: PreTrainedModel, layers: Sequence[nn.Module]) -> dict[
     runs: list[_Run] = []
 
     def keep_run(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        given = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
-        runs.append(_Run(module, given, out[0] if isinstance(out, tuple) else out))
+        given = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
+        if given is not None:
+            runs.append(_Run(module, given, out[0] if isinstance(out, tuple) else out))
 
     def keep(layer: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         modules, call = _modules(layer, runs), trial.calls.get(_index(layer))
@@ -120,8 +121,11 @@ def _gates(modules: LayerModules, runs: list[_Run]) -> tuple[Tensor, Tensor] | N
 
 
 def _modules(layer: Any, runs: list[_Run]) -> LayerModules | None:
-    """The places of the modules that ran; None where attention has more or fewer linear layers."""
-    parts = [next(run for run in runs if run.module is part) for part in (layer.self_attn, layer.mlp)]
+    """The places of the modules that ran; None where attention or MLP did not run, or attention has more or
+    fewer linear layers."""
+    parts = [run for part in (layer.self_attn, layer.mlp) for run in runs if run.module is part]
+    if [run.module for run in parts] != [layer.self_attn, layer.mlp]:
+        return None
     norms = [run for run in runs if is_norm(run.module)]
     before, after, first, last = [], [], [], []
     for part in parts:

@@ -26,8 +26,8 @@ from kvreclaim.model.attn_temperature import use_token_positions
 from kvreclaim.model.config_fields import measured_fields
 from kvreclaim.model.decoder import use_fast_layers
 from kvreclaim.model.ends import directory_ends, gguf_ends
+from kvreclaim.model.fused_experts import use_fused_experts
 from kvreclaim.model.latent import use_latent_cache
-from kvreclaim.model.native_experts import use_fast_experts
 from kvreclaim.model.native_mixers import use_native_mixers
 from kvreclaim.model.native_mlp import use_fast_mlps
 from kvreclaim.model.native_model import use_native_model
@@ -214,7 +214,7 @@ def _use_kernels(model: PreTrainedModel, ops: ModuleType | None) -> str:
         return "modules: torch"
     lines = [use_fast_linears(model)] if ops.NAME == "native" else []
     lines += [use_fast_norms(model, ops), use_fast_layers(model, ops)]
-    lines += [use_native_model(model, ops), use_fast_mlps(model, ops), use_fast_experts(model, ops)]
+    lines += [use_native_model(model, ops), use_fast_mlps(model, ops), use_fused_experts(model, ops)]
     return "; ".join(filter(None, lines))
 
 

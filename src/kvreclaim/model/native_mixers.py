@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvreclaim.model.decoder import agree, is_taken, joined, single, weight_dtype
+from kvreclaim.model.decoder import agree, is_taken, joined, norm_of, single, weight_dtype
 from kvreclaim.model.native_modules import NativeLinear
 from kvreclaim.model.quantized.layers import PackedLinear
 from kvreclaim.model.recurrent import Mixer, RecurrentLayers
-from kvreclaim.ops.layer_parts import Norm
 from kvreclaim.ops.native.recurrent import (
     Convolution,
     DeltaStep,
@@ -46,13 +45,13 @@ class SelectiveStep:
     """Mamba-1's step between its projections. A row: x, then z."""
 
     def __init__(self, module: Any) -> None:
-        norm = Norm(module.dt_layernorm.weight, module.dt_layernorm.forward.eps)
-        self.rank = module.dt_proj.in_features
+        norm, self.rank = norm_of(module.dt_layernorm), module.dt_proj.in_features
         self.width = module.out_proj.in_features
         self.convolve = SiluConvStep(_convolution(module.conv1d, [(0, self.width)]))
         self.choose, self.widen = single(module.x_proj), joined([module.dt_proj], norm)
         norms = (module.b_layernorm.weight.detach(), module.c_layernorm.weight.detach())
-        self.scan = SelectiveScan(-_vector(module.A_log).exp(), _vector(module.D), norms, norm.eps)
+        eps = module.b_layernorm.forward.eps
+        self.scan = SelectiveScan(-_vector(module.A_log).exp(), _vector(module.D), norms, eps)
 
     def __call__(self, rows: Tensor, runs: PackedRuns, conv: Tensor, states: Tensor) -> Tensor:
         x = self.convolve(rows, runs, conv)

@@ -120,7 +120,7 @@ class PackedMatrix:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What two matrices share whose blocks may follow each other in one."""
+        """What two matrices must have in common to be stored as one, block after block."""
         table = None if self.table is None else tuple(self.table.tolist())
         types = tuple((name, part.dtype, part.shape[1:]) for name, part in self.parts.items())
         return self.in_features, self.bits, self.grid, self.group, table, types

@@ -1,4 +1,4 @@
-"""A back-end whose caches hold each key less a centre, divided by a scale, per channel of its KV head.
+"""A back-end with caches that hold each key less a centre, divided by a scale, per channel of its KV head.
 
     stored = (key - center) / scale,   q . key = (q scale) . stored + q . center
 
@@ -29,7 +29,7 @@ from kvreclaim.ops.rope import RopeLayout
 
 
 def with_key_transforms(facts: ModelFacts, transforms: Sequence[KeyTransform]) -> ModelFacts:
-    """Facts of a model whose caches hold transformed keys, with one transform for each layer."""
+    """Facts of a model with caches of transformed keys: one transform for each layer."""
     pairs = zip(facts.layers, transforms, strict=True)
     layers = [
         replace(layer, softmax=replace(layer.softmax, keys=own.to(facts.device, facts.dtype)))
@@ -40,7 +40,7 @@ def with_key_transforms(facts: ModelFacts, transforms: Sequence[KeyTransform]) -
 
 @dataclass(frozen=True, slots=True)
 class TransformedKeys:
-    """ops.backend.Backend over another one, for caches whose layers have a KeyTransform."""
+    """ops.backend.Backend over another one, for caches of layers with a KeyTransform."""
 
     backend: Any
 

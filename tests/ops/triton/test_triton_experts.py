@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from triton_pair import DEVICE, DTYPES
 
+from kvreclaim.model.fused_experts import FusedExperts, FusedRouter, use_fused_experts
 from kvreclaim.model.loader import load_model
-from kvreclaim.model.native_experts import NativeExperts, NativeRouter, use_fast_experts
 from kvreclaim.ops.layer_parts import Gate
 from kvreclaim.ops.triton import decoder
 from kvreclaim.ops.triton.experts import MOST_ROWS, apply_experts, route
@@ -80,7 +80,7 @@ def test_modules_compute_what_transformers_code_computes(tmp_path: Path, sums_to
     ours, plain = (load_model(tmp_path, device=str(DEVICE), kernels=name) for name in ("triton", "torch"))
     assert "experts: triton (2)" in ours.modules
     pairs = list(zip(parts(ours.model), parts(plain.model), strict=True))
-    assert [type(vars(own)["forward"]) for own, _ in pairs] == [NativeRouter, NativeExperts]
+    assert [type(vars(own)["forward"]) for own, _ in pairs] == [FusedRouter, FusedExperts]
     for count in (0, 1, MOST_ROWS, MOST_ROWS + 1):
         x = random(count, count, 64, dtype=torch.float32)
         with torch.inference_mode():
@@ -96,6 +96,6 @@ def test_modules_that_compute_something_else_are_left(tiny_dir: Callable[[str], 
     router.forward = lambda x, own=router: (*type(own).forward(own, x)[:2], 3 - type(own).forward(own, x)[2])
     experts.act_fn = nn.Tanh()
     kept = vars(router)["forward"]
-    assert use_fast_experts(loaded.model, decoder) == "experts: triton (1)"
+    assert use_fused_experts(loaded.model, decoder) == "experts: triton (1)"
     assert vars(router)["forward"] is kept
     assert "forward" not in vars(experts)

@@ -17,6 +17,7 @@ from kvreclaim.compression.refusals import STATISTICS, format_features, policy_f
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.compression_settings import AUTO
 from kvreclaim.config import EngineConfig
+from kvreclaim.engine.api.kept_statistics import stats_source
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.facts import ModelFacts
@@ -133,7 +134,7 @@ class Compressors:
 
     def _checked(self, config: CompressionConfig) -> QueryStats | None:
         """The statistics of a setting, if there are any; nobody waits for those that have been read."""
-        source = self._source(config)
+        source = stats_source(config, self._stats_file)
         if source is None:
             return None
         stats = source if isinstance(source, QueryStats) else self._stats.get(os.fspath(source))
@@ -145,7 +146,7 @@ class Compressors:
 
     def _make(self, config: CompressionConfig) -> Compressor:
         config = self.resolved(config)
-        policy, source = config.make_policy(), self._source(config)
+        policy, source = config.make_policy(), stats_source(config, self._stats_file)
         recall = config.recalled
         recalls = {} if recall is None else {Feature.RECALL: repr(recall.mode)}
         refuse(policy_features(policy) | format_features(self._kv_format) | recalls)
@@ -156,12 +157,6 @@ class Compressors:
             text = "%s: a budget of %d tokens is served as %d, in blocks of %d"
             logger.info(text, config.policy, config.budget, served.budget, self._block_size)
         return Compressor(served, self._facts, stats, self._backend)
-
-    def _source(self, config: CompressionConfig) -> StatsSource | None:
-        """The source of a config's statistics: its own, or the model's file if there is one."""
-        if config.stats is None and self._stats_file.is_file():
-            return self._stats_file
-        return config.stats
 
     def _read(self, source: StatsSource) -> QueryStats:
         if isinstance(source, QueryStats):

@@ -56,6 +56,13 @@ def kept_statistics(loaded: LoadedModel) -> Path:
     return stats_home() / f"{digest.hexdigest()}.safetensors"
 
 
+def stats_source(config: CompressionConfig | None, stats_file: Path) -> StatsSource | None:
+    """The statistics that a compression names, else the model's file if there is one."""
+    if config is not None and config.stats is not None:
+        return config.stats
+    return stats_file if stats_file.is_file() else None
+
+
 def in_best_format(
     config: EngineConfig, compression: CompressionConfig | None, stats: StatsSource | None
 ) -> EngineConfig:

@@ -19,7 +19,7 @@ from kvreclaim.compression.loss_curve import CONTINUED
 from kvreclaim.compression_settings import FULL
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.api.compressors import Compressors
-from kvreclaim.engine.api.kept_statistics import in_best_format
+from kvreclaim.engine.api.kept_statistics import in_best_format, stats_source
 from kvreclaim.engine.api.prompts import Prompt, check_type, request_of
 from kvreclaim.engine.api.thinking import span_by_template
 from kvreclaim.engine.offload.session import SessionInfo
@@ -90,8 +90,7 @@ class ModelEngine:
         if compression is not None:
             check_type("compression", compression, CompressionConfig)
         if stats is None:
-            named = None if compression is None else compression.stats
-            stats = stats_file if named is None and stats_file.is_file() else named
+            stats = stats_source(compression, stats_file)
         config = in_best_format(config, compression, stats)
         with on_device(loaded.facts.device):
             self.engine = Engine(loaded, choose_limits(config, loaded.facts, spoken_for), self.draft, stats)

@@ -365,9 +365,9 @@ class Request:
 
 
 def wanted_positions(item: Scheduled) -> range:
-    """The positions of this chunk whose logits are needed: the last known token's, those of drafts, and every
-    one that predicts a token whose probability is asked for, of a continuation that is scored or of the
-    prompt."""
+    """The positions of this chunk with logits that are needed: the last known token's, those of drafts, and
+    every one before a token with log-probabilities in the output, of the prompt or of a scored
+    continuation."""
     seq, start = item.seq, item.row.first
     request, end, known = seq.request, start + item.row.num_tokens, len(seq.token_ids)
     if request.scores is not None:

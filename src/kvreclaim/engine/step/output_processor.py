@@ -286,23 +286,23 @@ class OutputProcessor:
 
     def _draw(self, draws: list[tuple[Sequence, int]], logits: Tensor, best: list[int]) -> None:
         """One token for each sequence; a sequence that waits for its fork draws one for each sibling."""
-        outputs: list[tuple[Sequence, int, int | None]] = []  # with the argmax, or the place in `asked`
+        outputs: list[tuple[Sequence, int, int | None]] = []  # with the argmax, or the place in `sampled`
         rows: list[int] = []
-        asked: list[SampleRow] = []
+        sampled: list[SampleRow] = []
         for seq, row in draws:
             try:
                 if seq.seats == 1 and seq.takes_argmax:
                     outputs.append((seq, best[row], None))
                     continue
                 siblings = self._with_forks(seq) if seq.waits_for_fork else [seq]
-                asks = [one.sample_row(self._eos_token_ids) for one in siblings]
+                inputs = [one.sample_row(self._eos_token_ids) for one in siblings]
             except Exception as error:
                 self.lifecycle.fail(seq.request, error, "asking for a token of")
                 continue
-            outputs += [(one, best[row], place) for place, one in enumerate(siblings, len(asked))]
+            outputs += [(one, best[row], place) for place, one in enumerate(siblings, len(sampled))]
             rows += [row] * len(siblings)
-            asked += asks
-        drawn = draw(logits, best, rows, asked) if asked else []
+            sampled += inputs
+        drawn = draw(logits, best, rows, sampled) if sampled else []
         for seq, token, place in outputs:
             if seq.finish_reason is None:
                 self._take_token(seq, token if place is None else drawn[place])

@@ -28,7 +28,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm import page_address as address
 from kvreclaim.integrations.vllm.asking import KEY, VARIABLE
 from kvreclaim.integrations.vllm.page_address import PageAddress
-from kvreclaim.integrations.vllm.promise import curve_in, density_of, in_place_of_budget
+from kvreclaim.integrations.vllm.promise import curve_in, density_of, in_place_of_budget, is_of_prompt
 from kvreclaim.integrations.vllm.watched import WATCHED, Serves, check_window, serves_all
 from kvreclaim.schedule.budget.footprint import SAME, Footprint
 
@@ -188,16 +188,16 @@ class Options:
     ) -> CompressionConfig | None:
         """Settings of a request with the budget that a share, or max_loss, gives its prompt; None: everything
         stays. Raises: InvalidArgumentError."""
-        if settings is None or settings.max_loss is None:
-            if settings is None or settings.budget_share is None:
-                return settings
-            require(
-                self.density is not None,
-                f"budget is {settings.budget_share}, a share of the prompt's bytes, but layers of this KV "
-                "cache dtype take different bytes; give a number of tokens.",
-                "budget",
-            )
-            return settings.for_prompt(num_tokens, block_size, self.density or SAME)
+        if settings is None or not is_of_prompt(settings):
+            return settings
+        if settings.max_loss is None:
+            if self.density is None:
+                raise InvalidArgumentError(
+                    f"budget is {settings.budget_share}, a share of the prompt's bytes, but layers of this "
+                    "KV cache dtype take different bytes; give a number of tokens.",
+                    field="budget",
+                )
+            return settings.for_prompt(num_tokens, block_size, self.density)
         curve = curve_in(self.stats, settings.max_loss)
         found = _unless_full(settings.promised(curve, num_tokens, block_size))
         require(

@@ -41,6 +41,11 @@ def in_place_of_budget(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
+def is_of_prompt(settings: CompressionConfig) -> bool:
+    """Whether the budget depends on the prompt's length."""
+    return settings.max_loss is not None or settings.budget_share is not None
+
+
 def density_of(config: Any) -> Fraction | None:
     """How many tokens take the bytes of one token in the model's dtype, in vLLM's --kv-cache-dtype.
 

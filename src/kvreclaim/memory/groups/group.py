@@ -45,8 +45,8 @@ class GroupManager(ABC):
         """The child shares what holds its tokens."""
 
     def has_room(self, seq_id: int, table: BlockTable, num_tokens: int) -> bool:
-        """Whether the blocks held here take num_tokens more, and nobody else holds the one that is written
-        next. False: `missing` and `grow` find out."""
+        """Whether the blocks held here take num_tokens more, and no other sequence holds the one that is
+        written next. False: `missing` and `grow` find out."""
         return False
 
     @abstractmethod

@@ -26,7 +26,7 @@ NAME = "native"
 ROTATIONS = (False,)
 """Heads.turns_neighbours of the rotations that the kernels have."""
 PLAIN_ALONE = True
-"""Whether layers with norms that multiply by 1 + weight, or whose MLP is a module, are never taken."""
+"""Whether layers with norms that multiply by 1 + weight, or with an MLP that is a module, are never taken."""
 MOST_ROWS = 64
 """Rows of a layer in two calls: the room for what lies between their products is kept."""
 

@@ -10,7 +10,7 @@ all generated tokens. A policy that reads sparsely has none; its prompts are cut
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from kvreclaim.memory.blocks import blocks_for
@@ -71,9 +71,6 @@ class Footprint:
     recall:     how evicted tokens return, into the last blocks of the budget; None: they do not
     shareable_until: leading tokens whose blocks others may find; None: all
     drops:      spans that leave the cache, at the latest where shareable_until is; None: none do
-    decode_cap: live tokens at which a sequence is compressed once its prompt is computed; less than a block
-                would give nothing back where what goes is aligned
-    all_exact:  all tokens are computed as everybody would who is under the same salt
     """
 
     eviction_method: EvictionMethod = EvictionMethod.KEEP
@@ -96,14 +93,6 @@ class Footprint:
     shareable_until: int | None = None
     recall: Recall | None = None
     drops: Drops | None = None
-    decode_cap: int = field(init=False, repr=False, compare=False)
-    all_exact: bool = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        cap = self.budget + (max(self.interval, self.block_size) if self.aligned else self.interval)
-        exact = self.shareable_until is None and self.sparse is None and not self.eviction_method.sparse_reads
-        object.__setattr__(self, "decode_cap", cap)
-        object.__setattr__(self, "all_exact", exact)
 
     def dropping(self, drops: Drops) -> Footprint:
         """The same for a request that drops spans of its prompt."""
@@ -126,6 +115,17 @@ class Footprint:
     def bounded(self) -> bool:
         """Whether a sequence never holds much more than its budget, however long it gets."""
         return self.eviction_method.evicts and not self.prompt_only
+
+    @property
+    def decode_cap(self) -> int:
+        """Live tokens at which a sequence is compressed once its prompt is computed; less than a block
+        would give nothing back where what goes is aligned."""
+        return self.budget + (max(self.interval, self.block_size) if self.aligned else self.interval)
+
+    @property
+    def all_exact(self) -> bool:
+        """Whether every token is computed by full attention, so that its blocks may be shared."""
+        return self.shareable_until is None and self.sparse is None and not self.eviction_method.sparse_reads
 
     @property
     def prompt_cap(self) -> int:
@@ -157,11 +157,7 @@ class Footprint:
             worth = there - self.budget >= (self.block_size if self.aligned else 1)
             return worth and not in_prompt and account.last_computed == 0
         live = num_computed - account.num_evicted
-        if in_prompt:
-            return live >= self.prompt_cap
-        return live >= self.decode_cap - self.offset and live >= self._due_at(
-            num_prompt, account.last_computed
-        )
+        return live >= (self.prompt_cap if in_prompt else self._due_at(num_prompt, account.last_computed))
 
     def sparse_rows(self, num_prompt: int) -> range:
         """Tokens of a prompt that read some of the blocks before them."""

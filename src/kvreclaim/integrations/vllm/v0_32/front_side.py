@@ -11,7 +11,7 @@ from kvreclaim.integrations.vllm.asking import is_asked_for
 from kvreclaim.integrations.vllm.groups import is_full, most_other_blocks
 from kvreclaim.integrations.vllm.metrics import Counters
 from kvreclaim.integrations.vllm.options import KEY, Options, is_bounded
-from kvreclaim.integrations.vllm.promise import check_cache_dtype, said
+from kvreclaim.integrations.vllm.promise import check_cache_dtype, is_of_prompt, said
 from kvreclaim.integrations.vllm.speculation import drafts_of
 from kvreclaim.integrations.vllm.v0_32 import chat_side
 from kvreclaim.integrations.vllm.wrapping import wrap
@@ -173,7 +173,7 @@ def check_request(request: Any, vllm_config: Any, prompt: object = None) -> None
         if settings is not None and not request.resumable:
             block_size = vllm_config.cache_config.block_size
             settings = chat_side.protected(request.sampling_params, settings, prompt, block_size)
-        if settings is not None and (settings.max_loss is not None or settings.budget_share is not None):
+        if settings is not None and is_of_prompt(settings):
             check_cache_dtype(settings, vllm_config)
             settings = options.of_prompt(settings, _num_prompt(request), vllm_config.cache_config.block_size)
         if settings is not None and request.resumable and KEY in (extra_args or {}):

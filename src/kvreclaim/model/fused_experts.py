@@ -20,7 +20,7 @@ from kvreclaim.ops.layer_parts import Gate
 TRIAL_ROWS = 5
 
 
-class NativeExperts:
+class FusedExperts:
     """The forward of the experts of one layer; the module's own for tensors that the kernels do not take."""
 
     def __init__(self, module: Any, gate: Gate, ops: ModuleType) -> None:
@@ -37,7 +37,7 @@ class NativeExperts:
         return out
 
 
-class NativeRouter:
+class FusedRouter:
     """The forward of one router: logits, scores and experts of each token."""
 
     def __init__(self, module: Any, sums_to_one: bool, ops: ModuleType) -> None:
@@ -54,14 +54,17 @@ class NativeRouter:
         return logits, scores, ids
 
 
-def use_fast_experts(model: nn.Module, layer_ops: ModuleType) -> str:
-    """Give every router, and the experts of every layer, that compute what NativeRouter and NativeExperts
-    compute these as their forward. layer_ops: ops.triton.decoder; ops.native.decoder has no experts
+def use_fused_experts(model: nn.Module, layer_ops: ModuleType) -> str:
+    """Run routers and experts on the kernels, where these compute the same.
+
+    layer_ops: ops.triton.decoder; for ops.native.decoder there are no such kernels
 
     Returns: one line that says what runs, empty where none is.
     """
+    if layer_ops.NAME != "triton":
+        return ""
     found = [module for module in model.modules() if _looks_known(module, layer_ops)]
-    if not found or layer_ops.NAME != "triton":
+    if not found:
         return ""
     ops, count = importlib.import_module("kvreclaim.ops.triton.experts"), 0
     for module in found:
@@ -94,7 +97,7 @@ def _looks_known(module: nn.Module, ops: ModuleType) -> bool:
 
 
 @torch.inference_mode()
-def _experts(module: Any, ops: ModuleType, gates: list[Gate]) -> NativeExperts | None:
+def _experts(module: Any, ops: ModuleType, gates: list[Gate]) -> FusedExperts | None:
     """The experts on the kernels, if they make of random rows what the module makes."""
     count, _, width = module.gate_up_proj.shape
     firsts = torch.arange(TRIAL_ROWS)[:, None]
@@ -105,14 +108,14 @@ def _experts(module: Any, ops: ModuleType, gates: list[Gate]) -> NativeExperts |
         want = module(*given)
     except (TypeError, ValueError, RuntimeError):  # not experts that are called so
         return None
-    made = {gate: NativeExperts(module, gate, ops) for gate in gates}
+    made = {gate: FusedExperts(module, gate, ops) for gate in gates}
     got = {gate: native(*given) for gate, native in made.items()}
     best = min(got, key=lambda gate: distance(got[gate], want))
     return made[best] if agree(got[best], want) else None
 
 
 @torch.inference_mode()
-def _router(module: Any, ops: ModuleType) -> NativeRouter | None:
+def _router(module: Any, ops: ModuleType) -> FusedRouter | None:
     """The router on the kernels, if it chooses for random rows what the module chooses. Of equal logits
     either expert may be the first."""
     x = _random(module.weight, module.weight.shape[1])
@@ -121,7 +124,7 @@ def _router(module: Any, ops: ModuleType) -> NativeRouter | None:
     except (TypeError, ValueError, RuntimeError):  # not a router that is called so
         return None
     for sums_to_one in (False, True):
-        native = NativeRouter(module, sums_to_one, ops)
+        native = FusedRouter(module, sums_to_one, ops)
         own = native(x)
         if not agree(own[0], logits) or ids.shape != own[2].shape or ids.dtype is not own[2].dtype:
             continue
