@@ -145,7 +145,7 @@ def refuse_layers_of_centred_keys(layers: Mapping[str, Any]) -> None:
 
 
 def _statistics(config: Any) -> str | None:
-    """Those of compression, else those that need no search."""
+    """The file that compression reads, else one that needs no search."""
     if KEY in config.additional_config and (stats := Options.of_config(config).stats) is not None:
         return stats
     return model_statistics_at_hand(config)
