@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvreclaim.compression.trial import Trial
 
 SHOWN_LOSSES = (0.01, 0.02, 0.05)
-SHOWN_SHARES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75)
+SHOWN_SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.75)
 _COLUMNS = (
     "cont, {}: nats per token above the full cache on a document's continuation and on {}; right: correct "
     "tokens of the latter, relative to the full cache; loss: both, mean over budgets"
@@ -99,27 +99,27 @@ def _show_formats(console: Console, trial: Trial) -> None:
 
 def _show_curve(console: Console, curve: LossCurve) -> None:
     """Loss over bytes, and the bytes over losses: a line for each content, length and KV cache dtype."""
-    documents, names = len(curve.cells[0].losses), ("tokens", "KV cache dtype")
+    place = "content, tokens, format"
     over_bytes = _table(
-        "content",
-        (*names, *(f"{share:.0%}" for share in SHOWN_SHARES)),
-        f"loss curve of {curve.policy}: {documents} held-out documents each",
+        place,
+        (f"{share:.0%}" for share in SHOWN_SHARES),
+        f"loss curve of {curve.policy}: {len(curve.cells[0].losses)} held-out documents each",
         "loss that 95 % of documents like these do not exceed in this share of the prompt's bytes in the "
         "model's dtype; loss: by how much the probability of an answer falls below the full cache's",
     )
     over_losses = _table(
-        "content",
-        (*names, "right", *(f"{loss:g}" for loss in SHOWN_LOSSES)),
+        place,
+        ("right", *(f"{loss:g}" for loss in SHOWN_LOSSES)),
         "share of the prompt's bytes (tokens) that --kv-max-loss takes",
         "right: probability of an answer with the full cache; -: in this format even all tokens lose more",
     )
     for cell in sorted(curve.cells, key=lambda cell: curve.contents.index(cell.content)):
-        place = (cell.content, f"{cell.num_tokens}", cell.kv_cache_dtype)
+        place = f"{cell.content} {cell.num_tokens} {cell.kv_cache_dtype}"
         bounds = [cell.bound_within(share) for share in SHOWN_SHARES]
-        over_bytes.add_row(*place, *("" if bound is None else f"{bound:.2%}" for bound in bounds))
+        over_bytes.add_row(place, *("" if bound is None else f"{bound:.1%}" for bound in bounds))
         takes = [cell.promised(loss) for loss in SHOWN_LOSSES]
         words = ["-" if math.isinf(kept) else f"{cell.share(kept):.1%} ({kept:.0f})" for kept in takes]
-        over_losses.add_row(*place, f"{cell.right:.1%}", *words)
+        over_losses.add_row(place, f"{cell.right:.1%}", *words)
     console.print(over_bytes)
     console.print(over_losses)
     densities = {cell.kv_cache_dtype: Fraction(cell.density) for cell in curve.cells}

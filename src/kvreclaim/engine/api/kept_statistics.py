@@ -73,8 +73,8 @@ def in_best_format(
 ) -> EngineConfig:
     """The config with the KV cache dtype that suits `compression` best, if kv_cache_dtype is left to choose.
 
-    That is the one that lost least in the trial at the share of bytes that is kept, under policy auto, and
-    under max_loss the one in which the loss curve promises it in the fewest bytes.
+    With a share of the bytes and policy auto it is the one that lost least in the trial there. With max_loss
+    it is the one whose budgets in the loss curve take the fewest bytes.
 
     Raises: InvalidArgumentError, StatsMismatchError for statistics that cannot be read.
     """
@@ -86,7 +86,7 @@ def in_best_format(
     form, why = None, ""
     if compression.budget_share is not None and found.trial is not None:
         form = found.trial.format_at(compression.budget_share)
-        why = f"which lost least in the trial at {compression.budget_share:.4g} of the bytes"
+        why = f"which lost least in the trial at {100 * compression.budget_share:.4g}% of the bytes"
     if compression.max_loss is not None and found.curve is not None:
         own = plain_format(facts.dtype)
         form, share = found.curve.best_format(
