@@ -74,7 +74,7 @@ def in_best_format(
     """The config with the KV cache dtype that suits `compression` best, if kv_cache_dtype is left to choose.
 
     With a share of the bytes and policy auto it is the one that lost least in the trial there. With max_loss
-    it is the one whose budgets in the loss curve take the fewest bytes.
+    it is the one in which the loss curve's budgets take the fewest bytes.
 
     Raises: InvalidArgumentError, StatsMismatchError for statistics that cannot be read.
     """
