@@ -23,10 +23,10 @@ from playwright.sync_api import Page, sync_playwright
 
 from kvreclaim import LLM, demo_model
 from kvreclaim.engine.serving.thread import AsyncEngine
-from kvreclaim.server.config import ServerConfig
-from kvreclaim.server.listener import bind
-from kvreclaim.server.run import Server
-from kvreclaim.server.service import Service
+from kvreclaim.server.base.config import ServerConfig
+from kvreclaim.server.entry.run import Server
+from kvreclaim.server.http.listener import bind
+from kvreclaim.server.shared.service import Service
 
 TARGET = Path(__file__).parents[1] / "docs" / "page.png"
 MODEL = "kvreclaim-demo"

@@ -43,9 +43,9 @@ OFF = (
     "schedule/preemption.py",
     "schedule/snapshots.py",
     "server/anthropic",
-    "server/compression.py",
+    "server/shared/compression.py",
     "server/openai/documents.py",
-    "server/tracing.py",
+    "server/admin/tracing.py",
     "tiers",
 )
 """Files and rooms of features that a plain request does not use."""

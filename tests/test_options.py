@@ -13,7 +13,7 @@ from kvreclaim.config import EngineConfig
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.options import Setting, settings_of
 from kvreclaim.sampling_params import SamplingParams
-from kvreclaim.server.config import ServerConfig
+from kvreclaim.server.base.config import ServerConfig
 
 CONFIGS = (EngineConfig, SamplingParams, CompressionSettings, CompressionConfig, ServerConfig)
 NEEDED: dict[type, dict[str, Any]] = {ServerConfig: {"served_model_name": ("m",)}}

@@ -1,4 +1,5 @@
-"""The README's Python examples run as they stand; those of clients in tests/server/test_readme_client.py."""
+"""Python examples of the README and docs/features.md run as they stand; those of clients in
+tests/server/test_readme_client.py."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parents[1] / "README.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+ROOT = Path(__file__).parents[1]
+TEXT = "".join((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/features.md"))
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 EXAMPLES = [block for block in BLOCKS if "base_url" not in block]
 
 

@@ -40,9 +40,9 @@ app(["serve", "--model", "demo", *{arguments!r}])
 BOUND = """
 from contextlib import nullcontext
 from kvreclaim.engine.serving import started
-from kvreclaim.server import listener
+from kvreclaim.server.http import listener
 started.StartedProcess = nullcontext
-def bind(*address): raise SystemExit(f"bound {'kvreclaim.server.app' in sys.modules}")
+def bind(*address): raise SystemExit(f"bound {'kvreclaim.server.entry.app' in sys.modules}")
 listener.bind = bind
 app(["serve", "--model", "demo"])
 """

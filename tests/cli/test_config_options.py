@@ -23,7 +23,7 @@ from kvreclaim.config import EngineConfig
 from kvreclaim.eval.plan import EvalPlan, TaskOptions
 from kvreclaim.options import Setting, settings_of
 from kvreclaim.sampling_params import SamplingParams
-from kvreclaim.server.config import ServerConfig
+from kvreclaim.server.base.config import ServerConfig
 
 runner = CliRunner()
 CONFIGS = (EngineConfig, SamplingParams, CompressionSettings, ServerConfig)

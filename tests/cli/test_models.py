@@ -82,7 +82,7 @@ def test_the_server_names_and_logs_it(arguments: tuple[str, ...], fetched: Path,
         started.append((engine.name, config.served_model_name))
         return True
 
-    monkeypatch.setattr("kvreclaim.server.run.serve", serve)
+    monkeypatch.setattr("kvreclaim.server.entry.run.serve", serve)
     monkeypatch.setattr("kvreclaim.cli.serve.configure_logging", lambda *_, **__: None)
     with caplog.at_level("INFO", logger="kvreclaim.cli.serve"):
         result = run("serve", "--port", 0, "--no-engine-process", *arguments)

@@ -7,8 +7,8 @@ from typer.testing import CliRunner
 
 from kvreclaim.cli.main import app
 from kvreclaim.config import EngineConfig
-from kvreclaim.server.config import ServerConfig
-from kvreclaim.server.run import facts_of_start
+from kvreclaim.server.base.config import ServerConfig
+from kvreclaim.server.entry.run import facts_of_start
 
 runner = CliRunner()
 
@@ -23,7 +23,7 @@ def started(monkeypatch) -> list:
         found.append((engine.llm, config))
         return True
 
-    monkeypatch.setattr("kvreclaim.server.run.serve", serve)
+    monkeypatch.setattr("kvreclaim.server.entry.run.serve", serve)
     monkeypatch.setattr("kvreclaim.cli.serve.configure_logging", lambda *_, **__: None)
     return found
 
@@ -75,7 +75,7 @@ def test_the_start_is_described(monkeypatch, arguments: tuple, words: tuple[str,
         assert f", {65_536 * token_bytes / (1 << 30):.2f} GiB of fp32" in told[3]
         return listener.close() is None
 
-    monkeypatch.setattr("kvreclaim.server.run.serve", serve)
+    monkeypatch.setattr("kvreclaim.server.entry.run.serve", serve)
     monkeypatch.setattr("kvreclaim.cli.serve.configure_logging", lambda *_, **__: None)
     assert run(*arguments, "--num-blocks", 4096).exit_code == 0
     assert "pool: 4,096 blocks of 16 tokens, 65,536 tokens" in told[3]

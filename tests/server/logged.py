@@ -14,7 +14,7 @@ import web
 from running import MODEL, Running
 from steering import until
 
-from kvreclaim.server.logs import StructuredFormatter
+from kvreclaim.server.admin.logs import StructuredFormatter
 
 
 class Log:

@@ -16,11 +16,11 @@ from web import LIMIT_S
 
 from kvreclaim import LLM, demo_model
 from kvreclaim.engine.serving.thread import AsyncEngine
-from kvreclaim.server.config import ServerConfig
-from kvreclaim.server.connections import Connections
-from kvreclaim.server.listener import bind
-from kvreclaim.server.run import Server
-from kvreclaim.server.service import Service
+from kvreclaim.server.base.config import ServerConfig
+from kvreclaim.server.entry.run import Server
+from kvreclaim.server.http.connections import Connections
+from kvreclaim.server.http.listener import bind
+from kvreclaim.server.shared.service import Service
 
 MODEL = "kvreclaim-demo"
 

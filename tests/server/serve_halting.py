@@ -15,7 +15,7 @@ from pathlib import Path
 from kvreclaim.cli.main import app
 from kvreclaim.engine.serving import core_process, started
 from kvreclaim.engine.serving.core import EngineCore
-from kvreclaim.server import run
+from kvreclaim.server.entry import run
 
 paths = sys.argv[1:4]
 go, halted, num_tokens = Path(paths[0]), Path(paths[1]), int(paths[2])

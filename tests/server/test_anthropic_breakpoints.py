@@ -11,8 +11,8 @@ import tiny
 from kvreclaim.engine.api.plain import PlainText
 from kvreclaim.server.anthropic.fields import MessageRequest
 from kvreclaim.server.anthropic.prompt import render
-from kvreclaim.server.errors import ApiError
-from kvreclaim.server.service import Service
+from kvreclaim.server.base.errors import ApiError
+from kvreclaim.server.shared.service import Service
 
 CALLS = "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}"
 TEMPLATES = {

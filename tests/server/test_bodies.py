@@ -16,16 +16,16 @@ from pydantic import BaseModel, ValidationError
 from running import MODEL, Running, running_server
 
 from kvreclaim import LLM
-from kvreclaim.server import bodies
 from kvreclaim.server.anthropic.fields import ConversationFields, MessageRequest
-from kvreclaim.server.bodies import body_limit
-from kvreclaim.server.fields import KVCompression
+from kvreclaim.server.base.fields import KVCompression
+from kvreclaim.server.http.workers import SMALL
 from kvreclaim.server.openai.chat import ChatRequest
 from kvreclaim.server.openai.completions import CompletionRequest
 from kvreclaim.server.openai.tokenizing import DetokenizeRequest, TokenizeRequest
 from kvreclaim.server.responses.fields import ResponsesRequest
 from kvreclaim.server.responses.items import CallOutputItem, MessageItem, ReasoningItem
-from kvreclaim.server.workers import SMALL
+from kvreclaim.server.shared import bodies
+from kvreclaim.server.shared.bodies import body_limit
 
 MODELS = (
     CompletionRequest,

@@ -11,8 +11,8 @@ from running import MODEL, Running, running_server
 from kvreclaim import LLM, CompressionConfig, SamplingParams, demo_model
 from kvreclaim.compression.registry import policy_names
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.server.compression import check_limits
-from kvreclaim.server.config import ServerConfig
+from kvreclaim.server.base.config import ServerConfig
+from kvreclaim.server.shared.compression import check_limits
 
 PROMPT = [5 + i % 200 for i in range(150)]
 BODIES = {

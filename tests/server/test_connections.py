@@ -14,7 +14,7 @@ from running import MODEL, Running, running_server
 from steering import paused, until
 
 from kvreclaim import LLM
-from kvreclaim.server.connections import MAX_HEAD_BYTES, MAX_HEADERS, network_of
+from kvreclaim.server.http.connections import MAX_HEAD_BYTES, MAX_HEADERS, network_of
 
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -32,7 +32,7 @@ def server(tiny_dir: Callable[[str], Path]) -> Iterator[Running]:
 @pytest.fixture
 def narrow(tiny_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
     """Room for four connections, two of each client, who need no patience with each other."""
-    monkeypatch.setattr("kvreclaim.server.connections.PATIENCE_S", 0.0)
+    monkeypatch.setattr("kvreclaim.server.http.connections.PATIENCE_S", 0.0)
     limits = {"max_connections": 4, "max_connections_per_address": 2}
     with running_server(LLM(tiny_dir("llama"), num_blocks=128), **limits) as running:
         yield running
@@ -165,7 +165,7 @@ def test_a_client_makes_room_with_its_own_silent_connections(narrow: Running):
 
 
 def test_who_comes_all_at_once_is_turned_away(narrow: Running, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("kvreclaim.server.connections.PATIENCE_S", web.LIMIT_S)
+    monkeypatch.setattr("kvreclaim.server.http.connections.PATIENCE_S", web.LIMIT_S)
     with ExitStack() as stack:
         first, second = (stack.enter_context(connect(narrow)) for _ in range(2))
         until(lambda: narrow.connections.num_open == 2)
@@ -204,7 +204,7 @@ def test_who_waits_for_an_answer_is_not_sent_away(narrow: Running):
 
 
 def test_the_rest_of_a_refused_body_is_not_awaited_for_ever(server: Running, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("kvreclaim.server.connections.LINGER_S", 0.2)
+    monkeypatch.setattr("kvreclaim.server.http.connections.LINGER_S", 0.2)
     with closing(connect(server)) as client:
         client.sendall(POST + b"content-length: 99999999\r\n\r\n")
         answer = rest(client)

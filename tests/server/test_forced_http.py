@@ -19,8 +19,8 @@ from tokenizers import AddedToken
 
 from kvreclaim import LLM
 from kvreclaim.parsers.formats import TOOL_PARSERS
-from kvreclaim.server.config import ServerConfig
-from kvreclaim.server.output_format import output_format
+from kvreclaim.server.base.config import ServerConfig
+from kvreclaim.server.shared.output_format import output_format
 
 WEATHER = {
     "type": "object",

@@ -17,9 +17,9 @@ from running import MODEL, Running, running_server
 from steering import until
 
 from kvreclaim import LLM
-from kvreclaim.server.config import ServerConfig
-from kvreclaim.server.gate import Gate, Hosts
-from kvreclaim.server.logs import StructuredFormatter
+from kvreclaim.server.admin.logs import StructuredFormatter
+from kvreclaim.server.base.config import ServerConfig
+from kvreclaim.server.http.gate import Gate, Hosts
 
 KEY = "key-of-a-tenant"
 NAMES = ("authorization", "x-api-key", "host", "content-length", "content-type", "traceparent", "expect")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvreclaim.options import settings_of
-from kvreclaim.server.config import ServerConfig
+from kvreclaim.server.base.config import ServerConfig
 
 DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
 LIMIT = re.compile(r"(max|min|allowed)_.*|.*_timeout_s|client_kv_compression")

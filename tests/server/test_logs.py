@@ -16,8 +16,8 @@ from steering import halted
 
 from kvreclaim import LLM, demo_model
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.server import logs
-from kvreclaim.server.logs import StructuredFormatter, configure_logging
+from kvreclaim.server.admin import logs
+from kvreclaim.server.admin.logs import StructuredFormatter, configure_logging
 
 MARKER = "xyzzymarker"
 KEY = "key-of-a-tenant"

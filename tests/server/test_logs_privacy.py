@@ -15,9 +15,9 @@ from steering import read_at_once
 
 from kvreclaim import LLM, demo_model
 from kvreclaim.engine.sampling.detokenizer import Detokenizer
-from kvreclaim.server import logs
-from kvreclaim.server.logs import describe
-from kvreclaim.server.service import Service
+from kvreclaim.server.admin import logs
+from kvreclaim.server.admin.logs import describe
+from kvreclaim.server.shared.service import Service
 
 MARKER = "xyzzymarker"
 """A word that the demo model does not know, so that it never stands in an answer."""

@@ -16,8 +16,8 @@ from pydantic_core import to_json
 from running import MODEL, Running, running_server
 
 from kvreclaim import LLM
-from kvreclaim.server import events
-from kvreclaim.server.events import PIECE, json_of
+from kvreclaim.server.http import events
+from kvreclaim.server.http.events import PIECE, json_of
 from kvreclaim.server.openai import answer, completions
 
 LIMIT = 9000

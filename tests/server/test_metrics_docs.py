@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvreclaim.server.logs import QUIET_ROUTES
+from kvreclaim.server.admin.logs import QUIET_ROUTES
 from kvreclaim.server.metrics.catalogue import CATALOGUE, MetricKind, MetricSpec
 
 ROOT = Path(__file__).parents[2]

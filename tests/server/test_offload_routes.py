@@ -12,7 +12,7 @@ from running import MODEL, Running, openai_client, running_server
 from steering import until
 
 from kvreclaim import LLM, demo_model
-from kvreclaim.server import offload
+from kvreclaim.server.admin import offload
 
 GIB = 2**30
 PROMPT = " ".join(f"k{i % 9 + 1} v{i % 7 + 1}" for i in range(100))

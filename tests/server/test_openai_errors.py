@@ -14,7 +14,7 @@ from steering import LIMIT_S
 
 from kvreclaim import LLM
 from kvreclaim.errors import KVReclaimError
-from kvreclaim.server.errors import ApiError
+from kvreclaim.server.base.errors import ApiError
 
 COMPLETION = {"model": MODEL, "prompt": "the end", "max_tokens": 2}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "the end"}], "max_tokens": 2}

@@ -11,8 +11,8 @@ from running import MODEL, Running, openai_client
 
 from kvreclaim import LLM, SamplingParams
 from kvreclaim.engine.sampling.logprobs import Logprob
+from kvreclaim.server.base.vocabulary import TokenPlaces, Vocabulary
 from kvreclaim.server.openai.logprobs import LOWEST, completion_logprobs
-from kvreclaim.server.vocabulary import TokenPlaces, Vocabulary
 
 PROMPT = "the end of the story"
 GREEDY = {"model": MODEL, "temperature": 0.0, "max_tokens": 24}

@@ -20,6 +20,11 @@ def test_a_plain_chat_runs_no_file_of_a_feature() -> None:
         ask("hello")
         with tracer.recording() as files:
             ask("what is new")
-    assert {"server/gate.py", "server/openai/chat.py", "engine/api/chat.py", "engine/step/engine.py"} <= files
+    assert {
+        "server/http/gate.py",
+        "server/openai/chat.py",
+        "engine/api/chat.py",
+        "engine/step/engine.py",
+    } <= files
     assert off(files) == []
     assert len(files) <= MOST_FILES, sorted(files)

@@ -13,7 +13,7 @@ from speaking import MISTRAL_CALL, save_speaker, saying
 
 from kvreclaim import LLM
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.server.config import ServerConfig
+from kvreclaim.server.base.config import ServerConfig
 
 TEMPLATE = (
     "{{ tools | tojson if tools }}{% for m in messages %}"

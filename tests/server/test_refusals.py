@@ -16,9 +16,9 @@ from running import Running, running_server
 from steering import until
 
 from kvreclaim import LLM
-from kvreclaim.server import refusals
-from kvreclaim.server.connections import MAX_HEAD_BYTES
-from kvreclaim.server.refusals import LINE_S, Refusals
+from kvreclaim.server.http import refusals
+from kvreclaim.server.http.connections import MAX_HEAD_BYTES
+from kvreclaim.server.http.refusals import LINE_S, Refusals
 
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
 LONG = GET + b"a: " + b"x" * MAX_HEAD_BYTES + b"\r\n\r\n"

@@ -14,8 +14,8 @@ from speaking import save_speaker, saying
 
 from kvreclaim import LLM
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.server.config import ServerConfig
-from kvreclaim.server.errors import ApiError
+from kvreclaim.server.base.config import ServerConfig
+from kvreclaim.server.base.errors import ApiError
 from kvreclaim.server.responses.store import Kept, ResponseStore
 
 TEMPLATE = "{% for m in messages %} {{ m.content }}{% endfor %}"

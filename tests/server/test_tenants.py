@@ -17,8 +17,8 @@ from running import MODEL, Running, running_server
 from steering import LIMIT_S
 
 from kvreclaim import LLM
-from kvreclaim.server.config import ServerConfig
-from kvreclaim.server.tenants import Tenants, tenant_name
+from kvreclaim.server.base.config import ServerConfig
+from kvreclaim.server.base.tenants import Tenants, tenant_name
 
 MARK = {"type": "ephemeral"}
 PROMPT = [{"role": "user", "content": [{"type": "text", "text": "a secret " * 20, "cache_control": MARK}]}]

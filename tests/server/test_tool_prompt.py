@@ -17,7 +17,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from kvreclaim import LLM
 from kvreclaim.parsers.pieces import ToolCall, merged
-from kvreclaim.server.service import text_of
+from kvreclaim.server.shared.service import text_of
 
 QWEN = r"""{%- if tools %}
     {{- '<|im_start|>system\n' }}

@@ -20,8 +20,8 @@ from running import MODEL, Running, running_server
 from kvreclaim import LLM, demo_model
 from kvreclaim.engine.sampling.detokenizer import Detokenizer
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.server.config import ServerConfig
-from kvreclaim.server.tracing import traces_url
+from kvreclaim.server.admin.tracing import traces_url
+from kvreclaim.server.base.config import ServerConfig
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 UNSAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
@@ -227,11 +227,11 @@ def test_names_are_the_conventions() -> None:
 
 def test_nothing_is_loaded_without_the_option() -> None:
     code = (
-        "import sys; import kvreclaim.server.app; "
+        "import sys; import kvreclaim.server.entry.app; "
         "print([name for name in sys.modules if name.startswith('opentelemetry.sdk') or 'tracing' in name])"
     )
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert "kvreclaim.server.tracing" not in found.stdout
+    assert "kvreclaim.server.admin.tracing" not in found.stdout
     assert "opentelemetry.sdk" not in found.stdout
 
 

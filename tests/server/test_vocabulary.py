@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from kvreclaim.engine.sampling.detokenizer import Detokenizer
 from kvreclaim.engine.sampling.logprobs import Logprob
+from kvreclaim.server.base.vocabulary import Continuation, TokenPlaces, Vocabulary
 from kvreclaim.server.openai.logprobs import completion_logprobs
-from kvreclaim.server.vocabulary import Continuation, TokenPlaces, Vocabulary
 
 CHARACTERS = "naïve – 漢字 the end 👧"
 

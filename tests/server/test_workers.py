@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from web import LIMIT_S
 
-from kvreclaim.server.workers import SMALL, Workers, default_threads
+from kvreclaim.server.http.workers import SMALL, Workers, default_threads
 
 
 def run(play: Callable[[Workers], Coroutine[Any, Any, None]], num_threads: int = 2) -> None:

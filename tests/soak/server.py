@@ -63,7 +63,7 @@ def main() -> None:
     """The server's process."""
     from kvreclaim.cli.main import app
     from kvreclaim.engine.serving.core import EngineCore
-    from kvreclaim.server import run
+    from kvreclaim.server.entry import run
 
     class Checked(run.Server):
         async def shutdown(self, sockets: object = None) -> None:

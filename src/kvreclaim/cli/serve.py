@@ -22,9 +22,9 @@ from kvreclaim.config import EngineConfig
 from kvreclaim.engine.serving.started import StartedProcess
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.options import OBSERVABILITY
-from kvreclaim.server.config import ServerConfig
-from kvreclaim.server.listener import bind
-from kvreclaim.server.logs import configure_logging
+from kvreclaim.server.admin.logs import configure_logging
+from kvreclaim.server.base.config import ServerConfig
+from kvreclaim.server.http.listener import bind
 
 if TYPE_CHECKING:
     from kvreclaim.engine.serving.client import EngineClient
@@ -84,7 +84,7 @@ def serve(
             prepare=partial(_prepare, log_format, log_level, log_prompts=settings.log_prompts),
         )
         served = _launched(spec, started)
-        from kvreclaim.server.run import serve as run
+        from kvreclaim.server.entry.run import serve as run
 
         if not run(served, settings, listener):
             raise typer.Exit(1)
@@ -99,7 +99,7 @@ def _launched(spec: EngineSpec, started: StartedProcess | None) -> EngineClient:
     from kvreclaim.engine.serving.process import ProcessEngine
 
     with opt.starting(calibrates=False):
-        Thread(target=import_module, args=("kvreclaim.server.run",), daemon=True).start()
+        Thread(target=import_module, args=("kvreclaim.server.entry.run",), daemon=True).start()
         return ProcessEngine.launch(spec, started)
 
 

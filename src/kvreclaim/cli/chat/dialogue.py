@@ -13,8 +13,8 @@ from kvreclaim.engine.request.outputs import FinishReason, RequestMetrics, Reque
 from kvreclaim.engine.request.request import Request
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.parsers.pieces import Piece, Reasoning, Text, ToolCall, merged
-from kvreclaim.server.config import ServerConfig
-from kvreclaim.server.output_format import output_format
+from kvreclaim.server.base.config import ServerConfig
+from kvreclaim.server.shared.output_format import output_format
 
 Message = dict[str, Any]
 

@@ -15,12 +15,12 @@ from kvreclaim.parsers.formats import Splitter
 from kvreclaim.parsers.pieces import Piece
 from kvreclaim.server.anthropic.content import BlockEvents, content_blocks, stop_of
 from kvreclaim.server.anthropic.fields import TTL_S, MessageRequest
-from kvreclaim.server.calls import format_of, is_whole
-from kvreclaim.server.events import event
-from kvreclaim.server.ids import answer_id
-from kvreclaim.server.service import Service, check_update
-from kvreclaim.server.usage import kv_cache_usage, reasoning_tokens
-from kvreclaim.server.vocabulary import Continuation
+from kvreclaim.server.base.ids import answer_id
+from kvreclaim.server.base.usage import kv_cache_usage, reasoning_tokens
+from kvreclaim.server.base.vocabulary import Continuation
+from kvreclaim.server.http.events import event
+from kvreclaim.server.shared.calls import format_of, is_whole
+from kvreclaim.server.shared.service import Service, check_update
 
 ROUTE = "/v1/messages"
 PING_S = 10.0

@@ -10,7 +10,7 @@ from kvreclaim.engine.request.outputs import RequestMetrics
 from kvreclaim.engine.serving.stream import OutputDelta
 from kvreclaim.parsers.json_value import json_so_far, json_value
 from kvreclaim.parsers.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text, ToolCall, merged
-from kvreclaim.server.events import event
+from kvreclaim.server.http.events import event
 
 
 def content_blocks(pieces: Iterable[Piece]) -> list[dict[str, Any]]:

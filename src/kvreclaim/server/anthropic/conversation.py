@@ -17,9 +17,9 @@ from kvreclaim.server.anthropic.fields import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from kvreclaim.server.drops import PLACEHOLDER, DropMarks, check_place
-from kvreclaim.server.errors import ApiError
-from kvreclaim.server.tool_prompt import broken_call
+from kvreclaim.server.base.errors import ApiError
+from kvreclaim.server.shared.drops import PLACEHOLDER, DropMarks, check_place
+from kvreclaim.server.shared.tool_prompt import broken_call
 
 ALTERED = "\ue000"
 """Put in front of what is to differ; a character of no script."""

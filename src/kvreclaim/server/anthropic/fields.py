@@ -8,11 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from kvreclaim.parsers.json_value import json_object
-from kvreclaim.server.calls import Offer, Tool
-from kvreclaim.server.config import MAX_INT32
-from kvreclaim.server.drops import KVDrop
-from kvreclaim.server.errors import ApiError
-from kvreclaim.server.fields import (
+from kvreclaim.server.base.config import MAX_INT32
+from kvreclaim.server.base.errors import ApiError
+from kvreclaim.server.base.fields import (
     MAX_BLOCKS,
     MAX_TOOLS,
     Fields,
@@ -23,6 +21,8 @@ from kvreclaim.server.fields import (
     described,
     refusal,
 )
+from kvreclaim.server.shared.calls import Offer, Tool
+from kvreclaim.server.shared.drops import KVDrop
 
 TTL_S: Mapping[str, float] = {"5m": 300.0, "1h": 3600.0}
 BLOCKS_OF_ROLE: Mapping[str, tuple[str, ...]] = {

@@ -27,11 +27,11 @@ from kvreclaim.server.anthropic.fields import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from kvreclaim.server.bodies import num_chars
-from kvreclaim.server.calls import check_unique
-from kvreclaim.server.drops import DropMarks, Dropped
-from kvreclaim.server.errors import ApiError
-from kvreclaim.server.service import Service, text_of
+from kvreclaim.server.base.errors import ApiError
+from kvreclaim.server.shared.bodies import num_chars
+from kvreclaim.server.shared.calls import check_unique
+from kvreclaim.server.shared.drops import DropMarks, Dropped
+from kvreclaim.server.shared.service import Service, text_of
 
 MAX_BREAKPOINTS = 4
 EXTRA_TOOL = {"type": "function", "function": {"name": ALTERED, "description": ALTERED, "parameters": {}}}

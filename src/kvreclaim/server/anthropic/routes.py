@@ -14,15 +14,15 @@ from kvreclaim.server.anthropic.answer import AnthropicResponse
 from kvreclaim.server.anthropic.fields import ConversationFields, MessageRequest
 from kvreclaim.server.anthropic.prompt import Rendered, check_size, render
 from kvreclaim.server.anthropic.schemas import ERRORS, STREAMED, TokensCount
-from kvreclaim.server.bodies import BodyRoute
-from kvreclaim.server.calls import check_grammars, check_offer, checked_structured, followed, format_of
-from kvreclaim.server.drops import spec_fields
-from kvreclaim.server.events import answer_json, stream_events
-from kvreclaim.server.ids import request_id_of
-from kvreclaim.server.output_format import OutputFormat
-from kvreclaim.server.sampling import SHARED, check_priority, sampling_of
-from kvreclaim.server.service import Service, ServiceDep, TenantDep
-from kvreclaim.server.tenants import Tenant
+from kvreclaim.server.base.ids import request_id_of
+from kvreclaim.server.base.tenants import Tenant
+from kvreclaim.server.http.events import answer_json, stream_events
+from kvreclaim.server.shared.bodies import BodyRoute
+from kvreclaim.server.shared.calls import check_grammars, check_offer, checked_structured, followed, format_of
+from kvreclaim.server.shared.drops import spec_fields
+from kvreclaim.server.shared.output_format import OutputFormat
+from kvreclaim.server.shared.sampling import SHARED, check_priority, sampling_of
+from kvreclaim.server.shared.service import Service, ServiceDep, TenantDep
 
 router = APIRouter(tags=["anthropic"], route_class=BodyRoute)
 

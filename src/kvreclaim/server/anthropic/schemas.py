@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from kvreclaim.server.errors import AnthropicError
-from kvreclaim.server.usage import KVCacheUsage, ResponseSchema, errors_of, streamed_body
+from kvreclaim.server.base.errors import AnthropicError
+from kvreclaim.server.base.usage import KVCacheUsage, ResponseSchema, errors_of, streamed_body
 
 
 class TokensCount(ResponseSchema):

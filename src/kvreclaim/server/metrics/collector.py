@@ -17,7 +17,6 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from kvreclaim.engine.serving.served import ServedModel
-from kvreclaim.server.access import Access
 from kvreclaim.server.metrics.catalogue import (
     COUNTERS,
     ENGINE_LABELS,
@@ -29,6 +28,7 @@ from kvreclaim.server.metrics.catalogue import (
 )
 from kvreclaim.server.metrics.observer import Counted, Histogram
 from kvreclaim.server.metrics.tiers import Values
+from kvreclaim.server.shared.access import Access
 
 
 class HttpCounts:

@@ -18,13 +18,13 @@ from starlette.responses import Response
 from kvreclaim.engine.request.outputs import RequestMetrics
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.serving.stream import OutputDelta, RequestStream, Update
-from kvreclaim.server.events import PIECE, answer_json, event, json_of, stream_events
-from kvreclaim.server.ids import answer_id
+from kvreclaim.server.base.ids import answer_id
+from kvreclaim.server.base.usage import token_usage, usage_of
+from kvreclaim.server.base.vocabulary import TokenPlaces
+from kvreclaim.server.http.events import PIECE, answer_json, event, json_of, stream_events
 from kvreclaim.server.openai.fields import GenerationFields, StreamOptions
 from kvreclaim.server.openai.logprobs import prompt_logprobs
-from kvreclaim.server.service import Service, check_update
-from kvreclaim.server.usage import token_usage, usage_of
-from kvreclaim.server.vocabulary import TokenPlaces
+from kvreclaim.server.shared.service import Service, check_update
 
 T = TypeVar("T")
 REPORT_SIZE = 8

@@ -18,13 +18,11 @@ from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.serving.stream import OutputDelta, RequestStream
 from kvreclaim.parsers.formats import Splitter
 from kvreclaim.parsers.pieces import Piece
-from kvreclaim.server.bodies import BodyRoute
-from kvreclaim.server.calls import Offer, check_offer, followed, format_of, is_whole
-from kvreclaim.server.config import MAX_INT32
-from kvreclaim.server.drops import Dropped, spec_fields
-from kvreclaim.server.errors import ApiError
-from kvreclaim.server.fields import Listed
-from kvreclaim.server.ids import request_id_of
+from kvreclaim.server.base.config import MAX_INT32
+from kvreclaim.server.base.errors import ApiError
+from kvreclaim.server.base.fields import Listed
+from kvreclaim.server.base.ids import request_id_of
+from kvreclaim.server.base.tenants import Tenant
 from kvreclaim.server.openai.answer import OpenAIResponse, scores_of
 from kvreclaim.server.openai.documents import DocumentPlaces, reuse_of, within_chat
 from kvreclaim.server.openai.fields import MAX_LOGPROBS, GenerationFields, Verbosity
@@ -41,8 +39,10 @@ from kvreclaim.server.openai.prompts import beams_of, bounded, check_options, en
 from kvreclaim.server.openai.schemas import ERRORS, ChatCompletion, streamed
 from kvreclaim.server.openai.structured import ResponseFormat, structured_of
 from kvreclaim.server.openai.tool_choice import ToolChoice, offer_of
-from kvreclaim.server.service import Service, ServiceDep, TenantDep
-from kvreclaim.server.tenants import Tenant
+from kvreclaim.server.shared.bodies import BodyRoute
+from kvreclaim.server.shared.calls import Offer, check_offer, followed, format_of, is_whole
+from kvreclaim.server.shared.drops import Dropped, spec_fields
+from kvreclaim.server.shared.service import Service, ServiceDep, TenantDep
 from kvreclaim.structured_outputs import StructuredOutputsParams
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)

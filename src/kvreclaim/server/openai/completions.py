@@ -13,10 +13,11 @@ from starlette.responses import Response
 from kvreclaim.chunks import Chunks
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.serving.stream import OutputDelta, RequestStream
-from kvreclaim.server.bodies import BodyRoute
-from kvreclaim.server.errors import ApiError
-from kvreclaim.server.fields import refusal
-from kvreclaim.server.ids import request_id_of
+from kvreclaim.server.base.errors import ApiError
+from kvreclaim.server.base.fields import refusal
+from kvreclaim.server.base.ids import request_id_of
+from kvreclaim.server.base.tenants import Tenant
+from kvreclaim.server.base.vocabulary import Continuation
 from kvreclaim.server.openai.answer import OpenAIResponse, scores_of
 from kvreclaim.server.openai.documents import before_prompt, num_chars, reuse_of
 from kvreclaim.server.openai.fields import MAX_LOGPROBS, GenerationFields
@@ -24,9 +25,8 @@ from kvreclaim.server.openai.logprobs import Report, completion_logprobs
 from kvreclaim.server.openai.prompts import beams_of, bounded, check_options, engine_prompt, sampling_params
 from kvreclaim.server.openai.schemas import ERRORS, Completion, streamed
 from kvreclaim.server.openai.structured import structured_of
-from kvreclaim.server.service import Service, ServiceDep, TenantDep
-from kvreclaim.server.tenants import Tenant
-from kvreclaim.server.vocabulary import Continuation
+from kvreclaim.server.shared.bodies import BodyRoute
+from kvreclaim.server.shared.service import Service, ServiceDep, TenantDep
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
 

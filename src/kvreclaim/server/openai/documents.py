@@ -12,9 +12,9 @@ from kvreclaim.chunks import Chunk, ChunkReuse, Chunks
 from kvreclaim.engine.api.prompts import Piece, laid_out
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.options import settings_of
-from kvreclaim.server.errors import ApiError
-from kvreclaim.server.fields import Fields, Listed, described, mirrors
-from kvreclaim.server.service import Service
+from kvreclaim.server.base.errors import ApiError
+from kvreclaim.server.base.fields import Fields, Listed, described, mirrors
+from kvreclaim.server.shared.service import Service
 
 MAX_DOCUMENTS = 1024
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from kvreclaim.server.fields import (
+from kvreclaim.server.base.fields import (
     MAX_TOKEN_LIST,
     BadWords,
     Fields,

@@ -7,12 +7,12 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from kvreclaim.engine.api.exports import EVERYTHING, Retention
-from kvreclaim.server.config import MAX_INT32
-from kvreclaim.server.errors import ApiError
-from kvreclaim.server.fields import Fields, described
-from kvreclaim.server.sampling import check_priority
-from kvreclaim.server.service import Service
-from kvreclaim.server.tenants import Tenant
+from kvreclaim.server.base.config import MAX_INT32
+from kvreclaim.server.base.errors import ApiError
+from kvreclaim.server.base.fields import Fields, described
+from kvreclaim.server.base.tenants import Tenant
+from kvreclaim.server.shared.sampling import check_priority
+from kvreclaim.server.shared.service import Service
 
 PRIORITY = "nvext.agent_hints.priority"
 DEFAULT_TTL_S = 300.0

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvreclaim.engine.sampling.logprobs import Logprob
-from kvreclaim.server.vocabulary import TokenPlaces
+from kvreclaim.server.base.vocabulary import TokenPlaces
 
 LOWEST = -9999.0
 """Instead of -inf, for which JSON has no word."""

@@ -12,13 +12,13 @@ from pydantic import Field
 from kvreclaim.engine.api.chat import SYSTEM_ROLES, Change, num_leading_tokens
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.parsers.json_value import json_object
-from kvreclaim.server.bodies import num_chars
-from kvreclaim.server.calls import check_unique
-from kvreclaim.server.drops import PLACEHOLDER, DropMarks, Dropped, KVDrop, check_place
-from kvreclaim.server.errors import ApiError
-from kvreclaim.server.fields import MAX_TOOLS, Fields, Listed, described
-from kvreclaim.server.service import Service, text_of
-from kvreclaim.server.tool_prompt import broken_call
+from kvreclaim.server.base.errors import ApiError
+from kvreclaim.server.base.fields import MAX_TOOLS, Fields, Listed, described
+from kvreclaim.server.shared.bodies import num_chars
+from kvreclaim.server.shared.calls import check_unique
+from kvreclaim.server.shared.drops import PLACEHOLDER, DropMarks, Dropped, KVDrop, check_place
+from kvreclaim.server.shared.service import Service, text_of
+from kvreclaim.server.shared.tool_prompt import broken_call
 
 
 class TextPart(Fields):

@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query
 from pydantic import Field
 
+from kvreclaim.server.base.usage import Responses, ResponseSchema
 from kvreclaim.server.openai.schemas import ERRORS
-from kvreclaim.server.service import Service, ServiceDep
-from kvreclaim.server.usage import Responses, ResponseSchema
+from kvreclaim.server.shared.service import Service, ServiceDep
 
 router = APIRouter(tags=["openai"])
 

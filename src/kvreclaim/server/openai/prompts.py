@@ -14,12 +14,12 @@ from kvreclaim.engine.api.exports import Retention
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.sampling_params import SamplingParams
-from kvreclaim.server.errors import ApiError
+from kvreclaim.server.base.errors import ApiError
+from kvreclaim.server.base.tenants import Tenant
 from kvreclaim.server.openai.fields import RETENTION_S, GenerationFields
 from kvreclaim.server.openai.hints import checked_priority, hinted_retention
-from kvreclaim.server.sampling import SHARED, check_priority, sampling_of
-from kvreclaim.server.service import Service
-from kvreclaim.server.tenants import Tenant
+from kvreclaim.server.shared.sampling import SHARED, check_priority, sampling_of
+from kvreclaim.server.shared.service import Service
 
 LIMITS = ("max_tokens", "max_completion_tokens")
 SAMPLING = (

@@ -6,11 +6,11 @@ from dataclasses import fields
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from kvreclaim.server.calls import check_grammars, checked_structured
-from kvreclaim.server.errors import ApiError
-from kvreclaim.server.fields import Fields, at_most, described
-from kvreclaim.server.service import Service
-from kvreclaim.server.tenants import Tenant
+from kvreclaim.server.base.errors import ApiError
+from kvreclaim.server.base.fields import Fields, at_most, described
+from kvreclaim.server.base.tenants import Tenant
+from kvreclaim.server.shared.calls import check_grammars, checked_structured
+from kvreclaim.server.shared.service import Service
 from kvreclaim.structured_outputs import StructuredOutputsParams
 
 KINDS = tuple(field.name for field in fields(StructuredOutputsParams))

@@ -8,14 +8,14 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from kvreclaim.server.bodies import BodyRoute
-from kvreclaim.server.errors import ApiError
-from kvreclaim.server.fields import Fields, Listed
+from kvreclaim.server.base.errors import ApiError
+from kvreclaim.server.base.fields import Fields, Listed
+from kvreclaim.server.base.tenants import Tenant
+from kvreclaim.server.base.usage import Responses
 from kvreclaim.server.openai.messages import ConversationOptions, Messages, render
 from kvreclaim.server.openai.schemas import ERRORS
-from kvreclaim.server.service import Service, ServiceDep, TenantDep
-from kvreclaim.server.tenants import Tenant
-from kvreclaim.server.usage import Responses
+from kvreclaim.server.shared.bodies import BodyRoute
+from kvreclaim.server.shared.service import Service, ServiceDep, TenantDep
 
 router = APIRouter(tags=["tokenizer"], route_class=BodyRoute)
 TEXT_ERRORS: Responses = {status: ERRORS[status] for status in (400, 401, 404, 408, 413, 429)}

@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from kvreclaim.server.calls import Offer, Tool
-from kvreclaim.server.errors import ApiError
-from kvreclaim.server.fields import MAX_TOOLS, Fields, Listed, described
+from kvreclaim.server.base.errors import ApiError
+from kvreclaim.server.base.fields import MAX_TOOLS, Fields, Listed, described
 from kvreclaim.server.openai.messages import FunctionTool
+from kvreclaim.server.shared.calls import Offer, Tool
 
 
 class NamedFunction(Fields):

@@ -11,9 +11,9 @@ from kvreclaim.errors import EngineDeadError
 from kvreclaim.page.feed import Feed
 from kvreclaim.page.frames import frame_event
 from kvreclaim.page.viewer import MAX_VIEWERS, PERIOD_S, QUIET_S
-from kvreclaim.server.errors import ApiError
+from kvreclaim.server.base.errors import ApiError
 from kvreclaim.server.page import snapshot as reading
-from kvreclaim.server.service import Service
+from kvreclaim.server.shared.service import Service
 
 logger = logging.getLogger(__name__)
 

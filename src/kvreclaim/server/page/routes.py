@@ -17,10 +17,10 @@ from kvreclaim.engine.serving.core import EngineCore
 from kvreclaim.engine.serving.served import Auto
 from kvreclaim.errors import KVReclaimError
 from kvreclaim.page.files import INDEX, StaticFile, static_files
-from kvreclaim.server.errors import ApiError
-from kvreclaim.server.events import stream_events
+from kvreclaim.server.base.errors import ApiError
+from kvreclaim.server.http.events import stream_events
 from kvreclaim.server.page.feed import EngineFeed
-from kvreclaim.server.service import Service, service_of
+from kvreclaim.server.shared.service import Service, service_of
 
 
 def _answer(file: StaticFile, request: Request) -> Response:

@@ -12,8 +12,8 @@ from starlette.responses import Response
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.serving.stream import Update
 from kvreclaim.parsers.pieces import Arguments, CallBegin, CallEnd, Piece, ToolCall, merged
-from kvreclaim.server.events import answer_json, error_of, event, json_of, stream_events
-from kvreclaim.server.ids import answer_id, request_id_of
+from kvreclaim.server.base.ids import answer_id, request_id_of
+from kvreclaim.server.http.events import answer_json, error_of, event, json_of, stream_events
 from kvreclaim.server.openai.answer import REPORT_SIZE
 from kvreclaim.server.openai.chat import ChatAnswer
 from kvreclaim.server.responses.head import failure, head, outcome_of, response_usage
@@ -22,7 +22,7 @@ from kvreclaim.server.responses.output import Event, OutputItems
 from kvreclaim.server.responses.spoken import SpokenTokens
 from kvreclaim.server.responses.store import Kept, ResponseStore
 from kvreclaim.server.responses.translate import Translated
-from kvreclaim.server.service import Service, check_update
+from kvreclaim.server.shared.service import Service, check_update
 
 ROUTE = "/v1/responses"
 

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator
 
-from kvreclaim.server.drops import KVDrop
-from kvreclaim.server.fields import MAX_BLOCKS, Fields, Listed, described, refusal
-from kvreclaim.server.ids import ANSWER_PREFIXES
+from kvreclaim.server.base.fields import MAX_BLOCKS, Fields, Listed, described, refusal
+from kvreclaim.server.base.ids import ANSWER_PREFIXES
+from kvreclaim.server.shared.drops import KVDrop
 
 Item = dict[str, Any]
 """JSON of an item, with an id, a status, and texts in parts."""

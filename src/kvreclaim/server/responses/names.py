@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pydantic import ValidationError
 
 from kvreclaim.errors import KVReclaimError
-from kvreclaim.server.errors import ApiError, from_engine, from_problem
+from kvreclaim.server.base.errors import ApiError, from_engine, from_problem
 from kvreclaim.server.openai.chat import ChatAnswer
 
 OWN: Mapping[str, str] = {

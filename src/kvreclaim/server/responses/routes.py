@@ -10,8 +10,9 @@ from pydantic import Field
 from pydantic_core import from_json
 from starlette.responses import Response
 
-from kvreclaim.server.bodies import BodyRoute
-from kvreclaim.server.errors import ApiError
+from kvreclaim.server.base.errors import ApiError
+from kvreclaim.server.base.tenants import Tenant
+from kvreclaim.server.base.usage import Responses, ResponseSchema, streamed_body
 from kvreclaim.server.openai.chat import prompt_of
 from kvreclaim.server.openai.prompts import check_options
 from kvreclaim.server.openai.schemas import ERRORS
@@ -21,9 +22,8 @@ from kvreclaim.server.responses.names import own_names
 from kvreclaim.server.responses.schemas import DeletedResponse, InputItemList, ResponseObject
 from kvreclaim.server.responses.store import Kept, ResponseStore
 from kvreclaim.server.responses.translate import translated
-from kvreclaim.server.service import Service, ServiceDep, TenantDep
-from kvreclaim.server.tenants import Tenant
-from kvreclaim.server.usage import Responses, ResponseSchema, streamed_body
+from kvreclaim.server.shared.bodies import BodyRoute
+from kvreclaim.server.shared.service import Service, ServiceDep, TenantDep
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
 STREAMED = streamed_body(ResponseObject, "`event:` and `data:` lines; the last event has the response")

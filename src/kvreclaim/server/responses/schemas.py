@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from kvreclaim.server.base.usage import KVCacheUsage, ResponseSchema
 from kvreclaim.server.openai.schemas import ChatTokenLogprob, CompletionTokensDetails, PromptTokensDetails
-from kvreclaim.server.usage import KVCacheUsage, ResponseSchema
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 

@@ -8,7 +8,7 @@ from typing import Any
 from kvreclaim.engine.sampling.detokenizer import TextStream
 from kvreclaim.parsers.formats import Splitter
 from kvreclaim.parsers.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text
-from kvreclaim.server.vocabulary import Vocabulary
+from kvreclaim.server.base.vocabulary import Vocabulary
 
 Logprobs = list[dict[str, Any]]
 

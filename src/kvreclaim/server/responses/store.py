@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from kvreclaim.checks import require
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.server.config import ServerConfig
-from kvreclaim.server.errors import ApiError
+from kvreclaim.server.base.config import ServerConfig
+from kvreclaim.server.base.errors import ApiError
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from kvreclaim.server.calls import Tool, can_follow
-from kvreclaim.server.errors import ApiError
+from kvreclaim.server.base.errors import ApiError
+from kvreclaim.server.base.tenants import Tenant
 from kvreclaim.server.openai.chat import ChatRequest
 from kvreclaim.server.openai.fields import SharedFields
 from kvreclaim.server.openai.messages import render
@@ -20,8 +20,8 @@ from kvreclaim.server.responses.items import Item, response_of
 from kvreclaim.server.responses.names import own_names
 from kvreclaim.server.responses.store import ResponseStore
 from kvreclaim.server.responses.truncation import fitting
-from kvreclaim.server.service import Service
-from kvreclaim.server.tenants import Tenant
+from kvreclaim.server.shared.calls import Tool, can_follow
+from kvreclaim.server.shared.service import Service
 
 SAME = (
     *SharedFields.model_fields,

@@ -19,7 +19,7 @@ from kvreclaim.parsers.formats import (
     tool_parser_of,
 )
 from kvreclaim.parsers.thinking import ThinkSpan
-from kvreclaim.server.config import AUTO, NONE, ServerConfig
+from kvreclaim.server.base.config import AUTO, NONE, ServerConfig
 
 WRITTEN = "hermes"
 """Parser of calls where the server itself tells the model of its tools."""
@@ -28,7 +28,7 @@ WRITTEN = "hermes"
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
     """template: for chats with tools
-    writes_tools: the template has no place for tools; they are written by server/tool_prompt.py
+    writes_tools: the template has no place for tools; they are written by server/shared/tool_prompt.py
     tool_parser, reasoning_parser: names in parsers/formats.py; None: such parts stay text
     unwritten: ids of the tokens that no free text of a grammar has, by their names
     """

@@ -18,12 +18,12 @@ import uvicorn
 
 from kvreclaim.engine.serving.client import EngineClient
 from kvreclaim.engine.serving.served import ServedModel
-from kvreclaim.server.app import create_app
-from kvreclaim.server.config import ServerConfig
-from kvreclaim.server.connections import HTTPConfig, allow_files
-from kvreclaim.server.logs import log_loop_error
-from kvreclaim.server.refusals import Refusals
-from kvreclaim.server.service import Service
+from kvreclaim.server.admin.logs import log_loop_error
+from kvreclaim.server.base.config import ServerConfig
+from kvreclaim.server.entry.app import create_app
+from kvreclaim.server.http.connections import HTTPConfig, allow_files
+from kvreclaim.server.http.refusals import Refusals
+from kvreclaim.server.shared.service import Service
 
 logger = logging.getLogger(__name__)
 

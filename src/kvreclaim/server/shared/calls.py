@@ -14,9 +14,9 @@ from kvreclaim.parsers.grammars import Calls, answer_grammar
 from kvreclaim.parsers.lark import Lark
 from kvreclaim.parsers.thinking import ThinkSpan
 from kvreclaim.sampling_params import SamplingParams
-from kvreclaim.server.errors import ApiError
-from kvreclaim.server.output_format import OutputFormat
-from kvreclaim.server.service import Service
+from kvreclaim.server.base.errors import ApiError
+from kvreclaim.server.shared.output_format import OutputFormat
+from kvreclaim.server.shared.service import Service
 from kvreclaim.structured_outputs import AnswerGrammar, StructuredOutputsParams
 
 

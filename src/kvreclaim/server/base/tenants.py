@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvreclaim.server.config import ServerConfig
+from kvreclaim.server.base.config import ServerConfig
 
 
 @dataclass(frozen=True, slots=True)

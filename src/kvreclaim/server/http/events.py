@@ -14,8 +14,8 @@ from starlette.types import Receive, Scope, Send
 
 from kvreclaim.errors import KVReclaimError
 from kvreclaim.page.frames import event
-from kvreclaim.server.errors import ANTHROPIC_PREFIX, ApiError, error_body, failed, from_engine
-from kvreclaim.server.ids import request_id_of
+from kvreclaim.server.base.errors import ANTHROPIC_PREFIX, ApiError, error_body, failed, from_engine
+from kvreclaim.server.base.ids import request_id_of
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

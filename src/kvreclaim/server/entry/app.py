@@ -9,17 +9,17 @@ from typing import Any
 from fastapi import FastAPI
 
 from kvreclaim import __version__
-from kvreclaim.server import offload, slots, system
+from kvreclaim.server.admin import offload, slots, system
+from kvreclaim.server.admin.observe import observe, stop_observing
 from kvreclaim.server.anthropic import routes as anthropic
-from kvreclaim.server.bodies import body_limit
-from kvreclaim.server.errors import install_handlers
-from kvreclaim.server.gate import Gate
-from kvreclaim.server.observe import observe, stop_observing
+from kvreclaim.server.base.errors import install_handlers
+from kvreclaim.server.http.gate import Gate
 from kvreclaim.server.openai import chat, completions, models, tokenizing
 from kvreclaim.server.page.routes import install_page
 from kvreclaim.server.responses import routes as responses
 from kvreclaim.server.responses.store import ResponseStore
-from kvreclaim.server.service import Service
+from kvreclaim.server.shared.bodies import body_limit
+from kvreclaim.server.shared.service import Service
 
 
 class App(FastAPI):

@@ -7,11 +7,11 @@ import asyncio
 from fastapi import APIRouter, FastAPI, Request, Response
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from kvreclaim.server.access import Watch, Watcher
-from kvreclaim.server.errors import OpenAIError
-from kvreclaim.server.logs import AccessLog
+from kvreclaim.server.admin.logs import AccessLog
+from kvreclaim.server.base.errors import OpenAIError
 from kvreclaim.server.metrics import Metrics
-from kvreclaim.server.service import Service, ServiceDep
+from kvreclaim.server.shared.access import Watch, Watcher
+from kvreclaim.server.shared.service import Service, ServiceDep
 
 router = APIRouter(tags=["server"])
 
@@ -44,7 +44,7 @@ def observe(app: FastAPI, service: Service) -> None:
     watchers: list[Watcher] = [metrics.http, log]
     app.state.tracing = None
     if config.otlp_traces_endpoint is not None:
-        from kvreclaim.server.tracing import Tracing  # OpenTelemetry's SDK is not loaded in vain
+        from kvreclaim.server.admin.tracing import Tracing  # OpenTelemetry's SDK is not loaded in vain
 
         app.state.tracing = Tracing(config.otlp_traces_endpoint, trusting=config.trust_traceparent)
         watchers.append(app.state.tracing)

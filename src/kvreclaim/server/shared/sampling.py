@@ -7,10 +7,10 @@ from typing import Any
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.sampling_params import SamplingParams
-from kvreclaim.server.config import ServerConfig
-from kvreclaim.server.errors import ApiError
-from kvreclaim.server.fields import SAMPLING
-from kvreclaim.server.tenants import Tenant
+from kvreclaim.server.base.config import ServerConfig
+from kvreclaim.server.base.errors import ApiError
+from kvreclaim.server.base.fields import SAMPLING
+from kvreclaim.server.base.tenants import Tenant
 
 SHARED = (*SAMPLING, "logit_bias")
 """Fields of SamplingParams that have the same name in both dialects."""

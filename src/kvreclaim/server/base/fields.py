@@ -21,7 +21,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from kvreclaim.compression_settings import CompressionSettings
 from kvreclaim.options import settings_of
 from kvreclaim.sampling_params import SamplingParams
-from kvreclaim.server.config import MAX_INT32
+from kvreclaim.server.base.config import MAX_INT32
 
 MAX_POLICY_LENGTH = 1024
 MAX_STOP_STRINGS = 16

@@ -15,9 +15,9 @@ import uvicorn
 from pydantic_core import to_json
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from kvreclaim.server.config import ServerConfig
-from kvreclaim.server.errors import ApiError, error_body
-from kvreclaim.server.refusals import Refusals
+from kvreclaim.server.base.config import ServerConfig
+from kvreclaim.server.base.errors import ApiError, error_body
+from kvreclaim.server.http.refusals import Refusals
 
 MAX_HEAD_BYTES = 64 << 10
 """Limit of request line and headers, and of what stands around the chunks of a body."""

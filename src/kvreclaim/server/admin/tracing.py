@@ -18,8 +18,8 @@ from opentelemetry.trace import Link, SpanKind, Status, StatusCode, get_current_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from kvreclaim import __version__
-from kvreclaim.server.access import Access
-from kvreclaim.server.ids import answer_id
+from kvreclaim.server.base.ids import answer_id
+from kvreclaim.server.shared.access import Access
 
 OPERATIONS = {
     "/v1/completions": "text_completion",

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvreclaim.engine.request.outputs import RequestMetrics
 from kvreclaim.engine.serving.stream import RequestStream
-from kvreclaim.server.service import Service
+from kvreclaim.server.shared.service import Service
 
 CLIENT_LEFT = 499
 """Status of an answer that nobody waited for (nginx's number; no client sees it)."""

@@ -11,10 +11,10 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvreclaim.page.hosts import host_of, is_foreign, is_own
-from kvreclaim.server.config import ServerConfig
-from kvreclaim.server.errors import ApiError, error_body, failed
-from kvreclaim.server.ids import new_request_id
-from kvreclaim.server.tenants import Tenant, Tenants
+from kvreclaim.server.base.config import ServerConfig
+from kvreclaim.server.base.errors import ApiError, error_body, failed
+from kvreclaim.server.base.ids import new_request_id
+from kvreclaim.server.base.tenants import Tenant, Tenants
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression_settings import AUTO
 from kvreclaim.engine.serving.served import ServedModel
 from kvreclaim.errors import KVReclaimError
-from kvreclaim.server.config import ServerConfig
-from kvreclaim.server.errors import ApiError
-from kvreclaim.server.fields import KVCompression
+from kvreclaim.server.base.config import ServerConfig
+from kvreclaim.server.base.errors import ApiError
+from kvreclaim.server.base.fields import KVCompression
 
 
 def compression_of(given: KVCompression, served: ServedModel, limits: ServerConfig) -> CompressionConfig:

@@ -23,15 +23,15 @@ from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.serving.client import EngineClient
 from kvreclaim.engine.serving.stream import RequestStream, Update
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.server.compression import compression_of
-from kvreclaim.server.config import ServerConfig
-from kvreclaim.server.errors import TOO_LONG, ApiError, failed
-from kvreclaim.server.fields import KVCompression
-from kvreclaim.server.output_format import OutputFormat, output_format
-from kvreclaim.server.tenants import Tenant
-from kvreclaim.server.tool_prompt import in_system, in_user, plain_turns, tools_text
-from kvreclaim.server.vocabulary import Vocabulary
-from kvreclaim.server.workers import Workers, default_threads
+from kvreclaim.server.base.config import ServerConfig
+from kvreclaim.server.base.errors import TOO_LONG, ApiError, failed
+from kvreclaim.server.base.fields import KVCompression
+from kvreclaim.server.base.tenants import Tenant
+from kvreclaim.server.base.vocabulary import Vocabulary
+from kvreclaim.server.http.workers import Workers, default_threads
+from kvreclaim.server.shared.compression import compression_of
+from kvreclaim.server.shared.output_format import OutputFormat, output_format
+from kvreclaim.server.shared.tool_prompt import in_system, in_user, plain_turns, tools_text
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from kvreclaim.server.errors import ApiError
-from kvreclaim.server.fields import described
-from kvreclaim.server.service import Service
+from kvreclaim.server.base.errors import ApiError
+from kvreclaim.server.base.fields import described
+from kvreclaim.server.shared.service import Service
 
 PLACEHOLDER = "[cleared]"
 """What the model reads in place of a text that is dropped exactly."""

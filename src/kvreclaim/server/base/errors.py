@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from kvreclaim.errors import EngineDeadError, KVReclaimError, RequestTooLongError
-from kvreclaim.server.ids import request_id_of
+from kvreclaim.server.base.ids import request_id_of
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ def from_problem(kind: str, location: Sequence[str | int], sentence: str) -> Api
 
 
 def from_validation(error: RequestValidationError) -> ApiError:
-    """The first problem of a path or query; bodies are checked elsewhere (server/bodies.py)."""
+    """The first problem of a path or query; bodies are checked elsewhere (server/shared/bodies.py)."""
     first = error.errors()[0]
     return from_problem(first["type"], first["loc"][1:], first["msg"])  # loc begins with path or query
 

@@ -17,7 +17,7 @@ from kvreclaim.checks import check_choice
 
 if TYPE_CHECKING:
     from kvreclaim.engine.api.exports import Tokenizer
-    from kvreclaim.server.access import Access
+    from kvreclaim.server.shared.access import Access
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("auto", "json", "text")

@@ -18,14 +18,14 @@ from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.engine.offload.session import SessionInfo
 from kvreclaim.engine.serving.core import EngineCore
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.server.bodies import BodyRoute
-from kvreclaim.server.errors import ENGINE_FIELDS, ApiError, OpenAIError
-from kvreclaim.server.fields import MAX_INT32, Listed, PolicyOrSettings
+from kvreclaim.server.base.errors import ENGINE_FIELDS, ApiError, OpenAIError
+from kvreclaim.server.base.fields import MAX_INT32, Listed, PolicyOrSettings
+from kvreclaim.server.base.tenants import Tenant
+from kvreclaim.server.base.usage import Responses
 from kvreclaim.server.openai.messages import ConversationOptions, Messages, render, system_counter
 from kvreclaim.server.openai.schemas import ERRORS
-from kvreclaim.server.service import Service, ServiceDep, TenantDep
-from kvreclaim.server.tenants import Tenant
-from kvreclaim.server.usage import Responses
+from kvreclaim.server.shared.bodies import BodyRoute
+from kvreclaim.server.shared.service import Service, ServiceDep, TenantDep
 
 router = APIRouter(tags=["slots"], route_class=BodyRoute)
 SLOT_ERRORS: Responses = {

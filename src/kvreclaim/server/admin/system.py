@@ -7,8 +7,8 @@ from pydantic import BaseModel
 
 from kvreclaim import __version__
 from kvreclaim.engine.serving.core import EngineCore
-from kvreclaim.server.errors import ApiError, OpenAIError
-from kvreclaim.server.service import ServiceDep
+from kvreclaim.server.base.errors import ApiError, OpenAIError
+from kvreclaim.server.shared.service import ServiceDep
 
 router = APIRouter(tags=["server"])
 

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict
 
 from kvreclaim.engine.offload.stats import TierStats
 from kvreclaim.engine.serving.core import EngineCore
-from kvreclaim.server.errors import ApiError, OpenAIError
-from kvreclaim.server.service import ServiceDep
+from kvreclaim.server.base.errors import ApiError, OpenAIError
+from kvreclaim.server.shared.service import ServiceDep
 
 router = APIRouter(tags=["server"])
 

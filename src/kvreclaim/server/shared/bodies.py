@@ -18,9 +18,9 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
 from kvreclaim.parsers.json_value import is_finite
-from kvreclaim.server.errors import ApiError, from_problem
-from kvreclaim.server.events import gone
-from kvreclaim.server.service import Service, service_of, tenant_of
+from kvreclaim.server.base.errors import ApiError, from_problem
+from kvreclaim.server.http.events import gone
+from kvreclaim.server.shared.service import Service, service_of, tenant_of
 
 MAX_BODY_BYTES = 16 << 20
 BASE_BODY_BYTES = 256 << 10

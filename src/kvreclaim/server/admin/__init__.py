@@ -1,0 +1,1 @@
+"""Endpoints and logs of the operator."""

@@ -1,0 +1,1 @@
+"""Settings, errors, ids, fields and vocabulary that both dialects share."""

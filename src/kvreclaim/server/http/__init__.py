@@ -1,0 +1,1 @@
+"""Connections, the gate in front of every request, and event streams."""

@@ -1,0 +1,1 @@
+"""From a request body to the engine: sampling, compression, tools, access."""
