@@ -1,4 +1,4 @@
-"""A random model whose keys lie far from zero, as those of Qwen2.5 do: what a quantised cache loses shows."""
+"""A random model with keys far from zero, as those of Qwen2.5: what a quantised cache loses shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Centred and scaled keys in vLLM's fp8 cache, of a model whose keys have large biases: against transformers
+"""Centred and scaled keys in vLLM's fp8 cache, of a model with large key biases: against transformers
 with keys rounded as they are stored. With compression, policies see the model's keys."""
 
 from __future__ import annotations

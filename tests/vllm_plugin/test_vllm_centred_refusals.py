@@ -33,8 +33,8 @@ NGRAM = {"num_speculative_tokens": 2, "prompt_lookup_max": 3}
 
 def centred(model: Path, value: object = True, compression: object = None, **more: Any) -> Any:
     """A configuration with the option, of an fp8 cache unless another is named."""
-    asked = {} if compression is None else {"kv_compression": compression}
-    settings = {"kv_cache_dtype": "fp8", "additional_config": {"centred_keys": value, **asked}, **more}
+    own = {} if compression is None else {"kv_compression": compression}
+    settings = {"kv_cache_dtype": "fp8", "additional_config": {"centred_keys": value, **own}, **more}
     return make_config(model, None, **settings)
 
 

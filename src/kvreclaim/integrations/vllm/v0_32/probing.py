@@ -170,7 +170,7 @@ def record(runner: Any, layers: Sequence[Attention], remedy: str = WITHOUT_STATI
         ) from error
     silent = [n for n, recorder in enumerate(recorders) if recorder.recorded is None]
     if silent:
-        raise UnsupportedModelError(f"layers {silent} of {name} were not asked for attention; {remedy}.")
+        raise UnsupportedModelError(f"layers {silent} of {name} did not run attention; {remedy}.")
     return [recorder.recorded for recorder in recorders if recorder.recorded is not None]
 
 
