@@ -42,7 +42,6 @@ class PrefillPlan(ModelPlan):
         (
             "pooled",
             "pooled(alpha=0.3)",
-            "xattention",
             "a_shape(local=2048)",
             "vertical_slash(vertical=1000, slash=2048)",
             "block_sparse(top=32)",
