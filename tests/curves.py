@@ -8,13 +8,23 @@ from kvreclaim.compression.loss_curve import LossCell, LossCurve
 
 Losses = Mapping[int, float]
 """Of every document, by budget."""
+Places = Mapping[tuple[str, int], Losses]
+"""By content and length."""
 
 
-def cell(content: str, num_tokens: int, losses: Losses) -> LossCell:
-    rows = (tuple(losses.values()),) * 19
-    return LossCell(content=content, num_tokens=num_tokens, right=0.5, budgets=tuple(losses), losses=rows)
+def cell(content: str, num_tokens: int, losses: Losses, kv_cache_dtype: str = "auto") -> LossCell:
+    return LossCell(
+        content=content,
+        num_tokens=num_tokens,
+        right=0.5,
+        kv_cache_dtype=kv_cache_dtype,
+        budgets=tuple(losses),
+        losses=(tuple(losses.values()),) * 19,
+    )
 
 
-def curve(policy: str, losses: Mapping[tuple[str, int], Losses]) -> LossCurve:
-    """losses: by content and length"""
-    return LossCurve(policy=policy, cells=tuple(cell(*place, row) for place, row in losses.items()))
+def curve(policy: str, losses: Places, coded: Mapping[str, Places] | None = None) -> LossCurve:
+    """losses: in the model's dtype; coded: by KV cache dtype"""
+    found = {"auto": losses, **(coded or {})}
+    cells = (cell(*place, row, form) for form, places in found.items() for place, row in places.items())
+    return LossCurve(policy=policy, cells=tuple(cells))

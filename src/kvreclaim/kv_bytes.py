@@ -102,6 +102,10 @@ class KVBytes:
         codes = self.keys.code_bytes(k_dim) + self.values.code_bytes(v_dim)
         return block_size * (codes + self.slot_params(k_dim, v_dim))
 
+    def dtype_name(self, own: KVBytes) -> str:
+        """Its name as a KV cache dtype of a model in the format `own`, which is "auto"."""
+        return "auto" if self.name == own.name else self.name
+
     def bytes_per_block(self, layers: Iterable[LayerDims], block_size: int) -> int:
         """Bytes of one block over all layers, parameters included."""
         return sum(

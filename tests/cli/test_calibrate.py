@@ -1,13 +1,17 @@
 """Options of `kvreclaim calibrate` reach the file that it writes."""
 
 import pytest
+import tiny
 from typer.testing import CliRunner
 
+from kvreclaim.calibrate.calibration import calibrate
 from kvreclaim.cli.main import app
+from kvreclaim.compression.loss_curve import LossCurve
 from kvreclaim.compression.prefill.per_head import Patterns
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.eval.chain import ChainTask
 from kvreclaim.eval.vocabulary import TOKENS
+from kvreclaim.model.loader import load_model
 from kvreclaim.model_paths import REAL_MODEL, shipped_statistics
 
 
@@ -158,23 +162,54 @@ def test_a_loss_curve_is_added_printed_and_kept(tmp_path, tiny_dir):
     result = CliRunner().invoke(app, ["calibrate", "--model", model, "-o", str(first), *reading])
     assert result.exit_code == 0, result.output
     asked = ["--stats", str(first), "--curve", "192", "--curve-documents", "19", "--max-tokens", "2400"]
+    asked += ["--curve-formats", "int4"]
     result = CliRunner().invoke(app, ["calibrate", "--model", model, "-o", str(output), *asked])
     assert result.exit_code == 0, result.output
-    assert "38 documents for the loss curve: about" in result.stdout
+    assert "38 documents for the loss curve in auto, int4: about" in result.stdout
     before, after = (QueryStats.load(file).metadata for file in (first, output))
     assert after.model_copy(update={"curve": None}) == before
     assert after.curve.policy == after.trial.best
-    assert [(cell.content, cell.num_tokens) for cell in after.curve.cells] == [
-        ("prose", 192),
-        ("lookups", 192),
+    assert [(cell.kv_cache_dtype, cell.content, cell.num_tokens) for cell in after.curve.cells] == [
+        (form, content, 192) for form in ("auto", "int4") for content in ("prose", "lookups")
     ]
     again = CliRunner().invoke(app, ["calibrate", "--show", str(output)])
     assert again.exit_code == 0, again.output
-    cell = after.curve.cells[0]
-    assert all(f" {budget} " in again.stdout for budget in cell.budgets)
-    promised = cell.promised(0.01)
-    kept = "all" if promised == 192 else promised
-    assert f"--kv-max-loss on prose of 192 tokens keeps at 0.01: {kept}, 0.02: " in again.stdout
+
+
+def test_a_loss_curve_is_shown_over_bytes(tmp_path, tiny_dir):
+    """In int4 four tokens take the bytes of one."""
+    prose = [
+        {
+            "content": "prose",
+            "num_tokens": 1024,
+            "right": 0.5,
+            "budgets": [256, 512],
+            "losses": [[0.04, 0.01]] * 19,
+        },
+        {
+            "content": "prose",
+            "num_tokens": 1024,
+            "right": 0.5,
+            "kv_cache_dtype": "int4",
+            "density": 4.0,
+            "budgets": [256, 512, 1024],
+            "losses": [[0.08, 0.03, 0.02]] * 19,
+        },
+    ]
+    stats = calibrate(load_model(tiny_dir("llama")), tiny.prompts((90,)), num_centers=2)
+    curve = LossCurve.model_validate({"policy": "knorm", "cells": prose})
+    stats.with_curve(curve).save(tmp_path / "stats.safetensors")
+    result = CliRunner().invoke(app, ["calibrate", "--show", str(tmp_path / "stats.safetensors")])
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.stdout.splitlines() if line.split()[:1] == ["prose"]]
+    assert rows == [
+        ["prose", "1024", "auto", "4.0%", "4.0%", "1.0%", "1.0%"],  # from 30 % on
+        ["prose", "1024", "int4", "8.0%", "3.0%", *["2.0%"] * 4],  # from 10 % on
+        ["prose", "1024", "auto", "50.0%", "50.0%", "(512)", "50.0%", "(512)", "25.0%", "(256)"],
+        ["prose", "1024", "int4", "50.0%", "-", "25.0%", "(1024)", "12.5%", "(512)"],
+    ]
+    assert "--kv-max-loss 0.01: KV cache dtype auto, 50.0% of the bytes" in result.stdout
+    assert "--kv-max-loss 0.02: KV cache dtype int4, 25.0% of the bytes" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -186,6 +221,7 @@ def test_a_loss_curve_is_added_printed_and_kept(tmp_path, tiny_dir):
         (["--curve", "352", "--curve-documents", "9999"], "curve needs 9999 documents of 480 tokens that"),
         (["--curve-documents", "18"], "curve_documents is 18; it must be an integer >= 19"),
         (["--stats", "a.safetensors"], "none is asked for; pass --curve"),
+        (["--curve", "192", "--curve-formats", "int7"], "kv_cache_dtype is 'int7'; it must be one of auto, "),
     ],
 )
 def test_a_curve_is_refused_before_anything_is_measured(tmp_path, tiny_dir, options, message):

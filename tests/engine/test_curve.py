@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from statistics import mean
+from typing import Any
 
 import pytest
 import tiny
@@ -15,6 +16,7 @@ from kvreclaim import LLM, CompressionConfig
 from kvreclaim.calibrate.curve import CurveDocument, budgets, measure_curve
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.compression.trial import Trial, TrialOutcome, TrialScore
+from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.model_paths import STATS_FILE
 
 PROMPTS = tiny.prompts((300,) * 19, seed=8)
@@ -43,20 +45,41 @@ def test_losses_are_the_fall_of_the_answers_probability(llm, stats, calibrated_d
     for prompt, said in zip(PROMPTS, full, strict=True):
         answers = [range(i, i + 1) for i in range(8)] + [range(i, i + 2) for i in range(8, size, 2)]
         documents.append(CurveDocument("prose", prompt, said, answers))
-    curve = measure_curve(llm, stats, documents)
-    (cell,) = curve.cells
-    assert (curve.policy, cell.content, cell.num_tokens) == ("knorm", "prose", 300)
+    curve = measure_curve(llm, stats, documents, ("int8", "int4"))
+    assert curve.policy == "knorm"
+    assert curve.formats == ("auto", "int8", "int4")
     model = tiny.load_oracle(calibrated_dir("llama"))
     right = [_probability(model, document) for document in documents]
-    assert cell.right == pytest.approx(mean(right), abs=1e-5)
-    assert cell.budgets == tuple(budgets(300, 16)) == (144, 176, 224, 256)
-    for document, whole, losses in zip(documents, right, cell.losses, strict=True):
-        for budget, loss in zip(cell.budgets, losses, strict=True):
-            (out,) = llm.score([document.prompt], [document.continuation], CompressionConfig("knorm", budget))
-            left = mean(math.exp(sum(out.logprobs[i] for i in answer)) for answer in document.answers)
-            assert loss == pytest.approx(max(0.0, whole - left), abs=1e-5)
-    assert any(any(losses) for losses in cell.losses)
-    assert_idle(llm)
+    assert tuple(budgets(300, 16)) == (144, 176, 224, 256)
+    for cell in curve.cells:
+        form = cell.kv_cache_dtype
+        coded = llm.sibling(kv_cache_dtype=form, stats=stats)
+        assert (cell.content, cell.num_tokens) == ("prose", 300)
+        assert cell.density == {"auto": 1, "int8": 128 / 35, "int4": 128 / 20}[form]
+        assert cell.right == pytest.approx(mean(right), abs=1e-5)
+        assert cell.budgets == (144, 176, 224, 256, *([] if form == "auto" else [300]))
+        for document, whole, losses in zip(documents, right, cell.losses, strict=True):
+            for budget, loss in zip(cell.budgets, losses, strict=True):
+                config = CompressionConfig("knorm", budget) if budget < 300 else None
+                (out,) = coded.score([document.prompt], [document.continuation], config)
+                left = mean(math.exp(sum(out.logprobs[i] for i in answer)) for answer in document.answers)
+                assert loss == pytest.approx(max(0.0, whole - left), abs=1e-5)
+        assert any(losses[-1] for losses in cell.losses)  # the rounding alone, in a coded format
+        assert_idle(coded)
+
+
+def test_a_format_that_the_model_cannot_have_is_left_out(llm, stats, monkeypatch, caplog) -> None:
+    sibling = LLM.sibling
+
+    def picky(self: LLM, **options: Any) -> LLM:
+        if options["kv_cache_dtype"] == "int4":
+            raise UnsupportedModelError("no int4 here.")
+        return sibling(self, **options)
+
+    monkeypatch.setattr(LLM, "sibling", picky)
+    documents = [CurveDocument("prose", prompt, [5, 6], [range(2)]) for prompt in PROMPTS]
+    assert measure_curve(llm, stats, documents, ("int4", "int8")).formats == ("auto", "int8")
+    assert "no loss is measured in kv_cache_dtype int4: no int4 here." in caplog.text
 
 
 @torch.inference_mode()

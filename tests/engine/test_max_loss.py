@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import tiny
 from curves import curve
 from settings import assert_idle
 
-from kvreclaim import LLM, CompressionConfig, SamplingParams
+from kvreclaim import LLM, CompressionConfig, SamplingParams, demo_model
 from kvreclaim.chunks import Chunks
 from kvreclaim.compression.loss_curve import CONTINUED
 from kvreclaim.compression.stats import QueryStats
+from kvreclaim.compression_settings import CONTENTS
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.errors import InvalidArgumentError
@@ -65,7 +69,7 @@ def promising(stats: QueryStats, max_loss: float = 0.05, **fields) -> Compressio
 def test_the_budget_is_the_curves(llm, stats, length, max_loss, content) -> None:
     """As if it had been given; where the curve has none, the full cache, and the answer says so."""
     config = promising(stats, max_loss, content=content)
-    budget = CURVE.promised(max_loss, length, content)
+    budget = CURVE.promised("auto", max_loss, length, content)
     named = None if budget is None else CompressionConfig("knorm", budget, stats=stats)
     got, wanted = (llm.generate([PROMPTS[length]], GREEDY, each)[0] for each in (config, named))
     assert got.outputs[0].token_ids == wanted.outputs[0].token_ids
@@ -122,9 +126,9 @@ def test_budgets_are_whole_blocks_and_no_fewer_tokens(calibrated_dir, stats) -> 
 def test_sinks_of_a_system_prompt_take_up_to_half_of_it(stats) -> None:
     config = promising(stats).protecting(100, 16)
     assert config.sinks == 112
-    served = config.promised(CURVE, 430, 16)
+    served = config.promised(CURVE, "auto", 430, 16)
     assert (served.budget, served.sinks, served.recent) == (256, 64, 128)
-    assert promising(stats, sinks=9).promised(CURVE, 430, 16).sinks == 16
+    assert promising(stats, sinks=9).promised(CURVE, "auto", 430, 16).sinks == 16
 
 
 class TestRefused:
@@ -207,9 +211,94 @@ class TestRefused:
         config = EngineConfig()
         assert all(getattr(config, name) == values[0] for name, values in ENGINE_MEASURED.items())
 
-    def test_in_another_kv_format(self, make_llm, stats) -> None:
-        with pytest.raises(InvalidArgumentError, match="kv_cache_dtype is int8; leave kv_cache_dtype out"):
-            make_llm(num_blocks=8, kv_cache_dtype="int8", compression=promising(stats))
+    @pytest.mark.parametrize(
+        ("form", "max_loss", "message"),
+        [
+            ("fp8", 0.05, r"is fp8_e4m3, and losses are measured in auto, int8, int4; .*,int4,fp8_e4m3`"),
+            ("int4", 0.05, "keys and values in int4 lose more even if every token stays; allow more loss"),
+        ],
+    )
+    def test_in_a_format_without_losses_or_with_more(self, make_llm, bare, form, max_loss, message) -> None:
+        places = [(content, 256) for content in CONTENTS]
+        coded = {
+            name: {place: {256: loss} for place in places} for name, loss in (("int8", 0.04), ("int4", 0.06))
+        }
+        losses = curve("knorm", {place: {160: 0.04} for place in places}, coded)
+        config = promising(bare.with_curve(losses), max_loss)
+        with pytest.raises(InvalidArgumentError, match=message) as caught:
+            make_llm(num_blocks=8, kv_cache_dtype=form, compression=config)
+        assert caught.value.field == "max_loss"
+        with pytest.raises(InvalidArgumentError, match=message):
+            make_llm(num_blocks=8, kv_cache_dtype=form).generate([PROMPTS[250]], GREEDY, config)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    """The demo model with a curve beside its weights."""
+    path = shutil.copytree(demo_model(), tmp_path_factory.mktemp("demo") / "model")
+    stats = QueryStats.load(path / STATS_FILE)
+    losses = {
+        "auto": {224: 0.3, 320: 0.04, 384: 0.01},
+        "int8": {224: 0.3, 320: 0.09, 384: 0.03, 440: 0.02},
+        "int4": {224: 0.3, 320: 0.2, 384: 0.12, 440: 0.1},
+    }
+    by_form = {form: {(content, 440): row for content in CONTENTS} for form, row in losses.items()}
+    stats.with_curve(curve(stats.metadata.trial.best, by_form.pop("auto"), by_form)).save(path / STATS_FILE)
+    return path
+
+
+class TestFormats:
+    @staticmethod
+    def served(directory: Path, max_loss: float, **options: object) -> tuple[str, int | None]:
+        """The format of the engine, and the budget of a prompt in it."""
+        config = CompressionConfig(max_loss=max_loss)
+        with LLM(directory, num_blocks=64, compression=config, **options) as llm:
+            (output,) = llm.generate([[5 + i % 200 for i in range(430)]], GREEDY)
+            assert (output.metrics.policy == "full") == (output.metrics.budget is None)
+            return llm.engine.kv_format.name, output.metrics.budget
+
+    @pytest.mark.parametrize(
+        ("form", "max_loss", "budget"),
+        [
+            ("int8", 0.03, 384),
+            ("int8", 0.09, 320),
+            ("int8", 0.02, None),
+            ("int4", 0.12, 384),
+            ("fp32", 0.01, 384),
+        ],
+    )
+    def test_of_a_format_by_hand_its_own_losses_count(self, directory, form, max_loss, budget) -> None:
+        """Whatever another one would take."""
+        assert self.served(directory, max_loss, dtype="float32", kv_cache_dtype=form) == (form, budget)
+
+    @pytest.mark.parametrize(
+        ("max_loss", "form", "budget"),
+        [
+            (0.01, "fp32", 384),  # the rounding of either code alone loses more
+            (0.0, "fp32", None),
+            (0.02, "int8", None),  # all tokens in int8 take fewer bytes than 384 in fp32
+            (0.05, "int8", 384),
+            (0.1, "int4", None),
+            (0.2, "int4", 320),
+        ],
+    )
+    def test_auto_takes_the_fewest_bytes(self, directory, max_loss, form, budget, caplog) -> None:
+        with caplog.at_level(logging.INFO):
+            assert self.served(directory, max_loss, dtype="float32") == (form, budget)
+        chosen = [line for line in caplog.messages if line.startswith("kv_cache_dtype is")]
+        share = (budget or 440) / 440 * {"fp32": 256, "int8": 67, "int4": 36}[form] / 256
+        text = (
+            f"kv_cache_dtype is {form}, which keeps max_loss {max_loss:g} in the fewest bytes, {share:.0%} of"
+        )
+        assert chosen == ([] if form == "fp32" else [f"{text} a prompt's; name one to keep it"])
+
+    def test_a_requests_own_loss_changes_the_tokens_alone(self, directory) -> None:
+        with LLM(directory, num_blocks=64, compression=CompressionConfig(max_loss=0.05)) as llm:
+            prompt = [5 + i % 200 for i in range(430)]
+            (output,) = llm.generate([prompt], GREEDY, CompressionConfig(max_loss=0.09))
+            assert output.metrics.budget == 320
+            with pytest.raises(InvalidArgumentError, match="in int8 lose more even if every token stays"):
+                llm.generate([prompt], GREEDY, CompressionConfig(max_loss=0.01))
 
 
 def test_a_share_of_the_prompt_is_a_budget_in_tokens(tiny_dir) -> None:

@@ -9,6 +9,7 @@ from guess import Guess
 
 from kvreclaim import LLM, CompressionConfig
 from kvreclaim.calibrate.calibration import calibrate
+from kvreclaim.compression_settings import CONTENTS
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval import Answer, evaluate
 from kvreclaim.eval.plan import EvalPlan
@@ -43,6 +44,32 @@ def test_examples_that_lost_more_are_counted(tiny_dir) -> None:
     assert (row.keeps, row.max_loss, row.fraction) == ("max loss 0.05", 0.05, None)
     assert (full.max_loss, row.status) == (None, "ok")
     assert "broken" not in full.extra
+
+
+def test_each_format_has_the_budgets_of_its_own_losses(tiny_dir) -> None:
+    """Where even all tokens in a format lose more, the row says why there is none."""
+    llm = LLM(tiny_dir("llama"), dtype="float32", device="cpu", num_blocks=200)
+    places = [(content, 224) for content in CONTENTS]
+    coded = {"int8": {192: 0.05, 224: 0.0}, "int4": {192: 0.3, 224: 0.1}}
+    losses = curve(
+        "knorm",
+        {place: {160: 0.04} for place in places},
+        {form: dict.fromkeys(places, row) for form, row in coded.items()},
+    )
+    report = evaluate(
+        llm,
+        ["full", "knorm"],
+        EvalPlan.budgets,
+        [TASK],
+        num_examples=4,
+        stats=calibrate(llm.loaded, tiny.prompts((90,)), num_centers=2).with_curve(losses),
+        max_loss=0.05,
+        kv_cache_dtypes=("auto", "int8", "int4"),
+    )
+    rows = {row.kv_cache_dtype: row for row in report.rows if row.policy == "knorm"}
+    assert [rows[form].budget for form in ("auto", "int8")] == [160, 192]
+    assert rows["int4"].status != "ok"
+    assert "int4 lose more even if every token stays" in rows["int4"].reason
 
 
 @pytest.mark.parametrize(("fields", "name"), [({"recent": 32}, "recent"), ({"budgets": (0.3,)}, "budgets")])

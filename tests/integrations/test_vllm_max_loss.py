@@ -10,6 +10,7 @@ import pytest
 from curves import curve
 from list_pool import FakeRequest, ListPool
 
+from kvreclaim.compression_settings import CONTENTS
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.ledger import Ledger
 from kvreclaim.integrations.vllm.options import KEY, Options
@@ -24,6 +25,7 @@ CURVE = curve(
         ("prose", 448): {160: 0.3, 256: 0.04},
         ("lookups", 448): {160: 0.3, 256: 0.05},
     },
+    {"int8": {(content, length): {length: 0.0} for content in CONTENTS for length in (256, 448)}},
 )
 SIZE = 32
 
@@ -52,7 +54,7 @@ def budget_of(options: Options, wanted: Any, num_tokens: int) -> int | None:
 @pytest.mark.parametrize("max_loss", [0.01, 0.04, 0.05])
 def test_the_budget_is_the_curves_in_whole_blocks(file, num_tokens, content, max_loss) -> None:
     """Of the engine, in another process too, and of a request, which may take its place."""
-    said = CURVE.promised(max_loss, num_tokens, content)
+    said = CURVE.promised("auto", max_loss, num_tokens, content)
     expected = None if said is None else -(-said // SIZE) * SIZE
     own = read(max_loss=max_loss, content=content, stats=file)
     assert own.settings.policy == "knorm"
@@ -101,7 +103,8 @@ def test_without_a_curve(file, tmp_path) -> None:
 
 def test_keys_and_values_are_stored_as_when_losses_were_measured(file) -> None:
     settings = read(max_loss=0.1, stats=file).settings
-    for dtype, fits in (("auto", True), ("bfloat16", True), ("fp8", False)):
+    unlike = [("fp8", False), ("int8_per_token_head", False)]  # other scales than ours, so other losses
+    for dtype, fits in [("auto", True), ("bfloat16", True), *unlike]:
         config = SimpleNamespace(
             cache_config=SimpleNamespace(cache_dtype=dtype),
             model_config=SimpleNamespace(dtype="torch.bfloat16"),
@@ -109,5 +112,8 @@ def test_keys_and_values_are_stored_as_when_losses_were_measured(file) -> None:
         if fits:
             check_cache_dtype(settings, config)
             continue
-        with pytest.raises(InvalidArgumentError, match="measured with keys and values in bfloat16"):
+        with pytest.raises(
+            InvalidArgumentError,
+            match=f"own formats are not measured, and --kv-cache-dtype is {dtype}; leave it",
+        ):
             check_cache_dtype(settings, config)

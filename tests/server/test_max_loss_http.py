@@ -83,6 +83,24 @@ def test_what_cannot_be_promised_is_a_400(promising, path, asked, message) -> No
     assert message in answer.json()["error"]["message"]
 
 
+def test_a_request_stays_in_the_format_of_the_server(file, tmp_path) -> None:
+    """It has that format's losses: a budget for a larger one, and a 400 for less than rounding costs."""
+    stats = QueryStats.load(file)
+    int8 = {place: {160: 0.2, 192: 0.06, 512: 0.02} for place in LOSSES}
+    stats = stats.with_curve(curve(stats.metadata.trial.best, LOSSES, {"int8": int8}))
+    stats.save(tmp_path / "coded.safetensors")
+    own = CompressionConfig(max_loss=0.06, stats=tmp_path / "coded.safetensors")
+    llm = LLM(demo_model(), num_blocks=256, compression=own)
+    assert llm.engine.kv_format.name == "int8"
+    with running_server(llm) as server:
+        for max_loss, budget in ((0.06, 192), (0.2, 160), (0.02, None)):
+            answer = ask(server, "/v1/completions", {"max_loss": max_loss})
+            assert answer.json()["usage"]["kv_cache"]["budget"] == budget
+        answer = ask(server, "/v1/completions", {"max_loss": 0.01})
+        assert answer.status_code == 400
+        assert "keys and values in int8 lose more even if every token stays" in answer.text
+
+
 def test_within_an_operators_bound_and_without_a_curve(file) -> None:
     """A promise may need every token; statistics without a curve promise nothing."""
     own = CompressionConfig(budget=192, stats=file)

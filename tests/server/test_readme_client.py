@@ -1,18 +1,18 @@
-"""The README's client runs against a server as it stands, but for the port."""
+"""The client of docs/features.md runs against a server as it stands, but for the port."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "features.md"
 
 
 def test_the_client_frees_blocks(server, capsys):
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     [example] = [block for block in blocks if "base_url" in block]
     names: dict[str, object] = {}
-    exec(compile(example.replace("http://127.0.0.1:8000", server.base_url), "README", "exec"), names)
+    exec(compile(example.replace("http://127.0.0.1:8000", server.base_url), "features", "exec"), names)
     names["client"].close()
     *_, cached, freed = capsys.readouterr().out.split()
     assert int(cached) >= 0

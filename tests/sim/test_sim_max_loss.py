@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 from kvreclaim import LLM, CompressionConfig
 from kvreclaim.calibrate.calibration import calibrate
 from kvreclaim.cli.main import app
+from kvreclaim.compression_settings import CONTENTS
 from kvreclaim.engine.request.footprints import footprint_of
-from kvreclaim.sim.options import Serving
+from kvreclaim.sim.options import ReplicaOptions, Serving
 
 CURVE = curve(
     "knorm",
@@ -54,7 +55,9 @@ def run(tmp_path: Path, *arguments: str) -> dict:
 @pytest.mark.parametrize("content", [None, "prose", "lookups"])
 @pytest.mark.parametrize("max_loss", [0.0, 0.04, 0.05])
 def test_every_length_has_the_engines_footprint(llm, file, max_loss, content) -> None:
-    promise = Serving(max_loss=max_loss, content=content, stats=str(file)).promise(None)
+    machine = ReplicaOptions(gpu="H100")
+    promise = Serving(max_loss=max_loss, content=content, stats=str(file)).promise_on(machine)
+    assert promise.kv_cache_dtype == "auto"
     config = CompressionConfig("knorm", max_loss=max_loss, content=content, stats=file)
     engine = replace(llm.engine.config, spread_compression=False)  # offset 0, whatever the prompt
     for length in (1, 200, 256, 257, 384, 385):
@@ -100,6 +103,60 @@ def test_a_simulation_is_that_of_the_promised_budget(tmp_path, file, prompt, max
     assert (promised["blocks_freed"] > 0) == bool(budget)
 
 
+@pytest.fixture(scope="module")
+def coded(llm, tmp_path_factory) -> Path:
+    """int8 loses .02 by its rounding, int4 .1."""
+    path = tmp_path_factory.mktemp("coded") / "stats.safetensors"
+    stats = calibrate(llm.loaded, tiny.prompts((90,)), num_centers=2)
+    losses = {
+        "auto": {160: 0.04, 256: 0.01},
+        "int8": {160: 0.08, 256: 0.03, 384: 0.02},
+        "int4": {160: 0.3, 256: 0.12, 384: 0.1},
+    }
+    by_form = {form: {(content, 384): row for content in CONTENTS} for form, row in losses.items()}
+    stats.with_curve(curve("knorm", by_form.pop("auto"), by_form)).save(path)
+    return path
+
+
+FORMATS = pytest.mark.parametrize(
+    ("dtype", "max_loss", "form", "budget"),
+    [
+        ("auto", 0.01, "auto", 256),
+        ("auto", 0.02, "int8", 0),
+        ("auto", 0.04, "int8", 256),
+        ("auto", 0.1, "int8", 160),  # 160 tokens in int8 take fewer bytes than 384 in int4
+        ("auto", 0.12, "int4", 256),
+        ("auto", 0.3, "int4", 160),
+        ("int8", 0.08, "int8", 160),
+        ("int4", 0.1, "int4", 0),
+        ("bf16", 0.04, "bf16", 160),
+    ],
+)
+
+
+@FORMATS
+def test_a_plan_has_the_format_of_the_engine(tmp_path, coded, dtype, max_loss, form, budget) -> None:
+    model = ("plan", "--model", "Llama-3.1-8B", "--gpu", "4090", "--weights", "awq4", "--context", "380")
+    named = ("--compression", f"knorm:budget={budget}") if budget else ()
+    options = ((*asked(coded, max_loss), "--kv-cache-dtype", dtype), (*named, "--kv-cache-dtype", form))
+    promised, given = (run(tmp_path, *model, *each) for each in options)
+    assert promised == given
+
+
+@FORMATS
+def test_a_simulation_has_the_format_of_the_engine(tmp_path, coded, dtype, max_loss, form, budget) -> None:
+    """Its pool holds more blocks, and the comparison is with the whole cache as it was named."""
+    load = ("simulate", "--requests", "4", "--rate", "50", "--prompt", "380", "--output", "40", "--compare")
+    machine = ("--model", "Llama-3.1-8B", "--gpu", "H100")
+    named = ("--compression", f"knorm:budget={budget}") if budget else ()
+    options = ((*asked(coded, max_loss), "--kv-cache-dtype", dtype), (*named, "--kv-cache-dtype", form))
+    promised, given = (run(tmp_path, *load, *machine, *each) for each in options)
+    for name in ("blocks_freed", "peak_blocks", "passes", "steps", "ttft_s", "num_blocks"):
+        assert promised[name] == given[name]
+    plain = run(tmp_path, *load[:-1], *machine, "--kv-cache-dtype", dtype)
+    assert promised["beside"]["whole cache"]["num_blocks"] == plain["num_blocks"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -118,6 +175,17 @@ def test_mistakes_are_one_sentence(options, message) -> None:
         assert result.exit_code == 2, result.output
         assert message in result.stderr
         assert result.stderr.count("\n") == 1
+
+
+def test_a_format_that_cannot_hold_the_loss_is_refused(coded) -> None:
+    plan = ("plan", "--model", "Llama-3.1-8B", "--context", "300", *asked(coded, 0.05))
+    for form, message in (
+        ("int4", "in int4 lose more even if every token stays"),
+        ("fp8", "is fp8_e4m3, and"),
+    ):
+        result = CliRunner().invoke(app, [*plan, "--kv-cache-dtype", form])
+        assert result.exit_code == 2
+        assert message in result.stderr
 
 
 def test_a_plan_has_one_length(file) -> None:

@@ -35,9 +35,10 @@ def run(tmp_path: Path, *arguments: str) -> dict:
 )
 def test_every_length_has_the_budget_of_the_engine(policy, sinks, share, form) -> None:
     config = CompressionConfig(policy, share, sinks=sinks, recent=40)
-    density = ReplicaOptions(gpu="H100", kv_cache_dtype=form).density  # Llama 3.1 8B: 8 heads of 128 in bf16
+    machine = ReplicaOptions(gpu="H100", kv_cache_dtype=form)
+    density = machine.density  # Llama 3.1 8B: 8 heads of 128 in bf16
     assert density == {"auto": 1, "int8": Fraction(512, 259), "int4": Fraction(512, 144)}[form]
-    by_prompt = Serving(compression=f"{policy}:budget={share},sinks={sinks},recent=40").by_prompt(density)
+    by_prompt = Serving(compression=f"{policy}:budget={share},sinks={sinks},recent=40").by_prompt(machine)
     for length in (1, 300, 1000, 8192):
         found, own = by_prompt(length), config.for_prompt(length, 16, density).footprint(Footprint())
         assert (found.budget, found.sinks, found.recent) == (own.budget, own.sinks, own.recent)

@@ -1,14 +1,16 @@
-"""The loss of one policy over budgets, on documents of several lengths and contents."""
+"""The loss of one policy over budgets and KV cache dtypes, on documents of several lengths and contents."""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import os
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from statistics import mean
+from typing import Any
 
 from tqdm.auto import tqdm
 
@@ -20,11 +22,14 @@ from kvreclaim.checks import require
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.loss_curve import CONTINUED, LossCell, LossCurve
 from kvreclaim.compression.stats import QueryStats
-from kvreclaim.compression_settings import CONTENTS
+from kvreclaim.compression.trial import FORMATS
+from kvreclaim.compression_settings import AUTO, CONTENTS
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.engine.request.outputs import ScoreOutput
-from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
 from kvreclaim.memory.blocks import blocks_for
+
+logger = logging.getLogger(__name__)
 
 PROSE, LOOKUPS = CONTENTS
 ASKED = 2
@@ -115,38 +120,60 @@ def _lookups(llm: LLM, texts: Sequence[Sequence[int]], length: int) -> list[Curv
 
 
 def measure_curve(
-    llm: LLM, stats: QueryStats, documents: Sequence[CurveDocument], *, show_progress: bool = False
+    llm: LLM,
+    stats: QueryStats,
+    documents: Sequence[CurveDocument],
+    formats: Sequence[str] = FORMATS,
+    *,
+    show_progress: bool = False,
 ) -> LossCurve:
     """Score what follows each document with the full cache, and under the policy auto at each budget.
 
     Settings of the compression are the defaults, and passes run as in serving: at the prompt's end, and as
     the continuation grows.
 
+    formats: KV cache dtypes besides the model's own; those that the model cannot have are left out
+
     Raises: InvalidArgumentError where the statistics hold no trial, or a request fails.
     """
-    config = CompressionConfig(stats=stats).resolved(stats, stats.metadata.model_name)
-    engine = _engine_for(llm, documents)
-    found: dict[tuple[str, int], list[tuple[float, tuple[float, ...]]]] = {}
-    for document in tqdm(documents, desc="curve", unit="document", disable=not show_progress):
-        row = _measured(engine, document, config.policy, stats)
-        found.setdefault((document.content, len(document.prompt)), []).append(row)
-    block_size = engine.engine.config.block_size
-    return LossCurve(
-        policy=config.policy,
-        cells=tuple(
-            LossCell(
-                content=content,
-                num_tokens=length,
-                right=mean(right for right, _ in rows),
-                budgets=tuple(budgets(length, block_size)),
-                losses=tuple(losses for _, losses in rows),
+    policy = CompressionConfig(stats=stats).resolved(stats, stats.metadata.model_name).policy
+    places: dict[tuple[str, int], list[int]] = {}
+    for index, document in enumerate(documents):
+        places.setdefault((document.content, len(document.prompt)), []).append(index)
+    cells: list[LossCell] = []
+    whole: list[float] = []
+    for form in dict.fromkeys((AUTO, *formats)):
+        try:
+            engine = _engine_for(llm, documents, kv_cache_dtype=form, stats=stats)
+            bar = tqdm(documents, desc=f"curve in {form}", unit="document", disable=not show_progress)
+            rows = [_measured(engine, document, policy, stats) for document in bar]
+        except (InvalidArgumentError, UnsupportedModelError) as error:
+            if form == AUTO:
+                raise
+            logger.warning("no loss is measured in kv_cache_dtype %s: %s", form, error)
+            continue
+        whole = whole or [row[-1] for row in rows]
+        for (content, length), own in places.items():
+            sizes = (*budgets(length, engine.engine.config.block_size), length)
+            cells.append(
+                LossCell(
+                    content=content,
+                    num_tokens=length,
+                    right=mean(whole[i] for i in own),
+                    kv_cache_dtype=form,
+                    density=float(engine.compressors.density),
+                    budgets=sizes[:-1] if form == AUTO else sizes,
+                    losses=tuple(_losses(whole[i], rows[i][:-1] if form == AUTO else rows[i]) for i in own),
+                )
             )
-            for (content, length), rows in found.items()
-        ),
-    )
+    return LossCurve(policy=policy, cells=tuple(cells))
 
 
-def _engine_for(llm: LLM, documents: Sequence[CurveDocument]) -> LLM:
+def _losses(whole: float, row: Sequence[float]) -> tuple[float, ...]:
+    return tuple(max(0.0, whole - right) for right in row)
+
+
+def _engine_for(llm: LLM, documents: Sequence[CurveDocument], **options: Any) -> LLM:
     """Big enough that all budgets of a document run at once and find it in the prefix cache."""
     longest = max(len(document.prompt) + len(document.continuation) for document in documents)
     block_size = llm.engine.config.block_size
@@ -154,20 +181,18 @@ def _engine_for(llm: LLM, documents: Sequence[CurveDocument]) -> LLM:
         num_blocks=(STEPS + 2) * blocks_for(longest, block_size),
         max_model_len=longest + 1,
         enable_prefix_caching=True,
+        **options,
     )
 
 
-def _measured(
-    engine: LLM, document: CurveDocument, policy: str, stats: QueryStats
-) -> tuple[float, tuple[float, ...]]:
-    """Probability of an answer with the full cache, and what is lost of it at each budget."""
+def _measured(engine: LLM, document: CurveDocument, policy: str, stats: QueryStats) -> list[float]:
+    """Probability of an answer at each budget and, last, with all tokens."""
     sizes = budgets(len(document.prompt), engine.engine.config.block_size)
     engine.score([document.prompt], [document.continuation[:1]])  # alone, so that all find it
-    configs = [None, *(CompressionConfig(policy, size, stats=stats) for size in sizes)]
+    configs = [*(CompressionConfig(policy, size, stats=stats) for size in sizes), None]
     count = len(configs)
     outputs = engine.score([document.prompt] * count, [document.continuation] * count, configs)
-    full, *others = (_right(document, output) for output in outputs)
-    return full, tuple(max(0.0, full - other) for other in others)
+    return [_right(document, output) for output in outputs]
 
 
 def _right(document: CurveDocument, output: ScoreOutput) -> float:

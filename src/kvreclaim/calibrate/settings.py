@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from kvreclaim.checks import check_int
 from kvreclaim.compression.conformal import LEAST_VALUES
+from kvreclaim.compression.trial import FORMATS
+from kvreclaim.compression_settings import AUTO
+from kvreclaim.config import format_names
 from kvreclaim.options import check_options, option
 
 
@@ -24,9 +27,15 @@ class Reading:
     curve_documents: int = option(
         20, "Held-out documents of each length and content of the curve.", low=LEAST_VALUES
     )
+    curve_formats: tuple[str, ...] = option(
+        FORMATS,
+        "KV cache dtypes of the curve, from which --kv-max-loss chooses; auto (the model's own) is one. "
+        "Each takes the same time.",
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
+        object.__setattr__(self, "curve_formats", format_names((AUTO, *self.curve_formats)))
         for length in self.curve:
             check_int("a length of the curve", length, 1)
 

@@ -119,9 +119,10 @@ def curve_of(
 
     def add(stats: QueryStats) -> QueryStats:
         num_tokens = sum(document.num_computed(llm.engine.config.block_size) for document in documents)
-        minutes = _minutes(llm, documents[0].prompt, num_tokens)
-        say(f"{len(documents)} documents for the loss curve: about {minutes} min")
-        return stats.with_curve(measure_curve(llm, stats, documents, show_progress=show_progress))
+        formats = reading.curve_formats
+        minutes = _minutes(llm, documents[0].prompt, len(formats) * num_tokens)
+        say(f"{len(documents)} documents for the loss curve in {', '.join(formats)}: about {minutes} min")
+        return stats.with_curve(measure_curve(llm, stats, documents, formats, show_progress=show_progress))
 
     return add
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from kvreclaim.compression.trial import Trial
 
 SHOWN_LOSSES = (0.01, 0.02, 0.05)
+SHOWN_SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.75)
 _COLUMNS = (
     "cont, {}: nats per token above the full cache on a document's continuation and on {}; right: correct "
     "tokens of the latter, relative to the full cache; loss: both, mean over budgets"
@@ -96,26 +98,34 @@ def _show_formats(console: Console, trial: Trial) -> None:
 
 
 def _show_curve(console: Console, curve: LossCurve) -> None:
-    table = _table(
-        "content",
-        ("tokens", "right", "budget", "kept", "median", "95 %"),
+    """Loss over bytes, and the bytes over losses: a line for each content, length and KV cache dtype."""
+    place = "content, tokens, format"
+    over_bytes = _table(
+        place,
+        (f"{share:.0%}" for share in SHOWN_SHARES),
         f"loss curve of {curve.policy}: {len(curve.cells[0].losses)} held-out documents each",
-        "right: probability of an answer with the full cache; loss: by how much it falls, median and "
-        "what 95 % of documents like these do not exceed",
+        "loss that 95 % of documents like these do not exceed in this share of the prompt's bytes in the "
+        "model's dtype; loss: by how much the probability of an answer falls below the full cache's",
     )
-    for cell in curve.cells:
-        named = (cell.content, f"{cell.num_tokens}", f"{cell.right:.1%}")
-        for budget in cell.budgets:
-            median, bound = cell.summary(budget)
-            table.add_row(
-                *named, f"{budget}", f"{budget / cell.num_tokens:.1%}", f"{median:.2%}", f"{bound:.2%}"
-            )
-            named = ("", "", "")
-    console.print(table)
-    for cell in curve.cells:
-        budgets = ((loss, cell.promised(loss)) for loss in SHOWN_LOSSES)
-        kept = ", ".join(f"{loss:g}: {'all' if b == cell.num_tokens else b}" for loss, b in budgets)
-        console.print(f"--kv-max-loss on {cell.content} of {cell.num_tokens} tokens keeps at {kept}")
+    over_losses = _table(
+        place,
+        ("right", *(f"{loss:g}" for loss in SHOWN_LOSSES)),
+        "share of the prompt's bytes (tokens) that --kv-max-loss takes",
+        "right: probability of an answer with the full cache; -: in this format even all tokens lose more",
+    )
+    for cell in sorted(curve.cells, key=lambda cell: curve.contents.index(cell.content)):
+        place = f"{cell.content} {cell.num_tokens} {cell.kv_cache_dtype}"
+        bounds = [cell.bound_within(share) for share in SHOWN_SHARES]
+        over_bytes.add_row(place, *("" if bound is None else f"{bound:.1%}" for bound in bounds))
+        takes = [cell.promised(loss) for loss in SHOWN_LOSSES]
+        words = ["-" if math.isinf(kept) else f"{cell.share(kept):.1%} ({kept:.0f})" for kept in takes]
+        over_losses.add_row(place, f"{cell.right:.1%}", *words)
+    console.print(over_bytes)
+    console.print(over_losses)
+    densities = {cell.kv_cache_dtype: Fraction(cell.density) for cell in curve.cells}
+    for loss in SHOWN_LOSSES:
+        form, share = curve.best_format(loss, None, densities.__getitem__)
+        console.print(f"--kv-max-loss {loss:g}: KV cache dtype [bold]{form}[/bold], {share:.1%} of the bytes")
 
 
 def _table(first: str, others: Iterable[str], title: str, caption: str) -> Table:

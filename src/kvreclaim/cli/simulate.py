@@ -57,6 +57,9 @@ def simulate(
     from kvreclaim.sim.scenario import Scenario
     from kvreclaim.sim.search import Search
 
+    named = machine
+    if (promise := serving.promise_on(machine)) is not None:
+        machine = replace(machine, kv_cache_dtype=promise.kv_cache_dtype)
     cost = machine.cost(serving.block_size)
     scenario = Scenario(
         traffic.requested(),
@@ -77,8 +80,9 @@ def simulate(
         return
     reports: dict[str, dict[str, Any]] = {}
     if compare:
-        plain = without_compression(serving).settings(machine, cost)
-        reports["whole cache"] = report(replace(scenario, settings=plain))
+        whole = named.cost(serving.block_size)
+        plain = without_compression(serving).settings(named, whole)
+        reports["whole cache"] = report(replace(scenario, settings=plain, cost=whole))
     name = serving.compression or "whole cache"
     if serving.max_loss is not None:
         name = f"max loss {serving.max_loss:g}"

@@ -164,11 +164,13 @@ class CompressionConfig(CompressionSettings):
             )
         return replace(self, policy=trial.best)
 
-    def promised(self, curve: LossCurve, num_tokens: int, block_size: int) -> CompressionConfig:
+    def promised(
+        self, curve: LossCurve, kv_cache_dtype: str, num_tokens: int, block_size: int
+    ) -> CompressionConfig:
         """The config with the budget that keeps the loss of a prompt of this length within max_loss, in whole
         blocks, or with policy "full" where only that does; itself without max_loss.
 
-        Raises: InvalidArgumentError if the curve is of another policy.
+        Raises: InvalidArgumentError if the curve is of another policy, and what LossCurve.promised raises.
         """
         if self.max_loss is None:
             return self
@@ -178,7 +180,7 @@ class CompressionConfig(CompressionSettings):
             "or give a budget instead of max_loss.",
             "policy",
         )
-        budget = curve.promised(self.max_loss, num_tokens, self.content)
+        budget = curve.promised(kv_cache_dtype, self.max_loss, num_tokens, self.content)
         if budget is None:
             logger.info("max_loss %g: a prompt of %d tokens keeps them all", self.max_loss, num_tokens)
             return replace(self, policy=FULL, max_loss=None, content=None)

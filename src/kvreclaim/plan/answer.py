@@ -23,9 +23,18 @@ from kvreclaim.schedule.budget.footprint import Footprint
 def plan(model: str | Path, asked: PlanRequest) -> PlanReport:
     """Answer what was asked. Raises: InvalidArgumentError, UnsupportedModelError."""
     shape = load_shape(model)
-    if (promise := asked.promise(asked.compression)) is not None:
+    given = asked.compression, asked.kv_cache_dtype
+    promise = asked.promise(*given, lambda name: kv_bytes(name, dtype_of(shape)), shape.attention)
+    if promise is not None:
         found = promise.compression(asked.context or asked.prefix + asked.own, asked.block_size)
-        asked = replace(asked, compression=found, max_loss=None, content=None, stats=None)
+        asked = replace(
+            asked,
+            compression=found,
+            kv_cache_dtype=promise.kv_cache_dtype,
+            max_loss=None,
+            content=None,
+            stats=None,
+        )
     auto = asked.kv_cache_dtype == "auto"
     form = kv_bytes(asked.kv_cache_dtype, dtype_of(shape) if auto else "bf16")
     if asked.compression is not None and is_share(asked.compression):

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from kvreclaim.checks import require
-from kvreclaim.compression.spec.promise import PromiseOptions, footprint_of_prompt
+from kvreclaim.compression.spec.promise import Promise, PromiseOptions, footprint_of_prompt
 from kvreclaim.compression.spec.traits import footprint, is_share
 from kvreclaim.kv_bytes import KVBytes, kv_bytes
 from kvreclaim.memory.groups.state_slots import StateSlots
@@ -216,17 +216,20 @@ class Serving(PromiseOptions):
             return Footprint(block_size=size, max_chunk=chunk)
         return footprint(self.compression, block_size=size, max_chunk=chunk)
 
-    def by_prompt(self, density: Fraction) -> Callable[[int], Footprint] | None:
-        """Footprints by the length of the prompt, with max_loss or a share; None: all have one.
+    def promise_on(self, machine: ReplicaOptions) -> Promise | None:
+        """What max_loss promises in the machine's KV cache dtype, or chooses; None without it."""
+        shape = load_shape(machine.model)
+        given = self.compression, machine.kv_cache_dtype
+        return self.promise(*given, lambda name: kv_bytes(name, dtype_of(shape)), shape.attention)
 
-        density: of the KV cache format (KVBytes.density)
-        """
+    def by_prompt(self, machine: ReplicaOptions) -> Callable[[int], Footprint] | None:
+        """Footprints by the length of the prompt, with max_loss or a share; None: all have one."""
         lengths = {"block_size": self.block_size, "max_chunk": self.max_num_batched_tokens}
-        if (promise := self.promise(self.compression)) is not None:
+        if (promise := self.promise_on(machine)) is not None:
             return partial(promise.footprint, **lengths)
         if self.compression is None or not is_share(self.compression):
             return None
-        return partial(footprint_of_prompt, self.compression, density=density, **lengths)
+        return partial(footprint_of_prompt, self.compression, density=machine.density, **lengths)
 
     def seats(self) -> Seats:
         """What takes slots of recurrent layers, as the engine counts them."""
@@ -241,7 +244,7 @@ class Serving(PromiseOptions):
     def settings(self, machine: ReplicaOptions, cost: Linear) -> Settings:
         """The settings of each replica."""
         per_block, footprint = machine.bytes_per_block(self.block_size), self.footprint()
-        by_prompt = self.by_prompt(machine.density)
+        by_prompt = self.by_prompt(machine)
         num_blocks, num_seqs, states = machine.pool(footprint, self.seats())
         longest, limit = self.max_model_len, load_shape(machine.model).max_position
         require(

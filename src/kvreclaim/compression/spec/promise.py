@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
 from kvreclaim.checks import require
 from kvreclaim.compression.spec.traits import footprint, for_prompt
-from kvreclaim.compression_settings import CONTENTS
+from kvreclaim.compression_settings import AUTO, CONTENTS
+from kvreclaim.kv_bytes import KVBytes, LayerDims
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.options import option
 from kvreclaim.schedule.budget.footprint import Footprint
@@ -26,9 +28,11 @@ def footprint_of_prompt(
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """budgets: by length of the longest prompt that they are for, rising; None: everything stays"""
+    """kv_cache_dtype: the one that was named, or that max_loss chooses
+    budgets:        by length of the longest prompt that they are for, rising; None: everything stays"""
 
     policy: str
+    kv_cache_dtype: str
     budgets: tuple[tuple[int, int | None], ...]
 
     def compression(self, num_prompt: int, block_size: int) -> str | None:
@@ -70,8 +74,20 @@ class PromiseOptions:
         flags=("--kv-compression-stats",),
     )
 
-    def promise(self, compression: str | None) -> Promise | None:
-        """None without max_loss. compression: what was given besides. Raises: InvalidArgumentError."""
+    def promise(
+        self,
+        compression: str | None,
+        kv_cache_dtype: str,
+        form: Callable[[str], KVBytes],
+        layers: Iterable[LayerDims],
+    ) -> Promise | None:
+        """None without max_loss.
+
+        compression, kv_cache_dtype: what was given besides
+        form, layers:                formats by KV cache dtype, and layers, of the model's keys and values
+
+        Raises: InvalidArgumentError.
+        """
         if self.max_loss is None:
             for name in ("content", "stats"):
                 require(
@@ -96,5 +112,11 @@ class PromiseOptions:
             "stats",
         )
         curve = read_curve(str(self.stats))
-        budgets = ((length, curve.promised(self.max_loss, length, self.content)) for length in curve.lengths)
-        return Promise(curve.policy, tuple(budgets))
+        own, dims = form(AUTO), tuple(layers)
+        if kv_cache_dtype == AUTO:
+            kv_cache_dtype, _ = curve.best_format(
+                self.max_loss, self.content, lambda name: form(name).density(own, dims)
+            )
+        losses = form(kv_cache_dtype).dtype_name(own)
+        budgets = (curve.promised(losses, self.max_loss, length, self.content) for length in curve.lengths)
+        return Promise(curve.policy, kv_cache_dtype, tuple(zip(curve.lengths, budgets, strict=True)))

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Lock, RLock
 
-from kvreclaim.checks import require
 from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.config import MAX_KEPT, CompressionConfig, StatsSource
@@ -21,7 +20,7 @@ from kvreclaim.engine.api.kept_statistics import stats_source
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.facts import ModelFacts
-from kvreclaim.ops.formats import KVFormat, kv_format, plain_format
+from kvreclaim.ops.formats import KVFormat, plain_format
 from kvreclaim.refusals.max_loss import ENGINE_MEASURED, refuse_chunk, refuse_unmeasured
 
 logger = logging.getLogger(__name__)
@@ -55,7 +54,8 @@ class Compressors:
         self._engine, self._block_size = engine, engine.block_size
         self._stats_file = stats_file
         self._backend = backend
-        self.density = kv_format.density(plain_format(facts.dtype), facts.layers)
+        own = plain_format(facts.dtype)
+        self.density, self._kv_cache_dtype = kv_format.density(own, facts.layers), kv_format.dtype_name(own)
         self._kept: dict[CompressionConfig, Compressor] = {}
         self._stats: dict[str, QueryStats] = {}
         self._making, self._looking = RLock(), Lock()
@@ -112,13 +112,6 @@ class Compressors:
     ) -> CompressionConfig:
         if config.max_loss is None:
             return config
-        own = kv_format(AUTO, self._facts.dtype).name
-        require(
-            self._kv_format.name == own,
-            f"max_loss is {config.max_loss}, but losses are measured with keys and values in {own}, and "
-            f"kv_cache_dtype is {self._kv_format.name}; leave kv_cache_dtype out, or give a budget.",
-            "max_loss",
-        )
         refuse_unmeasured(config.max_loss, self._engine, ENGINE_MEASURED)
         curve = None if stats is None else stats.metadata.curve
         if curve is None:
@@ -130,7 +123,7 @@ class Compressors:
             )
         chunk = min(DEFAULT_CHUNK, curve.lengths[-1])
         refuse_chunk(config.max_loss, self._engine.max_num_batched_tokens, chunk)
-        return config.promised(curve, num_tokens, self._block_size)
+        return config.promised(curve, self._kv_cache_dtype, num_tokens, self._block_size)
 
     def _checked(self, config: CompressionConfig) -> QueryStats | None:
         """The statistics of a setting, if there are any; nobody waits for those that have been read."""

@@ -1,4 +1,4 @@
-"""The file of a model's statistics where none is named, and the KV cache dtype that its trial found best."""
+"""The file of a model's statistics where none is named, and the KV cache dtype that they find best."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from kvreclaim.config import EngineConfig
 from kvreclaim.errors import StatsMismatchError
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.model_paths import statistics_beside, stats_home
+from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.ops.formats import kv_format, plain_format
 
 logger = logging.getLogger(__name__)
 
@@ -64,21 +66,36 @@ def stats_source(config: CompressionConfig | None, stats_file: Path) -> StatsSou
 
 
 def in_best_format(
-    config: EngineConfig, compression: CompressionConfig | None, stats: StatsSource | None
+    config: EngineConfig,
+    compression: CompressionConfig | None,
+    stats: StatsSource | None,
+    facts: ModelFacts,
 ) -> EngineConfig:
-    """The config with the KV cache dtype that lost least in the trial at the share of bytes that
-    `compression` keeps, if policy and kv_cache_dtype are both left to choose and the trial has tried several.
+    """The config with the KV cache dtype that suits `compression` best, if kv_cache_dtype is left to choose.
+
+    With a share of the bytes and policy auto it is the one that lost least in the trial there. With max_loss
+    it is the one in which the loss curve's budgets take the fewest bytes.
 
     Raises: InvalidArgumentError, StatsMismatchError for statistics that cannot be read.
     """
     if compression is None or stats is None or config.kv_cache_dtype != AUTO:
         return config
-    if compression.policy != AUTO or compression.budget_share is None:
+    if compression.max_loss is None and (compression.policy != AUTO or compression.budget_share is None):
         return config
-    trial = (stats if isinstance(stats, QueryStats) else QueryStats.load(stats)).metadata.trial
-    form = None if trial is None else trial.format_at(compression.budget_share)
+    found = (stats if isinstance(stats, QueryStats) else QueryStats.load(stats)).metadata
+    form, why = None, ""
+    if compression.budget_share is not None and found.trial is not None:
+        form = found.trial.format_at(compression.budget_share)
+        why = f"which lost least in the trial at {100 * compression.budget_share:.4g}% of the bytes"
+    if compression.max_loss is not None and found.curve is not None:
+        own = plain_format(facts.dtype)
+        form, share = found.curve.best_format(
+            compression.max_loss,
+            compression.content,
+            lambda name: kv_format(name, facts.dtype).density(own, facts.layers),
+        )
+        why = f"which keeps max_loss {compression.max_loss:g} in the fewest bytes, {share:.0%} of a prompt's"
     if form is None or form == AUTO:
         return config
-    text = "kv_cache_dtype is %s, which lost least in the trial at %g%% of the bytes; name one to keep it"
-    logger.info(text, form, 100 * compression.budget_share)
+    logger.info("kv_cache_dtype is %s, %s; name one to keep it", form, why)
     return replace(config, kv_cache_dtype=form)

@@ -135,7 +135,7 @@ class Options:
             if settings.policy == AUTO:
                 settings = _changed(settings, {"policy": curve.policy}, where)
                 check(settings.make_policy())
-            settings.promised(curve, 1, 1)  # raises for another policy, or an unknown content
+            settings.promised(curve, AUTO, 1, 1)  # raises for another policy, or an unknown content
         options = cls(settings, stats, page=page, **flags)
         options._check_stats(where)
         return options
@@ -179,7 +179,7 @@ class Options:
             wanted = {"options": {}, **wanted}
         settings = _changed(self.settings, in_place_of_budget(dict(wanted)), KEY)
         if settings.max_loss is not None:
-            settings.promised(curve_in(self.stats, settings.max_loss), 1, 1)
+            settings.promised(curve_in(self.stats, settings.max_loss), AUTO, 1, 1)
         self._check_request(settings)
         return _unless_full(settings)
 
@@ -199,7 +199,7 @@ class Options:
                 )
             return settings.for_prompt(num_tokens, block_size, self.density)
         curve = curve_in(self.stats, settings.max_loss)
-        found = _unless_full(settings.promised(curve, num_tokens, block_size))
+        found = _unless_full(settings.promised(curve, AUTO, num_tokens, block_size))
         require(
             not is_bounded(self.settings) or found is None or found.budget <= self.settings.budget,
             f"max_loss {settings.max_loss} takes {found and found.budget} tokens for this prompt, "

@@ -62,12 +62,13 @@ def density_of(config: Any) -> Fraction | None:
 
 
 def check_cache_dtype(settings: CompressionConfig, config: Any) -> None:
-    """Raises: InvalidArgumentError where keys and values are not stored as when losses were measured."""
+    """Raises: InvalidArgumentError where keys and values are not in the model's dtype. vLLM's coded formats
+    have other scales than those in which losses are measured."""
     dtype, own = config.cache_config.cache_dtype, str(config.model_config.dtype).removeprefix("torch.")
     require(
         settings.max_loss is None or dtype in ("auto", own),
-        f"max_loss is {settings.max_loss}, but losses are measured with keys and values in {own}, and "
-        f"--kv-cache-dtype is {dtype}; leave it out, or give a budget.",
+        f"max_loss is {settings.max_loss}, but losses of vLLM's own formats are not measured, and "
+        f"--kv-cache-dtype is {dtype}; leave it out for {own}, or give a budget.",
         "max_loss",
     )
 
