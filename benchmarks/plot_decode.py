@@ -1,6 +1,6 @@
 """Chart decode speed over the context from results of `kvreclaim bench decode`.
 
-python benchmarks/plot_decode.py decode-26m.json decode-0.6b.json --out docs/decode_speed.png
+python -m benchmarks plot_decode decode-26m.json decode-0.6b.json --out docs/decode_speed.png
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import typer
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.runner import command
 from kvreclaim.bench.decode_table import short, speeds
 from kvreclaim.checks import parse_json
-from kvreclaim.cli.bench_options import script
 from kvreclaim.cli.options import picture
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.outputs import writing
@@ -94,8 +94,8 @@ def _panel(axis: Axes, report: dict[str, Any], batch: int) -> None:
     axis.set_ylabel("decode tokens/s")
 
 
-@script
-def app(
+@command
+def plot_decode(
     files: Annotated[list[Path], typer.Argument(help="Results of `kvreclaim bench decode`.")],
     out: Annotated[Path, typer.Option(help="The image to write.", callback=picture)] = Path(
         "docs/decode_speed.png"
@@ -103,7 +103,3 @@ def app(
 ) -> None:
     """Chart decode speed over the context from result files."""
     decode_chart(files, out)
-
-
-if __name__ == "__main__":
-    app()

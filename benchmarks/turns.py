@@ -1,8 +1,8 @@
 """Turns of agents' conversations: the full cache, compression, and compression with conversation snapshots.
 
-    python benchmarks/turns.py --model DIR                   # made sessions
-    python benchmarks/turns.py --model DIR --sessions 4      # recorded ones (pip install "kvreclaim[agents]")
-    python benchmarks/turns.py --model DIR --drop 2 --settings full,cleared,dropped    # old tool outputs go
+    python -m benchmarks turns --model DIR                   # made sessions
+    python -m benchmarks turns --model DIR --sessions 4      # recorded ones (pip install "kvreclaim[agents]")
+    python -m benchmarks turns --model DIR --drop 2 --settings full,cleared,dropped    # old tool outputs go
 
 Answers are given (teacher forcing), so that every setting sees the same tokens. Tokens and blocks are exact
 counts; the time to the first token is that of the prompt's last step.
@@ -11,22 +11,17 @@ counts; the time to the first token is that of the prompt's last step.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from random import Random
 from statistics import median
 from time import perf_counter
-from typing import Annotated
 
-from rich.table import Table
-
-from kvreclaim.bench.common import Row, sheet
-from kvreclaim.bench.plans import ModelPlan
+from benchmarks.runner import TextPlan, case
+from kvreclaim.bench.common import Row
 from kvreclaim.bench.systems.base import text_tokens
-from kvreclaim.cli.bench_options import Json, publish, ready, script
-from kvreclaim.cli.config_options import ConfigOptions
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression_settings import AUTO
 from kvreclaim.engine.api.llm import LLM
@@ -47,7 +42,7 @@ TOOL = 1000, 4000
 
 
 @dataclass(frozen=True, kw_only=True)
-class TurnsPlan(ModelPlan):
+class TurnsPlan(TextPlan):
     """Sessions, each under every setting."""
 
     policy: str = option(AUTO, "Policy.")
@@ -59,7 +54,6 @@ class TurnsPlan(ModelPlan):
     scale: float = option(
         0.25, "Of the made session's tool outputs, 1,000 to 4,000 tokens.", low=0.01, high=1
     )
-    text: Path | None = option(None, "UTF-8 text that the made session is cut from; else random tokens.")
     num_tokens: int = option(32_000, "Tokens of the longest session.", low=64)
     chunk: int = option(2048, "Tokens of a prompt that one step computes.", low=1)
     drop: int = option(2, "Last tool outputs that stay, where older ones are cleared or dropped.", low=1)
@@ -87,8 +81,51 @@ def sessions_of(plan: TurnsPlan, llm: LLM) -> list[tuple[Item, ...]]:
     return [item.turns[: plan.turns] for item in items]
 
 
-def run(plan: TurnsPlan) -> list[Row]:
-    """A row per session, setting and turn."""
+def by_setting(rows: list[Row]) -> list[Row]:
+    """A line per session and setting, over the turns behind the first."""
+    lines = []
+    for session, setting in dict.fromkeys((row["session"], row["setting"]) for row in rows):
+        own = [row for row in rows if (row["session"], row["setting"]) == (session, setting) and row["turn"]]
+        if not own:
+            continue
+        agreed = [row["agreement"] for row in own if row["agreement"] is not None]
+        lines.append(
+            {
+                "session": session,
+                "setting": setting,
+                "turns": len(own) + 1,
+                "tokens": own[-1]["prompt"],
+                "new": sum(row["new"] for row in own),
+                "computed": sum(row["computed"] for row in own),
+                "most": max(row["computed"] / row["new"] for row in own),
+                "first_s": median(row["first_s"] for row in own),
+                "blocks": max(row["answer_blocks"] for row in own),
+                "left": max(row["blocks_left"] for row in own),
+            }
+            | ({"agreement": sum(agreed) / len(agreed)} if agreed else {})
+        )
+    return lines
+
+
+@case(
+    "turns behind the first",
+    {
+        "session": "{session}",
+        "setting": "{setting}",
+        "turns": "{turns}",
+        "last prompt": "{tokens:,}",
+        "new tokens": "{new:,}",
+        "computed": "{computed:,}",
+        "most, of a turn's new": "{most:.2f}",
+        "first token, s": "{first_s:.2f}",
+        "blocks, answering": "{blocks}",
+        "of snapshots": "{left}",
+        "agreement": "{agreement:.3f}",
+    },
+    lines=by_setting,
+)
+def turns(plan: TurnsPlan) -> Iterator[Row]:
+    """Turns of conversations: what is computed, held and answered."""
     compression = CompressionConfig(
         plan.policy,
         plan.budget,
@@ -103,15 +140,14 @@ def run(plan: TurnsPlan) -> list[Row]:
         max_num_batched_tokens=plan.chunk,
         prefix_snapshot_fraction=1.0,
     )
-    rows = []
-    for number, turns in enumerate(sessions_of(plan, llm)):
+    for number, session in enumerate(sessions_of(plan, llm)):
         full: list[list[int]] = []
         for setting in plan.settings:
             llm.engine.reset_prefix_cache()
             before: Sequence[int] = ()
-            for place, turn in enumerate(turns):
+            for place, turn in enumerate(session):
                 config = compression if setting in (COMPRESSED, SNAPSHOTS) else None
-                old = outputs_of(turns[: place + 1])[: -plan.drop] if setting in (CLEARED, DROPPED) else []
+                old = outputs_of(session[: place + 1])[: -plan.drop] if setting in (CLEARED, DROPPED) else []
                 row, predicted = _turn(llm, turn, config, old, setting, num_before=len(before))
                 if setting == FULL:
                     full.append(predicted)
@@ -120,13 +156,9 @@ def run(plan: TurnsPlan) -> list[Row]:
                     same = sum(a == b for a, b in zip(predicted, full[place], strict=True))
                     agree = same / len(predicted)
                 new = len(turn.prompt) - num_shared(before, turn.prompt)
-                rows.append(
-                    {**plan.facts(), "session": number, "setting": setting, "turn": place, "new": new}
-                    | row
-                    | {"agreement": agree}
-                )
+                about = {"session": number, "setting": setting, "turn": place, "new": new}
+                yield about | row | {"agreement": agree}
                 before = turn.prompt + turn.continuation
-    return rows
 
 
 def outputs_of(turns: Sequence[Item]) -> list[tuple[int, int]]:
@@ -195,54 +227,3 @@ def _turn(
         "blocks_left": engine.scheduler.snapshots.num_blocks,
     }
     return row, found.predicted
-
-
-def turns_table(rows: list[Row]) -> Table:
-    """A line per session and setting, over the turns behind the first."""
-    lines = []
-    for session, setting in dict.fromkeys((row["session"], row["setting"]) for row in rows):
-        own = [row for row in rows if (row["session"], row["setting"]) == (session, setting) and row["turn"]]
-        if not own:
-            continue
-        agreed = [row["agreement"] for row in own if row["agreement"] is not None]
-        lines.append(
-            {
-                "session": session,
-                "setting": setting,
-                "turns": len(own) + 1,
-                "tokens": own[-1]["prompt"],
-                "new": sum(row["new"] for row in own),
-                "computed": sum(row["computed"] for row in own),
-                "most": max(row["computed"] / row["new"] for row in own),
-                "first_s": median(row["first_s"] for row in own),
-                "blocks": max(row["answer_blocks"] for row in own),
-                "left": max(row["blocks_left"] for row in own),
-            }
-            | ({"agreement": sum(agreed) / len(agreed)} if agreed else {})
-        )
-    columns = {
-        "session": "{session}",
-        "setting": "{setting}",
-        "turns": "{turns}",
-        "last prompt": "{tokens:,}",
-        "new tokens": "{new:,}",
-        "computed": "{computed:,}",
-        "most, of a turn's new": "{most:.2f}",
-        "first token, s": "{first_s:.2f}",
-        "blocks, answering": "{blocks}",
-        "of snapshots": "{left}",
-        "agreement": "{agreement:.3f}",
-    }
-    return sheet("turns behind the first", columns, lines)
-
-
-@script
-def app(plan: Annotated[TurnsPlan, ConfigOptions(config=TurnsPlan)], json_file: Json = None) -> None:
-    """Turns of conversations: what is computed, held and answered."""
-    with ready(plan.threads):
-        rows = run(plan)
-        publish(rows, [turns_table(rows)], json_file)
-
-
-if __name__ == "__main__":
-    app()

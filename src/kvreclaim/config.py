@@ -147,7 +147,7 @@ class EngineConfig:
         panel=LIMITS,
     )
     eviction_policy: str = option(
-        "lru", "Eviction order of cached blocks: lru, slru, lfu, priority or gdsf.", panel=CACHING
+        "lru", "Eviction order of cached blocks: lru, slru or priority.", panel=CACHING
     )
     spread_compression: bool = option(
         True,
@@ -312,7 +312,7 @@ class EngineConfig:
         panel=OFFLOAD,
     )
     kv_offloading_eviction_policy: str = option(
-        "slru", "Eviction order of blocks on the host: lru, slru, lfu, priority or gdsf.", panel=OFFLOAD
+        "slru", "Eviction order of blocks on the host: lru, slru or priority.", panel=OFFLOAD
     )
     kv_recall_size: float = option(
         0.0,

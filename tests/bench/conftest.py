@@ -1,4 +1,4 @@
-"""The scripts in benchmarks/ are imported from there."""
+"""benchmarks/ is imported from there."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""benchmarks/compare_kvpress.py on the demo model, with a script in the place of kvpress."""
+"""`python -m benchmarks compare_kvpress` on the demo model, with a script in the place of kvpress."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import tiny
 from typer.testing import CliRunner
 
 from benchmarks import compare_kvpress, kvpress_side
+from benchmarks.__main__ import app
 from kvreclaim import demo_model
 from kvreclaim.eval import Item, TaskScore
 from kvreclaim.eval.task import PlainTask
@@ -64,7 +65,7 @@ def run(tmp_path, monkeypatch):
     def invoke(*arguments):
         options = ("--model", demo_model(), "--kvpress-python", sys.executable, "--num-tokens", CONTEXT)
         more = ("--num-examples", 2, "--policies", "full,knorm", "--budgets", 0.2, "--out", tmp_path / "out")
-        return CliRunner().invoke(compare_kvpress.app, [*map(str, (*options, *more, *arguments))])
+        return CliRunner().invoke(app, ["compare_kvpress", *map(str, (*options, *more, *arguments))])
 
     return invoke
 

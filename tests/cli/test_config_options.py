@@ -28,7 +28,7 @@ from kvreclaim.server.base.config import ServerConfig
 runner = CliRunner()
 CONFIGS = (EngineConfig, SamplingParams, CompressionSettings, ServerConfig)
 PLANS = (DecodePlan, MemoryPlan, ServePlan, VllmPlan, EvalPlan, TaskOptions)
-WORDS: dict[str, str] = {"eviction_policy": "gdsf", "kv_cache_dtype": "int8"}
+WORDS: dict[str, str] = {"eviction_policy": "slru", "kv_cache_dtype": "int8"}
 ALL = [
     pytest.param(config, setting, id=f"{config.__name__}.{setting.name}")
     for config in (*CONFIGS, *PLANS)

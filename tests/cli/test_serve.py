@@ -102,7 +102,7 @@ def test_every_option_arrives(started: list, tmp_path) -> None:
     }
     engine = {
         "scheduling-policy": "priority",
-        "eviction-policy": "gdsf",
+        "eviction-policy": "slru",
         "max-pinned-fraction": 0.25,
         "kv-cache-metrics-sample": 0.5,
         "num-gpu-blocks-override": 99,
@@ -137,7 +137,7 @@ def test_every_option_arrives(started: list, tmp_path) -> None:
         log_prompts=True,
     )
     found = llm.engine.config
-    assert (found.scheduling_policy, found.eviction_policy) == ("priority", "gdsf")
+    assert (found.scheduling_policy, found.eviction_policy) == ("priority", "slru")
     assert (found.max_pinned_fraction, found.kv_cache_metrics_sample) == (0.25, 0.5)
     assert (found.num_blocks, found.max_num_seqs, found.max_model_len, found.block_size) == (99, 9, 512, 8)
     assert (found.kv_memory_fraction, found.enforce_eager) == (0.25, True)

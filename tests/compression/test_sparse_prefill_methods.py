@@ -9,7 +9,6 @@ from kvreclaim.compression.prefill.method import SparsePrefill, Tiles
 from kvreclaim.compression.prefill.minference import AShape, BlockSparse, VerticalSlash
 from kvreclaim.compression.prefill.pooled import Pooled
 from kvreclaim.compression.prefill.registry import make_method, method_names
-from kvreclaim.compression.prefill.xattention import XAttention
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import reference
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
@@ -64,14 +63,6 @@ def test_attention_over_what_is_kept(kept, expected):
     batch = AttentionBatch.build((SequenceSlots(table, 2, 2 * len(table)),), 2, torch.device("cpu"))
     found = reference.paged_attention(QUERIES[:, None], cache.layers[0], batch).flatten()
     torch.testing.assert_close(found, torch.tensor(expected), atol=1e-4, rtol=0)
-
-
-def test_antidiagonals_of_the_reference():
-    """The 4 x 4 matrix 0 .. 15 at stride 2."""
-    matrix = torch.arange(16.0).view(4, 4)
-    keys = torch.eye(4).unflatten(0, (2, 2)).flatten(1)
-    found = XAttention(stride=2, block=4).reversed(matrix) @ keys.T
-    assert found.tolist() == [[5, 9], [21, 25]]
 
 
 class TestLoops:
@@ -151,34 +142,6 @@ class TestLoops:
                 wanted = {b for b in best if b < past} | reached
                 assert set(kept[n, head].nonzero().flatten().tolist()) == wanted
 
-    def test_xattention_makes_up_the_threshold(self, tiles):
-        method = XAttention(stride=4, threshold=0.8, block=8)
-        kept = method.choose(tiles) & tiles.visible
-        for n, length in enumerate(self.lengths):
-            start, past = self.first + self.rows(n).start, int(tiles.past[n, 0])
-            keys = tiles.keys(0, 128).double().unflatten(1, (-1, 4)).flatten(2)
-            for head in range(2):
-                wanted = {0, past - 1}
-                for query_head in (2 * head, 2 * head + 1):
-                    q = (
-                        tiles.queries[n, :length, query_head]
-                        .double()
-                        .unflatten(0, (-1, 4))
-                        .flip(1)
-                        .flatten(1)
-                    )
-                    logits = q @ keys[head].T * tiles.softmax.scale / 4
-                    late = torch.arange(32) * 4 > start + 4 * torch.arange(length // 4)[:, None] + 3
-                    shares = logits.masked_fill(late, -torch.inf).softmax(-1).mean(0)
-                    shares = shares.unflatten(0, (-1, 2)).sum(-1)
-                    total = float(shares[past:].sum())
-                    for block in shares[:past].argsort(descending=True).tolist():
-                        if total >= 0.8:
-                            break
-                        wanted.add(block)
-                        total += float(shares[block])
-                assert set(kept[n, head].nonzero().flatten().tolist()) == wanted
-
 
 def test_a_method_is_made_as_it_is_written():
     for name in method_names():
@@ -200,7 +163,6 @@ def test_a_method_is_made_as_it_is_written():
         ("pooled(alpha=0.1, alpha=0.2)", "is given 'alpha' twice"),
         ("pooled(alpha=high)", "alpha is 'high'; pass a number from 0 to 1"),
         ("pooled(block=0)", "option block is 0"),
-        ("xattention(stride=7)", "stride 7, which does not divide its blocks of 128"),
         ("block_sparse(top=0)", "option top is 0"),
         ("minference(heads='nowhere')", "'nowhere' holds no patterns of heads"),
     ],

@@ -81,7 +81,6 @@ def test_formats(form, kernels, make_llm, monkeypatch):
         "a_shape",
         "vertical_slash(vertical=4096)",
         "block_sparse(top=8)",
-        "xattention(threshold=1)",
     ],
 )
 @pytest.mark.parametrize("kernels", ["native", "reference"])
@@ -118,7 +117,6 @@ def test_tiles_that_read_everything_give_the_bits_of_dense_layers(kernels, make_
         "a_shape(first=24, last=6, layers=0, sinks=8, local=16, block=8)",
         "vertical_slash(first=24, last=6, layers=0, vertical=16, slash=32, block=8, every=64)",
         "block_sparse(first=24, last=6, layers=0, block=8, top=3)",
-        "xattention(first=24, last=6, layers=0, block=8, stride=4, threshold=0.5)",
     ],
 )
 def test_how_a_prompt_is_cut_changes_nothing(method, make_llm):
@@ -173,7 +171,7 @@ def test_the_engine_says_it_for_all_and_a_request_for_itself(make_llm):
     ("method", "params", "config", "said"),
     [
         ("pooled(first=1", {}, None, "sparse prefill 'pooled\\(first=1' is no name"),
-        ("flash", {}, None, "'flash' is unknown; known are dense, pooled, xattention"),
+        ("xattention", {}, None, "'xattention' is unknown; known are dense, pooled, a_shape, vertical_slash"),
         ("pooled(beta=1)", {}, None, "is given 'beta'; its options, each written option=value, are first"),
         ("pooled(alpha=2)", {}, None, "option alpha is 2; pass a number from 0 to 1"),
         ("pooled(block=12)", {}, None, r"blocks of 12 tokens, .* such as pooled\(block=16\)"),
@@ -189,10 +187,9 @@ def test_what_cannot_be_served_is_refused(method, params, config, said, make_llm
     assert_idle(llm)
 
 
-@pytest.mark.parametrize("method", ["xattention", "vertical_slash"])
-def test_methods_that_gain_nothing_are_not_switched_on_for_all(method, make_llm):
+def test_a_method_that_gains_nothing_is_not_switched_on_for_all(make_llm):
     with pytest.raises(InvalidArgumentError, match="takes about as long as dense attention does"):
-        make_llm(sparse_prefill=method)
+        make_llm(sparse_prefill="vertical_slash")
 
 
 def test_layers_with_windows_in_the_same_table_are_refused(make_llm):

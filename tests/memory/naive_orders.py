@@ -35,16 +35,14 @@ class NaiveLRU:
         pass
 
 
-class NaiveRanked(NaiveLRU):
-    """What caches nothing first, then by rank, then by release."""
+class NaivePriority(NaiveLRU):
+    """What caches nothing first, then by the least number at its release, the highest first, then by
+    release."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks, block_size)
-        self.caching: set[int] = set()
-        self.ranks: dict[int, float] = {}
-
-    def rank(self, block: int) -> float:
-        raise NotImplementedError
+        self.numbers: dict[int, list[int]] = {}
+        self.ranks: dict[int, int] = {}
 
     def sequence(self) -> list[int]:
         blank = [block for block in self.queued if block not in self.ranks]
@@ -53,87 +51,24 @@ class NaiveRanked(NaiveLRU):
 
     def push(self, block: int) -> None:
         super().push(block)
-        if block in self.caching:
-            self.ranks[block] = self.rank(block)
+        if block in self.numbers:
+            self.ranks[block] = -min(self.numbers[block])
 
     def remove(self, block: int) -> None:
         super().remove(block)
         self.ranks.pop(block, None)
 
     def entered(self, block: int, parent: int | None, priority: int) -> None:
-        self.caching.add(block)
-
-    def forgot(self, block: int) -> None:
-        self.caching.discard(block)
-        if block in self.ranks:
-            self.remove(block)
-            self.push(block)
-
-
-class NaiveLFU(NaiveRanked):
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        super().__init__(num_blocks, block_size)
-        self.uses = [0] * num_blocks
-
-    def entered(self, block: int, parent: int | None, priority: int) -> None:
-        super().entered(block, parent, priority)
-        self.uses[block] = 1
-
-    def used(self, block: int, priority: int) -> None:
-        self.uses[block] += 1
-
-    def rank(self, block: int) -> float:
-        return self.uses[block]
-
-
-class NaivePriority(NaiveRanked):
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        super().__init__(num_blocks, block_size)
-        self.numbers: dict[int, list[int]] = {}
-
-    def entered(self, block: int, parent: int | None, priority: int) -> None:
-        super().entered(block, parent, priority)
         self.numbers[block] = [priority]
 
     def used(self, block: int, priority: int) -> None:
         self.numbers[block].append(priority)
 
-    def rank(self, block: int) -> float:
-        return -min(self.numbers[block])
-
-
-class NaiveGDSF(NaiveLFU):
-    """Every content has a number; a rank is at least what any child of that content was queued with."""
-
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        super().__init__(num_blocks, block_size)
-        self.age = 0.0
-        self.queued_at: dict[int, float] = {}
-        self.content = list(range(num_blocks))
-        self.paths: list[tuple[int, ...]] = [(number,) for number in self.content]
-        self.queued_with: list[tuple[tuple[int, ...], float]] = []
-
-    def entered(self, block: int, parent: int | None, priority: int) -> None:
-        super().entered(block, parent, priority)
-        before = () if parent is None else self.paths[self.content[parent]]
-        self.content[block] = len(self.paths)
-        self.paths.append((*before, len(self.paths)))
-
-    def rank(self, block: int) -> float:
-        path = self.paths[self.content[block]]
-        cost = 1 + (len(path) - 1) * self.block_size / 16_384
-        own = self.age + self.uses[block] * cost
-        rank = max([own, *(rank for below, rank in self.queued_with if below[:-1] == path)])
-        self.queued_with.append((path, rank))
-        return rank
-
-    def push(self, block: int) -> None:
-        super().push(block)
-        self.queued_at[block] = self.ranks.get(block, 0.0)
-
-    def reused(self, block: int) -> None:
-        self.age = max(self.age, self.queued_at[block])
-        super().reused(block)
+    def forgot(self, block: int) -> None:
+        del self.numbers[block]
+        if block in self.ranks:
+            self.remove(block)
+            self.push(block)
 
 
 class NaiveSLRU(NaiveLRU):
@@ -181,4 +116,4 @@ class NaiveSLRU(NaiveLRU):
             self.push(block)
 
 
-NAIVE = {"lru": NaiveLRU, "slru": NaiveSLRU, "lfu": NaiveLFU, "priority": NaivePriority, "gdsf": NaiveGDSF}
+NAIVE = {"lru": NaiveLRU, "slru": NaiveSLRU, "priority": NaivePriority}

@@ -243,7 +243,7 @@ class World:
         self.size = random.choice((1, 2, 4))
         self.max_chunk = random.choice((3, 8, 20))
         self.num_blocks = random.choice((6, 12, 24, 40))
-        orders = ("lru", "slru", "lfu", "priority", "gdsf")
+        orders = ("lru", "slru", "priority")
         self.memory = self._memory(
             enable_prefix_caching=random.random() < 0.9,
             eviction_policy=random.choice(orders),
@@ -274,7 +274,7 @@ class World:
             TieredOffload,
             num_host_slots=num_host_slots,
             max_parked=self.random.choice((None, num_host_slots // 2)),
-            host_eviction_policy=self.random.choice(("lru", "slru", "lfu", "gdsf")),
+            host_eviction_policy=self.random.choice(("lru", "slru", "priority")),
             store_after=self.random.choice((1, 1, 2)),
             store_decoded=self.random.random() < 0.8,
             num_disk_slots=self.random.choice((0, 0, 3, 30, 200)),

@@ -149,7 +149,7 @@ def make_engine(directory: str, rng: random.Random) -> LLM:
         kv_load_timeout=rng.choice((0.0, 0.05, 1.0)),
         kv_offloading_write_policy=rng.choice(("write_through", "write_through", "write_through_selective")),
         kv_offloading_disk_write_policy=rng.choice(("write_through", "write_through_selective")),
-        kv_offloading_eviction_policy=rng.choice(("lru", "slru", "lfu")),
+        kv_offloading_eviction_policy=rng.choice(("lru", "slru", "priority")),
         kv_offload_decode=rng.random() < 0.7,
         prefix_snapshot_fraction=rng.choice((0.06, 0.25, 0.25)),
     )

@@ -1,16 +1,15 @@
-"""Common parts of `kvreclaim bench` and the scripts in benchmarks/."""
+"""Common parts of `kvreclaim bench` and of the benchmarks in benchmarks/."""
 
 from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvreclaim.cli.config_options import usage_errors, with_config
-from kvreclaim.cli.help import CommandApp
+from kvreclaim.cli.config_options import usage_errors
 from kvreclaim.cli.options import Figures
 from kvreclaim.outputs import write_json
 
@@ -47,11 +46,7 @@ def publish(
 
 def command_line() -> str:
     """The command line as it was given."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-
-
-def script(function: Callable[..., None]) -> CommandApp:
-    """A program of one command; its parameters are as `with_config` has them."""
-    app = CommandApp()
-    app.command()(with_config(function))
-    return app
+    program = Path(sys.argv[0])
+    is_module = program.name == "__main__.py"
+    names = ["python", "-m", program.parent.name] if is_module else [program.name]
+    return shlex.join([*names, *sys.argv[1:]])

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
 
-Key = TypeVar("Key", int, float, tuple[float, int])
+Key = TypeVar("Key", int, float, tuple[int, int])
 _SLACK = 64
 
 

@@ -386,7 +386,7 @@ def random_setup(random: Random) -> Setup:
         max_num_seqs=random.choice((2, 4, 6)),
         max_num_batched_tokens=random.choice((6, 16, 40)),
         scheduling_policy=random.choice(("fcfs", "priority", "cache")),
-        eviction_policy=random.choice(("lru", "lru", "slru", "lfu", "priority", "gdsf")),
+        eviction_policy=random.choice(("lru", "lru", "slru", "priority")),
         prefix_caching=prefix_caching,
         shadow=kv_format != "fp32" or random.random() < 0.3,
         host_slots=host_slots,

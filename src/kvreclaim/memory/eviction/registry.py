@@ -9,15 +9,14 @@ from types import MappingProxyType
 from kvreclaim.entry_points import find, names
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.eviction.base import EvictionOrder
-from kvreclaim.memory.eviction.gdsf import GDSF
 from kvreclaim.memory.eviction.lru import LRU
-from kvreclaim.memory.eviction.ranked import LFU, Priority
+from kvreclaim.memory.eviction.priority import Priority
 from kvreclaim.memory.eviction.slru import SLRU
 
 ENTRY_POINT_GROUP = "kvreclaim.eviction_orders"
 DEFAULT_ORDER = LRU.name
 _BUILT_IN: Mapping[str, type[EvictionOrder]] = MappingProxyType(
-    {cls.name: cls for cls in (LRU, SLRU, LFU, Priority, GDSF)}
+    {cls.name: cls for cls in (LRU, SLRU, Priority)}
 )
 
 

@@ -67,7 +67,7 @@ def packed_dtypes(
     """Dtype of hidden states and of what is not packed, and that of queries, keys and values.
 
     "auto" has fp32 hidden states on a CPU where every matrix is packed: a step reads matrices, which stay the
-    same, and logits are closer to the exact ones than with bf16 (benchmarks/rounding.py).
+    same, and logits are closer to the exact ones than with bf16 (`python -m benchmarks rounding`).
 
     Raises: InvalidArgumentError.
     """

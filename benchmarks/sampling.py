@@ -1,23 +1,23 @@
-"""Decode steps of sequences that follow a grammar, or whose tokens are drawn, beside plain ones, in turns.
+"""Decode steps by a grammar, of drawn tokens, and independent of the batch.
 
-python benchmarks/structured.py --threads 1 --model models/qwen2.5-coder-0.5b-instruct
+python -m benchmarks structured --threads 1 --model models/qwen2.5-coder-0.5b-instruct
+python -m benchmarks batch_invariance --model MODEL --dtype bfloat16
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from time import process_time
-from typing import Annotated
 
 import numpy as np
-from rich.table import Table
+import torch
 
-from kvreclaim.bench.common import Row, alternate, seconds, sheet
+from benchmarks.runner import case, ratios
+from kvreclaim.bench.common import Row, alternate, seconds
 from kvreclaim.bench.plans import ModelPlan
-from kvreclaim.cli.bench_options import Json, publish, ready, script
-from kvreclaim.cli.config_options import ConfigOptions
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.engine.sampling.grammar import composed
 from kvreclaim.options import option
@@ -53,7 +53,7 @@ class StructuredPlan(ModelPlan):
 
 
 @dataclass(frozen=True)
-class Case:
+class Setting:
     """What sequences of a batch ask for, and beside which other case it is measured."""
 
     beside: str
@@ -62,24 +62,36 @@ class Case:
     grammar: StructuredOutputsParams | None = None
 
 
-def cases(plan: StructuredPlan) -> dict[str, Case]:
+def settings(plan: StructuredPlan) -> dict[str, Setting]:
     """By name; no grammar's output can end while it is measured."""
     most = WARM_STEPS + plan.steps * plan.rounds + MASK_STEPS
     schema = StructuredOutputsParams(json={"type": "array", "items": ITEM, "minItems": most})
     span = ThinkSpan(THINK, begun=True)
     thought = composed(answer_grammar(Lark({}), None, span, harmony=False, structured=True), schema)
     return {
-        "greedy": Case("greedy"),
-        "schema": Case("greedy", grammar=schema),
-        "reasoning": Case("greedy", grammar=thought),
-        "temperature": Case("greedy", 1.0),
-        "top_p": Case("greedy", 1.0, 0.9),
-        "top_p, schema": Case("top_p", 1.0, 0.9, schema),
+        "greedy": Setting("greedy"),
+        "schema": Setting("greedy", grammar=schema),
+        "reasoning": Setting("greedy", grammar=thought),
+        "temperature": Setting("greedy", 1.0),
+        "top_p": Setting("greedy", 1.0, 0.9),
+        "top_p, schema": Setting("top_p", 1.0, 0.9, schema),
     }
 
 
-def run(plan: StructuredPlan) -> list[Row]:
-    """A row for each case; its ratio is the median of the rounds' own to the case that it is measured beside.
+@case(
+    "a decode step by a grammar, or of drawn tokens",
+    {
+        "case": "{case}",
+        "batch": "{batch}",
+        "step, CPU ms": "{step_ms:.1f}",
+        "x": "{ratio:.3f}",
+        "beside": "{beside}",
+        "masks, ms": "{mask_ms:.2f}",
+        "at most": "{most_mask_ms:.2f}",
+    },
+)
+def structured(plan: StructuredPlan) -> list[Row]:
+    """Decode by a schema, or draw tokens, beside plain decoding; ratios are medians over the rounds.
 
     step_ms:   CPU time, which is wall time for one thread on an idle core
     reasoning: text in front of the schema, which the model does not end
@@ -89,7 +101,7 @@ def run(plan: StructuredPlan) -> list[Row]:
     llm = LLM(
         plan.model, dtype=plan.dtype, num_blocks=64 * plan.batch, max_num_seqs=plan.batch, max_model_len=1024
     )
-    given = cases(plan)
+    given = settings(plan)
     engines = {name: begun(llm.sibling(), plan, case) for name, case in given.items()}
     found = alternate(
         {name: partial(cpu_s, engine, plan.steps) for name, engine in engines.items()},
@@ -98,12 +110,11 @@ def run(plan: StructuredPlan) -> list[Row]:
     masks = {name: masks_s(engine) for name, engine in engines.items() if given[name].grammar is not None}
     return [
         {
-            **plan.facts(),
             "case": name,
             "beside": given[name].beside,
             "batch": plan.batch,
             "step_ms": 1e3 * median(own) / plan.steps,
-            "ratio": median(a / b for a, b in zip(own, found[given[name].beside], strict=True)),
+            "ratio": median(ratios(own, found[given[name].beside])),
             "mask_ms": 1e3 * median(masks[name]) if name in masks else None,
             "most_mask_ms": 1e3 * max(masks[name]) if name in masks else None,
         }
@@ -111,7 +122,7 @@ def run(plan: StructuredPlan) -> list[Row]:
     ]
 
 
-def begun(llm: LLM, plan: StructuredPlan, case: Case) -> LLM:
+def begun(llm: LLM, plan: StructuredPlan, case: Setting) -> LLM:
     """An engine whose sequences have begun to answer."""
     params = SamplingParams(
         temperature=case.temperature,
@@ -159,28 +170,41 @@ def masks_s(llm: LLM) -> list[float]:
     return times
 
 
-def structured_table(rows: list[Row]) -> Table:
-    columns = {
+@dataclass(frozen=True, kw_only=True)
+class BatchInvariancePlan(ModelPlan):
+    """A prompt and batches of answers, with --batch-invariant and without."""
+
+    rounds: int = option(5, "Timed rounds.", low=1)
+
+
+@case(
+    "batch invariance, {model} in {dtype}",
+    {
         "case": "{case}",
-        "batch": "{batch}",
-        "step, CPU ms": "{step_ms:.1f}",
-        "x": "{ratio:.3f}",
-        "beside": "{beside}",
-        "masks, ms": "{mask_ms:.2f}",
-        "at most": "{most_mask_ms:.2f}",
-    }
-    return sheet("a decode step by a grammar, or of drawn tokens", columns, rows)
+        "off, tokens/s": "{off_tokens_per_s:,.0f}",
+        "on, tokens/s": "{on_tokens_per_s:,.0f}",
+        "time, on / off": "{ratio:.2f}",
+    },
+)
+def batch_invariance(plan: BatchInvariancePlan) -> Iterator[Row]:
+    """The cost of --batch-invariant: a prompt of 512 tokens, and decoding 1 and 8 sequences."""
+    off = LLM(plan.model, dtype=plan.dtype, device="cpu", enable_prefix_caching=False, num_blocks=600)
+    engines = {"off": off, "on": off.sibling(batch_invariant=True)}
+    for name, length, count, tokens in (
+        ("prompt of 512", 512, 1, 1),
+        ("decode 1", 16, 1, 32),
+        ("decode 8", 16, 8, 32),
+    ):
+        runs = {key: partial(random_prompts_s, llm, length, count, tokens) for key, llm in engines.items()}
+        alternate(runs, 1)
+        times = {key: median(found) for key, found in alternate(runs, plan.rounds).items()}
+        computed = count * (length if tokens == 1 else tokens)
+        speeds = {f"{key}_tokens_per_s": computed / each for key, each in times.items()}
+        yield {"case": name, **speeds, "ratio": times["on"] / times["off"]}
 
 
-@script
-def app(
-    plan: Annotated[StructuredPlan, ConfigOptions(config=StructuredPlan)], json_file: Json = None
-) -> None:
-    """Decode by a schema, or draw tokens, beside plain decoding."""
-    with ready(plan.threads):
-        rows = run(plan)
-        publish(rows, [structured_table(rows)], json_file)
-
-
-if __name__ == "__main__":
-    app()
+def random_prompts_s(llm: LLM, length: int, count: int, tokens: int) -> float:
+    """Seconds for so many random prompts of a length, and tokens of answer each."""
+    prompts = torch.randint(10, llm.loaded.vocab_size, (count, length)).tolist()
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    return seconds(lambda: llm.generate(prompts, params))
