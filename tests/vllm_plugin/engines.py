@@ -66,6 +66,7 @@ class Engine:
     Args:
         model:        directory (models.make_tiny_model)
         compression:  "kv_compression" of --additional-config; None: the plugin is not asked for
+        centred_keys: of --additional-config
         num_blocks:   of the pool, vLLM's null block included
         block_size:   tokens, a multiple of 32
         chunk:        most tokens of a step: longer prompts are computed in chunks
@@ -81,6 +82,7 @@ class Engine:
         model: Path,
         *,
         compression: Mapping[str, Any] | None = None,
+        centred_keys: bool | str = False,
         num_blocks: int = 130,
         block_size: int = 32,
         chunk: int = 256,
@@ -92,8 +94,9 @@ class Engine:
         from vllm import LLM
 
         settings: dict[str, Any] = {"enforce_eager": True, "dtype": "bfloat16", **more}
-        if compression is not None:
-            settings["additional_config"] = {KEY: dict(compression)}
+        if compression is not None or centred_keys:
+            own = {} if compression is None else {KEY: dict(compression)}
+            settings["additional_config"] = own | ({"centred_keys": centred_keys} if centred_keys else {})
         with forced_async() if asynchronous else nullcontext():
             self.llm: Any = LLM(
                 str(model),

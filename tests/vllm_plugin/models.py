@@ -80,7 +80,7 @@ def make_tiny_model(
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     network.to(torch.bfloat16).save_pretrained(partial)
-    _tokenizer().save_pretrained(partial)
+    make_tokenizer().save_pretrained(partial)
     partial.rename(path)
     return path
 
@@ -137,8 +137,8 @@ def _tell_heads_apart(attention: Qwen3Attention, odd: int, kv_heads: int) -> Non
     outputs.view(len(outputs), kv_heads, -1)[:, odd::2] /= VALUE_GAIN
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level: the first 256 ids are bytes, the others words that text never encodes to."""
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Make a byte-level one: the first 256 ids are bytes, the others words that text never encodes to."""
     vocab = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     vocab |= {f"Ġw{index}": index for index in range(len(vocab), VOCAB_SIZE - 1)}
     backend = Tokenizer(BPE(vocab=vocab, merges=[]))

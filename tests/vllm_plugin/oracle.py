@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ def logprobs_with_drops(
     passes: Sequence[Kept],
     *,
     rounding: Callable[[Tensor], Tensor] | None = None,
+    key_rounding: Callable[[int, Tensor], Tensor] | None = None,
     exact_layers: Collection[int] = (),
 ) -> Tensor:
     """Log-probability of each output token given all tokens before it, less what the passes dropped.
@@ -59,6 +61,7 @@ def logprobs_with_drops(
         passes:   of this request, in the order they were made; none is the full context
         rounding: what storing does to keys (after rotation) and values, None for nothing; for a cache in fp8:
                   lambda x: x.to(torch.float8_e4m3fn).float()
+        key_rounding: what it does to the keys [1, K, T, D] of a layer instead; None: the same
         exact_layers: layers whose cache does not round
 
     Returns: [len(output)] float32.
@@ -67,7 +70,9 @@ def logprobs_with_drops(
     ids = torch.tensor([[*prompt, *output]])
     for index, layer in enumerate(network.model.layers):
         layer.self_attn.seen = attention_mask(passes, index, network.config.num_attention_heads, ids.shape[1])
-        layer.self_attn.kv_rounding = None if index in exact_layers else rounding
+        of_layer = None if index in exact_layers else rounding
+        layer.self_attn.kv_rounding = of_layer
+        layer.self_attn.key_rounding = of_layer if key_rounding is None else partial(key_rounding, index)
     logits = network(ids, use_cache=False).logits[0]
     of_output = logits[len(prompt) - 1 : -1].float().log_softmax(dim=-1)
     return of_output.gather(1, torch.tensor(output)[:, None])[:, 0]
@@ -162,7 +167,7 @@ def _attend(
     """Attention over a whole sequence, with what logprobs_with_drops laid down in the layer; s_aux: [H]
     sinks."""
     if module.kv_rounding is not None:
-        k, v = module.kv_rounding(k), module.kv_rounding(v)
+        k, v = module.key_rounding(k), module.kv_rounding(v)
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     logits = (q @ k.transpose(-1, -2) * scaling).masked_fill(~module.seen, -torch.inf)

@@ -12,16 +12,17 @@ import pytest
 import torch
 from slot_worlds import PER_TOKEN_HEAD, SCALE, G, S, attend, expected, layers_of
 from test_vllm_layouts import B, D, K, L
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.integrations.vllm.cells.grid import find_grid
 from kvreclaim.integrations.vllm.cells.heads import StepCells
 from kvreclaim.integrations.vllm.cells.proof import prove_cells
+from kvreclaim.integrations.vllm.centred_layer import CentredKeys, centre, transform_of
 from kvreclaim.integrations.vllm.layouts import CacheViews
 from kvreclaim.integrations.vllm.v0_32 import attention, cells_side
-from kvreclaim.ops.facts import LayerFacts, Softmax
+from kvreclaim.ops.facts import KeyTransform, LayerFacts, Softmax
 
 TOKENS = 43
 TABLE, TARGET = (6, 1, 4), (1, 7)
@@ -87,6 +88,48 @@ def test_cells_with_scales_are_attended_over(dtype: str) -> None:
         return answers
 
     prove_cells(views, grid, [LayerFacts(G * K, K, D, D, Softmax(SCALE))] * L, attend_cells)
+
+
+class SlotAttention(nn.Module):
+    """Stores tokens in a layer's cache and has the last one attend to all of them."""
+
+    num_heads, num_kv_heads, head_size = G * K, K, D
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        slots = torch.tensor([block * S + place for block in TABLE for place in range(S)])[: len(key)]
+        attention.layer_cache(self.layer, torch.float32).write(key, value, slots)
+        return attend(self.layer, query[-1], list(TABLE), len(key))
+
+
+class CentredSlotAttention(CentredKeys, SlotAttention):
+    pass
+
+
+@pytest.mark.parametrize("dtype", [*PER_TOKEN_HEAD, "turboquant_k8v4", "turboquant_3bit_nc"])
+def test_centred_keys_lose_less(dtype: str) -> None:
+    """Of keys far from zero; and policies read them as they were."""
+    noise = torch.Generator().manual_seed(7)
+    center = 40 * torch.randn(K, D, generator=noise) * (torch.rand(K, D, generator=noise) < 0.25)
+    keys = center + torch.randn(TOKENS, K, D, generator=noise)
+    values = torch.randn(TOKENS, K, D, generator=noise)
+    queries = torch.randn(TOKENS, G * K, D, generator=noise)
+    exact = expected(queries[-1], keys.transpose(0, 1), values.transpose(0, 1))
+    layers = layers_of(dtype, KVCacheLayout.LBNHC)
+    plain, centred = SlotAttention(layers[0]), SlotAttention(layers[1])
+    own = KeyTransform(2.0 ** torch.randint(-1, 2, (K, D), generator=noise), center)
+    centre(centred, CentredSlotAttention, own, keys)
+    lost, left = (
+        float((each(queries, keys, values) - exact).square().mean().sqrt()) for each in (plain, centred)
+    )
+    assert left < lost / 2
+    views = CacheViews([attention.layer_cache(layer, torch.float32) for layer in layers], B)
+    views = views.restoring([None, transform_of(centred), None])
+    errors = [views.read(n, views.block_ids(TABLE), TOKENS, 0) - keys.transpose(0, 1) for n in (0, 1)]
+    assert float(errors[1].square().mean()) < float(errors[0].square().mean()) / 4
 
 
 def test_a_format_that_is_another_one_is_refused() -> None:

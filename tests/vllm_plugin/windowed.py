@@ -21,7 +21,7 @@ from models import (
     MLP_GAIN,
     VOCAB_SIZE,
     _tell_heads_apart,
-    _tokenizer,
+    make_tokenizer,
 )
 from oracle import Kept
 from torch import Tensor
@@ -104,7 +104,7 @@ def _fill(network: PreTrainedModel) -> None:
 
 def _save(network: PreTrainedModel, path: Path) -> Path:
     network.to(torch.bfloat16).save_pretrained(path)
-    _tokenizer().save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
     return path
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,22 +32,39 @@ SHORTEST, LONGEST, LENGTHS = 256, 32_768, 32
 what the model has positions for."""
 
 
-@torch.inference_mode()
+@dataclass(frozen=True, slots=True, eq=False)
+class KeyWeights:
+    """Weights of an attention layer that queries and keys have in common before rotation; None where it has
+    none.
+
+    k_norm, q_norm: norms over heads
+    k_bias, q_bias: [K * D] and [H * D], of the projections
+    """
+
+    k_norm: Any
+    q_norm: Any
+    k_bias: Tensor | None
+    q_bias: Tensor | None
+
+
 def key_transforms(
     model: nn.Module, facts: ModelFacts, stats: Sequence[KeyStats] | None
 ) -> tuple[KeyTransform, ...] | None:
+    """transforms_from the statistics of a calibration or, where there are none, the model's weights."""
+    return transforms_from(facts, stats if stats is not None else weight_stats(_weights_in(model), facts))
+
+
+@torch.inference_mode()
+def transforms_from(facts: ModelFacts, stats: Sequence[KeyStats] | None) -> tuple[KeyTransform, ...] | None:
     """One transform for each layer, fp32, with scales of powers of two.
 
-    stats: means and energies of each layer's keys, from a calibration; None: from the weights
+    stats: means and energies of each layer's keys; None: they are not known
 
-    Returns: None for a model with latents, and without statistics where the weights do not give them.
+    Returns: None without stats, for a model with latents, and where no channel differs from another.
     """
-    if any(layer.latent or layer.rope is None for layer in facts.layers):
+    if stats is None or any(layer.latent or layer.rope is None for layer in facts.layers):
         return None
-    found = _from_weights(model, facts) if stats is None else stats
-    if found is None:
-        return None
-    made = tuple(_transform(own, layer, facts) for own, layer in zip(found, facts.layers, strict=True))
+    made = tuple(_transform(own, layer, facts) for own, layer in zip(stats, facts.layers, strict=True))
     return None if all(bool((own.scale == 1).all() and (own.center == 0).all()) for own in made) else made
 
 
@@ -59,31 +77,46 @@ def transforms_digest(transforms: Sequence[KeyTransform]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _from_weights(model: nn.Module, facts: ModelFacts) -> list[KeyStats] | None:
-    modules = [each for each in model.modules() if isinstance(getattr(each, "layer_idx", None), int)]
-    modules = [each for each in modules if hasattr(each, "q_proj") and hasattr(each, "k_proj")]
-    if len(modules) != facts.num_layers:
+@torch.inference_mode()
+def weight_stats(weights: Sequence[KeyWeights], facts: ModelFacts) -> list[KeyStats] | None:
+    """Statistics by each layer's weights; None where a layer has neither norms nor biases."""
+    if len(weights) != facts.num_layers:
         return None
-    found = [_of_module(module, layer) for module, layer in zip(modules, facts.layers, strict=True)]
+    found = [_of_weights(own, layer) for own, layer in zip(weights, facts.layers, strict=True)]
     known = [own for own in found if own is not None]
     return known if len(known) == len(found) else None
 
 
-def _of_module(module: Any, layer: LayerFacts) -> KeyStats | None:
-    """None where neither norms nor biases are there."""
+def _weights_in(model: nn.Module) -> list[KeyWeights]:
+    modules = [each for each in model.modules() if isinstance(getattr(each, "layer_idx", None), int)]
+    return [
+        KeyWeights(
+            getattr(each, "k_norm", None),
+            getattr(each, "q_norm", None),
+            _bias(each.k_proj),
+            _bias(each.q_proj),
+        )
+        for each in modules
+        if hasattr(each, "q_proj") and hasattr(each, "k_proj")
+    ]
+
+
+def _bias(linear: Any) -> Tensor | None:
+    return getattr(linear, "bias", None)
+
+
+def _of_weights(own: KeyWeights, layer: LayerFacts) -> KeyStats | None:
     heads, dim = (layer.num_kv_heads, layer.num_heads), layer.head_dim
-    norms = [getattr(module, name, None) for name in ("k_norm", "q_norm")]
-    linears = (module.k_proj, module.q_proj)
+    norms, biases = (own.k_norm, own.q_norm), (own.k_bias, own.q_bias)
     if all(getattr(norm, "weight", None) is not None for norm in norms):
         key, query = (_of_norm(norm, n, dim) for norm, n in zip(norms, heads, strict=True))
         if key is None or query is None:
             return None
         return KeyStats(torch.zeros_like(key), key.square(), _by_kv_head(query.square(), layer))
-    if any(getattr(linear, "bias", None) is None for linear in linears):
+    known = [bias.float().view(-1, dim) for bias in biases if bias is not None and bias.numel() % dim == 0]
+    if [len(bias) for bias in known] != list(heads):
         return None
-    if any(linear.bias.numel() != n * dim for linear, n in zip(linears, heads, strict=True)):
-        return None
-    key, query = (linear.bias.float().view(-1, dim) for linear in linears)
+    key, query = known
     return KeyStats(key, key.square() + SPREAD, _by_kv_head(query.square() + SPREAD, layer))
 
 

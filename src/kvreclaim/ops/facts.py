@@ -39,6 +39,10 @@ class KeyTransform:
     def offset(self) -> Tensor:
         return -self.center / self.scale
 
+    def restored(self, stored: Tensor) -> Tensor:
+        """The keys that a cache stores so, in the memory of what it stores."""
+        return stored.mul_(self.scale).add_(self.center)
+
     def rows(self, index: Tensor | slice) -> KeyTransform:
         """The transforms of some heads, in this order."""
         return KeyTransform(self.scale[index], self.center[index])

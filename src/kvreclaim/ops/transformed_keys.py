@@ -70,8 +70,7 @@ class TransformedKeys:
 
     def gather_tokens(self, tokens: PagedTokens) -> tuple[Tensor, Tensor]:
         k, v = self.backend.gather_tokens(tokens)
-        own = _of_tokens(tokens)
-        return k.mul_(own.scale).add_(own.center), v
+        return _of_tokens(tokens).restored(k), v
 
     def trig_norm_scores(
         self, tokens: PagedTokens, queries: Tensor, weights: Tensor | None, layout: RopeLayout

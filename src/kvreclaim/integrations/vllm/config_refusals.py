@@ -20,7 +20,9 @@ from kvreclaim.integrations.vllm.refusals import (
 from kvreclaim.integrations.vllm.speculation import BY_TOKENS, WITH_LAYERS
 
 
-def _greater(path: str, option: str, limit: int = 1) -> Callable[[Any], str | None]:
+def greater(path: str, option: str, limit: int = 1) -> Callable[[Any], str | None]:
+    """Find an option that is over the limit."""
+
     def find(config: Any) -> str | None:
         value = _get(config, path)
         return f"{option} = {value}" if value > limit else None
@@ -28,11 +30,12 @@ def _greater(path: str, option: str, limit: int = 1) -> Callable[[Any], str | No
     return find
 
 
-def _set(path: str, words: str) -> Callable[[Any], str | None]:
+def present(path: str, words: str) -> Callable[[Any], str | None]:
+    """Find an option that is set."""
     return lambda config: words if _get(config, path) not in (None, False, 0) else None
 
 
-def _newer(section: str, name: str, words: str) -> Callable[[Any], str | None]:
+def newer(section: str, name: str, words: str) -> Callable[[Any], str | None]:
     """An option that not every version has."""
     return lambda config: words if getattr(_get(config, section), name, False) else None
 
@@ -48,7 +51,9 @@ def _runner(config: Any) -> str | None:
     return f"the runner type {runner!r}" if runner != "generate" else None
 
 
-def _cache_dtype(*those: str) -> Callable[[Any], str | None]:
+def cache_dtype(*those: str) -> Callable[[Any], str | None]:
+    """Find one of these --kv-cache-dtypes."""
+
     def find(config: Any) -> str | None:
         dtype = config.cache_config.cache_dtype
         return f"--kv-cache-dtype {dtype}" if dtype in those else None
@@ -111,6 +116,7 @@ def _drafts_beside_connector(config: Any) -> str | None:
     return "--speculative-config beside a KV connector (--kv-offloading-size, --kv-transfer-config)"
 
 
+UNTESTED = "it is not tested"
 DTYPES = f"use one of {', '.join(CACHE_DTYPES)}"
 _SPLIT = "a compressed request's tokens are no longer where their positions say, which the split goes by"
 CONFIG: tuple[ConfigRefusal, ...] = (
@@ -119,33 +125,33 @@ CONFIG: tuple[ConfigRefusal, ...] = (
         "its drafter counts cache slots by positions, which compression changes, or it is not tested",
         f"use {' or '.join(BY_TOKENS)}, or with vLLM 0.32 {' or '.join(WITH_LAYERS)}",
     ),
-    ConfigRefusal(_drafting, "it is not tested"),
+    ConfigRefusal(_drafting, UNTESTED),
     ConfigRefusal(
         _drafts_in_v2,
         "it has drafters of its own, which are not tested",
         "use VLLM_USE_V2_MODEL_RUNNER=0, or remove --speculative-config",
     ),
     ConfigRefusal(
-        _greater("parallel_config.pipeline_parallel_size", "--pipeline-parallel-size"),
+        greater("parallel_config.pipeline_parallel_size", "--pipeline-parallel-size"),
         "several batches are in flight on different stages, which is not tested",
         "use --tensor-parallel-size",
     ),
     ConfigRefusal(
-        _greater("parallel_config.decode_context_parallel_size", "--decode-context-parallel-size"),
+        greater("parallel_config.decode_context_parallel_size", "--decode-context-parallel-size"),
         _SPLIT,
         "set it to 1",
     ),
     ConfigRefusal(
-        _greater("parallel_config.prefill_context_parallel_size", "--prefill-context-parallel-size"),
+        greater("parallel_config.prefill_context_parallel_size", "--prefill-context-parallel-size"),
         _SPLIT,
         "set it to 1",
     ),
     ConfigRefusal(
-        _set("parallel_config.use_ubatching", "dual-batch overlap (--enable-dbo, --ubatch-size)"),
+        present("parallel_config.use_ubatching", "dual-batch overlap (--enable-dbo, --ubatch-size)"),
         "half-batches take their lengths past us",
     ),
     ConfigRefusal(
-        _set("parallel_config.enable_elastic_ep", "elastic expert parallelism (--enable-elastic-ep)"),
+        present("parallel_config.enable_elastic_ep", "elastic expert parallelism (--enable-elastic-ep)"),
         "workers come and go without the state of compressed requests",
     ),
     ConfigRefusal(
@@ -155,43 +161,43 @@ CONFIG: tuple[ConfigRefusal, ...] = (
     ),
     *CONNECTOR_ROWS,
     ConfigRefusal(
-        _set("ec_transfer_config", "an encoder-cache connector (--ec-transfer-config)"), "it is not tested"
+        present("ec_transfer_config", "an encoder-cache connector (--ec-transfer-config)"), UNTESTED
     ),
     ConfigRefusal(
-        _set("aux_output_config.enabled", "returned routed experts (--enable-return-routed-experts)"),
+        present("aux_output_config.enabled", "returned routed experts (--enable-return-routed-experts)"),
         "they are stored by prefix, and depend on what a compressed request can still see",
     ),
     ConfigRefusal(
-        _set("attention_config.hisparse_config", "HiSparse (--attention-config)"),
+        present("attention_config.hisparse_config", "HiSparse (--attention-config)"),
         "it keeps the cache in host memory, out of our reach",
     ),
     ConfigRefusal(
-        _newer("kernel_config", "monokernel", "MonoKernels (--monokernel)"),
+        newer("kernel_config", "monokernel", "MonoKernels (--monokernel)"),
         "they attend within one kernel for a whole layer, past the layers that we know",
     ),
     ConfigRefusal(
-        _set("cache_config.kv_sharing_fast_prefill", "--kv-sharing-fast-prefill"),
+        present("cache_config.kv_sharing_fast_prefill", "--kv-sharing-fast-prefill"),
         "layers that share a cache would be compressed twice",
     ),
     ConfigRefusal(
-        _cache_dtype("nvfp4", "nvfp4_4over6"),
+        cache_dtype("nvfp4", "nvfp4_4over6"),
         "a block keeps the scales of all its tokens together, in an order that the GPU's kernel chooses",
         DTYPES,
     ),
     ConfigRefusal(
-        _cache_dtype("fp8_ds_mla", "nvfp4_ds_mla"),
+        cache_dtype("fp8_ds_mla", "nvfp4_ds_mla"),
         "a slot holds the latent of MLA instead of keys and values per head",
         DTYPES,
     ),
-    ConfigRefusal(_unknown_dtype, "it is not tested", DTYPES),
+    ConfigRefusal(_unknown_dtype, UNTESTED, DTYPES),
     other_model(_runner, "only generation keeps a cache that grows", "use --runner generate"),
     other_model(
-        _set("model_config.is_encoder_decoder", "an encoder-decoder model"),
+        present("model_config.is_encoder_decoder", "an encoder-decoder model"),
         "cross attention has a cache of another kind",
         "take a decoder-only model",
     ),
     other_model(
-        _set("model_config.is_attention_free", "a model without attention (Mamba)"),
+        present("model_config.is_attention_free", "a model without attention (Mamba)"),
         "its state does not grow, there is nothing to compress",
     ),
     other_model(
@@ -199,22 +205,24 @@ CONFIG: tuple[ConfigRefusal, ...] = (
         "how many layers have attention, and how many a recurrent state, is known from these",
     ),
     other_model(
-        _set("model_config.use_mla", "multi-head latent attention (MLA)"),
+        present("model_config.use_mla", "multi-head latent attention (MLA)"),
         "its cache holds one latent per token instead of keys and values per head",
     ),
     other_model(
-        _set("model_config.is_diffusion", "a diffusion language model"),
+        present("model_config.is_diffusion", "a diffusion language model"),
         "it rewrites tokens that it has generated",
     ),
     other_model(
-        _set("model_config.is_mm_prefix_lm", "attention in both directions over multimodal prefixes"),
+        present("model_config.is_mm_prefix_lm", "attention in both directions over multimodal prefixes"),
         "the range is given by positions in the cache",
     ),
     other_model(
-        _set("model_config.rswa_window", "a model with sliding-window layers that keep their start (R-SWA)"),
+        present(
+            "model_config.rswa_window", "a model with sliding-window layers that keep their start (R-SWA)"
+        ),
         WINDOW,
     ),
-    other_model(_set("model_config.uses_alibi", "ALiBi"), DISTANCES),
+    other_model(present("model_config.uses_alibi", "ALiBi"), DISTANCES),
     other_model(_dual_chunk, DISTANCES),
     other_model(
         _windows, WINDOW, f"{OTHER_MODEL} (or try --disable-sliding-window, which also shortens the context)"

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from kvreclaim.integrations.vllm.centring import CentringHooks
 from kvreclaim.integrations.vllm.worker_hooks import WorkerHooks
 
 
 class ReclaimCPUWorker(WorkerHooks, CPUWorker):
     """vLLM's worker on a CPU, with compression."""
+
+
+class CentringCPUWorker(CentringHooks, CPUWorker):
+    """vLLM's worker on a CPU, with centred keys and without compression."""

@@ -7,7 +7,8 @@ the same file serves every degree of tensor parallelism.
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,38 @@ class Described:
     stats: tuple[LayerStats, ...] | None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RotatedFacts:
+    """Facts of layers with their rotation.
+
+    own:   of the heads that this rank holds: shard
+    whole: of all heads
+    """
+
+    own: ModelFacts
+    whole: ModelFacts
+    shard: Shard
+    rank: int
+
+
+def rotated_facts(runner: Any, layers: Sequence[Any], remedy: str) -> RotatedFacts:
+    """Run the loaded model on one token to find its layers' rotation. All ranks have to call it together.
+
+    remedy: what to do where that fails
+
+    Raises: UnsupportedModelError.
+    """
+    own = [probing.shape_of(layer) for layer in layers]
+    own = _with_rotation(runner, own, probing.record(runner, layers, remedy), remedy)
+    heads = probing.total_heads(runner)
+    whole = [replace(layer, num_heads=heads[0], num_kv_heads=heads[1]) for layer in own]
+    config = runner.model_config
+    identity = fingerprint(config.hf_text_config, whole, quantization_in(config.hf_config))
+    facts = _model_facts(config, runner.device, own, identity)
+    rank, size = probing.tensor_parallel()
+    return RotatedFacts(facts, replace(facts, layers=tuple(whole)), Shard.of_rank(rank, size, *heads), rank)
+
+
 def describe(runner: Any, options: Options) -> Described:
     """Describe the model that the runner has loaded. All ranks have to call it together.
 
@@ -52,22 +85,13 @@ def describe(runner: Any, options: Options) -> Described:
         UnsupportedModelError: the model has layers without paged attention, or cannot be probed
     """
     layers, full = probing.every_layer(runner), probing.attention_layers(runner)
-    local, model = [probing.shape_of(layer) for layer in layers], (runner.model_config, runner.device)
     ids = tuple(n for n, layer in enumerate(layers) if layer in full)
     if options.stats is None:
-        return Described(_model_facts(*model, local, "", NOT_PROBED).of_layers(ids), None)
-    local = _with_rotation(runner, local, probing.record(runner, layers))
-    num_heads, num_kv_heads = probing.total_heads(runner)
-    whole = [replace(layer, num_heads=num_heads, num_kv_heads=num_kv_heads) for layer in local]
-    identity = fingerprint(
-        runner.model_config.hf_text_config, whole, quantization_in(runner.model_config.hf_config)
-    )
-    facts = _model_facts(*model, local, identity).of_layers(ids)
-    rank, size = probing.tensor_parallel()
-    shard = Shard.of_rank(rank, size, num_heads, num_kv_heads)
-    hidden = probing.hidden_size(runner)
-    whole_facts = replace(facts, layers=tuple(whole[n] for n in ids), hidden_size=hidden)
-    stats = _load(options, whole_facts, rank).shard(shard.heads, shard.kv_heads)
+        return Described(plain_facts(runner.model_config, runner.device, layers).of_layers(ids), None)
+    known = rotated_facts(runner, layers, probing.WITHOUT_STATISTICS)
+    facts, shard = known.own.of_layers(ids), known.shard
+    whole = replace(known.whole.of_layers(ids), hidden_size=probing.hidden_size(runner))
+    stats = _load(options, whole, known.rank).shard(shard.heads, shard.kv_heads)
     return Described(facts, tuple(stats.layer(n).to(facts.device) for n in facts.ids))
 
 
@@ -77,7 +101,7 @@ def plain_facts(config: Any, device: Any, layers: Sequence[Any]) -> ModelFacts:
 
 
 def _with_rotation(
-    runner: Any, layers: Sequence[LayerFacts], recorded: Sequence[probing.Recorded]
+    runner: Any, layers: Sequence[LayerFacts], recorded: Sequence[probing.Recorded], remedy: str
 ) -> list[LayerFacts]:
     """The layers with the rotation that explains their queries and keys."""
     frequencies = probing.frequencies(runner)
@@ -85,8 +109,7 @@ def _with_rotation(
     if unknown := [n for n, rope in enumerate(ropes) if rope is None]:
         raise UnsupportedModelError(
             f"layer {unknown[0]} of {runner.model_config.model} encodes positions in a way that no known "
-            "rotation explains, so no query statistics fit it; use a policy without statistics, such as "
-            "streaming_llm or knorm, and leave out stats."
+            f"rotation explains, so no query statistics fit it; {remedy}."
         )
     return [replace(layer, rope=rope) for layer, rope in zip(layers, ropes, strict=True)]
 
@@ -106,13 +129,19 @@ def _model_facts(
 
 
 def _load(options: Options, whole: ModelFacts, rank: int) -> QueryStats:
-    """The statistics of the whole model, checked against it. Every node reads its own copy of the file, so
-    an error names the node."""
-    try:
+    """The statistics of the whole model, checked against it."""
+    with naming_node(rank):
         policy = options.settings.make_policy()
         stats = required_stats(policy, options.stats)
         stats.check_model(whole)
         check_inputs(policy, stats, whole)
+    return stats
+
+
+@contextmanager
+def naming_node(rank: int) -> Iterator[None]:
+    """Every node reads its own copy of a file, so an error names the node."""
+    try:
+        yield
     except (InvalidArgumentError, StatsMismatchError) as error:
         raise type(error)(f"On {platform.node()}, rank {rank}: {error}") from error
-    return stats

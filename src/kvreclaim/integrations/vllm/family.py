@@ -38,6 +38,7 @@ class VllmFamily:
     attention:  the KV caches of the layers
     probing:    the model's layers and their rotation
     cells:      attention over cells, for unequal heads
+    centring:   layers that store centred and scaled keys
     drafter:    drafters with layers of their own; None: not tested
     groups:     whether full attention beside sliding windows is tested
     slots:      whether KV dtypes whose slots hold scales are tested
@@ -53,6 +54,7 @@ class VllmFamily:
     attention: str = f"{_V32}.attention"
     probing: str = f"{_V32}.probing"
     cells: str = f"{_V32}.cells_side"
+    centring: str = f"{_V32}.centring_side"
     drafter: str | None = f"{_V32}.draft_side"
     groups: bool = True
     slots: bool = True

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from vllm.v1.worker.gpu_worker import Worker
 
+from kvreclaim.integrations.vllm.centring import CentringHooks
 from kvreclaim.integrations.vllm.worker_hooks import WorkerHooks
 
 
 class ReclaimWorker(WorkerHooks, Worker):
     """vLLM's worker on a GPU, with compression."""
+
+
+class CentringWorker(CentringHooks, Worker):
+    """vLLM's worker on a GPU, with centred keys and without compression."""

@@ -2,7 +2,8 @@
 
 Two are wrapped in every process that has the plugin (making the configuration, sizing the pool), two more in
 the front end once compression is asked for (metrics, a request's own settings). Nothing else of vLLM is
-replaced: the scheduler and the workers are subclasses that the configuration names.
+replaced: the scheduler and the workers are subclasses that the configuration names, and so are the attention
+layers of a model with centred keys.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from kvreclaim.integrations.vllm.asking import KEY, is_asked_for
+from kvreclaim.integrations.vllm.asking import CENTRED, KEY, has_centred_keys, is_asked_for
 from kvreclaim.integrations.vllm.wrapping import wrap
 
 logger = logging.getLogger("vllm.kvreclaim")
@@ -64,6 +65,8 @@ def _configuring(original: Callable[..., Any]) -> Callable[..., Any]:
         config = original(self, *args, **kwargs)
         if is_asked_for(config.additional_config, os.environ):
             configure(config)
+        if has_centred_keys(config.additional_config):
+            configure_centring(config)
         return config
 
     return create_engine_config
@@ -108,3 +111,22 @@ def configure(config: Any) -> None:
     front.take_over(config)
     front.install_front_end()
     logger.info("%s", front.describe(config))
+
+
+def configure_centring(config: Any) -> None:
+    """Have a VllmConfig with centred keys name a worker that centres them. Idempotent.
+
+    Raises: UnsupportedVllmError, InvalidArgumentError, UnsupportedModelError, StatsMismatchError.
+    """
+    from kvreclaim.integrations.vllm import family, signatures
+    from kvreclaim.integrations.vllm.centred_keys import configure_centred_keys
+
+    signatures.check_front()
+    configure_centred_keys(config)
+    if not is_asked_for(config.additional_config, {}):
+        family.module("front").take_over_worker(config)
+    source = config.additional_config[CENTRED]
+    logger.info(
+        "kvreclaim: keys are centred and scaled before they are stored, by %s",
+        "the model's weights" if source is True else f"the statistics {source}",
+    )

@@ -13,7 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvreclaim.ops.facts import KeyTransform
+
 Write = Callable[[Tensor, Tensor, Tensor], None]
+ALL = slice(None)
 
 
 class SlotFormat(Protocol):
@@ -43,6 +46,7 @@ class VllmLayerCache:
     write:    the backend's own: keys [T, K, D] and values [T, K, D] into slots [T] int64
     packed:   the backend orders the 2 * S * D elements of a (block, head) in a way of its own
     slots:    format of a slot; None: key and value in the dtype stored
+    keys:     how keys were transformed before they were quantised, [K, 1, D]; None: not at all
     """
 
     name: str
@@ -55,6 +59,7 @@ class VllmLayerCache:
     write: Write
     packed: bool
     slots: SlotFormat | None = None
+    keys: KeyTransform | None = None
 
     @property
     def num_kv_heads(self) -> int:
@@ -65,9 +70,13 @@ class VllmLayerCache:
         """S, of the blocks that the backend sees."""
         return self.cache.shape[2]
 
-    def plain(self, stored: Tensor, part: int) -> Tensor:
-        """Keys (part 0) or values (1) as stored, as numbers [K, T, D]: themselves where they are floats that
-        ops compute with; else in fp32, scaled."""
+    def plain(self, stored: Tensor, part: int, heads: slice = ALL) -> Tensor:
+        """The model's keys (part 0) or values (1) of some heads, [heads, T, D], from what is stored of them:
+        that itself where it is floats that ops compute with; else in fp32, scaled."""
+        numbers = self._numbers(stored, part)
+        return numbers if part or self.keys is None else self.keys.rows(heads).restored(numbers)
+
+    def _numbers(self, stored: Tensor, part: int) -> Tensor:
         if self.slots is not None:
             return self.slots.decode(stored, part)
         if self.stored == stored.dtype:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.integrations.vllm.layer_cache import VllmLayerCache, as_float, restored, write_tokens
 from kvreclaim.integrations.vllm.staging import CacheSource, Stage
 from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.ops.facts import KeyTransform
 from kvreclaim.ops.moving import move
 from kvreclaim.ops.reference import compact_layer, gather_slots
 
@@ -123,6 +124,15 @@ class CacheViews:
         """The same caches, with which a plane of each layer moves."""
         other = copy(self)
         other.layouts = tuple(map(JoinedLayout, self.layouts, planes))
+        return other
+
+    def restoring(self, keys: Sequence[KeyTransform | None]) -> CacheViews:
+        """The same caches, read as caches of keys that each layer transforms so, [K, D]."""
+        other = copy(self)
+        other.layers = tuple(
+            replace(layer, keys=own and KeyTransform(own.scale[:, None], own.center[:, None]))
+            for layer, own in zip(self.layers, keys, strict=True)
+        )
         return other
 
     def block_ids(self, ids: Sequence[int]) -> Tensor:

@@ -14,7 +14,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,10 +47,10 @@ class ModelToLoad:
     nodes: bool = False
 
     @classmethod
-    def of_config(cls, config: Any) -> ModelToLoad:
+    def of_config(cls, config: Any, fetch: bool = True) -> ModelToLoad:
         """The model of a VllmConfig; one on the hub is fetched into the cache that vLLM reads.
 
-        Raises: InvalidArgumentError for a model that only vLLM can load.
+        Raises: InvalidArgumentError for a model that only vLLM can load, or that is not here and not fetched.
         """
         model, parallel = config.model_config, config.parallel_config
         overrides = model.hf_overrides
@@ -64,7 +64,7 @@ class ModelToLoad:
             "hf_overrides": json.dumps(overrides),
         }
         nodes = parallel.nnodes > 1 or parallel.distributed_executor_backend == "ray"
-        return cls(_local(model, config.load_config.download_dir), arguments, nodes)
+        return cls(_local(model, config.load_config.download_dir, fetch), arguments, nodes)
 
     @property
     def state(self) -> str:
@@ -81,13 +81,11 @@ def find_statistics(model: ModelToLoad, calibrate: bool) -> str | None:
 
     Raises: InvalidArgumentError.
     """
-    beside = statistics_beside(model.path)
-    is_beside = beside.is_file()
-    if is_beside and model.arguments["hf_overrides"] in NO_OVERRIDES:
-        return str(beside)
-    if noted := _noted(model):
-        return noted
-    if not (calibrate or is_beside) and not any(stats_home().glob("*.safetensors")):
+    if known := _at_hand(model):
+        return known
+    if not (calibrate or statistics_beside(model.path).is_file()) and not any(
+        stats_home().glob("*.safetensors")
+    ):
         return None
     with _lock(model):
         file = _noted(model) or _ask(model, calibrate and not model.nodes)
@@ -101,6 +99,23 @@ def find_statistics(model: ModelToLoad, calibrate: bool) -> str | None:
     return file
 
 
+def model_statistics_at_hand(config: Any) -> str | None:
+    """The file that lies beside the weights of a VllmConfig's model, or that an earlier start has found.
+
+    Loads and fetches nothing; None for a model that is not on this machine.
+    """
+    with suppress(InvalidArgumentError):
+        return _at_hand(ModelToLoad.of_config(config, fetch=False))
+    return None
+
+
+def _at_hand(model: ModelToLoad) -> str | None:
+    beside = statistics_beside(model.path)
+    if beside.is_file() and model.arguments["hf_overrides"] in NO_OVERRIDES:
+        return str(beside)
+    return _noted(model)
+
+
 def _note(model: ModelToLoad) -> Path:
     return stats_home() / "vllm" / model.state
 
@@ -111,7 +126,7 @@ def _noted(model: ModelToLoad) -> str | None:
     return kept if kept and Path(kept).is_file() else None
 
 
-def _local(model: Any, cache: str | None) -> Path:
+def _local(model: Any, cache: str | None, fetch: bool) -> Path:
     if Path(model.model).exists():
         return Path(model.model)
     from huggingface_hub import snapshot_download
@@ -119,7 +134,11 @@ def _local(model: Any, cache: str | None) -> Path:
     try:
         return Path(
             snapshot_download(
-                model.model, revision=model.revision, cache_dir=cache, allow_patterns=list(READ)
+                model.model,
+                revision=model.revision,
+                cache_dir=cache,
+                allow_patterns=list(READ),
+                local_files_only=not fetch,
             )
         )
     except (OSError, ValueError) as error:  # what the hub's client raises for whatever it lacks

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
+from kvreclaim.integrations.vllm.asking import KEY
 from kvreclaim.integrations.vllm.groups import full_group, is_full, is_recurrent, layer_specs
 
 SLOT_DTYPES = (
@@ -22,7 +23,7 @@ CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", *S
 BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "TURBOQUANT")
 SLOT_MODES = tuple(name.upper() for name in SLOT_DTYPES)
 QUANT_MODES = ("NONE", "FP8_PER_TENSOR", *SLOT_MODES)
-ELSE = "or leave kv_compression out"
+ELSE = f"or leave {KEY} out"
 OTHER_MODEL = "take a model with ordinary attention in every layer"
 WINDOW = "the window is counted in cache slots, which compression changes"
 DISTANCES = "it takes distances from the place in the cache, which compression changes"
@@ -37,12 +38,13 @@ class ConfigRefusal:
     remedy: str = "remove it"
     error: type[Exception] = InvalidArgumentError
 
-    def check(self, subject: object, where: str = "") -> None:
+    def check(self, subject: object, where: str = "", option: str = KEY) -> None:
         """Raises: self.error."""
         found = self.find(subject)
         if found:
             raise self.error(
-                f"kv_compression does not work with {found}{where}: {self.why}; {self.remedy}, {ELSE}."
+                f"{option} does not work with {found}{where}: {self.why}; "
+                f"{self.remedy}, or leave {option} out."
             )
 
 

@@ -51,6 +51,12 @@ def check_signals() -> None:
     expect.check(sections()["signals"])
 
 
+def check_centring() -> None:
+    """Check what centred keys use, before the model is loaded. Raises: UnsupportedVllmError."""
+    table = sections()
+    expect.check((*table["worker"], *table["centred keys"]))
+
+
 def check_worker(runner: Any) -> None:
     """Once the runner is made, before it loads the model. Raises: UnsupportedVllmError."""
     table = sections()

@@ -16,6 +16,8 @@ from kvreclaim.integrations.vllm.applier import Applier
 from kvreclaim.integrations.vllm.cells.heads import MAX_ENTRIES, HeadTables
 from kvreclaim.integrations.vllm.cells.passes import MAX_BYTES
 from kvreclaim.integrations.vllm.cells.positions import PassTrace, Positions
+from kvreclaim.integrations.vllm.centred_layer import transform_of
+from kvreclaim.integrations.vllm.centring import CentringHooks
 from kvreclaim.integrations.vllm.facts import describe, plain_facts
 from kvreclaim.integrations.vllm.group_refusals import refuse_unnamed_groups
 from kvreclaim.integrations.vllm.groups import layer_kinds
@@ -40,7 +42,7 @@ MAX_OFFSETS = 17
 """Most offsets of any policy's usual options: 2^0 to 2^16."""
 
 
-class WorkerHooks:
+class WorkerHooks(CentringHooks):
     """Over a vLLM worker. Every hook calls vLLM's own first."""
 
     reclaim: Applier | None = None
@@ -79,6 +81,7 @@ class WorkerHooks:
         known = describe(runner, options)
         heads = _heads(worker, views) if options.has_cells else None
         rows = worker_side.rows_of(runner, heads)
+        views = views.restoring([transform_of(layer) for layer in layers])
         self.reclaim = self._kind(options, rows)(options, known.facts, known.stats, views, rows, heads)
         worker_side.adopt(runner, self.reclaim)
         if worker.device.type != "cpu":

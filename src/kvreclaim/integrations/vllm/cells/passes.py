@@ -169,7 +169,8 @@ class CellQuestion:
         own = self.cells[layer, head, : blocks_for(tokens, owner.grid.block_size)]
 
         def read(part: int) -> Tensor:
-            return owner.views.layers[layer].plain(owner.grid.layout.gather(part, own, tokens), part)
+            stored = owner.grid.layout.gather(part, own, tokens)
+            return owner.views.layers[layer].plain(stored, part, slice(head, head + 1))
 
         return CacheSource((1, tokens), owner.grid.device, read, owner.head_stage)
 

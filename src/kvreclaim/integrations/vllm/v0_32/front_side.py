@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.integrations.vllm.asking import is_asked_for
+from kvreclaim.integrations.vllm.asking import CENTRED, is_asked_for
 from kvreclaim.integrations.vllm.groups import is_full, most_other_blocks
 from kvreclaim.integrations.vllm.metrics import Counters
 from kvreclaim.integrations.vllm.options import KEY, Options, is_bounded
@@ -29,23 +29,37 @@ WORKERS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": f"{OURS}.cpu_worker.ReclaimCPUWorker",
     "vllm.v1.worker.gpu_worker.Worker": f"{OURS}.gpu_worker.ReclaimWorker",
 }
+CENTRING_WORKERS = {
+    "vllm.v1.worker.cpu_worker.CPUWorker": f"{OURS}.cpu_worker.CentringCPUWorker",
+    "vllm.v1.worker.gpu_worker.Worker": f"{OURS}.gpu_worker.CentringWorker",
+}
+"""Workers with centred keys and without compression."""
 
 
 def take_over(config: Any) -> None:
     """Name our scheduler and worker, by async_scheduling. Idempotent. Raises: InvalidArgumentError."""
-    scheduler, parallel = config.scheduler_config, config.parallel_config
+    scheduler = config.scheduler_config
     if scheduler.scheduler_cls not in (*VLLM_SCHEDULERS, *SCHEDULERS.values()):
         raise InvalidArgumentError(
             f"kv_compression brings its own scheduler; got scheduler_cls = {scheduler.scheduler_cls!r}; "
             "leave --scheduler-cls out."
         )
-    if parallel.worker_cls not in (*WORKERS, *WORKERS.values()):
+    _take_worker(config.parallel_config, KEY, WORKERS)
+    scheduler.scheduler_cls = SCHEDULERS[bool(scheduler.async_scheduling)]
+
+
+def take_over_worker(config: Any) -> None:
+    """Name our worker of a configuration without compression. Idempotent. Raises: InvalidArgumentError."""
+    _take_worker(config.parallel_config, CENTRED, CENTRING_WORKERS)
+
+
+def _take_worker(parallel: Any, option: str, workers: Mapping[str, str]) -> None:
+    if parallel.worker_cls not in (*workers, *workers.values()):
         raise InvalidArgumentError(
-            f"kv_compression runs in the workers {', '.join(WORKERS)}; got worker_cls = "
+            f"{option} runs in the workers {', '.join(workers)}; got worker_cls = "
             f"{parallel.worker_cls!r}; leave --worker-cls out, or use a CPU or a CUDA build of vLLM."
         )
-    scheduler.scheduler_cls = SCHEDULERS[bool(scheduler.async_scheduling)]
-    parallel.worker_cls = WORKERS.get(parallel.worker_cls, parallel.worker_cls)
+    parallel.worker_cls = workers.get(parallel.worker_cls, parallel.worker_cls)
 
 
 def describe(config: Any) -> str:

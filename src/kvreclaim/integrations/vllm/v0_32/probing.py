@@ -18,11 +18,13 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.integrations.vllm.groups import full_layers, has_states
+from kvreclaim.integrations.vllm.v0_32.centring_side import CentredAttention
 from kvreclaim.model.rotation import frequencies_in, rotary_frequencies
 from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.rope_probe import POSITIONS, loudest
 
 CANDIDATES = 512
+WITHOUT_STATISTICS = "use a policy without statistics or queries, such as knorm, and leave out stats"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,8 +60,10 @@ class AttentionRecorder:
         return output
 
 
-def every_layer(runner: Any) -> list[Attention]:
+def decoder_layers(runner: Any, some: bool = False) -> list[Attention]:
     """The decoder's layers with attention, in the order of their index, without a drafter's.
+
+    some: whether other layers of the model have none
 
     Raises: UnsupportedModelError where a layer of the model keeps its state in no cache group.
     """
@@ -69,13 +73,20 @@ def every_layer(runner: Any) -> list[Attention]:
     by_index = {extract_layer_index(name): layer for name, layer in found.items()}
     expected = runner.model_config.hf_text_config.num_hidden_layers
     indices = sorted(by_index)
-    some = has_states(runner.kv_cache_config)
     if len(by_index) != len(found) or not (some or indices == list(range(expected))):
         raise UnsupportedModelError(
             f"{runner.model_config.model} has {len(found)} attention layers that vLLM pages, numbers "
             f"{indices}, but {expected} layers; use a model whose every layer is softmax attention."
         )
     return [by_index[index] for index in indices]
+
+
+def every_layer(runner: Any) -> list[Attention]:
+    """decoder_layers of a runner with a cache.
+
+    Raises: UnsupportedModelError, as decoder_layers does.
+    """
+    return decoder_layers(runner, has_states(runner.kv_cache_config))
 
 
 def attention_layers(runner: Any) -> list[Attention]:
@@ -137,8 +148,10 @@ def tensor_parallel() -> tuple[int, int]:
 
 
 @torch.inference_mode()
-def record(runner: Any, layers: Sequence[Attention]) -> list[Recorded]:
+def record(runner: Any, layers: Sequence[Attention], remedy: str = WITHOUT_STATISTICS) -> list[Recorded]:
     """Record every layer's inputs for one token at POSITIONS. All ranks must call it together.
+
+    remedy: what to do where that fails
 
     Raises: UnsupportedModelError if the model cannot be run so, or does not ask a layer.
     """
@@ -153,30 +166,28 @@ def record(runner: Any, layers: Sequence[Attention]) -> list[Recorded]:
     except Exception as error:  # whatever a model may raise: it is passed on, with what was tried
         raise UnsupportedModelError(
             f"{name} could not be run on one token to find how it encodes positions, or what its layers show "
-            f"({type(error).__name__}: {error}); use a policy without statistics or queries, such as knorm, "
-            "and leave out stats."
+            f"({type(error).__name__}: {error}); {remedy}."
         ) from error
     silent = [n for n, recorder in enumerate(recorders) if recorder.recorded is None]
     if silent:
-        raise UnsupportedModelError(
-            f"layers {silent} of {name} were not asked for attention; use a policy without statistics or "
-            "queries, such as knorm, and leave out stats."
-        )
+        raise UnsupportedModelError(f"layers {silent} of {name} did not run attention; {remedy}.")
     return [recorder.recorded for recorder in recorders if recorder.recorded is not None]
 
 
 @contextmanager
 def _recording(layers: Sequence[Attention]) -> Iterator[list[AttentionRecorder]]:
-    """Recorders in place of the layers' implementations, and queries as the model makes them."""
-    before = [(layer.impl, layer.query_quant) for layer in layers]
+    """Recorders in place of the layers' implementations, and queries and keys as the model makes them."""
+    before = [(layer.impl, layer.query_quant, type(layer)) for layer in layers]
     recorders = [AttentionRecorder(layer.impl) for layer in layers]
     try:
         for layer, recorder in zip(layers, recorders, strict=True):
             layer.impl, layer.query_quant = recorder, None
+            if isinstance(layer, CentredAttention):
+                layer.__class__ = Attention
         yield recorders
     finally:
-        for layer, (impl, query_quant) in zip(layers, before, strict=True):
-            layer.impl, layer.query_quant = impl, query_quant
+        for layer, (impl, query_quant, kind) in zip(layers, before, strict=True):
+            layer.impl, layer.query_quant, layer.__class__ = impl, query_quant, kind
 
 
 def _context(vllm_config: Any) -> Any:
