@@ -17,6 +17,7 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from kvreclaim.calibrate.calibration import calibrate
@@ -103,7 +104,7 @@ def check_rotations(model: torch.nn.Module) -> None:
 
 @contextmanager
 def loaded_by_vllm(path: Path, dtype: str = "bfloat16", **more: Any) -> Iterator[Any]:
-    """vLLM's model runner with the model in it, before there is a cache. more: of EngineArgs."""
+    """vLLM's model runner with the model and an empty cache. more: of EngineArgs."""
     config = EngineArgs(
         model=str(path),
         dtype=dtype,
@@ -120,7 +121,11 @@ def loaded_by_vllm(path: Path, dtype: str = "bfloat16", **more: Any) -> Iterator
             worker.init_device()
             worker.load_model()
         check_rotations(worker.get_model())
-        yield worker.model_runner
+        runner = worker.model_runner
+        specs = worker.get_kv_cache_spec()
+        group = KVCacheGroupSpec([*specs], next(iter(specs.values())))
+        runner.kv_cache_config = KVCacheConfig(num_blocks=0, kv_cache_tensors=[], kv_cache_groups=[group])
+        yield runner
     finally:
         cleanup_dist_env_and_memory()
 
@@ -135,7 +140,8 @@ def described(runner: Any, stats: Path | None, policy: str = "triattention") -> 
 
 
 def restored(runner: Any) -> bool:
-    return not any(isinstance(layer.impl, probing.Recorder) for layer in probing.attention_layers(runner))
+    layers = probing.attention_layers(runner)
+    return not any(isinstance(layer.impl, probing.AttentionRecorder) for layer in layers)
 
 
 @pytest.mark.parametrize("name", MODELS)
