@@ -22,7 +22,7 @@ from kvreclaim.engine.request.outputs import RequestOutput
 from kvreclaim.engine.speculative import companion_drafts as drafting
 from kvreclaim.errors import KVReclaimError
 from kvreclaim.sampling_params import SamplingParams
-from kvreclaim.schedule import Account, Footprint
+from kvreclaim.schedule import EvictionCounters, Footprint
 
 Document = tuple[list[int], int]
 """A prompt, and how many tokens its answer has."""
@@ -131,7 +131,7 @@ def simulate(agrees: Sequence[bool], footprint: Footprint, num_prompt: int, draf
     """Rounds with drafts over an answer, and the tokens that they bring: a draft is accepted where the
     compressed cache, given all tokens before, says the answer's next token. agrees: of the answer's tokens,
     the first of which is drawn from the prompt itself."""
-    account, place, num_rounds, num_tokens = Account(), 1, 0, 0
+    account, place, num_rounds, num_tokens = EvictionCounters(), 1, 0, 0
     while place < len(agrees):
         computed = num_prompt + place - 1
         if footprint.is_due(computed, num_prompt, account):
