@@ -65,9 +65,7 @@ def test_chunks_behind_the_prompt_end_where_pages_are_chosen():
     assert [every.tokens_until_pass(n, 150, account) for n in (160, 161, 167)] == [8, 7, 1]
     assert footprint("query").tokens_until_pass(161, 150, account) == 1
     assert footprint("pass").tokens_until_pass(190, 150, account) == 70
-    assert footprint("query").tokens_until_pass(120, 100, EvictionCounters()) == 40, (
-        "nothing has been evicted"
-    )
+    assert footprint("query").tokens_until_pass(120, 100, EvictionCounters()) == 40, "nothing evicted"
     assert footprint("query").tokens_until_pass(120, 150, account) == 30, "inside the prompt"
 
 

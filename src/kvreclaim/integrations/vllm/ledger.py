@@ -199,7 +199,6 @@ class Ledger:
         self.totals.snapshot_tokens += num_tokens if is_prompt else request.num_prompt_tokens
 
     def close(self, request_id: str) -> None:
-        """The request is over; its id may be used again."""
         self.records.pop(request_id, None)
 
     def figures(self, request: VllmRequest) -> dict[str, int] | None:

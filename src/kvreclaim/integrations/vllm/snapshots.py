@@ -152,9 +152,7 @@ class KVSnapshots:
         if all_prompt:
             uneven = self.ledger.records[request.request_id].footprint.eviction_method.uneven
             live = found.num_tokens - account.num_evicted
-            account = EvictionCounters(
-                account.num_evicted, 0 if uneven else live, last_computed=found.num_tokens
-            )
+            account = EvictionCounters(account.num_evicted, 0 if uneven else live, found.num_tokens)
         self.ledger.begin(request, account, found.num_tokens, all_prompt)
         shift = account.num_evicted
         self._news.begun.append(Begun(request.request_id, found.number, found.num_tokens, shift, all_prompt))
