@@ -48,11 +48,11 @@ def test_facts_stand_where_the_evidence_says_and_the_judged_tokens_are_their_cod
     quiz = task.write(random.Random(f"{task.kind}:0:3"))
     prompt = llm.tokenizer.decode(item.prompt)
     assert all(fact in prompt for fact in quiz.facts)
-    asked = quiz.questions[:1] if task.asks_first else quiz.questions
-    assert prompt.endswith(asked[0][0]) == task.asks_first
+    asked = quiz.questions[:1] if task.has_one_question else quiz.questions
+    assert prompt.endswith(asked[0][0]) == task.has_one_question
     said = llm.tokenizer.decode(item.continuation)
     judged = llm.tokenizer.decode([item.continuation[v.place] for v in item.payload])
-    if task.asks_first:
+    if task.has_one_question:
         assert said == asked[0][1]
         assert said.endswith(judged)
         assert len(item.payload) == len(item.continuation) - task.known
