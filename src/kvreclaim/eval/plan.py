@@ -173,7 +173,7 @@ class EvalPlan:
             changed = [name for name in given if getattr(self, name) != getattr(EvalPlan, name)]
             require(
                 not changed,
-                f"{', '.join(changed)} given beside max_loss, which chooses a budget and is measured with "
+                f"{', '.join(changed)} given with max_loss, which chooses a budget and is measured with "
                 "default settings; leave one out.",
                 "max_loss",
             )

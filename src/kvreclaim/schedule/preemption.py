@@ -58,7 +58,7 @@ class Preemptor(Generic[Seq]):
             first.followers = [seq for seq in group if seq is not first]
             first.seats = len(group)
             first.fork_at = common_length([seq.token_ids for seq in group])
-        assert len(group) == 1 or not unborn, f"sequence {first.seq_id} runs beside those that wait for it"
+        assert len(group) == 1 or not unborn, f"sequence {first.seq_id} runs next to its followers"
         self.state.waiting.add_back(first)
 
     def _preempt(

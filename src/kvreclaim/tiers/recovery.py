@@ -29,7 +29,7 @@ def latest(found: Iterable[Recovered]) -> list[Recovered]:
 
 
 def usable(found: Iterable[Recovered]) -> list[Recovered]:
-    """Return the last record of each key whose ancestors all exist, parents first.
+    """Return the last record of each key with all ancestors present, parents first.
 
     The parent is the record with the uid, key and depth named by the child, so prefixes with colliding keys
     keep their own children.

@@ -138,7 +138,7 @@ def fit(
     least = len(tokens(0))
     if least > most:
         raise InvalidArgumentError(
-            f"task {what} needs {least} tokens of prompt without any filler, but {most} are left beside the "
+            f"task {what} needs {least} tokens of prompt without any filler, but {most} are left next to the "
             "answer; raise the number of tokens or lower the answer's."
         )
     per_sentence = (len(tokens(16)) - least) / 16

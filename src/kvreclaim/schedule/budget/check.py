@@ -40,7 +40,7 @@ def _recall_problem(footprint: Footprint) -> str | None:
         )
     if budget - slots <= always:
         return (
-            f"budget is {budget} tokens, but {recall.blocks} recalled blocks of {size} beside {always} sinks "
+            f"budget is {budget} tokens, but {recall.blocks} recalled blocks of {size} with {always} sinks "
             f"and recent tokens leave no place; raise it above {always + slots}, or lower blocks"
         )
     least = max(slots, footprint.recent, footprint.window or 1)
