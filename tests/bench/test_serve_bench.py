@@ -147,7 +147,7 @@ def test_what_cannot_be_is_refused(file, peer, tmp_path):
     (tmp_path / "llama-server").unlink()
     result = bench("--model", file, *given, *GRID)
     assert result.exit_code == 2
-    assert "llama-server has to lie beside --llamacpp-python" in " ".join(result.stderr.split())
+    assert "llama-server must be next to --llamacpp-python" in " ".join(result.stderr.split())
     (tmp_path / "llama-server").write_text("#!/bin/sh\necho no such model\nexit 3\n")
     (tmp_path / "llama-server").chmod(0o755)
     result = bench("--model", file, *given, *GRID)

@@ -6,7 +6,7 @@ import pytest
 
 from kvreclaim.compression.spec.recall import parse_recall
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.schedule.budget.account import Account
+from kvreclaim.schedule.budget.account import EvictionCounters
 from kvreclaim.schedule.budget.check import check_blocks
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 from kvreclaim.schedule.budget.footprint import Footprint
@@ -60,12 +60,12 @@ def footprint(recall, **fields):
 
 
 def test_chunks_behind_the_prompt_end_where_pages_are_chosen():
-    account = Account(num_evicted=100)
+    account = EvictionCounters(num_evicted=100)
     every = footprint("tokens:8")
     assert [every.tokens_until_pass(n, 150, account) for n in (160, 161, 167)] == [8, 7, 1]
     assert footprint("query").tokens_until_pass(161, 150, account) == 1
     assert footprint("pass").tokens_until_pass(190, 150, account) == 70
-    assert footprint("query").tokens_until_pass(120, 100, Account()) == 40, "nothing has been evicted"
+    assert footprint("query").tokens_until_pass(120, 100, EvictionCounters()) == 40, "nothing evicted"
     assert footprint("query").tokens_until_pass(120, 150, account) == 30, "inside the prompt"
 
 

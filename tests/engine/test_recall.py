@@ -315,7 +315,7 @@ REFUSED = {
         {},
         {},
     ),
-    "verify is set beside recall": ({}, {"verify": True}, {}),
+    "verify is set with recall": ({}, {"verify": True}, {}),
     "loses nothing that could be recalled": ({"full_cache_host_size": 0.1}, {}, {}),
     "one sequence needs": ({"kv_recall_size": 1e-5}, {}, {}),
 }

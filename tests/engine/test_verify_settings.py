@@ -151,7 +151,7 @@ def test_policies_that_cannot_draft(policy, words, make_llm):
     ("policy", "words"),
     [
         ("quest", "policy quest holds on the device as much as the full cache"),
-        ("kvzap", "policy kvzap keeps scores beside the slots of the full cache"),
+        ("kvzap", "policy kvzap keeps scores next to the slots of the full cache"),
     ],
 )
 def test_policies_that_cannot_where_full_caches_lie_on_the_host(policy, words, make_llm):

@@ -1,4 +1,4 @@
-"""Text tasks with given answers: what is asked, what is judged, and where it stood."""
+"""Text tasks with given answers: questions, judged tokens, and the place of their evidence."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ def test_facts_stand_where_the_evidence_says_and_the_judged_tokens_are_their_cod
     quiz = task.write(random.Random(f"{task.kind}:0:3"))
     prompt = llm.tokenizer.decode(item.prompt)
     assert all(fact in prompt for fact in quiz.facts)
-    asked = quiz.questions[:1] if task.asks_first else quiz.questions
-    assert prompt.endswith(asked[0][0]) == task.asks_first
+    questions = quiz.questions[:1] if task.has_one_question else quiz.questions
+    assert prompt.endswith(questions[0][0]) == task.has_one_question
     said = llm.tokenizer.decode(item.continuation)
     judged = llm.tokenizer.decode([item.continuation[v.place] for v in item.payload])
-    if task.asks_first:
-        assert said == asked[0][1]
+    if task.has_one_question:
+        assert said == questions[0][1]
         assert said.endswith(judged)
         assert len(item.payload) == len(item.continuation) - task.known
     else:
-        assert said == "".join(head + answer for head, answer, _ in asked)
-        assert judged == "".join(answer for _, answer, _ in asked)
-    for head, answer, fact in asked:
+        assert said == "".join(head + answer for head, answer, _ in questions)
+        assert judged == "".join(answer for _, answer, _ in questions)
+    for head, answer, fact in questions:
         assert answer in quiz.facts[fact], head
     places = {round(v.evidence * NUM_TOKENS) for v in item.payload}
-    starts = {len(llm.tokenizer.encode(prompt[: prompt.index(quiz.facts[fact])])) for _, _, fact in asked}
+    starts = {len(llm.tokenizer.encode(prompt[: prompt.index(quiz.facts[fact])])) for _, _, fact in questions}
     assert all(min(abs(place - start) for start in starts) <= 3 for place in places)
 
 

@@ -74,5 +74,5 @@ def test_each_format_has_the_budgets_of_its_own_losses(tiny_dir) -> None:
 
 @pytest.mark.parametrize(("fields", "name"), [({"recent": 32}, "recent"), ({"budgets": (0.3,)}, "budgets")])
 def test_nothing_else_is_set_beside_it(fields, name) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"^{name} given beside max_loss"):
+    with pytest.raises(InvalidArgumentError, match=f"^{name} given with max_loss"):
         EvalPlan(max_loss=0.1, **fields)

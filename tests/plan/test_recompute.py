@@ -24,7 +24,7 @@ from kvreclaim.plan.recompute import (
 )
 from kvreclaim.plan.roofline import roofline
 from kvreclaim.plan.weights import WEIGHTS
-from kvreclaim.schedule.budget.account import Account
+from kvreclaim.schedule.budget.account import EvictionCounters
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 from kvreclaim.schedule.budget.footprint import Footprint
 
@@ -40,7 +40,7 @@ def walked(pairs: list[tuple[int, int]], rules: Footprint) -> list[float]:
     """Decoded tokens by blocks held: every sequence goes its way step by step, as the scheduler has it."""
     found: dict[int, int] = {}
     for prompt, output in pairs:
-        done, account = 0, Account()
+        done, account = 0, EvictionCounters()
         while done < prompt + output:
             left = prompt - done if done < prompt else 1
             done += min(left, rules.tokens_until_pass(done, prompt, account), rules.max_chunk)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvreclaim.schedule import Account, EvictionMethod, Footprint
+from kvreclaim.schedule import EvictionCounters, EvictionMethod, Footprint
 from kvreclaim.schedule.budget.footprint import budget_in_blocks
 
 
@@ -27,7 +27,7 @@ def random_footprint(rng: random.Random) -> Footprint:
 
 def walk(footprint: Footprint, num_prompt: int, length: int, rng: random.Random) -> tuple[list[int], int]:
     """Logical lengths at the passes of a sequence computed in random chunks, and the most slots it held."""
-    account, computed, passes, most = Account(), 0, [], 0
+    account, computed, passes, most = EvictionCounters(), 0, [], 0
     while computed < length:
         known = max(num_prompt, computed + 1)
         chunk = min(known - computed, footprint.tokens_until_pass(computed, num_prompt, account))
@@ -88,7 +88,7 @@ def test_aligned_passes_give_back_whole_blocks_wherever_chunks_fall(seed):
     footprint = Footprint(
         EvictionMethod.COMPACT, budget, rng.randrange(1, 40), block_size=size, max_chunk=chunk, aligned=True
     )
-    num_prompt, length, account, computed = rng.randrange(1, 300), 400, Account(), 0
+    num_prompt, length, account, computed = rng.randrange(1, 300), 400, EvictionCounters(), 0
     while computed < length:
         computed += rng.randint(1, max(1, min(chunk, num_prompt - computed)))
         live = computed - account.num_evicted

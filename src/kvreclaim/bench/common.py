@@ -1,4 +1,4 @@
-"""Parts shared by benchmarks: facts of the machine, alternating rounds, medians, tables, the JSON file."""
+"""Parts shared by benchmarks: machine facts, alternating rounds, medians, tables, the JSON file."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ Name = TypeVar("Name")
 Result = TypeVar("Result")
 Row = dict[str, Any]
 Columns = Mapping[str, str | Callable[[Row], str]]
-"""By heading, what a cell shows: a format with the row's keys in it, which is "-" where the row has none of
-one of them, or a function of the row."""
+"""Cells by heading: a format with the row's keys in it, which is "-" if the row lacks one of them, or a
+function of the row."""
 PACKAGES = ("kvreclaim", "torch", "transformers", "numpy", "triton")
 CPU_FLAGS = ("avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16")
 PIPE_WIDTH = 160
 
 
 def machine() -> Row:
-    """CPU, cores, the vector extensions that decide kernel speed, memory in GiB, GPU where there is one."""
+    """CPU, cores, the vector extensions that decide kernel speed, memory in GiB, GPU if there is one."""
     import torch
 
     cpu, flags = _cpu_info()
@@ -46,7 +46,7 @@ def machine() -> Row:
 
 
 def _cpu_info() -> tuple[str, set[str]]:
-    """Model name and feature flags; empty flags where the system does not say."""
+    """Model name and feature flags; empty flags if the system does not report them."""
     fields: dict[str, str] = {}
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
@@ -66,7 +66,7 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with "+" where files differ from it; None outside a checkout."""
+    """The checkout's commit, with "+" if files differ from it; None outside a checkout."""
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
         return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
@@ -82,7 +82,7 @@ def _git(*arguments: str) -> str:
 
 
 def report(rows: Sequence[Row], command: str, **extra: Any) -> Row:
-    """The file that every benchmark writes: machine, versions, commit, command, what is extra, rows."""
+    """Build the file that every benchmark writes: machine, versions, commit, command, extra fields, rows."""
     return {
         "machine": machine(),
         "versions": versions() | extra.pop("peer_versions", {}),
@@ -94,7 +94,7 @@ def report(rows: Sequence[Row], command: str, **extra: Any) -> Row:
 
 
 def alternate(runs: Mapping[Name, Callable[[], Result]], rounds: int) -> dict[Name, list[Result]]:
-    """Call every run once a round, beginning each round with the next one: results by name."""
+    """Call every run once a round, starting each round with the next one: results by name."""
     names = list(runs)
     results: dict[Name, list[Result]] = {name: [] for name in names}
     for turn in range(rounds):
@@ -116,7 +116,7 @@ def spread(values: Sequence[float]) -> float:
 
 
 def table(title: str, headings: Sequence[str], *, text_columns: int = 1) -> Table:
-    """A table whose first columns are words and whose others are numbers."""
+    """A table with leading columns of words and further columns of numbers."""
     made = Table(title=title)
     for i, heading in enumerate(headings):
         made.add_column(heading, justify="left" if i < text_columns else "right")
@@ -136,7 +136,7 @@ def _cell(column: str | Callable[[Row], str], row: Row) -> str:
 
 
 def sheet(title: str, columns: Columns, rows: Iterable[Row], *, text_columns: int = 1) -> Table:
-    """The table of these columns: see `table`."""
+    """Make a table of these columns: see `table`."""
     made = table(title, list(columns), text_columns=text_columns)
     for line in cells(columns, rows):
         made.add_row(*line)
@@ -144,13 +144,12 @@ def sheet(title: str, columns: Columns, rows: Iterable[Row], *, text_columns: in
 
 
 def markdown(headings: Collection[str], lines: Iterable[Iterable[str]]) -> str:
-    """A table as a document shows it."""
+    """Format a table for a document."""
     lines = [headings, ["---"] * len(headings), *lines]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def show(made: Table) -> None:
-    """Print a table."""
     wide_console().print(made)
 
 
@@ -161,5 +160,5 @@ def wide_console(*, stderr: bool = False) -> Console:
 
 
 def text(value: float | None, digits: int = 2, suffix: str = "") -> str:
-    """A number for a table; "-" where there is none."""
+    """Format a number for a table; "-" for None."""
     return "-" if value is None else f"{value:,.{digits}f}{suffix}"

@@ -1,34 +1,33 @@
 """Decode speed of kvreclaim and its peers over contexts and batches, on one model directory.
 
-What is measured: tokens per second of all sequences together while each decodes after `context` tokens in its
-cache. Prefill, start-up and the first token are outside of it in every system:
+Measured: tokens per second of all sequences together while each decodes after `context` cached tokens.
+Prefill, start-up and the first token are excluded in every system:
 
-- kvreclaim: the time of `engine.step()` calls that hold nothing but decodes. A slice of a compressing policy
-  is a whole number of intervals, so that each sequence is compressed as often as it would be for ever.
-- vLLM: the same with `LLMEngine.step()`, in its own process and environment, the engine core in that process
+- kvreclaim: the time of `engine.step()` calls with only decodes. A slice of a compressing policy is a whole
+  number of intervals, so that each sequence is compressed as often as in the long run.
+- vLLM: likewise with `LLMEngine.step()`, in its own process and environment, the engine core in that process
   (nothing runs ahead between two slices, and no second process competes for the cores).
-- llama.cpp: the time of llama_decode and of the choice of the likeliest tokens, in its own process too.
-- transformers `generate`: from the first new token to the last, by a stopping criterion that looks at the
+- llama.cpp: the time of llama_decode and of choosing the likeliest tokens, in its own process too.
+- transformers `generate`: from the first new token to the last, by a stopping criterion that reads the
   clock, on a DynamicCache that is cut back afterwards.
-- transformers continuous batching: on its own time stamps, from the last sequence's first token until the
+- transformers continuous batching: by its own time stamps, from the last sequence's first token until the
   first sequence ends; its prompts are sent anew for every slice.
 
-How the cache is filled. With fill "prefill" every system computes its prompts. With "synthetic", the default,
-each system admits, schedules and stores the prompts as ever, but the model's forward pass is replaced by
-writing random keys and values into the slots it is given (transformers' `generate` gets a cache object of
-random tensors; llama.cpp one whose keys and values repeat those of 512 computed tokens). Decoding costs the
-same whatever the numbers are, and 32 x 32k tokens take seconds instead of an hour, in every system alike.
-Prompts differ from the first token on, so no block is shared. While the last prompts are being filled the
-first ones may decode: their contexts are longer by at most `Point.overshoot`.
+Filling the cache: with fill "prefill" every system computes its prompts. With "synthetic", the default, each
+system admits, schedules and stores the prompts normally, but the model's forward pass is replaced by writing
+random keys and values into the given slots (transformers' `generate` gets a cache object of random tensors;
+llama.cpp one with the keys and values of 512 computed tokens repeated). Decoding costs the same for any
+numbers, and 32 x 32k tokens take seconds instead of an hour, in every system. Prompts differ from the first
+token on, so no block is shared. While the last prompts are being filled the first ones may decode: their
+contexts are longer by at most `Point.overshoot`.
 
-How it is timed. All systems that fit into memory together are open at once and take turns, `rounds` times,
-each round beginning with another one; the result is the median over rounds, and the spread (largest over
-smallest) is reported. Same threads, same dtype. What runs before the first round does not count. Slow systems
-get shorter slices. What would not fit into memory or into the time limit is reported as skipped, with the
-reason.
+Timing: all systems that fit into memory together are open at once and take turns, `rounds` times, each round
+starting with another one; the result is the median over rounds, with the spread (largest over smallest). Same
+threads, same dtype. Runs before the first round do not count. Slow systems get shorter slices. Systems that
+would exceed memory or the time limit are reported as skipped, with the reason.
 
-Nothing is timed before the systems have drawn the model's greedy tokens (verify.py); in a KV format that
-is not the model's own, those of the reference back-end in that format.
+Nothing is timed before the systems have drawn the model's greedy tokens (verify.py); in a KV format other
+than the model's, those of the reference back-end in that format.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ class DecodeResult:
 
 
 def make_system(plan: DecodePlan, name: str, setup: SystemSetup, points: list[Point]) -> System:
-    """A system by its name, loaded."""
+    """Load a system by its name."""
     if name == "transformers":
         return Generate(setup)
     if name == "transformers-cb":
@@ -151,11 +150,11 @@ def run(plan: DecodePlan, console: Console | None = None, *, check: bool = True)
         for length in plan.prompts:
             for row in time_prompt(plan, length, systems):
                 result.prompts.append(row | _facts(plan, systems[row["system"]], result.checks))
-                _tell(console, row)
+                _print_row(console, row)
         for point in grid:
             for row in time_point(plan, point, systems, paces):
                 result.rows.append(row | _facts(plan, systems[row["system"]], result.checks))
-                _tell(console, row)
+                _print_row(console, row)
     return result
 
 
@@ -170,7 +169,7 @@ def _facts(plan: DecodePlan, system: System, checks: list[TokenAgreement]) -> Ro
     }
 
 
-def _tell(console: Console, row: Row) -> None:
+def _print_row(console: Console, row: Row) -> None:
     where = f"prompt {row['prompt']:,}" if "prompt" in row else f"{row['context']:>7,} x {row['batch']:<3}"
     place = f"{where} {row['system']:24}"
     if row["tokens_per_s"] is None:
@@ -190,14 +189,14 @@ class Pace:
         self.per_token = here if not self.per_token else min(self.per_token, here)
 
     def forecast(self, point: Point) -> float:
-        """Seconds of a step at another point, if it costs as much per cached token as the best so far."""
+        """Seconds of a step at another point, with the best cost per cached token so far."""
         return self.per_token * point.context * point.batch
 
 
 def time_point(
     plan: DecodePlan, point: Point, systems: dict[str, System], paces: dict[str, Pace]
 ) -> list[Row]:
-    """One row for each system, skipped ones included."""
+    """Time a point. Returns: one row for each system, including skipped ones."""
     rows: dict[str, Row] = {}
     waiting = list(systems)
     while waiting:
@@ -212,7 +211,7 @@ def time_point(
 
 
 def _fitting(point: Point, systems: list[System]) -> tuple[list[str], str]:
-    """The first systems that can be open at once, and why the first of all cannot."""
+    """Return the first systems that can be open at once, or the reason why the first one cannot."""
     free = int(free_host_memory_bytes() * MEMORY_SHARE)
     group: list[str] = []
     for system in systems:
@@ -227,7 +226,7 @@ def _fitting(point: Point, systems: list[System]) -> tuple[list[str], str]:
 def _time_group(
     plan: DecodePlan, point: Point, systems: dict[str, System], paces: dict[str, Pace]
 ) -> dict[str, Row]:
-    """Open all, warm up, take turns, close all."""
+    """Open all, warm up, alternate, close all."""
     rows: dict[str, Row] = {}
     sessions: dict[str, Session] = {}
     steps: dict[str, int] = {}
@@ -253,7 +252,7 @@ def speed_of(session: Session, steps: int) -> float:
 
 
 def _warm_up(plan: DecodePlan, point: Point, system: System, session: Session, pace: Pace) -> int:
-    """Slices that do not count; repeated where others may have disturbed them.
+    """Run slices that do not count; repeated if other processes may have disturbed them.
 
     Returns: steps of the slices that count.
     """
@@ -273,7 +272,7 @@ def _warm_up(plan: DecodePlan, point: Point, system: System, session: Session, p
 
 
 def _total_s(plan: DecodePlan, step_s: float, steps: int) -> float:
-    """Seconds of all rounds with the fewest steps that may be timed."""
+    """Seconds of all rounds with the fewest steps allowed."""
     return step_s * max(2, steps) * plan.rounds
 
 

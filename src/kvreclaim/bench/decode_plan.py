@@ -28,7 +28,7 @@ class DecodePlan(PeersPlan):
     kv_cache_dtypes: each of `systems` runs in each of these KV formats; one in a named format is called
                      SYSTEM:FORMAT
     activations:     and with each of these activations of packed weights: SYSTEM@ACTIVATIONS
-    prompts:         prompt lengths of which the time to compute them is taken, too, alone and in turns
+    prompts:         prompt lengths with timed prefill, alone and alternating
     """
 
     systems: tuple[str, ...] = option(NAMES, "Our systems: full and policies, comma-separated.")
@@ -130,7 +130,7 @@ class DecodePlan(PeersPlan):
 
 
 def _is_ours(name: str) -> bool:
-    """Whether it is the full cache or a policy, as its name is written."""
+    """Whether a name is the full cache or a policy of kvreclaim."""
     if name.startswith(OURS) and name != NAMES[0]:
         traits(name.removeprefix(OURS))
     return name.startswith(OURS)

@@ -1,4 +1,4 @@
-"""How long the systems of the decode benchmark take to compute a prompt, alone, to its first token."""
+"""Time to first token of a single prompt, for the systems of the decode benchmark."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from kvreclaim.model.loader import read_config
 
 
 def vocab_size(model: Path) -> int:
-    """Tokens that it knows."""
     return int(read_config(model).get_text_config().vocab_size)
 
 
 def time_prompt(plan: DecodePlan, length: int, systems: Mapping[str, System]) -> list[Row]:
-    """One row for each system; prompts differ, so nothing is found in a cache. The first round does not
+    """Return one row for each system; prompts differ, so nothing is cached. The first round does not
     count."""
     size = vocab_size(plan.model)
     warm_up, *given = (random_prompts(1, length, size, seed) for seed in range(plan.rounds + 1))

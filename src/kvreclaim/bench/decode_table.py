@@ -1,4 +1,4 @@
-"""The decode benchmark's figures for people: speeds and the ratios that are asked of them."""
+"""Tables of the decode benchmark: speeds and ratios."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ RATIOS = (
     ("kvreclaim-triattention", "vllm"),
     ("kvreclaim-shares(surrogate)", "kvreclaim-surrogate"),
 )
-BESIDE = {"int8": "llamacpp:q8_0", "int4": "llamacpp:q4_0"}
+PEER_OF = {"int8": "llamacpp:q8_0", "int4": "llamacpp:q4_0"}
 SHORT = {"transformers-cb": "transf. CB", "vllm": "vLLM", "llamacpp": "llama.cpp"}
 
 
 def speeds(rows: Sequence[Row]) -> dict[tuple[int, int], dict[str, float | None]]:
-    """By (context, batch): tokens/s of each system, None where it was skipped."""
+    """Tokens/s of each system by (context, batch), None if it was skipped."""
     points: dict[tuple[int, int], dict[str, float | None]] = {}
     for row in rows:
         points.setdefault((row["context"], row["batch"]), {})[row["system"]] = row["tokens_per_s"]
@@ -34,21 +34,21 @@ def speeds(rows: Sequence[Row]) -> dict[tuple[int, int], dict[str, float | None]
 
 
 def ratio(systems: dict[str, float | None], over: str, under: str) -> float | None:
-    """Speed of `over` by the speed of `under`; None where one of them is missing."""
+    """Speed of `over` by the speed of `under`; None if one of them is missing."""
     a, b = systems.get(over), systems.get(under)
     return None if a is None or b is None else a / b
 
 
 def short(name: str) -> str:
-    """A system's name for a heading, its KV format and activations last."""
+    """Shorten a system's name for a heading, KV format and activations last."""
     system, *more = re.split("(?=@)|:", name)
     return " ".join([SHORT.get(system, system.removeprefix(OURS)), *more])
 
 
-def _alike(name: str, peer: str) -> bool:
-    """Whether one of ours keeps keys and values in about as many bits as that peer."""
+def _has_equal_bits(name: str, peer: str) -> bool:
+    """Whether one of our systems stores keys and values in about as many bits as that peer."""
     form = name.partition("@")[0].partition(":")[2]
-    return name.startswith(OURS) and BESIDE.get(form, "llamacpp") == peer
+    return name.startswith(OURS) and PEER_OF.get(form, "llamacpp") == peer
 
 
 def speed_table(rows: Sequence[Row]) -> Table:
@@ -62,17 +62,17 @@ def speed_table(rows: Sequence[Row]) -> Table:
 
 
 def ratio_table(rows: Sequence[Row]) -> Table:
-    """Ratios of the pairs that were measured, with the geometric mean and the least of each."""
+    """Ratios of the measured pairs, with the geometric mean and the least of each."""
     points = speeds(rows)
     names = list(dict.fromkeys(name for systems in points.values() for name in systems))
     coded = sorted(name for name in names if ":" in name and name.startswith(OURS))
-    wanted = (*RATIOS, *((name, name.partition(":")[0]) for name in coded))
-    wanted = (*wanted, *((name, f"{name.partition(':')[0]}:bf16") for name in coded))
+    compared = (*RATIOS, *((name, name.partition(":")[0]) for name in coded))
+    compared = (*compared, *((name, f"{name.partition(':')[0]}:bf16") for name in coded))
     peers = [name for name in names if name in LLAMACPP]
-    wanted = (*wanted, *((name, peer) for name in names for peer in peers if _alike(name, peer)))
+    compared = (*compared, *((name, peer) for name in names for peer in peers if _has_equal_bits(name, peer)))
     pairs = [
         pair
-        for pair in wanted
+        for pair in compared
         if pair[0] != pair[1] and any(ratio(s, *pair) is not None for s in points.values())
     ]
     made = table("ratios", ("context x batch", *(f"{short(a)} / {short(b)}" for a, b in pairs)))

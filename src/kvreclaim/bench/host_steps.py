@@ -1,7 +1,7 @@
-"""The host's part of a decode step, by phase: the forward pass is left out.
+"""The host's part of a decode step, by phase, without the forward pass.
 
-On a GPU a decode step replays a graph. Here the graph computes nothing and gives the same logits each time,
-so what is left is what the host does: schedule, fill the graph's inputs, draw, append, detokenize.
+On a GPU a decode step replays a graph. Here the graph computes nothing and returns the same logits each time,
+which leaves the host's work: schedule, fill the graph's inputs, sample, append, detokenize.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ WARM_UP = 8
 
 @contextmanager
 def without_forward(llm: LLM) -> Iterator[DecodeGraphs]:
-    """While it lasts, a decode step replays a graph that computes nothing: its inputs are filled, and its
-    logits are the same random numbers each time."""
+    """Replace a decode step's graph by one that computes nothing: its inputs are filled, and its logits are
+    the same random numbers each time."""
     engine, runner = llm.engine, llm.engine.runner
     assert engine.config.max_model_len is not None, "the engine's limits are set"
     generator = torch.Generator().manual_seed(1)
@@ -56,7 +56,7 @@ def without_forward(llm: LLM) -> Iterator[DecodeGraphs]:
 
 
 def python_calls(work: Callable[[], Any]) -> int:
-    """Count the calls of Python functions while `work` runs; a generator counts whenever it goes on."""
+    """Count the calls of Python functions during `work`; each resumption of a generator counts."""
     count = 0
 
     def note(frame: FrameType, event: str, arg: Any) -> None:
@@ -75,11 +75,11 @@ def python_calls(work: Callable[[], Any]) -> int:
 def run(plan: DecodePlan) -> list[Row]:
     """Decode at every point of the plan under every one of kvreclaim's systems.
 
-    Returns: rows with `ms`, for each of PHASES the median milliseconds of a step: prepare is taking in the
-        plan, and its blocks; build batch is filling the graph's inputs; sample is checking logits and
-        drawing; done is committing what was computed; process is appending, detokenizing and ending; compress
-        is finding out that no pass is due. `median_ms` is a step's median without timers, and `calls` are its
-        Python calls. Steps with passes are left out.
+    Returns: rows with `ms`, for each of PHASES the median milliseconds of a step: prepare covers the plan
+        and its blocks; build batch fills the graph's inputs; sample checks logits and samples; done commits
+        the computed tokens; process appends, detokenizes and ends; compress finds that no pass is due.
+        `median_ms` is a step's median without timers, and `calls` are its Python calls. Steps with passes
+        are excluded.
     """
     return [_measure(plan, name, point) for name in plan.systems for point in plan.points()]
 
@@ -105,7 +105,7 @@ def _measure(plan: DecodePlan, name: str, point: Point) -> Row:
     with closing(system.open(point)) as session, without_forward(system.llm) as graphs:
 
         def steps(count: int, step: Callable[[], Any]) -> Iterator[tuple[Any, float]]:
-            """The result and the milliseconds of each step without passes."""
+            """Yield the result and the milliseconds of each step without passes."""
             for _ in range(count):
                 passes, started = engine.totals.compactions, perf_counter()
                 result, elapsed_ms = step(), 1e3 * (perf_counter() - started)
@@ -133,7 +133,7 @@ def _measure(plan: DecodePlan, name: str, point: Point) -> Row:
 
 
 def _split(seconds: dict[str, float], step_ms: float) -> dict[str, float]:
-    """Phases that do not overlap, from timers that lie inside each other."""
+    """Compute disjoint phases from nested timers."""
     clock = {part: 1e3 * value for part, value in seconds.items()}
     draw = clock.get("draw", 0.0)
     found = {
@@ -145,7 +145,7 @@ def _split(seconds: dict[str, float], step_ms: float) -> dict[str, float]:
 
 
 def host_table(rows: Sequence[Row]) -> Table:
-    """For people: a line for each point, milliseconds by phase."""
+    """A table with a line for each point, milliseconds by phase."""
     headings = ("system", "context x batch", "step", *PHASES, "calls")
     made = table("host time of a decode step, ms", headings, text_columns=2)
     for row in rows:

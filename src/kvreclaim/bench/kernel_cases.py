@@ -1,4 +1,4 @@
-"""The ops that are timed: how each is called, and what it must move and compute."""
+"""The timed ops: their calls, and the bytes and operations they require."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class KernelCase:
     """One op at one shape.
 
     run:        one layer's call on a filled cache, by layer
-    moved:      bytes of one call that have to be read, or read and written, whatever the kernel
+    moved:      bytes of one call that any kernel has to read, or read and write
     against:    the bandwidth that `moved` is compared with
     flops:      of one call, for ops that arithmetic may bound; 0 elsewhere
     all_layers: it does all layers in one call
-    result:     what is compared after a run, by layer; None: what the run returned
+    result:     compared after a run, by layer; None: the returned tensor
     """
 
     op: str
@@ -55,7 +55,7 @@ def attention(shape: KernelShape) -> KernelCase:
 
 
 def column_sums(shape: KernelShape) -> KernelCase:
-    """The attention mass of the same step, a second pass over the keys."""
+    """The attention mass of that step, a second pass over the keys."""
     plain, q = attention(shape), _queries(shape)
 
     def run(filled: Filled, layer: int) -> Tensor:
@@ -79,7 +79,7 @@ def triattention(shape: KernelShape) -> KernelCase:
 
 
 def mixture(shape: KernelShape) -> KernelCase:
-    """16 centres at 5 offsets, the policy's usual."""
+    """The policy's default: 16 centres at 5 offsets."""
     heads = shape.kv_heads * GROUP
     centers = _fp32((heads, CENTERS, OFFSETS, shape.head_dim)).to(shape.device)
     variances = _fp32((heads, CENTERS, shape.head_dim)).square().to(shape.device) * 0.1
@@ -113,7 +113,7 @@ def surrogate(shape: KernelShape) -> KernelCase:
 
 
 def write(shape: KernelShape) -> KernelCase:
-    """New tokens of a prefill chunk to their slots; the tokens stay as they were."""
+    """Write new tokens of a prefill chunk to their slots; the tokens stay unchanged."""
     sources: dict[int, tuple[Tensor, Tensor]] = {}
 
     def run(filled: Filled, layer: int) -> None:
@@ -137,7 +137,7 @@ def gather(shape: KernelShape) -> KernelCase:
 
 
 def compact(shape: KernelShape, budget: int) -> KernelCase:
-    """One sequence's survivors of a pass, other ones in each layer and head, slide together in place."""
+    """Move one sequence's survivors of a pass, different in each layer and head, together in place."""
     generator = torch.Generator().manual_seed(3)
     order = torch.rand(shape.layers, shape.kv_heads, shape.context, generator=generator).argsort(-1)
     kept = order[..., :budget].sort(-1).values.to(shape.device)
@@ -171,8 +171,8 @@ def _queries(shape: KernelShape) -> Tensor:
 
 
 def standard(device: str = "cpu", formats: Sequence[str] = ("auto",)) -> Iterator[KernelCase]:
-    """The cases of `kvreclaim bench kernels`. formats: of K/V under bf16 queries; of fp32 ones
-    there are cases only where none is named."""
+    """The cases of `kvreclaim bench kernels`. formats: of K/V under bf16 queries; cases with fp32 queries
+    exist only if no format is named."""
     for dtype in (torch.bfloat16, torch.float32) if tuple(formats) == ("auto",) else (torch.bfloat16,):
         for head_dim in (64, 128):
             for context, batch in ((1024, 1), (16_384, 8), (65_536, 1)):

@@ -1,4 +1,4 @@
-"""The shapes that the kernels are timed at, and caches that are filled alike in every back-end."""
+"""Shapes for kernel timing, and caches filled equally in every back-end."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class KernelShape:
     """batch sequences of context tokens each, blocks in random order.
 
     dtype:     of queries, and of keys and values before they are stored
-    kv_format: how they are stored; "auto": in their dtype
+    kv_format: of the stored ones; "auto": their dtype
     queries:   new tokens of each
-    turns:     as many such sets, which calls take in turn, so that one is read from memory as it is when a
-               sequence is compressed once in a while
+    turns:     number of such sets, used in rotation, so that each is read from memory as it is when a
+               sequence is compressed occasionally
     """
 
     context: int
@@ -63,7 +63,7 @@ class KernelShape:
 
     @property
     def plain_bytes(self) -> int:
-        """The same before they are stored."""
+        """Bytes of the keys, or of the values, before they are stored."""
         return self.batch * self.context * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     def facts(self) -> tuple[LayerFacts, ...]:
@@ -126,15 +126,15 @@ class Filled:
 
     @property
     def one(self) -> Tensor:
-        """[blocks] int64 of the sequence whose turn it is, for ops that take one sequence."""
+        """[blocks] int64 of the current sequence, for ops that take one sequence."""
         return self.ids[self.turn * self.shape.batch]
 
     def paged(self, layer: int, num_tokens: int | None = None) -> PagedTokens:
-        """The first tokens of that sequence; None: all."""
+        """The current sequence's first tokens; None: all."""
         return PagedTokens(self.cache.layers[layer], self.one, num_tokens or self.shape.context)
 
     def gather(self, layer: int, num_tokens: int) -> Tensor:
-        """[2, K, num_tokens, D]: what the table of the sequence holds whose turn it is."""
+        """[2, K, num_tokens, D]: contents of the current sequence's table."""
         return torch.stack(self.backend.gather_tokens(self.paged(layer, num_tokens)))
 
     @cached_property

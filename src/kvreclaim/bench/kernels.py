@@ -1,13 +1,13 @@
 """Kernel speed as a share of the machine's: bytes that must move over the time they take.
 
-Every case is first computed by the reference on the same keys and values, stored in the same format, and
-compared; nothing is timed while one differs. Calls go through several layers (and sequences, where an op
-takes one) in turn, so that what they read has left the near caches, as it has in a decode step. The same op
-at the same shape in several formats is timed in turns, round by round, so that whoever else uses the machine
-slows them alike; `times_bf16` is the ratio of the medians. The machine's bandwidth is measured before and
-after, and the better figure of each kind counts: others that use the machine only lower it.
+Every case is first compared with the reference on the same keys and values, stored in the same format;
+nothing is timed while one differs. Calls rotate through several layers (and sequences, if an op takes one),
+so that their data has left the near caches, as in a decode step. One op at one shape in several formats is
+timed in alternation, round by round, so that other load on the machine affects all equally; `times_bf16` is
+the ratio of the medians. The machine's bandwidth is measured before and after, and the better figure counts:
+other load only lowers it.
 
-On CUDA the calls are captured in a graph and timed by events, so that a row says what the kernel takes;
+On CUDA the calls are captured in a graph and timed by events, so that a row shows the kernel's time;
 `host_us` is the host's time to launch it from Python, outside graphs.
 """
 
@@ -52,7 +52,7 @@ COLUMNS: Columns = {
 
 
 class WrongKernelError(KVReclaimError, RuntimeError):
-    """A kernel's result is not the reference's."""
+    """A kernel's result differs from the reference's."""
 
 
 def run(
@@ -66,8 +66,8 @@ def run(
     """Check every case, then time every case. Raises: WrongKernelError naming the first that differs.
 
     Returns: rows with op, shape, kv_cache_dtype, us (of one layer's call; of all layers for compaction),
-        gb_s, read_share or copy_share, gflop_s and flop_share where arithmetic counts, error, spread over the
-        rounds, times_bf16 where the same was timed in bf16; and what the machine gives.
+        gb_s, read_share or copy_share, gflop_s and flop_share if arithmetic counts, error, spread over the
+        rounds, times_bf16 if bf16 was timed as well; and the machine's speed.
     """
     chosen = list(standard(device) if cases is None else cases)
     errors = {case: check(case, _backend(kernels, case)) for case in chosen}
@@ -80,7 +80,7 @@ def run(
 
 
 def _groups(cases: Sequence[KernelCase]) -> list[list[KernelCase]]:
-    """Group the cases that differ in their format alone."""
+    """Group the cases that differ only in their format."""
     found: dict[Any, list[KernelCase]] = {}
     for case in cases:
         found.setdefault((case.op, replace(case.shape, kv_format="auto")), []).append(case)
@@ -127,14 +127,14 @@ def _result(case: KernelCase, backend: Any, shape: KernelShape) -> Tensor:
     return found.float()
 
 
-def _difference(got: Tensor, wanted: Tensor) -> float:
-    if got.shape != wanted.shape or not bool(got.isfinite().all()):
+def _difference(got: Tensor, expected: Tensor) -> float:
+    if got.shape != expected.shape or not bool(got.isfinite().all()):
         return float("inf")
-    return float((got - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30))
+    return float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
 
 
 def _time(cases: list[KernelCase], kernels: str, repeats: int) -> dict[KernelCase, Row]:
-    """Rows of cases that are timed in turns, by median."""
+    """Time cases in alternation. Returns: rows with medians."""
     backends = {case: _backend(kernels, case) for case in cases}
     slices = {case: _slice(case, backend) for case, backend in backends.items()}
     rounds = alternate({case: call_s for case, (call_s, _) in slices.items()}, repeats)
@@ -170,7 +170,7 @@ def _slice(case: KernelCase, backend: Backend) -> tuple[Callable[[], float], Row
 
 
 def captured(work: Callable[[], object]) -> tuple[Callable[[], object], bool]:
-    """A replay of the work's CUDA graph and True; the work itself and False where it cannot be captured."""
+    """Return a replay of the work's CUDA graph and True; or the work and False if it can't be captured."""
     from kvreclaim.engine.execute.graphs import CudaCapture
 
     def run() -> Tensor:
@@ -202,7 +202,7 @@ def _row(case: KernelCase, backend: Backend, call_s: float) -> Row:
 
 
 def _share(row: Row, case: KernelCase, machine: MachineSpeed) -> Row:
-    """The row with what it reaches of the machine's bandwidth and arithmetic."""
+    """Add the shares of the machine's bandwidth and arithmetic to a row."""
     peak = machine.read_gb_s if case.against == "read" else machine.copy_gb_s
     row = row | {f"{case.against}_share": row["gb_s"] / peak}
     if case.flops:
@@ -212,7 +212,6 @@ def _share(row: Row, case: KernelCase, machine: MachineSpeed) -> Row:
 
 
 def rows_table(rows: list[Row], machine: MachineSpeed) -> Table:
-    """For people."""
     title = (
         f"kernels; read {machine.read_gb_s:.1f}, copy {machine.copy_gb_s:.1f} GB/s, "
         f"{machine.gflop_s:.0f} GFLOP/s in fp32"
@@ -221,7 +220,7 @@ def rows_table(rows: list[Row], machine: MachineSpeed) -> Table:
 
 
 BUFFER_BYTES = 512 * 2**20
-"""Many times any cache."""
+"""Many times the size of any cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +240,7 @@ class MachineSpeed:
 
 
 def measure(*, device: str = "cpu", buffer_bytes: int = BUFFER_BYTES, repeats: int = 5) -> MachineSpeed:
-    """The best of several ways to stream, each at its median; threads are torch's."""
+    """Measure several ways to stream, each by its median, and take the best; threads are torch's."""
     source = torch.ones(buffer_bytes // 8, dtype=torch.int64, device=device)
     target = torch.empty_like(source)
     read = min(median_time(way, device, repeats) for way in _readers(source))
@@ -250,14 +249,14 @@ def measure(*, device: str = "cpu", buffer_bytes: int = BUFFER_BYTES, repeats: i
 
 
 def median_time(work: Callable[[], object], device: str, repeats: int = 5) -> float:
-    """Median seconds of one call after one that does not count."""
+    """Median seconds of one call, after one warm-up."""
     timed(work, device)
     return median(timed(work, device) for _ in range(repeats))
 
 
 def timed(work: Callable[[], object], device: str) -> float:
-    """Seconds of one call. On CUDA by events, behind a call that does not count: the GPU is not idle when the
-    first event is recorded, so launches from the host do not count if they are faster than the work."""
+    """Seconds of one call. On CUDA by events, after a warm-up call: the GPU is busy when the first event is
+    recorded, so launches from the host do not count if they are faster than the work."""
     if not is_cuda(device):
         return seconds(work)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -274,7 +273,7 @@ def is_cuda(device: str) -> bool:
 
 
 def _readers(source: Tensor) -> list[Callable[[], object]]:
-    """Reductions over a large tensor in the types that torch reduces fastest; what computes least wins."""
+    """Reductions over a large tensor in the types that torch reduces fastest; the cheapest wins."""
     floats = source.view(torch.float32).view(64, -1)
     return [
         lambda: source.sum(),

@@ -1,4 +1,4 @@
-"""How long a model file takes to load, beside llama.cpp, and what it takes in memory."""
+"""Loading time of a model file, compared with llama.cpp, and its memory."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ print(json.dumps({"load_s": elapsed_s, "resident_bytes": process.memory_info().r
 
 
 def time_loading(plan: DecodePlan) -> list[Row]:
-    """Ours and llama.cpp's in turns, each time in a new process that has imported what it needs; the fastest
-    of plan.rounds. The file is in the page cache from the second round on at the latest."""
+    """Alternate our loading and llama.cpp's, each in a new process with imports done; the fastest of
+    plan.rounds. The file is in the page cache from the second round on."""
 
     def ours() -> Row:
         given = [str(plan.model), plan.dtype, str(plan.threads)]
@@ -41,8 +41,8 @@ def time_loading(plan: DecodePlan) -> list[Row]:
         )
         if done.returncode:
             raise InvalidArgumentError(f"{plan.model} cannot be loaded: {done.stderr.strip()[-500:]}")
-        told: Row = json.loads(done.stdout.splitlines()[-1])
-        return told
+        row: Row = json.loads(done.stdout.splitlines()[-1])
+        return row
 
     def theirs() -> Row:
         name = "llamacpp"
@@ -53,13 +53,12 @@ def time_loading(plan: DecodePlan) -> list[Row]:
 
     found = alternate({"kvreclaim": ours, "llama.cpp": theirs}, plan.rounds)
     return [
-        {"system": name, **min(told, key=lambda row: float(row["load_s"])), "rounds": plan.rounds}
-        for name, told in found.items()
+        {"system": name, **min(times, key=lambda row: float(row["load_s"])), "rounds": plan.rounds}
+        for name, times in found.items()
     ]
 
 
 def loading_table(rows: list[Row]) -> Table:
-    """For people."""
     columns: Columns = {
         "system": "{system}",
         "seconds": "{load_s:.2f}",

@@ -1,11 +1,10 @@
-"""One pool, many long requests: how many run at once, what is preempted, how long it takes.
+"""One pool, many long requests: concurrency, preemptions and time.
 
 Each system serves the same requests (random prompts, fixed output length, end tokens ignored) from a pool of
-the same bytes and admits them as it does by itself. `fits_at_once` is how many of them the pool carries to
-their ends together without a preemption: blocks in the pool over the most blocks that one request held.
-`mean_running` is the mean over steps while requests were waiting, when the pool is the limit (over all steps
-where none ever waited): without compression it counts requests that are admitted while short and preempted
-later.
+the same bytes with its own admission. `fits_at_once` is how many of them the pool holds to their ends without
+a preemption: blocks in the pool over the most blocks of one request. `mean_running` is the mean over steps
+while requests were waiting, when the pool is the limit (over all steps if none ever waited): without
+compression it counts requests that are admitted while short and preempted later.
 """
 
 from __future__ import annotations
@@ -38,20 +37,20 @@ def pool_tokens(plan: MemoryPlan) -> int:
 
 
 def run(plan: MemoryPlan, console: Console) -> list[Row]:
-    """Serve the requests under each policy, and by vLLM where its interpreter is named."""
+    """Serve the requests under each policy, and by vLLM if its interpreter is given."""
     rows = []
     for policy in plan.policies:
         rows.append(_ours(plan, policy))
-        _tell(console, rows[-1])
+        _print_row(console, rows[-1])
     if plan.vllm_python is not None:
         rows.append(_vllm(plan, plan.vllm_python))
-        _tell(console, rows[-1])
+        _print_row(console, rows[-1])
     fits = {row["system"]: row["fits_at_once"] for row in rows}
     whole = fits.get("kvreclaim-full")
     return [row | {"ratio_to_full": row["fits_at_once"] / whole if whole else None} for row in rows]
 
 
-def _tell(console: Console, row: Row) -> None:
+def _print_row(console: Console, row: Row) -> None:
     console.print(
         f"{row['system']}: {row['elapsed_s']:.1f} s, {row['fits_at_once']} fit at once", style="dim"
     )
@@ -154,7 +153,6 @@ def _row(
 
 
 def memory_table(rows: Sequence[Row]) -> Table:
-    """For people."""
     first = rows[0]
     title = (
         f"{first['requests']} requests of {first['prompt']:,} + {first['output']:,} tokens, "

@@ -1,4 +1,4 @@
-"""Timers put around parts of the engine from outside and taken off again; nothing in it knows of them."""
+"""Timers that wrap parts of the engine from outside and can be removed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from unittest.mock import patch
 
 @dataclass(slots=True)
 class PartTimer:
-    """Seconds by part; parts may lie inside each other and each counts the whole of its own time."""
+    """Seconds by part; nested parts each count their full time."""
 
     total: dict[str, float] = field(default_factory=dict)
 
     def timed(self, part: str, work: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, on the clock."""
+        """Wrap a function with the timer."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             started = perf_counter()
@@ -29,14 +29,14 @@ class PartTimer:
         return run
 
     def take(self) -> dict[str, float]:
-        """The seconds so far; the clock starts anew."""
+        """Return and reset the seconds."""
         found, self.total = self.total, {}
         return found
 
 
 @contextmanager
 def timers(clock: PartTimer, parts: list[tuple[Any, str, str]]) -> Iterator[None]:
-    """While it lasts, every (owner, attribute, part) is on the clock. Owners are modules or instances."""
+    """Time every (owner, attribute, part) during the block. Owners are modules or instances."""
     with ExitStack() as stack:
         for owner, name, part in parts:
             stack.enter_context(patch.object(owner, name, clock.timed(part, getattr(owner, name))))
@@ -44,7 +44,7 @@ def timers(clock: PartTimer, parts: list[tuple[Any, str, str]]) -> Iterator[None
 
 
 class TimedOps:
-    """A back-end whose functions are on the clock, by their names."""
+    """A back-end with timed functions, by their names."""
 
     def __init__(self, backend: Any, clock: PartTimer) -> None:
         self._backend, self._clock = backend, clock

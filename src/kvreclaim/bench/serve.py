@@ -1,5 +1,5 @@
-"""Throughput through HTTP beside the same engine's without it and beside other servers, and time to first
-token under load."""
+"""Throughput through HTTP compared with the engine alone and with other servers, and time to first token
+under load."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.table import Table
 
 from kvreclaim.bench.common import Columns, Row, alternate, seconds, sheet, spread
 from kvreclaim.bench.plans import LLAMACPP, ServePlan
-from kvreclaim.bench.serve_client import Ask, StreamedAnswer, ask_all
+from kvreclaim.bench.serve_client import StreamedAnswer, TimedPrompt, send_all
 from kvreclaim.bench.systems.base import SkipPoint, random_prompts
 from kvreclaim.bench.systems.llamacpp_server import LlamaCppServer
 from kvreclaim.bench.systems.ours_server import NAME, KvreclaimServer
@@ -31,7 +31,7 @@ from kvreclaim.sampling_params import SamplingParams
 Server = TypeVar("Server", bound=ServerProcess)
 OURS = "kvreclaim"
 JUDGED = (8, 96, 24)
-"""Prompts, and the most tokens of each and of its answer, whose greedy tokens a judge looks at."""
+"""Prompts, and the most tokens of each and of its answer, for the check of greedy tokens."""
 
 
 class DifferentAnswersError(KVReclaimError):
@@ -39,18 +39,18 @@ class DifferentAnswersError(KVReclaimError):
 
 
 def run(plan: ServePlan) -> tuple[list[Row], list[TokenAgreement]]:
-    """All sides at every number of streams, in turns; prefix caching is off on all of them. Before, every
-    answer of ours is found equal in float32, and peers draw tokens of the same model.
+    """Measure all sides at every number of streams, alternating, with prefix caching off. Before, our answers
+    must be equal in float32, and peers must draw tokens of the same model.
 
     Returns: rows, one a system: ours with `offline` and `http` tokens/s (medians), `ratio`, the median of the
-    rounds' own (`ratio_of_rounds`, sorted: where a machine is faster for a while it is so for both), and
-    `other_answers` in plan.dtype before measuring; a peer's with `http` and `times`, how many times as fast
-    ours is, in the same way; all with `ttft_p50_ms` and `ttft_p99_ms` over all streams of all
-    rounds, and `itl_p50_ms`, `itl_p99_ms` between two pieces of a stream. And what the judge found, where
-    there are peers. Raises: DifferentAnswersError, WrongTokensError.
+    rounds' own (`ratio_of_rounds`, sorted: drifts of the machine affect both), and `other_answers` in
+    plan.dtype before measuring; a peer's with `http` and `times`, how many times as fast ours is, likewise;
+    all with `ttft_p50_ms` and `ttft_p99_ms` over all streams of all rounds, and `itl_p50_ms`, `itl_p99_ms`
+    between two pieces of a stream. And the judge's checks, if there are peers.
+    Raises: DifferentAnswersError, WrongTokensError.
     """
     exact = replace(plan, dtype="float32")
-    if plan != exact:  # in others rounding depends on who shares a step: near-ties fall either way
+    if plan != exact:  # in other dtypes rounding depends on the batch: near-ties fall either way
         with _serving(KvreclaimServer(exact)) as server:
             _verify(exact, _engine(exact), server.url)
     with ExitStack() as stack:
@@ -71,7 +71,7 @@ def run(plan: ServePlan) -> tuple[list[Row], list[TokenAgreement]]:
 
 @contextmanager
 def _serving(server: Server) -> Iterator[Server]:
-    """While it is healthy. Raises: InvalidArgumentError if it does not get so."""
+    """Yield a healthy server. Raises: InvalidArgumentError if it does not become healthy."""
     with closing(server):
         try:
             server.wait()
@@ -113,38 +113,39 @@ def _judge(plan: ServePlan, llm: LLM, peers: dict[str, LlamaCppServer]) -> list[
     drawn |= {name: peer.generate(prompts, num_tokens) for name, peer in peers.items()}
     judge, checks = PackedReferee(plan.model), []
     for name, answers in drawn.items():
-        told = [i for i, answer in enumerate(answers) if answer]  # a peer may end at once
-        asked, answered = [prompts[i] for i in told], [answers[i] for i in told]
-        checks.append(judge.judge(name, plan.dtype, asked, answered))
+        answered_at = [i for i, answer in enumerate(answers) if answer]  # a peer may end at once
+        given, answered = [prompts[i] for i in answered_at], [answers[i] for i in answered_at]
+        checks.append(judge.judge(name, plan.dtype, given, answered))
     require_agreement(checks)
     return checks
 
 
-def _asks(plan: ServePlan, llm: LLM, count: int, seed: int) -> list[Ask]:
+def _load(plan: ServePlan, llm: LLM, count: int, seed: int) -> list[TimedPrompt]:
     rng = random.Random(seed)
     size = llm.tokenizer.vocab_size
     return [
-        Ask([rng.randrange(5, size) for _ in range(plan.num_prompt)], plan.num_output) for _ in range(count)
+        TimedPrompt([rng.randrange(5, size) for _ in range(plan.num_prompt)], plan.num_output)
+        for _ in range(count)
     ]
 
 
-def _offline(llm: LLM, asks: list[Ask]) -> list[str]:
-    params = [SamplingParams(temperature=0.0, max_tokens=ask.num_tokens, ignore_eos=True) for ask in asks]
-    return [output.outputs[0].text for output in llm.generate([ask.prompt for ask in asks], params)]
+def _offline(llm: LLM, load: list[TimedPrompt]) -> list[str]:
+    params = [SamplingParams(temperature=0.0, max_tokens=item.num_tokens, ignore_eos=True) for item in load]
+    return [output.outputs[0].text for output in llm.generate([item.prompt for item in load], params)]
 
 
-def _http(base_url: str, asks: list[Ask]) -> tuple[list[StreamedAnswer], float]:
-    return asyncio.run(ask_all(base_url, NAME, asks))
+def _http(base_url: str, load: list[TimedPrompt]) -> tuple[list[StreamedAnswer], float]:
+    return asyncio.run(send_all(base_url, NAME, load))
 
 
 def _verify(plan: ServePlan, llm: LLM, base_url: str, *, strict: bool = True) -> dict[int, int]:
-    """Also warms both up. Returns: answers that differ, by number of streams. Raises: DifferentAnswersError
-    for the first one, if strict."""
+    """Compare HTTP with the engine; also warms both up. Returns: differing answers by number of streams.
+    Raises: DifferentAnswersError for the first one, if strict."""
     others = {}
     for num_streams in plan.streams:
-        asks = _asks(plan, llm, num_streams, seed=-1)
-        expected, told = _offline(llm, asks), _http(base_url, asks)[0]
-        wrong = [i for i, answer in enumerate(told) if answer.text != expected[i]]
+        load = _load(plan, llm, num_streams, seed=-1)
+        expected, streamed = _offline(llm, load), _http(base_url, load)[0]
+        wrong = [i for i, answer in enumerate(streamed) if answer.text != expected[i]]
         others[num_streams] = len(wrong)
         if wrong and strict:
             raise DifferentAnswersError(
@@ -157,15 +158,15 @@ def _verify(plan: ServePlan, llm: LLM, base_url: str, *, strict: bool = True) ->
 def _measure(plan: ServePlan, llm: LLM, urls: dict[str, str], num_streams: int) -> list[Row]:
     """The row of each server, ours first."""
     answers: dict[str, list[StreamedAnswer]] = {name: [] for name in urls}
-    rounds = [_asks(plan, llm, num_streams, seed=plan.seed + turn + 1) for turn in range(plan.rounds)]
+    rounds = [_load(plan, llm, num_streams, seed=plan.seed + turn + 1) for turn in range(plan.rounds)]
 
-    def offline(given: Iterator[list[Ask]]) -> float:
-        asks = next(given)
-        return seconds(lambda: _offline(llm, asks))
+    def offline(given: Iterator[list[TimedPrompt]]) -> float:
+        load = next(given)
+        return seconds(lambda: _offline(llm, load))
 
-    def http(name: str, given: Iterator[list[Ask]]) -> float:
-        told, elapsed_s = _http(urls[name], next(given))
-        answers[name].extend(told)
+    def http(name: str, given: Iterator[list[TimedPrompt]]) -> float:
+        streamed, elapsed_s = _http(urls[name], next(given))
+        answers[name].extend(streamed)
         return elapsed_s
 
     runs = {"offline": partial(offline, iter(rounds))}
@@ -193,13 +194,13 @@ def _speeds(num_tokens: int, elapsed_s: dict[str, list[float]]) -> Row:
 
 
 def _ratios(name: str, slower_s: list[float], faster_s: list[float]) -> Row:
-    """How many times as fast the second one is: the median of the rounds' own, and these."""
+    """Ratio of the second to the first: the median of the rounds' own, and these."""
     pairs = [slow / fast for slow, fast in zip(slower_s, faster_s, strict=True)]
     return {name: median(pairs), f"{name}_of_rounds": sorted(pairs)}
 
 
 def _latency(answers: list[StreamedAnswer]) -> Row:
-    """Percentiles of the time to the first piece and between two pieces, where an answer has two."""
+    """Percentiles of the time to the first piece and between two pieces."""
     waits_s = {
         "ttft": [answer.first_s for answer in answers],
         "itl": [gap for answer in answers for gap in answer.gaps_s],
@@ -214,28 +215,27 @@ def _latency(answers: list[StreamedAnswer]) -> Row:
 
 
 def _under_load(plan: ServePlan, llm: LLM, urls: dict[str, str], tokens_per_s: float) -> list[Row]:
-    """Requests that come when they come (Poisson), with the lengths of the trace if there is one; the same to
-    every server."""
+    """Send Poisson arrivals, with the lengths of the trace if there is one; the same to every server."""
     lengths = _lengths(plan)
     rng = random.Random(plan.seed)
     total = sum(output for _, output in lengths)
     rate = plan.load * tokens_per_s / (total / len(lengths))
-    at_s, asks = 0.0, []
+    at_s, load = 0.0, []
     for num_prompt, num_output in lengths:
         prompt = [rng.randrange(5, llm.tokenizer.vocab_size) for _ in range(num_prompt)]
-        asks.append(Ask(prompt, num_output, at_s))
+        load.append(TimedPrompt(prompt, num_output, at_s))
         at_s += rng.expovariate(rate)
-    facts: Row = {"arrivals": len(asks), "requests_per_s": rate, "load": plan.load}
+    facts: Row = {"arrivals": len(load), "requests_per_s": rate, "load": plan.load}
     facts |= {"trace": plan.trace.name if plan.trace else None}
     rows = []
     for name, url in urls.items():
-        told, elapsed_s = _http(url, asks)
-        rows.append({"system": name, **facts, "http": total / elapsed_s, **_latency(told)})
+        streamed, elapsed_s = _http(url, load)
+        rows.append({"system": name, **facts, "http": total / elapsed_s, **_latency(streamed)})
     return rows
 
 
 def _lengths(plan: ServePlan) -> list[tuple[int, int]]:
-    """(prompt, output) tokens of each arrival, if any; a trace's are scaled for a small model."""
+    """(prompt, output) tokens of each arrival; a trace's are scaled for a small model."""
     if plan.trace is None:
         return [(plan.num_prompt, plan.num_output)] * plan.arrivals
     header, *lines = plan.trace.read_text(encoding="utf-8").splitlines()
@@ -253,8 +253,6 @@ def _lengths(plan: ServePlan) -> list[tuple[int, int]]:
 
 
 def serve_table(rows: list[Row]) -> Table:
-    """For people."""
-
     def what(row: Row) -> str:
         return str(row["streams"]) if "streams" in row else f"{row['requests_per_s']:.2f} requests/s arrive"
 
@@ -270,4 +268,4 @@ def serve_table(rows: list[Row]) -> Table:
         "between tokens p50 ms": "{itl_p50_ms:,.1f}",
         "between tokens p99 ms": "{itl_p99_ms:,.1f}",
     }
-    return sheet("HTTP beside the engine alone", columns, rows, text_columns=2)
+    return sheet("HTTP and the engine alone", columns, rows, text_columns=2)

@@ -1,4 +1,4 @@
-"""A client that costs next to nothing: it keeps the bytes and looks at them when the clock has stopped."""
+"""A minimal-cost client: it stores the bytes and parses them after the clock has stopped."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class BrokenStreamError(KVReclaimError):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """A greedy completion of exactly num_tokens tokens. at_s: when it is sent, after the run's begin."""
+class TimedPrompt:
+    """A greedy completion of exactly num_tokens tokens. at_s: send time, after the run's begin."""
 
     prompt: list[int]
     num_tokens: int
@@ -31,7 +31,7 @@ class Ask:
 @dataclass(frozen=True, slots=True)
 class StreamedAnswer:
     """A streamed answer: the text, its tokens as the server counts them, seconds from the request to its
-    first piece, and those between two pieces. A piece has one or more tokens."""
+    first piece, and between two pieces. A piece has one or more tokens."""
 
     text: str
     num_tokens: int
@@ -63,10 +63,10 @@ class _Stream(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         if not self.ended.done():
             seen = b"".join(self.parts)[:300].decode(errors="replace")
-            self.ended.set_exception(BrokenStreamError(f"the server ended a stream early; it said {seen!r}."))
+            self.ended.set_exception(BrokenStreamError(f"the server ended a stream early; it sent {seen!r}."))
 
-    def told(self) -> StreamedAnswer:
-        """Take the answer apart."""
+    def parse(self) -> StreamedAnswer:
+        """Parse the answer."""
         body = _unchunked(b"".join(self.parts))
         events = [json.loads(line[6:]) for line in body.split(b"\n") if line.startswith(b"data: {")]
         text = "".join(choice["text"] for event in events for choice in event["choices"])
@@ -75,17 +75,19 @@ class _Stream(asyncio.Protocol):
         return StreamedAnswer(text, num_tokens, self.times[0] - self.sent, gaps)
 
 
-async def ask_all(base_url: str, model: str, asks: Sequence[Ask]) -> tuple[list[StreamedAnswer], float]:
+async def send_all(
+    base_url: str, model: str, load: Sequence[TimedPrompt]
+) -> tuple[list[StreamedAnswer], float]:
     """Send every request at its time. Returns: answers in order, seconds from the first to the last byte.
     Raises: BrokenStreamError, also for an answer of another length."""
     where = urlsplit(base_url)
     loop = asyncio.get_running_loop()
 
-    async def one(ask: Ask, begun: float) -> _Stream:
-        if ask.at_s:
-            await asyncio.sleep(max(0.0, begun + ask.at_s - perf_counter()))
+    async def one(item: TimedPrompt, begun: float) -> _Stream:
+        if item.at_s:
+            await asyncio.sleep(max(0.0, begun + item.at_s - perf_counter()))
         ended = loop.create_future()
-        head = _head(where.netloc, model, ask)
+        head = _head(where.netloc, model, item)
         transport, stream = await loop.create_connection(
             lambda: _Stream(head, ended), where.hostname or "", where.port or 80
         )
@@ -96,21 +98,21 @@ async def ask_all(base_url: str, model: str, asks: Sequence[Ask]) -> tuple[list[
         return stream
 
     begun = perf_counter()
-    streams = await asyncio.gather(*(one(ask, begun) for ask in asks))
+    streams = await asyncio.gather(*(one(item, begun) for item in load))
     elapsed_s = max(stream.times[-1] for stream in streams) - min(stream.sent for stream in streams)
-    told = [stream.told() for stream in streams]
-    for ask, answer in zip(asks, told, strict=True):
-        if answer.num_tokens != ask.num_tokens:
-            raise BrokenStreamError(f"an answer has {answer.num_tokens} tokens, not {ask.num_tokens}.")
-    return told, elapsed_s
+    answers = [stream.parse() for stream in streams]
+    for item, answer in zip(load, answers, strict=True):
+        if answer.num_tokens != item.num_tokens:
+            raise BrokenStreamError(f"an answer has {answer.num_tokens} tokens, not {item.num_tokens}.")
+    return answers, elapsed_s
 
 
-def _head(host: str, model: str, ask: Ask) -> bytes:
+def _head(host: str, model: str, item: TimedPrompt) -> bytes:
     body = json.dumps(
         {
             "model": model,
-            "prompt": ask.prompt,
-            "max_tokens": ask.num_tokens,
+            "prompt": item.prompt,
+            "max_tokens": item.num_tokens,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,

@@ -1,20 +1,19 @@
-"""Whether systems draw the greedy tokens of the model: nothing is timed before they do.
+"""Checks that systems draw the model's greedy tokens; nothing is timed before they pass.
 
-Two checks on the same prompts. In fp32 every system must give exactly the tokens of transformers'
-`generate`. In the dtype that is timed, rounding decides between tokens whose logits nearly tie, and one such
-token changes all that follow; so each drawn token is judged after its own prefix: the fp32 model's logits are
-computed over prompt and output, and the drawn token's logit may lie at most MARGIN_STDS below the best one,
-or as far as those that `generate` itself draws in that dtype (models of random weights may round more).
+Two checks on the same prompts. In fp32 every system must give exactly the tokens of transformers' `generate`.
+In the timed dtype, rounding decides between near-tied logits, and one such token changes all that follow; so
+each token is judged after its own prefix: the fp32 model's logits are computed over prompt and output, and
+the token's logit may be at most MARGIN_STDS below the best one, or as far as those that `generate` itself
+draws in that dtype (models of random weights may round more).
 
-A system whose KV cache rounds is compared with what the reference back-end computes in fp32 from the same
-format. Two correct kernels do not draw equal tokens there: sums in another order put a number on the other
-side of a code's boundary here and there. So only gaps are judged: in fp32 within MARGIN_STDS; in the dtype
-that is timed, whose rounding crosses far more boundaries, at most as much further off as the format itself is
-from the model.
+A system with a rounded KV cache is compared with the reference back-end in fp32 from the same format. Two
+correct kernels do not draw equal tokens there: sums in another order move a number across a code's boundary
+occasionally. So only gaps are judged: in fp32 within MARGIN_STDS; in the timed dtype, which crosses far more
+boundaries, at most as much further off as the format itself is from the model.
 
-Packed weights (a .gguf file) are multiplied with rounded activations, by everybody's own rule. There the
-judge multiplies in fp32, and a system has to draw its first choice after the same prefix at LEAST_TOP1 of
-the places: rounding costs a few, another model is at chance level, one in the vocabulary.
+Packed weights (a .gguf file) are multiplied with rounded activations, by system-specific rules. There the
+judge multiplies in fp32, and a system has to draw its first choice after the same prefix in LEAST_TOP1 of the
+positions: rounding costs a few, another model is at chance level, one in the vocabulary.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ LEAST_TOP1 = 0.5
 
 
 class WrongTokensError(KVReclaimError, RuntimeError):
-    """A system draws other tokens than the model's."""
+    """A system draws other tokens than the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +50,8 @@ class TokenAgreement:
     exact:       share of tokens before the first that differs from the fp32 output
     top1:        share of tokens that are the fp32 model's first choice after the same prefix
     largest_gap: to the best logit, in standard deviations of the logits; allowed: at most
-    must_equal:  whether tokens in fp32 have to be the same
-    least_top1:  of packed weights, for which top1 is what counts
+    must_equal:  whether tokens in fp32 must be equal
+    least_top1:  for packed weights, which are judged by top1
     """
 
     system: str
@@ -78,7 +77,7 @@ class TokenAgreement:
 
 
 class Judge(ABC):
-    """Knows the greedy tokens and the logits after a given prefix, in fp32."""
+    """Computes the greedy tokens and the logits after a given prefix, in fp32."""
 
     @abstractmethod
     def greedy(self, prompt: list[int], max_tokens: int) -> list[int]:
@@ -163,7 +162,7 @@ class PackedReferee(Judge):
 
     def gaps(self, prompt: list[int], tokens: list[int]) -> Tensor:
         rows: list[Tensor] = []
-        self.llm.score([prompt], [tokens], observers=[lambda _, told: rows.append(told.clone())])
+        self.llm.score([prompt], [tokens], observers=[lambda _, row: rows.append(row.clone())])
         return _gaps(torch.cat(rows), tokens)
 
     def judge(
@@ -173,7 +172,7 @@ class PackedReferee(Judge):
 
 
 class FormatReferee(PackedReferee):
-    """One KV format of a model without packed weights. model: says how far the format itself is from it"""
+    """One KV format of a model without packed weights. model: measures the format's own error"""
 
     def __init__(self, path: Path, kv_cache_dtype: str, model: Referee) -> None:
         super().__init__(path, kv_cache_dtype)
@@ -191,7 +190,7 @@ class FormatReferee(PackedReferee):
 
 
 def _gaps(logits: Tensor, tokens: list[int]) -> Tensor:
-    """[tokens] from logits [tokens, V], or log-probabilities, which differ from them by a constant a row."""
+    """[tokens] from logits [tokens, V], or log-probabilities, which differ by a constant per row."""
     drawn = logits.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
     return (logits.amax(-1) - drawn) / logits.std(-1)
 
@@ -205,12 +204,12 @@ def require_agreement(results: list[TokenAgreement]) -> None:
     """Raises: WrongTokensError naming the systems that failed."""
     if wrong := [result for result in results if not result.passed]:
         raise WrongTokensError(
-            f"greedy tokens are not the model's ({'; '.join(map(_told, wrong))}; a cache that does not round "
+            f"greedy tokens are not the model's ({'; '.join(map(_line, wrong))}; a cache that does not round "
             "has to give 100% in float32); nothing was timed; fix the system, or leave it out."
         )
 
 
-def _told(x: TokenAgreement) -> str:
+def _line(x: TokenAgreement) -> str:
     if x.least_top1 is not None:
         return f"{x.system}: {x.top1:.0%} the model's first choice, of at least {x.least_top1:.0%}"
     return (
@@ -220,7 +219,6 @@ def _told(x: TokenAgreement) -> str:
 
 
 def agreement_table(rows: list[Row]) -> Table:
-    """For people."""
     columns: Columns = {
         "system": "{system}",
         "dtype": "{dtype}",

@@ -1,12 +1,12 @@
 """The cost of the plugin in a vLLM that does not use it.
 
-Four engines serve the same requests in turns, each in a process that stays: `absent` (vLLM does not load the
-plugin), `absent again` (the same, which shows what of a difference is noise), `installed` (loaded,
-compression not asked for) and `never reached` (compression on, its budget beyond every request). The engine
-core runs in the process that is timed, on a small model, so the share of scheduling in a step is larger than
-it would be elsewhere. Each round gives one ratio to `absent`: tokens/s, and seconds of processor time, which
-other processes disturb less. The processes are started afresh several times, since where a process's memory
-happens to lie costs more than what is looked for. The tokens must be the same in all of them.
+Four engines serve the same requests alternately, each in a persistent process: `absent` (vLLM does not load
+the plugin), `absent again` (a repetition that shows the noise), `installed` (loaded, without compression) and
+`never reached` (compression on, with a budget above every request). The engine core runs in the timed
+process, on a small model, so the share of scheduling in a step is larger than usual. Each round gives one
+ratio to `absent`: tokens/s, and seconds of processor time, which other processes disturb less. The processes
+are restarted several times, because their memory layout affects speed more than the plugin. The tokens must
+be equal in all of them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ ABSENT, AGAIN, INSTALLED, UNREACHED = "absent", "absent again", "installed", "ne
 
 
 CASE = PoolCase(requests=8, prompt=128, output=64, num_blocks=97, budget=1 << 20)
-"""A pool in which all of them fit twice; a budget beyond every request."""
+"""A pool in which all requests fit twice; a budget above every request."""
 
 
 def run(plan: VllmPlan, console: Console) -> list[Row]:
-    """Measure. Returns: a row for each engine but `absent`. Raises: RuntimeError where tokens differ."""
+    """Measure. Returns: a row for each engine but `absent`. Raises: RuntimeError if tokens differ."""
     ratios: dict[str, list[Row]] = {name: [] for name in (AGAIN, INSTALLED, UNREACHED)}
     for start in range(plan.starts):
         with ExitStack() as stack:
@@ -51,7 +51,7 @@ def _start(plan: VllmPlan, stack: ExitStack) -> dict[str, VllmSide]:
 
 
 def _rounds(plan: VllmPlan, sides: dict[str, VllmSide]) -> dict[str, list[Row]]:
-    """Answers of every round but the first; each round begins with another engine."""
+    """Answers of every round but the first; each round starts with another engine."""
     answers = alternate({name: side.serve for name, side in sides.items()}, plan.rounds + 1)
     if len({answer["digest"] for each in answers.values() for answer in each}) != 1:
         raise RuntimeError(
@@ -90,13 +90,13 @@ def _row(plan: VllmPlan, name: str, found: Sequence[Row]) -> Row:
 
 
 def _fastest(found: Sequence[Row], start: int) -> float:
-    """Speed of the fastest round of a start to that of `absent`'s: what disturbs a round makes it slower."""
+    """Ratio of a start's fastest round to that of `absent`: disturbances only slow rounds."""
     own = [one for one in found if one["start"] == start]
     return float(min(one["base_s"] for one in own) / min(one["other_s"] for one in own))
 
 
 def spread_of(values: Sequence[float]) -> Row:
-    """Median, quartiles, and a 95 % interval of the median by order statistics (all values where there are
+    """Median, quartiles, and a 95 % interval of the median by order statistics (all values if there are
     few)."""
     ordered = sorted(values)
     count = len(ordered)
@@ -112,7 +112,7 @@ def spread_of(values: Sequence[float]) -> Row:
 
 
 def cost_table(rows: Sequence[Row]) -> str:
-    """The table for a document, in Markdown."""
+    """Format the table in Markdown."""
     return markdown(COLUMNS, cells(COLUMNS, rows))
 
 

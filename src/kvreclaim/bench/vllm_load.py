@@ -1,7 +1,7 @@
-"""A load on `vllm serve`: servers with equal pools, and turns of vLLM's own client against them.
+"""A load on `vllm serve`: servers with equal pools, and alternating runs of vLLM's own client against them.
 
 Each turn has another seed, and both sides get the same prompts, lengths and arrivals. Ends of text are
-ignored, so both answer equally many tokens.
+ignored, so both generate equally many tokens.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ COUNTERS = {
     "pass_s": "kvreclaim_compression_seconds_total",
 }
 CODE = 200_000
-"""Characters of Python behind the English."""
+"""Characters of Python after the English."""
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
 KINDS, FACTS_SHARE, QUESTION = ("sentences", "records"), 0.2, 32
-"""What look-ups ask; the part of a document that is facts; tokens for the question behind it."""
+"""Question types of look-ups; share of facts in a document; tokens reserved for the question."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +68,15 @@ class ServeLoad:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """file: in the form of ShareGPT, which vLLM's client reads without further packages; None: random tokens
-    answers: the right ones, in the order of the file; empty where there is no right one"""
+    """file: in ShareGPT's format, which vLLM's client reads without further packages; None: random tokens;
+    answers: the correct ones, in the order of the file; empty if there are none"""
 
     file: Path | None = None
     answers: Sequence[str] = ()
 
-    def right(self, said: Sequence[str]) -> list[bool]:
-        """Which answers begin with the right one."""
-        pairs = zip(said, self.answers, strict=True)
+    def right(self, texts: Sequence[str]) -> list[bool]:
+        """Return which answers begin with the correct one."""
+        pairs = zip(texts, self.answers, strict=True)
         return [re.match(rf"\s*{re.escape(right)}\b", text) is not None for text, right in pairs]
 
 
@@ -84,10 +84,10 @@ class Prompts:
 def serving(
     plan: VllmPlan, load: ServeLoad, options: Mapping[str, Row | None], console: Console
 ) -> Iterator[tuple[dict[str, VllmServer], list[Prompts]]]:
-    """Servers by name, warm, and the prompts of each turn. options: vLLM's --additional-config; None: without
-    the plugin.
+    """Start and warm up servers by name, and make the prompts of each turn. options: vLLM's
+    --additional-config; None: without the plugin.
 
-    Raises: SkipPoint where vLLM fails; InvalidArgumentError where the plugin is not installed.
+    Raises: SkipPoint if vLLM fails; InvalidArgumentError if the plugin is not installed.
     """
     with ExitStack() as stack:
         model = stack.enter_context(_without_statistics(plan.model))
@@ -130,7 +130,7 @@ def _server(plan: VllmPlan, load: ServeLoad, model: Path, option: Row | None) ->
 def turns_of(
     plan: VllmPlan, load: ServeLoad, server: VllmServer, console: Console, prompts: Sequence[Prompts]
 ) -> Callable[[], Row]:
-    """What runs the client, each time with the next seed and its prompts."""
+    """Return a function that runs the client, each time with the next seed and its prompts."""
     turns = enumerate(prompts, plan.seed)
     return lambda: _turn(plan, load, server, console, *next(turns))
 
@@ -138,14 +138,14 @@ def turns_of(
 def _turn(
     plan: VllmPlan, load: ServeLoad, server: VllmServer, console: Console, seed: int, prompts: Prompts
 ) -> Row:
-    """One run of the client, and what the server's metrics said meanwhile."""
+    """Run the client once, and read the server's metrics meanwhile."""
     before = server.metrics()
     with Gauges(server, RUNNING, (USAGE, RUNNING)) as gauges:
         result = server.bench(_arguments(plan, load, seed, prompts))
     after = server.metrics()
     right = prompts.right(result["generated_texts"]) if prompts.answers else []
-    said = f"seed {seed}: {result['duration']:.1f} s, goodput {result['request_goodput']:.4f} requests/s"
-    console.print(said + (f", {sum(right)} of {len(right)} right" if right else ""), style="dim")
+    line = f"seed {seed}: {result['duration']:.1f} s, goodput {result['request_goodput']:.4f} requests/s"
+    console.print(line + (f", {sum(right)} of {len(right)} right" if right else ""), style="dim")
     blocks = [share * (load.num_blocks - 1) for share in gauges.values[USAGE]]
     return {
         **{name: value for name, value in result.items() if not isinstance(value, list)},
@@ -167,11 +167,11 @@ def make_row(
     figures: Sequence[str],
     compared: Mapping[str, str],
 ) -> Row:
-    """A system's medians over its turns, and the turns.
+    """Return a system's medians over its turns, and the turns.
 
     found:    turns of all systems
-    compared: name of a ratio -> figure. A turn's ratio is to the same turn without the plugin; none where
-              that has nothing
+    compared: name of a ratio -> figure. A turn's ratio is to the same turn without the plugin; None if that
+              is zero
     """
     turns, base, ours = found[system], found[WITHOUT], system != WITHOUT
     right = [one for turn in turns for one in turn["right"]]
@@ -198,8 +198,8 @@ def make_row(
     }
 
 
-def beside(figure: str, name: str) -> Callable[[Row], str]:
-    """The figure, and for sides with the plugin the ratio of this name, if there is one."""
+def with_ratio(figure: str, name: str) -> Callable[[Row], str]:
+    """Format the figure, and for sides with the plugin the ratio of this name, if there is one."""
     both = f"{figure} ({{{name}:.2f}} x)"
     return lambda row: (both if row["budget"] and row[name] is not None else figure).format_map(row)
 
@@ -224,7 +224,7 @@ def _arguments(plan: VllmPlan, load: ServeLoad, seed: int, prompts: Prompts) -> 
 
 @contextmanager
 def _without_statistics(model: Path) -> Iterator[Path]:
-    """The model's files by links, without the statistics: vLLM would read them as weights."""
+    """Link the model's files without the statistics, which vLLM would read as weights."""
     with tempfile.TemporaryDirectory(prefix="served-") as folder:
         for file in model.iterdir():
             if file.name != STATS_FILE and file.suffix != ".gguf":
@@ -233,7 +233,7 @@ def _without_statistics(model: Path) -> Iterator[Path]:
 
 
 def _prompts(plan: VllmPlan, load: ServeLoad, model: Path, folder: Path) -> list[Prompts]:
-    """What the client sends in each turn."""
+    """Make the client's prompts of each turn."""
     if plan.prompts == "random":
         return [Prompts()] * plan.turns
     from transformers import AutoTokenizer
@@ -254,7 +254,7 @@ def _prompts(plan: VllmPlan, load: ServeLoad, model: Path, folder: Path) -> list
 
 
 def _lookups(plan: VllmPlan, load: ServeLoad, tokenizer: Any, folder: Path) -> list[Prompts]:
-    """One question behind each document. The kinds take turns; no document comes twice."""
+    """Put one question after each document. The kinds alternate; no document is repeated."""
     ids = tokenizer(prose().evaluation, add_special_tokens=False, verbose=False).input_ids
     documents = lookup_documents(
         tokenizer,
@@ -280,6 +280,6 @@ def _lookups(plan: VllmPlan, load: ServeLoad, tokenizer: Any, folder: Path) -> l
 
 
 def _written(file: Path, talks: Sequence[Sequence[str]]) -> Path:
-    entries = [{"conversations": [{"value": said} for said in talk]} for talk in talks]
+    entries = [{"conversations": [{"value": turn} for turn in talk]} for talk in talks]
     file.write_text(json.dumps(entries), encoding="utf-8")
     return file

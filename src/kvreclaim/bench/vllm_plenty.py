@@ -1,6 +1,6 @@
-"""What compression costs or saves where memory is never short: speed and the time between tokens.
+"""The cost of compression with ample memory: speed and the time between tokens.
 
-The pool holds all requests whole, so that none is preempted; with the plugin every request comes over its
+The pool holds all requests whole, so that none is preempted; with the plugin every request exceeds its
 budget. The third side is the second one's server while a viewer reads the feed of its live page. Prefix
 caching is off, as one of these two would find what the other has computed.
 """
@@ -17,14 +17,14 @@ from rich.console import Console
 from kvreclaim.bench.common import Columns, Row, alternate, cells, markdown
 from kvreclaim.bench.plans import VllmPlan
 from kvreclaim.bench.systems.server_process import free_port
-from kvreclaim.bench.vllm_load import ServeLoad, beside, make_row, serving, turns_of
+from kvreclaim.bench.vllm_load import ServeLoad, make_row, serving, turns_of, with_ratio
 from kvreclaim.bench.vllm_pool import WITH, WITHOUT, option_of
 
 WATCHED = f"{WITH}, watched"
 LOAD = ServeLoad(num_blocks=12 * 50 + 1, prefix_caching=False)
 """A request ends within 50 blocks."""
 FEED_TIMEOUT_S = 60.0
-"""The feed speaks every second."""
+"""The feed sends an event every second."""
 FIGURES = (
     *("output_throughput", "median_itl_ms", "p99_itl_ms", "median_ttft_ms", "p99_ttft_ms", "preemptions"),
     *("passes", "pass_s", "duration", "mean_blocks", "peak_blocks", "total_output_tokens"),
@@ -33,10 +33,10 @@ COMPARED = {"speed": "output_throughput", "itl": "median_itl_ms", "p99_itl": "p9
 
 
 def run(plan: VllmPlan, console: Console) -> list[Row]:
-    """Serve the load on all sides in turns. Returns: three rows, with `turns` behind the medians.
+    """Serve the load on all sides alternately. Returns: three rows, with `turns` after the medians.
 
-    Raises: SkipPoint where vLLM fails; InvalidArgumentError where the plugin is not installed; RuntimeError
-    where the sides did not do the same work, or not under these circumstances.
+    Raises: SkipPoint if vLLM fails; InvalidArgumentError if the plugin is not installed; RuntimeError if
+    the sides did not do the same work, or not under these circumstances.
     """
     port, option = free_port(), option_of(plan, plan.budget)
     option["kv_compression"]["page_port"] = port
@@ -55,7 +55,7 @@ def run(plan: VllmPlan, console: Console) -> list[Row]:
 
 
 def watched(port: int, turn: Callable[[], Row]) -> Row:
-    """The turn while somebody reads the page's feed, as fast as it comes. frames: how many came"""
+    """Run the turn while the page's feed is read as fast as possible. frames: number received"""
     frames, over = 0, Event()
 
     def read() -> None:
@@ -97,12 +97,12 @@ def check(found: Mapping[str, Sequence[Row]]) -> None:
 COLUMNS: Columns = {
     "system": "{system}",
     "right": "{right:.3f}",
-    "output tokens/s": beside("{output_throughput:.1f}", "speed_ratio"),
+    "output tokens/s": with_ratio("{output_throughput:.1f}", "speed_ratio"),
     "slowest to fastest turn": lambda row: (
         f"{min(row['speed_ratios']):.2f} to {max(row['speed_ratios']):.2f} x" if row["budget"] else "-"
     ),
-    "between tokens, ms: p50": beside("{median_itl_ms:.1f}", "itl_ratio"),
-    "p99": beside("{p99_itl_ms:.1f}", "p99_itl_ratio"),
+    "between tokens, ms: p50": with_ratio("{median_itl_ms:.1f}", "itl_ratio"),
+    "p99": with_ratio("{p99_itl_ms:.1f}", "p99_itl_ratio"),
     "passes": "{passes:.0f}",
     "seconds in them": "{pass_s:.2f}",
     "blocks: mean, maximum": "{mean_blocks:.0f}, {peak_blocks:.0f}",
@@ -110,5 +110,5 @@ COLUMNS: Columns = {
 
 
 def plenty_table(rows: Sequence[Row]) -> str:
-    """The table for a document, in Markdown."""
+    """Format the table in Markdown."""
     return markdown(COLUMNS, cells(COLUMNS, rows))

@@ -1,6 +1,6 @@
 """vLLM with and without the plugin: the same requests, all at once, in the same pool.
 
-Both sides are vLLM's own engine in processes of their own, eager, one block size; only the side with the
+Both sides are vLLM's own engine in separate processes, eager, with one block size; only the side with the
 plugin is started with `kv_compression`. Steps and preemptions do not depend on the machine; seconds do. The
 requests are random prompts with end tokens ignored, so both sides generate equally many tokens.
 """
@@ -27,10 +27,10 @@ from kvreclaim.model_paths import statistics_beside
 from kvreclaim.outputs import writing
 
 BLOCK_SIZE = 32
-"""The smallest that vLLM's CPU attention takes for all models; tokens."""
+"""Smallest block size that vLLM's CPU attention takes for all models; tokens."""
 WITHOUT, WITH = "vLLM", "vLLM + kvreclaim"
 POINTS = 400
-"""Points of a timeline that is kept."""
+"""Points of a stored timeline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class PoolCase:
     """Requests of (prompt + output) tokens, all sent at once.
 
     num_blocks: as vLLM's --num-gpu-blocks-override, one of them its null block
-    rounds:     times that each side serves them, in turns
+    rounds:     number of times that each side serves them, alternating
     """
 
     requests: int
@@ -60,10 +60,10 @@ CASES = {
 
 
 class VllmSide:
-    """One engine and the requests that it is asked to serve.
+    """One engine and its requests.
 
     option: vLLM's --additional-config; plugin: whether vLLM loads it at all
-    Raises: SkipPoint where vLLM fails; InvalidArgumentError where the plugin is not what was asked for.
+    Raises: SkipPoint if vLLM fails; InvalidArgumentError if the plugin is not as requested.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class VllmSide:
             raise
 
     def serve(self, output: int | None = None) -> Row:
-        """The worker's answer for the case's requests, or for fewer output tokens."""
+        """Return the worker's answer for the case's requests, or for fewer output tokens."""
         case = self.case
         return self.process.serve(case.requests, case.prompt, output or case.output)
 
@@ -100,8 +100,8 @@ class VllmSide:
 def option_of(plan: VllmPlan, budget: int) -> Row:
     """vLLM's --additional-config for this budget."""
     stats = plan.stats or statistics_beside(plan.model)
-    asked = {"policy": plan.policy, "budget": budget, "interval": plan.interval}
-    return {"kv_compression": asked | ({"stats": str(stats.absolute())} if stats.is_file() else {})}
+    settings = {"policy": plan.policy, "budget": budget, "interval": plan.interval}
+    return {"kv_compression": settings | ({"stats": str(stats.absolute())} if stats.is_file() else {})}
 
 
 def run(plan: VllmPlan, console: Console) -> tuple[list[Row], dict[str, str]]:
@@ -128,7 +128,7 @@ def _both(plan: VllmPlan, case: PoolCase, sides: dict[str, VllmSide], console: C
         return answer
 
     for side in sides.values():
-        side.serve(output=2)  # what is done once: compiling, touching memory
+        side.serve(output=2)  # one-time work: compiling, touching memory
     answers = alternate({name: partial(serve, name) for name in sides}, case.rounds)
     rows = [_row(plan, case, name, answers[name]) for name in sides]
     base = rows[0]
@@ -139,7 +139,7 @@ def _both(plan: VllmPlan, case: PoolCase, sides: dict[str, VllmSide], console: C
 
 
 def _row(plan: VllmPlan, case: PoolCase, system: str, answers: Sequence[Row]) -> Row:
-    """The first answer's steps, which are every answer's, and the median of the seconds."""
+    """Use the first answer's steps, which are equal in all, and the median of the seconds."""
     first = answers[0]
     if len({len(answer["at_s"]) for answer in answers}) != 1:
         raise RuntimeError(f"{system} took different numbers of steps for the same requests")
@@ -181,8 +181,8 @@ def thin(answer: Row, points: int = POINTS) -> Row:
     return {name: [answer[name][i] for i in kept] for name in ("at_s", "running", "waiting", "blocks")}
 
 
-def _beside(figure: str, ratio: str) -> Callable[[Row], str]:
-    """The figure, and for the side with the plugin what it is of the other's."""
+def _with_ratio(figure: str, ratio: str) -> Callable[[Row], str]:
+    """Format the figure and, for the side with the plugin, its ratio to the other's."""
     return lambda row: (f"{figure} ({ratio})" if row["budget"] else figure).format_map(row)
 
 
@@ -190,22 +190,22 @@ COLUMNS: Columns = {
     "requests": "{case}",
     "pool, blocks of 32": "{num_blocks:,}",
     "system": lambda row: row["system"] + (f", budget {row['budget']}" if row["budget"] else ""),
-    "steps": _beside("{steps:,}", "{steps_ratio:.2f} x fewer"),
+    "steps": _with_ratio("{steps:,}", "{steps_ratio:.2f} x fewer"),
     "preempted": "{preemptions}",
     "running: mean, maximum": "{mean_running:.1f}, {max_running}",
     "blocks: mean, maximum": "{mean_blocks:,.0f}, {peak_blocks:,}",
     "seconds": "{elapsed_s:,.1f}",
-    "tokens/s": _beside("{tokens_per_s:,.0f}", "{speed_ratio:.2f} x"),
+    "tokens/s": _with_ratio("{tokens_per_s:,.0f}", "{speed_ratio:.2f} x"),
 }
 
 
 def pool_table(rows: Sequence[Row]) -> str:
-    """The table for a document, in Markdown."""
+    """Format the table in Markdown."""
     return markdown(COLUMNS, cells(COLUMNS, rows))
 
 
 def block_lines(rows: Sequence[Row]) -> list[str]:
-    """Blocks that one request holds, beside its budget, for the rows with the plugin."""
+    """Blocks that one request holds, and its budget, for the rows with the plugin."""
     return [_block_line(row) for row in rows if row["budget"]]
 
 

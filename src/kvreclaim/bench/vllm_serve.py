@@ -1,8 +1,8 @@
 """`vllm serve` with and without the plugin, and `vllm bench serve` against both: goodput at equal memory.
 
-Memory is what binds: the pool holds less than three requests at their ends, and all come within seconds. What
-the answers are worth is looked at where the prompts are look-ups: a question of which the answer is known
-stands behind a document, and an answer is right if it begins with that.
+Memory is the limit: the pool holds less than three requests at their ends, and all arrive within seconds.
+Answers are judged if the prompts are look-ups: a question with a known answer follows a document, and an
+answer is correct if it begins with the known one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rich.console import Console
 
 from kvreclaim.bench.common import Columns, Row, alternate, cells, markdown
 from kvreclaim.bench.plans import VllmPlan
-from kvreclaim.bench.vllm_load import LATENCIES, ServeLoad, beside, make_row, serving, turns_of
+from kvreclaim.bench.vllm_load import LATENCIES, ServeLoad, make_row, serving, turns_of, with_ratio
 from kvreclaim.bench.vllm_pool import WITH, WITHOUT, option_of
 
 LOADS = {
@@ -21,13 +21,13 @@ LOADS = {
     "text": ServeLoad(),
     "lookups": ServeLoad(requests=16, prompt=992, output=128, spread=0.0, num_blocks=97),
 }
-"""By --prompts."""
+"""Load by --prompts."""
 
 
 def run(plan: VllmPlan, console: Console) -> list[Row]:
-    """Serve the load on both sides in turns. Returns: two rows, with `turns` behind the medians.
+    """Serve the load on both sides alternately. Returns: two rows, with `turns` after the medians.
 
-    Raises: SkipPoint where vLLM fails; InvalidArgumentError where the plugin is not installed.
+    Raises: SkipPoint if vLLM fails; InvalidArgumentError if the plugin is not installed.
     """
     load = LOADS[plan.prompts]
     options = {WITHOUT: None, WITH: option_of(plan, plan.budget)}
@@ -49,7 +49,7 @@ COMPARED = {"speed": "output_throughput", "goodput": "request_goodput"}
 
 
 def _seconds(name: str) -> Callable[[Row], str]:
-    """Median and 99th percentile, of milliseconds."""
+    """Median and 99th percentile, from milliseconds."""
     return lambda row: ", ".join(f"{row[f'{kind}_{name}_ms'] / 1000:.3g}" for kind in ("median", "p99"))
 
 
@@ -59,8 +59,8 @@ COLUMNS: Columns = {
     ),
     "answers": "{completed:.0f}",
     "right": "{right:.3f}",
-    "goodput, requests/s": beside("{request_goodput:.3f}", "goodput_ratio"),
-    "output tokens/s": beside("{output_throughput:.1f}", "speed_ratio"),
+    "goodput, requests/s": with_ratio("{request_goodput:.3f}", "goodput_ratio"),
+    "output tokens/s": with_ratio("{output_throughput:.1f}", "speed_ratio"),
     "first token, s": _seconds("ttft"),
     "per token, s": _seconds("tpot"),
     "to the end, s": _seconds("e2el"),
@@ -71,5 +71,5 @@ COLUMNS: Columns = {
 
 
 def serve_table(rows: Sequence[Row]) -> str:
-    """The table for a document, in Markdown: latencies are median and 99th percentile."""
+    """Format the table in Markdown: latencies are median and 99th percentile."""
     return markdown(COLUMNS, cells(COLUMNS, rows))

@@ -1,4 +1,4 @@
-"""Tasks, and the comparison of policies on them at equal bytes."""
+"""Evaluation tasks, and the comparison of policies at equal bytes."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -31,7 +31,7 @@ __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> object:
-    """Import what needs torch when it is asked for: the demo's generators load without it."""
+    """Import modules that need torch on first use: the demo's generators load without it."""
     if name not in _HOMES:
         raise AttributeError(f"module 'kvreclaim.eval' has no attribute {name!r}")
     return getattr(import_module(f"kvreclaim.eval.{_HOMES[name]}"), name)

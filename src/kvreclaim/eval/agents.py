@@ -25,12 +25,12 @@ Message = Mapping[str, str]
 
 @dataclass(frozen=True)
 class AgentSessions(PlainTask):
-    """Sessions, of which the leading turns that fit into num_tokens are replayed: each turn's prompt is the
-    recorded conversation so far, and the recorded answer is teacher-forced.
+    """Replays the leading turns of sessions that fit into num_tokens: each turn's prompt is the recorded
+    conversation so far, and the recorded answer is teacher-forced.
 
-    value: share of the answers' tokens whose most likely token is the full cache's
-    extra: kl in nats; cached: share of the prompts' tokens, the first turn aside, that the prefix cache had
-    found, lost: verdicts by where their turn begins in the session
+    value: share of the answers' tokens that match the full cache's most likely token
+    extra: kl in nats; cached: share of the prompts' tokens, without the first turn, in the prefix cache
+    found, lost: verdicts by the start of their turn in the session
     """
 
     encode: Encoder
@@ -51,7 +51,7 @@ class AgentSessions(PlainTask):
 
     @cached_property
     def _sessions(self) -> list[Item]:
-        """Sessions with several turns, each once: the package has beginnings of one session, too."""
+        """Sessions with several turns, each once: the package has prefixes of one session, too."""
         every = (tuple(self._turns(messages)) for messages in self.conversations)
         return [
             replace(turns[-1], turns=turns) for turns in dict.fromkeys(every) if len(turns) >= FEWEST_TURNS
@@ -65,9 +65,9 @@ class AgentSessions(PlainTask):
                     return
                 yield turn
 
-    def _turn(self, messages: Sequence[Message], said: str) -> Item:
+    def _turn(self, messages: Sequence[Message], content: str) -> Item:
         text = self.encode.chat(messages)
-        prompt, both = self.encode.tokens(text), self.encode.tokens(text + said)
+        prompt, both = self.encode.tokens(text), self.encode.tokens(text + content)
         first = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, both, strict=False)))
         return Item(both[:first], both[first:])
 
@@ -98,7 +98,7 @@ class AgentSessions(PlainTask):
 
 
 def cached_share(turns: Sequence[Mapping[str, float]]) -> float:
-    """The share of these turns' prompts that the prefix cache served."""
+    """Share of these turns' prompts served by the prefix cache."""
     return sum(sums["cached"] for sums in turns) / sum(sums["prompt"] for sums in turns)
 
 
@@ -111,7 +111,7 @@ def agent_task(llm: LLM, options: TaskOptions) -> AgentSessions:
 
 
 def recorded_sessions(encode: Encoder, num_tokens: int) -> AgentSessions:
-    """The package's sessions in a tokenizer's chat template. Raises: as agent_task."""
+    """Read the package's sessions in a tokenizer's chat template. Raises: as agent_task."""
     module = task_package(f"{PACKAGE}.areas.agent_recorded", AGENT_RECORDED, EXTRA)
     cases = module.load_agent_recorded_multi_turn_cases()
     require(bool(cases), f"the sessions of task {AGENT_RECORDED} are not there; install {PACKAGE} again.")

@@ -1,4 +1,4 @@
-"""How far the next-token distributions are from the full cache's, on any text."""
+"""Distance between next-token distributions and the full cache's, on any text."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from kvreclaim.eval.task import Answer, Item, Metric, TaskScore
 from kvreclaim.eval.windows import WindowTask
 
 ROW_BYTES = 64 * 2**20
-"""Most bytes of the full cache's log-probabilities that one example may hold; longer examples are judged
-at evenly spaced places."""
+"""Most bytes of one example's full-cache log-probabilities; longer examples are judged at evenly spaced
+positions."""
 
 
 @dataclass(frozen=True)
 class Agreement(WindowTask):
     """KL divergence D(full || compressed) in nats and top-1 agreement of the next-token distributions over
-    the end of every window, teacher-forced; both caches are run here and now.
+    the end of every window, teacher-forced; both caches are run now.
 
-    value: share of the places whose most likely token is the same; extra: kl, mean over an example's places
+    value: share of positions with the same most likely token; extra: kl, mean over an example's positions
     """
 
     metric = Metric.AGREEMENT
@@ -32,9 +32,9 @@ class Agreement(WindowTask):
 
 
 class FullRows:
-    """The full cache's log-probability rows of one example, at every stride-th place, [places, V] fp32.
+    """The full cache's log-probability rows of one example, at every stride-th position, [places, V] fp32.
 
-    Told rows as Scores.observer tells them. Oracle of what is kept: LLM.score's own logprobs.
+    An observer as Scores.observer. Oracle of what is kept: LLM.score's own logprobs.
     """
 
     def __init__(self, num_places: int, vocab_size: int) -> None:
@@ -47,7 +47,7 @@ class FullRows:
 
 
 class Divergence:
-    """Sums of KL(full || told rows) and of agreement with the full cache's rows."""
+    """Sums of KL(full || observed rows) and of agreement with the full cache's rows."""
 
     def __init__(self, full: FullRows) -> None:
         self.full = full
@@ -64,7 +64,7 @@ class Divergence:
         self.by_place |= dict(zip(chosen, zip(kl.tolist(), same.tolist(), strict=True), strict=True))
 
     def sums(self) -> dict[str, float]:
-        """kl in nats, agree and places, summed over the places judged."""
+        """kl in nats, agree and places, summed over the judged positions."""
         kls, same = zip(*self.by_place.values(), strict=True)
         return {"kl": sum(kls), "agree": float(sum(same)), "places": float(len(same))}
 

@@ -1,4 +1,4 @@
-"""BFCL's multi-turn cases: in each turn the model calls tools until it has no more to call."""
+"""BFCL's multi-turn cases: in each turn the model calls tools until it needs no more."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class BfclSession(Conversation):
     """A conversation. A turn is done when the model answers without a call.
 
     texts: answers by turn; turns: figures of each (Answer.turns), with "calls", "accepted" (calls that their
-    function took) and "done"
+    function accepted) and "done"
     """
 
     task: BfclTask
@@ -57,8 +57,8 @@ class BfclSession(Conversation):
 
     def take(self, text: str, num_prompt: int, num_cached: int) -> None:
         self.texts[-1].append(text)
-        (said, calls), turn = parsed(text), self.turns[-1]
-        message = {"role": "assistant", "content": said}
+        (content, calls), turn = parsed(text), self.turns[-1]
+        message = {"role": "assistant", "content": content}
         turn["prompt"] += num_prompt
         turn["cached"] += num_cached
         if not calls:
@@ -77,33 +77,32 @@ class BfclSession(Conversation):
 
     @property
     def answer(self) -> Answer:
-        asked = [turn for turn in self.turns if turn["prompt"]]
-        return Answer(turns=tuple(asked), texts=tuple(map(tuple, self.texts[: len(asked)])))
+        prompted = [turn for turn in self.turns if turn["prompt"]]
+        return Answer(turns=tuple(prompted), texts=tuple(map(tuple, self.texts[: len(prompted)])))
 
 
 def parsed(text: str) -> tuple[str, tuple[ToolCall, ...]]:
-    """What an answer says, and its tool calls. As in llama.cpp, calls in fences count: Qwen2.5-Coder's."""
+    """Split an answer into text and tool calls. As in llama.cpp, calls in fences count: Qwen2.5-Coder's."""
     found = Splitter("hermes").take(FENCED.sub(r"<tool_call>\1</tool_call>", text), last=True)
     pieces = merged(found, cut_as_text=True)
-    said = "".join(piece.text for piece in pieces if isinstance(piece, Text))
-    return said, tuple(piece for piece in pieces if isinstance(piece, ToolCall))
+    content = "".join(piece.text for piece in pieces if isinstance(piece, Text))
+    return content, tuple(piece for piece in pieces if isinstance(piece, ToolCall))
 
 
 def steps_of(texts: Sequence[str]) -> list[tuple[ToolCall, ...]]:
-    """The calls of a turn's answers, step by step."""
     return [calls for text in texts if (calls := parsed(text)[1])]
 
 
 @dataclass(frozen=True)
 class BfclTask(PlainTask):
-    """Multi-turn cases of BFCL v4 in `bfcl-eval` whose first prompt fits into num_tokens. The package's
+    """Multi-turn cases of BFCL v4 in `bfcl-eval` with a first prompt that fits into num_tokens. The package's
     classes run the calls, and its checker judges state and results after every turn.
 
-    value: sessions whose turns are all right
+    value: sessions with only correct turns
     extra: turns: share of the turns that were done, within num_tokens and the package's limit of steps;
-           turns_right: share of leading turns that are right; calls: their number; valid_calls: share of them
-           that their function took; same_calls: share of the turns with calls that has the full cache's;
-           cached: as in agents.AgentSessions; agreement_by_turn: 1 if all answers are the full cache's
+           turns_right: share of leading correct turns; calls: their number; valid_calls: share of them
+           that their function accepted; same_calls: share of turns with the full cache's calls;
+           cached: as in agents.AgentSessions; agreement_by_turn: 1 if all answers match the full cache's
     """
 
     speaker: Speaker
@@ -139,7 +138,7 @@ class BfclTask(PlainTask):
         ]
 
     def prompt(self, case: BfclCase, messages: Sequence[Mapping[str, Any]], turn: int) -> tuple[int, ...]:
-        """A conversation that ends in this turn, as token ids."""
+        """Return a conversation that ends in this turn, as token ids."""
         return tuple(render_chat(self.speaker, messages, tools=case.tools(turn)))
 
     def num_examples(self, wanted: int) -> int:
@@ -178,8 +177,8 @@ class BfclTask(PlainTask):
 
 
 def bfcl_task(name: str, llm: LLM, options: TaskOptions) -> BfclTask:
-    """Raises: InvalidArgumentError for a missing package, a model whose chat template
-    writes calls in another form, or cases that are all too long."""
+    """Raises: InvalidArgumentError for a missing package, a model with another format of calls, or cases that
+    are all too long."""
     category = name.partition(":")[2] or BFCL_CATEGORIES[0]
     require(
         HERMES.opens[0] in str(llm.tokenizer.chat_template),

@@ -1,6 +1,6 @@
-"""BFCL's multi-turn cases as the package `bfcl-eval` has them, and the calls of its functions.
+"""BFCL's multi-turn cases in the package `bfcl-eval`, and the calls of its functions.
 
-Only its data, its checker and the classes that the functions belong to are imported.
+Only its data, its checker and the functions' classes are imported.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ BFCL = "bfcl"
 EXTRA = "bfcl"
 PACKAGE = "bfcl_eval"
 REFUSED = ("Error during execution", '{"error"')
-"""Beginnings of the results of calls that could not be made, or that their function refused."""
+"""Beginnings of the results of failed or rejected calls."""
 
 
 @dataclass(frozen=True, eq=False)
 class BfclCase:
-    """A case: the user's turns, functions, and right calls.
+    """A case: the user's turns, functions, and correct calls.
 
     entry: as in the package's file; truth: calls by turn
     """
@@ -35,13 +35,13 @@ class BfclCase:
     functions: Sequence[Mapping[str, Any]]
 
     def turn(self, number: int) -> list[dict[str, Any]]:
-        """The user's messages; a turn that only offers more functions has the package's."""
-        asked: list[dict[str, Any]] = self.entry["question"][number]
+        """Return the user's messages; a turn that only offers more functions has the package's."""
+        messages: list[dict[str, Any]] = self.entry["question"][number]
         more = _module("constants.default_prompts").DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_FC
-        return asked or [{"role": "user", "content": more}]
+        return messages or [{"role": "user", "content": more}]
 
     def tools(self, turn: int) -> list[dict[str, Any]]:
-        """The functions that are offered in a turn; those that came later stand last."""
+        """Return the functions offered in a turn; later ones come last."""
         later = self.entry.get("missed_function", {})
         since = {name: int(at) for at, names in later.items() for name in names}
         known = sorted(self.functions, key=lambda each: since.get(each["name"], 0))
@@ -50,7 +50,7 @@ class BfclCase:
         ]
 
     def run(self, steps: Sequence[Sequence[ToolCall]]) -> list[str]:
-        """The results of the last step's calls; all steps are run, on new objects."""
+        """Return the results of the last step's calls; all steps are run, on new objects."""
         results: list[str] = []
         with _new_objects() as (package, name):
             for calls in steps:
@@ -73,7 +73,7 @@ class BfclCase:
         return str(results[0])
 
     def num_right(self, calls: Sequence[Sequence[Sequence[ToolCall]]]) -> int:
-        """The number of leading turns that the package's checker accepts. calls: by turn and step"""
+        """Count the leading turns that the package's checker accepts. calls: by turn and step"""
         checker = _module("eval_checker.multi_turn_eval.multi_turn_checker")
         made = [[[text for text in map(self._text, step) if text] for step in turn] for turn in calls]
         made = [[step for step in turn if step] for turn in made]
@@ -85,8 +85,8 @@ class BfclCase:
         return len(made)
 
     def _text(self, call: ToolCall) -> str | None:
-        """The call as the Python that the package evaluates; None for one that it must not. The model wrote
-        the call: only functions of the case are named, and arguments are literals."""
+        """Return the call as Python for the package to evaluate; None for an unsafe one. The model wrote the
+        call: only functions of the case may be named, and arguments are literals."""
         arguments = json.loads(call.arguments)
         known = any(each["name"] == call.name for each in self.functions)
         if not known or not all(map(str.isidentifier, arguments)):
@@ -114,14 +114,14 @@ def load_cases(category: str) -> dict[str, BfclCase]:
 
 
 def most_steps() -> int:
-    """Steps with calls that a turn may have."""
+    """Return the package's limit of steps with calls per turn."""
     return int(_module("constants.default_prompts").MAXIMUM_STEP_LIMIT)
 
 
 @contextmanager
 def _new_objects() -> Iterator[tuple[Any, str]]:
-    """The package's module that runs calls, and a name for new objects. It keeps them among its globals; they
-    go at the end."""
+    """Yield the package's module that runs calls, and a name for new objects. It keeps them among its
+    globals; they are removed at the end."""
     package = _module("eval_checker.multi_turn_eval.multi_turn_utils")
     name = f"session_{uuid4().hex}"
     try:
@@ -136,13 +136,13 @@ def _module(name: str) -> Any:
 
 
 def _lines(*path: str) -> Iterator[dict[str, Any]]:
-    """The objects in a file of the package's data, one a line."""
+    """Read the objects in a file of the package's data, one per line."""
     text = files(PACKAGE).joinpath("data", *path).read_text(encoding="utf-8")
     return (json.loads(line) for line in text.split("\n") if line)
 
 
 def _schema(value: Any, types: Mapping[str, str]) -> Any:
-    """The same with JSON Schema's names of types."""
+    """Replace names of types by JSON Schema's."""
     if isinstance(value, list):
         return [_schema(each, types) for each in value]
     if not isinstance(value, dict):

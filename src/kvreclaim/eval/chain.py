@@ -1,14 +1,14 @@
-"""A task whose answers depend on far-away tokens: follow a chain of facts out and back.
+"""A task with answers that depend on far-away tokens: follow a chain of facts out and back.
 
 The prompt is predictable filler with facts `@ k v` scattered in it and ends in a header
-`GO L8 START c3 w .`, which names every random dial: filler words per hop, first carry, first word.
+`GO L8 START c3 w .`, which gives every random choice: filler words per hop, first carry, first word.
 The trace walks the chain from START to END and returns:
 
     `# k v c filler .`   forward: v is looked up in the prompt, c = CARRY_TABLE[previous c][v]
-    `< v k c filler .`   backward: c is the carry *before* the hop, which only earlier trace holds
+    `< v k c filler .`   backward: c is the carry *before* the hop, which only the earlier trace has
 
-and stops with `<eos>`. Each column of the table sends four carries to one, so a carry can't be inferred
-from its successor: like the state that a returning recursion restores. One prompt, one right trace.
+and stops with `<eos>`. Each column of the table maps four carries to one, so a carry can't be inferred
+from its successor: like the state that a returning recursion restores. One prompt, one correct trace.
 """
 
 import random
@@ -39,10 +39,10 @@ HOP_TOKENS = 5  # marker, two nodes, carry, stop; the filler comes on top
 class ChainTask(SizedTask):
     """A chain of facts, out and back.
 
-    num_prompt_tokens: exact; what facts and header leave free is filler
+    num_prompt_tokens: exact; the space left by facts and header is filler
     num_trace_tokens:  at most; the chain has as many facts as fit, so less than one hop pair is left over
     num_decoys:        facts that are not on the chain
-    filler_seed:       which word follows which; the demo model knows 0 only, others serve calibration tests
+    filler_seed:       the order of filler words; the demo model knows only 0, others serve calibration tests
     """
 
     num_prompt_tokens: int = 1152
@@ -77,7 +77,7 @@ class ChainTask(SizedTask):
             )
 
     def num_facts(self, num_filler: int) -> int:
-        """Facts on the chain when a hop has `num_filler` words; each is walked twice, then comes `<eos>`."""
+        """Facts on the chain if a hop has `num_filler` words; each is walked twice, then comes `<eos>`."""
         return (self.num_trace_tokens - 1) // (2 * (HOP_TOKENS + num_filler))
 
     def draw(self, rng: random.Random, num_filler: int) -> Example:
@@ -98,7 +98,7 @@ class ChainTask(SizedTask):
 
 @dataclass(frozen=True)
 class Hop:
-    """A forward hop as it was written: its two nodes and the carry before and after it, with their places."""
+    """A written forward hop: its two nodes and the carry before and after it, with their places."""
 
     key: int
     value: int
@@ -161,5 +161,5 @@ def next_carry(carry: int, node: int) -> int:
 
 
 def lookup_accuracy(example: Example, predicted: Sequence[int]) -> float:
-    """Share of right successors in forward hops (teacher-forced, see `accuracy`): evidence in the prompt."""
+    """Share of correct successors in forward hops (teacher-forced, see `accuracy`)."""
     return accuracy(example, predicted, (TokenKind.LOOKUP,))

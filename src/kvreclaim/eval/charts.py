@@ -23,8 +23,8 @@ HULL: Style = {"color": "0.35", "linewidth": 5.0, "alpha": 0.25, "zorder": 0}
 
 
 def quality_chart(report: EvalReport) -> str | None:
-    """Value against the K/V bytes that a sequence really held behind its prompt, with intervals; where there
-    are several formats, also the best that each number of bytes gave."""
+    """Value against the K/V bytes that a sequence held after its prompt, with intervals; with several
+    formats, also the best value for each number of bytes."""
 
     def draw(axis: Axes, rows: list[EvalRow], style: Style) -> None:
         points = sorted((r for r in rows if r.value is not None and r.bytes_per_token), key=_kib)
@@ -73,8 +73,8 @@ def trace_chart(report: EvalReport) -> str | None:
 
 
 def loss_chart(report: EvalReport, task: str) -> str | None:
-    """Where the evidence of wrong answers lay: a panel for each budget, a line for each policy, a cell for
-    each tenth of the sequence with the share of its verdicts that were wrong; blank: nothing asked."""
+    """Positions of the evidence of wrong answers: a panel for each budget, a line for each policy, a cell for
+    each tenth of the sequence with the share of wrong verdicts; blank: no verdicts."""
     rows = [row for row in report.rows if row.task == task and row.status == "ok" and any(row.asked_at)]
     found = {(row.fraction or row.tokens or 0, row.keeps) for row in rows if row.fraction != 1}
     budgets = [budget for _, budget in sorted(found, reverse=True)] or ["100%"]
@@ -84,8 +84,8 @@ def loss_chart(report: EvalReport, task: str) -> str | None:
     figure, axes = _figure(len(budgets), (PANEL_INCHES[0], 1.2 + 0.26 * most))
     for axis, budget in zip(axes, budgets, strict=False):
         some = [row for row in rows if row.keeps in (budget, "100%")]
-        lost, asked = np.array([r.lost_at for r in some]), np.array([r.asked_at for r in some])
-        shares = np.divide(lost, asked, out=np.full(lost.shape, np.nan), where=asked > 0)
+        lost, judged = np.array([r.lost_at for r in some]), np.array([r.asked_at for r in some])
+        shares = np.divide(lost, judged, out=np.full(lost.shape, np.nan), where=judged > 0)
         axis.grid(visible=False)
         edges = (0.0, 1.0, len(some) - 0.5, -0.5)
         image = axis.imshow(shares, vmin=0, vmax=1, cmap="viridis", aspect="auto", extent=edges)
@@ -97,13 +97,13 @@ def loss_chart(report: EvalReport, task: str) -> str | None:
 
 
 def turns_chart(report: EvalReport, name: str) -> str | None:
-    """A figure of sessions turn by turn: a line for each policy and budget, paler the smaller the budget."""
+    """Plot a figure of sessions turn by turn: a line per policy and budget, paler for smaller budgets."""
 
     def draw(axis: Axes, rows: list[EvalRow], style: Style) -> None:
         for i, row in enumerate(sorted(rows, key=lambda row: -(row.budget or 0))):
             shares = getattr(row, name)
-            told = {"label": f"{row.name} {row.keeps}", "alpha": 1 - i / (i + 2)}
-            axis.plot(range(1, len(shares) + 1), shares, markersize=3, linewidth=1.2, **{**style, **told})
+            own = {"label": f"{row.name} {row.keeps}", "alpha": 1 - i / (i + 2)}
+            axis.plot(range(1, len(shares) + 1), shares, markersize=3, linewidth=1.2, **{**style, **own})
 
     def finish(axis: Axes, rows: list[EvalRow]) -> None:
         axis.set_xlabel("turn")
@@ -154,8 +154,8 @@ def _by_task(
 
 
 def _styles(report: EvalReport) -> dict[tuple[str, str], Style]:
-    """By policy and KV format, the same in all charts. Colours go to whichever there are more of, markers and
-    dashes to the other; where there is one format, a policy has its colour and its marker."""
+    """Styles by policy and KV format, equal in all charts. Colours go to whichever has more values, markers
+    and dashes to the other; with one format, a policy has its colour and its marker."""
     colours = colormaps["tab20"]
     order = [*range(0, 20, 2), *range(1, 20, 2)]
     dtypes = report.kv_cache_dtypes
@@ -196,7 +196,7 @@ def _with_legend(figure: Figure, axes: Sequence[Axes]) -> str:
 
 def _svg(figure: Figure) -> str:
     buffer = io.StringIO()
-    with rc_context({"svg.hashsalt": "kvreclaim"}):  # the same figures give the same file
+    with rc_context({"svg.hashsalt": "kvreclaim"}):  # equal figures give equal files
         figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None})
     return buffer.getvalue()
 

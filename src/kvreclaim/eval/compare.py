@@ -1,4 +1,4 @@
-"""The Python face of the evaluation: evaluate(llm, policies, budgets, tasks, ...) -> report."""
+"""The Python API of the evaluation: evaluate(llm, policies, budgets, tasks, ...) -> report."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def evaluate(
     """Compare policies at equal bytes.
 
     Args:
-        llm:      its pool must hold one sequence's full cache; more are run at once as it holds more. Beside
-                  it runs an engine of as many blocks for each KV format that it does not have
+        llm:      its pool must hold one sequence's full cache; more run at once if it holds more. For each
+                  KV format that it does not have, a second engine with as many blocks is run
         policies: specs as in CompressionConfig.policy
         budgets:  shares of the full cache's bytes in the model's own dtype, in (0, 1]
         tasks:    names (tasks.make_tasks), or tasks of your own
         options:  sizes and files of the named tasks
-        out:      directory of the journal; a call with the same arguments goes on where it stopped
+        out:      directory of the journal; a call with the same arguments resumes
         settings: fields of EvalPlan: kv_cache_dtypes, seeds, num_examples, interval, sinks, recent, stats,
                   free_running, ...
 
@@ -62,10 +62,10 @@ def run_plan(
     on_start: OnStart | None = None,
     on_estimate: OnEstimate | None = None,
 ) -> EvalReport:
-    """Run what is not in the journal yet, and report all of it.
+    """Run what is missing in the journal, and report everything.
 
-    on_start: told the number of examples of the whole grid, returns what is told of each batch
-    on_estimate: told how many seconds are left, after the first example
+    on_start: called with the number of examples of the whole grid; returns the callback of each batch
+    on_estimate: called with the remaining seconds, after the first example
     """
     plan = plan.resolved(llm)
     with Journal(out) as journal:

@@ -101,7 +101,8 @@ DEMO_TASKS: Mapping[str, DemoTask] = {
 def calibration_documents(
     num: int, num_tokens: int, tasks: Sequence[str] = (*DEMO_TASKS,), seed: int = 0
 ) -> list[tuple[int, ...]]:
-    """Return `num` documents (prompt and trace) that evaluation never draws, of the tasks in turn."""
+    """Return `num` documents (prompt and trace) that evaluation never draws, alternating between the
+    tasks."""
     made = [DEMO_TASKS[task].make(num_tokens) for task in tasks]
     return [
         made[i % len(made)].sample(seed + i // len(made), Stream.CALIBRATION).document for i in range(num)
@@ -111,8 +112,8 @@ def calibration_documents(
 def documents(
     count: int, tasks: Sequence[str] = (*DEMO_TASKS,), sizes: Sequence[int] = (512, 768)
 ) -> Iterator[tuple[list[int], int]]:
-    """So many documents of each of these tasks, of these sizes in turn: the prompt, and how many tokens its
-    answer has."""
+    """Return documents of each of these tasks, alternating between these sizes: the prompt, and the number of
+    tokens of its answer."""
     for name in tasks:
         for n in range(count):
             example = DEMO_TASKS[name].make(sizes[n % len(sizes)]).sample(n)
@@ -120,7 +121,7 @@ def documents(
 
 
 def unfinished(num_tokens: int, count: int) -> list[list[int]]:
-    """Documents whose answers have begun, cut to so many tokens."""
+    """Return documents with begun answers, cut to this length."""
     task = DEMO_TASKS["recall"].make(MAX_TOKENS)
     require(
         num_tokens <= MAX_TOKENS,

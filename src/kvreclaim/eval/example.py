@@ -1,8 +1,8 @@
-"""One document of a demo task, how it is put together, and how predictions of it are scored.
+"""One document of a demo task: its construction, and the scoring of predictions.
 
-A document is a prompt (filler with facts scattered in it, then a header that names every random dial)
-and its trace, the one right continuation. For each token of the trace the example tells what it takes to
-predict it and where in the document it must be read from.
+A document is a prompt (filler with facts scattered in it, then a header with every random choice) and its
+trace, the one correct continuation. For each token of the trace the example has the kind of evidence that
+predicts it and the position of that evidence.
 """
 
 import enum
@@ -24,20 +24,20 @@ NOWHERE = -1
 class TokenKind(enum.Enum):
     """The evidence that predicts a token of the trace."""
 
-    MARK = "mark"  # which step comes next: `#`, `<`, …, `<eos>`
+    MARK = "mark"  # the next step: `#`, `<`, …, `<eos>`
     KEY = "key"  # the node where the last step ended, copied
-    ASKED = "asked"  # what is asked next: only the header's list has it
-    LOOKUP = "lookup"  # what a fact says about the token before: only the prompt has it
+    ASKED = "asked"  # the next query: only the header's list has it
+    LOOKUP = "lookup"  # the fact about the previous token: only the prompt has it
     CARRY = "carry"  # the carry of a forward hop: the last carry and the node before it
     RETURN = "return"  # the predecessor or parent of a node: prompt or earlier trace
     RESTORE = "restore"  # a carry that only the far-back trace has
-    FIRST = "first"  # a step's first filler word: goes on after the last step's last one
+    FIRST = "first"  # a step's first filler word: continues after the last step's last one
     FILLER = "filler"  # follows from the word before it
     STOP = "stop"  # `.`: counts filler words
 
 
 class Stream(enum.Enum):
-    """Families of seeds: no two of them ever draw the same random numbers."""
+    """Families of seeds, which never share random numbers."""
 
     EVALUATION = "evaluation"
     CALIBRATION = "calibration"
@@ -46,11 +46,11 @@ class Stream(enum.Enum):
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt with the only right continuation.
+    """One prompt with the only correct continuation.
 
     kinds:    aligned with `trace`
-    evidence: aligned with `trace`: position in the document of the token that the trace's token must be
-              read from; -1 where it follows from its neighbours or is computed
+    evidence: aligned with `trace`: position in the document from which the trace's token must be read; -1 if
+              it follows from its neighbours or is computed
     """
 
     prompt: tuple[int, ...]
@@ -95,7 +95,7 @@ def in_header(index: int) -> EvidencePlace:
 class SizedTask(ABC):
     """Draws examples of one size; the same task and seed always give the same example.
 
-    filler_words: (least, most) filler words per step, drawn per example and told by the header
+    filler_words: (least, most) filler words per step, drawn per example and given by the header
     noise:        share of the prompt's filler that is runs of random nodes
     """
 
@@ -129,7 +129,7 @@ class SizedTask(ABC):
         header: Sequence[int],
         num_tokens: int,
     ) -> Example:
-        """The example of num_tokens tokens with this trace, all of which but `<eos>` is written."""
+        """Build the example of num_tokens tokens from this trace, which lacks only `<eos>`."""
         num_body = num_tokens - len(writer.tokens) - 1 - len(header)
         return writer.finish(scatter(rng, facts, num_body, writer.follower, self.noise), header)
 
@@ -139,7 +139,7 @@ class SizedTask(ABC):
 
 
 def check_room(num_tokens: int, needed: int) -> None:
-    """Raises: InvalidArgumentError for a document that is too short for what it has to hold."""
+    """Raises: InvalidArgumentError for a document that is too short for its content."""
     require(num_tokens >= needed, f"num_tokens is {num_tokens}; these dials need {needed} or more")
 
 
@@ -147,7 +147,7 @@ def check_room(num_tokens: int, needed: int) -> None:
 class TraceWriter:
     """Collects a trace with kinds and evidence; each step ends in filler words and a stop.
 
-    word: the last filler word written, at first the one that the header names
+    word: the last filler word written, at first the header's
     """
 
     word: int
@@ -158,7 +158,6 @@ class TraceWriter:
     places: list[EvidencePlace | None] = field(default_factory=list)
 
     def add(self, token: int, kind: TokenKind, place: EvidencePlace | None = None) -> EvidencePlace:
-        """Write one token and return its own place."""
         self.tokens.append(token)
         self.kinds.append(kind)
         self.places.append(place)
@@ -206,8 +205,8 @@ def scatter(
 ) -> Body:
     """Spread the facts, each `@` and its tokens, in random order over `num_tokens` tokens of filler.
 
-    noise: share of the filler that is runs of random nodes, so that facts are not a class of tokens of
-           their own; the rest are runs of words with random starts
+    noise: share of the filler that is runs of random nodes, so that facts are not the only nodes; the rest
+           are runs of words with random starts
     """
     order = rng.sample(range(len(facts)), len(facts))
     num_filler = num_tokens - sum(len(fact) + 1 for fact in facts)
@@ -223,7 +222,7 @@ def scatter(
 
 
 def _filler(rng: random.Random, num_tokens: int, follower: dict[int, int], noise: float) -> list[int]:
-    """Return filler between two facts: one run of words, or words and nodes in turns."""
+    """Return filler between two facts: one run of words, or alternating words and nodes."""
     if not noise:
         return v.filler_run(v.draw_word(rng), num_tokens, follower)
     tokens: list[int] = []
@@ -237,7 +236,7 @@ def _filler(rng: random.Random, num_tokens: int, follower: dict[int, int], noise
 
 
 def accuracy(example: Example, predicted: Sequence[int], kinds: Collection[TokenKind]) -> float:
-    """Return the share of the trace's tokens of these kinds that are right.
+    """Return the share of correct trace tokens of these kinds.
 
     predicted: teacher-forced argmax, aligned with the trace: `predicted[i]` is the guess for `trace[i]`,
                made after the prompt and the gold `trace[:i]`
@@ -254,7 +253,7 @@ def accuracy(example: Example, predicted: Sequence[int], kinds: Collection[Token
 
 
 def progress(example: Example, generated: Sequence[int]) -> float:
-    """Return the fraction of the trace that was generated before the first error; the rest is ignored."""
+    """Return the fraction of the trace generated before the first error; the rest is ignored."""
     num_right = 0
     for gold, token in zip(example.trace, generated, strict=False):
         if gold != token:
@@ -264,5 +263,5 @@ def progress(example: Example, generated: Sequence[int]) -> float:
 
 
 def exact_match(example: Example, generated: Sequence[int]) -> bool:
-    """Whether the whole trace was generated, `<eos>` included; what follows `<eos>` is ignored."""
+    """Whether the whole trace was generated, `<eos>` included; anything after `<eos>` is ignored."""
     return tuple(generated[: len(example.trace)]) == example.trace

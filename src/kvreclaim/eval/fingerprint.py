@@ -26,7 +26,7 @@ PACKAGE = Path(kvreclaim.__file__).parent
 
 
 def run_identity(llm: LLM, plan: EvalPlan, stats: QueryStats | None) -> dict[str, Any]:
-    """The part that all cells of a run share."""
+    """Return the part that all cells of a run share."""
     facts, config = llm.loaded.facts, llm.engine.config
     return {
         "version": kvreclaim.__version__,
@@ -54,9 +54,9 @@ def cell_identity(
     task: Task,
     seed: int,
 ) -> dict[str, Any]:
-    """All that decides the results of one cell, its number of examples aside: more can be added later.
+    """Return everything that determines the results of one cell, except its number of examples.
 
-    run, first: run_identity of the cell's engine, and of the one that some tasks compare it with
+    run, first: run_identity of the cell's engine, and of the baseline's engine
     """
     return {
         **run,
@@ -99,7 +99,7 @@ def stats_digest(stats: QueryStats) -> str:
 
 @cache
 def code_digest() -> str:
-    """Digest of the package's own sources and its compiled kernels: a changed policy never meets its old
+    """Digest of the package's sources and compiled kernels, so that a changed policy never reuses its old
     figures."""
     digest = hashlib.sha256()
     for file in sorted(PACKAGE.rglob("*.py")):
@@ -112,7 +112,7 @@ def code_digest() -> str:
 
 @cache
 def policy_digest(spec: str) -> str:
-    """Digest of the source files of the policies in a spec, wherever they were installed from."""
+    """Digest of the source files of the policies in a spec, including installed ones."""
     digest = hashlib.sha256()
     for policy in _all_policies(make_policy(spec)):
         file = inspect.getsourcefile(type(policy))

@@ -1,4 +1,4 @@
-"""Run the grid, batch by batch, keeping what is done."""
+"""Runs the grid batch by batch and stores the results."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ OnEstimate = Callable[[float], None]
 
 @dataclass(eq=False)
 class EvalGrid:
-    """A plan on a model, half done or done.
+    """A plan on a model, in progress or finished.
 
-    on_progress: told (what is being done, examples that are now done)
-    on_estimate: told how many seconds are left, after the first example under all settings
+    on_progress: called with (current work, finished examples)
+    on_estimate: called with the remaining seconds, after the first example under all settings
     """
 
     llm: LLM
@@ -51,14 +51,13 @@ class EvalGrid:
 
     @property
     def num_examples(self) -> int:
-        """Examples to be done, over all cells."""
+        """Examples of all cells."""
         by_task = (len(self._wanted(task)) * len(self._seeds(task)) for task in self.tasks)
         return len(self.plan.settings()) * sum(by_task)
 
     def run(self) -> None:
-        """Run what is not in the journal yet. All settings see a batch before the next batch begins, so
-        that an unfinished run compares equals with equals. The first batch is a single example, so that
-        the estimate comes early."""
+        """Run what is missing in the journal. All settings run a batch before the next one starts, so that an
+        unfinished run is comparable. The first batch is a single example, for an early estimate."""
         for task in self.tasks:
             for seed in self._seeds(task):
                 for numbers, items in self._batches(task, seed, self._wanted(task)):
@@ -75,7 +74,7 @@ class EvalGrid:
         return self.num_examples - sum(map(len, done))
 
     def cells(self) -> Cells:
-        """Results of every (setting, task), by seed and example; only those that the plan asks for."""
+        """Results of every (setting, task) of the plan, by seed and example."""
         found: Cells = {}
         for task in self.tasks:
             for setting in self.plan.settings():
@@ -87,7 +86,7 @@ class EvalGrid:
         return found
 
     def problems(self) -> dict[tuple[GridColumn, str], Problem]:
-        """Problems of the columns that could not be run, or not as they should."""
+        """Problems of the columns that failed to run, or ran incorrectly."""
         return {
             (setting, task.name): problem
             for task in self.tasks
@@ -96,8 +95,8 @@ class EvalGrid:
         }
 
     def _as_run(self, setting: GridColumn) -> GridColumn:
-        """The full cache in place of a policy that would never be asked, since the format alone meets the
-        budget."""
+        """Replace a policy that would never compress, because the format alone meets the budget, by the full
+        cache."""
         alone = self.runners[setting.kv_cache_dtype].storage.meets(setting.fraction)
         return replace(setting, policy=FULL, budget=1.0) if alone else setting
 
@@ -118,7 +117,7 @@ class EvalGrid:
             first = numbers[:size].stop
 
     def _run_batch(self, setting: GridColumn, task: Task, seed: int, items: dict[int, Item]) -> int:
-        """Run the examples that are not in the journal. Returns: how many."""
+        """Run the examples missing in the journal. Returns: their number."""
         label = f"{task.name}: {setting.label}"
         setting = self._as_run(setting)
         about = self._about(setting, task, seed)

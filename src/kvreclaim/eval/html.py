@@ -1,4 +1,4 @@
-"""The report as one HTML file that loads nothing from elsewhere."""
+"""The report as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ TEMPLATE = "report.html.jinja"
 
 
 def write_html(report: EvalReport, path: Path) -> None:
-    """Tables, charts (inlined SVG) and how it was made."""
+    """Write tables, charts (inlined SVG) and the setup."""
     write_text(path, render(report))
 
 
 def render(report: EvalReport) -> str:
-    """The file's text."""
     environment = Environment(
         loader=PackageLoader("kvreclaim.eval", "templates"),
         autoescape=select_autoescape(default=True, default_for_string=True),

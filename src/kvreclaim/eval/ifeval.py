@@ -48,10 +48,10 @@ class IfevalRule:
 
 @dataclass(frozen=True)
 class IfevalTask(PlainTask):
-    """Two rules that do not contradict each other, drawn by the package. The packages hold no prompts of
-    IFEval, so the requests are ours.
+    """Two rules that do not contradict each other, drawn by the package. The packages have no prompts of
+    IFEval, so the requests are our own.
 
-    value: prompts whose answer follows all rules (strict); extra.rules: rules followed (strict)
+    value: prompts with an answer that follows all rules (strict); extra.rules: rules followed (strict)
     """
 
     encode: Encoder
@@ -112,7 +112,7 @@ class IfevalTask(PlainTask):
 
 
 def ifeval_task(llm: LLM, options: TaskOptions) -> IfevalTask:
-    """Raises: InvalidArgumentError for a missing package, and a chat template that is missing or has no
+    """Raises: InvalidArgumentError for a missing package, or a chat template that is missing or lacks a
     system prompt."""
     encode = Encoder(llm.tokenizer)
     encode.require_template(IFEVAL, llm.loaded.facts.name)

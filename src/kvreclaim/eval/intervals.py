@@ -37,9 +37,9 @@ def wilson(successes: float, trials: int) -> Interval:
 def ratio_interval(points: Array, out_of: Array) -> Interval | None:
     """Interval of sum(points) / sum(out_of), points in [0, out_of], over examples [n].
 
-    Wilson where each example is one verdict, and where all of them are right or all of them are wrong,
-    which the bootstrap would call certain (an example then counts as one trial); else the bootstrap.
-    None for a single example that is partly right.
+    Wilson if each example is one verdict, or if all are correct or all are wrong, where the bootstrap would
+    have width 0 (an example then counts as one trial); else the bootstrap. None for a single example that is
+    partly correct.
     """
     binary = bool(np.all(out_of == 1) and np.all((points == 0) | (points == 1)))
     share = float(points.sum() / out_of.sum())

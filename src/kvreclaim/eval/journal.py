@@ -16,14 +16,14 @@ JOURNAL = "journal.jsonl"
 
 
 def cell_key(about: Mapping[str, Any]) -> str:
-    """A digest of everything that decides a cell's results."""
+    """Return a digest of everything that determines a cell's results."""
     text = json.dumps(about, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 class Journal:
-    """Results by cell and example. Each append is on disk when it returns; a line that a kill left
-    unfinished is dropped at the next start.
+    """Results by cell and example. Each append is on disk when it returns; an incomplete last line after a
+    kill is dropped at the next start.
 
     directory: None keeps everything in memory
     Raises: InvalidArgumentError if the directory cannot be written, or another run holds it.
@@ -48,11 +48,10 @@ class Journal:
             raise
 
     def of(self, key: str) -> Mapping[int, Result]:
-        """Results of a cell by the number of the example."""
         return self._results.get(key, {})
 
     def append(self, key: str, about: Mapping[str, Any], results: Sequence[tuple[int, Result]]) -> None:
-        """Keep results of a cell; `about` goes into the file once, for people who read it."""
+        """Store results of a cell; `about` is written once, for human readers."""
         lines: list[dict[str, Any]] = [] if key in self._results else [{"cell": key, "about": dict(about)}]
         lines += [{"cell": key, "index": index, "result": result.model_dump()} for index, result in results]
         self._results.setdefault(key, {}).update(results)
@@ -95,7 +94,7 @@ def _lock(file: int, path: Path) -> None:
     """Refuse a journal that another process is writing."""
     try:
         import fcntl
-    except ImportError:  # not on this system; two runs in one directory are then the caller's care
+    except ImportError:  # not on this system, where callers must avoid two runs in one directory
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

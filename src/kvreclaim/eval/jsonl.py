@@ -23,18 +23,18 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3}(?:,\d{3})+)(?![\d,])")
 _NUMBER = re.compile(r"((?:(?<![\w)\]])[-–−])?)([$€£¥]?)((?:\d+|(?<![\w.])(?=\.\d))(?:\.\d+)*)")
 _UNSPACED = re.compile(r"([\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff])")
-"""Scripts that write no spaces: each character is a word."""
+"""Scripts without spaces: each character is a word."""
 _WIDE = {0xFF01 + offset: 0x21 + offset for offset in range(94)}
 """Full-width forms of ASCII."""
 _MINUS, _POINT = "\ue000", "\ue001"
-"""Private characters that stand for the marks of a number while punctuation is removed."""
+"""Private characters that replace the marks of a number while punctuation is removed."""
 
 
 @dataclass(frozen=True)
 class JsonlTask(PlainTask):
-    """One question a line. Right if an accepted answer is contained in what was generated, in whole words,
-    or, with exact, is all of it; both after normalisation (see normalise; an answer that is only an article,
-    such as "A", is compared with articles kept).
+    """One question per line. Correct if an accepted answer is contained in the generated text, in whole
+    words, or, with exact, equals it; both after normalisation (see normalise; an answer that is only an
+    article, such as "A", is compared with articles kept).
 
     questions: (prompt, accepted answers)
     """
@@ -64,13 +64,13 @@ class JsonlTask(PlainTask):
 
     def judge(self, item: Item, answer: Answer) -> TaskScore:
         text = final_part(answer.text)
-        right = any(self._says(text, accepted) for accepted in item.payload)
+        right = any(self._matches(text, accepted) for accepted in item.payload)
         return TaskScore(points=float(right), out_of=1)
 
-    def _says(self, text: str, accepted: str) -> bool:
-        articles = not normalise(accepted)  # an answer such as "A" is nothing but one
-        wanted, said = normalise(accepted, articles=articles), normalise(text, articles=articles)
-        return said == wanted if self.exact else f" {wanted} " in f" {said} "
+    def _matches(self, text: str, accepted: str) -> bool:
+        articles = not normalise(accepted)  # an answer such as "A" is only an article
+        expected, given = normalise(accepted, articles=articles), normalise(text, articles=articles)
+        return given == expected if self.exact else f" {expected} " in f" {given} "
 
 
 def normalise(text: str, *, articles: bool = False) -> str:
@@ -93,7 +93,7 @@ def _joined(number: re.Match[str]) -> str:
 
 
 def _marked(number: re.Match[str]) -> str:
-    """A number, its marks replaced by private characters; ".5" is 0.5."""
+    """Replace the marks of a number by private characters; ".5" is 0.5."""
     sign, _, digits = number.groups()
     digits = f"0{digits}" if digits.startswith(".") else digits
     return f" {_MINUS}{digits.replace('.', _POINT)}" if sign else digits.replace(".", _POINT)

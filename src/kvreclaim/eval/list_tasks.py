@@ -1,6 +1,6 @@
-"""Tasks whose header lists what is asked: `RECALL k k …`, `QUERY k k …` or `VARS c c …`, then `GO L8 … w .`
+"""Tasks with queries listed in the header: `RECALL k k …`, `QUERY k k …` or `VARS c c …`, then `GO L8 … w .`
 
-The trace answers the list in order and ends in `<eos>`. What is not asked is a distractor.
+The trace answers the list in order and ends in `<eos>`. Everything else is a distractor.
 """
 
 import random
@@ -26,23 +26,23 @@ ZONES = 3
 
 
 def _header(task: int, listed: Sequence[int], num_filler: int, *start: int) -> list[int]:
-    """The tokens behind the facts: the list, then every random dial."""
+    """Tokens after the facts: the list, then every random choice."""
     return [task, *listed, v.GO, v.FIRST_LENGTH + num_filler, *start, v.STOP]
 
 
 @dataclass(frozen=True)
 class RecallTask(SizedTask):
-    """Recall with distractors: what was worked out at the start, in the middle and at the end of the trace.
+    """Recall with distractors: results from the start, the middle and the end of the trace.
 
     The trace walks the chain of facts out to END like the chain task, and then writes
 
-        `! k c filler .`   the carry with which the walk reached k, which only the trace holds
+        `! k c filler .`   the carry with which the walk reached k, which only the trace has
 
     for each listed node. A third of the listed nodes were reached in each third of the walk.
 
     num_tokens:   of the document, exact
     num_facts:    on the chain: START, then `num_facts` - 1 nodes, then END
-    asked_per_zone: nodes asked about from each third of the walk
+    asked_per_zone: queried nodes from each third of the walk
     num_decoys:   facts that are not on the chain
     """
 
@@ -76,9 +76,9 @@ class RecallTask(SizedTask):
         return 7 + ZONES * self.asked_per_zone
 
     def num_trace_tokens(self, num_filler: int) -> int:
-        """Tokens of a trace whose steps have `num_filler` filler words."""
-        asked = ZONES * self.asked_per_zone
-        return self.num_facts * (5 + num_filler) + asked * (4 + num_filler) + 1
+        """Tokens of a trace with `num_filler` filler words per step."""
+        queries = ZONES * self.asked_per_zone
+        return self.num_facts * (5 + num_filler) + queries * (4 + num_filler) + 1
 
     def draw(self, rng: random.Random, num_filler: int) -> Example:
         nodes = v.draw_nodes(rng, self.num_facts + self.num_decoys)
@@ -88,36 +88,36 @@ class RecallTask(SizedTask):
         follower = v.filler_cycle()
         num_body = self.num_tokens - self.num_trace_tokens(num_filler) - self._header_tokens
         body = scatter(rng, facts, num_body, follower, self.noise)
-        asked = self._draw_asked(rng)
-        header = _header(v.RECALL, [path[i + 1] for i in asked], num_filler, v.START, carry, word)
+        queries = self._draw_queries(rng)
+        header = _header(v.RECALL, [path[i + 1] for i in queries], num_filler, v.START, carry, word)
         writer = TraceWriter(word, num_filler, follower)
         hops = walk_out(writer, path, carry, len(header))
-        for number, i in enumerate(asked):
+        for number, i in enumerate(queries):
             writer.add(v.ASK_CARRY, TokenKind.MARK)
             writer.add(hops[i].value, TokenKind.ASKED, in_header(1 + number))
             writer.add(hops[i].next_carry, TokenKind.RESTORE, hops[i].next_carry_place)
             writer.close_step()
         return writer.finish(body, header)
 
-    def _draw_asked(self, rng: random.Random) -> list[int]:
-        """Return the hops asked about, as many from each third of the walk, in random order."""
-        num_hops = self.num_facts - 1  # the last one reaches END, which is no node
+    def _draw_queries(self, rng: random.Random) -> list[int]:
+        """Return the queried hops, equally many from each third of the walk, in random order."""
+        num_hops = self.num_facts - 1  # the last one reaches END, which is not a node
         cuts = [num_hops * i // ZONES for i in range(ZONES + 1)]
-        asked = [
+        queries = [
             i for begin, end in pairwise(cuts) for i in rng.sample(range(begin, end), self.asked_per_zone)
         ]
-        return rng.sample(asked, len(asked))
+        return rng.sample(queries, len(queries))
 
 
 @dataclass(frozen=True)
 class MultiQueryTask(SizedTask):
-    """Multi-query recall: many independent look-ups of facts `@ k v`, each right or wrong by itself.
+    """Multi-query recall: many independent look-ups of facts `@ k v`, each judged by itself.
 
     The trace is `? k v filler .` for each listed key.
 
     num_tokens:   of the document, exact
     num_facts:    in the prompt, with different keys and different values
-    num_asked:    of the facts
+    num_asked:    queries
     """
 
     num_tokens: int
@@ -140,11 +140,11 @@ class MultiQueryTask(SizedTask):
     def draw(self, rng: random.Random, num_filler: int) -> Example:
         nodes = v.draw_nodes(rng, self.num_facts)
         facts = list(zip(nodes, nodes[1:] + nodes[:1], strict=True))
-        asked = rng.sample(range(self.num_facts), self.num_asked)
+        queries = rng.sample(range(self.num_facts), self.num_asked)
         word, follower = v.draw_word(rng), v.filler_cycle()
-        header = _header(v.QUERY, [facts[i][0] for i in asked], num_filler, word)
+        header = _header(v.QUERY, [facts[i][0] for i in queries], num_filler, word)
         writer = TraceWriter(word, num_filler, follower)
-        for number, i in enumerate(asked):
+        for number, i in enumerate(queries):
             writer.add(v.ASK_VALUE, TokenKind.MARK)
             writer.add(facts[i][0], TokenKind.ASKED, in_header(1 + number))
             writer.add(facts[i][1], TokenKind.LOOKUP, in_fact(i, 2))
@@ -154,17 +154,17 @@ class MultiQueryTask(SizedTask):
 
 @dataclass(frozen=True)
 class VariableTrackingTask(SizedTask):
-    """Variable tracking: which variables hold a value that was assigned along a chain.
+    """Variable tracking: the variables that hold a value assigned along a chain.
 
     Source: the task of RULER (Hsieh et al. 2024), in the demo vocabulary. A value is one of c0 … c15, a
-    variable is a node. `@ c k` assigns the value c to k, `@ j k` assigns j to k, and `@ k END` says that k
+    variable is a node. `@ c k` assigns the value c to k, `@ j k` assigns j to k, and `@ k END` states that k
     was assigned to no other. The assignments of several chains are scattered over the prompt. The trace lists
     the variables that hold each listed value, `: c k k k END filler .` Each is read from an assignment that
-    names the one before it.
+    names the previous one.
 
     num_tokens:    of the document, exact
-    num_chains:    values that are assigned
-    num_asked:     of the values
+    num_chains:    assigned values
+    num_asked:     queried values
     num_variables: (least, most) variables that hold a value, drawn for each
     """
 
@@ -199,13 +199,13 @@ class VariableTrackingTask(SizedTask):
         chains = [
             [value, *(next(nodes) for _ in range(n)), v.END] for value, n in zip(values, lengths, strict=True)
         ]
-        asked = chains[: self.num_asked]  # the values are in random order
+        queries = chains[: self.num_asked]  # the values are in random order
         facts = [edge for chain in chains for edge in pairwise(chain)]
         word, follower = v.draw_word(rng), v.filler_cycle()
-        header = _header(v.VARS, [chain[0] for chain in asked], num_filler, word)
+        header = _header(v.VARS, [chain[0] for chain in queries], num_filler, word)
         writer = TraceWriter(word, num_filler, follower)
         fact = 0
-        for number, chain in enumerate(asked):
+        for number, chain in enumerate(queries):
             writer.add(v.LIST, TokenKind.MARK)
             writer.add(chain[0], TokenKind.ASKED, in_header(1 + number))
             for token in chain[1:]:

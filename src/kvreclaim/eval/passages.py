@@ -14,11 +14,11 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model.loader import Tokenizer
 
 GOLDEN = 0.6180339887498949
-"""Multiples of it, modulo 1, lie evenly between 0 and 1, however many of them there are."""
+"""Golden ratio: multiples of it, modulo 1, are evenly spread for any count."""
 
 
 def spread_order(count: int) -> list[int]:
-    """0 .. count - 1 in an order of which every beginning lies evenly over them."""
+    """Order 0 .. count - 1 so that every prefix is evenly spread."""
     by_place = sorted(range(count), key=lambda number: number * GOLDEN % 1)
     order = [0] * count
     for place, number in enumerate(by_place):
@@ -29,7 +29,7 @@ def spread_order(count: int) -> list[int]:
 def woven(
     rng: random.Random, passage: list[int], facts: Sequence[list[int]], *, together: bool = False
 ) -> tuple[list[int], list[int]]:
-    """The passage with facts at random places of it, or all at one place, and where each fact begins."""
+    """Insert facts at random places, or all at one. Returns: tokens, and the start of each fact."""
     cuts = sorted(rng.sample(range(1, len(passage)), 1 if together else len(facts)))
     cuts = cuts * len(facts) if together else cuts
     starts: list[int] = []
@@ -43,11 +43,10 @@ def woven(
 
 @dataclass(frozen=True)
 class Passages:
-    """A text from which more windows are taken than it has disjoint ones: they begin at evenly spread
-    offsets and overlap.
+    """A text with more windows than disjoint ones: they overlap and start at evenly spread offsets.
 
     tokens: of the whole text, without special tokens
-    prefix: what the tokenizer puts in front of every text (its begin token), or nothing
+    prefix: tokens that the tokenizer puts before every text (its begin token), or nothing
     """
 
     tokens: tuple[int, ...] = field(repr=False)
@@ -72,11 +71,11 @@ class Passages:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of all that decides the windows."""
+        """Digest of everything that determines the windows."""
         return hashlib.sha256(repr((self.tokens, self.prefix)).encode()).hexdigest()[:24]
 
     def check_room(self, num_tokens: int) -> int:
-        """At how many offsets a window may begin. Raises: InvalidArgumentError where the text is shorter."""
+        """Count the possible offsets of a window. Raises: InvalidArgumentError if the text is shorter."""
         if num_tokens > len(self.tokens):
             raise InvalidArgumentError(
                 f"the text has {len(self.tokens)} tokens, less than one window of {num_tokens}; pass a "
@@ -85,6 +84,6 @@ class Passages:
         return len(self.tokens) - num_tokens + 1
 
     def window(self, number: int, num_tokens: int) -> list[int]:
-        """Window `number`. Raises: InvalidArgumentError where the text is shorter."""
+        """Return window `number`. Raises: InvalidArgumentError if the text is shorter."""
         start = int(number * GOLDEN % 1 * self.check_room(num_tokens))
         return list(self.tokens[start : start + num_tokens])

@@ -1,4 +1,4 @@
-"""The plan of an evaluation: grid and sizes, checked at once, without torch."""
+"""The plan of an evaluation: grid and sizes, validated without torch."""
 
 from __future__ import annotations
 
@@ -22,35 +22,34 @@ DIALECTS = ("auto", "demo", "text")
 KNOWN, UNKNOWN = "known", "unknown"
 RULER = "ruler"
 UNSHARED = ("policy", "budget", "max_loss", "content", "stats", "verify", "verify_tokens", "protect_system")
-"""Fields of CompressionSettings that differ between cells, or that a given prompt has no use for."""
+"""Fields of CompressionSettings that differ between cells, or do not apply to a given prompt."""
 SHARED = tuple(name for name in settings_of(CompressionSettings) if name not in UNSHARED)
 
 
 def is_full(policy: str) -> bool:
-    """Whether a policy is the full cache. Raises: InvalidArgumentError for one that is not known."""
+    """Whether a policy is the full cache. Raises: InvalidArgumentError for an unknown policy."""
     from kvreclaim.compression.registry import make_policy
 
     return policy != AUTO and make_policy(policy).name == FULL
 
 
 def keeps(fraction: float | None, tokens: int | None, max_loss: float | None = None) -> str:
-    """A budget for people: a share in per cent, tokens, or what may be lost."""
+    """Format a budget: a share in per cent, tokens, or the maximum loss."""
     if max_loss is not None:
         return f"max loss {max_loss:g}"
     return f"{tokens} tokens" if fraction is None else f"{100 * fraction:.4g}%"
 
 
 def policy_label(policy: str, *, is_auto: bool) -> str:
-    """A policy for people, with "auto" before it where that stands for it."""
+    """Format a policy, with "auto" before it if auto chose it."""
     return f"{AUTO}: {policy}" if is_auto else policy
 
 
 @dataclass(frozen=True, slots=True)
 class GridColumn:
-    """One column of the grid: a policy at a budget, in one KV format, behind prompts that are computed in one
-    way.
+    """One column of the grid: a policy at a budget, in one KV format, with one way of computing prompts.
 
-    budget: a float is a share of the full cache's bytes, an int is tokens; max_loss stands in its place
+    budget: a float is a share of the full cache's bytes, an int is tokens; replaced by max_loss if set
     """
 
     policy: str
@@ -60,7 +59,7 @@ class GridColumn:
     chunk_reuse: str = WHOLE
     max_loss: float | None = None
     is_auto: bool = field(default=False, compare=False)
-    """Whether "auto" stands for the policy."""
+    """Whether auto chose the policy."""
 
     @property
     def label(self) -> str:
@@ -72,7 +71,7 @@ class GridColumn:
 
     @property
     def fraction(self) -> float | None:
-        """The budget as a share; None if it is in tokens, or max_loss chooses it."""
+        """The budget as a share; None if it is in tokens, or chosen by max_loss."""
         return None if isinstance(self.budget, int) or self.max_loss is not None else self.budget
 
     @property
@@ -97,20 +96,20 @@ class GridColumn:
 class EvalPlan:
     """The grid policy x budget x KV format x task x seed, and the settings that all cells share.
 
-    policies:       specs as in CompressionConfig.policy; "full" is run once, whatever the budgets; "auto" is
-                    reported with the policy that it stands for
+    policies:       specs as in CompressionConfig.policy; "full" is run once, for all budgets; "auto" is
+                    reported with the policy that it chooses
     budgets:        either all shares of the full cache's bytes at each sequence's final length, in (0, 1], or
                     all tokens per KV head, whole numbers from 2; with protect_prompt, tokens are those kept
                     besides the prompt
-    kv_cache_dtypes: as in EngineConfig; "auto" is the model's own dtype. The full cache in the first of them
-                    is what all others are compared with
-    sparse_prefill: as in EngineConfig; the first of them, too, is that of what others are compared with
-    chunk_reuse:    ways of reusing the chunks of prompts that have some; likewise
+    kv_cache_dtypes: as in EngineConfig; "auto" is the model's own dtype. The full cache in the first one is
+                    the baseline
+    sparse_prefill: as in EngineConfig; the first one is the baseline's
+    chunk_reuse:    ways of reusing the chunks of prompts; the first one is the baseline's
     num_examples:   per cell and seed
     interval, sinks, recent, protect_prompt, mode, recall, stats: as in CompressionConfig
-    max_loss, content: likewise, in place of budgets and of all settings before them
-    free_running:   also generate where a task scores a gold trace
-    batch_size:     examples at once; fewer where the pool holds fewer
+    max_loss, content: likewise, instead of budgets and of all settings before them
+    free_running:   also generate if a task scores a gold trace
+    batch_size:     examples at once; fewer if the pool holds fewer
     """
 
     policies: Sequence[str] = option(
@@ -148,7 +147,7 @@ class EvalPlan:
     max_loss: float | None = None
     content: str | None = None
     _auto: str | None = field(default=None, init=False, compare=False)
-    """What "auto" stands for, once a model is known."""
+    """The policy chosen by auto, once a model is known."""
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -174,7 +173,7 @@ class EvalPlan:
             changed = [name for name in given if getattr(self, name) != getattr(EvalPlan, name)]
             require(
                 not changed,
-                f"{', '.join(changed)} given beside max_loss, which chooses a budget and is measured with "
+                f"{', '.join(changed)} given with max_loss, which chooses a budget and is measured with "
                 "default settings; leave one out.",
                 "max_loss",
             )
@@ -183,7 +182,7 @@ class EvalPlan:
         self._check_compression()
 
     def _check_compression(self) -> None:
-        """The checks that import torch."""
+        """Run the checks that import torch."""
         from kvreclaim.compression.config import CompressionConfig
         from kvreclaim.compression.prefill.registry import make_method
 
@@ -195,8 +194,8 @@ class EvalPlan:
             CompressionConfig(FULL, budget if isinstance(budget, int) else 10**9, **self.shared)
 
     def resolved(self, llm: LLM) -> EvalPlan:
-        """With the policy that the model's statistics name in the place of "auto". Raises:
-        InvalidArgumentError where nothing says which."""
+        """Replace "auto" by the policy that the model's statistics name. Raises: InvalidArgumentError if they
+        name none."""
         from kvreclaim.compression.config import CompressionConfig
 
         if AUTO not in self.policies:
@@ -257,14 +256,14 @@ class EvalPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOptions:
-    """Sizes and files of the tasks that are asked for by name.
+    """Sizes and files of the named tasks.
 
     num_tokens:     of prompt and answer together
     text:           of perplexity, and of agreement instead of random tokens
-    dialect:        "demo", "text", or "auto": demo where the tokenizer's words are the demo model's
-    max_new_tokens: None takes each task's own
+    dialect:        "demo", "text", or "auto": demo if the tokenizer's words are the demo model's
+    max_new_tokens: None uses each task's own
     temperature, samples: of gsm8k and reasoning-gym: sampled answers to each problem; their mean is reported
-    question:       of RULER: in the cache when it is compressed ("known"), or asked afterwards
+    question:       of RULER: in the cache when it is compressed ("known"), or added afterwards
     """
 
     num_tokens: int = option(2048, "Maximum length of a sequence in tokens.", low=16)

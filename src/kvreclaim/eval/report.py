@@ -1,4 +1,4 @@
-"""The report of an evaluation: the JSON file holds it, the CSV file its rows."""
+"""The report of an evaluation, as JSON with all of it and CSV with its rows."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ Bounds = tuple[float, float]
 
 
 class EvalRow(BaseModel):
-    """One policy at one budget on one task, all seeds together.
+    """One policy at one budget on one task, over all seeds.
 
-    status, reason:  "ok", where reason says what could not be done besides; "refused": the policy cannot
-                     run here; "error": the figures can't be trusted
+    status, reason:  "ok", with a reason if something was omitted; "refused": the policy cannot run here;
+                     "error": the figures are invalid
     fraction:        of the full cache's bytes in the model's own dtype, at each sequence's final length; 1
                      for the full cache, None for a budget in tokens
-    tokens:          the budget that was asked for, if it was in tokens
-    max_loss:        what was asked for in place of a budget; extra's `broken` is then the share of examples
-                     that lost more
+    tokens:          the requested budget, if it was in tokens
+    max_loss:        requested instead of a budget; extra's `broken` is then the share of examples that lost
+                     more
     budget:          the budget in tokens, in whole blocks; mean over the examples
-    value:           of the metric; accuracy repeats it where the metric is accuracy, else None
+    value:           of the metric; accuracy repeats it if the metric is accuracy, else None
     ci95:            of value, over examples; ci_method: wilson or bootstrap
     value_by_seed:   seed -> value
     of_full:         value / value of the full cache, in the first format of the run, on the same examples;
                      of_full_ci95: paired bootstrap
     num_examples, num_judged: examples, and verdicts in them; num_tokens: of a sequence at its end, mean
-    kv_bytes:        most K/V bytes that a sequence's blocks held behind its prompt, mean over examples
-    kv_bytes_peak:   the same at any time, the prompt's prefill included
+    kv_bytes:        most K/V bytes of a sequence's blocks after its prompt, mean over examples
+    kv_bytes_peak:   most at any time, including the prompt's prefill
     kv_bytes_budget: fraction x the bytes of the full cache, mean; kv_bytes_full: of the full cache's blocks,
                      both in the model's own dtype; kv_bytes_budget of a budget in tokens: in the row's format
     blocks_freed, tokens_evicted, compactions, preemptions: summed over the examples
     reclaim_efficiency: blocks freed / blocks that perfect packing would have freed
-    examples_compressed: examples in which at least one compression fired
+    examples_compressed: examples with at least one compression
     tokens_per_s:    over the row's batches, compressions included; speed_of: "scoring" (teacher-forced;
-                     tokens computed, not those that the prefix cache had) or "generation" (tokens generated)
-    is_auto:         whether "auto" stands for the policy
+                     computed tokens, without prefix-cache hits) or "generation" (generated tokens)
+    is_auto:         whether auto chose the policy
     extra:           further figures, mean over examples (exact_match, progress, kl, ...)
-    lost_at, asked_at: verdicts by where their evidence lay, in tenths of the sequence: wrong ones, all
+    lost_at, asked_at: wrong and all verdicts by the position of their evidence, in tenths of the sequence
     cached_by_turn, agreement_by_turn: of sessions: as in task.TaskScore, mean over those with such a turn
     """
 
@@ -96,19 +96,19 @@ class EvalRow(BaseModel):
 
     @property
     def name(self) -> str:
-        """The policy, the KV format where one was named, and how prompts were computed where not dense and
+        """The policy, the KV format if one was named, and how prompts were computed if not dense and
         whole."""
-        told = ((self.kv_cache_dtype, AUTO), (self.sparse_prefill, DENSE), (self.chunk_reuse, WHOLE))
-        return ", ".join((self.policy_label, *(value for value, default in told if value != default)))
+        choices = ((self.kv_cache_dtype, AUTO), (self.sparse_prefill, DENSE), (self.chunk_reuse, WHOLE))
+        return ", ".join((self.policy_label, *(value for value, default in choices if value != default)))
 
     @property
     def policy_label(self) -> str:
-        """The policy, with "auto" before it where that stands for it."""
+        """The policy, with "auto" before it if auto chose it."""
         return policy_label(self.policy, is_auto=self.is_auto)
 
     @property
     def mix(self) -> str:
-        """Policy, format and what they were to keep."""
+        """Policy, format and budget."""
         of = "" if self.fraction is None else " of the bytes"
         return self.name if self.policy == "full" else f"{self.name}, {self.keeps}{of}"
 
@@ -119,7 +119,7 @@ class EvalRow(BaseModel):
 
     @property
     def bytes_per_token(self) -> float | None:
-        """K/V bytes held behind the prompt, by the tokens of the text."""
+        """K/V bytes held after the prompt, per token of the text."""
         return None if self.kv_bytes is None or not self.num_tokens else self.kv_bytes / self.num_tokens
 
 
@@ -162,12 +162,12 @@ class EvalReport(BaseModel):
 
     @property
     def errors(self) -> list[EvalRow]:
-        """Rows whose figures can't be trusted."""
+        """Rows with invalid figures."""
         return [row for row in self.rows if row.status == "error"]
 
     @property
     def problems(self) -> dict[tuple[str, str], list[str]]:
-        """("refused", "error" or "note", reason) -> the cells that it is about."""
+        """("refused", "error" or "note", reason) -> the affected cells."""
         found: dict[tuple[str, str], list[str]] = {}
         for row in self.rows:
             if row.reason is not None:
@@ -189,11 +189,10 @@ class EvalReport(BaseModel):
         return list(dict.fromkeys(row.task for row in self.rows))
 
     def of(self, task: str) -> list[EvalRow]:
-        """The rows of a task."""
         return [row for row in self.rows if row.task == task]
 
     def extras(self, task: str) -> list[str]:
-        """Names of the further figures that a task's rows have."""
+        """Names of the further figures of a task's rows."""
         return list(dict.fromkeys(name for row in self.of(task) for name in row.extra))
 
     def summary(self, task: str) -> str:
@@ -242,8 +241,8 @@ HEADINGS = ("KiB a token", "fewer bytes", "best mix", "{metric}", "95 % CI", "of
 
 
 def frontier(rows: Sequence[EvalRow]) -> list[EvalRow]:
-    """The rows of one task that no other beats with as few bytes, smallest first: with so many bytes at
-    hand, the last row that takes no more of them is the best that was tried."""
+    """Return the rows of one task on the Pareto front of bytes and value, smallest first: for a number of
+    bytes, the last row within it is the best that was tried."""
     done = [row for row in rows if row.status == "ok" and row.value is not None and row.bytes_per_token]
     best: list[EvalRow] = []
     for row in sorted(done, key=lambda row: (row.bytes_per_token or 0.0, -_worth(row))):
@@ -253,12 +252,12 @@ def frontier(rows: Sequence[EvalRow]) -> list[EvalRow]:
 
 
 def mixes(report: EvalReport) -> list[str]:
-    """The tasks of which a best mix is worth a table: those with several formats."""
+    """Tasks with several formats, for which a best mix is shown."""
     return [task for task in report.tasks if len({row.kv_cache_dtype for row in report.of(task)}) > 1]
 
 
 def best_mix_lines(report: EvalReport, task: str) -> list[tuple[str, ...]]:
-    """HEADINGS' cells of every row of the frontier. Fewer bytes: than the full cache in the model's own
+    """Cells of HEADINGS for every row of the frontier. Fewer bytes: than the full cache in the model's own
     dtype."""
     lines: list[tuple[str, ...]] = []
     for row in frontier(report.of(task)):

@@ -1,4 +1,4 @@
-"""Requests of a batch through an engine, timed."""
+"""Runs a batch of requests through an engine and times it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Configs = Sequence[CompressionConfig | None]
 
 
 class CellError(KVReclaimError):
-    """A request of a cell failed while it ran; the message says how."""
+    """A request of a cell failed while it ran."""
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """Results for one item; seconds and tokens are those of its batch's call, per example."""
+class TimedAnswer:
+    """Answer to one item; seconds and tokens are its share of the batch's call."""
 
     answer: Answer
     metrics: RequestMetrics
@@ -38,12 +38,12 @@ class Said:
 
 def score(
     llm: LLM, items: Sequence[Item], configs: Configs, watchers: list[Divergence] | None, setting: GridColumn
-) -> list[Said]:
+) -> list[TimedAnswer]:
     """Teacher-force the continuations. Raises: CellError."""
     outs, elapsed_s = timed_scores(llm, items, configs, watchers, setting)
     sums = [{}] * len(items) if watchers is None else [watcher.sums() for watcher in watchers]
     return [
-        Said(
+        TimedAnswer(
             Answer(tuple(out.predicted), tuple(out.logprobs), compared=compared),
             out.metrics,
             item.num_tokens - out.metrics.num_cached_tokens,
@@ -67,7 +67,7 @@ def timed_scores(
     return timed(lambda: llm.score(prompts, texts, configs, observers=watchers))
 
 
-def generate(llm: LLM, items: Sequence[Item], configs: Configs, setting: GridColumn) -> list[Said]:
+def generate(llm: LLM, items: Sequence[Item], configs: Configs, setting: GridColumn) -> list[TimedAnswer]:
     """Answer the prompts. Raises: CellError."""
     params = [
         SamplingParams(
@@ -81,7 +81,7 @@ def generate(llm: LLM, items: Sequence[Item], configs: Configs, setting: GridCol
     prompts = engine_prompts(items, setting)
     outs, elapsed_s = timed(lambda: llm.generate(prompts, params, configs))
     return [
-        Said(
+        TimedAnswer(
             Answer(text=out.outputs[0].text, token_ids=tuple(out.outputs[0].token_ids)),
             out.metrics,
             out.metrics.num_generated_tokens,

@@ -1,4 +1,4 @@
-"""One example under one policy: the verdict and what it cost; one line of the journal."""
+"""One example under one policy: verdict and cost; one line of the journal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from kvreclaim.engine.request.outputs import RequestMetrics
 
 TRACE = "trace_tokens"
-"""The extra figure of tasks with a chain of thought: tokens generated."""
+"""The extra figure of tasks with a chain of thought: generated tokens."""
 SUMMED = ("blocks_freed", "blocks_perfect", "tokens_evicted", "compactions", "preemptions")
 
 
@@ -20,11 +20,11 @@ class Result(BaseModel):
 
     points, out_of, found, lost, extra, cached_by_turn, agreement_by_turn: as in task.TaskScore
     num_tokens, budget:  final length (at most, if the answer was generated) and budget, tokens
-    full_blocks:         blocks that the full cache of this sequence takes at its end
-    answer_blocks:       most blocks that its table held behind the prompt; peak_blocks: at any time
-    timed_tokens, elapsed_s: tokens generated, or computed (not hit) where nothing was, and its share of the
+    full_blocks:         blocks of the full cache of this sequence at its end
+    answer_blocks:       most blocks of its table after the prompt; peak_blocks: at any time
+    timed_tokens, elapsed_s: tokens generated, or computed (not hit) if none were, and its share of the
                          batch's wall time; generated says which
-    note:                what could not be done besides, and why
+    note:                what was omitted, and why
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -61,7 +61,7 @@ def over(requests: Sequence[RequestMetrics]) -> RequestMetrics:
 
 
 def cost(metrics: RequestMetrics) -> dict[str, Any]:
-    """The fields of Result that the engine tells."""
+    """Return the fields of Result that come from the engine."""
     return {name: getattr(metrics, name) for name in ("peak_blocks", *SUMMED)} | {
         "answer_blocks": metrics.answer_blocks or metrics.peak_blocks,
         "gone_tokens": metrics.num_gone_tokens,

@@ -1,4 +1,4 @@
-"""From the results of examples to rows."""
+"""Aggregates the results of examples to rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Rows = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Why a cell has no figures, or none to be trusted."""
+    """Reason why a cell has no figures, or invalid ones."""
 
     status: Literal["refused", "error"]
     reason: str
@@ -39,7 +39,7 @@ def make_rows(
     problems: Mapping[tuple[GridColumn, str], Problem],
     storages: Mapping[str, FormatStorage],
 ) -> list[EvalRow]:
-    """A row for each setting on each task, in the order of the plan, then of each suite's mean.
+    """Make a row for each setting on each task, in the order of the plan, then of each suite's mean.
 
     storages: by KV format
     """
@@ -72,7 +72,7 @@ def _row(
     problem: Problem | None,
     storages: Mapping[str, FormatStorage],
 ) -> EvalRow:
-    """runs, judged: results that costs and values come from."""
+    """runs, judged: results for costs and for values."""
     by_seed, storage = runs[setting], storages[setting.kv_cache_dtype]
     alone = not setting.is_full and storage.meets(setting.fraction)
     problem = problem or _distrust(plan, setting, by_seed, storage, alone=alone)
@@ -80,7 +80,7 @@ def _row(
     if problem is None:
         full = next((judged[s] for s in plan.settings() if _is_baseline(s, plan)), None)
         fields |= _quality(metric, judged[setting])
-        fields |= _beside_full(metric, judged[setting], full)
+        fields |= _relative_to_full(metric, judged[setting], full)
         whole = next((runs[s] for s in plan.settings() if _is_baseline(s, plan)), None)
         fields["extra"] |= _trace_of(by_seed, whole)
         if setting.max_loss is not None and whole is not None and metric is Metric.ACCURACY:
@@ -104,7 +104,7 @@ def _row(
 
 
 def _by_problem(task: Task, by_seed: BySeed) -> BySeed:
-    """One result for each problem: the sum of the verdicts on its samples, which are not independent."""
+    """Merge the verdicts of each problem by sum: its samples are not independent."""
     samples = task.samples if isinstance(task, SampledTask) else 1
     if samples == 1:
         return by_seed
@@ -120,7 +120,7 @@ def _summed(results: Sequence[Result]) -> Result:
 
 
 def _suites(tasks: Sequence[Task]) -> dict[str, list[str]]:
-    """Suite -> its tasks, where there are several."""
+    """Suite -> its tasks, if there are several."""
     found: dict[str, list[str]] = {}
     for task in tasks:
         if isinstance(task, SuiteTask):
@@ -129,7 +129,7 @@ def _suites(tasks: Sequence[Task]) -> dict[str, list[str]]:
 
 
 def _joined(cells: Sequence[BySeed], join: Callable[[tuple[Result, ...]], list[Result]]) -> BySeed:
-    """Results of several tasks, joined where seed and example are the same."""
+    """Join results of several tasks with equal seed and example."""
     return {
         seed: [result for same in zip(*(cell[seed] for cell in cells), strict=False) for result in join(same)]
         for seed in cells[0]
@@ -154,8 +154,8 @@ def _flat(by_seed: BySeed) -> list[Result]:
 def _distrust(
     plan: EvalPlan, setting: GridColumn, by_seed: BySeed, storage: FormatStorage, *, alone: bool
 ) -> Problem | None:
-    """Why figures are worthless: a policy that never ran (though the format alone was not enough), a
-    sequence computed twice."""
+    """Reason why figures are invalid: a policy that never ran (though the format alone was not enough), or a
+    sequence that was recomputed."""
     results = _flat(by_seed)
     if not results:
         return Problem("error", "nothing was run")
@@ -181,7 +181,7 @@ def _distrust(
 
 
 def _note(setting: GridColumn, by_seed: BySeed) -> str | None:
-    """A note for readers of good figures."""
+    """Return a note for readers of valid figures."""
     results = _flat(by_seed)
     compressed = sum(r.compactions > 0 for r in results)
     notes = sorted({r.note for r in results if r.note})
@@ -264,7 +264,7 @@ def _quality(metric: Metric, by_seed: BySeed) -> dict[str, Any]:
     }
 
 
-def _beside_full(metric: Metric, by_seed: BySeed, full: BySeed | None) -> dict[str, Any]:
+def _relative_to_full(metric: Metric, by_seed: BySeed, full: BySeed | None) -> dict[str, Any]:
     """The value over the full cache's, both from the same examples in every resample."""
     if full is None or [len(full.get(s, ())) for s in by_seed] != [len(r) for r in by_seed.values()]:
         return {}
@@ -286,7 +286,7 @@ def _beside_full(metric: Metric, by_seed: BySeed, full: BySeed | None) -> dict[s
 
 
 def _trace_of(by_seed: BySeed, full: BySeed | None) -> dict[str, float]:
-    """Tokens generated over the full cache's, on the same examples; nothing where no trace was generated."""
+    """Generated tokens over the full cache's, on the same examples; empty if no trace was generated."""
     ours, theirs = ([r.extra.get(TRACE) for r in _flat(each or {})] for each in (by_seed, full))
     if len(ours) != len(theirs) or None in (*ours, *theirs) or not theirs:
         return {}
@@ -294,7 +294,7 @@ def _trace_of(by_seed: BySeed, full: BySeed | None) -> dict[str, float]:
 
 
 def _broken(max_loss: float, ours: Sequence[Result], full: Sequence[Result]) -> float:
-    """Share of examples that lost more than promised."""
+    """Share of examples that lost more than max_loss."""
     pairs = zip(ours, full, strict=True)
     return float(np.mean([f.points / f.out_of - r.points / r.out_of > max_loss for r, f in pairs]))
 

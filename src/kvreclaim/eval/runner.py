@@ -1,4 +1,4 @@
-"""Run a batch of examples under one setting."""
+"""Runs a batch of examples under one setting."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval.agreement import Divergence, FullRows
 from kvreclaim.eval.budget import FormatStorage
 from kvreclaim.eval.plan import EvalPlan, GridColumn
-from kvreclaim.eval.requests import Said, generate, score, timed_scores
+from kvreclaim.eval.requests import TimedAnswer, generate, score, timed_scores
 from kvreclaim.eval.results import Result, cost, over
 from kvreclaim.eval.task import Answer, ConversationTask, FreeTask, Item, Task, TaskScore
 from kvreclaim.memory.blocks import blocks_for
 
 
 class BatchRunner:
-    """Runs items through one engine, whose KV format is `storage`. The prompts of a batch are computed once,
-    and every setting finds them in the prefix cache, as far as its policy allows, which changes no result.
-    Where the pool has no room for them beside the running sequences, every setting starts without.
+    """Runs items through one engine with the KV format `storage`. The prompts of a batch are computed once,
+    and every setting finds them in the prefix cache, as far as its policy allows, which changes no result. If
+    the pool has no room for them next to the running sequences, every setting starts without them.
 
-    stats: of the model's queries; None where there are none
-    first: the runner whose full cache is what others are compared with; None: this one
+    stats: of the model's queries; None if there are none
+    first: the runner of the baseline's full cache; None: this one
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class BatchRunner:
         self.stats = stats
         self.first = first or self
         self._rows: dict[Item, FullRows] = {}
-        self._sessions: dict[Item, Said] = {}
+        self._sessions: dict[Item, TimedAnswer] = {}
         self._cached: frozenset[tuple[int, ...]] = frozenset()
         held = llm.engine.cache.bytes_per_block
         assert held == storage.block_bytes, f"{storage.name}: {held} bytes a block, not {storage.block_bytes}"
 
     def batch_size(self, task: Task, items: Sequence[Item]) -> int:
-        """Examples that the pool holds at once even with the full cache, so that nothing is preempted."""
+        """Examples that the pool holds even with the full cache, so that nothing is preempted."""
         if items[0].turns or isinstance(task, ConversationTask):
             return 1
         most = self._num_blocks // max(self._blocks(item.num_tokens) for item in items)
@@ -56,27 +56,27 @@ class BatchRunner:
     def run(self, task: Task, items: Sequence[Item], setting: GridColumn) -> list[Result]:
         """Judge every item.
 
-        Raises: KVReclaimError where the setting cannot run here; CellError where a request failed.
+        Raises: KVReclaimError if the setting cannot run here; CellError if a request failed.
         """
         configs = [self._config(item, setting) for item in items]
-        said = self._said(task, items, configs, setting)
-        outcomes = [task.judge(item, s.answer) for item, s in zip(items, said, strict=True)]
+        answers = self._answers(task, items, configs, setting)
+        outcomes = [task.judge(item, s.answer) for item, s in zip(items, answers, strict=True)]
         note = None
         if self.plan.free_running and items[0].continuation and isinstance(task, FreeTask):
             try:
                 freely = generate(self.llm, items, configs, setting)
-                said, outcomes = self._run_free(task, items, freely, said, outcomes)
-            except InvalidArgumentError as error:  # a policy that needs the future, for one
+                answers, outcomes = self._run_free(task, items, freely, answers, outcomes)
+            except InvalidArgumentError as error:  # e.g. a policy that needs future queries
                 note = f"not run freely: {error}"
-        return [self._result(*each, note) for each in zip(items, said, outcomes, strict=True)]
+        return [self._result(*each, note) for each in zip(items, answers, outcomes, strict=True)]
 
-    def _said(
+    def _answers(
         self,
         task: Task,
         items: Sequence[Item],
         configs: list[CompressionConfig | None],
         setting: GridColumn,
-    ) -> list[Said]:
+    ) -> list[TimedAnswer]:
         if items[0].turns:
             return [self._replay(*each, setting) for each in zip(items, configs, strict=True)]
         if isinstance(task, ConversationTask):
@@ -88,8 +88,8 @@ class BatchRunner:
         return score(self.llm, items, configs, watchers, setting)
 
     def _config(self, item: Item, setting: GridColumn) -> CompressionConfig | None:
-        """The compression of one sequence; tried on the model, so that what cannot run is refused before
-        anything does."""
+        """Build the compression of one sequence and try it on the model, so that unsupported settings are
+        refused before anything runs."""
         config = self.plan.compression(setting, self._budget(item, setting), self.stats)
         if config is not None:
             if item.num_system:
@@ -111,41 +111,41 @@ class BatchRunner:
         self,
         task: FreeTask,
         items: Sequence[Item],
-        freely: list[Said],
-        said: list[Said],
+        freely: list[TimedAnswer],
+        answers: list[TimedAnswer],
         outcomes: list[TaskScore],
-    ) -> tuple[list[Said], list[TaskScore]]:
-        """The same with figures of free generation; speed is that of generating, memory that of scoring."""
-        said = [replace(f, metrics=s.metrics) for s, f in zip(said, freely, strict=True)]
+    ) -> tuple[list[TimedAnswer], list[TaskScore]]:
+        """Add the figures of free generation; speed is that of generating, memory that of scoring."""
+        answers = [replace(f, metrics=s.metrics) for s, f in zip(answers, freely, strict=True)]
         outcomes = [
             replace(outcome, extra={**outcome.extra, **task.judge_free(item, f.answer)})
             for outcome, item, f in zip(outcomes, items, freely, strict=True)
         ]
-        return said, outcomes
+        return answers, outcomes
 
-    def _replay(self, item: Item, config: CompressionConfig | None, setting: GridColumn) -> Said:
+    def _replay(self, item: Item, config: CompressionConfig | None, setting: GridColumn) -> TimedAnswer:
         """Score a session's turns one after another, from an empty prefix cache, as an agent sends them."""
         full = self.first.full_rows(item.turns, sum(len(turn.continuation) for turn in item.turns))
         self._forget()
-        said = [
+        answers = [
             score(self.llm, [turn], [config], [Divergence(rows)], setting)[0]
             for turn, rows in zip(item.turns, full, strict=True)
         ]
         turns = [
             {**each.answer.compared, "cached": each.metrics.num_cached_tokens, "prompt": len(turn.prompt)}
-            for turn, each in zip(item.turns, said, strict=True)
+            for turn, each in zip(item.turns, answers, strict=True)
         ]
-        return _joined(said, Answer(turns=tuple(turns)))
+        return _joined(answers, Answer(turns=tuple(turns)))
 
     def _converse(
         self, task: ConversationTask, item: Item, config: CompressionConfig | None, setting: GridColumn
-    ) -> Said:
+    ) -> TimedAnswer:
         """Generate a session, and the full cache's if it is not known yet."""
         full = self.first.full_session(task, item)
-        said = full if setting == self.plan.baseline else self._session(task, item, config, setting)
-        return replace(said, answer=replace(said.answer, full=full.answer))
+        answers = full if setting == self.plan.baseline else self._session(task, item, config, setting)
+        return replace(answers, answer=replace(answers.answer, full=full.answer))
 
-    def full_session(self, task: ConversationTask, item: Item) -> Said:
+    def full_session(self, task: ConversationTask, item: Item) -> TimedAnswer:
         """The full cache's session of an item, generated once."""
         if item not in self._sessions:
             self._sessions[item] = self._session(task, item, None, self.plan.baseline)
@@ -153,17 +153,17 @@ class BatchRunner:
 
     def _session(
         self, task: ConversationTask, item: Item, config: CompressionConfig | None, setting: GridColumn
-    ) -> Said:
-        """Ask one request after another, from an empty prefix cache."""
+    ) -> TimedAnswer:
+        """Send one request after another, from an empty prefix cache."""
         self._forget()
-        session, said = task.converse(item), []
+        session, answers = task.converse(item), []
         while (request := session.request()) is not None:
-            said += generate(self.llm, [request], [config], setting)
-            session.take(said[-1].answer.text, len(request.prompt), said[-1].metrics.num_cached_tokens)
-        return _joined(said, session.answer)
+            answers += generate(self.llm, [request], [config], setting)
+            session.take(answers[-1].answer.text, len(request.prompt), answers[-1].metrics.num_cached_tokens)
+        return _joined(answers, session.answer)
 
     def full_rows(self, items: Sequence[Item], num_places: int = 0) -> list[FullRows]:
-        """The full cache's distributions, kept until other items come.
+        """Return the full cache's distributions, cached until other items come.
 
         num_places: tokens that share one example's ROW_BYTES; 0: those of each item
         """
@@ -177,8 +177,8 @@ class BatchRunner:
         return [self._rows[item] for item in items]
 
     def _prepare(self, items: Sequence[Item]) -> None:
-        """Put the prompts into the prefix cache, or empty it. Twice the room: a policy's survivors are copied
-        while the prompts stay."""
+        """Put the prompts into the prefix cache, or empty it. Needs twice the room: a policy's survivors are
+        copied while the prompts stay."""
         prompts = frozenset(item.prompt for item in items)
         if prompts <= self._cached:
             return
@@ -202,41 +202,41 @@ class BatchRunner:
     def _blocks(self, num_tokens: int) -> int:
         return blocks_for(num_tokens, self.llm.engine.config.block_size)
 
-    def _result(self, item: Item, said: Said, outcome: TaskScore, note: str | None) -> Result:
-        if (read := said.metrics.prefill_share) is not None:
+    def _result(self, item: Item, timed: TimedAnswer, outcome: TaskScore, note: str | None) -> Result:
+        if (read := timed.metrics.prefill_share) is not None:
             outcome = replace(outcome, extra={**outcome.extra, "prefill_read": read})
-        if reused := said.metrics.num_reused_tokens:
-            share = reused / said.metrics.num_prompt_tokens
+        if reused := timed.metrics.num_reused_tokens:
+            share = reused / timed.metrics.num_prompt_tokens
             outcome = replace(outcome, extra={**outcome.extra, "reused": share})
-        told = said.metrics
-        length = told.num_prompt_tokens + (len(item.continuation) or told.num_generated_tokens)
+        metrics = timed.metrics
+        length = metrics.num_prompt_tokens + (len(item.continuation) or metrics.num_generated_tokens)
         return Result(
             **asdict(outcome),
             num_tokens=item.num_tokens,
-            budget=said.metrics.budget or item.num_tokens,
+            budget=metrics.budget or item.num_tokens,
             full_blocks=self._blocks(min(length, item.num_tokens)),
-            timed_tokens=said.timed_tokens,
-            elapsed_s=said.elapsed_s,
-            generated=said.generated,
+            timed_tokens=timed.timed_tokens,
+            elapsed_s=timed.elapsed_s,
+            generated=timed.generated,
             note=note,
-            **cost(said.metrics),
+            **cost(metrics),
         )
 
 
-def _joined(said: Sequence[Said], answer: Answer) -> Said:
-    """What was said in a session's requests, as one."""
+def _joined(answers: Sequence[TimedAnswer], answer: Answer) -> TimedAnswer:
+    """Merge the answers to a session's requests."""
     return replace(
-        said[-1],
+        answers[-1],
         answer=answer,
-        metrics=over([each.metrics for each in said]),
-        timed_tokens=sum(each.timed_tokens for each in said),
-        elapsed_s=sum(each.elapsed_s for each in said),
+        metrics=over([each.metrics for each in answers]),
+        timed_tokens=sum(each.timed_tokens for each in answers),
+        elapsed_s=sum(each.elapsed_s for each in answers),
     )
 
 
 def open_runners(llm: LLM, plan: EvalPlan) -> dict[str, BatchRunner]:
-    """One for each KV format of the plan, over the same weights; the caller's own engine serves the format
-    that it has, and formats of two names share one."""
+    """Return a runner for each KV format of the plan, over the same weights; the caller's engine serves its
+    own format, and formats of two names share one."""
     facts, config = llm.engine.groups.facts, llm.engine.config
     stats = _load_stats(llm, plan)
     engines = {llm.engine.kv_format.name: llm}
@@ -254,7 +254,7 @@ def _load_stats(llm: LLM, plan: EvalPlan) -> QueryStats | None:
     """The caller's statistics, or the model's; read once for all budgets."""
     if isinstance(plan.stats, QueryStats):
         return plan.stats
-    beside = llm.stats_file
+    own_file = llm.stats_file
     if plan.stats is not None:
         return QueryStats.load(plan.stats)
-    return QueryStats.load(beside) if beside.is_file() else None
+    return QueryStats.load(own_file) if own_file.is_file() else None

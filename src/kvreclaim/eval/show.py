@@ -1,4 +1,4 @@
-"""The grid on a terminal: a bar while it runs, a table for each task at the end."""
+"""The grid on a terminal: a progress bar, then a table for each task."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MEBI = 2**20
 
 @contextmanager
 def progress_bar(console: Console) -> Iterator[OnStart]:
-    """Examples done of all examples, with what is being run; drawn on the console, gone at the end."""
+    """Show finished and total examples, with the current work; removed at the end."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     times = (TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, *times, console=console, transient=True) as progress:
@@ -44,14 +44,14 @@ def progress_bar(console: Console) -> Iterator[OnStart]:
 
 
 def show_estimate(console: Console, seconds: float) -> None:
-    """How long the rest takes, as far as the first example tells."""
+    """Print the remaining time, estimated from the first example."""
     console.print(
         f"about {timedelta(seconds=round(seconds))} left, if all examples take as long as the first"
     )
 
 
 def show_report(console: Console, report: EvalReport) -> None:
-    """A table for each task, then what was refused or failed, with its reason."""
+    """Print a table for each task, then refusals and failures with their reasons."""
     head = report.header
     console.print(
         f"{head.model}, {head.dtype} on {head.device}; interval {head.interval}, {head.sinks} sinks, "
@@ -98,7 +98,7 @@ def task_table(report: EvalReport, task: str) -> Table:
 
 
 def mix_table(report: EvalReport, task: str) -> Table:
-    """The best mix: for a number of bytes, take the last line that needs no more."""
+    """The best mix: for a number of bytes, take the last line within it."""
     table = Table(title=escape(f"{task}: best mix for a byte budget"), box=box.SIMPLE_HEAD)
     for i, heading in enumerate(MIX_HEADINGS):
         table.add_column(

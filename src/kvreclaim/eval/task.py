@@ -15,26 +15,26 @@ class Metric(StrEnum):
     """The meaning of a row's value."""
 
     ACCURACY = "accuracy"
-    """Share of what was asked that was right."""
+    """Share of correct verdicts."""
     PERPLEXITY = "perplexity"
     """exp of the mean negative log-likelihood of a given token; lower is better."""
     AGREEMENT = "top1_agreement"
-    """Share of places whose most likely token is the full cache's."""
+    """Share of positions with the full cache's most likely token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One example as the engine gets it.
+    """One example for the engine.
 
     prompt:         token ids
-    continuation:   token ids that are scored (teacher forcing); empty where the answer is generated
+    continuation:   token ids that are scored (teacher forcing); empty if the answer is generated
     max_new_tokens: most tokens of a generated answer
     temperature, seed: of its sampling
-    chunks:         parts of the prompt that may be reused, each from its first token to behind its last
+    chunks:         reusable parts of the prompt, as (first token, end)
     compress_at:    leading tokens of the prompt that are compressed before the rest is known; None: none
     num_system:     leading tokens that are system prompt and tools, which a chat's compression protects
-    turns:          of a session, in order, each scored after the one before; the item is like the last
-    payload:        whatever the task needs for its verdict
+    turns:          of a session, in order, each scored after the one before; the item equals the last
+    payload:        data for the task's verdict
     """
 
     prompt: tuple[int, ...]
@@ -50,7 +50,7 @@ class Item:
 
     @property
     def num_tokens(self) -> int:
-        """The sequence's final length, tokens: what the budget is a share of."""
+        """The sequence's final length in tokens, of which the budget is a share."""
         return len(self.prompt) + (len(self.continuation) or self.max_new_tokens)
 
 
@@ -61,7 +61,7 @@ class Answer:
     predicted, logprobs: per continuation token, the most likely token and the given one's log-probability
     text, token_ids:     of a generated answer
     compared:            sums against the full cache, for a task that compares (agreement.Divergence)
-    turns:               of a session: the same for each turn, and tokens of its prompts: "prompt", "cached"
+    turns:               of a session: `compared` of each turn, and tokens of its prompt: "prompt", "cached"
     texts:               of a conversation: the answers by turn
     full:                of a conversation: the full cache's answer, for a task that compares
     """
@@ -80,10 +80,10 @@ class Answer:
 class TaskScore:
     """The verdict on one example; a row's value comes from sum(points) / sum(out_of).
 
-    found, lost: where the evidence of right and of wrong answers lay, as shares of the sequence in [0, 1]
+    found, lost: positions of the evidence of correct and wrong answers, as shares of the sequence in [0, 1]
     extra:       further figures, averaged over the examples of a row
-    cached_by_turn, agreement_by_turn: of each turn of a session: the share of its prompt that the prefix
-                 cache served, and of what it answers that is the full cache's
+    cached_by_turn, agreement_by_turn: of each turn of a session: the share of its prompt in the prefix
+                 cache, and the share of its answer that matches the full cache's
     """
 
     points: float
@@ -97,13 +97,13 @@ class TaskScore:
 
 @runtime_checkable
 class Task(Protocol):
-    """A family of examples. Pure: item depends on the arguments and on what identity says, alone.
+    """A family of examples. Pure: item depends only on its arguments and on identity.
 
     name:     as in the report
     metric:   of its rows
-    identity: all that decides its items and verdicts, as JSON values; part of the journal's key
-    seeded:   False where the seed changes nothing (a given file): the first seed alone is run
-    compares: True where the verdict needs the full cache's distributions (Answer.compared) or answer (full)
+    identity: everything that determines its items and verdicts, as JSON values; part of the journal's key
+    seeded:   False if the seed changes nothing (a given file): only the first seed is run
+    compares: True if the verdict needs the full cache's distributions (Answer.compared) or answer (full)
     """
 
     @property
@@ -130,7 +130,7 @@ class Task(Protocol):
         ...
 
     def judge(self, item: Item, answer: Answer) -> TaskScore:
-        """The verdict on what was said."""
+        """Judge the answer."""
         ...
 
 
@@ -150,7 +150,7 @@ class FreeTask(Protocol):
     """A scored task whose continuation can also be generated freely."""
 
     def judge_free(self, item: Item, answer: Answer) -> Mapping[str, float]:
-        """Further figures of an answer that was generated (TaskScore.extra)."""
+        """Return further figures of a generated answer (TaskScore.extra)."""
         ...
 
 
@@ -159,15 +159,15 @@ class Conversation(Protocol):
 
     @property
     def answer(self) -> Answer:
-        """What was said in all of it."""
+        """All answers of the conversation."""
         ...
 
     def request(self) -> Item | None:
-        """The next one; None at the end."""
+        """Return the next request; None at the end."""
         ...
 
     def take(self, text: str, num_prompt: int, num_cached: int) -> None:
-        """The answer to the last request, and tokens: of its prompt, of these those found cached."""
+        """Record the answer to the last request, and its prompt and cached tokens."""
         ...
 
 
@@ -176,14 +176,14 @@ class ConversationTask(Protocol):
     """A task whose items are conversations. Their requests are at most item.num_tokens long."""
 
     def converse(self, item: Item) -> Conversation:
-        """The conversation of an item, at its beginning."""
+        """Start the conversation of an item."""
         ...
 
 
 @runtime_checkable
 class SampledTask(Protocol):
-    """A task whose problems are answered several times: examples i x samples to (i + 1) x samples - 1 are the
-    answers to problem i."""
+    """A task with several sampled answers per problem: examples i x samples to (i + 1) x samples - 1 belong
+    to problem i."""
 
     @property
     def samples(self) -> int: ...
@@ -191,7 +191,7 @@ class SampledTask(Protocol):
 
 @runtime_checkable
 class SuiteTask(Protocol):
-    """One of several tasks whose mean is reported, too. suite: its name"""
+    """One of several tasks with a reported mean. suite: its name"""
 
     @property
     def suite(self) -> str: ...

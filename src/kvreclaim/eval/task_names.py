@@ -1,4 +1,4 @@
-"""The names of tasks and what each measures; they are checked without torch and without a model."""
+"""Names of tasks and what each measures; validated without torch or a model."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ TEXTS: Mapping[str, Callable[[], corpora.Texts]] = MappingProxyType(
     {"prose": corpora.prose, "code": corpora.code}
 )
 """The built-in texts."""
-_WHERE_ASKED = ("", KNOWN, CHUNKS)
+_PLACEMENTS = ("", KNOWN, CHUNKS)
 
 
 @dataclass(frozen=True, slots=True)
 class TaskKind:
-    """Tasks that share a name in front of a colon.
+    """Tasks with a common name before a colon.
 
-    measures:  what they measure, for people
-    arguments: what may stand behind the colon; "" is the name alone, a word in capitals any text
+    measures:  a description for people
+    arguments: what may follow the colon; "" is the name alone, a word in capitals any text
     """
 
     measures: str
@@ -42,7 +42,7 @@ class TaskKind:
         return argument in self.arguments or any(argument and word.isupper() for word in self.arguments)
 
     def forms(self, name: str) -> list[str]:
-        """All ways to write it."""
+        """All spellings of it."""
         return [f"{name}:{argument}" if argument else name for argument in self.arguments]
 
 
@@ -53,9 +53,9 @@ TASK_KINDS: Mapping[str, TaskKind] = MappingProxyType(
         "variable_tracking": TaskKind("all variables of one of several chains of assignments"),
         "rsq": TaskKind("the stack after some steps of a depth-first walk", ("", "STEPS")),
         "chain": TaskKind("the demo model's own task: a walk along a chain of facts"),
-        "needles": TaskKind("sentences at random places, asked for in random order", _WHERE_ASKED),
-        "table": TaskKind("lines of a table in one place of the passage", _WHERE_ASKED),
-        "assignments": TaskKind("variables whose values take two sentences that are far apart", _WHERE_ASKED),
+        "needles": TaskKind("sentences at random places, asked for in random order", _PLACEMENTS),
+        "table": TaskKind("lines of a table in one place of the passage", _PLACEMENTS),
+        "assignments": TaskKind("variables whose values take two sentences that are far apart", _PLACEMENTS),
         "perplexity": TaskKind("perplexity of --text, of prose, or of code", ("", *TEXTS)),
         "agreement": TaskKind(
             "agreement with the full cache on --text (without one, on random tokens), prose, code, or the "
@@ -75,10 +75,10 @@ TASK_KINDS: Mapping[str, TaskKind] = MappingProxyType(
 
 
 def check_tasks(names: Sequence[str], options: TaskOptions) -> list[str]:
-    """Check names, and the files and packages that they need. Return them with RULER's 13 tasks in the place
-    of "ruler".
+    """Check names, and the files and packages that they need. Return them with "ruler" replaced by RULER's 13
+    tasks.
 
-    Raises: InvalidArgumentError for an unknown task, a file that cannot be read, a package that is missing.
+    Raises: InvalidArgumentError for an unknown task, an unreadable file, or a missing package.
     """
     for name in names:
         kind, _, argument = name.partition(":")

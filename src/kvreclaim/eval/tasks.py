@@ -1,4 +1,4 @@
-"""From the name of a task to the task."""
+"""Makes tasks from their names."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ FORCED_TASKS: Mapping[str, type[ForcedTask]] = MappingProxyType(
 )
 NUM_CHUNKS = 8
 NUM_SCORED = 512
-"""Scored tokens of a window of a built-in text, where it has twice as many tokens."""
+"""Scored tokens of a window of a built-in text with at least twice as many tokens."""
 JSONL_TOKENS = 256
 
 
 def make_tasks(names: Sequence[str], llm: LLM, options: TaskOptions) -> list[Task]:
-    """The tasks of these names for a model.
+    """Make the tasks of these names for a model.
 
     names: those of task_names.TASK_KINDS. "rsq:12" sets the steps, "needles:known" puts the question before
-    the compression, "needles:chunks" makes documents that may be reused
+    the compression, "needles:chunks" makes reusable documents
 
-    Raises: InvalidArgumentError for an unknown name and for what a task lacks.
+    Raises: InvalidArgumentError for an unknown name or a missing requirement of a task.
     """
     names = check_tasks(names, options)
     made: dict[str, Task] = {**ruler_tasks(names, llm, options)}
@@ -65,7 +65,7 @@ def make_tasks(names: Sequence[str], llm: LLM, options: TaskOptions) -> list[Tas
 
 
 def uses_demo(llm: LLM, dialect: str) -> bool:
-    """Whether tasks speak the demo model's vocabulary. Raises: InvalidArgumentError where they cannot."""
+    """Whether tasks use the demo model's vocabulary. Raises: InvalidArgumentError if they cannot."""
     tokenizer = llm.loaded.tokenizer
     known = tokenizer is not None and knows_demo_vocabulary(tokenizer.get_vocab())
     if dialect == "demo" and not known:
@@ -129,7 +129,7 @@ def _windows(name: str, llm: LLM, options: TaskOptions) -> TextWindows:
 
 
 def _built_in(name: str, llm: LLM) -> Passages:
-    """The part of a text that no calibration reads."""
+    """The part of a text that is not used by calibration."""
     return Passages.of(llm.tokenizer, TEXTS[name]().evaluation)
 
 

@@ -22,8 +22,8 @@ def knows_demo_vocabulary(vocabulary: Mapping[str, int]) -> bool:
 
 @dataclass(frozen=True)
 class TraceTask(PlainTask):
-    """One of DEMO_TASKS. A verdict for each token of the gold trace that takes far-away evidence: right if
-    it is the most likely one after the gold tokens before it. Evidence: the position it is read from."""
+    """One of DEMO_TASKS. A verdict for each token of the gold trace with far-away evidence: correct if it is
+    the most likely one after the gold tokens before it. Evidence: the position it is read from."""
 
     name: str
     num_tokens: int
@@ -44,16 +44,16 @@ class TraceTask(PlainTask):
         judged = self._source().judged
         found: list[float] = []
         lost: list[float] = []
-        right = asked = 0
+        right = total = 0
         columns = zip(example.trace, answer.predicted, example.kinds, example.evidence, strict=True)
         for gold, guess, kind, position in columns:
             if kind not in judged:
                 continue
-            asked += 1
+            total += 1
             right += gold == guess
             if position >= 0:
                 (found if gold == guess else lost).append(position / item.num_tokens)
-        return TaskScore(right, asked, tuple(found), tuple(lost))
+        return TaskScore(right, total, tuple(found), tuple(lost))
 
     def judge_free(self, item: Item, answer: Answer) -> Mapping[str, float]:
         """exact_match, and progress: the share of the trace before the first error."""
@@ -67,13 +67,13 @@ class TraceTask(PlainTask):
 
 
 TEMPERATURE = 0.7
-"""Greedy traces of small models soon repeat themselves."""
+"""Greedy traces of small models soon repeat."""
 
 
 @dataclass(frozen=True)
 class OwnTraces:
-    """A passage of num_tokens / 2 tokens, continued by the model to num_tokens: drawn at TEMPERATURE, by the
-    full cache, past its end token."""
+    """A passage of num_tokens / 2 tokens, continued by the model to num_tokens: sampled at TEMPERATURE, with
+    the full cache, ignoring its end token."""
 
     llm: LLM = field(repr=False)
     passages: Passages = field(repr=False)

@@ -1,7 +1,7 @@
-"""The demo model's 265 words, one token each, and the filler that its documents are made of.
+"""The demo model's 265 words, one token each, and the filler of its documents.
 
-The first 256 words are those of the chain task, so that its documents stay what they were; what the other
-tasks need comes after them.
+The first 256 words are those of the chain task, so that its documents never change; words of other tasks
+follow.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Windows of running text, or of random tokens: the examples of perplexity, which is here, and agreement."""
+"""Windows of running text, or of random tokens: the examples of perplexity and agreement."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvreclaim.eval.task import SEED_STRIDE, Answer, Item, Metric, TaskScore
 
 @dataclass(frozen=True)
 class TextWindows:
-    """Windows of a text, of which no token is scored twice.
+    """Windows of a text, in which no token is scored twice.
 
-    num_scored: of a window's last tokens; the next window begins so many tokens later, and any number of
-                examples lies evenly over the text. None: the second half; windows are disjoint and come in
+    num_scored: of a window's last tokens; the next window begins that many tokens later, and any number of
+                examples is evenly spread over the text. None: the second half; windows are disjoint and in
                 the order of the text
     """
 
@@ -96,7 +96,7 @@ class WindowExamples(Protocol):
 
 @dataclass(frozen=True)
 class WindowTask:
-    """A task whose examples are windows, scored over their ends."""
+    """A task with windows as examples, scored over their ends."""
 
     windows: WindowExamples
     name: str
@@ -119,8 +119,8 @@ class WindowTask:
 
 @dataclass(frozen=True)
 class Perplexity(WindowTask):
-    """exp of the mean negative log-likelihood over the end of every window (teacher-forced); what
-    stands before is the prompt. It does not see lost needles: never judge a policy by it alone."""
+    """exp of the mean negative log-likelihood over the end of every window (teacher-forced); the rest is the
+    prompt. It does not see lost needles: never judge a policy by it alone."""
 
     metric = Metric.PERPLEXITY
 

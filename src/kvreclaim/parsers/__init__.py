@@ -1,1 +1,1 @@
-"""What a model's text consists of, found while it streams: text, reasoning and tool calls."""
+"""Streaming parsers that split a model's text into text, reasoning and tool calls."""

@@ -1,4 +1,4 @@
-"""A function's arguments as an expression of a grammar: as JSON, or as tags, one for each."""
+"""A function's arguments as a grammar expression: as JSON, or as one tag each."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvreclaim.parsers.schema_size import MAX_PROPERTIES, too_many
 from kvreclaim.parsers.schema_types import SchemaTypes
 
 NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})
-"""Keywords that restrict nothing."""
+"""Keywords without restrictions."""
 DEFINITIONS = ("$defs", "definitions")
 OF_TAGS = NOTES | {"type", "properties", "required", "additionalProperties", "$schema", "$id", *DEFINITIONS}
 """Keywords of an object whose properties are tags."""
 SPELLINGS = {r"\d": "[0-9]", r"\w": "[A-Za-z0-9_]", "/": r"\/"}
-"""JSON schemas mean no other scripts' digits and letters; a bare slash ends an expression."""
+"""JSON schemas mean only ASCII digits and letters; a bare slash ends an expression."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Callee:
     """A function that may be called.
 
     parameters: the JSON schema of its arguments
-    place:      where the request has this schema
+    place:      location of this schema in the request
     """
 
     name: str
@@ -54,7 +54,7 @@ class Callee:
             )
 
     def _check_shape(self) -> None:
-        """Check the schema itself and each argument's: formats read these."""
+        """Check the schema itself and each argument's, which formats read."""
         if (wrong := misshapen(self.parameters)) is not None:
             raise self.refusal("", wrong)
         for key, schema in self.parameters.get("properties", {}).items():
@@ -69,14 +69,14 @@ class Callee:
 class TagShape:
     """How an argument is written: the opening tag with %key, its value, the closing tag.
 
-    lines: the value stands on lines of its own
-    says:  the opening tag says in %string whether the value is text
+    lines: the value is on its own lines
+    typed: the opening tag states in %string whether the value is text
     """
 
     opening: str
     close: str
     lines: bool = False
-    says: bool = False
+    typed: bool = False
 
 
 def json_arguments(lark: Lark, function: Callee) -> str:
@@ -84,7 +84,7 @@ def json_arguments(lark: Lark, function: Callee) -> str:
 
 
 def tag_arguments(lark: Lark, function: Callee, tags: TagShape) -> str:
-    """In the schema's order. Raises: InvalidArgumentError for what tags cannot follow."""
+    """Write the tags in the schema's order. Raises: InvalidArgumentError for other schemas."""
     return _Tags(lark, function, tags).written()
 
 
@@ -119,7 +119,6 @@ class _Tags:
         return self._one(f".properties.{key}", self.lark.text(key), schema)
 
     def _one(self, where: str, key: str, schema: Any) -> str:
-        """A rule for an argument."""
         if schema is False:
             raise self._refusal(where, str(schema))
         schema, tags, lark = {} if schema is True else schema, self.tags, self.lark
@@ -129,7 +128,7 @@ class _Tags:
         if types == {"string"} or ("string" in types and _is_free(schema)):
             opening = lark.shaped(tags.opening, key=key, string=lark.text("true"))
             options.append(f"{opening} {self._text(where, schema)}")
-        if types != {"string"} and (not options or tags.says):
+        if types != {"string"} and (not options or tags.typed):
             opening = lark.shaped(tags.opening, key=key, string=lark.text("false"))
             self._check_references(where, schema)
             value = lark.json({**self.definitions, **schema})
@@ -158,7 +157,7 @@ class _Tags:
         return lark.shaped(f"{line}%value{line}{close}", value=value)
 
     def _regex(self, where: str, pattern: str) -> str:
-        """A regular expression for the whole of a text in which the pattern is found."""
+        """Return a regular expression for a whole text that contains the pattern."""
         begins, ends = pattern.startswith("^"), re.search(r"(?<!\\)\$$", pattern) is not None
         inside = pattern[begins : len(pattern) - ends]
         if (begins or ends) and _has_options(inside):
@@ -167,7 +166,7 @@ class _Tags:
         return f"{'' if begins else ANY}(?:{inside}){'' if ends else ANY}"
 
     def _check_references(self, where: str, schema: Any) -> None:
-        """References within the schema of a property go to definitions, which go with it."""
+        """Check that references within a property's schema lead to definitions, which are kept with it."""
         if isinstance(schema, Mapping):
             target = schema.get("$ref")
             if isinstance(target, str) and not target.startswith(tuple(f"#/{name}/" for name in DEFINITIONS)):
@@ -184,7 +183,7 @@ class _Tags:
 
 
 def _is_free(schema: Mapping[str, Any]) -> bool:
-    """Whether types alone restrict it, so that it may be any text if it may be text."""
+    """Whether only types restrict the schema, so that any text is allowed if text is."""
     given = schema.keys() - NOTES
     if given == {"anyOf"} and isinstance(schema["anyOf"], list):
         return all(isinstance(each, Mapping) and each.keys() - NOTES <= {"type"} for each in schema["anyOf"])

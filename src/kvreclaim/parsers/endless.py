@@ -1,4 +1,4 @@
-"""Schemas and grammars that no finite text follows, because each text would contain another one."""
+"""Schemas and grammars without any finite text, because each text would contain another one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import unquote
 
 MAX_ROUNDS = 32
-"""Each round settles what the one before it allows; a schema or grammar of a longer chain is not judged."""
+"""Most rounds, each of which uses the previous one; longer chains are not judged."""
 CONTAINERS = frozenset({"object", "array"})
 """Types whose values may have to contain others."""
 
@@ -24,7 +24,7 @@ _TOKEN = re.compile(
 
 
 def has_value(schema: Any) -> bool:
-    """Whether a finite JSON value may follow a schema. Only a schema that refers to itself can have none."""
+    """Whether a finite JSON value may follow a schema. Only recursive schemas can have none."""
     ends: set[int] = set()
     for _ in range(MAX_ROUNDS):
         before = len(ends)
@@ -36,7 +36,7 @@ def has_value(schema: Any) -> bool:
 
 
 class _Round:
-    """One look at each part of a schema. ends: ids of the parts that have a value, which grow."""
+    """One pass over the parts of a schema. ends: ids of the parts that have a value, which grow."""
 
     def __init__(self, root: Any, ends: set[int]) -> None:
         self._root = root
@@ -88,7 +88,7 @@ class _Round:
         )
 
     def _target(self, reference: Any) -> Any:
-        """The part that a reference means; True for one that is not judged here."""
+        """Resolve a reference; True for one that is not judged here."""
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
             return True
         found = self._root
@@ -108,8 +108,8 @@ def _listed(value: Any) -> list[Any]:
 
 
 def has_text(lark: str, start: str = "start") -> bool:
-    """Whether a finite text may follow a Lark grammar. A grammar with parts that are not judged here, such as
-    JSON schemas or intersections, may have one."""
+    """Whether a finite text may follow a Lark grammar. Unjudged parts, such as JSON schemas or intersections,
+    count as possible."""
     pieces = _HEAD.split(_DIRECTIVE.sub("", lark))
     try:
         rules = {name: _expression(body) for name, body in zip(pieces[1::2], pieces[2::2], strict=True)}
@@ -137,7 +137,7 @@ def _ends(expression: Expression, endless: set[str]) -> bool:
 
 
 def _expression(body: str) -> Expression:
-    """Read the body of a rule. Raises: ValueError for what is not judged here."""
+    """Read the body of a rule. Raises: ValueError for unjudged parts."""
     open_: list[list[list[Expression]]] = [[[]]]
     place = 0
     while place < len(body):

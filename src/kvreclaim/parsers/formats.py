@@ -1,4 +1,4 @@
-"""Formats of outputs by name, which of them a chat template speaks, and an output split by them."""
+"""Output formats by name, their detection in chat templates, and a splitter of outputs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TOOL_PARSERS: Mapping[str, Callable[[Tools], Parser]] = MappingProxyType(
 )
 """Most names are vLLM's; deepseek_v3 reads V3.1 and R1, too."""
 _PARSERS: Mapping[str, Callable[[Tools], Parser]] = {**TOOL_PARSERS, ARRAY: ArrayCalls}
-"""With the one of calls that a model has no format for."""
+"""Includes the format of calls for models without their own."""
 REASONING_PARSERS: Mapping[str, ThinkFormat | None] = MappingProxyType(
     {"think": THINK, "magistral": MAGISTRAL, HARMONY: None}
 )
@@ -58,16 +58,16 @@ SIGNS: tuple[tuple[str, str], ...] = (
     ("<|python_tag|>", "llama3_json"),
     ('"parameters": dictionary of argument name and its value', "llama3_json"),
 )
-"""Text of a chat template, and the tool parser of which it is a sign; the first found counts."""
+"""Text of a chat template by which a tool parser is recognised; the first match counts."""
 
 
 def tool_parser_of(template: str) -> str | None:
-    """The tool parser for a chat template, None if it speaks no known format."""
+    """The tool parser for a chat template, None if its format is unknown."""
     return next((name for sign, name in SIGNS if sign in template), None)
 
 
 def reasoning_parser_of(template: str) -> str | None:
-    """The reasoning parser for a chat template, None if it knows no reasoning."""
+    """The reasoning parser for a chat template, None if it has no reasoning."""
     if "<|channel|>" in template:
         return HARMONY
     formats = {name: form for name, form in REASONING_PARSERS.items() if form is not None}
@@ -75,15 +75,14 @@ def reasoning_parser_of(template: str) -> str | None:
 
 
 def think_format(reasoning_parser: str | None) -> ThinkFormat | None:
-    """How the reasoning that a parser looks for is written, None without one."""
+    """The format of the reasoning for this parser, None without one."""
     if reasoning_parser == HARMONY:
         return harmony.ANALYSIS
     return None if reasoning_parser is None else REASONING_PARSERS[reasoning_parser]
 
 
 def markers(tool_parser: str | None, reasoning_parser: str | None) -> tuple[str, ...]:
-    """The markers that these parsers look for: with a tokenizer to which they are special tokens, outputs
-    must show those."""
+    """Markers of these parsers: with a tokenizer that has them as special tokens, outputs must show those."""
     if HARMONY in (tool_parser, reasoning_parser):
         return harmony.MARKERS
     form = None if reasoning_parser is None else REASONING_PARSERS[reasoning_parser]
@@ -97,8 +96,7 @@ def holds_name(tool_parser: str, name: str) -> bool:
 
 
 def calls_in_reasoning(tool_parser: str | None, tools: Tools | None = None) -> Callable[[], Parser] | None:
-    """Return what makes a parser of calls with a marker, which end reasoning where they begin; None: none
-    do."""
+    """Return a factory of parsers for calls with a marker, which end reasoning; None: such calls do not."""
     if tool_parser is None or tool_parser in (ARRAY, HARMONY):
         return None
     if tool_parser == "llama3_json":
@@ -113,9 +111,9 @@ class Splitter:
 
     tool_parser:      a name in TOOL_PARSERS, or ARRAY
     reasoning_parser: a name in REASONING_PARSERS
-    tools:            the schemas of the functions that the model was told of
-    prompt_end:       text of the answer that the prompt has already; its reasoning may have begun there
-    one_call:         what comes behind the first call is left out
+    tools:            schemas of the functions in the prompt
+    prompt_end:       text of the answer that is part of the prompt; its reasoning may have begun there
+    one_call:         anything after the first call is omitted
     """
 
     def __init__(
@@ -145,7 +143,7 @@ class Splitter:
         """Pieces that are settled now."""
         pieces: list[Piece] = [Text(text)] if text else []
         pieces = _read(self._thinks, pieces, last=last)
-        if self._thinks is None or not self._thinks.left:  # it has read the calls itself then
+        if self._thinks is None or not self._thinks.left:  # otherwise it has read the calls itself
             pieces = _read(self._calls, pieces, last=last)
         if self._one_call:
             ends = pieces.index(CallEnd()) + 1 if CallEnd() in pieces else len(pieces)
@@ -155,7 +153,7 @@ class Splitter:
 
 
 def _read(parser: Parser | None, pieces: list[Piece], *, last: bool) -> list[Piece]:
-    """What a parser makes of the texts among these."""
+    """Apply a parser to the texts among these pieces."""
     if parser is None:
         return pieces
     read: list[Piece] = []

@@ -1,4 +1,4 @@
-"""What an answer may be, as a grammar: calls of functions in a format, free text, reasoning before either."""
+"""The grammar of an answer: calls of functions in a format, free text, reasoning before either."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from kvreclaim.parsers.thinking import ThinkSpan
 ANSWER = "@answer"
 """The grammar of a structured output, by this name."""
 MAX_CALLS = 32
-"""Calls of an answer that is calls and nothing else: a weak model would go on for ever."""
+"""Most calls of an answer that consists of calls: a weak model might never stop."""
 BARE = {"llama3_json": (r'\s*\{\s*"name"\s*:', '~{~"name"~:')}
-"""How an answer begins that is a call without an opening, as a regular expression and as the call's shape has
-it."""
+"""Beginning of an answer that is a call without an opening, as a regular expression and in the call's
+shape."""
 READ_AS_CALLS = rf'\s*\{{\s*"(?:{"|".join(FIRST_FIELDS)})"\s*:'
 """All beginnings of answers that the parser may read as such calls, as a regular expression."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """What an answer may call.
+    """The calls that an answer may contain.
 
     form:     the name of a tool parser
-    forced:   the answer is a call, or several
-    one_call: no more than one
+    forced:   the answer consists of calls
+    one_call: at most one
     """
 
     form: str
@@ -42,10 +42,10 @@ class Calls:
 def answer_grammar(
     lark: Lark, calls: Calls | None, thinking: ThinkSpan | None, *, harmony: bool, structured: bool
 ) -> str:
-    """The grammar of an answer: forced calls; or, if it is structured, calls and what the grammar `answer`
-    says; or calls and free text.
+    """Return the grammar of an answer: forced calls; or, if it is structured, calls and the grammar `answer`;
+    or calls and free text.
 
-    Raises: InvalidArgumentError for a schema that the format cannot follow.
+    Raises: InvalidArgumentError for a schema that the format cannot express.
     """
     if harmony:
         return lark.written(_harmony(lark, calls, structured=structured))
@@ -62,7 +62,7 @@ def answer_grammar(
 
 
 def _behind(lark: Lark, thinking: ThinkSpan, calls: Calls | None, answer: str) -> str:
-    """The answer, with reasoning in front of it that no call begins in: one would end it."""
+    """Put reasoning before the answer; no call may begin in it, because that would end it."""
     form = thinking.form
     make = None if calls is None else calls_in_reasoning(calls.form)
     markers = () if make is None else make().markers
@@ -73,14 +73,14 @@ def _behind(lark: Lark, thinking: ThinkSpan, calls: Calls | None, answer: str) -
 
 
 def _shapes(lark: Lark, form: str) -> list[CallShape]:
-    """Find those that a model with these tokens writes."""
+    """Return the call shapes that models with these tokens write."""
     shapes = SHAPES[form]
     needed = {shape.needs for shape in shapes if shape.needs and lark.has(shape.needs)}
     return [shape for shape in shapes if not needed or shape.needs in needed]
 
 
 def _calls(lark: Lark, calls: Calls) -> str:
-    """Calls and nothing else."""
+    """Calls only."""
     shapes = _shapes(lark, calls.form)
     optional = "?" if calls.form in BARE else ""
     opening = shapes[0].opening
@@ -91,9 +91,9 @@ def _calls(lark: Lark, calls: Calls) -> str:
 
 
 def _text_and_calls(lark: Lark, calls: Calls, thought: str) -> str:
-    """Free text, in which a call is as it should be once its opening is written.
+    """Free text in which a call is constrained once its opening is written.
 
-    thought: a marker that the text must not begin with
+    thought: a marker with which the text must not begin
     """
     ways: dict[str, list[str]] = {}
     for shape in _shapes(lark, calls.form):

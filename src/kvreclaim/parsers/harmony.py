@@ -32,7 +32,7 @@ ANALYSIS = ThinkFormat(
 class Harmony(Parser):
     """The channel `analysis` is reasoning; a message to a function is a call; all others are text.
 
-    calls, reasoning: whether to look for them; else they are text, too
+    calls, reasoning: whether to parse them; otherwise they are text, too
     begun:            the prompt ends within a message of reasoning
     """
 
@@ -70,7 +70,7 @@ class Harmony(Parser):
                 marker = yield from scanner.text_until(*MARKERS, kind=kind)
 
     def _head(self) -> Reading[str | None]:
-        """Read up to a message's content. Returns: None if none comes, which leaves all unread."""
+        """Read up to a message's content. Returns: None if there is no message; nothing is consumed then."""
         scanner = self.scanner
         while (place := scanner.held.find(MESSAGE, 0, LONGEST)) < 0:
             if len(scanner.held) > LONGEST or not (yield from scanner.more()):
@@ -79,7 +79,7 @@ class Harmony(Parser):
         return scanner.taken
 
     def _call(self, name: str) -> Reading[str | None]:
-        """Read a call's arguments. Returns: the marker behind it."""
+        """Read a call's arguments. Returns: the marker after them."""
         scanner = self.scanner
         while any(end.startswith(scanner.held.strip()) for end in ENDS) and (yield from scanner.more()):
             pass

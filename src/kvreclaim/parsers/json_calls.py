@@ -23,26 +23,26 @@ FIELDS = re.compile(
     rf'\s*\{{\s*{_OTHERS}"name"\s*:\s*(?P<quoted>{_STRING})\s*,\s*{_OTHERS}"(?:arguments|parameters)"\s*:\s*'
     r"(?=\{)"
 )
-"""A call that is one object, up to its arguments, where these stand behind the name and all else is short."""
+"""A call as one object, up to its arguments, if these follow the name and all else is short."""
 ARGUMENTS = ("arguments", "parameters")
 FIRST_FIELDS = ("name", "type", "id", "function", *ARGUMENTS)
-"""With which an object begins that may be a call without a marker."""
+"""Beginning of an object that may be a call without a marker."""
 LONGEST = 512
-"""Characters before and behind a call's arguments."""
+"""Characters before and after a call's arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class JsonFormat:
-    """How a call is written: head, the object of arguments, tail; or as one object, whose fields stand in any
-    order, and tail.
+    """How a call is written: head, the object of arguments, tail; or as one object with fields in any order,
+    and tail.
 
     opens:  markers that begin a call; close: the one that ends it, if there is one
-    tail:   behind the arguments, or the object
-    head:   in front of the arguments, with the group `name` or `recipient`, which may have the namespace
+    tail:   after the arguments, or the object
+    head:   before the arguments, with the group `name` or `recipient`, which may have the namespace
             "functions.", and perhaps `id`; None: a call is always one object
     whole:  a call may be one object
     names:  names that a function can have
-    more:   between two objects of which the second has no marker; end: behind the last of them
+    more:   between two objects if the second has no marker; end: after the last of them
     around: markers around all calls, which belong to nothing
     """
 
@@ -94,7 +94,7 @@ class _Begun:
     """A call up to its arguments, or all of it.
 
     fields:    the call is one object
-    arguments: where they stood in front of the name; None: they follow
+    arguments: set if they came before the name; None: they follow
     """
 
     name: str
@@ -123,7 +123,7 @@ class JsonCalls(Parser):
             trim = marker in self.format.around or (yield from self.calls())
 
     def calls(self) -> Reading[bool]:
-        """Read a call, and those that follow it without a marker. Returns: False if text follows."""
+        """Read a call, and further calls without a marker. Returns: False if text follows."""
         scanner = self.scanner
         while call := (yield from self._head()):
             begin = CallBegin(call.name, call.id)
@@ -138,7 +138,7 @@ class JsonCalls(Parser):
             else:
                 break
             scanner.end_call(complete=complete)
-            if not complete or not (call.fields and (yield from self._goes_on())):
+            if not complete or not (call.fields and (yield from self._is_followed())):
                 return complete
         scanner.release()
         return False
@@ -148,8 +148,8 @@ class JsonCalls(Parser):
         return True
 
     def _head(self) -> Reading[_Begun | None]:
-        """Read up to the arguments of a call, or all of it. Returns: None if none comes, which leaves all
-        unread."""
+        """Read up to the arguments of a call, or all of it. Returns: None if there is no call; nothing is
+        consumed then."""
         scanner, form, found, seen = self.scanner, self.format, JsonObject(), 0
         while True:
             head = None if form.head is None else form.head.match(scanner.held, 0, LONGEST)
@@ -183,14 +183,14 @@ class JsonCalls(Parser):
         return self._taken(head.end(), _Begun(name, groups.get("id")))
 
     def _taken(self, size: int, call: _Begun) -> _Begun | None:
-        """The call, so many characters of which are read now; None if there is no such function."""
+        """Consume the call's first characters; None if there is no such function."""
         if not self.accepts(call.name):
             return None
         self.scanner.take(size)
         return call
 
     def _last_fields(self) -> Reading[bool]:
-        """Read what stands behind the arguments in the object of a call. An output may end there."""
+        """Read the rest of a call's object after the arguments. An output may end there."""
         scanner, found, seen = self.scanner, JsonObject(), 0
         found.feed('{"":{}')
         while True:
@@ -204,7 +204,7 @@ class JsonCalls(Parser):
                 return True
 
     def _tail(self) -> Reading[bool]:
-        """Read what ends a call; at the end of the output a part of it will do."""
+        """Read the end of a call; at the end of the output a part of it suffices."""
         scanner = self.scanner
         while (tail := self.format.tail.match(scanner.held, 0, LONGEST)) is None:
             if len(scanner.held) > LONGEST:
@@ -215,7 +215,7 @@ class JsonCalls(Parser):
         return True
 
     def _is_cut_short(self) -> bool:
-        """Read the end of the output, if it is a part of what ends a call. Returns: whether it is."""
+        """Read the end of the output, if it is a partial end of a call. Returns: whether it is."""
         scanner = self.scanner
         rest = scanner.held[: len(scanner.held) - overlap(scanner.held, self.format.close)]
         if rest.strip("}`" + string.whitespace):
@@ -223,8 +223,8 @@ class JsonCalls(Parser):
         scanner.take(len(scanner.held))
         return True
 
-    def _goes_on(self) -> Reading[bool]:
-        """Read what stands between two calls, or behind the last one. Returns: whether another follows."""
+    def _is_followed(self) -> Reading[bool]:
+        """Read the separator of two calls, or the end after the last. Returns: whether another follows."""
         scanner, form = self.scanner, self.format
         while form.more and scanner.held.strip() in ("", form.more) and (yield from scanner.more()):
             pass
@@ -240,7 +240,7 @@ class JsonCalls(Parser):
 class BareCalls(JsonCalls):
     """An output that begins with the JSON of a call, with or without a marker.
 
-    lead: how it begins without one, in front of the object
+    lead: text before an object without a marker
     """
 
     def __init__(self, form: JsonFormat, lead: str, tools: Tools | None = None) -> None:
@@ -264,12 +264,12 @@ class BareCalls(JsonCalls):
 LlamaCalls = partial(BareCalls, LLAMA, "")
 """Reads calls of Llama 3."""
 ArrayCalls = partial(BareCalls, ARRAY, "[")
-"""Reads calls that are one JSON array, as vLLM has forced ones."""
+"""Reads calls that are one JSON array, vLLM's format of forced calls."""
 
 
 def _call_of(fields: Mapping[str, str]) -> _Begun | None:
-    """The call in an object with these fields, each as its own JSON text; None: there is none. The function
-    may be an object of its own, as in OpenAI's API."""
+    """Make the call of an object with these fields, each as JSON text; None: it is no call. The function may
+    be an object of its own, as in OpenAI's API."""
     if fields.get("function", "").startswith("{"):
         fields = members(fields["function"])
     name = _text_of(fields.get("name", fields.get("function", "")))
@@ -278,14 +278,14 @@ def _call_of(fields: Mapping[str, str]) -> _Begun | None:
 
 
 def _name_of(fields: re.Match[str]) -> str | None:
-    """The name in the first fields of an object; None if these are no JSON."""
+    """Return the name in the first fields of an object; None if these are not JSON."""
     found = JsonObject()
     found.feed(fields[0])
     return None if found.bad else _text_of(fields["quoted"])
 
 
 def _text_of(quoted: str) -> str | None:
-    """The text that a JSON string holds; None where it is none, or empty."""
+    """Return the text of a JSON string; None if it is not one, or empty."""
     try:
         found = from_json(quoted)
     except ValueError:

@@ -1,6 +1,6 @@
-"""A JSON object that is checked while it comes, character by character.
+"""An incremental JSON object validator.
 
-pydantic's reader of incomplete JSON is no check: it takes {"x": 1oops} for the beginning of an object.
+pydantic's reader of incomplete JSON is no check: it accepts {"x": 1oops} as the beginning of an object.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Reading = Generator[None, str, T]
-"""Yields where it needs the next character, and returns what it has read."""
+"""Yields when it needs the next character, and returns its result."""
 
 DEEPEST = 200
-"""Objects and arrays within each other, as in jiter, which pydantic reads JSON with."""
+"""Most levels of nesting, as in jiter, pydantic's JSON reader."""
 SPACE = " \t\r\n"
 LITERALS: Mapping[str, str] = MappingProxyType({"t": "rue", "f": "alse", "n": "ull"})
 NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
@@ -54,14 +54,14 @@ def _whole() -> Reading[None]:
 
 
 def _skip(character: str | None = None) -> Reading[str]:
-    """The next character that is no white space; character: the one that has been read already."""
+    """Return the next character that is not white space; character: one that was read already."""
     while character is None or character in SPACE:
         character = yield
     return character
 
 
 def _value(first: str, depth: int) -> Reading[str | None]:
-    """Read a value that begins with this character. Returns: the one behind a number, which ends it."""
+    """Read a value that begins with this character. Returns: the character after a number, which ends it."""
     if depth > DEEPEST:
         raise _NoJsonError
     if first == '"':
@@ -139,7 +139,7 @@ def _code() -> Reading[int]:
 
 
 def _second_half() -> Reading[None]:
-    """The second of two escapes that are one character."""
+    """Read the second of two escapes for one character."""
     for wanted in "\\u":
         if (yield) != wanted:
             raise _NoJsonError

@@ -19,10 +19,10 @@ _members = json.JSONDecoder(parse_int=str, parse_float=str)
 
 
 def json_value(text: str) -> Any:
-    """What a JSON text says. A number that no float holds, such as 1e999, is the largest one of its sign:
-    written again, infinity would be no JSON.
+    """Parse a JSON text. A number beyond floats, such as 1e999, becomes the largest of its sign: infinity
+    could not be written as JSON.
 
-    Raises: ValueError where it is no JSON, or too deep.
+    Raises: ValueError for invalid or too deep JSON.
     """
     if _LARGE.search(text) is None:
         return from_json(text, allow_inf_nan=False)
@@ -33,9 +33,9 @@ def json_value(text: str) -> Any:
 
 
 def json_object(text: str) -> dict[str, Any] | None:
-    """Return the object that the text of a call's arguments says; no text, or null, is an empty one.
+    """Parse the object of a call's arguments; no text, or null, is an empty one.
 
-    None: it is no JSON object, such as arguments that max_tokens cut off.
+    None: not a JSON object, such as arguments that max_tokens cut off.
     """
     try:
         value = json_value(text) if text.strip() else None
@@ -45,8 +45,8 @@ def json_object(text: str) -> dict[str, Any] | None:
 
 
 def json_so_far(text: str) -> dict[str, Any]:
-    """Return what the beginning of an object's JSON says, as Anthropic's client reads it: without a text, an
-    escape or a name that is not complete. An integer of more digits than Python reads hides all."""
+    """Parse the beginning of an object's JSON, as Anthropic's client does: without incomplete texts, escapes
+    and names. An integer of more digits than Python reads hides everything."""
     try:
         found = json.dumps(from_json(text, allow_partial=True) if text else {})
     except ValueError:
@@ -56,7 +56,7 @@ def json_so_far(text: str) -> dict[str, Any]:
 
 
 def is_finite(body: bytes, value: Any) -> bool:
-    """Whether floats hold all numbers of the value that this JSON says."""
+    """Whether floats can represent all numbers of this JSON."""
     pending = [value] if _LARGE.search(body.decode(errors="replace")) else []
     while pending:
         each = pending.pop()
@@ -67,7 +67,7 @@ def is_finite(body: bytes, value: Any) -> bool:
 
 
 def members(text: str) -> dict[str, str]:
-    """The members of an object by their names, each as its own JSON text. text: JSON of an object"""
+    """Return the members of an object by name, each as its own JSON text. text: JSON of an object"""
     found, place = {}, _skipped(text, text.index("{") + 1)
     while text[place] != "}":
         name, place = _members.raw_decode(text, place)
@@ -79,7 +79,7 @@ def members(text: str) -> dict[str, str]:
 
 
 def _skipped(text: str, place: int) -> int:
-    """The next place of what is neither white space nor a sign between names and values."""
+    """Skip white space and signs between names and values."""
     while text[place] in " \t\r\n:,":
         place += 1
     return place

@@ -1,4 +1,4 @@
-"""Lark grammars as llguidance reads them, of texts among which special tokens may stand."""
+"""Lark grammars for llguidance, of texts that may contain special tokens."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
-"""Between parts of JSON: enough to indent, and no model can go on with it for ever."""
+"""White space between parts of JSON: enough to indent, but bounded."""
 ANY = "(?s:.*)"
 
 
 class Lark:
-    """A grammar in the making. Each method but `written` gives an expression for the body of a rule.
+    """An unfinished grammar. Each method but `written` returns an expression for the body of a rule.
 
-    special_tokens: ids of the tokens that no text has, by their names
+    special_tokens: ids of the special tokens, which no text contains, by name
     """
 
     def __init__(self, special_tokens: Mapping[str, int]) -> None:
@@ -25,20 +25,19 @@ class Lark:
         self._rules: dict[tuple[str, str], str] = {}
 
     def written(self, start: str) -> str:
-        """The grammar that begins with this expression."""
+        """Return the grammar that begins with this expression."""
         rules = [f"{name}{options}: {body}" for (body, options), name in self._rules.items()]
         return "\n".join(["%llguidance {}", f"start: {start}", *rules])
 
     def has(self, token: str) -> bool:
-        """Whether it is a special token."""
+        """Whether the token is special."""
         return token in self._special
 
     def rule(self, *options: str) -> str:
-        """A rule for one of these expressions."""
+        """Return a rule for one of these expressions."""
         return self._named(" | ".join(options), "r")
 
     def text(self, text: str) -> str:
-        """This text."""
         parts, place = [], 0
         for found in self._names.finditer(text):
             parts += [_quoted(text[place : found.start()]), f"<[{self._special[found[0]]}]>"]
@@ -46,12 +45,12 @@ class Lark:
         return " ".join(filter(None, [*parts, _quoted(text[place:])]))
 
     def matching(self, *regexes: str, but: str | None = None) -> str:
-        """What all these regular expressions match, and `but` does not."""
+        """Match all these regular expressions, but not `but`."""
         wanted = [f"/{regex}/" for regex in regexes] + ([] if but is None else [f"~/{but}/"])
         return self._named(" & ".join(wanted), "T")
 
     def until(self, marker: str, *, but: str | None = None) -> str:
-        """Free text, which ends with the first marker. but: text that matches this does not come"""
+        """Free text up to and including the first marker. but: excluded texts"""
         found = self._names.search(marker)
         if found is None:
             return self._named(self.matching(ANY + escaped(marker), but=but), "r", "[lazy]")
@@ -67,19 +66,19 @@ class Lark:
         return self._named(f"%json {json.dumps(spaced)}", "r")
 
     def shaped(self, template: str, **parts: str) -> str:
-        """A text in which ~ is white space, which may be left out, and %name a part by this name."""
+        """A text in which ~ is optional white space, and %name the part with this name."""
         space = self.matching(WHITE_SPACE) + "?"
         given = {f"%{name}": part for name, part in parts.items()} | {"~": space}
         pieces = re.split(rf"({'|'.join(given)})", template)
         return " ".join(filter(None, (given.get(piece, self.text(piece)) for piece in pieces)))
 
     def _named(self, body: str, sign: str, options: str = "") -> str:
-        """A rule or a terminal with this body, each made once."""
+        """Return a rule or terminal with this body, each made once."""
         return self._rules.setdefault((body, options), f"{sign}{len(self._rules)}")
 
 
 def escaped(text: str) -> str:
-    """A regular expression that matches this text alone."""
+    """Return a regular expression that matches only this text."""
     return re.sub(r"[\\.+*?()|\[\]{}^$/]", r"\\\g<0>", text).replace("\n", r"\n")
 
 

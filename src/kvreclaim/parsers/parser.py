@@ -1,4 +1,4 @@
-"""A parser of outputs: code that reads text in order and stops where it lacks some."""
+"""A parser of outputs: code that reads text in order and pauses when it needs more."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Tools = Mapping[str, Mapping[str, Any]]
 
 
 class Parser(ABC):
-    """Splits one output into pieces, the same whatever the cuts.
+    """Splits one output into pieces, independent of how the text arrives.
 
-    What may turn out to be part of a call is held back; what looked like one and is none is text, to the last
-    character. White space around calls belongs to neither side: chat templates put it there themselves.
+    A possible beginning of a call is held back; if it is none, it becomes text, to the last character. White
+    space around calls belongs to neither side, because chat templates add it themselves.
     """
 
     def __init__(self, tools: Tools | None = None) -> None:
@@ -30,7 +30,7 @@ class Parser(ABC):
     @property
     @abstractmethod
     def markers(self) -> tuple[str, ...]:
-        """What the parser looks for."""
+        """The markers that the parser looks for."""
 
     @property
     def names(self) -> re.Pattern[str]:
@@ -44,7 +44,7 @@ class Parser(ABC):
 
     @property
     def num_held(self) -> int:
-        """Characters that are not settled yet."""
+        """Unsettled characters."""
         return len(self.scanner.taken) + len(self.scanner.held)
 
     @property
@@ -57,12 +57,12 @@ class Parser(ABC):
         """Read the whole output."""
 
     def feed(self, text: str) -> list[Piece]:
-        """Pieces that are settled after this text."""
+        """Return the pieces that are settled after this text."""
         self.scanner.held += text
         return self._go_on()
 
     def finish(self) -> list[Piece]:
-        """No text follows: what was held back."""
+        """End the text. Returns: what was held back."""
         self.scanner.ended = True
         return self._go_on()
 

@@ -1,4 +1,4 @@
-"""What an output consists of: text, reasoning, and tool calls whose arguments stream."""
+"""Parts of an output: text, reasoning, and tool calls with streamed arguments."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Arguments:
 class CallEnd:
     """The call is complete, or was broken off.
 
-    broken: then all of it as the model wrote it; what follows it comes as text
-    is_cut: the output ends within the call, which is right so far
+    broken: then all of it as the model wrote it; the rest comes as text
+    is_cut: the output ends within the call, which is correct so far
     """
 
     broken: str | None = None
@@ -61,7 +61,7 @@ class ToolCall:
 
 
 def merged(pieces: Iterable[Piece], *, cut_as_text: bool = False) -> list[Text | Reasoning | ToolCall]:
-    """Join the pieces of a whole output. A call that is no JSON is text.
+    """Join the pieces of a whole output. A call with invalid JSON is text.
 
     cut_as_text: a call within which the output ends is text, too
     """

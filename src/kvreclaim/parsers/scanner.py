@@ -1,4 +1,4 @@
-"""Text that comes in pieces, for parsers that read it as if it were there."""
+"""Incremental text for parsers that read it as if it were complete."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from kvreclaim.parsers.pieces import Arguments, CallEnd, Piece, Reasoning, Text
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
-"""Yields where it needs more text, and returns what it has read."""
+"""Yields when it needs more text, and returns its result."""
 
 
 class Scanner:
-    """What has come and is not settled yet, and the pieces that are.
+    """Unsettled text, and settled pieces.
 
     held:  text to be read
     ended: no more text comes
-    taken: text of the call that is being read, as it was written
+    taken: text of the current call, as written
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Scanner:
         self.pieces: list[Piece] = []
 
     def take(self, count: int) -> str:
-        """Read so many characters of a call."""
+        """Consume characters of a call."""
         text, self.held = self.held[:count], self.held[count:]
         self.taken += text
         return text
@@ -43,10 +43,10 @@ class Scanner:
     def text_until(
         self, *markers: str, trim: bool = False, kind: type[Text] | type[Reasoning] = Text
     ) -> Reading[str | None]:
-        """Pass on text up to the next of these markers, which is read as the beginning of a call, with the
-        white space before it. Returns: the marker, or None at the end of the output.
+        """Emit text up to the next of these markers, which is read as the beginning of a call, with the white
+        space before it. Returns: the marker, or None at the end of the output.
 
-        trim: leave out white space at the beginning
+        trim: strip white space at the beginning
         """
         while True:
             self.held = self.held.lstrip() if trim else self.held
@@ -68,18 +68,18 @@ class Scanner:
             yield from self.more()
 
     def _num_settled(self, markers: tuple[str, ...]) -> int:
-        """All but the beginning of a marker at the end, and the white space before it."""
+        """Length without a partial marker at the end, and the white space before it."""
         end = len(self.held) - max((overlap(self.held, marker) for marker in markers), default=0)
         return len(self.held[:end].rstrip())
 
     def release(self) -> None:
-        """What looked like a call is text."""
+        """Emit an apparent call as text."""
         if self.taken:
             self.pieces.append(Text(self.taken))
         self.taken = ""
 
     def end_call(self, *, complete: bool) -> None:
-        """End the call that is being read; it is cut if nothing follows that is none of it."""
+        """End the current call; it is cut if only text of its own remains."""
         if complete:
             self.pieces.append(CallEnd())
         else:
@@ -87,9 +87,9 @@ class Scanner:
         self.taken = ""
 
     def stream_object(self) -> Reading[bool]:
-        """Pass on the JSON object at the beginning as arguments, as it comes.
+        """Emit the JSON object at the beginning as arguments, as it comes.
 
-        Returns: False where it is no JSON, or ends before it is complete; what was good so far is passed on.
+        Returns: False if it is invalid, or incomplete at the end; the valid part is emitted.
         """
         found = JsonObject()
         while True:

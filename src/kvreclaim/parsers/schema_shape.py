@@ -1,4 +1,4 @@
-"""What a JSON schema's keywords must look like, of those that are read here."""
+"""Required types of the JSON schema keywords that are read here."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SHAPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def misshapen(schema: Mapping[str, Any]) -> str | None:
-    """What is wrong with the first of its own keywords that cannot be read; None: nothing."""
+    """Describe the first of its own keywords that cannot be read; None: all can."""
     for keyword, (fits, wanted) in SHAPES.items():
         if keyword in schema and not fits(schema[keyword]):
             return f"has {keyword} {str(schema[keyword])[:80]!r}; pass {wanted}"

@@ -1,15 +1,15 @@
-"""How large a JSON schema may be: making its grammar takes time that grows with the square of an object."""
+"""Size limit of JSON schemas: making a grammar takes time quadratic in an object's properties."""
 
 from __future__ import annotations
 
 from typing import Any
 
 MAX_PROPERTIES = 400
-"""Properties of one object; llguidance gives up at some 500 that may be left out."""
+"""Most properties of one object; llguidance gives up at some 500 optional ones."""
 
 
 def too_many(schema: Any) -> int | None:
-    """The properties of an object of the schema that has too many; None: there is none."""
+    """Return the number of properties of an object that exceeds the limit; None: none does."""
     pending = [schema]
     while pending:
         value = pending.pop()

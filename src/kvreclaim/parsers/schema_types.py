@@ -25,7 +25,7 @@ class SchemaTypes:
         return self._types(schema) or frozenset({"string"})
 
     def restricts(self, schema: Any) -> bool:
-        """Whether the schema says anything about types."""
+        """Whether the schema restricts types."""
         return bool(self._types(schema))
 
     def fits(self, value: Any, schema: Any) -> bool:
@@ -38,8 +38,8 @@ class SchemaTypes:
         return found[0] if len(found) == 1 else {"allOf": found} if found else {}
 
     def flat(self, schema: Mapping[str, Any], notes: frozenset[str]) -> Mapping[str, Any]:
-        """Return the schema with what $ref and allOf add; unchanged where two of these restrict the same
-        thing. notes: keywords that restrict nothing"""
+        """Return the schema merged with $ref and allOf; unchanged if two of these restrict the same keyword.
+        notes: keywords without restrictions"""
         parts = list(self._conjuncts(schema, set()))
         flat: dict[str, Any] = {}
         for part in parts:
@@ -62,11 +62,11 @@ class SchemaTypes:
             yield from self._conjuncts(each, seen)
 
     def _types(self, schema: Any) -> frozenset[str] | None:
-        """The allowed types; None: nothing is said about them."""
+        """Return the allowed types; None: unrestricted."""
         if not isinstance(schema, Mapping):
             return None
         if id(schema) not in self._known:
-            self._known[id(schema)] = None  # while a circle leads here
+            self._known[id(schema)] = None  # while a cycle leads here
             self._known[id(schema)] = self._read_types(schema)
         return self._known[id(schema)]
 
@@ -79,10 +79,10 @@ class SchemaTypes:
         for keyword in _ANY_OF:
             options = [self.types(each) for each in _listed(schema, keyword) if each is not False]
             found.append(frozenset().union(*options) if options else None)
-        said = [each for each in found if each is not None]
-        if not said and not schema.keys().isdisjoint(("properties", "items")):
+        restricted = [each for each in found if each is not None]
+        if not restricted and not schema.keys().isdisjoint(("properties", "items")):
             return ALL
-        return frozenset.intersection(*said) if said else None
+        return frozenset.intersection(*restricted) if restricted else None
 
     def _fits(self, value: Any, schema: Any, seen: set[int]) -> bool:
         if not isinstance(schema, Mapping) or id(schema) in seen:
@@ -119,7 +119,7 @@ class SchemaTypes:
         return found
 
     def _target(self, reference: Any) -> Any:
-        """What a reference within the document leads to; None: nothing is there."""
+        """Resolve a reference within the document; None: no target."""
         if not isinstance(reference, str) or not reference.startswith("#"):
             return None
         found = self._root
@@ -147,7 +147,7 @@ def _named(given: Any) -> frozenset[str] | None:
 
 
 def _values(schema: Mapping[str, Any]) -> list[Any] | None:
-    """The values that are allowed; None: any."""
+    """Return the allowed values; None: any."""
     if "const" in schema:
         return [schema["const"]]
     given = schema.get("enum")
@@ -160,7 +160,7 @@ def _types_of_values(schema: Mapping[str, Any]) -> frozenset[str] | None:
 
 
 def _types_of(value: Any) -> frozenset[str]:
-    """The types that a value has."""
+    """Return the types of a value."""
     if isinstance(value, bool):
         return frozenset({"boolean"})
     if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
@@ -170,5 +170,5 @@ def _types_of(value: Any) -> frozenset[str]:
 
 
 def _equal(value: Any, other: Any) -> bool:
-    """Whether two JSON values are the same; true is not 1."""
+    """Whether two JSON values are equal; true is not 1."""
     return isinstance(value, bool) is isinstance(other, bool) and bool(value == other)

@@ -1,4 +1,4 @@
-"""How a model writes calls, in every format that a grammar can hold it to."""
+"""Call formats of models, for every format that a grammar can enforce."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvreclaim.parsers.lark import Lark
 class CallShape:
     """opening, lead, a call, perhaps `between` and one more, trail: templates of Lark.shaped.
 
-    opening: its first text; no other text can have it without beginning a call
-    call:    with %name and %args, and perhaps %id, %more or %number, by which models tell calls apart
-    needs:   the special token that models have which write it so
+    opening: its first text; unique to calls
+    call:    with %name and %args, and perhaps %id, %more or %number, by which models distinguish calls
+    needs:   the special token of models with this format
     """
 
     opening: str
@@ -30,7 +30,7 @@ class CallShape:
 
 
 def _within(opening: str, trail: str, *calls: CallShape) -> tuple[CallShape, ...]:
-    """Calls within markers around all of them, which the parser reads without these, too."""
+    """Return calls with and without markers around all of them; the parser reads both."""
     around = [
         replace(one, opening=opening, lead=f"~{one.opening}", between=f"~{one.opening}", trail=f"~{trail}")
         for one in calls
@@ -44,7 +44,7 @@ GLM = partial(tag_arguments, tags=TagShape("~<arg_key>%key</arg_key>~<arg_value>
 MINIMAX = partial(tag_arguments, tags=TagShape('~<parameter name="%key">', "</parameter>"))
 DSML = partial(
     tag_arguments,
-    tags=TagShape('~<｜DSML｜parameter name="%key" string="%string">', "</｜DSML｜parameter>", says=True),
+    tags=TagShape('~<｜DSML｜parameter name="%key" string="%string">', "</｜DSML｜parameter>", typed=True),
 )
 SHAPES: Mapping[str, tuple[CallShape, ...]] = MappingProxyType(
     {
@@ -106,5 +106,5 @@ SHAPES: Mapping[str, tuple[CallShape, ...]] = MappingProxyType(
         ),
     }
 )
-"""By the names of tool parsers. Those with the first one's opening are what models write; a parser takes the
-others for calls, too."""
+"""Shapes by tool parser. Models write those with the first one's opening; the parser also reads the others as
+calls."""

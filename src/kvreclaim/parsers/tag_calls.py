@@ -1,4 +1,4 @@
-"""Calls whose arguments the model writes as tags, one for each."""
+"""Calls with arguments written as one tag each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvreclaim.parsers.scanner import Reading, overlap
 from kvreclaim.parsers.schema_types import ALL, SchemaTypes
 
 LONGEST = 512
-"""Characters of a tag."""
+"""Most characters of a tag."""
 SPELLINGS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -28,11 +28,11 @@ class TagFormat:
     head:      the rest of the beginning, with the group `name`
     parameter: begins an argument, with the group `key` and perhaps `string`, "true" or "false"
     close:     ends an argument
-    bounds:    how tags begin that end an argument without its closing tag: the next argument's, the call's
+    bounds:    beginnings of tags that end an argument without its closing tag: next argument's, call's
     names:     names that a function can have
-    samples:   the tags of `parameter` and `opens`, as short as can be
+    samples:   the shortest tags of `parameter` and `opens`
     around:    markers around all calls, which belong to nothing
-    lines:     an argument stands on lines of its own
+    lines:     an argument is on its own lines
     """
 
     opens: Mapping[str, re.Pattern[str]]
@@ -102,7 +102,7 @@ DSML = TagFormat(
 
 
 class TagCalls(Parser):
-    """Text, and calls in one format. An argument that may be a string streams as it comes."""
+    """Text, and calls in one format. An argument that may be a string is streamed."""
 
     def __init__(self, form: TagFormat, tools: Tools | None = None) -> None:
         self.format = form
@@ -160,7 +160,7 @@ class TagCalls(Parser):
         )
 
     def _tag(self, *tags: re.Pattern[str]) -> Reading[re.Match[str] | None]:
-        """Read one of these tags. Returns: None if none comes."""
+        """Read one of these tags. Returns: None if there is none."""
         scanner = self.scanner
         while True:
             for tag in tags:
@@ -171,10 +171,10 @@ class TagCalls(Parser):
                 return None
 
     def _bound(self, tail: re.Pattern[str], begin: int = 0) -> tuple[int, int | None]:
-        """Find the end of the argument in what is held. begin: so many characters are certain to belong to it
+        """Find the end of the argument in the held text. begin: characters certain to belong to it
 
-        Returns: how many characters are certain to belong to it, and those of its closing tag; None: it goes
-        on, or its end is not certain yet.
+        Returns: characters certain to belong to it, and those of its closing tag; None: it continues, or its
+        end is uncertain.
         """
         held, form, ended = self.scanner.held, self.format, self.scanner.ended
         close = held.find(form.close, begin)
@@ -193,7 +193,7 @@ class TagCalls(Parser):
         return len(held) - max(overlap(held, sign) for sign in (form.close, *form.bounds)), None
 
     def _text(self, tail: re.Pattern[str]) -> Reading[bool]:
-        """Pass on an argument that is a string, as it comes. Returns: False if it does not end."""
+        """Stream a string argument. Returns: False if it does not end."""
         scanner, lines = self.scanner, self.format.lines
         scanner.pieces.append(Arguments('"'))
         begun = not lines
@@ -205,7 +205,7 @@ class TagCalls(Parser):
                     scanner.take(1)
                     size -= 1
             text = scanner.held[:size]
-            if lines or not closing:  # the last line break belongs to the tag that follows
+            if lines or not closing:  # the last line break belongs to the next tag
                 text = text.removesuffix("\n")
             if text:
                 scanner.pieces.append(Arguments(json.dumps(text, ensure_ascii=False)[1:-1]))
@@ -218,7 +218,7 @@ class TagCalls(Parser):
                 return False
 
     def _value(self, schemas: SchemaTypes, schema: Mapping[str, Any], tail: re.Pattern[str]) -> Reading[bool]:
-        """Read an argument that may be no string. Returns: False if it does not end."""
+        """Read an argument that may not be a string. Returns: False if it does not end."""
         scanner, size = self.scanner, 0
         while True:
             size, closing = self._bound(tail, size)
@@ -243,7 +243,7 @@ class TagCalls(Parser):
 
 
 def _schema(schemas: SchemaTypes, key: str, string: str | None) -> Mapping[str, Any]:
-    """The schema of an argument. string: whether the model marks it as one, which decides where the
+    """Return the schema of an argument. string: whether the model marks it as one, which decides if the
     function's schema allows both"""
     own = schemas.argument(key)
     if string is None:
@@ -254,7 +254,7 @@ def _schema(schemas: SchemaTypes, key: str, string: str | None) -> Mapping[str, 
 
 
 def _json_of(text: str, schemas: SchemaTypes, schema: Mapping[str, Any]) -> str:
-    """Return an argument's JSON: the text itself where that is JSON (or True, False, None), unless the schema
+    """Return an argument's JSON: the text itself if it is JSON (or True, False, None), unless the schema
     forbids its value and allows a string; else a string."""
     made = SPELLINGS.get(text, text)
     try:

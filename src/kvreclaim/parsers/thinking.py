@@ -1,4 +1,4 @@
-"""Reasoning in front of an answer, between two tags."""
+"""Reasoning before an answer, between two tags."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvreclaim.parsers.scanner import Reading, overlap
 
 @dataclass(frozen=True, slots=True)
 class ThinkFormat:
-    """ends:   what is written to end the reasoning before its time; empty: the closing marker
+    """ends:   text that ends the reasoning early; empty: the closing marker
     again:  more reasoning may follow, anywhere
-    others: markers of what follows reasoning, which end it without the closing one
-    answer: the marker behind which an answer begins that follows reasoning; empty: it begins at once
+    others: later markers, which end reasoning without the closing one
+    answer: the marker before an answer that follows reasoning; empty: none
     """
 
     opening: str = "<think>"
@@ -36,11 +36,11 @@ MAGISTRAL = ThinkFormat("[THINK]", "[/THINK]")
 
 @dataclass(frozen=True, slots=True)
 class ThinkSpan:
-    """Where the reasoning of an answer lies.
+    """The span of an answer's reasoning.
 
-    begun: it began in the prompt: by the template, or in a message that is continued
+    begun: it began in the prompt: by the template, or in a continued message
     over:  it ends with the prompt
-    calls: the tool parser whose calls end it; None: no call does
+    calls: the tool parser of the calls that end it; None: calls do not
     """
 
     form: ThinkFormat
@@ -50,7 +50,7 @@ class ThinkSpan:
 
     @classmethod
     def behind(cls, form: ThinkFormat, prompt_end: str, calls: str | None = None) -> ThinkSpan:
-        """The span of an answer of which the prompt has this text already; its last marker decides."""
+        """Return the span of an answer after this text of the prompt; its last marker decides."""
         _, opening, thought = prompt_end.rpartition(form.opening)
         begun = opening != "" and not any(marker in thought for marker in (form.closing, *form.others))
         return cls(form, begun, prompt_end.rstrip().endswith(form.closing), calls)
@@ -59,9 +59,9 @@ class ThinkSpan:
 class ThinkParser(Parser):
     """Reasoning, then text. White space around the tags belongs to neither.
 
-    begun: the prompt has the opening tag already
-    calls: makes a parser of calls, which end the reasoning where they begin
-    left:  a call has begun in the reasoning; that parser has read what comes since
+    begun: the prompt contains the opening tag
+    calls: makes a parser of calls, which end the reasoning
+    left:  parser of a call that began in the reasoning; it has read everything since
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ThinkParser(Parser):
         yield from scanner.text_until(trim=self.begun)
 
     def _until_call(self, make: Callable[[], Parser]) -> Reading[Parser | None]:
-        """Read reasoning. Returns: the parser of a call that has begun in it; None: none has."""
+        """Read reasoning. Returns: the parser of a call that began in it; None: none did."""
         scanner, calls, closing = self.scanner, make(), self.format.closing
         trim = True
         while True:
@@ -118,7 +118,7 @@ class ThinkParser(Parser):
             yield from scanner.more()
 
     def _add(self, pieces: list[Piece]) -> bool:
-        """Add pieces of reasoning, and what follows it. Returns: whether a call has begun."""
+        """Add pieces of reasoning and the rest. Returns: whether a call has begun."""
         begun = False
         for piece in pieces:
             begun |= isinstance(piece, CallBegin)
@@ -128,7 +128,7 @@ class ThinkParser(Parser):
         return begun
 
     def _answer(self, calls: Parser) -> Reading[None]:
-        """Read calls and text; a closing tag that comes late is left out."""
+        """Read calls and text; a late closing tag is omitted."""
         scanner, late = self.scanner, ThinkParser(self.format, begun=True)
         while True:
             pieces, scanner.held = calls.feed(scanner.held), ""

@@ -16,7 +16,7 @@ from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.plan.cost import Linear, StepLoad, WithExperts
 from kvreclaim.plan.lengths import Lengths
 from kvreclaim.plan.roofline import DATA_SHEET
-from kvreclaim.schedule.budget.account import Account
+from kvreclaim.schedule.budget.account import EvictionCounters
 from kvreclaim.schedule.budget.footprint import Footprint
 
 SHARE = 0.99
@@ -91,7 +91,7 @@ def _held_under_budget(lengths: Lengths, footprint: Footprint) -> Counts:
 
 def _after_prompt(num_prompt: int, footprint: Footprint) -> int:
     """Slots that a prompt leaves once it is computed, in chunks, with a pass wherever one is due."""
-    computed, account = 0, Account()
+    computed, account = 0, EvictionCounters()
     while computed < num_prompt:
         most = footprint.tokens_until_pass(computed, num_prompt, account)
         computed = min(num_prompt, computed + min(most, footprint.max_chunk))

@@ -1,1 +1,1 @@
-"""What does not go together: rows of the compatibility table."""
+"""Rows of the compatibility table: features that cannot be combined."""

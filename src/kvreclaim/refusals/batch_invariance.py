@@ -1,4 +1,4 @@
-"""What batch_invariant excludes: what computes rows or chooses tokens by sums that depend on the steps."""
+"""Exclusions of batch_invariant: computations with sums that depend on the steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a policy excludes, and recall; and policies inside vLLM."""
+"""Exclusions of policies, of recall, and of policies inside vLLM."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ COMPRESSION: tuple[Refusal, ...] = (
     Refusal(
         (F.RECALL, F.VERIFY),
         "recall",
-        "verify is set beside recall, but a cache that only drafts has no cold pages; leave one out.",
+        "verify is set with recall, but a cache that only drafts has no cold pages; leave one out.",
     ),
     Refusal(
         (F.RECALL, F.PROTECT_PROMPT),

@@ -1,4 +1,4 @@
-"""What an engine's options exclude, and verify mode."""
+"""Exclusions of an engine's options, and of verify mode."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ ENGINE: tuple[Refusal, ...] = (
         (
             (F.VERIFY, F.HOST_CACHE, F.KEEPS_BLOCKS),
             "policy {keeps_blocks} holds on the device as much as the full cache, which full_cache_host_size "
-            "moves to the host; name one that gives blocks back",
+            "moves to the host; name one that frees blocks",
         ),
         (
             (F.VERIFY, F.HOST_CACHE, F.TOKEN_SCORES),
-            "policy {token_scores} keeps scores beside the slots of the full cache, which are in host "
+            "policy {token_scores} keeps scores next to the slots of the full cache, which are in host "
             "memory; use another policy",
         ),
         (

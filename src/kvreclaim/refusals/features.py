@@ -1,4 +1,4 @@
-"""Features of a request, an engine or a model, and what a row of the table says about some of them."""
+"""Features of a request, an engine or a model, and rows of the compatibility table."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from enum import StrEnum
 
 
 class Feature(StrEnum):
-    """A feature of a request, an engine or a model. Braces in a message stand for the policy that has it, the
-    option's value or the model's name."""
+    """A feature of a request, an engine or a model. Braces in a message stand for the policy, the option's
+    value or the model's name."""
 
     # a request
     VERIFY = "verify mode"
@@ -69,7 +69,7 @@ class Feature(StrEnum):
 class Refusal:
     """Features that do not work together.
 
-    message: {feature} in it is what the caller calls it; reason: the part of it that rows do not share
+    message: {feature} in it is the caller's name of it; reason: its part that is unique to the row
     """
 
     features: tuple[Feature, ...]
@@ -79,5 +79,5 @@ class Refusal:
 
 
 def rows(field: str, template: str, *rows: tuple[tuple[Feature, ...], str]) -> tuple[Refusal, ...]:
-    """Rows whose messages share a frame; `*` in it is the row's own reason and remedy."""
+    """Make rows with a common message frame; `*` in it is the row's own reason and remedy."""
     return tuple(Refusal(features, field, template.replace("*", why), why) for features, why in rows)

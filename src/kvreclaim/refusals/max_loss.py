@@ -1,8 +1,8 @@
-"""What max_loss goes with: which settings of an engine and a request the loss curve covers.
+"""Settings of an engine and a request that the loss curve of max_loss covers.
 
 Every engine option and every field of a request is in one of two tables. `*_FREE` change no answer beyond
-rounding, or which tokens are drawn but not what the cache holds. `*_MEASURED` change what compression loses;
-the curve is measured under the values listed, and max_loss refuses any other.
+rounding, or which tokens are sampled but not what the cache holds. `*_MEASURED` change what compression
+loses; the curve is measured under the listed values, and max_loss refuses any other.
 """
 
 from __future__ import annotations
@@ -106,8 +106,7 @@ def refuse_unmeasured(max_loss: float, given: object, measured: Mapping[str, tup
 
 
 def refuse_chunk(max_loss: float, chunk: int, measured: int) -> None:
-    """Refuse prompts computed in smaller parts than when losses were measured. Raises:
-    InvalidArgumentError."""
+    """Refuse smaller prompt chunks than the loss was measured with. Raises: InvalidArgumentError."""
     if chunk < measured:
         raise InvalidArgumentError(
             f"max_loss is {max_loss}, but losses are measured with prompts computed {measured} tokens at a "
@@ -117,7 +116,7 @@ def refuse_chunk(max_loss: float, chunk: int, measured: int) -> None:
 
 
 def refuse_tail(max_loss: float, at: int, num_prompt: int, measured: int) -> None:
-    """Refuse a longer text behind a compressed prefix than was measured. Raises: InvalidArgumentError."""
+    """Refuse a longer text after a compressed prefix than was measured. Raises: InvalidArgumentError."""
     if num_prompt - at > measured:
         raise InvalidArgumentError(
             f"max_loss is {max_loss}, but losses are measured on {measured} tokens behind a compressed text, "

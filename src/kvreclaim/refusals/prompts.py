@@ -1,4 +1,4 @@
-"""What excludes sparse prefill, chunk reuse, dropped spans and scoring."""
+"""Exclusions of sparse prefill, chunk reuse, dropped spans and scoring."""
 
 from __future__ import annotations
 

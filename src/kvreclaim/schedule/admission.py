@@ -1,4 +1,4 @@
-"""Admission: which waiting sequence begins, and with which cached blocks."""
+"""Admission: chooses the waiting sequence to start, and its cached blocks."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from kvreclaim.schedule.preemption import Preemptor
 from kvreclaim.schedule.queue import Seq
 from kvreclaim.schedule.sequence import Status
 from kvreclaim.schedule.slots_needed import known_growth, own_slots, slots_of_fork
-from kvreclaim.schedule.state import State, StepPlanBuilder
+from kvreclaim.schedule.state import SchedulerContext, StepPlanBuilder
 from kvreclaim.schedule.step import Admitted
 
 
 class Admission(Generic[Seq]):
-    """Sequences that wait begin in their turn (Queue, FairShare), as long as there is room for them."""
+    """Starts waiting sequences in turn (Queue, FairShare) while there is room."""
 
-    def __init__(self, state: State[Seq], preemptor: Preemptor[Seq]) -> None:
+    def __init__(self, state: SchedulerContext[Seq], preemptor: Preemptor[Seq]) -> None:
         self.state = state
         self.preemptor = preemptor
         recurrent = state.memory.recurrent
         self.in_flight = InFlight(state) if recurrent is None else InFlightStates(state, recurrent)
 
     def all(self, step: StepPlanBuilder[Seq]) -> None:
-        """Let those that wait begin, in their turn, while there is room for them and their tokens."""
+        """Start waiting sequences in turn while there are blocks, seats and tokens for them."""
         state = self.state
         self.in_flight.begin_step()
         if not state.waiting.tenants:
             return
         if state.waiting.order is not None and step.shares is None and self._num_seats_left <= 0:
-            return  # nobody need be looked up
+            return  # no lookups needed
         state.waiting.begin_step()
         while not (step.pressed or step.failed) and step.budget > 0:
             seq = state.waiting.next(step.num_running, step.skipped, step.deferred)
@@ -58,8 +58,8 @@ class Admission(Generic[Seq]):
                 state.fail(seq, step, error)
 
     def hold_back(self, step: StepPlanBuilder[Seq], shares: FairShare[Seq]) -> None:
-        """When a tenant's first sequences begin, its first token waits for the whole step: no
-        other tenant decodes more tokens than these have, or half a part of the seats."""
+        """Postpone the first tokens of a tenant's new sequences to the end of the step if another tenant
+        would decode more tokens than these have, or half a part of the seats."""
         state = self.state
         ids = {one.seq_id for one in step.admitted}
         begun = [seq for seq in state.running if seq.seq_id in ids]
@@ -78,8 +78,8 @@ class Admission(Generic[Seq]):
                     step.postpone(seq.seq_id)
 
     def _may_pass(self, seq: Seq, step: StepPlanBuilder[Seq]) -> bool:
-        """Whether sequences of other tenants may begin though there is no room for this one, whose turn it
-        is: not for ever, unless it is its own tenant's that are in its way."""
+        """Whether other tenants' sequences may start although there is no room for this one, which is next:
+        only a limited number of times, unless its own tenant causes the shortage."""
         state = self.state
         line = state.waiting.line(seq.tenant)
         if step.shares is None or step.tokens is None:
@@ -92,7 +92,7 @@ class Admission(Generic[Seq]):
         return line.passed < state.max_num_seqs
 
     def _admit(self, seq: Seq, step: StepPlanBuilder[Seq]) -> bool:
-        """Let one that waits begin. Returns: whether there was room, or others have given way."""
+        """Start a waiting sequence. Returns: whether there was room, or others were preempted."""
         state = self.state
         shares = step.shares
         has_seat = shares.has_seat(seq) if shares is not None else self._has_seat(seq)
@@ -119,7 +119,7 @@ class Admission(Generic[Seq]):
                 return False
             for victim in (seq for seq in victims if seq.status is Status.RUNNING):
                 self.preemptor.preempt([victim], seq, "fairness", step)
-            match = state.match(seq)  # victims may have taken slots of the host
+            match = state.match(seq)  # victims may have taken host slots
         if parked:
             if seq.followers:
                 self._begin_all_again(seq, match, step)
@@ -134,16 +134,16 @@ class Admission(Generic[Seq]):
         return True
 
     def _admit_anew(self, seq: Seq, step: StepPlanBuilder[Seq]) -> bool:
-        """Keep nothing of sequences that fit into no pool beside what those share who come back with them:
-        computed again, they are no larger than they were let in for."""
+        """Recompute sequences that fit into no pool together with those that share their blocks: recomputed,
+        they are no larger than at their first admission."""
         for each in (seq, *seq.followers):
             self.state.memory.offload.parking.drop_parked(each.seq_id)
             each.reset()
         return self._admit(seq, step)
 
     def _begin_all_again(self, seq: Seq, match: PrefixMatch, step: StepPlanBuilder[Seq]) -> None:
-        """Bring sequences back that run together, in one step; there is room for them in the pool. Those that
-        this step has no tokens for go on later, and so do those that only wait for the others."""
+        """Resume sequences of one group in one step; the pool has room for them. Those without tokens in this
+        step, and those that only wait for the others, continue later."""
         followers, seq.followers, seq.seats = seq.followers, [], 1
         self.state.waiting.begin(seq)
         for each in (seq, *followers):
@@ -152,7 +152,7 @@ class Admission(Generic[Seq]):
             self._run(each, Admitted(each.seq_id, match.num_tokens, resumed=True), step, most=1)
 
     def _begin_as_fork(self, seq: Seq, snapshot: Seq, step: StepPlanBuilder[Seq]) -> bool:
-        """Let one that waits begin with what a snapshot holds. Returns: whether there was room."""
+        """Start a waiting sequence from a snapshot. Returns: whether there was room."""
         state = self.state
         size, shares, parked = state.memory.block_size, step.shares, state.is_parked(snapshot)
 
@@ -178,12 +178,12 @@ class Admission(Generic[Seq]):
         return True
 
     def _begin(self, seq: Seq, begun: Admitted, step: StepPlanBuilder[Seq]) -> None:
-        """It has its blocks: it leaves the queue and computes its next tokens."""
+        """Dequeue a sequence that has its blocks, and compute its next tokens."""
         self.state.waiting.begin(seq)
         self._run(seq, begun, step, most=seq.next_chunk)
 
     def _run(self, seq: Seq, begun: Admitted, step: StepPlanBuilder[Seq], *, most: int) -> None:
-        """most: tokens that there are blocks for"""
+        """most: tokens that have blocks"""
         state = self.state
         state.end_loading(seq)
         room = step.token_budget(seq)

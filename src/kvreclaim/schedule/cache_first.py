@@ -1,31 +1,31 @@
-"""The order of the scheduling policy `cache`: who has most in the cache comes earlier, within a bound."""
+"""Scheduling policy `cache`: the sequence with most tokens in the cache comes earlier, within a bound."""
 
 from __future__ import annotations
 
 from typing import Generic
 
 from kvreclaim.schedule.queue import WINDOW, Seq
-from kvreclaim.schedule.state import State
+from kvreclaim.schedule.state import SchedulerContext
 
 BOUND_STEPS = 8
-"""Steps full of prompt tokens that a sequence comes earlier at most."""
+"""Most steps full of prompt tokens by which a sequence comes earlier."""
 AGING = 4
-"""Measured on drawn traces (tests/sim/test_sim_order.py): at the same bound, 1 finds less where conversations
-crowd a pool, and 8 lets cold ones wait longer."""
+"""Measured on drawn traces (tests/sim/test_sim_order.py): at the same bound, 1 finds less when conversations
+crowd a pool, and 8 makes cold ones wait longer."""
 
 
 class CacheFirst(Generic[Seq]):
-    """Order the waiting sequences in the order of arrival - aging * min(cached, credit), the least first,
-    behind those that are more important. The clock counts the prompt tokens that have been processed,
-    computed or found, so nobody is overtaken by what arrives more than aging * credit of these later.
+    """Order waiting sequences of equal importance by arrival - aging * min(cached, credit), ascending. The
+    clock counts prompt tokens processed, computed or found, so a sequence is overtaken only by those that
+    arrive within aging * credit tokens after it.
 
-    aging:  by how many tokens of the clock a cached token comes earlier
-    credit: cached tokens that count at most
+    aging:  clock tokens per cached token
+    credit: most cached tokens that count
 
-    A prompt is looked up again when the index has changed, WINDOW times a step at most.
+    A prompt is looked up again when the index has changed, at most WINDOW times a step.
     """
 
-    def __init__(self, state: State[Seq], max_num_batched_tokens: int) -> None:
+    def __init__(self, state: SchedulerContext[Seq], max_num_batched_tokens: int) -> None:
         self.state = state
         self.aging = AGING
         self.credit = BOUND_STEPS * max_num_batched_tokens // AGING
@@ -35,7 +35,7 @@ class CacheFirst(Generic[Seq]):
         self._left = WINDOW
 
     def sorted(self, window: list[Seq]) -> list[Seq]:
-        """These, the first one first."""
+        """Sort by the policy."""
         version = self.state.memory.index_version
         for seq in window:
             if seq.cached_at_version != version and self._left:
@@ -44,5 +44,5 @@ class CacheFirst(Generic[Seq]):
         return sorted(window, key=lambda seq: (seq.priority, self.key(seq), seq.rank))
 
     def key(self, seq: Seq) -> int:
-        """Its place on the clock."""
+        """Position on the clock."""
         return seq.arrived_at - self.aging * min(seq.num_cached, self.credit)

@@ -1,4 +1,4 @@
-"""Companions: what a compressed cache holds of a sequence whose full cache is there, too. Integers only."""
+"""Companions: compressed caches of sequences that also have a full cache. Integers only."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from kvreclaim.schedule.sequence import Status
 
 
 class Companions(Generic[Seq]):
-    """By the sequence that each one belongs to, its target; in the order in which they began.
+    """Companions by their target sequence, in the order of their start.
 
-    Nothing of a target's answer depends on its companion, so companions give way to everything else: the last
-    one first. A target without one goes on as it is, and may have another one later.
+    A target's answer does not depend on its companion, so companions are evicted before anything else, the
+    last one first. A target without one continues, and may get another one later.
 
     memory: of the companions' blocks, the targets' own or another one
-    gone:   that have given way, for whoever keeps more of them to forget
+    gone:   evicted companions, for their other owners to forget
     """
 
     def __init__(self, memory: MemoryManager) -> None:
@@ -38,18 +38,18 @@ class Companions(Generic[Seq]):
         return len(self._held)
 
     def get(self, target: Seq) -> Seq | None:
-        """The target's companion."""
+        """Return the target's companion."""
         return self._held.get(target.seq_id)
 
     def begin(self, target: Seq, companion: Seq) -> None:
-        """A companion that holds nothing yet."""
+        """Start an empty companion."""
         companion.keys = self.memory.keys(companion.token_ids)
         empty = BlockTable.of_inexact(companion.keys, (), logical_len=0, physical_len=0, exact_len=0)
         self.memory.adopt(companion.seq_id, empty)
         self._hold(target, companion)
 
     def fork(self, target: Seq, companion: Seq, parent: Seq) -> None:
-        """A companion that shares all blocks and lengths of another one."""
+        """Start a companion that shares all blocks and lengths of another one."""
         assert parent.keys is not None, f"sequence {parent.seq_id} has not begun"
         companion.keys = parent.keys.fork(companion.token_ids)
         companion.num_computed, companion.account = parent.num_computed, parent.account.fork()
@@ -63,8 +63,8 @@ class Companions(Generic[Seq]):
         self._held[target.seq_id] = companion
 
     def has_room(self, target: Seq, footprint: Footprint, num_drafts: int) -> bool:
-        """Whether there are blocks for a companion of this footprint, as far as the target has come, and for
-        the next token of everybody."""
+        """Whether there are blocks for a companion up to the target's length, and for the next token of
+        all."""
         slots = footprint.slots_needed(target.num_prompt, len(target.token_ids))
         if footprint.bounded:
             slots = max(slots, min(footprint.decode_cap, target.max_len))
@@ -72,19 +72,19 @@ class Companions(Generic[Seq]):
         return blocks_for(slots + num_drafts, self.memory.block_size) + spare <= self.memory.num_free
 
     def grow(self, companion: Seq, num_tokens: int) -> Growth | None:
-        """Room for so many tokens; None: there is none."""
+        """Allocate room for that many tokens; None: no room."""
         if not self.memory.can_grow(companion.seq_id, num_tokens):
             return None
         return self.memory.grow(companion.seq_id, num_tokens)
 
     def commit(self, companion: Seq, num_tokens: int) -> None:
-        """So many tokens have been written."""
+        """Record that many written tokens."""
         self.memory.commit(companion.seq_id, num_tokens, exact=False)
         companion.num_computed += num_tokens
 
     def compress(self, companion: Seq) -> Pass[int] | None:
-        """Its pass, if it is due and blocks can be had; table and lengths are changed at return. Room for
-        drafts goes back first."""
+        """Plan its pass, if it is due and has the blocks; table and lengths are changed at return. Room for
+        drafts is freed first."""
         self.memory.trim(companion.seq_id)
         return compress(
             companion.seq_id,
@@ -96,7 +96,7 @@ class Companions(Generic[Seq]):
         )
 
     def evict_one(self) -> bool:
-        """Let the last one go. Returns: whether there was one."""
+        """Evict the last one. Returns: whether there was one."""
         if not self._held:
             return False
         target_id = next(reversed(self._held))
@@ -105,7 +105,7 @@ class Companions(Generic[Seq]):
         return True
 
     def leave(self, target_id: int) -> Seq | None:
-        """A target has none any more. Returns: the one that it had."""
+        """Remove the companion of a target. Returns: the companion."""
         companion = self._held.pop(target_id, None)
         if companion is not None:
             companion.status = Status.ENDED

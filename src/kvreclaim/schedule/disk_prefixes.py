@@ -1,4 +1,4 @@
-"""Compressed prefixes on disk: which are there, which are on their way up, and who waits for them."""
+"""Compressed prefixes on disk: available files, reads in progress, and the sequences waiting for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvreclaim.schedule.snapshot_key import SnapshotKey, length_in
 
 @dataclass(slots=True)
 class PendingLookup:
-    """A waiting sequence's disk lookup: what it waits for, until when, and whether a miss is known."""
+    """A waiting sequence's disk lookup: its file, its deadline, and whether a miss is known."""
 
     key: SnapshotKey
     deadline: float
@@ -20,12 +20,12 @@ class PendingLookup:
 
 
 class DiskPrefixIndex(Generic[Seq]):
-    """Decides what is read; the caller reads it (`take_wanted`) and says what came of it (`arrived`).
+    """Decides what is read; the caller reads it (`take_wanted`) and reports the result (`arrived`).
 
     Args:
-        wait_s:   seconds that a sequence waits, by tokens that it need not compute
+        wait_s:   seconds that a sequence waits, by the tokens it saves
         is_worth: (bytes, tokens): whether reading takes less time than computing
-        clock:    seconds, never backwards
+        clock:    seconds, monotonic
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class DiskPrefixIndex(Generic[Seq]):
         self._wait_s, self._is_worth, self._clock = wait_s, is_worth, clock
         self._known: dict[str, int] = {}
         self._coming: set[SnapshotKey] = set()
-        self._asked: dict[int, PendingLookup] = {}
+        self._lookups: dict[int, PendingLookup] = {}
         self._found: dict[int, SnapshotKey | None] = {}
         self._wanted: list[SnapshotKey] = []
 
@@ -46,7 +46,7 @@ class DiskPrefixIndex(Generic[Seq]):
 
     @property
     def num_files(self) -> int:
-        """Files that may be read."""
+        """Readable files."""
         return len(self._known)
 
     @property
@@ -56,34 +56,34 @@ class DiskPrefixIndex(Generic[Seq]):
 
     @property
     def num_coming(self) -> int:
-        """Files that are being read."""
+        """Files being read."""
         return len(self._coming)
 
     @property
     def num_deferred(self) -> int:
-        """Sequences that wait for one."""
-        return sum(self._is_waiting(asked) for asked in self._asked.values())
+        """Sequences that wait for a file."""
+        return sum(self._is_waiting(lookup) for lookup in self._lookups.values())
 
     def know(self, files: Iterable[tuple[str, int]]) -> None:
-        """Files of these names, of so many bytes, may be read from now on."""
+        """Add readable files with their sizes."""
         self._known.update(files)
 
     def forget(self, names: Iterable[str]) -> None:
-        """They are gone."""
+        """Remove files."""
         for name in names:
             self._known.pop(name, None)
 
     def clear(self) -> None:
-        """All are gone; what is on its way is of no use."""
+        """Remove all files; reads in progress become useless."""
         self._known.clear()
         self._coming.clear()
         self._wanted.clear()
 
     def ask(self, seq: Seq) -> bool:
-        """Have its snapshot read, if one is there and worth it. To be called as often as one likes: it is
-        read once. Returns: whether it is on its way."""
-        if (asked := self._asked.get(seq.seq_id)) is not None:
-            return asked.key in self._coming
+        """Request the sequence's snapshot, if there is one and it is worth reading. Idempotent. Returns:
+        whether it is being read."""
+        if (lookup := self._lookups.get(seq.seq_id)) is not None:
+            return lookup.key in self._coming
         key = self.find(seq)
         num_bytes = None if key is None else self._known.get(key.name)
         if key is None or num_bytes is None:
@@ -96,12 +96,12 @@ class DiskPrefixIndex(Generic[Seq]):
                 return False
             self._coming.add(key)
             self._wanted.append(key)
-        self._asked[seq.seq_id] = PendingLookup(key, self._clock() + self._wait_s(num_tokens))
+        self._lookups[seq.seq_id] = PendingLookup(key, self._clock() + self._wait_s(num_tokens))
         return True
 
     def find(self, seq: Seq) -> SnapshotKey | None:
-        """The key of the longest that a sequence that waits may begin with; where it has a lineage, of those
-        that were there when it came."""
+        """Key of the longest snapshot with which a waiting sequence may start; with a lineage, only of those
+        that existed when it arrived."""
         if seq.lineage is None:
             key = seq.snapshot_key
             return key if key is not None and key.is_lasting else None
@@ -120,33 +120,33 @@ class DiskPrefixIndex(Generic[Seq]):
         return max(found, key=lambda key: key.num_tokens, default=None)
 
     def must_wait(self, seq_id: int) -> bool:
-        """Whether a sequence that waits is to go on waiting."""
-        asked = self._asked.get(seq_id)
-        return asked is not None and self._is_waiting(asked)
+        """Whether a waiting sequence has to keep waiting."""
+        lookup = self._lookups.get(seq_id)
+        return lookup is not None and self._is_waiting(lookup)
 
     def has_missed(self, seq_id: int) -> bool:
-        """Whether nothing will come for a sequence that has asked; said once."""
-        asked = self._asked.get(seq_id)
-        if asked is None or asked.is_missed or asked.key in self._coming:
+        """Whether a requested snapshot will not come; true only once."""
+        lookup = self._lookups.get(seq_id)
+        if lookup is None or lookup.is_missed or lookup.key in self._coming:
             return False
-        asked.is_missed = True
+        lookup.is_missed = True
         return True
 
     def leave(self, seq_id: int) -> None:
-        """A sequence has begun, or is gone; what comes later is there for others."""
-        self._asked.pop(seq_id, None)
+        """Forget a sequence that has started or is gone; files read later serve others."""
+        self._lookups.pop(seq_id, None)
         self._found.pop(seq_id, None)
 
     def take_wanted(self) -> list[SnapshotKey]:
-        """Keys of files that are to be read."""
+        """Return the keys of files to read."""
         wanted, self._wanted = self._wanted, []
         return wanted
 
     def arrived(self, key: SnapshotKey) -> bool:
-        """It has been read, or could not be. Returns: whether it is still wanted."""
+        """Record the end of a read. Returns: whether the file is still needed."""
         is_wanted = key in self._coming
         self._coming.discard(key)
         return is_wanted
 
-    def _is_waiting(self, asked: PendingLookup) -> bool:
-        return asked.key in self._coming and self._clock() < asked.deadline
+    def _is_waiting(self, lookup: PendingLookup) -> bool:
+        return lookup.key in self._coming and self._clock() < lookup.deadline

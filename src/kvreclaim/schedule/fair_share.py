@@ -14,18 +14,18 @@ from kvreclaim.schedule.queue import Seq, Tenant
 from kvreclaim.schedule.sequence import ScheduledSequence
 
 FRACTION = 32
-"""A tenant's prompts may have at least this part of a step, however short those of another one are."""
+"""Least part of a step for a tenant's prompts, however short another tenant's are."""
 
 
 class FairShare(Generic[Seq]):
-    """Equal parts of the seats and of the blocks, while several tenants run or wait.
+    """Equal parts of seats and blocks, while several tenants run or wait.
 
-    A tenant may hold more than its part as long as nobody else wants it. When the sequence of another one
-    waits, which would stay within its own parts, the one that holds most above its part gives way: with what
-    was admitted last, never with all that it has (sequences that run together are one), and only to what is
-    at least as important.
-    What gave way is above its part, so it comes back at nobody's expense, and the first of each tenant
-    always gets on.
+    A tenant may exceed its part while the rest is unused. When another tenant's sequence waits that stays
+    within its own part, the tenant furthest above its part is preempted: starting with its last admission,
+    never entirely (a group that runs together counts as one), and only for a sequence that is at least as
+    important.
+    A preempted sequence is above its tenant's part, so it resumes without displacing others, and the first of
+    each tenant always progresses.
 
     running: all that run, in the order of admission; the scheduler's own list
     seats, blocks: a tenant's part
@@ -42,15 +42,15 @@ class FairShare(Generic[Seq]):
         return sum(seq.tenant == tenant for seq in self._running)
 
     def has_seat(self, seq: Seq) -> bool:
-        """Whether there is one now. Seats kept for forks to come are kept from their own tenant, and from
-        those that have their part; forks that find none left wait."""
+        """Whether there is a free seat. Seats kept for future forks are unavailable to their own tenant and
+        to tenants that have their part; forks that find none wait."""
         if kept_seats(self._running) + seq.kept_seats > self._max_num_seqs:
             return False
         every = sum(other.seats for other in self._running) + seq.seats
         return every <= self._max_num_seqs or self.may_ask_for_seat(seq)
 
     def may_ask_for_seat(self, seq: Seq) -> bool:
-        """Whether others are preempted if there is none."""
+        """Whether other sequences are preempted if there is none."""
         own = kept_seats(other for other in self._running if other.tenant == seq.tenant)
         return own + seq.kept_seats <= self.seats and not self.fills_itself(seq)
 
@@ -60,9 +60,9 @@ class FairShare(Generic[Seq]):
         return own + seq.seats > self._max_num_seqs
 
     def largest(self, order: VictimOrder, needy: Seq) -> list[Seq]:
-        """Choose the group to preempt when a running sequence needs blocks: among the least important, but
-        for the first of them, which always gets on, those of the tenant that holds most blocks whom the order
-        names."""
+        """Choose the group to preempt when a running sequence needs blocks: among the least important, except
+        the first of them, which always progresses; of the tenant that holds most blocks, by the victim
+        order."""
         least = max(seq.priority for seq in self._running)
         candidates = [seq for seq in self._running if seq.priority == least]
         candidates = candidates[1:] or candidates
@@ -71,9 +71,9 @@ class FairShare(Generic[Seq]):
         return choose_victims(order, (seq for seq in candidates if seq.tenant == tenant), needy)
 
     def victims(self, seq: Seq, match: PrefixMatch, needed: Callable[[Iterable[Seq]], int]) -> list[Seq]:
-        """Choose the sequences to preempt so that this one can begin; none, if that would not do.
+        """Choose the sequences to preempt so that this one can start; empty if that would not suffice.
 
-        needed: slots to be free beside the match's blocks while these run
+        needed: slots to be free next to the match's blocks while these run
         """
         rest, gone = list(self._running), []
         released, freed = Counter[int](), 0
@@ -96,7 +96,7 @@ class FairShare(Generic[Seq]):
         return gone
 
     def _above_seats(self, seq: Seq, rest: list[Seq]) -> dict[Tenant, int]:
-        """Tenants that hold more seats than their part, while this one's has not got its part."""
+        """Tenants above their part of the seats, while this one's is below its own."""
         counts = Counter[Tenant]()
         for other in rest:
             counts[other.tenant] += other.kept_seats
@@ -108,7 +108,7 @@ class FairShare(Generic[Seq]):
         return {each: counts[each] for each in may if counts[each] > self.seats}
 
     def _above_blocks(self, seq: Seq, rest: list[Seq]) -> dict[Tenant, int]:
-        """Tenants that hold more blocks than their part, while this one's would not."""
+        """Tenants above their part of the blocks, while this one's would not be."""
         known = len(seq.token_ids)
         slots = seq.footprint.slots_needed(seq.num_prompt, known) + seq.footprint.window_slots(known)
         if self._held(seq.tenant, rest) + blocks_for(slots, self._memory.block_size) > self.blocks:
@@ -120,68 +120,68 @@ class FairShare(Generic[Seq]):
         return {each: num_held for each, num_held in held.items() if num_held > self.blocks}
 
     def _held(self, tenant: Tenant, running: list[Seq]) -> int:
-        """Blocks of a tenant, each counted once; counted only if they may be above its part."""
+        """Blocks of a tenant, each counted once; computed only if they may exceed its part."""
         ids, memory = [seq.seq_id for seq in running if seq.tenant == tenant], self._memory
         most = sum(map(memory.num_blocks, ids))
         return most if most <= self.blocks else len(set().union(*map(memory.blocks, ids)))
 
 
 class PromptTokens:
-    """How many tokens of a step the prompts of each tenant may have, while several tenants have some: as many
-    as the one that has fewest to compute, so that nobody's first token waits for much more than there is of
-    one's own; at least a certain number, and at most equal parts.
+    """Prompt tokens of each tenant in a step, while several tenants have some: as many as the tenant with
+    fewest, so that a first token waits for little more than its own tenant's work; at least a minimum, and at
+    most equal parts.
 
-    running, waiting: sequences whose prompts go on, and those that may begin in this step
+    running, waiting: sequences with unfinished prompts, and those that may start in this step
     budget:           of all of them
-    least:            what any tenant may have, however short the prompts of another are
-    wanted:           tokens to compute, by tenant
+    least:            minimum of any tenant, however short the prompts of another are
+    pending:          tokens to compute, by tenant
     """
 
     def __init__(self, running: Iterable[Seq], waiting: Iterable[Seq], budget: int, *, least: int) -> None:
         self._running = Counter[Tenant]()
         for seq in running:
             self._running[seq.tenant] += seq.num_uncomputed
-        self.wanted = self._running.copy()
+        self.pending = self._running.copy()
         for seq in waiting:
-            self.wanted[seq.tenant] += seq.num_uncomputed
+            self.pending[seq.tenant] += seq.num_uncomputed
         self._budget = budget
         self._least = least
         self._taken = Counter[Tenant]()
 
     def left(self, tenant: Tenant) -> int:
-        """Tokens that a prompt of this tenant may have now."""
-        num_tenants = max(1, len(self.wanted))
+        """Tokens left for prompts of this tenant."""
+        num_tenants = max(1, len(self.pending))
         part = max(1, self._budget // num_tenants)
         if num_tenants > 1:
-            part = min(part, max(self._least, min(self.wanted.values())))
+            part = min(part, max(self._least, min(self.pending.values())))
         return max(0, part - self._taken[tenant])
 
     def left_to_begin(self, tenant: Tenant) -> int:
-        """The same for one that waits: those that run come first."""
+        """Tokens left for a waiting prompt of this tenant, after its running ones."""
         return max(0, self.left(tenant) - self._running[tenant])
 
     def take(self, tenant: Tenant, num_tokens: int) -> None:
         self._taken[tenant] += num_tokens
 
     def forget_waiting(self, tenant: Tenant) -> None:
-        """There is no room for those that wait."""
-        self.wanted[tenant] = self._running[tenant] + self._taken[tenant]
-        if not self.wanted[tenant]:
-            del self.wanted[tenant]
+        """Remove the waiting sequences of a tenant without room."""
+        self.pending[tenant] = self._running[tenant] + self._taken[tenant]
+        if not self.pending[tenant]:
+            del self.pending[tenant]
 
 
 def _last(running: list[Seq], tenant: Tenant) -> Seq:
-    """The least important sequence of a tenant; of equals the one admitted last."""
+    """The least important sequence of a tenant, of equals the last admitted."""
     own = [(seq.priority, place) for place, seq in enumerate(running) if seq.tenant == tenant]
     return running[max(own)[1]]
 
 
 def kept_seats(running: Iterable[ScheduledSequence]) -> int:
-    """Seats that nobody else may take."""
+    """Seats reserved for forks."""
     return sum(seq.kept_seats for seq in running)
 
 
 def _num_units(running: Iterable[ScheduledSequence]) -> Counter[Tenant]:
-    """Units that are preempted alone, by tenant; sequences that run together are one."""
+    """Groups that are preempted together, by tenant."""
     units = {(seq.tenant, seq.first_id if seq.gang else seq.seq_id) for seq in running}
     return Counter(tenant for tenant, _ in units)

@@ -8,25 +8,25 @@ from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.schedule.queue import Seq
 from kvreclaim.schedule.sequence import Awaited, ScheduledSequence, Status
-from kvreclaim.schedule.state import State
+from kvreclaim.schedule.state import SchedulerContext
 
 LEAST_SHARED = 64
 MOST_WAITS = 8
 
 
 class InFlight(Generic[Seq]):
-    """A sequence does not begin while a running one computes the very blocks that come next in its prompt, or
-    the prefix whose snapshot it could begin with.
+    """A sequence does not start while a running one computes the next blocks of its prompt, or a prefix with
+    a usable snapshot.
 
-    It waits as long as that one gets on and what it computes is going to be found, at most until all that
-    both share is there. Whatever ends that, a preemption, an abort, a failure, a pass, is seen in the next
-    step, and no sequence waits more than MOST_WAITS times: nobody waits for ever.
+    It waits while that one progresses and its blocks will be found, at most until the whole shared prefix is
+    there. A preemption, abort, failure or pass that ends this is seen in the next step, and a sequence waits
+    at most MOST_WAITS times.
 
-    least_tokens: below which it is not worth it, counted from what need not be computed anyway
+    least_tokens: least saving, counted from what is cached anyway
     num_waits:    begun so far; num_waiting: sequences that wait, by the last step
     """
 
-    def __init__(self, state: State[Seq]) -> None:
+    def __init__(self, state: SchedulerContext[Seq]) -> None:
         self.state = state
         self.least_tokens = LEAST_SHARED
         self.num_waits = self.num_waiting = 0
@@ -35,10 +35,10 @@ class InFlight(Generic[Seq]):
         self.num_waiting = 0
 
     def begun(self, owner: Seq) -> None:
-        """One has begun, and has not been given any tokens yet."""
+        """Record a start without tokens yet."""
 
     def must_wait(self, seq: Seq) -> bool:
-        """Whether one that is next had better begin later."""
+        """Whether the next sequence should start later."""
         if seq.awaits is None or not self._comes(seq.awaits):
             seq.awaits = self._find(seq) if seq.num_awaited < MOST_WAITS else None
             if seq.awaits is None:
@@ -49,7 +49,7 @@ class InFlight(Generic[Seq]):
         return True
 
     def _comes(self, awaited: Awaited) -> bool:
-        """Whether it is still being computed, for others to find."""
+        """Whether the prefix is still being computed and will be found."""
         owner = awaited.owner
         if owner.num_computed >= awaited.num_tokens or not self._gets_on(owner):
             return False
@@ -59,7 +59,7 @@ class InFlight(Generic[Seq]):
         return owner.status is Status.RUNNING and self.state.num_steps - owner.last_step <= 1
 
     def _find(self, seq: Seq) -> Awaited | None:
-        """Something that is worth waiting for."""
+        """Find a prefix worth waiting for."""
         state = self.state
         if state.is_parked(seq):
             return None
@@ -85,7 +85,7 @@ class InFlight(Generic[Seq]):
         return None
 
     def _blocks(self, seq: Seq) -> Awaited | None:
-        """The most that a running sequence computes next and this one would compute, too."""
+        """Find the longest prefix that a running sequence computes next and this one shares."""
         state, best, match = self.state, None, None
         size, known = state.memory.block_size, min(len(seq.token_ids) - 1, seq.hit_limit)
         for owner in state.running if known >= self.least_tokens else ():
@@ -101,11 +101,11 @@ class InFlight(Generic[Seq]):
         return best
 
     def _hits(self, match: PrefixMatch, there: int) -> bool:
-        """Whether one with this match will hit what an owner computes, which has computed so much."""
+        """Whether this match will hit what an owner computes, given the tokens it has computed."""
         return match.num_tokens == there
 
     def _shared(self, seq: Seq, owner: Seq, known: int) -> int:
-        """Leading tokens in equal blocks that the owner will have computed as everybody would."""
+        """Leading tokens in equal blocks that the owner will have computed in shareable form."""
         assert seq.keys is not None, f"sequence {seq.seq_id} was not added"
         assert owner.keys is not None, f"sequence {owner.seq_id} was not added"
         size = self.state.memory.block_size

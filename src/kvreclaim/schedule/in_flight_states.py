@@ -10,29 +10,29 @@ from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.schedule.in_flight import InFlight
 from kvreclaim.schedule.queue import Seq
 from kvreclaim.schedule.sequence import Awaited, ScheduledSequence
-from kvreclaim.schedule.state import State
+from kvreclaim.schedule.state import SchedulerContext
 
 MOST_STOPS = 2
 
 
 class InFlightStates(InFlight[Seq]):
-    """A hit ends where a recurrent state is kept, so whoever computes what another one waits for keeps its
-    state where the two part. One that begins looks for those among the next ones: at most MOST_STOPS lengths,
-    the most wanted ones."""
+    """Hits end at kept recurrent states, so a running sequence that others wait for keeps its state where
+    they diverge. At its start it looks at the next waiting sequences for up to MOST_STOPS lengths, the most
+    frequent ones."""
 
-    def __init__(self, state: State[Seq], states: RecurrentGroup) -> None:
+    def __init__(self, state: SchedulerContext[Seq], states: RecurrentGroup) -> None:
         super().__init__(state)
         self.states = states
 
     def begun(self, owner: Seq) -> None:
         if not self._keeps:
             return
-        wanted, least = Counter[int](), owner.num_computed + self.least_tokens
+        counts, least = Counter[int](), owner.num_computed + self.least_tokens
         others = (seq for seq in self.state.waiting if seq is not owner)
         for seq in islice(others, self.state.max_num_seqs):
             length = self._shared(seq, owner, min(len(seq.token_ids) - 1, seq.hit_limit))
-            wanted[length] += length >= least
-        self._keep_at(owner, *(length for length, count in wanted.most_common(MOST_STOPS) if count))
+            counts[length] += length >= least
+        self._keep_at(owner, *(length for length, count in counts.most_common(MOST_STOPS) if count))
 
     def must_wait(self, seq: Seq) -> bool:
         waits = super().must_wait(seq)

@@ -1,4 +1,4 @@
-"""Preemption of running sequences: seats and blocks go; what they hold is kept if that is worth it."""
+"""Preemption of running sequences: frees seats and blocks; their content is kept if that is cheaper."""
 
 from __future__ import annotations
 
@@ -10,29 +10,31 @@ from typing import Generic
 from kvreclaim.schedule.preemption_cost import PreemptionCostModel, VictimOrder, choose_victims
 from kvreclaim.schedule.queue import Seq
 from kvreclaim.schedule.sequence import Status
-from kvreclaim.schedule.state import State, StepPlanBuilder
+from kvreclaim.schedule.state import SchedulerContext, StepPlanBuilder
 from kvreclaim.schedule.step import Preempted, PreemptionReason
 
 logger = logging.getLogger(__name__)
 
 
 class Preemptor(Generic[Seq]):
-    """order: who is preempted first; preemption: how they are brought back."""
+    """order: which group is preempted first; preemption: how it resumes."""
 
-    def __init__(self, state: State[Seq], order: VictimOrder, preemption: PreemptionCostModel) -> None:
+    def __init__(
+        self, state: SchedulerContext[Seq], order: VictimOrder, preemption: PreemptionCostModel
+    ) -> None:
         self.state = state
         self.order = order
         self.preemption = preemption
 
     def victims(self, needy: Seq) -> list[Seq]:
-        """The group to preempt when a running sequence needs blocks."""
+        """Return the group to preempt when a running sequence needs blocks."""
         return choose_victims(self.order, self.state.running, needy)
 
     def preempt(
         self, victims: ListLike[Seq], needy: Seq, reason: PreemptionReason, step: StepPlanBuilder[Seq]
     ) -> None:
-        """Take the blocks and seats of sequences, given in the order of admission, for one that needs some,
-        itself maybe. The last one goes first, so that the first one is in front of those that wait."""
+        """Preempt sequences, given in the order of admission, for one that needs blocks, possibly itself. The
+        last one goes first, so that the first one heads the queue."""
         if victims[0].gang:
             self._preempt_all(victims[0], needy, reason, step)
             return
@@ -44,12 +46,11 @@ class Preemptor(Generic[Seq]):
     def _preempt_all(
         self, victim: Seq, needy: Seq, reason: PreemptionReason, step: StepPlanBuilder[Seq]
     ) -> None:
-        """Sequences that run together: the first one waits for all of them. Either all of them keep what
-        their blocks hold, and come back in one step, or it is computed again up to where they part, and there
-        the others fork from it."""
+        """Preempt a group: the first one waits for all. Either all keep their blocks' content, and resume in
+        one step, or the common prefix is recomputed, and the others fork from it."""
         group = [seq for seq in self.state.running if seq.first_id == victim.first_id]
         first = min(group, key=lambda seq: seq.index)
-        unborn = first.followers  # it was on its way to where they part
+        unborn = first.followers  # it was on its way to the fork
         parked = not unborn and self._park_all(group, step)
         for seq in reversed(group):
             self._preempt(seq, needy, reason, step, parked=parked)
@@ -57,7 +58,7 @@ class Preemptor(Generic[Seq]):
             first.followers = [seq for seq in group if seq is not first]
             first.seats = len(group)
             first.fork_at = common_length([seq.token_ids for seq in group])
-        assert len(group) == 1 or not unborn, f"sequence {first.seq_id} runs beside those that wait for it"
+        assert len(group) == 1 or not unborn, f"sequence {first.seq_id} runs next to its followers"
         self.state.waiting.add_back(first)
 
     def _preempt(
@@ -86,7 +87,7 @@ class Preemptor(Generic[Seq]):
         step.preempt(Preempted(victim.seq_id, reason, parked))
 
     def _park_all(self, group: ListLike[Seq], step: StepPlanBuilder[Seq]) -> bool:
-        """Park all of them, what they share once, or none. Returns: which."""
+        """Park all of them, shared blocks once, or none. Returns: which."""
         swaps, parking = self.preemption.swaps(group, self.state.memory), self.state.memory.offload.parking
         if not all(self._is_worth_slots(seq, step, swaps=swaps) for seq in group):
             return False
@@ -98,20 +99,19 @@ class Preemptor(Generic[Seq]):
         return True
 
     def _park(self, victim: Seq, step: StepPlanBuilder[Seq], *, swaps: bool) -> bool:
-        """Move what its blocks hold to slots, if that is wanted and there are some."""
+        """Move its blocks to host slots, if that pays and there are some."""
         parking = self.state.memory.offload.parking
         return self._is_worth_slots(victim, step, swaps=swaps) and parking.park(victim.seq_id)
 
     @staticmethod
     def _is_worth_slots(victim: Seq, step: StepPlanBuilder[Seq], *, swaps: bool) -> bool:
-        """A sequence that began in this step holds nothing yet; one that has come back in it just
-        goes back."""
+        """A sequence started in this step holds nothing yet; one resumed in it just returns."""
         begun = next((one for one in step.admitted if one.seq_id == victim.seq_id), None)
         return swaps and victim.num_computed > 0 if begun is None else begun.resumed
 
 
 def common_length(tokens: ListLike[ListLike[int]]) -> int:
-    """Leading tokens that all have, less than the shortest one's."""
+    """Return the leading tokens common to all, fewer than the shortest has."""
     least = min(map(len, tokens)) - 1
     places = zip(*(islice(each, least) for each in tokens), strict=True)
     return next((place for place, each in enumerate(places) if len(set(each)) > 1), least)

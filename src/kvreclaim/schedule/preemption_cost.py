@@ -1,4 +1,4 @@
-"""Which sequences are preempted together when blocks are lacking, and whether they keep what they hold."""
+"""Which sequences are preempted together when blocks are lacking, and whether their content is kept."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ VICTIM_POLICIES = ("auto", "last", "priority", "lru", "cost")
 
 @dataclass(slots=True, eq=False)
 class PreemptionCostModel:
-    """How sequences that are preempted together are brought back.
+    """How sequences that are preempted together resume.
 
-    mode:            auto: as is cheaper; swap: moved whenever there are slots; recompute: computed again
+    mode:            auto: the cheaper way; swap: moved whenever there are slots; recompute: recomputed
     bytes_per_block: moved for a block
     rates:           of this machine
     """
@@ -34,24 +34,23 @@ class PreemptionCostModel:
         check_choice("preemption_mode", self.mode, PREEMPTION_MODES)
 
     def measure(self, bytes_per_block: int) -> None:
-        """So many bytes are moved for a block."""
         self.bytes_per_block = bytes_per_block
 
     def swaps(self, group: Group, memory: KVMemory) -> bool:
-        """Whether their blocks are to be moved to slots, if there are some."""
+        """Whether their blocks are moved to host slots, if there are some."""
         if self.mode == "recompute" or not memory.offload.num_slots:
             return False
         return self.mode == "swap" or self.swap_s(group, memory) < self.recompute_s(group, memory)
 
     def swap_s(self, group: Group, memory: KVMemory) -> float:
-        """Seconds to move them out and in, what they share once: out only what no slot holds yet."""
+        """Seconds to move them out and in, shared blocks once; blocks that are in a slot need no move out."""
         size, ids = self.bytes_per_block, [seq.seq_id for seq in group]
         held = {block for seq_id in ids for block in memory.table(seq_id).blocks()}
         return self.rates.swap_s(memory.offload.parking.num_to_park(ids) * size, len(held) * size)
 
     def recompute_s(self, group: Group, memory: KVMemory) -> float:
-        """Seconds to compute them again: of exact ones what will not be found, the first one's blocks by the
-        others included, else all."""
+        """Seconds to recompute them: for exact ones only what will not be found, including blocks of the
+        first one; otherwise all."""
         total, computed = 0.0, set[int | None]()
         for seq in group:
             table = memory.table(seq.seq_id)
@@ -66,7 +65,7 @@ class PreemptionCostModel:
         return total
 
     def back_s(self, group: Group, memory: KVMemory) -> float:
-        """Seconds until they are back, the cheaper way that its mode allows."""
+        """Seconds to resume, by the cheaper way that the mode allows."""
         again = self.recompute_s(group, memory)
         if self.mode == "recompute" or not memory.offload.num_slots:
             return again
@@ -78,15 +77,15 @@ Group = ListLike[ScheduledSequence]
 """Running sequences that are preempted together, in the order of admission."""
 
 VictimOrder = Callable[[Group, int], tuple[float, ...]]
-"""The group with the greater key is preempted first; the number is the place of its last one in the
+"""The group with the greater key is preempted first; the number is the index of its last sequence in the
 order of admission."""
 
 
 def choose_victims(order: VictimOrder, running: Iterable[Seq], needy: ScheduledSequence) -> list[Seq]:
-    """The group that is preempted for one that needs blocks, in the order of admission.
+    """Choose the group to preempt for a sequence that needs blocks, in the order of admission.
 
-    The outputs of a request give way together: one alone frees only what it does not share with the others.
-    Those of the needy one's own request, itself included, give way one by one.
+    The outputs of a request are preempted together: one alone frees only its unshared blocks. Those of the
+    needy sequence's own request, itself included, are preempted one by one.
     """
     groups: dict[tuple[str, int | None], list[Seq]] = {}
     places: dict[tuple[str, int | None], int] = {}
@@ -103,18 +102,18 @@ def last_come(group: Group, place: int) -> tuple[float, ...]:
 
 
 def lowest_priority(group: Group, place: int) -> tuple[float, ...]:
-    """The least important, and of these who arrived last."""
+    """Preempt the least important group, of equals the last to arrive."""
     return max(seq.rank for seq in group)
 
 
 def least_recent(group: Group, place: int) -> tuple[float, ...]:
-    """Preempt the group that has computed nothing for longest; of equals the one admitted last."""
+    """Preempt the group that was computed least recently; of equals the one admitted last."""
     return -max(seq.last_step for seq in group), place
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LeastCost:
-    """Preempt the group that is back soonest; of equals the one admitted last."""
+    """Preempt the group that resumes fastest; of equals the one admitted last."""
 
     preemption: PreemptionCostModel
     memory: KVMemory
@@ -131,7 +130,7 @@ _SIMPLE: Mapping[str, VictimOrder] = MappingProxyType(
 def victim_order(
     name: str, *, by_priority: bool, preemption: PreemptionCostModel, memory: KVMemory
 ) -> VictimOrder:
-    """auto: last, or priority where sequences run by priority. Raises: InvalidArgumentError."""
+    """Resolve auto: priority under priority scheduling, else last. Raises: InvalidArgumentError."""
     check_choice("preemption_victim", name, VICTIM_POLICIES)
     if name == "cost":
         return LeastCost(preemption, memory)

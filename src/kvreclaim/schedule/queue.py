@@ -1,4 +1,4 @@
-"""The queue of waiting sequences, and which of them is next."""
+"""The queue of waiting sequences, and the choice of the next."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvreclaim.schedule.sequence import ScheduledSequence
 Seq = TypeVar("Seq", bound=ScheduledSequence)
 Tenant = str | None
 WINDOW = 128
-"""So many sequences of a line are reordered at a time."""
+"""Sequences of a line that are reordered at a time."""
 
 
 class Order(Protocol[Seq]):
-    """In which order those of a line are next, where that is not the line's own."""
+    """An order of a line other than its own."""
 
     def begin_step(self) -> None: ...
 
@@ -29,9 +29,9 @@ class Order(Protocol[Seq]):
 class Line(Generic[Seq]):
     """The waiting sequences of one tenant, in order.
 
-    since:  its place among tenants that hold as many seats; grows with each sequence that leaves to run
-    passed: times that another tenant's sequence began because the first one did not fit
-    ranked: of the first num_ranked, those that may be next in this step, the first one last
+    since:  its place among tenants with equally many seats; grows with each sequence that starts
+    passed: times that another tenant's sequence started because the first one did not fit
+    ranked: candidates for this step among the first num_ranked, the first one last
     """
 
     since: int
@@ -45,10 +45,10 @@ class Line(Generic[Seq]):
 
 
 class Queue(Generic[Seq]):
-    """Waiting sequences: a line for each tenant, by arrival, or by rank. order: who of a line is next, if it
-    is not the first one; it is asked for WINDOW of them at a time.
+    """Waiting sequences: a line for each tenant, by arrival, or by rank. order: sorts WINDOW sequences of a
+    line at a time; None: the line's own order.
 
-    Whose turn it is costs O(tenants that wait), a place in a line one shift of that line.
+    Choosing the tenant costs O(waiting tenants), inserting into a line one shift of that line.
     """
 
     def __init__(self, *, by_rank: bool) -> None:
@@ -69,22 +69,22 @@ class Queue(Generic[Seq]):
 
     @property
     def tenants(self) -> Set[Tenant]:
-        """The tenants that have sequences here."""
+        """Tenants with waiting sequences."""
         return self._lines.keys()
 
     def line(self, tenant: Tenant) -> Line[Seq]:
-        """The line of a tenant that waits."""
+        """Return the line of a waiting tenant."""
         return self._lines[tenant]
 
     def add(self, seq: Seq) -> None:
-        """At the end of its line, or where its rank belongs."""
+        """Append to its line, or insert by rank."""
         if self._by_rank:
             self.insert(seq)
         else:
             self._line_for(seq).seqs.append(seq)
 
     def add_back(self, seq: Seq) -> None:
-        """One that ran: in front of its line, or where its rank belongs."""
+        """Return a sequence that ran to the front of its line, or insert by rank."""
         if self._by_rank:
             self.insert(seq)
         else:
@@ -99,7 +99,7 @@ class Queue(Generic[Seq]):
         line.rewind()
 
     def remove(self, seq: Seq) -> None:
-        """One that may be here or not."""
+        """Remove a sequence if it is queued."""
         line = self._lines.get(seq.tenant)
         if line is not None and seq in line.seqs:
             line.seqs.remove(seq)
@@ -108,14 +108,14 @@ class Queue(Generic[Seq]):
                 del self._lines[seq.tenant]
 
     def begin(self, seq: Seq) -> None:
-        """The first of a line leaves it to run."""
+        """Dequeue the first of a line to run."""
         line = self._lines[seq.tenant]
         self._num_begun += 1
-        line.since, line.passed = self._num_begun + 1, 0  # behind whoever comes before the next one begins
+        line.since, line.passed = self._num_begun + 1, 0  # behind tenants that come before the next start
         self.remove(seq)
 
     def begin_step(self) -> None:
-        """Let sequences that were passed over be next again."""
+        """Reconsider sequences that were passed over."""
         for line in self._lines.values():
             line.rewind()
         if self.order is not None:
@@ -124,9 +124,8 @@ class Queue(Generic[Seq]):
     def next(
         self, num_running: Callable[[Tenant], int], skip: Set[Tenant], deferred: Set[int] = frozenset()
     ) -> Seq | None:
-        """Choose among the most important that wait: the first one of the tenant with the fewest running, and
-        among such of the one that has not had a turn for longest. skip: tenants that are left out; deferred:
-        ids of sequences that are."""
+        """Choose among the most important waiting sequences: the first of the tenant with the fewest running,
+        of equals the one served least recently. skip: tenants to omit; deferred: ids of sequences to omit."""
         found, least = None, None
         for tenant, line in self._lines.items():
             if tenant not in skip:

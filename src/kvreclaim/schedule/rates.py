@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 KEEP = 0.75
-"""Share of the old value in a new one: four measurements outweigh what went before."""
+"""Weight of the old value in a moving average: four measurements outweigh the past."""
 
 
 @dataclass(slots=True)
 class Rates:
-    """Moving averages; whoever computes and moves notes them. In seconds and bytes.
+    """Moving averages of measured costs. In seconds and bytes.
 
     token_s:        to compute a token of a prompt
     token_sq_s:     more for each token that it attends to
@@ -29,19 +29,19 @@ class Rates:
     call_s: float = 1e-5
 
     def note(self, name: str, seconds: float, amount: float) -> None:
-        """So many seconds were spent on so much."""
+        """Record a measurement."""
         if amount > 0 and seconds > 0:
             setattr(self, name, KEEP * getattr(self, name) + (1 - KEEP) * seconds / amount)
 
     def recompute_s(self, num_tokens: int, num_found: int, num_passes: int) -> float:
-        """Seconds to recompute num_tokens whose first num_found are in the index."""
+        """Seconds to recompute num_tokens after num_found cached ones."""
         squares = (num_tokens**2 - num_found**2) / 2
         return (num_tokens - num_found) * self.token_s + squares * self.token_sq_s + num_passes * self.pass_s
 
     def load_s(self, num_bytes: int) -> float:
-        """From disk to the device."""
+        """Seconds to read from disk to the device."""
         return num_bytes * (self.disk_in_s + self.in_s) + self.call_s
 
     def swap_s(self, bytes_out: int, bytes_in: int) -> float:
-        """There and back."""
+        """Seconds to move out and back."""
         return bytes_out * self.out_s + bytes_in * self.in_s + 2 * self.call_s

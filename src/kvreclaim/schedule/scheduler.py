@@ -1,4 +1,4 @@
-"""Which sequences run next, in which blocks, and which are compressed. The memory manager is asked first."""
+"""Plans each step: running sequences, their blocks, and compression passes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvreclaim.schedule.preemption_cost import PreemptionCostModel, victim_order
 from kvreclaim.schedule.queue import Queue, Seq
 from kvreclaim.schedule.sequence import Status
 from kvreclaim.schedule.snapshots import Snapshots
-from kvreclaim.schedule.state import State, StepPlanBuilder
+from kvreclaim.schedule.state import SchedulerContext, StepPlanBuilder
 from kvreclaim.schedule.step import PreemptionReason, Row, StepDone, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -35,31 +35,31 @@ POLICIES = ("fcfs", "priority", "cache")
 
 
 class Scheduler(Generic[Seq]):
-    """Decodes before prefill chunks; who comes first among them, and who is preempted, says the policy.
+    """Schedules decodes before prefill chunks; the policy orders sequences and chooses victims.
 
     fcfs:     by arrival. The last one admitted is preempted first.
     priority: by priority, the lowest number first, then by arrival. The last in this order is preempted
-              first, when a running sequence needs blocks. Who waits preempts nobody, however important: it
-              is admitted before all less important ones as soon as there is room (as in vLLM).
-    cache:    the same, but of those that wait and are equally important the one comes first that has most of
-              its prompt in the cache, as long as nobody waits much longer for that (CacheFirst).
+              first, when a running sequence needs blocks. Waiting sequences never preempt running ones; they
+              are admitted before all less important ones as soon as there is room (as in vLLM).
+    cache:    as priority, but among waiting sequences of equal importance the one with most of its prompt
+              in the cache comes first, within a bound on the others' waiting (CacheFirst).
 
-    Under each of them a prompt waits for what another one is computing for both (InFlight).
+    Under each of them a prompt waits for a shared prefix that another sequence is computing (InFlight).
 
-    The outputs of a request are preempted together (preemption_cost.py says when not).
+    The outputs of a request are preempted together (exceptions: preemption_cost.py).
 
     A preempted sequence loses its blocks, keeps its tokens and waits in front of all others of its priority
-    and tenant. Where the memory has host slots it may keep what its blocks hold, too (`preemption`): it is
-    parked, and goes on where it was. preemption_victim: who gives way (preemption_cost.py).
+    and tenant. If the memory has host slots, its blocks' content may be kept (`preemption`): it is parked and
+    resumes where it was. preemption_victim: the choice of victims (preemption_cost.py).
 
-    Several tenants take turns and get equal parts (Queue, FairShare, PromptTokens): of those that wait, and
-    are equally important, the tenant with the fewest running ones is next; one that has its part gives way to
-    one that has not; and in a step each may compute as many prompt tokens as the others. With one tenant
-    nothing of this happens.
+    Several tenants take turns and get equal parts (Queue, FairShare, PromptTokens): of waiting sequences of
+    equal importance, the tenant with the fewest running ones is next; a tenant above its part is preempted
+    for one below it; and in a step each may compute as many prompt tokens as the others. With one tenant none
+    of this applies.
 
-    A step: schedule; execute the plan; done; append what is drawn (or let done do it) and remove what has
-    ended; compress; carry out the passes; compressed. Not thread-safe. Reads no clock, but for snapshots that
-    are to be kept for a time.
+    A step: schedule; execute the plan; done; append sampled tokens (or let done do it) and remove finished
+    sequences; compress; execute the passes; compressed. Not thread-safe. Reads no clock, except for snapshots
+    kept for a time.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Scheduler(Generic[Seq]):
         self.preemption = preemption or PreemptionCostModel()
         self.snapshots: Snapshots[Seq] = Snapshots(memory, max_snapshot_blocks)
         self.companions: Companions[Seq] | None = None
-        self._state = State(memory, max_num_seqs, self.waiting, self.snapshots, self.running)
+        self._state = SchedulerContext(memory, max_num_seqs, self.waiting, self.snapshots, self.running)
         order = victim_order(
             preemption_victim, by_priority=by_priority, preemption=self.preemption, memory=memory
         )
@@ -96,7 +96,7 @@ class Scheduler(Generic[Seq]):
 
     @property
     def num_steps(self) -> int:
-        """Steps that have been planned."""
+        """Steps planned so far."""
         return self._state.num_steps
 
     @num_steps.setter
@@ -105,7 +105,7 @@ class Scheduler(Generic[Seq]):
 
     @property
     def in_flight(self) -> InFlight[Seq]:
-        """Sequences that wait for blocks which others compute."""
+        """Sequences that wait for blocks being computed by others."""
         return self._admission.in_flight
 
     def take_in(self, companions: Companions[Seq]) -> None:
@@ -118,13 +118,13 @@ class Scheduler(Generic[Seq]):
         seq.keys = self.memory.keys(seq.token_ids, seq.cache_salt, lasting=seq.lasting)
         seq.status, seq.arrived_at = Status.WAITING, self._state.clock
         self.waiting.add(seq)
-        if not (seq.seeks_snapshot and self.snapshots.has_asked(seq)):
+        if not (seq.seeks_snapshot and self.snapshots.has_requested(seq)):
             self._state.prefetch(seq)
 
     def fork(self, parent: Seq, child: Seq) -> bool:
-        """Let a new sequence run that shares every block and all lengths of another.
+        """Start a new sequence that shares every block and all lengths of another.
 
-        Returns: whether it runs. If other tenants have the seats by now it waits, as if it had run and been
+        Returns: whether it runs. If other tenants have the seats by now it waits, as if it had been
         preempted.
         """
         assert parent.keys is not None, f"sequence {parent.seq_id} was not added"
@@ -137,9 +137,9 @@ class Scheduler(Generic[Seq]):
         return True
 
     def fork_followers(self, leader: Seq) -> list[Seq]:
-        """Let those that wait for it run, too: it has computed the tokens that all of them have."""
+        """Fork the sequences that wait for a leader: it has computed their common tokens."""
         followers, leader.followers, leader.seats = leader.followers, [], 1
-        for seq in followers:  # its later blocks are other ones: no key of its leader's beyond is its own
+        for seq in followers:  # later blocks differ, so the leader's later keys are not theirs
             seq.keys = self.memory.keys(seq.token_ids, seq.cache_salt, lasting=seq.lasting)
             self._run_as_fork(leader, seq)
         return followers
@@ -153,7 +153,7 @@ class Scheduler(Generic[Seq]):
         self.running.append(child)
 
     def remove(self, seq: Seq) -> None:
-        """Forget a sequence wherever it is and return its blocks; one that is not known is ignored."""
+        """Remove a sequence in any state and free its blocks; unknown ones are ignored."""
         self._known.pop(seq.seq_id, None)
         if seq.status is Status.RUNNING:
             self.running.remove(seq)
@@ -166,8 +166,8 @@ class Scheduler(Generic[Seq]):
         seq.status = Status.ENDED
 
     def put_back(self, seq: Seq) -> None:
-        """Let a sequence wait again that has begun in the last step and has computed nothing: what it was to
-        begin with did not arrive."""
+        """Requeue a sequence started in the last step that has computed nothing, because its loaded prefix
+        did not arrive."""
         self.running.remove(seq)
         self.memory.free(seq.seq_id)
         seq.reset()
@@ -175,7 +175,7 @@ class Scheduler(Generic[Seq]):
         self.waiting.add_back(seq)
 
     def schedule(self) -> StepPlan:
-        """The next step, room for its tokens included. No rows: nothing can run."""
+        """Plan the next step and allocate its blocks. No rows: nothing can run."""
         self._state.num_steps += 1
         step: StepPlanBuilder[Seq] = StepPlanBuilder(self.max_num_batched_tokens)
         self._decide(step)
@@ -200,13 +200,13 @@ class Scheduler(Generic[Seq]):
         )
         self._admission.all(step)
         self._admission.hold_back(step, step.shares)
-        self._continue_all(sorted(prompts, key=lambda seq: tokens.wanted[seq.tenant]), step)
+        self._continue_all(sorted(prompts, key=lambda seq: tokens.pending[seq.tenant]), step)
         self._make_room_for_passes(step)
 
     def done(self, plan: StepPlan, done: StepDone) -> list[tuple[int, Exception]]:
-        """Take in what became of a plan: lengths advance, and what is exact can be hit from now on.
+        """Record the results of a plan: lengths advance, and exact blocks become hittable.
 
-        To be called once for each plan. Returns: sequences that could not be taken in; their requests end.
+        Call once for each plan. Returns: sequences with invalid results and the errors; their requests end.
         """
         failed = []
         computed, num_steps = set(done.computed), self._state.num_steps
@@ -233,16 +233,16 @@ class Scheduler(Generic[Seq]):
         return failed
 
     def compress(self, sequences: Iterable[Seq]) -> list[Pass[int]]:
-        """The passes of those that are due, in this order; tables and lengths are changed at return.
-        `schedule` has left blocks for the passes of a step, in the order of its rows, those that fork first.
+        """Plan the passes of the due sequences, in this order; tables and lengths are changed at return.
+        `schedule` has reserved the blocks of a step's passes, in the order of its rows, forks first.
 
         A pass that evicts whole blocks is followed by `compressed`.
         """
         return [self._pass(seq) for seq in sequences if seq.status is Status.RUNNING and seq.is_due]
 
     def _pass(self, seq: Seq) -> Pass[int]:
-        """The pass of one that is due. Since the step was planned companions may have taken blocks, and where
-        spans were dropped another pass may have come to nothing, whose blocks were counted on."""
+        """Plan the pass of a due sequence. Since the step was planned, companions may have taken blocks, and
+        drops may have cancelled a pass that would have freed some."""
         lengths = seq.num_computed, seq.num_prompt
         while True:
             done = compress(seq.seq_id, *lengths, seq.footprint, seq.account, self.memory)
@@ -253,12 +253,12 @@ class Scheduler(Generic[Seq]):
             assert gave, f"sequence {seq.seq_id} lacks blocks for its pass: {self.memory.stats()}"
 
     def compressed(self, done: Pass[int], gone: ListLike[int], prompt_slots: int | None) -> Pass[int]:
-        """take_choice of a sequence that runs."""
+        """Apply take_choice to a running sequence."""
         return take_choice(done, gone, prompt_slots, self._known[done.seq_id].account, self.memory)
 
     def drop(self, seq: Seq) -> Drop | None:
-        """Let the spans of a running sequence leave that go now, before its pass, if one is due; tables and
-        lengths are changed at return. None: nothing goes."""
+        """Drop the due spans of a running sequence, before its pass; tables and lengths are changed at
+        return. None: nothing to drop."""
         lengths = seq.num_computed, seq.num_prompt
         if seq.status is not Status.RUNNING or not seq.footprint.drops_now(*lengths, seq.account):
             return None
@@ -268,7 +268,7 @@ class Scheduler(Generic[Seq]):
         return done if done.entries else None
 
     def in_turn(self) -> list[Seq]:
-        """The running sequences, in the order in which they take tokens of a step."""
+        """The running sequences, in the order in which they get tokens of a step."""
         running = sorted(self.running, key=attrgetter("rank")) if self._by_priority else self.running
         prompts = [seq for seq in running if len(seq.token_ids) - seq.num_computed > 1]
         if not prompts:
@@ -287,8 +287,8 @@ class Scheduler(Generic[Seq]):
                     self._state.fail(seq, step, error)
 
     def _decode(self, seq: Seq, step: StepPlanBuilder[Seq]) -> bool:
-        """Let a running sequence compute its newest token in the blocks that it holds. Returns: whether that
-        was all; what else there may be to decide is for _continue."""
+        """Compute a running sequence's newest token in the blocks that it holds. Returns: whether that was
+        all; otherwise _continue decides."""
         footprint, first = seq.footprint, seq.num_computed
         if len(seq.token_ids) != first + 1 or seq.draft_ids or seq.followers or step.tokens is not None:
             return False
@@ -302,9 +302,8 @@ class Scheduler(Generic[Seq]):
         return True
 
     def _continue(self, seq: Seq, step: StepPlanBuilder[Seq], num_left: int) -> None:
-        """Let a running sequence compute its next tokens, at the expense of others if it must be. num_left:
-        others that come behind it, each of which has more right to a token than this one's drafts have.
-        """
+        """Compute a running sequence's next tokens, preempting others if necessary. num_left: later
+        sequences, which have priority over this one's drafts."""
         if seq.is_prefill and seq.footprint.sparse is None:
             seq.num_computed += self.memory.offload.extend(seq.seq_id, seq.hit_limit)
         num_tokens = seq.chunk_of(step.budget if step.tokens is None else step.token_budget(seq), step.budget)
@@ -319,7 +318,7 @@ class Scheduler(Generic[Seq]):
         self._state.compute(seq, num_tokens, step)
 
     def _give_blocks(self, seq: Seq, step: StepPlanBuilder[Seq]) -> None:
-        """Have somebody give blocks to one that runs and lacks some."""
+        """Preempt until a running sequence has its blocks."""
         if self.snapshots.evict_one() or self._evict_companion():
             return
         preemptor, shares = self.preemptor, step.shares
@@ -329,8 +328,8 @@ class Scheduler(Generic[Seq]):
         preemptor.preempt(victims, seq, "itself" if seq in victims else reason, step)
 
     def _make_room_for_passes(self, step: StepPlanBuilder[Seq]) -> None:
-        """Leave blocks for the passes that this step comes to: they write none that others read, too. A pass
-        that came later would choose among other tokens than alone."""
+        """Reserve blocks for this step's passes, which write no shared blocks. A postponed pass would choose
+        among other tokens than alone."""
         while True:
             due = []
             for seq_id, (row, _) in step.rows.items():
@@ -348,13 +347,13 @@ class Scheduler(Generic[Seq]):
             self._give_blocks(self._known[lacking], step)
 
     def _with_drafts(self, seq: Seq, num_tokens: int) -> int:
-        """So many tokens, or as many as there are blocks for: for drafts nobody gives way."""
+        """Trim drafts to the free blocks; drafts never trigger preemption."""
         num_tokens = max(num_tokens, seq.num_uncomputed)
         while num_tokens > seq.num_uncomputed and not self.memory.can_grow(seq.seq_id, num_tokens):
             num_tokens -= 1
         return num_tokens
 
     def _evict_companion(self) -> bool:
-        """Whether that has freed blocks of this memory."""
+        """Evict a companion. Returns: whether blocks of this memory were freed."""
         companions = self.companions
         return companions is not None and companions.memory is self.memory and companions.evict_one()

@@ -1,4 +1,4 @@
-"""A sequence as the scheduler sees it: lengths, its place in the order, what compression did to it."""
+"""A sequence as the scheduler sees it: lengths, order, compression counters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Self
 
 from kvreclaim.memory.prefix.keys import BlockKeys
-from kvreclaim.schedule.budget.account import Account
+from kvreclaim.schedule.budget.account import EvictionCounters
 from kvreclaim.schedule.budget.drops import beyond
 from kvreclaim.schedule.budget.footprint import Footprint
 from kvreclaim.schedule.snapshot_key import SnapshotKey
@@ -24,8 +24,8 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Awaited:
-    """Leading tokens that a running sequence computes and another one waits for. as_snapshot: what a pass
-    leaves of them, not their blocks"""
+    """Leading tokens that a running sequence computes and another one waits for. as_snapshot: as a snapshot
+    after a pass, not as blocks"""
 
     owner: ScheduledSequence
     num_tokens: int
@@ -34,36 +34,36 @@ class Awaited:
 
 @dataclass(slots=True, eq=False)
 class ScheduledSequence:
-    """One output in the making. The scheduler changes num_computed, account and status, nobody else.
+    """One unfinished output. Only the scheduler changes num_computed, account and status.
 
-    token_ids:    prompt, then what was generated (or is given); whoever draws tokens appends them
+    token_ids:    prompt, then generated (or given) tokens; appended by the sampler's caller
     num_prompt:   leading tokens that are the prompt
-    first_id:     seq_id of its request's first sequence: requests stand in the order of these
+    first_id:     seq_id of its request's first sequence, by which requests are ordered
     max_len:      tokens at which it ends, prompt included
-    tenant:       for whom it runs: tenants get fair shares
-    seats:        places it takes among the running sequences, those of forks to come included
-    max_prefix_hit: leading tokens that a prefix hit may cover at most; None: as its footprint allows. 0 where
-                  all of the prompt's rows are wanted
-    num_computed: leading tokens whose K/V have been written; the rest is known but not computed
-    last_step:    of the scheduler in which it was computed last
-    keep_s:       of a snapshot: seconds after its last hit in which it is to go behind others; 0: none
-    lasting:      its blocks' bytes are all that belongs to them
-    snapshot_key: names all that what a pass at its footprint's compress_prompt_at leaves depends on; None: it
-                  is not to be kept, nor found
-    lineage:      the key of its prompt but for the last token: it may begin with any snapshot whose key
-                  begins this one, and what is left of it is kept when it ends; None: neither
-    begun_with:   the key of the snapshot that it has begun with
-    gang:         its request's sequences run all or none: nobody else gets the seats of its forks, and one
-                  that gives way takes the others with it
-    followers:    of one of these that is computed again: the others, which fork from it behind their common
+    tenant:       tenants get fair shares
+    seats:        places among the running sequences, including those of future forks
+    max_prefix_hit: most leading tokens of a prefix hit; None: as its footprint allows. 0 where all rows of
+                  the prompt are needed
+    num_computed: leading tokens with K/V; the rest is known but not computed
+    last_step:    last scheduler step that computed it
+    keep_s:       of a snapshot: seconds after its last hit until it may be evicted early; 0: at once
+    lasting:      its blocks' bytes are its complete state
+    snapshot_key: identifies everything on which the result of a pass at compress_prompt_at depends; None: the
+                  result is neither kept nor looked up
+    lineage:      key of its prompt without the last token: it may start with any snapshot under a prefix of
+                  this key, and its own is kept when it ends; None: neither
+    begun_with:   key of the snapshot with which it started
+    gang:         its request's sequences run all or none: the seats of its forks are reserved, and they are
+                  preempted together
+    followers:    the other sequences of a recomputed gang, which fork from it after their common
                   tokens, fork_at of them
-    keys:         by which the prefix index finds its blocks; the scheduler's, of token_ids, which only grow
-    arrived_at:   prompt tokens that had been processed, of all sequences, when it came
-    num_cached:   leading tokens that need not be computed, as the index was in its version cached_at_version
-    awaits:       what a running one is computing for it; num_awaited: times that it has waited for something
-    stops:        lengths at which a step must end, so that recurrent layers can keep their state there
-    draft_ids:    tokens that are guessed to follow the known ones, for its next step alone
-    dropped:      blocks of dropped spans that have gone since its last pass (ledger.drop_spans)
+    keys:         of its blocks in the prefix index; the scheduler's, from token_ids, which only grow
+    arrived_at:   prompt tokens processed, of all sequences, at its arrival
+    num_cached:   leading tokens that need not be computed, by the index in its version cached_at_version
+    awaits:       prefix that a running sequence computes for it; num_awaited: number of such waits
+    stops:        lengths at which a step must end, so that recurrent layers can keep their state
+    draft_ids:    draft tokens for its next step
+    dropped:      blocks of dropped spans freed since its last pass (ledger.drop_spans)
     """
 
     seq_id: int
@@ -81,7 +81,7 @@ class ScheduledSequence:
     seats: int = 1
     max_prefix_hit: int | None = None
     num_computed: int = 0
-    account: Account = field(default_factory=Account)
+    account: EvictionCounters = field(default_factory=EvictionCounters)
     status: Status = Status.WAITING
     last_step: int = 0
     lasting: bool = True
@@ -103,17 +103,17 @@ class ScheduledSequence:
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """Its place by importance and arrival, the least first; a request's outputs stand together."""
+        """Sort key by importance and arrival, ascending; a request's outputs are adjacent."""
         return self.priority, self.first_id, self.index
 
     @property
     def kept_seats(self) -> int:
-        """Seats of its own that nobody else may take."""
+        """Seats reserved for its forks."""
         return self.seats if self.gang else 1
 
     @property
     def seeks_snapshot(self) -> bool:
-        """Whether it may begin with a snapshot, if one is there."""
+        """Whether it may start with a snapshot."""
         return (self.snapshot_key is not None or self.lineage is not None) and not self.num_computed
 
     @property
@@ -126,7 +126,7 @@ class ScheduledSequence:
 
     @property
     def is_prefill(self) -> bool:
-        """Whether more than its newest token is to be computed."""
+        """Whether more than its newest token is uncomputed."""
         return len(self.token_ids) - self.num_computed > 1
 
     @property
@@ -135,32 +135,32 @@ class ScheduledSequence:
         return self.footprint.is_due(self.num_computed, self.num_prompt, self.account)
 
     def is_due_after(self, num_tokens: int) -> bool:
-        """Whether it is compressed once it has computed so many more tokens."""
+        """Whether it is compressed after that many more tokens."""
         return self.footprint.is_due(self.num_computed + num_tokens, self.num_prompt, self.account)
 
     def kept_after(self, num_tokens: int) -> int:
-        """Tokens that the pass leaves which it is due for then."""
+        """Tokens kept by the pass that is due then."""
         return self.footprint.kept(self.num_computed + num_tokens - self.account.num_evicted)
 
     @property
     def is_to_fork(self) -> bool:
-        """Whether others may share its blocks before its next step: then its pass comes before they do."""
+        """Whether others may share its blocks before its next step, so that its pass comes first."""
         return self.seats > 1 or self.gang or bool(self.followers)
 
     @property
     def reads_sparsely(self) -> bool:
-        """Whether its next tokens read some blocks only."""
+        """Whether its next tokens read only some blocks."""
         return self.footprint.reads_sparsely(self.num_computed, self.num_prompt)
 
     @property
     def is_exact(self) -> bool:
-        """Whether its next tokens are computed as everybody would who is under its salt."""
+        """Whether its next tokens are computed as in any request with its salt."""
         end = self.footprint.shared_until(self.num_prompt)
         return not self.reads_sparsely and (end is None or self.num_computed < end)
 
     def chunk_of(self, room: int, most: int) -> int:
-        """Tokens to compute next out of `room`; where these end within what is decided on together, fewer, or
-        if there would be none left, as many as that takes out of `most`."""
+        """Number of tokens to compute next out of `room`; rounded down to the span of sparse rows or, if
+        nothing would remain, up within `most`."""
         sparse, chunk = self.footprint.sparse, self.next_chunk
         num_tokens = min(chunk, room)
         if sparse is None or (
@@ -176,7 +176,7 @@ class ScheduledSequence:
 
     @property
     def next_chunk(self) -> int:
-        """Tokens that may be computed in one go."""
+        """Most tokens that may be computed at once."""
         limit = self.footprint.tokens_until_pass(self.num_computed, self.num_prompt, self.account)
         if self.followers:
             limit = min(limit, self.fork_at - self.num_computed)
@@ -194,8 +194,8 @@ class ScheduledSequence:
         return limit if self.max_prefix_hit is None else min(limit, self.max_prefix_hit)
 
     def can_drop_behind(self, snapshot: Self) -> bool:
-        """Whether it can still drop all of its spans if it begins with a snapshot of its lineage: what the
-        snapshot has of them goes at drops.at, which is to come, and no pass has mixed it with others."""
+        """Whether it can still drop all its spans if it starts with this snapshot of its lineage: the
+        snapshot's own are dropped at drops.at, which is to come, and no pass has mixed them with others."""
         assert self.footprint.drops is not None, f"sequence {self.seq_id} drops nothing"
         known = () if snapshot.snapshot_key is None else snapshot.snapshot_key.drops
         left = beyond(self.footprint.drops.spans, known)
@@ -203,9 +203,9 @@ class ScheduledSequence:
         return not left or (is_early and left[0][0] >= snapshot.account.last_computed)
 
     def reset(self) -> None:
-        """Forget what was computed (preemption by recompute); the tokens stay known."""
+        """Discard computed tokens (preemption by recompute); the tokens stay known."""
         self.num_computed = 0
-        self.account = Account()
+        self.account = EvictionCounters()
         self.begun_with = None
         self.draft_ids = []
         self.dropped = ()

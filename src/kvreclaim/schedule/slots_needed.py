@@ -1,4 +1,4 @@
-"""How many slots have to be free before a sequence begins."""
+"""Slots that must be free before a sequence starts."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def own_slots(seq: ScheduledSequence, match: PrefixMatch, memory: KVMemory) -> i
         slots += seq.footprint.window_slots(known) - len(match.window_blocks) * memory.block_size
     first_pass = seq.footprint.first_pass(seq.num_prompt)
     if seq.footprint.eviction_method.moves and first_pass is not None and first_pass < known:
-        # Its blocks are its own from then on, while others go on holding those that it shared.
+        # Its blocks become its own, while others keep the shared ones.
         slots += memory.num_shared(match) * memory.block_size
     return slots + len(match.lower) * memory.block_size + _slots_of_followers(seq, memory.block_size)
 
 
 def _slots_of_followers(seq: ScheduledSequence, size: int) -> int:
-    """Slots of the sequences that will fork from it: what comes behind the common tokens, all where passes
-    make blocks their own."""
+    """Slots of the sequences that will fork from it: after the common tokens, or all if passes make blocks
+    their own."""
     slots = 0
     for follower in seq.followers:
         known = len(follower.token_ids)
@@ -41,16 +41,15 @@ def _slots_of_followers(seq: ScheduledSequence, size: int) -> int:
 
 
 def _becomes_own(seq: ScheduledSequence) -> bool:
-    """Whether passes will make blocks its own that it shares with others."""
+    """Whether passes will copy blocks that it shares."""
     first_pass = seq.footprint.first_pass(seq.num_prompt)
     moves = seq.footprint.eviction_method.moves and seq.footprint.bounded
     return moves and first_pass is not None and first_pass < seq.max_len
 
 
 def slots_of_fork(seq: ScheduledSequence, snapshot: ScheduledSequence, memory: KVMemory) -> int:
-    """Slots that a fork of a snapshot takes: those behind the shared blocks, with a copy of the last one, or
-    all that it will hold, if its blocks become its own at a later pass; and those of the snapshot, where it
-    has to come back first."""
+    """Slots of a fork of a snapshot: those after the shared blocks, with a copy of the last one, or all of
+    them if a later pass makes blocks its own; and the snapshot's, if it has to be loaded first."""
     size, known, footprint = memory.block_size, len(seq.token_ids), seq.footprint
     parking, snapshot_id = memory.offload.parking, snapshot.seq_id
     parked = parking.parked(snapshot_id) if parking.is_parked(snapshot_id) else None
@@ -63,8 +62,7 @@ def slots_of_fork(seq: ScheduledSequence, snapshot: ScheduledSequence, memory: K
 
 
 def _slots_to_resume(seq: ScheduledSequence, match: PrefixMatch, memory: KVMemory) -> int:
-    """Slots of a parked sequence that resumes, and of those that resume with it: what they held, their next
-    tokens, and what they will take for sure."""
+    """Slots of a parked sequence and its group: those held before, their next tokens, and certain growth."""
     size, parking, growth = memory.block_size, memory.offload.parking, 0
     for each in (seq, *seq.followers):
         length = parking.parked(each.seq_id).table.physical_len
@@ -82,7 +80,7 @@ def _slots_to_resume(seq: ScheduledSequence, match: PrefixMatch, memory: KVMemor
 
 
 def _copied_at_first_pass(seq: ScheduledSequence, held: int, memory: KVMemory) -> int:
-    """Blocks that its first pass takes when it holds so many: it writes none that others read."""
+    """Blocks that its first pass takes at this size, because it writes no shared blocks."""
     if seq.account.compactions or not _becomes_own(seq):
         return 0
     kept = blocks_for(seq.footprint.kept(seq.footprint.decode_cap), memory.block_size)
@@ -90,11 +88,11 @@ def _copied_at_first_pass(seq: ScheduledSequence, held: int, memory: KVMemory) -
 
 
 def known_growth(running: Iterable[ScheduledSequence], memory: KVMemory, *, prompts: bool) -> int:
-    """Slots that running sequences will still take and whose number is known: up to the next pass, that one
-    included, of those whose blocks then come back. Admitting into them would only preempt somebody soon.
+    """Slots that running sequences will certainly take: up to and including the next pass, after which blocks
+    are freed. Admitting into them would only cause a preemption.
 
-    prompts: those of prompts that are not computed yet, too: among several tenants it is not the one admitted
-             last that would be preempted for them
+    prompts: include uncomputed prompts: with several tenants, not the last admission would be preempted for
+             them
     """
     size, growth = memory.block_size, 0
     for seq in running:

@@ -1,4 +1,4 @@
-"""The key of a compressed prefix, the same in every process."""
+"""The key of a compressed prefix, equal in every process."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ LINK = 64
 
 @dataclass(frozen=True)
 class SnapshotKey:
-    """All that a compressed prefix depends on, besides what blocks depend on, too (Namespace).
+    """Everything a compressed prefix depends on, besides what its blocks depend on (Namespace).
 
-    salt:   of the request; only those with the same one find it
-    recipe: how it was made, as text that says the same in every process
-    tokens: that were computed, packed, 8 bytes each
-    is_lasting: False where the recipe means something in this process alone, or there are drops, which no
-            file's name says: it never lies on disk
-    has_past: whether what it names may depend on earlier requests, too: it was left by one that ended, or
-              that had begun with such a prefix
-    drops:  spans that the caller has dropped of these tokens, or, of a sequence to come, will
+    salt:   of the request; prefixes are only shared within a salt
+    recipe: how it was made, as text that is equal in every process
+    tokens: computed ones, packed, 8 bytes each
+    is_lasting: False if the recipe is valid only in this process, or there are drops, which file names do not
+            record: it is never stored on disk
+    has_past: whether it may depend on earlier requests: it was kept from a finished one, or from one that
+              had started with such a prefix
+    drops:  spans that the caller has dropped of these tokens, or will drop
     """
 
     salt: str | None
@@ -45,35 +45,35 @@ class SnapshotKey:
         return array("q", self.tokens).tolist()
 
     def begins(self, other: SnapshotKey) -> bool:
-        """Whether it names what is left of the other one's beginning; the other one may drop more."""
+        """Whether it is a compressed prefix of the other key; the other one may drop more."""
         same = self.salt == other.salt and self.recipe == other.recipe
         return same and other.tokens.startswith(self.tokens) and not beyond(self.drops, other.drops)
 
     @cached_property
     def chain(self) -> tuple[int, ...]:
-        """Hashes of its first 0, LINK, 2 * LINK, ... tokens behind salt and recipe, for this process."""
+        """Hashes of its first 0, LINK, 2 * LINK, ... tokens after salt and recipe, for this process."""
         links = [hash((self.salt, self.recipe))]
         for end in range(8 * LINK, len(self.tokens) + 1, 8 * LINK):
             links.append(hash((links[-1], self.tokens[end - 8 * LINK : end])))
         return tuple(links)
 
     def of_first(self, num_tokens: int) -> SnapshotKey:
-        """The key of what is left of its first tokens."""
+        """Return the key of its compressed first tokens."""
         return replace(self, tokens=self.tokens[: 8 * num_tokens])
 
     @cached_property
     def salt_uid(self) -> str:
-        """In place of the salt, which is a secret."""
+        """Replaces the salt, which is a secret."""
         return root_uid(self.salt).hex()
 
     @cached_property
     def name(self) -> str:
-        """64 hexadecimal digits; what bears it is compared with the key itself."""
+        """64 hexadecimal digits; content is always compared with the key itself."""
         return self.names([self.num_tokens])[0]
 
     def names(self, lengths: Iterable[int]) -> list[str]:
-        """The names of the keys of so many of its first tokens, ascending. The first eight digits of a name
-        are the number of tokens."""
+        """Return the names for these numbers of leading tokens, ascending. The first eight digits are the
+        number of tokens."""
         digest, found, before = hashlib.sha256(b"compressed prefix"), [], 0
         for field in (self.salt_uid.encode(), self.recipe.encode(), bytes([self.has_past])):
             digest.update(len(field).to_bytes(8, "little") + field)
@@ -85,5 +85,5 @@ class SnapshotKey:
 
 
 def length_in(name: str) -> int:
-    """The number of tokens that a name tells of."""
+    """Return the number of tokens encoded in a name."""
     return int(name[:8], 16)

@@ -1,7 +1,7 @@
-"""Compressed prefixes: what a pass left of a prompt's beginning, kept for whoever begins so, too.
+"""Compressed prefixes: the result of a pass over a prompt's beginning, kept for other requests.
 
-A snapshot is a sequence that never runs. It shares the blocks of the one that it was taken of, and whoever
-begins with it is its fork. It never stands in the prefix index, and nothing behind it does.
+A snapshot is a sequence that never runs. It shares the blocks of its origin, and requests that start with it
+are its forks. Neither it nor its continuations are in the prefix index.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ from kvreclaim.schedule.snapshot_key import SnapshotKey
 
 
 class Snapshots(Generic[Seq]):
-    """By key, the least recently used first. A key names everything that the content depends on, the tokens
-    themselves included, so keys are compared, not trusted; the last hash of a key's chain only finds it.
+    """Snapshots by key, least recently used first. A key contains everything that the content depends on,
+    including the tokens, so keys are compared; the last hash of a key's chain only finds it.
 
-    Where blocks lack, or no more may be idle, a snapshot goes to the host, if the memory has slots for it and
-    its recurrent state, or is dropped: first one that a later
-    turn has made useless (`give_way`), then one of a tenant whose snapshots hold more than an equal part, so
-    that many small ones push out nobody else's, then one that is not to be kept (`keep_s`), then the least
-    important, then of the tenant that holds most; of equals the least recently used. One that lies on disk
-    comes to the host first.
+    If blocks are lacking, or the limit of idle blocks is reached, a snapshot goes to the host, if the memory
+    has slots for it and its recurrent state, or is dropped. Order: superseded by a later turn (`give_way`);
+    of a tenant above an equal part, so that many small ones do not displace another tenant's; past `keep_s`;
+    the least important; of the tenant that holds most; the least recently used. One that lies on disk is
+    loaded to the host first.
 
     Args:
-        max_blocks: that all of them may hold together; 0: none is kept
-        clock:      seconds, never backwards; of the times for which some are to be kept
+        max_blocks: limit of all together; 0: none is kept
+        clock:      seconds, monotonic; for snapshots kept for a time
 
     below: those on disk; None without
-    has_changed: something is to be taken
+    has_changed: there are changes to take
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class Snapshots(Generic[Seq]):
         self._used: list[Seq] = []
 
     def look_below(self, below: DiskPrefixIndex[Seq]) -> None:
-        """Look for snapshots on disk, too."""
+        """Also look for snapshots on disk."""
         self.below = below
 
     def __len__(self) -> int:
@@ -71,15 +70,14 @@ class Snapshots(Generic[Seq]):
         return sum(self._sizes.values())
 
     def is_parked(self, seq: Seq) -> bool:
-        """Whether it lies on the host."""
         return self._parking.is_parked(seq.seq_id)
 
     def get(self, key: SnapshotKey | None) -> Seq | None:
-        """The one of this key, on the device or the host."""
+        """Return the snapshot of this key, on the device or the host."""
         return None if key is None else self._held.get(key)
 
     def find(self, seq: Seq) -> Seq | None:
-        """The longest snapshot that a sequence that waits could begin with."""
+        """Return the longest snapshot with which a waiting sequence could start."""
         most = seq.max_prefix_hit
         held = (
             one
@@ -90,7 +88,7 @@ class Snapshots(Generic[Seq]):
         return next((one for one in held if one not in self._parked), None)
 
     def _of(self, seq: Seq) -> Iterator[Seq]:
-        """The snapshots of a sequence's first tokens, the longest first."""
+        """Snapshots of a sequence's first tokens, the longest first."""
         if seq.lineage is None:
             if (found := self.get(seq.snapshot_key)) is not None:
                 yield found
@@ -101,12 +99,12 @@ class Snapshots(Generic[Seq]):
             yield from map(self._held.__getitem__, keys)
 
     def can_keep(self, seq: Seq) -> bool:
-        """Whether what a sequence is now takes no more than all snapshots may."""
+        """Whether the sequence's current blocks are within the limit of all snapshots."""
         return self.memory.num_blocks(seq.seq_id) <= self.max_blocks
 
     def keep(self, parent: Seq, snapshot: Seq) -> bool:
-        """Keep what a sequence is now, in a snapshot that bears its key. Returns: whether there is room, and
-        it was not here already."""
+        """Keep the sequence's current state, in a snapshot with its key. Returns: whether there was room, and
+        it was new."""
         key = snapshot.snapshot_key
         if (found := self.get(key)) is not None:
             self._used_by(snapshot, found)
@@ -123,7 +121,7 @@ class Snapshots(Generic[Seq]):
         return True
 
     def give_way(self, key: SnapshotKey) -> None:
-        """Let one that may be here be the next to go, until somebody begins with it."""
+        """Mark a snapshot as the next to evict, until it is used again."""
         if (found := self._held.get(key)) is not None:
             self._useless.add(found.seq_id)
 
@@ -135,7 +133,7 @@ class Snapshots(Generic[Seq]):
             self._settle(snapshot)
 
     def _keep_on(self, snapshot: Seq) -> None:
-        """The time begins anew for which it is to be kept."""
+        """Restart the time for which it is kept."""
         if snapshot.keep_s:
             self._kept_until[snapshot.seq_id] = self.clock() + snapshot.keep_s
 
@@ -144,12 +142,12 @@ class Snapshots(Generic[Seq]):
         return until is not None and self.clock() < until
 
     def _settle(self, snapshot: Seq) -> None:
-        """It is on the device, where it may have been before."""
+        """Record that it is on the device, where it may have been before."""
         self.memory.rest(snapshot.seq_id)
         self._sizes[snapshot.seq_id] = self.memory.num_blocks(snapshot.seq_id)
 
     def _make_room(self, num_blocks: int, tenant: Tenant) -> bool:
-        """Evict others for a tenant's snapshot of so many blocks. Returns: whether it may be kept now."""
+        """Evict others for a tenant's snapshot of this size. Returns: whether there is room now."""
         while self._is_too_much(num_blocks):
             if not self._evict(self._next_to_go(None, tenant, num_blocks)):
                 return False
@@ -164,10 +162,10 @@ class Snapshots(Generic[Seq]):
         return not self.may_unpark() or self.num_blocks + num_blocks > self.max_blocks
 
     def enter(self, snapshot: Seq, table: BlockTable) -> tuple[int | None, ...] | None:
-        """Take in one that was read from disk; those on the host make room, the least recently used first.
+        """Register one that was read from disk; those on the host make room, the least recently used first.
 
-        table: inexact; its block ids stand for any blocks
-        Returns: its slots on the host, for the caller to fill; None: there is no room, or it is here already
+        table: inexact; its block ids are placeholders
+        Returns: its host slots, for the caller to fill; None: no room, or already present
         """
         assert snapshot.snapshot_key is not None, "it is found by its key"
         if snapshot.snapshot_key in self._held:
@@ -183,50 +181,49 @@ class Snapshots(Generic[Seq]):
         return slots
 
     def adopt(self, snapshot: Seq, table: BlockTable) -> list[int] | None:
-        """Take in one that comes from elsewhere, between two steps; others on the device are forgotten.
-        Returns: its blocks, to be filled at once; None: there is no room."""
+        """Register an external snapshot, between two steps, evicting others from the device. Returns: its
+        blocks, to be filled at once; None: no room."""
         assert snapshot.snapshot_key is not None, "it is found by its key"
         needed, memory = table.num_blocks, self.memory
         if needed > min(self.max_blocks, memory.num_free + memory.num_idle) or memory.max_idle == 0:
             return None
         while needed > memory.num_free or self._is_too_much(needed):
             victim = self._next_to_go(None, snapshot.tenant, needed)
-            assert victim is not None, f"{needed} blocks wanted, {memory.num_free} free"
+            assert victim is not None, f"{needed} blocks needed, {memory.num_free} free"
             self._drop(victim)
         blocks = memory.adopt(snapshot.seq_id, table)
         self._add(snapshot.snapshot_key, snapshot)
         return blocks
 
     def must_wait(self, seq: Seq) -> bool:
-        """Whether one that waits, and has computed nothing, is to go on waiting for what lies on disk."""
+        """Whether a waiting, uncomputed sequence has to keep waiting for the disk."""
         if self.below is None or self._reaches(seq):
             return False
         self.below.ask(seq)
         return self.below.must_wait(seq.seq_id)
 
-    def has_asked(self, seq: Seq) -> bool:
-        """Whether what lies on disk is on its way to one that has come."""
+    def has_requested(self, seq: Seq) -> bool:
+        """Whether a snapshot is being read from disk for an arriving sequence."""
         return self.below is not None and not self._reaches(seq) and self.below.ask(seq)
 
     def _reaches(self, seq: Seq) -> bool:
-        """Whether what is on the device or the host is as long as what is on disk."""
+        """Whether the snapshot on device or host is as long as the one on disk."""
         assert self.below is not None, "there is a disk"
         longest = next(self._of(seq), None)
-        wanted = self.below.find(seq) if longest is not None else None
-        return longest is not None and (wanted is None or wanted.num_tokens <= longest.num_computed)
+        on_disk = self.below.find(seq) if longest is not None else None
+        return longest is not None and (on_disk is None or on_disk.num_tokens <= longest.num_computed)
 
     def has_missed(self, seq: Seq) -> bool:
-        """Whether nothing comes from disk for one that has waited for it; said once."""
+        """Whether a read that a sequence waited for has failed; true only once."""
         has_missed = self.below is not None and self.below.has_missed(seq.seq_id)
         return has_missed and next(self._of(seq), None) is None
 
     def leave(self, seq_id: int) -> None:
-        """A sequence has begun, or is gone; there is a disk."""
         assert self.below is not None, "there is a disk"
         self.below.leave(seq_id)
 
     def begin(self, snapshot: Seq, seq: Seq) -> None:
-        """Let a sequence be its fork; the snapshot is in blocks, and there is room for what comes."""
+        """Start a sequence as its fork; the snapshot is in blocks, and there is room for the rest."""
         assert seq.keys is not None, f"sequence {seq.seq_id} was not added"
         self._settle(snapshot)
         self._used_by(seq, snapshot)
@@ -239,7 +236,7 @@ class Snapshots(Generic[Seq]):
         self.num_hits += 1
 
     def _used_by(self, seq: Seq, snapshot: Seq) -> None:
-        """A sequence has begun with it, or would have left the same: it goes behind the others."""
+        """Record a use, or an equal result; moves it behind the others."""
         assert snapshot.snapshot_key is not None, "it is found by its key"
         self._held[snapshot.snapshot_key] = self._held.pop(snapshot.snapshot_key)
         self._useless.discard(snapshot.seq_id)
@@ -248,18 +245,18 @@ class Snapshots(Generic[Seq]):
         self._keep_on(snapshot)
 
     def evict_one(self, spare: Seq | None = None) -> bool:
-        """Have the blocks of one that is not on the host already; not of `spare`, nor of one that a sequence
-        has begun with in this step. Returns: whether there was one."""
+        """Free the blocks of one that is not on the host; not of `spare`, nor of one used in this step.
+        Returns: whether there was one."""
         return self._evict(self._next_to_go(spare))
 
     def forget_one(self) -> bool:
-        """The same within a step, when nothing can be moved to the host before its blocks are written."""
+        """Evict within a step, when nothing can be moved to the host before its blocks are written."""
         if (seq := self._next_to_go(None)) is not None:
             self._drop(seq)
         return seq is not None
 
     def _next_to_go(self, spare: Seq | None, tenant: Tenant = None, num_more: int = 0) -> Seq | None:
-        """The one to evict next, where a tenant is to hold so many blocks more; None: there is none."""
+        """Choose the next to evict, if a tenant is to hold num_more blocks more; None: there is none."""
         held, may_go = Counter({tenant: num_more} if num_more else ()), []
         for seq in self:
             if seq.seq_id in self._sizes:
@@ -288,7 +285,7 @@ class Snapshots(Generic[Seq]):
         return True
 
     def drop(self, key: SnapshotKey | None) -> None:
-        """Forget one that may be here."""
+        """Drop a snapshot if it exists."""
         if (found := self.get(key)) is not None:
             self._drop(found)
 
@@ -298,12 +295,12 @@ class Snapshots(Generic[Seq]):
             self._drop(seq)
 
     def take_gone(self) -> list[Seq]:
-        """Snapshots that were dropped since the last call."""
+        """Return the snapshots dropped since the last call."""
         gone, self._gone, self.has_changed = self._gone, [], False
         return gone
 
     def take_parked(self) -> list[Seq]:
-        """Snapshots that went to the host since the last call, which ends a step."""
+        """Return the snapshots moved to the host since the last call, which ends a step."""
         parked, self._parked = self._parked, []
         self._used.clear()
         return parked
@@ -312,9 +309,9 @@ class Snapshots(Generic[Seq]):
         key = seq.snapshot_key
         assert key is not None, "it is found by its key"
         del self._held[key]
-        alike = self._by_link[key.chain[-1]]
-        alike.remove(key)
-        if not alike:
+        same_link = self._by_link[key.chain[-1]]
+        same_link.remove(key)
+        if not same_link:
             del self._by_link[key.chain[-1]]
         self._sizes.pop(seq.seq_id, None)
         self._useless.discard(seq.seq_id)

@@ -1,4 +1,4 @@
-"""State shared by the parts of the scheduler: who runs, who waits, the memory, and the step in the making."""
+"""State shared by the parts of the scheduler: running and waiting sequences, memory, and the current step."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kvreclaim.schedule.step import Admitted, Preempted, Row, StepPlan
 
 @dataclass(slots=True, eq=False)
 class StepPlanBuilder(Generic[Seq]):
-    """A step plan in the making.
+    """An unfinished step plan.
 
     budget:  tokens that may still be added
-    shares:  of the tenants, if there are several; tokens: of their prompts, once decodes have theirs
+    shares:  of the tenants, if there are several; tokens: of their prompts, after decodes
     lost:    ids of sequences that have been preempted or failed
-    pressed: running sequences lack blocks, so nobody else begins
-    deferred: ids of sequences that wait for what is being loaded, or computed
-    skipped: tenants whose turn is over; refused: sequences of such that found no room
+    pressed: running sequences lack blocks, so no sequence starts
+    deferred: ids of sequences that wait for loading or computation
+    skipped: tenants out of turn; refused: their sequences that found no room
     """
 
     budget: int
@@ -48,7 +48,6 @@ class StepPlanBuilder(Generic[Seq]):
         return min(self.budget, left(seq.tenant))
 
     def num_running(self, tenant: Tenant) -> int:
-        """Sequences of one of several tenants."""
         return self.shares.num_running(tenant) if self.shares is not None else 0
 
     def add(self, seq: Seq, row: Row, growth: Growth) -> None:
@@ -58,20 +57,20 @@ class StepPlanBuilder(Generic[Seq]):
             self.tokens.take(seq.tenant, row.num_tokens)
 
     def lose(self, seq_id: int) -> None:
-        """It computes nothing in this step."""
+        """Remove a sequence from this step."""
         self.lost.add(seq_id)
         dropped = self.rows.pop(seq_id, None)
         self.budget += dropped[0].num_tokens if dropped else 0
 
     def postpone(self, seq_id: int) -> None:
-        """It computes its tokens another time, unless blocks were taken or are to be copied for them."""
+        """Remove its row, unless blocks were taken or copied for it."""
         row, growth = self.rows[seq_id]
         if not (growth.new_blocks or growth.copies):
             del self.rows[seq_id]
             self.budget += row.num_tokens
 
     def preempt(self, lost: Preempted) -> None:
-        """One that has begun in this very step has not begun."""
+        """Record a preemption, cancelling a start in this step."""
         self.lose(lost.seq_id)
         begun = [one for one in self.admitted if one.seq_id != lost.seq_id]
         if len(begun) == len(self.admitted):
@@ -79,7 +78,7 @@ class StepPlanBuilder(Generic[Seq]):
         self.admitted = begun
 
     def plan(self, memory: KVMemory, snapshots: Snapshots[Seq] | None = None) -> StepPlan:
-        """memory: whose moves between tiers the plan takes over; snapshots: those that gave way."""
+        """memory: its transfers are moved into the plan; snapshots: evicted ones are, too"""
         rows: list[Row] = []
         copies: list[tuple[int, int]] = []
         fresh: list[int] = []
@@ -107,9 +106,9 @@ class StepPlanBuilder(Generic[Seq]):
 
 
 @dataclass(slots=True, eq=False)
-class State(Generic[Seq]):
-    """running: in the order of admission; num_steps: planned so far, the one in the making
-    included; clock: prompt tokens processed so far, computed or found."""
+class SchedulerContext(Generic[Seq]):
+    """Shared state. running: in the order of admission; num_steps: planned so far, including the current one;
+    clock: prompt tokens processed so far, computed or found."""
 
     memory: KVMemory
     max_num_seqs: int
@@ -120,7 +119,7 @@ class State(Generic[Seq]):
     clock: int = 0
 
     def is_parked(self, seq: Seq) -> bool:
-        """Whether slots below the pool keep what this sequence's blocks held."""
+        """Whether host slots keep the content of this sequence's blocks."""
         return self.memory.offload.parking.is_parked(seq.seq_id)
 
     def match(self, seq: Seq) -> PrefixMatch:
@@ -136,21 +135,21 @@ class State(Generic[Seq]):
                 return match
 
     def num_cached(self, seq: Seq) -> int:
-        """Leading tokens that need not be computed of one that waits."""
+        """Leading tokens of a waiting sequence that need not be computed."""
         if self.is_parked(seq):
             return seq.num_computed
         snapshot, match = self.snapshot(seq), self.match(seq).num_tokens
         return match if snapshot is None else max(match, snapshot.num_computed)
 
     def snapshot(self, seq: Seq) -> Seq | None:
-        """The snapshot that one that waits is to begin with; None: exact blocks reach as far."""
+        """The snapshot for a waiting sequence to start with; None: exact blocks reach as far."""
         found = self.snapshots.find(seq) if seq.seeks_snapshot and not self.is_parked(seq) else None
         if found is None or self.match(seq).num_tokens >= found.num_computed:
             return None
         return found
 
     def must_wait(self, seq: Seq) -> bool:
-        """Whether one that waits is to go on waiting for what is being read from disk for it."""
+        """Whether a waiting sequence has to keep waiting for a read from disk."""
         if seq.seeks_snapshot:
             if self.snapshots.must_wait(seq):
                 return True
@@ -159,19 +158,19 @@ class State(Generic[Seq]):
         return self.memory.offload.must_wait(seq.seq_id)
 
     def end_loading(self, seq: Seq) -> None:
-        """It has begun, or is gone: what comes from disk for it is others'."""
+        """End the reads of a sequence that has started or is gone."""
         if self.snapshots.below is not None:
             self.snapshots.leave(seq.seq_id)
         self.memory.offload.end_loading(seq.seq_id)
 
     def prefetch(self, seq: Seq) -> None:
-        """Begin to read from disk what one that waits would hit there."""
+        """Start reading the disk hits of a waiting sequence."""
         assert seq.keys is not None, f"sequence {seq.seq_id} was not added"
         self.memory.offload.end_loading(seq.seq_id)
         self.memory.offload.prefetch(seq.seq_id, seq.keys, seq.hit_limit)
 
     def compute(self, seq: Seq, num_tokens: int, step: StepPlanBuilder[Seq]) -> None:
-        """Have a sequence compute its next tokens; there is room for them."""
+        """Compute a sequence's next tokens; there is room for them."""
         num_drafts = max(0, num_tokens - seq.num_uncomputed)
         row = Row(seq.seq_id, seq.num_computed, num_tokens, seq.is_exact, num_drafts)
         step.add(seq, row, self.memory.grow(seq.seq_id, num_tokens, num_drafts))

@@ -1,4 +1,4 @@
-"""A step as values: what is to be computed, copied, compressed, and what has been."""
+"""Values that describe a step: computations, copies, passes, and their results."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 PreemptionReason = Literal["decode", "prefill", "itself", "fairness"]
-"""A sequence gave its blocks back for the next token of another, for another's prompt, because it needed one
-and was last in line itself, or because its tenant held more than its part and another one waited."""
+"""Reasons of a preemption: another sequence's next token or prompt needed the blocks, it needed one itself
+and was last in order, or its tenant was above its part while another waited."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """A sequence computes its tokens first .. first + num_tokens - 1.
 
-    exact: by full attention over slots of which this holds, too; else they never enter the prefix index
-    num_drafts: the last ones that are only guessed: how many of them stand is found out by computing them
+    exact: by full attention over slots that are exact, too; otherwise never in the prefix index
+    num_drafts: the last tokens, which are drafts; computing them shows how many are accepted
     """
 
     seq_id: int
@@ -28,11 +28,11 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A sequence has begun, or begun anew, with so many tokens found in the prefix index.
+    """A sequence has started or resumed, with these tokens found in the prefix index.
 
-    num_loaded: of these, tokens that come from the host
-    resumed:    it goes on where it was parked: nothing of it is computed again
-    snapshot:   id of the snapshot that it is a fork of; unparked: this has come back for it
+    num_loaded: of these, tokens loaded from the host
+    resumed:    it continues where it was parked: nothing is recomputed
+    snapshot:   id of the snapshot that it is a fork of; unparked: this was loaded for it
     """
 
     seq_id: int
@@ -45,7 +45,7 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """A sequence has lost its blocks and waits. parked: what they held is kept, and its side state."""
+    """A sequence has lost its blocks and waits. parked: their content and its side state are kept"""
 
     seq_id: int
     reason: PreemptionReason
@@ -54,16 +54,16 @@ class Preempted:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The work of one step, in this order; whoever executes it does each thing once.
+    """The work of one step, in this order, each executed once.
 
-    preempted: sequences whose side state is to be dropped, or kept aside
+    preempted: sequences with side state to drop, or to keep aside
     failed:    sequences that could not be scheduled, with the error: their requests end
-    parked:    snapshots whose side state is to be kept aside; dropped: to be forgotten
-    swap_out:  (block, host slot), moved before all else
+    parked:    snapshots with side state to keep aside; dropped: to forget
+    swap_out:  (block, host slot), moved first
     swap_in:   (host slot, block), moved next
     copies:    (source, target) blocks, copied together before anything is written; no block is both, and
-               no source is handed out before the step is done
-    fresh:     blocks that have been taken for the rows and hold nothing yet
+               no source is allocated before the step is done
+    fresh:     blocks taken for the rows, still empty
     rows:      computed in one forward pass, in this order
     """
 
@@ -83,9 +83,9 @@ class StepPlan:
 class StepDone:
     """The results of a plan's rows.
 
-    computed: ids of the sequences whose tokens were computed and whose logits are numbers, in their order
-    tokens:   what was drawn, for those whose tokens the scheduler is to append itself
-    stand:    of rows with drafts, the leading tokens that the sequence has come to; all of the others stand
+    computed: ids of the sequences with computed tokens and finite logits, in order
+    tokens:   sampled tokens that the scheduler is to append
+    stand:    of rows with drafts, the length of the sequence after acceptance; all other tokens are accepted
     """
 
     computed: tuple[int, ...]

@@ -1,9 +1,9 @@
-"""Slot files in a directory: whose they are, which of them a process may take, and how large they are.
+"""Slot files in a directory: their owners, locks and sizes.
 
 DIR/LOCK                            held while files are chosen, made and removed
-DIR/<namespace, 64 hex>/meta.json   the namespace's fields, to be read by people
+DIR/<namespace, 64 hex>/meta.json   the namespace's fields, for people
 DIR/<namespace>/slots.kv            records; locked by the process that uses it
-DIR/<namespace>/slots.index         their headers once more; belongs to slots.kv
+DIR/<namespace>/slots.index         copies of their headers; belongs to slots.kv
 DIR/<namespace>/slots.1.kv ...      of further processes at the same time
 DIR/<namespace>/<64 hex>.prefix     compressed prefixes (prefix_files.py)
 """
@@ -52,10 +52,10 @@ class Found:
 class StoreDirectory:
     """DIR, opened and locked against other processes that choose files at the same time: a context manager.
 
-    patience_s: seconds to wait for one that has it locked
+    patience_s: seconds to wait for another process's lock
 
-    Raises: InvalidArgumentError for a directory that can't be made or used, that everybody may write to, or
-        that another process keeps locked.
+    Raises: InvalidArgumentError for a directory that can't be made or used, is world-writable, or stays
+        locked by another process.
     """
 
     def __init__(self, path: str | os.PathLike[str], patience_s: float = LOCK_PATIENCE_S) -> None:
@@ -112,7 +112,7 @@ class StoreDirectory:
             time.sleep(0.02)
 
     def open_file(self, name: str) -> int:
-        """A file within DIR, made if it is not there. Raises InvalidArgumentError; no link is followed."""
+        """Open or create a file within DIR. Raises InvalidArgumentError; links are not followed."""
         path = os.path.join(self.path, name)
         try:
             fd = os.open(name, FILE_FLAGS | os.O_CREAT, 0o600, dir_fd=self.fd)
@@ -130,7 +130,7 @@ class StoreDirectory:
 
     @staticmethod
     def _refuse_foreign(status: os.stat_result, path: str) -> None:
-        """Refuse files that others can read, write or rename: they could leak prompts or be forged."""
+        """Refuse files that other users can read, write or rename: they could leak prompts or be forged."""
         require(stat.S_ISREG(status.st_mode), f"{path!r} is not a plain file; remove it.", PATH_FIELD)
         mine = status.st_uid == os.geteuid() and not status.st_mode & 0o077
         require(
@@ -141,7 +141,7 @@ class StoreDirectory:
         )
 
     def take(self, namespace: Namespace) -> tuple[int, int]:
-        """(slots, index): the first slot file of this namespace that no other process uses, locked."""
+        """Return (slots, index): this namespace's first slot file that no other process uses, locked."""
         self._make_namespace(namespace)
         number = 0
         while True:
@@ -174,7 +174,7 @@ class StoreDirectory:
             require(
                 status.st_uid == os.geteuid() and not status.st_mode & stat.S_IWGRP,
                 f"the directory {path!r} has mode {stat.filemode(status.st_mode)} and belongs to user "
-                f"{status.st_uid}; nobody but user {os.geteuid()} may write to it: remove it.",
+                f"{status.st_uid}; only user {os.geteuid()} may write to it: remove it.",
                 PATH_FIELD,
             )
         finally:
@@ -188,10 +188,10 @@ class StoreDirectory:
             os.close(meta)
 
     def bytes_beside(self, own: int, size_bytes: int) -> int:
-        """Bytes of all files in DIR but the slot file `own` and its index, after enough were removed.
+        """Bytes of all files in DIR but the slot file `own` and its index, after removing enough.
 
-        Files that processes use stay. Of the others the oldest go first, until own can have half of
-        size_bytes, or else what the files in use leave of it.
+        Files in use stay. Of the others the oldest are removed first, until own can have half of size_bytes,
+        or what the files in use leave of it.
         """
         inode = os.fstat(own).st_ino
         others = [found for found in self._slot_files() if found.inode != inode]
@@ -242,7 +242,7 @@ class StoreDirectory:
         return sum(self._size(f"{namespace}/{META}") for namespace in self._namespaces())
 
     def _remove(self, found: Found) -> None:
-        """The index goes first: one that outlives its slots would tell of what is not there."""
+        """Remove the index first: without its slots it would list missing records."""
         for name in (found.index, found.slots):
             if self._size(name):
                 os.unlink(name, dir_fd=self.fd)
@@ -253,7 +253,7 @@ class StoreDirectory:
 
 
 def try_lock(fd: int) -> bool:
-    """Lock an open file until it is closed; False if another process, or another open file, has it."""
+    """Lock an open file until it is closed; False if another process, or another open file, has the lock."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""The calls that touch a disk, in one place, so that tests can let them fail."""
+"""All disk system calls, so that tests can inject failures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class FileIO:
-    """Plain system calls; all raise OSError, and reads and writes may be shorter than asked for."""
+    """Plain system calls; all raise OSError, and reads and writes may be partial."""
 
     def preadv(self, fd: int, buffers: Sequence[bytearray | memoryview], offset: int) -> int:
         return os.preadv(fd, buffers, offset)
@@ -18,11 +18,11 @@ class FileIO:
         return os.pwritev(fd, buffers, offset)
 
     def allocate(self, fd: int, num_bytes: int) -> None:
-        """Make the file exactly so long, and have the disk set all of it aside."""
+        """Set the file's length and allocate all of it on disk."""
         os.ftruncate(fd, num_bytes)
         if num_bytes and hasattr(os, "posix_fallocate"):
             os.posix_fallocate(fd, 0, num_bytes)
 
     def sync(self, fd: int) -> None:
-        """Data, and what is needed to find it again, have reached the disk."""
+        """Flush data and the metadata needed to find it."""
         getattr(os, "fdatasync", os.fsync)(fd)

@@ -16,12 +16,11 @@ Move = tuple[int, int]
 
 
 class HostSlots:
-    """[N, bytes_per_block] uint8; of a cache on a GPU pinned, so that copies run at the bus's speed.
+    """[N, bytes_per_block] uint8; pinned for a cache on a GPU, so that copies run at the bus's speed.
 
-    What a cache keeps beside its blocks (planes [L, B, ...] of scores) lies in a second tensor, made when it
-    is first moved: `beside`.
+    Planes next to the blocks (scores [L, B, ...]) are in a second tensor, `beside`, made at their first move.
 
-    Raises: InvalidArgumentError if the memory is not there.
+    Raises: InvalidArgumentError if there is not enough memory.
     """
 
     def __init__(self, planes: Sequence[Tensor], num_slots: int) -> None:
@@ -42,7 +41,7 @@ class HostSlots:
         return torch.empty((num_slots, num_bytes), dtype=torch.uint8, pin_memory=on_gpu)
 
     def view(self, slot: int) -> memoryview:
-        """The bytes of a slot themselves."""
+        """The bytes of a slot, without a copy."""
         row: Any = self.bytes[slot].numpy()
         return memoryview(row)
 
@@ -63,7 +62,7 @@ class HostSlots:
         return len(moves) * self.bytes_per_slot
 
     def fill(self, slots: Sequence[int], bytes_: Tensor, beside: Tensor | None) -> None:
-        """Put blocks [n, bytes_per_slot] uint8 into slots, and what lies beside them."""
+        """Put blocks [n, bytes_per_slot] uint8 into slots, and their extra planes."""
         rows = torch.tensor(slots, dtype=torch.int64)
         self.bytes[rows] = bytes_
         if beside is not None:

@@ -10,44 +10,44 @@ from kvreclaim.memory.prefix.keys import BlockName
 
 
 class JobOutcome(StrEnum):
-    """OK, or the one reason why not."""
+    """OK, or the single reason of a failure."""
 
     OK = "ok"
 
     SHORT = "short"
     """The file, or the disk, ended within the record."""
     BLANK = "blank"
-    """No record was ever written here."""
+    """The slot never had a record."""
     HEADER = "header"
-    """The header's bytes are not those that were written."""
+    """The header's bytes are corrupt."""
     VERSION = "version"
-    """Written in a way that this version does not know."""
+    """The record's version is unknown."""
     NAMESPACE = "namespace"
-    """A whole record of another model, format or layout."""
+    """A valid record of another model, format or layout."""
     OTHER = "other"
-    """A whole record of other tokens, or of the same after others."""
+    """A valid record of other tokens, or of the same after others."""
     LENGTH = "length"
-    """The payload, or the tokens, are of another length."""
+    """The payload, or the tokens, have another length."""
     PAYLOAD = "payload"
-    """The payload's bytes are not those that were written."""
+    """The payload's bytes are corrupt."""
 
     NO_SPACE = "no_space"
     IO_ERROR = "io_error"
     DROPPED = "dropped"
-    """A store that was queued for longer than others could wait."""
+    """A store dropped from a full queue."""
     READ_ONLY = "read_only"
-    """A store after too many have failed."""
+    """A store rejected after too many failures."""
     OFF = "off"
-    """The disk does not answer, or it was closed."""
+    """The disk does not respond, or was closed."""
 
     @property
     def is_corrupt(self) -> bool:
-        """Whether the slot does not hold what it was read for: a miss, and the slot is free."""
+        """Whether the slot's content is unusable: a miss, and the slot is free."""
         return self in CORRUPT
 
     @property
     def is_failure(self) -> bool:
-        """Whether the disk, and not the record, is to blame."""
+        """Whether the disk, not the record, caused it."""
         return self in FAILURES
 
 
@@ -73,7 +73,7 @@ def outcome_of(error: OSError) -> JobOutcome:
 
 @dataclass(slots=True, eq=False)
 class TierJob:
-    """buffer: what a store writes, or where a load goes; submitted_at, started_at: of the workers' clock."""
+    """buffer: source of a store, or target of a load; submitted_at, started_at: of the workers' clock."""
 
     job_id: int
     is_store: bool
@@ -96,8 +96,8 @@ class JobResult:
 
 @dataclass(slots=True)
 class DiskCounters:
-    """Since the start. bytes are of stores and loads that were made; io_errors: of the disk, a full one
-    included; dropped: stores that were not tried, whatever for."""
+    """Counts since the start. bytes: of completed stores and loads; io_errors: of the disk, including a full
+    one; dropped: stores that were not tried, for any reason."""
 
     stores: int = 0
     loads: int = 0

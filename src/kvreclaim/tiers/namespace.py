@@ -26,7 +26,7 @@ FIELDS = (
 )
 """The record's version, the model's config, facts and weights, how packed weights are multiplied, the meaning
 of the forward pass, the model's dtype, its rotation with scaling, the KV format, tokens per block, and the
-back end with its device and the version of its layout: back ends lay out keys differently."""
+back end with its device and layout version: key layouts differ between back ends."""
 
 CHUNK_BYTES = 64 << 20
 
@@ -56,15 +56,15 @@ class Namespace:
 
 
 def weights_digest(tensors: Iterable[tuple[str, Tensor]], num_threads: int = 1) -> str:
-    """sha256 over every byte of named tensors, with their names, dtypes and shapes.
+    """Compute sha256 over every byte of named tensors, with their names, dtypes and shapes.
 
-    Each tensor is hashed by itself and the digests in the order of the names, so the result does not depend
-    on num_threads. Subclasses of tensors (packed and quantised weights) are hashed by what they are made of.
+    Tensors are hashed separately and their digests in the order of the names, so the result does not depend
+    on num_threads. Tensor subclasses (packed and quantised weights) are hashed by their components.
 
     Args:
         tensors: all parameters and buffers of a model, each name once
 
-    Raises: InvalidArgumentError for a tensor whose bytes can't be read.
+    Raises: InvalidArgumentError for a tensor with unreadable bytes.
     """
     parts = sorted((part for name, tensor in tensors for part in _parts(name, tensor)), key=lambda p: p[0])
     with ThreadPoolExecutor(num_threads) as pool:
@@ -78,12 +78,12 @@ def weights_digest(tensors: Iterable[tuple[str, Tensor]], num_threads: int = 1) 
 
 
 def _field(payload: bytes) -> bytes:
-    """Length-prefixed: no two lists of fields give the same bytes."""
+    """Length-prefixed, so that different lists of fields never give the same bytes."""
     return len(payload).to_bytes(8, "little") + payload
 
 
 def _parts(name: str, tensor: Tensor, kind: str = "") -> Iterator[tuple[str, str, Tensor]]:
-    """(name, what it is part of, plain tensor) of everything that a tensor is made of."""
+    """Yield (name, kind of component, plain tensor) for all components of a tensor."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         plain = tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type != "meta"

@@ -1,4 +1,4 @@
-"""Compressed prefixes on disk: a session file each, beside the slots of their namespace.
+"""Compressed prefixes on disk: a session file each, next to the slots of their namespace.
 
 DIR/<namespace>/<name, 64 hex>.prefix
 """
@@ -24,15 +24,15 @@ from kvreclaim.tiers.session_file import SessionFile, save_whole
 SUFFIX: Final = ".prefix"
 PREFIX_FILE = re.compile(r"[0-9a-f]{64}\.prefix")
 LEFT_OVER = re.compile(r"\.[0-9a-f]{64}\.prefix\..*")
-"""Files left over by a process that was killed while it wrote."""
+"""Temporary files of a process that was killed while writing."""
 PAGE: Final = 4096
 PATIENCE_S: Final = 5.0
-"""For another process that chooses, or writes, files in the same directory."""
+"""Seconds to wait for another process that chooses, or writes, files in the same directory."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixFile:
-    """One that was found: its bytes in whole pages, and when it was used."""
+    """An existing file: bytes in whole pages, and time of last use."""
 
     path: Path
     num_bytes: int
@@ -40,14 +40,14 @@ class PrefixFile:
 
 
 class PrefixFiles:
-    """All that is done with these files, at once; for threads that may wait for a disk.
+    """Blocking operations on these files, for threads that may wait for a disk.
 
-    Together with all slot files in DIR they take no more than size_bytes, and alone no more than share_bytes,
-    those of other namespaces and processes included; the least recently used are removed first. Any process
-    may remove any of them at any time.
+    Together with all slot files in DIR they take at most size_bytes, and alone at most share_bytes, including
+    those of other namespaces and processes; the least recently used are removed first. Any process may remove
+    any of them at any time.
 
     Args:
-        directory:   DIR, whose namespace a slot file has been taken from
+        directory:   DIR, with a slot file of the namespace taken
         size_bytes:  of all files in DIR; share_bytes: of these alone
     """
 
@@ -65,8 +65,8 @@ class PrefixFiles:
         self._folder = self.directory / namespace.hex
 
     def scan(self) -> dict[str, int]:
-        """Names of this namespace's and their bytes, when all that is over the share has been removed. What
-        can't be read is not there."""
+        """Remove files above the share and return this namespace's names with their bytes. Unreadable files
+        are omitted."""
         with suppress(OSError, InvalidArgumentError), StoreDirectory(self.directory, PATIENCE_S):
             self._remove_left_over()
             self._make_room(0)
@@ -78,7 +78,7 @@ class PrefixFiles:
         return {}
 
     def store(self, name: str, file: SessionFile) -> tuple[JobOutcome, int, list[str]]:
-        """Returns: what came of it, the bytes it takes, and the names of this namespace's that made room."""
+        """Returns: the outcome, the bytes written, and this namespace's names removed for it."""
         packed, gone = file.pack(), list[str]()
         num_bytes = pages(packed.num_bytes)
         try:
@@ -88,16 +88,16 @@ class PrefixFiles:
                     return JobOutcome.DROPPED, num_bytes, gone
                 gone = self._make_room(num_bytes)
                 save_whole(packed, self._path(name), self.io)
-        except InvalidArgumentError:  # another process has the directory
+        except InvalidArgumentError:  # another process holds the lock
             return JobOutcome.DROPPED, num_bytes, gone
         except OSError as error:
             return outcome_of(error), num_bytes, gone
-        except ValueError:  # the disk takes nothing more
+        except ValueError:  # the disk accepts no more data
             return JobOutcome.SHORT, num_bytes, gone
         return JobOutcome.OK, num_bytes, gone
 
     def load(self, name: str, is_it: Callable[[SessionFile], bool]) -> SessionFile | JobOutcome:
-        """The file if it is whole, of this engine, and the one that is meant; one that is not is removed."""
+        """Load a file if it is intact, of this engine, and the intended one; any other is removed."""
         path = self._path(name)
         try:
             if not stat.S_ISREG(os.lstat(path).st_mode):
@@ -117,17 +117,16 @@ class PrefixFiles:
         return outcome
 
     def touch(self, name: str) -> None:
-        """It has been used, wherever it lies."""
+        """Record a use, wherever the file lies."""
         with suppress(OSError):
             os.utime(self._path(name))
 
     def remove(self, name: str) -> None:
-        """One that may be there."""
+        """Remove a file if it exists."""
         with suppress(OSError):
             os.unlink(self._path(name))
 
     def clear(self) -> JobOutcome:
-        """Remove all of this namespace's."""
         try:
             for path in self._folder.iterdir():
                 if PREFIX_FILE.fullmatch(path.name) or LEFT_OVER.fullmatch(path.name):
@@ -140,7 +139,7 @@ class PrefixFiles:
         return self._folder / f"{name}{SUFFIX}"
 
     def _room(self) -> int:
-        """Bytes that all files may take that are in DIR now."""
+        """Bytes allowed for all files in DIR now."""
         others = 0
         for path in self._files():
             if not PREFIX_FILE.fullmatch(path.name):
@@ -149,13 +148,13 @@ class PrefixFiles:
         return min(self.share_bytes, self.size_bytes - others)
 
     def _remove_left_over(self) -> None:
-        """DIR is locked, so nobody is writing what is half written."""
+        """Remove temporary files. DIR is locked, so none is being written."""
         for path in self._files():
             if LEFT_OVER.fullmatch(path.name):
                 path.unlink(missing_ok=True)
 
     def _make_room(self, num_bytes: int) -> list[str]:
-        """Remove the least recently used until so many bytes fit. Returns: names of this namespace's."""
+        """Remove the least recently used until this size fits. Returns: removed names of this namespace."""
         gone = list[str]()
         found, room = sorted(self._all(), key=lambda each: each.used_at), self._room() - num_bytes
         used = sum(each.num_bytes for each in found)
@@ -178,11 +177,11 @@ class PrefixFiles:
         return found
 
     def _files(self) -> list[Path]:
-        """In all namespaces."""
+        """Paths in all namespaces."""
         folders = [path for path in self.directory.iterdir() if NAMESPACE_DIR.fullmatch(path.name)]
         return [path for folder in folders for path in folder.iterdir()]
 
 
 def pages(num_bytes: int) -> int:
-    """Bytes of the pages that so many lie in."""
+    """Return the bytes of whole pages that hold this many bytes."""
     return -(-num_bytes // PAGE) * PAGE

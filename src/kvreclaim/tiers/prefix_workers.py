@@ -1,4 +1,4 @@
-"""Two threads for files of compressed prefixes, one that reads and one that writes."""
+"""Two threads for files of compressed prefixes: a reader and a writer."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ LOGGER = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class PrefixCounters(DiskCounters):
-    """The same of files. corrupt: that were damaged or of something else; lost: that another process had
-    removed; dropped: had no room, too; removed: files that made room for others."""
+    """Counts of files. corrupt: damaged or of something else; lost: removed by another process; dropped:
+    includes those without room; removed: files that made room for others."""
 
     lost: int = 0
     removed: int = 0
@@ -29,7 +29,7 @@ class PrefixCounters(DiskCounters):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stored:
-    """A name whose file is there, or not; gone: names that made room for it."""
+    """A name, and whether its file exists; gone: names removed for it."""
 
     name: str
     outcome: JobOutcome
@@ -39,7 +39,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
-    """Contents of a file; None: nothing usable. is_gone: it never will be."""
+    """Contents of a file; None: nothing usable. is_gone: permanently."""
 
     name: str
     file: SessionFile | None
@@ -49,8 +49,8 @@ class Loaded:
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    """do: what the thread does; result: told where it is given up, None where it is to be done in any case,
-    as long as there are threads; num_bytes: that it holds."""
+    """do: work of the thread; result: makes the result of a cancelled task, None if it must run while there
+    are threads; num_bytes: that it holds."""
 
     do: Callable[[], Stored | Loaded | None]
     result: Callable[[JobOutcome], Stored | Loaded] | None = None
@@ -61,12 +61,12 @@ class _Task:
 class PrefixWorkers:
     """Each store and load has one result (`poll`). Only `wait` and `close` wait.
 
-    A store that fails is counted, and after some in a row none are tried for a while (WriteGate). While a
-    call to the disk hangs for longer than deadline_s, what its thread was to do comes back undone.
+    A failed store is counted, and after some in a row none are tried for a while (WriteGate). While a disk
+    call hangs for longer than deadline_s, its thread's tasks are cancelled.
 
     Args:
-        files:            nobody else in this process uses them from now on
-        max_queued_bytes: of stores that wait; above, the oldest of them are dropped
+        files:            used only here from now on
+        max_queued_bytes: of waiting stores; above, the oldest of them are dropped
     """
 
     def __init__(
@@ -95,25 +95,25 @@ class PrefixWorkers:
 
     @property
     def counters(self) -> PrefixCounters:
-        """A copy."""
+        """Copy the counters."""
         with self._changed:
             return replace(self._counters)
 
     @property
     def is_clearing(self) -> bool:
-        """Whether files that `clear` meant may still be there."""
+        """Whether files to be cleared may still exist."""
         with self._changed:
             return self._num_clearing > 0
 
     def takes_stores(self) -> bool:
-        """Whether a store would be tried now; one that would not is counted as dropped."""
+        """Whether a store would be tried now; otherwise it is counted as dropped."""
         with self._changed:
             takes = self._gate.is_open and not self._is_closing and not self._is_stuck("store")
             self._counters.dropped += not takes
             return takes
 
     def store(self, name: str, file: SessionFile) -> None:
-        """Write a file, whose tensors nobody changes any more."""
+        """Write a file; its tensors must not change any more."""
         num_bytes = sum(tensor.nbytes for tensor in file.tensors.values())
 
         def dropped(outcome: JobOutcome) -> Stored:
@@ -129,23 +129,23 @@ class PrefixWorkers:
                 self._give_up(oldest, JobOutcome.DROPPED)
 
     def load(self, name: str, is_it: Callable[[SessionFile], bool]) -> None:
-        """Read a file that may be the one that is meant."""
+        """Read a file and check that it is the intended one."""
         task = _Task(lambda: self._load(name, is_it), lambda _: Loaded(name, None, is_gone=False))
         with self._changed:
             self._submit("load", task)
 
     def touch(self, name: str) -> None:
-        """It has been used."""
+        """Record a use."""
         with self._changed:
             self._submit("store", _Task(lambda: self.files.touch(name)))
 
     def remove(self, name: str) -> None:
-        """Behind a store of it that is under way."""
+        """Remove a file, after a store of it that is in progress."""
         with self._changed:
             self._submit("store", _Task(lambda: self.files.remove(name)))
 
     def clear(self) -> None:
-        """Remove all files, those of stores that are under way included."""
+        """Remove all files, including those of stores in progress."""
         with self._changed:
             self._cancel("load", JobOutcome.DROPPED)
             self._cancel("store", JobOutcome.DROPPED)
@@ -153,7 +153,7 @@ class PrefixWorkers:
             self._submit("store", _Task(self._clear))
 
     def poll(self) -> list[Stored | Loaded]:
-        """The results since the last time."""
+        """Return the results since the last call."""
         with self._changed:
             for kind in self._queues:
                 if self._is_stuck(kind):
@@ -163,12 +163,12 @@ class PrefixWorkers:
             return done
 
     def wait(self, timeout: float) -> None:
-        """Until there is a result, or so many seconds passed."""
+        """Wait for a result or the timeout."""
         with self._changed:
             self._changed.wait_for(lambda: self._done, timeout)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Take no more, give up loads that wait, finish stores that wait in half of the time."""
+        """Accept no more tasks, cancel waiting loads, and finish waiting stores in half of the time."""
         end = time.monotonic() + timeout
         with self._changed:
             self._is_closing = True
@@ -181,7 +181,7 @@ class PrefixWorkers:
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
 
-    # With the lock held.
+    # The callers hold the lock.
 
     def _submit(self, kind: str, task: _Task) -> None:
         if self._is_closing or (task.result is not None and self._is_stuck(kind)):
@@ -195,7 +195,7 @@ class PrefixWorkers:
         return running is not None and running.started_at < self._clock() - self.deadline_s
 
     def _cancel(self, kind: str, outcome: JobOutcome) -> None:
-        """Give up what waits and may be."""
+        """Cancel the waiting tasks that may be cancelled."""
         queue = self._queues[kind]
         for task in [task for task in queue if task.result is not None]:
             queue.remove(task)
@@ -205,7 +205,7 @@ class PrefixWorkers:
         if task.result is not None:
             self._done.append(task.result(outcome))
 
-    # What the threads do.
+    # In the threads.
 
     def _run(self, kind: str) -> None:
         while True:

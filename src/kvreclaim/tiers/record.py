@@ -1,4 +1,4 @@
-"""The header of a record: it says what the payload behind it is, and proves itself and the payload.
+"""The header of a record: describes its payload, and has checksums of itself and the payload.
 
     0   "KVRT"          u16 version      u16 flags
     8   namespace 32    40 key 32        72 parent key 32    104 uid 16     120 parent uid 16
@@ -7,8 +7,8 @@
     176 u64 seq         184 u64 written at (Unix seconds)
     192 tokens, i64 each; zeros; in the last 4 bytes the crc32 of all before
 
-Little endian. In front of a payload the header is as many pages of 4096 bytes as it needs (up to 487 tokens:
-one); in the index the same header lies without most of the zeros.
+Little endian. Before a payload the header fills whole pages of 4096 bytes (up to 487 tokens: one); the index
+has the same header without most of the zeros.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ CRC = Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """namespace: 32 bytes; checksum: 16 bytes of the given kind over the payload's payload_len bytes;
-    seq: greater in what was written later; written_at: Unix seconds."""
+    """namespace: 32 bytes; checksum: 16 bytes of the given kind over the payload's payload_len bytes; seq:
+    increases with each write; written_at: Unix seconds."""
 
     namespace: bytes
     record: BlockName
@@ -62,7 +62,7 @@ def entry_bytes(block_size: int) -> int:
 
 
 def header_bytes(block_size: int) -> int:
-    """Bytes of a header in front of a payload."""
+    """Bytes of a header before a payload."""
     return page_bytes(HEAD.size + block_size * TOKEN_BYTES + CRC.size)
 
 
@@ -94,7 +94,7 @@ def pack(header: RecordHeader, size: int) -> bytes:
 
 
 def unpack(raw: bytes | bytearray | memoryview) -> RecordHeader | JobOutcome:
-    """The header in exactly these bytes, or why there is none."""
+    """Parse a header from exactly these bytes, or return the reason why it is invalid."""
     end = len(raw) - CRC.size
     if bytes(raw[:4]) != MAGIC:
         return JobOutcome.BLANK if not any(raw[:4]) else JobOutcome.HEADER

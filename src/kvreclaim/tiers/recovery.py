@@ -10,7 +10,7 @@ from kvreclaim.memory.prefix.keys import BlockName
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """A record that a slot holds. written_at: Unix seconds."""
+    """A slot's record. written_at: Unix seconds."""
 
     slot: int
     record: BlockName
@@ -29,10 +29,10 @@ def latest(found: Iterable[Recovered]) -> list[Recovered]:
 
 
 def usable(found: Iterable[Recovered]) -> list[Recovered]:
-    """The last record of each key, if its parents are all there; parents come first.
+    """Return the last record of each key with all ancestors present, parents first.
 
-    The parent is the record that has the uid, the key and the depth that the child names, so of two prefixes
-    whose keys collide each leads to its own children alone.
+    The parent is the record with the uid, key and depth named by the child, so prefixes with colliding keys
+    keep their own children.
     """
     reached: dict[bytes, tuple[bytes, int]] = {}
     kept = []

@@ -1,4 +1,4 @@
-"""A session in a safetensors file: tensors, what they were computed with, and a checksum of each."""
+"""A session in a safetensors file: tensors, the settings they depend on, and a checksum of each."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from kvreclaim.tiers.tensor_file import MalformedError, Packed, bytes_of, pack, 
 VERSION = 2
 KEY = "kvreclaim_session"
 CHECKSUM = "kvreclaim_checksum"
-"""Names the checksum of all that KEY says."""
+"""Name of the checksum of KEY's content."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SessionFile:
-    """fields: what the bytes depend on (Namespace.fields); facts: of the session itself, as JSON has them."""
+    """fields: what the bytes depend on (Namespace.fields); facts: of the session itself, as JSON."""
 
     fields: Mapping[str, str]
     facts: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
 
     def pack(self) -> Packed:
-        """The contents of the file. The tensors must not change until it is written."""
+        """Return the contents of the file. The tensors must not change until it is written."""
         tensors = {name: self.tensors[name].contiguous().cpu() for name in sorted(self.tensors)}
-        said = {
+        content = {
             "version": VERSION,
             "fields": dict(self.fields),
             "facts": dict(self.facts),
             "checksums": {name: _checksum(tensor) for name, tensor in tensors.items()},
         }
-        text = json.dumps(said)
+        text = json.dumps(content)
         return pack(tensors, {KEY: text, CHECKSUM: xxh3_128_hexdigest(text.encode())})
 
     def save(self, path: str | os.PathLike[str]) -> int:
-        """Whole or not at all (save_whole). Returns: its bytes. Raises: OSError."""
+        """Write the file atomically (save_whole). Returns: its bytes. Raises: OSError."""
         packed = self.pack()
         save_whole(packed, Path(path), FileIO())
         return packed.num_bytes
@@ -54,7 +54,7 @@ class SessionFile:
     def load(
         cls, path: str | os.PathLike[str], fields: Mapping[str, str], io: FileIO | None = None
     ) -> SessionFile:
-        """Read and check everything. fields: of the engine that asks.
+        """Read and check everything. fields: of the reading engine.
 
         Raises: OSError, InvalidArgumentError for a file that is no session, is damaged, or was saved with
             another model, format or block size, which the error names.
@@ -62,9 +62,9 @@ class SessionFile:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             metadata, tensors = read(fd, FileIO() if io is None else io)
-            said = _said(metadata, path)
-            _check_fields(said["fields"], fields, path)
-            checksums, facts = dict(said["checksums"]), dict(said["facts"])
+            content = _metadata_of(metadata, path)
+            _check_fields(content["fields"], fields, path)
+            checksums, facts = dict(content["checksums"]), dict(content["facts"])
         except (MalformedError, ValueError, KeyError, TypeError) as error:
             if isinstance(error, InvalidArgumentError):
                 raise
@@ -83,11 +83,11 @@ class SessionFile:
                 f"{os.fspath(path)} is damaged: {', '.join(sorted(damaged))}; save it again.",
                 field="filename",
             )
-        return cls(said["fields"], facts, tensors)
+        return cls(content["fields"], facts, tensors)
 
 
 def save_whole(packed: Packed, target: Path, io: FileIO) -> None:
-    """Another file first, which then takes this one's name. Readable by its owner alone. Raises: OSError."""
+    """Write a temporary file and rename it. Readable only by its owner. Raises: OSError."""
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:
         try:
@@ -107,21 +107,21 @@ def save_whole(packed: Packed, target: Path, io: FileIO) -> None:
         os.close(folder)
 
 
-def _said(metadata: Mapping[str, str], path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """Metadata of a session. Raises: InvalidArgumentError, ValueError."""
+def _metadata_of(metadata: Mapping[str, str], path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """Parse the metadata of a session. Raises: InvalidArgumentError, ValueError."""
     text = metadata.get(KEY, "null")
-    said = json.loads(text)
-    if not isinstance(said, dict) or said.get("version") != VERSION:
+    content = json.loads(text)
+    if not isinstance(content, dict) or content.get("version") != VERSION:
         raise InvalidArgumentError(
             f"{os.fspath(path)} is no session of version {VERSION}; save it again.", field="filename"
         )
     if metadata.get(CHECKSUM) != xxh3_128_hexdigest(text.encode()):
-        raise MalformedError("what it says of itself has been changed")
-    return said
+        raise MalformedError("its metadata has been changed")
+    return content
 
 
-def _check_fields(saved: Mapping[str, str], asked: Mapping[str, str], path: str | os.PathLike[str]) -> None:
-    for name, value in asked.items():
+def _check_fields(saved: Mapping[str, str], own: Mapping[str, str], path: str | os.PathLike[str]) -> None:
+    for name, value in own.items():
         if saved.get(name) != value:
             theirs, ours = (text[:80] for text in _difference(str(saved.get(name)), value))
             raise InvalidArgumentError(
@@ -132,7 +132,7 @@ def _check_fields(saved: Mapping[str, str], asked: Mapping[str, str], path: str 
 
 
 def _difference(one: str, other: str) -> tuple[str, str]:
-    """The texts, or of two JSON objects the members that are not equal."""
+    """Return the texts or, for two JSON objects, the members that differ."""
     try:
         first, second = json.loads(one), json.loads(other)
     except ValueError:

@@ -1,4 +1,4 @@
-"""A file of equally long slots, one record each, that outlives the process."""
+"""A persistent file of equally long slots, one record each."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from kvreclaim.tiers.record import RecordHeader
 from kvreclaim.tiers.recovery import Recovered, latest, usable
 
 UNKNOWN: Final = bytes(8)
-"""In place of an index entry: the slot's own header decides."""
+"""Replaces an index entry: the slot's own header decides."""
 FREE: Final = b"FREE\0\0\0\0"
-"""In place of an index entry: there is no record in the slot."""
+"""Replaces an index entry: the slot has no record."""
 CHUNK_BYTES: Final = 1 << 20
-"""Bytes of the index read at once."""
+"""Bytes of the index per read."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotLayout:
     """Lengths in bytes of a slot's parts.
 
-    payload: of a block; header: in front of it; entry: of the header in the index; slot: header, payload and
+    payload: of a block; header: before it; entry: of the header in the index; slot: header, payload and
     padding to whole pages
     """
 
@@ -50,15 +50,14 @@ class SlotLayout:
 
 
 class SlotFile:
-    """Records in slots, found again after a restart.
+    """Records in slots, recovered after a restart.
 
-    A slot is written in place. It is whole if its header's crc32 and its payload's checksum are right, which
-    every read checks; what is torn is no record. The index repeats the headers, so that a start need not
-    read them one by one: the entry of a slot is made UNKNOWN before the slot is written, and becomes its
-    header after, so a process that is killed leaves no entry that tells of something else than its slot.
+    A slot is written in place. It is intact if its header's crc32 and its payload's checksum match, which
+    every read checks; a torn one is no record. The index repeats the headers to speed up starts: a slot's
+    entry is made UNKNOWN before the slot is written, and becomes its header after, so a killed process leaves
+    no entry that contradicts its slot.
 
-    Two threads may use it at once, each its own slot. Nothing but `open` and `close` raises for what a disk
-    does or holds.
+    Two threads may use it at once, on different slots. Only `open` and `close` raise errors of the disk.
 
     Attributes: num_slots; num_bytes: of the slots and their index.
     """
@@ -94,14 +93,14 @@ class SlotFile:
         *,
         reserved_bytes: int = 0,
     ) -> SlotFile:
-        """Take this namespace's file in a directory, or make one, as large as size_bytes leaves room for.
+        """Take this namespace's file in a directory, or make one, as large as size_bytes permits.
 
         Args:
-            size_bytes: of all files in the directory, those of other processes and namespaces included
-            reserved_bytes: of these, for what is no slot file
+            size_bytes: of all files in the directory, including other processes and namespaces
+            reserved_bytes: of these, for other files than slot files
 
         Raises: InvalidArgumentError for a directory that can't be used, a size without room for one block, or
-            a disk without the space, all of which is set aside here.
+            a disk without the space, all of which is allocated here.
         """
         check_int("size_bytes", size_bytes, 1, field=SIZE_FIELD)
         layout, io = SlotLayout.of(bytes_per_block, block_size), FileIO() if io is None else io
@@ -128,8 +127,8 @@ class SlotFile:
         return cls(fds, namespace, layout, num_slots, num_old, io)
 
     def write(self, slot: int, key: BlockName, payload: memoryview) -> JobOutcome:
-        """Put a record into a slot, whatever was there. If it fails, the slot holds no record, the one before
-        or this one, whole in any case."""
+        """Write a record into a slot. On failure the slot has no record, or an intact one, the old or the
+        new."""
         layout = self.layout
         assert payload.nbytes == layout.payload, f"{payload.nbytes} bytes of a block of {layout.payload}"
         with self._lock:
@@ -151,7 +150,7 @@ class SlotFile:
         return JobOutcome.OK
 
     def read(self, slot: int, key: BlockName, out: memoryview) -> JobOutcome:
-        """Fill out from a slot if it holds exactly this record; else out's content means nothing."""
+        """Read a slot into out if it has exactly this record; else out's content is undefined."""
         layout = self.layout
         assert out.nbytes == layout.payload, f"{out.nbytes} bytes for a block of {layout.payload}"
         raw = bytearray(layout.header)
@@ -169,7 +168,7 @@ class SlotFile:
         return JobOutcome.OK if record.checksum(out) == header.checksum else JobOutcome.PAYLOAD
 
     def _mine(self, header: RecordHeader | JobOutcome) -> RecordHeader | JobOutcome:
-        """The header if its record can be one of this file's."""
+        """Return the header if its record can belong to this file."""
         if isinstance(header, JobOutcome):
             return header
         if header.namespace != self.namespace.digest:
@@ -182,12 +181,12 @@ class SlotFile:
         self.io.pwritev(self.index_fd, [entry], slot * self.layout.entry)
 
     def recover(self, *, chained: bool = True) -> list[Recovered]:
-        """The records that can be hit again, parents first. To be called once, before the first write.
+        """Return the recoverable records, parents first. Call once, before the first write.
 
-        chained: whether each needs the one that it follows; else the oldest come first
+        chained: whether each needs its parent; else the oldest come first
 
-        They come from the index. Slots of which it says nothing are read whole: after a kill those that were
-        being written, and all of them if the index is lost. What can't be read is not there.
+        They come from the index. Slots without an entry are read whole: after a kill those that were being
+        written, and all of them if the index is lost. Unreadable records are omitted.
         """
         per_chunk = max(1, CHUNK_BYTES // self.layout.entry)
         found: list[Recovered] = []
@@ -197,10 +196,10 @@ class SlotFile:
         return usable(found) if chained else latest(found)
 
     def _recover_chunk(self, first: int, count: int) -> list[Recovered]:
-        """The records of these slots; the index is completed where it says nothing."""
+        """Return the records of these slots, completing the index."""
         size, found, is_complete = self.layout.entry, [], True
         chunk = memoryview(bytearray(count * size))
-        with suppress(OSError):  # what is missing stays UNKNOWN
+        with suppress(OSError):  # missing entries stay UNKNOWN
             self.io.preadv(self.index_fd, [chunk], first * size)
         for slot in range(first, first + count):
             entry = chunk[(slot - first) * size :][:size]
@@ -220,7 +219,7 @@ class SlotFile:
         return found
 
     def _whole_record(self, slot: int) -> RecordHeader | bytes:
-        """The header of a slot whose payload is as it says, or FREE; UNKNOWN if the disk fails."""
+        """Return the header of a slot with an intact payload, or FREE; UNKNOWN if the disk fails."""
         if slot >= self._num_old:
             return FREE
         layout = self.layout
@@ -238,7 +237,7 @@ class SlotFile:
         return FREE if outcome.is_corrupt else UNKNOWN
 
     def clear(self) -> JobOutcome:
-        """Let the disk forget all records. What is being read meanwhile is a miss."""
+        """Delete all records on disk. Concurrent reads are misses."""
         try:
             for fd, size in ((self.index_fd, self.layout.entry), (self.slots_fd, self.layout.slot)):
                 self.io.allocate(fd, 0)
@@ -248,7 +247,7 @@ class SlotFile:
         return JobOutcome.OK
 
     def sync(self) -> JobOutcome:
-        """Let what was written survive a power failure."""
+        """Flush everything written, to survive a power failure."""
         try:
             self.io.sync(self.slots_fd)
             self.io.sync(self.index_fd)
@@ -257,18 +256,18 @@ class SlotFile:
         return JobOutcome.OK
 
     def close(self) -> None:
-        """Give the file up for other processes. No read or write may be under way."""
+        """Release the file for other processes. No read or write may be in progress."""
         os.close(self.slots_fd)
         os.close(self.index_fd)
 
 
 def _set_aside(io: FileIO, fds: tuple[int, int], layout: SlotLayout, num_slots: int, path: str) -> None:
-    """Give both files their length, on disk as well; on failure the length that they had."""
+    """Allocate both files at full length on disk; on failure restore their lengths."""
     lengths = [os.fstat(fd).st_size for fd in fds]
     wanted = [num_slots * layout.slot, num_slots * layout.entry]
     try:
         if sum(wanted) - sum(os.fstat(fd).st_blocks * 512 for fd in fds) > _free_bytes(fds[0]):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # before the disk is full to the brim
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # before the disk is completely full
         for fd, num_bytes in zip(fds, wanted, strict=True):
             io.allocate(fd, num_bytes)
     except OSError as error:

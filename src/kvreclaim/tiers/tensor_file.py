@@ -1,4 +1,4 @@
-"""A safetensors file through the calls that tests can let fail, and without copies of its tensors."""
+"""Safetensors files through FileIO, and without copies of the tensors."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ METADATA: Final = "__metadata__"
 
 
 class MalformedError(ValueError):
-    """The file is no such file, or not all of it."""
+    """The file is not a safetensors file, or is incomplete."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """header: with its length in front; data: the tensors' own bytes, which follow it in this order."""
+    """header: preceded by its length; data: the tensors' own bytes, which follow it in this order."""
 
     header: bytes
     data: tuple[memoryview, ...]
@@ -45,12 +45,12 @@ class Packed:
         return len(self.header) + sum(part.nbytes for part in self.data)
 
     def write(self, fd: int, io: FileIO) -> None:
-        """From the file's beginning. Raises: OSError."""
+        """Write from the file's beginning. Raises: OSError."""
         _move(lambda parts, at: io.pwritev(fd, parts, at), [memoryview(self.header), *self.data], 0)
 
 
 def pack(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Packed:
-    """Tensors on the host, of DTYPES, which must not change until they are written."""
+    """Pack host tensors of DTYPES, which must not change until they are written."""
     entries: dict[str, Any] = {METADATA: dict(metadata)}
     data, end = [], 0
     for name in sorted(tensors):
@@ -83,7 +83,7 @@ Places = dict[str, tuple[torch.dtype, list[int], int]]
 
 
 def read_header(fd: int, io: FileIO) -> tuple[dict[str, str], Places, int]:
-    """Metadata, where which tensor lies, and where the tensors begin. Raises: MalformedError, OSError."""
+    """Return metadata, the tensors' positions, and the start of the data. Raises: MalformedError, OSError."""
     size = os.fstat(fd).st_size
     prefix = bytearray(8)
     _move(lambda parts, at: io.preadv(fd, parts, at), [memoryview(prefix)], 0)
@@ -123,7 +123,7 @@ def _place(entry: Any) -> tuple[torch.dtype, list[int], int]:
 
 
 def _move(call: Any, parts: Sequence[memoryview], at: int) -> None:
-    """Have a call move all of these, however little it moves at a time."""
+    """Repeat a call, which may be partial, until all parts are moved."""
     left = [part for part in parts if part.nbytes]
     while left:
         moved = call(left, at)

@@ -1,4 +1,4 @@
-"""Threads that read and write a slot file, so that the engine need not wait for a disk."""
+"""Threads that read and write a slot file, so that the engine does not wait for a disk."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ class Clear:
 class DiskWorkers:
     """Stores and loads of records, each with one result.
 
-    A thread for loads takes nothing else; a thread for stores takes a load first if one waits. The caller's
-    buffer and slot belong to a job from `submit_...` until its result was taken by `poll`, late as that may
-    be. All methods are for one thread, the caller's, and only `wait` and `close` wait.
+    Load threads only load; store threads take a waiting load first. The caller's buffer and slot belong to a
+    job from `submit_...` until its result is taken by `poll`, however late. All methods are for the caller's
+    thread only, and only `wait` and `close` wait.
 
     Args:
-        slot_file:         no one else reads, writes or closes it from now on
+        slot_file:         used only here from now on
         num_read_threads, num_write_threads: >= 1 each
-        max_queued_bytes:  of stores that wait; above, the oldest of them are dropped
+        max_queued_bytes:  of waiting stores; above, the oldest of them are dropped
         deadline_s:        after which a job is overdue
-        max_stuck:         threads that may be overdue before the disk counts as off; None for all but one
+        max_stuck:         overdue threads before the disk counts as off; None for all but one
         sync_interval_s:   between two syncs, if anything was written
-        on_done:           called by a worker after each result, to wake whoever waits for something else
+        on_done:           called by a worker after each result, to wake other waiters
         clock:             seconds; for deadlines and pauses, not for how long a thread sleeps
     """
 
@@ -94,7 +94,7 @@ class DiskWorkers:
 
     @property
     def counters(self) -> DiskCounters:
-        """A copy."""
+        """Copy the counters."""
         with self._changed:
             return replace(self._counters)
 
@@ -105,13 +105,13 @@ class DiskWorkers:
 
     @property
     def num_unfinished(self) -> int:
-        """Jobs without a result yet, waiting or under way."""
+        """Jobs without a result, waiting or in progress."""
         with self._changed:
             return len(self._unfinished)
 
     @property
     def is_off(self) -> bool:
-        """Whether so many threads hang that new jobs come back at once; they may return."""
+        """Whether so many threads hang that new jobs return at once; they may recover."""
         with self._changed:
             return self._check_off()
 
@@ -131,7 +131,7 @@ class DiskWorkers:
             self._changed.notify_all()
 
     def submit_load(self, job_id: int, slot: int, key: BlockName, out: memoryview) -> None:
-        """Fill out with a record's payload; out means nothing unless the outcome is OK."""
+        """Read a record's payload into out; its content is undefined unless the outcome is OK."""
         with self._changed:
             job = self._submitted(job_id, False, slot, key, out)
             if self._is_closing or self._check_off():
@@ -141,8 +141,8 @@ class DiskWorkers:
             self._changed.notify_all()
 
     def clear(self) -> None:
-        """Have all records removed, those of stores that are under way included. What waits is given up;
-        jobs that are submitted later come after."""
+        """Remove all records, including those of stores in progress. Waiting jobs are cancelled; later ones
+        run afterwards."""
         with self._changed:
             self._cancel_loads()
             self._cancel_stores(JobOutcome.DROPPED)
@@ -151,7 +151,7 @@ class DiskWorkers:
 
     @property
     def is_clearing(self) -> bool:
-        """Whether some of the records that `clear` meant may still be there."""
+        """Whether records to be cleared may still exist."""
         with self._changed:
             return self._is_clear_due or self._is_clearing
 
@@ -164,20 +164,20 @@ class DiskWorkers:
         return job
 
     def poll(self) -> list[JobResult]:
-        """The results since the last time."""
+        """Return the results since the last call."""
         with self._changed:
             done = list(self._done)
             self._done.clear()
             return done
 
     def wait(self, timeout: float) -> bool:
-        """Until there is a result, no job is unfinished, or so many seconds passed. Whether there is one."""
+        """Wait for a result, the end of all jobs, or the timeout. Returns: whether there is a result."""
         with self._changed:
             self._changed.wait_for(lambda: self._done or not self._unfinished, timeout)
             return bool(self._done)
 
     def overdue(self) -> list[int]:
-        """Jobs that were submitted more than deadline_s ago and have no result, oldest first."""
+        """Jobs without a result for longer than deadline_s, oldest first."""
         latest = self._clock() - self.deadline_s
         with self._changed:
             self._check_off()
@@ -185,7 +185,7 @@ class DiskWorkers:
             return [job.job_id for job in late]
 
     def _check_off(self) -> bool:
-        """Whether the disk is off. Once it is, nothing that waits is tried any more."""
+        """Whether the disk is off. Once it is, no waiting job is tried any more."""
         latest = self._clock() - self.deadline_s
         num_stuck = sum(job.started_at is not None and job.started_at < latest for job in self._running)
         is_off = num_stuck > self.max_stuck
@@ -216,7 +216,7 @@ class DiskWorkers:
         return job
 
     def _finish(self, job: TierJob, outcome: JobOutcome) -> None:
-        """Give a job its result; the lock is held."""
+        """Set a job's result; the lock is held."""
         seconds = 0.0 if job.started_at is None else self._clock() - job.started_at
         del self._unfinished[job.job_id]
         self._counters.count(job, outcome)
@@ -224,8 +224,8 @@ class DiskWorkers:
         self._done.append(JobResult(job.job_id, outcome, seconds, num_bytes))
 
     def close(self, timeout: float = 5.0) -> bool:
-        """Take no more jobs, give up waiting loads, finish waiting stores in half of the time, let what was
-        written reach the disk, end the threads and close the file.
+        """Accept no more jobs, cancel waiting loads, finish waiting stores in half of the time, sync, end the
+        threads and close the file.
 
         Returns: False if a thread still hangs after timeout seconds; it and the file are then left alone,
         since another file might get the descriptor that it uses.
@@ -248,7 +248,7 @@ class DiskWorkers:
             self.slot_file.close()
         return True
 
-    # What the threads do.
+    # In the threads.
 
     def _run(self, stores: bool) -> None:
         while (task := self._next_task(stores)) is not None:
@@ -260,7 +260,7 @@ class DiskWorkers:
                 self._synced(self.slot_file.sync())
 
     def _next_task(self, stores: bool) -> TierJob | Sync | Clear | None:
-        """Wait for something to do; None at the end."""
+        """Wait for the next task; None at the end."""
         with self._changed:
             while True:
                 if self._is_clear_due and not self._running:
@@ -309,10 +309,10 @@ class DiskWorkers:
             try:
                 self._on_done()
             except Exception:  # the thread must go on
-                LOGGER.exception("nobody could be told of job %d", job.job_id)
+                LOGGER.exception("the result of job %d could not be reported", job.job_id)
 
     def _written(self, outcome: JobOutcome) -> None:
-        """Record what a store's outcome says about the disk; the lock is held."""
+        """Update the disk's state after a store; the lock is held."""
         if outcome is JobOutcome.OK:
             self._gate.succeeded()
             if self._next_sync is None:

@@ -1,4 +1,4 @@
-"""Whether a disk that refuses writes is asked again."""
+"""Decides when a disk that refuses writes is tried again."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ LONGEST_PAUSE_S = 3600.0
 
 
 class WriteGate:
-    """Closed for a minute after three failures in a row, then, as long as each next write fails, too, for
-    twice as long as before, up to an hour.
+    """Closed for a minute after three failures in a row; each further failure doubles the time, up to an
+    hour.
 
     Args:
         clock: seconds

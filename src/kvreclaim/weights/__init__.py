@@ -1,1 +1,1 @@
-"""Weights of 2 to 8 bits as checkpoints hold them."""
+"""Weights of 2 to 8 bits in the formats of checkpoints."""

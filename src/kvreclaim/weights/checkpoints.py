@@ -1,8 +1,8 @@
-"""Rows of a linear layer as AutoAWQ, GPTQ, compressed-tensors and bitsandbytes save them.
+"""Rows of a linear layer in the formats of AutoAWQ, GPTQ, compressed-tensors and bitsandbytes.
 
-Each function takes the tensors of a layer, of which it reads rows first to last - 1 of the weight [N, K].
-Sources: AWQ, arXiv 2306.00978; GPTQ, arXiv 2210.17323; compressed-tensors' pack_quantized; QLoRA (nf4),
-arXiv 2305.14314.
+Each function reads rows first to last - 1 of the weight [N, K] from the tensors of a layer.
+Sources: AWQ, arXiv 2306.00978; GPTQ, arXiv 2210.17323; compressed-tensors' pack_quantized; QLoRA (nf4), arXiv
+2305.14314.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.weights.packed import CodeRule, PackedRows, nibbles
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Nibble i of a word holds this one of its eight columns."""
+"""Column of nibble i in a word of eight."""
 WORD = 8
 Read = Callable[[str], Any]
-"""A tensor of the layer by the end of its name, as something that is sliced before it is read."""
+"""A tensor of the layer by its name's suffix, as an object that is sliced before it is read."""
 
 
 def awq_rows(read: Read, first: int, last: int) -> PackedRows:

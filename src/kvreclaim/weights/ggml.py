@@ -134,7 +134,7 @@ def _iq4_xs(blocks: Tensor) -> PackedRows:
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """columns in num_bytes bytes, and what reads such blocks, uint8 [N, K / columns, num_bytes]."""
+    """columns in num_bytes bytes, and the reader of such blocks, uint8 [N, K / columns, num_bytes]."""
 
     columns: int
     num_bytes: int
@@ -158,6 +158,6 @@ FORMATS = {
 
 
 def ggml_rows(name: str, data: Tensor) -> PackedRows:
-    """The rows of uint8 [N, bytes of a row] of a type of FORMATS."""
+    """Read the rows of uint8 [N, bytes of a row] of a type of FORMATS."""
     form = FORMATS[name]
     return form.read(data.view(data.shape[0], -1, form.num_bytes))

@@ -1,4 +1,4 @@
-"""Rows of a quantised matrix: small whole numbers, and what each of them stands for."""
+"""Rows of a quantised matrix: integer codes, and their values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SUPER_COLUMNS = 256
 
 
 class CodeRule(Enum):
-    """The number that a code q stands for; s, z and m are those of its row and group of columns.
+    """The value of a code q; s, z and m are those of its row and group of columns.
 
     SCALE   s (q - c): c the middle code, 0 of 8 bits (q signed); s table[q], with a table
     ZERO    s (q - z)

@@ -1,1 +1,1 @@
-"""Verify mode beside the full cache and the lossy one: the same tokens first, then speed and memory."""
+"""Verify mode compared with the full cache and lossy mode: equal tokens first, then speed and memory."""

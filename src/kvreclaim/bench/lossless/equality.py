@@ -1,8 +1,7 @@
-"""The demo model's documents, answered with the full cache and in verify mode: every token must be the same.
+"""The demo model's documents, answered with the full cache and in verify mode: every token must be equal.
 
-Beside it, how many tokens a verification brings, and what a simulation of rounds says it should bring: the
-policy alone is given the full cache's answer (teacher forcing), and where it would have said the same tokens,
-drafts are taken to be accepted.
+Also measures tokens per verification, next to a simulation of rounds: the policy alone is given the full
+cache's answer (teacher forcing), and drafts are taken as accepted where it predicts the same tokens.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from kvreclaim.engine.request.outputs import RequestOutput
 from kvreclaim.engine.speculative import companion_drafts as drafting
 from kvreclaim.errors import KVReclaimError
 from kvreclaim.sampling_params import SamplingParams
-from kvreclaim.schedule import Account, Footprint
+from kvreclaim.schedule import EvictionCounters, Footprint
 
 Document = tuple[list[int], int]
-"""A prompt, and how many tokens its answer has."""
+"""A prompt, and the number of tokens of its answer."""
 BUDGETS = (64, 128, 256, 512)
 DRAFTS = 16
 SEQUENCES = 32
-"""At once: of a step without drafts, as many rows are computed as each would be alone."""
+"""Documents at once: without drafts, a step computes as many rows as each would alone."""
 TEMPERATURES = (0.0, 0.8)
 POLICY = "query_mixture"
 
@@ -39,10 +38,10 @@ class OtherTokensError(KVReclaimError, RuntimeError):
 
 
 def run(documents: Sequence[Document], dtypes: Sequence[str] = ("float32", "bfloat16")) -> list[Row]:
-    """Compare, for every dtype, budget and way of drawing.
+    """Compare, for every dtype, budget and way of sampling.
 
     Returns: a row for each with documents, tokens, equal (documents), accepted, per_verification, simulated.
-    Raises: OtherTokensError if a document is answered otherwise.
+    Raises: OtherTokensError if an answer differs.
     """
     rows = []
     for dtype in dtypes:
@@ -93,7 +92,7 @@ def _compare(
         "per_verification": 1 + totals.num_accepted_tokens / max(1, totals.num_drafts),
     }
     if params[0].temperature == 0:
-        row |= _beside_simulation(full, prompts, params, known, config)
+        row |= _with_simulation(full, prompts, params, known, config)
     return row
 
 
@@ -101,14 +100,14 @@ def _tokens(output: RequestOutput) -> list[int]:
     return output.outputs[0].token_ids
 
 
-def _beside_simulation(
+def _with_simulation(
     full: LLM,
     prompts: list[list[int]],
     params: list[SamplingParams],
     known: list[RequestOutput],
     config: CompressionConfig,
 ) -> Row:
-    """Tokens per verification where every draft goes on to its limit: measured, and simulated."""
+    """Tokens per verification with drafts up to the limit: measured, and simulated."""
     llm = full.sibling()
     with patch.object(drafting, "LEAST_CONFIDENCE", 0.0):
         llm.generate(prompts, params, config)
@@ -128,10 +127,10 @@ def _beside_simulation(
 
 
 def simulate(agrees: Sequence[bool], footprint: Footprint, num_prompt: int, drafts: int) -> tuple[int, int]:
-    """Rounds with drafts over an answer, and the tokens that they bring: a draft is accepted where the
-    compressed cache, given all tokens before, says the answer's next token. agrees: of the answer's tokens,
-    the first of which is drawn from the prompt itself."""
-    account, place, num_rounds, num_tokens = Account(), 1, 0, 0
+    """Simulate rounds with drafts over an answer, and count rounds and tokens: a draft is accepted if the
+    compressed cache, given all tokens before, predicts the answer's next token. agrees: of the answer's
+    tokens, the first of which is drawn from the prompt itself."""
+    account, place, num_rounds, num_tokens = EvictionCounters(), 1, 0, 0
     while place < len(agrees):
         computed = num_prompt + place - 1
         if footprint.is_due(computed, num_prompt, account):
@@ -148,7 +147,6 @@ def simulate(agrees: Sequence[bool], footprint: Footprint, num_prompt: int, draf
 
 
 def equality_table(rows: Sequence[Row]) -> Table:
-    """For people."""
     columns = {
         "dtype": "{dtype}",
         "temperature": "{temperature}",
@@ -161,5 +159,5 @@ def equality_table(rows: Sequence[Row]) -> Table:
         "to the limit": "{to_the_limit:.2f}",
         "simulated": "{simulated:.2f}",
     }
-    title = f"verify mode beside the full cache, demo model, {POLICY}, {DRAFTS} drafts at most"
+    title = f"verify mode and the full cache, demo model, {POLICY}, {DRAFTS} drafts at most"
     return sheet(title, columns, rows, text_columns=2)

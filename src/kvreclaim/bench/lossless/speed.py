@@ -1,5 +1,5 @@
 """Tokens per second and blocks on the device: full, lossy and verify mode, full caches in the pool or on the
-host. Prompts are computed once; every run finds them in the prefix cache, so that drawing alone is timed."""
+host. Prompts are computed once; every run finds them in the prefix cache, so only decoding is timed."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from kvreclaim.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class LosslessRun:
-    """One run. rate: tokens per second; device_blocks: in use on the device at most; moved: bytes from the
-    host; drafted, accepted: tokens; rounds: of drafts."""
+    """One run. rate: tokens per second; device_blocks: most in use on the device; moved: bytes from the host;
+    drafted, accepted: tokens; rounds: of drafts."""
 
     tokens: list[list[int]]
     rate: float
@@ -40,8 +40,8 @@ class LosslessRun:
 
 
 def documentation(llm: LLM, length: int, count: int) -> list[list[int]]:
-    """Pieces of Python's own documentation, of so many tokens each; they share nothing where it is long
-    enough. Random tokens for a model without a tokenizer."""
+    """Return pieces of Python's documentation of this length; disjoint if it is long enough. Random tokens
+    for a model without a tokenizer."""
     if llm.loaded.tokenizer is None:
         return random_prompts(count, length, llm.loaded.vocab_size, 0)
     text = llm.tokenizer.encode("\n\n".join(topics[name] for name in sorted(topics)))
@@ -52,7 +52,7 @@ def documentation(llm: LLM, length: int, count: int) -> list[list[int]]:
 def draw(
     llm: LLM, prompts: list[list[int]], config: CompressionConfig | None, num_tokens: int
 ) -> LosslessRun:
-    """num_tokens greedy tokens behind each prompt; the time starts when the last prompt is there."""
+    """Generate num_tokens greedy tokens after each prompt; timing starts after the last prefill."""
     engine, params = llm.engine, SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     requests = [llm.add_prompt(prompt, params, config) for prompt in prompts]
     while not all(request.prompt_done for request in requests):
@@ -79,7 +79,7 @@ def draw(
 
 
 Prompts = Callable[[int, int], list[list[int]]]
-"""(tokens, how many) -> prompts of the demo model's own kind."""
+"""(tokens, count) -> prompts for the demo model."""
 
 
 def run(plan: LosslessPlan, console: Console, own: Prompts) -> list[Row]:
@@ -122,7 +122,7 @@ def _measure(plan: LosslessPlan, context: int, batch: int, console: Console, own
     runs = {}
     for name in plan.systems:
         llm = hosted if "host" in name else pool
-        assert llm is not None, "made where it is asked for"
+        assert llm is not None, "made on first use"
         runs[name] = partial(draw, llm, prompts, _config(plan, name), plan.tokens)
     times: dict[str, list[LosslessRun]] = {}
     for _ in range(plan.rounds):
@@ -163,8 +163,8 @@ def _config(plan: LosslessPlan, name: str) -> CompressionConfig | None:
 
 
 def graft(source: LLM, target: LLM, tokens: list[int]) -> None:
-    """Put the full blocks of a prompt that one engine has cached into another one of the same model, format
-    and layout, where they are found by their prefix."""
+    """Copy the full blocks of a prompt that one engine has cached into another one of the same model, format
+    and layout, under their prefix keys."""
     from_memory, memory = source.engine.memory, target.engine.memory
     known = from_memory.match_prefix(from_memory.keys(tokens)).block_ids
     keys, seq_id = memory.keys(tokens), target.engine.lifecycle.new_id()
@@ -178,7 +178,6 @@ def graft(source: LLM, target: LLM, tokens: list[int]) -> None:
 
 
 def speed_table(rows: Sequence[Row]) -> Table:
-    """For people."""
     columns = {
         "system": "{system}",
         "context": "{context:,}",

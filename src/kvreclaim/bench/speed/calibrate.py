@@ -21,9 +21,9 @@ from kvreclaim.schedule import StepPlan
 
 @dataclass(slots=True)
 class Watched:
-    """loads, seconds: of every step that computed something; passes are not in them.
+    """loads, seconds: of every step that computed something, without passes.
 
-    passes, pass_s: of compression: how many, seconds of all
+    passes, pass_s: number and total seconds of compression passes
     """
 
     loads: list[StepLoad] = field(default_factory=list)
@@ -32,7 +32,7 @@ class Watched:
     pass_s: float = 0.0
 
     def extend(self, more: Watched) -> None:
-        """Take in what was seen another time."""
+        """Merge another observation."""
         self.loads += more.loads
         self.seconds += more.seconds
         self.passes += more.passes
@@ -41,7 +41,7 @@ class Watched:
 
 @contextmanager
 def watching(engine: Engine) -> Iterator[Watched]:
-    """While it lasts, `engine.step` is measured. Nothing in the engine knows of it."""
+    """Measure `engine.step` during the block, from outside."""
     found, seen = Watched(), []
     schedule, step, totals = engine.scheduler.schedule, engine.step, engine.totals
 
@@ -72,7 +72,7 @@ WARM_S = 3.0
 
 
 def engine_of(plan: SpeedPlan) -> LLM:
-    """Without prefix caching: the requests are random."""
+    """Build an engine without prefix caching, because the requests are random."""
     return LLM(
         str(plan.model),
         dtype=plan.dtype,
@@ -84,7 +84,7 @@ def engine_of(plan: SpeedPlan) -> LLM:
 
 
 def observe(plan: SpeedPlan, llm: LLM, seconds: float, seed: int = 0) -> Watched:
-    """Steps of a random load; on a slow machine for longer, until there are enough for a fit."""
+    """Observe steps of a random load; longer on a slow machine, until there are enough for a fit."""
     longest = min(plan.longest, llm.engine.max_model_len // 2)
     keep_busy(llm, WARM_S, longest=longest, rng=random.Random(plan.seed + 2 * seed))
     rng = random.Random(plan.seed + 2 * seed + 1)

@@ -1,4 +1,4 @@
-"""Requests for an engine: some all the time, to see many kinds of steps, or each at its own time."""
+"""Requests for an engine: a continuous random load, or requests at given times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvreclaim.engine.request.request import Request
 from kvreclaim.sampling_params import SamplingParams
 
 TURN = 24
-"""Requests that end before their number at once is drawn anew."""
+"""Requests that end before the concurrency is drawn anew."""
 IDLE_S = 0.0002
 
 
@@ -35,13 +35,13 @@ class ServedRequest:
 
 
 def draw(rng: random.Random, low: int, high: int) -> int:
-    """Evenly over the logarithm: as many short ones as long ones."""
+    """Draw log-uniformly: equally many short and long ones."""
     return round(math.exp(rng.uniform(math.log(low), math.log(high))))
 
 
 def keep_busy(llm: LLM, seconds: float, *, longest: int, rng: random.Random) -> None:
-    """Serve random requests for so long, at changing numbers at once; prompts and answers up to `longest`
-    tokens. What is left then is ended."""
+    """Serve random requests for this time, at changing concurrency; prompts and answers up to `longest`
+    tokens. Remaining requests are aborted."""
     engine, most = llm.engine, llm.engine.config.max_num_seqs
     number, ended, at_once = 0, 0, most
     until = perf_counter() + seconds
@@ -57,7 +57,7 @@ def keep_busy(llm: LLM, seconds: float, *, longest: int, rng: random.Random) -> 
 
 
 def replay(llm: LLM, requests: Sequence[Timed], rng: random.Random) -> list[ServedRequest]:
-    """Serve requests that come at their times, in that order, in real time."""
+    """Serve requests that arrive at their times, in order, in real time."""
     engine = llm.engine
     prompts = [_prompt(llm, timed.num_prompt, rng) for timed in requests]
     coming = list(enumerate(requests))[::-1]

@@ -17,15 +17,15 @@ Fill = Literal["synthetic", "prefill"]
 OURS = "kvreclaim-"
 """Prefix of our systems' names; `full` or a policy follows."""
 NAMES = ("kvreclaim-full", "kvreclaim-query_mixture", "kvreclaim-triattention")
-"""The systems that are measured where none is named."""
+"""The default systems."""
 BLOCK_SIZE = 16
 """Tokens per block of our engine."""
 CHUNK = 2048
-"""Tokens of one prefill step, the same in every system that lets it be set."""
+"""Tokens of one prefill step, equal in every system with such a setting."""
 
 
 class SkipPoint(Exception):
-    """This system cannot serve this point here; the message is the reason that is reported."""
+    """This system cannot run this point; the message is the reported reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class SystemSetup:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One place of the grid.
+    """One point of the grid.
 
     context:    tokens in each sequence's cache when timing begins
     batch:      sequences
@@ -64,7 +64,7 @@ class Point:
         return self.context + self.new_tokens + self.overshoot
 
     def prompts(self, vocab_size: int) -> list[list[int]]:
-        """Token ids, [batch][context], that differ from the first token on; no bytes, no end."""
+        """Token ids, [batch][context], that differ from the first token on; without byte and end tokens."""
         return random_prompts(self.batch, self.context, vocab_size, self.seed)
 
 
@@ -82,17 +82,17 @@ class Slice:
 
 
 class Session(ABC):
-    """One system at one point, its cache filled. Nothing runs between two slices."""
+    """One system at one point with a filled cache. Nothing runs between two slices."""
 
     fill_s: float
 
     @abstractmethod
     def run(self, steps: int) -> Slice:
-        """Decode this many steps of all sequences. Raises SkipPoint where it cannot."""
+        """Decode this many steps of all sequences. Raises SkipPoint if it cannot."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give the cache back."""
+        """Free the cache."""
 
 
 class System(ABC):
@@ -112,18 +112,18 @@ class System(ABC):
 
     @abstractmethod
     def new_bytes(self, point: Point) -> int:
-        """Memory that opening the point will take beyond what is held already, an upper estimate."""
+        """Memory needed to open the point, beyond current use; an upper estimate."""
 
     def facts(self) -> dict[str, object]:
         """Facts for its rows."""
         return {}
 
     def versions(self) -> dict[str, str]:
-        """Versions in an environment of its own."""
+        """Versions in the system's own environment."""
         return {}
 
     def close(self) -> None:  # noqa: B027  (most hold nothing that outlives them)
-        """Give everything back."""
+        """Free all resources."""
 
 
 def random_prompts(batch: int, context: int, vocab_size: int, seed: int) -> list[list[int]]:

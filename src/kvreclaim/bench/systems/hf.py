@@ -26,7 +26,7 @@ from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.model.loader import resolve_device
 
 REQUEST_TIMEOUT_S = 600.0
-# How `generate` calls the cache that it is given, and continuous batching a page: they were renamed.
+# Parameter names of the cache of `generate` and of continuous batching, which were renamed.
 CACHE = "cache" if Version(__version__) >= Version("5.24") else "past_key_values"
 PAGE = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"
 
@@ -38,7 +38,7 @@ class _Transformers(System):
         model: Any = AutoModelForCausalLM.from_pretrained(
             setup.model, dtype=getattr(torch, setup.dtype), attn_implementation="sdpa"
         )
-        self.model = model.eval().to(resolve_device("auto"))  # where kvreclaim runs, too
+        self.model = model.eval().to(resolve_device("auto"))  # on kvreclaim's device
         self.vocab_size = int(self.model.config.vocab_size)
         config = self.model.config
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -52,14 +52,14 @@ class _Transformers(System):
         return 2 * layers * heads * dim * self.model.dtype.itemsize
 
     def greedy(self, max_tokens: int, no_end: int | None = None) -> GenerationConfig:
-        """Greedy decoding of exactly max_tokens tokens; no_end is how "no end token" is said."""
+        """Greedy decoding of exactly max_tokens tokens; no_end is the value for "no end token"."""
         return GenerationConfig(
             do_sample=False, max_new_tokens=max_tokens, eos_token_id=no_end, pad_token_id=0, use_cache=True
         )
 
 
 class _Clock(StoppingCriteria):
-    """Notes when each token came; stops nothing."""
+    """Records the time of each token; never stops."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -94,7 +94,7 @@ class Generate(_Transformers):
 
 
 class GenerateSession(Session):
-    """A cache that is cut back to the context after every slice, states of recurrent layers included."""
+    """A cache that is cut back to the context after every slice, including recurrent states."""
 
     def __init__(self, system: Generate, point: Point) -> None:
         self.system, self.point = system, point
@@ -110,7 +110,7 @@ class GenerateSession(Session):
         return [each for each in self.cache.layers if isinstance(each, LinearAttentionCacheLayerMixin)]
 
     def _states(self) -> list[torch.Tensor]:
-        """What recurrent layers keep."""
+        """States of recurrent layers."""
         kinds = [kind for each in self._recurrent() for kind in (each.conv_states, each.recurrent_states)]
         return [state for kind in kinds for state in kind.values() if state is not None]
 
@@ -122,7 +122,7 @@ class GenerateSession(Session):
             return
         _, heads, dim = self.system.kv_shape
         missing = self.point.context
-        if self._recurrent():  # a token makes their states
+        if self._recurrent():  # a token initialises their states
             self.system.model.model(prompts[:, :1], **{CACHE: self.cache})
             missing -= 1
         shape = (self.point.batch, heads, missing, dim)
@@ -155,7 +155,7 @@ class GenerateSession(Session):
 
 
 class ContinuousBatching(_Transformers):
-    """`ContinuousBatchingManager`, on whose own clock the tokens are counted."""
+    """`ContinuousBatchingManager`, timed by its own clock."""
 
     name = "transformers-cb"
 
@@ -199,7 +199,7 @@ class ContinuousBatching(_Transformers):
 
 
 class ContinuousSession(Session):
-    """Prompts are sent anew for every slice; the time counted begins when all of them are filled."""
+    """Prompts are sent anew for every slice; timing begins when all of them are filled."""
 
     def __init__(self, system: ContinuousBatching, point: Point) -> None:
         self.system, self.point = system, point
@@ -233,7 +233,7 @@ def _times(manager: Any, prompts: list[list[int]], max_tokens: int) -> list[list
 
 
 def _next_result(manager: Any) -> Any:
-    """The next result of a request. Raises: SkipPoint if it failed, or nothing comes any more."""
+    """The next result of a request. Raises: SkipPoint if it failed, or none comes any more."""
     deadline = monotonic() + REQUEST_TIMEOUT_S
     while monotonic() < deadline and manager.is_running():
         found = manager.get_result(timeout=1)
@@ -245,7 +245,7 @@ def _next_result(manager: Any) -> Any:
 
 
 def _common_stretch(times: list[list[float]]) -> Slice:
-    """From the last sequence's first token on, while all decode: each of its steps gives each one a token."""
+    """The stretch in which all decode: each of its steps gives each sequence a token."""
     if not all(times):
         raise SkipPoint("a sequence got no token while the first one was decoding")
     latest = max(times, key=lambda series: series[0])
@@ -257,7 +257,7 @@ def _common_stretch(times: list[list[float]]) -> Slice:
 
 @contextmanager
 def synthetic_prefill(system: ContinuousBatching) -> Iterator[None]:
-    """While it lasts, steps that hold more than decodes store random keys and values and compute nothing."""
+    """Replace steps with prefill by storing random keys and values during the block."""
     model, (layers, heads, dim) = system.model, system.kv_shape
     noise = torch.randn((1, heads, CHUNK, dim), dtype=model.dtype, device=model.device)
     logits = torch.rand((1, CHUNK, system.vocab_size), dtype=model.dtype, device=model.device)

@@ -14,8 +14,7 @@ ANSWER_TIMEOUT_S = 600.0
 
 
 class LlamaCppServer(ServerProcess):
-    """A GGUF file under flash attention, with a slot and a stream of its own for each sequence. No prompt is
-    kept for later.
+    """A GGUF file under flash attention, with a slot and a stream for each sequence. No prompt caching.
 
     binary: made by `make llamacpp-env`; cache_type: of keys and values; max_len: tokens of a sequence
     """
@@ -25,7 +24,7 @@ class LlamaCppServer(ServerProcess):
     ) -> None:
         if not binary.is_file():
             raise InvalidArgumentError(
-                f"llama-server has to lie beside --llamacpp-python, and {str(binary)!r} is no file; run "
+                f"llama-server must be next to --llamacpp-python, and {str(binary)!r} is no file; run "
                 "`make llamacpp-env`, or leave llamacpp out of --peers."
             )
         port = free_port()
@@ -47,10 +46,10 @@ class LlamaCppServer(ServerProcess):
 
     def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
         """Greedy tokens of each prompt up to an end token, which ignore_eos would make llama.cpp avoid."""
-        asked = {"n_predict": max_tokens, "temperature": 0, "return_tokens": True}
+        options = {"n_predict": max_tokens, "temperature": 0, "return_tokens": True}
         answers = []
         for prompt in prompts:
-            body = json.dumps(asked | {"prompt": prompt, "cache_prompt": False}).encode()
+            body = json.dumps(options | {"prompt": prompt, "cache_prompt": False}).encode()
             request = Request(f"{self.url}/completion", body, {"content-type": "application/json"})
             with urlopen(request, timeout=ANSWER_TIMEOUT_S) as answer:
                 answers.append([int(token) for token in json.load(answer)["tokens"]])

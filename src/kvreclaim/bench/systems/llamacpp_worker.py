@@ -17,19 +17,19 @@ Answer = dict[str, Any]
 Prompts = list[list[int]]
 BATCH = 2048
 SEED_TOKENS = 512
-"""A synthetic fill repeats so many tokens of a computed prompt."""
+"""Length of the computed prompt that a synthetic fill repeats."""
 CELL = np.dtype([("pos", "<i4"), ("num_sequences", "<u4"), ("sequence", "<i4")])
 CACHE_TYPES = {"f16": lib.GGML_TYPE_F16, "q8_0": lib.GGML_TYPE_Q8_0, "q4_0": lib.GGML_TYPE_Q4_0}
 
 
 def resident() -> int:
-    """Bytes of this process in memory, pages of mapped files included."""
-    with open("/proc/self/statm", encoding="ascii") as told:
-        return int(told.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    """Bytes of this process in memory, including pages of mapped files."""
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class LlamaCppStreams:
-    """A context with a stream of its own for each sequence, which costs llama.cpp less than a common one."""
+    """A context with separate streams per sequence, which costs llama.cpp less than a common one."""
 
     def __init__(self, model: Any, threads: int, cache_type: int, batch: int, max_len: int) -> None:
         params = lib.llama_context_default_params()
@@ -48,41 +48,41 @@ class LlamaCppStreams:
         self.lengths = [0] * batch
 
     def feed(self, items: list[tuple[int, int, bool]]) -> None:
-        """Tokens of sequences, in order: (sequence, token, whether its logits are wanted)."""
+        """Feed tokens of sequences, in order: (sequence, token, whether its logits are needed)."""
         batch, self.tokens.n_tokens = self.tokens, len(items)
-        for i, (sequence, token, wanted) in enumerate(items):
+        for i, (sequence, token, needs_logits) in enumerate(items):
             batch.token[i], batch.pos[i] = token, self.lengths[sequence]
-            batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = 1, sequence, wanted
+            batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = 1, sequence, needs_logits
             self.lengths[sequence] += 1
         if code := lib.llama_decode(self.context, batch):
             raise RuntimeError(f"llama_decode answered {code}")
 
     def prompt(self, sequence: int, tokens: list[int]) -> int:
-        """Compute a prompt: its next token."""
+        """Compute a prompt. Returns: its next token."""
         for start in range(0, len(tokens), BATCH):
             part = tokens[start : start + BATCH]
             self.feed([(sequence, token, start + i == len(tokens) - 1) for i, token in enumerate(part)])
         return self.best(1)[0]
 
     def best(self, count: int) -> list[int]:
-        """The likeliest tokens of the wanted logits."""
+        """The likeliest tokens of the requested logits."""
         logits = lib.llama_get_logits(self.context)
         return np.ctypeslib.as_array(logits, (count, self.vocab_size)).argmax(1).tolist()
 
     def step(self, last: list[int]) -> list[int]:
-        """One token of each sequence."""
+        """Compute one token of each sequence."""
         self.feed([(sequence, token, True) for sequence, token in enumerate(last)])
         return self.best(len(last))
 
     def state(self) -> np.ndarray:
-        """The first sequence's, as llama.cpp writes it."""
+        """The first sequence's state in llama.cpp's format."""
         size = lib.llama_state_seq_get_size(self.context, 0)
-        told = np.empty(size, np.uint8)
-        wrote = lib.llama_state_seq_get_data(self.context, _bytes(told), size, 0)
-        return told[:wrote]
+        state = np.empty(size, np.uint8)
+        wrote = lib.llama_state_seq_get_data(self.context, _bytes(state), size, 0)
+        return state[:wrote]
 
     def set_state(self, state: np.ndarray, sequence: int, length: int) -> None:
-        """Give a sequence that state, which has `length` tokens."""
+        """Set a sequence's state, which has `length` tokens."""
         if not lib.llama_state_seq_set_data(self.context, _bytes(state), state.size, sequence):
             raise RuntimeError("llama.cpp refused a state that repeats a prompt's; pass --fill prefill")
         held = lib.llama_memory_seq_pos_max(self.memory, sequence) + 1
@@ -91,7 +91,6 @@ class LlamaCppStreams:
         self.lengths[sequence] = length
 
     def clear(self) -> None:
-        """Forget all tokens."""
         lib.llama_memory_clear(self.memory, False)
         self.lengths = [0] * self.batch
 
@@ -105,9 +104,9 @@ def _bytes(array: np.ndarray) -> Any:
 
 
 def repeated(state: np.ndarray, length: int) -> np.ndarray:
-    """A sequence's state of `length` tokens, whose keys and values are those of the given one over and over.
+    """Build a sequence's state of `length` tokens by repeating the keys and values of the given one.
 
-    Raises: ValueError for a state that is written in another way than a plain cache's.
+    Raises: ValueError for another format than a plain cache's.
     """
     at = 0
 
@@ -141,14 +140,14 @@ def repeated(state: np.ndarray, length: int) -> np.ndarray:
 
 
 class LlamaCppWorker:
-    """Holds a model and the sequences of the point that is open."""
+    """Holds a model and the sequences of the open point."""
 
     def __init__(self) -> None:
         self.opened: LlamaCppStreams | None = None
-        self.asked: LlamaCppStreams | None = None
+        self.check_streams: LlamaCppStreams | None = None
 
     def load(self, *, model: str, threads: int, cache_type: str) -> Answer:
-        """Load a file. Answers versions, what the build uses, seconds and bytes."""
+        """Load a file. Answers versions, build features, seconds and bytes."""
         lib.llama_backend_init()
         self.threads, self.cache_type = threads, cache_type
         before, started = resident(), time.perf_counter()
@@ -165,7 +164,7 @@ class LlamaCppWorker:
         }
 
     def _token_bytes(self) -> int:
-        """Keys and values of one token in all layers, heads of the usual size."""
+        """Bytes of keys and values of one token in all layers, for heads of the usual size."""
         heads = lib.llama_model_n_head(self.model)
         width = lib.llama_model_n_embd(self.model) // heads * lib.llama_model_n_head_kv(self.model)
         bits = {"f16": 16.0, "q8_0": 8.5, "q4_0": 4.5}[self.cache_type]
@@ -191,7 +190,7 @@ class LlamaCppWorker:
         return {"fill_s": time.perf_counter() - started, "resident_bytes": resident() - before}
 
     def run(self, *, steps: int) -> Answer:
-        """Time some steps. Answers seconds, and tokens that came."""
+        """Time some steps. Answers seconds and tokens."""
         assert self.opened is not None, "a point is open"
         started = time.perf_counter()
         for _ in range(steps):
@@ -199,7 +198,7 @@ class LlamaCppWorker:
         return {"elapsed_s": time.perf_counter() - started, "tokens": steps * len(self.last)}
 
     def close(self) -> Answer:
-        """Give the open point's cache back."""
+        """Free the open point's cache."""
         if self.opened is not None:
             self.opened.close()
             self.opened = None
@@ -208,15 +207,15 @@ class LlamaCppWorker:
     def generate(self, *, prompts: Prompts, max_tokens: int) -> Answer:
         """Greedy tokens of each prompt, one after the other."""
         length = max(map(len, prompts)) + max_tokens
-        if self.asked is None or self.asked.length < length:
-            if self.asked is not None:
-                self.asked.close()
-            self.asked = self._sequences(1, length)
+        if self.check_streams is None or self.check_streams.length < length:
+            if self.check_streams is not None:
+                self.check_streams.close()
+            self.check_streams = self._sequences(1, length)
         answers = []
         for prompt in prompts:
-            self.asked.clear()
-            drawn = [self.asked.prompt(0, prompt)]
+            self.check_streams.clear()
+            drawn = [self.check_streams.prompt(0, prompt)]
             while len(drawn) < max_tokens:
-                drawn += self.asked.step(drawn[-1:])
+                drawn += self.check_streams.step(drawn[-1:])
             answers.append(drawn)
         return {"tokens": answers}

@@ -69,7 +69,7 @@ class KvreclaimSystem(System):
         self.compressor = None if config is None else self.llm.compressor(config)
 
     def _slots_needed(self, point: Point) -> int:
-        """Slots of all sequences at their largest, one spare block for each."""
+        """Slots of all sequences at their largest, with a spare block for each."""
         most = point.max_len
         if self.config is not None:
             most = min(most, 2 * self.config.budget + max(self.config.interval, CHUNK))
@@ -105,7 +105,7 @@ class KvreclaimSystem(System):
 
 
 class OurSession(Session):
-    """Requests that stay in the engine, decoding only when told to."""
+    """Requests that stay in the engine, and decode only in `run`."""
 
     def __init__(self, system: KvreclaimSystem, point: Point) -> None:
         self.engine = system.llm.engine
@@ -149,9 +149,9 @@ class OurSession(Session):
 
 @contextmanager
 def synthetic_prefill(llm: LLM) -> Iterator[None]:
-    """While it lasts, a forward pass stores random keys and values in its slots and computes nothing else.
+    """Replace the forward pass by storing random keys and values during the block.
 
-    Scheduling, block tables and compression run as ever; logits are random, and no step replays a CUDA graph.
+    Scheduling, block tables and compression run as usual; logits are random; CUDA graphs are not used.
     """
     facts, vocab_size, model = llm.loaded.facts, llm.loaded.vocab_size, llm.loaded.model
     keys, values = _noise(facts, facts.layers[0].head_dim), _noise(facts, facts.layers[0].v_head_dim)

@@ -1,4 +1,4 @@
-"""A system of others, in its own process and environment; it is stepped from here."""
+"""Another engine in its own process and environment, stepped from here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from kvreclaim.bench.systems.worker_process import WorkerProcess
 
 
 class Peer(System):
-    """Answers from a process, which has told its facts."""
+    """Answers from a process with known facts."""
 
     process: WorkerProcess
 

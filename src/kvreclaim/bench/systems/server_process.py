@@ -25,7 +25,7 @@ WAIT_S = 0.2
 class ServerProcess:
     """One server on this machine. Its log is a temporary file, kept if the server fails.
 
-    name: for people; command: starts it on `port`
+    name: for messages; command: starts it on `port`
     """
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], port: int) -> None:
@@ -42,12 +42,12 @@ class ServerProcess:
         os.close(handle)
 
     def wait(self) -> None:
-        """Until it is healthy. Raises: SkipPoint."""
+        """Wait until it is healthy. Raises: SkipPoint."""
         deadline = monotonic() + START_TIMEOUT_S
         pause = Event()
         while monotonic() < deadline:
             if self.process.poll() is not None:
-                raise SkipPoint(f"`{self.name}` ended ({self._last_words()})")
+                raise SkipPoint(f"`{self.name}` ended ({self._log_tail()})")
             try:
                 with urlopen(f"{self.url}/health", timeout=5):
                     return
@@ -56,7 +56,7 @@ class ServerProcess:
         raise SkipPoint(f"`{self.name}` was not healthy in {START_TIMEOUT_S:.0f} s; its log is {self.log}")
 
     def close(self) -> None:
-        """End it and what it has started."""
+        """End it and its child processes."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
@@ -67,13 +67,13 @@ class ServerProcess:
         if self.process.returncode == 0:
             self.log.unlink(missing_ok=True)
 
-    def _last_words(self) -> str:
+    def _log_tail(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return f"exit code {self.process.poll()}, log {self.log}: {lines[-1][:200] if lines else 'empty'}"
 
 
 def free_port() -> int:
-    """One that no other socket is given for a minute; servers take it when their model is loaded."""
+    """Return a port that no other socket gets for a minute; servers bind it once their model is loaded."""
     with socket.create_server((HOST, 0)) as listener:
         port = int(listener.getsockname()[1])
         with socket.create_connection((HOST, port)) as client:

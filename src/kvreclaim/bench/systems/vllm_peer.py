@@ -27,7 +27,7 @@ START_TIMEOUT_S = 600.0
 
 
 class VllmProcess(WorkerProcess):
-    """plugin: whether vLLM loads kvreclaim's plugin; compression wants the option, too"""
+    """plugin: whether vLLM loads kvreclaim's plugin; compression also needs the option"""
 
     engine, worker = "vLLM", "vllm_worker:Worker"
     option, target = "--vllm-python", "vllm-env"
@@ -37,7 +37,7 @@ class VllmProcess(WorkerProcess):
         super().__init__(python, environment(python, threads, pool_bytes) | plugins)
 
     def load(self, setup: SystemSetup, *, max_num_seqs: int, **options: Any) -> Row:
-        """Start the engine, eager where not said. options: vLLM's own. Returns: its facts."""
+        """Start the engine, eager by default. options: vLLM's own. Returns: its facts."""
         usual = {"model": str(setup.model), "dtype": setup.dtype, "enforce_eager": True}
         usual |= {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max(CHUNK, max_num_seqs)}
         self.facts = self.ask("load", timeout_s=START_TIMEOUT_S, **usual | options)
@@ -48,15 +48,14 @@ class VllmProcess(WorkerProcess):
         return {name: str(value) for name, value in self.facts.items() if name.startswith("vllm")}
 
     def serve(self, batch: int, context: int, max_tokens: int) -> Row:
-        """Random prompts to their ends, all sent at once; the same at every call."""
+        """Serve random prompts to their ends, all sent at once; equal at every call."""
         prompts = random_prompts(batch, context, self.facts["vocab_size"], seed=11)
         return self.ask("serve", prompts=prompts, max_tokens=max_tokens)
 
 
 def environment(python: Path, threads: int, pool_bytes: int) -> dict[str, str]:
-    """This process's own, with threads unbound as ours are; Intel's OpenMP preloaded, as vLLM advises, where
-    the environment has it and it helps: with one thread it costs a fifth. Nothing that would ask for
-    compression."""
+    """Return this process's environment, with threads unbound as ours are; Intel's OpenMP preloaded, as vLLM
+    advises, if installed and useful: with one thread it costs a fifth. Never enables compression."""
     openmp = python.absolute().parent.parent / "lib" / "libiomp5.so"
     inherited = {name: value for name, value in os.environ.items() if name != "KVRECLAIM_VLLM"}
     return inherited | {
@@ -107,7 +106,7 @@ class Vllm(Peer):
         return self.process.versions()
 
     def new_bytes(self, point: Point) -> int:
-        """Pages of the pool are taken when they are first written and then stay."""
+        """Pages of the pool are allocated at their first write and then stay."""
         needed = point.batch * (blocks_for(point.max_len, BLOCK_SIZE) + 1) * self.block_bytes
         return max(0, needed - self.touched)
 
@@ -117,7 +116,7 @@ class Vllm(Peer):
 
 
 class VllmSession(PeerSession):
-    """Requests of which every step computes one token."""
+    """Requests that compute one token in every step."""
 
     def __init__(self, process: WorkerProcess, point: Point) -> None:
         super().__init__(process, point)

@@ -26,8 +26,8 @@ SAMPLE_S = 0.5
 class VllmServer(ServerProcess):
     """One server on a free port of this machine.
 
-    options: of `vllm serve`, without the two dashes; None: a flag, which has no value
-    Raises: SkipPoint where it does not come up.
+    options: of `vllm serve`, without the two dashes; None: a flag without a value
+    Raises: SkipPoint if it does not start.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class VllmServer(ServerProcess):
         return found
 
     def bench(self, arguments: Sequence[str]) -> Row:
-        """Run `vllm bench serve` to its end: what --save-result has written. Raises: SkipPoint."""
+        """Run `vllm bench serve` to its end. Returns: the file of --save-result. Raises: SkipPoint."""
         with tempfile.TemporaryDirectory() as folder:
             command = [*self._command, "bench", "serve", "--model", NAME, "--tokenizer", str(self.model)]
             command += ["--base-url", self.url, "--disable-tqdm", *arguments]
@@ -88,8 +88,8 @@ class VllmServer(ServerProcess):
 
 
 class Gauges:
-    """Reads gauges of a server twice a second while its block runs. values: by name, of moments at which a
-    request ran."""
+    """Reads gauges of a server twice a second during its block. values: by name, at moments with a running
+    request."""
 
     def __init__(self, server: VllmServer, running: str, names: Sequence[str]) -> None:
         self.server, self.running, self.names = server, running, names

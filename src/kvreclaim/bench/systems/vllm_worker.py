@@ -26,11 +26,11 @@ Prompts = list[list[int]]
 
 
 class Worker:
-    """Holds one vLLM engine and the requests of the point that is open."""
+    """Holds one vLLM engine and the requests of the open point."""
 
     def load(self, forced: bool = False, **options: Any) -> Answer:
         """Start the engine with vLLM's own options. Answers versions, threads, the pool, whether our plugin
-        was loaded and what schedules. forced: requests can be made to say given tokens, see score."""
+        was loaded, and the scheduler. forced: requests can be forced to generate given tokens, see score."""
         from vllm import LLM
 
         if forced:
@@ -76,7 +76,7 @@ class Worker:
             self._step()
 
     def run(self, *, steps: int) -> Answer:
-        """Time some steps. Answers seconds, and tokens that came."""
+        """Time some steps. Answers seconds and tokens."""
         before = sum(self.count.values())
         started = time.perf_counter()
         for _ in range(steps):
@@ -85,14 +85,14 @@ class Worker:
         return {"elapsed_s": elapsed_s, "tokens": sum(self.count.values()) - before}
 
     def _step(self) -> list[Any]:
-        """One step; the outputs of requests that got a token, their tokens so far counted."""
+        """Run one step. Returns: outputs of requests that got a token, with their counts."""
         outputs: list[Any] = self.engine.step()
         for output in outputs:
             self.count[output.request_id] = len(output.outputs[0].token_ids)
         return outputs
 
     def close(self) -> Answer:
-        """Abort what is left of the point and forget every cached prefix."""
+        """Abort the point's remaining requests and reset the prefix cache."""
         self.engine.abort_request(self.names)
         while self.engine.has_unfinished_requests():
             self.engine.step()
@@ -110,9 +110,9 @@ class Worker:
         return {"tokens": [outputs[i] for i in range(len(prompts))]}
 
     def serve(self, *, prompts: Prompts, max_tokens: int) -> Answer:
-        """All requests to their ends in the pool. Answers, step by step, seconds since the start, requests
-        that run and wait, blocks in use; of all: seconds of wall and processor, preemptions, a digest of the
-        tokens, what compression and drafts did."""
+        """Serve all requests to their ends in the pool. Answers, step by step, seconds since the start,
+        running and waiting requests, blocks in use; overall: seconds of wall and processor, preemptions, a
+        digest of the tokens, and figures of compression and drafts."""
         log = _ServeLog(self.scheduler)
         self.count = {}
         tokens: dict[str, Any] = {}
@@ -132,8 +132,8 @@ class Worker:
         return {"elapsed_s": elapsed_s, "cpu_s": cpu_s, "digest": digest, **log.stop()}
 
     def score(self, *, prompts: Prompts, continuations: Prompts, settings: Any) -> Answer:
-        """Score given continuations: the most likely ids, and log-probabilities of
-        the tokens given; and the most blocks that a request holds at its end. settings: of compression."""
+        """Score given continuations: the most likely ids, log-probabilities of the given tokens, and the most
+        blocks of a request at its end. settings: of compression."""
         from vllm import SamplingParams
 
         tables = self.scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
@@ -152,11 +152,11 @@ class Worker:
                 if output.finished:
                     outputs[output.request_id] = output.outputs[0]
         self.engine.reset_prefix_cache()
-        said = [outputs[str(i)] for i in range(len(prompts))]
-        best = [[_best_of(at) for at in output.logprobs] for output in said]
+        results = [outputs[str(i)] for i in range(len(prompts))]
+        best = [[_best_of(at) for at in output.logprobs] for output in results]
         given = [
             [at[token].logprob for at, token in zip(output.logprobs, tokens, strict=True)]
-            for output, tokens in zip(said, continuations, strict=True)
+            for output, tokens in zip(results, continuations, strict=True)
         ]
         return {"predicted": best, "logprobs": given, "blocks": max(held.values())}
 
@@ -183,7 +183,7 @@ class Worker:
 
     @contextmanager
     def synthetic_prefill(self) -> Iterator[None]:
-        """While it lasts, steps that hold more than decodes store random keys and values, nothing else."""
+        """Replace steps with prefill by storing random keys and values during the block."""
         from vllm.forward_context import get_forward_context
 
         runner = self.runner
@@ -212,12 +212,12 @@ class Worker:
 
 
 def _best_of(logprobs: Any) -> int:
-    """The likeliest token of a place."""
+    """The likeliest token of a position."""
     return next(token for token, each in logprobs.items() if each.rank == 1)
 
 
 def _forced_processor() -> type:
-    """A logits processor that makes a request say the tokens of extra_args["forced"]."""
+    """A logits processor that forces the tokens of extra_args["forced"]."""
     from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
     class Forced(AdapterLogitsProcessor):
@@ -240,7 +240,7 @@ def _forced_processor() -> type:
 
 
 class _ServeLog:
-    """Records what the scheduler and the pool do in each step."""
+    """Records the scheduler's and the pool's work in each step."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
@@ -264,13 +264,13 @@ class _ServeLog:
         return self.preempt(*args, **kwargs)
 
     def _verified(self, stats: Any, num_draft_tokens: int, num_accepted_tokens: int, **more: Any) -> Any:
-        """Drafts of one request that a step has verified."""
+        """Count drafts of one request that a step has verified."""
         self.drafted += num_draft_tokens
         self.accepted += num_accepted_tokens
         return self.verify(stats, num_draft_tokens, num_accepted_tokens, **more)
 
     def _watched(self, *args: Any, **kwargs: Any) -> Any:
-        """The scheduler's own answer; notes the most blocks that a request has after a compression of it."""
+        """Return the scheduler's own result; record the most blocks of a request after its compression."""
         output = self.schedule(*args, **kwargs)
         message = getattr(output, "kvreclaim", None)
         for done in message.passes if message else ():
@@ -278,8 +278,8 @@ class _ServeLog:
         return output
 
     def note(self, at_s: float) -> None:
-        """One step is over. A request that has more than its first token was scheduled, and so compressed if
-        due, after its prompt was complete."""
+        """Record the end of a step. A request with more than its first token was scheduled, and so compressed
+        if due, after its prompt was complete."""
         self.steps["at_s"].append(at_s)
         self.steps["running"].append(len(self.scheduler.running))
         self.steps["waiting"].append(len(self.scheduler.waiting))
@@ -290,8 +290,8 @@ class _ServeLog:
                 self.decoding = max(self.decoding, held)
 
     def stop(self) -> Answer:
-        """The record. decoding, after_pass: most blocks of one request while it decodes, and after a pass;
-        answers: steps that gave a request tokens, of all requests."""
+        """Return the record. decoding, after_pass: most blocks of one request while it decodes, and after a
+        pass; answers: steps that gave a request tokens, of all requests."""
         del self.scheduler._preempt_request, self.scheduler.schedule, self.scheduler.make_spec_decoding_stats
         done = {name: value - self.before[name] for name, value in self._totals().items()}
         left = self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks()

@@ -1,8 +1,8 @@
-"""A script for the interpreter of a peer's environment: `worker_loop.py MODULE:CLASS`, a module beside it
-and its class, whose methods are the commands.
+"""A script for the interpreter of a peer's environment: `worker_loop.py MODULE:CLASS`, a module in this
+folder and its class, with the commands as methods.
 
-One JSON object per line: commands on standard input, answers on a private copy of standard output (what the
-peer prints goes to standard error). Imports nothing of kvreclaim.
+One JSON object per line: commands on standard input, answers on a private copy of standard output (the peer's
+output goes to standard error). Imports nothing of kvreclaim.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A peer in a process and an environment of its own, which is told what to do one JSON object a line."""
+"""A peer in its own process and environment, controlled by one JSON object per line."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ LOOP = Path(__file__).with_name("worker_loop.py")
 class WorkerProcess:
     """Sends commands and waits for answers. Its log is a temporary file.
 
-    engine: its name for people; worker: what worker_loop.py is given; option: that names its interpreter,
-    made by `make TARGET`
+    engine: its name for messages; worker: argument of worker_loop.py; option: sets its interpreter, made by
+    `make TARGET`
     """
 
     engine: str
@@ -52,7 +52,7 @@ class WorkerProcess:
         os.close(handle)
 
     def ask(self, command: str, *, timeout_s: float = ANSWER_TIMEOUT_S, **arguments: Any) -> Row:
-        """The answer. Raises: SkipPoint with the engine's own error, or when it died or took too long."""
+        """Run a command. Raises: SkipPoint with the engine's own error, or when it died or took too long."""
         assert self.process.stdin is not None, "standard input is a pipe"
         try:
             self.process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
@@ -60,7 +60,7 @@ class WorkerProcess:
             answer: Row = json.loads(self._line(timeout_s))
         except (BrokenPipeError, json.JSONDecodeError) as error:
             self.close()
-            raise SkipPoint(f"{self.engine}'s process ended ({self._last_words()})") from error
+            raise SkipPoint(f"{self.engine}'s process ended ({self._log_tail()})") from error
         if "error" in answer:
             raise SkipPoint(f"{self.engine} failed: {answer['error']}")
         return answer
@@ -77,7 +77,7 @@ class WorkerProcess:
         self.process.kill()
         raise SkipPoint(f"{self.engine} gave no answer in {timeout_s:.0f} s")
 
-    def _last_words(self) -> str:
+    def _log_tail(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         last = lines[-1][:200] if lines else "empty"
         return f"exit code {self.process.poll()}, log {self.log}: {last}"

@@ -21,7 +21,7 @@ from kvreclaim.ops.blocks_io import bytes_per_block, read_blocks
 from kvreclaim.ops.cell_tables import CellTable
 from kvreclaim.ops.cells import blocks_of
 from kvreclaim.ops.kv_cache import KVCache
-from kvreclaim.schedule.budget.account import Account
+from kvreclaim.schedule.budget.account import EvictionCounters
 from kvreclaim.tiers.host import HostSlots
 
 HOST = torch.device("cpu")
@@ -49,7 +49,7 @@ class Image:
     logical_len: int
     physical_len: int
     exact_len: int
-    account: Account
+    account: EvictionCounters
     state: CompressionState
     aside: SideState
     blocks: Tensor

@@ -18,7 +18,7 @@ from kvreclaim.ops.blocks_io import bytes_per_block
 from kvreclaim.ops.cell_tables import CellTable
 from kvreclaim.ops.head_rows import HeadRows
 from kvreclaim.ops.kv_cache import KVCache
-from kvreclaim.schedule.budget.account import Account
+from kvreclaim.schedule.budget.account import EvictionCounters
 from kvreclaim.schedule.snapshot_key import SnapshotKey
 
 KIND = "compressed"
@@ -98,7 +98,7 @@ class _Reading:
         assert blocks is not None, "just looked at"
         recurrent = self._of("recurrent", torch.uint8, (self.state_bytes,))
         _require((recurrent is None) == (not self.state_bytes), "recurrent state")
-        account = Account(**{name: int(value) for name, value in facts["account"].items()})
+        account = EvictionCounters(**{name: int(value) for name, value in facts["account"].items()})
         return Image(
             logical,
             physical,

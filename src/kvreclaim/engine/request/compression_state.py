@@ -12,7 +12,7 @@ from kvreclaim.ops.head_rows import HeadRows
 
 @dataclass(slots=True, eq=False)
 class CompressionState:
-    """State of an eviction method for one sequence between two passes, besides its Account.
+    """State of an eviction method for one sequence between two passes, besides its EvictionCounters.
 
     slot_positions: [L, K, slots] int32 logical positions, only for models with sliding windows
     cells:          where each head's tokens lie, only where heads keep unequal numbers

@@ -33,7 +33,7 @@ from kvreclaim.engine.sampling.thinking import ThinkTracker
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.sampling_params import SamplingParams
-from kvreclaim.schedule.budget.account import Account
+from kvreclaim.schedule.budget.account import EvictionCounters
 
 if TYPE_CHECKING:
     from kvreclaim.engine.sampling.grammar import Matcher
@@ -212,7 +212,7 @@ class Beams:
     search: BeamSearch
     rows: dict[int, torch.Tensor] = field(default_factory=dict)
     begun: bool = False
-    spent: Account = field(default_factory=Account)
+    spent: EvictionCounters = field(default_factory=EvictionCounters)
     rounded: int = 0
     peak_blocks: int = 0
     answer_blocks: int = 0

@@ -1,4 +1,4 @@
-"""RULER's rows, made by the scripts of `nvidia-long-context-eval` when they are needed."""
+"""RULER's rows, made on demand by the scripts of `nvidia-long-context-eval`."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ FEWEST_ROWS = 16
 NUM_QA_SEEDS = 10
 """Both question files hold at least this many times PUBLISHED_ROWS questions."""
 ROWS = "validation.jsonl"
-"""The name that the scripts give the file; its folder is there before it."""
+"""The scripts' file name; its folder must exist."""
 TIMED_OUT = "Timeout ("
-"""What faulthandler writes when scripts.LIMIT_S are over."""
+"""faulthandler's message after scripts.LIMIT_S."""
 PUNKT = "tokenizers/punkt_tab/english"
 PUNKT_FILES = ("abbrev_types.txt", "collocations.tab", "ortho_context.tab", "sent_starters.txt")
 
 
 @dataclass(frozen=True, slots=True)
 class RulerRow:
-    """One row in its parts, whose texts follow each other without a gap.
+    """One row in its parts, consecutive texts.
 
     answer_prefix: the beginning of the answer, which the model continues
-    answers:       what it must contain
+    answers:       strings that the answer must contain
     """
 
     document: str
@@ -51,7 +51,7 @@ class RulerRow:
 
 
 def has_punkt() -> bool:
-    """Whether nltk's sentence data is here. Without it nltk splits by the same rules, but knows no
+    """Whether nltk's sentence data is installed. Without it nltk splits by the same rules, but knows no
     abbreviations."""
     import nltk
 
@@ -64,7 +64,7 @@ def has_punkt() -> bool:
 
 @dataclass(eq=False)
 class RulerRows:
-    """Rows of some tasks for one tokenizer. One process makes those of all tasks.
+    """Rows of some tasks for one tokenizer. One process makes the rows of all tasks.
 
     num_tokens: of a row and its answer, as the scripts count: without the chat template
     """
@@ -75,7 +75,7 @@ class RulerRows:
     _rows: dict[tuple[str, int], list[RulerRow]] = field(default_factory=dict, init=False)
 
     def row(self, name: str, seed: int, index: int) -> RulerRow:
-        """Row `index` of a seed; seed 0 is the published one. Raises: InvalidArgumentError."""
+        """Return row `index` of a seed; seed 0 is the published one. Raises: InvalidArgumentError."""
         if index >= len(self._rows.get((name, seed), ())):
             count = FEWEST_ROWS
             while count <= index:
@@ -84,8 +84,7 @@ class RulerRows:
         return self._rows[name, seed][index]
 
     def _make(self, seed: int, count: int) -> None:
-        """Make what no earlier run has made; the user's cache directory keeps each task's rows once they are
-        complete."""
+        """Make the missing rows; the user's cache directory keeps each task's complete rows."""
         ruler_home().mkdir(parents=True, exist_ok=True)
         with temporary_directory(ruler_home(), "ruler") as folder:
             self.tokenizer.save_pretrained(folder)
@@ -111,7 +110,7 @@ class RulerRows:
             self._rows[name, seed] = [_parts(published_tasks()[name], json.loads(line)) for line in lines]
 
     def _options(self, name: str, seed: int, count: int) -> dict[str, Any]:
-        """What the package's prepare.py gives the script, with its template for models without one."""
+        """Script options as in the package's prepare.py, with its template for models without one."""
         task = published_tasks()[name]
         options = {
             "max_seq_length": self.num_tokens,
@@ -147,9 +146,9 @@ def _command(folder: Path, name: str, options: dict[str, Any]) -> list[str]:
 
 def _run(folder: Path, commands: Mapping[str, Sequence[str]], what: str, errors: IO[str]) -> Iterator[str]:
     """Run the scripts one after another, with a line of progress for each, and yield the name of each that
-    has ended well.
+    has succeeded.
 
-    what: the rows that each makes, for the progress; errors: gets what the scripts print
+    what: the rows that each makes, for the progress; errors: receives the scripts' output
     """
     if not commands:
         return
@@ -173,12 +172,12 @@ def _run(folder: Path, commands: Mapping[str, Sequence[str]], what: str, errors:
                     return
                 yield name
         finally:
-            process.kill()  # what it had left to do is lost when the caller stops early
+            process.kill()  # unfinished scripts are lost when the caller stops early
 
 
 def _parts(task: dict[str, Any], row: dict[str, Any]) -> RulerRow:
-    """The row cut before its question and before the beginning of the answer. The scripts write "is" for
-    "are all" where one answer is asked."""
+    """Split a row before its question and before the answer's beginning. The scripts write "is" for "are all"
+    if there is one answer."""
     text: str = row["input"]
     question = task["template"].partition("{context}")[2].partition("{")[0].lstrip()
     first = max(text.rfind(question), text.rfind(question.replace("are all", "is")))

@@ -1,8 +1,8 @@
 """Runs RULER's scripts one after another: `python -m kvreclaim.eval.ruler.scripts < command_lines.json`.
 
 They read sys.argv and seed global random numbers, so they need a process of their own. One process runs them
-all, because importing transformers takes longer than their work. It prints a line after each; what the
-scripts print goes to stderr.
+all, because importing transformers takes longer than their work. It prints a line after each; the scripts'
+output goes to stderr.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 LIMIT_S = 600
-"""A script that finds no row short enough tries for ever."""
+"""Timeout in seconds: a script that finds no row short enough never ends."""
 
 
 def main() -> None:

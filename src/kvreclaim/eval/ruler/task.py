@@ -21,7 +21,7 @@ class RulerTask(PlainTask):
     """One task of RULER. The row is the user's turn, and the model continues the beginning of the answer.
 
     known: the question is in the cache when it is compressed; else the document is compressed alone
-    kind:  RULER's script, by which it scores
+    kind:  RULER's script, which defines the scoring
     Source: arXiv 2404.06654. Scored by the package's own rules; a point is the share of a row's answers.
     """
 
@@ -68,8 +68,8 @@ class RulerTask(PlainTask):
 
 
 def ruler_tasks(names: Sequence[str], llm: LLM, options: TaskOptions) -> dict[str, RulerTask]:
-    """The tasks of RULER among the names, by name; all share one maker of rows. Raises:
-    InvalidArgumentError where the rows don't fit."""
+    """Return the tasks of RULER among the names; all share one maker of rows. Raises: InvalidArgumentError if
+    the rows don't fit."""
     wanted = {name: name.partition(":")[2] for name in names if name.startswith(f"{RULER}:")}
     if not wanted:
         return {}

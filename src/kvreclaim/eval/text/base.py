@@ -18,7 +18,7 @@ END_OF_THOUGHT = "</think>"
 class TextTask(PlainTask):
     """Prompts of at most num_tokens - max_new_tokens tokens. A subclass writes and marks them.
 
-    max_new_tokens: of the answer; an answer cut off by it is marked as it stands
+    max_new_tokens: of the answer; a truncated answer is marked as it is
     """
 
     encode: Encoder
@@ -61,17 +61,16 @@ class TextTask(PlainTask):
 
     @abstractmethod
     def write(self, rng: random.Random, index: int, num_sentences: int) -> ProseQuestion:
-        """The prompt of this example with so much filler; the rest of it must not depend on the filler."""
+        """Write the example's prompt with this much filler; other parts must not depend on it."""
 
     @abstractmethod
     def mark(self, question: ProseQuestion, text: str) -> list[bool]:
         """Mark which parts of the answer are in the text."""
 
     def extra(self, question: ProseQuestion, text: str) -> Mapping[str, float]:
-        """Further figures."""
         return {}
 
 
 def final_part(text: str) -> str:
-    """The answer after a reasoning model's thoughts; all of it if there are none."""
+    """Return the answer after a reasoning model's thoughts; all of it if there are none."""
     return text.rpartition(END_OF_THOUGHT)[2]

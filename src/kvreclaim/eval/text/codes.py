@@ -1,4 +1,4 @@
-"""Recall: codes of things, said once each among distractors that differ in one word."""
+"""Recall: codes of things, each given once among distractors that differ in one word."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvreclaim.eval.text.prose import ProseQuestion, framed, spread
 COLOURS = ("red", "blue", "green", "yellow", "white", "black", "brown", "grey", "orange", "purple")
 THINGS = ("lighthouse", "windmill", "tower", "bridge", "cabin", "chapel", "barn", "mill", "gate", "cellar")
 ZONES = ((0.0, 0.1), (0.45, 0.55), (0.9, 1.0))
-"""Depths of the asked fact: start, middle and end of the prompt, in turn."""
+"""Depths of the queried fact: start, middle and end of the prompt, in turn."""
 HEAD = "Read the text. It mentions access codes; remember them.\n\n"
 _CODE = re.compile(r"\d+")
 
@@ -31,9 +31,9 @@ def fact_text(name: str, code: str) -> str:
 
 @dataclass(frozen=True)
 class TextRecall(TextTask):
-    """One fact is asked; it stands at the start, in the middle or at the end of the prompt, by turns.
+    """One fact is queried; it is at the start, in the middle or at the end of the prompt, in turn.
 
-    Right if the first number of the answer is the code. Distractors: num_facts - 1 codes of other things.
+    Correct if the first number of the answer is the code. Distractors: num_facts - 1 codes of other things.
     """
 
     num_facts: int = 12
@@ -55,7 +55,7 @@ class TextRecall(TextTask):
 
 @dataclass(frozen=True)
 class TextMultiQuery(TextTask):
-    """Several of many facts are asked at once. A part is right if the answer holds its code (RULER's
+    """Several of many facts are queried at once. A part is correct if the answer contains its code (RULER's
     string match, arXiv 2404.06654)."""
 
     num_facts: int = 16
@@ -66,12 +66,12 @@ class TextMultiQuery(TextTask):
         facts = draw_facts(rng, self.num_facts)
         depths = [rng.random() for _ in facts]
         story, places = spread(rng, [fact_text(*fact) for fact in facts], depths, num_sentences)
-        asked = facts[: self.num_asked]
-        names = "; ".join(name for name, _ in asked)
+        queries = facts[: self.num_asked]
+        names = "; ".join(name for name, _ in queries)
         tail = f"\n\nWhat are the access codes of these: {names}? Answer with one line `name: code` for each."
         text, evidence = framed(HEAD, story, tail, places[: self.num_asked])
-        return ProseQuestion(text, tuple(code for _, code in asked), evidence)
+        return ProseQuestion(text, tuple(code for _, code in queries), evidence)
 
     def mark(self, question: ProseQuestion, text: str) -> list[bool]:
-        said = set(_CODE.findall(text))
-        return [code in said for code in question.answer]
+        found = set(_CODE.findall(text))
+        return [code in found for code in question.answer]

@@ -1,6 +1,6 @@
-"""Text tasks whose answers are given (teacher forcing): a passage with facts in it, then questions and their
-answers, each token of an answer a verdict. No chat template and no parsing: any language model can be asked,
-and an early error spoils no later verdict."""
+"""Text tasks with given answers (teacher forcing): a passage with facts in it, then questions and their
+answers, each token of an answer a verdict. Needs no chat template and no parsing, so it works for any
+language model, and an early error affects no later verdict."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ HEAD = "Read these texts. Access codes are told in them.\n\n"
 class Quiz:
     """The questions of one example.
 
-    facts:     sentences; each stands at a random place of the passage, or all at one place, together
-    questions: (text before the answer, answer, which fact holds it), in the order of asking
+    facts:     sentences, at random places of the passage, or all at one place, together
+    questions: (text before the answer, answer, index of the fact that holds it), in order
     """
 
     facts: Sequence[str]
@@ -43,11 +43,10 @@ class Verdict:
 class ForcedTask(PlainTask):
     """Sequences of exactly num_tokens tokens. A subclass writes the quiz.
 
-    known: the first question already stands at the prompt's end, and its answer alone is judged, but for its
-           first token, which the prompt's last row says before any compression; else all questions come
-           behind the prompt
-    num_chunks: the passage is made of so many documents, with facts dealt to them, behind a head; the first
-           question stands at the prompt's end, and all of its answer is judged
+    known: the first question is at the prompt's end, and only its answer is judged, without its first token,
+           which the prompt's last row predicts before any compression; else all questions follow the prompt
+    num_chunks: the passage consists of this many documents, with facts dealt to them, after a head; the first
+           question is at the prompt's end, and all of its answer is judged
     """
 
     tokenizer: Tokenizer
@@ -67,25 +66,24 @@ class ForcedTask(PlainTask):
 
     @property
     def name(self) -> str:
-        """The task's name in the report."""
         return f"{self.kind}:known" if self.known else f"{self.kind}:chunks" if self.num_chunks else self.kind
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        told = {"dialect": "text", "passages": self.passages.digest, "num_tokens": self.num_tokens}
-        return told | ({"num_chunks": self.num_chunks} if self.num_chunks else {})
+        fields = {"dialect": "text", "passages": self.passages.digest, "num_tokens": self.num_tokens}
+        return fields | ({"num_chunks": self.num_chunks} if self.num_chunks else {})
 
     @property
-    def asks_first(self) -> bool:
-        """Whether the first question stands in the prompt, and is the only one."""
+    def has_one_question(self) -> bool:
+        """Whether the first question is part of the prompt, and the only one."""
         return self.known or self.num_chunks > 0
 
     def item(self, seed: int, index: int) -> Item:
         rng = random.Random(f"{self.kind}:{seed}:{index}")
         quiz = self.write(rng)
-        questions = quiz.questions[:1] if self.asks_first else quiz.questions
-        asked = [self._answer(head, answer) for head, answer, _ in questions]
-        tail, continuation, judged = self._lay_out(asked)
+        questions = quiz.questions[:1] if self.has_one_question else quiz.questions
+        encoded = [self._answer(head, answer) for head, answer, _ in questions]
+        tail, continuation, judged = self._lay_out(encoded)
         facts = [self._encode(fact) for fact in quiz.facts]
         room = self._room(facts, len(tail) + len(continuation))
         prefix = [*self.passages.prefix, *(self._encode(HEAD) if self.num_chunks else ())]
@@ -116,8 +114,8 @@ class ForcedTask(PlainTask):
     def _documents(
         self, rng: random.Random, number: int, room: int, facts: Sequence[list[int]], first: int
     ) -> tuple[list[int], list[int], tuple[tuple[int, int], ...]]:
-        """Tokens of all documents, where each fact stands among them, and where in the prompt, whose first
-        document begins at `first`, each document does."""
+        """Return the tokens of all documents, the start of each fact in them, and the span of each document
+        in the prompt; the first one begins at `first`."""
         dealt = [rng.randrange(self.num_chunks) for _ in facts]
         body: list[int] = []
         starts, spans = [0] * len(facts), []
@@ -136,20 +134,20 @@ class ForcedTask(PlainTask):
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _answer(self, head: str, answer: str) -> tuple[list[int], list[int]]:
-        """Tokens of a question and of its answer, cut where the tokenizer cuts the whole line."""
+        """Tokens of a question and of its answer, split where the tokenizer splits the whole line."""
         before, line = self._encode(head), self._encode(head + answer)
         cut = next((i for i, (a, b) in enumerate(zip(before, line, strict=False)) if a != b), len(before))
         return line[:cut], line[cut:]
 
     def _lay_out(
-        self, asked: Sequence[tuple[list[int], list[int]]]
+        self, encoded: Sequence[tuple[list[int], list[int]]]
     ) -> tuple[list[int], tuple[int, ...], list[tuple[int, int]]]:
-        """The prompt's tail, the continuation, and (place in it, question) of each judged token."""
+        """Return the prompt's tail, the continuation, and (position in it, question) of each judged token."""
         tail: list[int] = []
         continuation: list[int] = []
         judged: list[tuple[int, int]] = []
-        for number, (head, answer) in enumerate(asked):
-            if self.asks_first:
+        for number, (head, answer) in enumerate(encoded):
+            if self.has_one_question:
                 tail += head
             else:
                 continuation += head
@@ -158,10 +156,10 @@ class ForcedTask(PlainTask):
             continuation += answer
         return tail, tuple(continuation), judged
 
-    def _room(self, facts: Sequence[list[int]], num_asked: int) -> int:
-        """Tokens of the passage. Raises: InvalidArgumentError where facts and questions leave too few."""
+    def _room(self, facts: Sequence[list[int]], num_quiz: int) -> int:
+        """Tokens of the passage. Raises: InvalidArgumentError if facts and questions leave too few."""
         head = len(self._encode(HEAD)) if self.num_chunks else 0
-        room = self.num_tokens - num_asked - len(self.passages.prefix) - head - sum(map(len, facts))
+        room = self.num_tokens - num_quiz - len(self.passages.prefix) - head - sum(map(len, facts))
         if room < max(len(facts), self.num_chunks * (len(facts) + 1)):
             raise InvalidArgumentError(
                 f"task {self.name} needs {self.num_tokens - room + len(facts)} tokens without any passage, "

@@ -42,8 +42,8 @@ class ProseQuestion:
     """A prompt with its answer.
 
     text:     the whole prompt
-    answer:   what the task compares with
-    evidence: for each part of the answer, where it stands, as a share of the text
+    answer:   expected parts
+    evidence: position of each part of the answer, as a share of the text
     """
 
     text: str
@@ -53,7 +53,7 @@ class ProseQuestion:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Text to token ids, as one user turn of the tokenizer's chat template where it has one.
+    """Encodes text as one user turn of the tokenizer's chat template if it has one.
 
     system: the system prompt before it; only for tokenizers with a chat template
     """
@@ -72,7 +72,7 @@ class Encoder:
         return self.chat([*system, {"role": "user", "content": text}])
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """A conversation in the chat template, up to where the model answers."""
+        """Render a conversation, up to the model's answer."""
         turns = [dict(message) for message in messages]
         return str(self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
 
@@ -85,18 +85,18 @@ class Encoder:
         )
 
     def tokens(self, rendered: str) -> tuple[int, ...]:
-        """Token ids of what `render` gave, or of its beginning; a template writes special tokens itself."""
+        """Encode the result of `render`, or its beginning; a template writes special tokens itself."""
         return tuple(self.tokenizer.encode(rendered, add_special_tokens=self.identity is None))
 
     @property
     def identity(self) -> str | None:
-        """The template's text: another one makes another prompt."""
+        """The template's text, which determines the prompt."""
         template = getattr(self.tokenizer, "chat_template", None)
         return str(template) if template else None
 
 
 def sentence(rng: random.Random) -> str:
-    """A sentence that answers nothing."""
+    """Make a sentence without facts."""
     return f"{' '.join(map(rng.choice, (_SUBJECTS, _VERBS, _OBJECTS, _ENDINGS)))}."
 
 
@@ -105,7 +105,7 @@ def spread(
 ) -> tuple[str, list[float]]:
     """Put each fact at its depth (0 start, 1 end) among num_sentences of filler.
 
-    Returns: the text, and the place of each fact as a share of the text's characters.
+    Returns: the text, and the position of each fact as a share of the text's characters.
     """
     lines = [(i / max(1, num_sentences), sentence(rng), -1) for i in range(num_sentences)]
     lines += [(depth, fact, i) for i, (fact, depth) in enumerate(zip(facts, depths, strict=True))]
@@ -119,7 +119,7 @@ def spread(
 
 
 def framed(head: str, story: str, tail: str, places: Sequence[float]) -> tuple[str, tuple[float, ...]]:
-    """The whole text, and places in the story as shares of it."""
+    """Return the whole text, and places in the story as shares of it."""
     text = head + story + tail
     return text, tuple((len(head) + place * len(story)) / len(text) for place in places)
 
@@ -127,7 +127,7 @@ def framed(head: str, story: str, tail: str, places: Sequence[float]) -> tuple[s
 def fit(
     write: Callable[[int], ProseQuestion], encode: Encoder, most: int, what: str
 ) -> tuple[ProseQuestion, tuple[int, ...]]:
-    """The longest prompt of at most `most` tokens that write(number of filler sentences) gives.
+    """Return the longest prompt of at most `most` tokens from write(number of filler sentences).
 
     Raises: InvalidArgumentError if the prompt without filler is too long.
     """
@@ -138,7 +138,7 @@ def fit(
     least = len(tokens(0))
     if least > most:
         raise InvalidArgumentError(
-            f"task {what} needs {least} tokens of prompt without any filler, but {most} are left beside the "
+            f"task {what} needs {least} tokens of prompt without any filler, but {most} are left next to the "
             "answer; raise the number of tokens or lower the answer's."
         )
     per_sentence = (len(tokens(16)) - least) / 16

@@ -1,4 +1,4 @@
-"""Variable tracking: which variables hold a value, through chains of assignments."""
+"""Variable tracking: the variables that hold a value, through chains of assignments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAME = re.compile(r"\b[A-Z]{5}\b")
 @dataclass(frozen=True)
 class TextVariableTracking(TextTask):
     """num_chains chains X1 = number, X2 = X1, ... of num_hops assignments each, in order, spread over the
-    prompt; all variables of one chain are asked. A part is right if the answer names the variable.
+    prompt; all variables of one chain are queried. A part is correct if the answer names the variable.
 
     Source: RULER, arXiv 2404.06654 (variable tracking, string match). Evidence: the variable's assignment.
     """
@@ -43,8 +43,8 @@ class TextVariableTracking(TextTask):
         return ProseQuestion(text, tuple(names[:length]), evidence)
 
     def mark(self, question: ProseQuestion, text: str) -> list[bool]:
-        said = set(_NAME.findall(text))
-        return [name in said for name in question.answer]
+        found = set(_NAME.findall(text))
+        return [name in found for name in question.answer]
 
 
 def _draw_names(rng: random.Random, count: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Recursive State Query: a depth-first walk whose stack must be kept in mind."""
+"""Recursive State Query: the stack of a depth-first walk."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class Walk:
 
 @dataclass(frozen=True)
 class TextRSQ(TextTask):
-    """The state after `steps` steps of a depth-first walk; right if the stack is exactly the walk's.
+    """The state after `steps` steps of a depth-first walk; correct if the stack is exactly the walk's.
 
-    The last stack in the answer is the one that counts; an answer without any is wrong. Graphs: a random
-    tree of steps // 2 + 3 nodes, which `steps` steps cannot finish, and half as many further edges.
-    extra: parsed (an answer was found), current and visited (these were right).
+    The last stack in the answer counts; an answer without any is wrong. Graphs: a random tree of steps // 2 +
+    3 nodes, which `steps` steps cannot finish, and half as many further edges.
+    extra: parsed (an answer was found), current and visited (these were correct).
     Source: arXiv 2604.04921, Recursive State Query.
     """
 
@@ -103,7 +103,7 @@ def draw_graph(rng: random.Random, num_nodes: int) -> Graph:
 
 
 def last_list(text: str, name: str) -> str | None:
-    """The last `name = [1, 2]` of a text as "1 2"; None where there is none."""
+    """Return the last `name = [1, 2]` of a text as "1 2"; None if there is none."""
     found = re.findall(_FIELD.format(name), text, re.IGNORECASE)
     return None if not found else " ".join(re.findall(r"\d+", found[-1]))
 

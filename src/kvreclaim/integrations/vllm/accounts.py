@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.integrations.vllm.passes import Counts
-from kvreclaim.schedule import Account, Footprint
+from kvreclaim.schedule import EvictionCounters, Footprint
 from kvreclaim.schedule.budget.ledger import LedgerPool
 
 
@@ -57,7 +57,7 @@ class RequestAccount:
 
     settings: CompressionConfig | None
     footprint: Footprint
-    account: Account = field(default_factory=Account)
+    account: EvictionCounters = field(default_factory=EvictionCounters)
     counts: Counts = field(default_factory=Counts)
 
 

@@ -22,7 +22,7 @@ from kvreclaim.integrations.vllm.passes import StepMessage, Totals
 from kvreclaim.integrations.vllm.speculation import NO_DRAFTS, Drafts
 from kvreclaim.integrations.vllm.watched import query_window
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.schedule import Account, Pass
+from kvreclaim.schedule import EvictionCounters, Pass
 from kvreclaim.schedule.budget.ledger import compress
 
 logger = logging.getLogger("vllm.kvreclaim")
@@ -184,20 +184,21 @@ class Ledger:
         """Its blocks are gone: preempted, finished or aborted. What it has given back stays on record."""
         record = self.records.get(request_id)
         if record is not None:
-            record.account = Account()
+            record.account = EvictionCounters()
         self._lacking.discard(request_id)
 
     def settings_of(self, request: VllmRequest) -> CompressionConfig | None:
         """How the request is compressed; None: not at all."""
         return self._record(request).settings
 
-    def begin(self, request: VllmRequest, account: Account, num_tokens: int, is_prompt: bool) -> None:
+    def begin(
+        self, request: VllmRequest, account: EvictionCounters, num_tokens: int, is_prompt: bool
+    ) -> None:
         """Its cache begins with so many tokens of a snapshot, and this account of them."""
         self._record(request).account = account
         self.totals.snapshot_tokens += num_tokens if is_prompt else request.num_prompt_tokens
 
     def close(self, request_id: str) -> None:
-        """The request is over; its id may be used again."""
         self.records.pop(request_id, None)
 
     def figures(self, request: VllmRequest) -> dict[str, int] | None:

@@ -20,7 +20,7 @@ from typing import Protocol
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.integrations.vllm.accounts import RequestAccount, VllmRequest
 from kvreclaim.integrations.vllm.ledger import Ledger
-from kvreclaim.schedule import Account
+from kvreclaim.schedule import EvictionCounters
 
 LEAST_SWEPT = 64
 """Snapshots that are kept without looking whether their blocks still are."""
@@ -58,7 +58,7 @@ class KVSnapshot:
     number: int
     num_tokens: int
     named: tuple[tuple[int, Hashable], ...]
-    account: Account
+    account: EvictionCounters
     num_prompt: int
 
 
@@ -152,7 +152,7 @@ class KVSnapshots:
         if all_prompt:
             uneven = self.ledger.records[request.request_id].footprint.eviction_method.uneven
             live = found.num_tokens - account.num_evicted
-            account = Account(account.num_evicted, 0 if uneven else live, last_computed=found.num_tokens)
+            account = EvictionCounters(account.num_evicted, 0 if uneven else live, found.num_tokens)
         self.ledger.begin(request, account, found.num_tokens, all_prompt)
         shift = account.num_evicted
         self._news.begun.append(Begun(request.request_id, found.number, found.num_tokens, shift, all_prompt))

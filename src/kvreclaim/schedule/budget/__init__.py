@@ -1,1 +1,1 @@
-"""Slots of one sequence: due points, lengths, slots needed, where survivors go. Integers only."""
+"""Slots of one sequence: due points, lengths, slots needed, positions of survivors. Integers only."""

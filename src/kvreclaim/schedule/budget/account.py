@@ -1,4 +1,4 @@
-"""Counts of what compression did to one sequence."""
+"""Counters of compression for one sequence."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True, eq=False)
-class Account:
-    """Everything but where the tokens lie.
+class EvictionCounters:
+    """What compression has done to one sequence: tokens evicted, blocks freed.
 
     num_evicted:   tokens that each head no longer attends to (equal in every head)
     prompt_slots:  leading live slots that held prompt tokens after the last pass (0 where heads differ)
     last_computed: logical length at the last pass
     blocks_freed, blocks_perfect, compactions: see RequestMetrics
-    inherited_evicted: num_evicted at the fork, which the parent has counted already
-    num_dropped:   of num_evicted, tokens that the caller dropped; dropped_since: of these, since the last
-                   pass
+    inherited_evicted: num_evicted at the fork, already counted by the parent
+    num_dropped:   of num_evicted, tokens dropped by the caller; dropped_since: of these, since the last pass
     """
 
     num_evicted: int = 0
@@ -28,10 +27,10 @@ class Account:
     num_dropped: int = 0
     dropped_since: int = 0
 
-    def fork(self) -> Account:
-        """The child's: same tokens gone, its own counts from zero."""
+    def fork(self) -> EvictionCounters:
+        """Return a child's counters: the same evictions, own counts from zero."""
         gone = self.num_evicted
-        return Account(
+        return EvictionCounters(
             gone,
             self.prompt_slots,
             self.last_computed,
@@ -40,18 +39,18 @@ class Account:
             dropped_since=self.dropped_since,
         )
 
-    def fork_as_prompt(self, *, uneven: bool) -> Account:
-        """The same for a child all of whose tokens so far are its prompt."""
+    def fork_as_prompt(self, *, uneven: bool) -> EvictionCounters:
+        """Return the counters of a child with all tokens so far as its prompt."""
         child = self.fork()
         child.prompt_slots = 0 if uneven else self.last_computed - self.num_evicted + self.dropped_since
         return child
 
     def prompt_now(self, num_computed: int, num_prompt: int) -> int:
-        """Leading live slots that hold prompt tokens, those computed since the last pass included."""
+        """Return the leading live slots with prompt tokens, including those computed since the last pass."""
         since = min(num_prompt, num_computed) - min(num_prompt, self.last_computed)
         return self.prompt_slots + since - self.dropped_since
 
     @property
     def shift(self) -> int:
-        """Position less slot of tokens since the last pass, had none of these been dropped."""
+        """Position minus slot of tokens since the last pass, if none of these had been dropped."""
         return self.num_evicted - self.dropped_since

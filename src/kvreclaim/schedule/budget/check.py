@@ -7,7 +7,7 @@ from kvreclaim.schedule.budget.footprint import Footprint
 
 
 def check_blocks(footprint: Footprint, name: str) -> None:
-    """Raise InvalidArgumentError for a way of compressing that these blocks cannot serve."""
+    """Raise InvalidArgumentError for an eviction method that these blocks cannot serve."""
     size, budget, interval = footprint.block_size, footprint.budget, footprint.interval
     uneven, least = footprint.eviction_method.uneven, footprint.least_budget
     problem = _recall_problem(footprint)
@@ -27,7 +27,7 @@ def check_blocks(footprint: Footprint, name: str) -> None:
 
 
 def _recall_problem(footprint: Footprint) -> str | None:
-    """Why recalled pages do not fit among the blocks of the budget; None where they do."""
+    """Why recalled pages do not fit among the blocks of the budget; None if they do."""
     recall, size = footprint.recall, footprint.block_size
     if recall is None:
         return None
@@ -40,7 +40,7 @@ def _recall_problem(footprint: Footprint) -> str | None:
         )
     if budget - slots <= always:
         return (
-            f"budget is {budget} tokens, but {recall.blocks} recalled blocks of {size} beside {always} sinks "
+            f"budget is {budget} tokens, but {recall.blocks} recalled blocks of {size} with {always} sinks "
             f"and recent tokens leave no place; raise it above {always + slots}, or lower blocks"
         )
     least = max(slots, footprint.recent, footprint.window or 1)

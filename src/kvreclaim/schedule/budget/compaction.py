@@ -1,4 +1,4 @@
-"""Compression passes as values, and where their survivors go: block ids only, no tensor."""
+"""Compression passes as values, with the positions of their survivors: block ids only, no tensors."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 class Pass(Generic[Id]):
     """One compression of one sequence. Lengths in tokens, per layer and KV head.
 
-    source_ids:   blocks that hold the num_tokens live tokens, in table order
-    target_ids:   blocks that hold the `keep` survivors afterwards; may overlap the sources, and so may those
-                  of a later pass: passes are carried out in their order. Where whole
-                  blocks go, only the choice tells which: Scheduler.compressed
+    source_ids:   blocks with the num_tokens live tokens, in table order
+    target_ids:   blocks with the `keep` survivors afterwards; may overlap the sources, also those of a later
+                  pass: passes run in order. For whole blocks, unknown until Scheduler.compressed
     logical_len:  tokens computed so far, evicted ones included: the position of the next query
     prompt_slots: leading live slots that hold prompt tokens (under CELLS: those since the last pass)
     first:        nothing of this sequence has been evicted yet
-    blocks_freed: blocks that went back to the pool, less those taken; as far as known beforehand
+    blocks_freed: blocks returned to the pool, less those taken; as far as known beforehand
     """
 
     seq_id: Id
@@ -37,7 +36,7 @@ class Pass(Generic[Id]):
 
     @property
     def shift(self) -> int:
-        """Logical minus physical length afterwards."""
+        """Logical minus physical length after the pass."""
         return self.logical_len - self.keep
 
 
@@ -50,16 +49,16 @@ def plan_compaction(
     *,
     open_stays: bool = False,
 ) -> CompactionPlan[Id] | None:
-    """Choose ceil(num_tokens / block_size) blocks that may be written.
+    """Choose ceil(num_tokens / block_size) writable blocks.
 
-    Own blocks that nobody else refers to and the index does not know come first, in table order. What
-    is missing is fresh if the pool has all of it; else own indexed blocks are stripped, from the end
-    of the table (the head of the chain stays hittable), and only the remainder is fresh.
+    Own blocks that are unshared and not indexed come first, in table order. Missing ones are fresh if the
+    pool has all of them; otherwise own indexed blocks are stripped, from the end of the table (the head of
+    the chain stays hittable), and only the remainder is fresh.
 
-    open_stays: the last block is not full, and stays what it is, the last one: nothing in it moves
+    open_stays: the last block is not full, and stays last and unchanged
 
-    Returns: the plan, with its targets in the order of the old table (a fresh block stands where the
-    first block that could not be used stood); None if there are too few blocks.
+    Returns: the plan, with its targets in the order of the old table (a fresh block replaces the first block
+    that could not be used); None if there are too few blocks.
     """
     blocks = [block for block in table.block_ids if block is not None]
     assert len(blocks) == len(table.block_ids), f"sequence {seq_id}: holes in its table {table.block_ids}"
@@ -78,7 +77,7 @@ def plan_compaction(
 def _choose(
     blocks: list[int], table: TableState, needed: int, num_free: int
 ) -> tuple[tuple[int | None, ...], tuple[int, ...]] | None:
-    """Targets and those of them to strip, of the leading blocks of a table; None if there are too few."""
+    """Return targets and blocks to strip, of the leading blocks of a table; None if there are too few."""
     private = [place for place in range(len(blocks)) if table.ref_counts[place] == 1]
     chosen = [place for place in private if not table.indexed[place]][:needed]
     strip: list[int] = []

@@ -1,4 +1,4 @@
-"""Spans of a prompt whose tokens the caller drops, as whole blocks of one sequence. Integers only."""
+"""Dropped spans of a prompt, as whole blocks of one sequence. Integers only."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Drops:
-    """What one request drops, and when.
+    """Dropped tokens of one request, and when they leave.
 
-    spans: ascending, apart from each other, all before `at`
-    at:    prompt tokens behind which they have left the cache: no later token sees them
+    spans: ascending, disjoint, all before `at`
+    at:    prompt length after which no token attends to them
     """
 
     spans: tuple[Span, ...]
     at: int
 
     def num_in_blocks(self, block_size: int) -> int:
-        """Tokens of the blocks that lie wholly within a span of a sequence whose slots are its positions."""
+        """Tokens in blocks wholly within a span, for a sequence with slots equal to positions."""
         return sum(
             max(0, end // block_size - -(-start // block_size)) * block_size for start, end in self.spans
         )
@@ -29,8 +29,7 @@ class Drops:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """What a sequence has dropped. entries: of its table as it was, whose blocks it held; num_tokens: live
-    ones before"""
+    """Result of a drop. entries: dropped entries of the old table; num_tokens: live tokens before"""
 
     seq_id: int
     entries: tuple[int, ...]
@@ -38,7 +37,7 @@ class Drop:
 
 
 def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """The same tokens in as few spans as can be, ascending."""
+    """Merge spans: the same tokens in as few spans as possible, ascending."""
     found: list[Span] = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1]:
@@ -49,7 +48,7 @@ def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def beyond(spans: Sequence[Span], others: Sequence[Span]) -> tuple[Span, ...]:
-    """What is left of spans outside of others, both joined. O(both): a prompt may drop thousands."""
+    """Subtract spans, both joined. O(both): a prompt may drop thousands."""
     left: list[Span] = []
     place = 0
     for start, end in spans:
@@ -67,7 +66,7 @@ def beyond(spans: Sequence[Span], others: Sequence[Span]) -> tuple[Span, ...]:
 
 
 def blocks_within(spans: Iterable[Span], first: int, end: int, shift: int, size: int) -> tuple[int, ...]:
-    """Blocks that lie wholly within a span, of tokens first .. end - 1; token p is in slot p - shift."""
+    """Return the blocks wholly within a span, of tokens first .. end - 1; token p is in slot p - shift."""
     found: list[int] = []
     for start, stop in spans:
         low, high = max(start, first) - shift, min(stop, end) - shift

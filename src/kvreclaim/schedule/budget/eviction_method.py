@@ -1,4 +1,4 @@
-"""Eviction methods: what a policy does to memory."""
+"""Eviction methods: the effect of a policy on memory."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from enum import Enum
 
 
 class EvictionMethod(Enum):
-    """How a policy changes memory. Callers ask the method's attributes, never a policy's name.
+    """A policy's effect on memory. Callers read these attributes, never a policy's name.
 
-    evicts:       there are passes; they evict tokens, whose blocks are given back
-    moves:        survivors slide together, into blocks that nobody else reads
+    evicts:       there are passes that evict tokens and free blocks
+    moves:        survivors slide together, into unshared blocks
     uneven:       heads keep unequal numbers of tokens
-    whole_blocks: tokens go by whole blocks, the same in all layers and heads; which ones is known, and they
-                  are given back, once the policy has chosen, not when the pass is planned
-    sparse_reads: each decode step reads some blocks only
+    whole_blocks: tokens are evicted in whole blocks, the same in all layers and heads; the blocks are
+                  known and freed once the policy has chosen, not when the pass is planned
+    sparse_reads: each decode step reads only some blocks
     keeps_all:    neither evicts nor reads sparsely
     equal_heads:  every head keeps equally many tokens, which slide together
     fixes_mode:   the method decides which heads share a kept set
@@ -22,13 +22,13 @@ class EvictionMethod(Enum):
     KEEP = "keep", ""
     """Keeps all tokens."""
     COMPACT = "compact", "evicts moves"
-    """Every head keeps equally many tokens, which slide together; the other blocks go back."""
+    """Every head keeps equally many tokens, which slide together; the other blocks are freed."""
     BLOCKS = "blocks", "evicts whole_blocks"
     """Evicts whole blocks and moves nothing."""
     CELLS = "cells", "evicts moves uneven"
     """Heads keep unequal numbers of tokens, in whole cells of the sequence's blocks."""
     READS = "reads", "sparse_reads"
-    """Keeps all tokens; each decode step reads some blocks only."""
+    """Keeps all tokens; each decode step reads only some blocks."""
 
     def __new__(cls, value: str, *_: str) -> EvictionMethod:
         method = object.__new__(cls)

@@ -1,7 +1,7 @@
-"""The arithmetic of budgets: when a sequence is compressed, and how many slots it holds until then.
+"""Arithmetic of budgets: when a sequence is compressed, and the slots it holds until then.
 
-Due points depend only on the sequence's own lengths, not on the batch: a request makes the same choices
-alone, beside others, and when it is recomputed.
+Due points depend only on the sequence's own lengths, so a request makes the same choices alone, in a batch,
+and when it is recomputed.
 
 A policy that compresses only the prompt (prompt_only) has one due point, the end of a prompt longer than the
 budget. Nothing is evicted before, so the whole prompt must fit, and nothing after, so the sequence grows by
@@ -15,7 +15,7 @@ from fractions import Fraction
 
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.windows.window import Window
-from kvreclaim.schedule.budget.account import Account
+from kvreclaim.schedule.budget.account import EvictionCounters
 from kvreclaim.schedule.budget.drops import Drops
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 from kvreclaim.schedule.budget.protection import kept_prompt_slots
@@ -27,8 +27,8 @@ SAME = Fraction(1)
 
 
 def budget_in_blocks(budget: int, block_size: int, protected: int) -> int:
-    """The budget of unequal heads, which keep whole blocks: the nearest multiple of the block size (a tie
-    rounds down) that leaves a place beside the protected tokens."""
+    """Round the budget of unequal heads, which keep whole blocks: to the nearest multiple of the block size
+    (a tie rounds down) with room for an unprotected token."""
     nearest = (budget + (block_size - 1) // 2) // block_size * block_size
     return max(nearest, (protected // block_size + 1) * block_size)
 
@@ -36,8 +36,8 @@ def budget_in_blocks(budget: int, block_size: int, protected: int) -> int:
 def share_in_blocks(
     share: float, num_prompt: int, block_size: int, always: int, density: Fraction = SAME
 ) -> int:
-    """The budget of a share of the bytes that the prompt takes in the model's dtype, in whole blocks: at
-    least one token more than always stay.
+    """Convert a share of the prompt's bytes in the model's dtype to a budget in whole blocks: at least one
+    token more than the protected ones.
 
     density: KVBytes.density of the cache's format
     """
@@ -46,7 +46,7 @@ def share_in_blocks(
 
 
 def sinks_in_blocks(num_tokens: int, room: int, block_size: int) -> int:
-    """Sinks that cover these first tokens, in whole blocks, up to half of the room."""
+    """Round these first tokens up to sinks in whole blocks, up to half of the room."""
     return min(blocks_for(num_tokens, block_size), room // 2 // block_size) * block_size
 
 
@@ -60,17 +60,17 @@ class Footprint:
     max_chunk:  most tokens of one step
     offset:     tokens by which the first pass after the prompt comes early, below interval, so that requests
                 that arrive together are not due together; later passes keep this distance
-    compress_prompt_at: prompt tokens after which a pass runs in any case, if it evicts something; 0: none.
+    compress_prompt_at: prompt tokens after which a pass always runs, if it evicts something; 0: none.
                 With prompt_only it is the only pass
-    keep_at:    prompt tokens behind which a step ends, so that what is left of them can be kept; 0: none
+    keep_at:    prompt length at which a step ends, so that a snapshot can be kept; 0: none
     aligned:    (inside vLLM) evict multiples of the block size, so that later tokens keep their places within
-                blocks; no chunk is cut at a due point, and unequal heads leave the open block where it is
-    windows:    of layers that hold only the last tokens, in blocks of the same pool, compressed or not
+                blocks; no chunk is cut at a due point, and unequal heads leave the open block in place
+    windows:    of sliding-window layers, in blocks of the same pool, compressed or not
     trailing:   the widest window if all layers have one; an uncompressed sequence then holds no more
     sparse:     the sparsely computed rows of the prompt; blocks after them are not shared
-    recall:     how evicted tokens return, into the last blocks of the budget; None: they do not
-    shareable_until: leading tokens whose blocks others may find; None: all
-    drops:      spans that leave the cache, at the latest where shareable_until is; None: none do
+    recall:     how evicted tokens return, into the last blocks of the budget; None: never
+    shareable_until: leading tokens in shareable blocks; None: all
+    drops:      spans that leave the cache, at the latest at shareable_until; None: no drops
     """
 
     eviction_method: EvictionMethod = EvictionMethod.KEEP
@@ -95,31 +95,31 @@ class Footprint:
     drops: Drops | None = None
 
     def dropping(self, drops: Drops) -> Footprint:
-        """The same for a request that drops spans of its prompt."""
+        """Return the footprint of a request that drops spans of its prompt."""
         return replace(self, drops=drops, shareable_until=drops.at)
 
-    def drops_now(self, num_computed: int, num_prompt: int, account: Account) -> bool:
-        """Whether spans leave the cache at the present length: at their place, and before each pass on the
-        way there, so that no token of theirs is moved."""
+    def drops_now(self, num_computed: int, num_prompt: int, account: EvictionCounters) -> bool:
+        """Whether spans are dropped at the present length: at their place, and before each earlier pass, so
+        that no dropped token is moved."""
         if self.drops is None or num_computed > self.drops.at:
             return False
         return num_computed == self.drops.at or self.is_due(num_computed, num_prompt, account)
 
     def window_start(self, num_computed: int) -> int:
-        """Tokens before the first one that a later token sees, of those that may be given back."""
+        """Tokens before the first one that a later token attends to, of those that may be freed."""
         if self.trailing is None or not self.eviction_method.keeps_all:
             return 0
         return self.trailing.first_seen(num_computed)
 
     @property
     def bounded(self) -> bool:
-        """Whether a sequence never holds much more than its budget, however long it gets."""
+        """Whether the held tokens stay near the budget at any length."""
         return self.eviction_method.evicts and not self.prompt_only
 
     @property
     def decode_cap(self) -> int:
-        """Live tokens at which a sequence is compressed once its prompt is computed; less than a block
-        would give nothing back where what goes is aligned."""
+        """Live tokens at which a sequence is compressed after its prompt; under alignment, less than a block
+        would free nothing."""
         return self.budget + (max(self.interval, self.block_size) if self.aligned else self.interval)
 
     @property
@@ -134,16 +134,16 @@ class Footprint:
 
     @property
     def most_tokens(self) -> int | None:
-        """Tokens held at most at any time; None: the whole length, or the whole prompt."""
+        """Most tokens held at any time; None: the whole length, or the whole prompt."""
         if not self.bounded:
             return None
         return self.decode_cap - 1 + self.max_chunk if self.aligned else max(self.prompt_cap, self.decode_cap)
 
     def _due_at(self, num_prompt: int, last_computed: int) -> int:
-        """Live tokens at which a sequence whose prompt is computed is compressed next."""
+        """Live tokens at the next due point after the prompt."""
         return self.decode_cap - (self.offset if last_computed <= num_prompt else 0)
 
-    def is_due(self, num_computed: int, num_prompt: int, account: Account) -> bool:
+    def is_due(self, num_computed: int, num_prompt: int, account: EvictionCounters) -> bool:
         """Whether a sequence is compressed at its present length."""
         if not self.eviction_method.evicts:
             return False
@@ -164,18 +164,18 @@ class Footprint:
         return range(0) if self.sparse is None else self.sparse.rows(num_prompt, self.compress_prompt_at)
 
     def shared_until(self, num_prompt: int) -> int | None:
-        """Leading tokens that are computed as everybody would who is under the same salt; None: all."""
+        """Leading tokens computed as in any request with the same salt; None: all."""
         if self.shareable_until is not None:
             return self.shareable_until
         return None if self.sparse is None else self.sparse_rows(num_prompt).stop
 
-    def tokens_until_pass(self, num_computed: int, num_prompt: int, account: Account) -> int:
-        """Most tokens that may be computed in one go before the next pass is considered, or what is computed
-        is no longer what others find."""
+    def tokens_until_pass(self, num_computed: int, num_prompt: int, account: EvictionCounters) -> int:
+        """Most tokens that may be computed before the next pass is considered, or before they are no longer
+        shareable."""
         most, end = self._until_pass(num_computed, num_prompt, account), self.shared_until(num_prompt) or 0
         return min(most, end - num_computed) if num_computed < end else most
 
-    def _until_pass(self, num_computed: int, num_prompt: int, account: Account) -> int:
+    def _until_pass(self, num_computed: int, num_prompt: int, account: EvictionCounters) -> int:
         prompt_left = num_prompt - num_computed
         if self.eviction_method.sparse_reads:
             whole = max(num_prompt, self.budget) - num_computed
@@ -197,11 +197,11 @@ class Footprint:
         return until
 
     def reads_sparsely(self, num_computed: int, num_prompt: int) -> bool:
-        """Whether the next tokens read some blocks only: what is computed then is not exact."""
+        """Whether the next tokens read only some blocks, so that they are not exact."""
         return self.eviction_method.sparse_reads and num_computed >= max(num_prompt, self.budget)
 
     def first_pass(self, num_prompt: int) -> int | None:
-        """Logical length at which a sequence is compressed for the first time; None: it never is."""
+        """Logical length at the first compression; None: never."""
         if not self.eviction_method.evicts:
             return None
         at = self.compress_prompt_at
@@ -213,9 +213,8 @@ class Footprint:
         return min(self.prompt_cap, max(num_prompt, self._due_at(num_prompt, 0)))
 
     def hit_limit(self, num_prompt: int, known: int) -> int:
-        """Most leading tokens that a prefix hit may cover so that the result is what it would be without:
-        nothing computed under sparse reads is replaced by exact blocks, and the first pass finds the signals
-        that it would find."""
+        """Most leading tokens that a prefix hit may cover without changing the result: nothing computed under
+        sparse reads is replaced by exact blocks, and the first pass has all its signals."""
         if (end := self.shared_until(num_prompt)) is not None:
             known = min(known, end if self.drops is None else end - 1)
         if self.eviction_method.sparse_reads:
@@ -226,12 +225,12 @@ class Footprint:
         return 0 if self.window is None else min(known, max(0, first - max(1, self.window)))
 
     def hit_end(self, num_tokens: int) -> int:
-        """Tokens that a prefix hit may cover, of those that it would."""
+        """Round the tokens of a prefix hit down to an allowed end."""
         return num_tokens if self.sparse is None else self.sparse.aligned(0, num_tokens, num_tokens + 1)
 
     def exact_until(self, num_prompt: int, known: int) -> int:
-        """Leading tokens that are computed as those of any other request under the same salt are: by full
-        attention over all that there are, or as sparsely."""
+        """Leading tokens computed as in any other request with the same salt: by full attention, or equally
+        sparsely."""
         if (end := self.shared_until(num_prompt)) is not None:
             known = min(known, end)
         if self.eviction_method.sparse_reads:
@@ -239,13 +238,13 @@ class Footprint:
         return min(known, self.first_pass(num_prompt) or known)
 
     def window_slots(self, known: int, chunk: int | None = None) -> int:
-        """Slots of the blocks that a sequence of so many tokens holds at most for its windows. chunk: of them
-        computed at once; None: as many as may be."""
+        """Most slots of a sequence's blocks for its windows. chunk: tokens computed at once; None: the
+        maximum."""
         chunk = min(self.max_chunk, known) if chunk is None else chunk
         return sum(w.most_blocks(known, chunk, self.block_size) for w in self.windows) * self.block_size
 
     def slots_needed(self, num_prompt: int, known: int) -> int:
-        """Slots that a sequence holds at most on its way to these lengths, but for its windows."""
+        """Most slots that a sequence holds on its way to these lengths, without its windows."""
         if self.eviction_method.keeps_all and self.trailing is not None:
             most = self.trailing.most_blocks(known, min(self.max_chunk, known), self.block_size)
             return min(known, most * self.block_size)
@@ -261,7 +260,7 @@ class Footprint:
         return max(min(num_prompt, self.prompt_cap), min(known, self.decode_cap))
 
     def kept(self, live: int) -> int:
-        """Tokens that a pass over so many leaves."""
+        """Tokens kept by a pass over that many."""
         gone = max(0, live - self.budget)
         if self.aligned:
             gone = gone // self.block_size * self.block_size
@@ -270,7 +269,7 @@ class Footprint:
         return live - gone
 
     def kept_prompt(self, live: int, prompt_slots: int, keep: int) -> int:
-        """Prompt slots left of prompt_slots by a pass that leaves `keep` of `live`: protection.py."""
+        """Prompt slots kept by a pass that keeps `keep` of `live`: protection.py."""
         return kept_prompt_slots(
             num_tokens=live,
             prompt_slots=prompt_slots,
@@ -282,7 +281,7 @@ class Footprint:
 
     @property
     def least_budget(self) -> int:
-        """Tokens in the blocks that may not go, or are always read, wherever the newest token lies."""
+        """Tokens in the blocks that are protected, or always read, wherever the newest token lies."""
         size = self.block_size
         sinks = blocks_for(self.sinks, size)
         if self.eviction_method.sparse_reads:

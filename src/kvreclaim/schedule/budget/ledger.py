@@ -1,4 +1,4 @@
-"""Passes from lengths alone: who is due, into which blocks it is compressed, and what that comes to."""
+"""Passes from lengths alone: which sequences are due, their target blocks, and the resulting counts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Protocol, runtime_checkable
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.changes import CompactionPlan, Id, Shrunk, TableState
 from kvreclaim.memory.kv_memory import KVMemory
-from kvreclaim.schedule.budget.account import Account
+from kvreclaim.schedule.budget.account import EvictionCounters
 from kvreclaim.schedule.budget.compaction import Pass, plan_compaction
 from kvreclaim.schedule.budget.drops import Drop, blocks_within
 from kvreclaim.schedule.budget.footprint import Footprint
 
 
 class LedgerPool(Protocol[Id]):
-    """The block pool and the tables of all sequences. num_free: blocks held by nobody."""
+    """The block pool and the tables of all sequences. num_free: free blocks"""
 
     @property
     def num_free(self) -> int: ...
@@ -26,8 +26,8 @@ class LedgerPool(Protocol[Id]):
         """The sequence's blocks in the order of their tokens."""
 
     def shrink(self, plan: CompactionPlan[Id]) -> Shrunk:
-        """Make the plan's targets its sequence's table, keep it out of the prefix index from now on, and give
-        back every other block of it."""
+        """Make the plan's targets the sequence's table, keep it out of the prefix index from now on, and free
+        all its other blocks."""
 
 
 @runtime_checkable
@@ -35,8 +35,8 @@ class Runs(Protocol):
     """A pool that counts blocks without naming them."""
 
     def compact(self, seq_id: int, keep: int) -> Shrunk | None:
-        """Plan and shrink, as plan_compaction and shrink would; None: blocks are missing. The ids of what it
-        returns say nothing."""
+        """Plan and shrink, as plan_compaction and shrink would; None: too few blocks. The returned ids are
+        placeholders."""
 
 
 def compress(
@@ -44,14 +44,14 @@ def compress(
     num_computed: int,
     num_prompt: int,
     footprint: Footprint,
-    account: Account,
+    account: EvictionCounters,
     pool: LedgerPool[Id],
 ) -> Pass[Id] | None:
-    """Bring a sequence that is due back to its budget; account, pool and table are changed at return.
+    """Compress a due sequence to its budget; updates account, pool and table.
 
-    Where nothing moves the blocks are dropped later, once the choice is made.
+    Where nothing moves, blocks are dropped later, after the choice.
 
-    Returns: None if blocks are missing, and nothing has changed.
+    Returns: None if there are too few blocks, and nothing has changed.
     """
     live = num_computed - account.num_evicted
     keep = footprint.kept(live)
@@ -85,11 +85,11 @@ def take_choice(
     done: Pass[int],
     gone: Sequence[int],
     prompt_slots: int | None,
-    account: Account,
+    account: EvictionCounters,
     memory: KVMemory,
 ) -> Pass[int]:
-    """A choice has been made that nothing moves for: these full entries of the sequence's table go, and so
-    many leading slots hold prompt tokens now (None: as planned). Returns: the pass as it came out."""
+    """Apply a choice of whole blocks: drop these full entries of the sequence's table and set the leading
+    prompt slots (None: as planned). Returns: the final pass."""
     memory.mark_inexact(done.seq_id)
     freed = memory.drop_blocks(done.seq_id, gone) if gone else 0
     account.blocks_freed += freed
@@ -103,14 +103,14 @@ def drop_spans(
     seq_id: int,
     num_computed: int,
     footprint: Footprint,
-    account: Account,
+    account: EvictionCounters,
     dropped: Sequence[int],
     memory: KVMemory,
 ) -> tuple[Drop, tuple[int, ...]]:
-    """Let the blocks go that lie wholly within a dropped span, of tokens since the last pass: no token moves.
+    """Free the blocks wholly within a dropped span, of tokens since the last pass: no token moves.
 
-    dropped: those that have gone since the last pass, as blocks that they would be if none had
-    Returns: what has gone, and `dropped` now.
+    dropped: blocks dropped since the last pass, by their original indices
+    Returns: the drop, and the new `dropped`.
     """
     assert footprint.drops is not None, f"sequence {seq_id} drops nothing"
     size, live = footprint.block_size, num_computed - account.num_evicted
@@ -134,7 +134,7 @@ def drop_spans(
 def _in_blocks(
     seq_id: Id, live: int, keep: int, footprint: Footprint, pool: LedgerPool[Id]
 ) -> tuple[tuple[int, ...], Shrunk | None]:
-    """Returns: the blocks before, and those afterwards; None: some lack."""
+    """Returns: the blocks before and after; None: too few."""
     table = pool.table_state(seq_id)
     if footprint.eviction_method.equal_heads:
         held = len(table.block_ids)
@@ -149,7 +149,7 @@ def _in_blocks(
     return source_ids, None if plan is None else pool.shrink(plan)
 
 
-def _note(account: Account, done: Pass[Id], footprint: Footprint) -> None:
+def _note(account: EvictionCounters, done: Pass[Id], footprint: Footprint) -> None:
     size, live, keep = footprint.block_size, done.num_tokens, done.keep
     account.num_evicted, account.dropped_since = done.shift, 0
     account.prompt_slots = (

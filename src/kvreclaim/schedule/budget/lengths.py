@@ -9,7 +9,7 @@ from kvreclaim.schedule.budget.footprint import Footprint
 
 
 def excess_slots(num_prompt: int, length: int, footprint: Footprint, num_blocks: int) -> int:
-    """Slots that the whole pool lacks for a sequence on its way to this length; not positive: none."""
+    """Slots that the whole pool lacks for a sequence on its way to this length; not positive: enough."""
     needed = footprint.slots_needed(num_prompt, length)
     if footprint.windows:
         needed = blocks_for(needed, footprint.block_size) * footprint.block_size + footprint.window_slots(
@@ -19,9 +19,9 @@ def excess_slots(num_prompt: int, length: int, footprint: Footprint, num_blocks:
 
 
 def longest_sequence(num_prompt: int | None, limit: int, footprint: Footprint, num_blocks: int) -> int:
-    """Tokens, prompt included, that the pool can hold of one sequence, `limit` at most.
+    """Most tokens, prompt included, of one sequence in the pool, at most `limit`.
 
-    num_prompt: tokens of its prompt; None: however many they are
+    num_prompt: tokens of its prompt; None: any number
     """
 
     def excess(length: int) -> int:
@@ -32,8 +32,8 @@ def longest_sequence(num_prompt: int | None, limit: int, footprint: Footprint, n
 
 
 def most_blocks(width: int, num_prompt: int, length: int, footprint: Footprint) -> int:
-    """Blocks that so many sequences of this length take, which share a prompt's full blocks until a pass
-    makes a block their own."""
+    """Blocks of that many sequences of this length, which share a prompt's full blocks until a pass makes a
+    block their own."""
     size = footprint.block_size
     windows = width * (footprint.window_slots(length) // size)
     each = blocks_for(footprint.slots_needed(num_prompt, length), size)

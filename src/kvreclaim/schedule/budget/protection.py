@@ -1,5 +1,5 @@
-"""Which tokens a compression must keep, as counts: integers only, so that whoever holds the blocks can follow
-the lengths of a sequence without its scores."""
+"""Counts of the tokens that a compression must keep: integers only, so lengths can be followed without
+scores."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Rules(TypedDict):
 def kept_prompt_slots(
     *, num_tokens: int, prompt_slots: int, keep: int, sinks: int, recent: int, protect_prompt: bool
 ) -> int:
-    """Prompt slots left after a compression: with protect_prompt the same in every head. Without it heads
-    differ, nothing reads the count, and it is 0 once anything goes.
+    """Prompt slots after a compression: equal in every head with protect_prompt. Without it heads differ,
+    nothing reads the count, and it is 0 after any eviction.
 
     Args:
         num_tokens:     slots before, of which the first prompt_slots hold prompt tokens
@@ -37,8 +37,8 @@ def kept_prompt_slots(
 def candidates(
     *, num_tokens: int, prompt_slots: int, keep: int, sinks: int, recent: int, protect_prompt: bool
 ) -> slice:
-    """Slots that may go: all between sinks and recent tokens, less a prompt that stays whole. Arguments as
-    for kept_prompt_slots."""
+    """Evictable slots: all between sinks and recent tokens, less a fully protected prompt. Arguments as for
+    kept_prompt_slots."""
     rules = Rules(sinks=sinks, recent=recent, protect_prompt=protect_prompt)
     left = kept_prompt_slots(num_tokens=num_tokens, prompt_slots=prompt_slots, keep=keep, **rules)
     first = max(sinks, prompt_slots) if protect_prompt and left == prompt_slots else sinks

@@ -1,4 +1,4 @@
-"""Recall: evicted tokens wait in pages on the host and come back when queries want them. Integers only."""
+"""Recall: evicted tokens stay in pages on the host and return when queries need them. Integers only."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ MAX_BLOCKS = 256
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """How evicted tokens come back.
+    """How evicted tokens return.
 
-    mode:    when pages are chosen beside passes: never, every so many tokens, for each token
-    every:   tokens between two choices behind the prompt, and the queries that each looks at; in mode "pass"
-             the queries alone, in mode "query" 1
-    blocks:  R, pages that each (layer, KV head) has back at a time; inside the budget
-    packing: which evicted tokens share a page: neighbours in "time", or alike by their keys, along their
+    mode:    when pages are chosen besides passes: never, every so many tokens, for each token
+    every:   tokens between two choices after the prompt, and the queries of each choice; in mode "pass" only
+             the queries, in mode "query" 1
+    blocks:  R, pages recalled per (layer, KV head) at a time; inside the budget
+    packing: which evicted tokens share a page: neighbours in "time", or similar keys, along their
              principal direction ("pca") or by clusters ("kmeans")
     digest:  of a page's keys, as two corners lo, hi per dim: "minmax" bounds every product, "cuboid_mean" is
              the mean distance from the middle (ArkVale's estimate), "centroid" the mean
-    source:  whose queries choose at passes: the "recent" ones, the "mixture" of the statistics, the better
-             of "both"; between passes it is always recent ones; or nobody's ("random", a control)
+    source:  queries that choose at passes: the "recent" ones, the "mixture" of the statistics, the better
+             of "both"; between passes always recent ones; or none ("random", a control)
     """
 
     mode: str = "pass"
@@ -53,17 +53,17 @@ class Recall:
 
     @property
     def between(self) -> bool:
-        """Whether pages come back between passes, too."""
+        """Whether pages also return between passes."""
         return self.mode != "pass"
 
     @property
     def needs_queries(self) -> bool:
-        """Whether recent queries are kept for it; a token's own are at hand."""
+        """Whether recent queries are kept; the token's own query is always at hand."""
         return self.source in ("recent", "both") or (self.mode == "tokens" and self.source == "mixture")
 
     @property
     def needs_mixture(self) -> bool:
-        """Whether statistics with centres choose pages, at passes."""
+        """Whether statistics with centres choose pages at passes."""
         return self.source in ("mixture", "both")
 
     def slots(self, block_size: int) -> int:
@@ -71,7 +71,7 @@ class Recall:
         return self.blocks * block_size
 
     def tokens_until(self, num_computed: int) -> int:
-        """Most tokens behind the prompt that may be computed before pages are chosen again."""
+        """Most tokens after the prompt that may be computed before pages are chosen again."""
         assert self.between, "pages are chosen at passes alone"
         return self.every - num_computed % self.every
 

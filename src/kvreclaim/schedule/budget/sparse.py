@@ -1,4 +1,4 @@
-"""Which tokens of a prompt are computed by attention over some of the blocks before them."""
+"""Prompt tokens computed by attention over some of the blocks before them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 class SparseRows:
     """The rows of one method of sparse prefill. All in tokens.
 
-    tile:  tokens that read the same, counted from the prompt's first
-    span:  tokens that are decided on together: chunks and prefix hits end at multiples of it, so that what is
-           read depends on the prompt alone, not on how it was cut; a multiple of the tile
+    tile:  tokens that read the same blocks, counted from the prompt's first
+    span:  tokens that are decided together: chunks and prefix hits end at multiples of it, so that the blocks
+           read depend only on the prompt, not on its chunks; a multiple of the tile
     first: leading tokens that attend to everything before them
-    last:  tokens at the prompt's end that do so, too
+    last:  final prompt tokens that do so, too
     """
 
     tile: int
@@ -22,18 +22,17 @@ class SparseRows:
     last: int
 
     def rows(self, num_prompt: int, compress_prompt_at: int = 0) -> range:
-        """Rows that read sparsely, both ends multiples of the span. Before compress_prompt_at, where a
-        prefix is kept for longer prompts too, no tail is spared."""
+        """Rows that read sparsely, both ends multiples of the span. Before compress_prompt_at, where a prefix
+        is also kept for longer prompts, no tail is spared."""
         stop = max(num_prompt - self.last, compress_prompt_at) // self.span * self.span
         return range(self.start, max(self.start, stop))
 
     @property
     def start(self) -> int:
-        """The first of them."""
         return -(-self.first // self.span) * self.span
 
     def aligned(self, num_computed: int, num_tokens: int, stop: int) -> int:
-        """Cut the next tokens to end at a multiple of the span, if they end between the first of them and
+        """Cut the next tokens at a multiple of the span, if they end between the first sparse row and
         stop."""
         end = num_computed + num_tokens
         if not self.start < end < stop:

@@ -1,4 +1,4 @@
-"""Structured logs: one line per record, without what users wrote."""
+"""Structured logs: one line per record, without users' text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("auto", "json", "text")
 QUIET_ROUTES = ("/health", "/metrics", "/load", "/version", "/kv_offload/status")
-"""Asked again and again by machines: logged at DEBUG."""
+"""Paths that machines poll; logged at DEBUG."""
 
 REQUEST_ID = re.compile(r"req-[0-9a-f]{32}")
 TEXTLESS = re.compile(
@@ -31,7 +31,7 @@ TEXTLESS = re.compile(
     r"|sampling\.(sampler|processors|truncation))))\b"
     r"(?!.*token)"
 )
-"""Modules that see token ids and tensors but no text: what their exceptions say is fit for a log."""
+"""Modules that handle token ids and tensors but no text; their exception messages may be logged."""
 
 WITHHELD = "(message withheld: it may quote a prompt; --log-prompts shows it)"
 
@@ -44,16 +44,16 @@ UNSEEN = [
     *range(0x2028, 0x202F),
     *range(0x2066, 0x206A),
 ]
-"""Controls, ends of lines and changes of direction: what could make a line look like others."""
+"""Control characters, line ends and direction marks, which could forge a log line."""
 SEEN = {code: f"\\u{code:04x}" for code in UNSEEN}
 
 access_logger = logging.getLogger("kvreclaim.access")
 
 
 class StructuredFormatter(logging.Formatter):
-    """A record as a JSON object or as text with key=value pairs; `extra={"fields": {...}}` adds fields.
+    """Format a record as JSON or as text with key=value pairs; `extra={"fields": {...}}` adds fields.
 
-    A line that is about a request has its `request_id`.
+    A line about a request has its `request_id`.
     """
 
     def __init__(self, style: Literal["json", "text"], *, log_prompts: bool) -> None:
@@ -80,14 +80,14 @@ class StructuredFormatter(logging.Formatter):
 
 
 def describe(error: BaseException, *, log_prompts: bool) -> Iterator[str]:
-    """A traceback with the exceptions' messages only where they cannot quote a user's text."""
+    """Format a traceback; exception messages are included only if they cannot quote a user's text."""
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is not None:
         yield from describe(cause, log_prompts=log_prompts)
         yield "\n... and then:\n"
     yield from traceback.format_tb(error.__traceback__)
-    spoken = log_prompts or TEXTLESS.match(_raised_in(error))
-    yield f"{type(error).__module__}.{type(error).__qualname__}: {error if spoken else WITHHELD}\n"
+    is_loggable = log_prompts or TEXTLESS.match(_raised_in(error))
+    yield f"{type(error).__module__}.{type(error).__qualname__}: {error if is_loggable else WITHHELD}\n"
     if isinstance(error, BaseExceptionGroup):
         for part in error.exceptions:
             yield "\n... one of them:\n"
@@ -95,7 +95,6 @@ def describe(error: BaseException, *, log_prompts: bool) -> Iterator[str]:
 
 
 def _raised_in(error: BaseException) -> str:
-    """The module of the innermost frame."""
     frames = list(traceback.walk_tb(error.__traceback__))
     return str(frames[-1][0].f_globals.get("__name__", "")) if frames else ""
 
@@ -103,8 +102,8 @@ def _raised_in(error: BaseException) -> str:
 def configure_logging(
     log_format: str, level: str, *, log_prompts: bool, stream: TextIO | None = None
 ) -> None:
-    """Send every log line of the process to stderr. Others than kvreclaim speak from WARNING on, so that a
-    library's debugging does not write what a user sent.
+    """Send every log line of the process to stderr. Other packages log from WARNING on, so that their debug
+    output does not write users' text.
 
     Raises: InvalidArgumentError.
     """
@@ -127,14 +126,14 @@ def configure_logging(
 
 
 def log_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """For loop.set_exception_handler: asyncio's own writes the exception's text into the message."""
+    """Handler for loop.set_exception_handler: asyncio's own logs the exception's text."""
     logging.getLogger("asyncio").error("%s", context["message"], exc_info=context.get("exception"))
 
 
 class AccessLog:
-    """A watcher that writes one line per HTTP request.
+    """Writes one line per HTTP request.
 
-    log_prompts: with the texts of prompts and answers
+    log_prompts: include prompts and answers
     """
 
     def __init__(self, tokenizer: Tokenizer | None, *, log_prompts: bool) -> None:

@@ -1,4 +1,4 @@
-"""Puts metrics, logs and traces around an app."""
+"""Install metrics, logs and traces around an app."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ router = APIRouter(tags=["server"])
     },
 )
 async def scrape(request: Request, service: ServiceDep) -> Response:
-    """Prometheus' text format 0.0.4, which every scraper takes; also when the engine cannot go on.
+    """Return the metrics in Prometheus' text format 0.0.4, also when the engine has stopped.
 
-    Never OpenMetrics: there prometheus_client writes the colons of our names as underscores.
+    Never OpenMetrics: there prometheus_client writes the colons of metric names as underscores.
     """
     metrics: Metrics = request.app.state.metrics
     await metrics.refresh(service.engine)
@@ -35,7 +35,7 @@ async def scrape(request: Request, service: ServiceDep) -> Response:
 
 
 def observe(app: FastAPI, service: Service) -> None:
-    """Watch every request. Called last, so that its middleware sees everything."""
+    """Watch every request. Call this last, so that its middleware is the outermost."""
     config, engine = service.config, service.engine
     metrics = Metrics(engine.served, config.served_model_name[0], engine.pid)
     app.state.metrics = metrics
@@ -44,7 +44,7 @@ def observe(app: FastAPI, service: Service) -> None:
     watchers: list[Watcher] = [metrics.http, log]
     app.state.tracing = None
     if config.otlp_traces_endpoint is not None:
-        from kvreclaim.server.admin.tracing import Tracing  # OpenTelemetry's SDK is not loaded in vain
+        from kvreclaim.server.admin.tracing import Tracing  # loads OpenTelemetry's SDK
 
         app.state.tracing = Tracing(config.otlp_traces_endpoint, trusting=config.trust_traceparent)
         watchers.append(app.state.tracing)
@@ -52,6 +52,5 @@ def observe(app: FastAPI, service: Service) -> None:
 
 
 async def stop_observing(app: FastAPI) -> None:
-    """Send the last spans."""
     if app.state.tracing is not None:
         await asyncio.to_thread(app.state.tracing.shutdown)

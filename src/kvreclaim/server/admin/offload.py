@@ -17,19 +17,19 @@ from kvreclaim.server.shared.service import ServiceDep
 router = APIRouter(tags=["server"])
 
 CLEAR_S = 30.0
-"""A disk that takes longer to let go of its records is reported."""
+"""Seconds to wait for the disk to delete its records before an error is returned."""
 POLL_S = 0.02
 
 
 class OffloadStatus(BaseModel):
-    """enabled: whether there is host memory for blocks; tiers: null without."""
+    """enabled: whether there is a host cache; tiers: null without one."""
 
     enabled: bool
     tiers: TierStats | None
 
 
 class Reset(BaseModel):
-    """external, reset_external (vLLM's name): what host and disk have is forgotten, too."""
+    """external, reset_external (vLLM's name): clear host and disk as well."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -49,10 +49,10 @@ async def status(service: ServiceDep) -> OffloadStatus:
     response_class=Response,
     responses={code: {"model": OpenAIError} for code in (400, 401, 503)},
 )
-async def reset_prefix_cache(service: ServiceDep, asked: Annotated[Reset, Query()]) -> Response:
-    """Forget all cached prefixes; running requests go on. `external=true` clears host and disk too; it
-    answers when the records on disk are gone."""
-    external = asked.external or asked.reset_external
+async def reset_prefix_cache(service: ServiceDep, query: Annotated[Reset, Query()]) -> Response:
+    """Forget all cached prefixes; running requests continue. `external=true` clears host and disk too, and
+    answers once the records on disk are deleted."""
+    external = query.external or query.reset_external
     await service.engine.call(partial(forget, external=external))
     try:
         async with asyncio.timeout(CLEAR_S):
@@ -68,7 +68,6 @@ async def reset_prefix_cache(service: ServiceDep, asked: Annotated[Reset, Query(
 
 
 def stats_of(host: EngineCore) -> TierStats | None:
-    """Now."""
     return host.engine.tier_stats()
 
 
@@ -77,6 +76,6 @@ def forget(host: EngineCore, *, external: bool) -> None:
 
 
 def is_clearing(host: EngineCore) -> bool:
-    """Whether records that are to be forgotten may still be on disk."""
+    """Whether records to be deleted may still be on disk."""
     tiers = host.engine.tiers
     return tiers is not None and tiers.is_clearing

@@ -1,6 +1,6 @@
 """POST /slots/{name}: save and restore the cache of a prompt, as in llama.cpp's server.
 
-Blocks belong to prompts here, not to slots: the prompt names what is saved; the slot's name is only returned.
+Blocks belong to prompts, not to slots: the prompt identifies what is saved; the slot's name is only echoed.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ SLOT_ERRORS: Responses = {
 }
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 KEYLESS = "all"
-"""The folder where there are no keys."""
+"""Folder used when there are no API keys."""
 
 
 class SlotRequest(ConversationOptions):
     """A request to save or restore a slot.
 
     filename: without a path
-    prompt or messages: whose blocks are saved
-    compress_prompt_at: saves what compression has left of so many of its tokens instead
-    kv_compression: as the requests gave it
+    prompt or messages: the prompt with the blocks to save
+    compress_prompt_at: save the compressed prefix of that many tokens instead
+    kv_compression: as in the requests that made it
     """
 
     filename: str = Field(min_length=1, max_length=128)
@@ -55,7 +55,7 @@ class SlotRequest(ConversationOptions):
 
 
 class SlotAnswer(BaseModel):
-    """llama.cpp's fields; those of the other actions are left out."""
+    """llama.cpp's fields; fields of other actions are omitted."""
 
     id_slot: str
     filename: str
@@ -85,12 +85,12 @@ async def slots(
         path.unlink()
         return SlotAnswer(id_slot=name, filename=body.filename, n_erased=1)
     if action == "restore":
-        info = await _asked(service, partial(_restore, path=path, salt=salt), body.filename)
+        info = await _run_in_engine(service, partial(_restore, path=path, salt=salt), body.filename)
         timings = {"restore_ms": 1000 * (time.perf_counter() - started)}
         moved = {"n_restored": info.num_tokens, "n_read": info.num_bytes}
         return SlotAnswer(id_slot=name, filename=body.filename, **moved, timings=timings)
     _check_room(path, service)
-    tokens, compression = await service.workers.run(tenant.name, partial(_asked_for, body, service))
+    tokens, compression = await service.workers.run(tenant.name, partial(_prompt_of, body, service))
     save = partial(
         _save,
         tokens=tokens,
@@ -99,7 +99,7 @@ async def slots(
         compression=compression,
         compress_prompt_at=body.compress_prompt_at,
     )
-    info = await _asked(service, save, body.filename)
+    info = await _run_in_engine(service, save, body.filename)
     timings = {"save_ms": 1000 * (time.perf_counter() - started)}
     moved = {"n_saved": info.num_tokens, "n_written": info.num_bytes}
     return SlotAnswer(id_slot=name, filename=body.filename, **moved, timings=timings)
@@ -120,15 +120,15 @@ def _path(filename: str, service: Service, tenant: Tenant) -> Path:
 
 
 def _check_room(path: Path, service: Service) -> None:
-    """Raises: ApiError 400 for one file too many."""
+    """Raises: ApiError 400 if the tenant has too many saved files."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     saved, most = [each for each in path.parent.iterdir() if each != path], service.config.max_saved_slots
     if len(saved) >= most:
         raise ApiError(400, f"{len(saved)} sessions are saved, at most {most} may be; erase one.", "filename")
 
 
-def _asked_for(body: SlotRequest, service: Service) -> tuple[list[int], CompressionConfig | None]:
-    """The prompt's tokens, and the compression of its prefix where that is to be saved. Raises: ApiError."""
+def _prompt_of(body: SlotRequest, service: Service) -> tuple[list[int], CompressionConfig | None]:
+    """Return the prompt's tokens, and the compression if a compressed prefix is saved. Raises: ApiError."""
     tokens = _tokens(body, service)
     if body.compress_prompt_at is None:
         return tokens, None
@@ -145,7 +145,7 @@ def _tokens(body: SlotRequest, service: Service) -> list[int]:
 
 
 def _check_compression(action: str, body: SlotRequest) -> None:
-    """Raises: ApiError 400 where the compression of what is to be saved means nothing."""
+    """Raises: ApiError 400 if compression fields are set but do not apply."""
     for name in ("compress_prompt_at", "kv_compression"):
         if action != "save" and getattr(body, name) is not None:
             raise ApiError(400, f"{name} says what to save; with action={action} leave it out.", name)
@@ -178,8 +178,8 @@ def _restore(host: EngineCore, *, path: Path, salt: str | None) -> SessionInfo:
     return host.llm.load_session(path, cache_salt=salt)
 
 
-async def _asked(service: Service, work: Any, filename: str) -> SessionInfo:
-    """Run work in the engine between two steps and return its answer. Raises: ApiError."""
+async def _run_in_engine(service: Service, work: Any, filename: str) -> SessionInfo:
+    """Run work in the engine between two steps. Raises: ApiError."""
     try:
         info: SessionInfo = await service.engine.call(work)
     except FileNotFoundError as error:

@@ -22,9 +22,9 @@ class Version(BaseModel):
 
 
 class ServerLoad(BaseModel):
-    """Requests and blocks at this moment.
+    """Current requests and blocks.
 
-    server_load: requests that are running or waiting (vLLM's field)
+    server_load: running and waiting requests (vLLM's field)
     """
 
     server_load: int
@@ -54,12 +54,11 @@ async def version() -> Version:
 
 @router.get("/load", responses={401: {"model": OpenAIError}, 503: {"model": OpenAIError}})
 async def load(service: ServiceDep) -> ServerLoad:
-    """Requests and blocks now, read between two steps, so that the figures belong together."""
+    """Current requests and blocks, read between two steps, so the figures are consistent."""
     return await service.engine.call(load_of)
 
 
 def load_of(host: EngineCore) -> ServerLoad:
-    """The load now."""
     engine = host.engine
     stats, scheduler = engine.memory.stats(), engine.scheduler
     return ServerLoad(

@@ -1,7 +1,7 @@
-"""OpenTelemetry: a span for each API request, sent to a collector by OTLP over HTTP.
+"""OpenTelemetry: one span per API request, exported by OTLP over HTTP.
 
-Imported only where it is asked for. Names follow OpenTelemetry's conventions for generative AI and HTTP;
-the latencies (gen_ai.latency.*), which these lack, are called as in vLLM.
+Imported only when tracing is enabled. Names follow OpenTelemetry's conventions for generative AI and HTTP;
+the latencies (gen_ai.latency.*), which these lack, have vLLM's names.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ EXPORT_TIMEOUT_S = 5
 
 
 def traces_url(endpoint: str) -> str:
-    """URL for spans: with OTLP's own path, if the endpoint has none."""
+    """Return the URL for spans; adds OTLP's path if the endpoint has none."""
     parts = urlsplit(endpoint)
     return parts._replace(path=DEFAULT_PATH).geturl() if parts.path in ("", "/") else endpoint
 
 
 class Tracing:
-    """A watcher that makes a span of each request to the API that the gate let pass.
+    """Makes a span of each API request that the gate admitted.
 
-    trusting: the span that the caller names is its parent, whose sampling is respected; else a link
+    trusting: the caller's span is the parent and its sampling decision is respected; otherwise it is a link
     """
 
     def __init__(self, endpoint: str, *, trusting: bool) -> None:
         self._trusting = trusting
         exporter = OTLPSpanExporter(traces_url(endpoint), timeout=EXPORT_TIMEOUT_S)
         own = Resource.create({"service.name": "kvreclaim", "service.version": __version__})
-        named = OTELResourceDetector().detect()  # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES come first
+        named = OTELResourceDetector().detect()  # OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES come first
         self._provider = TracerProvider(resource=own.merge(named), shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("kvreclaim", __version__)
@@ -72,12 +72,12 @@ class Tracing:
         span.end(access.started_ns + round(access.elapsed_s * 1e9))
 
     def shutdown(self) -> None:
-        """Send what is left. Blocks until then, or until the collector has not answered in time."""
+        """Export the remaining spans. Blocks until the export ends or times out."""
         self._provider.shutdown()
 
 
 def span_name(access: Access) -> str:
-    """`chat MODEL`, `text_completion MODEL`; `METHOD route` of what generates nothing."""
+    """`chat MODEL`, `text_completion MODEL`; `METHOD route` for routes that generate nothing."""
     operation = OPERATIONS.get(access.route)
     if operation is None or access.model is None:
         return f"{access.method} {access.route}"
@@ -85,7 +85,7 @@ def span_name(access: Access) -> str:
 
 
 def attributes(access: Access) -> dict[str, Any]:
-    """Attributes of the request's span. No text of prompts or answers."""
+    """Attributes of the request's span. Contains no prompt or answer text."""
     found: dict[str, Any] = {
         "http.request.method": access.method,
         "http.route": access.route,
@@ -103,12 +103,12 @@ def attributes(access: Access) -> dict[str, Any]:
     if access.model is not None:
         found["gen_ai.request.model"] = access.model
     if access.streams:
-        found |= _asked(access) | _got(access) | _latencies(access)
+        found |= _request_attributes(access) | _response_attributes(access) | _latencies(access)
     return found
 
 
-def _asked(access: Access) -> dict[str, Any]:
-    """The parameters that every prompt of the request shares."""
+def _request_attributes(access: Access) -> dict[str, Any]:
+    """Parameters shared by every prompt of the request."""
     params = access.streams[0].new.params
     named = {
         "gen_ai.request.choice.count": params.n,
@@ -123,7 +123,7 @@ def _asked(access: Access) -> dict[str, Any]:
     return {name: value for name, value in named.items() if value is not None}
 
 
-def _got(access: Access) -> dict[str, Any]:
+def _response_attributes(access: Access) -> dict[str, Any]:
     return {
         "gen_ai.response.id": answer_id(access.request_id, access.route),
         "gen_ai.response.model": access.model or "",
@@ -140,7 +140,7 @@ def _got(access: Access) -> dict[str, Any]:
 
 
 def _latencies(access: Access) -> dict[str, float]:
-    """In seconds; of several prompts, those of the first to come so far. Left out where it never happened."""
+    """Latencies in seconds: the earliest over the prompts. Events that never happened are omitted."""
     queue, first, end = access.first("queue_s"), access.first("ttft_s"), access.first("e2e_s")
     found = {
         "gen_ai.latency.time_in_queue": queue,

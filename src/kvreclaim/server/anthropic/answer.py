@@ -1,4 +1,4 @@
-"""A message in the making."""
+"""Answers of /v1/messages."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from kvreclaim.server.base.ids import answer_id
 from kvreclaim.server.base.usage import kv_cache_usage, reasoning_tokens
 from kvreclaim.server.base.vocabulary import Continuation
 from kvreclaim.server.http.events import event
-from kvreclaim.server.shared.calls import format_of, is_whole
+from kvreclaim.server.shared.calls import format_of, is_structured_only
 from kvreclaim.server.shared.service import Service, check_update
 
 ROUTE = "/v1/messages"
 PING_S = 10.0
-"""Silence after which a stream sends a ping, so that nothing on the way to the client gives it up."""
+"""Seconds of silence before a stream sends a ping, so that proxies do not close it."""
 PING = event({"type": "ping"}, "ping")
 
 
 class AnthropicResponse:
-    """One request to /v1/messages that has been checked."""
+    """A validated request to /v1/messages."""
 
     def __init__(self, body: MessageRequest, service: Service, request_id: str, prompt: RequestSpec) -> None:
         self.body = body
@@ -39,13 +39,13 @@ class AnthropicResponse:
         one_call = body.tool_choice is not None and bool(body.tool_choice.disable_parallel_tool_use)
         form = format_of(body.offer, service.output_format)
         self.splitter = form.splitter(prompt.prompt_token_ids, body.offered, one_call=one_call)
-        if is_whole(prompt):
+        if is_structured_only(prompt):
             self.splitter = Splitter()
         is_prefilled = body.messages[-1].role == "assistant"
         self._prefill = Continuation(service.vocabulary, prompt.prompt_token_ids) if is_prefilled else None
 
     async def message(self) -> dict[str, Any]:
-        """The whole answer. Raises: ApiError 500 if the request failed."""
+        """Return the whole answer. Raises: ApiError 500 if the request failed."""
         async with self.service.submit(self.request_id, [self.prompt]) as (stream,):
             update = await stream.rest()
             check_update(stream, update)
@@ -58,7 +58,7 @@ class AnthropicResponse:
         }
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer as it comes. Raises: ApiError 500 if the request failed."""
+        """Stream the answer. Raises: ApiError 500 if the request failed."""
         blocks, begun, last_sent = BlockEvents(), False, asyncio.get_running_loop().time()
         async with (
             self.service.submit(self.request_id, [self.prompt]) as (stream,),
@@ -97,7 +97,7 @@ class AnthropicResponse:
         return self.splitter.take(self._text(_delta(update)), last=update.finished)
 
     def _text(self, delta: OutputDelta) -> str:
-        """The new text, which continues a prefill if there is one."""
+        """Return the new text, which continues a prefill if there is one."""
         return delta.text if self._prefill is None else self._prefill.take(delta.token_ids, delta.text)
 
     def _stop(self, update: Update) -> dict[str, str | None]:
@@ -105,7 +105,7 @@ class AnthropicResponse:
         return stop_of(_delta(update), metrics, self.body.max_tokens, num_calls)
 
     def _message_start(self, update: Update) -> bytes:
-        """Follows the first token: only then is it known what the cache served."""
+        """Sent after the first token: the cache hits are unknown before."""
         metrics = _metrics(update)
         usage = input_usage(metrics, self.prompt.retention, self._block_size)
         message = {
@@ -127,7 +127,7 @@ _MESSAGE_STOP = event({"type": "message_stop"}, "message_stop")
 
 
 async def _updates(stream: RequestStream) -> AsyncGenerator[Update | None, None]:
-    """Every update, and None where none came for a while. Raises: ApiError 500 if the request failed."""
+    """Yield every update, and None after a silence. Raises: ApiError 500 if the request failed."""
     finished = False
     while not finished:
         try:
@@ -142,7 +142,7 @@ async def _updates(stream: RequestStream) -> AsyncGenerator[Update | None, None]
 
 
 def _delta(update: Update) -> OutputDelta:
-    """The delta of the one output; empty if it ended before it began."""
+    """Delta of the only output; empty if it ended before its first token."""
     return update.deltas[0]
 
 
@@ -154,10 +154,10 @@ def _metrics(update: Update) -> RequestMetrics:
 def input_usage(metrics: RequestMetrics, breakpoints: Sequence[Retention], block_size: int) -> dict[str, Any]:
     """Three counts that sum to the prompt.
 
-    read:     tokens whose K/V were served from the prefix cache
-    creation: tokens behind these, up to the last breakpoint, in whole blocks that entered the prefix index;
-              by the longest TTL that covers them. A block that it had already is none of these
-    input:    all others
+    read:     tokens with K/V from the prefix cache
+    creation: tokens after these, up to the last breakpoint, in whole blocks that entered the prefix index;
+              by the longest TTL that covers them. Excludes blocks that were already indexed
+    input:    all other tokens
     """
     read = metrics.num_cached_tokens
 
@@ -179,7 +179,7 @@ def input_usage(metrics: RequestMetrics, breakpoints: Sequence[Retention], block
 
 
 def whole_usage(metrics: RequestMetrics, breakpoints: Sequence[Retention], block_size: int) -> dict[str, Any]:
-    """At the end of a request: input, output, and what compression did."""
+    """Final usage: input, output, and the effect of compression."""
     usage = input_usage(metrics, breakpoints, block_size)
     usage["output_tokens"] = metrics.num_generated_tokens
     if (reasoning := reasoning_tokens([metrics])) is not None:

@@ -1,4 +1,4 @@
-"""An answer's content blocks, whole or as events."""
+"""Content blocks of an answer, whole or as events."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from kvreclaim.server.http.events import event
 
 
 def content_blocks(pieces: Iterable[Piece]) -> list[dict[str, Any]]:
-    """The blocks of a whole answer."""
     return [_block(part) for part in merged(pieces)]
 
 
 class BlockEvents:
-    """The same as events: each block is begun, filled and ended before the next one."""
+    """Content blocks as events: each block starts, is filled and stops before the next one."""
 
     def __init__(self) -> None:
         self._index = 0
@@ -44,7 +43,6 @@ class BlockEvents:
         return events
 
     def end(self) -> list[bytes]:
-        """End the block that is open, if one is."""
         if self._open is None:
             return []
         self._open = None
@@ -52,7 +50,7 @@ class BlockEvents:
         return [_block_event("content_block_stop", self._index - 1)]
 
     def _begin(self, kind: type[Piece], block: dict[str, Any]) -> list[bytes]:
-        """Begin a block, unless one of this kind is open."""
+        """Start a block, unless one of this kind is open."""
         if self._open is kind:
             return []
         ended = self.end()
@@ -66,9 +64,9 @@ class BlockEvents:
 def stop_of(
     delta: OutputDelta, metrics: RequestMetrics, max_tokens: int, num_calls: int
 ) -> dict[str, str | None]:
-    """Why an output ended.
+    """Reason for which an output ended.
 
-    A server that shuts down pauses the turn: sent back as it is, another server goes on with it.
+    A server that shuts down pauses the turn: the client sends it back, and another server continues it.
     """
     sequence = delta.stop_reason if isinstance(delta.stop_reason, str) else None
     if sequence is not None:
@@ -84,7 +82,7 @@ def stop_of(
 
 
 def _block(part: Text | Reasoning | ToolCall) -> dict[str, Any]:
-    """signature: empty, as nothing of ours checks it"""
+    """signature: empty, because it is never verified"""
     match part:
         case Text(text):
             return {"type": "text", "text": text}

@@ -1,4 +1,4 @@
-"""A conversation in Anthropic's blocks as the messages and tools that chat templates read."""
+"""Translates a conversation in Anthropic's blocks to the messages and tools that chat templates read."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from kvreclaim.server.shared.drops import PLACEHOLDER, DropMarks, check_place
 from kvreclaim.server.shared.tool_prompt import broken_call
 
 ALTERED = "\ue000"
-"""Put in front of what is to differ; a character of no script."""
+"""Prefix of altered pieces; a character of no script."""
 
 TemplateMessage = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A cache_control, behind the first `place` pieces of the conversation."""
+    """A cache_control after the first `place` pieces of the conversation."""
 
     place: int
     ttl: str
@@ -40,9 +40,9 @@ class Mark:
 class Writer:
     """Translates a conversation, piece by piece in the order tools, system, messages.
 
-    A piece is a tool, a block, or a text within a tool result. intact: behind so many pieces the others are
-    altered, so that a rendering shows where they begin to matter; None alters nothing. drops: marks what is
-    dropped, and the first block `new` that the turn before did not have.
+    A piece is a tool, a block, or a text within a tool result. intact: pieces after this many are altered, so
+    that a rendering shows where they begin to matter; None alters none. drops: marks dropped texts, and the
+    first block `new` that the previous turn did not have.
     """
 
     body: ConversationFields
@@ -61,7 +61,7 @@ class Writer:
         return [self._tool(tool, f"tools.{i}") for i, tool in tools]
 
     def messages(self) -> list[TemplateMessage]:
-        """To be called after tools(). Neighbours of one role are one turn. Raises: ApiError."""
+        """Call after tools(). Adjacent messages of one role are merged. Raises: ApiError."""
         written: list[TemplateMessage] = []
         if self.body.system is not None:
             texts = [self._text(block, f"system.{i}") for i, block in enumerate(self.body.system)]
@@ -75,7 +75,7 @@ class Writer:
     def _run(
         self, role: str, kind: str, located: list[tuple[str, AnyBlock]], names: dict[str, str]
     ) -> list[TemplateMessage]:
-        """Blocks of one kind that follow each other."""
+        """Translate consecutive blocks of one kind."""
         if kind == "text":
             blocks = [(where, block) for where, block in located if isinstance(block, TextBlock)]
             texts = [self._dropped(self._text(block, where), block, where) for where, block in blocks]
@@ -136,7 +136,7 @@ class Writer:
         return {"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": content}
 
     def _dropped(self, text: str, block: TextBlock | ToolResultBlock, where: str) -> str:
-        """What the model reads of a text of a message."""
+        """Return the text that the model reads."""
         if block.kv_drop == "exact":
             text = self._same(PLACEHOLDER)
         if self.drops is None:
@@ -146,12 +146,10 @@ class Writer:
         return self.drops.around(text, f"{where}.kv_drop") if block.kv_drop == "lossy" else text
 
     def _piece(self, text: str) -> str:
-        """The next piece."""
         self.place += 1
         return self._same(text)
 
     def _same(self, text: str) -> str:
-        """More of the piece that came last."""
         return text if self.intact is None or self.place <= self.intact else ALTERED + text
 
     def _mark(self, block: Block, where: str) -> None:
@@ -160,14 +158,14 @@ class Writer:
 
 
 def _blocks_of(body: ConversationFields) -> Iterator[tuple[str, str, AnyBlock]]:
-    """(role, where it stands, block) of every block of the messages."""
+    """Yield (role, location, block) for every block of the messages."""
     for i, message in enumerate(body.messages):
         for j, block in enumerate(message.content):
             yield message.role, f"messages.{i}.content.{j}", block
 
 
 def check_drops(body: ConversationFields) -> bool:
-    """Whether texts leave the cache. Raises: ApiError for some that cannot be dropped."""
+    """Whether any text is dropped from the cache. Raises: ApiError for a text that cannot be dropped."""
     last, found = f"messages.{len(body.messages) - 1}.", False
     own = [("system", f"system.{i}", block) for i, block in enumerate(body.system or ())]
     for role, where, block in (*own, *_blocks_of(body)):
@@ -188,7 +186,7 @@ def check_drops(body: ConversationFields) -> bool:
 
 
 def first_new(body: ConversationFields) -> str:
-    """The first text or result that the turn before did not have."""
+    """Location of the first text or result that the previous turn did not have."""
     last = len(body.messages) - 1
     answers = [place for place in range(last) if body.messages[place].role == "assistant"]
     new = answers[-1] + 1 if answers else last
@@ -199,7 +197,7 @@ def first_new(body: ConversationFields) -> str:
 
 
 def _joined(written: list[TemplateMessage]) -> Iterator[TemplateMessage]:
-    """Thoughts, the text right behind them and the calls behind that are one message, as templates write
+    """Merge thoughts, the text after them and the calls after that into one message, as templates write
     them."""
     pending: TemplateMessage | None = None
     for message in written:

@@ -21,7 +21,7 @@ from kvreclaim.server.base.fields import (
     described,
     refusal,
 )
-from kvreclaim.server.shared.calls import Offer, Tool
+from kvreclaim.server.shared.calls import Tool, ToolOffer
 from kvreclaim.server.shared.drops import KVDrop
 
 TTL_S: Mapping[str, float] = {"5m": 300.0, "1h": 3600.0}
@@ -54,7 +54,7 @@ class TextBlock(Block):
 
 
 class ToolUseBlock(Block):
-    """input: an object, or its JSON text as a stream has it; the model reads broken JSON as text"""
+    """input: an object, or its JSON text as streamed; the model reads invalid JSON as text"""
 
     type: Literal["tool_use"]
     id: str = Field(min_length=1)
@@ -63,12 +63,12 @@ class ToolUseBlock(Block):
 
     @property
     def arguments(self) -> dict[str, Any] | None:
-        """None: they are no object."""
+        """Return the input, or None if it is no object."""
         return self.input if isinstance(self.input, dict) else json_object(self.input or "")
 
 
 class ThinkingBlock(Block):
-    """signature: of the answer, which nothing checks"""
+    """signature: accepted, never verified"""
 
     type: Literal["thinking"]
     thinking: str
@@ -110,8 +110,8 @@ class AnthropicMessage(Fields):
 
 
 class AnthropicTool(Block):
-    """type: only tools that the client runs itself; eager_input_streaming: inputs always stream at once;
-    strict: they follow the schema"""
+    """type: only tools that the client runs; eager_input_streaming: inputs are always streamed at once;
+    strict: inputs follow the schema"""
 
     type: Literal["custom"] | None = None
     eager_input_streaming: bool | None = None
@@ -122,7 +122,7 @@ class AnthropicTool(Block):
 
 
 class ToolChoice(Fields):
-    """name: of the tool, with the type `tool`"""
+    """name: the tool to call, with the type `tool`"""
 
     type: Literal["auto", "none", "any", "tool"]
     name: str | None = Field(None, min_length=1)
@@ -138,7 +138,7 @@ class OutputConfig(Fields):
 
 
 class Thinking(Fields):
-    """budget_tokens: of reasoning, with `enabled` alone; display: reasoning is always shown whole"""
+    """budget_tokens: for reasoning, with `enabled` only; display: reasoning is always shown in full"""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
@@ -157,7 +157,7 @@ class Metadata(Fields):
 
 
 class ConversationFields(Fields):
-    """Fields that make the prompt: all that count_tokens takes."""
+    """Fields that make up the prompt: all that count_tokens takes."""
 
     model: str
     messages: Annotated[Listed[AnthropicMessage], Field(min_length=1)]
@@ -170,14 +170,14 @@ class ConversationFields(Fields):
 
     @property
     def offered(self) -> dict[str, dict[str, Any]] | None:
-        """The inputs' schemas of the tools that the model is told of; None: of none."""
+        """Input schemas of the tools in the prompt; None: no tools."""
         if not self.tools or (self.tool_choice is not None and self.tool_choice.type == "none"):
             return None
         return {tool.name: tool.input_schema for tool in self.tools}
 
     @property
-    def offer(self) -> Offer | None:
-        """The tools that the answer may call; None: none. Raises: ApiError."""
+    def offer(self) -> ToolOffer | None:
+        """Tools that the answer may call; None: none. Raises: ApiError."""
         if self.offered is None:
             return None
         choice = self.tool_choice or ToolChoice(type="auto", name=None)
@@ -191,11 +191,11 @@ class ConversationFields(Fields):
         field = None if strict is None else strict.place.replace("input_schema", "strict")
         field = "tool_choice" if forced else field
         one_call = bool(choice.disable_parallel_tool_use) or choice.type == "tool"
-        return Offer(tools, forced=forced, one_call=one_call, field=field)
+        return ToolOffer(tools, forced=forced, one_call=one_call, field=field)
 
 
 class MessageRequest(GeneratingFields, ConversationFields):
-    """The body of /v1/messages; docs/api.md describes its fields. None stands for the default named there."""
+    """The body of /v1/messages; docs/api.md describes its fields. None stands for the default given there."""
 
     max_tokens: int = Field(ge=1)
     stop_sequences: StopList | None = None
@@ -207,8 +207,8 @@ class MessageRequest(GeneratingFields, ConversationFields):
 
     @property
     def structured(self) -> tuple[dict[str, Any], str] | None:
-        """What the answer follows as StructuredOutputsParams has it, and where it stands; None: nothing.
-        Raises: ApiError."""
+        """Constraint on the answer as StructuredOutputsParams, and its location; None: unconstrained. Raises:
+        ApiError."""
         of_config = None if self.output_config is None else self.output_config.format
         if of_config is not None and self.output_format is not None:
             raise ApiError(400, "output_config.format and output_format are both set; leave one out.")
@@ -226,7 +226,7 @@ class MessageRequest(GeneratingFields, ConversationFields):
 
     @property
     def thinking_token_budget(self) -> int | None:
-        """Raises: ApiError for one that leaves no room for the answer."""
+        """Raises: ApiError if the budget leaves no room for the answer."""
         budget = None if self.thinking is None else self.thinking.budget_tokens
         if budget is not None and budget >= self.max_tokens:
             raise ApiError(

@@ -1,9 +1,9 @@
-"""A conversation as token ids, and where its cache breakpoints lie among them.
+"""Renders a conversation to token ids and locates its cache breakpoints.
 
-A breakpoint covers what the chat template writes before the first thing that follows the marked block in the
-order tools, system, messages: the conversation is rendered once more with all that follows altered, and as
-long as the two texts agree nothing that follows has mattered yet. Where the template writes tools behind the
-system prompt, a breakpoint on a tool reaches to the end of that tool, with the system prompt in front of it.
+A breakpoint covers everything that the chat template writes before the first change caused by what follows
+the marked block in the order tools, system, messages. To find it, the conversation is rendered again with
+everything after the block altered; the breakpoint lies where the two texts diverge. If the template writes
+tools after the system prompt, a breakpoint on a tool covers the system prompt as well.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ EXTRA_TOOL = {"type": "function", "function": {"name": ALTERED, "description": A
 @dataclass(frozen=True, slots=True)
 class Rendered:
     """breakpoints: in the order of the request; num_tokens counts whole tokens. num_system: counts leading
-    tokens of system prompt and tools; None: there are none. dropped: leave the cache."""
+    tokens of system prompt and tools; None: there are none. dropped: tokens that leave the cache."""
 
     token_ids: list[int]
     breakpoints: tuple[Retention, ...]
@@ -51,14 +51,14 @@ class Rendered:
 def check_size(body: ConversationFields, service: Service) -> None:
     """Raises: ApiError 400 for a conversation that cannot fit."""
     blocks = [block for message in body.messages for block in message.content]
-    told = [*map(_texts, body.system or ()), *map(_texts, blocks)]
-    service.check_messages(max(len(body.messages), len(blocks)), num_chars(told))
+    texts = [*map(_texts, body.system or ()), *map(_texts, blocks)]
+    service.check_messages(max(len(body.messages), len(blocks)), num_chars(texts))
     tools = [] if body.offered is None else body.tools or []
     service.check_chars(num_chars([[tool.description, tool.input_schema] for tool in tools]), "tools")
 
 
 def _texts(block: AnyBlock) -> Any:
-    """What a template may write of it."""
+    """Parts of a block that a template may write."""
     match block:
         case ToolUseBlock(name=name, input=given):
             return [name, given]
@@ -70,7 +70,7 @@ def _texts(block: AnyBlock) -> Any:
 
 
 def render(body: ConversationFields, service: Service) -> Rendered:
-    """The prompt of the next turn. Raises: ApiError, InvalidArgumentError."""
+    """Render the prompt of the next turn. Raises: ApiError, InvalidArgumentError."""
     _check_tools(body)
     _check_thinking(body, service)
     drops = check_drops(body)
@@ -96,7 +96,7 @@ def render(body: ConversationFields, service: Service) -> Rendered:
 
 
 def _dropped(body: ConversationFields, service: Service, text: str) -> Dropped:
-    """The tokens of texts that leave the cache. text: the prompt. Raises: ApiError."""
+    """Tokens of texts that leave the cache. text: the prompt. Raises: ApiError."""
     drops = DropMarks()
     writer = Writer(body, drops=drops, new=first_new(body))
     tools = writer.tools()
@@ -104,7 +104,7 @@ def _dropped(body: ConversationFields, service: Service, text: str) -> Dropped:
 
 
 def _counted(found: Rendered, body: ConversationFields, service: Service) -> Rendered:
-    """The same, which knows how to count its system prompt and tools."""
+    """Add the counter of system prompt and tools."""
     if body.system is None and not body.tools:
         return found
     assert service.plain is not None, "a model without tokenizer is refused"
@@ -121,7 +121,7 @@ def _counted(found: Rendered, body: ConversationFields, service: Service) -> Ren
 def _text(
     body: ConversationFields, service: Service, tools: list[dict[str, Any]], messages: list[dict[str, Any]]
 ) -> str:
-    """Rendered; a last message of the assistant is left open."""
+    """Render the conversation; a last assistant message is left open."""
     prefill = body.messages[-1].role == "assistant"
     variables = dict(body.chat_template_kwargs or {})
     if body.thinking is not None:
@@ -151,7 +151,7 @@ def _text(
 
 
 def _check_thinking(body: ConversationFields, service: Service) -> None:
-    """Raises: ApiError for reasoning that nobody would find."""
+    """Raises: ApiError for reasoning without a reasoning parser."""
     thinking = body.thinking
     if thinking is None or thinking.type == "disabled":
         return
@@ -164,7 +164,7 @@ def _check_thinking(body: ConversationFields, service: Service) -> None:
 
 
 def _check_tools(body: ConversationFields) -> None:
-    """Raises: ApiError for what would be of no effect or cannot be."""
+    """Raises: ApiError for tool fields that contradict each other or have no effect."""
     names = [tool.name for tool in body.tools or ()]
     check_unique(names)
     choice = body.tool_choice
@@ -187,7 +187,7 @@ def _check_tools(body: ConversationFields) -> None:
 
 
 def _marks(body: ConversationFields, marks: list[Mark], last: int) -> list[Mark]:
-    """The breakpoints, the automatic one included. Raises: ApiError for too many, or in a wrong order."""
+    """Breakpoints, including the automatic one. Raises: ApiError for too many, or in a wrong order."""
     if body.cache_control is not None:
         ttl = body.cache_control.ttl
         same = [mark for mark in marks if mark.place == last]

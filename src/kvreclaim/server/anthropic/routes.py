@@ -18,7 +18,13 @@ from kvreclaim.server.base.ids import request_id_of
 from kvreclaim.server.base.tenants import Tenant
 from kvreclaim.server.http.events import answer_json, stream_events
 from kvreclaim.server.shared.bodies import BodyRoute
-from kvreclaim.server.shared.calls import check_grammars, check_offer, checked_structured, followed, format_of
+from kvreclaim.server.shared.calls import (
+    check_grammars,
+    check_offer,
+    checked_structured,
+    format_of,
+    with_grammar,
+)
 from kvreclaim.server.shared.drops import spec_fields
 from kvreclaim.server.shared.output_format import OutputFormat
 from kvreclaim.server.shared.sampling import SHARED, check_priority, sampling_of
@@ -38,7 +44,7 @@ async def create_message(
     given = {name: getattr(body, name) for name in (*SHARED, "max_tokens")}
     given |= {"stop": body.stop_sequences, "thinking_token_budget": body.thinking_token_budget}
     params = sampling_of(given, MessageRequest.model_fields)
-    compression = service.compression(body.kv_compression)  # refused before anything is rendered
+    compression = service.compression(body.kv_compression)  # checked before rendering
     check_priority(body.priority, tenant, service.config)
     service.check_room(tenant.name)
     rendered = await _render(body, service, tenant)
@@ -65,7 +71,7 @@ async def create_message(
         may_end_early=True,
         **spec_fields(rendered.dropped),
     )
-    prompt = await _followed(body, form, service, tenant, prompt)
+    prompt = await _with_grammar(body, form, service, tenant, prompt)
     answer = AnthropicResponse(body, service, request_id_of(request.scope), prompt)
     if body.stream:
         return await stream_events(answer.events(), request)
@@ -76,16 +82,16 @@ async def create_message(
 async def count_tokens(
     body: ConversationFields, request: Request, service: ServiceDep, tenant: TenantDep
 ) -> TokensCount:
-    """Count the prompt tokens of such a request to /v1/messages, after the chat template."""
+    """Count the prompt tokens of a request to /v1/messages, after the chat template."""
     _note(body, request, service)
     rendered = await _render(body, service, tenant)
     return TokensCount(input_tokens=len(rendered.token_ids))
 
 
-async def _followed(
+async def _with_grammar(
     body: MessageRequest, form: OutputFormat, service: Service, tenant: Tenant, prompt: RequestSpec
 ) -> RequestSpec:
-    """The same, whose answer is as tools and the schema ask. Raises: ApiError."""
+    """Attach the grammar of tools and schema to the prompt. Raises: ApiError."""
     run = partial(service.workers.run, tenant.name)
     given, offer = body.structured, body.offer
     structured = None
@@ -94,19 +100,19 @@ async def _followed(
         check_grammars(service, given[1].rpartition(".")[0])
     if offer is not None:
         await run(partial(check_offer, offer, form, service))
-    goes_on = body.messages[-1].role == "assistant"
-    return await run(partial(followed, form, offer, structured, prompt, goes_on=goes_on))
+    continues = body.messages[-1].role == "assistant"
+    return await run(partial(with_grammar, form, offer, structured, prompt, continues=continues))
 
 
 def _compress_prompt_at(
     body: MessageRequest, rendered: Rendered, compression: CompressionConfig | None
 ) -> int | None:
-    """The request's own value, else the last cache breakpoint if its cache is compressed: the prefix
-    is asked about again, so it is compressed once for all who do. Not where tokens of it leave the cache."""
+    """Return the request's own value, else the last cache breakpoint if the cache is compressed: the prefix
+    is reused, so it is compressed once for all. None if tokens of it leave the cache."""
     if (
         body.compress_prompt_at is not None
         or compression is None
-        or compression.max_loss is not None  # which covers short texts behind the prefix alone
+        or compression.max_loss is not None  # covers only short texts after the prefix
         or rendered.dropped is not None
         or not compression.make_policy().eviction_method.evicts
     ):
@@ -116,7 +122,7 @@ def _compress_prompt_at(
 
 
 def _note(body: ConversationFields, request: Request, service: Service) -> None:
-    """Check the model's name, and note it for logs and traces. Raises: ApiError 404."""
+    """Check the model's name, and record it for logs and traces. Raises: ApiError 404."""
     request.scope["state"]["model"] = service.check_model(body.model)
 
 

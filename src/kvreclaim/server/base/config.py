@@ -27,12 +27,12 @@ AUTO, NONE = "auto", "none"
 class ServerConfig:
     """The server's limits and names. Raises: InvalidArgumentError.
 
-    served_model_name: names of the model; an answer has the one of its request, metrics have the first
-    api_keys:          accepted keys, one per tenant; none: everybody is one tenant
-    operator_key:      None: the only API key is the operator's; without keys, everybody is the operator
-    chat_template:     Jinja text in place of the tokenizer's own
-    tool_call_parser, reasoning_parser: a name in parsers/formats.py; auto: the one that the chat template
-                       shows; none: calls and reasoning stay text
+    served_model_name: names of the model; an answer has the name in its request, metrics have the first
+    api_keys:          accepted keys, one per tenant; none: a single tenant
+    operator_key:      None: the only API key is the operator's; without keys, every client is the operator
+    chat_template:     Jinja text that replaces the tokenizer's own
+    tool_call_parser, reasoning_parser: a name in parsers/formats.py; auto: derived from the chat template;
+                       none: calls and reasoning stay text
     """
 
     served_model_name: tuple[str, ...] = option(

@@ -1,4 +1,4 @@
-"""Errors as the two dialects' clients expect them."""
+"""Errors in the formats of the two dialects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvreclaim.server.base.ids import request_id_of
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE = 1024
-"""Characters; a message may quote what a client sent."""
+"""Most characters of a message, which may quote a client's text."""
 TOO_LONG = "context_length_exceeded"
 
 ANTHROPIC_PREFIX = "/v1/messages"
@@ -69,15 +69,14 @@ ENGINE_FIELDS = {"compression": "kv_compression", "drop_spans": "kv_drop"} | {
         "thinking_token_budget",
     )
 }
-"""The engine's arguments, the prompt apart, and what requests call them."""
+"""Engine arguments, apart from the prompt, and their names in requests."""
 
 
 @dataclass(slots=True, eq=False)
 class ApiError(Exception):
-    """An answer that is not 200.
+    """A response with an error status.
 
-    param: the field that is to blame, with which the message may begin; code: OpenAI's machine-readable
-    reason
+    param: the invalid field, with which the message may begin; code: OpenAI's machine-readable reason
     """
 
     status: int
@@ -94,7 +93,7 @@ class ApiError(Exception):
         Exception.__init__(self, self.message)
 
     def about(self, field: str) -> ApiError:
-        """The same about a field by another name."""
+        """Return the error about a field with another name."""
         message = self.message
         if self.param is not None:
             message = re.sub(rf"^{re.escape(self.param)}\b", lambda _: field, message)
@@ -109,7 +108,7 @@ class OpenAIErrorBody(BaseModel):
 
 
 class OpenAIError(BaseModel):
-    """The body of every answer that is no success, but for /v1/messages."""
+    """The body of every error, except on /v1/messages."""
 
     error: OpenAIErrorBody
 
@@ -120,7 +119,7 @@ class AnthropicErrorBody(BaseModel):
 
 
 class AnthropicError(BaseModel):
-    """The body of every answer of /v1/messages that is no success."""
+    """The body of every error of /v1/messages."""
 
     type: str
     error: AnthropicErrorBody
@@ -128,7 +127,7 @@ class AnthropicError(BaseModel):
 
 
 def error_body(error: ApiError, path: str, request_id: str) -> dict[str, Any]:
-    """The JSON of an error in the dialect of the path; also sent as an event of a stream."""
+    """JSON of an error in the dialect of the path; also sent as a stream's event."""
     if error.code == TOO_LONG:
         error = replace(error, message=f"{_too_long(error, path)}: {error.message}")
     if path.startswith(ANTHROPIC_PREFIX):
@@ -144,7 +143,7 @@ def error_body(error: ApiError, path: str, request_id: str) -> dict[str, Any]:
 
 
 def _too_long(error: ApiError, path: str) -> str:
-    """The words by which clients of the path's dialect know that a conversation has to be shortened."""
+    """Message by which clients of the path's dialect recognise that a conversation must be shortened."""
     if not path.startswith(ANTHROPIC_PREFIX):
         return "the request exceeds the maximum context length"
     if error.param == "max_tokens":
@@ -153,7 +152,7 @@ def _too_long(error: ApiError, path: str) -> str:
 
 
 def from_engine(error: KVReclaimError, path: str) -> ApiError:
-    """A refusal of the engine as an answer to a request of this path."""
+    """Convert an engine error to a response for this path."""
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error))
     code = TOO_LONG if isinstance(error, RequestTooLongError) else None
@@ -162,12 +161,12 @@ def from_engine(error: KVReclaimError, path: str) -> ApiError:
 
 
 def failed(request_id: str) -> ApiError:
-    """The request itself failed; the log has the reason under its id."""
+    """Error 500 for a request that failed; its cause is logged under the id."""
     return ApiError(500, f"the request failed inside the engine; the log says why under {request_id}.")
 
 
 def from_problem(kind: str, location: Sequence[str | int], sentence: str) -> ApiError:
-    """The error for pydantic's `kind` at a field. sentence: pydantic's own, without a full stop."""
+    """Convert pydantic's error `kind` at a field. sentence: pydantic's message, without a full stop."""
     where = ".".join(map(str, location))
     if kind == "extra_forbidden":
         message = f"{where} is not supported here; remove it."
@@ -177,18 +176,18 @@ def from_problem(kind: str, location: Sequence[str | int], sentence: str) -> Api
 
 
 def from_validation(error: RequestValidationError) -> ApiError:
-    """The first problem of a path or query; bodies are checked elsewhere (server/shared/bodies.py)."""
+    """Convert the first problem of a path or query; bodies are checked in server/shared/bodies.py."""
     first = error.errors()[0]
-    return from_problem(first["type"], first["loc"][1:], first["msg"])  # loc begins with path or query
+    return from_problem(first["type"], first["loc"][1:], first["msg"])  # starts with path or query
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Answer every exception that is an answer in the dialect of the path; the gate has the others."""
+    """Install handlers that answer errors in the dialect of the path; the gate handles all others."""
 
     async def answer(request: Request, error: Exception) -> Response:
-        told = _as_answer(error, request)
-        body = error_body(told, request.scope["path"], request_id_of(request.scope))
-        return JSONResponse(body, told.status, headers=told.headers)
+        failure = _as_answer(error, request)
+        body = error_body(failure, request.scope["path"], request_id_of(request.scope))
+        return JSONResponse(body, failure.status, headers=failure.headers)
 
     for kind in (ApiError, KVReclaimError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, answer)

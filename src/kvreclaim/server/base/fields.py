@@ -27,23 +27,23 @@ MAX_POLICY_LENGTH = 1024
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_TOKEN_LIST = 1024
-"""Longest list of token ids that each new token is compared with."""
+"""Longest list of token ids that every new token is compared with."""
 MAX_BAD_WORDS = 128
 MAX_TOOLS = 1024
-"""Definitions, or calls of one message."""
+"""Most tool definitions, or calls of one message."""
 MAX_BLOCKS = 4096
-"""Most blocks of a system prompt, or of a tool's result."""
+"""Most blocks of a system prompt or of a tool result."""
 MAX_OPTIONS = 64
-"""Most options of a policy, and entries of one that is a list."""
+"""Most options of a policy, and most entries of an option that is a list."""
 
 
 def refusal(sentence: str) -> PydanticCustomError:
-    """A validator's complaint about its field, without a full stop."""
+    """Make a validator's error about its field, without a full stop."""
     return PydanticCustomError("refused", "{sentence}", {"sentence": sentence})
 
 
 def described(what: str) -> WrapValidator:
-    """One sentence for a union's refusal, instead of one for each of its members."""
+    """Replace a union's errors, one per member, by one sentence."""
 
     def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -55,7 +55,7 @@ def described(what: str) -> WrapValidator:
 
 
 def at_most(limit: int) -> BeforeValidator:
-    """Refuses a mapping with more entries before it looks at any of them."""
+    """Refuse a mapping with too many entries before any is validated."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > limit:
@@ -69,12 +69,12 @@ T = TypeVar("T", bound=BaseModel)
 Item = TypeVar("Item")
 
 Listed = Annotated[list[Item], Field(fail_fast=True)]
-"""Every list of a request: refused at the first wrong element, however many there are."""
+"""Every list of a request: refused at the first invalid element."""
 
 
 class Fields(BaseModel):
-    """A JSON object of a request: values are taken as they are, unknown names are refused, the first of them
-    alone; null is as good as absent."""
+    """A JSON object of a request: values are not coerced, the first unknown name is refused, and null means
+    absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -104,8 +104,8 @@ OptionValue = Annotated[
 
 
 def mirrors(config: type, names: Iterable[str]) -> Callable[[type[T]], type[T]]:
-    """Gives a body these settings of a config, None where they are left out. Their bounds are only described:
-    the config refuses, in its own words."""
+    """Add settings of a config to a body, None where absent. Bounds are only documented here; the config
+    enforces them."""
 
     def with_settings(body: type[T]) -> type[T]:
         fields: dict[str, Any] = {}
@@ -123,12 +123,12 @@ def mirrors(config: type, names: Iterable[str]) -> Callable[[type[T]], type[T]]:
 
 
 OWN_FIELDS = ("policy", "stats", "budget")
-"""Fields of CompressionSettings that a body declares itself, or that no client sets."""
+"""Fields of CompressionSettings that the body declares itself, or that clients cannot set."""
 
 
 @mirrors(CompressionSettings, (n for n in settings_of(CompressionSettings) if n not in OWN_FIELDS))
 class KVCompression(Fields):
-    """CompressionConfig's fields, but for `stats`: clients name no files of the server."""
+    """CompressionConfig's fields except `stats`: clients cannot name files of the server."""
 
     policy: str | None = Field(None, min_length=1, max_length=MAX_POLICY_LENGTH)
     budget: Annotated[
@@ -163,12 +163,12 @@ SAMPLING = (
     "min_tokens",
     "ignore_eos",
 )
-"""Settings of SamplingParams that both dialects mirror."""
+"""Settings of SamplingParams that both dialects share."""
 
 
 @mirrors(SamplingParams, SAMPLING)
 class GeneratingFields(Fields):
-    """Fields of every request that generates, in both dialects."""
+    """Fields of every generating request, in both dialects."""
 
     stream: bool | None = None
     logit_bias: LogitBias | None = None

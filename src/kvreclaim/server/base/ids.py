@@ -1,4 +1,4 @@
-"""Request ids: made here, sent back in a header, and found in every log line about the request."""
+"""Request ids: sent back in a header, and part of every log line about the request."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ def new_request_id() -> str:
 
 
 def request_id_of(scope: Scope) -> str:
-    """The id that the gate gave to this HTTP request."""
     request_id: str = scope["state"]["request_id"]
     return request_id
 
 
 def answer_id(request_id: str, route: str) -> str:
-    """The `id` that the body of an answer has: the request's, with the prefix that clients know."""
+    """Return the `id` of an answer's body: the request's id with the route's prefix."""
     return request_id.replace("req-", ANSWER_PREFIXES.get(route, "req-"), 1)

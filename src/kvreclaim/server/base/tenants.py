@@ -1,4 +1,4 @@
-"""Tenants: an API key is one, and tenants share no cached block."""
+"""Tenants: one per API key; cached blocks are never shared between tenants."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from kvreclaim.server.base.config import ServerConfig
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """name: a digest of the key, fit for logs; None without keys. operator: may see what concerns all."""
+    """name: a digest of the key, fit for logs; None without keys. operator: may see data of all tenants."""
 
     name: str | None
     operator: bool
 
     def salt(self, cache_salt: str | None) -> str | None:
-        """The engine's cache salt: the tenant's own, and within it the one that the request names."""
+        """Return the engine's cache salt: the tenant's, combined with the request's."""
         if self.name is None and cache_salt is None:
             return None
         return json.dumps([self.name, cache_salt])
 
 
 def key_of(headers: Mapping[str, str]) -> str | None:
-    """The API key of a request: `Authorization: Bearer` (OpenAI), `x-api-key` (Anthropic), or the password
-    of HTTP Basic, which a browser asks its user for."""
+    """Return the API key of a request: `Authorization: Bearer` (OpenAI), `x-api-key` (Anthropic), or the
+    password of HTTP Basic, for which browsers prompt."""
     if given := headers.get("x-api-key"):
         return given
     scheme, _, value = headers.get("authorization", "").partition(" ")
@@ -37,13 +37,13 @@ def key_of(headers: Mapping[str, str]) -> str | None:
     if scheme.lower() == "basic":
         try:
             return base64.b64decode(value, validate=True).decode().partition(":")[2] or None
-        except ValueError:  # no base64, or no text in it
+        except ValueError:  # not base64, or not text
             return None
     return None
 
 
 def tenant_name(secret: str, key: str) -> str:
-    """The name of a key's owner in logs. Without the secret no key can be tried against it."""
+    """Return a tenant's name in logs. The secret prevents guessing keys from it."""
     return hmac.new(secret.encode(), key.encode(), "sha256").hexdigest()[:16]
 
 
@@ -56,7 +56,7 @@ class Tenants:
         self._operator_key = config.operator_key.encode() if config.operator_key is not None else None
 
     def of(self, headers: Mapping[str, str]) -> Tenant | None:
-        """The tenant of a request, None if its key is missing or unknown."""
+        """Return the tenant of a request; None if its key is missing or unknown."""
         if not self._keys and self._operator_key is None:
             return Tenant(None, operator=True)
         given = key_of(headers)

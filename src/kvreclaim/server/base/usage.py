@@ -1,4 +1,4 @@
-"""Usage of a request: OpenAI's counts, and what both dialects tell of the KV cache."""
+"""Usage of a request: OpenAI's counts, and KV cache figures of both dialects."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvreclaim.engine.request.outputs import RequestMetrics
 
 
 def kv_cache_usage(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
-    """Over a request's prompts: tokens and blocks are sums, but for peak_blocks, the most that one output
-    held. policy, budget, sinks: of their compression, None without. reclaim_efficiency: blocks freed of those
-    that could be; None where none could."""
+    """Sum tokens and blocks over a request's prompts; peak_blocks is the maximum over outputs. policy,
+    budget, sinks: None without compression. reclaim_efficiency: freed blocks per freeable block; None if none
+    could be freed."""
     perfect = sum(m.blocks_perfect for m in metrics)
     freed = sum(m.blocks_freed for m in metrics)
     return {
@@ -32,7 +32,7 @@ def kv_cache_usage(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
 
 
 def usage_of(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
-    """Sums over a request's prompts; OpenAI's counts, and beside them what its cache gave back."""
+    """Sum OpenAI's counts and the KV cache figures over a request's prompts."""
     usage = token_usage(metrics, sum(m.num_generated_tokens for m in metrics))
     if (reasoning := reasoning_tokens(metrics)) is not None:
         usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
@@ -40,13 +40,12 @@ def usage_of(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
 
 
 def reasoning_tokens(metrics: Sequence[RequestMetrics]) -> int | None:
-    """Generated tokens of reasoning; None where nobody looks for it."""
+    """Generated reasoning tokens; None without a reasoning parser."""
     found = [m.num_reasoning_tokens for m in metrics if m.num_reasoning_tokens is not None]
     return sum(found) if found else None
 
 
 def token_usage(metrics: Sequence[RequestMetrics], num_generated: int) -> dict[str, Any]:
-    """The part that is known while a request runs."""
     num_prompt = sum(m.num_prompt_tokens for m in metrics)
     return {
         "prompt_tokens": num_prompt,
@@ -57,8 +56,8 @@ def token_usage(metrics: Sequence[RequestMetrics], num_generated: int) -> dict[s
 
 
 def _cached(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
-    """Prompt tokens that were not computed; of these, those of snapshots; where they lay, if any came from
-    below the pool."""
+    """Prompt tokens that were not computed; of these, those of snapshots; by tier, if any came from host or
+    disk."""
     cached = sum(m.num_cached_tokens for m in metrics)
     loaded, disk = sum(m.num_loaded_tokens for m in metrics), sum(m.num_disk_tokens for m in metrics)
     found = {"cached_tokens": cached, "snapshot_tokens": sum(m.num_snapshot_tokens for m in metrics)}
@@ -72,7 +71,7 @@ Responses = dict[int | str, dict[str, Any]]
 
 
 class ResponseSchema(BaseModel):
-    """The shape of an answer; tests hold the answers against it."""
+    """The schema of an answer; tests validate answers against it."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -92,11 +91,11 @@ class KVCacheUsage(ResponseSchema):
 
 
 def errors_of(model: type[BaseModel]) -> Responses:
-    """Every status that a route which generates may refuse with. model: the body."""
+    """Error statuses of a generating route. model: the body."""
     return {status: {"model": model} for status in (400, 401, 404, 408, 413, 429, 500, 503)}
 
 
 def streamed_body(model: type[BaseModel], events: str) -> Responses:
-    """An answer that is one JSON object, or server-sent events with `stream`. events: what they are."""
+    """An answer that is one JSON object, or server-sent events with `stream`. events: their description."""
     content = {"text/event-stream": {"schema": {"type": "string", "description": events}}}
     return {200: {"model": model, "description": "The answer.", "content": content}}

@@ -1,4 +1,4 @@
-"""Single tokens as text and as bytes: what each adds to the text that it stands in."""
+"""Single tokens as text and bytes: what each adds to the surrounding text."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Spelling(NamedTuple):
-    """The text and UTF-8 bytes that a token adds. A part of a character is U+FFFD and its own bytes; a
-    special token, which adds nothing, is named."""
+    """Text and UTF-8 bytes that a token adds. A partial character is U+FFFD and its own bytes; a special
+    token, which adds nothing, is given by name."""
 
     text: str
     bytes: tuple[int, ...]
@@ -25,7 +25,7 @@ class TokenPlace(NamedTuple):
     """Position of a token.
 
     offset: characters before it
-    first:  nothing but special tokens is before it
+    first:  only special tokens precede it
     """
 
     own: Spelling
@@ -34,9 +34,9 @@ class TokenPlace(NamedTuple):
 
 
 class Vocabulary:
-    """The spellings of a tokenizer's tokens, each made once; threads may share it.
+    """Cached spellings of a tokenizer's tokens; thread-safe.
 
-    skip_special_tokens: they add nothing to a text
+    skip_special_tokens: special tokens add nothing to a text
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
@@ -45,19 +45,19 @@ class Vocabulary:
         self._known: dict[int, tuple[Spelling, Spelling]] = {}
 
     def spelling(self, token_id: int, *, first: bool) -> Spelling:
-        """The spelling of a token: first in a text, where it may lose its space, or after others."""
+        """Return the spelling of a token: first in a text, where it may lose its space, or after others."""
         if (known := self._known.get(token_id)) is None:
             known = self._known[token_id] = self._spell(token_id)
         return known[first]
 
     def _spell(self, token_id: int) -> tuple[Spelling, Spelling]:
-        """Behind others, and as the first."""
+        """Return the spellings after other tokens, and first in a text."""
         decode, skips = self.tokenizer.backend_tokenizer.decode, self.skip_special_tokens
         alone, twice = (decode([token_id] * n, skip_special_tokens=skips) for n in (1, 2))
         if not twice:
             name = Spelling(decode([token_id], skip_special_tokens=False), (), special=True)
             return name, name
-        # Where parts of characters join to one, its text is what it is alone.
+        # Partial characters that join to one are spelled as the token alone.
         added = twice[len(alone) :] if twice.startswith(alone) else alone
         return Spelling(added, self._bytes(token_id, added)), Spelling(alone, self._bytes(token_id, alone))
 
@@ -74,15 +74,15 @@ class Vocabulary:
 
 @cache
 def byte_level_codes() -> dict[str, int]:
-    """The byte of each character of a byte-level BPE vocabulary: printable Latin-1 stands for itself, all
-    others in order for U+0100 and on."""
+    """Bytes of the characters of a byte-level BPE vocabulary: printable Latin-1 maps to itself, all other
+    bytes follow in order from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 class TokenPlaces:
-    """Positions of tokens in a text, one token at a time."""
+    """Tracks the positions of tokens in a text, one token at a time."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
@@ -95,19 +95,19 @@ class TokenPlaces:
         own, piece = self.vocabulary.spelling(token_id, first=first), self._stream.step(token_id)
         self._length += len(piece)
         self._first = first and own.special
-        # A token may end a piece that broken characters before it begin.
+        # A token may complete a piece that started with partial characters.
         return TokenPlace(own, self._length - len(own.text) if piece.endswith(own.text) else before, first)
 
 
 class Continuation:
-    """An answer's text, which is decoded alone, as it goes on from its prompt's."""
+    """Separately decoded answer text, adjusted to continue its prompt."""
 
     def __init__(self, vocabulary: Vocabulary, prompt: list[int]) -> None:
         self._vocabulary = vocabulary
         self._joined = self._begun_by(prompt) is None
 
     def take(self, token_ids: list[int], text: str) -> str:
-        """The next tokens' text; the first has in front what it lacks, such as a space."""
+        """Return the next tokens' text; the first piece gets what decoding alone loses, such as a space."""
         token_id = None if self._joined else self._begun_by(token_ids)
         if token_id is None:
             return text
@@ -116,6 +116,6 @@ class Continuation:
         return added.removesuffix(alone) + text
 
     def _begun_by(self, token_ids: list[int]) -> int | None:
-        """The first that adds to the text."""
+        """Return the first token that adds text."""
         spell = self._vocabulary.spelling
         return next((token for token in token_ids if not spell(token, first=True).special), None)

@@ -1,1 +1,1 @@
-"""The app and its start."""
+"""The FastAPI app and its start."""

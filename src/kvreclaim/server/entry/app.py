@@ -23,7 +23,7 @@ from kvreclaim.server.shared.service import Service
 
 
 class App(FastAPI):
-    """A wrong body is a 400 here, in both dialects; FastAPI's description would promise a 422 as well."""
+    """App without FastAPI's documented 422: an invalid body is a 400 in both dialects."""
 
     def openapi(self) -> dict[str, Any]:
         described = super().openapi()
@@ -36,7 +36,7 @@ class App(FastAPI):
 
 
 def create_app(service: Service) -> FastAPI:
-    """Routes over one service. The engine's thread starts and stops with the app."""
+    """Build the routes over one service. The engine's thread starts and stops with the app."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -53,12 +53,12 @@ def create_app(service: Service) -> FastAPI:
     app = App(
         title="kvreclaim",
         version=__version__,
-        description="LLM serving from a paged KV cache whose compression gives blocks back.",
+        description="LLM serving from a paged KV cache that is compressed while it runs.",
         lifespan=lifespan,
         redoc_url=None,
-        docs_url=None,  # its scripts come from other hosts
+        docs_url=None,  # loads scripts from other hosts
         swagger_ui_oauth2_redirect_url=None,
-        redirect_slashes=False,  # a redirect would lead to the host that the request names
+        redirect_slashes=False,  # a redirect would use the host named by the request
     )
     app.state.service = service
     app.state.responses = ResponseStore(service.config)

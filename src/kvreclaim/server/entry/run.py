@@ -28,13 +28,13 @@ from kvreclaim.server.shared.service import Service
 logger = logging.getLogger(__name__)
 
 LAST_BYTES_S = 2
-"""Least seconds that clients have to read what was written for them, also of answers cut short."""
+"""Least seconds for clients to read what was written, also of truncated answers."""
 
 
 def serve(engine: EngineClient, config: ServerConfig, listener: socket.socket) -> bool:
-    """Serve until SIGTERM or SIGINT; then let running requests end. Returns: whether it ended so; if not, the
-    engine's process has gone."""
-    fast = uvicorn.Config("", log_config=None).get_loop_factory()  # uvloop where it runs: less time per chunk
+    """Serve until SIGTERM or SIGINT, then let running requests end. Returns: False if the engine's process
+    was lost."""
+    fast = uvicorn.Config("", log_config=None).get_loop_factory()  # uvloop if available: less time per chunk
     with asyncio.Runner(loop_factory=fast) as runner:
         return runner.run(_serve(engine, config, listener))
 
@@ -44,7 +44,7 @@ async def _serve(engine: EngineClient, config: ServerConfig, listener: socket.so
     server = Server(Service(engine, config))
     if not allow_files(config.max_connections):
         logger.warning("the system allows fewer open files than --max-connections takes (ulimit -n)")
-    gc.freeze()  # what is there now stays: every later search for garbage would go through it
+    gc.freeze()  # excludes existing objects from every later collection
     for line in facts_of_start(engine.served, config, listener):
         logger.info(line)
     losing = asyncio.ensure_future(server.exit_when_lost())
@@ -52,12 +52,12 @@ async def _serve(engine: EngineClient, config: ServerConfig, listener: socket.so
         await server.serve(sockets=[listener])
     finally:
         losing.cancel()
-        gc.unfreeze()  # at its end the interpreter collects what native libraries are to give back
+        gc.unfreeze()  # so that native libraries' resources are collected at exit
     return not server.lost
 
 
 def facts_of_start(served: ServedModel, config: ServerConfig, listener: socket.socket) -> Iterator[str]:
-    """Lines about a server that is ready: address, page, keys, compression, pool and context."""
+    """Yield log lines about a ready server: address, page, keys, compression, pool and context."""
     host, port = listener.getsockname()[:2]
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     yield f"serving {', '.join(config.served_model_name)} at {address} (API: {address}/v1)"
@@ -76,7 +76,7 @@ def facts_of_start(served: ServedModel, config: ServerConfig, listener: socket.s
 class Server(uvicorn.Server):
     """Lets running answers end within the timeout, and exits with 0 after a signal.
 
-    lost: the engine's process went by itself; there is nothing left to serve
+    lost: the engine's process exited by itself
     """
 
     def __init__(self, service: Service) -> None:
@@ -87,18 +87,18 @@ class Server(uvicorn.Server):
         self.lost = False
 
     async def exit_when_lost(self) -> None:
-        """End the server, for its supervisor to restart it, after clients got their last errors."""
+        """Stop the server for its supervisor to restart it, after clients got their last errors."""
         await self.service.engine.lost.wait()
         if not self.should_exit:
             self.lost = True
-            await asyncio.sleep(LAST_BYTES_S)  # meanwhile /health says it, too
+            await asyncio.sleep(LAST_BYTES_S)  # meanwhile /health reports it
             self.config.timeout_graceful_shutdown = LAST_BYTES_S
             self.should_exit = True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Begin to drain at the first signal, exit at the second; uvicorn's own would raise it again at
-        the end, so that the process would not exit with 0."""
+        """Drain at the first signal, exit at the second; uvicorn would raise it again at the end, so that the
+        process would not exit with 0."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -115,7 +115,7 @@ class Server(uvicorn.Server):
         if self.service.draining.is_set():
             logger.warning("%s again: exiting at once", signal.Signals(number).name)
             logging.shutdown()
-            os._exit(128 + number)  # an interpreter that shuts down waits for threads
+            os._exit(128 + number)  # normal interpreter shutdown waits for threads
         name, running = signal.Signals(number).name, self.service.engine.num_requests
         timeout = self.service.config.shutdown_timeout_s
         logger.info(
@@ -134,7 +134,7 @@ class Server(uvicorn.Server):
             logger.warning("%d requests did not finish in %g s and are aborted", engine.num_requests, timeout)
             await engine.abort_all()
         finally:
-            # The last bytes of the answers may still be on their way to slow clients.
+            # The last bytes may still be in transit to slow clients.
             left = math.ceil(deadline - time.monotonic())
             self.config.timeout_graceful_shutdown = max(LAST_BYTES_S, left)
             self.should_exit = True

@@ -1,4 +1,4 @@
-"""Connections before anybody knows who asks: how many there are, how long a head may be, and how slow."""
+"""Limits per connection (count, header size, read time), enforced before a request exists."""
 
 from __future__ import annotations
 
@@ -20,28 +20,27 @@ from kvreclaim.server.base.errors import ApiError, error_body
 from kvreclaim.server.http.refusals import Refusals
 
 MAX_HEAD_BYTES = 64 << 10
-"""Limit of request line and headers, and of what stands around the chunks of a body."""
+"""Limit of request line and headers, and of the framing of chunked bodies."""
 MAX_HEADERS = 256
 PATIENCE_S = 1.0
-"""Least time that a connection has for a whole request, however many others want its place."""
+"""Seconds that a connection always has for a whole request, even when the server is full."""
 LINGER_S = 5.0
-"""Seconds for which the rest of a refused body is read and dropped, so that its sender sees the answer."""
+"""Seconds for which the rest of a refused body is read and dropped, so that the client gets the answer."""
 OTHER_FILES = 256
 
 
 @dataclass(slots=True)
 class Address:
-    """One client's connections. waiting: those that have sent no whole request, and since when; the oldest
-    first."""
+    """Connections of one client. waiting: those without a whole request and the time since, oldest first."""
 
     num_open: int = 0
     waiting: dict[HTTPProtocol, float] = field(default_factory=dict)
 
 
 class Connections:
-    """All connections of a server. Where there is no room, one that has sent no whole request for a while
-    makes it: of the same client, or of the one who has most of these. So those who are silent cannot keep
-    others out, and those who come all at once are turned away, which costs nothing."""
+    """All connections of a server. When it is full, a connection that has long sent no whole request is
+    closed to make room: the same client's, or that of the client with the most of these. So idle clients
+    cannot lock out others, and bursts are refused at no cost."""
 
     def __init__(self, config: ServerConfig, refusals: Refusals) -> None:
         self.config = config
@@ -50,7 +49,7 @@ class Connections:
         self.addresses: dict[str, Address] = {}
 
     def admit(self, connection: HTTPProtocol) -> bool:
-        """Take it in, or return False if there is no room."""
+        """Register the connection; return False if there is no room."""
         client = connection.client_network
         own = self.addresses.get(client) or Address()
         crowded = None
@@ -78,7 +77,7 @@ class Connections:
             del self.addresses[connection.client_network]
 
     def set_waiting(self, connection: HTTPProtocol, waits: bool) -> None:
-        """Whether a whole request is still to come."""
+        """Record whether the connection still has to send a whole request."""
         waiting = self.addresses[connection.client_network].waiting
         waiting.pop(connection, None)
         if waits:
@@ -86,7 +85,7 @@ class Connections:
 
 
 class HTTPConfig(uvicorn.Config):
-    """uvicorn's, with what the connections have in common."""
+    """uvicorn's config, with state shared by all connections."""
 
     def __init__(self, app: Any, limits: ServerConfig, refusals: Refusals) -> None:
         super().__init__(
@@ -102,9 +101,9 @@ class HTTPConfig(uvicorn.Config):
 
 
 class HTTPProtocol(HttpToolsProtocol):
-    """uvicorn's parser in C, with the limits that it lacks.
+    """uvicorn's C parser, with the limits that it lacks.
 
-    Bytes are counted until something is complete: the head, a chunk of the body, the message.
+    Bytes are counted until an element is complete: the head, a chunk of the body, the message.
     """
 
     config: HTTPConfig
@@ -135,7 +134,6 @@ class HTTPProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def give_up(self) -> None:
-        """Close, to make room for others."""
         self._refused = True
         self._forget()
         self.transport.close()
@@ -148,21 +146,21 @@ class HTTPProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            pass  # nobody here speaks another protocol: the request is answered in this one
-        except httptools.HttpParserError:  # uvicorn would write a line into the log for each
+            pass  # upgrades are not supported: the request is answered as HTTP
+        except httptools.HttpParserError:  # uvicorn would log a line for each
             self._refuse(400, "this is no HTTP/1.1 request; check the client (for TLS, use a proxy).")
         if self._pending_bytes > MAX_HEAD_BYTES:
             self._refuse_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._in_body:  # what follows a chunked body is nothing that anybody here reads
+        if not self._in_body:  # trailers of a chunked body are ignored
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if self._refused:
             return
         if self._pending_bytes > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
-            # The bytes may be those of a body that came along with the head.
+            # The bytes may belong to a body that came with the head.
             size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
             if size > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
                 self._refuse_head()
@@ -202,11 +200,11 @@ class HTTPProtocol(HttpToolsProtocol):
             self._await_next()
 
     def _await_next(self) -> None:
-        """uvicorn closes what is silent; this, what sends a head in small pieces for ever."""
+        """Restart the deadline, which uvicorn has for idle connections but not for slow heads."""
         self._within(self.timeout_keep_alive + self.shared.config.headers_timeout_s, self._too_slow)
 
     def _within(self, seconds: float | None, otherwise: Callable[[], None] | None = None) -> None:
-        """Set the one deadline of this connection; None: there is none at present."""
+        """Set the connection's only deadline; None clears it."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None
@@ -227,7 +225,7 @@ class HTTPProtocol(HttpToolsProtocol):
         )
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer what never became a request, and close. What has been answered already is not again."""
+        """Answer a request that was never complete, unless it was answered already, and close."""
         if self._refused:
             return
         if self._answered:
@@ -243,7 +241,7 @@ class HTTPProtocol(HttpToolsProtocol):
 
     @property
     def _answered(self) -> bool:
-        """Whether what is being read belongs to a request whose answer has begun, or is in its way."""
+        """Whether the data being read belongs to a request with a started answer, or precedes one."""
         cycle = self.cycle
         begun = cycle is not None and cycle.response_started
         return begun and (self._in_body or not cycle.response_complete)
@@ -256,7 +254,7 @@ class HTTPProtocol(HttpToolsProtocol):
 
 
 def network_of(address: str) -> str:
-    """The network of an address: an IPv6 client has a whole /64."""
+    """Return the network of an address: /64 for IPv6 clients."""
     if ":" not in address:
         return address
     parsed = ip_address(address.partition("%")[0])
@@ -267,11 +265,11 @@ def network_of(address: str) -> str:
 
 
 def allow_files(num_connections: int) -> bool:
-    """Ask the system for as many open files as that takes; False if it allows fewer."""
-    wanted = num_connections + OTHER_FILES
+    """Raise the limit of open files for that many connections; False if the system allows fewer."""
+    required = num_connections + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    if soft == resource.RLIM_INFINITY or soft >= required:
         return True
-    given = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    given = required if hard == resource.RLIM_INFINITY else min(required, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (given, hard))
-    return given >= wanted
+    return given >= required

@@ -1,4 +1,4 @@
-"""Server-sent events, and noticing that nobody listens any more."""
+"""Server-sent events, and detection of disconnected clients."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PIECE = 256
-"""Elements of a list that are written at once: a few ms with 20 log-probabilities for each."""
+"""Elements of a list that are encoded at once: a few ms with 20 log-probabilities for each."""
 
 
 def json_of(value: dict[str, Any]) -> bytes:
-    """JSON of an object that may be long, written in short pieces: while one is written, no other thread of
-    the interpreter runs."""
+    """Encode an object that may be large in short pieces, because encoding holds the interpreter lock."""
     return b"".join(_pieces(value))
 
 
@@ -47,10 +46,10 @@ def _pieces(value: Any) -> Iterator[bytes]:
 
 
 class EventStream(Response):
-    """Sends a generator's events as they come. The generator is closed when the client goes, so that what it
-    holds is released in its `finally`; an exception becomes the last event.
+    """Sends a generator's events as they come. The generator is closed when the client disconnects, so that
+    its `finally` releases resources; an exception becomes the last event.
 
-    first: what it has yielded already
+    first: the event that it has already yielded
     """
 
     media_type = "text/event-stream"
@@ -80,7 +79,7 @@ class EventStream(Response):
 
 
 def error_of(error: Exception, scope: Scope) -> ApiError:
-    """What a client is told of an error after its answer had begun; the log has what it is not told."""
+    """Return the error that a client sees after its answer had begun; details are only logged."""
     if isinstance(error, KVReclaimError):
         return from_engine(error, scope["path"])
     if isinstance(error, ApiError):
@@ -91,14 +90,14 @@ def error_of(error: Exception, scope: Scope) -> ApiError:
 
 
 def error_event(error: Exception, scope: Scope) -> bytes:
-    """The event of an error after the answer had begun, in the dialect of the path."""
+    """Return the event of an error after the answer had begun, in the dialect of the path."""
     path = scope["path"]
     name = "error" if path.startswith(ANTHROPIC_PREFIX) else None
     return event(error_body(error_of(error, scope), path, request_id_of(scope)), name)
 
 
 async def stream_events(events: AsyncGenerator[bytes, None], request: Request) -> Response:
-    """Answer with events. Waits for the first one, so that an error before it gets its own status."""
+    """Answer with events. Waits for the first one, so that an earlier error gets its own status."""
 
     async def begin() -> bytes:
         return await anext(events)
@@ -108,7 +107,7 @@ async def stream_events(events: AsyncGenerator[bytes, None], request: Request) -
 
 
 async def answer_json(work: Coroutine[Any, Any, Any], request: Request) -> Response:
-    """Answer with what the work returns, JSON already or yet to be; it is cancelled when the client goes."""
+    """Answer with the work's result, encoded if it is not JSON yet; cancelled when the client disconnects."""
     body = await or_disconnect(work, request.receive)
     if body is None:
         return gone()
@@ -116,7 +115,7 @@ async def answer_json(work: Coroutine[Any, Any, Any], request: Request) -> Respo
 
 
 def gone() -> Response:
-    """To a client that closed its connection; nobody reads it."""
+    """Response for a client that has disconnected."""
     return Response(status_code=499)
 
 

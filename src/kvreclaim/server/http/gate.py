@@ -26,32 +26,32 @@ OPERATOR_PATHS = (
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 EVERY = "*"
 MAX_DIGITS = 18
-"""Most digits of a length; Python reads no number of thousands of digits."""
+"""Most digits of a length; Python refuses to parse thousands of digits."""
 
 
 class Hosts:
-    """By what names a server may be called: checked where the operator says which, and where nobody needs
-    a key.
+    """Host names by which the server may be addressed: checked if the operator lists them or no key is
+    required.
 
-    A page of a foreign site can have its own name resolved to this server's address, and then reads what the
-    server answers to the browser. It cannot have the browser send another name than its own.
+    A foreign site can resolve its own name to this server's address and read the answers through the browser
+    (DNS rebinding), but it cannot change the Host header.
     """
 
     def __init__(self, config: ServerConfig) -> None:
-        self._said = bool(config.allowed_hosts)
-        self._all = EVERY in config.allowed_hosts or (not self._said and bool(config.api_keys))
+        self._is_explicit = bool(config.allowed_hosts)
+        self._all = EVERY in config.allowed_hosts or (not self._is_explicit and bool(config.api_keys))
         own = config.allowed_hosts or ("localhost", socket.gethostname(), config.host)
         self._names = frozenset(name.lower() for name in own)
 
     def allows(self, header: str | None) -> bool:
-        """header: Host; None, which no browser sends, is allowed."""
+        """header: Host; None, which browsers never send, is allowed."""
         if self._all or header is None:
             return True
-        return host_of(header) in self._names if self._said else is_own(header, self._names)
+        return host_of(header) in self._names if self._is_explicit else is_own(header, self._names)
 
 
 class Gate:
-    """Refuses what no route should see, and puts `request_id` and `tenant` into the scope's state."""
+    """Refuses invalid requests and puts `request_id` and `tenant` into the scope's state."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig, max_body_bytes: int) -> None:
         self.app = app
@@ -86,11 +86,10 @@ class Gate:
         except Exception as error:
             logger.error("request %s failed", request_id, exc_info=error)
             if begun:
-                raise  # the client sees the connection break
+                raise  # the client sees a broken connection
             await self._refuse(failed(request_id), scope, receive, send_with_id)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises: ApiError for what no route should see."""
         tenant = self._admit(scope)
         scope["state"]["tenant"] = tenant
         counted = scope["method"] == "POST"
@@ -155,7 +154,7 @@ class Gate:
 
 
 class _Limited:
-    """A request's receive channel that counts the bytes of its body, whatever its headers say."""
+    """A receive channel that limits the actual bytes of a body, regardless of the headers."""
 
     def __init__(self, receive: Receive, limit: int) -> None:
         self._receive = receive
@@ -176,8 +175,8 @@ def _too_large(limit: int) -> str:
 
 
 def _is_preflighted(headers: Headers) -> bool:
-    """Whether a browser asks before it sends such a request for a page of another site, which this server
-    does not allow: with a JSON body, or with a key in a header that the page itself sets."""
+    """Whether a browser sends a preflight, which this server refuses, before such a cross-site request: it
+    has a JSON body, or a key in a custom header."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     is_json = kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
     bearer = headers.get("authorization", "").lower().startswith("bearer ")

@@ -1,4 +1,4 @@
-"""The address that a server listens on, which is taken before anything is loaded."""
+"""The server's listening socket, bound before the model is loaded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvreclaim.errors import InvalidArgumentError
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Listen on an address; 0 takes a free port. Raises: InvalidArgumentError if it cannot be had."""
+    """Listen on an address; 0 takes a free port. Raises: InvalidArgumentError if it is unavailable."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)

@@ -1,4 +1,4 @@
-"""Connections that were refused before there was a request: all are counted, some logged."""
+"""Connections refused before a request exists: all are counted, some logged."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 LINE_S = 10.0
-"""Between two lines about the same status at least: who can reach the port cannot fill the log."""
+"""Least seconds between two lines about the same status, so that clients cannot fill the log."""
 
 
 class Refusals:
-    """Told of each refusal, by its status.
+    """Counts refusals by status, and logs them at a limited rate.
 
-    count: adds it to the metrics
+    count: adds one to the metrics
     """
 
     def __init__(self, count: Callable[[int], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._count = count
         self._clock = clock
-        self._said_s: dict[int, float] = {}
-        self._unsaid: Counter[int] = Counter()
+        self._logged_s: dict[int, float] = {}
+        self._unlogged: Counter[int] = Counter()
 
     def note(self, status: int, client: str) -> None:
-        """client: the address or network of who was refused."""
+        """client: its address or network"""
         self._count(status)
-        now, said_s = self._clock(), self._said_s.get(status)
-        if said_s is not None and now < said_s + LINE_S:
-            self._unsaid[status] += 1
+        now, logged_s = self._clock(), self._logged_s.get(status)
+        if logged_s is not None and now < logged_s + LINE_S:
+            self._unlogged[status] += 1
             return
-        self._said_s[status] = now
-        fields = {"status": status, "client": client, "unlogged": self._unsaid.pop(status, 0)}
+        self._logged_s[status] = now
+        fields = {"status": status, "client": client, "unlogged": self._unlogged.pop(status, 0)}
         logger.warning("a connection was refused: %d", status, extra={"fields": fields})

@@ -1,4 +1,4 @@
-"""Threads for what would hold up the event loop: parsing, templates, tokenizing, writing long answers."""
+"""Threads for work that would block the event loop: parsing, templates, tokenizing, encoding long answers."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import TypeVar
 T = TypeVar("T")
 
 SMALL = 4096
-"""Bytes or characters up to which work is done at once: it takes no longer than to wake a thread."""
+"""Bytes or characters up to which work runs inline: a thread's wake-up takes longer."""
 
 
 def default_threads() -> int:
-    """One for each core, but two at least, for a tenant leaves one to the others."""
+    """Return one per core, and at least two, because a tenant may not take the last free thread."""
     return min(8, max(2, os.cpu_count() or 1))
 
 
 class Workers:
-    """Tenants take turns, and none has the last thread: who asks for much holds up itself.
+    """A thread pool with one queue per tenant, served round robin. No tenant may take the last free thread.
 
-    All methods but the work itself run in one event loop.
+    All methods run in one event loop.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -35,10 +35,10 @@ class Workers:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kvreclaim-worker")
 
     async def run(self, tenant: str | None, work: Callable[[], T], size: int | None = None) -> T:
-        """Do the work in a thread, when it is the tenant's turn. Raises what it raises.
+        """Run the work in a thread, when it is the tenant's turn. Raises what it raises.
 
-        Who is cancelled while the work is done keeps the thread until it ends.
-        size: in bytes or characters, where little work may be done here
+        A cancelled call holds its thread until the work ends.
+        size: in bytes or characters; small work may run inline
         """
         if size is not None and size <= SMALL:
             return work()
@@ -58,11 +58,11 @@ class Workers:
         return await asyncio.wrap_future(done)
 
     def close(self) -> None:
-        """Begin nothing more; returns at once."""
+        """Start no more work; returns at once."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _turn(self, tenant: str | None) -> None:
-        """Return with a thread taken for this tenant."""
+        """Wait until a thread is taken for this tenant."""
         if tenant not in self._waiting and self._may(tenant):
             self._take(tenant)
             return
@@ -72,7 +72,7 @@ class Workers:
             await mine
         except asyncio.CancelledError:
             if mine.done() and not mine.cancelled():
-                self._give_back(tenant)  # cancelled just when its turn had come
+                self._give_back(tenant)  # cancelled just when its turn came
             raise
 
     def _may(self, tenant: str | None) -> bool:
@@ -91,10 +91,10 @@ class Workers:
             pass
 
     def _wake_next(self) -> bool:
-        """Give a thread to the tenant that has waited longest for a turn and may have one."""
+        """Give a thread to the tenant that has waited longest and may have one."""
         for tenant, queue in list(self._waiting.items()):
             while queue and queue[0].done():
-                queue.popleft()  # cancelled while it waited
+                queue.popleft()  # cancelled while waiting
             if not queue:
                 del self._waiting[tenant]
             elif self._may(tenant):

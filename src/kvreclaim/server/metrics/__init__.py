@@ -1,4 +1,4 @@
-"""Prometheus metrics: what there is (catalogue), who counts (observer, http), how it is told (collector)."""
+"""Prometheus metrics: definitions (catalogue), counting (observer, http), export (collector)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvreclaim.server.metrics.collector import HttpCounts, MetricsCollector, reg
 from kvreclaim.server.metrics.observer import Counted, count
 
 PATIENCE_S = 2.0
-"""A scraper does not wait for a longer step: it gets what was counted when the last one asked."""
+"""Longest wait for a step, in seconds; after that a scraper gets the previous counts."""
 
 
 class Metrics:
-    """The metrics of one server, in a registry of their own.
+    """The metrics of one server, in their own registry.
 
-    http: to be told by the server
+    http: a watcher of the server
     """
 
     def __init__(self, served: ServedModel, model_name: str, engine_pid: int | None = None) -> None:
@@ -29,19 +29,17 @@ class Metrics:
         self.registry = registry_of(self._collector, engine_pid)
 
     async def begin(self, engine: EngineClient) -> None:
-        """Let the engine count from now on."""
+        """Start counting in the engine."""
         self.take(await engine.call(count))
 
     async def refresh(self, engine: EngineClient) -> None:
-        """Ask the engine; what is known already stays if it does not answer in time, or never will."""
+        """Read the engine's counts; the previous ones stay if it does not answer in time."""
         with suppress(EngineDeadError, TimeoutError):
             async with asyncio.timeout(PATIENCE_S):
                 self.take(await engine.call(count, allow_dead=True))
 
     def take(self, counted: Counted) -> None:
-        """Newer counts of the engine."""
         self._collector.counted = counted
 
     def text(self) -> bytes:
-        """The metrics in Prometheus' text format."""
         return generate_latest(self.registry)

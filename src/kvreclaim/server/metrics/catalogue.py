@@ -1,7 +1,7 @@
-"""Every metric there is, with its meaning: vLLM's names where vLLM means the same, else `kvreclaim:`.
+"""Definitions of all metrics: vLLM's names where the meaning is vLLM's, else `kvreclaim:`.
 
-Counters are named without the `_total` that the text format adds. Bucket bounds are vLLM's, so that
-dashboards made for it draw these histograms alike.
+Counters are named without the `_total` that the text format adds. Bucket bounds are vLLM's, so that its
+dashboards draw these histograms in the same way.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ GAUGES = (
     _gauge("vllm:num_requests_waiting", "Outputs that wait for their turn or for blocks."),
     _gauge(
         "vllm:num_requests_waiting_by_reason",
-        "The same by reason: `deferred` while their blocks are read from disk, else `capacity`.",
+        "Waiting outputs by reason: `deferred` while their blocks are read from disk, else `capacity`.",
         "reason",
     ),
     _gauge("vllm:kv_cache_usage_perc", "Share of the pool's blocks in use; 1 is a full pool."),
@@ -108,11 +108,11 @@ GAUGES = (
         "tier",
         "state",
     ),
-    _gauge("kvreclaim:parked_sequences", "Preempted outputs whose KV is kept on the host."),
-    _gauge("kvreclaim:parked_slots", "Host slots that only these outputs use."),
+    _gauge("kvreclaim:parked_sequences", "Preempted outputs with KV kept on the host."),
+    _gauge("kvreclaim:parked_slots", "Host slots used only by preempted outputs."),
     _gauge("kvreclaim:cold_bytes", "Host memory for evicted tokens that may be recalled."),
     _gauge("kvreclaim:compressed_prefix_files", "Compressed prefixes on disk."),
-    _gauge("kvreclaim:compressed_prefix_file_bytes", "Size of their files, in whole pages."),
+    _gauge("kvreclaim:compressed_prefix_file_bytes", "Size of compressed prefixes on disk, in whole pages."),
     _gauge(
         "kvreclaim:stream_buffer_bytes",
         "Device buffers for streaming a full cache from host memory; 0 without.",
@@ -121,12 +121,12 @@ GAUGES = (
 
 COUNTERS = (
     _counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache, at each admission."),
-    _counter("vllm:prefix_cache_hits", "Of these, tokens found in the pool, on the host or on disk."),
+    _counter("vllm:prefix_cache_hits", "Looked-up prompt tokens found in the pool, on the host or on disk."),
     _counter("vllm:prompt_tokens", "Prompt tokens of requests that got a first token, cached ones included."),
     _counter(
-        "vllm:prompt_tokens_cached", "Of these, tokens served from the prefix cache, host and disk included."
+        "vllm:prompt_tokens_cached", "Prompt tokens served from the prefix cache, host and disk included."
     ),
-    _counter("kvreclaim:snapshot_tokens", "Of these, tokens of compressed prefixes."),
+    _counter("kvreclaim:snapshot_tokens", "Prompt tokens served from compressed prefixes."),
     _counter(
         "vllm:prompt_tokens_by_source",
         "Prompt tokens: local_compute, local_cache_hit (the pool) or external_kv_transfer (host or disk).",
@@ -156,7 +156,7 @@ COUNTERS = (
     _counter("kvreclaim:compaction_seconds", "Time spent moving tokens and freeing blocks."),
     _counter("kvreclaim:scoring_seconds", "Time spent choosing the tokens to keep."),
     _counter("kvreclaim:recall_pages", "Pages of evicted tokens of one head brought back into the cache."),
-    _counter("kvreclaim:recall_bytes", "Bytes of these pages."),
+    _counter("kvreclaim:recall_bytes", "Bytes of recalled pages."),
     _counter("kvreclaim:recall_hits", "Recalled pages of which the next pass kept a token."),
     _counter("kvreclaim:cold_dropped", "Pages dropped because --kv-recall-size was reached."),
     _counter("vllm:spec_decode_num_drafts", "Drafts: one per sequence and step that computed draft tokens."),
@@ -174,7 +174,7 @@ COUNTERS = (
         "vllm:external_prefix_cache_queries",
         "Tokens in full blocks that the pool did not have, looked up on host and disk.",
     ),
-    _counter("vllm:external_prefix_cache_hits", "Of these, tokens found."),
+    _counter("vllm:external_prefix_cache_hits", "Prompt tokens found on the host or on disk."),
     _counter(
         "kvreclaim:tier_hit_tokens",
         "Prompt tokens found: device (the pool), host, or disk (read while the request waited).",
@@ -182,9 +182,9 @@ COUNTERS = (
     ),
     _counter("kvreclaim:tier_misses", "Tokens looked up that the tier did not have.", "tier"),
     _counter("vllm:kv_offload_store_bytes", "Bytes from pool to host: prefixes and parked outputs."),
-    _counter("vllm:kv_offload_store_time", "Seconds of these stores."),
+    _counter("vllm:kv_offload_store_time", "Seconds of stores to the host."),
     _counter("vllm:kv_offload_load_bytes", "Bytes from host to pool: hits and resumed outputs."),
-    _counter("vllm:kv_offload_load_time", "Seconds of these loads."),
+    _counter("vllm:kv_offload_load_time", "Seconds of loads from the host."),
     _counter("vllm:kv_offload_tiering_write_bytes", "Bytes from host to disk."),
     _counter("vllm:kv_offload_tiering_read_bytes", "Bytes from disk to host."),
     _counter(

@@ -1,4 +1,4 @@
-"""The counters as prometheus_client's metrics."""
+"""Exports the counts as prometheus_client's metrics."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kvreclaim.server.shared.access import Access
 
 
 class HttpCounts:
-    """A watcher. by_status: answers by (route, method, status)."""
+    """Counts HTTP answers. by_status: answers by (route, method, status)."""
 
     def __init__(self) -> None:
         self.by_status: Counter[tuple[str, str, str]] = Counter()
@@ -41,11 +41,10 @@ class HttpCounts:
         self.by_status[access.route, access.method, str(access.status)] += 1
 
     def refused(self, status: int) -> None:
-        """A connection that never became a request."""
         self.by_status["unmatched", "other", str(status)] += 1
 
     def by_class(self) -> Counter[tuple[str, str, str]]:
-        """The same by class of status: 2xx, 4xx, ..."""
+        """Counts by class of status: 2xx, 4xx, ..."""
         found: Counter[tuple[str, str, str]] = Counter()
         for (route, method, status), count in self.by_status.items():
             found[route, method, f"{status[0]}xx"] += count
@@ -53,7 +52,7 @@ class HttpCounts:
 
 
 class MetricsCollector(Collector):
-    """Tells the last copy of the engine's counts.
+    """Exports the last copy of the engine's counts.
 
     model_name: the label's value
     """
@@ -70,7 +69,7 @@ class MetricsCollector(Collector):
         self._config = {name: str(value) for name, value in config.items()}
 
     def collect(self) -> Iterator[Family]:
-        assert self.counted is not None, "the engine has been asked to count"
+        assert self.counted is not None, "the engine has begun to count"
         values, histograms = self.counted.values, self.counted.histograms
         yield from (self._family(metric, values[metric.name]) for metric in (*GAUGES, *COUNTERS))
         yield from (self._histogram(metric, histograms[metric.name]) for metric in HISTOGRAMS)
@@ -101,7 +100,7 @@ class MetricsCollector(Collector):
 
 
 def registry_of(collector: MetricsCollector, engine_pid: int | None) -> CollectorRegistry:
-    """A registry of its own, with the figures of this process, and of the engine's if it has its own."""
+    """Make a registry with the figures of this process, and of the engine's process if there is one."""
     registry = CollectorRegistry()
     registry.register(collector)
     ProcessCollector(registry=registry)

@@ -1,4 +1,4 @@
-"""Counts what the engine does, where the engine runs."""
+"""Counts engine events, in the engine's process."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 
 @dataclass(slots=True)
 class Histogram:
-    """Counts of samples by bucket, many equal ones at once; a sample on a bound belongs to the bucket that
-    ends there."""
+    """Counts of samples by bucket; a sample on a bound belongs to the bucket that ends there."""
 
     bounds: tuple[float, ...]
     counts: list[int]
@@ -41,8 +40,8 @@ class Histogram:
 
 @dataclass(slots=True)
 class RequestProgress:
-    """How far a request's outputs had come when last seen: their lengths, and when their last token came
-    (None: none yet); `ended` has the places of those that are done."""
+    """Progress of a request's outputs when last seen: lengths, and times of the last tokens (None: none yet);
+    `ended` has the indices of finished outputs."""
 
     lengths: list[int]
     times: list[float | None]
@@ -52,7 +51,7 @@ class RequestProgress:
 
 @dataclass(frozen=True, slots=True)
 class EngineFigures:
-    """The engine's own figures at the end of a step. Figures of one snapshot belong together."""
+    """The engine's own figures at the end of a step, all from the same moment."""
 
     num_running: int
     num_waiting: int
@@ -61,16 +60,16 @@ class EngineFigures:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Counts so far, as plain values that belong together."""
+    """Counts so far, as plain values from the same moment."""
 
     values: dict[str, Values]
     histograms: dict[str, Histogram]
 
 
 class MetricsObserver:
-    """An EngineObserver. Its cost is O(1) a step and O(1) for each output that got a token.
+    """An EngineObserver. Costs O(1) per step and O(1) per output that got a token.
 
-    An output of a request with n > 1 counts as vLLM counts it: as a request of its own.
+    Like vLLM, counts each output of a request with n > 1 as a request.
 
     clock: the one of Request.arrival_s
     """
@@ -84,9 +83,9 @@ class MetricsObserver:
         self.blocks_freed = 0
         self.blocks_taken = 0
         self.step_s = 0.0
-        self.totals = engine.totals  # the engine's own: only ever grows
+        self.totals = engine.totals  # shared with the engine; only grows
         self.cold_bytes = engine.cold_bytes
-        self.tier_stats = engine.tier_stats  # asked when somebody wants to know
+        self.tier_stats = engine.tier_stats  # read only on request
         self.figures = _read(engine)
         self._longest = engine.longest
         self.histograms = {m.name: Histogram.empty(m.bounds(engine.longest)) for m in HISTOGRAMS}
@@ -126,11 +125,10 @@ class MetricsObserver:
         self._take(engine)
 
     def counted(self) -> Counted:
-        """Copies."""
         return Counted(engine_values(self), {name: each.copy() for name, each in self.histograms.items()})
 
     def _take(self, engine: Engine) -> None:
-        """Copy the engine's figures, and tell apart what compression gave and took since the last time: the
+        """Copy the engine's figures, and accumulate the blocks that compression freed and allocated: the
         pool's own count falls when a shared prefix is copied, and a counter must not."""
         figures = _read(engine)
         freed = figures.memory.blocks_freed_by_compression
@@ -142,8 +140,8 @@ class MetricsObserver:
     def _advance(
         self, request: Request, progress: RequestProgress, now: float, before: dict[float, int]
     ) -> None:
-        """Note the request's new tokens and ended outputs. before: for each time at which outputs got the
-        token before their newest one, how many did: most share the step."""
+        """Record the request's new tokens and ended outputs. before: number of outputs by the time of their
+        previous token; most share a step."""
         lengths, times = progress.lengths, progress.times
         for place, seq in enumerate(request.sequences):
             if place == len(lengths):
@@ -167,7 +165,6 @@ class MetricsObserver:
             self._gaps.observe(now - last, count)
 
     def _begin(self, request: Request, progress: RequestProgress) -> None:
-        """An output got its first token."""
         metrics = request.metrics
         assert metrics.ttft_s is not None, f"request {request.request_id} has tokens but no first one"
         self._observe("vllm:time_to_first_token_seconds", metrics.ttft_s)
@@ -179,12 +176,12 @@ class MetricsObserver:
             self.snapshot_tokens += metrics.num_snapshot_tokens
 
     def _complete(self, request: Request, seq: Sequence, now: float) -> None:
-        """An output reached its end by itself. (One that was aborted has no latency worth averaging.)"""
+        """Record the end of an output. (Aborted outputs have no meaningful latency.)"""
         metrics, num_prompt = request.metrics, len(request.prompt_token_ids)
         end = metrics.e2e_s if metrics.e2e_s is not None else now - request.arrival_s
         first, queue = metrics.ttft_s, metrics.queue_s
         if first is None or queue is None:
-            return  # scored: nothing was drawn
+            return  # scored: no token was sampled
         gaps = seq.num_generated - 1
         for name, value in (
             ("vllm:e2e_request_latency_seconds", end),
@@ -200,11 +197,10 @@ class MetricsObserver:
         ):
             self._observe(name, value)
         if request.params.max_tokens is not None:
-            most = min(request.params.max_tokens, self._longest)  # no client makes sums without meaning
+            most = min(request.params.max_tokens, self._longest)  # bounds the sum
             self._observe("vllm:request_params_max_tokens", most)
 
     def _conclude(self, request: Request) -> None:
-        """The whole request has ended."""
         if not any(seq.finish_reason in COMPLETE for seq in request.sequences):
             return
         self._observe("vllm:request_params_n", request.params.n)
@@ -223,7 +219,7 @@ def _read(engine: Engine) -> EngineFigures:
 
 
 def count(host: EngineCore) -> Counted:
-    """Begin to count what this engine does, or say what has been counted so far."""
+    """Start counting in this engine, or return the counts so far."""
     found = next((each for each in host.observers if isinstance(each, MetricsObserver)), None)
     if found is None:
         found = MetricsObserver(host.engine)
@@ -232,7 +228,6 @@ def count(host: EngineCore) -> Counted:
 
 
 def engine_values(seen: MetricsObserver) -> dict[str, Values]:
-    """The value of every gauge and counter of the engine."""
     stats, memory = seen.tier_stats(), seen.figures.memory
     below = tier_values(stats, memory.prefix_hit_tokens)
     deferred = 0 if stats is None else min(stats.deferred_seqs, seen.figures.num_waiting)

@@ -1,4 +1,4 @@
-"""Figures of what lies below the pool, 0 where there is nothing."""
+"""Figures of host and disk, 0 where there are none."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from kvreclaim.engine.offload.stats import DiskStats, PrefixCounters, PrefixStats, SlotStats, TierStats
 
 Values = float | Mapping[str, float] | Mapping[tuple[str, str], float]
-"""A metric's values: one, or one per value of its label, or of its labels."""
+"""A metric's values: one, or one per value of its label or labels."""
 
 STATES = ("in_use", "cached", "free")
 
 
 def tier_values(stats: TierStats | None, num_hit: int) -> dict[str, Values]:
-    """num_hit: prompt tokens that were found, wherever they lay."""
+    """num_hit: prompt tokens that were found in any tier"""
     if stats is None:
         return _found(0, 0, 0, 0, num_hit) | _moved(None) | _failed(None) | _slots(None) | _prefixes(None)
     host, disk = stats.host_hit_tokens, stats.disk_hit_tokens
@@ -22,13 +22,13 @@ def tier_values(stats: TierStats | None, num_hit: int) -> dict[str, Values]:
     return found | _moved(stats) | _failed(stats) | _slots(stats) | _prefixes(stats.prefixes)
 
 
-def _found(asked: int, host: int, disk: int, missed_on_disk: int, num_hit: int) -> dict[str, Values]:
+def _found(queried: int, host: int, disk: int, missed_on_disk: int, num_hit: int) -> dict[str, Values]:
     by_tier = {"device": num_hit - host - disk, "host": host, "disk": disk}
     return {
-        "vllm:external_prefix_cache_queries": asked,
+        "vllm:external_prefix_cache_queries": queried,
         "vllm:external_prefix_cache_hits": host + disk,
         "kvreclaim:tier_hit_tokens": by_tier,
-        "kvreclaim:tier_misses": {"host": asked - host, "disk": missed_on_disk},
+        "kvreclaim:tier_misses": {"host": queried - host, "disk": missed_on_disk},
     }
 
 

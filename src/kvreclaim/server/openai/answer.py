@@ -1,4 +1,4 @@
-"""From a request that has been checked to its answer: whole, or as events."""
+"""Produces the answer to a validated request: whole, or as events."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvreclaim.server.shared.service import Service, check_update
 
 T = TypeVar("T")
 REPORT_SIZE = 8
-"""Characters of text that take as long as a token or a log-probability."""
+"""Characters of text that take as long to encode as a token or a log-probability."""
 Updates = AsyncGenerator[tuple[int, Update], None]
 
 
@@ -36,7 +36,7 @@ class OpenAIResponse(ABC):
     """One HTTP request's way through the engine.
 
     kind, chunk_kind: `object` of the whole answer and of a chunk
-    places:           of each output's tokens that have been told of, for their log-probabilities
+    places:           positions of each output's reported tokens, for their log-probabilities
     """
 
     route: ClassVar[str]
@@ -68,39 +68,39 @@ class OpenAIResponse(ABC):
 
     @abstractmethod
     def choice(self, index: int, delta: OutputDelta, stream: RequestStream) -> dict[str, Any]:
-        """The whole of one output. index: among the outputs of all prompts."""
+        """Return one whole output. index: among the outputs of all prompts."""
 
     @abstractmethod
     def chunk_choices(
         self, index: int, delta: OutputDelta, stream: RequestStream, *, first: bool
     ) -> list[dict[str, Any]]:
-        """Chunks for the news of one output; none while there is nothing to send."""
+        """Return the chunks for an output's update; empty while there is nothing to send."""
 
     def extras(self, stream: RequestStream) -> dict[str, Any]:
-        """Further fields of a whole answer and of an output's first chunk, for a request with one prompt."""
+        """Return fields that a whole answer or an output's first chunk has, if there is one prompt."""
         return {}
 
     def of_prompt(self, stream: RequestStream) -> dict[str, Any]:
-        """Fields about the prompt that the request asked for."""
-        told: dict[str, Any] = {}
+        """Return the requested fields about the prompt."""
+        found: dict[str, Any] = {}
         if self.fields.prompt_logprobs is not None:
             assert stream.prompt_logprobs is not None, f"{stream.request_id} asked for prompt_logprobs"
             tokens, places = stream.new.prompt_token_ids, TokenPlaces(self.vocabulary)
-            told["prompt_logprobs"] = prompt_logprobs(tokens, stream.prompt_logprobs, places)
+            found["prompt_logprobs"] = prompt_logprobs(tokens, stream.prompt_logprobs, places)
         if self.fields.return_token_ids:
-            told["prompt_token_ids"] = stream.new.prompt_token_ids
-        return told
+            found["prompt_token_ids"] = stream.new.prompt_token_ids
+        return found
 
     def take(self, delta: OutputDelta) -> OutputDelta:
-        """News of an output as they are told."""
+        """Adjust an update before it is reported."""
         return delta
 
     def usage(self) -> dict[str, Any]:
-        """The usage of the whole answer, at the end."""
+        """Return the final usage of the whole answer."""
         return usage_of([self._metrics[place] for place in sorted(self._metrics)])
 
     async def _whole(self) -> bytes:
-        """The answer of each prompt is written once it has ended; of a long one, in a thread."""
+        """Write the answer of each prompt once it has ended; a long one in a thread."""
         choices: list[bytes] = []
         async with self.service.submit(self.request_id, self.prompts) as streams:
             for place, stream in enumerate(streams):
@@ -108,27 +108,26 @@ class OpenAIResponse(ABC):
                 check_update(stream, update)
                 assert update.metrics is not None, "the last update has metrics"
                 self._metrics[place] = update.metrics
-                await asyncio.sleep(0)  # between many short ones others have their turn
-                choices += await self._beside(
+                await asyncio.sleep(0)  # yields to other tasks between many short outputs
+                choices += await self._write_json(
                     partial(self._choices, place, update, stream), update, first=True
                 )
-            more = await self._beside(lambda: json_of(self.extras(streams[0])), update, first=True)
+            more = await self._write_json(lambda: json_of(self.extras(streams[0])), update, first=True)
         head, usage = to_json(self._head(self.kind)), to_json({"usage": self.usage()})
         joined = b'"choices":[' + b",".join(choices) + b"]"
         return b",".join([head[:-1], joined, *([more[1:-1]] if len(more) > 2 else []), usage[1:]])
 
     def _choices(self, place: int, update: Update, stream: RequestStream) -> list[bytes]:
-        """JSON of the outputs of a prompt."""
         deltas = sorted(update.deltas.values(), key=lambda delta: delta.index)
         return [json_of(self.choice(self._index(place, delta), self.take(delta), stream)) for delta in deltas]
 
-    async def _beside(self, work: Callable[[], T], update: Update, *, first: bool) -> T:
-        """Do what makes JSON of an update: in a thread, if much is told. first: also of the prompt."""
+    async def _write_json(self, work: Callable[[], T], update: Update, *, first: bool) -> T:
+        """Encode an update, in a thread if it is long. first: includes the prompt."""
         tokens = sum(len(delta.token_ids) for delta in update.deltas.values())
         size = tokens * (1 + (self.prompts[0].params.logprobs or 0))
-        asked = self.prompts[0].params.prompt_logprobs
-        if first and asked is not None:
-            size += max(len(prompt.prompt_token_ids) for prompt in self.prompts) * (1 + asked)
+        num_logprobs = self.prompts[0].params.prompt_logprobs
+        if first and num_logprobs is not None:
+            size += max(len(prompt.prompt_token_ids) for prompt in self.prompts) * (1 + num_logprobs)
         return await self.service.workers.run(self.prompts[0].tenant, work, size=size * REPORT_SIZE)
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
@@ -139,14 +138,13 @@ class OpenAIResponse(ABC):
                     self._metrics[place] = update.metrics
                 first = place * (self.fields.n or 1) not in self._begun
                 work = partial(self._chunks, place, update, streams[place])
-                if chunks := await self._beside(work, update, first=first):
+                if chunks := await self._write_json(work, update, first=first):
                     yield chunks
         if self.options.include_usage:
             yield event({**self._head(self.chunk_kind), "choices": [], "usage": self.usage()})
         yield event("[DONE]")
 
     def _chunks(self, place: int, update: Update, stream: RequestStream) -> bytes:
-        """The events of an update."""
         return b"".join(
             self._chunk(choice, more)
             for delta in update.deltas.values()
@@ -156,7 +154,7 @@ class OpenAIResponse(ABC):
     def _news(
         self, index: int, delta: OutputDelta, stream: RequestStream
     ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """The choices of an output's next chunks, each with what stands beside `choices`."""
+        """Return the choices of an output's next chunks, each with the fields next to `choices`."""
         first = index not in self._begun
         self._begun.add(index)
         self._num_generated += len(delta.token_ids)
@@ -170,7 +168,7 @@ class OpenAIResponse(ABC):
             yield choice, more
 
     def _chunk(self, choice: dict[str, Any], more: dict[str, Any]) -> bytes:
-        """Write a chunk as `event` would; what all chunks begin with is made once."""
+        """Encode a chunk as `event` would; the common beginning is encoded once."""
         if self._chunk_head is None:
             self._chunk_head = b"data: " + to_json(self._head(self.chunk_kind))[:-1] + b',"choices":['
         tail = b"]," + to_json(more)[1:] if more else b"]}"
@@ -190,7 +188,6 @@ class OpenAIResponse(ABC):
 
 
 def scores_of(delta: OutputDelta) -> dict[str, float]:
-    """A choice's scores of a beam search."""
     if delta.scores is None:
         return {}
     cumulative, score = delta.scores
@@ -198,7 +195,7 @@ def scores_of(delta: OutputDelta) -> dict[str, float]:
 
 
 def _updates(streams: Sequence[RequestStream]) -> Updates:
-    """Updates as they come, each with the place of its stream. Raises: ApiError 500 if a request failed."""
+    """Yield updates, each with the index of its stream. Raises: ApiError 500 if a request failed."""
     return _one(streams[0]) if len(streams) == 1 else _merged(streams)
 
 

@@ -40,7 +40,7 @@ from kvreclaim.server.openai.schemas import ERRORS, ChatCompletion, streamed
 from kvreclaim.server.openai.structured import ResponseFormat, structured_of
 from kvreclaim.server.openai.tool_choice import ToolChoice, offer_of
 from kvreclaim.server.shared.bodies import BodyRoute
-from kvreclaim.server.shared.calls import Offer, check_offer, followed, format_of, is_whole
+from kvreclaim.server.shared.calls import ToolOffer, check_offer, format_of, is_structured_only, with_grammar
 from kvreclaim.server.shared.drops import Dropped, spec_fields
 from kvreclaim.server.shared.service import Service, ServiceDep, TenantDep
 from kvreclaim.structured_outputs import StructuredOutputsParams
@@ -64,14 +64,14 @@ class ChatRequest(GenerationFields, ConversationOptions):
 
     @property
     def offered(self) -> dict[str, dict[str, Any]] | None:
-        """The parameters' schemas of the functions that the model is told of; None: of none."""
+        """Parameter schemas of the functions in the prompt; None: no functions."""
         if not self.tools or self.tool_choice == "none":
             return None
         return {tool.function.name: tool.function.parameters or {} for tool in self.tools}
 
     @property
-    def offer(self) -> Offer | None:
-        """The functions that the answer may call; None: none. Raises: ApiError naming the field."""
+    def offer(self) -> ToolOffer | None:
+        """Functions that the answer may call; None: none. Raises: ApiError naming the field."""
         if not self.tools and self.tool_choice is None:
             return None
         tools = [] if self.offered is None else self.tools or []
@@ -101,7 +101,7 @@ def _check(body: ChatRequest) -> None:
 
 
 async def prompt_of(body: ChatRequest, service: Service, tenant: Tenant) -> RequestSpec:
-    """What the engine is asked. Raises: ApiError naming the field."""
+    """Build the engine's request. Raises: ApiError naming the field."""
     limit = body.max_completion_tokens or body.max_tokens
     beams = beams_of(body, limit or service.longest)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -133,21 +133,21 @@ async def prompt_of(body: ChatRequest, service: Service, tenant: Tenant) -> Requ
     prompt = replace(prompt, is_rewritten=is_rewritten)
     if dropped is not None:
         prompt = replace(prompt, **spec_fields(dropped))
-    follow = partial(followed, form, offer, structured, goes_on=bool(body.continue_final_message))
+    follow = partial(with_grammar, form, offer, structured, continues=bool(body.continue_final_message))
     return bounded([await service.workers.run(tenant.name, partial(follow, prompt))], service)[0]
 
 
 def _check_no_grammar(
-    body: ChatRequest, offer: Offer | None, structured: StructuredOutputsParams | None
+    body: ChatRequest, offer: ToolOffer | None, structured: StructuredOutputsParams | None
 ) -> None:
-    """Raises: ApiError naming the field for which answers follow a grammar."""
+    """Raises: ApiError naming the field that requires a grammar."""
     field = None if offer is None else offer.field
     if structured is not None:
         field = "structured_outputs" if body.structured_outputs else "response_format"
     if field is not None:
         raise ApiError(
             400,
-            f"{field} does not go with use_beam_search, whose beams follow no grammar; leave one out.",
+            f"{field} cannot be combined with use_beam_search, which follows no grammar; leave one out.",
             field,
         )
 
@@ -155,7 +155,7 @@ def _check_no_grammar(
 def _encoded(
     body: ChatRequest, service: Service, *, with_tools: bool
 ) -> tuple[list[int], Chunks | None, Dropped | None, CompressionConfig | None]:
-    """The prompt's tokens, where documents stand among them, which are dropped, and its compression."""
+    """Return the prompt's tokens, its documents or dropped texts, and its compression."""
     chunks = dropped = None
     if body.documents is None:
         write = partial(_written, body, service, with_tools)
@@ -174,7 +174,7 @@ def _written(body: ChatRequest, service: Service, with_tools: bool, change: Chan
 
 
 def _check_whole(body: ChatRequest) -> None:
-    """Raises: ApiError for messages that are dropped beside documents."""
+    """Raises: ApiError for messages that are dropped next to documents."""
     place = next((n for n, message in enumerate(body.messages) if message.kv_drop == "lossy"), None)
     if place is not None:
         field = f"messages.{place}.kv_drop"
@@ -187,7 +187,7 @@ def _check_whole(body: ChatRequest) -> None:
 
 
 class ChatAnswer(OpenAIResponse):
-    """Choices with a `message`, or in chunks a `delta` whose first has the role."""
+    """Choices with a `message`, or chunks with a `delta`; the first delta has the role."""
 
     route = "/v1/chat/completions"
     kind = "chat.completion"
@@ -203,9 +203,9 @@ class ChatAnswer(OpenAIResponse):
         self._chunks_of: defaultdict[int, MessageChunks] = defaultdict(MessageChunks)
 
     def splitter(self) -> Splitter:
-        """Make what splits one output; one that is nothing but a structured output stays whole."""
+        """Make the splitter of one output; a purely structured output stays whole."""
         prompt = self.prompts[0]
-        if is_whole(prompt):
+        if is_structured_only(prompt):
             return Splitter()
         form, tools = format_of(self.fields.offer, self.service.output_format), self.fields.offered
         return form.splitter(prompt.prompt_token_ids, tools, one_call=self._one_call)
@@ -221,19 +221,19 @@ class ChatAnswer(OpenAIResponse):
         tokens = delta.token_ids and (self.fields.logprobs or self.fields.return_token_ids)
         if not parts and (tokens or delta.finish_reason):
             parts = [{}]
-        told = [{"index": index, "delta": part, "logprobs": None, "finish_reason": None} for part in parts]
-        if told:
-            told[-1] |= self.about(index, delta)
+        choices = [{"index": index, "delta": part, "logprobs": None, "finish_reason": None} for part in parts]
+        if choices:
+            choices[-1] |= self.about(index, delta)
         if first:
             role = {"role": "assistant", "content": ""}
-            told.insert(0, {"index": index, "delta": role, "logprobs": None, "finish_reason": None})
-        return told
+            choices.insert(0, {"index": index, "delta": role, "logprobs": None, "finish_reason": None})
+        return choices
 
     def extras(self, stream: RequestStream) -> dict[str, Any]:
         return self.of_prompt(stream)
 
     def about(self, index: int, delta: OutputDelta) -> dict[str, Any]:
-        """All fields except the content."""
+        """Return all fields except the content."""
         reason: str | None = delta.finish_reason
         ends = reason == "stop" and delta.stop_reason is None
         if (ends or (reason and self._one_call)) and self._splitters[index].num_calls:
@@ -249,5 +249,4 @@ class ChatAnswer(OpenAIResponse):
         return about | scores_of(delta)
 
     def split(self, index: int, delta: OutputDelta) -> list[Piece]:
-        """Settled parts of an output."""
         return self._splitters[index].take(delta.text, last=delta.finish_reason is not None)

@@ -34,10 +34,10 @@ PROMPT_TYPE = str | list[str] | list[int] | list[list[int]]
 
 
 def _as_list(value: Any) -> list[str] | list[list[int]]:
-    """One or several prompts as a list of them."""
+    """Return one or several prompts as a list."""
     prompts = [value] if isinstance(value, str) or _is_tokens(value) else value
-    alike = (_is_text, _is_tokens)
-    if isinstance(prompts, list) and prompts and any(all(map(kind, prompts)) for kind in alike):
+    checks = (_is_text, _is_tokens)
+    if isinstance(prompts, list) and prompts and any(all(map(kind, prompts)) for kind in checks):
         return prompts
     raise refusal("it must be text, a list of token ids, or a list of one or more of these")
 
@@ -79,7 +79,7 @@ async def _prompts(body: CompletionRequest, service: Service, tenant: Tenant) ->
         raise ApiError(400, "echo repeats a prompt, and documents are more than that; leave one out.", "echo")
     if not limit and not body.echo:
         raise ApiError(
-            400, "max_tokens is 0 without echo, so nothing is asked for; raise it or set echo.", "max_tokens"
+            400, "max_tokens is 0 without echo, so the answer is empty; raise it or set echo.", "max_tokens"
         )
     if body.echo and body.logprobs is not None and body.prompt_logprobs is not None:
         raise ApiError(
@@ -134,18 +134,18 @@ class CompletionAnswer(OpenAIResponse):
     def chunk_choices(
         self, index: int, delta: OutputDelta, stream: RequestStream, *, first: bool
     ) -> list[dict[str, Any]]:
-        tells = delta.text or delta.finish_reason or (first and self.fields.echo)
-        silent = not tells and self.fields.logprobs is None and not self.fields.return_token_ids
-        return [] if silent else [self._choice(index, delta, stream, first=first)]
+        has_content = delta.text or delta.finish_reason or (first and self.fields.echo)
+        is_empty = not has_content and self.fields.logprobs is None and not self.fields.return_token_ids
+        return [] if is_empty else [self._choice(index, delta, stream, first=first)]
 
     def take(self, delta: OutputDelta) -> OutputDelta:
-        """Without the one token that the engine generates even for max_tokens 0."""
+        """Drop the one token that the engine generates even for max_tokens 0."""
         if self.fields.max_tokens != 0:
             return delta
         return OutputDelta(delta.index, finish_reason=delta.finish_reason and "length")
 
     def usage(self) -> dict[str, Any]:
-        """The usage of the answer; with max_tokens 0 the one drawn token does not count."""
+        """Return the usage; with max_tokens 0 the one sampled token does not count."""
         if self.fields.max_tokens == 0:
             self._metrics = {at: replace(m, num_generated_tokens=0) for at, m in self._metrics.items()}
         return super().usage()
@@ -169,12 +169,12 @@ class CompletionAnswer(OpenAIResponse):
         return choice | self.of_prompt(stream) if first else choice
 
     def _text(self, index: int, delta: OutputDelta, stream: RequestStream, *, first: bool) -> str:
-        """The new text; with echo, the prompt comes first."""
+        """Return the new text; with echo, the prompt comes first."""
         if not self.fields.echo:
             return delta.text
         tokens = stream.new.prompt_token_ids
-        goes_on = self._continuations.setdefault(index, Continuation(self.vocabulary, tokens))
-        text = goes_on.take(delta.token_ids, delta.text)
+        continuation = self._continuations.setdefault(index, Continuation(self.vocabulary, tokens))
+        text = continuation.take(delta.token_ids, delta.text)
         if not first:
             return text
         given = self.fields.prompt[index // (self.fields.n or 1)]

@@ -1,4 +1,4 @@
-"""Documents of a request: texts that other requests bring too, in other places of their prompts."""
+"""Documents of a request: texts that other requests share at other positions of their prompts."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ class ChunkReuseFields(Fields):
 
 
 def texts_of(documents: Sequence[str | Document], service: Service) -> list[str]:
-    """The documents' texts as they stand in a prompt, the title above. Raises: ApiError 400 for more than can
-    fit."""
+    """Return the documents' texts for the prompt, titles first. Raises: ApiError 400 if they cannot fit."""
     texts = []
     for each in documents:
         text = each if isinstance(each, str) else each.text
@@ -69,7 +68,7 @@ def before_prompt(
     *,
     add_special_tokens: bool = True,
 ) -> tuple[list[int], Chunks]:
-    """A prompt behind its documents. Control tokens in documents stay text."""
+    """Put a prompt after its documents. Control tokens in documents stay text."""
     texts = texts_of(documents, service)
     pieces: list[Piece] = [
         Chunk(_plain(service, text, begins=add_special_tokens and not at)) for at, text in enumerate(texts)
@@ -82,7 +81,7 @@ def before_prompt(
 def within_chat(
     documents: Sequence[str | Document], text: str, mark: str, how: ChunkReuse, service: Service
 ) -> tuple[list[int], Chunks]:
-    """A conversation whose text has the mark where the documents are to stand. Raises: ApiError 400."""
+    """Return a conversation with the mark at the documents' position. Raises: ApiError 400."""
     around = text.split(mark)
     if len(around) != 2:
         raise ApiError(
@@ -98,13 +97,13 @@ def within_chat(
 
 
 class DocumentPlaces:
-    """Places of documents in a conversation: before the text of the last user message."""
+    """Position of documents in a conversation: before the text of the last user message."""
 
     def __init__(self) -> None:
-        self.mark = f"x{secrets.token_hex(12)}x"  # letters and digits: filters of templates leave them alone
+        self.mark = f"x{secrets.token_hex(12)}x"  # letters and digits: unchanged by template filters
 
     def marked(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The same, with the mark there. Raises: ApiError 400 where no user says anything."""
+        """Insert the mark. Raises: ApiError 400 if there is no user text."""
         last = max((at for at, each in enumerate(messages) if each["role"] == "user"), default=None)
         if last is None:
             raise ApiError(
@@ -112,16 +111,16 @@ class DocumentPlaces:
                 "documents stand before the text of a user's message, and there is none; add one.",
                 "documents",
             )
-        said = messages[last]
+        message = messages[last]
         return [
             *messages[:last],
-            {**said, "content": f"{self.mark}{said['content']}"},
+            {**message, "content": f"{self.mark}{message['content']}"},
             *messages[last + 1 :],
         ]
 
 
 def _plain(service: Service, text: str, *, begins: bool = False) -> list[int]:
-    """begins: a prompt, before which the tokenizer may write tokens of its own"""
+    """begins: start of a prompt, where the tokenizer may add its own tokens"""
     plain, tokenizer = service.plain, service.tokenizer
     assert plain is not None, "a model without tokenizer is refused"
     ids = plain.encode(plain.guard(text))

@@ -1,4 +1,4 @@
-"""The fields that /v1/completions and /v1/chat/completions share; any other is refused by name."""
+"""Fields that /v1/completions and /v1/chat/completions share; any other field is refused by name."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TokenIds = Annotated[Listed[int], Field(max_length=MAX_TOKEN_LIST)]
 
 class SharedFields(GeneratingFields):
     """Fields of these two routes and of /v1/responses; docs/api.md describes them. None stands for the
-    default named there."""
+    default given there."""
 
     model: str
     stop: StopStrings | None = None
@@ -78,5 +78,5 @@ class GenerationFields(SharedFields):
 
     @property
     def num_sequences(self) -> int:
-        """Sequences of each prompt that run at once."""
+        """Sequences of each prompt that run concurrently."""
         return max(self.n or 1, self.beam_width or 1)

@@ -1,4 +1,4 @@
-"""What agents say about a request beside its content: how urgent it is, and how long its cache is of use."""
+"""Agents' hints: the request's priority, and how long its cache stays useful."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNITS_S = {"s": 1, "m": 60, "h": 3600}
 
 
 def seconds_of(ttl: str) -> int:
-    """The seconds of a text such as 5m. Raises: ValueError beyond a day."""
+    """Parse a duration such as 5m. Raises: ValueError beyond a day."""
     seconds = int(ttl[:-1]) * UNITS_S[ttl[-1]]
     if seconds > MAX_TTL_S:
         raise ValueError(f"{seconds} seconds")
@@ -53,7 +53,7 @@ class TextCacheControl(Fields):
 
 
 class NvExt(Fields):
-    """Dynamo's extensions, without those that concern its router."""
+    """Dynamo's extensions, without those for its router."""
 
     agent_hints: AgentHints | None = None
     cache_control: TextCacheControl | None = None
@@ -67,13 +67,13 @@ class CacheControlParams(Fields):
 
 
 class AgentHint(Fields):
-    """Hints of vLLM's RFC 52113. A conversation is known by its tokens, so sessions have no ids here."""
+    """Hints of vLLM's RFC 52113. A conversation is identified by its tokens, so sessions have no ids."""
 
     cache_control: CacheControlParams | None = None
 
 
 def hinted_retention(nvext: NvExt | None, agent_hint: AgentHint | None, service: Service) -> list[Retention]:
-    """How long all of the request is to be kept, its answer included. Raises: ApiError naming the field."""
+    """Return how long the whole request, including its answer, is kept. Raises: ApiError naming the field."""
     found: dict[str, float] = {}
     if nvext is not None and (control := nvext.cache_control) is not None:
         ttl_s = DEFAULT_TTL_S if control.ttl is None else float(seconds_of(control.ttl))
@@ -89,7 +89,7 @@ def hinted_retention(nvext: NvExt | None, agent_hint: AgentHint | None, service:
 
 
 def checked_priority(priority: int, nvext: NvExt | None, tenant: Tenant, service: Service) -> int:
-    """The engine's priority: the request's own, or what is hinted. Raises: ApiError naming the field."""
+    """Return the engine's priority: the request's own, or the hint. Raises: ApiError naming the field."""
     hints = None if nvext is None else nvext.agent_hints
     hint = None if hints is None else hints.priority
     if hint is None:

@@ -1,4 +1,4 @@
-"""Log-probabilities in the two shapes that OpenAI gives them, and in vLLM's for prompts."""
+"""Log-probabilities in OpenAI's two formats, and in vLLM's for prompts."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from kvreclaim.engine.sampling.logprobs import Logprob
 from kvreclaim.server.base.vocabulary import TokenPlaces
 
 LOWEST = -9999.0
-"""Instead of -inf, for which JSON has no word."""
+"""Replaces -inf, which JSON cannot express."""
 Report = dict[int, Logprob]
 
 
 def completion_logprobs(
     token_ids: Sequence[int], reports: Iterable[Report | None], places: TokenPlaces
 ) -> dict[str, list[Any]]:
-    """/v1/completions: four lists; a prompt's first token has no log-probability. An alternative whose text
-    another token has already goes by its id."""
+    """/v1/completions: four lists; a prompt's first token has no log-probability. An alternative with the
+    text of another one is keyed by its id."""
     shape: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token_id, report in zip(token_ids, reports, strict=True):
         own, offset, first = places.append(token_id)
@@ -43,8 +43,8 @@ def chat_logprobs(
     """/v1/chat/completions: one object per token, with exactly `top` alternatives."""
 
     def entry(token_id: int, found: Logprob, *, first: bool) -> dict[str, Any]:
-        said = places.vocabulary.spelling(token_id, first=first)
-        return {"token": said.text, "bytes": said.bytes, "logprob": _finite(found)}
+        spelling = places.vocabulary.spelling(token_id, first=first)
+        return {"token": spelling.text, "bytes": spelling.bytes, "logprob": _finite(found)}
 
     content = []
     for token_id, report in zip(token_ids, reports, strict=True):

@@ -1,4 +1,4 @@
-"""An output's pieces as the assistant's message: whole, or as the deltas of chunks."""
+"""Pieces of an output as the assistant's message: whole, or as the deltas of chunks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ REASONING = ("reasoning_content", "reasoning")
 
 
 def whole_message(pieces: Iterable[Piece]) -> dict[str, Any]:
-    """content is null where there are only calls; reasoning_content, reasoning and tool_calls are there if
-    they are more than empty."""
+    """content is null if there are only calls; empty reasoning_content, reasoning and tool_calls are
+    omitted."""
     parts = merged(pieces)
     text = "".join(part.text for part in parts if isinstance(part, Text))
     reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
@@ -34,7 +34,6 @@ class MessageChunks:
         self._num_begun = 0
 
     def write(self, pieces: Iterable[Piece]) -> list[dict[str, Any]]:
-        """One delta for each kind of piece in a row."""
         deltas: list[dict[str, Any]] = []
         for piece in pieces:
             match piece:

@@ -1,4 +1,4 @@
-"""A conversation as /v1/chat/completions and /tokenize take it, and as a chat template wants it."""
+"""A conversation as /v1/chat/completions and /tokenize take it, converted for chat templates."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Content = Annotated[
 
 
 class FunctionCall(Fields):
-    """arguments: JSON text, as answers have it; empty: none. The model reads broken JSON as text."""
+    """arguments: JSON text; empty: none. The model reads invalid JSON as text."""
 
     name: str
     arguments: str
@@ -46,10 +46,10 @@ class ToolCallMessage(Fields):
 
 
 class RequestMessage(Fields):
-    """A message of any role. What an answer's message has besides may be sent back as long as it is null.
+    """A message of any role. Further fields of an answer's message may be sent back if they are null.
 
     reasoning_content, reasoning: of the assistant, for templates that show it
-    kv_drop: its text leaves the cache, or gives way to a placeholder
+    kv_drop: the text leaves the cache, or is replaced by a placeholder
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -67,7 +67,7 @@ class RequestMessage(Fields):
 
 
 class FunctionDefinition(Fields):
-    """strict: arguments follow the schema; no prompt has it"""
+    """strict: arguments follow the schema; not part of the prompt"""
 
     name: str = Field(min_length=1)
     description: str | None = None
@@ -85,7 +85,7 @@ NAMED = {
     "template_kwargs": "chat_template_kwargs",
     "continue_final_message": "continue_final_message",
 }
-"""Fields of the request by the argument that a template refuses; all others are about the messages."""
+"""Request fields by the argument that a template refuses; all other errors concern the messages."""
 
 Messages = Annotated[Listed[RequestMessage], Field(min_length=1)]
 Tools = Annotated[Listed[FunctionTool], Field(min_length=1, max_length=MAX_TOOLS)]
@@ -108,7 +108,7 @@ def render(
     *,
     with_tools: bool = True,
 ) -> list[int]:
-    """Token ids of the prompt. Raises: ApiError naming the field."""
+    """Return the prompt's token ids. Raises: ApiError naming the field."""
     text = rendered(messages, options, service, with_tools=with_tools)
     assert service.plain is not None, "a model without tokenizer is refused"
     return service.plain.encode(text)
@@ -122,7 +122,7 @@ def system_counter(
     *,
     with_tools: bool = True,
 ) -> Callable[[], int] | None:
-    """Counts the leading tokens of system prompt and tools; None: there are none."""
+    """Return a counter of the leading tokens of system prompt and tools; None: there are none."""
     if not (with_tools and options.tools) and messages[0].role not in SYSTEM_ROLES:
         return None
     assert service.plain is not None, "a model without tokenizer is refused"
@@ -141,7 +141,7 @@ def rendered(
     with_tools: bool = True,
     change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = list,
 ) -> str:
-    """The prompt as text, for `plain` to encode. change: the messages as the template gets them.
+    """Render the prompt as text, for `plain` to encode. change: applied to the template's messages.
 
     Raises: ApiError naming the field.
     """
@@ -153,8 +153,8 @@ def rendered(
     _check_drops(messages)
     developer = "developer" if _template_knows(service, "developer") else "system"
     made = change([_for_template(message, developer) for message in messages])
-    goes_on = bool(options.continue_final_message)
-    answers = not goes_on if options.add_generation_prompt is None else options.add_generation_prompt
+    continues = bool(options.continue_final_message)
+    answers = not continues if options.add_generation_prompt is None else options.add_generation_prompt
 
     variables = _variables(options, service)
 
@@ -165,7 +165,7 @@ def rendered(
                 conversation,
                 tools=tools or None,
                 add_generation_prompt=answers,
-                continue_final_message=goes_on,
+                continue_final_message=continues,
                 template_kwargs=variables,
             )
         except InvalidArgumentError as error:
@@ -182,7 +182,7 @@ def rendered(
 
 
 def _variables(options: ConversationOptions, service: Service) -> dict[str, Any] | None:
-    """The template's variables, reasoning_effort as the one that the template has for it."""
+    """Return the template's variables, with reasoning_effort mapped to the template's own."""
     effort, given = options.reasoning_effort, options.chat_template_kwargs
     if effort is None:
         return given
@@ -205,7 +205,7 @@ def _variables(options: ConversationOptions, service: Service) -> dict[str, Any]
 
 
 def _for_template(message: RequestMessage, developer: str) -> dict[str, Any]:
-    """Text in one piece (templates of text models take nothing else), arguments as objects."""
+    """Join text parts (templates of text models take nothing else) and parse arguments."""
     content = PLACEHOLDER if message.kv_drop == "exact" else _text_of(message)
     role = developer if message.role == "developer" else message.role
     made: dict[str, Any] = {"role": role, "content": content}
@@ -236,7 +236,7 @@ def _definition(tool: FunctionTool) -> dict[str, Any]:
 
 
 def _num_chars(message: RequestMessage) -> int:
-    """Count the characters of all that a template may write."""
+    """Count the characters of everything that a template may write."""
     content = message.content or ""
     texts = [content] if isinstance(content, str) else [part.text for part in content]
     texts += [message.reasoning_content or message.reasoning or "", message.name or ""]
@@ -256,7 +256,7 @@ def _call(call: ToolCallMessage, arguments: dict[str, Any]) -> dict[str, Any]:
 def with_drops(
     messages: Sequence[RequestMessage], write: Callable[[Change], str], service: Service
 ) -> tuple[list[int], Dropped | None]:
-    """The prompt's tokens, and those that leave the cache. write: the prompt, of messages so changed. Raises:
+    """Return the prompt's tokens, and those that leave the cache. write: renders changed messages. Raises:
     ApiError."""
     text = write(list)
     lossy = [place for place, message in enumerate(messages) if message.kv_drop == "lossy"]
@@ -290,7 +290,7 @@ def _check_drops(messages: Sequence[RequestMessage]) -> None:
 
 
 def _check_calls(messages: Sequence[RequestMessage]) -> None:
-    """Calls belong to the assistant, and each answer to one of them."""
+    """Check that calls belong to the assistant, and each result to a call."""
     known: set[str] = set()
     for place, message in enumerate(messages):
         where = f"messages.{place}"

@@ -1,4 +1,4 @@
-"""GET /v1/models, in one shape that both dialects' clients read."""
+"""GET /v1/models, in one format for both dialects."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ModelList(ResponseSchema):
 
 
 class Page(ResponseSchema):
-    """Anthropic's way to turn pages; limit None gives all."""
+    """Anthropic's pagination; limit None gives all."""
 
     limit: int | None = Field(None, ge=1, le=1000)
     after_id: str | None = None

@@ -1,4 +1,4 @@
-"""Specs for the engine from the fields of a request's body."""
+"""Builds engine requests from the fields of a request's body."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ DRAWN = (
     "structured_outputs",
     "thinking_token_budget",
 )
-"""Fields of tokens that are drawn one after the other, which no beam search takes."""
+"""Fields for token-by-token sampling, which beam search refuses."""
 HARMLESS = {"skip_special_tokens": True}
-"""The values that change nothing; False of the others."""
+"""Values without effect; False for all other fields."""
 
 
 def check_options(fields: GenerationFields, service: Service, scope: Scope) -> None:
@@ -53,10 +53,10 @@ def check_options(fields: GenerationFields, service: Service, scope: Scope) -> N
     _check_stream(fields)
     most = service.config.max_n
     for name in ("n", "beam_width"):
-        wanted = getattr(fields, name)
-        if wanted is not None and wanted > most:
+        number = getattr(fields, name)
+        if number is not None and number > most:
             raise ApiError(
-                400, f"{name} is {wanted}, but this server gives at most {most} outputs; lower it.", name
+                400, f"{name} is {number}, but this server gives at most {most} outputs; lower it.", name
             )
     if fields.chunk_reuse is not None and fields.documents is None:
         raise ApiError(
@@ -70,7 +70,7 @@ def check_options(fields: GenerationFields, service: Service, scope: Scope) -> N
 
 
 def sampling_params(fields: GenerationFields, **more: Any) -> SamplingParams:
-    """more: of SamplingParams, where the dialect has names of its own. Raises: ApiError naming the field."""
+    """more: SamplingParams fields with other names in the dialect. Raises: ApiError naming the field."""
     given = {name: getattr(fields, name) for name in SAMPLING} | more
     return sampling_of(given, type(fields).model_fields)
 
@@ -86,7 +86,7 @@ def engine_prompt(
     beams: BeamSearchParams | None = None,
     chunks: Chunks | None = None,
 ) -> RequestSpec:
-    """One prompt with everything that its request says about it. Raises: ApiError."""
+    """Build the engine's request for one prompt. Raises: ApiError."""
     priority = fields.priority
     if fields.nvext is None:
         check_priority(priority, tenant, service.config)
@@ -111,7 +111,7 @@ def engine_prompt(
 
 
 def beams_of(fields: GenerationFields, max_tokens: int) -> BeamSearchParams | None:
-    """The search that a request asks for; None: it asks for none. Raises: ApiError naming the field."""
+    """Return the requested beam search; None: no beam search. Raises: ApiError naming the field."""
     if not fields.use_beam_search:
         for name in ONLY_BEAMS:
             if getattr(fields, name) is not None:
@@ -126,12 +126,12 @@ def beams_of(fields: GenerationFields, max_tokens: int) -> BeamSearchParams | No
             raise ApiError(
                 400, f"{name} does not go with use_beam_search, which draws no tokens; leave one out.", name
             )
-    wanted = fields.n or 1
+    number = fields.n or 1
     given = {name: getattr(fields, name) for name in ("length_penalty", "early_stopping", "ignore_eos")}
     try:
         return BeamSearchParams(
-            beam_width=fields.beam_width or wanted,
-            num_return_sequences=wanted,
+            beam_width=fields.beam_width or number,
+            num_return_sequences=number,
             max_tokens=max_tokens,
             **{name: value for name, value in given.items() if value is not None},
         )
@@ -141,8 +141,8 @@ def beams_of(fields: GenerationFields, max_tokens: int) -> BeamSearchParams | No
 
 
 def bounded(prompts: list[RequestSpec], service: Service) -> list[RequestSpec]:
-    """The same prompts, if their log-probabilities are no more than one answer may have; outputs without a
-    limit of their own get the one that follows. Raises: ApiError 400."""
+    """Check the number of log-probabilities per answer, and set the resulting limit on outputs without one.
+    Raises: ApiError 400."""
     params, limit = prompts[0].params, service.config.max_logprobs_per_request
     kept = [0 if number is None else number + 1 for number in (params.prompt_logprobs, params.logprobs)]
     of_prompts = kept[0] * sum(len(prompt.prompt_token_ids) for prompt in prompts)
@@ -153,11 +153,11 @@ def bounded(prompts: list[RequestSpec], service: Service) -> list[RequestSpec]:
         return [replace(prompt, params=fitting) for prompt in prompts]
     most = service.longest if params.max_tokens is None else params.max_tokens
     lengths = (min(most, service.longest - len(prompt.prompt_token_ids)) for prompt in prompts)
-    wanted = of_prompts + for_one * sum(max(0, length) for length in lengths)
-    if wanted > limit:
+    number = of_prompts + for_one * sum(max(0, length) for length in lengths)
+    if number > limit:
         raise ApiError(
             400,
-            f"the answer could have {wanted} log-probabilities, at most {limit} are allowed; ask for fewer "
+            f"the answer could have {number} log-probabilities, at most {limit} are allowed; ask for fewer "
             "prompts, tokens or logprobs at once.",
             "logprobs" if for_one or params.prompt_logprobs is None else "prompt_logprobs",
         )
@@ -183,7 +183,7 @@ def _check_stream(fields: GenerationFields) -> None:
 
 
 def _retention(fields: GenerationFields, num_tokens: int, service: Service) -> tuple[Retention, ...]:
-    """A key without a retention asks for the shorter one. Raises: ApiError naming the field."""
+    """Without a retention, a key uses the shorter one. Raises: ApiError naming the field."""
     hinted = fields.nvext is not None or fields.agent_hint is not None
     found = hinted_retention(fields.nvext, fields.agent_hint, service) if hinted else []
     if fields.prompt_cache_retention is not None or fields.prompt_cache_key is not None:

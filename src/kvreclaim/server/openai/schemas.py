@@ -17,8 +17,8 @@ class CachedByTier(ResponseSchema):
 
 
 class PromptTokensDetails(ResponseSchema):
-    """snapshot_tokens: of cached_tokens, those of compressed prefixes. cached_tokens_by_tier: present if host
-    or disk served some; its sum is cached_tokens."""
+    """snapshot_tokens: cached tokens of compressed prefixes. cached_tokens_by_tier: present if host or disk
+    served some; its sum is cached_tokens."""
 
     cached_tokens: int
     snapshot_tokens: int

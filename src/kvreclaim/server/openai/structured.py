@@ -1,4 +1,4 @@
-"""What an answer must look like, as OpenAI's response_format and vLLM's structured_outputs say it."""
+"""Constraints on an answer: OpenAI's response_format and vLLM's structured_outputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OF_SCHEMA = ("name", "description", "schema", "strict")
 
 
 class ResponseFormat(Fields):
-    """json_schema: name, schema, and perhaps description and strict; the schema is followed either way"""
+    """json_schema: name, schema, and perhaps description and strict; the schema is always enforced"""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: Annotated[dict[str, Any], at_most(len(OF_SCHEMA))] | None = None
@@ -36,7 +36,7 @@ async def structured_of(
     tenant: Tenant,
     response_format: ResponseFormat | None = None,
 ) -> StructuredOutputsParams | None:
-    """What these fields ask for; None: nothing. Raises: ApiError naming the field, also for a bad schema."""
+    """Return the constraint; None: none. Raises: ApiError naming the field, also for an invalid schema."""
     form = None if response_format is None or response_format.type == "text" else response_format
     if form is not None and structured_outputs is not None:
         raise ApiError(
@@ -55,7 +55,7 @@ async def structured_of(
 
 
 def _of_kinds(structured_outputs: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Fields of StructuredOutputsParams, and where they stand. Raises: ApiError naming the field."""
+    """Fields of StructuredOutputsParams, and their location. Raises: ApiError naming the field."""
     given = {name: value for name, value in structured_outputs.items() if value is not None}
     if unknown := next((name for name in given if name not in KINDS), None):
         field = f"structured_outputs.{unknown}"
@@ -84,7 +84,7 @@ _WANTED = {
 
 
 def _of_format(form: ResponseFormat) -> tuple[dict[str, Any], str]:
-    """The same for a response format."""
+    """Fields of StructuredOutputsParams for a response format, and their location."""
     if form.type == "json_object":
         _check_without_schema(form)
         return {"json_object": True}, "response_format"

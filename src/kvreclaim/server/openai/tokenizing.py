@@ -22,7 +22,7 @@ TEXT_ERRORS: Responses = {status: ERRORS[status] for status in (400, 401, 404, 4
 
 
 class TokenizeRequest(ConversationOptions):
-    """A prompt, or messages with what belongs to them."""
+    """A prompt, or messages with their options."""
 
     model: str | None = None
     prompt: str | None = None
@@ -71,7 +71,7 @@ async def tokenize(body: TokenizeRequest, service: ServiceDep, tenant: TenantDep
 async def _written(
     work: Callable[[], BaseModel], service: Service, tenant: Tenant, size: int | None
 ) -> Response:
-    """The answer that the work makes, written where it is made."""
+    """Run the work and encode its answer in the same thread."""
     written = await service.workers.run(tenant.name, lambda: work().model_dump_json(), size=size)
     return Response(written, media_type="application/json")
 

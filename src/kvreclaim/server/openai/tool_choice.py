@@ -1,4 +1,4 @@
-"""Which functions an answer may call, must call, or calls as their schemas say."""
+"""Functions that an answer may call, must call, or calls by their schemas."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import Field
 from kvreclaim.server.base.errors import ApiError
 from kvreclaim.server.base.fields import MAX_TOOLS, Fields, Listed, described
 from kvreclaim.server.openai.messages import FunctionTool
-from kvreclaim.server.shared.calls import Offer, Tool
+from kvreclaim.server.shared.calls import Tool, ToolOffer
 
 
 class NamedFunction(Fields):
@@ -41,8 +41,8 @@ ToolChoice = Annotated[
 ]
 
 
-def offer_of(tools: Sequence[FunctionTool], choice: ToolChoice | None, *, one_call: bool) -> Offer | None:
-    """What may be called; None: nothing. one_call: no more than one. Raises: ApiError naming the field."""
+def offer_of(tools: Sequence[FunctionTool], choice: ToolChoice | None, *, one_call: bool) -> ToolOffer | None:
+    """Return the callable functions; None: none. one_call: at most one. Raises: ApiError naming the field."""
     if choice == "none" or (not tools and choice in (None, "auto")):
         return None
     if not tools:
@@ -64,14 +64,16 @@ def offer_of(tools: Sequence[FunctionTool], choice: ToolChoice | None, *, one_ca
     match choice:
         case FunctionChoice(function=function):
             chosen = _named([function.name], given, "tool_choice.function.name")
-            return Offer(chosen, forced=True, one_call=True, field="tool_choice")
+            return ToolOffer(chosen, forced=True, one_call=True, field="tool_choice")
         case AllowedToolsChoice(allowed_tools=allowed):
             names = [each.function.name for each in allowed.tools]
             chosen = _named(names, given, "tool_choice.allowed_tools.tools")
-            return Offer(chosen, forced=allowed.mode == "required", one_call=one_call, field="tool_choice")
+            return ToolOffer(
+                chosen, forced=allowed.mode == "required", one_call=one_call, field="tool_choice"
+            )
         case "required":
-            return Offer(given, forced=True, one_call=one_call, field="tool_choice")
-    return Offer(given, one_call=one_call, field=strict)
+            return ToolOffer(given, forced=True, one_call=one_call, field="tool_choice")
+    return ToolOffer(given, one_call=one_call, field=strict)
 
 
 def _named(names: Sequence[str], tools: Sequence[Tool], field: str) -> list[Tool]:

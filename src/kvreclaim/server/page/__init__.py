@@ -1,1 +1,1 @@
-"""A page that shows the block pool while it serves: static files, and a feed of server-sent events."""
+"""A page that shows the block pool of a running server: static files, and a feed of server-sent events."""

@@ -1,4 +1,4 @@
-"""The feed of the server's page: snapshots that the engine's thread takes between two steps."""
+"""The page's feed: snapshots taken by the engine's thread between two steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineFeed(Feed):
-    """Reads the engine five times a second while somebody watches."""
+    """Reads the engine five times a second while there are viewers."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(logger)
@@ -39,7 +39,7 @@ class EngineFeed(Feed):
     async def _read(self) -> str:
         engine, draining = self._service.engine, self._service.draining
         try:
-            while self._viewers and not draining.is_set():  # somebody may come while the recording ends
+            while self._viewers and not draining.is_set():  # a viewer may come while the recording ends
                 await engine.call(reading.begin)
                 await self._show_all(engine, draining)
                 await engine.call(reading.end)

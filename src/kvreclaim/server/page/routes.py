@@ -1,4 +1,4 @@
-"""`/`, its files, its feed, and what its form needs to know. The gate lets the operator in alone."""
+"""`/`, its files, its feed, and the settings of its form. The gate admits only the operator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvreclaim.server.shared.service import Service, service_of
 
 
 def _answer(file: StaticFile, request: Request) -> Response:
-    """304 if the browser has it."""
+    """Answer 304 if the browser has the file."""
     if request.headers.get("if-none-match") == file.headers["etag"]:
         kept = {name: value for name, value in file.headers.items() if name != "content-type"}
         return Response(status_code=304, headers=kept)
@@ -32,14 +32,14 @@ def _answer(file: StaticFile, request: Request) -> Response:
 
 
 def install_page(app: FastAPI, service: Service) -> None:
-    """Add the page's routes. They are no API: the description of the API leaves them out."""
+    """Add the page's routes, which the API's description omits."""
     router = APIRouter(include_in_schema=False)
     folder = files("kvreclaim.server.page")
     static = static_files(read_only=False)
     examples: dict[str, Any] = json.loads((folder / "examples.json").read_bytes())
     app.state.page_feed = EngineFeed(
         service
-    )  # no route may hold the service: FastAPI remembers routes for ever
+    )  # FastAPI remembers routes for ever, so they must not hold the service
 
     @router.get("/")
     async def index(request: Request) -> Response:
@@ -60,7 +60,7 @@ def install_page(app: FastAPI, service: Service) -> None:
     @router.get("/page/settings")
     async def settings(request: Request) -> Response:
         service = service_of(request)
-        return JSONResponse(_settings(service, await service.engine.call(offered)))
+        return JSONResponse(_settings(service, await service.engine.call(available_policies)))
 
     @router.get("/page/examples")
     async def known_examples(request: Request) -> Response:
@@ -86,9 +86,9 @@ def _settings(service: Service, policies: list[str]) -> dict[str, Any]:
     }
 
 
-def offered(host: EngineCore) -> list[str]:
-    """Every policy that this engine can have, as it is written and with its defaults, the one that auto
-    stands for first; reads files the first time."""
+def available_policies(host: EngineCore) -> list[str]:
+    """List every policy that this engine supports, as text with its defaults; the one that auto stands for
+    comes first. Reads files the first time."""
     first = Auto.of(host.llm).policy or Wrapper.default_inner
     found = []
     for name in (first, *policy_names()):
@@ -102,5 +102,5 @@ def offered(host: EngineCore) -> list[str]:
 
 
 def _knows(service: Service, text: str) -> bool:
-    """Whether every word of the text is one token of the model: it is the demo model's language."""
+    """Whether each word of the text is one token, as in the demo model's language."""
     return service.engine.tokenizer is not None and len(service.encode(text)) == len(text.split())

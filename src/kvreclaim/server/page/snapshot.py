@@ -15,22 +15,22 @@ from kvreclaim.page.frames import Compaction, Snapshot, compaction_of
 
 
 class CompactionRecorder:
-    """Notes compactions as they happen, while somebody watches. Lives where the engine runs."""
+    """Records compactions while there are viewers. Lives in the engine's process."""
 
     def __init__(self) -> None:
         self._compactions: list[Compaction] = []
 
     def added(self, engine: Engine, request: Request) -> None:
-        """Nothing has happened to it yet."""
+        """Do nothing: the request has no passes yet."""
 
     def stepped(self, engine: Engine, result: StepResult) -> None:
         self._compactions += [compaction_of(request.request_id, done) for request, done in result.passes]
 
     def ended(self, engine: Engine, request: Request) -> None:
-        """Do nothing: the request's passes have been reported."""
+        """Do nothing: the request's passes have been recorded."""
 
     def take(self, engine: Engine) -> Snapshot:
-        """The engine now."""
+        """Return the engine's current state."""
         stats, totals = engine.memory.stats(), engine.totals
         done, self._compactions = self._compactions, []
         return Snapshot(
@@ -55,8 +55,8 @@ class CompactionRecorder:
 
 
 def tiers_of(engine: Engine, num_hit: int) -> dict[str, Any] | None:
-    """Slots by state, hits in tokens by tier, and bytes moved since the start: down from the pool to the host
-    and to disk, up from there. num_hit: tokens found, wherever they lay."""
+    """Slots by state, hits in tokens by tier, and bytes moved since the start: down from the pool to host and
+    disk, and up from there. num_hit: tokens found in any tier."""
     found = engine.tier_stats()
     if found is None:
         return None
@@ -81,17 +81,15 @@ def tiers_of(engine: Engine, num_hit: int) -> dict[str, Any] | None:
 
 
 def begin(host: EngineCore) -> None:
-    """Compactions from here on count."""
     end(host)
     host.observers = (*host.observers, CompactionRecorder())
 
 
 def take(host: EngineCore) -> Snapshot:
-    """The engine now, with the compactions since the last one."""
+    """Return the engine's state, with the compactions since the last call."""
     recorder = next(each for each in host.observers if isinstance(each, CompactionRecorder))
     return recorder.take(host.engine)
 
 
 def end(host: EngineCore) -> None:
-    """Nobody watches any more."""
     host.observers = tuple(each for each in host.observers if not isinstance(each, CompactionRecorder))

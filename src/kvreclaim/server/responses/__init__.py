@@ -1,1 +1,1 @@
-"""OpenAI's Responses API, over what chat has."""
+"""OpenAI's Responses API, implemented on top of chat."""

@@ -1,4 +1,4 @@
-"""A response in the making."""
+"""Answers of the Responses API."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from kvreclaim.server.openai.chat import ChatAnswer
 from kvreclaim.server.responses.head import failure, head, outcome_of, response_usage
 from kvreclaim.server.responses.names import own_names
 from kvreclaim.server.responses.output import Event, OutputItems
-from kvreclaim.server.responses.spoken import SpokenTokens
 from kvreclaim.server.responses.store import Kept, ResponseStore
+from kvreclaim.server.responses.token_roles import TextTokens
 from kvreclaim.server.responses.translate import Translated
 from kvreclaim.server.shared.service import Service, check_update
 
@@ -28,32 +28,32 @@ ROUTE = "/v1/responses"
 
 
 class ResponseAnswer:
-    """The answer to a request that has been checked: whole, or as events."""
+    """The answer to a validated request: whole, or as events."""
 
     def __init__(
-        self, asked: Translated, service: Service, store: ResponseStore, request: Request, prompt: RequestSpec
+        self, turn: Translated, service: Service, store: ResponseStore, request: Request, prompt: RequestSpec
     ) -> None:
-        self.asked = asked
+        self.turn = turn
         self.service = service
         self.store = store
         self.request = request
         self.prompt = prompt
         self.request_id = request_id_of(request.scope)
-        self.chat = ChatAnswer(asked.chat, service, self.request_id, [prompt])
-        self.spoken = SpokenTokens(self.chat.splitter(), self.chat.vocabulary, whole=not asked.body.stream)
+        self.chat = ChatAnswer(turn.chat, service, self.request_id, [prompt])
+        self.texts = TextTokens(self.chat.splitter(), self.chat.vocabulary, whole=not turn.body.stream)
         response_id = answer_id(self.request_id, ROUTE)
         self.output = OutputItems(response_id)
-        self.response = head(response_id, asked.body, prompt.params)
+        self.response = head(response_id, turn.body, prompt.params)
         self._num_events = 0
 
     async def respond(self) -> Response:
-        if self.asked.body.stream:
+        if self.turn.body.stream:
             return await stream_events(self._events(), self.request)
         return await answer_json(self._whole(), self.request)
 
     async def _whole(self) -> bytes:
         """Raises: ApiError, 500 if the request failed."""
-        with own_names(self.asked.places):
+        with own_names(self.turn.places):
             async with self.service.submit(self.request_id, [self.prompt]) as (stream,):
                 update = await stream.rest()
                 check_update(stream, update)
@@ -62,43 +62,42 @@ class ResponseAnswer:
             self._take(update)
             return json_of(self.response)
 
-        return await self._beside(write, update)
+        return await self._write_json(write, update)
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
-        """Raises: ApiError for what is refused before it begins; what fails later is the last event."""
-        with own_names(self.asked.places):
+        """Raises: ApiError for an error before the first event; a later error is the last event."""
+        with own_names(self.turn.places):
             async with self.service.submit(self.request_id, [self.prompt]) as (stream,):
                 yield self._written(self._about("created"), self._about("in_progress"))
                 try:
                     async for update in stream:
                         check_update(stream, update)
                         work = partial(self._news, update)
-                        if chunks := await self._beside(work, update):
+                        if chunks := await self._write_json(work, update):
                             yield chunks
                 except Exception as error:
-                    told = error_of(error, self.request.scope)
-                    failed = failure(told.message, "invalid_prompt" if told.status == 400 else "server_error")
+                    sent = error_of(error, self.request.scope)
+                    failed = failure(sent.message, "invalid_prompt" if sent.status == 400 else "server_error")
                     ended = self.output.end("incomplete")
                     self.response |= failed | {"output": self.output.items, "store": False}
                     yield self._written(*ended, self._about("failed"))
 
     def _news(self, update: Update) -> bytes:
-        """The events of an update."""
         events = self._take(update)
         if update.finished:
             events.append(self._about(self.response["status"]))
         return self._written(*events)
 
     def _take(self, update: Update) -> list[Event]:
-        """Write what is new; at the end, settle the response and keep it."""
+        """Process an update; at the end, complete and store the response."""
         delta = update.deltas[0]
         pieces = self.chat.split(0, delta)
         about = self.chat.about(0, delta)
         if about["logprobs"] is not None:
             entries = about["logprobs"]["content"]
-            for message, logprobs in self.spoken.of_messages(delta.token_ids, entries, last=update.finished):
+            for message, logprobs in self.texts.of_messages(delta.token_ids, entries, last=update.finished):
                 self.output.logprobs[message] += logprobs
-        events = self.output.write(pieces if self.asked.body.stream else _again(pieces))
+        events = self.output.write(pieces if self.turn.body.stream else _again(pieces))
         if update.finished:
             assert update.metrics is not None, "the last update has metrics"
             self.response |= outcome_of(about["finish_reason"])
@@ -107,13 +106,13 @@ class ResponseAnswer:
                 "output": self.output.items,
                 "usage": response_usage([update.metrics]),
             }
-            kept = self.asked.body.kept and self.response["status"] != "failed"
+            kept = self.turn.body.kept and self.response["status"] != "failed"
             self.response["store"] = kept and self._keep()
         return events
 
     def _keep(self) -> bool:
-        """Returns: whether it is kept."""
-        kept = Kept(json_of({"items": self.asked.items}), json_of(self.response))
+        """Store the response. Returns: whether it was stored."""
+        kept = Kept(json_of({"items": self.turn.items}), json_of(self.response))
         return self.store.put(self.prompt.tenant, self.response["id"], kept)
 
     def _about(self, kind: str) -> Event:
@@ -127,8 +126,8 @@ class ResponseAnswer:
             written.append(event(json_of(data).decode(), each["type"]))
         return b"".join(written)
 
-    async def _beside(self, work: Any, update: Update) -> bytes:
-        """Write JSON: in a thread, if it is long, or the last, which is stored as well."""
+    async def _write_json(self, work: Any, update: Update) -> bytes:
+        """Encode JSON in a thread if it is long, or the last update, which is stored as well."""
         tokens = sum(len(delta.token_ids) for delta in update.deltas.values())
         size = tokens * (1 + (self.prompt.params.logprobs or 0)) * REPORT_SIZE
         written: bytes = await self.service.workers.run(
@@ -138,7 +137,7 @@ class ResponseAnswer:
 
 
 def _again(pieces: Iterable[Piece]) -> Iterable[Piece]:
-    """The pieces of a whole output, a call that is no JSON as text."""
+    """Pieces of a whole output, with invalid calls as text."""
     for part in merged(pieces):
         if isinstance(part, ToolCall):
             yield CallBegin(part.name, part.id)

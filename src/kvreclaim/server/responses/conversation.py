@@ -15,15 +15,14 @@ ChatMessage = dict[str, Any]
 
 @dataclass(slots=True)
 class ChatWriter:
-    """Writes items as messages, in order; what leads as system or developer is one message.
+    """Writes items as messages, in order; leading system and developer items form one message.
 
-    Neighbours that the assistant made are one message, in which reasoning stands before texts, and texts
-    before calls, as chat has the same answer. A second text is a second message, and so is one behind calls,
-    unless their results or further calls follow it: templates read results right after the message that
-    called.
+    Adjacent items of the assistant form one message, with reasoning before texts and texts before calls, as
+    in chat. A second text starts a new message, and so does a text after calls, unless their results or
+    further calls follow it: templates read results right after the message with the calls.
 
-    places:   what errors call each message
-    left_out: ids of incomplete calls, which are left out together with their outputs
+    places:   location of each message, for errors
+    left_out: ids of incomplete calls, which are omitted together with their outputs
     """
 
     messages: list[ChatMessage] = field(default_factory=list)
@@ -31,13 +30,13 @@ class ChatWriter:
     left_out: set[str] = field(default_factory=set)
 
     def write(self, item: Item, place: str) -> None:
-        """place: what errors call the item. Raises: ApiError."""
+        """place: the item's location, for errors. Raises: ApiError."""
         match item["type"]:
             case "message" if item["role"] == "assistant":
                 message = self._turn(place, lambda open_: not open_["content"] and "tool_calls" not in open_)
                 message["content"] += _texts(item["content"])
             case "message":
-                self.say(item["role"], [part["text"] for part in item["content"]], place)
+                self.add_texts(item["role"], [part["text"] for part in item["content"]], place)
             case "reasoning":
                 self._reason(item, place)
             case "function_call" if item["status"] == "incomplete":
@@ -53,7 +52,7 @@ class ChatWriter:
                     {"role": "tool", "tool_call_id": item["call_id"], "content": content, **drop}, place
                 )
 
-    def say(self, role: str, texts: list[str], place: str) -> None:
+    def add_texts(self, role: str, texts: list[str], place: str) -> None:
         content = [{"type": "text", "text": text} for text in texts]
         leads = len(self.messages) == 1 and self.messages[0]["role"] in SYSTEM_ROLES
         if leads and role in SYSTEM_ROLES:
@@ -62,7 +61,7 @@ class ChatWriter:
             self._add({"role": role, "content": content}, place)
 
     def done(self) -> list[ChatMessage]:
-        """The messages; nothing more is written."""
+        """Return the messages; call once, at the end."""
         for message in self.messages:
             if "reasoning_content" in message:
                 message["reasoning_content"] = "\n".join(message["reasoning_content"])
@@ -83,15 +82,15 @@ class ChatWriter:
         message.setdefault("tool_calls", []).append(call)
 
     def _rejoin(self) -> None:
-        """Put texts behind calls into the message of the calls."""
-        calls = len(self.messages) - 1 - len(list(takewhile(_is_speech, reversed(self.messages))))
+        """Move texts after calls into the message of the calls."""
+        calls = len(self.messages) - 1 - len(list(takewhile(_is_plain_text, reversed(self.messages))))
         if calls >= 0 and "tool_calls" in self.messages[calls]:
             for message in self.messages[calls + 1 :]:
                 self.messages[calls]["content"] += message["content"]
             del self.messages[calls + 1 :], self.places[calls + 1 :]
 
     def _turn(self, place: str, fits: Any) -> ChatMessage:
-        """The assistant's message that is being written if it fits, or a new one."""
+        """Return the assistant's current message if it fits, or a new one."""
         last = self.messages[-1] if self.messages else None
         if last is None or last["role"] != "assistant" or not fits(last):
             last = self._add({"role": "assistant", "content": []}, place)
@@ -103,8 +102,8 @@ class ChatWriter:
         return message
 
 
-def _is_speech(message: ChatMessage) -> bool:
-    """Whether it is text of the assistant and nothing else."""
+def _is_plain_text(message: ChatMessage) -> bool:
+    """Whether a message is assistant text and nothing else."""
     return message["role"] == "assistant" and message.keys() == {"role", "content"}
 
 
@@ -113,10 +112,10 @@ def _texts(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def num_chars(items: Iterable[Item]) -> int:
-    """Characters of all that the items say, arguments and reasoning included."""
+    """Count the characters of the items, including arguments and reasoning."""
     found = 0
     for item in items:
-        said: Any = item.get("content", item.get("output", ()))
-        found += len(said) if isinstance(said, str) else sum(len(part["text"]) for part in said)
+        content: Any = item.get("content", item.get("output", ()))
+        found += len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
         found += len(item.get("arguments", ""))
     return found

@@ -17,14 +17,14 @@ MAX_FORMAT = 8
 
 
 def _function(value: Any) -> Any:
-    """Refuse tools that are no functions before their fields are looked at."""
+    """Refuse other tools than functions before their fields are validated."""
     if isinstance(value, dict) and value.get("type") != "function":
         raise refusal("its type must be 'function'; this server has no tools of its own, such as web search")
     return value
 
 
 class FlatFunction(FunctionDefinition):
-    """A function as the Responses API writes it: without a level in between."""
+    """A function in the format of the Responses API, without nesting."""
 
     type: Literal["function"]
 
@@ -41,14 +41,14 @@ class AllowedFunctions(Fields):
 
 
 class TextOptions(Fields):
-    """format: as chat's response_format, but with the schema's fields beside the type"""
+    """format: chat's response_format, but with the schema's fields next to the type"""
 
     format: Annotated[dict[str, Any], at_most(MAX_FORMAT)] | None = None
     verbosity: Verbosity | None = None
 
 
 class ReasoningOptions(Fields):
-    """summary: reasoning comes whole, as a model writes it"""
+    """summary: reasoning is shown in full"""
 
     effort: str | None = None
     summary: Annotated[Literal["auto"], described("'auto'; reasoning is not summarised")] | None = None
@@ -68,7 +68,7 @@ Include = Annotated[
 
 
 class ResponsesRequest(SharedFields):
-    """Fields of the Responses API; docs/api.md describes them. None stands for the default named there."""
+    """Fields of the Responses API; docs/api.md describes them. None stands for the default given there."""
 
     input: Items
     instructions: str | None = None
@@ -104,7 +104,7 @@ class ResponsesRequest(SharedFields):
 
     @property
     def kept(self) -> bool:
-        """Whether the response is to be stored."""
+        """Whether the response is stored."""
         return self.store is not False
 
     @property

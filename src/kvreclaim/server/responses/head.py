@@ -1,4 +1,4 @@
-"""What a response says besides its output: the request's settings, with the defaults filled in, and usage."""
+"""Fields of a response next to its output: the request's settings, with defaults, and usage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHUT_DOWN = "the server shut down before the answer was complete; send the reque
 
 
 def head(response_id: str, body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
-    """The response before it has begun."""
+    """Return the response before its first output."""
     choice, reasoning, text = body.tool_choice, body.reasoning, body.text
     return {
         "id": response_id,
@@ -53,7 +53,7 @@ def head(response_id: str, body: ResponsesRequest, params: SamplingParams) -> di
 
 
 def outcome_of(finish_reason: str | None) -> dict[str, Any]:
-    """Status, and why it is that, by chat's finish reason; None: there is none yet."""
+    """Status and its reason, by chat's finish reason; None: still running."""
     outcome: dict[str, Any] = {"status": "in_progress"}
     outcome |= {"completed_at": None, "error": None, "incomplete_details": None}
     match finish_reason:
@@ -71,7 +71,7 @@ def failure(message: str, code: str = "server_error") -> dict[str, Any]:
 
 
 def response_usage(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
-    """Chat's usage under this API's names.
+    """Return chat's usage under this API's names.
 
     cache_write_tokens: prompt tokens that entered the prefix cache
     """

@@ -1,4 +1,4 @@
-"""Items of a conversation, as requests have them and as they are kept."""
+"""Items of a conversation: as sent in requests, and as stored."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _OWN_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_\d+")
 
 
 def new_item(kind: str, status: str, own: str, **more: Any) -> Item:
-    """own: what makes its id another one than others'"""
+    """own: makes the id unique"""
     return {"id": PREFIXES[kind] + own, "type": kind, "status": status, **more}
 
 
 def response_of(item_id: str) -> str | None:
-    """The id of the response that made an item; None: it is no id of an answer's item."""
+    """Return the id of the response that contains an item; None: not an id of an answer's item."""
     found = _OWN_ID.fullmatch(item_id)
     return found and f"{RESPONSE_PREFIX}{found[1]}"
 
 
 class ItemText(Fields):
-    """annotations and logprobs of an answer's text may be sent back; the model reads the text alone."""
+    """annotations and logprobs of an answer's text may be sent back; the model reads only the text."""
 
     type: Literal["input_text", "output_text"]
     text: str
@@ -60,13 +60,13 @@ ItemContent = Annotated[
 
 
 class InputItem(Fields):
-    """id and status are kept; of a call, `incomplete` also means that the model does not read it again."""
+    """id and status are stored; a call that is `incomplete` is not shown to the model again."""
 
     id: str | None = Field(None, min_length=1)
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
     def shown(self, kind: str, **more: Any) -> Item:
-        """The item as it is kept and shown."""
+        """Return the item as it is stored and returned."""
         item = new_item(kind, self.status or "completed", uuid.uuid4().hex, **more)
         return item if self.id is None else {**item, "id": self.id}
 
@@ -113,7 +113,7 @@ class ReasoningItem(InputItem):
         Annotated[Listed[Any], Field(max_length=0)],
         described("an empty list; summaries are no reasoning that the model can read"),
     ] = Field(default_factory=list)
-    encrypted_content: Annotated[None, described("null; nobody here can decrypt it")] = None
+    encrypted_content: Annotated[None, described("null; encrypted reasoning is not supported")] = None
 
     def kept(self) -> Item:
         parts = [part.model_dump() for part in self.content or ()]
@@ -121,7 +121,7 @@ class ReasoningItem(InputItem):
 
 
 class ItemReference(Fields):
-    """An item of an answer that is kept, in place of the item itself."""
+    """A reference to an item of a stored answer."""
 
     type: Literal["item_reference"]
     id: str = Field(min_length=1)
@@ -141,7 +141,7 @@ MODELS: Mapping[str, type[AnyItem]] = {
 
 
 def _kept(value: Any) -> Item:
-    """The item of a request as it is kept."""
+    """Return the request's item as it is stored."""
     kind = value.get("type") or "message" if isinstance(value, dict) else None
     if not isinstance(kind, str) or kind not in MODELS:
         known = ", ".join(MODELS)
@@ -150,7 +150,7 @@ def _kept(value: Any) -> Item:
 
 
 def _as_items(value: Any) -> Any:
-    """Read a text as what the user says."""
+    """Read a text as a user message."""
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 

@@ -1,4 +1,4 @@
-"""What chat refuses, by this API's names of fields."""
+"""Maps errors of chat to this API's field names."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ OWN: Mapping[str, str] = {
     "tool_choice.function": "tool_choice",
     "tool_choice.allowed_tools": "tool_choice",
 }
-"""Fields of a chat request, and what they are called here; of two that fit the first counts."""
+"""Fields of a chat request and their names in this API; the first match counts."""
 OF_MESSAGE: Mapping[str, str] = {"content": "content", "tool_call_id": "call_id", "kv_drop": "kv_drop"}
 
 
 @contextmanager
 def own_names(places: Sequence[str] = ()) -> Iterator[None]:
-    """Refusals of the block name this API's fields. places: what the chat's messages are called here.
+    """Rename fields in errors raised in the block. places: locations of the chat's messages.
 
     Raises: ApiError.
     """

@@ -1,4 +1,4 @@
-"""An answer's pieces as output items, and as the events that tell of them."""
+"""Pieces of an answer as output items and their events."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 from kvreclaim.parsers.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text
 from kvreclaim.server.responses.items import RESPONSE_PREFIX, Item, new_item
-from kvreclaim.server.responses.spoken import Logprobs
+from kvreclaim.server.responses.token_roles import Logprobs
 
 Event = dict[str, Any]
 
 
 class OutputItems:
-    """Writes pieces into items: each is begun, filled and done before the next one.
+    """Writes pieces into items: each starts, is filled and ends before the next one.
 
-    response_id: of the answer, which its items' ids show
-    items:    those that are done
-    logprobs: of the texts to come, by the number of their message among the messages
+    response_id: the answer's; part of its items' ids
+    items:    finished items
+    logprobs: of future texts, by the index of their message
     """
 
     def __init__(self, response_id: str) -> None:
@@ -28,18 +28,17 @@ class OutputItems:
         self._item: Item | None = None
         self.logprobs: defaultdict[int, Logprobs] = defaultdict(list)
         self._texts: list[str] = []
-        self._told: Logprobs = []
+        self._logprobs: Logprobs = []
         self._num_messages = 0
 
     def write(self, pieces: Iterable[Piece]) -> list[Event]:
-        """The events of the pieces."""
         events: list[Event] = []
         for piece in pieces:
             match piece:
                 case Text(text) if text:
                     events += self._begin("message", role="assistant", content=[])
                     logprobs = self.logprobs.pop(self._num_messages - 1, [])
-                    self._told += logprobs
+                    self._logprobs += logprobs
                     events.append(self._delta("output_text", text, content_index=0, logprobs=logprobs))
                 case Reasoning(text) if text:
                     events += self._begin("reasoning", summary=[], content=[])
@@ -55,7 +54,6 @@ class OutputItems:
         return events
 
     def end(self, status: str = "completed") -> list[Event]:
-        """End the item that is open, if one is."""
         item = self._item
         if item is None:
             return []
@@ -68,9 +66,9 @@ class OutputItems:
             part = item["content"][0] | {"text": text}
             logprobs = {}
             if item["type"] == "message":
-                self._told += self.logprobs.pop(self._num_messages - 1, [])
-                part["logprobs"] = self._told
-                logprobs = {"logprobs": self._told}
+                self._logprobs += self.logprobs.pop(self._num_messages - 1, [])
+                part["logprobs"] = self._logprobs
+                logprobs = {"logprobs": self._logprobs}
             item["content"] = [part]
             done = self._about(item, f"{part['type']}.done", content_index=0, text=text, **logprobs)
             events = [done, self._about(item, "content_part.done", content_index=0, part=part)]
@@ -78,13 +76,13 @@ class OutputItems:
         return [*events, self._of_item("output_item.done", item, len(self.items) - 1)]
 
     def end_all(self, *, complete: bool) -> list[Event]:
-        """End the output, which has one item at least. complete: else its last item is not."""
+        """End the output, which has at least one item. complete: otherwise its last item is incomplete."""
         empty = not self.items and self._item is None
         events = self._begin("message", role="assistant", content=[]) if empty else []
         return events + self.end("completed" if complete else "incomplete")
 
     def _begin(self, kind: str, **more: Any) -> list[Event]:
-        """Begin an item, unless one of this kind is open."""
+        """Start an item, unless one of this kind is open."""
         if self._item is not None and self._item["type"] == kind:
             return []
         ended = self.end()
@@ -95,7 +93,7 @@ class OutputItems:
             part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
             if kind == "message":
                 part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-                self._told = []
+                self._logprobs = []
                 self._num_messages += 1
             item["content"] = [part]
             events.append(self._about(item, "content_part.added", content_index=0, part=part))
@@ -107,7 +105,6 @@ class OutputItems:
         return self._about(self._item, f"{kind}.delta", delta=text, **more)
 
     def _about(self, item: Item, kind: str, **more: Any) -> Event:
-        """An event of an item that is being written."""
         return {"type": f"response.{kind}", "item_id": item["id"], "output_index": len(self.items), **more}
 
     def _of_item(self, kind: str, item: Item, index: int) -> Event:

@@ -1,4 +1,4 @@
-"""POST /v1/responses, and what is kept of it under /v1/responses/{response_id}."""
+"""POST /v1/responses, and stored responses under /v1/responses/{response_id}."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ ONE = ROUTE + "/{response_id}"
 
 
 def store_of(request: Request) -> ResponseStore:
-    """The app's store."""
     store: ResponseStore = request.app.state.responses
     return store
 
@@ -41,13 +40,13 @@ StoreDep = Annotated[ResponseStore, Depends(store_of)]
 
 
 class Retrieval(ResponseSchema):
-    """How to read a response: at once, as only ended ones are kept."""
+    """Options for reading a response; only finished ones are stored."""
 
     stream: bool | None = None
 
 
 class ItemPage(ResponseSchema):
-    """Turns pages; the newest item comes first unless order is asc."""
+    """Pagination; the newest item comes first unless order is asc."""
 
     limit: int = Field(20, ge=1, le=100)
     after: str | None = None
@@ -58,14 +57,14 @@ class ItemPage(ResponseSchema):
 async def create_response(
     body: ResponsesRequest, request: Request, service: ServiceDep, tenant: TenantDep, store: StoreDep
 ) -> Response:
-    """Generate the assistant's next turn, and keep it for the turn after."""
+    """Generate the assistant's next turn, and store it for the turn after."""
     service.check_model(body.model)
-    asked = await service.workers.run(tenant.name, partial(translated, body, service, store, tenant))
-    with own_names(asked.places):
-        check_options(asked.chat, service, request.scope)
+    turn = await service.workers.run(tenant.name, partial(translated, body, service, store, tenant))
+    with own_names(turn.places):
+        check_options(turn.chat, service, request.scope)
         service.check_room(tenant.name)
-        prompt = await prompt_of(asked.chat, service, tenant)
-    return await ResponseAnswer(asked, service, store, request, prompt).respond()
+        prompt = await prompt_of(turn.chat, service, tenant)
+    return await ResponseAnswer(turn, service, store, request, prompt).respond()
 
 
 @router.get(ONE, responses={200: {"model": ResponseObject}, **STORED_ERRORS}, response_class=Response)
@@ -76,7 +75,7 @@ async def retrieve_response(
     tenant: TenantDep,
     store: StoreDep,
 ) -> Response:
-    """A response that was kept."""
+    """Return a stored response."""
     if how.stream:
         raise ApiError(400, "stream is true, but a stored response has ended; leave stream out.", "stream")
     kept = await _kept(response_id, service, tenant, store)
@@ -87,7 +86,7 @@ async def retrieve_response(
 async def delete_response(
     response_id: str, service: ServiceDep, tenant: TenantDep, store: StoreDep
 ) -> DeletedResponse:
-    """Forget a response; those that continue it remain."""
+    """Delete a response; responses that continue it remain."""
     if not await service.workers.run(tenant.name, partial(store.delete, tenant.name, response_id)):
         raise _missing(response_id)
     return DeletedResponse(id=response_id)
@@ -101,7 +100,7 @@ async def input_items(
     tenant: TenantDep,
     store: StoreDep,
 ) -> InputItemList:
-    """All items that a response answers, those of the responses that it continues included."""
+    """List all items that a response answers, including those of the responses it continues."""
     kept = await _kept(response_id, service, tenant, store)
     items: list[dict[str, Any]] = from_json(kept.input)["items"]
     if page.order == "desc":
@@ -124,7 +123,7 @@ async def input_items(
 async def cancel_response(
     response_id: str, service: ServiceDep, tenant: TenantDep, store: StoreDep
 ) -> ResponseObject:
-    """Always refused: who makes a response waits for it, and cancels it by closing the connection."""
+    """Always refused: a response is created within one request; close the connection to cancel it."""
     await _kept(response_id, service, tenant, store)
     raise ApiError(
         400,

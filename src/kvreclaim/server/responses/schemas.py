@@ -69,16 +69,16 @@ class IncompleteDetails(ResponseSchema):
 
 
 class ResponseFailure(ResponseSchema):
-    """invalid_prompt: options of the request that do not go together"""
+    """invalid_prompt: contradicting options of the request"""
 
     code: Literal["server_error", "invalid_prompt"]
     message: str
 
 
 class ResponseObject(BaseModel):
-    """Besides these fields it has the request's settings, with the defaults filled in.
+    """Has the request's settings besides these fields, with defaults.
 
-    store: whether it is kept
+    store: whether it is stored
     usage: null if a stream failed
     """
 

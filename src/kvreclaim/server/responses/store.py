@@ -1,4 +1,4 @@
-"""Responses that were answered, for whoever reads or continues them."""
+"""Stored responses, which clients read or continue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvreclaim.server.base.errors import ApiError
 logger = logging.getLogger(__name__)
 
 WAIT_S = 10.0
-"""For another process that writes to the same file."""
+"""Seconds to wait for another process that writes to the same file."""
 TABLE = """
     CREATE TABLE IF NOT EXISTS responses (
         id TEXT PRIMARY KEY, tenant TEXT NOT NULL, used INTEGER NOT NULL, num_bytes INTEGER NOT NULL,
@@ -36,22 +36,22 @@ FORGET = """
         ) WHERE total > ? OR place > ?
     )
 """
-"""The least recently used ones beyond the limits, of one tenant, or of all ('*')."""
+"""The least recently used responses beyond the limits, of one tenant or of all ('*')."""
 
 
 class Kept(NamedTuple):
-    """JSON of the items that a response answers, those of earlier turns included, and of the response."""
+    """JSON of the response and of the items that it answers, including earlier turns."""
 
     input: bytes
     response: bytes
 
 
 class ResponseStore:
-    """Keeps the latest responses of each tenant, in memory or in a SQLite file. Threads may share it.
+    """Keeps the latest responses of each tenant, in memory or in a SQLite file. Thread-safe.
 
-    A response has all items that it answers: it outlives the ones that it continues. Each tenant has its own
-    limits; those of tenants that are no more count against the sum of all limits.
-    Raises: InvalidArgumentError if the file is none of ours.
+    A response contains all items that it answers, so it outlives the ones it continues. Each tenant has its
+    own limits; responses of former tenants count against the sum of all limits.
+    Raises: InvalidArgumentError if the file was not made by this store.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -61,8 +61,8 @@ class ResponseStore:
         self._db = _opened(config.responses_db)
 
     def put(self, tenant: str | None, response_id: str, kept: Kept) -> bool:
-        """Keep a response; those used least recently make room. Returns: whether it is kept, which one larger
-        than the limit is not."""
+        """Store a response; the least recently used ones make room. Returns: False if it exceeds the limit by
+        itself."""
         num_bytes = sum(map(len, kept))
         if num_bytes > self._most_bytes or not self._most:
             return False
@@ -76,13 +76,13 @@ class ResponseStore:
                 )
                 self._forget(tenant or "", 1)
                 self._forget("*", self._num_tenants)
-        except sqlite3.Error as error:  # the answer is there, and says that it is not kept
+        except sqlite3.Error as error:  # the answer exists and reports that it is not stored
             logger.error("response %s could not be stored: %s", response_id, error)
             return False
         return True
 
     def get(self, tenant: str | None, response_id: str) -> Kept | None:
-        """A response of this tenant, which is used by that; None: it has none of this id."""
+        """Return a response of this tenant and mark it as used; None: unknown id."""
         with self._reading():
             newest = "(SELECT MAX(used) + 1 FROM responses)"
             mine = "WHERE id = ? AND tenant = ?"
@@ -92,7 +92,7 @@ class ResponseStore:
         return None if found is None else Kept(*found)
 
     def delete(self, tenant: str | None, response_id: str) -> bool:
-        """Returns: whether there was one."""
+        """Returns: whether the response existed."""
         with self._reading():
             given = (response_id, tenant or "")
             done = self._db.execute("DELETE FROM responses WHERE id = ? AND tenant = ?", given)
@@ -104,14 +104,14 @@ class ResponseStore:
             self._db.close()
 
     def _truncate_log(self) -> None:
-        """Write the log back to the file and empty it: it holds deleted texts until then."""
+        """Checkpoint and empty the write-ahead log, which holds deleted texts until then."""
         with self._reading():
             is_busy, *_ = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         if is_busy:
             logger.warning("a deleted response stays in the log of responses_db: another process reads it")
 
-    def _forget(self, whose: str, times: int) -> None:
-        self._db.execute(FORGET, (whose, times * self._most_bytes, times * self._most))
+    def _forget(self, tenant: str, times: int) -> None:
+        self._db.execute(FORGET, (tenant, times * self._most_bytes, times * self._most))
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -125,12 +125,12 @@ class ResponseStore:
 
 
 def _check_private(path: Path) -> None:
-    """Make the file if there is none. Raises: InvalidArgumentError if others than its owner may open it."""
+    """Create the file if it is missing. Raises: InvalidArgumentError if other users may open it."""
     path.touch(mode=0o600)
     mode = path.stat().st_mode
     require(
         not stat.S_ISREG(mode) or not mode & 0o077,
-        f"responses_db is '{path}', whose mode {mode & 0o777:o} lets others open it; run `chmod 600` on it.",
+        f"responses_db is '{path}' with mode {mode & 0o777:o}, open to others; run `chmod 600` on it.",
         "responses_db",
     )
 

@@ -1,4 +1,4 @@
-"""A request of the Responses API as the chat request that it stands for."""
+"""Translates a request of the Responses API to a chat request."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ SAME = (
     *SharedFields.model_fields,
     *("parallel_tool_calls", "top_logprobs", "chat_template_kwargs", "thinking_token_budget"),
 )
-"""Fields that mean the same in both."""
+"""Fields with the same meaning in both APIs."""
 MOST_ALONE = 128
-"""Functions whose schemas are looked at one by one, as many as OpenAI takes."""
+"""Most functions with individually checked schemas; OpenAI's own limit."""
 ROOM = 8
-"""Which part of the context is left to an answer without a limit, if items are dropped."""
+"""Fraction of the context reserved for an answer without a limit, if items are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Translated:
-    """items: all that the response answers, earlier turns included; places: what errors call the chat's
-    messages"""
+    """items: all that the response answers, including earlier turns; places: locations of the chat's
+    messages, for errors"""
 
     body: ResponsesRequest
     chat: ChatRequest
@@ -65,10 +65,10 @@ def translated(body: ResponsesRequest, service: Service, store: ResponseStore, t
 def _chat(
     body: ResponsesRequest, items: list[Item], places: list[str], kept: Iterable[int]
 ) -> tuple[ChatRequest, list[str]]:
-    """The chat of these items, and what errors call its messages. Raises: ApiError."""
+    """Return the chat of these items, and the locations of its messages. Raises: ApiError."""
     writer = ChatWriter()
     if body.instructions is not None:
-        writer.say("system", [body.instructions], "instructions")
+        writer.add_texts("system", [body.instructions], "instructions")
     for place in kept:
         writer.write(items[place], places[place])
     with own_names(writer.places):
@@ -78,7 +78,7 @@ def _chat(
 def _fits(
     body: ResponsesRequest, items: list[Item], places: list[str], service: Service, kept: list[int]
 ) -> bool | None:
-    """Whether the context holds the prompt of these items and an answer; None: the chat template refuses
+    """Whether the prompt of these items and an answer fit into the context; None: the chat template refuses
     them. Raises: ApiError."""
     longest = service.max_model_len
     if num_chars(items[place] for place in kept) > service.max_chars or len(kept) > longest:
@@ -113,8 +113,8 @@ def _check(body: ResponsesRequest) -> None:
 
 
 def _with_strict(body: ResponsesRequest, service: Service) -> ResponsesRequest:
-    """The same, in which each function says whether it is strict: those that leave it open are where their
-    schemas can be followed, as far as all of them can be together; of many functions all or none."""
+    """Set `strict` of each function that leaves it open: true if its schema can be followed together with the
+    others; for many functions, all or none."""
     tools, form = body.tools or [], service.output_format
     hidden = body.skip_special_tokens and form.needs_special_tokens(with_tools=True)
     if body.tool_choice == "none" or all(tool.strict is not None for tool in tools):
@@ -136,7 +136,7 @@ def _with_strict(body: ResponsesRequest, service: Service) -> ResponsesRequest:
 
 
 def _earlier(response_id: str | None, store: ResponseStore, tenant: Tenant) -> list[Item]:
-    """What an earlier response answered, and what it said."""
+    """Items of an earlier response: its input and its output."""
     if response_id is None:
         return []
     kept = store.get(tenant.name, response_id)
@@ -152,7 +152,7 @@ def _earlier(response_id: str | None, store: ResponseStore, tenant: Tenant) -> l
 
 
 def _resolved(items: list[Item], store: ResponseStore, tenant: Tenant) -> list[Item]:
-    """The same, with the items that are named in place of their names."""
+    """Replace references by their items."""
     known: dict[str, Item] = {}
 
     def item_of(reference: str, place: int) -> Item:
@@ -177,7 +177,7 @@ def _resolved(items: list[Item], store: ResponseStore, tenant: Tenant) -> list[I
 
 
 def _check_ids(before: Iterable[Item], own: Iterable[Item]) -> None:
-    """Items are paged by their ids, so each has its own."""
+    """Check that ids are unique, because items are paged by id."""
     known = {item["id"] for item in before}
     for place, item in enumerate(own):
         if item["id"] in known:
@@ -189,7 +189,7 @@ def _check_ids(before: Iterable[Item], own: Iterable[Item]) -> None:
 
 
 def _options(body: ResponsesRequest) -> dict[str, Any]:
-    """All fields of the chat request but the messages."""
+    """Return all fields of the chat request except the messages."""
     options = {name: getattr(body, name) for name in SAME}
     options["max_completion_tokens"] = body.max_output_tokens
     options["logprobs"] = body.with_logprobs
@@ -217,5 +217,5 @@ def _choice(choice: str | ChosenFunction | AllowedFunctions | None) -> str | dic
 
 
 def _tool(function: dict[str, Any]) -> dict[str, Any]:
-    """The same with a level between type and name, as chat has it."""
+    """Return chat's nested form of a function."""
     return {"type": function.pop("type"), "function": function}

@@ -10,10 +10,10 @@ from kvreclaim.server.responses.items import Item
 
 
 def fitting(items: Sequence[Item], fits: Callable[[list[int]], bool | None]) -> list[int]:
-    """The places of those that stay: what leads as system or developer, and of the others the latest ones
-    that fit; if none do, the fewest that can be written.
+    """Return the indices of the items that stay: leading system and developer items, and the latest others
+    that fit; if none do, the fewest that can be rendered.
 
-    fits: whether items at these places do, None if they cannot be written; fewer ones do or cannot sooner
+    fits: whether the items at these indices fit, None if they cannot be rendered; monotonic in their number
     """
     first = _num_leading(items)
     cuts = _cuts(items, first)
@@ -39,10 +39,10 @@ def _num_leading(items: Sequence[Item]) -> int:
 
 
 def _cuts(items: Sequence[Item], first: int) -> list[int]:
-    """Where the rest may begin: as it does, at what the user says, and behind the last of that before any
-    item but results whose calls would be missing."""
-    said = [place for place in range(first + 1, len(items)) if items[place].get("role") == "user"]
-    last = said[-1] if said else first
+    """Possible starts of the rest: unchanged, at each user message, and after the last of these before any
+    item except results with a missing call."""
+    user_turns = [place for place in range(first + 1, len(items)) if items[place].get("role") == "user"]
+    last = user_turns[-1] if user_turns else first
     calls: dict[str, int] = {}
     call_of: dict[int, int] = {}
     for place, item in enumerate(items):
@@ -55,4 +55,4 @@ def _cuts(items: Sequence[Item], first: int) -> list[int]:
         needed = min(needed, call_of.get(place, needed))
         if needed >= place:
             behind.append(place)
-    return [first, *said, *reversed(behind)]
+    return [first, *user_turns, *reversed(behind)]

@@ -14,10 +14,10 @@ from kvreclaim.engine.serving.stream import RequestStream
 from kvreclaim.server.shared.service import Service
 
 CLIENT_LEFT = 499
-"""Status of an answer that nobody waited for (nginx's number; no client sees it)."""
+"""Status of an answer after the client disconnected (nginx's number; never sent)."""
 
 MAX_PATH = 256
-"""Characters of a path that logs and spans have."""
+"""Most characters of a path in logs and spans."""
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"))
 
 
@@ -26,11 +26,11 @@ class Access:
     """One HTTP request and its answer.
 
     path:      its first MAX_PATH characters
-    admitted:  whether the gate let it pass: its key, if one is needed, was right
-    route:     the path as it is declared; "unmatched" for one that is not
+    admitted:  whether the gate admitted it: its key, if one is required, was valid
+    route:     the path as declared; "unmatched" if there is none
     status:    CLIENT_LEFT if the client closed its connection before the end
-    tenant:    digest of the API key; model, user: as the request names them
-    streams:   what the engine was asked to do; their figures are final unless they were aborted just now
+    tenant:    digest of the API key; model, user: as in the request
+    streams:   requests to the engine; their figures are final unless they were aborted just now
     """
 
     method: str
@@ -52,17 +52,17 @@ class Access:
         self.metrics = [stream.metrics for stream in self.streams]
 
     def total(self, figure: str) -> int:
-        """A figure of RequestMetrics, over all prompts of the request."""
+        """Sum a figure of RequestMetrics over all prompts of the request."""
         return sum(getattr(metrics, figure) for metrics in self.metrics)
 
     def first(self, figure: str) -> float | None:
-        """The smallest of the values that are known: of a time, when it first happened."""
+        """Return the smallest known value: for a time, the first occurrence."""
         found = [getattr(metrics, figure) for metrics in self.metrics]
         return min((value for value in found if value is not None), default=None)
 
     @property
     def finish_reasons(self) -> list[str]:
-        """The finish reason of every output; one that had not ended when the client left is being aborted."""
+        """Finish reasons of all outputs; those running when the client left are being aborted."""
         return [
             stream.finish_reasons.get(index, "abort")
             for stream in self.streams
@@ -74,7 +74,7 @@ Watcher = Callable[[Access], None]
 
 
 class Watch:
-    """Plain ASGI, around everything else: tells the watchers of every HTTP request that is over."""
+    """ASGI middleware around everything else; calls the watchers after every HTTP request."""
 
     def __init__(self, app: ASGIApp, service: Service, watchers: Sequence[Watcher]) -> None:
         self.app = app
@@ -99,13 +99,13 @@ class Watch:
         try:
             await self.app(scope, receive, send_noting)
         except Exception:
-            status, complete = 500, True  # ServerErrorMiddleware answers, outside of us
+            status, complete = 500, True  # answered by ServerErrorMiddleware, outside of this one
             raise
         finally:
             elapsed_s = time.perf_counter() - started
-            self._tell(scope, status if complete else CLIENT_LEFT, started_ns, elapsed_s)
+            self._notify(scope, status if complete else CLIENT_LEFT, started_ns, elapsed_s)
 
-    def _tell(self, scope: Scope, status: int, started_ns: int, elapsed_s: float) -> None:
+    def _notify(self, scope: Scope, status: int, started_ns: int, elapsed_s: float) -> None:
         state: dict[str, Any] = scope["state"]
         tenant = state.get("tenant")
         access = Access(
@@ -128,6 +128,6 @@ class Watch:
 
 
 def _traceparent(scope: Scope) -> dict[str, str]:
-    """The W3C headers that name the caller's span."""
-    wanted = (b"traceparent", b"tracestate")
-    return {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in wanted}
+    """Return the W3C headers with the caller's span."""
+    names = (b"traceparent", b"tracestate")
+    return {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in names}

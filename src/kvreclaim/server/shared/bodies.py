@@ -1,6 +1,6 @@
-"""A request's body: read within its limits, parsed once, refused at a cost that its size alone sets.
+"""Request bodies: read within limits, parsed once, refused at a cost bounded by their size.
 
-FastAPI would parse and check a body in the event loop, and make an error for each element that is wrong.
+FastAPI would parse and validate a body in the event loop, and make an error for each invalid element.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ BODY_BYTES_PER_TOKEN = 32
 NO_OBJECT = "the body is no JSON object; send one, with the header `content-type: application/json`."
 
 
-def body_limit(asked: int | None, max_model_len: int) -> int:
-    """Bytes that a body may have: what the operator says, or what a full context takes as JSON, and more for
+def body_limit(limit: int | None, max_model_len: int) -> int:
+    """Return the byte limit of a body: the operator's, or the size of a full context as JSON, with room for
     several prompts."""
-    if asked is not None:
-        return asked
+    if limit is not None:
+        return limit
     return min(MAX_BODY_BYTES, BASE_BODY_BYTES + BODY_BYTES_PER_TOKEN * max_model_len)
 
 
 class BodyRoute(APIRoute):
-    """A route whose body is parsed here; FastAPI finds the result where it looks for JSON."""
+    """A route with its own body parser; FastAPI finds the result where it looks for JSON."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
@@ -62,14 +62,14 @@ class BodyRoute(APIRoute):
 
 
 class _Parsed(Request):
-    """A request whose body has been parsed already."""
+    """A request with a parsed body."""
 
     def __init__(self, request: Request, parsed: BaseModel) -> None:
         super().__init__(request.scope, request.receive)
         self._parsed = parsed
 
     async def body(self) -> bytes:
-        return b"{}"  # it is not empty: that is all that FastAPI looks at
+        return b"{}"  # FastAPI only checks that it is not empty
 
     async def json(self) -> Any:
         return self._parsed
@@ -89,7 +89,7 @@ async def _read(request: Request, service: Service) -> bytes:
 
 
 def num_messages(messages: Any) -> int:
-    """Count messages of any shape, each as the blocks that it has."""
+    """Count messages of any shape by their blocks."""
     if not isinstance(messages, list):
         return 0
     contents = (message.get("content") for message in messages if isinstance(message, dict))
@@ -97,7 +97,7 @@ def num_messages(messages: Any) -> int:
 
 
 def num_chars(value: Any) -> int:
-    """Count the characters of all texts in a value of any shape; what is no text counts as one."""
+    """Count the characters of all texts in a value of any shape; any other value counts as one."""
     found, pending = 0, [value]
     while pending:
         match pending.pop():
@@ -121,7 +121,7 @@ LONE_SURROGATE = re.compile(
 
 
 def _reason_against(body: bytes, error: str) -> str:
-    """Why a body is no JSON. error: the parser's words, which name no surrogate before the end of a text"""
+    """Why a body is not JSON. error: the parser's message, which names no surrogate before a text's end"""
     lone = LONE_SURROGATE.search(body) if "hex escape" in error else None
     if lone is None:
         return f"the body is not JSON: {error}."
@@ -134,7 +134,7 @@ def _reason_against(body: bytes, error: str) -> str:
 
 
 def parse(model: type[BaseModel], body: bytes, content_type: str, service: Service) -> BaseModel:
-    """The body as the model has it. Raises: ApiError 400 for the first thing that is wrong."""
+    """Validate the body. Raises: ApiError 400 for the first problem."""
     kind, _, subtype = content_type.partition(";")[0].strip().lower().partition("/")
     if not body or kind != "application" or not (subtype == "json" or subtype.endswith("+json")):
         raise ApiError(400, NO_OBJECT)
@@ -147,7 +147,7 @@ def parse(model: type[BaseModel], body: bytes, content_type: str, service: Servi
     if not is_finite(body, value):
         raise ApiError(400, "the body has a number beyond 1.8e308, the largest float; pass a smaller one.")
     field = "input" if "input" in model.model_fields else "messages"
-    # To check each would cost more than to read them.
+    # Checking each would cost more than reading them.
     service.check_messages(num_messages(value.get(field)), 0, field)
     try:
         return model.model_validate(value)

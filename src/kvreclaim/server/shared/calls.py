@@ -1,4 +1,4 @@
-"""What an answer must be, in both dialects: forced and strict calls and structured outputs as one grammar."""
+"""Constraints on an answer: forced and strict calls and structured outputs as one grammar."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Tool:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class ToolOffer:
     """The functions that an answer may call.
 
-    forced:   it is a call, or several
-    one_call: no more than one
-    field:    for which calls follow a grammar; None: they need none
+    forced:   the answer consists of calls
+    one_call: at most one
+    field:    the field by which calls follow a grammar; None: no grammar
     """
 
     tools: Sequence[Tool]
@@ -48,7 +48,7 @@ class Offer:
     field: str | None = None
 
     def calls(self, form: str) -> Calls:
-        """What an answer may call; arguments that are not forced or strict may be any. Raises: ApiError."""
+        """Return the possible calls; only forced or strict arguments are constrained. Raises: ApiError."""
         try:
             functions = [
                 Callee(each.name, each.schema if self.forced or each.strict else {}, each.place)
@@ -59,13 +59,13 @@ class Offer:
         return Calls(form, functions, forced=self.forced, one_call=self.one_call)
 
 
-def format_of(offer: Offer | None, form: OutputFormat) -> OutputFormat:
-    """How the answer's calls are written. form: of the model"""
+def format_of(offer: ToolOffer | None, form: OutputFormat) -> OutputFormat:
+    """Return the format of the answer's calls. form: of the model"""
     return form.forcing() if offer is not None and offer.forced else form
 
 
 def check_grammars(service: Service, field: str) -> None:
-    """Raises: ApiError if answers of this model cannot follow a grammar, as the field asks."""
+    """Raises: ApiError if answers of this model cannot follow a grammar, which the field requires."""
     if not service.engine.served.has_end:
         raise ApiError(
             400, f"{field} needs an end-of-sequence token, and this model has none; leave it out.", field
@@ -78,9 +78,9 @@ def check_grammars(service: Service, field: str) -> None:
         )
 
 
-def check_offer(offer: Offer, form: OutputFormat, service: Service) -> None:
-    """Raises: ApiError where this model's format cannot hold a tool's name, or where calls cannot follow a
-    grammar in it."""
+def check_offer(offer: ToolOffer, form: OutputFormat, service: Service) -> None:
+    """Raises: ApiError if this model's format cannot express a tool's name, or calls in it cannot follow a
+    grammar."""
     if offer.field is None:
         _check_names(offer, form.tool_parser)
         return
@@ -106,7 +106,7 @@ def check_offer(offer: Offer, form: OutputFormat, service: Service) -> None:
         raise ApiError(400, f"{place} cannot be followed: {reason}; change it.", place)
 
 
-def _check_names(offer: Offer, tool_parser: str | None) -> None:
+def _check_names(offer: ToolOffer, tool_parser: str | None) -> None:
     """Raises: ApiError for a name that calls in this format cannot have."""
     for each in offer.tools:
         if tool_parser is not None and not holds_name(tool_parser, each.name):
@@ -120,17 +120,17 @@ def _check_names(offer: Offer, tool_parser: str | None) -> None:
 
 
 def can_follow(tools: Sequence[Tool], form: OutputFormat, service: Service) -> bool:
-    """Whether an answer that may call these can be held to the schemas of those that are strict."""
+    """Whether an answer that may call these can be constrained to the schemas of the strict ones."""
     if form.tool_parser is None or not service.follows_grammars:
         return False
     try:
-        return _reason_against(Offer(tools).calls(form.tool_parser), form) is None
+        return _reason_against(ToolOffer(tools).calls(form.tool_parser), form) is None
     except ApiError:
         return False
 
 
 def _reason_against(calls: Calls, form: OutputFormat) -> str | None:
-    """Why answers with these calls cannot follow a grammar; None: they can. Raises: ApiError."""
+    """Return why answers with these calls cannot follow a grammar; None: they can. Raises: ApiError."""
     from kvreclaim.engine.sampling.grammar import composed, reason_against
 
     try:
@@ -148,7 +148,7 @@ def check_unique(names: Sequence[str]) -> None:
 
 
 def checked_structured(given: Mapping[str, Any], place: str) -> StructuredOutputsParams:
-    """What these fields of StructuredOutputsParams ask of an answer. Raises: ApiError naming the place."""
+    """Return the constraint of these fields of StructuredOutputsParams. Raises: ApiError naming the place."""
     from kvreclaim.engine.sampling.grammar import check
 
     try:
@@ -160,30 +160,30 @@ def checked_structured(given: Mapping[str, Any], place: str) -> StructuredOutput
     return params
 
 
-def followed(
+def with_grammar(
     form: OutputFormat,
-    offer: Offer | None,
+    offer: ToolOffer | None,
     structured: StructuredOutputsParams | None,
     prompt: RequestSpec,
     *,
-    goes_on: bool,
+    continues: bool,
 ) -> RequestSpec:
-    """A prompt with the grammar that its answers follow, and where these have reasoning.
+    """Attach the grammar of the answers and the span of their reasoning to a prompt.
 
-    structured: of the answer behind its reasoning, or instead of calls
-    goes_on:    the prompt ends within the answer
+    structured: for the answer after its reasoning, or instead of calls
+    continues:  the prompt ends within the answer
 
     Raises: ApiError.
     """
     ids, params = prompt.prompt_token_ids, prompt.params
     span = form.thinking(ids, with_tools=offer is not None)
-    may_think = span is not None and (span.begun or not (goes_on or span.over))
-    asks = offer is not None and offer.field is not None
-    if structured is None and not asks:
+    may_think = span is not None and (span.begun or not (continues or span.over))
+    has_grammar = offer is not None and offer.field is not None
+    if structured is None and not has_grammar:
         return replace(prompt, thinking=span)
     calls = None if offer is None or form.tool_parser is None else offer.calls(form.tool_parser)
-    if form.is_harmony and goes_on:
-        if asks:
+    if form.is_harmony and continues:
+        if has_grammar:
             field = "" if offer is None else offer.field
             raise ApiError(
                 400, f"{field} does not go with a message that is continued; leave one out.", field
@@ -206,7 +206,7 @@ def followed(
     )
 
 
-def is_whole(prompt: RequestSpec) -> bool:
+def is_structured_only(prompt: RequestSpec) -> bool:
     """Whether an answer is nothing but a structured output."""
     given = prompt.params.structured_outputs
     return given is not None and not isinstance(given, AnswerGrammar)

@@ -1,4 +1,4 @@
-"""How a request's KV cache is compressed: what its body asks, within what the operator allows."""
+"""Compression of a request's KV cache: its own settings within the operator's limits."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvreclaim.server.base.fields import KVCompression
 
 
 def compression_of(given: KVCompression, served: ServedModel, limits: ServerConfig) -> CompressionConfig:
-    """What is left out comes from the server's own settings, if they are of the same policy; statistics
-    always do. Raises: ApiError 400."""
+    """Fill in absent settings from the server's own, if they are for the same policy, and always its
+    statistics. Raises: ApiError 400."""
     if not limits.client_kv_compression:
         raise ApiError(
             400, "kv_compression is the operator's to choose here; leave it out.", "kv_compression"
@@ -42,16 +42,16 @@ def compression_of(given: KVCompression, served: ServedModel, limits: ServerConf
     return settings
 
 
-def check_limits(asked: CompressionConfig, own: CompressionConfig | None, limits: ServerConfig) -> None:
-    """Check a request's compression: all that share its steps and memory pay for it. The server's own is
-    never refused. Raises: InvalidArgumentError."""
-    policy = asked.make_policy()
+def check_limits(config: CompressionConfig, own: CompressionConfig | None, limits: ServerConfig) -> None:
+    """Check a request's compression, because it slows all requests of a batch. The server's own is never
+    refused. Raises: InvalidArgumentError."""
+    policy = config.make_policy()
     least, most, window = (
         limits.min_kv_compression_interval,
         limits.max_kv_budget,
         limits.max_kv_query_window,
     )
-    keeps_all = True  # the server itself, for whoever asks for nothing
+    keeps_all = True  # the server's default
     if own is not None:
         chosen = own.make_policy()
         keeps_all = own.verify or not chosen.eviction_method.evicts
@@ -59,37 +59,37 @@ def check_limits(asked: CompressionConfig, own: CompressionConfig | None, limits
         window = max(window, own.recalled.every if own.recalled is not None else 0)
         most = None if most is None else max(most, own.budget)
     require(
-        asked.interval >= least or policy.prompt_only or not policy.eviction_method.evicts,
-        f"interval is {asked.interval} tokens, but this server allows no interval below {least}; "
+        config.interval >= least or policy.prompt_only or not policy.eviction_method.evicts,
+        f"interval is {config.interval} tokens, but this server allows no interval below {least}; "
         f"ask for {least} or more.",
     )
     require(
         policy.query_window <= window,
-        f"policy {asked.policy!r} looks back on {policy.query_window} queries, but this server keeps "
+        f"policy {config.policy!r} looks back on {policy.query_window} queries, but this server keeps "
         f"{window} at most; ask for a window of {window} or less.",
     )
-    recall = asked.recalled
+    recall = config.recalled
     require(
         recall is None or recall.every <= window,
-        f"recall {asked.recall!r} looks back on more queries than the {window} that this server keeps; "
+        f"recall {config.recall!r} looks back on more queries than the {window} that this server keeps; "
         "ask for tokens:N with N no larger.",
     )
     require(
-        most is None or asked.max_loss is None or asked.budget <= most,
+        most is None or config.max_loss is None or config.budget <= most,
         f"max_loss may keep every token, but this server keeps {most} at most; ask for a budget of {most} or "
         "less.",
     )
     require(
-        most is None or asked.budget_share is None or asked.budget <= most,
-        f"budget is {asked.budget_share} of the prompt's bytes, but this server keeps {most} at most; ask "
+        most is None or config.budget_share is None or config.budget <= most,
+        f"budget is {config.budget_share} of the prompt's bytes, but this server keeps {most} at most; ask "
         f"for {most} or less.",
     )
     require(
-        most is None or asked.budget <= most,
-        f"budget is {asked.budget} tokens, but this server keeps {most} at most; ask for {most} or less.",
+        most is None or config.budget <= most,
+        f"budget is {config.budget} tokens, but this server keeps {most} at most; ask for {most} or less.",
     )
     require(
-        most is None or keeps_all or (policy.eviction_method.evicts and not asked.verify),
-        f"{'verify' if asked.verify else 'policy ' + repr(asked.policy)} keeps every token, but this server "
-        f"keeps {most} at most; ask for a policy that evicts, with a budget of {most} or less.",
+        most is None or keeps_all or (policy.eviction_method.evicts and not config.verify),
+        f"{'verify' if config.verify else 'policy ' + repr(config.policy)} keeps every token, but this "
+        f"server keeps {most} at most; ask for a policy that evicts, with a budget of {most} or less.",
     )

@@ -1,4 +1,4 @@
-"""Texts of a conversation that the client drops: kv_drop of messages and blocks, in both dialects."""
+"""Texts that the client drops from a conversation: kv_drop of messages and blocks, in both dialects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvreclaim.server.base.fields import described
 from kvreclaim.server.shared.service import Service
 
 PLACEHOLDER = "[cleared]"
-"""What the model reads in place of a text that is dropped exactly."""
+"""Replaces a text that is dropped exactly."""
 
 KVDrop = Annotated[
     Literal["lossy", "exact"] | None,
@@ -29,7 +29,7 @@ KVDrop = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """Tokens of a prompt that are dropped, and where: RequestSpec's drop_spans and drop_at."""
+    """Dropped tokens of a prompt: RequestSpec's drop_spans and drop_at."""
 
     spans: tuple[tuple[int, int], ...]
     at: int
@@ -52,9 +52,9 @@ def check_place(drop: str | None, text: str, field_name: str, *, is_system: bool
 
 @dataclass(slots=True)
 class DropMarks:
-    """Marks in a rendering beside the one that is the prompt, which show where texts stand in it.
+    """Marks in a second rendering of the prompt, which locate texts.
 
-    places: of the texts that are dropped, as errors call them
+    places: of the dropped texts, for errors
     """
 
     places: list[str] = field(default_factory=list)
@@ -62,22 +62,22 @@ class DropMarks:
     _point: str = field(default_factory=lambda: f"y{secrets.token_hex(12)}y")
 
     def around(self, text: str, place: str) -> str:
-        """A text that is dropped, but for the white space around it, which templates may take away."""
+        """Mark a dropped text, excluding surrounding white space, which templates may strip."""
         self.places.append(place)
         inner = text.strip()
         before, after = text.split(inner, 1)
         return f"{before}{self._edge}{inner}{self._edge}{after}"
 
     def before(self, text: str) -> str:
-        """The first text that was not there in the turn before: whatever goes has gone before this, or behind
-        the last text that goes."""
+        """Mark the first text that the previous turn did not have: dropped texts leave the cache before it,
+        or after the last dropped text."""
         inner = text.lstrip()
         return f"{text[: len(text) - len(inner)]}{self._point}{inner}"
 
     def read(self, text: str, marked: str, service: Service) -> tuple[list[int], Dropped]:
-        """The prompt's tokens, and which of them go. text: the prompt; marked: the same with the marks.
+        """Return the prompt's tokens, and the dropped ones. text: the prompt; marked: the prompt with marks.
 
-        Raises: ApiError where the template has changed more than the marks.
+        Raises: ApiError if the template has changed more than the marks.
         """
         edges: list[int] = []
         points: list[int] = []
@@ -93,7 +93,7 @@ class DropMarks:
             raise ApiError(
                 400,
                 f"{place} is 'lossy', but this model's chat template does not leave the text of messages as "
-                "it is, so nobody knows its tokens; write 'exact', or leave it out.",
+                "it is, so its tokens are unknown; write 'exact', or leave it out.",
                 place,
             )
         assert service.plain is not None, "a model without tokenizer is refused"
@@ -108,5 +108,4 @@ class DropMarks:
 
 
 def spec_fields(dropped: Dropped | None) -> dict[str, Any]:
-    """Fields of a RequestSpec."""
     return {} if dropped is None else {"drop_spans": dropped.spans, "drop_at": dropped.at}

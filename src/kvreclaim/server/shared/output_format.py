@@ -1,4 +1,4 @@
-"""How the model's outputs are split, as the operator says or its chat template shows."""
+"""Parsing of the model's outputs, as configured or derived from its chat template."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from kvreclaim.parsers.thinking import ThinkSpan
 from kvreclaim.server.base.config import AUTO, NONE, ServerConfig
 
 WRITTEN = "hermes"
-"""Parser of calls where the server itself tells the model of its tools."""
+"""Parser of calls if the server writes the tools into the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
     """template: for chats with tools
-    writes_tools: the template has no place for tools; they are written by server/shared/tool_prompt.py
+    writes_tools: the template does not support tools; server/shared/tool_prompt.py writes them
     tool_parser, reasoning_parser: names in parsers/formats.py; None: such parts stay text
-    unwritten: ids of the tokens that no free text of a grammar has, by their names
+    unwritten: ids of the tokens, by name, that free text of a grammar excludes
     """
 
     tokenizer: Tokenizer
@@ -46,7 +46,7 @@ class OutputFormat:
         return HARMONY in (self.tool_parser, self.reasoning_parser)
 
     def forcing(self) -> OutputFormat:
-        """The same for an answer that must be calls: where the model has no format for them, a JSON array."""
+        """Return the format of forced calls: a JSON array if the model has no format of its own."""
         forced = HARMONY if self.is_harmony else ARRAY
         return self if self.tool_parser is not None else replace(self, tool_parser=forced)
 
@@ -57,7 +57,7 @@ class OutputFormat:
         *,
         one_call: bool,
     ) -> Splitter:
-        """For one output. tools: the schemas of the functions that the model was told of; None: of none"""
+        """Make the splitter of one output. tools: schemas of the prompt's functions; None: none"""
         form = think_format(self.reasoning_parser)
         return Splitter(
             self.tool_parser if tools is not None else None,
@@ -68,16 +68,16 @@ class OutputFormat:
         )
 
     def thinking(self, prompt_token_ids: list[int], *, with_tools: bool) -> ThinkSpan | None:
-        """Where the answer has its reasoning; None: nothing looks for it."""
+        """Span of the answer's reasoning; None: no reasoning parser."""
         tool_parser = self.tool_parser if with_tools else None
         return think_span(self.tokenizer, self.reasoning_parser, prompt_token_ids, tool_parser)
 
     def takes_apart(self, *, with_tools: bool) -> bool:
-        """Whether an answer is split into parts, which the template may write otherwise in the next turn."""
+        """Whether an answer is split into parts, which the template may render differently later."""
         return self.reasoning_parser is not None or (with_tools and self.tool_parser is not None)
 
     def needs_special_tokens(self, *, with_tools: bool) -> bool:
-        """Whether the parsers look for special tokens, which texts leave out by default."""
+        """Whether the parsers need special tokens, which texts omit by default."""
         looked_for = markers(self.tool_parser if with_tools else None, self.reasoning_parser)
         return not self.special_tokens.isdisjoint(looked_for)
 
@@ -102,12 +102,12 @@ def output_format(tokenizer: Tokenizer, config: ServerConfig) -> OutputFormat:
 
 
 def _is_tag(token: str) -> bool:
-    """Whether llguidance takes an added token for a special one, whatever the tokenizer says."""
+    """Whether llguidance treats an added token as special, whatever the tokenizer says."""
     return token.startswith("<") and token.endswith(">")
 
 
 def _template(tokenizer: Tokenizer, config: ServerConfig) -> str:
-    """The chat template for chats with tools; of several the tokenizer has one for them. Empty: none."""
+    """Return the chat template for chats with tools, which a tokenizer may have separately. Empty: none."""
     if config.chat_template or not isinstance(tokenizer.chat_template, dict):
         return str(config.chat_template or tokenizer.chat_template or "")
     named = tokenizer.chat_template

@@ -1,4 +1,4 @@
-"""The engine's settings from a request's fields; a refusal names the field."""
+"""Engine settings from a request's fields; an error names the field."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvreclaim.server.base.fields import SAMPLING
 from kvreclaim.server.base.tenants import Tenant
 
 SHARED = (*SAMPLING, "logit_bias")
-"""Fields of SamplingParams that have the same name in both dialects."""
+"""Fields of SamplingParams with the same name in both dialects."""
 
 
 def sampling_of(given: Mapping[str, Any], fields: Container[str]) -> SamplingParams:
-    """given: SamplingParams' fields as the request has them; None is left out, and a max_tokens left out is
-    as many as fit. fields: the request's own names, one of which the refusal names. Raises: ApiError 400."""
+    """given: SamplingParams' fields by name; None means absent, and without max_tokens the answer may fill
+    the context. fields: the request's own names, for errors. Raises: ApiError 400."""
     settings = {name: value for name, value in given.items() if value is not None}
     if isinstance(bias := settings.get("logit_bias"), Mapping):
         settings["logit_bias"] = _logit_bias(bias)
@@ -29,7 +29,7 @@ def sampling_of(given: Mapping[str, Any], fields: Container[str]) -> SamplingPar
 
 
 def check_priority(priority: int, tenant: Tenant, limits: ServerConfig) -> None:
-    """Raises: ApiError 400 for one that goes before what the operator allows."""
+    """Raises: ApiError 400 for a priority more urgent than allowed."""
     if priority < limits.min_priority and not tenant.operator:
         raise ApiError(
             400,
@@ -40,7 +40,7 @@ def check_priority(priority: int, tenant: Tenant, limits: ServerConfig) -> None:
 
 
 def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
-    """JSON's keys are strings."""
+    """Convert JSON's keys, which are strings."""
     wrong = [key for key in given if not (key.isascii() and key.isdigit() and len(key) < 10)]
     if wrong:
         raise ApiError(

@@ -1,4 +1,4 @@
-"""The part that routes of both dialects share: prompts into the engine, outputs back."""
+"""Service shared by the routes of both dialects: prompts into the engine, outputs back."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from kvreclaim.server.shared.tool_prompt import in_system, in_user, plain_turns,
 logger = logging.getLogger(__name__)
 
 MIN_TOKEN_CHARS = 32
-"""Assumed of the longest token of a vocabulary at least: some tokenizers drop characters."""
+"""Assumed least length of the longest token: some tokenizers drop characters."""
 
 
 class ConcurrencyLimiter:
-    """Limits on outputs of one request, and of all requests of one key. Counts outputs, prompts × n, from
-    when they are queued until they have ended."""
+    """Limits outputs per request, and running outputs per key. Counts outputs, prompts × n, from queueing to
+    their end."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.per_request = config.max_outputs_per_request
@@ -49,18 +49,18 @@ class ConcurrencyLimiter:
         self.taken: Counter[str | None] = Counter()
 
     def check(self, tenant: str | None, num_prompts: int, n: int) -> None:
-        """Raises: ApiError 400 for what no request may want, 429 for what this one has to wait for."""
-        wanted, limit = num_prompts * n, self.per_request
+        """Raises: ApiError 400 above the per-request limit, 429 while the key's limit is reached."""
+        total, limit = num_prompts * n, self.per_request
         if self.per_key is not None:
             limit = min(limit, self.per_key)
-        if wanted > limit:
+        if total > limit:
             raise ApiError(
                 400,
-                f"the request asks for {wanted} outputs ({num_prompts} prompts, n {n}), at most {limit} are "
+                f"the request asks for {total} outputs ({num_prompts} prompts, n {n}), at most {limit} are "
                 "allowed at once; split it.",
                 param="prompt" if num_prompts > 1 else "n",
             )
-        if self.per_key is not None and self.taken[tenant] + wanted > self.per_key:
+        if self.per_key is not None and self.taken[tenant] + total > self.per_key:
             raise ApiError(
                 429,
                 f"{self.taken[tenant]} outputs of this key wait or run, the limit is {self.per_key}; "
@@ -71,7 +71,7 @@ class ConcurrencyLimiter:
 
     @contextmanager
     def take(self, tenant: str | None, num_outputs: int) -> Iterator[None]:
-        """Count them until the end of the block."""
+        """Count the outputs until the end of the block."""
         self.taken[tenant] += num_outputs
         try:
             yield
@@ -82,7 +82,7 @@ class ConcurrencyLimiter:
 
 
 def outputs_per_key(config: ServerConfig) -> int | None:
-    """The operator's limit; else half of the queue if there are several keys, so that none can fill it."""
+    """Return the operator's limit; with several keys, half of the queue, so that no key can fill it."""
     if config.max_concurrent_outputs_per_key is not None or len(config.api_keys) < 2:
         return config.max_concurrent_outputs_per_key
     return max(1, config.max_queue_len // 2)
@@ -91,7 +91,7 @@ def outputs_per_key(config: ServerConfig) -> int | None:
 class Service:
     """One model behind the routes.
 
-    streams_of: what the engine was asked to do, by the id of the HTTP request, until that is over
+    streams_of: running engine requests, by the id of the HTTP request
     """
 
     def __init__(self, engine: EngineClient, config: ServerConfig) -> None:
@@ -113,19 +113,19 @@ class Service:
 
     @property
     def longest(self) -> int:
-        """Tokens that any request may have, one with a compression of its own included."""
+        """Return the longest length of any request, including those with their own compression."""
         return self.engine.served.longest
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's. Raises: InvalidArgumentError where it has none."""
+        """Return the model's tokenizer. Raises: InvalidArgumentError if there is none."""
         if self.engine.tokenizer is None:
             raise InvalidArgumentError(f"{self.engine.name} has no tokenizer; pass prompts as token ids.")
         return self.engine.tokenizer
 
     @cached_property
     def output_format(self) -> OutputFormat:
-        """How outputs are split. Raises: InvalidArgumentError where there is no tokenizer."""
+        """Format of the model's outputs. Raises: InvalidArgumentError if there is no tokenizer."""
         return output_format(self.tokenizer, self.config)
 
     def template_reads(self, variable: str) -> bool:
@@ -134,13 +134,13 @@ class Service:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """Spellings of tokens in texts without special tokens. Raises: InvalidArgumentError where there is
-        no tokenizer."""
+        """Spellings in texts without special tokens. Raises: InvalidArgumentError if there is no
+        tokenizer."""
         return Vocabulary(self.tokenizer)
 
     @cached_property
     def whole_vocabulary(self) -> Vocabulary:
-        """The same in texts with special tokens."""
+        """Spellings in texts with special tokens."""
         return Vocabulary(self.tokenizer, skip_special_tokens=False)
 
     @cached_property
@@ -151,7 +151,7 @@ class Service:
         return self.engine.served.has_end and can_read(self.engine.tokenizer)
 
     def check_model(self, model: str) -> str:
-        """The name if it is one of ours. Raises: ApiError 404."""
+        """Return the name if it is one of the model's. Raises: ApiError 404."""
         names = self.config.served_model_name
         if model not in names:
             raise ApiError(
@@ -163,8 +163,8 @@ class Service:
         return model
 
     def check_room(self, tenant: str | None, num_new: int = 1, n: int | None = None) -> None:
-        """Raises: ApiError 429 if too many wait already, 400 if so many could never wait, 503 if the server
-        is shutting down. n: outputs of each prompt."""
+        """Raises: ApiError 429 if the queue is full, 400 if that many could never be queued, 503 during
+        shutdown. n: outputs of each prompt."""
         if self.draining.is_set():
             raise ApiError(503, "the server is shutting down; send the request to another one.")
         self.room.check(tenant, num_new, n or 1)
@@ -182,7 +182,7 @@ class Service:
             )
 
     def check_chars(self, num_chars: int, param: str) -> None:
-        """Raises: ApiError 400 for more text than so many of the longest tokens have."""
+        """Raises: ApiError 400 for more text than the longest tokens could cover."""
         if num_chars > self.max_chars:
             raise ApiError(
                 400,
@@ -205,13 +205,12 @@ class Service:
         self.check_chars(num_chars, param)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text prompt. Raises: ApiError 400 for what cannot fit, before it is encoded."""
+        """Encode a text prompt. Raises: ApiError 400 for a text that cannot fit, before it is encoded."""
         self.check_chars(len(text), "prompt")
         check_text("the prompt", text, "prompt")
         return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def render(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-        """Token ids of a conversation, through the chat template."""
         text = text_of(self, messages, **options)
         assert self.plain is not None, "a model without tokenizer is refused"
         return self.plain.encode(text)
@@ -219,7 +218,7 @@ class Service:
     def compression(
         self, given: KVCompression | None, num_system: Callable[[], int] | None = None
     ) -> CompressionConfig | None:
-        """The compression of a request's `kv_compression`; None: the server's own. Raises: ApiError 400.
+        """Resolve a request's `kv_compression`; None: the server's own. Raises: ApiError 400.
 
         num_system: counts the prompt's leading tokens that are system prompt and tools; None: it has none
         """
@@ -231,9 +230,9 @@ class Service:
 
     @asynccontextmanager
     async def submit(self, request_id: str, prompts: list[RequestSpec]) -> AsyncIterator[list[RequestStream]]:
-        """Queue one request per prompt, all or none; what has not ended at the end of the block is aborted.
+        """Queue one request per prompt, all or none; those still running at the end of the block are aborted.
 
-        Their ids are request_id, or request_id-0, request_id-1, ... of several.
+        Their ids are request_id, or request_id-0, request_id-1, ... for several.
         """
         tenant, n = prompts[0].tenant, prompts[0].num_sequences
         self.check_room(tenant, len(prompts), n)
@@ -268,9 +267,9 @@ def text_of(
     template_kwargs: dict[str, Any] | None = None,
     **options: Any,
 ) -> str:
-    """A conversation through the chat template, for `plain` to encode, which guards what users wrote."""
+    """Render a conversation through the chat template, for `plain` to encode, which escapes users' text."""
     given: tuple[Any, ...] = (messages, tools, template_kwargs)
-    if service.plain is not None:  # without tokenizer chat_text refuses
+    if service.plain is not None:  # without a tokenizer chat_text raises
         given = tuple(map(service.plain.guard, given))
     options |= {"template_kwargs": given[2], "chat_template": service.config.chat_template}
     if service.plain is not None and service.output_format.writes_tools:
@@ -281,28 +280,28 @@ def text_of(
 def _with_tools(
     service: Service, messages: list[dict[str, Any]], tools: list[dict[str, Any]], options: dict[str, Any]
 ) -> str:
-    """The same for a template that has no place for tools: they stand in the system prompt or, where it has
-    none of these either, before the first text of the user."""
-    told, knows_calls = tools_text(tools), "tool_calls" in service.output_format.template
-    turns = messages if knows_calls and not told else plain_turns(messages)
-    if not told:
+    """Render for a template without tools: put them into the system prompt or, if it has none either, before
+    the first user text."""
+    lead, knows_calls = tools_text(tools), "tool_calls" in service.output_format.template
+    turns = messages if knows_calls and not lead else plain_turns(messages)
+    if not lead:
         return chat_text(service.engine, turns, **options)
     try:
-        text = chat_text(service.engine, in_system(turns, told), **options)
+        text = chat_text(service.engine, in_system(turns, lead), **options)
     except InvalidArgumentError:
         text = ""
-    return text if told in text else chat_text(service.engine, in_user(turns, told), **options)
+    return text if lead in text else chat_text(service.engine, in_user(turns, lead), **options)
 
 
 def longest_token(tokenizer: Tokenizer | None) -> int:
-    """Characters that a token may stand for."""
+    """Return the most characters of a token."""
     vocabulary = tokenizer.get_vocab() if tokenizer is not None else {}
     return max(MIN_TOKEN_CHARS, *map(len, vocabulary), 0)
 
 
 def check_update(stream: RequestStream, update: Update) -> None:
-    """Raises: InvalidArgumentError if the request's options do not go together; ApiError 500 if it failed,
-    with the id under which the log has the reason."""
+    """Raises: InvalidArgumentError if the request's options contradict each other; ApiError 500 if it failed,
+    with the id under which the cause is logged."""
     if update.refusal is not None:
         raise update.refusal
     if update.error is not None:

@@ -1,6 +1,6 @@
-"""Tools for a chat template that has no place for them: in the system prompt, in Hermes' format.
+"""Tools for a chat template without support for them: in the system prompt, in Hermes' format.
 
-Tools, calls and results are written as Qwen2.5's chat template writes them. Parser: json_calls.py::HERMES.
+Tools, calls and results are written as in Qwen2.5's chat template. Parser: json_calls.py::HERMES.
 Source: https://huggingface.co/Qwen/Qwen2.5-0.5B-Instruct, tokenizer_config.json.
 """
 
@@ -23,23 +23,23 @@ TemplateMessages = list[dict[str, Any]]
 
 
 def tools_text(tools: Sequence[dict[str, Any]]) -> str:
-    """What the model is told of its tools; empty without any."""
+    """Describe the tools for the model; empty without any."""
     return LEAD + "\n".join(map(_json, tools)) + TAIL if tools else ""
 
 
-def in_system(messages: TemplateMessages, told: str) -> TemplateMessages:
-    """The messages with this text behind the system prompt, which is made where there is none."""
+def in_system(messages: TemplateMessages, text: str) -> TemplateMessages:
+    """Append this text to the system prompt, which is added if missing."""
     first = messages[0]
     if first["role"] != "system":
-        return [{"role": "system", "content": told}, *messages]
-    return [{**first, "content": f"{first['content']}\n\n{told}"}, *messages[1:]]
+        return [{"role": "system", "content": text}, *messages]
+    return [{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]]
 
 
-def in_user(messages: TemplateMessages, told: str) -> TemplateMessages:
-    """The messages with this text before the first of the user, with the system prompt in front."""
+def in_user(messages: TemplateMessages, text: str) -> TemplateMessages:
+    """Prepend this text and the system prompt to the first user message."""
     system = [message["content"] for message in messages if message["role"] == "system"]
     others = [message for message in messages if message["role"] != "system"]
-    lead = "\n\n".join([*system, told])
+    lead = "\n\n".join([*system, text])
     for at, message in enumerate(others):
         if message["role"] == "user":
             first = {**message, "content": f"{lead}\n\n{message['content']}"}
@@ -48,8 +48,8 @@ def in_user(messages: TemplateMessages, told: str) -> TemplateMessages:
 
 
 def plain_turns(messages: TemplateMessages) -> TemplateMessages:
-    """The messages with calls and results as text. Results are the user's, in one turn with what follows, for
-    some templates want the roles to alternate."""
+    """Write calls and results as text. Results become user text, merged with what follows, because some
+    templates require alternating roles."""
     turns: TemplateMessages = []
     is_result = False
     for message in messages:
@@ -78,10 +78,9 @@ def _call(function: dict[str, Any]) -> str:
 
 
 def broken_call(name: str, arguments: str) -> str:
-    """Write a call of the conversation whose arguments are no object, which no template takes as a call."""
+    """Write a call with invalid arguments, which templates do not accept as a call."""
     return f'{{"name": {_json(name)}, "arguments": {arguments}'
 
 
 def _json(value: Any) -> str:
-    """JSON as the templates' `tojson` filter writes it."""
     return json.dumps(value, ensure_ascii=False)

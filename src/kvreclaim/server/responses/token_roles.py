@@ -1,4 +1,4 @@
-"""The tokens of an answer's texts, told from those of its reasoning, its calls and their markers."""
+"""Separates the tokens of an answer's texts from reasoning, calls and markers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvreclaim.server.base.vocabulary import Vocabulary
 Logprobs = list[dict[str, Any]]
 
 
-class SpokenTokens:
-    """Follows an output token by token, however updates cut it.
+class TextTokens:
+    """Follows an output token by token, independent of how updates split it.
 
-    splitter: reads nothing else
-    whole:    a call that is no JSON is text, as in an answer that comes whole
+    splitter: used only here
+    whole:    an invalid call is text, as in a whole answer
 
-    Tokens wait until the splitter has settled what they are. A text takes as many of the latest as have its
-    characters, so white space and markers in front of it are not among them.
+    Tokens wait until the splitter has classified them. A text takes the latest tokens that cover its
+    characters, which excludes white space and markers before it.
     """
 
     def __init__(self, splitter: Splitter, vocabulary: Vocabulary, *, whole: bool) -> None:
@@ -35,7 +35,7 @@ class SpokenTokens:
     def of_messages(
         self, token_ids: Iterable[int], logprobs: Logprobs, *, last: bool
     ) -> list[tuple[int, Logprobs]]:
-        """(number of the message, log-probabilities of its next tokens). logprobs: of all tokens."""
+        """Yield (message index, log-probabilities of its next tokens). logprobs: of all tokens."""
         found = []
         for token_id, entry in zip(token_ids, logprobs, strict=True):
             text = self._stream.step(token_id)
@@ -48,7 +48,7 @@ class SpokenTokens:
         return found
 
     def _settled(self, text: str, *, last: bool) -> Logprobs:
-        """What the splitter says now about the tokens that wait."""
+        """Return the log-probabilities of the waiting tokens that are now classified."""
         num_chars, pieces = 0, self._splitter.take(text, last=last)
         for piece in map(self._meant, pieces):
             if isinstance(piece, Text):
@@ -61,14 +61,14 @@ class SpokenTokens:
         while self._waiting and (num_chars > 0 or (taken and not self._waiting[-1][0])):
             size, entry = self._waiting.pop()
             num_chars -= size
-            if size or taken:  # a marker behind the text, such as its end, is not of it
+            if size or taken:  # excludes a marker after the text, such as its end
                 taken.append(entry)
         if pieces and not self._calls:
             self._waiting.clear()
         return taken[::-1]
 
     def _meant(self, piece: Piece) -> Piece:
-        """The piece, or the text that it comes to in a whole answer."""
+        """Return the piece, or its text in a whole answer."""
         if self._whole and isinstance(piece, CallBegin | Arguments | CallEnd):
             self._calls = not isinstance(piece, CallEnd)
             if isinstance(piece, CallEnd) and piece.broken is not None and not piece.is_cut:
