@@ -62,7 +62,7 @@ def decode_kernel(
         seq, split, splits = tl.load(own), tl.load(own + 1), tl.load(own + 2)
         length = tl.load(seqs.seq_lens + seq, mask=splits > 0, other=0)
     else:
-        seq, split, splits = tl.load(units + index), 0, 1
+        seq, split, splits = tl.load(units + index), tl.program_id(2), 1  # as a constant 0 it takes registers
         length = tl.load(seqs.seq_lens + seq)
     token = tl.load(seqs.query_starts + seq).to(tl.int64)
 
