@@ -14,7 +14,8 @@ from triton_pair import DEVICE, DTYPES, assert_close, attend_both, on_device, po
 
 from kvreclaim.ops import triton as kernels
 from kvreclaim.ops.batch import AttentionBatch
-from kvreclaim.ops.triton.plan import MAX_SPLITS, decode_tables, num_splits, tile_splits
+from kvreclaim.ops.triton import plan
+from kvreclaim.ops.triton.plan import MIN_SPLIT, decode_tables, num_shares, tile_splits
 
 SHAPES = [
     Shape(kv_heads=1, group=1, dim=32, block_size=16),
@@ -67,13 +68,16 @@ def test_every_kind_of_softmax(how: dict, dtype: torch.dtype) -> None:
     assert_close(*attend_both(world(Shape(dtype=dtype), batch), **how))
 
 
-@pytest.mark.parametrize("lengths", [(511, 512, 513), (1500,), (1, 700, 300)], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [(511, 512, 513), (1500,), (1, 700, 300), (9, 3000, 30, 400, 30, 30)], ids=str
+)
 @pytest.mark.parametrize("how", [{}, HOW["all"], HOW["sinks"]], ids=["plain", "all", "sinks"])
 def test_long_sequences_are_split(lengths: tuple[int, ...], how: dict) -> None:
     w = world(Shape(kv_heads=1, group=4), [Ask(1, length) for length in lengths])
     tables = decode_tables(w.batch, 1)
     assert tables is not None
-    assert tables.num_splits > 1
+    assert tables.shares is not None
+    assert tables.shares.units[:, 2].max() > 1
     assert_close(*attend_both(w, **how))
 
 
@@ -84,7 +88,7 @@ SPLIT = [(4, 5, {}), (4, 33, HOW["all"]), (4, 5, HOW["sinks"]), (1, 70, {"window
 def test_several_queries_of_a_long_sequence_are_split(group: int, queries: int, how: dict) -> None:
     """As in the verification of drafts, and the chunks of a prompt. The last tile is not full."""
     w = world(Shape(kv_heads=1, group=group), [Ask(1, 40), Ask(queries, 1100, shift=2), Ask(2, 2)])
-    assert tile_splits(w.batch, 2, 1) == 4
+    assert tile_splits(w.batch, 2, 1) == 5
     assert_close(*attend_both(w, **how))
 
 
@@ -174,19 +178,45 @@ def test_any_block_tables(case) -> None:
 
 
 @given(
-    rows=st.integers(1, 300),
-    heads=st.integers(1, 64),
-    longest=st.integers(0, 200_000),
-    more=st.integers(0, 9),
+    lengths=st.lists(st.integers(0, 5000) | st.integers(0, 200_000), min_size=1, max_size=40),
+    heads=st.integers(1, 20),
+    at_once=st.sampled_from([1, 4, 64]),
 )
 @settings(max_examples=60, deadline=None)
-def test_splits_are_a_power_of_two_and_fewer_for_more_rows(
-    rows: int, heads: int, longest: int, more: int
+def test_shares_follow_lengths(lengths: list[int], heads: int, at_once: int) -> None:
+    """Each sequence has its part of the device by its tokens, and every share of it is one unit."""
+    held, longest = torch.tensor(lengths, dtype=torch.int32, device=DEVICE), max(lengths)
+    table = torch.zeros(len(lengths), 1, dtype=torch.int32, device=DEVICE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "ROWS_AT_ONCE", at_once)
+        tables = kernels.static_tables(table, held, held * 0, num_kv_heads=heads, max_seq_len=longest)
+        shares = tables.shares
+    wanted = num_shares(len(lengths), heads, longest, DEVICE)
+    if wanted is None:
+        assert shares is None
+        return
+    total, counts = max(1, sum(lengths)), shares.firsts.diff().tolist()
+    for length, count in zip(lengths, counts, strict=True):
+        fair = length * wanted / total
+        assert 1 <= count <= max(1, -(-length // MIN_SPLIT))
+        assert count <= max(1, fair + 0.5)
+        assert count > fair - 0.51 or count == -(-length // MIN_SPLIT)
+    units = [[row, share, count] for row, count in enumerate(counts) for share in range(count)]
+    found = shares.units.tolist()
+    assert found[: len(units)] == units
+    assert [(row, count) for row, _, count in found[len(units) :]] == [(0, 0)] * (len(found) - len(units))
+
+
+@pytest.mark.parametrize("lengths", [[32768] + [1024] * 31, [2048] * 32], ids=["one", "all"])
+def test_one_long_sequence_is_no_longer_than_the_others(
+    monkeypatch: pytest.MonkeyPatch, lengths: list[int]
 ) -> None:
-    splits = num_splits(rows, heads, longest, DEVICE)
-    assert splits.bit_count() == 1
-    assert splits <= MAX_SPLITS
-    assert num_splits(rows + more, heads, longest, DEVICE) <= splits
+    """Tiles of 64 tokens in the longest share, on 132 multiprocessors with 8 KV heads."""
+    monkeypatch.setattr(plan, "num_processors", lambda device: 132)
+    held = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    shares = kernels.static_tables(held[:, None], held, held, num_kv_heads=8, max_seq_len=1 << 15).shares
+    counts = shares.firsts.diff()
+    assert int((held / 64 / counts).ceil().max()) == 16
 
 
 @pytest.mark.parametrize("how", [{}, {"window": 30}, HOW["all"]], ids=["plain", "window", "all"])

@@ -36,6 +36,7 @@ KERNELS = {
     "rms_norm_kernel",
     "rotate_kernel",
     "route_kernel",
+    "split_kernel",
     "sum_kernel",
     "surrogate_kernel",
     "tile_kernel",
@@ -111,7 +112,7 @@ def test_steps_of_other_sizes_compile_nothing_anew(tmp_path: Path) -> None:
         **dict.fromkeys(KERNELS - {"packed_product_kernel", "sum_kernel", "unpack_kernel"}, 1),
         **two_kinds,
         **dict.fromkeys(("decode_kernel", "tile_kernel"), 2),  # over all of a sequence's tokens, or a share
-        "reduce_kernel": 3,  # by the number of shares, a power of two, and the queries of a tile
+        "reduce_kernel": 2,  # of single queries, and of those of a tile
         "rms_norm_kernel": 7,
         "rotate_kernel": 4,
         "expert_kernel": 5,  # gate and up with each gate, and down; in fp32 one gate

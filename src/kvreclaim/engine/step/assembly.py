@@ -97,10 +97,14 @@ def default_prefill(
 def chosen_backend(config: EngineConfig, loaded: LoadedModel, groups: LayerGroups, form: KVFormat) -> Choice:
     """The kernels for this model, device and format. Raises: InvalidArgumentError."""
     facts = groups.facts
-    choice = choose_backend(
-        config.kernels, Need(facts.layers, config.block_size, facts.dtype, facts.device, form)
-    )
+    need = Need(facts.layers, config.block_size, facts.dtype, facts.device, form)
+    choice = choose_backend(config.kernels, need)
     groups.check(choice, config)
+    if config.kernels == "auto" and choice.backend.NAME == "triton":
+        from kvreclaim.ops.triton.flash_trial import with_flash
+
+        need = replace(need, layers=groups.model.layers)
+        choice = replace(choice, backend=with_flash(choice.backend, need))
     if config.batch_invariant:
         from kvreclaim.model.batch_invariance import check_batch_invariant
 

@@ -31,6 +31,8 @@ QUERY_ROWS = 64
 """Rows of a query tile: queries times the query heads of a KV head."""
 DECODE_ROWS = 16
 LATENT_ROWS = 16
+SHARES_AT_ONCE = 16
+"""Shares that a step of the reduction takes."""
 
 
 class Rule(NamedTuple):
@@ -44,7 +46,7 @@ class Rule(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """fp32, of each split of n queries: maximum and sum [n, H, SPLITS], values [n, H, SPLITS, Dv]."""
+    """fp32, of each of n shares of queries: maximum and sum [n, H], values [n, H, Dv]."""
 
     top: Tensor
     total: Tensor
@@ -106,22 +108,22 @@ def _decode(
     q: Tensor, layer: LayerCache, tables: DecodeTables, positions: SlotPositions | None, out: Tensor
 ) -> None:
     """Writes the rows of tables.seq_ids into out."""
-    rows, heads, splits = tables.seq_ids.shape[0], q.shape[1], tables.num_splits
-    tile, parts = _heads(q, layer.cache, DECODE_ROWS), _new_parts(q, rows, splits, layer.cache)
+    tile, shares = _heads(q, layer.cache, DECODE_ROWS), tables.shares
+    units = tables.seq_ids if shares is None else shares.units
     given: dict[str, Any] = {
         "store": store_of(layer),
         "out": out,
-        "parts": parts,
+        "parts": _new_parts(q, 0 if shares is None else len(units), layer.cache),
         "seqs": tables.seqs,
         "rule": layer.cached("triton.rule", _rule),
         "L": layout_of(layer.cache),
         "A": _variant(q, layer, tile, positions),
     }
-    grid = (rows, layer.cache.num_kv_heads * tile.pieces, splits)
-    more = _of_a_call(q, layer, tables.seqs, splits)
-    decode_kernel[grid](rows_in(q), seq_ids=tables.seq_ids, **given, **more)
-    if splits > 1:
-        reduce_kernel[(rows, heads)](tiles=tables.seq_ids, **given, SPLITS=splits, QUERIES=0, num_warps=4)
+    grid = (len(units), layer.cache.num_kv_heads * tile.pieces)
+    more = _of_a_call(q, layer, tables.seqs) | {"IS_SPLIT": shares is not None}
+    decode_kernel[grid](rows_in(q), units=units, **given, **more)
+    if shares is not None:
+        _reduce((len(tables.seq_ids), q.shape[1]), given, tables.seq_ids, shares.firsts)
 
 
 def _prefill(
@@ -135,27 +137,37 @@ def _prefill(
 ) -> None:
     """Writes the rows of the sequences of the tiles into out."""
     count, programs = tiles.shape[0], layer.cache.num_kv_heads * heads.pieces
-    splits = tile_splits(batch, count, programs)
+    splits, rows = tile_splits(batch, count, programs), count * heads.queries
     given: dict[str, Any] = {
         "store": store_of(layer),
         "out": out,
-        "parts": _new_parts(q, count * heads.queries, splits, layer.cache),
-        "tiles": tiles,
+        "parts": _new_parts(q, rows * splits if splits > 1 else 0, layer.cache),
         "seqs": sequences_of(batch),
         "rule": layer.cached("triton.rule", _rule),
         "L": layout_of(layer.cache),
         "A": _variant(q, layer, heads, positions),
     }
-    more = _of_a_call(q, layer, given["seqs"], splits)
-    tile_kernel[(count, programs, splits)](rows_in(q), **given, **more)
+    more = _of_a_call(q, layer, given["seqs"]) | {"IS_SPLIT": splits > 1}
+    tile_kernel[(count, programs, splits)](rows_in(q), tiles=tiles, **given, **more)
     if splits > 1:
-        grid = (count * heads.queries, q.shape[1])
-        reduce_kernel[grid](**given, SPLITS=splits, QUERIES=heads.queries, num_warps=4)
+        _reduce((rows, q.shape[1]), given, tiles, tiles, splits, heads.queries)
 
 
-def _new_parts(q: Tensor, rows: int, splits: int, cache: KVCache) -> Parts:
-    """Room for so many queries of all heads; none with one split."""
-    shape = (rows, q.shape[1], splits if splits > 1 else 0)
+def _reduce(
+    grid: tuple[int, int],
+    given: dict[str, Any],
+    tiles: Tensor,
+    firsts: Tensor,
+    splits: int = 0,
+    queries: int = 0,
+) -> None:
+    more = {"QUERIES": queries, "BLOCK": SHARES_AT_ONCE, "num_warps": 4}
+    reduce_kernel[grid](tiles=tiles, firsts=firsts, splits=splits, **given, **more)
+
+
+def _new_parts(q: Tensor, units: int, cache: KVCache) -> Parts:
+    """Room for so many shares of all heads."""
+    shape = (units, q.shape[1])
     top, total = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
     return Parts(top, total, torch.empty((*shape, cache.v_head_dim), dtype=torch.float32, device=q.device))
 
@@ -217,14 +229,14 @@ def _variant(q: Tensor, layer: LayerCache, tile: HeadTile, positions: SlotPositi
     )
 
 
-def _of_a_call(q: Tensor, layer: LayerCache, seqs: Sequences, splits: int) -> dict[str, int]:
+def _of_a_call(q: Tensor, layer: LayerCache, seqs: Sequences) -> dict[str, int]:
     """Arguments that both attention kernels take, warps of a program and tiles in flight."""
     cache = layer.cache
     layout, itemsize = layout_of(cache), _operands(q, cache).itemsize
     stages = _stages(cache.format, itemsize, max(layout.BLOCK_D, layout.BLOCK_DV))
     resources = {"num_warps": 4 if layout.BLOCK_DV <= 128 else 8, "num_stages": stages}
     stride = seqs.block_table.stride(0)
-    return {"table_stride": stride, "layer": layer.index, "IS_SPLIT": splits > 1, **resources}
+    return {"table_stride": stride, "layer": layer.index, **resources}
 
 
 def _tile_tokens(bytes_per_token: int, form: KVFormat) -> int:

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from kvreclaim.ops.triton.softmax import (
-    LOG2_E,
     NOTHING,
     attend_slots,
     load_queries,
@@ -26,11 +25,11 @@ from kvreclaim.ops.triton.softmax import (
 
 @triton.jit
 def _write(
-    out, parts, tokens, part_rows, heads, is_row, sinks, top, total, acc, store, rule,
+    out, parts, tokens, units, heads, is_row, sinks, top, total, acc, store, rule,
     L: tl.constexpr, A: tl.constexpr, IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Write rows of a tile to out; of several splits to parts, of acc those rows that saw something. tokens,
-    part_rows, heads: [rows]"""
+    units, heads: [rows]"""
     HEADS: tl.constexpr = L.KV_HEADS * A.GROUP
     dims = tl.arange(0, L.BLOCK_DV)
     writable = is_row[:, None] & (dims < L.DV)[None, :]
@@ -39,7 +38,7 @@ def _write(
         places = out + (tokens * HEADS + heads)[:, None] * L.DV + dims[None, :]
         tl.store(places, result.to(out.dtype.element_ty), mask=writable)
     else:
-        part = (part_rows * HEADS + heads) * tl.num_programs(2) + tl.program_id(2)
+        part = units * HEADS + heads
         tl.store(parts.top + part, top, mask=is_row)
         tl.store(parts.total + part, total, mask=is_row)
         saw = writable & (total > 0.0)[:, None]
@@ -48,20 +47,24 @@ def _write(
 
 @triton.jit(do_not_specialize=["table_stride", "layer"])
 def decode_kernel(
-    queries, store, out, parts, seq_ids, seqs, rule, table_stride, layer,
+    queries, store, out, parts, units, seqs, rule, table_stride, layer,
     L: tl.constexpr, A: tl.constexpr, IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, head, split): the one query of sequence seq_ids[i] over a share of its tiles.
+    """Program (unit, head): the one query of a sequence over a share of its tiles, whole tiles by its length.
 
-    Grid [n, K * PIECES, splits]. Every sequence is cut into `splits` runs of whole tiles by its own length,
-    so that the grid depends on no length. Writes out, with several splits (IS_SPLIT) parts.
+    units: [n] int32 sequences, or plan.Shares.units (IS_SPLIT). Grid [units, K * PIECES]. Writes out, or
+    parts of shares.
     """
     index = tl.program_id(0)
     head = tl.program_id(1) // A.PIECES
-    split, splits = tl.program_id(2), (tl.num_programs(2) if IS_SPLIT else 1)
-    seq = tl.load(seq_ids + index)
+    if IS_SPLIT:
+        own = units + 3 * index
+        seq, split, splits = tl.load(own), tl.load(own + 1), tl.load(own + 2)
+        length = tl.load(seqs.seq_lens + seq, mask=splits > 0, other=0)
+    else:
+        seq, split, splits = tl.load(units + index), tl.program_id(2), 1  # as a constant 0 it takes registers
+        length = tl.load(seqs.seq_lens + seq)
     token = tl.load(seqs.query_starts + seq).to(tl.int64)
-    length = tl.load(seqs.seq_lens + seq)
 
     rows = tl.program_id(1) % A.PIECES * A.BLOCK_M + tl.arange(0, A.BLOCK_M)
     is_row = rows < A.GROUP
@@ -73,7 +76,7 @@ def decode_kernel(
     if A.HAS_WINDOW and not A.HAS_POSITIONS:
         first = tl.maximum(length - rule.window, 0) // A.BLOCK_N * A.BLOCK_N
     tiles = tl.cdiv(length - first, A.BLOCK_N)
-    share = tl.cdiv(tiles, splits) * A.BLOCK_N
+    share = tl.cdiv(tiles, tl.maximum(splits, 1)) * A.BLOCK_N
     start = first + split * share
     stop = tl.minimum(start + share, length)
 
@@ -82,9 +85,9 @@ def decode_kernel(
     )
 
     tokens = tl.full([A.BLOCK_M], 0, tl.int64) + token
-    part_rows = tl.full([A.BLOCK_M], 0, tl.int64) + index
+    part = tl.full([A.BLOCK_M], 0, tl.int64) + index
     sinks = seq * L.KV_HEADS * A.GROUP + heads
-    _write(out, parts, tokens, part_rows, heads, is_row, sinks, top, total, acc, store, rule, L, A, IS_SPLIT)
+    _write(out, parts, tokens, part, heads, is_row, sinks, top, total, acc, store, rule, L, A, IS_SPLIT)
 
 
 @triton.jit(do_not_specialize=["table_stride", "layer"])
@@ -127,19 +130,20 @@ def tile_kernel(
     top, total, acc = attend_slots(
         query, latent, query_slots, start, stop, store, seqs, seq, head, rule, table_stride, layer, L, A
     )
-    part_rows = tile_id.to(tl.int64) * QUERIES + query_in_tile
+    part = (tile_id.to(tl.int64) * QUERIES + query_in_tile) * tl.num_programs(2) + tl.program_id(2)
     sinks = seq * L.KV_HEADS * A.GROUP + heads
-    _write(out, parts, tokens, part_rows, heads, is_row, sinks, top, total, acc, store, rule, L, A, IS_SPLIT)
+    _write(out, parts, tokens, part, heads, is_row, sinks, top, total, acc, store, rule, L, A, IS_SPLIT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def reduce_kernel(
-    out, store, parts, tiles, seqs, rule, L: tl.constexpr, A: tl.constexpr, SPLITS: tl.constexpr,
-    QUERIES: tl.constexpr,
+    out, store, parts, tiles, firsts, splits, seqs, rule, L: tl.constexpr, A: tl.constexpr,
+    QUERIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, head): the splits of one query of one head become its row of out. Grid [n * QUERIES, H].
+    """Program (i, head): the shares of one query of one head become its row of out. Grid [n * QUERIES, H].
 
-    tiles: of tile_kernel, with so many queries each; with QUERIES = 0 the sequences of decode_kernel [n]
+    tiles: of tile_kernel, with so many queries each, cut into `splits`; with QUERIES = 0 the sequences of
+    decode_kernel [n], which `firsts` cuts. BLOCK: shares at a time
     """
     HEADS: tl.constexpr = L.KV_HEADS * A.GROUP
     index = tl.program_id(0)
@@ -147,30 +151,36 @@ def reduce_kernel(
     if QUERIES == 0:
         seq = tl.load(tiles + index)
         token = tl.load(seqs.query_starts + seq).to(tl.int64)
+        unit = tl.load(firsts + index)
+        count = tl.load(firsts + index + 1) - unit
         end = token + 1
     else:
         tile = tiles + 2 * (index // QUERIES)
         seq = tl.load(tile)
         end = tl.load(seqs.query_starts + seq + 1).to(tl.int64)
         token = tl.load(seqs.query_starts + seq).to(tl.int64) + tl.load(tile + 1) + index % QUERIES
-    splits = tl.arange(0, SPLITS)
-    part = (index.to(tl.int64) * HEADS + head) * SPLITS + splits
-    is_there = splits < tl.where(token < end, SPLITS, 0)
-    sums = tl.load(parts.total + part, mask=is_there, other=0.0)
-    tops = tl.where(sums > 0.0, tl.load(parts.top + part, mask=is_there, other=0.0), NOTHING)
-    top = tl.max(tops, axis=0)
-    if A.NUM_SINKS:
-        sink = tl.load(rule.sinks + (seq * HEADS + head) % A.NUM_SINKS).to(tl.float32) * LOG2_E
-        top = tl.maximum(top, sink)
-    top = tl.where(top == NOTHING, 0.0, top)
-    weights = tl.exp2(tops - top)
-    total = tl.sum(weights * sums, axis=0)
-    if A.NUM_SINKS:
-        total += tl.exp2(sink - top)
+        unit = index * splits
+        count = tl.where(token < end, splits, 0)
     dims = tl.arange(0, L.BLOCK_DV)
-    mask = (sums > 0.0)[:, None] & (dims < L.DV)[None, :]
-    acc = tl.load(parts.acc + part[:, None] * L.DV + dims[None, :], mask=mask, other=0.0)
-    result = tl.sum(acc * weights[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
-    result = tl.reshape(real_values(result[None, :], store, L), [L.BLOCK_DV])
+    top, total = tl.full([1], NOTHING, tl.float32), tl.full([1], 0, tl.float32)
+    acc = tl.full([L.BLOCK_DV], 0, tl.float32)
+    first = unit.to(tl.int64) * HEADS + head
+    for at in range(0, count, BLOCK):
+        shares = at + tl.arange(0, BLOCK)
+        part = shares * HEADS
+        sums = tl.load(parts.total + first + part, mask=shares < count, other=0.0)
+        saw = sums > 0.0
+        tops = tl.where(saw, tl.load(parts.top + first + part, mask=shares < count, other=0.0), NOTHING)
+        higher = tl.maximum(top, tl.max(tops, axis=0))
+        base = tl.where(higher == NOTHING, 0.0, higher)
+        weights, fade = tl.exp2(tops - base), tl.exp2(top - base)
+        mask = saw[:, None] & (dims < L.DV)[None, :]
+        places = parts.acc + first * L.DV + (part[:, None] * L.DV + dims[None, :])
+        values = tl.load(places, mask=mask, other=0.0)
+        acc = acc * fade + tl.sum(values * weights[:, None], axis=0)
+        total = total * fade + tl.sum(weights * sums, axis=0)
+        top = higher
+    result = normalised(top, total, acc[None, :], rule.sinks, seq * HEADS + head, True, A)
+    result = tl.reshape(real_values(result, store, L), [L.BLOCK_DV])
     writable = dims < tl.where(token < end, L.DV, 0)
     tl.store(out + (token * HEADS + head) * L.DV + dims, result.to(out.dtype.element_ty), mask=writable)

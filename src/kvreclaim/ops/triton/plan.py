@@ -11,13 +11,19 @@ import torch
 from torch import Tensor
 
 from kvreclaim.ops.batch import AttentionBatch
+from kvreclaim.ops.kv_cache import Memo
 from kvreclaim.ops.moving import move
+from kvreclaim.ops.triton.split_kernels import split_kernel
 from kvreclaim.ops.triton.support import num_processors
 
 MAX_SPLITS = 64
 MIN_SPLIT = 256
 """Tokens; a shorter share of a sequence is not worth a program of its own."""
 PROGRAMS_PER_PROCESSOR = 4
+MOST_ROUNDS = 4
+"""Programs of whole sequences, as multiples of those that run at once, up to which long sequences are cut."""
+ROWS_AT_ONCE = 1024
+"""Rows that split_kernel takes at a time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,18 +50,36 @@ class Sequences(NamedTuple):
     positions: Tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DecodeTables:
-    """Sequences that ask one query each. Kernels read every length and table from these tensors, and
-    the grid follows from their shapes and num_splits alone: a CUDA graph can replay it.
+class Shares(NamedTuple):
+    """The tokens of decode rows, cut into shares by the length of each sequence; made on the device.
 
-    seq_ids:    [n] int32 rows of seqs; a seq_len of 0 gives a zero row
-    num_splits: programs over each sequence's tokens, a power of two
+    units:  [P, 3] int32, one for each program of a head: sequence, share, and number of its shares, 0 where
+            there is nothing to do
+    firsts: [n + 1] int32, first unit of each row, and their end
+    """
+
+    units: Tensor
+    firsts: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeTables(Memo):
+    """Sequences with one query each. Kernels read every length and table from these tensors, and the grid
+    follows from their shapes and the limits: a CUDA graph can replay it.
+
+    seq_ids:      [n] int32 rows of seqs; a seq_len of 0 gives a zero row
+    num_kv_heads: programs of a share; max_seq_len: limit of seq_lens
     """
 
     seq_ids: Tensor
     seqs: Sequences
-    num_splits: int
+    num_kv_heads: int
+    max_seq_len: int
+
+    @property
+    def shares(self) -> Shares | None:
+        """Shares by the lengths at the first use, correct for all later ones; None: sequences stay whole."""
+        return self.cached("shares", _shares)
 
 
 def static_tables(
@@ -68,9 +92,8 @@ def static_tables(
     """
     rows, device = block_table.shape[0], block_table.device
     order = _order(rows + 1, device)
-    splits = num_splits(rows, num_kv_heads, max_seq_len, device)
     seqs = Sequences(order, block_table, seq_lens, shifts, block_table)
-    return DecodeTables(order[:rows], seqs, splits)
+    return DecodeTables(order[:rows], seqs, num_kv_heads, max_seq_len)
 
 
 @cache
@@ -79,11 +102,26 @@ def _order(count: int, device: torch.device) -> Tensor:
     return torch.arange(count, dtype=torch.int32, device=device)
 
 
-def num_splits(num_rows: int, num_kv_heads: int, max_seq_len: int, device: torch.device) -> int:
-    """Enough programs to fill the device, a power of two, so that few variants are compiled."""
-    wanted = PROGRAMS_PER_PROCESSOR * num_processors(device) // max(1, num_rows * num_kv_heads)
-    useful = min(wanted, MAX_SPLITS, -(-max_seq_len // MIN_SPLIT))
-    return 1 << (max(1, useful).bit_length() - 1)
+def _shares(tables: DecodeTables) -> Shares | None:
+    ids, device = tables.seq_ids, tables.seq_ids.device
+    wanted = num_shares(len(ids), tables.num_kv_heads, tables.max_seq_len, device)
+    if wanted is None:
+        return None
+    count = len(ids) + wanted
+    units, firsts = (
+        torch.empty(shape, dtype=torch.int32, device=device) for shape in ((count, 3), (len(ids) + 1,))
+    )
+    limits = {"MIN_SPLIT": MIN_SPLIT, "BLOCK": ROWS_AT_ONCE, "num_warps": 4}
+    split_kernel[(1,)](units, firsts, ids, tables.seqs.seq_lens, len(ids), count, wanted, **limits)
+    return Shares(units, firsts)
+
+
+def num_shares(num_rows: int, num_kv_heads: int, max_seq_len: int, device: torch.device) -> int | None:
+    """Shares of each KV head that fill the device; None where no sequence is worth cutting."""
+    wanted = PROGRAMS_PER_PROCESSOR * num_processors(device) // num_kv_heads
+    if max_seq_len <= MIN_SPLIT or wanted < 2 or num_rows > MOST_ROUNDS * wanted:
+        return None
+    return min(wanted, num_rows * min(MAX_SPLITS, -(-max_seq_len // MIN_SPLIT)))
 
 
 def decode_tables(batch: AttentionBatch, num_kv_heads: int) -> DecodeTables | None:
@@ -93,9 +131,8 @@ def decode_tables(batch: AttentionBatch, num_kv_heads: int) -> DecodeTables | No
         rows = np.flatnonzero(batch.query_lens == 1).astype(np.int32)
         if not len(rows):
             return None
-        device = batch.slot_mapping.device
-        splits = num_splits(len(rows), num_kv_heads, int(batch.lengths[rows].max()), device)
-        return DecodeTables(move(rows, device), sequences_of(batch), splits)
+        ids, longest = move(rows, batch.slot_mapping.device), int(batch.lengths[rows].max())
+        return DecodeTables(ids, sequences_of(batch), num_kv_heads, longest)
 
     return batch.cached(f"triton.decode.{num_kv_heads}", make)
 
@@ -115,11 +152,11 @@ def query_tiles(batch: AttentionBatch, size: int) -> Tensor | None:
 
 
 def tile_splits(batch: AttentionBatch, num_tiles: int, num_heads: int) -> int:
-    """Programs over the keys of each tile: enough to fill the device, a power of four, so that few variants
-    are compiled."""
+    """Programs over the keys of each tile: enough to fill the device."""
     longest = batch.cached("triton.longest tile", lambda b: int(b.lengths[b.query_lens > 1].max()))
-    splits = num_splits(num_tiles, num_heads, longest, batch.slot_mapping.device)
-    return 1 << (splits.bit_length() - 1) // 2 * 2
+    programs = PROGRAMS_PER_PROCESSOR * num_processors(batch.slot_mapping.device)
+    wanted = min(programs // (num_tiles * num_heads), MAX_SPLITS, -(-longest // MIN_SPLIT))
+    return max(1, wanted)
 
 
 def sequences_of(batch: AttentionBatch) -> Sequences:
