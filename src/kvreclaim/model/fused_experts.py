@@ -15,25 +15,36 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kvreclaim.model.decoder import agree, distance
-from kvreclaim.ops.layer_parts import Gate
+from kvreclaim.ops.layer_parts import ClampedGate, Gate
 
 TRIAL_ROWS = 5
+CLAMPED = 64.0
+"""How many times larger are rows that reach the limit of a clamped gate."""
+EXPERTS = ("gate_up_proj", "down_proj")
+BIASES = ("gate_up_proj_bias", "down_proj_bias")
 
 
 class FusedExperts:
     """The forward of the experts of one layer; the module's own for tensors that the kernels do not take."""
 
-    def __init__(self, module: Any, gate: Gate, ops: ModuleType) -> None:
+    def __init__(self, module: Any, gate: Gate | ClampedGate, ops: ModuleType) -> None:
         self.module, self.gate, self.ops = module, gate, ops
+        self.weights = ops.ExpertWeights(
+            module.gate_up_proj,
+            module.down_proj,
+            (module.gate_up_proj_bias, module.down_proj_bias) if hasattr(module, BIASES[0]) else None,
+            is_transposed=getattr(module, "is_transposed", False),
+            is_interleaved=not getattr(module, "is_concatenated", True),
+        )
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         own, count = self.module, hidden_states.shape[0]
-        weights = (own.gate_up_proj, own.down_proj)
-        is_of_one = hidden_states.dtype is top_k_weights.dtype is weights[0].dtype
+        is_of_one = hidden_states.dtype is self.weights.down.dtype
         if not 0 < count <= self.ops.MOST_ROWS or not is_of_one or torch.is_grad_enabled():
             found: Tensor = type(own).forward(own, hidden_states, top_k_index, top_k_weights)
             return found
-        out: Tensor = self.ops.apply_experts(hidden_states, (top_k_index, top_k_weights), weights, self.gate)
+        routed = (top_k_index, top_k_weights)
+        out: Tensor = self.ops.apply_experts(hidden_states, routed, self.weights, self.gate)
         return out
 
 
@@ -49,7 +60,7 @@ class FusedRouter:
         if not x.shape[0] or x.dtype is not own.weight.dtype or torch.is_grad_enabled():
             found: tuple[Tensor, Tensor, Tensor] = type(own).forward(own, hidden_states)
             return found
-        logits = functional.linear(x, own.weight)
+        logits = functional.linear(x, own.weight, getattr(own, "bias", None))
         scores, ids = self.ops.route(logits, own.top_k, sums_to_one=self.sums_to_one)
         return logits, scores, ids
 
@@ -69,7 +80,7 @@ def use_fused_experts(model: nn.Module, layer_ops: ModuleType) -> str:
     ops, count = importlib.import_module("kvreclaim.ops.triton.experts"), 0
     for module in found:
         is_router = hasattr(module, "top_k")
-        native = _router(module, ops) if is_router else _experts(module, ops, list(layer_ops.GATES))
+        native = _router(module, ops) if is_router else _experts(module, ops, [*layer_ops.GATES])
         if native is not None:
             module.forward = native
             count += not is_router
@@ -79,13 +90,14 @@ def use_fused_experts(model: nn.Module, layer_ops: ModuleType) -> str:
 def _looks_known(module: nn.Module, ops: ModuleType) -> bool:
     """Whether its weights are those of a router, or of experts, and of a kind that the kernels take."""
     weights = dict(module.named_parameters())
-    shapes = [tuple(weight.shape) for weight in weights.values()]
-    if list(weights) == ["gate_up_proj", "down_proj"]:
-        fits = len(shapes[0]) == 3 and shapes[0] == (shapes[1][0], 2 * shapes[1][-1], shapes[1][1])
+    if set(weights) in ({*EXPERTS}, {*EXPERTS, *BIASES}):
+        up, down = (weights[name].shape[1:] for name in EXPERTS)
+        if getattr(module, "is_transposed", False):
+            up, down = up[::-1], down[::-1]
+        fits = len(down) == 2 and tuple(up) == (2 * down[1], down[0])
     else:
-        fits = (
-            list(weights) == ["weight"] and len(shapes[0]) == 2 and isinstance(vars(module).get("top_k"), int)
-        )
+        is_linear = list(weights) in (["weight"], ["weight", "bias"])
+        fits = is_linear and weights["weight"].dim() == 2 and isinstance(vars(module).get("top_k"), int)
     return (
         "forward" not in vars(module)
         and fits
@@ -97,21 +109,34 @@ def _looks_known(module: nn.Module, ops: ModuleType) -> bool:
 
 
 @torch.inference_mode()
-def _experts(module: Any, ops: ModuleType, gates: list[Gate]) -> FusedExperts | None:
-    """The experts on the kernels, if they make of random rows what the module makes."""
-    count, _, width = module.gate_up_proj.shape
-    firsts = torch.arange(TRIAL_ROWS)[:, None]
-    ids = (firsts + torch.arange(min(2, count))) % count
-    like = module.gate_up_proj
-    given = (_random(like, width), ids.to(like.device), _random(like, ids.shape[1]))
+def _experts(module: Any, ops: ModuleType, gates: list[Gate | ClampedGate]) -> FusedExperts | None:
+    """The experts on the kernels, if they make of random rows what the module makes; with a clamped gate also
+    of rows so large that it is clamped."""
+    alpha, limit = (getattr(module, name, None) for name in ("alpha", "limit"))
+    clamped = None if alpha is None or limit is None else ClampedGate(alpha, limit)
+    made = [FusedExperts(module, gate, ops) for gate in ([clamped] if clamped else gates)]
+    given = _routed_rows(module)
     try:
         want = module(*given)
     except (TypeError, ValueError, RuntimeError):  # not experts that are called so
         return None
-    made = {gate: FusedExperts(module, gate, ops) for gate in gates}
-    got = {gate: native(*given) for gate, native in made.items()}
-    best = min(got, key=lambda gate: distance(got[gate], want))
-    return made[best] if agree(got[best], want) else None
+    best = min(made, key=lambda native: distance(native(*given), want))
+    if clamped:
+        x, *routed = given
+        large = (CLAMPED * x, *routed)
+        if not agree(best(*large), module(*large)):
+            return None
+    return best if agree(best(*given), want) else None
+
+
+def _routed_rows(module: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Random rows, and each one's experts and their scores."""
+    count, *sizes = module.gate_up_proj.shape
+    width = sizes[0 if getattr(module, "is_transposed", False) else 1]
+    firsts = torch.arange(TRIAL_ROWS)[:, None]
+    ids = (firsts + torch.arange(min(2, count))) % count
+    like = module.gate_up_proj
+    return _random(like, width), ids.to(like.device), _random(like, ids.shape[1])
 
 
 @torch.inference_mode()

@@ -44,6 +44,7 @@ def expert_kernel(
     ids,
     scores,
     weight,
+    bias,
     y,
     T,
     N: tl.constexpr,
@@ -51,6 +52,11 @@ def expert_kernel(
     TOP: tl.constexpr,
     IS_FIRST: tl.constexpr,
     GELU: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    IS_TRANSPOSED: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -60,8 +66,12 @@ def expert_kernel(
 ):
     """y [T, TOP, N]: for each of a token's experts ids [T, TOP]. Program (e, n, t) computes the columns n of
     expert e for those of the tokens t that have it.
-    IS_FIRST: gate * up of x [T, K], weight [E, 2 N, K]; else products of x [T, TOP, K], weight [E, N, K],
-    times scores [T, TOP]."""
+    IS_FIRST: gate and up of x [T, K], weight [E, 2 N, K], bias [E, 2 N]; else products of x [T, TOP, K],
+    weight [E, N, K], bias [E, N], times scores [T, TOP].
+    IS_TRANSPOSED: weight [E, K, 2 N] or [E, K, N]; IS_INTERLEAVED: columns of gate and up in turns, not one
+    half each. LIMIT above 0 is a ClampedGate's."""
+    WIDTH: tl.constexpr = 2 * BLOCK_N if IS_FIRST else BLOCK_N
+    COLUMNS: tl.constexpr = 2 * N if IS_FIRST else N
     expert = tl.program_id(0)
     tokens = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     places = tl.arange(0, BLOCK_TOP)
@@ -70,24 +80,31 @@ def expert_kernel(
     is_here = tl.max(own.to(tl.int32), axis=1) > 0
     if tl.max(is_here.to(tl.int32), axis=0) > 0:
         row = tokens * TOP + tl.sum(tl.where(own, places[None, :], 0), axis=1)
-        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-        start = weight + expert.to(tl.int64) * N * K * (2 if IS_FIRST else 1) + n[None, :] * K
+        column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+        is_column = column < COLUMNS
+        if IS_FIRST and not IS_INTERLEAVED:
+            column = column // 2 + column % 2 * N
+        start = weight + expert.to(tl.int64) * COLUMNS * K + column[None, :] * (1 if IS_TRANSPOSED else K)
         rows = x + (tokens if IS_FIRST else row)[:, None] * K
-        total = tl.full([BLOCK_T, BLOCK_N], 0, tl.float32)
-        up = tl.full([BLOCK_T, BLOCK_N], 0, tl.float32)
+        total = tl.full([BLOCK_T, WIDTH], 0, tl.float32)
         for first in range(0, K, BLOCK_K):
             k = first + tl.arange(0, BLOCK_K)
             numbers = tl.load(rows + k[None, :], mask=is_here[:, None] & (k < K)[None, :], other=0.0).to(
                 DTYPE
             )
-            inside = (n < N)[None, :] & (k < K)[:, None]
-            w = tl.load(start + k[:, None], mask=inside, other=0.0).to(DTYPE)
-            total += tl.dot(numbers, w, input_precision=PRECISION)
-            if IS_FIRST:
-                w = tl.load(start + N * K + k[:, None], mask=inside, other=0.0).to(DTYPE)
-                up += tl.dot(numbers, w, input_precision=PRECISION)
+            inside = is_column[None, :] & (k < K)[:, None]
+            w = tl.load(start + k[:, None] * (COLUMNS if IS_TRANSPOSED else 1), mask=inside, other=0.0)
+            total += tl.dot(numbers, w.to(DTYPE), input_precision=PRECISION)
+        if HAS_BIAS:
+            total += tl.load(bias + expert * COLUMNS + column, mask=is_column, other=0.0).to(tl.float32)[
+                None, :
+            ]
         if IS_FIRST:
-            total = activated(total, GELU) * up
+            gate, up = tl.split(tl.reshape(total, [BLOCK_T, BLOCK_N, 2]))
+            if LIMIT > 0:
+                gate, up = tl.minimum(gate, LIMIT), tl.clamp(up, -LIMIT, LIMIT) + 1.0
+            total = activated(gate, GELU, ALPHA) * up
         else:
             total *= tl.load(scores + row, mask=is_here, other=0.0).to(tl.float32)[:, None]
+        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         tl.store(y + row[:, None] * N + n[None, :], total, mask=is_here[:, None] & (n < N)[None, :])

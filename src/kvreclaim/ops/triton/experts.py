@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvreclaim.ops.layer_parts import Gate
+from kvreclaim.ops.layer_parts import ClampedGate, Gate
 from kvreclaim.ops.triton.expert_kernels import expert_kernel, route_kernel
 from kvreclaim.ops.triton.support import dot_precision, keeps_16_bits, new_output, padded
 
@@ -32,21 +33,40 @@ def route(logits: Tensor, top: int, *, sums_to_one: bool) -> tuple[Tensor, Tenso
     return scores.to(logits.dtype), ids
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertWeights:
+    """The weights of E experts: gate and up [E, 2 I, M], down [E, M, I], and biases [E, 2 I] and [E, M].
+
+    is_transposed:  gate and up [E, M, 2 I], down [E, I, M]
+    is_interleaved: gate and up in turns, not one half each
+    """
+
+    gate_up: Tensor
+    down: Tensor
+    biases: tuple[Tensor, Tensor] | None = None
+    is_transposed: bool = False
+    is_interleaved: bool = False
+
+
 def apply_experts(
-    x: Tensor, routed: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor], kind: Gate
+    x: Tensor, routed: tuple[Tensor, Tensor], weights: ExpertWeights, kind: Gate | ClampedGate
 ) -> Tensor:
     """x [T, M] -> [T, M], the sum of what a token's experts make of it.
 
     Args:
         routed:  experts [T, k], no two of a token the same, and the scores [T, k] that multiply their outputs
-        weights: of gate and up [E, 2 I, M], and of down [E, M, I], contiguous
+        weights: contiguous, of x's dtype
     """
-    gate_up, down = weights
-    experts, width, inner = down.shape
     (ids, scores), kept = (each.contiguous() for each in routed), keeps_16_bits(x.dtype)
     count, top = ids.shape
+    experts, *sizes = weights.down.shape
+    width, inner = reversed(sizes) if weights.is_transposed else sizes
+    clamped = kind if isinstance(kind, ClampedGate) else ClampedGate(1.0, 0.0)
     how = {
         "TOP": top,
+        "IS_TRANSPOSED": weights.is_transposed,
+        "IS_INTERLEAVED": weights.is_interleaved,
+        "HAS_BIAS": weights.biases is not None,
         "DTYPE": _KINDS[x.dtype] if kept else tl.float32,
         "PRECISION": dot_precision(x.device),
         "BLOCK_T": BLOCK_T,
@@ -55,11 +75,14 @@ def apply_experts(
         "BLOCK_K": BLOCK_K,
     }
     rows: Tensor = x.contiguous()
-    for weight, size, columns in ((gate_up, inner, width), (down, width, inner)):
+    both = (weights.gate_up, weights.down)
+    first, last = weights.biases or both
+    for weight, bias, size, columns in ((both[0], first, inner, width), (both[1], last, width, inner)):
         made = new_output(x, count, top, size)
         grid = (experts, triton.cdiv(size, BLOCK_N), triton.cdiv(count, BLOCK_T))
-        is_first = weight is gate_up
+        is_first = weight is weights.gate_up
         how |= {"N": size, "K": columns, "IS_FIRST": is_first, "GELU": is_first and kind == "gelu_tanh"}
-        expert_kernel[grid](rows, ids, scores, weight, made, count, **how)
+        how |= {"ALPHA": clamped.alpha, "LIMIT": clamped.limit} if is_first else {"ALPHA": 1.0, "LIMIT": 0.0}
+        expert_kernel[grid](rows, ids, scores, weight, bias, made, count, **how)
         rows = made
     return rows.sum(1).to(x.dtype)
