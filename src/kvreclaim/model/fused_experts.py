@@ -18,6 +18,7 @@ from kvreclaim.model.decoder import agree, distance
 from kvreclaim.ops.layer_parts import ClampedGate, Gate
 
 TRIAL_ROWS = 5
+SHIFT = "e_score_correction_bias"
 CLAMPED = 64.0
 """How many times larger are rows that reach the limit of a clamped gate."""
 EXPERTS = ("gate_up_proj", "down_proj")
@@ -51,17 +52,20 @@ class FusedExperts:
 class FusedRouter:
     """The forward of one router: logits, scores and experts of each token."""
 
-    def __init__(self, module: Any, sums_to_one: bool, ops: ModuleType) -> None:
-        self.module, self.sums_to_one, self.ops = module, sums_to_one, ops
+    def __init__(self, module: Any, choice: Any, ops: ModuleType) -> None:
+        """choice: an ops.Choice."""
+        self.module, self.choice, self.ops = module, choice, ops
 
     def __call__(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         own = self.module
         x = hidden_states.reshape(-1, own.weight.shape[1])
+        if self.choice.is_sigmoid:
+            x = x.float()
         if not x.shape[0] or x.dtype is not own.weight.dtype or torch.is_grad_enabled():
             found: tuple[Tensor, Tensor, Tensor] = type(own).forward(own, hidden_states)
             return found
         logits = functional.linear(x, own.weight, getattr(own, "bias", None))
-        scores, ids = self.ops.route(logits, own.top_k, sums_to_one=self.sums_to_one)
+        scores, ids = self.ops.route(logits, self.choice, getattr(own, SHIFT, None))
         return logits, scores, ids
 
 
@@ -148,14 +152,36 @@ def _router(module: Any, ops: ModuleType) -> FusedRouter | None:
         logits, scores, ids = module(x)
     except (TypeError, ValueError, RuntimeError):  # not a router that is called so
         return None
-    for sums_to_one in (False, True):
-        native = FusedRouter(module, sums_to_one, ops)
+    for choice in _choices(module, ops):
+        native = FusedRouter(module, choice, ops)
         own = native(x)
         if not agree(own[0], logits) or ids.shape != own[2].shape or ids.dtype is not own[2].dtype:
             continue
-        if agree(own[1], scores) and torch.equal(logits.gather(1, own[2]), logits.gather(1, ids)):
+        (found, picked), (want, wanted) = (_in_order(logits, *each) for each in (own[1:], (scores, ids)))
+        if agree(found, want) and torch.equal(picked, wanted):
             return native
     return None
+
+
+def _choices(module: Any, ops: ModuleType) -> list[Any]:
+    """What the router may compute, by its attributes: softmax, or with a shift of the choice sigmoids."""
+    how: dict[str, Any] = {"top": module.top_k}
+    shift = getattr(module, SHIFT, None)
+    groups: list[Any] = [
+        getattr(module, name, None) for name in ("num_group", "topk_group", "routed_scaling_factor")
+    ]
+    if isinstance(shift, Tensor) and shift.dtype is torch.float32:
+        if None in groups or groups[0] > ops.MOST_GROUPS:
+            return []
+        how |= {"is_sigmoid": True, "groups": groups[0], "top_groups": groups[1], "scale": float(groups[2])}
+    return [ops.Choice(sums_to_one=sums_to_one, **how) for sums_to_one in (False, True)]
+
+
+def _in_order(logits: Tensor, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores, and logits of the chosen experts, in the order of the logits."""
+    chosen = logits.gather(1, ids)
+    order = chosen.argsort(1)
+    return scores.gather(1, order), chosen.gather(1, order)
 
 
 def _random(like: Tensor, width: int) -> Tensor:

@@ -19,7 +19,7 @@ from kvreclaim.model.fused_experts import FusedExperts, FusedRouter, use_fused_e
 from kvreclaim.model.loader import load_model
 from kvreclaim.ops.layer_parts import ClampedGate, Gate
 from kvreclaim.ops.triton import decoder
-from kvreclaim.ops.triton.experts import MOST_ROWS, ExpertWeights, apply_experts, route
+from kvreclaim.ops.triton.experts import MOST_ROWS, Choice, ExpertWeights, apply_experts, route
 
 
 def random(seed: int, *size: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
@@ -33,13 +33,32 @@ def random(seed: int, *size: int, dtype: torch.dtype, scale: float = 1.0) -> Ten
 def test_choices(dtype: torch.dtype, sums_to_one: bool, count: int, experts: int, top: int) -> None:
     rows = [torch.randperm(experts, generator=torch.Generator().manual_seed(i)) for i in range(count)]
     logits = (torch.stack(rows) / 16).to(DEVICE, dtype)
-    scores, ids = route(logits, top, sums_to_one=sums_to_one)
+    scores, ids = route(logits, Choice(top, sums_to_one))
     want, chosen = logits.double().softmax(-1).topk(top)
     if sums_to_one:
         want = want / want.sum(-1, keepdim=True)
     assert torch.equal(ids, chosen)
     assert scores.dtype is dtype
     torch.testing.assert_close(scores.double(), want, rtol=max(torch.finfo(dtype).eps, 1e-6), atol=0)
+
+
+@pytest.mark.parametrize(
+    ("experts", "groups", "open_groups", "top"), [(256, 8, 4, 8), (60, 3, 1, 4), (8, 1, 1, 8)]
+)
+def test_choices_among_groups(experts: int, groups: int, open_groups: int, top: int) -> None:
+    logits, shift = (
+        random(i, *size, dtype=torch.float32) for i, size in enumerate([(5, experts), (experts,)])
+    )
+    choice = Choice(top, True, True, groups, open_groups, 2.5)
+    scores, ids = route(logits, choice, shift)
+    made = logits.double().sigmoid()
+    shifted = (made + shift).unflatten(1, (groups, -1))
+    best = shifted.topk(2, dim=-1)[0].sum(-1).topk(open_groups)[1]
+    is_open = torch.zeros(5, groups, dtype=torch.bool, device=DEVICE).scatter_(1, best, True)
+    chosen = shifted.masked_fill(~is_open[..., None], -torch.inf).flatten(1).topk(top)[1]
+    assert torch.equal(ids, chosen)
+    want = made.gather(1, chosen)
+    torch.testing.assert_close(scores.double(), 2.5 * want / want.sum(-1, keepdim=True), rtol=1e-5, atol=0)
 
 
 def gated(kind: Gate | ClampedGate, gate: Tensor, up: Tensor) -> Tensor:
@@ -100,8 +119,8 @@ def test_sums_of_experts(
 
 
 def parts(model: Any) -> tuple[nn.Module, nn.Module]:
-    """Router and experts of the first layer."""
-    mlp = model.model.layers[0].mlp
+    """Router and experts of the last layer."""
+    mlp = model.model.layers[-1].mlp
     return getattr(mlp, "gate", None) or mlp.router, mlp.experts
 
 
@@ -111,6 +130,8 @@ def parts(model: Any) -> tuple[nn.Module, nn.Module]:
         ("qwen3-moe", {"norm_topk_prob": False}),
         ("qwen3-moe", {"norm_topk_prob": True}),
         ("gpt-oss", {"swiglu_limit": 1.5}),
+        ("deepseek-v3", {"n_routed_experts": 12, "n_group": 3, "topk_group": 2, "norm_topk_prob": False}),
+        ("deepseek-v3", {"n_routed_experts": 12, "n_group": 3, "topk_group": 2}),
     ],
 )
 def test_modules_compute_what_transformers_code_computes(
@@ -118,15 +139,15 @@ def test_modules_compute_what_transformers_code_computes(
 ) -> None:
     tiny.save_model(family, tmp_path, **how)
     ours, plain = (load_model(tmp_path, device=str(DEVICE), kernels=name) for name in ("triton", "torch"))
-    assert "experts: triton (2)" in ours.modules
+    assert f"experts: triton ({1 if family == 'deepseek-v3' else 2})" in ours.modules
     pairs = list(zip(parts(ours.model), parts(plain.model), strict=True))
     assert [type(vars(own)["forward"]) for own, _ in pairs] == [FusedRouter, FusedExperts]
     for count in (0, 1, MOST_ROWS, MOST_ROWS + 1):
         x = random(count, count, 64, dtype=torch.float32)
         with torch.inference_mode():
             (_, scores, ids), (_, want, chosen) = (module(x) for module in pairs[0])
-            torch.testing.assert_close(scores, want)
-            assert torch.equal(ids, chosen)
+            dense = torch.zeros(count, pairs[0][0].weight.shape[0], device=DEVICE)  # in any order
+            torch.testing.assert_close(dense.scatter(1, ids, scores), dense.scatter(1, chosen, want))
             torch.testing.assert_close(*(module(x, ids, scores) for module in pairs[1]), rtol=1e-4, atol=1e-4)
 
 

@@ -35,7 +35,7 @@ LAUNCHES = {
     "olmo2": 13,  # norms of all queries and all keys
     "qwen3-moe": 14,  # routers and experts
     "gpt-oss": 13.5,  # layers with windows attend in one share
-    "deepseek-v3": 55,
+    "deepseek-v3": 41,
 }
 """A layer's, of a decode step, attention over several shares of a sequence included."""
 

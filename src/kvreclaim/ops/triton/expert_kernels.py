@@ -10,32 +10,63 @@ from kvreclaim.ops.triton.decoder_kernels import activated
 
 
 @triton.jit
+def _of_best_groups(choice, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, SIZE: tl.constexpr):
+    """choice, -inf outside the TOP_GROUPS of GROUPS of SIZE experts that have the largest sums of their two
+    largest numbers."""
+    experts, places = tl.arange(0, choice.shape[0]), tl.arange(0, 64)
+    sums = tl.full([64], float("-inf"), tl.float32)
+    for i in range(GROUPS):
+        own = tl.where(experts // SIZE == i, choice, float("-inf"))
+        rest = tl.where(experts == tl.argmax(own, axis=0), float("-inf"), own)
+        sums = tl.where(places == i, tl.max(own, axis=0) + tl.max(rest, axis=0), sums)
+    is_kept = experts < 0
+    for _ in range(TOP_GROUPS):
+        best = tl.argmax(sums, axis=0)
+        sums = tl.where(places == best, float("-inf"), sums)
+        is_kept = is_kept | (experts // SIZE == best)
+    return tl.where(is_kept, choice, float("-inf"))
+
+
+@triton.jit
 def route_kernel(
     logits,
+    shift,
     scores,
     ids,
     E: tl.constexpr,
     TOP: tl.constexpr,
     SUMS_TO_ONE: tl.constexpr,
+    IS_SIGMOID: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_TOP: tl.constexpr,
 ):
     """scores and ids [T, TOP]: the largest numbers of the softmax of logits [T, E], in falling order.
+    IS_SIGMOID: of their sigmoids; those with the largest sums with shift [E], in the best groups.
     SUMS_TO_ONE: over their sum."""
     token = tl.program_id(0).to(tl.int64)
     experts, places = tl.arange(0, BLOCK), tl.arange(0, BLOCK_TOP)
-    left = tl.load(logits + token * E + experts, mask=experts < E, other=float("-inf")).to(tl.float32)
-    left = tl.exp(left - tl.max(left, axis=0))
-    left = left / tl.sum(left, axis=0)
+    made = tl.load(logits + token * E + experts, mask=experts < E, other=float("-inf")).to(tl.float32)
+    if IS_SIGMOID:
+        made = 1.0 / (1.0 + tl.exp(tl.minimum(-made, 88.0)))
+        left = made + tl.load(shift + experts, mask=experts < E, other=float("-inf"))
+    else:
+        made = tl.exp(made - tl.max(made, axis=0))
+        made = made / tl.sum(made, axis=0)
+        left = made
+    if GROUPS > 1:
+        left = _of_best_groups(left, GROUPS, TOP_GROUPS, E // GROUPS)
     found = tl.full([BLOCK_TOP], 0, tl.float32)
     for i in range(TOP):
         best = tl.argmax(left, axis=0)
         tl.store(ids + token * TOP + i, best)
-        found = tl.where(places == i, tl.max(left, axis=0), found)
-        left = tl.where(experts == best, -1.0, left)
+        found = tl.where(places == i, tl.sum(tl.where(experts == best, made, 0.0), axis=0), found)
+        left = tl.where(experts == best, float("-inf"), left)
     if SUMS_TO_ONE:
         found = found / tl.sum(found, axis=0)
-    tl.store(scores + token * TOP + places, found, mask=places < TOP)
+    tl.store(scores + token * TOP + places, found * SCALE, mask=places < TOP)
 
 
 @triton.jit(do_not_specialize=["T"])

@@ -14,22 +14,53 @@ from kvreclaim.ops.layer_parts import ClampedGate, Gate
 from kvreclaim.ops.triton.expert_kernels import expert_kernel, route_kernel
 from kvreclaim.ops.triton.support import dot_precision, keeps_16_bits, new_output, padded
 
+MOST_GROUPS = 64
+"""Groups of a router's experts."""
 MOST_ROWS = 64
 """Tokens of a step on these kernels. Of more, products of sorted tokens read the weights less often."""
 BLOCK_T, BLOCK_N, BLOCK_K = 16, 64, 64
 _KINDS: dict[torch.dtype, Any] = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def route(logits: Tensor, top: int, *, sums_to_one: bool) -> tuple[Tensor, Tensor]:
-    """logits [T, E] contiguous -> scores [T, top] of their dtype, in falling order; experts [T, top] int64.
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How a router chooses `top` experts of a token: the largest of the softmax of its logits.
 
-    The scores are those of the softmax over all experts. sums_to_one: over the sum of the chosen ones
+    sums_to_one: scores over their sum
+    is_sigmoid:  scores are sigmoids; with a shift added they choose
+    groups:      equal parts of the experts; top_groups of them, by the sums of their two largest, are open
+    scale:       multiplies the scores
     """
-    count, experts = logits.shape
+
+    top: int
+    sums_to_one: bool
+    is_sigmoid: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+
+
+def route(logits: Tensor, choice: Choice, shift: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """logits [T, E] contiguous, shift [E] fp32 of sigmoids -> scores [T, top] of the logits' dtype, in
+    falling order (before the shift is left out); experts [T, top] int64."""
+    (count, experts), top = logits.shape, choice.top
     scores = new_output(logits, count, top)
     ids = torch.empty((count, top), dtype=torch.int64, device=logits.device)
-    sizes: dict[str, int] = {"BLOCK": padded(experts), "BLOCK_TOP": padded(top)}
-    route_kernel[(count,)](logits, scores, ids, E=experts, TOP=top, SUMS_TO_ONE=sums_to_one, **sizes)
+    route_kernel[(count,)](
+        logits,
+        logits if shift is None else shift,
+        scores,
+        ids,
+        E=experts,
+        TOP=top,
+        SUMS_TO_ONE=choice.sums_to_one,
+        IS_SIGMOID=choice.is_sigmoid,
+        GROUPS=choice.groups,
+        TOP_GROUPS=choice.top_groups,
+        SCALE=choice.scale,
+        BLOCK=padded(experts),
+        BLOCK_TOP=padded(top),
+    )
     return scores.to(logits.dtype), ids
 
 
