@@ -197,8 +197,12 @@ def _proved(module: Any, seen: LayerTrial, ops: ModuleType) -> NativeLayer | Non
     if found.mlp is None:
         parts[2:] = joined(found.gate_up, form.before[1], ops), single(found.down, ops, is_gated=True)
     natives = []
-    for turned in ops.ROTATIONS:
-        own = replace(form, heads=replace(form.heads, turns_neighbours=turned))
+    angles = seen.kwargs["position_embeddings"][0].shape[-1]
+    for rotation in ops.ROTATIONS:
+        heads = replace(form.heads, **rotation)
+        if heads.half_angles and 2 * angles > heads.dim:
+            continue
+        own = replace(form, heads=heads)
         natives.append(NativeLayer(module, seen.call.softmax, ops.DecoderLayer(own, *parts), ops))
     if not natives[0].takes(seen.states, seen.kwargs):
         return None

@@ -11,6 +11,14 @@ Gate = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)
+class ClampedGate:
+    """(up + 1) gate sigmoid(alpha gate), where gate is at most `limit` and up between -limit and limit."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
 class Norm:
     """An RMS norm: weight [D] and what is added to the mean of squares.
 
@@ -35,6 +43,7 @@ class Heads:
 
     q_norm, k_norm: of each head, weight [dim], or of all heads together, weight [H dim] and [K dim]
     turns_neighbours: number 2 i of a head rotates with 2 i + 1, not i with i + R / 2
+    half_angles: cos and sin have R / 2 columns, not R with each angle twice
     """
 
     count: int
@@ -43,6 +52,7 @@ class Heads:
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     turns_neighbours: bool = False
+    half_angles: bool = False
 
 
 @dataclass(frozen=True, slots=True)

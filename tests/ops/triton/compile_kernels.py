@@ -38,7 +38,7 @@ from kvreclaim.ops import reference
 from kvreclaim.ops import triton as kernels
 from kvreclaim.ops.formats import FORMATS
 from kvreclaim.ops.kv_cache import PagedTokens
-from kvreclaim.ops.layer_parts import Heads, Norm
+from kvreclaim.ops.layer_parts import ClampedGate, Heads, Norm
 from kvreclaim.ops.packed import PackedMatrix
 from kvreclaim.ops.rope import RopeLayout
 from kvreclaim.ops.triton import attention, decoder, experts, packed, scoring
@@ -222,6 +222,7 @@ def launch_layers(counts: Iterable[int]) -> None:
         for heads in (Heads(32, 8, 128, other, other, True), Heads(32, 8, 128, weight, part)):
             decoder.rotate(rows, x[:, :64], x[:, :64], heads)
         decoder.gate(x, "gelu_tanh")
+        decoder.rotate(rows, x[:, :32], x[:, :32], Heads(32, 8, 128, half_angles=True))
 
 
 def launch_experts(counts: Iterable[int]) -> None:
@@ -229,11 +230,18 @@ def launch_experts(counts: Iterable[int]) -> None:
     for count in counts:
         for kind, dtype in (("silu", torch.bfloat16), ("gelu_tanh", torch.bfloat16), ("silu", torch.float32)):
             WHAT[0] = f"experts {dtype}".replace("torch.", "")
-            scores, ids = experts.route(
-                torch.zeros(count, 128, dtype=dtype), 8, sums_to_one=dtype is torch.bfloat16
-            )
+            choice = experts.Choice(8, sums_to_one=dtype is torch.bfloat16)
+            scores, ids = experts.route(torch.zeros(count, 128, dtype=dtype), choice)
             weights = (torch.empty(size, dtype=dtype) for size in ((1, 1536, 2048), (1, 2048, 768)))
-            experts.apply_experts(torch.zeros(count, 2048, dtype=dtype), (ids, scores), tuple(weights), kind)
+            x = torch.zeros(count, 2048, dtype=dtype)
+            experts.apply_experts(x, (ids, scores), experts.ExpertWeights(*weights), kind)
+        WHAT[0], choice = "groups of experts", experts.Choice(8, True, True, 8, 4, 2.5)
+        experts.route(torch.zeros(count, 256), choice, torch.zeros(256))
+        WHAT[0], kind = "clamped experts bfloat16", ClampedGate(1.702, 7.0)
+        sizes = (1, 2048, 1536), (1, 768, 2048), (1, 1536), (1, 2048)
+        gate_up, down, *biases = (torch.empty(size, dtype=torch.bfloat16) for size in sizes)
+        weights = experts.ExpertWeights(gate_up, down, tuple(biases), True, True)
+        experts.apply_experts(x.to(torch.bfloat16), (ids, scores.to(torch.bfloat16)), weights, kind)
 
 
 def launch_steps() -> None:

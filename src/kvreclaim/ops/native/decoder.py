@@ -23,8 +23,8 @@ from kvreclaim.ops.native.packed import ACTIVATIONS
 from kvreclaim.ops.packed import PackedMatrix
 
 NAME = "native"
-ROTATIONS = (False,)
-"""Heads.turns_neighbours of the rotations that the kernels have."""
+ROTATIONS: tuple[dict[str, bool], ...] = ({},)
+"""The rotations that the kernels have, as fields of Heads."""
 PLAIN_ALONE = True
 """Whether layers with norms that multiply by 1 + weight, or with an MLP that is a module, are never taken."""
 MOST_ROWS = 64

@@ -26,7 +26,7 @@ from kvreclaim.ops.triton.support import is_interpreted, new_output, padded
 from kvreclaim.ops.triton.support import unavailable_reason as unavailable_reason
 
 NAME = "triton"
-ROTATIONS = (False, True)
+ROTATIONS: tuple[dict[str, bool], ...] = ({}, {"turns_neighbours": True}, {"half_angles": True})
 PLAIN_ALONE = False
 TILE = 1024
 """Numbers of a tile; a row of a norm is one tile, however long it is."""
@@ -119,10 +119,12 @@ def _rows(block: int) -> int:
 def rotate(rows: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> Tensor:
     """ops.native.decoder.rotate: queries and keys of rows [T, (H + 2 K) D] contiguous, in place.
 
-    cos, sin: [T, R]. Returns: the rows; in the interpreter a copy of those of 16 bits (see new_output).
+    cos, sin: [T, R], or [T, R / 2] of half angles
+    Returns: the rows; in the interpreter a copy of those of 16 bits (see new_output).
     """
     out = rows.float() if is_interpreted() else rows
-    turned, norm, k_norm = cos.shape[1], heads.q_norm, heads.k_norm
+    turned = cos.shape[1] * (2 if heads.half_angles else 1)
+    norm, k_norm = heads.q_norm, heads.k_norm
     if norm is not None and k_norm is not None and norm.weight.shape[0] != heads.dim:
         for each, part in zip((norm, k_norm), out.split(_widths(heads), 1), strict=False):
             _norm(part, each, part)
@@ -142,6 +144,7 @@ def rotate(rows: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> Tensor:
         D=heads.dim,
         R=turned,
         NEIGHBOURS=heads.turns_neighbours,
+        HALF_ANGLES=heads.half_angles,
         HAS_NORMS=norm is not None,
         FROM_ONE=norm is not None and norm.from_one,
         ROWS=size,
@@ -238,7 +241,9 @@ class DecoderLayer:
         total, normed = add_rms_norm(self.out.product(attended), x, form.before[1], form.after[0])
         if form.gate is None:
             (module,) = self.mlp
-            return add_rms_norm(module(normed[None])[0], total, None, form.after[1])[0]
+            made = module(normed[None])
+            made = made[0] if isinstance(made, tuple) else made  # gpt-oss adds the router's scores
+            return add_rms_norm(made[0], total, None, form.after[1])[0]
         gate_up, down = self.mlp
         gated = gate(gate_up.product(normed), form.gate)
         if form.after[1] is None:

@@ -82,6 +82,7 @@ def rotate_kernel(
     D: tl.constexpr,
     R: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
+    HALF_ANGLES: tl.constexpr,
     HAS_NORMS: tl.constexpr,
     FROM_ONE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -90,11 +91,12 @@ def rotate_kernel(
 ):
     """Program p turns ROWS of the T * (HEADS + KV_HEADS) queries and keys of x [T, (H + 2 K) D] in place.
     NEIGHBOURS: dim 2 i with 2 i + 1, else i with i + R / 2. BLOCK holds R / 2 dims, BLOCK_REST the D - R that
-    stay."""
+    stay. HALF_ANGLES: cos and sin are [T, R / 2], not [T, R] with each angle twice."""
     TURNED: tl.constexpr = HEADS + KV_HEADS
     HALF: tl.constexpr = R // 2
     STEP: tl.constexpr = 2 if NEIGHBOURS else 1
     GAP: tl.constexpr = 1 if NEIGHBOURS else HALF
+    ANGLES: tl.constexpr = HALF if HALF_ANGLES else R
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token, head = (index // TURNED).to(tl.int64), index % TURNED
     is_row = index < T * TURNED
@@ -119,19 +121,19 @@ def rotate_kernel(
         if R < D:
             tail *= factor * _head_weights(q_norm + R, k_norm + R, is_query, rest, rest < D - R, FROM_ONE)
             tl.store(start + R + rest[None, :], tail, mask=is_rest)
-    angles = token[:, None] * R + dims[None, :]
+    angles = token[:, None] * ANGLES + dims[None, :]
     c = tl.load(cos + angles, mask=mask, other=0.0).to(tl.float32)
     s = tl.load(sin + angles, mask=mask, other=0.0).to(tl.float32)
     tl.store(places, low * c - high * s, mask=mask)
-    c = tl.load(cos + HALF + angles, mask=mask, other=0.0).to(tl.float32)
-    s = tl.load(sin + HALF + angles, mask=mask, other=0.0).to(tl.float32)
+    c = tl.load(cos + ANGLES - HALF + angles, mask=mask, other=0.0).to(tl.float32)
+    s = tl.load(sin + ANGLES - HALF + angles, mask=mask, other=0.0).to(tl.float32)
     tl.store(places + GAP, high * c + low * s, mask=mask)
 
 
 @triton.jit
-def activated(gate, GELU: tl.constexpr):
-    """SiLU, or GELU by its tanh formula: (1 + tanh(z)) / 2 = sigmoid(2 z)."""
-    power = gate
+def activated(gate, GELU: tl.constexpr, ALPHA: tl.constexpr = 1.0):
+    """gate sigmoid(ALPHA gate), or GELU by its tanh formula: (1 + tanh(z)) / 2 = sigmoid(2 z)."""
+    power = ALPHA * gate
     if GELU:
         power = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     return gate / (1.0 + tl.exp(tl.minimum(-power, 88.0)))

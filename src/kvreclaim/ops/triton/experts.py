@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,44 +10,94 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvreclaim.ops.layer_parts import Gate
+from kvreclaim.ops.layer_parts import ClampedGate, Gate
 from kvreclaim.ops.triton.expert_kernels import expert_kernel, route_kernel
 from kvreclaim.ops.triton.support import dot_precision, keeps_16_bits, new_output, padded
 
+MOST_GROUPS = 64
+"""Groups of a router's experts."""
 MOST_ROWS = 64
 """Tokens of a step on these kernels. Of more, products of sorted tokens read the weights less often."""
 BLOCK_T, BLOCK_N, BLOCK_K = 16, 64, 64
 _KINDS: dict[torch.dtype, Any] = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def route(logits: Tensor, top: int, *, sums_to_one: bool) -> tuple[Tensor, Tensor]:
-    """logits [T, E] contiguous -> scores [T, top] of their dtype, in falling order; experts [T, top] int64.
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How a router chooses `top` experts of a token: the largest of the softmax of its logits.
 
-    The scores are those of the softmax over all experts. sums_to_one: over the sum of the chosen ones
+    sums_to_one: scores over their sum
+    is_sigmoid:  scores are sigmoids; with a shift added they choose
+    groups:      equal parts of the experts; top_groups of them, by the sums of their two largest, are open
+    scale:       multiplies the scores
     """
-    count, experts = logits.shape
+
+    top: int
+    sums_to_one: bool
+    is_sigmoid: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+
+
+def route(logits: Tensor, choice: Choice, shift: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """logits [T, E] contiguous, shift [E] fp32 of sigmoids -> scores [T, top] of the logits' dtype, in
+    falling order (before the shift is left out); experts [T, top] int64."""
+    (count, experts), top = logits.shape, choice.top
     scores = new_output(logits, count, top)
     ids = torch.empty((count, top), dtype=torch.int64, device=logits.device)
-    sizes: dict[str, int] = {"BLOCK": padded(experts), "BLOCK_TOP": padded(top)}
-    route_kernel[(count,)](logits, scores, ids, E=experts, TOP=top, SUMS_TO_ONE=sums_to_one, **sizes)
+    route_kernel[(count,)](
+        logits,
+        logits if shift is None else shift,
+        scores,
+        ids,
+        E=experts,
+        TOP=top,
+        SUMS_TO_ONE=choice.sums_to_one,
+        IS_SIGMOID=choice.is_sigmoid,
+        GROUPS=choice.groups,
+        TOP_GROUPS=choice.top_groups,
+        SCALE=choice.scale,
+        BLOCK=padded(experts),
+        BLOCK_TOP=padded(top),
+    )
     return scores.to(logits.dtype), ids
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertWeights:
+    """The weights of E experts: gate and up [E, 2 I, M], down [E, M, I], and biases [E, 2 I] and [E, M].
+
+    is_transposed:  gate and up [E, M, 2 I], down [E, I, M]
+    is_interleaved: gate and up in turns, not one half each
+    """
+
+    gate_up: Tensor
+    down: Tensor
+    biases: tuple[Tensor, Tensor] | None = None
+    is_transposed: bool = False
+    is_interleaved: bool = False
+
+
 def apply_experts(
-    x: Tensor, routed: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor], kind: Gate
+    x: Tensor, routed: tuple[Tensor, Tensor], weights: ExpertWeights, kind: Gate | ClampedGate
 ) -> Tensor:
     """x [T, M] -> [T, M], the sum of what a token's experts make of it.
 
     Args:
         routed:  experts [T, k], no two of a token the same, and the scores [T, k] that multiply their outputs
-        weights: of gate and up [E, 2 I, M], and of down [E, M, I], contiguous
+        weights: contiguous, of x's dtype
     """
-    gate_up, down = weights
-    experts, width, inner = down.shape
     (ids, scores), kept = (each.contiguous() for each in routed), keeps_16_bits(x.dtype)
     count, top = ids.shape
+    experts, *sizes = weights.down.shape
+    width, inner = reversed(sizes) if weights.is_transposed else sizes
+    clamped = kind if isinstance(kind, ClampedGate) else ClampedGate(1.0, 0.0)
     how = {
         "TOP": top,
+        "IS_TRANSPOSED": weights.is_transposed,
+        "IS_INTERLEAVED": weights.is_interleaved,
+        "HAS_BIAS": weights.biases is not None,
         "DTYPE": _KINDS[x.dtype] if kept else tl.float32,
         "PRECISION": dot_precision(x.device),
         "BLOCK_T": BLOCK_T,
@@ -55,11 +106,14 @@ def apply_experts(
         "BLOCK_K": BLOCK_K,
     }
     rows: Tensor = x.contiguous()
-    for weight, size, columns in ((gate_up, inner, width), (down, width, inner)):
+    both = (weights.gate_up, weights.down)
+    first, last = weights.biases or both
+    for weight, bias, size, columns in ((both[0], first, inner, width), (both[1], last, width, inner)):
         made = new_output(x, count, top, size)
         grid = (experts, triton.cdiv(size, BLOCK_N), triton.cdiv(count, BLOCK_T))
-        is_first = weight is gate_up
+        is_first = weight is weights.gate_up
         how |= {"N": size, "K": columns, "IS_FIRST": is_first, "GELU": is_first and kind == "gelu_tanh"}
-        expert_kernel[grid](rows, ids, scores, weight, made, count, **how)
+        how |= {"ALPHA": clamped.alpha, "LIMIT": clamped.limit} if is_first else {"ALPHA": 1.0, "LIMIT": 0.0}
+        expert_kernel[grid](rows, ids, scores, weight, bias, made, count, **how)
         rows = made
     return rows.sum(1).to(x.dtype)
