@@ -19,6 +19,7 @@ from kvreclaim.compression.refusals import layer_stats
 from kvreclaim.compression.registry import make_policy
 from kvreclaim.compression.surrogate import (
     KNOTS,
+    RIDGE,
     SOON,
     SurrogateFit,
     age_features,
@@ -77,6 +78,31 @@ def test_a_score_that_is_linear_in_features_and_age_is_learnt():
         rows = surrogate_features(keys, values, facts.layers[layer].rope)
         ours, wanted = (rows @ w[layer, :, :, None] for w in (found, truth))
         torch.testing.assert_close(ours, wanted, atol=0.1, rtol=0.05)
+
+
+def test_many_heads_of_a_large_dimension_are_fitted_by_several_threads():
+    """LU factors of so many matrices, side by side, come out wrong in some versions of oneMKL."""
+    layer = layer_facts(head_dim=128)
+    facts = replace(model_facts(), layers=(layer,) * 28)
+    fit, (keys, values) = SurrogateFit(facts), (noise(i, 2, 600, 128) for i in (1, 2))
+    wanted = noise(3, 2, 600).exp()
+    for number in range(28):
+        fit.add(number, keys, values, wanted)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found, age = fit.build()
+    finally:
+        torch.set_num_threads(threads)
+    rows = surrogate_features(keys, values, layer.rope).double()
+    rows = torch.cat([rows, age_features(torch.arange(600, 0, -1)).double().expand(2, -1, -1)], -1)
+    ridge = math.sqrt(RIDGE * 600) * torch.eye(rows.shape[-1]).double()
+    for head in range(2):
+        target = torch.cat([wanted[head].double().log(), torch.zeros(len(ridge)).double()])
+        best = torch.linalg.lstsq(torch.cat([rows[head], ridge]), target[:, None]).solution[:, 0]
+        for number in range(28):
+            ours = torch.cat([found[number, head], age[number, head]])
+            torch.testing.assert_close(ours.double(), best, atol=1e-4, rtol=1e-4)
 
 
 def test_age_is_linear_in_its_logarithm_between_knots():

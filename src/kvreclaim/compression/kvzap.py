@@ -97,7 +97,8 @@ def _ridge(rows: Tensor, wanted: Tensor) -> Tensor:
     away = rows - mean
     moments, products = (away.T @ away).double(), (away.T @ (wanted - middle)).double()
     moments.diagonal().add_(_RIDGE * moments.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny))
-    return _folded(torch.linalg.solve(moments, products).T.float(), mean, middle)
+    solved = torch.cholesky_solve(products, torch.linalg.cholesky(moments))
+    return _folded(solved.T.float(), mean, middle)
 
 
 def _folded(weights: Tensor, mean: Tensor, middle: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ best compromise between the two (docs/log.md)."""
 KNOTS = (64, 128, 256, 512, 1024)
 """Ages in tokens. What a token's age adds to its score is linear in the age's logarithm between two of them,
 constant outside, and nothing at the last."""
-_RIDGE = 1e-3
+RIDGE = 1e-3
 
 
 def num_features(facts: LayerFacts) -> int:
@@ -119,6 +119,8 @@ class SurrogateFit:
                 f"layer {missing[0]} has no token to fit; add every layer of a document."
             )
         one = torch.eye(self._products.shape[-1]).double()
-        ridge = _RIDGE * self._count.double()[:, None, None, None] * one
-        found = torch.linalg.solve(self._moments + ridge, self._products).float()
+        ridge = RIDGE * self._count.double()[:, None, None, None] * one
+        # Not torch.linalg.solve: oneMKL's LU of many matrices of this size fails with several threads.
+        factors = torch.linalg.cholesky(self._moments + ridge)
+        found = torch.cholesky_solve(self._products[..., None], factors)[..., 0].float()
         return found[..., : self.num_features], found[..., self.num_features :]
