@@ -53,7 +53,7 @@ class FusedRouter:
     """The forward of one router: logits, scores and experts of each token."""
 
     def __init__(self, module: Any, choice: Any, ops: ModuleType) -> None:
-        """choice: an ops.Choice."""
+        """choice: an ops.RouterChoice."""
         self.module, self.choice, self.ops = module, choice, ops
 
     def __call__(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -174,7 +174,7 @@ def _choices(module: Any, ops: ModuleType) -> list[Any]:
         if None in groups or groups[0] > ops.MOST_GROUPS:
             return []
         how |= {"is_sigmoid": True, "groups": groups[0], "top_groups": groups[1], "scale": float(groups[2])}
-    return [ops.Choice(sums_to_one=sums_to_one, **how) for sums_to_one in (False, True)]
+    return [ops.RouterChoice(sums_to_one=sums_to_one, **how) for sums_to_one in (False, True)]
 
 
 def _in_order(logits: Tensor, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -230,12 +230,12 @@ def launch_experts(counts: Iterable[int]) -> None:
     for count in counts:
         for kind, dtype in (("silu", torch.bfloat16), ("gelu_tanh", torch.bfloat16), ("silu", torch.float32)):
             WHAT[0] = f"experts {dtype}".replace("torch.", "")
-            choice = experts.Choice(8, sums_to_one=dtype is torch.bfloat16)
+            choice = experts.RouterChoice(8, sums_to_one=dtype is torch.bfloat16)
             scores, ids = experts.route(torch.zeros(count, 128, dtype=dtype), choice)
             weights = (torch.empty(size, dtype=dtype) for size in ((1, 1536, 2048), (1, 2048, 768)))
             x = torch.zeros(count, 2048, dtype=dtype)
             experts.apply_experts(x, (ids, scores), experts.ExpertWeights(*weights), kind)
-        WHAT[0], choice = "groups of experts", experts.Choice(8, True, True, 8, 4, 2.5)
+        WHAT[0], choice = "groups of experts", experts.RouterChoice(8, True, True, 8, 4, 2.5)
         experts.route(torch.zeros(count, 256), choice, torch.zeros(256))
         WHAT[0], kind = "clamped experts bfloat16", ClampedGate(1.702, 7.0)
         sizes = (1, 2048, 1536), (1, 768, 2048), (1, 1536), (1, 2048)

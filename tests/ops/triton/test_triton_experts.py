@@ -19,7 +19,7 @@ from kvreclaim.model.fused_experts import FusedExperts, FusedRouter, use_fused_e
 from kvreclaim.model.loader import load_model
 from kvreclaim.ops.layer_parts import ClampedGate, Gate
 from kvreclaim.ops.triton import decoder
-from kvreclaim.ops.triton.experts import MOST_ROWS, Choice, ExpertWeights, apply_experts, route
+from kvreclaim.ops.triton.experts import MOST_ROWS, ExpertWeights, RouterChoice, apply_experts, route
 
 
 def random(seed: int, *size: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
@@ -33,7 +33,7 @@ def random(seed: int, *size: int, dtype: torch.dtype, scale: float = 1.0) -> Ten
 def test_choices(dtype: torch.dtype, sums_to_one: bool, count: int, experts: int, top: int) -> None:
     rows = [torch.randperm(experts, generator=torch.Generator().manual_seed(i)) for i in range(count)]
     logits = (torch.stack(rows) / 16).to(DEVICE, dtype)
-    scores, ids = route(logits, Choice(top, sums_to_one))
+    scores, ids = route(logits, RouterChoice(top, sums_to_one))
     want, chosen = logits.double().softmax(-1).topk(top)
     if sums_to_one:
         want = want / want.sum(-1, keepdim=True)
@@ -49,7 +49,7 @@ def test_choices_among_groups(experts: int, groups: int, open_groups: int, top: 
     logits, shift = (
         random(i, *size, dtype=torch.float32) for i, size in enumerate([(5, experts), (experts,)])
     )
-    choice = Choice(top, True, True, groups, open_groups, 2.5)
+    choice = RouterChoice(top, True, True, groups, open_groups, 2.5)
     scores, ids = route(logits, choice, shift)
     made = logits.double().sigmoid()
     shifted = (made + shift).unflatten(1, (groups, -1))

@@ -52,8 +52,8 @@ def decode_kernel(
 ):  # fmt: skip
     """Program (unit, head): the one query of a sequence over a share of its tiles, whole tiles by its length.
 
-    units: [n] int32 sequences, or plan.Shares.units (IS_SPLIT). Grid [units, K * PIECES]. Writes out, or
-    parts of shares.
+    units: [n] int32 sequences, or plan.SequenceShares.units (IS_SPLIT). Grid [units, K * PIECES]. Writes
+    out, or parts of shares.
     """
     index = tl.program_id(0)
     head = tl.program_id(1) // A.PIECES

@@ -23,7 +23,7 @@ _KINDS: dict[torch.dtype, Any] = {torch.bfloat16: tl.bfloat16, torch.float16: tl
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class RouterChoice:
     """How a router chooses `top` experts of a token: the largest of the softmax of its logits.
 
     sums_to_one: scores over their sum
@@ -40,7 +40,7 @@ class Choice:
     scale: float = 1.0
 
 
-def route(logits: Tensor, choice: Choice, shift: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, choice: RouterChoice, shift: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """logits [T, E] contiguous, shift [E] fp32 of sigmoids -> scores [T, top] of the logits' dtype, in
     falling order (before the shift is left out); experts [T, top] int64."""
     (count, experts), top = logits.shape, choice.top

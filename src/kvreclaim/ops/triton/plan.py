@@ -50,7 +50,7 @@ class Sequences(NamedTuple):
     positions: Tensor
 
 
-class Shares(NamedTuple):
+class SequenceShares(NamedTuple):
     """The tokens of decode rows, cut into shares by the length of each sequence; made on the device.
 
     units:  [P, 3] int32, one for each program of a head: sequence, share, and number of its shares, 0 where
@@ -77,7 +77,7 @@ class DecodeTables(Memo):
     max_seq_len: int
 
     @property
-    def shares(self) -> Shares | None:
+    def shares(self) -> SequenceShares | None:
         """Shares by the lengths at the first use, correct for all later ones; None: sequences stay whole."""
         return self.cached("shares", _shares)
 
@@ -102,7 +102,7 @@ def _order(count: int, device: torch.device) -> Tensor:
     return torch.arange(count, dtype=torch.int32, device=device)
 
 
-def _shares(tables: DecodeTables) -> Shares | None:
+def _shares(tables: DecodeTables) -> SequenceShares | None:
     ids, device = tables.seq_ids, tables.seq_ids.device
     wanted = num_shares(len(ids), tables.num_kv_heads, tables.max_seq_len, device)
     if wanted is None:
@@ -113,7 +113,7 @@ def _shares(tables: DecodeTables) -> Shares | None:
     )
     limits = {"MIN_SPLIT": MIN_SPLIT, "BLOCK": ROWS_AT_ONCE, "num_warps": 4}
     split_kernel[(1,)](units, firsts, ids, tables.seqs.seq_lens, len(ids), count, wanted, **limits)
-    return Shares(units, firsts)
+    return SequenceShares(units, firsts)
 
 
 def num_shares(num_rows: int, num_kv_heads: int, max_seq_len: int, device: torch.device) -> int | None:

@@ -12,8 +12,8 @@ def split_kernel(
     units, firsts, seq_ids, seq_lens, num_rows, num_units, num_shares,
     MIN_SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: writes plan.Shares. A row gets its part of num_shares by its part of all tokens, rounded,
-    but at least one share, and none of fewer than MIN_SPLIT tokens.
+    """One program: writes plan.SequenceShares. A row gets its part of num_shares by its part of all tokens,
+    rounded, but at least one share, and none of fewer than MIN_SPLIT tokens.
 
     So there are at most num_rows + num_shares shares; num_units is no less. Units behind the last share get
     0 shares of sequence 0.
