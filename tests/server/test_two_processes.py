@@ -63,10 +63,11 @@ def test_an_engine_that_is_killed_ends_answers_and_the_server(tmp_path: Path) ->
 
 def test_health_tells_that_the_engine_has_gone(tmp_path: Path) -> None:
     """Stopped at the moment between the two ends, by a server that lets its last clients read for long."""
-    patched = "from kvreclaim.server.entry import run; run.LAST_BYTES_S = 300; from kvreclaim.cli.main import app; app()"
+    patched = "from kvreclaim.server.entry import run; run.LAST_BYTES_S = 300"
+    start = "from kvreclaim.cli.main import app; app()"
     log = tmp_path / "log"
     with log.open("w") as file:
-        command = [sys.executable, "-c", f"{patched}; app()", "serve", "--model", "demo", "--port", "0"]
+        command = [sys.executable, "-c", f"{patched}; {start}", "serve", "--model", "demo", "--port", "0"]
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
     try:
         until(lambda: "at http://" in log.read_text() or process.poll() is not None)
