@@ -119,7 +119,7 @@ def test_the_best_format_takes_the_fewest_bytes(curve: LossCurve, most: float, c
             with pytest.raises(InvalidArgumentError, match=f"values in {form} lose more even if every token"):
                 curve.promised(form, most, 1, content)
         fits[form] = sum(shares) / len(shares)
-    found, share = curve.best_format(most, content, lambda form: Fraction(DENSITIES[form]))
+    found, share = curve.best_format(most, content)
     assert share == pytest.approx(min(fits.values()))
     assert share <= 1
     equal = [form for form in curve.formats if math.isclose(fits[form], share)]
@@ -188,7 +188,7 @@ def test_of_equal_bytes_the_widest_is_best(forms) -> None:
     budgets = {"int8": 256, "int4": 512}
     coded = {form: {("prose", 1024): {budgets[form]: 0.0, 1024: 0.0}} for form in forms}
     tied = curve("knorm", {("prose", 1024): {160: 0.1}}, coded)
-    assert tied.best_format(0.0, None, lambda form: Fraction(DENSITIES[form])) == ("int8", 0.125)
+    assert tied.best_format(0.0, None) == ("int8", 0.125)
 
 
 def test_a_curve_without_formats_is_of_the_models_dtype() -> None:

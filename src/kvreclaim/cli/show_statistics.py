@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -122,9 +121,8 @@ def _show_curve(console: Console, curve: LossCurve) -> None:
         over_losses.add_row(place, f"{cell.right:.1%}", *words)
     console.print(over_bytes)
     console.print(over_losses)
-    densities = {cell.kv_cache_dtype: Fraction(cell.density) for cell in curve.cells}
     for loss in SHOWN_LOSSES:
-        form, share = curve.best_format(loss, None, densities.__getitem__)
+        form, share = curve.best_format(loss, None)
         console.print(f"--kv-max-loss {loss:g}: KV cache dtype [bold]{form}[/bold], {share:.1%} of the bytes")
 
 

@@ -12,8 +12,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
-from fractions import Fraction
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Annotated
 
@@ -156,19 +155,15 @@ class LossCurve(_Frozen):
         length = next((length for length in self.lengths if length >= num_tokens), None)
         return None if length is None or budgets[length] == length else int(budgets[length])
 
-    def best_format(
-        self, max_loss: float, content: str | None, density: Callable[[str], Fraction]
-    ) -> tuple[str, float]:
+    def best_format(self, max_loss: float, content: str | None) -> tuple[str, float]:
         """The KV cache dtype in which the budgets promised take the fewest bytes, and their share of the
-        prompt's bytes in the model's dtype, mean over the lengths; of equal ones the widest.
+        prompt's bytes in the model's dtype, mean over the lengths; of equal ones the widest."""
+        densities = {cell.kv_cache_dtype: cell.density for cell in self.cells}
 
-        density: of a format (KVBytes.density)
-        """
-
-        def cost(form: str) -> tuple[float, Fraction]:
+        def cost(form: str) -> tuple[float, float]:
             budgets = self._budgets(form, max_loss, content)
             share = fmean(budget / length for length, budget in budgets.items())
-            return share / density(form), density(form)
+            return share / densities[form], densities[form]
 
         found = min(self.formats, key=cost)
         return found, cost(found)[0]

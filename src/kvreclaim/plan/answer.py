@@ -1,4 +1,4 @@
-"""A plan: what was asked, answered in sections."""
+"""A plan: the answer to a request, in sections."""
 
 from __future__ import annotations
 
@@ -20,68 +20,69 @@ from kvreclaim.plan.weights import dtype_of
 from kvreclaim.schedule.budget.footprint import Footprint
 
 
-def plan(model: str | Path, asked: PlanRequest) -> PlanReport:
-    """Answer what was asked. Raises: InvalidArgumentError, UnsupportedModelError."""
+def plan(model: str | Path, request: PlanRequest) -> PlanReport:
+    """Answer a request. Raises: InvalidArgumentError, UnsupportedModelError."""
     shape = load_shape(model)
-    given = asked.compression, asked.kv_cache_dtype
-    promise = asked.promise(*given, lambda name: kv_bytes(name, dtype_of(shape)), shape.attention)
+    promise = request.promise(request.compression, request.kv_cache_dtype, dtype_of(shape))
     if promise is not None:
-        found = promise.compression(asked.context or asked.prefix + asked.own, asked.block_size)
-        asked = replace(
-            asked,
+        found = promise.compression(request.context or request.prefix + request.own, request.block_size)
+        request = replace(
+            request,
             compression=found,
             kv_cache_dtype=promise.kv_cache_dtype,
             max_loss=None,
             content=None,
             stats=None,
         )
-    auto = asked.kv_cache_dtype == "auto"
-    form = kv_bytes(asked.kv_cache_dtype, dtype_of(shape) if auto else "bf16")
-    if asked.compression is not None and is_share(asked.compression):
+    auto = request.kv_cache_dtype == "auto"
+    form = kv_bytes(request.kv_cache_dtype, dtype_of(shape) if auto else "bf16")
+    if request.compression is not None and is_share(request.compression):
         density = form.density(kv_bytes("auto", dtype_of(shape)), shape.attention)
-        asked = replace(asked, compression=_in_tokens(asked, asked.compression, density))
-    cache = Cache(shape, form, _footprint(asked))
-    check_fits(cache, asked.compression)
+        request = replace(request, compression=_in_tokens(request, request.compression, density))
+    cache = Cache(shape, form, _footprint(request))
+    check_fits(cache, request.compression)
     for name, unset in (("state_checkpoints", None), ("state_drafts", 0)):
         require(
-            getattr(asked, name) == unset or shape.has_states,
-            f"{name} is {getattr(asked, name)}, but {shape.name} has no recurrent layers; leave it out.",
+            getattr(request, name) == unset or shape.has_states,
+            f"{name} is {getattr(request, name)}, but {shape.name} has no recurrent layers; leave it out.",
             name,
         )
     answer = PlanReport()
-    on_model(answer, cache, asked)
-    if asked.context is not None:
-        on_request(answer, cache, asked, asked.context)
-    if asked.sequences is not None:
-        on_load(answer, cache, asked, asked.sequences)
-    if asked.gpu is not None or asked.memory_bytes is not None:
+    on_model(answer, cache, request)
+    if request.context is not None:
+        on_request(answer, cache, request, request.context)
+    if request.sequences is not None:
+        on_load(answer, cache, request, request.sequences)
+    if request.gpu is not None or request.memory_bytes is not None:
         from kvreclaim.plan.on_card import on_card
 
-        on_card(answer, cache, asked)
-    if asked.cards is not None:
+        on_card(answer, cache, request)
+    if request.cards is not None:
         from kvreclaim.plan.choose import on_cards
 
-        on_cards(answer, cache, asked)
+        on_cards(answer, cache, request)
     return answer
 
 
-def _footprint(asked: PlanRequest) -> Footprint:
-    size, chunk = asked.block_size, asked.max_num_batched_tokens
-    if asked.compression is None:
+def _footprint(request: PlanRequest) -> Footprint:
+    size, chunk = request.block_size, request.max_num_batched_tokens
+    if request.compression is None:
         return Footprint(block_size=size, max_chunk=chunk)
-    return footprint(asked.compression, block_size=size, max_chunk=chunk)
+    return footprint(request.compression, block_size=size, max_chunk=chunk)
 
 
-def _in_tokens(asked: PlanRequest, compression: str, density: Fraction) -> str:
+def _in_tokens(request: PlanRequest, compression: str, density: Fraction) -> str:
     """The compression with a share of the bytes of the plan's one length as a number of tokens. Raises:
     InvalidArgumentError where it has another number of lengths."""
     require(
-        asked.trace is None and (asked.context is None) != (asked.sequences is None),
+        request.trace is None and (request.context is None) != (request.sequences is None),
         f"compression is {compression!r}, whose budget is a share of each prompt, and a plan has one budget; "
         "pass --context or --sequences, or a number of tokens, and for a trace use `kvreclaim simulate`.",
         "compression",
     )
-    return for_prompt(compression, asked.context or asked.prefix + asked.own, asked.block_size, density)
+    return for_prompt(
+        compression, request.context or request.prefix + request.own, request.block_size, density
+    )
 
 
 def check_fits(cache: Cache, compression: str | None) -> None:

@@ -218,9 +218,7 @@ class Serving(PromiseOptions):
 
     def promise_on(self, machine: ReplicaOptions) -> Promise | None:
         """What max_loss promises in the machine's KV cache dtype, or chooses; None without it."""
-        shape = load_shape(machine.model)
-        given = self.compression, machine.kv_cache_dtype
-        return self.promise(*given, lambda name: kv_bytes(name, dtype_of(shape)), shape.attention)
+        return self.promise(self.compression, machine.kv_cache_dtype, dtype_of(load_shape(machine.model)))
 
     def by_prompt(self, machine: ReplicaOptions) -> Callable[[int], Footprint] | None:
         """Footprints by the length of the prompt, with max_loss or a share; None: all have one."""

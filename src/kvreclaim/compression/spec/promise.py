@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -10,7 +9,7 @@ from functools import lru_cache
 from kvreclaim.checks import require
 from kvreclaim.compression.spec.traits import footprint, for_prompt
 from kvreclaim.compression_settings import AUTO, CONTENTS
-from kvreclaim.kv_bytes import KVBytes, LayerDims
+from kvreclaim.kv_bytes import kv_bytes
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.options import option
 from kvreclaim.schedule.budget.footprint import Footprint
@@ -74,17 +73,11 @@ class PromiseOptions:
         flags=("--kv-compression-stats",),
     )
 
-    def promise(
-        self,
-        compression: str | None,
-        kv_cache_dtype: str,
-        form: Callable[[str], KVBytes],
-        layers: Iterable[LayerDims],
-    ) -> Promise | None:
+    def promise(self, compression: str | None, kv_cache_dtype: str, dtype: str) -> Promise | None:
         """None without max_loss.
 
         compression, kv_cache_dtype: what was given besides
-        form, layers:                formats by KV cache dtype, and layers, of the model's keys and values
+        dtype:                       the model's
 
         Raises: InvalidArgumentError.
         """
@@ -112,11 +105,8 @@ class PromiseOptions:
             "stats",
         )
         curve = read_curve(str(self.stats))
-        own, dims = form(AUTO), tuple(layers)
         if kv_cache_dtype == AUTO:
-            kv_cache_dtype, _ = curve.best_format(
-                self.max_loss, self.content, lambda name: form(name).density(own, dims)
-            )
-        losses = form(kv_cache_dtype).dtype_name(own)
+            kv_cache_dtype, _ = curve.best_format(self.max_loss, self.content)
+        losses = kv_bytes(kv_cache_dtype, dtype).dtype_name(kv_bytes(AUTO, dtype))
         budgets = (curve.promised(losses, self.max_loss, length, self.content) for length in curve.lengths)
         return Promise(curve.policy, kv_cache_dtype, tuple(zip(curve.lengths, budgets, strict=True)))

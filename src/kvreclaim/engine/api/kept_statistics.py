@@ -18,8 +18,6 @@ from kvreclaim.config import EngineConfig
 from kvreclaim.errors import StatsMismatchError
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.model_paths import statistics_beside, stats_home
-from kvreclaim.ops.facts import ModelFacts
-from kvreclaim.ops.formats import kv_format, plain_format
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +64,7 @@ def stats_source(config: CompressionConfig | None, stats_file: Path) -> StatsSou
 
 
 def in_best_format(
-    config: EngineConfig,
-    compression: CompressionConfig | None,
-    stats: StatsSource | None,
-    facts: ModelFacts,
+    config: EngineConfig, compression: CompressionConfig | None, stats: StatsSource | None
 ) -> EngineConfig:
     """The config with the KV cache dtype that suits `compression` best, if kv_cache_dtype is left to choose.
 
@@ -88,12 +83,7 @@ def in_best_format(
         form = found.trial.format_at(compression.budget_share)
         why = f"which lost least in the trial at {100 * compression.budget_share:.4g}% of the bytes"
     if compression.max_loss is not None and found.curve is not None:
-        own = plain_format(facts.dtype)
-        form, share = found.curve.best_format(
-            compression.max_loss,
-            compression.content,
-            lambda name: kv_format(name, facts.dtype).density(own, facts.layers),
-        )
+        form, share = found.curve.best_format(compression.max_loss, compression.content)
         why = f"which keeps max_loss {compression.max_loss:g} in the fewest bytes, {share:.0%} of a prompt's"
     if form is None or form == AUTO:
         return config

@@ -91,7 +91,7 @@ class ModelEngine:
             check_type("compression", compression, CompressionConfig)
         if stats is None:
             stats = stats_source(compression, stats_file)
-        config = in_best_format(config, compression, stats, loaded.facts)
+        config = in_best_format(config, compression, stats)
         with on_device(loaded.facts.device):
             self.engine = Engine(loaded, choose_limits(config, loaded.facts, spoken_for), self.draft, stats)
         backend, kv_format = self.engine.backend, self.engine.kv_format

@@ -73,7 +73,7 @@ def check_cache_dtype(settings: CompressionConfig, config: Any) -> None:
     )
 
 
-def said(settings: CompressionConfig) -> str:
+def budget_text(settings: CompressionConfig) -> str:
     """The budget, or what chooses it, in words."""
     budget, loss = settings.budget_share or settings.budget, settings.max_loss
     return f"budget {budget}" if loss is None else f"max_loss {loss} (a request may keep everything)"

@@ -11,7 +11,7 @@ from kvreclaim.integrations.vllm.asking import CENTRED, is_asked_for
 from kvreclaim.integrations.vllm.groups import is_full, most_other_blocks
 from kvreclaim.integrations.vllm.metrics import Counters
 from kvreclaim.integrations.vllm.options import KEY, Options, is_bounded
-from kvreclaim.integrations.vllm.promise import check_cache_dtype, is_of_prompt, said
+from kvreclaim.integrations.vllm.promise import budget_text, check_cache_dtype, is_of_prompt
 from kvreclaim.integrations.vllm.speculation import drafts_of
 from kvreclaim.integrations.vllm.v0_32 import chat_side
 from kvreclaim.integrations.vllm.wrapping import wrap
@@ -69,7 +69,7 @@ def describe(config: Any) -> str:
     options = Options.of_config(config)
     settings = options.settings
     parts = [
-        f"{settings.policy}, {said(settings)}, interval {settings.interval} tokens",
+        f"{settings.policy}, {budget_text(settings)}, interval {settings.interval} tokens",
         "unequal heads" if options.has_cells else "equal heads",
         f"statistics {options.stats}" if options.stats else "no statistics",
         "requests that ask for it" if options.opt_in else "all requests",

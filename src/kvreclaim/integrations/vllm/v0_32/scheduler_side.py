@@ -26,7 +26,7 @@ from kvreclaim.integrations.vllm.groups import (
 from kvreclaim.integrations.vllm.ledger import Ledger
 from kvreclaim.integrations.vllm.live.step_observer import StepObserver
 from kvreclaim.integrations.vllm.options import Options
-from kvreclaim.integrations.vllm.promise import said
+from kvreclaim.integrations.vllm.promise import budget_text
 from kvreclaim.integrations.vllm.refusals import refuse_groups, refuse_scheduler
 from kvreclaim.integrations.vllm.speculation import drafts_of
 from kvreclaim.integrations.vllm.v0_32 import looking
@@ -246,7 +246,7 @@ class SchedulerHooks:
             settings, have = ledger.options.settings, ledger.pool.num_blocks
             raise InvalidArgumentError(
                 f"the KV cache has {have} blocks of {ledger.block_size} tokens, and a request "
-                f"of max_model_len {longest} holds up to {needed}: {said(settings)}, interval "
+                f"of max_model_len {longest} holds up to {needed}: {budget_text(settings)}, interval "
                 f"{settings.interval} and one step of {ledger.max_chunk} tokens; lower "
                 "--max-num-batched-tokens or --max-model-len, or give the cache more memory."
             )
