@@ -10,6 +10,8 @@ Losses = Mapping[int, float]
 """Of every document, by budget."""
 Places = Mapping[tuple[str, int], Losses]
 """By content and length."""
+DENSITIES = {"auto": 1.0, "fp16": 1.0, "int8": 2.0, "int4": 4.0}
+"""Of LossCell, round numbers."""
 
 
 def cell(content: str, num_tokens: int, losses: Losses, kv_cache_dtype: str = "auto") -> LossCell:
@@ -18,6 +20,7 @@ def cell(content: str, num_tokens: int, losses: Losses, kv_cache_dtype: str = "a
         num_tokens=num_tokens,
         right=0.5,
         kv_cache_dtype=kv_cache_dtype,
+        density=DENSITIES[kv_cache_dtype],
         budgets=tuple(losses),
         losses=(tuple(losses.values()),) * 19,
     )

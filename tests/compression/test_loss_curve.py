@@ -12,7 +12,7 @@ from random import Random
 
 import pytest
 from compression_oracles import model_facts, query_stats
-from curves import cell, curve
+from curves import DENSITIES, cell, curve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -23,7 +23,6 @@ from kvreclaim.compression.stats import QueryStats
 from kvreclaim.errors import InvalidArgumentError
 
 BUDGETS = (160, 256, 512)
-DENSITIES = {"auto": 1.0, "fp16": 1.0, "int8": 2.0, "int4": 4.0}
 PLACES = {
     ("prose", 1024): {256: 0.05, 512: 0.01},
     ("lookups", 1024): {256: 0.2, 512: 0.02},

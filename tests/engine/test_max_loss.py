@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from curves import curve
+from curves import DENSITIES, curve
 from settings import assert_idle
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams, demo_model
@@ -286,7 +286,7 @@ class TestFormats:
         with caplog.at_level(logging.INFO):
             assert self.served(directory, max_loss, dtype="float32") == (form, budget)
         chosen = [line for line in caplog.messages if line.startswith("kv_cache_dtype is")]
-        share = (budget or 440) / 440 * {"fp32": 256, "int8": 67, "int4": 36}[form] / 256
+        share = (budget or 440) / 440 / DENSITIES.get(form, 1.0)
         text = (
             f"kv_cache_dtype is {form}, which keeps max_loss {max_loss:g} in the fewest bytes, {share:.0%} of"
         )
