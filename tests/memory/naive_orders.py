@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class NaiveLRU:
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.num_blocks, self.block_size = num_blocks, block_size
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
         self.queued = list(range(num_blocks))
 
     def sequence(self) -> list[int]:
@@ -22,14 +22,11 @@ class NaiveLRU:
     def remove(self, block: int) -> None:
         self.queued.remove(block)
 
-    def entered(self, block: int, parent: int | None, priority: int) -> None:
+    def entered(self, block: int, priority: int) -> None:
         pass
 
     def used(self, block: int, priority: int) -> None:
         pass
-
-    def reused(self, block: int) -> None:
-        self.forgot(block)
 
     def forgot(self, block: int) -> None:
         pass
@@ -39,8 +36,8 @@ class NaivePriority(NaiveLRU):
     """What caches nothing first, then by the least number at its release, the highest first, then by
     release."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        super().__init__(num_blocks, block_size)
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
         self.numbers: dict[int, list[int]] = {}
         self.ranks: dict[int, int] = {}
 
@@ -58,7 +55,7 @@ class NaivePriority(NaiveLRU):
         super().remove(block)
         self.ranks.pop(block, None)
 
-    def entered(self, block: int, parent: int | None, priority: int) -> None:
+    def entered(self, block: int, priority: int) -> None:
         self.numbers[block] = [priority]
 
     def used(self, block: int, priority: int) -> None:
@@ -74,8 +71,8 @@ class NaivePriority(NaiveLRU):
 class NaiveSLRU(NaiveLRU):
     """Three lists."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        super().__init__(num_blocks, block_size)
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
         self.blank, self.probation, self.protected = list(range(num_blocks)), [], []
         self.caching: set[int] = set()
         self.hit: set[int] = set()
@@ -102,7 +99,7 @@ class NaiveSLRU(NaiveLRU):
             if block in segment:
                 segment.remove(block)
 
-    def entered(self, block: int, parent: int | None, priority: int) -> None:
+    def entered(self, block: int, priority: int) -> None:
         self.caching.add(block)
         self.hit.discard(block)
 

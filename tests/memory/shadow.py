@@ -55,7 +55,7 @@ class Shadow:
         clock: Callable[[], float] = float,
     ) -> None:
         self.num_blocks, self.block_size, self.caching = num_blocks, block_size, caching
-        self.queue = NAIVE[order](num_blocks, block_size)
+        self.queue = NAIVE[order](num_blocks)
         self.pins = NaivePins(max_pinned, clock)
         self.refs: Counter[int] = Counter()
         self.contents: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
@@ -94,7 +94,7 @@ class Shadow:
             path = self.path_of_block.get(block)
             if path is not None:
                 self.evicted = [*(old for old in self.evicted if old != path), path]
-                self.queue.reused(block)
+                self.queue.forgot(block)
                 self._remove(block)
                 self.evictions += 1
             self.refs[block] = 1
@@ -172,10 +172,9 @@ class Shadow:
         if node is None or node.parent != parent:
             if node is not None:
                 self.unindex(node.block)
-            before = [node.block for node in self.nodes.values() if node.number == parent]
             node = self.nodes[path] = Node(block, next(self.numbers), parent)
             self.path_of_block[block] = path
-            self.queue.entered(block, before[0] if before else None, sequence.priority)
+            self.queue.entered(block, sequence.priority)
         else:
             self.queue.used(node.block, sequence.priority)
         sequence.node = node.number

@@ -61,14 +61,14 @@ class TestThirdParties:
         assert type(order).__name__ == "Newest"
 
     def test_take_over_no_built_in_name(self):
-        assert type(make_order("lru", 4, 4)).__name__ == "LRU"
+        assert type(make_order("lru", 4)).__name__ == "LRU"
 
     @pytest.mark.parametrize(
         ("name", "reason"), [("number", "does not derive from EvictionOrder"), ("gone", "cannot be imported")]
     )
     def test_are_refused_if_they_are_none(self, name, reason):
         with pytest.raises(InvalidArgumentError, match=f"eviction order '{name}'.*{reason}"):
-            make_order(name, 4, 4)
+            make_order(name, 4)
 
 
 class Watching(LRU):
@@ -80,14 +80,11 @@ class Watching(LRU):
         super().__init__(num_blocks)
         self.calls: list[tuple[object, ...]] = []
 
-    def entered(self, block: int, parent: int | None, priority: int) -> None:
-        self.calls.append(("entered", block, parent, priority))
+    def entered(self, block: int, priority: int) -> None:
+        self.calls.append(("entered", block, priority))
 
     def used(self, block: int, priority: int) -> None:
         self.calls.append(("used", block, priority))
-
-    def reused(self, block: int) -> None:
-        self.calls.append(("reused", block))
 
     def forgot(self, block: int) -> None:
         self.calls.append(("forgot", block))
@@ -104,10 +101,10 @@ def test_an_order_of_ones_own_is_taken_and_hears_of_cached_blocks():
     memory.free(1)
     memory.reset_prefix_cache()
     assert order.calls == [
-        ("entered", 0, None, 0),
-        ("entered", 1, 0, 0),
+        ("entered", 0, 0),
+        ("entered", 1, 0),
         ("used", 0, -2),
-        ("reused", 1),
+        ("forgot", 1),
         ("forgot", 0),
     ]
 

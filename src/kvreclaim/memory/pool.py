@@ -197,7 +197,7 @@ class BlockPool:
             self.unindex(entry.block)
         self.marks[block] = INDEXED
         if self.free_queue.watches:
-            self.free_queue.entered(block, parent.block if isinstance(parent, Entry) else None, priority)
+            self.free_queue.entered(block, priority)
         self.residency.until_next -= 1
         if not self.residency.until_next:
             self.residency.begin(block)
@@ -219,7 +219,7 @@ class BlockPool:
         for block in row:
             self.marks[block] = WINDOW
             if self.free_queue.watches:
-                self.free_queue.entered(block, None, priority)
+                self.free_queue.entered(block, priority)
 
     def _unindex_row(self, block: int) -> None:
         """Nothing finds the row any more that this block is in."""
@@ -282,7 +282,7 @@ class BlockPool:
         self.num_cached -= len(blocks)
         for block in blocks:
             if self.free_queue.watches:
-                self.free_queue.reused(block)
+                self.free_queue.forgot(block)
             if marks[block] != INDEXED:
                 if marks[block] & SAMPLED:
                     self.residency.end(block)

@@ -69,7 +69,7 @@ class MemoryQuestions:
         check_number("max_pinned_fraction", max_pinned_fraction, 0, 1)
         check_number("residency_sample", residency_sample, 0, 1)
         if isinstance(eviction_policy, str):
-            eviction_policy = make_order(eviction_policy, max(num_blocks, 0), block_size)
+            eviction_policy = make_order(eviction_policy, max(num_blocks, 0))
         remembered = max(1, min(num_blocks, NUM_REMEMBERED))
         self.block_size = block_size
         self.pool = BlockPool(

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 
 class EvictionOrder(ABC):
-    """The blocks that nobody references, in the order in which they are reused.
+    """The blocks without references, in the order in which they are reused.
 
     At the start every block is queued, in ascending order, and caches nothing. The pool alone calls
     what changes an order; it releases a sequence's blocks last first, so that of two blocks of one
@@ -16,7 +16,7 @@ class EvictionOrder(ABC):
     it. Given that, no order reuses a block while one behind it in its chain is still queued: a child is
     worth nothing without its parent.
 
-    watches: whether the pool must tell what happens to cached blocks (entered, used, reused, forgot)
+    watches: whether the pool must tell what happens to cached blocks (entered, used, forgot)
     """
 
     __slots__ = ()
@@ -24,7 +24,7 @@ class EvictionOrder(ABC):
     watches: ClassVar[bool] = True
 
     @abstractmethod
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int) -> None:
         """Queue every block, in ascending order."""
 
     @abstractmethod
@@ -58,23 +58,15 @@ class EvictionOrder(ABC):
         """The structure is sound. Raises AssertionError."""
 
     @abstractmethod
-    def entered(self, block: int, parent: int | None, priority: int) -> None:
-        """A block in use can be hit from now on.
-
-        Args:
-            parent:   the block that it follows; None at the beginning of a chain
-            priority: of the request that computed it; a lower number is more important
-        """
+    def entered(self, block: int, priority: int) -> None:
+        """A block in use can be hit from now on. priority: of the request that computed it; a lower number
+        is more important"""
 
     @abstractmethod
     def used(self, block: int, priority: int) -> None:
         """A request came upon what a block caches: it was found, or computed the same. If the block is
         queued it keeps its place until it is next released."""
 
-    def reused(self, block: int) -> None:
-        """A block that was popped makes way for another content: it caches nothing any more."""
-        self.forgot(block)
-
     @abstractmethod
     def forgot(self, block: int) -> None:
-        """A block, queued or not, caches nothing any more."""
+        """A block, queued, popped or in use, caches nothing any more."""

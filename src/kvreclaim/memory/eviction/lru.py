@@ -22,14 +22,11 @@ class LRU(FreeQueue, EvictionOrder):
     name: ClassVar[str] = "lru"
     watches: ClassVar[bool] = False
 
-    def __init__(self, num_blocks: int, block_size: int = 1) -> None:
-        super().__init__(num_blocks)
-
     push = FreeQueue.push_back
     push_first = FreeQueue.push_front
     pop = FreeQueue.pop_front
 
-    def entered(self, block: int, parent: int | None, priority: int) -> None:
+    def entered(self, block: int, priority: int) -> None:
         """Makes no difference."""
 
     def used(self, block: int, priority: int) -> None:

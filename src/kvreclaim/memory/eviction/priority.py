@@ -27,7 +27,7 @@ class Priority(EvictionOrder):
     __slots__ = ("_blank", "_cached", "_number", "_releases")
     name: ClassVar[str] = "priority"
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int) -> None:
         self._blank = FreeQueue(num_blocks)
         self._cached: BlockHeap[tuple[int, int]] = BlockHeap()
         self._number: list[int | None] = [None] * num_blocks  # None: caches nothing
@@ -49,7 +49,7 @@ class Priority(EvictionOrder):
     def remove(self, block: int) -> None:
         (self._cached if block in self._cached else self._blank).remove(block)
 
-    def entered(self, block: int, parent: int | None, priority: int) -> None:
+    def entered(self, block: int, priority: int) -> None:
         self._number[block] = priority
 
     def used(self, block: int, priority: int) -> None:

@@ -25,7 +25,7 @@ def eviction_orders() -> tuple[str, ...]:
     return names(_BUILT_IN, ENTRY_POINT_GROUP)
 
 
-def make_order(name: str, num_blocks: int, block_size: int) -> EvictionOrder:
+def make_order(name: str, num_blocks: int) -> EvictionOrder:
     """An order of this many blocks, all of them queued.
 
     Raises: InvalidArgumentError for a name that is not known, or whose entry point is no eviction order.
@@ -35,4 +35,4 @@ def make_order(name: str, num_blocks: int, block_size: int) -> EvictionOrder:
         raise InvalidArgumentError(
             f"eviction_policy is {name!r}, which is unknown; known are {', '.join(eviction_orders())}."
         )
-    return cls(num_blocks, block_size)
+    return cls(num_blocks)

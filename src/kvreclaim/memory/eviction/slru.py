@@ -26,7 +26,7 @@ class SLRU(EvictionOrder):
     __slots__ = ("_blank", "_caches", "_limit", "_probation", "_protected", "_proven")
     name: ClassVar[str] = "slru"
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int) -> None:
         self._blank = FreeQueue(num_blocks)
         self._probation = FreeQueue(num_blocks, filled=False)
         self._protected = FreeQueue(num_blocks, filled=False)
@@ -53,7 +53,7 @@ class SLRU(EvictionOrder):
     def remove(self, block: int) -> None:
         next(segment for segment in self._segments() if block in segment).remove(block)
 
-    def entered(self, block: int, parent: int | None, priority: int) -> None:
+    def entered(self, block: int, priority: int) -> None:
         self._caches[block] = 1
         self._proven[block] = 0
 

@@ -69,13 +69,13 @@ class DiskTier(Transfers[_Store, "tuple[Loading, int]"]):
 
     Args:
         host:      the tier above
-        num_slots, block_size, eviction_policy: of the file's slots
+        num_slots, eviction_policy: of the file's slots
     """
 
-    def __init__(self, host: Tier, num_slots: int, block_size: int, eviction_policy: str) -> None:
+    def __init__(self, host: Tier, num_slots: int, eviction_policy: str) -> None:
         super().__init__()
         self.host = host
-        self.tier = Tier(num_slots, block_size, eviction_policy)
+        self.tier = Tier(num_slots, eviction_policy)
         self.num_unstored = 0
         self._storing: dict[bytes, _Store] = {}
         self._loading: dict[bytes, Loading] = {}

@@ -16,12 +16,11 @@ class Tier:
 
     Args:
         num_slots:       >= 1
-        block_size:      tokens of a slot
         eviction_policy: in which order cached slots are used again
     """
 
-    def __init__(self, num_slots: int, block_size: int, eviction_policy: str) -> None:
-        order = make_order(eviction_policy, num_slots, block_size)
+    def __init__(self, num_slots: int, eviction_policy: str) -> None:
+        order = make_order(eviction_policy, num_slots)
         self.pool = BlockPool(num_slots, PrefixIndex(min(num_slots, NUM_REMEMBERED)), order=order)
 
     def root(self, salt: str | None) -> Link:

@@ -96,7 +96,7 @@ class TieredOffload(OffloadSlots):
                 f"num_host_slots is {num_host_slots}; a tier has at least 1 slot; give the host more memory"
             )
         self.num_slots = num_host_slots
-        self.host = Tier(num_host_slots, full.block_size, host_eviction_policy)
+        self.host = Tier(num_host_slots, host_eviction_policy)
         self.states: HostStates | None = None
         if num_host_states:
             assert states is not None, "states on the host are those of recurrent layers"
@@ -114,7 +114,7 @@ class TieredOffload(OffloadSlots):
         self.states_on_disk: DiskStates | None = None
         self.on_disk = NoDiskPrefixes()
         if num_disk_slots:
-            self.disk = DiskTier(self.host, num_disk_slots, full.block_size, disk_eviction_policy)
+            self.disk = DiskTier(self.host, num_disk_slots, disk_eviction_policy)
             if num_disk_states:
                 assert states is not None, "states on disk are those of recurrent layers"
                 assert self.states is not None, "they come from the host"
