@@ -64,7 +64,7 @@ class Places:
         timed(self.plain, self.prompt(), ONE_TOKEN)
 
     def load(self, **options: Any) -> LLM:
-        """An engine whose pool holds one prompt and its answer, and little else."""
+        """An engine with a pool for one prompt and its answer, and little else."""
         length = self.plan.prompt + self.plan.answer + 2 * BLOCK_SIZE
         return LLM(
             self.plan.model,

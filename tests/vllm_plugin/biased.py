@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import torch
-from models import MAX_POSITION, VOCAB_SIZE, make_tokenizer
+from models import MAX_POSITION, VOCAB_SIZE, save
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 BIAS = 96.0
@@ -45,9 +44,4 @@ def make_biased_model(path: Path, *, heads: int = 4, kv_heads: int = 2, head_dim
             keys.zero_(), queries.normal_(generator=generator)
             slow = keys.view(kv_heads, 2, head_dim // 2)[..., -6:]
             slow.copy_(BIAS * torch.randn(slow.shape, generator=generator).sign())
-    partial = path.with_name(path.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    network.save_pretrained(partial)
-    make_tokenizer().save_pretrained(partial)
-    partial.rename(path)
-    return path
+    return save(network, path)

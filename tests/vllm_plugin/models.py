@@ -14,7 +14,13 @@ from pathlib import Path
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 VOCAB_SIZE = 512
@@ -77,9 +83,14 @@ def make_tiny_model(
     _fill(network, seed)
     end = config.eos_token_id
     network.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=end, do_sample=False)
+    return save(network.to(torch.bfloat16), path)
+
+
+def save(network: PreTrainedModel, path: Path) -> Path:
+    """Write a model and its tokenizer, whole or not at all. Returns: path."""
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    network.to(torch.bfloat16).save_pretrained(partial)
+    network.save_pretrained(partial)
     make_tokenizer().save_pretrained(partial)
     partial.rename(path)
     return path

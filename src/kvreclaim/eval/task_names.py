@@ -53,9 +53,9 @@ TASK_KINDS: Mapping[str, TaskKind] = MappingProxyType(
         "variable_tracking": TaskKind("all variables of one of several chains of assignments"),
         "rsq": TaskKind("the stack after some steps of a depth-first walk", ("", "STEPS")),
         "chain": TaskKind("the demo model's own task: a walk along a chain of facts"),
-        "needles": TaskKind("sentences at random places, asked for in random order", _PLACEMENTS),
+        "needles": TaskKind("sentences at random places, questions in random order", _PLACEMENTS),
         "table": TaskKind("lines of a table in one place of the passage", _PLACEMENTS),
-        "assignments": TaskKind("variables whose values take two sentences that are far apart", _PLACEMENTS),
+        "assignments": TaskKind("variables with values in two sentences that are far apart", _PLACEMENTS),
         "perplexity": TaskKind("perplexity of --text, of prose, or of code", ("", *TEXTS)),
         "agreement": TaskKind(
             "agreement with the full cache on --text (without one, on random tokens), prose, code, or the "
