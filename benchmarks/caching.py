@@ -27,7 +27,7 @@ from kvreclaim.engine.api.llm import LLM
 from kvreclaim.memory import MemoryManager, eviction_orders, make_order
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.options import option
-from kvreclaim.sim.traces.files import MOONCAKE_PIECE, read_trace
+from kvreclaim.sim.traces.files import read_trace
 
 BEYOND = -1
 DISK_SHARE = 1.5
@@ -230,7 +230,7 @@ def prefix(plan: Annotated[PrefixPlan, ConfigOptions(config=PrefixPlan)], json_f
 
 def replay(requests: Sequence[Sequence[Any]], order: str, num_blocks: int) -> Row:
     """Through a memory manager of one slot per block, as an engine would call it."""
-    memory = MemoryManager(num_blocks, 1, eviction_policy=make_order(order, num_blocks, MOONCAKE_PIECE))
+    memory = MemoryManager(num_blocks, 1, eviction_policy=make_order(order, num_blocks))
     hits = 0
     for number, ids in enumerate(requests):
         # one slot more, which is never computed, because a hit always leaves one
