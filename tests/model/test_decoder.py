@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Ernie4_5Config
 
 from kvreclaim.model.attention import AttentionCall
-from kvreclaim.model.decoder import NativeLayer, NativeModel, use_fast_layers
+from kvreclaim.model.decoder import NativeLayer, NativeModel
+from kvreclaim.model.fast_layers import use_fast_layers
 from kvreclaim.model.inputs import inputs_handed_out
 from kvreclaim.model.loader import LoadedModel, load_model
 from kvreclaim.model.native_model import use_native_model

@@ -24,8 +24,8 @@ from kvreclaim.hub import hub_options
 from kvreclaim.model.attention import ATTENTION_NAME, register_attention
 from kvreclaim.model.attn_temperature import use_token_positions
 from kvreclaim.model.config_fields import measured_fields
-from kvreclaim.model.decoder import use_fast_layers
 from kvreclaim.model.ends import directory_ends, gguf_ends
+from kvreclaim.model.fast_layers import use_fast_layers
 from kvreclaim.model.fused_experts import use_fused_experts
 from kvreclaim.model.latent import use_latent_cache
 from kvreclaim.model.native_mixers import use_native_mixers
@@ -146,8 +146,9 @@ def load_model(
     recurrent = use_recurrent_states(model, name) if hybrid else None
     layer_ops = _layer_ops(kernels, target)
     with on_device(target):
+        latents = use_latent_cache(model)
         modules = _use_kernels(model, layer_ops)
-    more = [use_latent_cache(model), describe_packed(model)]
+    more = [latents, describe_packed(model)]
     modules = "; ".join([modules, *(line for line in more if line)])
     if recurrent is not None:
         native = layer_ops is not None and layer_ops.NAME == "native"

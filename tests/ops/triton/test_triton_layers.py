@@ -17,7 +17,8 @@ from triton_pair import DEVICE
 
 from kvreclaim import LLM, SamplingParams
 from kvreclaim.engine.execute.graphs import DecodeGraphs
-from kvreclaim.model.decoder import NativeLayer, use_fast_layers
+from kvreclaim.model.decoder import NativeLayer
+from kvreclaim.model.fast_layers import use_fast_layers
 from kvreclaim.model.inputs import inputs_handed_out
 from kvreclaim.model.loader import LoadedModel, load_model
 from kvreclaim.model.native_modules import use_fast_norms

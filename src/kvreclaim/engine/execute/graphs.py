@@ -115,10 +115,15 @@ class _ReplayedKVBatch:
     attended: tuple[_Attended, ...]
     cells: tuple[tuple[LayerCache, Any], ...] = ()
 
+    def destination(self, layer: int) -> tuple[LayerCache, Tensor]:
+        """As of PagedKVBatch."""
+        return self.layers[layer], self.attended[self.places[layer].table].slots
+
     def attend(self, call: AttentionCall) -> Tensor:
         layer, place = call.served_by(self.layers[call.layer]), self.places[call.layer]
         own = self.attended[place.table]
-        self.ops.write_kv(layer, call.k, call.v, own.slots)
+        if not call.is_stored:
+            self.ops.write_kv(layer, call.k, call.v, own.slots)
         if place.table or not self.cells:
             return self.ops.decode_attention(call.q, layer, own.tables)
         by_head = call.q.unflatten(1, (call.k.shape[1], -1)).flatten(0, 1)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from kvreclaim.ops.layer_parts import Gate, Heads, LayerForm, Norm, is_alike
@@ -66,13 +66,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, from_one: bool = False) -
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, norm: Norm | None, after: Norm | None = None
+    x: Tensor, residual: Tensor, norm: Norm | None, after: Norm | None = None, *, wide: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """x, under the norm `after`, and residual [T, M] contiguous -> their sum, and its norm, or the sum twice.
-    Mutates nothing."""
+    Mutates `wide` alone, which becomes the norm in fp32, rounded as that is."""
     total = new_output(x, *x.shape)
     out = total if norm is None else new_output(x, *x.shape)
-    _norm(x, norm, out, after, (residual, total))
+    _norm(x, norm, out, after, (residual, total), wide)
     total = total.to(x.dtype)
     return total, total if norm is None else out.to(x.dtype)
 
@@ -83,6 +83,7 @@ def _norm(
     out: Tensor,
     after: Norm | None = None,
     sums: tuple[Tensor, Tensor] | None = None,
+    wide: Tensor | None = None,
 ) -> None:
     """out [.., M]: the norm of rows of x, as rms_norm_kernel has it. sums: a residual, and its sum with x."""
     like = norm or after
@@ -97,6 +98,7 @@ def _norm(
         x if norm is None else norm.weight,
         out,
         out if sums is None else sums[1],
+        out if wide is None else wide,
         count,
         0.0 if like is None else like.eps,
         M=width,
@@ -105,6 +107,7 @@ def _norm(
         HAS_RESIDUAL=sums is not None,
         HAS_AFTER=after is not None,
         HAS_NORM=norm is not None,
+        HAS_WIDE=wide is not None,
         ROWS=rows,
         BLOCK=block,
         num_warps=4 if block <= 2048 else 8,
@@ -228,7 +231,8 @@ class DecoderLayer:
         out: Projection,
         *mlp: Any,
     ) -> None:
-        """mlp: Projections of gate and up, and of down; where form has no gate, a module of [1, T, M]."""
+        """mlp: Projections of gate and up, and of down; where form has no gate, a module of [1, T, M] or an
+        object with the methods of model.fused_moe.FusedMoe."""
         self.form, self.qkv, self.out, self.mlp = form, qkv, out, mlp
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -238,7 +242,13 @@ class DecoderLayer:
     def behind(self, attended: Tensor, x: Tensor) -> Tensor:
         """attended [T, H Dv], x [T, M] -> [T, M]: with the output projection added, and the MLP."""
         form = self.form
-        total, normed = add_rms_norm(self.out.product(attended), x, form.before[1], form.after[0])
+        fused = self.mlp[0] if form.gate is None and not isinstance(self.mlp[0], nn.Module) else None
+        wide = None if fused is None else fused.new_wide(x)
+        projected = self.out.product(attended)
+        total, normed = add_rms_norm(projected, x, form.before[1], form.after[0], wide=wide)
+        if fused is not None:
+            added: Tensor = fused.add_to(total, normed, wide)
+            return added
         if form.gate is None:
             (module,) = self.mlp
             made = module(normed[None])
