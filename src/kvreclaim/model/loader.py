@@ -27,6 +27,7 @@ from kvreclaim.model.config_fields import measured_fields
 from kvreclaim.model.ends import directory_ends, gguf_ends
 from kvreclaim.model.fast_layers import use_fast_layers
 from kvreclaim.model.fused_experts import use_fused_experts
+from kvreclaim.model.fused_moe import use_fused_moes
 from kvreclaim.model.latent import use_latent_cache
 from kvreclaim.model.native_mixers import use_native_mixers
 from kvreclaim.model.native_mlp import use_fast_mlps
@@ -216,6 +217,7 @@ def _use_kernels(model: PreTrainedModel, ops: ModuleType | None) -> str:
     lines = [use_fast_linears(model)] if ops.NAME == "native" else []
     lines += [use_fast_norms(model, ops), use_fast_layers(model, ops)]
     lines += [use_native_model(model, ops), use_fast_mlps(model, ops), use_fused_experts(model, ops)]
+    use_fused_moes(model)
     return "; ".join(filter(None, lines))
 
 

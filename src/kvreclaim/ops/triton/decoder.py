@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from kvreclaim.ops.layer_parts import Gate, Heads, LayerForm, Norm, is_alike
@@ -231,9 +231,10 @@ class DecoderLayer:
         out: Projection,
         *mlp: Any,
     ) -> None:
-        """mlp: Projections of gate and up, and of down; where form has no gate, a module of [1, T, M] or an
-        object with the methods of model.fused_moe.FusedMoe."""
+        """mlp: Projections of gate and up, and of down; where form has no gate, a module of [1, T, M]."""
         self.form, self.qkv, self.out, self.mlp = form, qkv, out, mlp
+        self.fused: Any = None
+        """A model.fused_moe.FusedMoe for the module, which adds to the residual."""
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [T, M], cos and sin [T, R] -> [T, (H + 2 K) D]: queries and keys, rotated, and values."""
@@ -242,12 +243,12 @@ class DecoderLayer:
     def behind(self, attended: Tensor, x: Tensor) -> Tensor:
         """attended [T, H Dv], x [T, M] -> [T, M]: with the output projection added, and the MLP."""
         form = self.form
-        fused = self.mlp[0] if form.gate is None and not isinstance(self.mlp[0], nn.Module) else None
-        wide = None if fused is None else fused.new_wide(x)
+        fused = self.fused if self.fused is not None and self.fused.takes(x) else None
+        wide = torch.empty_like(x, dtype=torch.float32) if fused is not None and fused.is_wide else None
         projected = self.out.product(attended)
         total, normed = add_rms_norm(projected, x, form.before[1], form.after[0], wide=wide)
         if fused is not None:
-            added: Tensor = fused.add_to(total, normed, wide)
+            added: Tensor = fused.add_to(total, normed if wide is None else wide, normed)
             return added
         if form.gate is None:
             (module,) = self.mlp

@@ -87,8 +87,8 @@ def split_rows(
 
 
 def absorb(q: Tensor, angles: tuple[Tensor, Tensor], heads: LatentHeads, w_uk: Tensor) -> Tensor:
-    """UpProjection.absorb with rotation: queries [T, H, dn + dr] and w_uk [H, dn, R] -> [T, H, R + dr]. Tokens
-    of q may lie in any stride."""
+    """UpProjection.absorb with rotation: queries [T, H, dn + dr] and w_uk [H, dn, R] -> [T, H, R + dr].
+    Tokens of q may lie in any stride."""
     if q.shape[0] > MOST_ROWS:
         return UpProjection(w_uk, w_uk).absorb(rotate_queries(q, angles, heads))
     return _absorb(q, angles, heads, w_uk)

@@ -73,9 +73,12 @@ def latent_kernel(
                 tl.store(cache_k + slot * ROTARY + halves, low, mask=is_half)
                 tl.store(cache_k + slot * ROTARY + HALF + halves, high, mask=is_half)
     else:
-        dims = tl.arange(0, BLOCK_Q)[None, :]
-        value = tl.load(row + dims, mask=dims < Q, other=0.0).to(tl.float32)
-        tl.store(q + token * Q + dims, normed(value, q_norm, q_eps, Q, Q_FROM_ONE, BLOCK_Q), mask=dims < Q)
+        columns = tl.arange(0, BLOCK_Q)[None, :]
+        is_column = columns < Q
+        first = tl.load(row + columns, mask=is_column, other=0.0).to(tl.float32)
+        tl.store(
+            q + token * Q + columns, normed(first, q_norm, q_eps, Q, Q_FROM_ONE, BLOCK_Q), mask=is_column
+        )
 
 
 @triton.jit(do_not_specialize=["T"])
