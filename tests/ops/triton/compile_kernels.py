@@ -221,11 +221,11 @@ def launch_layers(counts: Iterable[int]) -> None:
         other, part = Norm(head.weight, 1e-6, from_one=True), Norm(weight.weight[:1024], 1e-6)
         decoder.add_rms_norm(x, x, weight, weight)
         decoder.add_rms_norm(x, x, None, weight)
-        decoder.add_rms_norm(x, x, weight, wide=x.float())
         for heads in (Heads(32, 8, 128, other, other, True), Heads(32, 8, 128, weight, part)):
             decoder.rotate(rows, x[:, :64], x[:, :64], heads)
         decoder.gate(x, "gelu_tanh")
         decoder.rotate(rows, x[:, :32], x[:, :32], Heads(32, 8, 128, half_angles=True))
+        decoder.add_rms_norm(x, x, weight, wide=x.float())
 
 
 def launch_experts(counts: Iterable[int]) -> None:
