@@ -59,11 +59,12 @@ def _looks_known(module: nn.Module, ops: ModuleType) -> bool:
     linears = [[each for each in part.modules() if is_linear(each)] for part in parts]  # type: ignore[union-attr]
     together = [*linears[0], *linears[1]]
     norms: list[Any] = [each for each in module.modules() if is_norm(each)]
-    has_latents = hands_out_latents(module.self_attn)
+    attention: Any = module.self_attn
+    has_latents = hands_out_latents(attention)
     return (
-        isinstance(getattr(module.self_attn, "layer_idx", None), int)
+        isinstance(getattr(attention, "layer_idx", None), int)
         and norms != []
-        and (len(linears[0]) in (2, 4) or (has_latents and not ops.PLAIN_ALONE))
+        and (not ops.PLAIN_ALONE if has_latents else len(linears[0]) in (2, 4))
         and not (ops.PLAIN_ALONE and any(each.forward.from_one for each in norms))
         and not (ops.PLAIN_ALONE and len(linears[1]) not in (2, 3))
         and len({weight_dtype(each) for each in together}) == 1

@@ -83,7 +83,7 @@ def _proved(module: nn.Module) -> FusedMoe | None:
 
 def _fused(module: nn.Module) -> FusedMoe | None:
     """The module's parts, if there are no others."""
-    parts = {each: vars(each).get("forward") for each in module.modules()}
+    parts: dict[nn.Module, Any] = {each: vars(each).get("forward") for each in module.modules()}
     routers, experts, mlps = (
         [each for each in parts.items() if isinstance(each[1], kind)]
         for kind in (FusedRouter, FusedExperts, NativeMlp)
