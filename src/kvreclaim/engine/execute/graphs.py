@@ -129,7 +129,7 @@ class _ReplayedKVBatch:
     queries: Tensor | None = None
 
     def destination(self, layer: int) -> tuple[LayerCache, Tensor]:
-        """As of PagedKVBatch."""
+        """Return the place of a layer in the cache, and the slots [R] of the step's tokens."""
         return self.layers[layer], self.attended[self.places[layer].table].slots
 
     def attend(self, call: AttentionCall) -> Tensor:

@@ -143,7 +143,7 @@ def values_of(attended: Tensor, weights: UpProjection) -> Tensor:
 
 
 class LatentDecoderLayer(DecoderLayer):
-    """A decoder layer without its attention, whose rows are queries and latents."""
+    """A decoder layer without its attention, with rows of queries and latents."""
 
     def __init__(
         self, form: LayerForm, down: Projection, queries: Projection | None, out: Projection, *mlp: Any

@@ -105,9 +105,9 @@ def absorb_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
-    """out [T, HEADS, WIDTH + ROTARY] of q [T, HEADS, NOPE + ROTARY], whose tokens lie STRIDE apart: the last
-    ROTARY numbers rotated, the first NOPE as they are, or IS_ABSORBED times their head's weight
-    [NOPE, WIDTH], whose heads lie WEIGHT_STRIDE apart. Program (h, n, t): columns n of head h of tokens t."""
+    """out [T, HEADS, WIDTH + ROTARY] of q [T, HEADS, NOPE + ROTARY]: the last ROTARY numbers rotated, the
+    first NOPE as they are, or IS_ABSORBED times their head's weight [NOPE, WIDTH]. Tokens of q lie STRIDE
+    apart, heads of weight WEIGHT_STRIDE. Program (h, n, t): columns n of head h of tokens t."""
     HALF: tl.constexpr = ROTARY // 2
     head = tl.program_id(0)
     tokens = (tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
