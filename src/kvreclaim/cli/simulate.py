@@ -14,9 +14,10 @@ from rich.table import Table
 from kvreclaim.cli.config_options import ConfigOptions, with_config
 from kvreclaim.cli.options import Figures, picture
 from kvreclaim.outputs import write_json
+from kvreclaim.plan.targets import parse_targets
 from kvreclaim.sim.options import ENGINE, LOAD, MACHINE, ReplicaOptions, Serving, Traffic, without_compression
 from kvreclaim.sim.routers import ROUTERS
-from kvreclaim.sim.scenario import AXES, parse_targets
+from kvreclaim.sim.scenario import AXES
 
 WIDTH = 110
 UNDEFINED = "–"

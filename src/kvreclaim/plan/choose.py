@@ -14,7 +14,6 @@ from typing import Literal
 
 import numpy as np
 
-from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.plan.cards import Card, all_cards, find_card
 from kvreclaim.plan.cost import Linear, StepLoad
 from kvreclaim.plan.demand import Cache
@@ -25,39 +24,13 @@ from kvreclaim.plan.pool import CardPool, Seats, make_pool
 from kvreclaim.plan.recompute import blocks_while_decoding, prefill_seconds
 from kvreclaim.plan.roofline import BASE_S, ERROR, roofline
 from kvreclaim.plan.sections import PlanReport
+from kvreclaim.plan.targets import Targets, parse_targets
 from kvreclaim.plan.weights import WeightFormat, weight_format
 
 MOST_CARDS = 8
 """Most cards of one replica."""
+MEASURES = ("ttft", "tpot")
 Resource = Literal["memory", "bandwidth", "compute"]
-
-
-@dataclass(frozen=True, slots=True)
-class Slo:
-    """Targets at p99, seconds; None: none."""
-
-    ttft: float | None = None
-    tpot: float | None = None
-
-
-def parse_slo(text: str) -> Slo:
-    """`ttft=2s,tpot=60ms`. Raises: InvalidArgumentError."""
-    found: dict[str, float] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, _, value = (word.strip().lower() for word in part.partition("="))
-        unit, scale = ("ms", 1e-3) if value.endswith("ms") else ("s", 1.0)
-        try:
-            seconds = float(value.removesuffix(unit)) * scale
-        except ValueError:
-            seconds = 0.0
-        if name not in ("ttft", "tpot") or not 0 < seconds < 1e6 or name in found:
-            raise InvalidArgumentError(
-                f"--slo is {text!r}, of which {part!r} cannot be read; write ttft=2s,tpot=60ms, or "
-                "one of them.",
-                field="slo",
-            )
-        found[name] = seconds
-    return Slo(**found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +66,7 @@ class Chooser:
     cache: Cache
     weights: WeightFormat
     lengths: Lengths
-    slo: Slo
+    slo: Targets
     utilization: float
     other_bytes: int | None
     max_num_seqs: int
@@ -161,17 +134,17 @@ class Chooser:
     def _too_slow(self, time: Linear) -> tuple[str, Resource] | None:
         """A target that one request alone in the machine misses."""
         slo, reading = self.slo, time.step_s(StepLoad(1, 1, 0)) - BASE_S
-        if slo.tpot is not None and reading > slo.tpot:
+        if slo.tpot_s is not None and reading > slo.tpot_s:
             return (
-                f"reading the weights alone takes {reading * 1e3:.1f} ms a step, and {slo.tpot * 1e3:g} are "
-                "allowed",
+                f"reading the weights alone takes {reading * 1e3:.1f} ms a step, and "
+                f"{slo.tpot_s * 1e3:g} are allowed",
                 "bandwidth",
             )
         longest = int(np.percentile(self.lengths.prompts, 99, method="lower"))
         prefill = prefill_seconds(time, longest, self.cache.footprint.max_chunk)
-        if slo.ttft is not None and prefill > slo.ttft:
+        if slo.ttft_s is not None and prefill > slo.ttft_s:
             return (
-                f"computing the p99 prompt of {longest:,} tokens takes {prefill:.2f} s, and {slo.ttft:g} "
+                f"computing the p99 prompt of {longest:,} tokens takes {prefill:.2f} s, and {slo.ttft_s:g} "
                 "are allowed",
                 "compute",
             )
@@ -208,7 +181,7 @@ def on_cards(answer: PlanReport, cache: Cache, asked: PlanRequest) -> None:
         cache,
         weight_format(asked.weights, cache.shape),
         read_lengths(Path(asked.trace), asked.first),
-        parse_slo(asked.slo),
+        parse_targets(asked.slo, MEASURES),
         utilization=asked.utilization,
         other_bytes=None if asked.other_gib is None else round(asked.other_gib * GIB),
         max_num_seqs=asked.max_num_seqs,

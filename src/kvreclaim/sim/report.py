@@ -148,7 +148,7 @@ def goodput(scenario: Scenario, outcome: SimulationResult) -> dict[str, Any] | N
     targets = scenario.targets
     if not targets:
         return None
-    kept = sum(targets.kept_by(record) for record in outcome.records)
+    kept = sum(record.keeps(targets) for record in outcome.records)
     count = len(outcome.records) + len(outcome.refused)
     return {
         "targets": str(targets),

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from kvreclaim import schedule
+from kvreclaim.plan.targets import Targets
 from kvreclaim.sim.content import TraceTokens
 
 
@@ -76,6 +77,14 @@ class RequestRecord:
     def tpot_s(self) -> float | None:
         """Mean time between tokens behind the first; None: there is only one."""
         return (self.e2e_s - self.ttft_s) / (self.num_output - 1) if self.num_output > 1 else None
+
+    def keeps(self, targets: Targets) -> bool:
+        """Whether a request that has ended met all targets."""
+        return (
+            (targets.ttft_s is None or self.ttft_s <= targets.ttft_s)
+            and (targets.e2e_s is None or self.e2e_s <= targets.e2e_s)
+            and (targets.tpot_s is None or (self.tpot_s or 0.0) <= targets.tpot_s)
+        )
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from kvreclaim.checks import check_choice, is_int, parse_json, require
+from kvreclaim.checks import check_choice, is_int, require
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.plan.lengths import LONGEST, date_s, trace_rows
 from kvreclaim.sim.request import SimRequest
 from kvreclaim.sim.traces.trace import Trace
 
 MOONCAKE_PIECE = 512
-LONGEST, LATEST = 1 << 40, 1e12
-"""Tokens, and seconds or milliseconds, beyond which a number is none of a request."""
+LATEST = 1e12
+"""Maximum of a time, in seconds or milliseconds."""
+Rows = list[tuple[int, dict[str, Any]]]
+"""Requests of a file, with their line numbers."""
 
 
 def read_trace(path: Path, form: str = "auto", *, piece: int = MOONCAKE_PIECE) -> Trace:
@@ -29,33 +30,27 @@ def read_trace(path: Path, form: str = "auto", *, piece: int = MOONCAKE_PIECE) -
     Raises: InvalidArgumentError.
     """
     check_choice("format", form, ("auto", *FORMATS))
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:
-        raise InvalidArgumentError(f"--trace {path} cannot be read: {error}.", field="trace") from error
-    lines = [line for line in text.splitlines() if line.strip()]
-    require(bool(lines), f"--trace {path} is empty; it must hold a request a line.", "trace")
-    form = _guess(lines[0]) if form == "auto" else form
-    trace = FORMATS[form](lines, piece)
-    require(bool(trace.requests), f"--trace {path} holds no request.", "trace")
-    first = min(asked.arrival_s for asked in trace.requests)
-    requests = [replace(asked, arrival_s=asked.arrival_s - first) for asked in trace.requests]
-    requests.sort(key=lambda asked: asked.arrival_s)
+    rows = list(trace_rows(path))
+    require(bool(rows), f"--trace {path} is empty; it must hold a request a line.", "trace")
+    form = _guess(rows[0][1]) if form == "auto" else form
+    trace = FORMATS[form](rows, piece)
+    first = min(request.arrival_s for request in trace.requests)
+    requests = [replace(request, arrival_s=request.arrival_s - first) for request in trace.requests]
+    requests.sort(key=lambda request: request.arrival_s)
     return replace(trace, requests=requests, name=path.name, form=form)
 
 
-def _guess(line: str) -> str:
-    if not line.lstrip().startswith("{"):
+def _guess(row: Mapping[str, Any]) -> str:
+    if all(isinstance(value, str | None) for value in row.values()):
         return "azure"
-    row = _object(line, 1)
     if "prompt_tokens" in row:
         return "jsonl"
     return "aiperf" if row.keys() & {"session_id", "delay", "turns"} else "mooncake"
 
 
-def _mooncake(lines: list[str], piece: int) -> Trace:
+def _mooncake(rows: Rows, piece: int) -> Trace:
     """timestamp (ms), input_length, output_length, hash_ids: each of `piece` tokens, the last maybe fewer."""
-    return Trace([_hashed(row, number, piece) for number, row in _objects(lines)], knows_content=True)
+    return Trace([_hashed(row, number, piece) for number, row in rows], knows_content=True)
 
 
 def _hashed(row: Mapping[str, Any], number: int, piece: int) -> SimRequest:
@@ -71,10 +66,10 @@ def _hashed(row: Mapping[str, Any], number: int, piece: int) -> SimRequest:
     return SimRequest(arrival, prompt, output, ids, piece, prompt if ids else 0)
 
 
-def _azure(lines: list[str], piece: int) -> Trace:
+def _azure(rows: Rows, piece: int) -> Trace:
     """TIMESTAMP, ContextTokens, GeneratedTokens; nothing about content."""
     asked = []
-    for number, row in enumerate(_csv_rows(lines), 2):
+    for number, row in rows:
         require(
             row.keys() >= {"TIMESTAMP", "ContextTokens", "GeneratedTokens"},
             f"line 1: the columns are {', '.join(map(str, row))}; needed are TIMESTAMP, ContextTokens and "
@@ -82,32 +77,24 @@ def _azure(lines: list[str], piece: int) -> Trace:
             "trace",
         )
         prompt, output = (_digits(row[name], name, number) for name in ("ContextTokens", "GeneratedTokens"))
-        asked.append(SimRequest(_date_s(row["TIMESTAMP"], number), max(1, prompt), max(1, output)))
+        asked.append(SimRequest(_arrival(row["TIMESTAMP"], number), max(1, prompt), max(1, output)))
     return Trace(asked, knows_content=False)
 
 
-def _csv_rows(lines: list[str]) -> Iterator[dict[str, Any]]:
+def _arrival(text: object, number: int) -> float:
     try:
-        yield from csv.DictReader(lines)
-    except csv.Error as error:
-        raise InvalidArgumentError(f"--trace is no CSV: {error}.", field="trace") from None
-
-
-def _date_s(text: str, number: int) -> float:
-    whole, _, fraction = text.partition(".")
-    try:
-        return datetime.fromisoformat(whole + "+00:00").timestamp() + float(f"0.{fraction or 0}")
+        return date_s(str(text))
     except ValueError:
         raise InvalidArgumentError(
             f"line {number}: TIMESTAMP is {text!r}; write 2023-11-16 18:17:03.979.", field="trace"
         ) from None
 
 
-def _aiperf(lines: list[str], piece: int) -> Trace:
+def _aiperf(rows: Rows, piece: int) -> Trace:
     """Like mooncake, with session_id and delay (ms): a session's next turn comes so long after the answer."""
     turns: dict[Any, list[SimRequest]] = {}
     alone = []
-    for number, row in _objects(lines):
+    for number, row in rows:
         require(
             "input_length" in row,
             f"line {number} has no input_length; texts are not counted here: write the lengths in tokens.",
@@ -126,12 +113,12 @@ def _aiperf(lines: list[str], piece: int) -> Trace:
     return Trace([*alone, *firsts], knows_content=True, later=later)
 
 
-def _own(lines: list[str], piece: int) -> Trace:
+def _own(rows: Rows, piece: int) -> Trace:
     """prompt_tokens, output_tokens, arrival_s; optional: ids and piece (what the prompt begins with), session
     (turns of one share their text; each comes think_s after the last answer), priority."""
     turns: dict[Any, list[SimRequest]] = {}
     alone, knows = [], False
-    for number, row in _objects(lines):
+    for number, row in rows:
         strange = sorted(row.keys() - _OWN)
         require(not strange, f"line {number} has {', '.join(strange)}; known are {', '.join(_OWN)}.", "trace")
         prompt = _count(row, "prompt_tokens", number)
@@ -169,23 +156,9 @@ _OWN = (
     "think_s",
     "priority",
 )
-FORMATS: Mapping[str, Callable[[list[str], int], Trace]] = MappingProxyType(
+FORMATS: Mapping[str, Callable[[Rows, int], Trace]] = MappingProxyType(
     {"mooncake": _mooncake, "azure": _azure, "aiperf": _aiperf, "jsonl": _own}
 )
-
-
-def _objects(lines: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in enumerate(lines, 1):
-        yield number, _object(line, number)
-
-
-def _object(line: str, number: int) -> dict[str, Any]:
-    try:
-        row = parse_json(line)
-    except ValueError as error:
-        raise InvalidArgumentError(f"line {number} is no JSON: {error}.", field="trace") from None
-    require(isinstance(row, dict), f"line {number} is no JSON object; write one a line.", "trace")
-    return dict(row)
 
 
 def _number(row: Mapping[str, Any], name: str, number: int) -> float:
