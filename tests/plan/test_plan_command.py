@@ -28,7 +28,7 @@ TRACE = Path(__file__).parents[1] / "sim" / "data" / "vllm-run-4090" / "requests
         (["--weights", "int3"], "--weights is 'int3'"),
         (["--sequences", "5"], "a load has a number of sequences, and tokens in each"),
         (["--own", "5"], "a load has a number of sequences"),
-        (["--trace", str(TRACE)], "nothing is asked of it"),
+        (["--trace", str(TRACE)], "no option uses it"),
         (["--first", "5"], "no trace is"),
         (["--cards", "all", "--slo", "ttft=2s"], "goes by the lengths of a trace"),
         (["--cards", "all", "--trace", str(TRACE)], "pass --cards and --slo together"),

@@ -70,10 +70,10 @@ def test_what_a_simulation_wrote_is_found_again():
     """Terms twice and half as large as those from which the fit begins."""
     start = Linear(base=10e-3, beyond=50e-6, knee=200, kv=1e-7, pair=1e-9)
     made = Linear(base=20e-3, beyond=100e-6, knee=200, kv=0.5e-7, pair=1e-9)
-    asked = [Logged(0.15 * i, 30 + 97 * i % 800, 40 + 31 * i % 300, 0, 0).asked for i in range(60)]
+    requests = [Logged(0.15 * i, 30 + 97 * i % 800, 40 + 31 * i % 300, 0, 0).request for i in range(60)]
     log = [
         Logged(r.arrival_s, r.num_prompt, r.num_output, r.first_token_s, r.end_s)
-        for r in simulate_log(asked, ENGINE, made)
+        for r in simulate_log(requests, ENGINE, made)
     ]
     fitted = fit_log(log, ENGINE, start, device="a card")
     assert fitted.error < 0.02

@@ -45,12 +45,9 @@ class Card:
         """Bytes a second between two cards."""
         return self.nvlink or self.pcie
 
-    def overridden(self, *, memory_bytes: int | None = None, price: float | None = None) -> Card:
-        """With what the caller knows better."""
-        card = self
-        if memory_bytes is not None:
-            card = replace(card, memory_bytes=memory_bytes, reported_bytes=memory_bytes, reported_by="given")
-        return card if price is None else replace(card, price=(price, price))
+    def priced(self, price: float | None) -> Card:
+        """Return the card at this price; None: at its own."""
+        return self if price is None else replace(self, price=(price, price))
 
 
 @cache

@@ -52,7 +52,7 @@ class CardPool:
     """Memory of one card (of each, where there are several), and its blocks.
 
     block_bytes: of this card's part of a block
-    num_seqs:    that may run: as asked, or as many as have room for their states
+    num_seqs:    that may run: max_num_seqs, or as many as have room for their states
     states:      slots of recurrent layers, each of state_bytes on this card; None: the model has none
     """
 
@@ -141,13 +141,13 @@ def roomy_pool(
 
 
 def activation_bytes(cache: Cache) -> int:
-    """Estimate of what one step of max_chunk tokens takes beside weights and blocks."""
+    """Estimate the bytes of one step of max_chunk tokens without weights and blocks."""
     factor = EXPERT_FACTOR if cache.shape.has_experts else ACTIVATION_FACTOR
     return max(LEAST_ACTIVATION, 2 * cache.footprint.max_chunk * cache.shape.hidden_size * factor)
 
 
 def other_estimate(cache: Cache) -> int:
-    """Bytes beside weights and blocks, where the caller does not know better."""
+    """Estimate the bytes without weights and blocks."""
     return OTHER_BYTES + activation_bytes(cache)
 
 
@@ -242,5 +242,5 @@ def card_memory(card: Card | None, memory_bytes: int | None) -> int:
     if memory_bytes is not None:
         return memory_bytes
     if card is None:
-        raise InvalidArgumentError("how much memory there is is not said; pass --gpu or --memory-bytes.")
+        raise InvalidArgumentError("the size of the memory is not known; pass --gpu or --memory-bytes.")
     return card.usable_bytes

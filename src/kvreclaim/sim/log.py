@@ -31,7 +31,7 @@ class Logged:
     end_s: float
 
     @property
-    def asked(self) -> SimRequest:
+    def request(self) -> SimRequest:
         return SimRequest(self.arrival_s, self.num_prompt, self.num_output)
 
     @property

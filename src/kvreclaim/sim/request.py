@@ -1,4 +1,4 @@
-"""A request of a simulation: what is known of it beforehand, and what became of it."""
+"""A request of a simulation, and its record."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class SimRequest:
     num_prompt, num_output: tokens
     ids, piece: what the prompt begins with, as names of pieces of so many tokens each, the last maybe partial
     num_ids:    leading tokens of the prompt that ids name; the others, and the answer, are the tail's
-    tail:       None: its own, which no other request has
-    session:    number of the conversation that it belongs to; None: of none
+    tail:       name of these tokens; None: no other request has them
+    session:    number of its conversation; None without one
     """
 
     arrival_s: float
@@ -89,8 +89,8 @@ class RequestRecord:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Simulated(schedule.ScheduledSequence):
-    """A request's only output, while it waits or runs. computed: tokens computed since it began anew last."""
+    """The only output of a request while it waits or runs. most_computed: maximum of num_computed."""
 
-    asked: SimRequest
+    request: SimRequest
     record: RequestRecord
     most_computed: int = field(default=0)

@@ -1,4 +1,4 @@
-"""Requests that are drawn: arrivals by a distribution, conversations with think times."""
+"""Random requests: arrivals by a distribution, conversations with think times."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ class Arrivals:
         """A trace's requests in their order at these times."""
         times = self.times(len(trace.requests))
         pairs = zip(trace.requests, times, strict=True)
-        return replace(trace, requests=[replace(asked, arrival_s=time) for asked, time in pairs])
+        return replace(trace, requests=[replace(request, arrival_s=time) for request, time in pairs])
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficShape:
-    """Requests or conversations, all alike.
+    """Requests or conversations of one distribution.
 
-    count:      of them
-    prompt, output: tokens of each turn's question and answer; the first one's comes behind `prefix` tokens
-                that all share
-    turns:      of a conversation, 1 for requests that stand alone; each prompt has all that was said before
+    count:      number of conversations
+    prompt, output: tokens of each turn's question and answer; the first question follows `prefix` tokens that
+                all share
+    turns:      turns per conversation, 1 for single requests; each prompt begins with all turns before it
     think_s:    mean time from an answer to the next question, exponential
     vary:       coefficient of variation of prompt and output lengths, gamma; 0: none
     """
@@ -93,17 +93,17 @@ class TrafficShape:
         return Trace(firsts, knows_content=True, later=later if self.turns > 1 else {}, name="drawn")
 
     def _turns(self, session: int, random: Random) -> list[SimRequest]:
-        said, found = self.prefix, []
+        length, found = self.prefix, []
         ids: tuple[str, ...] = ("prefix",) if self.prefix else ()
         for _ in range(self.turns):
-            said += self._length(self.prompt, random)
+            length += self._length(self.prompt, random)
             output = self._length(self.output, random)
             think = random.expovariate(1 / self.think_s) if self.think_s else 0.0
             tail = ("session", session) if self.turns > 1 else None
             found.append(
                 SimRequest(
                     think,
-                    said,
+                    length,
                     output,
                     ids,
                     PREFIX_PIECE,
@@ -112,7 +112,7 @@ class TrafficShape:
                     session if self.turns > 1 else None,
                 )
             )
-            said += output
+            length += output
         return found
 
     def _length(self, mean: int, random: Random) -> int:
