@@ -72,10 +72,11 @@ def simulate(
     if search is not None:
         found = Search(scenario, search).run()
         _show_search(found, console)
-        _write(found, json_file)
-        return
-    plain = build(machine, without_compression(serving)) if compare else None
-    _report(scenario, plain, _name(serving), chart, json_file, console)
+    else:
+        plain = build(machine, without_compression(serving)) if compare else None
+        found = _report(scenario, plain, _name(serving), chart, console)
+    if json_file is not None:
+        write_json(json_file, found)
 
 
 def _scenario(trace: Trace, facts: dict[str, Any], machine: ReplicaOptions, serving: Serving) -> Scenario:
@@ -93,13 +94,8 @@ def _name(serving: Serving) -> str:
 
 
 def _report(
-    scenario: Scenario,
-    plain: Scenario | None,
-    name: str,
-    chart: Path | None,
-    json_file: Path | None,
-    console: Console,
-) -> None:
+    scenario: Scenario, plain: Scenario | None, name: str, chart: Path | None, console: Console
+) -> dict[str, Any]:
     """Run and show a scenario, next to a plain one if there is one."""
     from kvreclaim.sim.report import report
 
@@ -111,12 +107,7 @@ def _report(
 
         draw(reports, chart)
     others = {each: found for each, found in reports.items() if each != name}
-    _write(reports[name] | ({"beside": others} if others else {}), json_file)
-
-
-def _write(found: dict[str, Any], path: Path | None) -> None:
-    if path is not None:
-        write_json(path, found)
+    return reports[name] | ({"beside": others} if others else {})
 
 
 def _show(reports: dict[str, dict[str, Any]], console: Console) -> None:

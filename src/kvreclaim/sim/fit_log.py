@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from kvreclaim.checks import require
 from kvreclaim.plan.cost import Linear
 from kvreclaim.sim.cluster import Cluster
-from kvreclaim.sim.log import Logged
 from kvreclaim.sim.request import RequestRecord, SimRequest
 from kvreclaim.sim.settings import Settings
 
@@ -58,7 +57,9 @@ class FittedLog:
 class _Problem:
     """Residuals of a vector of the terms' logarithms, over the start's."""
 
-    def __init__(self, log: Sequence[Logged], settings: Settings, start: Linear, until_s: float) -> None:
+    def __init__(
+        self, log: Sequence[RequestRecord], settings: Settings, start: Linear, until_s: float
+    ) -> None:
         self.requests = [each.request for each in log]
         self.settings, self.start, self.until_s = settings, start, LATEST * until_s
         arrival, first, last = (
@@ -111,7 +112,7 @@ def simulate_log(
 
 
 def fit_log(
-    log: Sequence[Logged], settings: Settings, start: Linear, share: float = 1.0, **facts: Any
+    log: Sequence[RequestRecord], settings: Settings, start: Linear, share: float = 1.0, **facts: Any
 ) -> FittedLog:
     """Gauss-Newton over the logarithms of FITTED, from a roofline: first all together, then each.
 
@@ -122,7 +123,7 @@ def fit_log(
 
     Raises: InvalidArgumentError for too few times, and for requests that no such engine can run.
     """
-    until_s = share * max(each.end_s for each in log)
+    until_s = share * max(each.end_s for each in log if each.end_s is not None)
     problem = _Problem(log, settings, start, until_s)
     num_times = len(problem.scales)
     require(

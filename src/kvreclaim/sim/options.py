@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 from kvreclaim.checks import require
@@ -27,7 +27,7 @@ from kvreclaim.schedule.budget.lengths import longest_sequence
 from kvreclaim.schedule.rates import Rates
 from kvreclaim.schedule.scheduler import POLICIES
 from kvreclaim.sim.settings import Settings
-from kvreclaim.sim.traces.drawn import ARRIVALS, Arrivals, TrafficShape
+from kvreclaim.sim.traces.drawn import ARRIVALS, PREFIX_PIECE, Arrivals, TrafficShape
 from kvreclaim.sim.traces.files import read_trace
 from kvreclaim.sim.traces.trace import Trace
 
@@ -74,56 +74,58 @@ class ReplicaOptions:
             "gpu",
         )
 
+    @cached_property
+    def shape(self) -> ModelShape:
+        return load_shape(self.model)
+
     def cost(self, block_size: int) -> Linear:
         """The cost model of a step."""
         if self.calibration is not None:
             return Linear.load(self.calibration)
         assert self.gpu is not None, "checked"
-        shape = load_shape(self.model)
-        card, stored = find_card(self.gpu), weight_format(self.weights, shape)
+        card, stored = find_card(self.gpu), weight_format(self.weights, self.shape)
         parts = self.tensor_parallel_size
-        return roofline(shape, card, stored, self.form(shape), num_cards=parts, block_size=block_size)
+        return roofline(self.shape, card, stored, self.form, num_cards=parts, block_size=block_size)
 
-    def form(self, shape: ModelShape) -> KVBytes:
+    @property
+    def form(self) -> KVBytes:
         """The format of keys and values."""
-        return kv_bytes(self.kv_cache_dtype, dtype_of(shape))
+        return kv_bytes(self.kv_cache_dtype, dtype_of(self.shape))
 
     @property
     def density(self) -> Fraction:
         """How many tokens take the bytes of one in the model's dtype."""
-        shape = load_shape(self.model)
-        return self.form(shape).density(kv_bytes("auto", dtype_of(shape)), shape.attention)
+        return self.form.density(kv_bytes("auto", dtype_of(self.shape)), self.shape.attention)
 
     def bytes_per_block(self, block_size: int) -> int:
         """On all cards together."""
-        shape = load_shape(self.model)
-        return shape.block_bytes(self.form(shape), block_size)
+        return self.shape.block_bytes(self.form, block_size)
 
     @property
     def state_bytes(self) -> int:
         """Bytes of the states of one sequence, on all cards together; 0 without recurrent layers."""
-        shape = load_shape(self.model)
-        return shape.state_bytes(PLAIN_BITS[dtype_of(shape)]) if shape.has_states else 0
+        return self.shape.state_bytes(PLAIN_BITS[dtype_of(self.shape)]) if self.shape.has_states else 0
 
     def pool(self, footprint: Footprint, seats: Seats) -> tuple[int, int, StateSlots | None]:
         """Blocks, sequences and slots of recurrent layers, as `kvreclaim plan` counts them; with num_blocks,
         slots for max_num_seqs sequences. Raises: InvalidArgumentError if there is no room."""
-        shape = load_shape(self.model)
         if self.num_blocks is not None:
-            states = seats.slots(seats.max_num_seqs) if shape.has_states else None
+            states = seats.slots(seats.max_num_seqs) if self.shape.has_states else None
             return self.num_blocks, seats.max_num_seqs, states
         assert self.gpu is not None, "checked"
-        card, form = find_card(self.gpu), self.form(shape)
+        card, form = find_card(self.gpu), self.form
         build = partial(
             make_pool,
-            Cache(shape, form, footprint),
+            Cache(self.shape, form, footprint),
             card.usable_bytes,
-            weight_format(self.weights, shape),
+            weight_format(self.weights, self.shape),
             utilization=self.utilization,
             other_bytes=None,
             seats=seats,
         )
-        found = roomy_pool(card.name, shape, self.tensor_parallel_size, lambda size: build(num_cards=size))
+        found = roomy_pool(
+            card.name, self.shape, self.tensor_parallel_size, lambda size: build(num_cards=size)
+        )
         return found.num_blocks, found.num_seqs, found.states
 
     def hourly(self) -> float | None:
@@ -207,7 +209,7 @@ class Serving(PromiseOptions):
 
     def promise_on(self, machine: ReplicaOptions) -> Promise | None:
         """What max_loss promises in the machine's KV cache dtype, or chooses; None without it."""
-        return self.promise(self.compression, machine.kv_cache_dtype, dtype_of(load_shape(machine.model)))
+        return self.promise(self.compression, machine.kv_cache_dtype, dtype_of(machine.shape))
 
     def by_prompt(self, machine: ReplicaOptions) -> Callable[[int], Footprint] | None:
         """Footprints by the length of the prompt, with max_loss or a share; None: all have one."""
@@ -232,7 +234,7 @@ class Serving(PromiseOptions):
         per_block, footprint = machine.bytes_per_block(self.block_size), self.footprint()
         by_prompt = self.by_prompt(machine)
         num_blocks, num_seqs, states = machine.pool(footprint, self.seats())
-        longest, limit = self.max_model_len, load_shape(machine.model).max_position
+        longest, limit = self.max_model_len, machine.shape.max_position
         require(
             longest is None or longest <= limit,
             f"max_model_len is {longest}, but {machine.model} was made for {limit} positions; lower it, or "
@@ -292,7 +294,7 @@ class Traffic:
     burstiness: float = option(2.0, "Burstiness of gamma arrivals; 1 is poisson.", low=0.01, high=100.0)
     prompt: int = option(1024, "Tokens of a random prompt, or of each turn's question.", low=1)
     output: int = option(256, "Tokens of a random answer.", low=1)
-    prefix: int = option(0, "Tokens of a prefix that all random prompts share.", low=0)
+    prefix: int = option(0, "Tokens of a prefix that all random prompts share.", low=0, high=PREFIX_PIECE)
     vary: float = option(0.0, "Coefficient of variation of random lengths.", low=0.0, high=10.0)
     turns: int = option(1, "Turns per random conversation.", low=1)
     think: float = option(0.0, "Mean seconds from an answer to the next question.", low=0.0, high=1e9)

@@ -64,6 +64,10 @@ class RequestRecord:
     session: int | None = None
 
     @property
+    def request(self) -> SimRequest:
+        return SimRequest(self.arrival_s, self.num_prompt, self.num_output)
+
+    @property
     def ttft_s(self) -> float:
         assert self.first_token_s is not None, f"request {self.number} has no token"
         return self.first_token_s - self.arrival_s

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from random import Random
 
-from kvreclaim.checks import check_choice, check_int, check_number
 from kvreclaim.sim.request import SimRequest
 from kvreclaim.sim.traces.trace import Trace
 
@@ -27,11 +26,6 @@ class Arrivals:
     how: str = "poisson"
     burstiness: float = 2.0
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_choice("arrivals", self.how, ARRIVALS)
-        check_number("rate", self.rate, 1e-9, 1e9)
-        check_number("burstiness", self.burstiness, 0.01, 100.0)
 
     def times(self, count: int) -> list[float]:
         """Ascending, the first at 0."""
@@ -74,13 +68,6 @@ class TrafficShape:
     think_s: float = 0.0
     vary: float = 0.0
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("count", "prompt", "output", "turns"):
-            check_int(name, getattr(self, name), 1)
-        check_int("prefix", self.prefix, 0, maximum=PREFIX_PIECE)
-        check_number("think_s", self.think_s, 0.0, 1e9)
-        check_number("vary", self.vary, 0.0, 10.0)
 
     def trace(self, arrivals: Arrivals) -> Trace:
         """Conversations begin at these arrivals."""
