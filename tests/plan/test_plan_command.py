@@ -29,7 +29,7 @@ TRACE = Path(__file__).parents[1] / "sim" / "data" / "vllm-run-4090" / "requests
         (["--sequences", "5"], "a load has a number of sequences, and tokens in each"),
         (["--own", "5"], "a load has a number of sequences"),
         (["--trace", str(TRACE)], "no option uses it"),
-        (["--first", "5"], "no trace is"),
+        (["--first", "5"], "first limits a trace"),
         (["--cards", "all", "--slo", "ttft=2s"], "goes by the lengths of a trace"),
         (["--cards", "all", "--trace", str(TRACE)], "pass --cards and --slo together"),
         (["--recompute-p99-ms", "5", "--trace", str(TRACE)], "recompute_p99_ms is about one card"),

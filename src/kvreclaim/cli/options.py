@@ -41,7 +41,7 @@ Device = Annotated[str, typer.Option(help="Device: auto, cpu or cuda.")]
 
 
 def writable(path: Path | None) -> Path | None:
-    """For options that name a file to write: refuse it before anything has run, not after hours."""
+    """Refuse a file that cannot be written before anything has run."""
     try:
         if path is not None:
             check_writable(path)

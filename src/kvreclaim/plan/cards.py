@@ -52,7 +52,7 @@ class Card:
 
 @cache
 def all_cards() -> tuple[Card, ...]:
-    """In the order of the file."""
+    """Return all cards in the order of the file."""
     data = tomllib.loads(DATA.read_text(encoding="utf-8"))
     return tuple(_card(row, data["date"]) for row in data["cards"])
 
@@ -63,7 +63,7 @@ def _card(row: dict[str, Any], date: str) -> Card:
 
 
 def find_card(name: str) -> Card:
-    """By name or alias, whatever the case, a vendor's word before it or not. Raises: InvalidArgumentError."""
+    """Find a card by name or alias, in any case, with or without the vendor. Raises: InvalidArgumentError."""
     wanted = name.lower().removeprefix("nvidia ").removeprefix("geforce ").removeprefix("amd ").strip()
     for card in all_cards():
         if wanted in (card.name.lower(), *card.aliases):

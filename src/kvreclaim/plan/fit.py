@@ -91,7 +91,7 @@ def fit_steps(loads: Sequence[StepLoad], seconds: Sequence[float], **facts: Any)
 
 
 def _fitted(loads: Sequence[StepLoad], times: Array, facts: dict[str, Any]) -> Stepped:
-    """In turns: the terms to what the knots leave, the knots to what the terms leave."""
+    """Fit in turns the terms to the rest of the knots, and the knots to the rest of the terms."""
     tables = {knee: _table(loads, knee) for knee in KNEES}
     hats = _hats(np.array([load.num_tokens for load in loads]))
     more = np.zeros(len(KNOTS))

@@ -9,19 +9,19 @@ from datetime import datetime
 from itertools import islice
 from math import isfinite
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from kvreclaim.checks import parse_json, require
 from kvreclaim.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 PROMPT = ("input_length", "ContextTokens", "input_toks", "input_tokens", "prompt_tokens")
 OUTPUT = ("output_length", "GeneratedTokens", "output_toks", "output_tokens", "completion_tokens")
 SECONDS, MILLISECONDS, DATE = ("arrival_s", "arrival_time"), "timestamp", "TIMESTAMP"
 LONGEST = 1 << 40
-Integers = NDArray[np.int64]
 
 
 def trace_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -62,8 +62,8 @@ class Lengths:
     arrivals: [N] seconds since the first; None if the file has no times
     """
 
-    prompts: Integers
-    outputs: Integers
+    prompts: NDArray[np.int64]
+    outputs: NDArray[np.int64]
     arrivals: NDArray[np.float64] | None = None
 
     @property
@@ -76,6 +76,8 @@ class Lengths:
 
 def read_lengths(path: Path, first: int | None = None) -> Lengths:
     """Read the first requests of a file, or all. Raises: InvalidArgumentError."""
+    import numpy as np
+
     rows = [_row(path, number, row) for number, row in islice(trace_rows(path), first)]
     answered = [row for row in rows if row[1] > 0]
     if not answered:

@@ -43,7 +43,7 @@ class Seats:
     drafts: int = 0
 
     def slots(self, num_seqs: int) -> StateSlots:
-        """Where so many run."""
+        """Slots for num_seqs running sequences."""
         return StateSlots.of(num_seqs, self.each, self.checkpoints, self.interval, self.drafts)
 
 
@@ -68,7 +68,7 @@ class CardPool:
 
     @property
     def cache_bytes(self) -> int:
-        """For blocks and states. May be below 0, where the weights alone do not fit."""
+        """Bytes for blocks and states; below 0 if the weights alone do not fit."""
         taken = self.weight_bytes + self.other_bytes
         return int(self.memory_bytes * self.utilization) - taken
 
@@ -79,7 +79,7 @@ class CardPool:
 
     @property
     def kv_bytes(self) -> int:
-        """For blocks."""
+        """Bytes for blocks."""
         return self.cache_bytes - self.states_bytes
 
     @property
@@ -219,7 +219,7 @@ def fit(cache: Cache, pool: CardPool, each: int, *, prefix: int = 0) -> Fit:
 
 
 def binds(time: Linear, found: Fit, held: int) -> Binds:
-    """What limits tokens per second while as many sequences decode as fit.
+    """Return what limits tokens per second while as many sequences decode as fit.
 
     compute: their products take longer than reading weights and keys. bandwidth: reading their keys takes
     longer than reading the weights, so another sequence adds to the time what it adds to the tokens. memory:

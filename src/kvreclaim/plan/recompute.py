@@ -40,8 +40,8 @@ def prefill_seconds(time: Linear, num_tokens: int, chunk: int) -> float:
 
 
 def longest_recompute(time: Linear, seconds: float, chunk: int) -> int:
-    """Return the maximum number of tokens that are recomputed in this time. The time is
-    (2 P n + 2 L H D n^2) / FLOP/s by a data sheet, P without the head, and the sum of steps by a calibration."""
+    """Return the maximum number of tokens that are recomputed in this time. By a data sheet
+    it is (2 P n + 2 L H D n^2) / FLOP/s, P without the head; by a calibration the sum of steps."""
     if time.facts.get("kind") == DATA_SHEET:
         return most_tokens(per_token(time) / 2, time.pair / 2, seconds)
     low, high = 0, 1

@@ -19,11 +19,11 @@ PLAIN_BITS: Mapping[str, int] = MappingProxyType({"fp32": 32, "bf16": 16, "fp16"
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How a checkpoint stores its weights.
+    """Storage of a checkpoint's weights.
 
     bits:  of a linear weight, with its share of scales and zero points
-    scope: what is stored so: linear weights and experts, experts alone, everything; file: as the tensors of
-           the file are, whose bits differ
+    scope: weights in these bits: linear weights and experts, experts alone, all; file: as its tensors,
+           in different bits
     """
 
     name: str
@@ -60,7 +60,7 @@ WEIGHTS: Mapping[str, WeightFormat] = MappingProxyType(
 
 
 def weight_format(given: str, shape: ModelShape) -> WeightFormat:
-    """Parse --weights: auto (what the config says), a name of WEIGHTS, or bits per linear weight.
+    """Parse --weights: auto (by the config), a name of WEIGHTS, or bits per linear weight.
 
     Raises: InvalidArgumentError.
     """

@@ -94,11 +94,11 @@ class ReplicaOptions:
 
     @property
     def density(self) -> Fraction:
-        """How many tokens take the bytes of one in the model's dtype."""
+        """Number of tokens in the bytes of one in the model's dtype."""
         return self.form.density(kv_bytes("auto", dtype_of(self.shape)), self.shape.attention)
 
     def bytes_per_block(self, block_size: int) -> int:
-        """On all cards together."""
+        """Bytes of a block on all cards together."""
         return self.shape.block_bytes(self.form, block_size)
 
     @property
@@ -208,7 +208,7 @@ class Serving(PromiseOptions):
         return footprint(self.compression, block_size=size, max_chunk=chunk)
 
     def promise_on(self, machine: ReplicaOptions) -> Promise | None:
-        """What max_loss promises in the machine's KV cache dtype, or chooses; None without it."""
+        """Return the promise of max_loss in the machine's KV cache dtype; None without max_loss."""
         return self.promise(self.compression, machine.kv_cache_dtype, dtype_of(machine.shape))
 
     def by_prompt(self, machine: ReplicaOptions) -> Callable[[int], Footprint] | None:
@@ -221,7 +221,7 @@ class Serving(PromiseOptions):
         return partial(footprint_of_prompt, self.compression, density=machine.density, **lengths)
 
     def seats(self) -> Seats:
-        """What takes slots of recurrent layers, as the engine counts them."""
+        """Sequences that take slots of recurrent layers, as in the engine."""
         return Seats(
             self.max_num_seqs,
             each=2 + (self.kv_offloading_size > 0),

@@ -10,8 +10,8 @@ from kvreclaim.sim.extents.run import ROOT, Link, Node, Run, RunQueue, RunTable
 
 
 class Evicted:
-    """Which entries made way lately, as PrefixIndex remembers them: the last `remembered` at least, twice as
-    many at most. A bit for each place of a node."""
+    """Entries that were evicted lately, as in PrefixIndex: the last `remembered` at least, twice as many at
+    most. A bit for each place of a node."""
 
     def __init__(self, remembered: int) -> None:
         self.remembered = remembered

@@ -132,7 +132,7 @@ class RunQueue:
             self.push(Run(None, 0, count))
 
     def insert(self, before: Run, run: Run) -> None:
-        """Behind another one."""
+        """Insert a run behind another one."""
         after = before.after
         run.before, run.after = before, after
         before.after = after.before = run
