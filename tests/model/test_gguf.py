@@ -165,7 +165,7 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path, monkeypatch) -> None:
         pieces.append((numbers.size, weakref.ref(numbers)))
         return numbers
 
-    monkeypatch.setattr(reading, "dequantize", watched)
+    monkeypatch.setattr(gguf, "dequantize", watched)
     try:
         convert_gguf(tmp_path / "tiny.gguf", tmp_path / "made", print)
     finally:

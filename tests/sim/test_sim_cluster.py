@@ -231,12 +231,6 @@ def test_search_for_rate_seats_and_budget() -> None:
     assert budget["best"] is None or budget["best"] % 16 == 0
 
 
-@pytest.mark.parametrize("said", ["ttft", "ttft=2m", "wait=3s", "ttft=1s,ttft=2s", "tpot=-1ms"])
-def test_targets_that_cannot_be_read(said) -> None:
-    with pytest.raises(InvalidArgumentError, match="is no target"):
-        parse_targets(said)
-
-
 def test_the_pool_is_that_of_the_plan() -> None:
     said = {"gpu": "4090", "kv_cache_dtype": "int4"}
     planned = plan("Llama-3.1-8B", AskedOfPlan(context=4096, **said)).values
