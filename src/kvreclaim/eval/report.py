@@ -132,7 +132,7 @@ class FormatFacts(BaseModel):
 
 
 class ReportHeader(BaseModel):
-    """The measured setup. url: of a server, whose setup is unknown"""
+    """The measured setup. url: of a server, instead of the engine's facts"""
 
     command: str
     version: str

@@ -41,7 +41,7 @@ def make_rows(
 ) -> list[EvalRow]:
     """Make a row for each setting on each task, in the order of the plan, then of each suite's mean.
 
-    storages: by KV format; None: of a server, whose blocks are unknown
+    storages: by KV format; None if the blocks are unknown, as on a server
     """
     rows: list[EvalRow] = []
     judged: Cells = {}
