@@ -26,6 +26,7 @@ from kvreclaim.options import COMPRESSION, option
 from kvreclaim.outputs import check_writable
 
 if TYPE_CHECKING:
+    from kvreclaim import LLM
     from kvreclaim.eval import EvalReport
 
 KINDS = ("json", "csv", "html")
@@ -121,9 +122,25 @@ def evaluate(
     path = model_of(model)
     with uncollected():
         plan = EvalPlan(**grid, **shared)  # its policies import torch
-    from kvreclaim import LLM
+    options = {"calibrate": opt.with_calibration(None, calibrate and plan.stats is None)[1]}
+    llm = _engine(path, plan, engine, names, sizes, dtype=dtype, device=device, **options)
     from kvreclaim.eval.compare import run_plan
     from kvreclaim.eval.tasks import make_tasks
+
+    typer.echo(llm.engine.kernels, err=True)
+    _report(partial(run_plan, llm, plan, make_tasks(names, llm, sizes)), files)
+
+
+def _engine(
+    path: str | Path,
+    plan: EvalPlan,
+    engine: EngineConfig,
+    names: Sequence[str],
+    sizes: TaskOptions,
+    **options: Any,
+) -> LLM:
+    """Build an engine with a pool for a whole batch and its prompts in the prefix cache."""
+    from kvreclaim import LLM
     from kvreclaim.model.loader import hide_progress_bars
 
     hide_progress_bars()
@@ -134,13 +151,10 @@ def evaluate(
         "num_blocks": copies * (blocks_for(longest, engine.block_size) + 1) * plan.batch_size,
         "max_num_seqs": plan.batch_size,
         "kv_cache_dtype": plan.kv_cache_dtypes[0],
-        "calibrate": opt.with_calibration(None, calibrate and plan.stats is None)[1],
     }
     if has_ruler:  # a document is one chunk, so that it is compressed once
         whole_batch["max_num_batched_tokens"] = max(engine.max_num_batched_tokens, longest)
-    llm = LLM(path, dtype=dtype, device=device, **asdict(engine) | whole_batch)
-    typer.echo(llm.engine.kernels, err=True)
-    _report(partial(run_plan, llm, plan, make_tasks(names, llm, sizes)), files)
+    return LLM(path, **asdict(engine) | whole_batch | options)
 
 
 def _evaluate_server(
