@@ -302,6 +302,7 @@ def pool_chart(rows: Sequence[Row], out: Path) -> None:
     grid = figure.subplots(2, len(cases), squeeze=False, sharex="col")
     for column, case in enumerate(cases):
         own = [row for row in rows if row["case"] == case]
+        grid[0][column].axhline(own[0]["num_blocks"], color="#7f7f7f", linestyle="--", label="the pool")
         labels = {"blocks": "blocks in use", "running": "running requests"}
         for axis, (what, label) in zip(grid[:, column], labels.items(), strict=True):
             for row in own:
@@ -309,7 +310,6 @@ def pool_chart(rows: Sequence[Row], out: Path) -> None:
                 axis.plot(line["at_s"], line[what], color=COLORS[row["system"]], label=row["system"])
             axis.set(ylim=(0, None), xlim=(0, None), ylabel=label)
             axis.grid(alpha=0.3)
-        grid[0][column].axhline(own[0]["num_blocks"], color="#7f7f7f", linestyle="--", label="the pool")
         grid[0][column].set_title(f"{own[0]['load']} tokens, budget {own[-1]['budget']}", fontsize=10)
         grid[1][column].set_xlabel("seconds")
     handles, names = grid[0][0].get_legend_handles_labels()
