@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kvreclaim.compatibility import TABLE, Feature
+from kvreclaim.refusals import TABLE, Feature
 
 PAGE = Path(__file__).parent.parent / "docs" / "compatibility.md"
 HEAD = """# Compatibility
@@ -36,8 +36,7 @@ def page() -> str:
     by_feature: dict[str, list[str]] = {}
     for row in TABLE:
         first, *others = row.features
-        reason = (row.reason or row.message).split(";")[0].rstrip(".")
-        reason = re.sub(r"(?:policy |kv_cache_dtype )?\{(\w+)(?:!r)?\}", noun, reason).replace("  ", " ")
+        reason = re.sub(r"(?:policy |kv_cache_dtype )?\{(\w+)(?:!r)?\}", noun, row.why).replace("  ", " ")
         why = "" if reason.endswith(" is given") else f": {reason}"
         by_feature.setdefault(first, []).append(f"- {', '.join(others)}{why}.")
     parts = [f"\n**{first}** with\n\n" + "\n".join(rows) for first, rows in by_feature.items()]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvreclaim.compatibility import TABLE, Feature, refuse
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.refusals import TABLE, Feature, refuse
 
 NAMES = {feature: f"<{feature.name}>" for feature in Feature}
 

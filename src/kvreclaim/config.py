@@ -10,7 +10,6 @@ from typing import Any
 
 from kvreclaim import speculation
 from kvreclaim.checks import check_choice, parse_json, require
-from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.options import (
     CACHING,
     COMPRESSION,
@@ -24,6 +23,7 @@ from kvreclaim.options import (
     check_options,
     option,
 )
+from kvreclaim.refusals import Feature, refuse
 
 DENSE = "dense"
 KERNELS = ("auto", "native", "triton", "reference")

@@ -10,7 +10,6 @@ from fractions import Fraction
 from typing import Final
 
 from kvreclaim.checks import check_choice, require
-from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.loss_curve import LossCurve
 from kvreclaim.compression.policy import CompressionPolicy, Mode
 from kvreclaim.compression.registry import make_policy, object_spec, policy_spec
@@ -21,6 +20,7 @@ from kvreclaim.compression_settings import AUTO, FULL, CompressionSettings
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.options import settings_of
+from kvreclaim.refusals import Feature, refuse
 from kvreclaim.schedule.budget.footprint import (
     SAME,
     Footprint,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.config import StatsSource
 from kvreclaim.compression.policy import CompressionPolicy, Signal
 from kvreclaim.compression.stats import LayerStats, QueryStats
@@ -10,6 +9,7 @@ from kvreclaim.compression.stats_metadata import RECALIBRATE
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import KVFormat
+from kvreclaim.refusals import Feature, refuse
 from kvreclaim.schedule.budget.recall import Recall
 
 _PARTS = {

@@ -7,7 +7,6 @@ from fractions import Fraction
 from pathlib import Path
 
 from kvreclaim.checks import require
-from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.spec.grammar import Spec, Value, parse_spec
 from kvreclaim.compression.spec.traits import footprint, for_prompt, is_share
 from kvreclaim.kv_bytes import kv_bytes
@@ -17,6 +16,7 @@ from kvreclaim.plan.on_sequences import on_load, on_model, on_request
 from kvreclaim.plan.plan_request import PlanRequest
 from kvreclaim.plan.sections import PlanReport
 from kvreclaim.plan.weights import dtype_of
+from kvreclaim.refusals import Feature, refuse
 from kvreclaim.schedule.budget.footprint import Footprint
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.config import StatsSource
 from kvreclaim.compression.prefill.method import SparsePrefill
 from kvreclaim.compression.prefill.registry import make_method
@@ -42,6 +41,7 @@ from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.states import StateStore
 from kvreclaim.ops.streamed import StreamedLayers
+from kvreclaim.refusals import Feature, refuse
 from kvreclaim.schedule import Scheduler
 from kvreclaim.schedule.preemption_cost import PreemptionCostModel
 from kvreclaim.schedule.rates import Rates

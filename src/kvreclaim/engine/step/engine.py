@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.config import StatsSource
 from kvreclaim.config import DENSE, EngineConfig
@@ -68,6 +67,7 @@ from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.groups import layer_groups
 from kvreclaim.ops.native import torch_alone
+from kvreclaim.refusals import Feature, refuse
 from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.schedule import Pass
 from kvreclaim.schedule.companions import Companions

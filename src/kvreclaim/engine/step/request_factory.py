@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from kvreclaim.beams import BeamSearchParams
-from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.prefill.method import SparsePrefill
 from kvreclaim.compression.prefill.registry import make_method
@@ -37,6 +36,7 @@ from kvreclaim.engine.step.verified import divided, verify_of
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.formats import KVFormat
 from kvreclaim.ops.groups import LayerGroups
+from kvreclaim.refusals import Feature, refuse
 from kvreclaim.schedule import Footprint
 
 UNSEEDED = 1 << 40
