@@ -17,8 +17,7 @@ request is added. The rows are in `src/kvreclaim/refusals/`; after a change ther
 NOUNS = {
     "a policy": "the policy",
     "a ": "the format",
-    "full_cache": "set",
-    "kv_": "set",
+    **dict.fromkeys(("full_cache", "kv_", "mode", "drop_at", "priority"), "set"),
     "sparse": "",
     "sliding windows in the block": "a layer of the model",
 }

@@ -91,7 +91,7 @@ def check_fits(cache: Cache, compression: str | None) -> None:
         return
     policy, _, _ = compression.partition(":")
     method, name = cache.footprint.eviction_method, cache.shape.name
-    found = {
+    on = {
         Feature.UNEQUAL_HEADS: policy if method.uneven else None,
         Feature.READS_SPARSELY: policy if method.sparse_reads else None,
         Feature.SHARED_WINDOWS: (
@@ -101,7 +101,7 @@ def check_fits(cache: Cache, compression: str | None) -> None:
         Feature.RECURRENT: cache.shape.name if cache.shape.has_states else None,
         Feature.QUANTISED: None if cache.form.is_plain else cache.form.name,
     }
-    refuse({feature: said for feature, said in found.items() if said is not None})
+    refuse(on)
 
 
 def _turns_keys(value: Value) -> bool:

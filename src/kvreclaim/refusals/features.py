@@ -6,8 +6,7 @@ from enum import Enum, StrEnum, auto
 
 
 class Kind(Enum):
-    """What a feature belongs to. A STATE is no feature of its own: a variant or the lack of something, which
-    only rows of the table name."""
+    """What a feature belongs to. Only rows name a STATE: a variant of a feature, an option or a lack."""
 
     REQUEST = auto()
     POLICY = auto()
@@ -43,6 +42,17 @@ class Feature(StrEnum):
     RECALL_BETWEEN_PASSES = "recall between passes"
     SKIPS_BLOCKS = "sparse prefill that skips blocks"
     GENERATION = "generating tokens"
+    PRIORITY = "priority"
+    STOP_STRINGS = "stop strings"
+    BAD_WORDS = "bad_words"
+    THINKING_BUDGET = "thinking_token_budget"
+    UNKNOWN_REASONING = "an unknown format of reasoning"
+    DROP_AT = "drop_at"
+    NO_DROPS = "no drop_spans"
+    MODE = "mode"
+    MAX_LOSS = "max_loss"
+    POLICY_OPTIONS = "options of a policy"
+    AUTO_POLICY = "policy auto"
 
     EVICTS = "a policy that evicts", Kind.POLICY
     READS_SPARSELY = "a policy that reads some blocks (`quest`)", Kind.POLICY
@@ -63,6 +73,7 @@ class Feature(StrEnum):
     KEEPS_BLOCKS = "a policy that frees no blocks"
     NOT_COMPACTED = "a policy that does not compact equal heads"
     EVERY_PASS = "a policy that compresses while decoding"
+    NEEDS_ROTATION = "a policy that rotates keys or reads statistics"
 
     HOST_CACHE = "full_cache_host_size", Kind.ENGINE
     OFFLOADING = "kv_offloading_size", Kind.ENGINE
@@ -70,7 +81,11 @@ class Feature(StrEnum):
     DRAFTS = "speculative_config", Kind.ENGINE
     BATCH_INVARIANT = "batch_invariant", Kind.ENGINE
     QUANTISED = "a quantised KV format", Kind.ENGINE
+    NO_OFFLOADING = "kv_offloading_size=0"
+    SWAP = "preemption_mode=swap"
     RECALL_SIZE = "kv_recall_size"
+    NO_RECALL_SIZE = "kv_recall_size=0"
+    FIRST_COME = "scheduling_policy=fcfs"
     NO_PREFIX_CACHE = "enable_prefix_caching=False"
     ROTATED = "a rotated KV format"
     VLLM = "the vLLM plugin", Kind.PLUGIN
@@ -83,3 +98,4 @@ class Feature(StrEnum):
     WINDOWS = "sliding windows or chunked attention"
     ALL_WINDOWS = "sliding windows in all layers"
     UNKNOWN_ROTATION = "an unknown rotary embedding"
+    NO_TOKENIZER = "no tokenizer"

@@ -27,9 +27,15 @@ GROUPS: Mapping[Group, Texts] = {
         (F.WINDOW_TABLES, F.SESSION): "sessions cannot be saved while layers with sliding windows have "
         "block tables of their own; start with disable_hybrid_kv_cache_manager=True",
     },
+    Group("preemption_mode"): {
+        (F.SWAP, F.NO_OFFLOADING): "preemption_mode is 'swap', but kv_offloading_size is 0: there is no host "
+        "memory to move blocks to; give some GiB, or leave preemption_mode out",
+    },
     Group("kv_offloading_disk_path"): {
         (F.DISK, F.NO_PREFIX_CACHE): "kv_offloading_disk_path is set, but enable_prefix_caching is off: the "
         "disk holds prefixes; switch it on, or leave the path out",
+        (F.DISK, F.NO_OFFLOADING): "kv_offloading_disk_path is set, but kv_offloading_size is 0: blocks go "
+        "to disk from host memory; give some GiB of that, too",
     },
     Group("verify", "verify is True, but ", (F.VERIFY,)): {
         (F.HOST_CACHE, F.KEEPS_BLOCKS): "policy {keeps_blocks} holds on the device as much as the full "
@@ -125,19 +131,35 @@ GROUPS: Mapping[Group, Texts] = {
         F.UNEQUAL_LAYERS: "{unequal_layers} has layers with different KV heads; leave recall out",
         F.DRAFTS: "several drafts are computed at once, but each token has its own pages; start without "
         "speculative_config",
+        F.NO_RECALL_SIZE: "kv_recall_size is 0, so there is no host memory for evicted tokens; start with "
+        "some GiB",
         F.COMPRESS_AT: "compress_prompt_at keeps its result for other requests without cold pages; leave it "
         "out",
     },
     Group("compression", "recall {recall_between_passes} is refused: ", (F.RECALL_BETWEEN_PASSES,)): {
-        F.SEVERAL_OUTPUTS: "pages that come back between passes would be written into blocks that outputs "
-        "share; use recall pass, or n=1 without beams",
-        F.BEAM_SEARCH: "pages that come back between passes would be written into blocks that outputs "
-        "share; use recall pass, or n=1 without beams",
+        **dict.fromkeys(
+            (F.SEVERAL_OUTPUTS, F.BEAM_SEARCH),
+            "pages that come back between passes would be written into blocks that outputs share; use "
+            "recall pass, or n=1 without beams",
+        ),
     },
     Group("recall", features=(F.RECALL,)): {
         F.VERIFY: "verify is set with recall, but a cache that only drafts has no cold pages; leave one out",
         F.PROTECT_PROMPT: "protect_prompt protects the leading slots, but recalled tokens come later; leave "
         "it or recall out",
+        F.MODE: "mode is {mode}, but under recall each KV head holds its own tokens; leave mode, or recall, "
+        "out",
+    },
+    Group("options", "options belong to a policy, and ", (F.POLICY_OPTIONS,)): {
+        F.MAX_LOSS: "max_loss is about the policy of the loss curve; leave one out",
+    },
+    Group(None, "options belong to a policy, and ", (F.POLICY_OPTIONS,)): {
+        F.AUTO_POLICY: "policy is 'auto'; name one, or none",
+    },
+    Group(None): {
+        (F.NEEDS_ROTATION, F.UNKNOWN_ROTATION): "policy {needs_rotation} needs the rotation of "
+        "{unknown_rotation}, which is not known; use a policy that needs none, such as knorm or "
+        "streaming_llm",
     },
     Group("sparse_prefill", features=(F.SPARSE_PREFILL,)): {
         F.SHARED_WINDOWS: "sparse prefill {sparse_prefill} reads blocks per head, which does not work in "
@@ -188,6 +210,27 @@ GROUPS: Mapping[Group, Texts] = {
         "without the size",
         F.ALL_WINDOWS: "all layers of {all_windows} have sliding windows, which give old blocks back; leave "
         "it out",
+    },
+    Group("drop_at"): {
+        (F.DROP_AT, F.NO_DROPS): "drop_at is {drop_at}, but there are no drop_spans; pass some, or leave it "
+        "out",
+    },
+    Group("priority"): {
+        (F.PRIORITY, F.FIRST_COME): "priority is {priority}, but scheduling_policy is fcfs, which runs "
+        "requests as they come; leave it at 0 or start the engine with scheduling_policy='priority' or "
+        "'cache'",
+    },
+    Group("stop"): {
+        (F.STOP_STRINGS, F.NO_TOKENIZER): "stop strings need a tokenizer, and this model has none; pass "
+        "stop_token_ids",
+    },
+    Group("bad_words"): {
+        (F.BAD_WORDS, F.NO_TOKENIZER): "bad_words need a tokenizer, and this model has none; leave them out",
+    },
+    Group("thinking_token_budget"): {
+        (F.THINKING_BUDGET, F.UNKNOWN_REASONING): "thinking_token_budget is set, but nothing says how this "
+        "model writes its reasoning (its chat template shows none, or no reasoning parser is on); leave it "
+        "out",
     },
     Group("prompt_logprobs"): {
         (F.SCORING, F.PROMPT_LOGPROBS): "prompt_logprobs is given, and LLM.score scores only the "

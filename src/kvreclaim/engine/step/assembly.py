@@ -76,7 +76,7 @@ def _key_stats(facts: ModelFacts, source: StatsSource | None) -> list[KeyStats] 
 
 
 def default_prefill(
-    config: EngineConfig, groups: LayerGroups, features: Mapping[Feature, str]
+    config: EngineConfig, groups: LayerGroups, features: Mapping[Feature, object]
 ) -> SparsePrefill | None:
     """The engine's method of sparse prefill; None: dense. Raises: InvalidArgumentError."""
     method = make_method(config.sparse_prefill)

@@ -131,7 +131,7 @@ class Engine:
         facts, form = stored_facts(loaded, config, stats)
         self.kv_format = form
         self.groups = groups = layer_groups(facts, config)
-        self.features = engine_features(config, form, groups)
+        self.features = engine_features(config, loaded, form, groups)
         refuse(self.features)
         prefill = default_prefill(config, groups, self.features)
         choice = chosen_backend(config, loaded, groups, form)
