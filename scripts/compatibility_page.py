@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kvreclaim.refusals import TABLE, Feature
+from kvreclaim.refusals import Feature
+from kvreclaim.refusals.features import Kind
+from kvreclaim.refusals.table import ROWS, UNTESTED
 
 PAGE = Path(__file__).parent.parent / "docs" / "compatibility.md"
 HEAD = """# Compatibility
 
-These features do not work together; all others do. The engine refuses a combination at its start or when a \
-request is added. The rows are in `src/kvreclaim/refusals/`; after a change there, run \
+These features do not work together; a test covers each other pair (`tests/supported_pairs.txt`). The \
+engine refuses a combination at its start or when a request is added. After a change in \
+`src/kvreclaim/refusals/`, run \
 `python scripts/compatibility_page.py`. [vllm.md](vllm.md) lists what the plugin refuses of vLLM's options.
 """
 NOUNS = {
@@ -31,13 +34,16 @@ def noun(match: re.Match[str]) -> str:
 
 
 def page() -> str:
-    """The table by feature."""
+    """The table by feature, without rows about options alone; what no test covers is one line."""
     by_feature: dict[str, list[str]] = {}
-    for row in TABLE:
+    for row in ROWS:
         first, *others = row.features
-        reason = re.sub(r"(?:policy |kv_cache_dtype )?\{(\w+)(?:!r)?\}", noun, row.why).replace("  ", " ")
-        why = "" if reason.endswith(" is given") else f": {reason}"
-        by_feature.setdefault(first, []).append(f"- {', '.join(others)}{why}.")
+        if any(feature.kind is not Kind.STATE for feature in row.features):
+            reason = re.sub(r"(?:policy |kv_cache_dtype )?\{(\w+)(?:!r)?\}", noun, row.why).replace("  ", " ")
+            why = "" if reason.endswith(" is given") else f": {reason}"
+            by_feature.setdefault(first, []).append(f"- {', '.join(others)}{why}.")
+    for first, rest in UNTESTED.items():
+        by_feature.setdefault(first, []).append(f"- untested: {', '.join(rest)}.")
     parts = [f"\n**{first}** with\n\n" + "\n".join(rows) for first, rows in by_feature.items()]
     return HEAD + "\n".join(parts) + "\n"
 

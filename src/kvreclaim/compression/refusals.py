@@ -1,4 +1,4 @@
-"""Policies that a model or its statistics cannot serve, each refused with its reason and what to do."""
+"""Features of policies, KV formats and models for the table of refusals, and checks of statistics."""
 
 from __future__ import annotations
 
@@ -143,10 +143,10 @@ def required_stats(policy: CompressionPolicy, given: StatsSource | None) -> Quer
     return stats
 
 
-def _check_contents(policy: CompressionPolicy, stats: QueryStats | LayerStats, whose: str) -> None:
+def _check_contents(policy: CompressionPolicy, stats: QueryStats | LayerStats, owner: str) -> None:
     for signal, (name, what, how) in _PARTS.items():
         if signal in policy.needs and getattr(stats, name) is None:
             raise InvalidArgumentError(
-                f"policy {policy.name} needs statistics with {what}, and those {whose} hold none; "
+                f"policy {policy.name} needs statistics with {what}, and those {owner} hold none; "
                 f"{RECALIBRATE} {how}."
             )

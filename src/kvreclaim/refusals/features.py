@@ -12,6 +12,7 @@ class Kind(Enum):
     POLICY = auto()
     ENGINE = auto()
     PLUGIN = auto()
+    SESSION = auto()
     MODEL = auto()
     STATE = auto()
 
@@ -37,7 +38,7 @@ class Feature(StrEnum):
     SEVERAL_OUTPUTS = "n > 1", Kind.REQUEST
     PROMPT_LOGPROBS = "prompt_logprobs", Kind.REQUEST
     SCORING = "scoring a continuation", Kind.REQUEST
-    SESSION = "saved sessions", Kind.REQUEST
+    SESSION = "saved sessions", Kind.SESSION
     PROTECT_PROMPT = "protect_prompt", Kind.REQUEST
     RECALL_BETWEEN_PASSES = "recall between passes"
     SKIPS_BLOCKS = "sparse prefill that skips blocks"
@@ -94,8 +95,8 @@ class Feature(StrEnum):
     SHARED_WINDOWS = "sliding windows in the block table of all layers", Kind.MODEL
     RECURRENT = "recurrent layers (hybrid models)", Kind.MODEL
     LATENT = "latent attention (MLA)", Kind.MODEL
-    UNEQUAL_LAYERS = "layers with unequal heads", Kind.MODEL
     WINDOWS = "sliding windows or chunked attention"
+    UNEQUAL_LAYERS = "layers with unequal heads"
     ALL_WINDOWS = "sliding windows in all layers"
     UNKNOWN_ROTATION = "an unknown rotary embedding"
     NO_TOKENIZER = "no tokenizer"

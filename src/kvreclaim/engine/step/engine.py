@@ -256,7 +256,7 @@ class Engine:
         """
         footprint = footprint_of(divided(compressor)[1], self.config, [], groups=self.groups)
         longest = self.loaded.facts.max_position
-        self.max_model_len = bounded_by_pool(footprint, self._admitting, said=said, longest=longest)
+        self.max_model_len = bounded_by_pool(footprint, self._admitting, given=said, longest=longest)
         self.runner.expect(compressor)
 
     def cold_bytes(self) -> int:

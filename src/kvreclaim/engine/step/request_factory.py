@@ -138,9 +138,9 @@ class RequestFactory:
         self.signals.check(compressor)
 
     def _prefill_method(self, spec: RequestSpec) -> SparsePrefill | None:
-        """The prompt's sparse-prefill method: the request's, else the engine's."""
-        said = self.prefill if spec.sparse_prefill is None else spec.sparse_prefill
-        return make_method(said) if isinstance(said, str) else said
+        """Return the request's method of sparse prefill, else the engine's."""
+        method = self.prefill if spec.sparse_prefill is None else spec.sparse_prefill
+        return make_method(method) if isinstance(method, str) else method
 
     def _verify(self, spec: RequestSpec, verified: Compressor, num_tokens: int) -> Verify:
         """Settings of verify mode for the request. Raises: InvalidArgumentError."""
@@ -209,11 +209,12 @@ def compression_features(compressor: Compressor, *, scored: bool) -> dict[Featur
 
     scored: whether all tokens are given, so that none is generated
     """
-    policy, recall, verify = compressor.policy, compressor.recall, compressor.config.verify
+    policy, recall, config = compressor.policy, compressor.recall, compressor.config
     mode = None if recall is None else repr(recall.mode)
     return policy_features(policy) | {
-        Feature.VERIFY: verify,
-        Feature.EVICTS: None if verify or policy.eviction_method.keeps_all else policy.name,
+        Feature.VERIFY: config.verify,
+        Feature.EVICTS: None if config.verify or policy.eviction_method.keeps_all else policy.name,
+        Feature.PROTECT_PROMPT: config.protect_prompt,
         Feature.GENERATION: not scored,
         Feature.RECALL: mode,
         Feature.RECALL_BETWEEN_PASSES: mode if recall is not None and recall.between else None,

@@ -1,4 +1,4 @@
-"""Checks of a request before it is queued, and of its length; each refusal names the limit and the remedy."""
+"""Checks of a request's values: types, ranges and lengths. Each error names the limit and the remedy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 def check_prompt(
     tokens: list[int], params: SamplingParams, config: EngineConfig, loaded: LoadedModel
 ) -> None:
-    """Raise InvalidArgumentError for tokens and parameters that this model or engine cannot take."""
+    """Raise InvalidArgumentError for tokens and parameters beyond the limits of the model or the engine."""
     if not tokens:
         raise InvalidArgumentError("the prompt has no tokens; pass at least one.", field="prompt")
     wrong = [t for t in tokens if type(t) is not int or not 0 <= t < loaded.vocab_size]
@@ -52,7 +52,7 @@ def check_prompt(
 
 
 def checked_bad_words(params: SamplingParams, loaded: LoadedModel) -> tuple[tuple[int, ...], ...]:
-    """The token ids of bad_words. Raises: InvalidArgumentError for a word that the model cannot write."""
+    """Return the token ids of bad_words. Raises: InvalidArgumentError for a word that the model cannot write."""
     found: dict[tuple[int, ...], None] = {}
     for word in params.bad_words or ():
         assert loaded.tokenizer is not None, "bad_words without a tokenizer are refused before"
@@ -86,7 +86,7 @@ def check_salt_and_priority(cache_salt: str | None, priority: object) -> None:
 
 
 def checked_drops(spec: RequestSpec) -> Drops | None:
-    """The spans that a request drops. Raises: InvalidArgumentError for some that are not in its prompt."""
+    """Return the spans that a request drops. Raises: InvalidArgumentError for a span outside its prompt."""
     spans, at, num_prompt = spec.drop_spans, spec.drop_at, len(spec.prompt_token_ids)
     if not spans:
         return None
@@ -180,24 +180,24 @@ def check_beams(
         )
 
 
-def bounded_by_pool(footprint: Footprint, config: EngineConfig, *, said: int | None, longest: int) -> int:
-    """The length up to which every sequence of this footprint is served, which the log says if the pool makes
-    it less than the model's.
+def bounded_by_pool(footprint: Footprint, config: EngineConfig, *, given: int | None, longest: int) -> int:
+    """Return the length up to which every sequence of this footprint is served. A length below the model's is
+    logged.
 
-    said: max_model_len as the caller gave it; longest: the model's
+    given: the caller's max_model_len; longest: the model's
 
-    Raises: InvalidArgumentError if the pool cannot hold what was said, or not a single token.
+    Raises: InvalidArgumentError if the pool cannot hold the given length, or not a single token.
     """
     assert config.num_blocks is not None, "the engine's limits are set"
-    wanted = longest if said is None else said
-    held = longest_sequence(None, wanted, footprint, config.num_blocks)
-    if held < wanted:
-        lacks = _lacks(excess_slots(wanted, wanted, footprint, config.num_blocks), footprint, config)
+    length = longest if given is None else given
+    held = longest_sequence(None, length, footprint, config.num_blocks)
+    if held < length:
+        lacks = _lacks(excess_slots(length, length, footprint, config.num_blocks), footprint, config)
         to_do = _remedies(footprint, config)
         lower = f"lower it to {held}, or leave it out and have what the pool holds of each request, or "
         require(
-            said is None and held > 0,
-            f"max_model_len is {wanted}, and one sequence of that length may need {lacks}; "
+            given is None and held > 0,
+            f"max_model_len is {length}, and one sequence of that length may need {lacks}; "
             f"{lower if held else ''}{' or '.join(to_do)}.",
             "max_model_len",
         )
@@ -205,7 +205,7 @@ def bounded_by_pool(footprint: Footprint, config: EngineConfig, *, said: int | N
             "max_model_len is %d, not %d, the model's: one sequence of that length may need %s; to have "
             "more, %s.",
             held,
-            wanted,
+            length,
             lacks,
             " or ".join(to_do),
         )
@@ -215,10 +215,10 @@ def bounded_by_pool(footprint: Footprint, config: EngineConfig, *, said: int | N
 def check_length(
     num_prompt: int, known: int, footprint: Footprint, config: EngineConfig, *, policy: str
 ) -> None:
-    """Raise RequestTooLongError if the request can never run, InvalidArgumentError if its way of compressing
-    does not go with the size of the blocks.
+    """Raise RequestTooLongError if the request can never run, InvalidArgumentError if its compression does not
+    fit the size of the blocks.
 
-    num_prompt, known: tokens of the prompt, and of everything that is given; policy: its name
+    num_prompt, known: tokens of the prompt, and of prompt and continuation; policy: its name
     """
     if not footprint.eviction_method.keeps_all:
         check_blocks(footprint, policy)
