@@ -12,15 +12,13 @@ from kvreclaim.refusals.table import ROWS, UNTESTED
 PAGE = Path(__file__).parent.parent / "docs" / "compatibility.md"
 HEAD = """# Compatibility
 
-These features do not work together; a test covers each other pair (`tests/supported_pairs.txt`). The \
-engine refuses a combination at its start or when a request is added. After a change in \
-`src/kvreclaim/refusals/`, run \
-`python scripts/compatibility_page.py`. [vllm.md](vllm.md) lists what the plugin refuses of vLLM's options.
+These features exclude each other; tests cover other pairs. `scripts/compatibility_page.py` writes this \
+page. [vllm.md](vllm.md) lists what the plugin refuses.
 """
 NOUNS = {
     "a policy": "the policy",
     "a ": "the format",
-    **dict.fromkeys(("full_cache", "kv_", "mode", "drop_at", "priority"), "set"),
+    **dict.fromkeys(("full_cache", "kv_", "mode", "drop_at", "compress", "priority"), "set"),
     "sparse": "",
     "sliding windows in the block": "a layer of the model",
 }

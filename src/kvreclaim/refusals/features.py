@@ -49,6 +49,7 @@ class Feature(StrEnum):
     THINKING_BUDGET = "thinking_token_budget"
     UNKNOWN_REASONING = "an unknown format of reasoning"
     DROP_AT = "drop_at"
+    NO_EVICTION = "a compression that evicts nothing"
     NO_DROPS = "no drop_spans"
     MODE = "mode"
     MAX_LOSS = "max_loss"

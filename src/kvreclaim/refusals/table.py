@@ -211,6 +211,10 @@ GROUPS: Mapping[Group, Texts] = {
         F.ALL_WINDOWS: "all layers of {all_windows} have sliding windows, which give old blocks back; leave "
         "it out",
     },
+    Group("compress_prompt_at"): {
+        (F.COMPRESS_AT, F.NO_EVICTION): "compress_prompt_at is {compress_at}, but the request's compression "
+        "evicts nothing; give it a policy that does, or leave compress_prompt_at out",
+    },
     Group("drop_at"): {
         (F.DROP_AT, F.NO_DROPS): "drop_at is {drop_at}, but there are no drop_spans; pass some, or leave it "
         "out",

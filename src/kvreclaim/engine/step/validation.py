@@ -52,7 +52,7 @@ def check_prompt(
 
 
 def checked_bad_words(params: SamplingParams, loaded: LoadedModel) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of bad_words. Raises: InvalidArgumentError for a word that the model cannot write."""
+    """Return the token ids of bad_words. Raises: InvalidArgumentError for a word without tokens."""
     found: dict[tuple[int, ...], None] = {}
     for word in params.bad_words or ():
         assert loaded.tokenizer is not None, "bad_words without a tokenizer are refused before"
@@ -215,8 +215,8 @@ def bounded_by_pool(footprint: Footprint, config: EngineConfig, *, given: int | 
 def check_length(
     num_prompt: int, known: int, footprint: Footprint, config: EngineConfig, *, policy: str
 ) -> None:
-    """Raise RequestTooLongError if the request can never run, InvalidArgumentError if its compression does not
-    fit the size of the blocks.
+    """Raise RequestTooLongError for a request that can never run, InvalidArgumentError for a compression that
+    does not fit the size of the blocks.
 
     num_prompt, known: tokens of the prompt, and of prompt and continuation; policy: its name
     """
