@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from kvreclaim.engine.sampling.processors import conflict
+from kvreclaim.engine.sampling.refusal import conflict
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.parsers.endless import has_text, has_value
 from kvreclaim.parsers.lark import WHITE_SPACE
