@@ -12,8 +12,7 @@ from kvreclaim.refusals.table import ROWS, UNTESTED
 PAGE = Path(__file__).parent.parent / "docs" / "compatibility.md"
 HEAD = """# Compatibility
 
-These features exclude each other; tests cover other pairs. `scripts/compatibility_page.py` writes this \
-page. [vllm.md](vllm.md) lists what the plugin refuses.
+These features exclude each other; tests cover other pairs. [vllm.md](vllm.md) lists what the plugin refuses.
 """
 NOUNS = {
     "a policy": "the policy",

@@ -65,6 +65,7 @@ IMPLIED: dict[Feature, set[Feature]] = {
     Feature.UNEQUAL_HEADS: {Feature.NOT_COMPACTED},
     Feature.READS_AGAIN: {Feature.PROMPT_ONLY},
     Feature.SHARED_WINDOWS: {Feature.WINDOWS},
+    Feature.FUTURE_QUERIES: {Feature.SCORING},
     Feature.BEAM_SEARCH: {Feature.GENERATION},
     Feature.SEVERAL_OUTPUTS: {Feature.GENERATION},
     Feature.DISK: {Feature.OFFLOADING},

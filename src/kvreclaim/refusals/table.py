@@ -253,7 +253,10 @@ GROUPS: Mapping[Group, Texts] = {
     },
 }
 ROWS: tuple[Refusal, ...] = tuple(row for group, texts in GROUPS.items() for row in group.rows(texts))
-UNTESTED: Mapping[F, tuple[F, ...]] = {}
+UNTESTED: Mapping[F, tuple[F, ...]] = {
+    F.SCORING: (F.BEAM_SEARCH, F.SEVERAL_OUTPUTS),
+    F.PROMPT_LOGPROBS: (F.BEAM_SEARCH,),
+}
 """Pairs that no test covers. A test opens one: it moves to tests/supported_pairs.txt."""
 TABLE: tuple[Refusal, ...] = ROWS + tuple(
     Refusal((one, other), None, f"no test covers {one} together with {other}", "leave one of them out")
