@@ -76,7 +76,7 @@ def _in_tokens(request: PlanRequest, compression: str, density: Fraction) -> str
     InvalidArgumentError where it has another number of lengths."""
     require(
         request.trace is None and (request.context is None) != (request.sequences is None),
-        f"compression is {compression!r}, whose budget is a share of each prompt, and a plan has one budget; "
+        f"compression is {compression!r}, its budget is a share of each prompt, and a plan has one budget; "
         "pass --context or --sequences, or a number of tokens, and for a trace use `kvreclaim simulate`.",
         "compression",
     )
