@@ -130,5 +130,5 @@ def test_the_test_of_a_pair_mentions_both(file):
 
 
 def test_the_page_is_the_table():
-    script = runpy.run_path(str(TESTS.parent / "scripts" / "compatibility_page.py"))
-    assert script["PAGE"].read_text() == script["page"]()
+    script = runpy.run_path(str(TESTS.parent / "scripts" / "docs.py"))
+    assert script["COMPATIBILITY"].read_text() == script["compatibility_page"]()

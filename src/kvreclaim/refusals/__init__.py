@@ -1,7 +1,7 @@
 """Which features do not work together, and why: one table for engine, server, CLI, planner, vLLM and docs.
 
 Callers pass each feature with its name in a message; `refuse` raises for the first row of the table whose
-features are all on. scripts/compatibility_page.py writes docs/compatibility.md from it.
+features are all on. `python scripts/docs.py compatibility` writes docs/compatibility.md from it.
 """
 
 from __future__ import annotations
