@@ -10,10 +10,11 @@ import pytest
 
 from kvreclaim.compression.registry import make_policy, policy_names
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.integrations.vllm import config_refusals, options, refusals
-from kvreclaim.integrations.vllm import page_address as address
-from kvreclaim.integrations.vllm.family import FAMILIES
-from kvreclaim.integrations.vllm.metrics import COUNTERS
+from kvreclaim.integrations.vllm.refusals import config_refusals, refusals
+from kvreclaim.integrations.vllm.settings import options
+from kvreclaim.integrations.vllm.settings import page_address as address
+from kvreclaim.integrations.vllm.settings.family import FAMILIES
+from kvreclaim.integrations.vllm.v0_32.front_side import COUNTERS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text(encoding="utf-8")
 HEADINGS = dict(re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE))

@@ -25,12 +25,12 @@ from vllm.v1.kv_cache_interface import KVQuantMode
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvreclaim.errors import UnsupportedModelError
-from kvreclaim.integrations.vllm import refusals
-from kvreclaim.integrations.vllm.cells.grid import CellGrid, find_grid
-from kvreclaim.integrations.vllm.cells.heads import StepCells
-from kvreclaim.integrations.vllm.cells.proof import prove_cells
-from kvreclaim.integrations.vllm.layouts import CacheViews
+from kvreclaim.integrations.vllm.refusals import refusals
 from kvreclaim.integrations.vllm.v0_32 import attention, cells_side
+from kvreclaim.integrations.vllm.worker.cells.grid import CellGrid, find_grid
+from kvreclaim.integrations.vllm.worker.cells.heads import StepCells
+from kvreclaim.integrations.vllm.worker.cells.self_test import prove_cells
+from kvreclaim.integrations.vllm.worker.layouts import CacheViews
 from kvreclaim.ops.facts import LayerFacts, Softmax
 
 G = 2

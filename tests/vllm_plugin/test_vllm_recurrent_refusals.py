@@ -22,11 +22,11 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
-from kvreclaim.integrations.vllm import family
-from kvreclaim.integrations.vllm.config_refusals import refuse_config
-from kvreclaim.integrations.vllm.group_refusals import refuse_config_with_groups
-from kvreclaim.integrations.vllm.groups import full_group, layer_kinds, most_other_blocks
-from kvreclaim.integrations.vllm.refusals import refuse_groups
+from kvreclaim.integrations.vllm.refusals.config_refusals import refuse_config
+from kvreclaim.integrations.vllm.refusals.group_refusals import refuse_config_with_groups
+from kvreclaim.integrations.vllm.refusals.refusals import refuse_groups
+from kvreclaim.integrations.vllm.settings import family
+from kvreclaim.integrations.vllm.settings.groups import full_group, layer_kinds, most_other_blocks
 from kvreclaim.integrations.vllm.v0_32.front_side import check_request
 
 STATE, FULL = "linear_attention", "full_attention"

@@ -26,20 +26,20 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
-from kvreclaim.integrations.vllm import family
-from kvreclaim.integrations.vllm.config_refusals import refuse_config
-from kvreclaim.integrations.vllm.group_refusals import (
+from kvreclaim.integrations.vllm.refusals.config_refusals import refuse_config
+from kvreclaim.integrations.vllm.refusals.group_refusals import (
     refuse_config_with_groups,
     refuse_unnamed_groups,
 )
-from kvreclaim.integrations.vllm.groups import layer_kinds, most_other_blocks
-from kvreclaim.integrations.vllm.refusals import (
+from kvreclaim.integrations.vllm.refusals.refusals import (
     CACHE_DTYPES,
     SLOT_DTYPES,
     refuse_groups,
     refuse_layers,
     refuse_scheduler,
 )
+from kvreclaim.integrations.vllm.settings import family
+from kvreclaim.integrations.vllm.settings.groups import layer_kinds, most_other_blocks
 
 
 def several(*names: str) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from kvreclaim.compression.registry import make_policy
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.compression.trial import Trial, TrialOutcome, TrialScore
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.integrations.vllm import family
-from kvreclaim.integrations.vllm.signal_refusals import refuse_config_with_signals
+from kvreclaim.integrations.vllm.refusals.signal_refusals import refuse_config_with_signals
+from kvreclaim.integrations.vllm.settings import family
 
 pytestmark = pytest.mark.skipif(
     not vllm.__version__.startswith("0.32."), reason="hooks on layers are refused with other versions"

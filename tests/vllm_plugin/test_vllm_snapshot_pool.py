@@ -13,9 +13,9 @@ from simulation import World, make_scheduler
 from test_vllm_scheduler import RUNNERS, SMALL, UNEVEN, model, tokens
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.integrations.vllm import family
-from kvreclaim.integrations.vllm.options import Options
-from kvreclaim.integrations.vllm.snapshot_refusals import refuse_config_with_snapshots
+from kvreclaim.integrations.vllm.refusals.snapshot_refusals import refuse_config_with_snapshots
+from kvreclaim.integrations.vllm.settings import family
+from kvreclaim.integrations.vllm.settings.options import Options
 
 __all__ = ["model"]
 pytestmark = pytest.mark.skipif(

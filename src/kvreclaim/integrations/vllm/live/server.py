@@ -16,7 +16,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.live.feed import PluginFeed
 from kvreclaim.integrations.vllm.live.http import MAX_HEAD_BYTES, PageApp, PageProtocol
 from kvreclaim.integrations.vllm.live.recorder import Look, StepRecorder
-from kvreclaim.integrations.vllm.page_address import PageAddress
+from kvreclaim.integrations.vllm.settings.page_address import PageAddress
 from kvreclaim.page.frames import Snapshot
 
 logger = logging.getLogger("vllm.kvreclaim")

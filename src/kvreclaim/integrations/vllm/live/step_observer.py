@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvreclaim.integrations.vllm.accounts import PlacedPool, VllmRequest
-from kvreclaim.integrations.vllm.ledger import Ledger
-from kvreclaim.integrations.vllm.passes import Totals
+from kvreclaim.integrations.vllm.scheduler.accounts import PlacedPool, VllmRequest
+from kvreclaim.integrations.vllm.scheduler.ledger import Ledger
+from kvreclaim.integrations.vllm.scheduler.passes import Totals
 from kvreclaim.schedule import Pass
 
 if TYPE_CHECKING:

@@ -17,13 +17,13 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from kvreclaim.errors import UnsupportedModelError
-from kvreclaim.integrations.vllm import signatures
-from kvreclaim.integrations.vllm.cells.grid import find_grid
-from kvreclaim.integrations.vllm.cells.heads import HeadTables, StepCells
-from kvreclaim.integrations.vllm.cells.proof import prove_cells
-from kvreclaim.integrations.vllm.groups import full_group
-from kvreclaim.integrations.vllm.layouts import CacheViews
+from kvreclaim.integrations.vllm.refusals import signatures
+from kvreclaim.integrations.vllm.settings.groups import full_group
 from kvreclaim.integrations.vllm.v0_32 import probing
+from kvreclaim.integrations.vllm.worker.cells.grid import find_grid
+from kvreclaim.integrations.vllm.worker.cells.heads import HeadTables, StepCells
+from kvreclaim.integrations.vllm.worker.cells.self_test import prove_cells
+from kvreclaim.integrations.vllm.worker.layouts import CacheViews
 
 HERE = "kvreclaim.integrations.vllm.v0_32"
 CELL_BACKENDS = {

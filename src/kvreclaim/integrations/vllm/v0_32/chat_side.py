@@ -9,9 +9,9 @@ from typing import Any
 
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.engine.api.chat import SYSTEM_ROLES, num_shared
-from kvreclaim.integrations.vllm.asking import is_asked_for
-from kvreclaim.integrations.vllm.options import KEY, as_plain
-from kvreclaim.integrations.vllm.wrapping import wrap
+from kvreclaim.integrations.vllm.settings.enabled import is_enabled
+from kvreclaim.integrations.vllm.settings.options import KEY, as_plain
+from kvreclaim.integrations.vllm.settings.patching import wrap
 
 logger = logging.getLogger("vllm.kvreclaim")
 NUM_SYSTEM = "kvreclaim_num_system"
@@ -41,7 +41,7 @@ def _counting(original: Callable[..., Any]) -> Callable[..., Any]:
     def render_chat(
         self: Any, conversations: Any, chat_params: Any, tok_params: Any = None, **kwargs: Any
     ) -> Any:
-        if not is_asked_for(self.config.additional_config, {}):
+        if not is_enabled(self.config.additional_config, {}):
             return original(self, conversations, chat_params, tok_params, **kwargs)
         conversations = [readable(messages) for messages in conversations]
         rendered, prompts = original(self, conversations, chat_params, tok_params, **kwargs)
@@ -59,7 +59,7 @@ def _counting_async(original: Callable[..., Any]) -> Callable[..., Any]:
     async def render_chat_async(
         self: Any, conversations: Any, chat_params: Any, tok_params: Any = None, **kwargs: Any
     ) -> Any:
-        if not is_asked_for(self.config.additional_config, {}):
+        if not is_enabled(self.config.additional_config, {}):
             return await original(self, conversations, chat_params, tok_params, **kwargs)
         conversations = [readable(messages) for messages in conversations]
         rendered, prompts = await original(self, conversations, chat_params, tok_params, **kwargs)

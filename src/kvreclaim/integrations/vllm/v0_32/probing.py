@@ -17,7 +17,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kvreclaim.errors import UnsupportedModelError
-from kvreclaim.integrations.vllm.groups import full_layers, has_states
+from kvreclaim.integrations.vllm.settings.groups import full_layers, has_states
 from kvreclaim.integrations.vllm.v0_32.centring_side import CentredAttention
 from kvreclaim.model.rotation import frequencies_in, rotary_frequencies
 from kvreclaim.ops.facts import LayerFacts, Softmax

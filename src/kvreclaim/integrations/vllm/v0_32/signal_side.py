@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from kvreclaim.compression.policy import Signal
 from kvreclaim.errors import UnsupportedModelError
-from kvreclaim.integrations.vllm import signatures
-from kvreclaim.integrations.vllm.layer_signals import KeptSignals, StepTokens
+from kvreclaim.integrations.vllm.refusals import signatures
 from kvreclaim.integrations.vllm.v0_32 import probing
+from kvreclaim.integrations.vllm.worker.layer_signals import KeptSignals, StepTokens
 
 HIDDEN = "hidden_states"
 """What modules around Attention call their input."""

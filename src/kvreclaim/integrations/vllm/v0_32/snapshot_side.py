@@ -14,8 +14,8 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
-from kvreclaim.integrations.vllm import signatures
-from kvreclaim.integrations.vllm.snapshots import KVSnapshot, KVSnapshots
+from kvreclaim.integrations.vllm.refusals import signatures
+from kvreclaim.integrations.vllm.scheduler.snapshots import KVSnapshot, KVSnapshots
 from kvreclaim.integrations.vllm.v0_32.scheduler_side import ReclaimKVCacheManager, VllmPool
 
 NULL_BLOCK = 0

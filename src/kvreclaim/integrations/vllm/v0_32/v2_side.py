@@ -36,12 +36,12 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from kvreclaim.errors import UnsupportedModelError
-from kvreclaim.integrations.vllm.groups import full_group
+from kvreclaim.integrations.vllm.settings.groups import full_group
 from kvreclaim.integrations.vllm.v0_32.group_lengths import GroupLengths, install
 
 if TYPE_CHECKING:
-    from kvreclaim.integrations.vllm.applier import Applier
-    from kvreclaim.integrations.vllm.cells.heads import HeadTables
+    from kvreclaim.integrations.vllm.worker.applier import Applier
+    from kvreclaim.integrations.vllm.worker.cells.heads import HeadTables
 
 
 @dataclass(frozen=True, slots=True, eq=False)
