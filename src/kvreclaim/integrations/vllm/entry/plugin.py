@@ -81,14 +81,7 @@ def configure(config: Any) -> None:
 
     Raises: UnsupportedVllmError, InvalidArgumentError, UnsupportedModelError.
     """
-    from kvreclaim.integrations.vllm.refusals import signatures
-    from kvreclaim.integrations.vllm.refusals.config_refusals import refuse_config
-    from kvreclaim.integrations.vllm.refusals.group_refusals import (
-        refuse_config_with_groups,
-        refuse_statistics,
-    )
-    from kvreclaim.integrations.vllm.refusals.signal_refusals import refuse_config_with_signals
-    from kvreclaim.integrations.vllm.refusals.snapshot_refusals import refuse_config_with_snapshots
+    from kvreclaim.integrations.vllm.refusals import signatures, table
     from kvreclaim.integrations.vllm.settings import family
     from kvreclaim.integrations.vllm.settings.max_loss import check_cache_dtype
     from kvreclaim.integrations.vllm.settings.model_statistics import ModelToLoad, find_statistics
@@ -96,25 +89,20 @@ def configure(config: Any) -> None:
 
     signatures.check_front()
     front = family.module("front")
-    refuse_config(config)
-    refuse_config_with_groups(config)
+    table.refuse_config(config)
 
     def look(make: bool) -> str | None:
-        refuse_statistics(config)
+        table.refuse_statistics(config)
         return find_statistics(ModelToLoad.of_config(config), make)
 
-    options = Options.find(
-        config.additional_config,
-        os.environ,
-        look,
-        partial(refuse_config_with_signals, config),
-    )
+    serves = partial(table.refuse_signals, config)
+    options = Options.find(config.additional_config, os.environ, look, serves)
     assert options is not None
     if options.stats is not None:
-        refuse_statistics(config)
-    refuse_config_with_snapshots(config, options)
+        table.refuse_statistics(config)
+    table.refuse_snapshots(config, options)
     check_cache_dtype(options.settings, config)
-    # What came by the environment reaches every process; the caller's own object stays as it is.
+    # Options of the environment reach every process; the caller's object stays as it is.
     config.additional_config = {**config.additional_config, KEY: options.as_json()}
     front.take_over(config)
     front.install_front_end()

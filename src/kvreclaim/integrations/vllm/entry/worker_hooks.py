@@ -14,8 +14,7 @@ from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.integrations.vllm.entry.centring import CentringHooks
 from kvreclaim.integrations.vllm.entry.facts import describe, plain_facts
 from kvreclaim.integrations.vllm.refusals import signatures
-from kvreclaim.integrations.vllm.refusals.group_refusals import refuse_unnamed_groups
-from kvreclaim.integrations.vllm.refusals.refusals import refuse_groups, refuse_layers
+from kvreclaim.integrations.vllm.refusals.loaded import refuse_groups, refuse_layers, refuse_unnamed_groups
 from kvreclaim.integrations.vllm.settings import family
 from kvreclaim.integrations.vllm.settings.groups import layer_kinds
 from kvreclaim.integrations.vllm.settings.layer_needs import signal_bytes

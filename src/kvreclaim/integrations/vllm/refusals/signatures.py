@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvreclaim.integrations.vllm.refusals import expect
-from kvreclaim.integrations.vllm.refusals.refusals import SLOT_DTYPES
+from kvreclaim.integrations.vllm.refusals.predicates import SLOT_DTYPES
 from kvreclaim.integrations.vllm.settings.family import find_family
 
 

@@ -19,7 +19,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from kvreclaim.integrations.vllm.refusals import signatures
-from kvreclaim.integrations.vllm.refusals.refusals import refuse_layers
+from kvreclaim.integrations.vllm.refusals.loaded import refuse_layers
 from kvreclaim.integrations.vllm.v0_32 import attention, probing
 from kvreclaim.integrations.vllm.v0_32.worker_side import V1Rows
 from kvreclaim.integrations.vllm.worker.layouts import CacheViews

@@ -17,7 +17,7 @@ from vllm.v1.request import RequestStatus
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.live.step_observer import StepObserver
 from kvreclaim.integrations.vllm.refusals import signatures
-from kvreclaim.integrations.vllm.refusals.refusals import refuse_groups, refuse_scheduler
+from kvreclaim.integrations.vllm.refusals.loaded import refuse_groups, refuse_scheduler
 from kvreclaim.integrations.vllm.scheduler.ledger import Ledger
 from kvreclaim.integrations.vllm.settings import family
 from kvreclaim.integrations.vllm.settings.groups import (
