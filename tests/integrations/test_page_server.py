@@ -226,7 +226,7 @@ def test_a_mistake_of_the_page_does_not_end_the_engine(caplog: pytest.LogCapture
     recorder = StepRecorder(broken, lambda: False, delivered.append)
     recorder.watch(True)
     for _ in range(3):
-        recorder.ask()
+        recorder.request()
         recorder.begin_step()
         recorder.end_step()
     assert delivered == []

@@ -29,8 +29,8 @@ def main() -> int:
 
 def _statistics(arguments: dict[str, Any]) -> str | None:
     """The file that our own engine would read for this model."""
-    say = partial(print, "kvreclaim:", file=sys.stderr, flush=True)
-    calibrate = partial(calibrate_at_start, say=say) if arguments.pop("calibrate") else None
+    log = partial(print, "kvreclaim:", file=sys.stderr, flush=True)
+    calibrate = partial(calibrate_at_start, say=log) if arguments.pop("calibrate") else None
     file = LLM(**arguments, **FOR_CALIBRATION, calibrate=calibrate).stats_file
     return os.path.abspath(file) if file.is_file() else None
 

@@ -136,13 +136,13 @@ class WorkerHooks(CentringHooks):
         return asdict(self._applier().figures)
 
     def _applier(self) -> Applier:
-        assert self.reclaim is not None, "asked before the cache is there"
+        assert self.reclaim is not None, "called before the cache is made"
         return self.reclaim
 
 
 def _heads(worker: Any, views: CacheViews) -> HeadTables | None:
-    """Tables of unequal heads; None, said once, where this back-end's attention cannot be proved over cells:
-    heads then keep equally many tokens, by the same ranking and in as many blocks."""
+    """Tables of unequal heads; None, logged once, where attention over cells fails its self-test: heads then
+    keep equally many tokens, by the same ranking and in as many blocks."""
     try:
         with torch.inference_mode():
             return cells_side.adopt_cells(worker.model_runner, views)

@@ -1,10 +1,10 @@
-"""Which requests are compressed before a step, and who is admitted: integers only, nothing of vLLM. When, how
-far and into which blocks says the engine's own arithmetic, schedule/.
+"""Which requests are compressed before a step, and which are admitted: integers only, nothing of vLLM. When,
+how far and into which blocks is computed by the engine's own code, schedule/.
 
-Decided from lengths alone, before vLLM schedules, or, where somebody has to be preempted for it, before it
-gives the request its next slots: what a pass gives back serves the very same step, and no block of that step
-enters the prefix index with content that was computed over an evicted context. Sources go
-back to the pool at once. Whoever takes them writes them in this step or a later one, and every worker carries
+Decided from lengths alone, before vLLM schedules, or, where another request has to be preempted first, before
+vLLM gives the request its next slots: blocks that a pass frees serve the very same step, and no block of that
+step enters the prefix index with content that was computed over an evicted context. Sources go back to the
+pool at once. The request that takes them writes them in this step or a later one, and every worker carries
 out the passes of a step, in their order, before anything else of it.
 """
 
@@ -90,8 +90,7 @@ class Ledger:
         return self._passes
 
     def _until_pass(self, request: VllmRequest) -> int:
-        """Tokens that may be computed before the next pass; of who lacks blocks for one, the one that is
-        certain."""
+        """Tokens that may be computed before the next pass; 1, the certain one, if a pass lacks blocks."""
         if request.request_id in self._lacking:
             return 1
         record = self._record(request)
@@ -99,8 +98,8 @@ class Ledger:
         return record.footprint.tokens_until_pass(*lengths, record.account)
 
     def may_go_on(self, request: VllmRequest) -> bool:
-        """Whether a running request may compute its next tokens. No: its pass lacks blocks because others
-        read the ones that it has; somebody is to be preempted, then it is asked again."""
+        """Whether a running request may compute its next tokens. False: its pass lacks blocks, as others read
+        those that it has. vLLM preempts a request and calls this again."""
         if request.request_id in self._lacking:
             if not self._pass(request, self._record(request)):
                 return False
@@ -231,13 +230,13 @@ class Ledger:
         )
 
     def room(self, request: VllmRequest, running: Sequence[VllmRequest]) -> int | None:
-        """Blocks to leave free when the request is admitted, so that it costs nobody a preemption later.
+        """Blocks to leave free when the request is admitted, so that it causes no preemption later.
 
-        A forecast from the lengths so far, not from max_tokens: most answers end long before, and who may
-        never come to be compressed is admitted as vLLM would. Blocks that several share are counted once.
+        A forecast from the lengths so far, not from max_tokens: most answers end long before. A request
+        that may never be compressed is admitted as vLLM would. Blocks that several share are counted once.
 
         Args:
-            running: who runs; within a step only newcomers come to it, at its end
+            running: running requests; within a step only new ones are added, at the end
 
         Returns: what the running requests grow by while the newcomer's prompt is computed; None if all of
             them together overfill the pool once their prompts are computed.
@@ -278,11 +277,11 @@ class Ledger:
 
     def _open(self, request: VllmRequest) -> RequestAccount:
         """Settings that cannot be read were refused before the request came here; an exception would end the
-        engine for everybody."""
+        engine."""
         params = request.sampling_params
         try:
-            asked = self.options.of_request(None if params is None else params.extra_args)
-            settings = self.options.of_prompt(asked, request.num_prompt_tokens, self.block_size)
+            settings = self.options.of_request(None if params is None else params.extra_args)
+            settings = self.options.of_prompt(settings, request.num_prompt_tokens, self.block_size)
         except InvalidArgumentError as error:
             logger.error("request %s is not compressed: %s", request.request_id, error)
             settings = None

@@ -84,7 +84,7 @@ class SnapshotNews:
     kept:    (snapshot, its tokens, request), made since the last step or while this one was scheduled; of
              requests that are gone at its end
     begun:   see there
-    dropped: snapshots that nobody begins with any more
+    dropped: snapshots that no request begins with any more
     """
 
     kept: list[tuple[int, int, str]] = field(default_factory=list)

@@ -70,7 +70,7 @@ FAMILIES = {
     "0.32": VllmFamily(_V32, PoolCheck("vllm.v1.core.kv_cache_utils", "_pool_bytes_per_block")),
     "0.33": VllmFamily(
         _V33,
-        # Its builder, which platforms may replace, says what a block takes.
+        # The bytes of a block come from its builder, which platforms may replace.
         PoolCheck("vllm.v1.core.kv_cache_planning", "_pool_bytes_per_block_from_builder"),
         drafter=None,
         groups=False,

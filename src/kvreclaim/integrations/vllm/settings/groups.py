@@ -32,8 +32,8 @@ class LayerKinds(NamedTuple):
 
 
 def layer_kinds(model_config: Any) -> LayerKinds | None:
-    """What the model's configuration says of its layers; None: not that some have full attention and all
-    others one sliding window, or a recurrent state."""
+    """Kinds of layers by the model's configuration; None unless some have full attention and all others one
+    sliding window, or a recurrent state."""
     text = model_config.hf_text_config
     kinds = getattr(text, "layers_block_type", None) or getattr(text, "layer_types", None) or ()
     if model_config.is_hybrid:
@@ -101,8 +101,8 @@ def state_blocks(aligned: bool, num_checkpoints: int, in_flight: int = 1) -> int
 def most_other_blocks(vllm_config: Any) -> int:
     """Blocks that one request holds in all other groups at most; known without vLLM's groups.
 
-    vLLM fills groups of one size, the last of a kind partly. One holds all layers with full attention, as
-    refuse_groups wants it, so the size is at least their number.
+    vLLM fills groups of one size, the last of a kind partly. One holds all layers with full attention, which
+    refuse_groups checks, so the size is at least their number.
     """
     kinds = layer_kinds(vllm_config.model_config)
     if kinds is None:

@@ -53,11 +53,12 @@ def signal_bytes(
     return min(available, queries + max(0, available - queries) // (head_bytes + 1))
 
 
-def check_window(asked: CompressionPolicy, started: CompressionPolicy) -> None:
+def check_window(requested: CompressionPolicy, started: CompressionPolicy) -> None:
     """Raise InvalidArgumentError for a request's policy that looks further back than the engine's."""
-    if Signal.RECENT_QUERIES in asked.needs:
+    if Signal.RECENT_QUERIES in requested.needs:
         require(
-            asked.query_window <= started.query_window,
-            f"policy {asked.name!r} looks at the last {asked.query_window} queries, and this server, started "
-            f"with {started.name!r}, keeps {started.query_window}; ask for a policy that looks at no more.",
+            requested.query_window <= started.query_window,
+            f"policy {requested.name!r} looks at the last {requested.query_window} queries, and this server, "
+            f"started with {started.name!r}, keeps {started.query_window}; ask for a policy that looks at no "
+            "more.",
         )

@@ -1,6 +1,6 @@
 """Budgets of prompts inside vLLM: a share of their bytes, or what the loss curve promises for max_loss.
 
-The front end and the scheduler both ask; lengths and the file decide, so they agree.
+The front end and the scheduler compute them from the same lengths and file, so they agree.
 """
 
 from __future__ import annotations

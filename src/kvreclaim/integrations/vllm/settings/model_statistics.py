@@ -35,7 +35,7 @@ logger = logging.getLogger("vllm.kvreclaim")
 
 @dataclass(frozen=True, slots=True)
 class ModelToLoad:
-    """A model as vLLM is told to load it.
+    """A model as vLLM loads it.
 
     path:      directory or .gguf file
     arguments: of our LLM, beside the path
@@ -88,7 +88,7 @@ def find_statistics(model: ModelToLoad, calibrate: bool) -> str | None:
     ):
         return None
     with _lock(model):
-        file = _noted(model) or _ask(model, calibrate and not model.nodes)
+        file = _noted(model) or _find_or_make(model, calibrate and not model.nodes)
         if file is not None:
             write_text(_note(model), file)
     require(
@@ -169,7 +169,7 @@ def _lock(model: ModelToLoad) -> Iterator[None]:
         yield
 
 
-def _ask(model: ModelToLoad, calibrate: bool) -> str | None:
+def _find_or_make(model: ModelToLoad, calibrate: bool) -> str | None:
     """The file, which another process has found or made; None: there is none."""
     logger.info("no statistics of %s are noted; it is loaded to look for them by its weights", model.path)
     done = subprocess.run(
@@ -179,11 +179,11 @@ def _ask(model: ModelToLoad, calibrate: bool) -> str | None:
         text=True,
         check=False,
     )
-    said = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}
+    answer = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}
     require(
-        "file" in said,
+        "file" in answer,
         f"{str(model.path)!r} could not be calibrated "
-        f"({said.get('error', f'status {done.returncode}; its words are above')}); {REMEDY}.",
+        f"({answer.get('error', f'status {done.returncode}; its words are above')}); {REMEDY}.",
     )
-    file: str | None = said["file"]
+    file: str | None = answer["file"]
     return file

@@ -54,13 +54,13 @@ _FIELDS = tuple(field.name for field in fields(CompressionConfig) if field.name 
 class Options:
     """Options of the engine; checked, plain JSON in and out.
 
-    settings:  of every request that says nothing else
+    settings:  of every request without its own
     stats:     file of query statistics
     calibrate: whether they are made where the policy needs them and there are none
-    opt_in:    only requests that ask for compression get it
+    opt_in:    only requests with kv_compression are compressed
     page:      where the block pool is shown; None: nowhere
     snapshots: whether requests begin with what earlier ones have kept of the same tokens
-    density:   of the server's KV cache dtype (promise.density_of)
+    density:   of the server's KV cache dtype (max_loss.density_of)
     """
 
     settings: CompressionConfig
@@ -79,7 +79,7 @@ class Options:
         look: Look | None = None,
         serves: Serves = serves_all,
     ) -> Options | None:
-        """The options, or None if nobody asks for compression. Raises: InvalidArgumentError, and what look
+        """The options, or None without compression. Raises: InvalidArgumentError, and what look
         raises."""
         has_config = isinstance(additional_config, Mapping) and KEY in additional_config
         found = additional_config[KEY] if isinstance(additional_config, Mapping) and has_config else None
@@ -101,7 +101,7 @@ class Options:
     def of_config(cls, vllm_config: Any) -> Options:
         """The options of a configuration that we have taken over."""
         options = cls.find(vllm_config.additional_config, {})
-        assert options is not None, "asked without the option"
+        assert options is not None, "of a configuration without the option"
         return replace(options, density=density_of(vllm_config))
 
     @classmethod
@@ -240,12 +240,12 @@ class Options:
         own = self.settings
         if is_bounded(own):
             for name in ("budget", "interval"):
-                asked, limit = getattr(settings, name), getattr(own, name)
+                requested, limit = getattr(settings, name), getattr(own, name)
                 is_open = name == "budget" and settings.max_loss is not None  # until the prompt is known
                 require(
-                    is_open or asked <= limit,
-                    f"{name} is {asked} tokens; this server was started with {limit} and sized its memory by "
-                    f"it; ask for {limit} or less, or turn compression off for this request.",
+                    is_open or requested <= limit,
+                    f"{name} is {requested} tokens; this server was started with {limit} and sized its "
+                    f"memory by it; ask for {limit} or less, or turn compression off for this request.",
                 )
             require(
                 is_bounded(settings) or not settings.make_policy().eviction_method.evicts,
@@ -286,7 +286,7 @@ def is_bounded(settings: CompressionConfig) -> bool:
 
 
 def check_policy(policy: CompressionPolicy) -> None:
-    """Raise InvalidArgumentError for a policy that wants what is not to be had inside vLLM."""
+    """Raise InvalidArgumentError for a policy that does not work inside vLLM."""
     refuse(policy_features(policy) | {Feature.VLLM: SUPPORTED})
 
 

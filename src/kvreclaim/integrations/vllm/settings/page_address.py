@@ -23,7 +23,7 @@ class PageAddress:
 
     @classmethod
     def read(cls, given: Mapping[str, object], where: str) -> PageAddress | None:
-        """From the operator's object; None where no page is asked for. Raises: InvalidArgumentError."""
+        """From the operator's object; None where no page is configured. Raises: InvalidArgumentError."""
         port, host = given.get("page_port"), given.get("page_host")
         require(
             port is not None or host is None,

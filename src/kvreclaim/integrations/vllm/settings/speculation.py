@@ -22,7 +22,7 @@ WITH_LAYERS = ("draft_model", "eagle", "eagle3", "mtp")
 
 class Drafting(Protocol):
     """spec_token_ids: drafts that the next step verifies, behind the tokens that are certain.
-    num_output_placeholders: tokens that the step in flight may come to say."""
+    num_output_placeholders: tokens that the step in flight may generate."""
 
     num_computed_tokens: int
     num_tokens: int

@@ -1,4 +1,4 @@
-"""The KV caches of vLLM 0.32's attention layers, as layouts.py wants to know them."""
+"""The KV caches of vLLM 0.32's attention layers, as worker/layouts.py describes them."""
 
 from __future__ import annotations
 

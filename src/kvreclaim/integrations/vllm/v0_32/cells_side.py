@@ -2,7 +2,7 @@
 
 Each is vLLM's back-end with a builder that adds the step's tables of cells and an implementation that attends
 by them where there are some; writing keys and values, and steps in which no head has cells of its own, are
-vLLM's. They are registered in workers that are asked for unequal heads, and there alone.
+vLLM's. They are registered in workers with unequal heads alone.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class CellsImpl:
         return None
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """vLLM: whether output may be asked for in scaled integers; not over cells."""
+        """vLLM: whether output may be in scaled integers; not over cells."""
         return False
 
     def attend_cells(self, layer: Any, rows: Tensor, output: Tensor, step: StepCells) -> None:

@@ -1,4 +1,4 @@
-"""vLLM 0.32's own Triton kernel over cells, in any layout that its strides can say."""
+"""vLLM 0.32's own Triton kernel over cells, in any layout that strides describe."""
 
 from __future__ import annotations
 

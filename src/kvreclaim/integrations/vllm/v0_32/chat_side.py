@@ -65,8 +65,8 @@ def _counting_async(original: Callable[..., Any]) -> Callable[..., Any]:
         rendered, prompts = await original(self, conversations, chat_params, tok_params, **kwargs)
         for messages, prompt in zip(conversations, prompts, strict=True):
             if has_system(messages, chat_params):
-                asked = (self, messages, prompt, chat_params, tok_params)
-                await asyncio.get_running_loop().run_in_executor(self._executor, note_system, *asked)
+                arguments = (self, messages, prompt, chat_params, tok_params)
+                await asyncio.get_running_loop().run_in_executor(self._executor, note_system, *arguments)
         return rendered, prompts
 
     return render_chat_async

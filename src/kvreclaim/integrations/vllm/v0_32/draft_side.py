@@ -26,7 +26,7 @@ from kvreclaim.integrations.vllm.worker.layouts import CacheViews
 
 
 class DraftHooks:
-    """Over SpecDecodeBaseProposer. reclaim_rows: whose shifts are those of the step that is drafted for."""
+    """Over SpecDecodeBaseProposer. reclaim_rows: have the shifts of the step that is drafted for."""
 
     reclaim_rows: V1Rows
 

@@ -23,9 +23,9 @@ REFERENCES, NUMBER = attrgetter("ref_cnt"), attrgetter("block_id")
 
 
 def open_page(scheduler: Any, options: Options, vllm_config: Any) -> PageServer | None:
-    """Serve the page of a scheduler that is ready; None where none is asked for. Imports nothing otherwise.
+    """Serve the page of a scheduler that is ready; None where none is configured. Imports nothing otherwise.
 
-    Raises: InvalidArgumentError where its address is not to be had.
+    Raises: InvalidArgumentError where its address cannot be bound.
     """
     if options.page is None:
         return None
@@ -43,12 +43,12 @@ def open_page(scheduler: Any, options: Options, vllm_config: Any) -> PageServer 
     return PageServer(
         options.page.of_rank(vllm_config.parallel_config.data_parallel_index),
         settings,
-        lambda told: look(scheduler, scheduler.observer, told),
+        lambda passes: look(scheduler, scheduler.observer, passes),
         lambda: not scheduler.requests,
     )
 
 
-def look(scheduler: Any, observer: StepObserver, told: list[Compaction]) -> Snapshot:
+def look(scheduler: Any, observer: StepObserver, passes: list[Compaction]) -> Snapshot:
     """The pool now. O(blocks + requests)."""
     began_s = time.perf_counter()
     observer.progress.look(scheduler.requests)
@@ -77,7 +77,7 @@ def look(scheduler: Any, observer: StepObserver, told: list[Compaction]) -> Snap
         num_waiting=num_waiting,
         totals=observer.totals(),
         tiers=None,
-        compactions=told,
+        compactions=passes,
         first=FIRST_BLOCK,
         look_s=time.perf_counter() - began_s,
     )

@@ -139,7 +139,7 @@ class ReclaimKVCacheManager(KVCacheManager):
     """Admits compressed requests by the blocks that they come to hold, not by their whole length.
 
     reclaim:   the scheduler's ledger
-    scheduler: whose running requests a newcomer must leave room for
+    scheduler: a new request leaves room for its running requests
     """
 
     reclaim: Ledger

@@ -69,10 +69,10 @@ class NamedBlocks:
 
 
 class SchedulerSnapshots(KVSnapshots):
-    """What it tells goes with a scheduler's output."""
+    """KVSnapshots that send their news with a scheduler's output."""
 
     def send(self, output: Any) -> None:
-        """Tell the workers with a step's output, in which tables have no holes."""
+        """Add the news to a step's output, in which tables have no holes."""
         news = self.take_news()
         if news is None:
             return
@@ -88,7 +88,7 @@ class SchedulerSnapshots(KVSnapshots):
 class SnapshotKVCacheManager(ReclaimKVCacheManager):
     """Finds snapshots where they reach further than exact blocks.
 
-    found: of requests that wait, and the blocks that the scheduler was told of
+    found: of requests that wait, and the blocks that the scheduler got
     """
 
     snapshots: SchedulerSnapshots

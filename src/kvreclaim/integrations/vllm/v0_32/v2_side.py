@@ -162,7 +162,7 @@ class V2Hooks:
 
     def update_requests(self, scheduler_output: Any) -> None:
         """Passes first: new requests have their slots, finished ones have none, no block is appended yet.
-        Before them a KV connector ends stores that read what they write; vLLM asks again later."""
+        Before them a KV connector ends stores that read what they write; vLLM repeats this later."""
         if getattr(scheduler_output, "kvreclaim", None) is not None and has_kv_transfer_group():
             get_kv_transfer_group().handle_preemptions(scheduler_output.kv_connector_metadata)
         self.reclaim.begin(scheduler_output)

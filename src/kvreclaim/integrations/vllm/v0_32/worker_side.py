@@ -25,7 +25,7 @@ def is_v2(runner: Any) -> bool:
 
 
 def rows_of(runner: Any, heads: HeadTables | None) -> RunnerRows:
-    """The adapter to the runner's block tables, which says who is in a step to heads that have their own."""
+    """The adapter to the runner's block tables. It passes the requests of a step to heads with own tables."""
     if is_v2(runner):
         from kvreclaim.integrations.vllm.v0_32.v2_side import V2Rows
 

@@ -103,7 +103,7 @@ class Applier:
         return UnevenPasses(self.views, heads.grid, heads, self.stage, head_stage)
 
     def begin(self, scheduler_output: Any) -> None:
-        """The first thing of a step: forget who is gone, then carry out the passes in their order."""
+        """Forget requests that are gone, then carry out the passes in order. Called first in a step."""
         if self.rows.num_shifted or self.trace is not None:
             self._forget(scheduler_output)
         message: StepMessage | None = getattr(scheduler_output, "kvreclaim", None)
@@ -161,10 +161,10 @@ class Applier:
     def _carry_out(self, one: Pass[str], settings: CompressionConfig) -> None:
         compressor = self.compressor(settings)
         positions = self.positions if Signal.POSITIONS in compressor.policy.needs else None
-        asked = positions is not None or self.trace is not None
+        needs_kept = positions is not None or self.trace is not None
         if one.eviction_method.uneven and self.uneven is not None:
             check = partial(self.clock.watch, one.seq_id)
-            kept = self.uneven.carry_out(one, compressor, positions, check, asked)
+            kept = self.uneven.carry_out(one, compressor, positions, check, needs_kept)
         else:
             kept = self._compact(one, compressor, positions)
         if positions is not None and kept is not None:

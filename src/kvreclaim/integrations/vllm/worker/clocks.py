@@ -1,4 +1,4 @@
-"""Facts about finished passes of a worker: how long they took, whose scores were NaN."""
+"""Facts about finished passes of a worker: how long they took, and which had NaN scores."""
 
 from __future__ import annotations
 

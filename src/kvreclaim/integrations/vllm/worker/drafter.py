@@ -1,8 +1,8 @@
 """A drafter's own layers: what a pass keeps of them.
 
 They share the target's block tables, so a pass keeps equally many tokens there, in the same blocks. Which
-ones, the drafter's own keys say: no layer or head of it corresponds to one of the target. That decides how
-many drafts are accepted, never what is said.
+ones depends on the drafter's own keys: no layer or head of it corresponds to one of the target. That changes
+how many drafts are accepted, never the answer.
 """
 
 from __future__ import annotations

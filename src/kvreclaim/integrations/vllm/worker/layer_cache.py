@@ -1,6 +1,6 @@
 """The cache of one attention layer of the host engine: what it holds, and how to write into it.
 
-Nothing here knows the host's classes: a VllmLayerCache says what one of its attention layers offers.
+Nothing here knows the host's classes: a VllmLayerCache describes one of its attention layers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Signals that hooks on vLLM's layers keep for policies: recent queries of each request, scores of each slot.
 
-All requests are watched, whatever their own compression: who hits another's blocks finds their scores there.
+All requests are watched, whatever their own compression: a request that hits another's blocks reads their
+scores.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class StepTokens:
 
 
 class KeptSignals:
-    """What policies ask of the layers, on this worker's heads.
+    """What policies need of the layers, on this worker's heads.
 
     Args:
         facts:  of the layers
@@ -73,14 +74,14 @@ class KeptSignals:
     def see_hidden(self, layer: int, hidden: Tensor) -> None:
         """hidden: [>= T, M], what the layer was given."""
         assert self._slots is not None, f"layer {layer}: hidden states outside of a step"
-        assert self.stats is not None, "asked for by a policy with weights"
-        assert self.scores is not None, "asked for by a policy that reads scores"
+        assert self.stats is not None, "needed by a policy with weights"
+        assert self.scores is not None, "needed by a policy that reads scores"
         rows = hidden[: len(self._slots)]
         self.scores.write(layer, self._slots, token_scores(rows, self.stats[layer]))
 
     def recent(self, request_id: str, layer: int, end: int, window: int) -> Tensor:
         """[H, n <= window, D]: a request's queries before position `end`, oldest first."""
-        assert self.queries is not None, "kept for a policy that asks for queries"
+        assert self.queries is not None, "kept for a policy that needs queries"
         return self.queries.last(request_id, layer, end)[:, -window:]
 
     def of_blocks(
@@ -91,7 +92,7 @@ class KeptSignals:
         if Signal.RECENT_QUERIES in policy.needs:
             queries = self.recent(request_id, layer, end, policy.query_window)
         if Signal.TOKEN_SCORES in policy.needs:
-            assert self.scores is not None, "kept for a policy that asks for scores"
+            assert self.scores is not None, "kept for a policy that needs scores"
             scores = self.scores.of(layer, blocks, num_tokens)
         return LayerSignals(queries=queries, token_scores=scores)
 

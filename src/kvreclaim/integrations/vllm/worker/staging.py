@@ -1,4 +1,4 @@
-"""Scoring tokens of a cache of another make: read when a policy asks, copied for our own kernels."""
+"""Scoring tokens of a cache of another make: read where a policy needs it, copied for our own kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 from kvreclaim.ops.rope import RopeLayout
 
 BLOCK_SIZE = 64
-"""Block size of the copy: a multiple of what every back-end's kernels ask for."""
+"""Block size of the copy: a multiple of the block sizes of every back-end's kernels."""
 NO_VALUES = 8
 """Dims of the copy's values, which no kernel reads."""
 

@@ -3,7 +3,7 @@
 The host allocates all layers at once, so every cell is at a multiple of one unit from the first of them. Seen
 as blocks of a cache with one head, in steps of that unit, they can be named by one table, whatever layer or
 head they belong to by nature: where a block of a head is contiguous the unit is a cell; where heads alternate
-slot by slot it is one slot of one head, and blocks of the view overlap, which does no harm to who reads.
+slot by slot it is one slot of one head, and blocks of the view overlap, which does no harm to reads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The logical positions of each head's tokens, for policies and tests that ask."""
+"""The logical positions of each head's tokens, for policies and tests that need them."""
 
 from __future__ import annotations
 

@@ -116,16 +116,16 @@ def _expected(
     queries = torch.randn((sum(QUERIES), facts.group_size, own.head_dim), generator=generator) * SPREAD
     queries = queries.to(own.compute).to(views.device)
     softmax, answers = facts.softmax, []
-    for row, asked in enumerate(queries.split(QUERIES)):
+    for row, part_queries in enumerate(queries.split(QUERIES)):
         length = int(step.lengths[layer, row])
         cells = step.tables[layer, row, : blocks_for(length, grid.block_size)].long()
         keys, values = (
             own.plain(grid.layout.gather(part, cells, length), part)[0].float() for part in (0, 1)
         )
-        logits = torch.einsum("qgd,td->qgt", asked.float(), keys) * softmax.scale
+        logits = torch.einsum("qgd,td->qgt", part_queries.float(), keys) * softmax.scale
         if softmax.softcap is not None:
             logits = softmax.softcap * torch.tanh(logits / softmax.softcap)
-        last = length - len(asked) + torch.arange(len(asked), device=views.device)
+        last = length - len(part_queries) + torch.arange(len(part_queries), device=views.device)
         hidden = torch.arange(length, device=views.device) > last[:, None, None]
         answers.append(logits.masked_fill(hidden, -torch.inf).softmax(-1) @ values)
     return queries, torch.cat(answers)
