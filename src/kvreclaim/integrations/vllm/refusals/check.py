@@ -1,7 +1,7 @@
 """`python -m kvreclaim.integrations.vllm.refusals.check`: compare the installed vLLM with what we expect.
 
-Parameters or names that differ are refused at start. A function whose source alone differs is not, and must
-be read again before a new version of vLLM is declared supported.
+Parameters or names that differ are refused at start. A function with another source alone is not, and must be
+read again before a new version of vLLM is declared supported.
 """
 
 from __future__ import annotations

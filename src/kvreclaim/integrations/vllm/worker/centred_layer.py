@@ -33,7 +33,7 @@ class CentredKeys:
     head_size: int
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The layer's own, of other queries and keys."""
+        """Run the layer's own forward pass with scaled queries and centred keys."""
         queries = query.view(-1, self.num_heads, self.head_size) * self.centring_queries
         keys = key.view(-1, self.num_kv_heads, self.head_size)
         keys = torch.addcmul(self.centring_offset, keys, self.centring_inverse)

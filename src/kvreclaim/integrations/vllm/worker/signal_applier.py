@@ -1,4 +1,4 @@
-"""Passes of an engine whose policy looks at what its layers were given."""
+"""Passes for policies that look at the inputs of layers: recent queries, scores of hidden states."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Watching(Protocol):
 
 
 class SignalApplier(Applier):
-    """Applier that keeps recent queries, or scores beside the slots, as the engine's policy asks."""
+    """Applier that keeps recent queries, or scores beside the slots, as the engine's policy needs."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class _QuestionWithSignals(CellQuestion):
 
 
 def make_scores(views: CacheViews, grid: CellGrid | None) -> ScorePlanes:
-    """Zeros for all slots. grid: of unequal heads, whose cells name the same scores.
+    """Zeros for all slots. grid: of unequal heads; its cells name the same scores.
 
     Raises: UnsupportedModelError if a slot of the cache is no whole number of equal units.
     """
