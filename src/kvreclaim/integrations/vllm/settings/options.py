@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 from kvreclaim.checks import check_bool, require
-from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.policy import CompressionPolicy, Signal
 from kvreclaim.compression.refusals import STATISTICS, policy_features
@@ -35,6 +34,7 @@ from kvreclaim.integrations.vllm.settings.max_loss import (
     is_of_prompt,
 )
 from kvreclaim.integrations.vllm.settings.page_address import PageAddress
+from kvreclaim.refusals import Feature, refuse
 from kvreclaim.schedule.budget.footprint import SAME, Footprint
 
 SUPPORTED = (
