@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from kvreclaim.integrations.vllm.ledger import Ledger
-from kvreclaim.integrations.vllm.options import Options
+from kvreclaim.integrations.vllm.scheduler.ledger import Ledger
+from kvreclaim.integrations.vllm.settings.options import Options
 from kvreclaim.memory import CompactionPlan, Shrunk, TableState
 
 

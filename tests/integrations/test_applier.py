@@ -15,11 +15,11 @@ from toy_caches import WRITERS, B, Book, D, K, L, make_layers
 
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.config import MAX_KEPT, CompressionConfig
-from kvreclaim.integrations.vllm.applier import Applier
-from kvreclaim.integrations.vllm.cells.positions import PassTrace, Positions
-from kvreclaim.integrations.vllm.layouts import CacheViews
-from kvreclaim.integrations.vllm.options import Options
-from kvreclaim.integrations.vllm.passes import StepMessage
+from kvreclaim.integrations.vllm.scheduler.passes import StepMessage
+from kvreclaim.integrations.vllm.settings.options import Options
+from kvreclaim.integrations.vllm.worker.applier import Applier
+from kvreclaim.integrations.vllm.worker.cells.positions import PassTrace, Positions
+from kvreclaim.integrations.vllm.worker.layouts import CacheViews
 from kvreclaim.ops.facts import LayerFacts, ModelFacts, Softmax
 from kvreclaim.ops.key_source import DenseSource
 from kvreclaim.schedule import EvictionMethod, Pass

@@ -10,8 +10,8 @@ from torch import Tensor
 from toy_caches import WRITERS, B, Book, D, K, L, S, make_layers, paired_writer, plain_writer
 
 from kvreclaim.errors import UnsupportedModelError
-from kvreclaim.integrations.vllm.layer_cache import VllmLayerCache
-from kvreclaim.integrations.vllm.layouts import CacheViews, PackedLayout, StridedLayout
+from kvreclaim.integrations.vllm.worker.layer_cache import VllmLayerCache
+from kvreclaim.integrations.vllm.worker.layouts import CacheViews, PackedLayout, StridedLayout
 
 
 @pytest.mark.parametrize("make", WRITERS)

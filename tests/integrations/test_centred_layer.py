@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from toy_caches import B, Book, K, make_layers
 
-from kvreclaim.integrations.vllm.centred_layer import CentredKeys, centre, transform_of
-from kvreclaim.integrations.vllm.layouts import CacheViews
+from kvreclaim.integrations.vllm.worker.centred_layer import CentredKeys, centre, transform_of
+from kvreclaim.integrations.vllm.worker.layouts import CacheViews
 from kvreclaim.ops.facts import KeyTransform
 
 H, KV, D, T = 6, 2, 16, 40

@@ -13,14 +13,14 @@ from torch import Tensor
 from toy_caches import WRITERS, D, K, L, S
 
 from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.integrations.vllm.applier import Applier
-from kvreclaim.integrations.vllm.cells.grid import find_grid
-from kvreclaim.integrations.vllm.cells.heads import HeadTables, StepCells
-from kvreclaim.integrations.vllm.cells.positions import PassTrace, Positions
-from kvreclaim.integrations.vllm.layer_cache import VllmLayerCache
-from kvreclaim.integrations.vllm.layouts import CacheViews
-from kvreclaim.integrations.vllm.options import Options
-from kvreclaim.integrations.vllm.passes import StepMessage
+from kvreclaim.integrations.vllm.scheduler.passes import StepMessage
+from kvreclaim.integrations.vllm.settings.options import Options
+from kvreclaim.integrations.vllm.worker.applier import Applier
+from kvreclaim.integrations.vllm.worker.cells.grid import find_grid
+from kvreclaim.integrations.vllm.worker.cells.heads import HeadTables, StepCells
+from kvreclaim.integrations.vllm.worker.cells.positions import PassTrace, Positions
+from kvreclaim.integrations.vllm.worker.layer_cache import VllmLayerCache
+from kvreclaim.integrations.vllm.worker.layouts import CacheViews
 from kvreclaim.ops.cell_tables import CellTable
 from kvreclaim.schedule import EvictionMethod, Pass
 

@@ -15,12 +15,12 @@ from toy_caches import make_layers as make_plain_layers
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.kvzap import token_scores
 from kvreclaim.compression.registry import make_policy
-from kvreclaim.integrations.vllm.layer_signals import KeptSignals, StepTokens
-from kvreclaim.integrations.vllm.layouts import CacheViews
-from kvreclaim.integrations.vllm.options import Options
-from kvreclaim.integrations.vllm.passes import StepMessage
-from kvreclaim.integrations.vllm.signal_applier import SignalApplier
-from kvreclaim.integrations.vllm.watched import query_window, signal_bytes
+from kvreclaim.integrations.vllm.scheduler.passes import StepMessage
+from kvreclaim.integrations.vllm.settings.layer_needs import query_window, signal_bytes
+from kvreclaim.integrations.vllm.settings.options import Options
+from kvreclaim.integrations.vllm.worker.layer_signals import KeptSignals, StepTokens
+from kvreclaim.integrations.vllm.worker.layouts import CacheViews
+from kvreclaim.integrations.vllm.worker.signal_applier import SignalApplier
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.testing.toys import HIDDEN_SIZE, layer_facts, model_facts, noise, query_stats
 

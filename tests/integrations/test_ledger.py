@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from list_pool import FakeRequest, ListPool, computed, make_ledger
 
 from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.integrations.vllm.ledger import Ledger
-from kvreclaim.integrations.vllm.options import Options
+from kvreclaim.integrations.vllm.scheduler.ledger import Ledger
+from kvreclaim.integrations.vllm.settings.options import Options
 from kvreclaim.schedule import Pass
 
 BASE = {"policy": "streaming_llm", "sinks": 2, "recent": 3}

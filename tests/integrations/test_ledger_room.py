@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from list_pool import FakeRequest, computed, make_ledger
 
-from kvreclaim.integrations.vllm.ledger import Ledger
+from kvreclaim.integrations.vllm.scheduler.ledger import Ledger
 
 
 def room(ledger: Ledger, newcomer: FakeRequest, running: Sequence[FakeRequest]) -> int | None:

@@ -14,9 +14,9 @@ import tiny
 from kvreclaim import LLM
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.integrations.vllm import model_statistics
-from kvreclaim.integrations.vllm.model_statistics import ModelToLoad, find_statistics
-from kvreclaim.integrations.vllm.options import Options
+from kvreclaim.integrations.vllm.settings import model_statistics
+from kvreclaim.integrations.vllm.settings.model_statistics import ModelToLoad, find_statistics
+from kvreclaim.integrations.vllm.settings.options import Options
 
 ARGUMENTS = {"dtype": "float32", "device": "cpu", "hf_overrides": "{}"}
 

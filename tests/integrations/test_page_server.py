@@ -19,7 +19,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.live import http as page_http
 from kvreclaim.integrations.vllm.live.recorder import StepRecorder
 from kvreclaim.integrations.vllm.live.server import PageServer
-from kvreclaim.integrations.vllm.page_address import PageAddress
+from kvreclaim.integrations.vllm.settings.page_address import PageAddress
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ def test_a_mistake_of_the_page_does_not_end_the_engine(caplog: pytest.LogCapture
     recorder = StepRecorder(broken, lambda: False, delivered.append)
     recorder.watch(True)
     for _ in range(3):
-        recorder.ask()
+        recorder.request()
         recorder.begin_step()
         recorder.end_step()
     assert delivered == []
@@ -292,7 +292,7 @@ def test_each_rank_has_a_port_of_its_own() -> None:
 
 
 def test_nothing_of_it_is_loaded_unless_it_is_asked_for() -> None:
-    modules = "kvreclaim.integrations.vllm.live.step_observer, kvreclaim.integrations.vllm.options"
+    modules = "kvreclaim.integrations.vllm.live.step_observer, kvreclaim.integrations.vllm.settings.options"
     loaded = f"import sys, {modules}; print(*(name for name in sys.modules if '.live.' in name))"
     said = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True).stdout
     assert "live.step_observer" in said

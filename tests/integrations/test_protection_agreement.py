@@ -9,8 +9,8 @@ from list_pool import FakeRequest, ListPool
 
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.integrations.vllm.ledger import Ledger
-from kvreclaim.integrations.vllm.options import Options
+from kvreclaim.integrations.vllm.scheduler.ledger import Ledger
+from kvreclaim.integrations.vllm.settings.options import Options
 from kvreclaim.ops.key_source import DenseSource
 from kvreclaim.schedule import Pass
 from kvreclaim.testing.toys import model_facts, noise

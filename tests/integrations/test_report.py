@@ -12,7 +12,7 @@ from list_pool import computed, make_ledger
 
 from kvreclaim.integrations.vllm.live import step_observer as module
 from kvreclaim.integrations.vllm.live.step_observer import Report
-from kvreclaim.integrations.vllm.passes import Totals
+from kvreclaim.integrations.vllm.scheduler.passes import Totals
 
 LINE = (
     "kvreclaim: 2,000 passes: 64,500 tokens evicted, 2,020 blocks given back (50 % of those that requests "

@@ -10,10 +10,13 @@ import pytest
 
 from kvreclaim.compression.registry import make_policy, policy_names
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.integrations.vllm import config_refusals, options, refusals
-from kvreclaim.integrations.vllm import page_address as address
-from kvreclaim.integrations.vllm.family import FAMILIES
-from kvreclaim.integrations.vllm.metrics import COUNTERS
+from kvreclaim.integrations.vllm.refusals.loaded import BACKENDS
+from kvreclaim.integrations.vllm.refusals.predicates import CACHE_DTYPES
+from kvreclaim.integrations.vllm.refusals.table import CONFIG
+from kvreclaim.integrations.vllm.settings import options
+from kvreclaim.integrations.vllm.settings import page_address as address
+from kvreclaim.integrations.vllm.settings.family import FAMILIES
+from kvreclaim.integrations.vllm.v0_32.front_side import COUNTERS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text(encoding="utf-8")
 HEADINGS = dict(re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE))
@@ -53,15 +56,15 @@ def test_every_policy_is_admitted_or_refused_as_the_page_says(name):
 
 
 def test_every_option_that_is_to_be_removed_is_among_the_refused():
-    flags = {flag for row in config_refusals.CONFIG for flag in re.findall(r"remove (--[a-z-]+)", row.remedy)}
+    flags = {flag for row in CONFIG for flag in re.findall(r"remove (--[a-z-]+)", row.remedy)}
     assert flags
     assert flags <= names(HEADINGS["What is refused, and why"])
 
 
 def test_every_cache_dtype_and_back_end_is_named():
     table = HEADINGS["What composes with what"]
-    assert all(f"`{dtype}`" in table for dtype in refusals.CACHE_DTYPES)
-    assert len(refusals.BACKENDS) == 5
+    assert all(f"`{dtype}`" in table for dtype in CACHE_DTYPES)
+    assert len(BACKENDS) == 5
     assert re.search(r"attention back-ends \| CPU .* FlashAttention, FlashInfer, Triton; TurboQuant", table)
 
 

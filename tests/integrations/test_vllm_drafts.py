@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 from list_pool import FakeRequest, make_ledger
 
-from kvreclaim.integrations.vllm.speculation import Drafts
+from kvreclaim.integrations.vllm.settings.speculation import Drafts
 
 PROMPT, END = 300, 700
 

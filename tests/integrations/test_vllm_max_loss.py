@@ -12,9 +12,9 @@ from list_pool import FakeRequest, ListPool
 
 from kvreclaim.compression_settings import CONTENTS
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.integrations.vllm.ledger import Ledger
-from kvreclaim.integrations.vllm.options import KEY, Options
-from kvreclaim.integrations.vllm.promise import check_cache_dtype
+from kvreclaim.integrations.vllm.scheduler.ledger import Ledger
+from kvreclaim.integrations.vllm.settings.max_loss import check_cache_dtype
+from kvreclaim.integrations.vllm.settings.options import KEY, Options
 from kvreclaim.testing.toys import model_facts, query_stats
 
 CURVE = curve(

@@ -17,9 +17,9 @@ from kvreclaim.compression.policy import CompressionPolicy
 from kvreclaim.compression.registry import policy_names
 from kvreclaim.compression.trial import Trial, TrialOutcome, TrialScore
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.integrations.vllm.options import Options, is_bounded
-from kvreclaim.integrations.vllm.promise import density_of
-from kvreclaim.integrations.vllm.watched import WATCHED
+from kvreclaim.integrations.vllm.settings.layer_needs import WATCHED
+from kvreclaim.integrations.vllm.settings.max_loss import density_of
+from kvreclaim.integrations.vllm.settings.options import Options, is_bounded
 from kvreclaim.testing.toys import model_facts, query_stats
 
 PLAIN = {"policy": "streaming_llm", "budget": 512, "interval": 64}

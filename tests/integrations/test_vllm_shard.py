@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvreclaim.compression.head_shares import FRACTIONS
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.compression.stats_metadata import StatsMetadata
-from kvreclaim.integrations.vllm.shard import Shard
+from kvreclaim.integrations.vllm.worker.shard import Shard
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvreclaim.engine.api.chat import num_system_tokens, render_chat
-from kvreclaim.integrations.vllm.options import KEY, Options
+from kvreclaim.integrations.vllm.settings.options import KEY, Options
 from kvreclaim.integrations.vllm.v0_32.chat_side import (
     NUM_SYSTEM,
     _counting,

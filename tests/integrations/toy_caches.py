@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvreclaim.integrations.vllm.layer_cache import VllmLayerCache
-from kvreclaim.integrations.vllm.layouts import CacheViews
+from kvreclaim.integrations.vllm.worker.layer_cache import VllmLayerCache
+from kvreclaim.integrations.vllm.worker.layouts import CacheViews
 
 L, B, K, S, D = 2, 9, 2, 8, 16
 

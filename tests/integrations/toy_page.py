@@ -13,7 +13,7 @@ import httpx2
 import numpy as np
 
 from kvreclaim.integrations.vllm.live.server import PageServer
-from kvreclaim.integrations.vllm.page_address import PageAddress
+from kvreclaim.integrations.vllm.settings.page_address import PageAddress
 from kvreclaim.page.frames import Compaction, Snapshot
 from kvreclaim.page.sharing import Sharing
 from kvreclaim.page.view import FREE, IN_USE, PoolView, RequestView

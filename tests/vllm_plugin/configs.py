@@ -9,7 +9,7 @@ import transformers
 from vllm import EngineArgs
 
 ASKED = {"policy": "streaming_llm", "budget": 256, "interval": 64}
-SCHEDULER = "kvreclaim.integrations.vllm.scheduler.ReclaimScheduler"
+SCHEDULER = "kvreclaim.integrations.vllm.entry.scheduler.ReclaimScheduler"
 SMALL: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,

@@ -29,7 +29,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvreclaim.integrations.vllm.groups import full_group, is_recurrent
+from kvreclaim.integrations.vllm.settings.groups import full_group, is_recurrent
 
 STOP = 7
 
@@ -63,7 +63,7 @@ def make_scheduler(
     ).create_engine_config()
     config.scheduler_config.async_scheduling = asynchronous
     if options is not None:
-        from kvreclaim.integrations.vllm import family
+        from kvreclaim.integrations.vllm.settings import family
 
         family.module("front").take_over(config)
     config.cache_config.num_gpu_blocks = num_blocks

@@ -6,7 +6,7 @@ import inspect
 from importlib import import_module
 from typing import Any
 
-from kvreclaim.integrations.vllm import family
+from kvreclaim.integrations.vllm.settings import family
 
 CHECK = family.find_family().pool_check
 MODULE: Any = import_module(CHECK.module)

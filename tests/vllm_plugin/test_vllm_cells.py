@@ -25,12 +25,13 @@ from vllm.v1.kv_cache_interface import KVQuantMode
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvreclaim.errors import UnsupportedModelError
-from kvreclaim.integrations.vllm import refusals
-from kvreclaim.integrations.vllm.cells.grid import CellGrid, find_grid
-from kvreclaim.integrations.vllm.cells.heads import StepCells
-from kvreclaim.integrations.vllm.cells.proof import prove_cells
-from kvreclaim.integrations.vllm.layouts import CacheViews
+from kvreclaim.integrations.vllm.refusals.loaded import BACKENDS
+from kvreclaim.integrations.vllm.refusals.predicates import CACHE_DTYPES
 from kvreclaim.integrations.vllm.v0_32 import attention, cells_side
+from kvreclaim.integrations.vllm.worker.cells.grid import CellGrid, find_grid
+from kvreclaim.integrations.vllm.worker.cells.heads import StepCells
+from kvreclaim.integrations.vllm.worker.cells.self_test import prove_cells
+from kvreclaim.integrations.vllm.worker.layouts import CacheViews
 from kvreclaim.ops.facts import LayerFacts, Softmax
 
 G = 2
@@ -267,17 +268,17 @@ def over_cells(name: str, theirs: type, dtypes: list[str]) -> tuple[str, str]:
     return ", ".join(unequal), impl.kernel
 
 
-@pytest.mark.parametrize("name", refusals.BACKENDS)
+@pytest.mark.parametrize("name", BACKENDS)
 def test_the_table_of_the_docs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Back-end, layouts, dtypes with equal heads and with unequal ones, and what attends."""
     for module in FLASHINFER:
         monkeypatch.setitem(sys.modules, module, MagicMock())
     theirs = resolve_obj_by_qualname(AttentionBackendEnum[name].value)
-    dtypes = [d for d in refusals.CACHE_DTYPES if d in theirs.supported_kv_cache_dtypes]
+    dtypes = [d for d in CACHE_DTYPES if d in theirs.supported_kv_cache_dtypes]
     layouts = [layout.name for layout in theirs.supported_kv_cache_layouts() or ()]
     row = [f"`{name}`", ", ".join(layouts) or "all", ", ".join(dtypes), *over_cells(name, theirs, dtypes)]
     page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text(encoding="utf-8")
     assert f"| {' | '.join(row)} |" in page.splitlines()
     names = [layout.name for layout in KVCacheLayout]
     assert f"*all* are {', '.join(names[:-1])} and {names[-1]}." in page
-    assert set(cells_side.CELL_BACKENDS) < set(refusals.BACKENDS)
+    assert set(cells_side.CELL_BACKENDS) < set(BACKENDS)

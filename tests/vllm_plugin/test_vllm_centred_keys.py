@@ -20,7 +20,7 @@ from test_vllm_fp8 import apart, pytestmark, stored
 from torch import Tensor
 
 from kvreclaim.compression.stats import QueryStats
-from kvreclaim.integrations.vllm.centred_layer import CentredKeys, transform_of
+from kvreclaim.integrations.vllm.worker.centred_layer import CentredKeys, transform_of
 from kvreclaim.model.key_transforms import key_transforms
 from kvreclaim.model.loader import load_model
 from kvreclaim.ops.facts import KeyTransform

@@ -21,13 +21,13 @@ from vllm.distributed import cleanup_dist_env_and_memory
 
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError, UnsupportedModelError
-from kvreclaim.integrations.vllm.centred_keys import (
+from kvreclaim.integrations.vllm.refusals.centred_keys import (
     QUANTISED,
     configure_centred_keys,
     refuse_layers_of_centred_keys,
 )
 
-CENTRING = "kvreclaim.integrations.vllm.cpu_worker.CentringCPUWorker"
+CENTRING = "kvreclaim.integrations.vllm.entry.cpu_worker.CentringCPUWorker"
 NGRAM = {"num_speculative_tokens": 2, "prompt_lookup_max": 3}
 
 

@@ -12,7 +12,7 @@ from models import make_stats, random_prompts
 from vllm.exceptions import VLLMValidationError
 from windowed import KINDS, make_gemma
 
-from kvreclaim.integrations.vllm.groups import most_other_blocks
+from kvreclaim.integrations.vllm.settings.groups import most_other_blocks
 
 BLOCK, CHUNK, NUM_BLOCKS = 32, 128, 60
 SETTINGS = {"budget": 128, "interval": 64, "sinks": 4, "recent": 32}

@@ -40,7 +40,7 @@ RUN_OWN_TESTS = """
 import sys
 import vllm.engine.arg_utils, vllm.v1.core.kv_cache_manager  # the installed ones, not those of the checkout
 if sys.argv[1] == "with":
-    from kvreclaim.integrations.vllm.plugin import register
+    from kvreclaim.integrations.vllm.entry.plugin import register
     register()
 import pytest
 options = "--noconftest -p no:cacheprovider -c /dev/null --rootdir . -q -W ignore"
@@ -71,7 +71,7 @@ def before(tiny_model) -> Iterator[dict[object, object]]:
     traces |= {("pool", seed): list(pool_history(seed)) for seed in SEEDS}
     traces["config"] = _names(tiny_model)
     assert own == wrapped()
-    from kvreclaim.integrations.vllm.plugin import register
+    from kvreclaim.integrations.vllm.entry.plugin import register
 
     register()
     assert all(now is not before for now, before in zip(wrapped(), own, strict=True))

@@ -20,9 +20,9 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvreclaim.errors import UnsupportedModelError
-from kvreclaim.integrations.vllm import family
-from kvreclaim.integrations.vllm.layer_cache import VllmLayerCache
-from kvreclaim.integrations.vllm.layouts import CacheViews, PackedLayout
+from kvreclaim.integrations.vllm.settings import family
+from kvreclaim.integrations.vllm.worker.layer_cache import VllmLayerCache
+from kvreclaim.integrations.vllm.worker.layouts import CacheViews, PackedLayout
 
 attention = family.module("attention")
 

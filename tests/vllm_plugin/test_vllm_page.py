@@ -127,7 +127,7 @@ def test_the_page_shows_what_the_pool_counts(
     lines = told_lines(monkeypatch)
     asked = {**ASKED, "policy": policy, "page_port": 0}
     engine = Engine(tiny_model, compression=asked, num_blocks=POOL)
-    page, totals = engine.scheduler.sights.page, engine.scheduler.reclaim.totals
+    page, totals = engine.scheduler.observer.page, engine.scheduler.reclaim.totals
     assert f"kvreclaim: the block pool is shown at {page.url}" in lines
     delivered: list[dict[str, Any]] = []
     deliver = page.recorder._deliver

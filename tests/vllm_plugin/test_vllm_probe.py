@@ -24,9 +24,9 @@ from kvreclaim.calibrate.calibration import calibrate
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError, UnsupportedModelError
-from kvreclaim.integrations.vllm import family
-from kvreclaim.integrations.vllm.facts import Described, describe
-from kvreclaim.integrations.vllm.options import Options
+from kvreclaim.integrations.vllm.entry.facts import Described, describe
+from kvreclaim.integrations.vllm.settings import family
+from kvreclaim.integrations.vllm.settings.options import Options
 from kvreclaim.model.loader import LoadedModel, load_model
 
 probing = family.module("probing")

@@ -15,7 +15,7 @@ from oracle import passes_of
 from recurrent import ROTATED, make_granite, make_lfm2
 from windowed import check_windowed
 
-from kvreclaim.integrations.vllm.groups import layer_kinds, most_other_blocks
+from kvreclaim.integrations.vllm.settings.groups import layer_kinds, most_other_blocks
 
 CHUNK = 128
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -26,20 +26,16 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
-from kvreclaim.integrations.vllm import family
-from kvreclaim.integrations.vllm.config_refusals import refuse_config
-from kvreclaim.integrations.vllm.group_refusals import (
-    refuse_config_with_groups,
-    refuse_unnamed_groups,
-)
-from kvreclaim.integrations.vllm.groups import layer_kinds, most_other_blocks
-from kvreclaim.integrations.vllm.refusals import (
-    CACHE_DTYPES,
-    SLOT_DTYPES,
+from kvreclaim.integrations.vllm.refusals.loaded import (
     refuse_groups,
     refuse_layers,
     refuse_scheduler,
+    refuse_unnamed_groups,
 )
+from kvreclaim.integrations.vllm.refusals.predicates import CACHE_DTYPES, SLOT_DTYPES
+from kvreclaim.integrations.vllm.refusals.table import refuse_config
+from kvreclaim.integrations.vllm.settings import family
+from kvreclaim.integrations.vllm.settings.groups import layer_kinds, most_other_blocks
 
 
 def several(*names: str) -> dict[str, Any]:
@@ -284,7 +280,7 @@ def test_windows_are_refused_in_0_33(windows: Path, monkeypatch: pytest.MonkeyPa
     config = make_config(windows, None)
     monkeypatch.setattr(family, "find_family", lambda: family.FAMILIES["0.33"])
     with pytest.raises(InvalidArgumentError, match=r"this version of vLLM for a model .* use vLLM 0\.32"):
-        refuse_config_with_groups(config)
+        refuse_config(config)
 
 
 def test_groups_that_layer_types_do_not_name_are_refused(tiny_model: Path) -> None:

@@ -16,8 +16,8 @@ from kvreclaim.compression.registry import make_policy
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.compression.trial import Trial, TrialOutcome, TrialScore
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.integrations.vllm import family
-from kvreclaim.integrations.vllm.signal_refusals import refuse_config_with_signals
+from kvreclaim.integrations.vllm.refusals.table import refuse_signals
+from kvreclaim.integrations.vllm.settings import family
 
 pytestmark = pytest.mark.skipif(
     not vllm.__version__.startswith("0.32."), reason="hooks on layers are refused with other versions"
@@ -47,7 +47,7 @@ def test_beside_these_policies_these_are_refused(
 def test_the_v2_runner_is_refused() -> None:
     config = SimpleNamespace(use_v2_model_runner=True)
     with pytest.raises(InvalidArgumentError, match=r"the V2 model runner .* VLLM_USE_V2_MODEL_RUNNER=0"):
-        refuse_config_with_signals(config, make_policy("tova"), snapshots=False)
+        refuse_signals(config, make_policy("tova"), snapshots=False)
 
 
 def test_sliding_windows_are_refused(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_0_33_is_refused(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> N
     config = make_config(tiny_model, None)
     monkeypatch.setattr(family, "find_family", lambda: family.FAMILIES["0.33"])
     with pytest.raises(InvalidArgumentError, match=r"this version .* hidden states: .* use vLLM 0\.32"):
-        refuse_config_with_signals(config, make_policy("shares(kvzap)"), snapshots=False)
+        refuse_signals(config, make_policy("shares(kvzap)"), snapshots=False)
 
 
 def test_auto_is_the_best_that_runs_here(tiny_model: Path, tiny_stats: Path, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.core.block_pool import BlockPool
 
 from kvreclaim.errors import UnsupportedVllmError
-from kvreclaim.integrations.vllm import check, expect, family, signatures
+from kvreclaim.integrations.vllm.refusals import check, expect, signatures
+from kvreclaim.integrations.vllm.settings import family
 
 
 def test_the_installed_vllm_is_as_expected(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvreclaim.errors import UnsupportedModelError
-from kvreclaim.integrations.vllm.cells.grid import find_grid
-from kvreclaim.integrations.vllm.cells.heads import StepCells
-from kvreclaim.integrations.vllm.cells.proof import prove_cells
-from kvreclaim.integrations.vllm.centred_layer import CentredKeys, centre, transform_of
-from kvreclaim.integrations.vllm.layouts import CacheViews
 from kvreclaim.integrations.vllm.v0_32 import attention, cells_side
+from kvreclaim.integrations.vllm.worker.cells.grid import find_grid
+from kvreclaim.integrations.vllm.worker.cells.heads import StepCells
+from kvreclaim.integrations.vllm.worker.cells.self_test import prove_cells
+from kvreclaim.integrations.vllm.worker.centred_layer import CentredKeys, centre, transform_of
+from kvreclaim.integrations.vllm.worker.layouts import CacheViews
 from kvreclaim.ops.facts import KeyTransform, LayerFacts, Softmax
 
 TOKENS = 43

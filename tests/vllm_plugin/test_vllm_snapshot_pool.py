@@ -13,9 +13,9 @@ from simulation import World, make_scheduler
 from test_vllm_scheduler import RUNNERS, SMALL, UNEVEN, model, tokens
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.integrations.vllm import family
-from kvreclaim.integrations.vllm.options import Options
-from kvreclaim.integrations.vllm.snapshot_refusals import refuse_config_with_snapshots
+from kvreclaim.integrations.vllm.refusals.table import refuse_snapshots
+from kvreclaim.integrations.vllm.settings import family
+from kvreclaim.integrations.vllm.settings.options import Options
 
 __all__ = ["model"]
 pytestmark = pytest.mark.skipif(
@@ -122,4 +122,4 @@ def test_snapshots_are_refused_in_0_33(tiny_model: Path, monkeypatch: pytest.Mon
     with pytest.raises(
         InvalidArgumentError, match=r'this version of vLLM beside "snapshots": .* use vLLM 0\.32'
     ):
-        refuse_config_with_snapshots(config, Options.read({**ASKED, "snapshots": True}, "the test"))
+        refuse_snapshots(config, Options.read({**ASKED, "snapshots": True}, "the test"))

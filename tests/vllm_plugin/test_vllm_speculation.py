@@ -18,7 +18,7 @@ from heads import Heads, make_heads
 from models import make_tiny_model, random_prompts
 from oracle import Kept, logprobs_with_drops, passes_of
 
-from kvreclaim.integrations.vllm import family
+from kvreclaim.integrations.vllm.settings import family
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 SETTINGS = {"budget": 128, "interval": 48, "sinks": 4, "recent": 32}

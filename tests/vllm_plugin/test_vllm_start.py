@@ -21,11 +21,13 @@ from vllm.exceptions import VLLMClientError, VLLMValidationError
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.integrations.vllm import family, hooks, model_statistics
-from kvreclaim.integrations.vllm.model_statistics import ModelToLoad
+from kvreclaim.integrations.vllm.entry import plugin
+from kvreclaim.integrations.vllm.settings import family, model_statistics
+from kvreclaim.integrations.vllm.settings.model_statistics import ModelToLoad
 
 front = family.module("front")
 check_request, take_over = front.check_request, front.take_over
+ENTRY = "kvreclaim.integrations.vllm.entry"
 
 
 @pytest.fixture(autouse=True)
@@ -40,12 +42,12 @@ def _no_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_the_configuration_names_our_scheduler_and_worker_and_one_line_says_so(
     tiny_model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hooks, "logger", logging.getLogger("out of reach of vLLM's logging"))
+    monkeypatch.setattr(plugin, "logger", logging.getLogger("out of reach of vLLM's logging"))
     caplog.set_level(logging.INFO)
     config = make_config(tiny_model)
     assert config.scheduler_config.scheduler_cls == SCHEDULER
-    assert config.parallel_config.worker_cls == "kvreclaim.integrations.vllm.cpu_worker.ReclaimCPUWorker"
-    lines = [record.getMessage() for record in caplog.records if record.name == hooks.logger.name]
+    assert config.parallel_config.worker_cls == f"{ENTRY}.cpu_worker.ReclaimCPUWorker"
+    lines = [record.getMessage() for record in caplog.records if record.name == plugin.logger.name]
     assert len(lines) == 1
     for part in ("kvreclaim 0.", f"vLLM {vllm.__version__}", "streaming_llm", "budget 256", "interval 64"):
         assert part in lines[0]
@@ -116,7 +118,7 @@ def test_a_gpu_worker_becomes_our_gpu_worker(tiny_model: Path) -> None:
     config = make_config(tiny_model, None)
     config.parallel_config.worker_cls = "vllm.v1.worker.gpu_worker.Worker"
     take_over(config)
-    assert config.parallel_config.worker_cls == "kvreclaim.integrations.vllm.gpu_worker.ReclaimWorker"
+    assert config.parallel_config.worker_cls == f"{ENTRY}.gpu_worker.ReclaimWorker"
 
 
 # Not asked for.

@@ -10,8 +10,8 @@ from models import random_prompts
 from oracle import check_logprobs, passes_of
 from uneven import OUTPUT, check_mixed, compression, is_uneven
 
-from kvreclaim.integrations.vllm import worker_hooks
-from kvreclaim.integrations.vllm.cells import proof
+from kvreclaim.integrations.vllm.entry import worker_hooks
+from kvreclaim.integrations.vllm.worker.cells import self_test
 
 
 def test_asynchronous_across_processes(tiny_model: Path, tiny_stats: Path, monkeypatch: Any) -> None:
@@ -44,7 +44,7 @@ def test_equal_heads_where_the_proof_fails(tiny_model: Path, tiny_stats: Path, m
     """Said at start; by the same ranking, in as many blocks."""
     said: list[str] = []
     monkeypatch.setattr(worker_hooks.logger, "warning", lambda text, *of: said.append(text % of))
-    monkeypatch.setattr(proof, "TOLERANCE", -1.0)
+    monkeypatch.setattr(self_test, "TOLERANCE", -1.0)
     engine = Engine(tiny_model, compression=compression(tiny_stats))
     try:
         assert engine.runner.reclaim.uneven is None

@@ -216,7 +216,7 @@ def move_blocks_about(engine: Engine, request_id: str) -> None:
     """Turn a request's blocks round, in the scheduler's table and by a message to the worker."""
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from kvreclaim.integrations.vllm.passes import StepMessage
+    from kvreclaim.integrations.vllm.scheduler.passes import StepMessage
     from kvreclaim.schedule import Pass
 
     record = engine.scheduler.reclaim.records[request_id]

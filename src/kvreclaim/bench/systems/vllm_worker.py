@@ -49,7 +49,7 @@ class Worker:
             "threads": torch.get_num_threads(),
             "vocab_size": self.runner.model_config.get_vocab_size(),
             "num_blocks": self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks,
-            "plugin": "kvreclaim.integrations.vllm.plugin" in sys.modules,
+            "plugin": "kvreclaim.integrations.vllm.entry.plugin" in sys.modules,
             "scheduler": type(self.scheduler).__name__,
         }
 

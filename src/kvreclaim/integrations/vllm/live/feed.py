@@ -27,11 +27,11 @@ class PluginFeed(Feed):
         super().__init__(logger)
         self._recorder = recorder
         self._came: asyncio.Queue[Snapshot] = asyncio.Queue()
-        self._untold: list[Compaction] = []
+        self._unsent: list[Compaction] = []
 
     def take(self, snapshot: Snapshot) -> None:
         """Take the recorder's snapshot; runs in the event loop."""
-        self._untold += snapshot.compactions
+        self._unsent += snapshot.compactions
         self._came.put_nowait(snapshot)
 
     def close(self) -> None:
@@ -61,21 +61,21 @@ class PluginFeed(Feed):
             news = news or time.monotonic() - sent_s >= QUIET_S
             if news:
                 sent_s = time.monotonic()
-            told, self._untold = self._untold, []
-            self._show(event if news else None, told)
+            passes, self._unsent = self._unsent, []
+            self._show(event if news else None, passes)
             spent_s = time.perf_counter() - began_s + (snapshot.look_s if snapshot else 0.0)
             await asyncio.sleep(max(PERIOD_S, spent_s / SHARE))
 
     async def _next(self) -> Snapshot | None:
         """The pool after the next step, or as it is while there is none; None if neither comes in QUIET_S."""
-        while not self._came.empty():  # of a step before; what it told is kept
+        while not self._came.empty():  # of a step before; its compactions are kept
             self._came.get_nowait()
-        self._recorder.ask()
+        self._recorder.request()
         deadline = time.monotonic() + QUIET_S
         while time.monotonic() < deadline:
             with suppress(TimeoutError):
                 return await asyncio.wait_for(self._came.get(), IDLE_S)
             if (snapshot := self._recorder.look_idle()) is not None:
-                self._untold += snapshot.compactions
+                self._unsent += snapshot.compactions
                 return snapshot
         return None

@@ -40,8 +40,8 @@ class PageApp:
 
     Args:
         feed:     see there
-        settings: what `/page/settings` says; num_blocks among them
-        host:     the name or address that the operator gave; the page may be called by it
+        settings: of `/page/settings`; num_blocks among them
+        host:     the name or address of the operator, which requests may use, too
     """
 
     def __init__(self, feed: Feed, settings: Mapping[str, Any], host: str) -> None:

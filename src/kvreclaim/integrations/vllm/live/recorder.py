@@ -1,8 +1,8 @@
-"""Between the scheduler's thread and the page's: who reads the pool when, so that nobody waits for anybody.
+"""Between the scheduler's thread and the page's: which one reads the pool, so that neither waits.
 
-While requests run, the scheduler's thread reads at the end of a step, if the page has asked for it; whether
-it has is one flag. While there are none, no step comes: the page's thread reads for itself, and drops what it
-has read if a step began meanwhile.
+While requests run, the scheduler's thread reads at the end of a step, if the page's thread has set a flag.
+While there are none, no step comes: the page's thread reads itself, and drops the result if a step began
+meanwhile.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvreclaim.schedule import Pass
 logger = logging.getLogger("vllm.kvreclaim")
 
 FIRST_BLOCK = 1
-"""vLLM's block 0 is nobody's, and no part of the pool here."""
+"""vLLM's block 0 belongs to no request, and is no part of the pool here."""
 
 Look = Callable[[list[Compaction]], Snapshot]
 """Reads the pool as it is, for a snapshot with these compactions."""
@@ -51,8 +51,8 @@ class StepRecorder:
     def passed(self, passes: Iterable[Pass[str]]) -> None:
         """These passes have changed it."""
         if self._watched:
-            told = [compaction_of(done.seq_id, done, FIRST_BLOCK) for done in passes]
-            self._compactions = [*self._compactions, *told][-MAX_PENDING:]
+            new = [compaction_of(done.seq_id, done, FIRST_BLOCK) for done in passes]
+            self._compactions = [*self._compactions, *new][-MAX_PENDING:]
 
     def end_step(self) -> None:
         """Record that requests which ended in a step gave their blocks back."""
@@ -61,20 +61,20 @@ class StepRecorder:
         self._wanted = False
         try:
             self._deliver(self._look(self._take()))
-        except Exception:  # a mistake of the page must not end everybody's requests
+        except Exception:  # a mistake of the page must not end the engine
             logger.exception("kvreclaim: the page's view of the pool has failed; the engine goes on without")
             self._failed = True
 
     # The page's thread.
 
     def watch(self, on: bool) -> None:
-        """Whether somebody watches: compactions before are not told."""
+        """Start or stop recording compactions; earlier ones are dropped."""
         self._watched = on
         self._wanted = False
         self._compactions = []
 
-    def ask(self) -> None:
-        """The next step to end is to deliver."""
+    def request(self) -> None:
+        """Have the next step deliver a snapshot."""
         self._wanted = not self._failed
 
     def look_idle(self) -> Snapshot | None:
@@ -82,12 +82,12 @@ class StepRecorder:
         steps = self._steps
         if not self._is_idle():
             return None
-        told = self._take()
+        passes = self._take()
         with suppress(RuntimeError):  # a dictionary changed while it was read
-            snapshot = self._look(told)
+            snapshot = self._look(passes)
             if self._steps == steps:
                 return snapshot
-        self._compactions = [*told, *self._compactions]
+        self._compactions = [*passes, *self._compactions]
         return None
 
     def _take(self) -> list[Any]:

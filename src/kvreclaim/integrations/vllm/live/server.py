@@ -16,7 +16,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.live.feed import PluginFeed
 from kvreclaim.integrations.vllm.live.http import MAX_HEAD_BYTES, PageApp, PageProtocol
 from kvreclaim.integrations.vllm.live.recorder import Look, StepRecorder
-from kvreclaim.integrations.vllm.page_address import PageAddress
+from kvreclaim.integrations.vllm.settings.page_address import PageAddress
 from kvreclaim.page.frames import Snapshot
 
 logger = logging.getLogger("vllm.kvreclaim")
@@ -34,10 +34,10 @@ class PageServer(uvicorn.Server):
         settings: see PageApp
         look, is_idle: see StepRecorder
 
-    recorder: to be told of every step
+    recorder: called at every step
     url:      of the page
 
-    Raises: InvalidArgumentError where the address is not to be had.
+    Raises: InvalidArgumentError where the address cannot be bound.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class PageServer(uvicorn.Server):
         logger.info("kvreclaim: the block pool is shown at %s", self.url)
 
     def close(self) -> None:
-        """The engine ends: viewers are told, the port is free at return."""
+        """The engine ends: viewers are notified, the port is free at return."""
         self.should_exit = True
         self._thread.join(STOP_S)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._feed.close()  # viewers that are told go by themselves
+        self._feed.close()  # notified viewers close their connections
         self._loop.call_later(LAST_BYTES_S, self._let_go)
         await super().shutdown(sockets)
 

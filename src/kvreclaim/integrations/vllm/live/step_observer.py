@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvreclaim.integrations.vllm.accounts import PlacedPool, VllmRequest
-from kvreclaim.integrations.vllm.ledger import Ledger
-from kvreclaim.integrations.vllm.passes import Totals
+from kvreclaim.integrations.vllm.scheduler.accounts import PlacedPool, VllmRequest
+from kvreclaim.integrations.vllm.scheduler.ledger import Ledger
+from kvreclaim.integrations.vllm.scheduler.passes import Totals
 from kvreclaim.schedule import Pass
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class TokenTotals:
 
     prompt: int = 0
     generated: int = 0
-    asked: int = 0
+    queried: int = 0
     hit: int = 0
 
 
@@ -138,9 +138,9 @@ class StepObserver:
         """It has given its blocks back, and does not come again."""
         self.progress.ended(request_id)
 
-    def looked_up(self, asked: int, hit: int) -> None:
+    def looked_up(self, queried: int, hit: int) -> None:
         """Tokens of prompts that were looked up in the prefix cache, and those found."""
-        self.progress.tokens.asked += asked
+        self.progress.tokens.queried += queried
         self.progress.tokens.hit += hit
 
     def totals(self) -> dict[str, int]:
@@ -151,7 +151,7 @@ class StepObserver:
             "generation_tokens": tokens.generated,
             "tokens_evicted": totals.tokens_evicted,
             "compactions": totals.compactions,
-            "prefix_query_tokens": tokens.asked,
+            "prefix_query_tokens": tokens.queried,
             "prefix_hit_tokens": tokens.hit,
             "blocks_freed": totals.blocks_freed,
         }

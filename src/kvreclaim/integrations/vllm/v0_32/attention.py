@@ -1,4 +1,4 @@
-"""The KV caches of vLLM 0.32's attention layers, as layouts.py wants to know them."""
+"""The KV caches of vLLM 0.32's attention layers, as worker/layouts.py describes them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from kvreclaim.integrations.vllm.layer_cache import VllmLayerCache, Write
 from kvreclaim.integrations.vllm.v0_32 import probing
 from kvreclaim.integrations.vllm.v0_32.slot_formats import slot_format
+from kvreclaim.integrations.vllm.worker.layer_cache import VllmLayerCache, Write
 
 FP8 = {
     "fp8": torch.float8_e4m3fn,

@@ -13,8 +13,8 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from kvreclaim.integrations.vllm.cells.heads import StepCells
 from kvreclaim.integrations.vllm.v0_32.cells_side import CellsBuilder, CellsImpl
+from kvreclaim.integrations.vllm.worker.cells.heads import StepCells
 
 
 class CellsCPUBuilder(CellsBuilder, CPUAttentionMetadataBuilder):

@@ -14,9 +14,9 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from kvreclaim.integrations.vllm.cells.heads import StepCells
 from kvreclaim.integrations.vllm.v0_32.attention import FP8
 from kvreclaim.integrations.vllm.v0_32.cells_side import CellsBuilder, CellsImpl
+from kvreclaim.integrations.vllm.worker.cells.heads import StepCells
 
 
 class CellsFlashBuilder(CellsBuilder, FlashAttentionMetadataBuilder):

@@ -12,10 +12,10 @@ from vllm.v1.attention.backends.flashinfer import (
     FlashInferMetadataBuilder,
 )
 
-from kvreclaim.integrations.vllm.cells.heads import StepCells
 from kvreclaim.integrations.vllm.v0_32.attention import FP8
 from kvreclaim.integrations.vllm.v0_32.cells_side import CellsBuilder, CellsImpl
 from kvreclaim.integrations.vllm.v0_32.cells_triton import attend_unified
+from kvreclaim.integrations.vllm.worker.cells.heads import StepCells
 
 
 class CellsFlashInferBuilder(CellsBuilder, FlashInferMetadataBuilder):

@@ -2,7 +2,7 @@
 
 Each is vLLM's back-end with a builder that adds the step's tables of cells and an implementation that attends
 by them where there are some; writing keys and values, and steps in which no head has cells of its own, are
-vLLM's. They are registered in workers that are asked for unequal heads, and there alone.
+vLLM's. They are registered in workers with unequal heads alone.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from kvreclaim.errors import UnsupportedModelError
-from kvreclaim.integrations.vllm import signatures
-from kvreclaim.integrations.vllm.cells.grid import find_grid
-from kvreclaim.integrations.vllm.cells.heads import HeadTables, StepCells
-from kvreclaim.integrations.vllm.cells.proof import prove_cells
-from kvreclaim.integrations.vllm.groups import full_group
-from kvreclaim.integrations.vllm.layouts import CacheViews
+from kvreclaim.integrations.vllm.refusals import signatures
+from kvreclaim.integrations.vllm.settings.groups import full_group
 from kvreclaim.integrations.vllm.v0_32 import probing
+from kvreclaim.integrations.vllm.worker.cells.grid import find_grid
+from kvreclaim.integrations.vllm.worker.cells.heads import HeadTables, StepCells
+from kvreclaim.integrations.vllm.worker.cells.self_test import prove_cells
+from kvreclaim.integrations.vllm.worker.layouts import CacheViews
 
 HERE = "kvreclaim.integrations.vllm.v0_32"
 CELL_BACKENDS = {
@@ -94,7 +94,7 @@ class CellsImpl:
         return None
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """vLLM: whether output may be asked for in scaled integers; not over cells."""
+        """vLLM: whether output may be in scaled integers; not over cells."""
         return False
 
     def attend_cells(self, layer: Any, rows: Tensor, output: Tensor, step: StepCells) -> None:

@@ -1,4 +1,4 @@
-"""vLLM 0.32's own Triton kernel over cells, in any layout that its strides can say."""
+"""vLLM 0.32's own Triton kernel over cells, in any layout that strides describe."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from vllm.v1.attention.backends.triton_attn import (
 from vllm.v1.attention.ops import triton_unified_attention
 from vllm.v1.kv_cache_interface import KVQuantMode
 
-from kvreclaim.integrations.vllm.cells.heads import StepCells
 from kvreclaim.integrations.vllm.v0_32.attention import FP8
 from kvreclaim.integrations.vllm.v0_32.cells_side import CellsBuilder, CellsImpl
+from kvreclaim.integrations.vllm.worker.cells.heads import StepCells
 
 FP32_BYTES = 4
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.attention import Attention
 
-from kvreclaim.integrations.vllm.centred_layer import CentredKeys, centre
+from kvreclaim.integrations.vllm.worker.centred_layer import CentredKeys, centre
 from kvreclaim.model.key_transforms import KeyWeights
 from kvreclaim.ops.facts import KeyTransform, LayerFacts
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.engine.api.chat import SYSTEM_ROLES, num_shared
-from kvreclaim.integrations.vllm.asking import is_asked_for
-from kvreclaim.integrations.vllm.options import KEY, as_plain
-from kvreclaim.integrations.vllm.wrapping import wrap
+from kvreclaim.integrations.vllm.settings.enabled import is_enabled
+from kvreclaim.integrations.vllm.settings.options import KEY, as_plain
+from kvreclaim.integrations.vllm.settings.patching import wrap
 
 logger = logging.getLogger("vllm.kvreclaim")
 NUM_SYSTEM = "kvreclaim_num_system"
@@ -41,7 +41,7 @@ def _counting(original: Callable[..., Any]) -> Callable[..., Any]:
     def render_chat(
         self: Any, conversations: Any, chat_params: Any, tok_params: Any = None, **kwargs: Any
     ) -> Any:
-        if not is_asked_for(self.config.additional_config, {}):
+        if not is_enabled(self.config.additional_config, {}):
             return original(self, conversations, chat_params, tok_params, **kwargs)
         conversations = [readable(messages) for messages in conversations]
         rendered, prompts = original(self, conversations, chat_params, tok_params, **kwargs)
@@ -59,14 +59,14 @@ def _counting_async(original: Callable[..., Any]) -> Callable[..., Any]:
     async def render_chat_async(
         self: Any, conversations: Any, chat_params: Any, tok_params: Any = None, **kwargs: Any
     ) -> Any:
-        if not is_asked_for(self.config.additional_config, {}):
+        if not is_enabled(self.config.additional_config, {}):
             return await original(self, conversations, chat_params, tok_params, **kwargs)
         conversations = [readable(messages) for messages in conversations]
         rendered, prompts = await original(self, conversations, chat_params, tok_params, **kwargs)
         for messages, prompt in zip(conversations, prompts, strict=True):
             if has_system(messages, chat_params):
-                asked = (self, messages, prompt, chat_params, tok_params)
-                await asyncio.get_running_loop().run_in_executor(self._executor, note_system, *asked)
+                arguments = (self, messages, prompt, chat_params, tok_params)
+                await asyncio.get_running_loop().run_in_executor(self._executor, note_system, *arguments)
         return rendered, prompts
 
     return render_chat_async

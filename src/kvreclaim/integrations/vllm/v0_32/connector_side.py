@@ -19,8 +19,8 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.core.sched.output import CachedRequestData
 
-from kvreclaim.integrations.vllm import signatures
-from kvreclaim.integrations.vllm.ledger import Ledger
+from kvreclaim.integrations.vllm.refusals import signatures
+from kvreclaim.integrations.vllm.scheduler.ledger import Ledger
 
 NULL_BLOCK = 0
 

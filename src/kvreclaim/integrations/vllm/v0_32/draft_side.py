@@ -18,15 +18,15 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
-from kvreclaim.integrations.vllm import signatures
-from kvreclaim.integrations.vllm.layouts import CacheViews
-from kvreclaim.integrations.vllm.refusals import refuse_layers
+from kvreclaim.integrations.vllm.refusals import signatures
+from kvreclaim.integrations.vllm.refusals.loaded import refuse_layers
 from kvreclaim.integrations.vllm.v0_32 import attention, probing
 from kvreclaim.integrations.vllm.v0_32.worker_side import V1Rows
+from kvreclaim.integrations.vllm.worker.layouts import CacheViews
 
 
 class DraftHooks:
-    """Over SpecDecodeBaseProposer. reclaim_rows: whose shifts are those of the step that is drafted for."""
+    """Over SpecDecodeBaseProposer. reclaim_rows: have the shifts of the step that is drafted for."""
 
     reclaim_rows: V1Rows
 

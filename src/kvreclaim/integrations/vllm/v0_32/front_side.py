@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from typing import Any
 
+from prometheus_client import REGISTRY, CollectorRegistry, Counter
+
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.integrations.vllm.asking import CENTRED, is_asked_for
-from kvreclaim.integrations.vllm.groups import is_full, most_other_blocks
-from kvreclaim.integrations.vllm.metrics import Counters
-from kvreclaim.integrations.vllm.options import KEY, Options, is_bounded
-from kvreclaim.integrations.vllm.promise import budget_text, check_cache_dtype, is_of_prompt
-from kvreclaim.integrations.vllm.speculation import drafts_of
+from kvreclaim.integrations.vllm.settings.enabled import CENTRED, is_enabled
+from kvreclaim.integrations.vllm.settings.groups import is_full, most_other_blocks
+from kvreclaim.integrations.vllm.settings.max_loss import budget_text, check_cache_dtype, is_of_prompt
+from kvreclaim.integrations.vllm.settings.options import KEY, Options, is_bounded
+from kvreclaim.integrations.vllm.settings.patching import wrap
+from kvreclaim.integrations.vllm.settings.speculation import drafts_of
 from kvreclaim.integrations.vllm.v0_32 import chat_side
-from kvreclaim.integrations.vllm.wrapping import wrap
 from kvreclaim.memory.blocks import blocks_for
 
-OURS = "kvreclaim.integrations.vllm"
+OURS = "kvreclaim.integrations.vllm.entry"
 FIGURES = "kvreclaim"
 SCHEDULERS = {False: f"{OURS}.scheduler.ReclaimScheduler", True: f"{OURS}.scheduler.AsyncReclaimScheduler"}
 VLLM_SCHEDULERS = (
@@ -34,6 +35,21 @@ CENTRING_WORKERS = {
     "vllm.v1.worker.gpu_worker.Worker": f"{OURS}.gpu_worker.CentringWorker",
 }
 """Workers with centred keys and without compression."""
+LABELS = ("model_name", "engine")
+COUNTERS = {
+    "tokens_evicted": (
+        "kvreclaim_tokens_evicted",
+        "Tokens evicted from the KV cache, per layer and KV head.",
+    ),
+    "blocks_freed": ("kvreclaim_blocks_freed", "KV cache blocks that compression gave back to the pool."),
+    "compactions": ("kvreclaim_compactions", "Compressions of a request that were carried out."),
+    "snapshot_tokens": (
+        "kvreclaim_snapshot_tokens",
+        "Prompt tokens that were not computed because a snapshot has what compression kept of them.",
+    ),
+    "seconds": ("kvreclaim_compression_seconds", "Time that the worker of rank 0 spent compressing."),
+}
+"""Name of a figure in Totals -> counter and its help."""
 
 
 def take_over(config: Any) -> None:
@@ -122,7 +138,7 @@ def _counting(original: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        if is_asked_for(vllm_config.additional_config, {}):
+        if is_enabled(vllm_config.additional_config, {}):
             custom_stat_loggers = [make_stat_logger(), *(custom_stat_loggers or ())]
         original(self, vllm_config, engine_idxs, custom_stat_loggers, *args, **kwargs)
 
@@ -164,7 +180,7 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def process_inputs(self: Any, request_id: Any, prompt: Any, *args: Any, **kwargs: Any) -> Any:
         request = original(self, request_id, prompt, *args, **kwargs)
-        if is_asked_for(self.vllm_config.additional_config, {}):
+        if is_enabled(self.vllm_config.additional_config, {}):
             check_request(request, self.vllm_config, prompt)
         return request
 
@@ -235,3 +251,29 @@ def _check_length(request: Any, vllm_config: Any) -> None:
 def _num_prompt(request: Any) -> int:
     ids = request.prompt_token_ids
     return len(ids) if ids is not None else int(request.prompt_embeds.shape[0])
+
+
+class Counters:
+    """One counter per figure of Totals, with a label for each engine; a second instance counts on.
+
+    Args:
+        engines: indexes; each is on the page with 0 from the start
+    """
+
+    def __init__(
+        self, model_name: str, engines: Iterable[int], registry: CollectorRegistry = REGISTRY
+    ) -> None:
+        self.model_name = model_name
+        self.counters = {figure: _counter(*COUNTERS[figure], registry) for figure in COUNTERS}
+        for engine in engines:
+            self.add({}, engine)
+
+    def add(self, figures: Mapping[str, float], engine: int) -> None:
+        """Add the figures since the last call, by the names of Totals."""
+        for figure, counter in self.counters.items():
+            counter.labels(self.model_name, str(engine)).inc(figures.get(figure, 0))
+
+
+def _counter(name: str, text: str, registry: CollectorRegistry) -> Counter:
+    existing = registry._names_to_collectors.get(name)
+    return existing if isinstance(existing, Counter) else Counter(name, text, LABELS, registry=registry)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvreclaim.integrations.vllm.wrapping import wrap
+from kvreclaim.integrations.vllm.settings.patching import wrap
 
 
 class GroupLengths:

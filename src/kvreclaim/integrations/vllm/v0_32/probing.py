@@ -17,7 +17,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kvreclaim.errors import UnsupportedModelError
-from kvreclaim.integrations.vllm.groups import full_layers, has_states
+from kvreclaim.integrations.vllm.settings.groups import full_layers, has_states
 from kvreclaim.integrations.vllm.v0_32.centring_side import CentredAttention
 from kvreclaim.model.rotation import frequencies_in, rotary_frequencies
 from kvreclaim.ops.facts import LayerFacts, Softmax
@@ -127,7 +127,7 @@ def total_heads(runner: Any) -> tuple[int, int]:
 
 
 def hidden_size(runner: Any) -> int | None:
-    """Numbers of a hidden state; None where the configuration does not say."""
+    """Numbers of a hidden state; None where the configuration has none."""
     size: int | None = getattr(runner.model_config.hf_text_config, "hidden_size", None)
     return size
 
@@ -136,7 +136,7 @@ def frequencies(runner: Any) -> list[Tensor]:
     """The rotary frequencies that the model may use, float64 on its device, as transformers has them: vLLM
     keeps rounded cosines instead, except where it runs transformers' own modules.
 
-    Raises: UnsupportedModelError if transformers cannot say.
+    Raises: UnsupportedModelError if transformers has none.
     """
     found = frequencies_in(runner.get_model()) or rotary_frequencies(runner.model_config.hf_text_config)
     return [frequency.to(runner.device) for frequency in found]
@@ -153,7 +153,7 @@ def record(runner: Any, layers: Sequence[Attention], remedy: str = WITHOUT_STATI
 
     remedy: what to do where that fails
 
-    Raises: UnsupportedModelError if the model cannot be run so, or does not ask a layer.
+    Raises: UnsupportedModelError if the model cannot be run so, or does not call a layer.
     """
     model = runner.get_model()
     name = runner.model_config.model

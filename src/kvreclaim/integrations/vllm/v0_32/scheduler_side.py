@@ -15,21 +15,22 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.request import RequestStatus
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.integrations.vllm import family, signatures
-from kvreclaim.integrations.vllm.groups import (
+from kvreclaim.integrations.vllm.live.step_observer import StepObserver
+from kvreclaim.integrations.vllm.refusals import signatures
+from kvreclaim.integrations.vllm.refusals.loaded import refuse_groups, refuse_scheduler
+from kvreclaim.integrations.vllm.scheduler.ledger import Ledger
+from kvreclaim.integrations.vllm.settings import family
+from kvreclaim.integrations.vllm.settings.groups import (
     IN_FLIGHT,
     full_group,
     is_recurrent,
     state_blocks,
     window_blocks,
 )
-from kvreclaim.integrations.vllm.ledger import Ledger
-from kvreclaim.integrations.vllm.live.step_observer import StepObserver
-from kvreclaim.integrations.vllm.options import Options
-from kvreclaim.integrations.vllm.promise import budget_text
-from kvreclaim.integrations.vllm.refusals import refuse_groups, refuse_scheduler
-from kvreclaim.integrations.vllm.speculation import drafts_of
-from kvreclaim.integrations.vllm.v0_32 import looking
+from kvreclaim.integrations.vllm.settings.max_loss import budget_text
+from kvreclaim.integrations.vllm.settings.options import Options
+from kvreclaim.integrations.vllm.settings.speculation import drafts_of
+from kvreclaim.integrations.vllm.v0_32 import pool_snapshot
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.changes import CompactionPlan, Shrunk, TableState
 
@@ -138,7 +139,7 @@ class ReclaimKVCacheManager(KVCacheManager):
     """Admits compressed requests by the blocks that they come to hold, not by their whole length.
 
     reclaim:   the scheduler's ledger
-    scheduler: whose running requests a newcomer must leave room for
+    scheduler: a new request leaves room for its running requests
     """
 
     reclaim: Ledger
@@ -205,12 +206,12 @@ class ReclaimKVCacheManager(KVCacheManager):
 class SchedulerHooks:
     """Goes before vLLM's Scheduler or AsyncScheduler among the bases of a scheduler.
 
-    reclaim: what is compressed and what it has come to; set once vLLM's own parts are made
-    sights:  who watches it
+    reclaim:  what is compressed and what it has come to; set once vLLM's own parts are made
+    observer: counts what the page and the metrics show
     """
 
     reclaim: Ledger
-    sights: StepObserver
+    observer: StepObserver
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         """Raises: UnsupportedVllmError, InvalidArgumentError, UnsupportedModelError."""
@@ -234,8 +235,8 @@ class SchedulerHooks:
             adopt_connector(connector, self.reclaim)
         self._reported = replace(self.reclaim.totals)
         self._check_pool()
-        self.sights = StepObserver(self.reclaim)
-        self.sights.page = looking.open_page(self, options, vllm_config)
+        self.observer = StepObserver(self.reclaim)
+        self.observer.page = pool_snapshot.open_page(self, options, vllm_config)
 
     def _check_pool(self) -> None:
         """The pool must hold the longest request at its peak. Raises: InvalidArgumentError."""
@@ -252,10 +253,10 @@ class SchedulerHooks:
             )
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
-        self.sights.begin_step()
+        self.observer.begin_step()
         passes = self.reclaim.compress(self.running)  # type: ignore[attr-defined]
         output = super().schedule(throttle_prefills)  # type: ignore[misc]
-        self.sights.passed(passes, self.running)  # type: ignore[attr-defined]
+        self.observer.passed(passes, self.running)  # type: ignore[attr-defined]
         message = self.reclaim.message(passes)
         if message is not None:
             output.kvreclaim = message
@@ -264,15 +265,15 @@ class SchedulerHooks:
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         self.reclaim.totals.seconds += getattr(model_runner_output, FIGURES, 0.0)
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
-        self.sights.end_step()
+        self.observer.end_step()
         return outputs
 
     def shutdown(self) -> None:
-        self.sights.close()
+        self.observer.close()
         super().shutdown()  # type: ignore[misc]
 
     def _free_request_blocks(self, request: Any) -> None:
-        self.sights.freeing(request)
+        self.observer.freeing(request)
         self.reclaim.forget(request.request_id)
         super()._free_request_blocks(request)  # type: ignore[misc]
 
@@ -280,7 +281,7 @@ class SchedulerHooks:
         figures = self.reclaim.figures(request)
         kv_params, ec_params = super()._free_request(request, delay_free_blocks)  # type: ignore[misc]
         self.reclaim.close(request.request_id)
-        self.sights.ended(request.request_id)
+        self.observer.ended(request.request_id)
         if figures is not None:
             kv_params = {**(kv_params or {}), FIGURES: figures}
         return kv_params, ec_params
@@ -293,7 +294,9 @@ class SchedulerHooks:
         stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]
         if stats is not None:
             found = stats.prefix_cache_stats
-            self.sights.looked_up(found.queries + found.preempted_queries, found.hits + found.preempted_hits)
+            self.observer.looked_up(
+                found.queries + found.preempted_queries, found.hits + found.preempted_hits
+            )
         if stats is not None and self.reclaim.totals != self._reported:
             totals, before = asdict(self.reclaim.totals), asdict(self._reported)
             figures = {name: totals[name] - before[name] for name in totals}

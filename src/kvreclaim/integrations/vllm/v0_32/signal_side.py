@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from kvreclaim.compression.policy import Signal
 from kvreclaim.errors import UnsupportedModelError
-from kvreclaim.integrations.vllm import signatures
-from kvreclaim.integrations.vllm.layer_signals import KeptSignals, StepTokens
+from kvreclaim.integrations.vllm.refusals import signatures
 from kvreclaim.integrations.vllm.v0_32 import probing
+from kvreclaim.integrations.vllm.worker.layer_signals import KeptSignals, StepTokens
 
 HIDDEN = "hidden_states"
 """What modules around Attention call their input."""
@@ -35,7 +35,7 @@ class Sight(Protocol):
 class LayerWatch:
     """Hooks on the layers that are compressed.
 
-    sight: who is shown what they see now; None: nobody, as what runs is no request's
+    sight: gets what they see now; None: dropped, as what runs is no request's
     """
 
     def __init__(self, runner: Any, needs: frozenset[Signal]) -> None:
@@ -88,7 +88,7 @@ class Glimpse:
 
 
 class WatchingHooks:
-    """Over a V1 runner: tells the watch which tokens a step has."""
+    """Over a V1 runner: passes the tokens of a step to the watch."""
 
     reclaim_watch: LayerWatch
 
@@ -108,7 +108,7 @@ class WatchingHooks:
 
 
 def watch_layers(runner: Any, needs: frozenset[Signal]) -> LayerWatch:
-    """Hook the layers for these signals, and see on one token that the hooks tell the truth. All ranks have
+    """Hook the layers for these signals, and check the hooks on one token. All ranks have
     to call it together. Idempotent; a later watch takes the place of an earlier one.
 
     Raises: UnsupportedModelError, UnsupportedVllmError.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvreclaim.integrations.vllm.layer_cache import SlotFormat
+from kvreclaim.integrations.vllm.worker.layer_cache import SlotFormat
 
 Numbers = Callable[[Tensor, Tensor], Tensor]
 """(stored bytes, scale [..., 1]) -> numbers in fp32."""

@@ -14,8 +14,8 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
-from kvreclaim.integrations.vllm import signatures
-from kvreclaim.integrations.vllm.snapshots import KVSnapshot, KVSnapshots
+from kvreclaim.integrations.vllm.refusals import signatures
+from kvreclaim.integrations.vllm.scheduler.snapshots import KVSnapshot, KVSnapshots
 from kvreclaim.integrations.vllm.v0_32.scheduler_side import ReclaimKVCacheManager, VllmPool
 
 NULL_BLOCK = 0
@@ -69,10 +69,10 @@ class NamedBlocks:
 
 
 class SchedulerSnapshots(KVSnapshots):
-    """What it tells goes with a scheduler's output."""
+    """KVSnapshots that send their news with a scheduler's output."""
 
     def send(self, output: Any) -> None:
-        """Tell the workers with a step's output, in which tables have no holes."""
+        """Add the news to a step's output, in which tables have no holes."""
         news = self.take_news()
         if news is None:
             return
@@ -88,7 +88,7 @@ class SchedulerSnapshots(KVSnapshots):
 class SnapshotKVCacheManager(ReclaimKVCacheManager):
     """Finds snapshots where they reach further than exact blocks.
 
-    found: of requests that wait, and the blocks that the scheduler was told of
+    found: of requests that wait, and the blocks that the scheduler got
     """
 
     snapshots: SchedulerSnapshots

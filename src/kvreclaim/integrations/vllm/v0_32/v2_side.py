@@ -36,12 +36,12 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from kvreclaim.errors import UnsupportedModelError
-from kvreclaim.integrations.vllm.groups import full_group
+from kvreclaim.integrations.vllm.settings.groups import full_group
 from kvreclaim.integrations.vllm.v0_32.group_lengths import GroupLengths, install
 
 if TYPE_CHECKING:
-    from kvreclaim.integrations.vllm.applier import Applier
-    from kvreclaim.integrations.vllm.cells.heads import HeadTables
+    from kvreclaim.integrations.vllm.worker.applier import Applier
+    from kvreclaim.integrations.vllm.worker.cells.heads import HeadTables
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,7 +162,7 @@ class V2Hooks:
 
     def update_requests(self, scheduler_output: Any) -> None:
         """Passes first: new requests have their slots, finished ones have none, no block is appended yet.
-        Before them a KV connector ends stores that read what they write; vLLM asks again later."""
+        Before them a KV connector ends stores that read what they write; vLLM repeats this later."""
         if getattr(scheduler_output, "kvreclaim", None) is not None and has_kv_transfer_group():
             get_kv_transfer_group().handle_preemptions(scheduler_output.kv_connector_metadata)
         self.reclaim.begin(scheduler_output)

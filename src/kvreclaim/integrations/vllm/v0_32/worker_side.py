@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
-from kvreclaim.integrations.vllm.applier import Applier, RunnerRows
-from kvreclaim.integrations.vllm.cells.heads import HeadTables
-from kvreclaim.integrations.vllm.groups import full_group
+from kvreclaim.integrations.vllm.settings.groups import full_group
 from kvreclaim.integrations.vllm.v0_32.group_lengths import GroupLengths, install
+from kvreclaim.integrations.vllm.worker.applier import Applier, RunnerRows
+from kvreclaim.integrations.vllm.worker.cells.heads import HeadTables
 
 
 def is_v2(runner: Any) -> bool:
@@ -25,7 +25,7 @@ def is_v2(runner: Any) -> bool:
 
 
 def rows_of(runner: Any, heads: HeadTables | None) -> RunnerRows:
-    """The adapter to the runner's block tables, which says who is in a step to heads that have their own."""
+    """The adapter to the runner's block tables. It passes the requests of a step to heads with own tables."""
     if is_v2(runner):
         from kvreclaim.integrations.vllm.v0_32.v2_side import V2Rows
 

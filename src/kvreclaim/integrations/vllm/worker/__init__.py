@@ -1,0 +1,1 @@
+"""A worker's process: which tokens are kept, and the bytes that move."""

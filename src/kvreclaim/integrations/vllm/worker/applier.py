@@ -1,0 +1,242 @@
+"""A worker's passes before a step: choose the survivors, move them, return their places."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kvreclaim.compression.compressor import Compressor, SignalSource
+from kvreclaim.compression.config import MAX_KEPT, CompressionConfig
+from kvreclaim.compression.policy import NO_SIGNALS, Signal
+from kvreclaim.compression.stats import LayerStats
+from kvreclaim.integrations.vllm.scheduler.passes import StepMessage
+from kvreclaim.integrations.vllm.settings.options import Options
+from kvreclaim.integrations.vllm.worker.cells.heads import HeadTables
+from kvreclaim.integrations.vllm.worker.cells.passes import UnevenPasses
+from kvreclaim.integrations.vllm.worker.cells.positions import PassTrace, Positions, as_heads
+from kvreclaim.integrations.vllm.worker.clocks import DeviceClock, HostClock, PassClock
+from kvreclaim.integrations.vllm.worker.layouts import CacheViews
+from kvreclaim.integrations.vllm.worker.staging import BLOCK_SIZE, Stage, staged_layer
+from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.ops import reference
+from kvreclaim.ops.backend import Backend, Need, choose_backend
+from kvreclaim.ops.facts import LayerFacts, ModelFacts
+from kvreclaim.ops.formats import plain_format
+from kvreclaim.ops.head_rows import HeadRows
+from kvreclaim.schedule.budget.compaction import Pass
+from kvreclaim.schedule.budget.protection import kept_prompt_slots
+
+logger = logging.getLogger("vllm.kvreclaim")
+
+
+class RunnerRows(Protocol):
+    """A runner's block tables, and how far each request's slots lie before its positions."""
+
+    @property
+    def num_shifted(self) -> int:
+        """Requests whose shift is not 0."""
+        ...
+
+    def rewrite(self, request_id: str, block_ids: Sequence[int], shift: int) -> None:
+        """From now on the request's tokens lie in these blocks; position minus slot is shift."""
+        ...
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """These requests are gone or start anew; unknown ones are ignored."""
+        ...
+
+
+@dataclass(slots=True)
+class WorkerFigures:
+    """Sums since the start, of this worker. seconds: of the passes whose end has been seen."""
+
+    tokens_evicted: int = 0
+    compactions: int = 0
+    seconds: float = 0.0
+
+
+class Applier:
+    """Carries out the scheduler's passes on this worker's shard of the cache.
+
+    Args:
+        options: of the engine
+        facts:   of this worker's heads
+        stats:   of these heads' queries, on the device; None if there are none
+        views:   the caches of all layers
+        rows:    the runner's block tables
+        heads:   of requests whose heads hold unequal numbers of tokens; None: they keep equally many, by the
+                 same ranking
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        facts: ModelFacts,
+        stats: tuple[LayerStats, ...] | None,
+        views: CacheViews,
+        rows: RunnerRows,
+        heads: HeadTables | None = None,
+    ) -> None:
+        self.options, self.facts, self.stats = options, facts, stats
+        self.views, self.rows = views, rows
+        self.kernels = _kernels(facts)
+        self.stage = _stage(self.kernels, facts.layers[0], views)
+        head_stage = _stage(self.kernels, facts.layers[0].kv_head(0), views)
+        self.uneven = None if heads is None else self._uneven_passes(heads, head_stage)
+        self.shape = (facts.num_layers, facts.layers[0].num_kv_heads)
+        self.positions = Positions(self.shape, facts.device)
+        self.prompts: dict[str, int] = {}
+        self.compressor = lru_cache(MAX_KEPT)(self._compressor)
+        """The compressor of these settings; the last 16 are kept."""
+        self.clock: PassClock = DeviceClock() if facts.device.type == "cuda" else HostClock()
+        self.figures = WorkerFigures()
+        self.trace: PassTrace | None = None
+        self.compressor(options.settings)
+
+    def _uneven_passes(self, heads: HeadTables, head_stage: Stage | None) -> UnevenPasses:
+        return UnevenPasses(self.views, heads.grid, heads, self.stage, head_stage)
+
+    def begin(self, scheduler_output: Any) -> None:
+        """Forget requests that are gone, then carry out the passes in order. Called first in a step."""
+        if self.rows.num_shifted or self.trace is not None:
+            self._forget(scheduler_output)
+        message: StepMessage | None = getattr(scheduler_output, "kvreclaim", None)
+        if message is None:
+            return
+        with torch.inference_mode():
+            self.clock.start()
+            for one in message.passes:
+                self._carry_out(one, message.settings[one.seq_id])
+            self.clock.stop()
+
+    def rehearse(self) -> None:
+        """One choice by the engine's settings over whatever lies in the cache; nothing moves. What a device
+        loads at first use, or memory that is not there, shows before anyone waits."""
+        settings = self.options.settings
+        num_blocks = blocks_for(settings.budget + settings.interval, self.views.block_size)
+        table = self.views.block_ids(range(min(num_blocks, self.views.num_blocks)))
+        num_tokens = min(settings.budget + settings.interval, self.views.num_blocks * self.views.block_size)
+        positions = torch.arange(num_tokens, dtype=torch.int32, device=self.facts.device)
+        with torch.inference_mode():
+            self.compressor(settings).choose(
+                lambda layer: self.views.source(layer, table, num_tokens, self.stage),
+                num_tokens,
+                0,
+                num_tokens,
+                positions=positions[None, None],
+                signals=self._rehearsed_signals(table, num_tokens),
+                check=lambda _: None,
+            )
+
+    def _rehearsed_signals(self, blocks: Tensor, num_tokens: int) -> SignalSource:
+        return lambda _: NO_SIGNALS
+
+    def take_seconds(self) -> float | None:
+        """Seconds of passes that have ended since the last call; None if there were none. Never waits."""
+        ended = self.clock.take()
+        if ended is None:
+            return None
+        seconds, flagged = ended
+        self.figures.seconds += seconds
+        for request_id in flagged:
+            self._warn(request_id)
+        return seconds
+
+    def _warn(self, request_id: str) -> None:
+        logger.error(
+            "request %s: its keys scored NaN, so what was kept of it is arbitrary and its output cannot "
+            "be trusted; other requests are not affected. Check the model's dtype and the statistics.",
+            request_id,
+        )
+
+    def _compressor(self, settings: CompressionConfig) -> Compressor:
+        return Compressor(settings, self.facts, self.stats, self.kernels)
+
+    def _carry_out(self, one: Pass[str], settings: CompressionConfig) -> None:
+        compressor = self.compressor(settings)
+        positions = self.positions if Signal.POSITIONS in compressor.policy.needs else None
+        needs_kept = positions is not None or self.trace is not None
+        if one.eviction_method.uneven and self.uneven is not None:
+            check = partial(self.clock.watch, one.seq_id)
+            kept = self.uneven.carry_out(one, compressor, positions, check, needs_kept)
+        else:
+            kept = self._compact(one, compressor, positions)
+        if positions is not None and kept is not None:
+            positions.keep(one.seq_id, one.first, one.logical_len, kept)
+        self.rows.rewrite(one.seq_id, one.target_ids, one.shift)
+        self.figures.tokens_evicted += one.num_tokens - one.keep
+        self.figures.compactions += 1
+        if self.trace is not None and kept is not None:
+            self.trace.add(one, kept)
+
+    def _compact(self, one: Pass[str], compressor: Compressor, positions: Positions | None) -> HeadRows:
+        """Every head keeps equally many. Returns: the slots of each."""
+        source = self.views.block_ids(one.source_ids)
+        prompt = one.prompt_slots + self.prompts.get(one.seq_id, 0)
+        known = None if positions is None else positions.table(one.seq_id, one.first, one.logical_len)
+        kept = compressor.choose(
+            lambda layer: self.views.source(layer, source, one.num_tokens, self.stage),
+            one.num_tokens,
+            prompt,
+            one.logical_len,
+            positions=known,
+            signals=self._signals(one, compressor, source),
+            first=one.first,
+            keep=one.keep,
+            check=partial(self.clock.watch, one.seq_id),
+        )
+        self.views.compact(kept, source, self.views.block_ids(one.target_ids))
+        if one.eviction_method.uneven:  # for the scheduler heads differ, so it leaves the count to us
+            rules = compressor.rules
+            left = kept_prompt_slots(num_tokens=one.num_tokens, prompt_slots=prompt, keep=one.keep, **rules)
+            self.prompts[one.seq_id] = left
+        return as_heads(kept, self.shape)
+
+    def _signals(self, one: Pass[str], compressor: Compressor, blocks: Tensor) -> SignalSource:
+        """layer -> signals of the request's tokens in these blocks."""
+        return lambda _: NO_SIGNALS
+
+    def _forget(self, output: Any) -> None:
+        if gone := gone_requests(output):
+            self.rows.forget(gone)
+            self.positions.forget(gone)
+            for request_id in gone:
+                self.prompts.pop(request_id, None)
+            if self.uneven is not None:
+                self.uneven.forget(gone)
+            if self.trace is not None:
+                self.trace.forget(gone)
+
+
+def gone_requests(output: Any) -> list[str]:
+    """Requests that ended, lost their cache, or begin with a cache that we have not touched."""
+    return [
+        *output.finished_req_ids,
+        *(output.preempted_req_ids or ()),
+        *(request.req_id for request in output.scheduled_new_reqs),
+        *output.scheduled_cached_reqs.resumed_req_ids,
+    ]
+
+
+def _kernels(facts: ModelFacts) -> Backend:
+    """The native kernels where they run, else PyTorch. On GPUs PyTorch alone, so that nothing is compiled
+    while requests are served."""
+    if facts.device.type != "cpu":
+        return reference
+    layers = tuple(staged_layer(layer) for layer in facts.layers)
+    dtype = torch.bfloat16 if facts.dtype == torch.bfloat16 else torch.float32
+    return choose_backend("auto", Need(layers, BLOCK_SIZE, dtype, facts.device, plain_format(dtype))).backend
+
+
+def _stage(kernels: Backend, facts: LayerFacts, views: CacheViews) -> Stage | None:
+    """Where keys are copied for kernels that cannot read the host's cache; None: scored as they are."""
+    if kernels.NAME == reference.NAME:
+        return None
+    exact = all(layer.stored == torch.bfloat16 for layer in views.layers)
+    return Stage(kernels, facts, torch.bfloat16 if exact else torch.float32)

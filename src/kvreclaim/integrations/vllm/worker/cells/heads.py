@@ -1,0 +1,235 @@
+"""The tables of a step in which every (request, KV head) is a sequence of its own.
+
+What a pass has left of a request stands in a row of a pool on the device. A step's tables are computed from
+it and from the host's own block table, row by row at once: behind the cells of its last pass each head has
+its own cells of the blocks that came since. A request that was never compressed has none of the former.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvreclaim.integrations.vllm.worker.cells.grid import CellGrid
+from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.ops.cell_tables import CellTable
+from kvreclaim.ops.moving import move
+
+MAX_ENTRIES = 1 << 23
+"""Most entries of tables that are made at once; about 24 bytes of scratch each."""
+NOBODY = 0
+"""The row of requests that no pass has touched."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepCells:
+    """One step; R = N * K rows, (request, KV head) in this order, each with the G query heads of its head.
+
+    tables:        [L, R, W] int32 cells; lengths [L, R] int32 tokens, those of this step included
+    starts:        [R + 1] int32, of the queries of each row
+    order:         [T * K] int64, which (token, KV head) the queries are that the rows name; None: as they are
+    max_query_len: of a row; max_seq_len: of a row, or a little more
+    """
+
+    tables: Tensor
+    lengths: Tensor
+    starts: Tensor
+    order: Tensor | None
+    num_heads: int
+    max_query_len: int
+    max_seq_len: int
+
+    def rows_of(self, queries: Tensor) -> Tensor:
+        """[T, H, D] -> [T * K, G, D], contiguous."""
+        grouped = queries.reshape(queries.shape[0] * self.num_heads, -1, queries.shape[-1])
+        return grouped if self.order is None else grouped[self.order]
+
+    def put_back(self, rows: Tensor, output: Tensor) -> None:
+        """Write rows [T * K, G, D] into output [T, H * D] or [T, H, D], contiguous."""
+        grouped = output.view(rows.shape)
+        if self.order is None:
+            grouped.copy_(rows)
+        else:
+            grouped[self.order] = rows
+
+
+class HeadTables:
+    """Tables of all requests on this worker.
+
+    Args:
+        grid:       where cells lie
+        max_rows:   requests in a step, at most; max_tokens: their tokens
+        fixed:      tokens of a request at most, where buffers must never move (CUDA graphs); None: they grow
+    """
+
+    def __init__(self, grid: CellGrid, max_rows: int, max_tokens: int, fixed: int | None = None) -> None:
+        self.grid = grid
+        self.fixed = fixed
+        self.rows: dict[str, int] = {}
+        self.held: dict[str, CellTable] = {}
+        device, (layers, heads) = grid.device, grid.shape
+        self._free: list[int] = []
+        self._table = torch.zeros((1, layers, heads, 1), dtype=torch.int32, device=device)
+        self._counts = torch.zeros((1, layers, heads), dtype=torch.int32, device=device)
+        self._blocks = torch.zeros(1, dtype=torch.int32, device=device)
+        self._ahead = [0]  # tokens by which the longest head of a row is longer than its request
+        self._first = torch.from_numpy(grid.first).to(device, torch.int32)[None, :, None, None]
+        self._heads = torch.arange(heads, dtype=torch.int32, device=device)[:, None] * grid.per_head
+        most = 1 if fixed is None else blocks_for(fixed, grid.block_size)
+        self._tables = torch.zeros((layers, max_rows * heads, most), dtype=torch.int32, device=device)
+        self._lengths = torch.zeros((layers, max_rows * heads), dtype=torch.int32, device=device)
+        self._starts = torch.zeros(max_rows * heads + 1, dtype=torch.int32, device=device)
+        self._order = torch.zeros(max_tokens * heads, dtype=torch.int64, device=device)
+        self._next: tuple[Tensor, int] | None = None
+
+    def put(self, request_id: str, cells: CellTable) -> None:
+        """From now on the request's heads lie in these cells and in what is appended to its table."""
+        self.held[request_id] = cells
+        row = self.rows.get(request_id)
+        if row is None:
+            row = self.rows[request_id] = self._free.pop() if self._free else len(self._ahead)
+        self._make_room(row, cells.table.shape[-1])
+        self._table[row, ..., : cells.table.shape[-1]] = move(torch.from_numpy(cells.table), self.grid.device)
+        self._counts[row] = move(torch.from_numpy(cells.counts.astype(np.int32)), self.grid.device)
+        self._blocks[row : row + 1].fill_(cells.num_blocks)
+        self._ahead[row] = (int(cells.counts.max()) - cells.num_blocks) * self.grid.block_size
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Their rows may be used again: steps that read them were sent before whatever writes them next."""
+        for request_id in request_ids:
+            if self.held.pop(request_id, None) is not None:
+                self._free.append(self.rows.pop(request_id))
+
+    def announce(self, request_ids: Sequence[str]) -> None:
+        """Take the requests of the step whose metadata are made next, in the order of its rows."""
+        self._next = None
+        if not self.rows:
+            return
+        rows = [self.rows.get(request_id, NOBODY) for request_id in request_ids]
+        if any(rows):
+            ahead = max(self._ahead[row] for row in rows)
+            self._next = move(torch.tensor(rows, dtype=torch.int64), self.grid.device), ahead
+
+    def take(
+        self,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        query_starts: Tensor,
+        num_tokens: int,
+        max_query_len: int,
+        max_seq_len: int,
+    ) -> StepCells | None:
+        """The tables of the step that was announced; None if heads share one table in all its requests, and
+        buffers may move.
+
+        Args:
+            block_table:  [N, >= W] int32 blocks as the back-end counts them
+            seq_lens:     [N] int32 tokens in the cache
+            query_starts: [N + 1] int32
+            num_tokens:   T, of all requests
+        """
+        announced, self._next = self._next, None
+        if announced is None and self.fixed is None:
+            return None
+        count = seq_lens.shape[0]
+        rows = torch.zeros(count, dtype=torch.int64, device=self.grid.device)
+        ahead = 0
+        if announced is not None:
+            known, ahead = announced
+            rows[: len(known)] = known
+        longest = max_seq_len + ahead
+        width = blocks_for(longest, self.grid.block_size)
+        if self.fixed is not None:
+            width = min(width, self._tables.shape[-1])
+        tables, lengths = self._fill(rows, block_table, seq_lens, width)
+        starts, order = self._queries(query_starts, count, num_tokens, max_query_len)
+        return StepCells(
+            tables, lengths, starts, order, self.grid.num_heads, max_query_len, self.fixed or longest
+        )
+
+    def _fill(self, rows: Tensor, block_table: Tensor, seq_lens: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """Every head's cells [L, N * K, W] and tokens [L, N * K], in the buffers that stay where they are; as
+        many layers at once as scratch allows."""
+        (layers, heads), count = self.grid.shape, len(rows)
+        self._grow(count * heads, width)
+        tables = self._tables[:, : count * heads]  # whole rows: what lies behind is never read
+        lengths = self._lengths[:, : count * heads]
+        if self.fixed is not None:
+            self._lengths[:, count * heads :] = 0  # a graph may have been captured with more rows
+        step = max(1, MAX_ENTRIES // (count * heads * width))
+        for some in (slice(start, start + step) for start in range(0, layers, step)):
+            counts, blocks = self._counts[rows, some], self._blocks[rows][:, None, None]
+            cells = self._cells(rows, some, counts, blocks, block_table, width)
+            tables[some].view(-1, count, heads, tables.shape[-1])[..., :width].copy_(cells.transpose(0, 1))
+            tokens = seq_lens[:, None, None] + (counts - blocks) * self.grid.block_size
+            tokens = torch.where(seq_lens[:, None, None] > 0, tokens, 0)  # a graph's padding
+            lengths[some].view(-1, count, heads).copy_(tokens.transpose(0, 1))
+        return tables, lengths
+
+    def _cells(
+        self, rows: Tensor, layers: slice, counts: Tensor, blocks: Tensor, block_table: Tensor, width: int
+    ) -> Tensor:
+        """[N, l, K, W] int32: those of the last pass, then each head's own of the blocks that came since."""
+        places = torch.arange(width, dtype=torch.int32, device=self.grid.device)
+        later = (places - counts[..., None] + blocks[..., None]).clamp_(0, block_table.shape[1] - 1)
+        appended = block_table.gather(1, later.flatten(1).long()).view_as(later).int()
+        natural = appended.mul_(self.grid.per_block).add_(self._first[:, layers] + self._heads)
+        known = self._table[rows, layers][..., places.clamp(max=self._table.shape[-1] - 1)]
+        return torch.where(places < counts[..., None], known, natural)
+
+    def _queries(
+        self, starts: Tensor, count: int, num_tokens: int, max_query_len: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """The queries of each row: [N * K + 1] int32 starts, and the order of its queries.
+
+        Fixed buffers are written to their ends: a graph of mixed steps reads the order in decode steps too,
+        and a graph may have been captured with more rows or tokens.
+        """
+        heads, device = self.grid.num_heads, self.grid.device
+        starts = starts[: count + 1]
+        lens = starts.diff()
+        every = torch.arange(heads, dtype=torch.int32, device=device)
+        inner = (starts[:-1, None] * heads + every * lens[:, None]).flatten()
+        of_rows = self._starts[: count * heads + 1]
+        torch.cat([inner, starts[-1:] * heads], out=of_rows)
+        if self.fixed is not None:
+            self._starts[count * heads + 1 :] = of_rows[-1]
+            torch.arange(len(self._order), out=self._order)
+        if max_query_len == 1:
+            return of_rows, None
+        tokens = torch.arange(num_tokens, device=device)
+        owner = torch.bucketize(tokens, starts[1:].long(), right=True).clamp(max=count - 1)
+        place = (tokens - starts[owner])[:, None] + every * lens[owner][:, None]
+        target = starts[owner][:, None].long() * heads + place
+        source = torch.arange(num_tokens * heads, device=device)
+        nobodys = tokens[:, None] >= starts[-1]  # a graph's padding stays where it is
+        order = self._order[: num_tokens * heads]
+        order[torch.where(nobodys, source.view(-1, heads), target).flatten()] = source
+        return of_rows, order
+
+    def _make_room(self, row: int, width: int) -> None:
+        """For a row of so many cells; nothing that a graph reads moves."""
+        more = max(0, row + 1 - len(self._ahead))
+        wider = max(0, width - self._table.shape[-1])
+        if more:
+            more = max(more, len(self._ahead))
+            self._ahead += [0] * more
+            self._free += range(row + 1, len(self._ahead))
+        if more or wider:
+            pad, wider = torch.nn.functional.pad, max(wider, self._table.shape[-1]) if wider else 0
+            self._table = pad(self._table, (0, wider, 0, 0, 0, 0, 0, more))
+            self._counts = pad(self._counts, (0, 0, 0, 0, 0, more))
+            self._blocks = pad(self._blocks, (0, more))
+
+    def _grow(self, rows: int, width: int) -> None:
+        have = self._tables.shape
+        if rows <= have[1] and width <= have[2]:
+            return
+        assert self.fixed is None, f"{rows} rows of {width} cells in buffers of {tuple(have)}"
+        shape = have[0], max(rows, have[1]), max(width, 2 * have[2] if width > have[2] else have[2])
+        self._tables = self._tables.new_zeros(shape)
+        self._lengths = self._lengths.new_zeros(shape[:2])
