@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from kvreclaim.memory.groups.state_slots import StateSlots
+from kvreclaim.memory.groups.state_slots import StateSizes
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.tiers.tiered_offload import TieredOffload
 
@@ -15,7 +15,7 @@ from kvreclaim.memory.tiers.tiered_offload import TieredOffload
 def parked(num_slots: int = 4) -> MemoryManager:
     """One sequence that has computed ten tokens, and is about to compute another one when it is parked."""
     offload = partial(TieredOffload, num_host_slots=8)
-    memory = MemoryManager(8, 4, states=StateSlots(num_slots), offload=offload)
+    memory = MemoryManager(8, 4, states=StateSizes(num_slots), offload=offload)
     memory.admit(1, memory.match_prefix(memory.keys(list(range(11)))))
     memory.grow(1, 10)
     memory.commit(1, 10)

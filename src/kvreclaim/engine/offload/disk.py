@@ -38,7 +38,7 @@ WAIT_S = 0.02
 
 
 def open_disk(config: EngineConfig, loaded: LoadedModel, form: KVFormat, backend: str) -> SlotFile | None:
-    """The file below the host, where one is asked for. Raises: InvalidArgumentError."""
+    """The file below the host; None without kv_offloading_disk_path. Raises: InvalidArgumentError."""
     if config.kv_offloading_disk_path is None:
         return None
     return SlotFile.open(
@@ -116,10 +116,10 @@ def namespace_of(config: EngineConfig, loaded: LoadedModel, form: KVFormat, back
 
 def _rope(loaded: LoadedModel) -> str:
     """The rotation in the config and the one that probing found."""
-    asked = getattr(loaded.model.config, "rope_parameters", None)
+    configured = getattr(loaded.model.config, "rope_parameters", None)
     ropes = (layer.rope for layer in loaded.facts.layers)
     found = [None if rope is None else (rope.style, rope.start, rope.inv_freq.tolist()) for rope in ropes]
-    return f"{asked} {found}"
+    return f"{configured} {found}"
 
 
 class Disk:
@@ -152,7 +152,7 @@ class Disk:
         return self.workers.counters
 
     def submit(self) -> None:
-        """Hand over what the memory wants moved or forgotten."""
+        """Hand the memory's transfers and resets to the workers."""
         if self.tier.take_reset():
             self.workers.clear()
         for each in self.tier.take_transfers():
@@ -164,7 +164,7 @@ class Disk:
                 self.workers.submit_load(each.job_id, each.disk_slot, each.name, data)
 
     def poll(self) -> None:
-        """Tell the memory what has ended. Waits for nothing."""
+        """Finish the memory's transfers that have ended. Waits for nothing."""
         if self._loads:
             self.workers.overdue()
         for done in self.workers.poll():

@@ -115,7 +115,7 @@ def _image(
 
 
 def moved(state: CompressionState, device: torch.device) -> CompressionState:
-    """The same on a device."""
+    """A copy of the state on a device."""
 
     def there(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.to(device)
@@ -126,7 +126,7 @@ def moved(state: CompressionState, device: torch.device) -> CompressionState:
 def renamed(
     cells: CellTable, old: ListLike[int | None], new: ListLike[int | None], cache: KVCache
 ) -> CellTable:
-    """The same cells of other blocks."""
+    """The cells with their blocks renamed, old ids to new."""
     names = np.zeros(cache.num_blocks, dtype=np.int64)
     for before, after in zip(old[: cells.num_blocks], new, strict=False):
         assert before is not None, "cells have no holes"

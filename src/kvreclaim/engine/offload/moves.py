@@ -1,4 +1,4 @@
-"""Carries out what the memory asks to be moved between blocks and host slots, and measures it."""
+"""Copies between blocks and host slots, planned by the memory and measured here."""
 
 from __future__ import annotations
 

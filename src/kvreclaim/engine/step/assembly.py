@@ -20,11 +20,10 @@ from kvreclaim.engine.execute.runner import ModelRunner
 from kvreclaim.engine.extension import Extensions
 from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
 from kvreclaim.engine.offload.disk import open_disk, open_states, share_bytes
-from kvreclaim.engine.offload.offloaded_states import OffloadedStates
 from kvreclaim.engine.offload.offloading import Offload
 from kvreclaim.engine.offload.prefixes import make_prefixes
-from kvreclaim.engine.offload.snapshot_recurrent import NoSnapshotStates
 from kvreclaim.engine.offload.snapshot_state import SnapshotStore
+from kvreclaim.engine.offload.states import OffloadedStates, StateCopies
 from kvreclaim.engine.request.outputs import EngineTotals
 from kvreclaim.engine.request.request import Sequence as Seq
 from kvreclaim.engine.request.sizing import make_memory, state_slots
@@ -219,7 +218,7 @@ def make_snapshots(
     storage: Storage,
     lifecycle: Lifecycle,
     offload: Offload | None,
-    states: NoSnapshotStates,
+    states: StateCopies | None,
 ) -> SnapshotStore:
     """Keeps compressed prefixes, on the host and on disk, too, where these are there."""
     parking, moves = (None, None) if offload is None else (offload.parking, offload.moves)

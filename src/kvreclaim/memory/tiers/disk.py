@@ -1,4 +1,4 @@
-"""The disk below the host: which slot of the file holds which block, and what is on its way."""
+"""The disk below the host: which slot of the file holds which block, and the transfers under way."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvreclaim.memory.prefix.index import Entry, Link
-from kvreclaim.memory.prefix.keys import BlockKey, BlockKeys, BlockName, root_uid
+from kvreclaim.memory.prefix.keys import BlockKey, BlockKeys, BlockName
 from kvreclaim.memory.tiers.tier import Tier
 from kvreclaim.memory.tiers.transfers import Transfer, TransferOutcome, Transfers
 
@@ -24,7 +24,7 @@ class _Store:
     outcome: TransferOutcome | None = None
     entry: Entry | None = None
     children: list[_Store] = field(default_factory=list)
-    is_wanted: bool = True
+    is_cancelled: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -64,8 +64,8 @@ class Loading:
 class DiskTier(Transfers[_Store, "tuple[Loading, int]"]):
     """Slots of a file below the host's.
 
-    A block enters an index when its bytes have arrived and its parent is in that index. What fails was never
-    there; what is damaged is forgotten.
+    A block enters an index when its bytes have arrived and its parent is in that index. A failed transfer
+    leaves no entry, and a damaged record is forgotten.
 
     Args:
         host:      the tier above
@@ -75,27 +75,19 @@ class DiskTier(Transfers[_Store, "tuple[Loading, int]"]):
     def __init__(self, host: Tier, num_slots: int, eviction_policy: str) -> None:
         super().__init__()
         self.host = host
-        self.tier = Tier(num_slots, eviction_policy)
+        self.tier = Tier(num_slots, eviction_policy, hides_salts=True)
         self.num_unstored = 0
         self._storing: dict[bytes, _Store] = {}
         self._loading: dict[bytes, Loading] = {}
 
-    def root(self, salt: str | None) -> Link:
-        """Salts are secrets, and what was recovered does not know them: chains stand under the root's uid."""
-        return self.tier.root(root_uid(salt).hex())
-
-    def run(self, keys: BlockKeys, limit: int) -> list[Entry]:
-        """The entries of the first blocks of these keys, up to `limit`."""
-        return self.tier.run(keys, limit, root_uid(keys.salt).hex())
-
     def recover(self, found: Iterable[tuple[int, BlockName]]) -> int:
-        """The same; parents come before their children."""
+        """Enter the file's blocks, parents before their children. Returns: how many can be found."""
         pool, by_uid = self.tier.pool, dict[bytes, Entry]()
         held = pool.allocate(pool.num_blocks)
         for slot, name in found:
             parent: Link | None = by_uid.get(name.parent_uid)
             if not name.depth:
-                parent = self.tier.root(name.parent_uid.hex())
+                parent = pool.index.root(name.parent_uid.hex())
             if parent is not None and pool.index.at(name.key) is None:
                 entry = pool.enter(slot, parent, BlockKey(name.key, name.tokens))
                 if entry is not None:
@@ -116,9 +108,9 @@ class DiskTier(Transfers[_Store, "tuple[Loading, int]"]):
     # Host to disk.
 
     def store(self, keys: BlockKeys, i: int, parent: Link | _Store, host_entry: Entry) -> _Store | None:
-        """Have block i of these keys, which a host slot holds, written behind its parent.
+        """Write block i of these keys, which a host slot holds, behind its parent.
 
-        Returns: the store, an older one of the same block maybe; None if there is no slot for it.
+        Returns: the store, maybe an older one of the same block; None if no slot is free.
         """
         name = keys.name(i)
         if (known := self._storing.get(name.uid)) is not None:
@@ -133,11 +125,11 @@ class DiskTier(Transfers[_Store, "tuple[Loading, int]"]):
         return store
 
     def forget(self, keys: BlockKeys, num_blocks: int) -> None:
-        """Forget what is being written of these blocks."""
+        """Cancel stores of these blocks."""
         for i in range(num_blocks):
             store = self._storing.get(keys.name(i).uid)
             if store is not None:
-                store.is_wanted = False
+                store.is_cancelled = True
 
     def _finish_store(self, store: _Store, outcome: TransferOutcome) -> None:
         store.outcome = outcome
@@ -149,12 +141,12 @@ class DiskTier(Transfers[_Store, "tuple[Loading, int]"]):
             self._link_store(store)
 
     def _link_store(self, store: _Store) -> None:
-        """Its parent's end is known, and its own; then those of its children that wait."""
+        """Enter a finished store behind its parent, then its children that wait."""
         pool, transfer = self.tier.pool, store.transfer
         parent = store.parent.entry if isinstance(store.parent, _Store) else store.parent
         if (
             store.outcome is TransferOutcome.OK
-            and store.is_wanted
+            and not store.is_cancelled
             and parent is not None
             and pool.index.is_live(parent)
         ):
@@ -171,9 +163,9 @@ class DiskTier(Transfers[_Store, "tuple[Loading, int]"]):
     # Disk to host.
 
     def load(self, keys: BlockKeys, max_tokens: int, deadline: float) -> Loading | None:
-        """Begin to load what the host lacks of the full blocks of the first max_tokens; None: nothing."""
+        """Begin to load full blocks of the first max_tokens that the host lacks; None: there are none."""
         limit = max_tokens // keys.block_size
-        above, below = self.host.run(keys, limit), self.run(keys, limit)
+        above, below = self.host.run(keys, limit), self.tier.run(keys, limit)
         if len(below) <= len(above):
             return None
         first = len(above)
@@ -200,7 +192,7 @@ class DiskTier(Transfers[_Store, "tuple[Loading, int]"]):
         return None
 
     def end(self, loading: Loading) -> None:
-        """Its sequence has begun with what has arrived, or is gone. What arrives later stays, as cached."""
+        """End a load whose sequence has begun, or is gone. Blocks that arrive later stay cached."""
         loading.ended = True
         self.host.pool.release(reversed([*loading.held, *(entry.block for entry in loading.linked)]))
         loading.held.clear()
@@ -220,12 +212,12 @@ class DiskTier(Transfers[_Store, "tuple[Loading, int]"]):
             self._link_loaded(loading)
 
     def _drop_load(self, transfer: Transfer) -> None:
-        """It has ended, and what has arrived is of no use."""
+        """Drop a finished transfer and its host slot."""
         del self._loading[transfer.name.uid]
         self.host.pool.release([transfer.host_slot])
 
     def _link_loaded(self, loading: Loading) -> None:
-        """Enter what has arrived behind what is there, as far as it can be."""
+        """Enter arrived blocks behind the host's, as far as they follow without a gap."""
         pool = self.host.pool
         while (place := len(loading.linked)) < len(loading.outcomes):
             outcome, transfer = loading.outcomes[place], loading.transfers[place]
@@ -237,7 +229,7 @@ class DiskTier(Transfers[_Store, "tuple[Loading, int]"]):
             if entry is None:
                 self._break(loading, place)
                 return
-            pool.touch(entry.block)  # maybe another slot's: somebody has computed the block meanwhile
+            pool.touch(entry.block)  # another slot's if the block has been computed meanwhile
             self._drop_load(transfer)
             self.num_loaded += 1
             loading.linked.append(entry)
@@ -245,7 +237,7 @@ class DiskTier(Transfers[_Store, "tuple[Loading, int]"]):
                 pool.release([entry.block])
 
     def _break(self, loading: Loading, place: int) -> None:
-        """Drop what a load has from this place on; it is of no use."""
+        """Drop a load from this place on, which is of no use."""
         loading.is_broken = True
         for rest, end in zip(loading.transfers[place:], loading.outcomes[place:], strict=True):
             if end is not None:
@@ -262,7 +254,7 @@ class DiskTier(Transfers[_Store, "tuple[Loading, int]"]):
         return above[-1] if above else self.host.root(loading.keys.salt)
 
     def references(self) -> tuple[Counter[int], Counter[int]]:
-        """To slots of the host and of the file, for transfers under way and stores that wait; for checks."""
+        """References to slots of the host and of the file, of transfers and waiting stores; for checks."""
         host, disk = Counter[int](), Counter[int]()
         for store in self._storing.values():
             disk[store.transfer.disk_slot] += 1

@@ -4,30 +4,31 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.groups.full import FullAttentionGroup
 from kvreclaim.memory.offload import Move
 from kvreclaim.memory.prefix.index import Entry, Link
 from kvreclaim.memory.prefix_cache import PrefixMatch
-from kvreclaim.memory.tiers.host_states import NoHostStates
+from kvreclaim.memory.tiers.states import HostStates
 from kvreclaim.memory.tiers.tier import Tier
 
 
 class HostPrefixes:
     """Which host slots hold which blocks of running sequences, and what is to be moved for that.
 
-    While a sequence runs it references the slots of its exact blocks, so that of a chain the deepest slot is
-    used again first. A slot that holds a block is in the index before the store has been made; `forget_slots`
-    takes those out whose store has failed.
+    A slot that holds a block is in the index before the store has been made; `forget_slots` takes out those
+    that could not be written.
 
     Args:
-        full:          the group whose blocks are stored
+        full:          the group of these blocks
         host:          the slots
-        states:        of recurrent layers, behind some of these blocks
+        disk:          slots of a file below them; None: there is none
+        states:        of recurrent layers, behind some of these blocks; None: blocks need none
         store_after:   times that a block must have been met before it is stored, 1 for at once
         store_decoded: whether blocks are stored that hold tokens behind the prompt
-        count_to:      times met that somebody asks for; 1: nothing is counted
+        count_to:      largest number of times met that is of interest; 1: nothing is counted
         races:         whether sequences compute while blocks are loaded, and take over what has come
     """
 
@@ -35,7 +36,8 @@ class HostPrefixes:
         self,
         full: FullAttentionGroup,
         host: Tier,
-        states: NoHostStates,
+        disk: Tier | None,
+        states: HostStates | None,
         *,
         store_after: int,
         store_decoded: bool,
@@ -43,13 +45,14 @@ class HostPrefixes:
         races: bool,
     ) -> None:
         self.host, self.states = host, states
+        self._tiers = (host,) if disk is None else (host, disk)
         self.num_unstored = 0
         """Times that a block found no slot."""
         self.met: Counter[bytes] = Counter()
         self.twins: dict[int, set[int]] = {}
         """Serials of the pool's entries whose blocks hold the very bytes of a slot."""
-        self.below: dict[int, list[Entry]] = {}
-        """The slots' entries that a running sequence references, in the order of its blocks."""
+        self.num_from_disk: dict[int, int] = {}
+        """By running sequence: blocks that it began with and that were read from disk while it waited."""
         self.loads: list[Move] = []
         self._full, self._pool, self._size = full, full.pool, full.block_size
         self._store_after, self._store_decoded = store_after, store_decoded
@@ -63,20 +66,23 @@ class HostPrefixes:
         """The match with the host's slots behind it, `limit` blocks at most in all."""
         if len(match.entries) == limit:
             return match
-        return self.states.best(match, whole, self.host.run(match.keys, limit))
+        run = self.host.run(match.keys, limit)
+        if self.states is not None:
+            return self.states.best(match, whole, run)
+        return replace(match, lower=tuple(run[len(match.entries) :]))
 
-    # Who holds what.
+    # Sequences.
 
     def admit(self, seq_id: int, table: BlockTable, match: PrefixMatch) -> None:
         """A sequence begins with a match, slots included."""
         if not self._store_decoded:
             self._last_stored[seq_id] = match.keys.num_tokens // self._size
         self._load(table, match)
-        self.states.begin(seq_id, match)
+        if self.states is not None:
+            self.states.begin(seq_id, match)
 
     def _load(self, table: BlockTable, match: PrefixMatch) -> None:
-        """Fresh blocks for what the host has of a prefix, indexed at once: they are filled before anybody
-        reads them."""
+        """Take fresh blocks for a match's slots, and index them at once: they are filled before any read."""
         if not match.lower:
             return
         slots = [entry.block for entry in match.lower]
@@ -91,7 +97,7 @@ class HostPrefixes:
         self.note_twins([*(None for _ in match.entries), *slots], table)
 
     def extend(self, table: BlockTable, max_tokens: int) -> int:
-        """Let a sequence that computes its prompt go on behind what has come to the host meanwhile.
+        """Let a sequence that computes its prompt go on behind blocks that have come to the host meanwhile.
 
         Returns: tokens that it need not compute; they count as computed at return.
         """
@@ -106,52 +112,44 @@ class HostPrefixes:
         return len(found) * size
 
     def follow(self, seq_id: int, table: BlockTable) -> None:
-        """Reference the slots that hold a sequence's first blocks from now on. What they lack is stored when
-        it next commits: until then nobody may find it."""
-        known = self.host.run(table.keys, len(table.entries))
-        self.host.pool.hit([entry.block for entry in known], table.priority)
-        self.below[seq_id] = known
-        self.states.met(table, known)
+        """Reference the slots that hold a sequence's first blocks from now on, in all tiers. Blocks that the
+        host lacks are stored when the sequence next commits: they can't be found before."""
+        for tier in self._tiers:
+            tier.follow(seq_id, table)
+        if self.states is not None:
+            self.states.met(table, self.host.followed[seq_id])
 
     def fork(self, parent_id: int, child_id: int) -> None:
-        """The child references the same slots."""
-        if (known := self.below.get(parent_id)) is not None:
-            for entry in known:
-                self.host.pool.touch(entry.block)
-            self.below[child_id] = known.copy()
+        """Let the child reference its parent's slots."""
+        for tier in self._tiers:
+            tier.fork(parent_id, child_id)
         if parent_id in self._last_stored:
             self._last_stored[child_id] = self._last_stored[parent_id]
 
     def unfollow(self, seq_id: int) -> None:
-        """The sequence references no slots any more."""
-        self.host.pool.release(entry.block for entry in reversed(self.below.pop(seq_id, ())))
+        """Drop the sequence's references to slots, in all tiers."""
+        for tier in self._tiers:
+            tier.unfollow(seq_id)
 
     def free(self, seq_id: int) -> None:
-        """A sequence is gone."""
+        """A sequence has ended."""
         self.unfollow(seq_id)
-        self.states.free(seq_id)
-        self._last_stored.pop(seq_id, None)
-        self._num_met.pop(seq_id, None)
+        if self.states is not None:
+            self.states.free(seq_id)
+        for by_sequence in (self._last_stored, self._num_met, self.num_from_disk):
+            by_sequence.pop(seq_id, None)
 
-    def invalidate(self, seq_id: int) -> None:
-        """Nothing finds the sequence's slots any more."""
-        for entry in reversed(self.below.get(seq_id, ())):
-            self.host.pool.unindex(entry.block)
-
-    # What is written through.
+    # Stores.
 
     def offer(self, seq_id: int, table: BlockTable) -> None:
-        """Slots for the exact full blocks of a sequence that have none yet, as long as there are some."""
-        known = self.below.get(seq_id)
+        """Give slots to the exact full blocks of a sequence that lack one, as long as slots are free."""
+        known = self.host.followed.get(seq_id)
         if known is None:
             return
         last = min(len(table.entries), self._last_stored.get(seq_id, len(table.entries)))
         self._note_met(seq_id, table, last)
-        first, index, link = (
-            len(known),
-            self.host.pool.index,
-            known[-1] if known else self.host.root(table.keys.salt),
-        )
+        first, index = len(known), self.host.pool.index
+        link = known[-1] if known else self.host.root(table.keys.salt)
         for i in range(first, last):
             entry = index.find(link, table.keys[i])
             if entry is not None:
@@ -160,11 +158,12 @@ class HostPrefixes:
                 break
             known.append(entry)
             link = entry
-        self.states.offer(seq_id, table, known, first)
+        if self.states is not None:
+            self.states.offer(seq_id, table, known, first)
 
     def _store(self, table: BlockTable, i: int, link: Link) -> Entry | None:
-        """A slot for block i of a table, behind this entry of the host; None if there is none, or if it is
-        not to be stored yet. The slot is referenced."""
+        """Give a referenced slot to block i of a table, behind this entry of the host; None if none is free,
+        or the block is not to be stored yet."""
         key, pool = table.keys[i], self.host.pool
         met_enough = self._store_after <= 1 or self.met[key.digest] >= self._store_after
         if not met_enough or not pool.index.is_live(link):
@@ -234,8 +233,5 @@ class HostPrefixes:
             self.twins.pop(slot, None)
 
     def references(self) -> Counter[int]:
-        """To host slots, for running sequences and loads; for checks."""
-        held = Counter(self._reading)
-        for entries in self.below.values():
-            held.update(entry.block for entry in entries)
-        return held
+        """References of running sequences and loads to host slots; for checks."""
+        return Counter(self._reading) + self.host.references()

@@ -1,4 +1,4 @@
-"""Sequences that give their blocks back and keep what they hold, in host slots."""
+"""Parked sequences, which give their blocks back and keep the content in host slots."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from kvreclaim.memory.groups.full import FullAttentionGroup
 from kvreclaim.memory.groups.recurrent import RecurrentGroup
 from kvreclaim.memory.offload import Move, Parked, ParkingSlots
 from kvreclaim.memory.prefix_cache import PrefixMatch
-from kvreclaim.memory.tiers.disk_prefixes import NoDiskPrefixes
 from kvreclaim.memory.tiers.host_prefixes import HostPrefixes
-from kvreclaim.memory.tiers.host_states import HostStates
+from kvreclaim.memory.tiers.states import HostStates
 
 
 class ParkedSequences(ParkingSlots):
-    """Keeps what sequences hold in host slots while they have no blocks.
+    """Keeps the content of sequences without blocks in host slots.
 
     The moves of a parked sequence are in `pop_swap_outs`: block to slot, before anything else in a step. The
     moves of a resumed one are in `pop_swap_ins`.
 
     Args:
-        full:       the group whose blocks are parked
-        host, disk: prefixes below, which parked sequences share
+        full:       the group of these blocks
+        host:       prefixes below, which parked sequences share
         max_parked: slots that parked sequences may have for themselves; None: all
         states:     of recurrent layers, parked with the blocks; None: the model has none
         on_host:    slots for the states of sequences that never run; at most half of them are for these
@@ -36,7 +35,6 @@ class ParkedSequences(ParkingSlots):
         self,
         full: FullAttentionGroup,
         host: HostPrefixes,
-        disk: NoDiskPrefixes,
         max_parked: int | None,
         states: RecurrentGroup | None,
         on_host: HostStates | None,
@@ -47,7 +45,7 @@ class ParkedSequences(ParkingSlots):
         self._full, self._pool, self._size = full, full.pool, full.block_size
         self._states, self._on_host = states, on_host
         self._state_slots: dict[int, int] = {}
-        self._host, self._slots, self._disk = host, host.host.pool, disk
+        self._host, self._slots = host, host.host.pool
         self._parked: dict[int, Parked] = {}
         self._resumed: dict[int, Parked] = {}
         self._own: Counter[int] = Counter()
@@ -94,7 +92,9 @@ class ParkedSequences(ParkingSlots):
         """Slots that hold, to the bit, what the first blocks of an exact sequence do: the same tokens,
         computed by another one, may have been rounded otherwise."""
         slots: list[int] = []
-        for i, entry in enumerate(self._host.below.get(seq_id, ()) if table.chain is not None else ()):
+        for i, entry in enumerate(
+            self._host.host.followed.get(seq_id, ()) if table.chain is not None else ()
+        ):
             if not self._is_own(table, i) or not self._host.is_twin(entry, table.entries[i]):
                 break
             slots.append(entry.block)
@@ -150,26 +150,26 @@ class ParkedSequences(ParkingSlots):
         return False
 
     def _take_state_slot(self, seq_id: int) -> bool:
-        """Returns: whether there is one, or no need for one."""
+        """Take a slot for a state, if the model has states. Returns: False if none is free."""
         if self._states is None:
             return True
-        if self._on_host is None or 2 * len(self._state_slots) >= self._on_host.num_slots:
+        if self._on_host is None or 2 * len(self._state_slots) >= self._on_host.slots.num_slots:
             return False
-        if (slot := self._on_host.take()) is not None:
+        if (slot := self._on_host.slots.take()) is not None:
             self._state_slots[seq_id] = slot
         return slot is not None
 
     def _give_back_state_slot(self, seq_id: int) -> None:
         if (slot := self._state_slots.pop(seq_id, None)) is not None:
             assert self._on_host is not None, "it was taken there"
-            self._on_host.slots.give_back(slot)
+            self._on_host.slots.release(slot)
 
     def state_slot(self, seq_id: int) -> int:
         return self._state_slots[seq_id]
 
     @property
     def state_slots(self) -> list[int]:
-        """All that those who never run have."""
+        """Slots of parked sequences that never run."""
         return list(self._state_slots.values())
 
     def enter_parked(self, seq_id: int, table: BlockTable) -> tuple[int | None, ...] | None:
@@ -209,8 +209,8 @@ class ParkedSequences(ParkingSlots):
         return replace(match, entries=match.entries[: len(list(same))])
 
     def num_to_resume(self, seq_id: int, match: PrefixMatch, others: Sequence[int] = ()) -> int:
-        """Blocks that it takes beside those of the match, its own next tokens not counted; and others that
-        come back with it, who share its full blocks."""
+        """Blocks that it takes besides the match, its own next tokens not counted, with others that come back
+        with it and share its full blocks."""
         needed = len(self._parked[seq_id].held) - len(match.entries) - self.num_coming(seq_id, match)
         known = set(self._full_slots(self._parked[seq_id]))
         for other in others:
@@ -226,7 +226,7 @@ class ParkedSequences(ParkingSlots):
         return [slot for slot in slots if slot is not None]
 
     def num_coming(self, seq_id: int, match: PrefixMatch) -> int:
-        """Blocks that it would share with others that have come back in this step, beside the match."""
+        """Blocks that it would share with others that have come back in this step, besides the match."""
         return len(self._coming_for(self._parked[seq_id], len(match.entries)))
 
     def _coming_for(self, parked: Parked, first: int) -> dict[int, int]:
@@ -259,7 +259,6 @@ class ParkedSequences(ParkingSlots):
             self._states.resume(seq_id)
         if back.chain is not None:
             self._host.follow(seq_id, back)
-            self._disk.follow(seq_id, back)
 
     def _load_parked(self, parked: Parked, first: int) -> list[int | None]:
         """Blocks for its entries from there on, to be filled from its slots; a full one that is filled for
@@ -287,11 +286,10 @@ class ParkedSequences(ParkingSlots):
         if self._states is not None:
             self._states.park(seq_id)
         self._host.free(seq_id)
-        self._disk.free(seq_id)
         self.freed()
 
     def freed(self) -> None:
-        """Blocks have gone back to the pool: nobody comes back into them."""
+        """Blocks have gone back to the pool: no sequence comes back into them."""
         refs = self._pool.refs
         self._coming = {slot: block for slot, block in self._coming.items() if refs[block]}
 
@@ -345,7 +343,7 @@ class ParkedSequences(ParkingSlots):
         assert not self._parked.keys() & self._full.tables.keys(), "a sequence has blocks and is parked"
 
     def references(self) -> Counter[int]:
-        """To host slots; for checks."""
+        """References to host slots; for checks."""
         return Counter(slot for one in self._all_parked() for slot in one.held)
 
     def _all_parked(self) -> list[Parked]:

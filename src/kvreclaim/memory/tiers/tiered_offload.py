@@ -17,11 +17,10 @@ from kvreclaim.memory.prefix.index import INELIGIBLE
 from kvreclaim.memory.prefix.keys import BlockKeys
 from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.memory.tiers.disk import DiskTier
-from kvreclaim.memory.tiers.disk_prefixes import DiskPrefixes, NoDiskPrefixes, NoDiskStates
-from kvreclaim.memory.tiers.disk_states import DiskStates
+from kvreclaim.memory.tiers.disk_prefixes import DiskPrefixes
 from kvreclaim.memory.tiers.host_prefixes import HostPrefixes
-from kvreclaim.memory.tiers.host_states import HostStates, NoHostStates
 from kvreclaim.memory.tiers.parking import ParkedSequences
+from kvreclaim.memory.tiers.states import DiskStates, HostStates
 from kvreclaim.memory.tiers.tier import Tier
 
 
@@ -30,7 +29,7 @@ class TierCounts:
     """Since the start. Tokens in full blocks, counted whenever a sequence is admitted.
 
     asked:     that the pool did not have
-    from_host: of these, found on the host; from_disk: read from disk for the sequence before
+    from_host: of these, found on the host; from_disk: of these, read from disk while the sequence waited
     """
 
     asked: int = 0
@@ -44,7 +43,7 @@ NEVER = 1 << 62
 
 class TieredOffload(OffloadSlots):
     """Exact full blocks also lie in host slots, as long as these have room, and in slots of a file below;
-    sequences that give way keep what they hold in host slots.
+    preempted sequences keep their blocks in host slots.
 
     Integers only: the caller carries out the moves, each of which is handed out once.
 
@@ -97,50 +96,47 @@ class TieredOffload(OffloadSlots):
             )
         self.num_slots = num_host_slots
         self.host = Tier(num_host_slots, host_eviction_policy)
+        self.disk = DiskTier(self.host, num_disk_slots, disk_eviction_policy) if num_disk_slots else None
         self.states: HostStates | None = None
+        self.states_on_disk: DiskStates | None = None
         if num_host_states:
             assert states is not None, "states on the host are those of recurrent layers"
             self.states = HostStates(states, self.host, num_host_states)
+            if num_disk_states and self.disk is not None:
+                self.states_on_disk = DiskStates(
+                    states, self.states, self.disk, num_disk_states, disk_store_after
+                )
+                self.states.below = self.states_on_disk
         self.prefixes = HostPrefixes(
             full,
             self.host,
-            NoHostStates() if self.states is None else self.states,
+            None if self.disk is None else self.disk.tier,
+            self.states,
             store_after=store_after,
             store_decoded=store_decoded,
             count_to=max(store_after, disk_store_after),
             races=races,
         )
-        self.disk: DiskTier | None = None
-        self.states_on_disk: DiskStates | None = None
-        self.on_disk = NoDiskPrefixes()
-        if num_disk_slots:
-            self.disk = DiskTier(self.host, num_disk_slots, disk_eviction_policy)
-            if num_disk_states:
-                assert states is not None, "states on disk are those of recurrent layers"
-                assert self.states is not None, "they come from the host"
-                self.states_on_disk = DiskStates(
-                    states, self.states, self.disk, num_disk_states, disk_store_after
-                )
-                self.states.write_through(self.states_on_disk)
+        self.on_disk: DiskPrefixes | None = None
+        if self.disk is not None:
             self.on_disk = DiskPrefixes(
                 full,
                 self.prefixes,
                 self.disk,
-                self.states_on_disk or NoDiskStates(),
+                self.states_on_disk,
                 store_after=disk_store_after,
                 load_wait_s=load_wait_s,
                 load_is_worth=load_is_worth,
                 clock=clock,
             )
-        self.parking: ParkedSequences = ParkedSequences(
-            full, self.prefixes, self.on_disk, max_parked, states, self.states
-        )
+        self.parking: ParkedSequences = ParkedSequences(full, self.prefixes, max_parked, states, self.states)
         self.counts = TierCounts()
         self._full = full
 
     @property
     def index_version(self) -> int:
-        return self.host.pool.index.version + self.prefixes.states.version
+        states = 0 if self.states is None else self.states.slots.version
+        return self.host.pool.index.version + states
 
     # What has happened.
 
@@ -155,60 +151,56 @@ class TieredOffload(OffloadSlots):
         self.prefixes.admit(seq_id, table, match)
         if table.chain is not None:
             self.prefixes.follow(seq_id, table)
-            self.on_disk.follow(seq_id, table)
         self._count_below(seq_id, match)
         self.end_loading(seq_id)
 
     def _count_below(self, seq_id: int, match: PrefixMatch) -> None:
-        """Every token that the pool might have had and had not is the host's, the disk's or a miss."""
+        """Count each token that the pool lacks as the host's, the disk's or a miss."""
         if match.miss == INELIGIBLE:
             return
         size, counts, num_lower = self._full.block_size, self.counts, len(match.lower)
-        num_read = self.on_disk.begin(seq_id, num_lower)
+        num_read = 0 if self.on_disk is None else self.on_disk.num_read(seq_id, num_lower)
+        self.prefixes.num_from_disk[seq_id] = num_read
         counts.asked += ((match.keys.num_tokens - 1) // size - len(match.entries)) * size
         counts.from_disk += num_read * size
         counts.from_host += (num_lower - num_read) * size
 
     def num_from_disk(self, seq_id: int) -> int:
         """Tokens that a running sequence began with and that were read from disk while it waited."""
-        return self.on_disk.num_from_disk(seq_id) * self._full.block_size
+        return self.prefixes.num_from_disk.get(seq_id, 0) * self._full.block_size
 
     def forked(self, parent_id: int, child_id: int) -> None:
         self.prefixes.fork(parent_id, child_id)
-        self.on_disk.fork(parent_id, child_id)
 
     def copied(self, copies: Sequence[Move]) -> None:
         self.parking.copied(copies)
 
     def committed(self, seq_id: int, table: BlockTable) -> None:
         if table.chain is None:
-            self._unfollow(seq_id)
+            self.prefixes.unfollow(seq_id)
         else:
             self.prefixes.offer(seq_id, table)
 
-    def _unfollow(self, seq_id: int) -> None:
-        self.prefixes.unfollow(seq_id)
-        self.on_disk.unfollow(seq_id)
-
     def freed(self, seq_id: int) -> None:
         self.prefixes.free(seq_id)
-        self.on_disk.free(seq_id)
         self.parking.freed()
 
     def invalidated(self, seq_id: int, table: BlockTable) -> None:
-        self.on_disk.invalidate(seq_id, table.keys)
-        self.prefixes.invalidate(seq_id)
-        self._unfollow(seq_id)
+        if self.on_disk is not None:
+            self.on_disk.invalidate(seq_id, table.keys)
+        self.host.invalidate(seq_id)
+        self.prefixes.unfollow(seq_id)
 
     def reset(self, *, external: bool) -> None:
         """Like OffloadSlots's; on disk once the caller has done what `disk.take_reset` says."""
         if external:
             self.host.pool.clear_index()
-            self.on_disk.reset()
+            if self.on_disk is not None:
+                self.on_disk.reset()
             if self.states is not None:
-                self.states.reset()
-        for seq_id in list(self.prefixes.below):
-            self._unfollow(seq_id)
+                self.states.slots.reset()
+        for seq_id in list(self.host.followed):
+            self.prefixes.unfollow(seq_id)
 
     def release_copy_sources(self) -> None:
         self.prefixes.release_copy_sources()
@@ -217,19 +209,21 @@ class TieredOffload(OffloadSlots):
     # Questions.
 
     def num_below(self, seq_id: int) -> int:
-        return len(self.prefixes.below.get(seq_id, ()))
+        return len(self.host.followed.get(seq_id, ()))
 
     def extend(self, seq_id: int, max_tokens: int) -> int:
         return self.prefixes.extend(self._full.tables[seq_id], max_tokens)
 
     def prefetch(self, seq_id: int, keys: BlockKeys, max_tokens: int) -> None:
-        self.on_disk.prefetch(seq_id, keys, max_tokens)
+        if self.on_disk is not None:
+            self.on_disk.prefetch(seq_id, keys, max_tokens)
 
     def must_wait(self, seq_id: int) -> bool:
-        return self.on_disk.must_wait(seq_id)
+        return self.on_disk is not None and self.on_disk.must_wait(seq_id)
 
     def end_loading(self, seq_id: int) -> None:
-        self.on_disk.end_loading(seq_id)
+        if self.on_disk is not None:
+            self.on_disk.end_loading(seq_id)
 
     def pop_swap_ins(self) -> list[Move]:
         self.parking.loaded()
@@ -242,19 +236,22 @@ class TieredOffload(OffloadSlots):
         self.prefixes.forget_slots(slots)
 
     def stored(self) -> None:
-        self.on_disk.offer()
+        if self.on_disk is not None:
+            self.on_disk.offer()
 
     def check(self) -> None:
-        above, on_disk = self.on_disk.references()
-        _check_slots("host", self.host.pool, self.prefixes.references() + self.parking.references() + above)
-        if self.disk is not None:
-            _check_slots("disk", self.disk.tier.pool, on_disk)
+        on_host = self.prefixes.references() + self.parking.references()
+        if self.on_disk is not None:
+            for_transfers, on_disk = self.on_disk.references()
+            on_host += for_transfers
+            tier = self.on_disk.disk.tier
+            _check_slots("disk", tier.pool, on_disk + tier.references())
+        _check_slots("host", self.host.pool, on_host)
         self.parking.check()
         if self.states_on_disk is not None:
             self.states_on_disk.check()
         if self.states is not None:
-            lent = [] if self.states_on_disk is None else self.states_on_disk.lent
-            self.states.check(lent + self.parking.state_slots)
+            self.states.check(self.parking.state_slots)
 
 
 def _check_slots(name: str, pool: BlockPool, held: Counter[int]) -> None:

@@ -1,4 +1,4 @@
-"""What is on its way between slots of the host and those of a file below it."""
+"""Transfers between slots of the host and those of a file below it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TransferOutcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Bytes on their way between a host slot and a disk slot. Both are referenced until its end is told."""
+    """A copy between a host slot and a disk slot. Both are referenced until `finish`."""
 
     job_id: int
     to_disk: bool
@@ -35,8 +35,8 @@ class Transfer:
 
 
 class Transfers(ABC, Generic[Store, Load]):
-    """The memory's side of a slot file. Integers only: `take_transfers` says what is to be moved, in order,
-    `finish` what came of each, in any order."""
+    """The memory's side of a slot file. Integers only: the caller carries out `take_transfers` in order, and
+    calls `finish` for each, in any order."""
 
     def __init__(self) -> None:
         self.num_stored = self.num_loaded = self.num_gone = self.num_failed = 0
@@ -57,7 +57,7 @@ class Transfers(ABC, Generic[Store, Load]):
 
     @abstractmethod
     def recover(self, found: Iterable[tuple[int, BlockName]]) -> int:
-        """Enter what the file holds. To be called before all else. Returns: how many can be found."""
+        """Enter the file's records; to be called first. Returns: how many can be found."""
 
     def _begin(self, to_disk: bool, host_slot: int, disk_slot: int, name: BlockName) -> Transfer:
         transfer = Transfer(next(self._ids), to_disk, host_slot, disk_slot, name)
@@ -65,7 +65,7 @@ class Transfers(ABC, Generic[Store, Load]):
         return transfer
 
     def take_transfers(self) -> list[Transfer]:
-        """Transfers that nobody has taken yet."""
+        """Transfers since the last call."""
         out, self._out = self._out, []
         return out
 
@@ -83,12 +83,12 @@ class Transfers(ABC, Generic[Store, Load]):
     def _finish_load(self, load: Load, outcome: TransferOutcome) -> None: ...
 
     def reset(self) -> None:
-        """Forget all that the file holds, and that nothing which is on its way is found."""
+        """Forget everything in the file, transfers under way included."""
         for transfer in self.take_transfers():
             self.finish(transfer.job_id, TransferOutcome.FAILED)
         self._is_reset = True
 
     def take_reset(self) -> bool:
-        """Whether the file's records are to be removed, before any transfer that is taken after."""
+        """Whether to remove the file's records, before any later transfer."""
         is_reset, self._is_reset = self._is_reset, False
         return is_reset
