@@ -10,7 +10,7 @@ from settings import assert_idle, small, with_options
 
 from kvreclaim import SamplingParams
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.tiers.session_file import SessionFile
+from kvreclaim.offload.store.session_file import SessionFile
 
 FAMILIES = ("qwen3-next", "falcon-h1", "lfm2")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)

@@ -8,7 +8,7 @@ import tiny
 from settings import assert_idle
 
 from kvreclaim import LLM, SamplingParams
-from kvreclaim.memory.tiers.states import HostStates
+from kvreclaim.offload.plan.states import HostStates
 
 FEW = ("qwen3-next", "lfm2", "falcon-h1", "jamba")
 PROMPTS = tiny.prompts((41, 33, 57, 64), seed=3)

@@ -9,7 +9,7 @@ import pytest
 
 from kvreclaim.memory.groups.state_slots import StateSizes
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.memory.tiers.tiered_offload import TieredOffload
+from kvreclaim.offload.plan.tiered_offload import TieredOffload
 
 
 def parked(num_slots: int = 4) -> MemoryManager:

@@ -11,7 +11,7 @@ from kvreclaim.memory.eviction import DEFAULT_ORDER
 from kvreclaim.memory.groups.state_slots import StateSizes
 from kvreclaim.memory.kv_memory import KVMemory
 from kvreclaim.memory.offload import OffloadSlots
-from kvreclaim.memory.tiers.tiered_offload import NEVER, TieredOffload
+from kvreclaim.offload.plan.tiered_offload import NEVER, TieredOffload
 from kvreclaim.schedule.budget.footprint import Footprint
 from kvreclaim.schedule.preemption_cost import PreemptionCostModel
 from kvreclaim.schedule.rates import Rates

@@ -21,11 +21,11 @@ from kvreclaim.engine.request.footprints import footprint_of
 from kvreclaim.engine.request.snapshot_recipe import PASS_SEMANTICS, VERSION, snapshot_key
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.offload.store.session_file import SessionFile
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.blocks_io import write_blocks
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.schedule.snapshot_key import SnapshotKey
-from kvreclaim.tiers.session_file import SessionFile
 
 BEYOND = 0
 """A token behind those of a session: a hit leaves one to be computed."""

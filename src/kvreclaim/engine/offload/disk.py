@@ -12,19 +12,19 @@ import torch
 
 from kvreclaim.checks import require
 from kvreclaim.config import EngineConfig
-from kvreclaim.memory.tiers.transfers import TransferOutcome, Transfers
 from kvreclaim.model.config_fields import config_fields
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.model.quantized.layers import products_of
+from kvreclaim.offload.plan.transfers import TransferOutcome, Transfers
+from kvreclaim.offload.store.jobs import DiskCounters
+from kvreclaim.offload.store.jobs import JobOutcome as Ended
+from kvreclaim.offload.store.namespace import Namespace, weights_digest
+from kvreclaim.offload.store.record import VERSION
+from kvreclaim.offload.store.slot_file import SlotFile
+from kvreclaim.offload.store.workers import DiskWorkers
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import KVFormat
 from kvreclaim.schedule.rates import Rates
-from kvreclaim.tiers.jobs import DiskCounters
-from kvreclaim.tiers.jobs import JobOutcome as Ended
-from kvreclaim.tiers.namespace import Namespace, weights_digest
-from kvreclaim.tiers.record import VERSION
-from kvreclaim.tiers.slot_file import SlotFile
-from kvreclaim.tiers.workers import DiskWorkers
 
 KV_SEMANTICS = 1
 """To be raised when a forward pass gives other keys or values for the same weights and tokens."""

@@ -17,12 +17,12 @@ from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.offload import Parked
 from kvreclaim.memory.prefix.keys import BlockKeys
+from kvreclaim.offload.store.host import HostSlots
 from kvreclaim.ops.blocks_io import bytes_per_block, read_blocks
 from kvreclaim.ops.cell_tables import CellTable
 from kvreclaim.ops.cells import blocks_of
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.schedule.budget.account import EvictionCounters
-from kvreclaim.tiers.host import HostSlots
 
 HOST = torch.device("cpu")
 

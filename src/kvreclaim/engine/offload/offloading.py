@@ -17,12 +17,12 @@ from kvreclaim.engine.request.request import Sequence
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.prefix.keys import BlockKeys
-from kvreclaim.memory.tiers.tiered_offload import TieredOffload
+from kvreclaim.offload.plan.tiered_offload import TieredOffload
+from kvreclaim.offload.store.host import HostSlots
+from kvreclaim.offload.store.slot_file import SlotFile
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.schedule import Admitted, StepPlan
 from kvreclaim.schedule.preemption_cost import PreemptionCostModel
-from kvreclaim.tiers.host import HostSlots
-from kvreclaim.tiers.slot_file import SlotFile
 
 NO_SEQUENCE = -2
 """Id under which blocks are read from disk for no sequence."""

@@ -19,13 +19,13 @@ from kvreclaim.engine.offload.snapshot_state import SnapshotStore
 from kvreclaim.engine.offload.stats import PrefixStats
 from kvreclaim.engine.request.request import Sequence
 from kvreclaim.engine.request.sizing import load_wait, prefix_worth
+from kvreclaim.offload.store.jobs import JobOutcome
+from kvreclaim.offload.store.namespace import Namespace
+from kvreclaim.offload.store.prefix_files import PrefixFiles
+from kvreclaim.offload.store.prefix_workers import Loaded, PrefixWorkers, Stored
+from kvreclaim.offload.store.session_file import SessionFile
 from kvreclaim.schedule.disk_prefixes import DiskPrefixIndex
 from kvreclaim.schedule.snapshot_key import SnapshotKey
-from kvreclaim.tiers.jobs import JobOutcome
-from kvreclaim.tiers.namespace import Namespace
-from kvreclaim.tiers.prefix_files import PrefixFiles
-from kvreclaim.tiers.prefix_workers import Loaded, PrefixWorkers, Stored
-from kvreclaim.tiers.session_file import SessionFile
 
 logger = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from kvreclaim.engine.offload.states import NAME, StateCopies
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.prefix.keys import BlockKeys
+from kvreclaim.offload.store.session_file import SessionFile
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.blocks_io import bytes_per_block, read_blocks, write_blocks
 from kvreclaim.ops.kv_cache import KVCache
-from kvreclaim.tiers.session_file import SessionFile
 
 
 @dataclass(frozen=True, slots=True)

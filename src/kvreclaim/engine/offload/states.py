@@ -17,10 +17,10 @@ from kvreclaim.memory.groups.full import BlockTables
 from kvreclaim.memory.groups.recurrent import RecurrentGroup
 from kvreclaim.memory.offload import ParkingSlots
 from kvreclaim.memory.prefix_cache import PrefixMatch
-from kvreclaim.memory.tiers.states import HostStates
+from kvreclaim.offload.plan.states import HostStates
+from kvreclaim.offload.store.session_file import SessionFile
 from kvreclaim.ops.states import StateStore
 from kvreclaim.schedule.step import Admitted
-from kvreclaim.tiers.session_file import SessionFile
 
 NAME = "state"
 """The tensor of a session file."""

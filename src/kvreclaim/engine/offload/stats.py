@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from kvreclaim.engine.offload.moves import MoveTotals
 from kvreclaim.memory.pool import BlockPool
-from kvreclaim.memory.tiers.disk import DiskTier
-from kvreclaim.memory.tiers.states import DiskStates, HostStates
-from kvreclaim.tiers.jobs import DiskCounters
-from kvreclaim.tiers.prefix_workers import PrefixCounters
+from kvreclaim.offload.plan.disk import DiskTier
+from kvreclaim.offload.plan.states import DiskStates, HostStates
+from kvreclaim.offload.store.jobs import DiskCounters
+from kvreclaim.offload.store.prefix_workers import PrefixCounters
 
 
 @dataclass(frozen=True, slots=True)

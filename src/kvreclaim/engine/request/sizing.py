@@ -18,7 +18,7 @@ from kvreclaim.free_memory import free_host_memory_bytes
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.groups.state_slots import StateSizes, most_sequences
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.memory.tiers.tiered_offload import NEVER, TieredOffload
+from kvreclaim.offload.plan.tiered_offload import NEVER, TieredOffload
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import kv_format
 from kvreclaim.ops.groups import layer_groups

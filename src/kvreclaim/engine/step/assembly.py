@@ -32,8 +32,9 @@ from kvreclaim.engine.step.full_cache import full_cache, streamed_layers
 from kvreclaim.engine.step.validation import check_sparse_prefill
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.memory.tiers.tiered_offload import TieredOffload
 from kvreclaim.model.loader import LoadedModel
+from kvreclaim.offload.plan.tiered_offload import TieredOffload
+from kvreclaim.offload.store.slot_file import SlotFile
 from kvreclaim.ops.backend import Backend, Choice, Need, choose_backend
 from kvreclaim.ops.facts import KeyStats, ModelFacts
 from kvreclaim.ops.formats import KVFormat, kv_format, plain_format
@@ -44,7 +45,6 @@ from kvreclaim.ops.streamed import StreamedLayers
 from kvreclaim.schedule import Scheduler
 from kvreclaim.schedule.preemption_cost import PreemptionCostModel
 from kvreclaim.schedule.rates import Rates
-from kvreclaim.tiers.slot_file import SlotFile
 
 
 def stored_facts(

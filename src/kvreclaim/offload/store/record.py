@@ -21,7 +21,7 @@ from typing import Final
 from xxhash import xxh3_128_digest
 
 from kvreclaim.memory.prefix.keys import BlockName
-from kvreclaim.tiers.jobs import JobOutcome
+from kvreclaim.offload.store.jobs import JobOutcome
 
 PAGE: Final = 4096
 MAGIC: Final = b"KVRT"

@@ -16,12 +16,12 @@ from kvreclaim.memory.pool import BlockPool
 from kvreclaim.memory.prefix.index import INELIGIBLE
 from kvreclaim.memory.prefix.keys import BlockKeys
 from kvreclaim.memory.prefix_cache import PrefixMatch
-from kvreclaim.memory.tiers.disk import DiskTier
-from kvreclaim.memory.tiers.disk_prefixes import DiskPrefixes
-from kvreclaim.memory.tiers.host_prefixes import HostPrefixes
-from kvreclaim.memory.tiers.parking import ParkedSequences
-from kvreclaim.memory.tiers.states import DiskStates, HostStates
-from kvreclaim.memory.tiers.tier import Tier
+from kvreclaim.offload.plan.disk import DiskTier
+from kvreclaim.offload.plan.disk_prefixes import DiskPrefixes
+from kvreclaim.offload.plan.host_prefixes import HostPrefixes
+from kvreclaim.offload.plan.parking import ParkedSequences
+from kvreclaim.offload.plan.states import DiskStates, HostStates
+from kvreclaim.offload.plan.tier import Tier
 
 
 @dataclass(slots=True)

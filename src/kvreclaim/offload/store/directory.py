@@ -22,7 +22,7 @@ from typing import Final
 
 from kvreclaim.checks import require
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.tiers.namespace import Namespace
+from kvreclaim.offload.store.namespace import Namespace
 
 PATH_FIELD: Final = "kv_offloading_disk_path"
 SIZE_FIELD: Final = "kv_offloading_disk_size"

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Final
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.tiers.directory import NAMESPACE_DIR, StoreDirectory
-from kvreclaim.tiers.file_io import FileIO
-from kvreclaim.tiers.jobs import JobOutcome, outcome_of
-from kvreclaim.tiers.namespace import Namespace
-from kvreclaim.tiers.session_file import SessionFile, save_whole
+from kvreclaim.offload.store.directory import NAMESPACE_DIR, StoreDirectory
+from kvreclaim.offload.store.file_io import FileIO
+from kvreclaim.offload.store.jobs import JobOutcome, outcome_of
+from kvreclaim.offload.store.namespace import Namespace
+from kvreclaim.offload.store.session_file import SessionFile, save_whole
 
 SUFFIX: Final = ".prefix"
 PREFIX_FILE = re.compile(r"[0-9a-f]{64}\.prefix")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.prefix.keys import BlockName
-from kvreclaim.tiers.jobs import JobOutcome
+from kvreclaim.offload.store.jobs import JobOutcome
 
 from .slot_files import chain, empty, open_slots, payload, size_for
 

@@ -11,8 +11,8 @@ from kvreclaim.memory.groups.full import FullAttentionGroup
 from kvreclaim.memory.offload import Move
 from kvreclaim.memory.prefix.index import Entry, Link
 from kvreclaim.memory.prefix_cache import PrefixMatch
-from kvreclaim.memory.tiers.states import HostStates
-from kvreclaim.memory.tiers.tier import Tier
+from kvreclaim.offload.plan.states import HostStates
+from kvreclaim.offload.plan.tier import Tier
 
 
 class HostPrefixes:

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from kvreclaim.tiers.file_io import FileIO
+from kvreclaim.offload.store.file_io import FileIO
 
 DTYPES: Final = {
     "BOOL": torch.bool,

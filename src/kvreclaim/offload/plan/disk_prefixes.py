@@ -10,9 +10,9 @@ from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.groups.full import FullAttentionGroup
 from kvreclaim.memory.prefix.index import Entry, Link
 from kvreclaim.memory.prefix.keys import BlockKeys
-from kvreclaim.memory.tiers.disk import DiskTier, Loading
-from kvreclaim.memory.tiers.host_prefixes import HostPrefixes
-from kvreclaim.memory.tiers.states import DiskStates
+from kvreclaim.offload.plan.disk import DiskTier, Loading
+from kvreclaim.offload.plan.host_prefixes import HostPrefixes
+from kvreclaim.offload.plan.states import DiskStates
 
 
 class DiskPrefixes:

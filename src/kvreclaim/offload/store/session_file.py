@@ -15,8 +15,8 @@ from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.tiers.file_io import FileIO
-from kvreclaim.tiers.tensor_file import MalformedError, Packed, bytes_of, pack, read
+from kvreclaim.offload.store.file_io import FileIO
+from kvreclaim.offload.store.tensor_file import MalformedError, Packed, bytes_of, pack, read
 
 VERSION = 2
 KEY = "kvreclaim_session"

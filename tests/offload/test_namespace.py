@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.tiers.namespace import FIELDS, Namespace, weights_digest
+from kvreclaim.offload.store.namespace import FIELDS, Namespace, weights_digest
 
 from .slot_files import namespace
 
@@ -82,7 +82,7 @@ def test_names_dtypes_and_shapes_count() -> None:
 def test_large_tensors_are_hashed_to_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.arange(1000)
     whole = weights_digest([("a", tensor)])
-    monkeypatch.setattr("kvreclaim.tiers.namespace.CHUNK_BYTES", 24)
+    monkeypatch.setattr("kvreclaim.offload.store.namespace.CHUNK_BYTES", 24)
     assert weights_digest([("a", tensor)]) == whole
     tensor[-1] += 1
     assert weights_digest([("a", tensor)]) != whole

@@ -12,9 +12,9 @@ from kvreclaim.memory.offload import Move
 from kvreclaim.memory.prefix.index import STATE, Entry
 from kvreclaim.memory.prefix.keys import BlockKeys, BlockName
 from kvreclaim.memory.prefix_cache import PrefixMatch
-from kvreclaim.memory.tiers.disk import DiskTier
-from kvreclaim.memory.tiers.tier import Tier
-from kvreclaim.memory.tiers.transfers import Transfer, TransferOutcome, Transfers
+from kvreclaim.offload.plan.disk import DiskTier
+from kvreclaim.offload.plan.tier import Tier
+from kvreclaim.offload.plan.transfers import Transfer, TransferOutcome, Transfers
 
 
 @dataclass(slots=True)

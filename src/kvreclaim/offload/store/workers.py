@@ -12,9 +12,9 @@ from threading import Condition, Thread
 from typing import Final
 
 from kvreclaim.memory.prefix.keys import BlockName
-from kvreclaim.tiers.jobs import DiskCounters, JobOutcome, JobResult, TierJob
-from kvreclaim.tiers.slot_file import SlotFile
-from kvreclaim.tiers.write_gate import WriteGate
+from kvreclaim.offload.store.jobs import DiskCounters, JobOutcome, JobResult, TierJob
+from kvreclaim.offload.store.slot_file import SlotFile
+from kvreclaim.offload.store.write_gate import WriteGate
 
 LOGGER = logging.getLogger(__name__)
 

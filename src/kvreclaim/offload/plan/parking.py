@@ -13,8 +13,8 @@ from kvreclaim.memory.groups.full import FullAttentionGroup
 from kvreclaim.memory.groups.recurrent import RecurrentGroup
 from kvreclaim.memory.offload import Move, Parked, ParkingSlots
 from kvreclaim.memory.prefix_cache import PrefixMatch
-from kvreclaim.memory.tiers.host_prefixes import HostPrefixes
-from kvreclaim.memory.tiers.states import HostStates
+from kvreclaim.offload.plan.host_prefixes import HostPrefixes
+from kvreclaim.offload.plan.states import HostStates
 
 
 class ParkedSequences(ParkingSlots):

@@ -8,12 +8,12 @@ import threading
 import pytest
 import torch
 
-from kvreclaim.tiers.directory import StoreDirectory
-from kvreclaim.tiers.jobs import JobOutcome
-from kvreclaim.tiers.namespace import FIELDS, Namespace
-from kvreclaim.tiers.prefix_files import PrefixFiles
-from kvreclaim.tiers.prefix_workers import Loaded, PrefixWorkers, Stored
-from kvreclaim.tiers.session_file import SessionFile
+from kvreclaim.offload.store.directory import StoreDirectory
+from kvreclaim.offload.store.jobs import JobOutcome
+from kvreclaim.offload.store.namespace import FIELDS, Namespace
+from kvreclaim.offload.store.prefix_files import PrefixFiles
+from kvreclaim.offload.store.prefix_workers import Loaded, PrefixWorkers, Stored
+from kvreclaim.offload.store.session_file import SessionFile
 
 NAMES = [f"{number:064x}" for number in range(8)]
 FIELDS_HERE = dict.fromkeys(FIELDS, "here")
@@ -97,7 +97,7 @@ def test_what_was_half_written_is_removed(files, tmp_path):
 
 
 def test_another_process_has_the_directory(files, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvreclaim.tiers.prefix_files.PATIENCE_S", 0.05)
+    monkeypatch.setattr("kvreclaim.offload.store.prefix_files.PATIENCE_S", 0.05)
     with StoreDirectory(tmp_path):
         assert files.store(NAMES[0], content())[0] is JobOutcome.DROPPED
     assert files.store(NAMES[0], content())[0] is JobOutcome.OK

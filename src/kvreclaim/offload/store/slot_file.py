@@ -13,13 +13,13 @@ from typing import Final
 from kvreclaim.checks import check_int
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.prefix.keys import BlockName
-from kvreclaim.tiers import record
-from kvreclaim.tiers.directory import SIZE_FIELD, StoreDirectory
-from kvreclaim.tiers.file_io import FileIO
-from kvreclaim.tiers.jobs import JobOutcome, outcome_of
-from kvreclaim.tiers.namespace import Namespace
-from kvreclaim.tiers.record import RecordHeader
-from kvreclaim.tiers.recovery import Recovered, latest, usable
+from kvreclaim.offload.store import record
+from kvreclaim.offload.store.directory import SIZE_FIELD, StoreDirectory
+from kvreclaim.offload.store.file_io import FileIO
+from kvreclaim.offload.store.jobs import JobOutcome, outcome_of
+from kvreclaim.offload.store.namespace import Namespace
+from kvreclaim.offload.store.record import RecordHeader
+from kvreclaim.offload.store.recovery import Recovered, latest, usable
 
 UNKNOWN: Final = bytes(8)
 """Replaces an index entry: the slot's own header decides."""

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from threading import Condition, Thread
 
-from kvreclaim.tiers.jobs import DiskCounters, JobOutcome
-from kvreclaim.tiers.prefix_files import PrefixFiles
-from kvreclaim.tiers.session_file import SessionFile
-from kvreclaim.tiers.workers import DEADLINE_S, MAX_QUEUED_BYTES
-from kvreclaim.tiers.write_gate import WriteGate
+from kvreclaim.offload.store.jobs import DiskCounters, JobOutcome
+from kvreclaim.offload.store.prefix_files import PrefixFiles
+from kvreclaim.offload.store.session_file import SessionFile
+from kvreclaim.offload.store.workers import DEADLINE_S, MAX_QUEUED_BYTES
+from kvreclaim.offload.store.write_gate import WriteGate
 
 LOGGER = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvreclaim.tiers.jobs import JobOutcome, JobResult
-from kvreclaim.tiers.workers import DiskWorkers
+from kvreclaim.offload.store.jobs import JobOutcome, JobResult
+from kvreclaim.offload.store.workers import DiskWorkers
 
 from .slot_files import PAYLOAD, FailingIO, chain, empty, open_slots, payload
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from kvreclaim.memory.prefix.index import Entry, Link
 from kvreclaim.memory.prefix.keys import BlockKey, BlockKeys, BlockName
-from kvreclaim.memory.tiers.tier import Tier
-from kvreclaim.memory.tiers.transfers import Transfer, TransferOutcome, Transfers
+from kvreclaim.offload.plan.tier import Tier
+from kvreclaim.offload.plan.transfers import Transfer, TransferOutcome, Transfers
 
 
 @dataclass(slots=True, eq=False)

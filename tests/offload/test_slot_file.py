@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.tiers import record
-from kvreclaim.tiers.directory import StoreDirectory
-from kvreclaim.tiers.jobs import JobOutcome
-from kvreclaim.tiers.slot_file import SlotFile
+from kvreclaim.offload.store import record
+from kvreclaim.offload.store.directory import StoreDirectory
+from kvreclaim.offload.store.jobs import JobOutcome
+from kvreclaim.offload.store.slot_file import SlotFile
 
 from .slot_files import (
     BLOCK_SIZE,

@@ -9,9 +9,9 @@ from pathlib import Path
 from struct import pack
 
 from kvreclaim.memory.prefix.keys import BlockName, root_uid, uid_of
-from kvreclaim.tiers.file_io import Buffer, FileIO
-from kvreclaim.tiers.namespace import FIELDS, Namespace
-from kvreclaim.tiers.slot_file import SlotFile, SlotLayout
+from kvreclaim.offload.store.file_io import Buffer, FileIO
+from kvreclaim.offload.store.namespace import FIELDS, Namespace
+from kvreclaim.offload.store.slot_file import SlotFile, SlotLayout
 
 BLOCK_SIZE = 4
 PAYLOAD = 5000
