@@ -97,6 +97,7 @@ class TieredOffload(OffloadSlots):
         self.num_slots = num_host_slots
         self.host = Tier(num_host_slots, host_eviction_policy)
         self.disk = DiskTier(self.host, num_disk_slots, disk_eviction_policy) if num_disk_slots else None
+        assert num_host_states or not num_disk_states, "states on disk come from the host"
         self.states: HostStates | None = None
         self.states_on_disk: DiskStates | None = None
         if num_host_states:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock
@@ -19,7 +20,6 @@ from kvreclaim.offload.store.file_io import FileIO
 from kvreclaim.offload.store.jobs import JobOutcome, outcome_of
 from kvreclaim.offload.store.namespace import Namespace
 from kvreclaim.offload.store.record import RecordHeader
-from kvreclaim.offload.store.recovery import Recovered, latest, usable
 
 UNKNOWN: Final = bytes(8)
 """Replaces an index entry: the slot's own header decides."""
@@ -47,6 +47,16 @@ class SlotLayout:
         header = record.header_bytes(block_size)
         slot = header + record.page_bytes(bytes_per_block)
         return cls(bytes_per_block, header, record.entry_bytes(block_size), slot)
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """A slot's record. written_at: Unix seconds."""
+
+    slot: int
+    record: BlockName
+    seq: int
+    written_at: int
 
 
 class SlotFile:
@@ -193,7 +203,7 @@ class SlotFile:
         for first in range(0, self.num_slots, per_chunk):
             found += self._recover_chunk(first, min(per_chunk, self.num_slots - first))
         self._seq = max((each.seq for each in found), default=0)
-        return usable(found) if chained else latest(found)
+        return _usable(found) if chained else _latest(found)
 
     def _recover_chunk(self, first: int, count: int) -> list[Recovered]:
         """Return the records of these slots, completing the index."""
@@ -284,3 +294,29 @@ def _set_aside(io: FileIO, fds: tuple[int, int], layout: SlotLayout, num_slots: 
 def _free_bytes(fd: int) -> int:
     disk = os.statvfs(fd)
     return disk.f_bavail * disk.f_frsize
+
+
+def _latest(found: Iterable[Recovered]) -> list[Recovered]:
+    """Return the last record of each key, the oldest first."""
+    last: dict[bytes, Recovered] = {}
+    for each in found:
+        other = last.get(each.record.key)
+        if other is None or other.seq < each.seq:
+            last[each.record.key] = each
+    return sorted(last.values(), key=lambda each: each.seq)
+
+
+def _usable(found: Iterable[Recovered]) -> list[Recovered]:
+    """Return the last record of each key with all ancestors present, parents first.
+
+    The parent is the record with the uid, key and depth named by the child, so prefixes with colliding keys
+    keep their own children.
+    """
+    reached: dict[bytes, tuple[bytes, int]] = {}
+    kept = []
+    for each in sorted(_latest(found), key=lambda each: each.record.depth):
+        mine = each.record
+        if mine.depth == 0 or reached.get(mine.parent_uid) == (mine.parent, mine.depth - 1):
+            reached[mine.uid] = (mine.key, mine.depth)
+            kept.append(each)
+    return kept
