@@ -205,7 +205,7 @@ def test_a_limit_for_files_stops_what_lies_behind_it(tmp_path: Path) -> None:
     script = """
 import resource, sys
 from pathlib import Path
-from tests.tiers.slot_files import LAYOUT, chain, open_slots, payload
+from tests.offload.slot_files import LAYOUT, chain, open_slots, payload
 from kvreclaim.errors import InvalidArgumentError
 file, keys, place = open_slots(Path(sys.argv[1])), chain(2), Path(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (5 * LAYOUT.slot + 4096,) * 2)

@@ -28,7 +28,7 @@ KILLS = int(os.environ.get("KVRECLAIM_TEST_KILLS", "10"))
 WRITERS = """
 import os, random, sys
 from pathlib import Path
-from tests.tiers.slot_files import chain, open_slots, payload
+from tests.offload.slot_files import chain, open_slots, payload
 keys = [key for first in range(6) for key in chain(6, first)]
 for seed in sys.stdin:
     if (writer := os.fork()) == 0:
