@@ -224,7 +224,7 @@ class MemoryManager:
 
         passes: (sequence, tokens that it keeps), carried out in this order once the copies of this step have
                 been made. One may take blocks that an earlier one has freed.
-        unsure: sequences whose pass may not come: the blocks that it would free are not counted
+        unsure: sequences that may have no pass: the blocks that it would free are not counted
         """
         return self.full.first_lacking(passes, unsure)
 
@@ -377,7 +377,7 @@ class MemoryManager:
         self.offload.reset(external=external)
 
     def stats(self) -> MemoryStats:
-        """Counts of blocks now, and since the start; a pin whose time is over is not counted."""
+        """Counts of blocks now, and since the start; expired pins are not counted."""
         states = NO_STATES if self.recurrent is None else self.recurrent.counts
         return memory_stats(self.pool, self.prefix, self.full.freed_by_compression, self._cow_copies, states)
 

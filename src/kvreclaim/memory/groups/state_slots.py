@@ -109,7 +109,7 @@ class StateSlots(Generic[Key]):
             self.drop(key)
 
     def drop_oldest(self) -> None:
-        """Forget the least recently used state, even one whose slot has other references."""
+        """Forget the least recently used state, even if its slot has other references."""
         assert self._kept, f"all {self.num_slots} state slots are in use"
         self.drop(next(iter(self._kept)))
 

@@ -192,7 +192,7 @@ class DiskTier(Transfers[_Store, "tuple[Loading, int]"]):
         return None
 
     def end(self, loading: Loading) -> None:
-        """End a load whose sequence has begun, or is gone. Blocks that arrive later stay cached."""
+        """End a load when its sequence has begun or ended. Blocks that arrive later stay cached."""
         loading.ended = True
         self.host.pool.release(reversed([*loading.held, *(entry.block for entry in loading.linked)]))
         loading.held.clear()

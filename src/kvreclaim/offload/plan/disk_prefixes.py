@@ -19,7 +19,7 @@ class DiskPrefixes:
     """Blocks that are written to disk for running sequences, and loaded for waiting ones.
 
     Args:
-        full, above:   the group whose blocks are stored, and the host's side
+        full, above:   the group of the stored blocks, and the host's side
         disk:          the file's slots and what is on its way
         states:        of recurrent layers, in another file; None: blocks need none
         store_after:   times that a block must have been met before it is written to disk

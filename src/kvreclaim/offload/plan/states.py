@@ -76,7 +76,7 @@ class HostStates:
     # Sequences.
 
     def begin(self, seq_id: int, match: PrefixMatch) -> None:
-        """A sequence begins with a match, whose state may have to be loaded."""
+        """A sequence begins with a match. Its state may have to be loaded."""
         if match.state is not None:
             self.slots.use(match.state)
             self._coming[seq_id] = match.state
@@ -204,7 +204,7 @@ class DiskStates(Transfers[Transfer, _StateLoad]):
         self._waiting: dict[int, tuple[_StateLoad, float]] = {}
         """By waiting sequence: what it waits for, and until when."""
         self._cancelled: set[int] = set()
-        """Transfers under way whose result is dropped."""
+        """Transfers under way with results to be dropped."""
 
     def recover(self, found: Iterable[tuple[int, BlockName]]) -> int:
         """Enter the file's states, the oldest first. Returns: how many can be found."""
@@ -317,8 +317,7 @@ class DiskStates(Transfers[Transfer, _StateLoad]):
                 self.slots.drop(transfer.name.uid)
 
     def link(self) -> None:
-        """Let states that have arrived be found behind blocks that have; those whose blocks do not come are
-        dropped."""
+        """Enter arrived states behind arrived blocks. States of blocks that do not come are dropped."""
         for load in [each for each in self._loading.values() if each.has_arrived]:
             run = self._disk.host.run(load.keys, load.depth)
             if len(run) == load.depth:
