@@ -21,7 +21,7 @@ BLOCKS = re.findall(r"```console\n\$ kvreclaim (plan .*)\n((?:(?!```)(?:.*\n))*)
 
 @pytest.mark.parametrize(("command", "printed"), BLOCKS, ids=[str(n) for n in range(len(BLOCKS))])
 def test_a_command_prints_what_stands_there(command: str, printed: str, monkeypatch) -> None:
-    """`python scripts/planning_docs.py` writes it anew."""
+    """`python scripts/docs.py planning` writes it anew."""
     monkeypatch.chdir(ROOT)
     result = CliRunner().invoke(app, shlex.split(command))
     assert result.exit_code == 0, result.output
@@ -29,7 +29,7 @@ def test_a_command_prints_what_stands_there(command: str, printed: str, monkeypa
 
 
 def test_there_are_commands() -> None:
-    assert len(BLOCKS) >= 2
+    assert BLOCKS
 
 
 def test_all_types_are_named() -> None:
