@@ -23,26 +23,28 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from kvreclaim import LLM, demo_model
-from kvreclaim.compatibility import TABLE, Feature
 from kvreclaim.eval.demo_tasks import DEMO_TASKS
 from kvreclaim.eval.text.codes import HEAD, draw_facts, fact_text
 from kvreclaim.eval.text.prose import framed, spread
 from kvreclaim.plan.families import COMPOSITE, DEFAULTS_FILE, FAMILIES, OTHER_NAMES
+from kvreclaim.refusals import Feature
+from kvreclaim.refusals.features import Kind
+from kvreclaim.refusals.table import ROWS, UNTESTED
 
 ROOT = Path(__file__).parents[1]
 COMPATIBILITY, PLANNING = ROOT / "docs/compatibility.md", ROOT / "docs/planning.md"
 EXAMPLES = ROOT / "src/kvreclaim/server/page/examples.json"
 COMPATIBILITY_HEAD = """# Compatibility
 
-These features do not work together; all others do. The engine refuses a combination at its start or when a \
-request is added. The rows are in `src/kvreclaim/refusals/`; after a change there, run \
-`python scripts/docs.py compatibility`. [vllm.md](vllm.md) lists what the plugin refuses of vLLM's options.
+These features do not work together; a test covers each other pair (`tests/supported_pairs.txt`). The engine \
+refuses a combination at its start or when a request is added. After a change in `src/kvreclaim/refusals/`, \
+run `python scripts/docs.py compatibility`. [vllm.md](vllm.md) lists what the plugin refuses of \
+vLLM's options.
 """
 NOUNS = {
     "a policy": "the policy",
     "a ": "the format",
-    "full_cache": "set",
-    "kv_": "set",
+    **dict.fromkeys(("full_cache", "kv_", "mode", "drop_at", "compress", "priority"), "set"),
     "sparse": "",
     "sliding windows in the block": "a layer of the model",
 }
@@ -56,14 +58,18 @@ def _noun(match: re.Match[str]) -> str:
 
 
 def compatibility_page() -> str:
-    """Return the table by feature."""
+    """Return the table by feature, without rows about options alone; what no test covers is one line."""
     by_feature: dict[str, list[str]] = {}
-    for row in TABLE:
+    for row in ROWS:
         first, *others = row.features
-        reason = (row.reason or row.message).split(";")[0].rstrip(".")
-        reason = re.sub(r"(?:policy |kv_cache_dtype )?\{(\w+)(?:!r)?\}", _noun, reason).replace("  ", " ")
-        why = "" if reason.endswith(" is given") else f": {reason}"
-        by_feature.setdefault(first, []).append(f"- {', '.join(others)}{why}.")
+        if any(feature.kind is not Kind.STATE for feature in row.features):
+            reason = re.sub(r"(?:policy |kv_cache_dtype )?\{(\w+)(?:!r)?\}", _noun, row.why).replace(
+                "  ", " "
+            )
+            why = "" if reason.endswith(" is given") else f": {reason}"
+            by_feature.setdefault(first, []).append(f"- {', '.join(others)}{why}.")
+    for first, rest in UNTESTED.items():
+        by_feature.setdefault(first, []).append(f"- untested: {', '.join(rest)}.")
     parts = [f"\n**{first}** with\n\n" + "\n".join(rows) for first, rows in by_feature.items()]
     return COMPATIBILITY_HEAD + "\n".join(parts) + "\n"
 

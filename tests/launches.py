@@ -53,12 +53,21 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        may_be_view = any(
+            r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
+        )
         result = func(*args, **(kwargs or {}))
         is_empty = isinstance(result, Tensor) and not result.numel()
+        is_view = may_be_view and not (isinstance(result, Tensor) and _is_copy(result, args))
         if not (is_view or is_empty or name in NO_KERNEL):
             self.found.torch[name] += 1
         return result
+
+
+def _is_copy(result: Tensor, args: Any) -> bool:
+    """Whether an operation that returns a view where it can (reshape, contiguous, to) has copied."""
+    given = [arg for arg in args if isinstance(arg, Tensor)]
+    return all(arg.untyped_storage().data_ptr() != result.untyped_storage().data_ptr() for arg in given)
 
 
 class _Waits(TorchFunctionMode):

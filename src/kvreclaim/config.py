@@ -10,7 +10,6 @@ from typing import Any
 
 from kvreclaim import speculation
 from kvreclaim.checks import check_choice, parse_json, require
-from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.options import (
     CACHING,
     COMPRESSION,
@@ -24,6 +23,7 @@ from kvreclaim.options import (
     check_options,
     option,
 )
+from kvreclaim.refusals import Feature, refuse
 
 DENSE = "dense"
 KERNELS = ("auto", "native", "triton", "reference")
@@ -358,18 +358,6 @@ class EngineConfig:
             value = getattr(self, name)
             require(isinstance(value, str), f"{name} is {value!r}; pass a name, such as 'lru'.", name)
         require(
-            self.kv_offloading_size > 0 or self.preemption_mode != "swap",
-            "preemption_mode is 'swap', but kv_offloading_size is 0: there is no host memory to move blocks "
-            "to; give some GiB, or leave preemption_mode out.",
-            "preemption_mode",
-        )
-        require(
-            self.kv_offloading_size > 0 or self.kv_offloading_disk_path is None,
-            "kv_offloading_disk_path is set, but kv_offloading_size is 0: blocks go to disk from host "
-            "memory; give some GiB of that, too.",
-            "kv_offloading_disk_path",
-        )
-        require(
             self.state_checkpoint_interval % self.block_size == 0,
             f"state_checkpoint_interval is {self.state_checkpoint_interval}, but prefix hits end after "
             f"blocks of {self.block_size} tokens; pass a multiple.",
@@ -377,18 +365,21 @@ class EngineConfig:
         )
         refuse(self.features())
 
-    def features(self) -> dict[Feature, str]:
-        """The features that are on, for the compatibility table."""
-        on = {
+    def features(self) -> dict[Feature, object]:
+        """Return the features for the table of refusals; None and False: off."""
+        return {
             Feature.HOST_CACHE: f"{self.full_cache_host_size:g}" if self.full_cache_host_size else None,
             Feature.OFFLOADING: f"{self.kv_offloading_size:g}" if self.kv_offloading_size else None,
+            Feature.NO_OFFLOADING: not self.kv_offloading_size,
+            Feature.SWAP: self.preemption_mode == "swap",
             Feature.RECALL_SIZE: f"{self.kv_recall_size:g}" if self.kv_recall_size else None,
+            Feature.NO_RECALL_SIZE: not self.kv_recall_size,
             Feature.DISK: self.kv_offloading_disk_path,
-            Feature.NO_PREFIX_CACHE: None if self.enable_prefix_caching else "False",
+            Feature.NO_PREFIX_CACHE: not self.enable_prefix_caching,
             Feature.DRAFTS: self.speculative_config,
-            Feature.BATCH_INVARIANT: "True" if self.batch_invariant else None,
+            Feature.BATCH_INVARIANT: self.batch_invariant,
+            Feature.FIRST_COME: self.scheduling_policy == "fcfs",
         }
-        return {feature: str(said) for feature, said in on.items() if said is not None}
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:

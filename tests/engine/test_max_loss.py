@@ -21,15 +21,72 @@ from kvreclaim.config import EngineConfig
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model_paths import STATS_FILE
-from kvreclaim.refusals.max_loss import (
-    ENGINE_CHECKED,
-    ENGINE_FREE,
-    ENGINE_MEASURED,
-    REQUEST_CHECKED,
-    REQUEST_FREE,
-    REQUEST_MEASURED,
-)
+from kvreclaim.refusals.max_loss import ENGINE_MEASURED, REQUEST_MEASURED
 
+ENGINE_CHECKED = frozenset({"kv_cache_dtype", "max_num_batched_tokens"})
+"""Compared with the curve or the model itself (Compressors)."""
+ENGINE_FREE = frozenset(
+    {
+        "block_size",  # budgets are rounded up to whole blocks
+        "num_blocks",
+        "max_num_seqs",
+        "max_model_len",
+        "disable_hybrid_kv_cache_manager",
+        "enable_prefix_caching",
+        "state_checkpoints",
+        "state_checkpoint_interval",
+        "state_drafts",
+        "kv_memory_fraction",
+        "max_signal_bytes",
+        "seed",
+        "scheduling_policy",
+        "eviction_policy",
+        "prefix_snapshot_fraction",
+        "max_pinned_fraction",
+        "kv_cache_metrics_sample",
+        "kernels",
+        "threads",
+        "cache_packed_weights",
+        "kv_offloading_size",
+        "full_cache_host_size",
+        "preemption_mode",
+        "swap_space",
+        "kv_offloading_state_fraction",
+        "preemption_victim",
+        "kv_offloading_write_policy",
+        "kv_offload_decode",
+        "kv_offloading_disk_path",
+        "kv_offloading_disk_size",
+        "kv_load_policy",
+        "kv_load_timeout",
+        "kv_offloading_disk_write_policy",
+        "kv_offloading_eviction_policy",
+        "kv_recall_size",
+        "speculative_config",
+        "batch_invariant",  # excludes compression
+        "enforce_eager",
+    }
+)
+REQUEST_CHECKED = frozenset({"compression", "compress_prompt_at"})
+"""compression: CompressionConfig checks it. compress_prompt_at: only before as much text as was measured."""
+REQUEST_FREE = frozenset(
+    {
+        "request_id",
+        "prompt_token_ids",
+        "params",
+        "prompt",
+        "continuation",
+        "priority",
+        "retention",
+        "tenant",
+        "is_rewritten",  # about snapshots, which are off
+        "drop_at",  # about drop_spans, of which there are none
+        "beams",
+        "cache_salt",
+        "thinking",
+        "may_end_early",
+    }
+)
 CURVE = curve(
     "knorm",
     {
@@ -201,7 +258,8 @@ class TestRefused:
         assert caught.value.field == name
 
     def test_every_option_is_classified(self) -> None:
-        """A new option must be put into one of the tables: does it change what compression loses?"""
+        """Each option changes what compression loses (MEASURED), is compared (CHECKED), or changes no answer
+        beyond rounding (FREE)."""
         for settings, tables in (
             (EngineConfig, (ENGINE_MEASURED, ENGINE_CHECKED, ENGINE_FREE)),
             (RequestSpec, (REQUEST_MEASURED, REQUEST_CHECKED, REQUEST_FREE)),

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from one_text import OneText, zeroed
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Ernie4_5Config
 
 from kvreclaim.model.attention import AttentionCall
-from kvreclaim.model.decoder import NativeLayer, NativeModel, use_fast_layers
+from kvreclaim.model.decoder import NativeLayer, NativeModel
+from kvreclaim.model.fast_layers import use_fast_layers
 from kvreclaim.model.inputs import inputs_handed_out
 from kvreclaim.model.loader import LoadedModel, load_model
 from kvreclaim.model.native_model import use_native_model
@@ -64,6 +66,12 @@ def test_other_families_keep_their_own_code(tiny_dir: Callable[[str], Path], nam
     assert layers(native) == []
     assert "decoder layers: transformers (" in native.modules
     close(logits(native), logits(plain), "float32")
+
+
+def test_latents_keep_their_own_code(tmp_path: Path) -> None:
+    """With as many linear layers as Llama's attention has."""
+    loaded = load_model(tiny.save_model("deepseek-v3", tmp_path, q_lora_rank=None), kernels="native")
+    assert "decoder layers: transformers" in loaded.modules
 
 
 def test_layers_whose_angles_are_of_another_dtype_keep_their_code(tmp_path: Path) -> None:

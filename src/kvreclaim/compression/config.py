@@ -10,7 +10,6 @@ from fractions import Fraction
 from typing import Final
 
 from kvreclaim.checks import check_choice, require
-from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.loss_curve import LossCurve
 from kvreclaim.compression.policy import CompressionPolicy, Mode
 from kvreclaim.compression.registry import make_policy, object_spec, policy_spec
@@ -21,6 +20,7 @@ from kvreclaim.compression_settings import AUTO, FULL, CompressionSettings
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.options import settings_of
+from kvreclaim.refusals import Feature, refuse
 from kvreclaim.schedule.budget.footprint import (
     SAME,
     Footprint,
@@ -95,23 +95,19 @@ class CompressionConfig(CompressionSettings):
                 f"options is {self.options!r}; pass a mapping of option names to values."
             )
         object.__setattr__(self, "options", dict(self.options))
-        require(
-            self.max_loss is None or not self.options,
-            "options belong to a policy, and max_loss is about the policy of the loss curve; leave one out.",
-            "options",
-        )
         recall = self.recalled
-        require(
-            recall is None or self.mode in (None, Mode.PER_LAYER_HEAD),
-            f"mode is {self.mode!r}, but under recall each KV head holds its own tokens; leave mode, or "
-            "recall, out.",
-            "recall",
+        refuse(
+            {
+                Feature.RECALL: None if recall is None else repr(recall.mode),
+                Feature.VERIFY: self.verify,
+                Feature.PROTECT_PROMPT: self.protect_prompt,
+                Feature.MODE: None if self.mode in (None, Mode.PER_LAYER_HEAD) else repr(self.mode),
+                Feature.MAX_LOSS: self.max_loss,
+                Feature.POLICY_OPTIONS: bool(self.options),
+                Feature.AUTO_POLICY: self.policy == AUTO,
+            }
         )
-        if recall is not None:
-            on = {Feature.VERIFY: self.verify, Feature.PROTECT_PROMPT: self.protect_prompt}
-            refuse({Feature.RECALL: repr(recall.mode)} | {each: "" for each, is_on in on.items() if is_on})
         if self.policy == AUTO:
-            require(not self.options, "options belong to a policy, and policy is 'auto'; name one, or none.")
             return
         policy = self.make_policy()
         if policy.eviction_method.fixes_mode and self.mode not in (None, policy.default_mode):

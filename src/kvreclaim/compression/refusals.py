@@ -1,8 +1,7 @@
-"""Policies that a model or its statistics cannot serve, each refused with its reason and what to do."""
+"""Features of policies, KV formats and models for the table of refusals, and checks of statistics."""
 
 from __future__ import annotations
 
-from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.config import StatsSource
 from kvreclaim.compression.policy import CompressionPolicy, Signal
 from kvreclaim.compression.stats import LayerStats, QueryStats
@@ -10,6 +9,7 @@ from kvreclaim.compression.stats_metadata import RECALIBRATE
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import KVFormat
+from kvreclaim.refusals import Feature, refuse
 from kvreclaim.schedule.budget.recall import Recall
 
 _PARTS = {
@@ -33,8 +33,8 @@ _SIGNALS = {
 }
 
 
-def policy_features(policy: CompressionPolicy) -> dict[Feature, str]:
-    """Features of a policy, for the compatibility table."""
+def policy_features(policy: CompressionPolicy) -> dict[Feature, object]:
+    """Return features of a policy for the table of refusals."""
     method = policy.eviction_method
     has = {
         Feature.KEEPS_ALL: method.keeps_all,
@@ -51,58 +51,46 @@ def policy_features(policy: CompressionPolicy) -> dict[Feature, str]:
     return {feature: policy.name for feature, holds in has.items() if holds}
 
 
-def format_features(kv_format: KVFormat) -> dict[Feature, str]:
-    """Features of a KV format, for the compatibility table."""
-    has = {
-        Feature.QUANTISED: not kv_format.is_plain,
-        Feature.ROTATED: kv_format.is_rotated,
+def format_features(kv_format: KVFormat) -> dict[Feature, object]:
+    """Return features of a KV format for the table of refusals; None: off."""
+    return {
+        Feature.QUANTISED: None if kv_format.is_plain else kv_format.name,
+        Feature.ROTATED: kv_format.name if kv_format.is_rotated else None,
     }
-    return {feature: kv_format.name for feature, holds in has.items() if holds}
 
 
-def model_features(facts: ModelFacts) -> dict[Feature, str]:
-    """Features of layers that share one block table, for the compatibility table."""
+def model_features(facts: ModelFacts) -> dict[Feature, object]:
+    """Return features of layers that share one block table; None and False: off."""
     layers, name = facts.layers, repr(facts.name)
     windowed = [n for n, layer in zip(facts.ids, layers, strict=True) if layer.softmax.window is not None]
-    found: dict[Feature, str | None] = {
+    has_chunks = any(layer.softmax.chunk for layer in layers)
+    shapes = {(each.num_kv_heads, each.head_dim, each.v_head_dim) for each in layers}
+    problem = _rotation_problem(facts)
+    return {
         Feature.SHARED_WINDOWS: f"layer {windowed[0]} of {name}" if windowed else None,
-        Feature.WINDOWS: name if windowed or any(layer.softmax.chunk for layer in layers) else None,
+        Feature.WINDOWS: name if windowed or has_chunks else None,
         Feature.LATENT: name if any(layer.latent for layer in layers) else None,
-        Feature.UNEQUAL_LAYERS: (
-            name
-            if len({(each.num_kv_heads, each.head_dim, each.v_head_dim) for each in layers}) > 1
-            else None
-        ),
-        Feature.UNKNOWN_ROTATION: f"{name} ({problem})" if (problem := rotation_problem(facts)) else None,
+        Feature.UNEQUAL_LAYERS: name if len(shapes) > 1 else None,
+        Feature.UNKNOWN_ROTATION: None if problem is None else f"{name} ({problem})",
     }
-    return {feature: text for feature, text in found.items() if text is not None}
 
 
 def check_policy(policy: CompressionPolicy, facts: ModelFacts, recall: Recall | None = None) -> None:
-    """Raise InvalidArgumentError if the policy, or recall beside it, does not go with the model, or with
-    itself."""
-    recalls = {} if recall is None else {Feature.RECALL: repr(recall.mode)}
-    refuse(policy_features(policy) | model_features(facts) | recalls)
-    if policy.cache_relative or policy.needs & STATISTICS or (recall is not None and recall.needs_mixture):
-        _check_rotation(policy, facts)
+    """Raise InvalidArgumentError if the policy, or its recall, contradicts itself or the model."""
+    rotates = policy.cache_relative or policy.needs & STATISTICS or (recall and recall.needs_mixture)
+    beside = {
+        Feature.RECALL: None if recall is None else repr(recall.mode),
+        Feature.NEEDS_ROTATION: policy.name if rotates else None,
+    }
+    refuse(policy_features(policy) | model_features(facts) | beside)
 
 
-def rotation_problem(facts: ModelFacts) -> str | None:
-    """Why the rotation of keys is not known; None: it is."""
+def _rotation_problem(facts: ModelFacts) -> str | None:
+    """Return why the rotation of keys is unknown; None: it is known."""
     unknown = [n for n, layer in zip(facts.ids, facts.layers, strict=True) if layer.rope is None]
     if facts.rope_problem is None and not unknown:
         return None
     return facts.rope_problem or f"no rotation is known for layer {unknown[0]}"
-
-
-def _check_rotation(policy: CompressionPolicy, facts: ModelFacts) -> None:
-    reason = rotation_problem(facts)
-    if reason is None:
-        return
-    raise InvalidArgumentError(
-        f"policy {policy.name} needs the rotation of {facts.name!r}, which is not known ({reason}); "
-        "use a policy that needs none, such as knorm or streaming_llm."
-    )
 
 
 def layer_stats(
@@ -155,10 +143,10 @@ def required_stats(policy: CompressionPolicy, given: StatsSource | None) -> Quer
     return stats
 
 
-def _check_contents(policy: CompressionPolicy, stats: QueryStats | LayerStats, whose: str) -> None:
+def _check_contents(policy: CompressionPolicy, stats: QueryStats | LayerStats, owner: str) -> None:
     for signal, (name, what, how) in _PARTS.items():
         if signal in policy.needs and getattr(stats, name) is None:
             raise InvalidArgumentError(
-                f"policy {policy.name} needs statistics with {what}, and those {whose} hold none; "
+                f"policy {policy.name} needs statistics with {what}, and those {owner} hold none; "
                 f"{RECALIBRATE} {how}."
             )

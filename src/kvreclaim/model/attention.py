@@ -6,6 +6,7 @@ hands it down to every attention layer. Nothing is fetched from globals.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -29,6 +30,7 @@ class AttentionCall:
     softmax: as the model asks for it now, its sinks in their own dtype
     latent:  there is one KV head, whose keys begin with its values (multi-head latent attention)
     hidden:  [T, M] what the layer was given, where it hands that out (model/inputs.py)
+    is_stored: keys and values are in the cache, where the batch's `destination` points
     """
 
     layer: int
@@ -38,6 +40,12 @@ class AttentionCall:
     softmax: Softmax
     latent: bool = False
     hidden: Tensor | None = None
+    is_stored: bool = False
+
+    def part(self, rows: slice | Tensor) -> AttentionCall:
+        """The call of these tokens."""
+        hidden = None if self.hidden is None else self.hidden[rows]
+        return replace(self, q=self.q[rows], k=self.k[rows], v=self.v[rows], hidden=hidden)
 
     def served_by(self, layer: LayerCache) -> LayerCache:
         """The layer's place in the cache, itself.
@@ -70,16 +78,34 @@ class LatentCall:
     call: AttentionCall
     weights: UpProjection
 
+    def part(self, rows: slice | Tensor) -> LatentCall:
+        """The call of these tokens."""
+        return replace(self, call=self.call.part(rows))
+
+    def queries(self, rows: slice | Tensor) -> Tensor:
+        """[t, H, dn + dr], rotated."""
+        return self.call.q[rows]
+
     def absorbed(self, rows: Tensor | slice = slice(None)) -> AttentionCall:
         """The same over latents, with the queries of these rows: attention of one KV head."""
         return replace(self.call, q=self.weights.absorb(self.call.q[rows]), latent=True)
+
+    def finish(self, attended: Tensor) -> Tensor:
+        """[t, H, R] of absorbed queries -> [t, H, dv]."""
+        return self.weights.finish(attended)
+
+    def attended_by(self, batch: KVBatch) -> Tensor:
+        """[T, H, dv]: the batch's `attend_latent`, or its `attend` of the absorbed call."""
+        attend: Callable[[LatentCall], Tensor] | None = getattr(batch, "attend_latent", None)
+        return self.finish(batch.attend(self.absorbed())) if attend is None else attend(self)
 
 
 class KVBatch(Protocol):
     """Serves the attention layers of one forward pass.
 
-    A batch that has `attend_latent`, LatentCall -> [T, H, dv], is asked that by layers that cache latents;
-    any other is given their absorbed calls.
+    Layers that cache latents call `attend_latent`, LatentCall -> [T, H, dv], of a batch that has it, and
+    pass their absorbed calls to any other. If a batch has `destination`, layer -> LayerCache and slots [T], a
+    layer may store its keys and values there itself.
     """
 
     def attend(self, call: AttentionCall) -> Tensor:
@@ -138,10 +164,7 @@ def paged_attention_forward(
     )
     if not hands_out_latents(module):
         return kv_batch.attend(call)[None], None
-    latent = LatentCall(call, up_projection(module))
-    attend = getattr(kv_batch, "attend_latent", None)
-    out = latent.weights.finish(kv_batch.attend(latent.absorbed())) if attend is None else attend(latent)
-    return out[None], None
+    return LatentCall(call, up_projection(module)).attended_by(kv_batch)[None], None
 
 
 def _chunk(module: nn.Module) -> int | None:

@@ -18,13 +18,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.model.inputs import hands_out_input
-from kvreclaim.model.layer_trial import LayerModules, LayerTrial, is_linear, is_norm, observe_layers
+from kvreclaim.model.layer_trial import LayerModules, LayerTrial
 from kvreclaim.model.quantized.layers import PackedLinear
 from kvreclaim.model.trial_batch import TrialBatch
 from kvreclaim.ops.facts import Softmax
@@ -56,8 +55,15 @@ class NativeLayer:
             found: Tensor = forward(self.module, hidden_states, *args, **kwargs)
             return found
         cos, sin = kwargs["position_embeddings"]
-        x, heads = hidden_states[0], self.parts.form.heads
-        rows = self.parts.before(x, cos[0], sin[0])
+        x = hidden_states[0]
+        seen = self.attended(batch, x, (cos[0], sin[0]))
+        out: Tensor = self.parts.behind(seen.reshape(x.shape[0], -1), x)
+        return out[None]
+
+    def attended(self, batch: Any, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """What attention makes of x [T, M], before its output projection: [T, H, Dv]."""
+        heads = self.parts.form.heads
+        rows = self.parts.before(x, *angles)
         each = rows.view(rows.shape[0], -1, heads.dim)
         keys = heads.count + heads.kv_count
         call = AttentionCall(
@@ -66,15 +72,16 @@ class NativeLayer:
             k=each[:, heads.count : keys],
             v=each[:, keys:],
             softmax=self.softmax,
-            hidden=self._input(x) if self.attention._forward_pre_hooks else None,
+            hidden=self.handed_out(x),
         )
-        seen = batch.attend(call)
-        out: Tensor = self.parts.behind(seen.reshape(x.shape[0], -1), x)
-        return out[None]
+        found: Tensor = batch.attend(call)
+        return found
 
-    def _input(self, x: Tensor) -> Tensor:
-        """What attention is given of the layer's input."""
+    def handed_out(self, x: Tensor) -> Tensor | None:
+        """What attention is given of the layer's input, if that is handed out."""
         norm = self.parts.form.before[0]
+        if not self.attention._forward_pre_hooks:
+            return None
         if norm is None:
             return x
         found: Tensor = self.rms_norm(x, norm.weight, norm.eps, from_one=norm.from_one)
@@ -104,8 +111,9 @@ class NativeModel:
     """The forward of the module that holds embeddings, layers and the last norm; the module's own for calls
     without a KV batch, with other arguments, and while hooks see a layer's calls."""
 
-    def __init__(self, module: Any) -> None:
-        self.module = module
+    def __init__(self, module: Any, output: type[Any] = BaseModelOutputWithPast) -> None:
+        """output: what the module's own forward returns."""
+        self.module, self.output = module, output
 
     def __call__(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
         module = self.module
@@ -120,7 +128,7 @@ class NativeModel:
         }
         for layer in module.layers:
             states = layer.forward(states, **given)
-        return BaseModelOutputWithPast(last_hidden_state=module.norm(states))
+        return self.output(last_hidden_state=module.norm(states))
 
     def takes(self, kwargs: dict[str, Any]) -> bool:
         """Whether the layers alone compute this call."""
@@ -133,69 +141,14 @@ class NativeModel:
         )
 
 
-def use_fast_layers(model: PreTrainedModel, ops: ModuleType = native_layers) -> str:
-    """Give every decoder layer that computes what a NativeLayer computes that as its forward.
-
-    Behind use_fast_norms, which proves the norms; behind it, nothing replaces weights. If one layer does not
-    prove, none is replaced.
-
-    ops: ops.native.decoder or ops.triton.decoder
-    Returns: one line that says what runs.
-    """
-    problem = ops.unavailable_reason()
-    if problem is not None:
-        return f"decoder layers: transformers ({problem})"
-    layers = [module for module in model.modules() if _looks_known(module, ops)]
-    if not layers:
-        return (
-            "decoder layers: transformers (none has attention and an MLP of linear layers, with RMS norms "
-            f"and weights that the {ops.NAME} kernels take)"
-        )
-    seen = observe_layers(model, layers)
-    for module in layers:
-        native = _proved(module, seen[module], ops) if module in seen else None
-        if native is None:
-            name = type(module).__name__
-            _restore(layers)
-            return f"decoder layers: transformers (a {name} does not compute what the kernels do)"
-        module.forward = native
-    return f"decoder layers: {ops.NAME} ({len(layers)})"
-
-
-def _restore(layers: list[nn.Module]) -> None:
-    for module in layers:
-        vars(module).pop("forward", None)
-
-
-def _looks_known(module: nn.Module, ops: ModuleType) -> bool:
-    """Whether it has attention and an MLP of linear layers that the kernels take, and RMS norms."""
-    parts = [getattr(module, name, None) for name in ("self_attn", "mlp")]
-    if "forward" in vars(module) or not all(isinstance(part, nn.Module) for part in parts):
-        return False
-    linears = [[each for each in part.modules() if is_linear(each)] for part in parts]  # type: ignore[union-attr]
-    together = [*linears[0], *linears[1]]
-    norms: list[Any] = [each for each in module.modules() if is_norm(each)]
-    return (
-        isinstance(getattr(module.self_attn, "layer_idx", None), int)
-        and norms != []
-        and len(linears[0]) in (2, 4)
-        and not (ops.PLAIN_ALONE and any(each.forward.from_one for each in norms))
-        and not (ops.PLAIN_ALONE and len(linears[1]) not in (2, 3))
-        and len({weight_dtype(each) for each in together}) == 1
-        and all(is_taken(each, ops) for each in together)
-    )
-
-
 @torch.inference_mode()
-def _proved(module: Any, seen: LayerTrial, ops: ModuleType) -> NativeLayer | None:
+def proved(module: Any, seen: LayerTrial, ops: ModuleType) -> NativeLayer | None:
     """The layer in calls of the kernels, if it does with the trial's arguments what the module did."""
     form = _form(seen, ops)
     if form is None:
         return None
     found = seen.modules
-    parts = [joined(found.qkv, form.before[0], ops), single(found.out, ops), found.mlp]
-    if found.mlp is None:
-        parts[2:] = joined(found.gate_up, form.before[1], ops), single(found.down, ops, is_gated=True)
+    parts = [joined(found.qkv, form.before[0], ops), single(found.out, ops), *mlp_parts(found, form, ops)]
     natives = []
     angles = seen.kwargs["position_embeddings"][0].shape[-1]
     for rotation in ops.ROTATIONS:
@@ -204,6 +157,18 @@ def _proved(module: Any, seen: LayerTrial, ops: ModuleType) -> NativeLayer | Non
             continue
         own = replace(form, heads=heads)
         natives.append(NativeLayer(module, seen.call.softmax, ops.DecoderLayer(own, *parts), ops))
+    return best_of(natives, seen)
+
+
+def mlp_parts(found: LayerModules, form: LayerForm, ops: ModuleType) -> list[Any]:
+    """The last arguments of ops.DecoderLayer."""
+    if found.mlp is not None:
+        return [found.mlp]
+    return [joined(found.gate_up, form.before[1], ops), single(found.down, ops, is_gated=True)]
+
+
+def best_of(natives: Sequence[NativeLayer], seen: LayerTrial) -> NativeLayer | None:
+    """The layer that is nearest to the trial's queries and keys, if it agrees with all of the trial."""
     if not natives[0].takes(seen.states, seen.kwargs):
         return None
     pairs = [_pairs(native, seen) for native in natives]
@@ -221,10 +186,10 @@ def _form(seen: LayerTrial, ops: ModuleType) -> LayerForm | None:
         or call.v.shape != call.k.shape
         or numbers != (count + 2 * kv_count) * dim
         or len(found.own) not in (0, 2)
-        or not _are_alike(found)
+        or not are_alike(found)
     ):
         return None
-    gate = None if seen.gates is None else _gate(*seen.gates, ops)
+    gate = gate_of(seen, ops)
     if gate is None and found.mlp is None:
         return None
     q_norm, k_norm = (norm_of(each) for each in found.own or (None, None))
@@ -236,15 +201,18 @@ def _form(seen: LayerTrial, ops: ModuleType) -> LayerForm | None:
     return form if ops.takes_form(form) else None
 
 
-def _gate(gate_up: Tensor, gated: Tensor, ops: ModuleType) -> Gate | None:
-    """The gate that made the one tensor of the other, if the kernels have it. GELU by its tanh formula and by
-    the error function are near each other: nearer than agree() tells apart."""
+def gate_of(seen: LayerTrial, ops: ModuleType) -> Gate | None:
+    """The gate of the MLP, if the kernels have it. GELU by its tanh formula and by the error function are
+    nearer to each other than agree() tells apart."""
+    if seen.gates is None:
+        return None
+    gate_up, gated = seen.gates
     offs: dict[Gate, float] = {kind: distance(gate(gate_up), gated) for kind, gate in ops.GATES.items()}
     best = min(offs, key=offs.__getitem__)
     return best if offs[best] <= TOLERANCE[gated.dtype] / 8 else None
 
 
-def _are_alike(found: LayerModules) -> bool:
+def are_alike(found: LayerModules) -> bool:
     """Whether linear layers of the same input are packed or not, and have biases or none, together."""
     return all(
         len({(type(each) is PackedLinear, each.bias is None) for each in group}) == 1

@@ -25,9 +25,12 @@ class LayerModules:
     """The modules of a decoder layer by their place.
 
     before, after: norms of the inputs and outputs of attention and MLP
-    own:           norms of queries and keys, or none
-    qkv, gate_up:  linear layers of the inputs; out, down: of what becomes the outputs
+    own:           norms of queries and keys, or none; with latents of the queries' latent, if there is one,
+        and of the latent
+    qkv, gate_up:  linear layers of the inputs, with latents that of queries first
+    out, down:     linear layers of what becomes the outputs
     mlp:           the MLP itself, where it does not consist of gate_up and down, which then is None
+    queries:       linear layer of the queries' normed latent
     """
 
     before: tuple[Any, Any]
@@ -38,6 +41,7 @@ class LayerModules:
     gate_up: list[Any]
     down: Any
     mlp: Any
+    queries: Any = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,9 +82,11 @@ def observe_layers(model: PreTrainedModel, layers: Sequence[nn.Module]) -> dict[
             runs.append(_Run(module, given, out[0] if isinstance(out, tuple) else out))
 
     def keep(layer: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        modules, call = _modules(layer, runs), trial.calls.get(_index(layer))
+        call = trial.calls.get(_index(layer))
+        modules = None if call is None else _modules(layer, runs, is_latent=call.latent)
         is_plain = isinstance(out, Tensor) and len(args) == 1
-        if modules is not None and call is not None and is_plain and kwargs.get("position_embeddings"):
+        has_angles = isinstance(kwargs.get("position_embeddings"), tuple)
+        if modules is not None and call is not None and is_plain and has_angles:
             states = (args[0].clone(), kwargs, call, out.clone())
             found[layer] = LayerTrial(*states, modules, _gates(modules, runs))
         runs.clear()
@@ -120,34 +126,71 @@ def _gates(modules: LayerModules, runs: list[_Run]) -> tuple[Tensor, Tensor] | N
     return torch.cat(made, -1), gated
 
 
-def _modules(layer: Any, runs: list[_Run]) -> LayerModules | None:
+def _modules(layer: Any, runs: list[_Run], *, is_latent: bool) -> LayerModules | None:
     """The places of the modules that ran; None where attention or MLP did not run, or attention has more or
     fewer linear layers."""
     parts = [run for part in (layer.self_attn, layer.mlp) for run in runs if run.module is part]
     if [run.module for run in parts] != [layer.self_attn, layer.mlp]:
         return None
     norms = [run for run in runs if is_norm(run.module)]
-    before, after, first, last = [], [], [], []
+    before, after = [], []
     for part in parts:
         before.append(next((run.module for run in norms if run.made is part.given), None))
         after.append(next((run.module for run in norms if run.given is part.made), None))
-        inner = set(part.module.modules())
-        own = [run for run in runs if run.module in inner and is_linear(run.module)]
-        inputs: list[Any] = [run.module for run in own if run.given is part.given]
-        is_whole = bool(inputs) and len(own) == len(inputs) + 1
-        first.append(inputs if is_whole else [])
-        last.append(own[-1].module if is_whole else None)
-    inner = set(layer.self_attn.modules())
-    heads: list[Any] = [run.module for run in norms if run.module in inner]
-    if last[0] is None:
+    attention, mlp = ([run for run in runs if run.module in set(part.module.modules())] for part in parts)
+    heads = [run for run in attention if is_norm(run.module)]
+    linears = [run for run in attention if is_linear(run.module)]
+    places = (_latent_places if is_latent else _places)(parts[0], linears, heads)
+    if places is None:
         return None
+    own = [run for run in mlp if is_linear(run.module)]
+    inputs = [run for run in own if run.given is parts[1].given]
+    is_whole = bool(inputs) and len(own) == len(inputs) + 1 and _has_no_other_weights(layer.mlp, own)
     return LayerModules(
         before=(before[0], before[1]),
         after=(after[0], after[1]),
-        own=heads,
-        qkv=first[0],
-        out=last[0],
-        gate_up=first[1],
-        down=last[1],
-        mlp=layer.mlp if last[1] is None else None,
+        **places,
+        gate_up=[run.module for run in inputs] if is_whole else [],
+        down=own[-1].module if is_whole else None,
+        mlp=None if is_whole else layer.mlp,
     )
+
+
+def _places(part: _Run, linears: list[_Run], norms: list[_Run]) -> dict[str, Any] | None:
+    """The modules of attention with keys and values of heads."""
+    inputs = [run.module for run in linears if run.given is part.given]
+    if not inputs or len(linears) != len(inputs) + 1:
+        return None
+    return {"own": [run.module for run in norms], "qkv": inputs, "out": linears[-1].module}
+
+
+def _latent_places(part: _Run, linears: list[_Run], norms: list[_Run]) -> dict[str, Any] | None:
+    """The modules of attention that hands out latents. The latent is made by the linear layer with first
+    numbers that a norm is given."""
+    inputs = [run for run in linears if run.given is part.given]
+    pairs = [(run, norm) for run in inputs for norm in norms if _begins(norm.given, run.made)]
+    if len(inputs) != 2 or len(pairs) != 1:
+        return None
+    (latent, kv_norm), (other,) = pairs[0], (run for run in inputs if run is not pairs[0][0])
+    q_norm = next((norm for norm in norms if norm.given is other.made), None)
+    queries = next((run for run in linears if q_norm is not None and run.given is q_norm.made), None)
+    own, known = [norm for norm in (q_norm, kv_norm) if norm], [run for run in (*inputs, queries) if run]
+    if (q_norm is None) != (queries is None) or len(own) != len(norms) or len(linears) != len(known) + 1:
+        return None
+    return {
+        "own": [norm.module for norm in own],
+        "qkv": [other.module, latent.module],
+        "queries": None if queries is None else queries.module,
+        "out": linears[-1].module,
+    }
+
+
+def _begins(given: Tensor, made: Tensor) -> bool:
+    """Whether a tensor is the first columns of another, in its memory, and not all of them."""
+    return given.data_ptr() == made.data_ptr() and given.shape[-1] < made.shape[-1]
+
+
+def _has_no_other_weights(module: nn.Module, linears: list[_Run]) -> bool:
+    """Whether all tensors of a module are those of its linear layers."""
+    own = {id(each) for run in linears for each in (*run.module.parameters(), *run.module.buffers())}
+    return all(id(each) in own for each in (*module.parameters(), *module.buffers()))

@@ -24,9 +24,10 @@ from kvreclaim.hub import hub_options
 from kvreclaim.model.attention import ATTENTION_NAME, register_attention
 from kvreclaim.model.attn_temperature import use_token_positions
 from kvreclaim.model.config_fields import measured_fields
-from kvreclaim.model.decoder import use_fast_layers
 from kvreclaim.model.ends import directory_ends, gguf_ends
+from kvreclaim.model.fast_layers import use_fast_layers
 from kvreclaim.model.fused_experts import use_fused_experts
+from kvreclaim.model.fused_moe import use_fused_moes
 from kvreclaim.model.latent import use_latent_cache
 from kvreclaim.model.native_mixers import use_native_mixers
 from kvreclaim.model.native_mlp import use_fast_mlps
@@ -146,8 +147,9 @@ def load_model(
     recurrent = use_recurrent_states(model, name) if hybrid else None
     layer_ops = _layer_ops(kernels, target)
     with on_device(target):
+        latents = use_latent_cache(model)
         modules = _use_kernels(model, layer_ops)
-    more = [use_latent_cache(model), describe_packed(model)]
+    more = [latents, describe_packed(model)]
     modules = "; ".join([modules, *(line for line in more if line)])
     if recurrent is not None:
         native = layer_ops is not None and layer_ops.NAME == "native"
@@ -215,6 +217,7 @@ def _use_kernels(model: PreTrainedModel, ops: ModuleType | None) -> str:
     lines = [use_fast_linears(model)] if ops.NAME == "native" else []
     lines += [use_fast_norms(model, ops), use_fast_layers(model, ops)]
     lines += [use_native_model(model, ops), use_fast_mlps(model, ops), use_fused_experts(model, ops)]
+    use_fused_moes(model)
     return "; ".join(filter(None, lines))
 
 

@@ -46,9 +46,10 @@ def _looks_known(module: nn.Module) -> bool:
 @torch.inference_mode()
 def _proved(module: Any, model: PreTrainedModel) -> NativeModel | None:
     """The forward in a loop over the layers, if it makes of trial tokens what transformers' makes."""
-    native, inputs = NativeModel(module), trial_inputs(model)
+    inputs = trial_inputs(model)
     try:
-        want = type(module).forward(module, **inputs, kv_batch=TrialBatch()).last_hidden_state
+        output = type(module).forward(module, **inputs, kv_batch=TrialBatch())
+        native, want = NativeModel(module, type(output)), output.last_hidden_state
         got = native(**inputs, kv_batch=TrialBatch()).last_hidden_state
     except (AttributeError, RuntimeError, TypeError, ValueError):  # its parts are called in another way
         return None

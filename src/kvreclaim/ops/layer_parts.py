@@ -56,9 +56,30 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentHeads:
+    """How a row [Q + R + dr] of multi-head latent attention becomes queries and a latent (ops/latent.py names
+    the dims).
+
+    nope, rotary: dn and dr; rank: R
+    kv_norm: norm of the R numbers of the latent
+    q_norm:  norm of the first Q numbers, the latent of the queries; None: they are the queries of all heads
+    turns_neighbours: numbers 2 i and 2 i + 1 rotate together and become numbers i and i + dr / 2; otherwise
+        number i rotates with i + dr / 2
+    """
+
+    nope: int
+    rotary: int
+    rank: int
+    kv_norm: Norm
+    q_norm: Norm | None = None
+    turns_neighbours: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class LayerForm:
     """What a decoder layer computes around its products.
 
+    latents: of multi-head latent attention; heads are then those of its absorbed queries
     before: norms of the inputs of attention and of the MLP
     after:  norms of their outputs, before these are added to the residual
     gate:   what multiplies the MLP's second half; None of an MLP that is a module
@@ -68,3 +89,4 @@ class LayerForm:
     before: tuple[Norm | None, Norm | None]
     after: tuple[Norm | None, Norm | None] = (None, None)
     gate: Gate | None = "silu"
+    latents: LatentHeads | None = None

@@ -7,7 +7,6 @@ from fractions import Fraction
 from pathlib import Path
 
 from kvreclaim.checks import require
-from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.spec.grammar import Spec, Value, parse_spec
 from kvreclaim.compression.spec.traits import footprint, for_prompt, is_share
 from kvreclaim.kv_bytes import kv_bytes
@@ -17,6 +16,7 @@ from kvreclaim.plan.on_sequences import on_load, on_model, on_request
 from kvreclaim.plan.plan_request import PlanRequest
 from kvreclaim.plan.sections import PlanReport
 from kvreclaim.plan.weights import dtype_of
+from kvreclaim.refusals import Feature, refuse
 from kvreclaim.schedule.budget.footprint import Footprint
 
 
@@ -91,7 +91,7 @@ def check_fits(cache: Cache, compression: str | None) -> None:
         return
     policy, _, _ = compression.partition(":")
     method, name = cache.footprint.eviction_method, cache.shape.name
-    found = {
+    on = {
         Feature.UNEQUAL_HEADS: policy if method.uneven else None,
         Feature.READS_SPARSELY: policy if method.sparse_reads else None,
         Feature.SHARED_WINDOWS: (
@@ -101,7 +101,7 @@ def check_fits(cache: Cache, compression: str | None) -> None:
         Feature.RECURRENT: cache.shape.name if cache.shape.has_states else None,
         Feature.QUANTISED: None if cache.form.is_plain else cache.form.name,
     }
-    refuse({feature: name for feature, name in found.items() if name is not None})
+    refuse(on)
 
 
 def _turns_keys(value: Value) -> bool:

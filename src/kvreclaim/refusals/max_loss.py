@@ -1,8 +1,7 @@
 """Settings of an engine and a request that the loss curve of max_loss covers.
 
-Every engine option and every field of a request is in one of two tables. `*_FREE` change no answer beyond
-rounding, or which tokens are sampled but not what the cache holds. `*_MEASURED` change what compression
-loses; the curve is measured under the listed values, and max_loss refuses any other.
+Those in `*_MEASURED` change what compression loses; the curve is measured under the listed values, and
+max_loss refuses any other. tests/engine/test_max_loss.py lists the settings that change nothing.
 """
 
 from __future__ import annotations
@@ -20,76 +19,12 @@ ENGINE_MEASURED: Mapping[str, tuple[Any, ...]] = {
     "kv_cache_dtype_skip_layers": ((),),
     "sparse_prefill": ("dense",),
 }
-ENGINE_CHECKED = frozenset({"kv_cache_dtype", "max_num_batched_tokens"})
-"""Compared with the curve or the model itself (Compressors)."""
-ENGINE_FREE = frozenset(
-    {
-        "block_size",  # budgets are rounded up to whole blocks
-        "num_blocks",
-        "max_num_seqs",
-        "max_model_len",
-        "disable_hybrid_kv_cache_manager",
-        "enable_prefix_caching",
-        "state_checkpoints",
-        "state_checkpoint_interval",
-        "state_drafts",
-        "kv_memory_fraction",
-        "max_signal_bytes",
-        "seed",
-        "scheduling_policy",
-        "eviction_policy",
-        "prefix_snapshot_fraction",
-        "max_pinned_fraction",
-        "kv_cache_metrics_sample",
-        "kernels",
-        "threads",
-        "cache_packed_weights",
-        "kv_offloading_size",
-        "full_cache_host_size",
-        "preemption_mode",
-        "swap_space",
-        "kv_offloading_state_fraction",
-        "preemption_victim",
-        "kv_offloading_write_policy",
-        "kv_offload_decode",
-        "kv_offloading_disk_path",
-        "kv_offloading_disk_size",
-        "kv_load_policy",
-        "kv_load_timeout",
-        "kv_offloading_disk_write_policy",
-        "kv_offloading_eviction_policy",
-        "kv_recall_size",
-        "speculative_config",
-        "batch_invariant",  # excludes compression
-        "enforce_eager",
-    }
-)
 REQUEST_MEASURED: Mapping[str, tuple[Any, ...]] = {
     "conversation_snapshots": (None, False),
     "drop_spans": (None, (), []),
     "sparse_prefill": (None, "dense"),
     "chunks": (None,),
 }
-REQUEST_CHECKED = frozenset({"compression", "compress_prompt_at"})
-"""compression: CompressionConfig checks it. compress_prompt_at: only before as much text as was measured."""
-REQUEST_FREE = frozenset(
-    {
-        "request_id",
-        "prompt_token_ids",
-        "params",
-        "prompt",
-        "continuation",
-        "priority",
-        "retention",
-        "tenant",
-        "is_rewritten",  # about snapshots, which are off
-        "drop_at",  # about drop_spans, of which there are none
-        "beams",
-        "cache_salt",
-        "thinking",
-        "may_end_early",
-    }
-)
 REMEDY = "or give a budget instead of max_loss"
 
 

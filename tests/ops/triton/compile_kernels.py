@@ -38,10 +38,10 @@ from kvreclaim.ops import reference
 from kvreclaim.ops import triton as kernels
 from kvreclaim.ops.formats import FORMATS
 from kvreclaim.ops.kv_cache import PagedTokens
-from kvreclaim.ops.layer_parts import ClampedGate, Heads, Norm
+from kvreclaim.ops.layer_parts import ClampedGate, Heads, LatentHeads, Norm
 from kvreclaim.ops.packed import PackedMatrix
 from kvreclaim.ops.rope import RopeLayout
-from kvreclaim.ops.triton import attention, decoder, experts, packed, scoring
+from kvreclaim.ops.triton import attention, decoder, experts, latent, packed, scoring
 
 SHAPES = [
     Shape(kv_heads=2, group=4, dim=128, dtype=torch.bfloat16),
@@ -59,6 +59,8 @@ CODED = [
 ]
 LATENT = Shape(kv_heads=1, group=128, dim=576, v_dim=512, dtype=torch.bfloat16, latent=True)
 """DeepSeek-V3's."""
+SHARED = (1, 1536, 2048), (1, 2048, 768)
+"""An expert, and an MLP of its size."""
 SMALL = Shape(kv_heads=2, group=2, dim=64, dtype=torch.bfloat16)
 CODES = [name for name, form in FORMATS.items() if not form.is_plain]
 ASKS = [Ask(1, 700), Ask(1, 40), Ask(9, 40)]
@@ -127,7 +129,7 @@ def compile_instead_of_launching(capability: int, rows: dict[str, dict[str, Any]
         return kernel
 
     JITFunction.run = run
-    for module in (attention, experts, packed, scoring):
+    for module in (attention, experts, latent, packed, scoring):
         module.dot_precision = lambda device: "tf32x3"
 
 
@@ -223,6 +225,7 @@ def launch_layers(counts: Iterable[int]) -> None:
             decoder.rotate(rows, x[:, :64], x[:, :64], heads)
         decoder.gate(x, "gelu_tanh")
         decoder.rotate(rows, x[:, :32], x[:, :32], Heads(32, 8, 128, half_angles=True))
+        decoder.add_rms_norm(x, x, weight, wide=x.float())
 
 
 def launch_experts(counts: Iterable[int]) -> None:
@@ -235,13 +238,35 @@ def launch_experts(counts: Iterable[int]) -> None:
             weights = (torch.empty(size, dtype=dtype) for size in ((1, 1536, 2048), (1, 2048, 768)))
             x = torch.zeros(count, 2048, dtype=dtype)
             experts.apply_experts(x, (ids, scores), experts.ExpertWeights(*weights), kind)
+        WHAT[0] = "experts and an MLP bfloat16"
+        own, x = [torch.empty(size, dtype=torch.bfloat16) for size in SHARED], x.to(torch.bfloat16)
+        of_all = own[0][0], own[1][0]
+        routed, how = (ids, scores), {"shared": of_all, "residual": x}
+        experts.apply_experts(x, routed, experts.ExpertWeights(*own), "silu", **how)
         WHAT[0], choice = "groups of experts", experts.RouterChoice(8, True, True, 8, 4, 2.5)
         experts.route(torch.zeros(count, 256), choice, torch.zeros(256))
         WHAT[0], kind = "clamped experts bfloat16", ClampedGate(1.702, 7.0)
         sizes = (1, 2048, 1536), (1, 768, 2048), (1, 1536), (1, 2048)
         gate_up, down, *biases = (torch.empty(size, dtype=torch.bfloat16) for size in sizes)
         weights = experts.ExpertWeights(gate_up, down, tuple(biases), True, True)
-        experts.apply_experts(x.to(torch.bfloat16), (ids, scores.to(torch.bfloat16)), weights, kind)
+        experts.apply_experts(x, (ids, scores.to(torch.bfloat16)), weights, kind)
+
+
+def launch_latents(counts: Iterable[int]) -> None:
+    """What lies between the products of DeepSeek-V3's attention, in steps of so many tokens."""
+    WHAT[0], dtype = "latents bfloat16", torch.bfloat16
+    cache = world(LATENT, [Ask(1, 40)]).cache
+    weights = [Norm(torch.zeros(size, dtype=dtype), 1e-6) for size in (512, 1536)]
+    heads = LatentHeads(128, 64, 512, *weights, True)
+    up = torch.zeros(128, 256, 512, dtype=dtype)[:, :128]
+    for count in counts:
+        rows, angles = torch.zeros(count, 1536 + 576, dtype=dtype), torch.zeros(count, 64, dtype=dtype)
+        slots = torch.zeros(count, dtype=torch.int64)
+        for place in (None, (cache.layers[0], slots)):
+            latent.split_rows(rows, (angles, angles), heads, place)
+        q = torch.zeros(count, 128, 192, dtype=dtype)
+        latent.absorb(q, (angles, angles), heads, up)
+        latent.rotate_queries(q, (angles, angles), heads)
 
 
 def launch_steps() -> None:
@@ -254,6 +279,7 @@ def launch_steps() -> None:
         launch_the_rest(w, asks[0].seq_len)
     launch_layers((1, 2, 16, 33))
     launch_experts((1, 2, 16, 33))
+    launch_latents((1, 2, 16, 33))
 
 
 def launch_what_formats_add() -> None:
@@ -280,6 +306,7 @@ def main() -> None:
         launch_packed(KINDS)
         launch_layers([3])
         launch_experts([3])
+        launch_latents([3])
         for name in CODES:
             for shape in CODED:
                 launch_format(name, shape)
@@ -294,6 +321,7 @@ def main() -> None:
         launch_packed(["zero", "q6_k"])
         launch_layers([3])
         launch_experts([3])
+        launch_latents([3])
     print(json.dumps({"what": "triton", "version": version()}))
     for name, row in rows.items():
         print(json.dumps({"what": name} | row))

@@ -23,12 +23,14 @@ MOST_STACK = 64
 """Bytes of a variant of which nothing is recorded."""
 
 KERNELS = {
+    "absorb_kernel",
     "compact_kernel",
     "copy_kernel",
     "decode_kernel",
     "expert_kernel",
     "gate_kernel",
     "gather_kernel",
+    "latent_kernel",
     "mixture_kernel",
     "norm_kernel",
     "packed_product_kernel",
@@ -109,13 +111,16 @@ def test_steps_of_other_sizes_compile_nothing_anew(tmp_path: Path) -> None:
         ("compact_kernel", "gate_kernel", "gather_kernel", "mixture_kernel", "surrogate_kernel"), 2
     )
     assert found == {
-        **dict.fromkeys(KERNELS - {"packed_product_kernel", "sum_kernel", "unpack_kernel"}, 1),
+        **dict.fromkeys(KERNELS - {"packed_product_kernel", "unpack_kernel"}, 1),
         **two_kinds,
         **dict.fromkeys(("decode_kernel", "tile_kernel"), 2),  # over all of a sequence's tokens, or a share
         "reduce_kernel": 2,  # of single queries, and of those of a tile
-        "rms_norm_kernel": 7,
+        "absorb_kernel": 2,  # with the product, or rotation alone
+        "latent_kernel": 2,  # stored or not
+        "sum_kernel": 3,  # of experts in both dtypes, and with a residual
+        "rms_norm_kernel": 8,
         "rotate_kernel": 5,
-        "expert_kernel": 7,  # gate and up with each gate, and down, plain or clamped; in fp32 one gate
+        "expert_kernel": 9,  # gate and up with each gate, and down; plain, clamped, shared; in fp32 one gate
         "route_kernel": 3,
     }
 

@@ -54,6 +54,10 @@ def test_sums_and_their_norms(dtype: torch.dtype, size: tuple[int, int]) -> None
     total, normed = add_rms_norm(x, residual, Norm(weight, EPS))
     assert torch.equal(total, x + residual)
     close(normed, norm_of(x.double() + residual.double(), weight), steps=2)
+    wide = torch.empty_like(x, dtype=torch.float32)
+    assert torch.equal(add_rms_norm(x, residual, Norm(weight, EPS), wide=wide)[1], normed)
+    assert torch.equal(wide.to(dtype), normed)
+    assert DEVICE.type == "cpu" or torch.equal(wide, normed.float())
     for from_one in (False, True):
         after, norm = (Norm(each, EPS, from_one) for each in (weight.flip(0), weight))
         exact = residual.double() + norm_of(x, after.weight, from_one)

@@ -19,7 +19,14 @@ from kvreclaim.model.fused_experts import FusedExperts, FusedRouter, use_fused_e
 from kvreclaim.model.loader import load_model
 from kvreclaim.ops.layer_parts import ClampedGate, Gate
 from kvreclaim.ops.triton import decoder
-from kvreclaim.ops.triton.experts import MOST_ROWS, ExpertWeights, RouterChoice, apply_experts, route
+from kvreclaim.ops.triton.experts import (
+    MOST_ROWS,
+    ExpertWeights,
+    RouterChoice,
+    apply_experts,
+    num_shared,
+    route,
+)
 
 
 def random(seed: int, *size: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
@@ -116,6 +123,42 @@ def test_sums_of_experts(
     assert got.dtype is dtype
     bound = max(2 * torch.finfo(dtype).eps, 3e-6) * float(exact.abs().max())
     torch.testing.assert_close(got.double(), exact, rtol=0, atol=bound)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("count", "pieces", "width", "inner"), [(1, 1, 64, 32), (5, 2, 80, 100), (33, 3, 96, 40)]
+)
+def test_an_mlp_of_all_tokens_and_the_residual(
+    dtype: torch.dtype, count: int, pieces: int, width: int, inner: int
+) -> None:
+    """Against the same sums without them, and an MLP that is wider than an expert."""
+    x, residual = (random(seed, count, width, dtype=dtype) for seed in (1, 2))
+    gate_up, down = (
+        random(seed, 4, *size, dtype=dtype, scale=0.2)
+        for seed, size in ((3, (2 * inner, width)), (4, (width, inner)))
+    )
+    both = (
+        random(5, 2 * pieces * inner, width, dtype=dtype, scale=0.2),
+        random(6, width, pieces * inner, dtype=dtype, scale=0.2),
+    )
+    ids = torch.tensor([[3, 1]] * count, device=DEVICE)
+    scores = random(7, count, 2, dtype=torch.float32)
+    weights = ExpertWeights(gate_up, down)
+    assert num_shared(weights, both) == pieces
+    got = apply_experts(x, (ids, scores), weights, "silu", shared=both, residual=residual)
+    exact = (
+        residual.double()
+        + gated("silu", *(x.double() @ both[0].double().T).chunk(2, -1)) @ both[1].double().T
+    )
+    for place, e in enumerate((3, 1)):
+        halves = (x.double() @ gate_up[e].double().T).chunk(2, -1)
+        exact += scores[:, place, None].double() * (gated("silu", *halves) @ down[e].double().T)
+    assert got.dtype is dtype
+    bound = max(2 * torch.finfo(dtype).eps, 3e-6) * float(exact.abs().max())
+    torch.testing.assert_close(got.double(), exact, rtol=0, atol=bound)
+    narrow = both[0], both[1][:, : inner - 1]
+    assert not num_shared(weights, narrow)
 
 
 def parts(model: Any) -> tuple[nn.Module, nn.Module]:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Lock, RLock
 
-from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.config import MAX_KEPT, CompressionConfig, StatsSource
 from kvreclaim.compression.loss_curve import MEASURE_CURVE
@@ -21,6 +20,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import KVFormat, plain_format
+from kvreclaim.refusals import Feature, refuse
 from kvreclaim.refusals.max_loss import ENGINE_MEASURED, refuse_chunk, refuse_unmeasured
 
 logger = logging.getLogger(__name__)

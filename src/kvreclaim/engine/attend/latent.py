@@ -26,7 +26,7 @@ class ExpandedPart:
     def attend(self, call: LatentCall, ops: Backend, layer: LayerCache, out: Tensor) -> None:
         """Write its rows of out [T, H, dv]; its latents are in the cache."""
         tokens = PagedTokens(layer, self.block_ids, self.num_tokens)
-        out[self.rows] = expanded_attention(ops, tokens, call.call.q[self.rows], call.weights)
+        out[self.rows] = expanded_attention(ops, tokens, call.queries(self.rows), call.weights)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +39,7 @@ class AbsorbedPart:
     def attend(self, call: LatentCall, ops: Backend, layer: LayerCache, out: Tensor) -> None:
         """Write their rows of out [T, H, dv]; their latents are in the cache."""
         found = ops.paged_attention(call.absorbed(self.rows).q, layer, self.batch)
-        out[self.rows] = call.weights.finish(found)
+        out[self.rows] = call.finish(found)
 
 
 LatentParts = tuple[ExpandedPart | AbsorbedPart, ...]

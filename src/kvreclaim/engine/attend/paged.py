@@ -39,10 +39,15 @@ class PagedKVBatch:
     def batch(self) -> AttentionBatch:
         return self.batches[0]
 
+    def destination(self, layer: int) -> tuple[LayerCache, Tensor]:
+        """Where a layer's keys and values are stored: its place in the cache, and slots [T] int64."""
+        return self.layers[layer], self.batches[self.places[layer].table].slot_mapping
+
     def attend(self, call: AttentionCall) -> Tensor:
         layer, place = call.served_by(self.layers[call.layer]), self.places[call.layer]
         batch = self.batches[place.table]
-        self.ops.write_kv(layer, call.k, call.v, batch.slot_mapping)
+        if not call.is_stored:
+            self.ops.write_kv(layer, call.k, call.v, batch.slot_mapping)
         if not place.table and (self.observer is not None or self.parts):
             if place.layer != call.layer:
                 call = replace(call, layer=place.layer)
@@ -56,10 +61,11 @@ class PagedKVBatch:
         """[T, H, dv]: over latents, with keys and values expanded for the sequences whom that serves."""
         parts = () if self.parts else latent_parts(call, self.batch)
         if not parts:
-            return call.weights.finish(self.attend(call.absorbed()))
+            return call.finish(self.attend(call.absorbed()))
         new = call.call
         layer = new.served_by(self.layers[new.layer])
-        self.ops.write_kv(layer, new.k, new.v, self.batch.slot_mapping)
+        if not new.is_stored:
+            self.ops.write_kv(layer, new.k, new.v, self.batch.slot_mapping)
         if self.observer is not None:
             self.observer.see(call.absorbed())
         out = new.q.new_empty((*new.q.shape[:2], call.weights.w_uv.shape[1]))

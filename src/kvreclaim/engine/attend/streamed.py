@@ -57,12 +57,14 @@ class StreamedKVBatch:
             self._see(call.absorbed())
         return self._each(
             new.layer,
-            lambda batch, rows: batch.attend_latent(replace(call, call=_of_rows(new, rows))),
+            lambda batch, rows: batch.attend_latent(call if rows is None else call.part(rows)),
         )
 
     def attend(self, call: AttentionCall) -> Tensor:
         self._see(call)
-        return self._each(call.layer, lambda batch, rows: batch.attend(_of_rows(call, rows)))
+        return self._each(
+            call.layer, lambda batch, rows: batch.attend(call if rows is None else call.part(rows))
+        )
 
     def _see(self, call: AttentionCall) -> None:
         for watch in self.watches:
@@ -158,10 +160,3 @@ def _rows(members: list[int], starts: np.ndarray, device: torch.device) -> slice
         return slice(int(starts[members[0]]), int(starts[members[-1] + 1]))
     parts = [np.arange(starts[i], starts[i + 1]) for i in members]
     return torch.from_numpy(np.concatenate(parts)).to(device)
-
-
-def _of_rows(call: AttentionCall, rows: slice | Tensor | None) -> AttentionCall:
-    if rows is None:
-        return call
-    hidden = None if call.hidden is None else call.hidden[rows]
-    return replace(call, q=call.q[rows], k=call.k[rows], v=call.v[rows], hidden=hidden)

@@ -128,12 +128,17 @@ class _ReplayedKVBatch:
     cells: tuple[tuple[LayerCache, Any], ...] = ()
     queries: Tensor | None = None
 
+    def destination(self, layer: int) -> tuple[LayerCache, Tensor]:
+        """Return the place of a layer in the cache, and the slots [R] of the step's tokens."""
+        return self.layers[layer], self.attended[self.places[layer].table].slots
+
     def attend(self, call: AttentionCall) -> Tensor:
         layer, place = call.served_by(self.layers[call.layer]), self.places[call.layer]
         own = self.attended[place.table]
         if self.queries is not None and not place.table:
             self.queries[place.layer].copy_(call.q)
-        self.ops.write_kv(layer, call.k, call.v, own.slots)
+        if not call.is_stored:
+            self.ops.write_kv(layer, call.k, call.v, own.slots)
         if place.table or not self.cells:
             return self.ops.decode_attention(call.q, layer, own.tables)
         by_head = call.q.unflatten(1, (call.k.shape[1], -1)).flatten(0, 1)

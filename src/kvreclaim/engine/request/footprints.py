@@ -11,6 +11,7 @@ from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.signal_needs import window_of
 from kvreclaim.config import EngineConfig
 from kvreclaim.ops.groups import LayerGroups
+from kvreclaim.refusals import Feature, refuse
 from kvreclaim.schedule.budget.footprint import Footprint
 from kvreclaim.schedule.budget.sparse import SparseRows
 
@@ -55,12 +56,8 @@ def _check_compress_prompt_at(
     if compress_prompt_at is None:
         return
     check_int("compress_prompt_at", compress_prompt_at, 1)
-    require(
-        compressor is not None and compressor.eviction_method.evicts,
-        f"compress_prompt_at is {compress_prompt_at}, but the request's compression evicts nothing; give it "
-        "a policy that does, or leave compress_prompt_at out.",
-        "compress_prompt_at",
-    )
+    evicts = compressor is not None and compressor.eviction_method.evicts
+    refuse({Feature.COMPRESS_AT: compress_prompt_at, Feature.NO_EVICTION: not evicts})
     require(
         compress_prompt_at < num_prompt,
         f"compress_prompt_at is {compress_prompt_at}, but the prompt has {num_prompt} tokens; "

@@ -31,7 +31,7 @@ class SampleRow:
     forbidden:         token ids that may not come now (end tokens before min_tokens, ends of bad words)
     generator:         the output's own source of randomness, on the CPU: batching changes nothing
     matcher:           where the output stands in its grammar
-    forced:            the only token that may come now, whatever else is asked for
+    forced:            the only token that may come now, whatever the other options are
     """
 
     params: SamplingParams
@@ -120,8 +120,8 @@ class CountPenalties(LogitsProcessor):
         vocab = logits.shape[-1]
         keys, counts = (where * vocab + tokens).unique(return_counts=True)
         own = torch.zeros((2, logits.shape[0]), dtype=logits.dtype, device=logits.device)
-        said = [[row.params.presence_penalty, row.params.frequency_penalty] for row in rows]
-        own[:, places] = torch.tensor(said, dtype=logits.dtype, device=logits.device).T
+        penalties = [[row.params.presence_penalty, row.params.frequency_penalty] for row in rows]
+        own[:, places] = torch.tensor(penalties, dtype=logits.dtype, device=logits.device).T
         presence, frequency = own[:, keys // vocab]
         logits[keys // vocab, keys % vocab] -= presence + frequency * counts
 
@@ -197,7 +197,7 @@ PROCESSORS: tuple[LogitsProcessor, ...] = (LogitBias(), RepetitionPenalty(), Cou
 
 
 def process(logits: Tensor, rows: Sequence[SampleRow]) -> None:
-    """Change logits [N, V] fp32 in place as each row asks for."""
+    """Change logits [N, V] fp32 in place by the options of each row."""
     for processor in PROCESSORS:
         places = [i for i, row in enumerate(rows) if processor.applies(row)]
         if places:
@@ -212,7 +212,7 @@ def word_ids(word: str, tokenizer: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def completing(words: Sequence[tuple[int, ...]], generated: list[int]) -> tuple[int, ...]:
-    """The last tokens of the words all of whose other tokens have just been generated."""
+    """Return the last tokens of words of which all other tokens have just been generated."""
     return tuple(
         word[-1] for word in words if tuple(generated[len(generated) + 1 - len(word) :]) == word[:-1]
     )

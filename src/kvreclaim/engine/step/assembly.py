@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.config import StatsSource
 from kvreclaim.compression.prefill.method import SparsePrefill
 from kvreclaim.compression.prefill.registry import make_method
@@ -42,6 +41,7 @@ from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.states import StateStore
 from kvreclaim.ops.streamed import StreamedLayers
+from kvreclaim.refusals import Feature, refuse
 from kvreclaim.schedule import Scheduler
 from kvreclaim.schedule.preemption_cost import PreemptionCostModel
 from kvreclaim.schedule.rates import Rates
@@ -75,7 +75,7 @@ def _key_stats(facts: ModelFacts, source: StatsSource | None) -> list[KeyStats] 
 
 
 def default_prefill(
-    config: EngineConfig, groups: LayerGroups, features: Mapping[Feature, str]
+    config: EngineConfig, groups: LayerGroups, features: Mapping[Feature, object]
 ) -> SparsePrefill | None:
     """The engine's method of sparse prefill; None: dense. Raises: InvalidArgumentError."""
     method = make_method(config.sparse_prefill)

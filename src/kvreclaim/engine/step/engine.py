@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.config import StatsSource
 from kvreclaim.config import DENSE, EngineConfig
@@ -67,6 +66,7 @@ from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.groups import layer_groups
 from kvreclaim.ops.native import torch_alone
+from kvreclaim.refusals import Feature, refuse
 from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.schedule import Pass
 from kvreclaim.schedule.companions import Companions
@@ -130,7 +130,7 @@ class Engine:
         facts, form = stored_facts(loaded, config, stats)
         self.kv_format = form
         self.groups = groups = layer_groups(facts, config)
-        self.features = engine_features(config, form, groups)
+        self.features = engine_features(config, loaded, form, groups)
         refuse(self.features)
         prefill = default_prefill(config, groups, self.features)
         choice = chosen_backend(config, loaded, groups, form)
@@ -253,7 +253,7 @@ class Engine:
         """
         footprint = footprint_of(divided(compressor)[1], self.config, [], groups=self.groups)
         longest = self.loaded.facts.max_position
-        self.max_model_len = bounded_by_pool(footprint, self._admitting, said=said, longest=longest)
+        self.max_model_len = bounded_by_pool(footprint, self._admitting, given=said, longest=longest)
         self.runner.expect(compressor)
 
     def cold_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""From what a caller asks for to a request that can be queued: everything is checked here."""
+"""Makes requests that can be queued from specifications; all checks of a request are here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from kvreclaim.beams import BeamSearchParams
-from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.prefill.method import SparsePrefill
 from kvreclaim.compression.prefill.registry import make_method
@@ -19,16 +18,15 @@ from kvreclaim.engine.request.request import Beams, Request, Scores
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.request.verify import Verify
 from kvreclaim.engine.sampling.beam_search import BeamSearch
+from kvreclaim.engine.sampling.thinking import closing_ids
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.engine.step.validation import (
     check_beams,
     check_length,
-    check_priority,
     check_prompt,
     check_recall,
-    check_salt,
+    check_salt_and_priority,
     check_sparse_prefill,
-    check_thinking,
     checked_bad_words,
     checked_drops,
     output_limit,
@@ -37,6 +35,7 @@ from kvreclaim.engine.step.verified import divided, verify_of
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.formats import KVFormat
 from kvreclaim.ops.groups import LayerGroups
+from kvreclaim.refusals import Feature, refuse
 from kvreclaim.schedule import Footprint
 
 UNSEEDED = 1 << 40
@@ -57,14 +56,14 @@ class RequestFactory:
     """Makes requests for one engine, or refuses them; nothing else has changed then.
 
     config:   its limits are those of a request
-    features: of the engine, for the compatibility table
-    prefill:  sparse prefill of requests that say nothing
+    features: of the engine, for the table of refusals
+    prefill:  sparse prefill of requests without their own
     """
 
     loaded: LoadedModel
     config: EngineConfig
     groups: LayerGroups
-    features: Mapping[Feature, str]
+    features: Mapping[Feature, object]
     signals: Signals
     recalls: Recalls | None
     prefill: SparsePrefill | None
@@ -85,14 +84,13 @@ class RequestFactory:
         tokens = prompt + (spec.continuation or []) if prompt else []
         lengths = len(prompt), len(tokens) - (spec.continuation is not None)  # its last token is not computed
         check_prompt(tokens, params, config, self.loaded)
-        bad_words = checked_bad_words(params, self.loaded)
-        check_thinking(params, spec.thinking, self.loaded)
-        check_salt(spec.cache_salt)
-        check_priority(spec.priority, config)
+        check_salt_and_priority(spec.cache_salt, spec.priority)
         method, sparse = self._prefill_method(spec), None
         assert config.max_model_len is not None, "the engine's limits are set"
-        if asked := request_features(spec, compressor, method, config.max_model_len):
-            refuse({**self.features, **asked})
+        refuse({**self.features, **request_features(spec, compressor, method, config.max_model_len)})
+        bad_words = checked_bad_words(params, self.loaded)
+        if params.thinking_token_budget is not None and spec.thinking is not None:
+            closing_ids(spec.thinking, self.loaded.tokenizer)
         if method is not None:
             sparse = check_sparse_prefill(method, config, self.groups.facts)
             method = None if sparse is None else method
@@ -140,9 +138,9 @@ class RequestFactory:
         self.signals.check(compressor)
 
     def _prefill_method(self, spec: RequestSpec) -> SparsePrefill | None:
-        """The prompt's sparse-prefill method: the request's, else the engine's."""
-        said = self.prefill if spec.sparse_prefill is None else spec.sparse_prefill
-        return make_method(said) if isinstance(said, str) else said
+        """Return the request's method of sparse prefill, else the engine's."""
+        method = self.prefill if spec.sparse_prefill is None else spec.sparse_prefill
+        return make_method(method) if isinstance(method, str) else method
 
     def _verify(self, spec: RequestSpec, verified: Compressor, num_tokens: int) -> Verify:
         """Settings of verify mode for the request. Raises: InvalidArgumentError."""
@@ -161,54 +159,63 @@ class RequestFactory:
         return Beams(search)
 
 
-def engine_features(config: EngineConfig, form: KVFormat, groups: LayerGroups) -> dict[Feature, str]:
-    """Features of an engine and its model."""
-    found = config.features() | format_features(form) | model_features(groups.facts)
-    if groups.windows:
-        found[Feature.WINDOW_TABLES] = repr(groups.model.name)
-    if groups.model.states:
-        found[Feature.RECURRENT] = repr(groups.model.name)
-    if groups.trailing is not None:
-        found[Feature.ALL_WINDOWS] = repr(groups.model.name)
-    return found
+def engine_features(
+    config: EngineConfig, loaded: LoadedModel, form: KVFormat, groups: LayerGroups
+) -> dict[Feature, object]:
+    """Return features of an engine and its model; None and False: off."""
+    name = repr(groups.model.name)
+    own = {
+        Feature.WINDOW_TABLES: name if groups.windows else None,
+        Feature.RECURRENT: name if groups.model.states else None,
+        Feature.ALL_WINDOWS: name if groups.trailing is not None else None,
+        Feature.NO_TOKENIZER: loaded.tokenizer is None,
+    }
+    return config.features() | format_features(form) | model_features(groups.facts) | own
 
 
 def request_features(
     spec: RequestSpec, compressor: Compressor | None, method: SparsePrefill | None, max_model_len: int
-) -> dict[Feature, str]:
-    """Features of a request. compressor: what compresses it, or drafts for it; method: its sparse prefill"""
-    asked = {
+) -> dict[Feature, object]:
+    """Return features of a request; None and False: off.
+
+    compressor: of the request or of its drafts; method: its sparse prefill
+    """
+    params = spec.params
+    own: dict[Feature, object] = {
         Feature.CHUNK_REUSE: spec.chunks is not None,
         Feature.COMPRESS_AT: spec.compress_prompt_at is not None,
         Feature.DROPS: bool(spec.drop_spans),
+        Feature.DROP_AT: spec.drop_at,
+        Feature.NO_DROPS: not spec.drop_spans,
         Feature.BEAM_SEARCH: spec.beams is not None,
-        Feature.SEVERAL_OUTPUTS: spec.params.n > 1,
-        Feature.PROMPT_LOGPROBS: spec.params.prompt_logprobs is not None,
+        Feature.SEVERAL_OUTPUTS: params.n > 1,
+        Feature.PROMPT_LOGPROBS: params.prompt_logprobs is not None,
         Feature.SCORING: spec.continuation is not None,
+        Feature.PRIORITY: spec.priority or None,
+        Feature.STOP_STRINGS: bool(params.stop_strings),
+        Feature.BAD_WORDS: bool(params.bad_words),
+        Feature.THINKING_BUDGET: params.thinking_token_budget is not None,
+        Feature.UNKNOWN_REASONING: spec.thinking is None,
+        Feature.SPARSE_PREFILL: None if method is None else method.name,
+        Feature.SKIPS_BLOCKS: None if method is None or method.reads_all(max_model_len) else method.name,
     }
-    found = {feature: "" for feature, is_asked in asked.items() if is_asked}
-    if method is not None:
-        found[Feature.SPARSE_PREFILL] = method.name
-        if not method.reads_all(max_model_len):
-            found[Feature.SKIPS_BLOCKS] = method.name
     if compressor is None:
-        return found
-    return found | compression_features(compressor, scored=spec.continuation is not None)
+        return own
+    return own | compression_features(compressor, scored=spec.continuation is not None)
 
 
-def compression_features(compressor: Compressor, *, scored: bool) -> dict[Feature, str]:
-    """Features of the compression of a request, or of its drafts. scored: its tokens are given, none is
-    drawn"""
-    policy, recall = compressor.policy, compressor.recall
-    found = policy_features(policy)
-    if compressor.config.verify:
-        found[Feature.VERIFY] = "True"
-    elif not policy.eviction_method.keeps_all:
-        found[Feature.EVICTS] = policy.name
-    if not scored:
-        found[Feature.GENERATION] = ""
-    if recall is not None:
-        found[Feature.RECALL] = repr(recall.mode)
-        if recall.between:
-            found[Feature.RECALL_BETWEEN_PASSES] = repr(recall.mode)
-    return found
+def compression_features(compressor: Compressor, *, scored: bool) -> dict[Feature, object]:
+    """Return features of the compression of a request, or of its drafts; None and False: off.
+
+    scored: whether all tokens are given, so that none is generated
+    """
+    policy, recall, config = compressor.policy, compressor.recall, compressor.config
+    mode = None if recall is None else repr(recall.mode)
+    return policy_features(policy) | {
+        Feature.VERIFY: config.verify,
+        Feature.EVICTS: None if config.verify or policy.eviction_method.keeps_all else policy.name,
+        Feature.PROTECT_PROMPT: config.protect_prompt,
+        Feature.GENERATION: not scored,
+        Feature.RECALL: mode,
+        Feature.RECALL_BETWEEN_PASSES: mode if recall is not None and recall.between else None,
+    }

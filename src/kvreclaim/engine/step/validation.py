@@ -1,4 +1,4 @@
-"""Checks of a request before it is queued, and of its length; each refusal names the limit and the remedy."""
+"""Checks of a request's values: types, ranges and lengths. Each error names the limit and the remedy."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from kvreclaim.engine.compact.recalls import Recalls
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.sampling.beam_search import BeamSearch
 from kvreclaim.engine.sampling.processors import word_ids
-from kvreclaim.engine.sampling.thinking import FIELD, closing_ids
 from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.facts import ModelFacts
-from kvreclaim.parsers.thinking import ThinkSpan
 from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.schedule.budget.check import check_blocks
 from kvreclaim.schedule.budget.drops import Drops, joined
@@ -30,7 +28,7 @@ logger = logging.getLogger(__name__)
 def check_prompt(
     tokens: list[int], params: SamplingParams, config: EngineConfig, loaded: LoadedModel
 ) -> None:
-    """Raise InvalidArgumentError for tokens and parameters that this model or engine cannot take."""
+    """Raise InvalidArgumentError for tokens and parameters beyond the limits of the model or the engine."""
     if not tokens:
         raise InvalidArgumentError("the prompt has no tokens; pass at least one.", field="prompt")
     wrong = [t for t in tokens if type(t) is not int or not 0 <= t < loaded.vocab_size]
@@ -51,21 +49,13 @@ def check_prompt(
             "lower n or raise max_num_seqs.",
             field="n",
         )
-    if params.stop_strings and loaded.tokenizer is None:
-        raise InvalidArgumentError(
-            "stop strings need a tokenizer, and this model has none; pass stop_token_ids.",
-            field="stop",
-        )
 
 
 def checked_bad_words(params: SamplingParams, loaded: LoadedModel) -> tuple[tuple[int, ...], ...]:
-    """The token ids of bad_words. Raises: InvalidArgumentError for a word that the model cannot write."""
+    """Return the token ids of bad_words. Raises: InvalidArgumentError for a word without tokens."""
     found: dict[tuple[int, ...], None] = {}
     for word in params.bad_words or ():
-        if loaded.tokenizer is None:
-            raise InvalidArgumentError(
-                "bad_words need a tokenizer, and this model has none; leave them out.", field="bad_words"
-            )
+        assert loaded.tokenizer is not None, "bad_words without a tokenizer are refused before"
         check_text("a text of bad_words", word, "bad_words")
         ids = word_ids(word, loaded.tokenizer)
         require(
@@ -77,22 +67,12 @@ def checked_bad_words(params: SamplingParams, loaded: LoadedModel) -> tuple[tupl
     return tuple(found)
 
 
-def check_thinking(params: SamplingParams, span: ThinkSpan | None, loaded: LoadedModel) -> None:
-    """Raise InvalidArgumentError for a budget of reasoning that cannot be ended."""
-    if params.thinking_token_budget is None:
-        return
+def check_salt_and_priority(cache_salt: str | None, priority: object) -> None:
+    """Raise InvalidArgumentError for a cache salt that is no text or holds NUL, or a priority that is no
+    integer."""
     require(
-        span is not None,
-        f"{FIELD} is set, but nothing says how this model writes its reasoning (its chat template shows "
-        "none, or no reasoning parser is on); leave it out.",
-        FIELD,
+        is_int(priority), f"priority is {priority!r}; it must be an integer, lower runs first.", "priority"
     )
-    if span is not None:
-        closing_ids(span, loaded.tokenizer)
-
-
-def check_salt(cache_salt: str | None) -> None:
-    """Raise InvalidArgumentError for a cache salt that is no text, or that holds what sets caches apart."""
     require(
         cache_salt is None or isinstance(cache_salt, str),
         f"cache_salt is {cache_salt!r}; pass a string or None.",
@@ -106,14 +86,9 @@ def check_salt(cache_salt: str | None) -> None:
 
 
 def checked_drops(spec: RequestSpec) -> Drops | None:
-    """The spans that a request drops. Raises: InvalidArgumentError for some that are not in its prompt."""
+    """Return the spans that a request drops. Raises: InvalidArgumentError for a span outside its prompt."""
     spans, at, num_prompt = spec.drop_spans, spec.drop_at, len(spec.prompt_token_ids)
     if not spans:
-        require(
-            at is None,
-            f"drop_at is {at}, but there are no drop_spans; pass some, or leave it out.",
-            "drop_at",
-        )
         return None
     require(
         isinstance(spans, (list, tuple)),
@@ -141,21 +116,6 @@ def checked_drops(spec: RequestSpec) -> Drops | None:
     return Drops(joined(spans), at)
 
 
-def check_priority(priority: int, config: EngineConfig) -> None:
-    """Raise InvalidArgumentError for a priority that is no integer, or that nothing would go by."""
-    if not is_int(priority):
-        raise InvalidArgumentError(
-            f"priority is {priority!r}; it must be an integer, lower runs first.", field="priority"
-        )
-    if priority and config.scheduling_policy == "fcfs":
-        raise InvalidArgumentError(
-            f"priority is {priority}, but scheduling_policy is {config.scheduling_policy}, which runs "
-            "requests as they come; leave it at 0 or start the engine with scheduling_policy='priority' or "
-            "'cache'.",
-            field="priority",
-        )
-
-
 def check_sparse_prefill(method: SparsePrefill, config: EngineConfig, facts: ModelFacts) -> SparseRows | None:
     """The rows of the method that the scheduler plans by; None where it leaves out nothing.
 
@@ -178,19 +138,15 @@ def check_sparse_prefill(method: SparsePrefill, config: EngineConfig, facts: Mod
 
 
 def check_recall(compressor: Compressor, config: EngineConfig, recalls: Recalls | None) -> None:
-    """Raise InvalidArgumentError where the host has no room for what this compression evicts."""
-    if (recall := compressor.recall) is None:
-        return
-    problem = None
-    if recalls is None:
-        problem = "kv_recall_size is 0, so there is no host memory for evicted tokens; start with some GiB"
-    elif recalls.least_rows(recall.blocks) > recalls.pool.num_rows:
-        problem = (
-            f"kv_recall_size {config.kv_recall_size} GiB holds {recalls.pool.num_rows} pages, and one "
-            f"sequence needs {recalls.least_rows(recall.blocks)}; raise it"
+    """Raise InvalidArgumentError if host memory is too small for the recall of one sequence."""
+    if recalls is not None and (recall := compressor.recall) is not None:
+        least, num_rows = recalls.least_rows(recall.blocks), recalls.pool.num_rows
+        require(
+            least <= num_rows,
+            f"recall {recall.mode!r} is refused: kv_recall_size {config.kv_recall_size} GiB holds {num_rows} "
+            f"pages, and one sequence needs {least}; raise it.",
+            "compression",
         )
-    if problem is not None:
-        raise InvalidArgumentError(f"recall {recall.mode!r} is refused: {problem}.", field="compression")
 
 
 def check_beams(
@@ -224,24 +180,24 @@ def check_beams(
         )
 
 
-def bounded_by_pool(footprint: Footprint, config: EngineConfig, *, said: int | None, longest: int) -> int:
-    """The length up to which every sequence of this footprint is served, which the log says if the pool makes
-    it less than the model's.
+def bounded_by_pool(footprint: Footprint, config: EngineConfig, *, given: int | None, longest: int) -> int:
+    """Return the length up to which every sequence of this footprint is served. A length below the model's is
+    logged.
 
-    said: max_model_len as the caller gave it; longest: the model's
+    given: the caller's max_model_len; longest: the model's
 
-    Raises: InvalidArgumentError if the pool cannot hold what was said, or not a single token.
+    Raises: InvalidArgumentError if the pool cannot hold the given length, or not a single token.
     """
     assert config.num_blocks is not None, "the engine's limits are set"
-    wanted = longest if said is None else said
-    held = longest_sequence(None, wanted, footprint, config.num_blocks)
-    if held < wanted:
-        lacks = _lacks(excess_slots(wanted, wanted, footprint, config.num_blocks), footprint, config)
+    length = longest if given is None else given
+    held = longest_sequence(None, length, footprint, config.num_blocks)
+    if held < length:
+        lacks = _lacks(excess_slots(length, length, footprint, config.num_blocks), footprint, config)
         to_do = _remedies(footprint, config)
         lower = f"lower it to {held}, or leave it out and have what the pool holds of each request, or "
         require(
-            said is None and held > 0,
-            f"max_model_len is {wanted}, and one sequence of that length may need {lacks}; "
+            given is None and held > 0,
+            f"max_model_len is {length}, and one sequence of that length may need {lacks}; "
             f"{lower if held else ''}{' or '.join(to_do)}.",
             "max_model_len",
         )
@@ -249,7 +205,7 @@ def bounded_by_pool(footprint: Footprint, config: EngineConfig, *, said: int | N
             "max_model_len is %d, not %d, the model's: one sequence of that length may need %s; to have "
             "more, %s.",
             held,
-            wanted,
+            length,
             lacks,
             " or ".join(to_do),
         )
@@ -259,10 +215,10 @@ def bounded_by_pool(footprint: Footprint, config: EngineConfig, *, said: int | N
 def check_length(
     num_prompt: int, known: int, footprint: Footprint, config: EngineConfig, *, policy: str
 ) -> None:
-    """Raise RequestTooLongError if the request can never run, InvalidArgumentError if its way of compressing
-    does not go with the size of the blocks.
+    """Raise RequestTooLongError for a request that can never run, InvalidArgumentError for a compression that
+    does not fit the size of the blocks.
 
-    num_prompt, known: tokens of the prompt, and of everything that is given; policy: its name
+    num_prompt, known: tokens of the prompt, and of prompt and continuation; policy: its name
     """
     if not footprint.eviction_method.keeps_all:
         check_blocks(footprint, policy)

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 from kvreclaim.checks import check_bool, require
-from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.policy import CompressionPolicy, Signal
 from kvreclaim.compression.refusals import STATISTICS, policy_features
@@ -30,6 +29,7 @@ from kvreclaim.integrations.vllm.asking import KEY, VARIABLE
 from kvreclaim.integrations.vllm.page_address import PageAddress
 from kvreclaim.integrations.vllm.promise import curve_in, density_of, in_place_of_budget, is_of_prompt
 from kvreclaim.integrations.vllm.watched import WATCHED, Serves, check_window, serves_all
+from kvreclaim.refusals import Feature, refuse
 from kvreclaim.schedule.budget.footprint import SAME, Footprint
 
 SUPPORTED = (

@@ -66,13 +66,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, from_one: bool = False) -
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, norm: Norm | None, after: Norm | None = None
+    x: Tensor, residual: Tensor, norm: Norm | None, after: Norm | None = None, *, wide: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """x, under the norm `after`, and residual [T, M] contiguous -> their sum, and its norm, or the sum twice.
-    Mutates nothing."""
+    Mutates `wide` alone, which becomes the norm in fp32, rounded as that is."""
     total = new_output(x, *x.shape)
     out = total if norm is None else new_output(x, *x.shape)
-    _norm(x, norm, out, after, (residual, total))
+    _norm(x, norm, out, after, (residual, total), wide)
     total = total.to(x.dtype)
     return total, total if norm is None else out.to(x.dtype)
 
@@ -83,6 +83,7 @@ def _norm(
     out: Tensor,
     after: Norm | None = None,
     sums: tuple[Tensor, Tensor] | None = None,
+    wide: Tensor | None = None,
 ) -> None:
     """out [.., M]: the norm of rows of x, as rms_norm_kernel has it. sums: a residual, and its sum with x."""
     like = norm or after
@@ -97,6 +98,7 @@ def _norm(
         x if norm is None else norm.weight,
         out,
         out if sums is None else sums[1],
+        out if wide is None else wide,
         count,
         0.0 if like is None else like.eps,
         M=width,
@@ -105,6 +107,7 @@ def _norm(
         HAS_RESIDUAL=sums is not None,
         HAS_AFTER=after is not None,
         HAS_NORM=norm is not None,
+        HAS_WIDE=wide is not None,
         ROWS=rows,
         BLOCK=block,
         num_warps=4 if block <= 2048 else 8,
@@ -230,6 +233,8 @@ class DecoderLayer:
     ) -> None:
         """mlp: Projections of gate and up, and of down; where form has no gate, a module of [1, T, M]."""
         self.form, self.qkv, self.out, self.mlp = form, qkv, out, mlp
+        self.fused: Any = None
+        """A model.fused_moe.FusedMoe for the module, which adds to the residual."""
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [T, M], cos and sin [T, R] -> [T, (H + 2 K) D]: queries and keys, rotated, and values."""
@@ -238,7 +243,13 @@ class DecoderLayer:
     def behind(self, attended: Tensor, x: Tensor) -> Tensor:
         """attended [T, H Dv], x [T, M] -> [T, M]: with the output projection added, and the MLP."""
         form = self.form
-        total, normed = add_rms_norm(self.out.product(attended), x, form.before[1], form.after[0])
+        fused = self.fused if self.fused is not None and self.fused.takes(x) else None
+        wide = torch.empty_like(x, dtype=torch.float32) if fused is not None and fused.is_wide else None
+        projected = self.out.product(attended)
+        total, normed = add_rms_norm(projected, x, form.before[1], form.after[0], wide=wide)
+        if fused is not None:
+            added: Tensor = fused.add_to(total, normed if wide is None else wide, normed)
+            return added
         if form.gate is None:
             (module,) = self.mlp
             made = module(normed[None])

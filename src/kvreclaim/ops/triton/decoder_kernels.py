@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _normed(value, weight, eps, M: tl.constexpr, FROM_ONE: tl.constexpr, BLOCK: tl.constexpr):
+def normed(value, weight, eps, M: tl.constexpr, FROM_ONE: tl.constexpr, BLOCK: tl.constexpr):
     """Rows of M numbers over their root mean square, times the weight [M], FROM_ONE times 1 + weight."""
     dims = tl.arange(0, BLOCK)
     factor = tl.rsqrt(tl.sum(value * value, axis=1) / M + eps)
@@ -29,6 +29,7 @@ def rms_norm_kernel(
     weight,
     out,
     total,
+    wide,
     T,
     eps,
     M: tl.constexpr,
@@ -37,26 +38,30 @@ def rms_norm_kernel(
     HAS_RESIDUAL: tl.constexpr,
     HAS_AFTER: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """out [T, M]: RMS norm of rows of x, with the weight [M]. Rows of x and out lie STRIDE apart.
     HAS_RESIDUAL: of rows of x + residual, which become total; HAS_AFTER: x is normed first, with weight
-    `after`. Without HAS_NORM there is no out."""
+    `after`. Without HAS_NORM there is no out. HAS_WIDE: wide [T, M] fp32 is a copy of out."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK)
     mask = (rows < T)[:, None] & (dims < M)[None, :]
     places, spaced = rows[:, None] * M + dims[None, :], rows[:, None] * STRIDE + dims[None, :]
     value = tl.load(x + spaced, mask=mask, other=0.0).to(tl.float32)
     if HAS_AFTER:
-        value = _normed(value, after, eps, M, FROM_ONE, BLOCK)
+        value = normed(value, after, eps, M, FROM_ONE, BLOCK)
     if HAS_RESIDUAL:
         value += tl.load(residual + places, mask=mask, other=0.0).to(tl.float32)
         value = value.to(total.dtype.element_ty)
         tl.store(total + places, value, mask=mask)
         value = value.to(tl.float32)
     if HAS_NORM:
-        tl.store(out + spaced, _normed(value, weight, eps, M, FROM_ONE, BLOCK), mask=mask)
+        value = normed(value, weight, eps, M, FROM_ONE, BLOCK).to(out.dtype.element_ty)
+        tl.store(out + spaced, value, mask=mask)
+        if HAS_WIDE:
+            tl.store(wide + places, value.to(tl.float32), mask=mask)
 
 
 @triton.jit

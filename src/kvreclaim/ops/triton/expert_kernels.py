@@ -75,12 +75,15 @@ def expert_kernel(
     ids,
     scores,
     weight,
+    shared,
     bias,
     y,
     T,
     N: tl.constexpr,
     K: tl.constexpr,
+    EXPERTS: tl.constexpr,
     TOP: tl.constexpr,
+    SHARED: tl.constexpr,
     IS_FIRST: tl.constexpr,
     GELU: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -95,27 +98,42 @@ def expert_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """y [T, TOP, N]: for each of a token's experts ids [T, TOP]. Program (e, n, t) computes the columns n of
-    expert e for those of the tokens t that have it.
-    IS_FIRST: gate and up of x [T, K], weight [E, 2 N, K], bias [E, 2 N]; else products of x [T, TOP, K],
-    weight [E, N, K], bias [E, N], times scores [T, TOP].
+    """y: for each of a token's experts ids [T, TOP], and SHARED more that all tokens have. Program (e, n, t)
+    computes the columns n of expert e for those of the tokens t that have it.
+    IS_FIRST: y [T, TOP + SHARED, N], gate and up of x [T, K], weight [E, 2 N, K], bias [E, 2 N]; else
+    y [TOP + SHARED, T, N], products of x [T, TOP + SHARED, K], weight [E, N, K], bias [E, N], times scores
+    [T, TOP] or one.
+    shared: [2 SHARED N, K], gates before ups, or [N, SHARED K], without a bias.
     IS_TRANSPOSED: weight [E, K, 2 N] or [E, K, N]; IS_INTERLEAVED: columns of gate and up in turns, not one
     half each. LIMIT above 0 is a ClampedGate's."""
     WIDTH: tl.constexpr = 2 * BLOCK_N if IS_FIRST else BLOCK_N
     COLUMNS: tl.constexpr = 2 * N if IS_FIRST else N
+    ALL: tl.constexpr = TOP + SHARED
     expert = tl.program_id(0)
+    piece = expert - EXPERTS
     tokens = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     places = tl.arange(0, BLOCK_TOP)
     mask = (tokens < T)[:, None] & (places < TOP)[None, :]
     own = tl.load(ids + tokens[:, None] * TOP + places[None, :], mask=mask, other=-1).to(tl.int32) == expert
+    if SHARED > 0:
+        own = own | ((tokens < T)[:, None] & (piece >= 0) & (places == TOP + piece)[None, :])
     is_here = tl.max(own.to(tl.int32), axis=1) > 0
     if tl.max(is_here.to(tl.int32), axis=0) > 0:
-        row = tokens * TOP + tl.sum(tl.where(own, places[None, :], 0), axis=1)
+        place = tl.sum(tl.where(own, places[None, :], 0), axis=1)
+        row = tokens * ALL + place
         column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
         is_column = column < COLUMNS
+        half, stride = N, K
+        start = weight + expert.to(tl.int64) * COLUMNS * K
+        if SHARED > 0:
+            if piece >= 0:
+                start = shared + piece * K * (N if IS_FIRST else 1)
+            half = tl.where(piece >= 0, SHARED * N, N)
+            if not IS_FIRST:
+                stride = tl.where(piece >= 0, SHARED * K, K)
         if IS_FIRST and not IS_INTERLEAVED:
-            column = column // 2 + column % 2 * N
-        start = weight + expert.to(tl.int64) * COLUMNS * K + column[None, :] * (1 if IS_TRANSPOSED else K)
+            column = column // 2 + column % 2 * half
+        start += column[None, :] * (1 if IS_TRANSPOSED else stride)
         rows = x + (tokens if IS_FIRST else row)[:, None] * K
         total = tl.full([BLOCK_T, WIDTH], 0, tl.float32)
         for first in range(0, K, BLOCK_K):
@@ -136,6 +154,9 @@ def expert_kernel(
                 gate, up = tl.minimum(gate, LIMIT), tl.clamp(up, -LIMIT, LIMIT) + 1.0
             total = activated(gate, GELU, ALPHA) * up
         else:
-            total *= tl.load(scores + row, mask=is_here, other=0.0).to(tl.float32)[:, None]
+            is_routed = is_here & (place < TOP)
+            given = tl.load(scores + tokens * TOP + place, mask=is_routed, other=1.0 if SHARED > 0 else 0.0)
+            total *= given.to(tl.float32)[:, None]
         n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-        tl.store(y + row[:, None] * N + n[None, :], total, mask=is_here[:, None] & (n < N)[None, :])
+        target = row if IS_FIRST else place * T + tokens
+        tl.store(y + target[:, None] * N + n[None, :], total, mask=is_here[:, None] & (n < N)[None, :])

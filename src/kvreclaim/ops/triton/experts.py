@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvreclaim.ops.layer_parts import ClampedGate, Gate
 from kvreclaim.ops.triton.expert_kernels import expert_kernel, route_kernel
+from kvreclaim.ops.triton.packed import add_up
 from kvreclaim.ops.triton.support import dot_precision, keeps_16_bits, new_output, padded
 
 MOST_GROUPS = 64
@@ -79,41 +80,66 @@ class ExpertWeights:
     is_interleaved: bool = False
 
 
+def num_shared(weights: ExpertWeights, shared: tuple[Tensor, Tensor]) -> int:
+    """How many experts of the size of the others an MLP that all tokens have is, gate and up [2 S I, M] and
+    down [M, S I]; 0: none."""
+    gate_up, down = weights.gate_up, shared[1]
+    pieces, rest = divmod(down.shape[1], weights.down.shape[2])
+    is_plain = not (weights.is_transposed or weights.is_interleaved) and weights.biases is None
+    return pieces if is_plain and not rest and down.dtype is gate_up.dtype else 0
+
+
 def apply_experts(
-    x: Tensor, routed: tuple[Tensor, Tensor], weights: ExpertWeights, kind: Gate | ClampedGate
+    x: Tensor,
+    routed: tuple[Tensor, Tensor],
+    weights: ExpertWeights,
+    kind: Gate | ClampedGate,
+    *,
+    shared: tuple[Tensor, Tensor] | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """x [T, M] -> [T, M], the sum of what a token's experts make of it.
 
     Args:
-        routed:  experts [T, k], no two of a token the same, and the scores [T, k] that multiply their outputs
-        weights: contiguous, of x's dtype
+        routed:   experts [T, k], no two of a token the same, and scores [T, k] that multiply their outputs
+        weights:  contiguous, of x's dtype
+        shared:   an MLP of the same gate that all tokens have, contiguous; num_shared is above 0
+        residual: [T, M] contiguous, added before the sum is rounded
     """
     (ids, scores), kept = (each.contiguous() for each in routed), keeps_16_bits(x.dtype)
     count, top = ids.shape
     experts, *sizes = weights.down.shape
     width, inner = reversed(sizes) if weights.is_transposed else sizes
+    pieces = 0 if shared is None else num_shared(weights, shared)
     clamped = kind if isinstance(kind, ClampedGate) else ClampedGate(1.0, 0.0)
     how = {
+        "EXPERTS": experts,
         "TOP": top,
+        "SHARED": pieces,
         "IS_TRANSPOSED": weights.is_transposed,
         "IS_INTERLEAVED": weights.is_interleaved,
         "HAS_BIAS": weights.biases is not None,
         "DTYPE": _KINDS[x.dtype] if kept else tl.float32,
         "PRECISION": dot_precision(x.device),
         "BLOCK_T": BLOCK_T,
-        "BLOCK_TOP": padded(top),
+        "BLOCK_TOP": padded(top + pieces),
         "BLOCK_N": BLOCK_N,
         "BLOCK_K": BLOCK_K,
     }
     rows: Tensor = x.contiguous()
     both = (weights.gate_up, weights.down)
     first, last = weights.biases or both
-    for weight, bias, size, columns in ((both[0], first, inner, width), (both[1], last, width, inner)):
-        made = new_output(x, count, top, size)
-        grid = (experts, triton.cdiv(size, BLOCK_N), triton.cdiv(count, BLOCK_T))
+    for weight, more, bias, size, columns in (
+        (both[0], (shared or both)[0], first, inner, width),
+        (both[1], (shared or both)[1], last, width, inner),
+    ):
         is_first = weight is weights.gate_up
+        made = new_output(x, *((count, top + pieces) if is_first else (top + pieces, count)), size)
+        grid = (experts + pieces, triton.cdiv(size, BLOCK_N), triton.cdiv(count, BLOCK_T))
         how |= {"N": size, "K": columns, "IS_FIRST": is_first, "GELU": is_first and kind == "gelu_tanh"}
         how |= {"ALPHA": clamped.alpha, "LIMIT": clamped.limit} if is_first else {"ALPHA": 1.0, "LIMIT": 0.0}
-        expert_kernel[grid](rows, ids, scores, weight, bias, made, count, **how)
+        expert_kernel[grid](rows, ids, scores, weight, more, bias, made, count, **how)
         rows = made
-    return rows.sum(1).to(x.dtype)
+    out = new_output(x, count, width)
+    add_up(rows, out, residual=residual)
+    return out.to(x.dtype)

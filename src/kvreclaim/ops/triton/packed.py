@@ -54,11 +54,13 @@ def packed_linear(
             ):
                 out = sums[0]
             else:
-                _add_up(sums, out, start, bias, residual)
+                add_up(sums, out, start, bias, residual)
     return out.to(x.dtype).view(*x.shape[:-1], -1)
 
 
-def _add_up(sums: Tensor, out: Tensor, start: int, bias: Tensor | None, residual: Tensor | None) -> None:
+def add_up(
+    sums: Tensor, out: Tensor, start: int = 0, bias: Tensor | None = None, residual: Tensor | None = None
+) -> None:
     """Columns of out from `start` on: sums [parts, M, N] in one, with those of bias and residual."""
     parts, count, width = sums.shape
     sum_kernel[(count, triton.cdiv(width, SUM_BLOCK))](
