@@ -43,7 +43,7 @@ test-all: setup
 	$(BIN)/pytest -n auto
 
 # Tests that load no model: for the loop of an edit.
-FAST := tests/memory tests/schedule tests/compression tests/plan tests/tiers tests/weights tests/test_options.py tests/test_errors.py
+FAST := tests/memory tests/schedule tests/compression tests/plan tests/offload tests/weights tests/test_options.py tests/test_errors.py
 test-fast: setup
 	KVRECLAIM_TEST_SAMPLE=1 $(BIN)/pytest -n auto $(FAST)
 

@@ -34,8 +34,8 @@ OFF = (
     "engine/step/full_cache.py",
     "engine/step/verified.py",
     "memory/groups/window.py",
-    "memory/tiers",
     "memory/windows",
+    "offload",
     "schedule/budget/ledger.py",
     "schedule/companions.py",
     "schedule/disk_prefixes.py",
@@ -46,7 +46,6 @@ OFF = (
     "server/shared/compression.py",
     "server/openai/documents.py",
     "server/admin/tracing.py",
-    "tiers",
 )
 """Files and rooms of features that a plain request does not use."""
 

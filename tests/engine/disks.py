@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
-from kvreclaim.tiers.file_io import FileIO
+from kvreclaim.offload.store.file_io import FileIO
 
 GIB = 2**30
 

@@ -16,8 +16,8 @@ import torch
 from kvreclaim import LLM, SamplingParams
 from kvreclaim.config import EngineConfig
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.offload.store.session_file import SessionFile
 from kvreclaim.ops import extension
-from kvreclaim.tiers.session_file import SessionFile
 
 PROMPT = tiny.prompts((25,), seed=4)[0] * 5
 GREEDY = SamplingParams(temperature=0.0, max_tokens=36, ignore_eos=True)

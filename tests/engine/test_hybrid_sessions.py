@@ -8,7 +8,7 @@ from settings import assert_idle
 
 from kvreclaim import LLM, SamplingParams
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.tiers.session_file import SessionFile
+from kvreclaim.offload.store.session_file import SessionFile
 
 FAMILIES = ("qwen3-next", "lfm2", "falcon-h1", "jamba")
 (PROMPT,) = tiny.prompts((41,), seed=6)

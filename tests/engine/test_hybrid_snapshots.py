@@ -10,7 +10,7 @@ from settings import assert_idle, small, with_options
 
 from kvreclaim import SamplingParams
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.tiers.session_file import SessionFile
+from kvreclaim.offload.store.session_file import SessionFile
 
 FAMILIES = ("qwen3-next", "falcon-h1", "lfm2")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -78,7 +78,7 @@ def test_they_move_to_the_host_and_back(family, policy, make_llm, expected):
     assert_idle(llm)
     recurrent = llm.engine.memory.recurrent
     assert recurrent.num_used == recurrent.num_checkpoints
-    assert llm.engine.memory.offload.states.slots.num_free == llm.engine.memory.offload.states.num_slots
+    assert llm.engine.memory.offload.states.slots.num_free == llm.engine.memory.offload.states.slots.num_slots
 
 
 def test_without_room_for_its_state_none_goes_to_the_host(make_llm, expected):

@@ -112,7 +112,7 @@ def test_a_state_that_the_host_has_lost(tiny_dir, expected, tmp_path) -> None:
     found = asked(llm, again)
     assert found == (expected("lfm2", again), [LENGTHS[2], LENGTHS[0], LENGTHS[2], LENGTHS[1]])
     assert llm.engine.tier_stats().disk.states.loaded == 4
-    assert llm.engine.memory.offload.states.num_kept == 1
+    assert llm.engine.memory.offload.states.slots.num_live == 1
     llm.close()
 
 

@@ -8,7 +8,7 @@ import tiny
 from settings import assert_idle
 
 from kvreclaim import LLM, SamplingParams
-from kvreclaim.memory.tiers.host_states import HostStates
+from kvreclaim.offload.plan.states import HostStates
 
 FEW = ("qwen3-next", "lfm2", "falcon-h1", "jamba")
 PROMPTS = tiny.prompts((41, 33, 57, 64), seed=3)
@@ -100,11 +100,11 @@ def test_the_least_recently_used_state_gives_way(tiny_dir, expected) -> None:
     llm = load(tiny_dir("lfm2"))
     fraction = 3.5 * llm.engine.loaded.facts.state_bytes / (0.01 * 2**30)
     llm = load(tiny_dir("lfm2"), kv_offloading_state_fraction=fraction, kv_offload_decode=False)
-    assert below(llm).num_slots == 3
+    assert below(llm).slots.num_slots == 3
     asked(llm, PROMPTS)
     again = [PROMPTS[1], PROMPTS[0], PROMPTS[1]]
     assert asked(llm, again) == (expected("lfm2", again), [32, 0, 32])
-    assert below(llm).num_kept == 3
+    assert below(llm).slots.num_live == 3
 
 
 def test_a_state_goes_with_its_block(tiny_dir, expected) -> None:
@@ -119,7 +119,7 @@ def test_a_state_goes_with_its_block(tiny_dir, expected) -> None:
         answers, _ = asked(llm, PROMPTS)
         assert answers == expected("lfm2")
     assert llm.engine.tier_stats().host.evictions > 0
-    assert below(llm).num_kept < below(llm).num_slots
+    assert below(llm).slots.num_live < below(llm).slots.num_slots
 
 
 @pytest.mark.parametrize("options", [{"kv_offloading_state_fraction": 0.0}, {"state_checkpoints": 0}])

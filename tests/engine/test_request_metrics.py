@@ -140,7 +140,7 @@ def test_outputs_do_not_depend_on_the_eviction_order(order, make_llm):
     llm = make_llm(eviction_policy=order, block_size=8, num_blocks=16, kv_cache_metrics_sample=1.0)
     assert [out.outputs[0].token_ids for out in llm.generate(prompts, GREEDY)] == expected
     assert llm.engine.memory.stats().prefix_evictions > 0
-    assert llm.engine.memory.drain_residency()
+    assert llm.engine.memory.pool.residency.drain()
     llm.engine.memory.check()
 
 

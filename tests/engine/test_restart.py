@@ -17,7 +17,7 @@ from settings import assert_idle, with_options
 from kvreclaim import LLM, CompressionConfig, SamplingParams
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.prefix.keys import sha256
-from kvreclaim.tiers.file_io import FileIO
+from kvreclaim.offload.store.file_io import FileIO
 
 PROMPTS = tiny.prompts((150, 97, 260, 40), seed=4)
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)

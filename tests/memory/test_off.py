@@ -46,4 +46,3 @@ def test_a_plain_prompt_runs_no_file_of_a_feature_that_is_off():
     found = files_of(serve)
     assert {"manager.py", "groups/full.py", "pool.py"} <= found
     assert not found & OFF
-    assert not [name for name in found if name.startswith("tiers/")]

@@ -34,11 +34,11 @@ def test_the_life_of_a_block():
     serve(memory, 0, range(8))
     for clock.now in (3.0, 10.0):
         serve(memory, 1, range(5))
-    assert memory.drain_residency() == [BlockResidency(3.0, 3.0, ())]
+    assert memory.pool.residency.drain() == [BlockResidency(3.0, 3.0, ())]
     clock.now = 12.0
     serve(memory, 2, range(50, 57))
-    assert memory.drain_residency() == [BlockResidency(12.0, 2.0, (3.0, 7.0))]
-    assert memory.drain_residency() == []
+    assert memory.pool.residency.drain() == [BlockResidency(12.0, 2.0, (3.0, 7.0))]
+    assert memory.pool.residency.drain() == []
 
 
 def test_what_is_not_evicted_is_not_told():
@@ -51,7 +51,7 @@ def test_what_is_not_evicted_is_not_told():
     memory.reset_prefix_cache()
     memory.check()
     serve(memory, 2, range(70, 100))
-    assert memory.drain_residency() == []
+    assert memory.pool.residency.drain() == []
 
 
 @pytest.mark.parametrize("sample", [0.0, 0.01, 0.25, 1.0])
@@ -90,11 +90,11 @@ def test_what_nobody_asks_for_is_bounded():
         serve(memory, seq_id, [seq_id] * 10)
         if seq_id == 900:
             break
-    assert len(memory.drain_residency()) == 8192
+    assert len(memory.pool.residency.drain()) == 8192
     for _ in range(40):
         serve(memory, 0, [901] * 3)
     serve(memory, 0, range(10))
-    assert max(len(life.reuse_gaps_s) for life in memory.drain_residency()) == 16
+    assert max(len(life.reuse_gaps_s) for life in memory.pool.residency.drain()) == 16
 
 
 @pytest.mark.parametrize("sample", [-0.1, 2, float("nan"), None])

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from kvreclaim.memory import MemoryManager
-from kvreclaim.memory.tiers.tiered_offload import TieredOffload
+from kvreclaim.offload.plan.tiered_offload import TieredOffload
 
 
 def conversations(seed: int) -> list[list[int]]:

@@ -10,8 +10,8 @@ from typing import Any
 
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.memory.tiers.tiered_offload import TieredOffload
-from kvreclaim.memory.tiers.transfers import Transfer, TransferOutcome
+from kvreclaim.offload.plan.tiered_offload import TieredOffload
+from kvreclaim.offload.plan.transfers import Transfer, TransferOutcome
 
 Content = tuple[Any, ...]
 """Of each slot of a block: the salt, all tokens so far, and a name for who has computed it, since each may

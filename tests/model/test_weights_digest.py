@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvreclaim.model.loader import LoadedModel, load_model
-from kvreclaim.tiers.namespace import weights_digest
+from kvreclaim.offload.store.namespace import weights_digest
 
 
 def digest(loaded: LoadedModel, num_threads: int = 1) -> str:

@@ -16,9 +16,9 @@ from typing import Any
 
 from kvreclaim.memory import MemoryManager
 from kvreclaim.memory.prefix.keys import BlockName
-from kvreclaim.memory.tiers.disk import DiskTier
-from kvreclaim.memory.tiers.tiered_offload import TieredOffload
-from kvreclaim.memory.tiers.transfers import Transfer, TransferOutcome
+from kvreclaim.offload.plan.disk import DiskTier
+from kvreclaim.offload.plan.tiered_offload import TieredOffload
+from kvreclaim.offload.plan.transfers import Transfer, TransferOutcome
 from kvreclaim.schedule.budget.compaction import Pass
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 from kvreclaim.schedule.budget.footprint import Footprint

@@ -10,8 +10,8 @@ import hypothesis.strategies as st
 from hypothesis import assume, given
 
 from kvreclaim.memory import MemoryManager
-from kvreclaim.memory.offload import NoOffload
-from kvreclaim.memory.tiers.tiered_offload import TieredOffload
+from kvreclaim.memory.offload import OffloadSlots
+from kvreclaim.offload.plan.tiered_offload import TieredOffload
 from kvreclaim.schedule import EvictionMethod, Footprint, ScheduledSequence, Scheduler, StepDone
 from kvreclaim.schedule.slots_needed import slots_of_fork
 from kvreclaim.schedule.snapshot_key import SnapshotKey
@@ -54,7 +54,7 @@ def test_what_is_let_in_finds_its_blocks(data):
     assume(at > budget)
     num_blocks = 48
     on_host = draw(st.booleans(), label="host")
-    offload = partial(TieredOffload, num_host_slots=64) if on_host else NoOffload
+    offload = partial(TieredOffload, num_host_slots=64) if on_host else OffloadSlots
     memory = MemoryManager(num_blocks, SIZE, offload=offload)
     scheduler: Scheduler[ScheduledSequence] = Scheduler(
         memory, max_num_seqs=4, max_num_batched_tokens=footprint.max_chunk, max_snapshot_blocks=num_blocks

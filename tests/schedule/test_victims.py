@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 
 from kvreclaim.memory import MemoryManager
-from kvreclaim.memory.tiers.tiered_offload import TieredOffload
+from kvreclaim.offload.plan.tiered_offload import TieredOffload
 from kvreclaim.schedule import ScheduledSequence, Scheduler
 from kvreclaim.schedule.preemption_cost import LeastCost, PreemptionCostModel, choose_victims, victim_order
 from kvreclaim.schedule.rates import Rates

@@ -15,7 +15,7 @@ import tiny
 from kvreclaim import LLM, SamplingParams
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.spec.traits import footprint
-from kvreclaim.memory.groups.state_slots import StateSlots
+from kvreclaim.memory.groups.state_slots import StateSizes
 from kvreclaim.plan.cost import Linear
 from kvreclaim.schedule import Footprint
 from kvreclaim.sim.cluster import Cluster, SimulationResult
@@ -198,7 +198,7 @@ def test_counts_of_a_model_with_recurrent_layers(seed: int, policy: str, states:
         max_num_batched_tokens=CHUNK,
         max_model_len=512,
         footprint=limits(policy, size),
-        states=StateSlots.of(4, checkpoints=kept, interval=interval),
+        states=StateSizes.of(4, checkpoints=kept, interval=interval),
     )
     for leaps in (True, False):
         cluster = Cluster(replace(settings, leaps=leaps), Linear(1.0))
@@ -230,7 +230,7 @@ def test_states_go_to_the_host_and_come_back(mode: str, on_host: int, tiny_dir) 
         footprint=limits("full", 8),
         host_blocks=60,
         host_states=on_host,
-        states=StateSlots.of(4, each=3),
+        states=StateSizes.of(4, each=3),
     )
     outcome = Cluster(settings, Linear(1.0)).run(load.asked)
     assert simulated(outcome) == found

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_loads import COST, counters, random_requests, random_settings, simulate, times
 
-from kvreclaim.memory.groups.state_slots import StateSlots
+from kvreclaim.memory.groups.state_slots import StateSizes
 from kvreclaim.schedule import Footprint
 from kvreclaim.sim.cluster import Cluster
 from kvreclaim.sim.extents.pool import ExtentPool
@@ -51,7 +51,7 @@ def test_leaps_keep_the_states_that_steps_keep(seed: int) -> None:
     chosen, requests = random_settings(random), random_requests(random, 15)
     kept, interval = random.choice((None, 0, 1, 5)), random.choice((0, 2 * chosen.block_size))
     each = 2 + (chosen.host_blocks > 0)
-    states = StateSlots.of(chosen.max_num_seqs, each, kept, interval)
+    states = StateSizes.of(chosen.max_num_seqs, each, kept, interval)
     leaps, steps = (simulate(replace(chosen, leaps=on, states=states), requests) for on in (True, False))
     assert counters(leaps) == counters(steps)
     assert times(leaps) == pytest.approx(times(steps), rel=1e-9, abs=1e-9)

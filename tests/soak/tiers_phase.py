@@ -17,7 +17,7 @@ from typing import Any
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams, demo_model
 from kvreclaim.engine.request.request import Request
-from kvreclaim.tiers.file_io import Buffer, FileIO
+from kvreclaim.offload.store.file_io import Buffer, FileIO
 
 NUM_DOCUMENTS = 240
 POLICIES = ("query_mixture", "knorm", "streaming_llm", "shares(streaming_llm, by=static)")

@@ -26,7 +26,7 @@ NO_GROWTH = Growth((), ())
 
 @dataclass(frozen=True, slots=True)
 class TableState:
-    """A sequence's block table as whoever plans a compaction sees it, in table order.
+    """A sequence's block table as a compaction is planned from it, in table order.
 
     block_ids:  ids; None is a hole
     ref_counts: references to each block, this sequence's included; a hole has 0
@@ -42,7 +42,7 @@ class TableState:
 class CompactionPlan(Generic[Id]):
     """The memory manager's work to put a sequence's survivors into whole private blocks.
 
-    seq_id:     whose table
+    seq_id:     owner of the table
     num_tokens: tokens kept: the new physical length
     targets:    the new table; an id is one of the sequence's own blocks, None a fresh block. They are
                 not in general the first blocks of the old table: a mover reads before it writes

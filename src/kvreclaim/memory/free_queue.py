@@ -1,4 +1,4 @@
-"""Least-recently-used order of the blocks that nobody references."""
+"""Least-recently-used order of unreferenced blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface of the slots below the pool, for memory manager and scheduler, and what stands for none."""
+"""The interface of the slots below the pool, for memory manager and scheduler."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Parked:
 
 
 class ParkingSlots:
-    """Slots for sequences that give their blocks back. These methods park nobody."""
+    """Slots for sequences that give their blocks back. These methods park none."""
 
     def is_parked(self, seq_id: int) -> bool:
         return False
@@ -62,12 +62,12 @@ class ParkingSlots:
         return False
 
     def park_idle(self, seq_id: int) -> bool:
-        """The same for a sequence that never runs. Of one with a recurrent state, that takes a slot of the
-        host's states, too (`state_slot`)."""
+        """Park a sequence that never runs. Its recurrent state, if it has one, takes a slot of the host's
+        states (`state_slot`)."""
         return False
 
     def state_slot(self, seq_id: int) -> int:
-        """Where the state of one that never runs, and is parked, or was until this step, lies on the host."""
+        """The host's slot of the state of a sequence parked by park_idle, or resumed in this step."""
         raise AssertionError(f"sequence {seq_id} is not parked")
 
     def enter_parked(self, seq_id: int, table: BlockTable) -> tuple[int | None, ...] | None:
@@ -86,11 +86,11 @@ class ParkingSlots:
         raise AssertionError(f"sequence {seq_id} is not parked")
 
     def num_to_resume(self, seq_id: int, match: PrefixMatch, others: Sequence[int] = ()) -> int:
-        """Blocks it takes to come back beside the match, with `others`, who share its full blocks."""
+        """Blocks it takes to come back besides the match, with `others`, which share its full blocks."""
         raise AssertionError(f"sequence {seq_id} is not parked")
 
     def num_coming(self, seq_id: int, match: PrefixMatch) -> int:
-        """Blocks it would share with others that come back in this step, beside the match."""
+        """Blocks it would share with others that come back in this step, besides the match."""
         raise AssertionError(f"sequence {seq_id} is not parked")
 
     def resume(self, seq_id: int, match: PrefixMatch) -> None:
@@ -123,7 +123,7 @@ class OffloadSlots:
         """Grows whenever with_lower may have changed."""
         return 0
 
-    # The memory manager tells it what has happened.
+    # Called by the memory manager.
 
     def with_lower(self, match: PrefixMatch, whole: PrefixMatch, max_tokens: int | None) -> PrefixMatch:
         """The match with the slots that hold the blocks behind it. whole: what the pool has of full
@@ -144,7 +144,7 @@ class OffloadSlots:
     def freed(self, seq_id: int) -> None: ...
 
     def invalidated(self, seq_id: int, table: BlockTable) -> None:
-        """A sequence's blocks may hold wrong numbers: nothing finds them any more."""
+        """Forget a sequence's blocks, which may hold wrong numbers."""
 
     def reset(self, *, external: bool) -> None:
         """The pool's prefixes are forgotten; external: those below, too."""
@@ -155,21 +155,21 @@ class OffloadSlots:
     def check(self) -> None:
         """Raises AssertionError unless slots and sequences agree."""
 
-    # The scheduler asks.
+    # Called by the scheduler.
 
     def num_below(self, seq_id: int) -> int:
         """Leading blocks of a running sequence that the host holds under their prefix."""
         return 0
 
     def extend(self, seq_id: int, max_tokens: int) -> int:
-        """Let a prompt go on behind what has come to the host. Returns: tokens that it need not compute."""
+        """Let a prompt go on behind blocks that have come to the host. Returns: tokens not to compute."""
         return 0
 
     def prefetch(self, seq_id: int, keys: BlockKeys, max_tokens: int) -> None:
-        """Begin to load from disk what a waiting sequence would hit there."""
+        """Begin to load blocks that a waiting sequence would hit on disk alone."""
 
     def must_wait(self, seq_id: int) -> bool:
-        """Whether a waiting sequence goes on waiting for what is being loaded for it."""
+        """Whether a waiting sequence goes on waiting for a load."""
         return False
 
     def end_loading(self, seq_id: int) -> None:
@@ -188,7 +188,3 @@ class OffloadSlots:
 
     def stored(self) -> None:
         """All slots that pop_stores named are filled or forgotten."""
-
-
-class NoOffload(OffloadSlots):
-    """No slots below the pool."""

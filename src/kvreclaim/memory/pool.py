@@ -19,9 +19,8 @@ from kvreclaim.memory.windows.index import Row, RowKey, WindowIndex
 
 
 class BlockPool:
-    """Every block is in use, held by idle sequences alone (those give way to whoever needs blocks), or
-    queued for reuse; a queued block that is still indexed is cached: a prefix hit can take it back until it
-    is reused.
+    """Every block is in use, held by idle sequences alone (which can be evicted), or queued for reuse; a
+    queued block that is still indexed is cached: a prefix hit can take it back until it is reused.
 
     Every operation costs O(blocks it names), whatever the size of the pool, times what the eviction
     order takes for one.
@@ -51,9 +50,9 @@ class BlockPool:
         self.index = PrefixIndex() if index is None else index
         self.refs = array("i", bytes(array("i").itemsize * num_blocks))
         self.idle_refs = array("i", self.refs)
-        """How many of these idle sequences hold."""
+        """References of idle sequences, some of refs."""
         self.num_idle = 0
-        """Blocks that nobody else holds."""
+        """Blocks that only idle sequences hold."""
         self.marks = bytearray(num_blocks)
         self.free_queue: EvictionOrder = LRU(num_blocks) if order is None else order
         self.pins = Pins(self.marks, max_pinned, clock)
@@ -72,10 +71,8 @@ class BlockPool:
         return self.num_blocks - self.num_free - self.num_idle
 
     def allocate(self, n: int) -> list[int]:
-        """Take the n blocks whose turn it is, one reference each; what they cached is forgotten.
-
-        Pinned blocks come after all others. The caller has asked num_free first.
-        """
+        """Take the next n blocks to be reused, one reference each, and forget what they cached. Pinned blocks
+        come after all others. n is at most num_free."""
         assert 0 <= n <= self.num_free, f"{n} blocks wanted, {self.num_free} free"
         pop, refs, marks = self.free_queue.pop, self.refs, self.marks
         if self.pins.ttl_s or self.pins.aside:
@@ -146,15 +143,15 @@ class BlockPool:
         self.num_free += freed
         return freed
 
-    def rest(self, blocks: Iterable[int]) -> None:
-        """One reference to each of these is an idle sequence's from now on."""
+    def mark_idle(self, blocks: Iterable[int]) -> None:
+        """Count one reference to each of these blocks as an idle sequence's, which is evictable."""
         refs, idle_refs = self.refs, self.idle_refs
         for block in blocks:
             idle_refs[block] += 1
             self.num_idle += refs[block] == idle_refs[block]
 
-    def wake(self, blocks: Iterable[int]) -> None:
-        """It is so no more."""
+    def mark_active(self, blocks: Iterable[int]) -> None:
+        """Undo mark_idle for one reference to each of these blocks."""
         refs, idle_refs = self.refs, self.idle_refs
         for block in blocks:
             self.num_idle -= refs[block] == idle_refs[block]
@@ -291,7 +288,7 @@ class BlockPool:
             marks[block] = 0
 
     def _evict_rows(self, blocks: list[int]) -> list[int]:
-        """The same of those that are parts of windows. Returns: the others."""
+        """Forget those of these blocks that are parts of windows. Returns: the others."""
         for block in blocks:
             if self.marks[block] & WINDOW:
                 self.num_cached -= sum(self.refs[each] > 0 for each in self.rows.find_of(block))
@@ -299,7 +296,7 @@ class BlockPool:
         return [block for block in blocks if self.marks[block]]
 
     def _unmark(self, block: int) -> None:
-        """Nothing can hit the block any more, nobody has reused it."""
+        """Clear the marks of a block that leaves the index without being reused."""
         if self.marks[block] & SAMPLED:
             self.residency.forget(block)
         if self.marks[block] & PINNED:

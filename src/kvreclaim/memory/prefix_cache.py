@@ -83,6 +83,11 @@ class PrefixCache:
             link = entry
         return PrefixMatch(keys, tuple(entries), miss)
 
+    def refresh(self, match: PrefixMatch) -> None:
+        """Renew a match as if a sequence had just begun with it and ended: its blocks are reused later."""
+        self._pool.hit(match.block_ids, 0)
+        self._pool.release(reversed(match.block_ids))
+
     def begin(self, match: PrefixMatch, priority: int) -> BlockTable:
         """The table of a sequence that begins with the pool's blocks of a match, which it now references."""
         keys, index, entries = match.keys, self._pool.index, match.entries

@@ -39,7 +39,7 @@ class Residency:
     """Blocks to measure are drawn when they enter the index, with this probability: the number of blocks
     until the next one is drawn at once, so that the others cost one subtraction and no look at the clock.
 
-    Holds at most one life per block of the pool and the last 8,192 results that nobody has asked for.
+    Holds at most one life per block of the pool and the last 8,192 results.
     """
 
     def __init__(self, sample: float, clock: Callable[[], float], marks: bytearray) -> None:

@@ -14,8 +14,8 @@ from kvreclaim.memory.prefix_cache import PrefixCache
 class MemoryStats:
     """A snapshot; free + cached + in_use = num_blocks.
 
-    in_use, cached, free:        held by sequences; held by nobody, or by snapshots alone, which give way, and
-                                 still of use to later requests; neither
+    in_use, cached, free:        held by active sequences; unreferenced, or held by snapshots alone, and still
+                                 useful to later requests; neither
     peak_in_use:                 the most blocks in use since the start or the last reset_peak
     pinned:                      blocks with a live pin, in use or not; some of in_use and cached
     prefix_query_tokens:         prompt tokens of the sequences admitted

@@ -8,7 +8,7 @@ from typing import Literal
 
 from kvreclaim.checks import require
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.memory.groups.state_slots import StateSlots, most_sequences
+from kvreclaim.memory.groups.state_slots import StateSizes, most_sequences
 from kvreclaim.plan import words
 from kvreclaim.plan.cards import Card
 from kvreclaim.plan.cost import Linear, StepLoad
@@ -42,9 +42,9 @@ class Seats:
     interval: int = 0
     drafts: int = 0
 
-    def slots(self, num_seqs: int) -> StateSlots:
+    def slots(self, num_seqs: int) -> StateSizes:
         """Slots for num_seqs running sequences."""
-        return StateSlots.of(num_seqs, self.each, self.checkpoints, self.interval, self.drafts)
+        return StateSizes.of(num_seqs, self.each, self.checkpoints, self.interval, self.drafts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class CardPool:
     block_bytes: int
     block_size: int
     num_seqs: int = DEFAULT_SEATS
-    states: StateSlots | None = None
+    states: StateSizes | None = None
     state_bytes: int = 0
 
     @property

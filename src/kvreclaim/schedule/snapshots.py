@@ -143,7 +143,7 @@ class Snapshots(Generic[Seq]):
 
     def _settle(self, snapshot: Seq) -> None:
         """Record that it is on the device, where it may have been before."""
-        self.memory.rest(snapshot.seq_id)
+        self.memory.mark_idle(snapshot.seq_id)
         self._sizes[snapshot.seq_id] = self.memory.num_blocks(snapshot.seq_id)
 
     def _make_room(self, num_blocks: int, tenant: Tenant) -> bool:
@@ -275,7 +275,7 @@ class Snapshots(Generic[Seq]):
     def _evict(self, seq: Seq | None) -> bool:
         if seq is None:
             return False
-        self.memory.wake(seq.seq_id)
+        self.memory.mark_active(seq.seq_id)
         if self._parking.park_idle(seq.seq_id):
             del self._sizes[seq.seq_id]
             self._parked.append(seq)

@@ -12,7 +12,7 @@ from kvreclaim.checks import require
 from kvreclaim.compression.spec.promise import Promise, PromiseOptions, footprint_of_prompt
 from kvreclaim.compression.spec.traits import footprint, is_share
 from kvreclaim.kv_bytes import KVBytes, kv_bytes
-from kvreclaim.memory.groups.state_slots import StateSlots
+from kvreclaim.memory.groups.state_slots import StateSizes
 from kvreclaim.options import check_options, option
 from kvreclaim.plan.cards import find_card
 from kvreclaim.plan.configs import load_shape
@@ -106,7 +106,7 @@ class ReplicaOptions:
         """Bytes of the states of one sequence, on all cards together; 0 without recurrent layers."""
         return self.shape.state_bytes(PLAIN_BITS[dtype_of(self.shape)]) if self.shape.has_states else 0
 
-    def pool(self, footprint: Footprint, seats: Seats) -> tuple[int, int, StateSlots | None]:
+    def pool(self, footprint: Footprint, seats: Seats) -> tuple[int, int, StateSizes | None]:
         """Blocks, sequences and slots of recurrent layers, as `kvreclaim plan` counts them; with num_blocks,
         slots for max_num_seqs sequences. Raises: InvalidArgumentError if there is no room."""
         if self.num_blocks is not None:

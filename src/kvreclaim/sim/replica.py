@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import sqrt
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.memory.tiers.tiered_offload import TieredOffload
+from kvreclaim.offload.plan.tiered_offload import TieredOffload
 from kvreclaim.plan.cost import StepLoad, StepTime, keys_read, load_of
 from kvreclaim.schedule import Footprint, Pass, StepDone, StepPlan
 from kvreclaim.schedule.budget.lengths import excess_slots

@@ -8,10 +8,10 @@ from functools import partial
 
 from kvreclaim.checks import check_int, require
 from kvreclaim.memory.eviction import DEFAULT_ORDER
-from kvreclaim.memory.groups.state_slots import StateSlots
+from kvreclaim.memory.groups.state_slots import StateSizes
 from kvreclaim.memory.kv_memory import KVMemory
-from kvreclaim.memory.offload import NoOffload
-from kvreclaim.memory.tiers.tiered_offload import NEVER, TieredOffload
+from kvreclaim.memory.offload import OffloadSlots
+from kvreclaim.offload.plan.tiered_offload import NEVER, TieredOffload
 from kvreclaim.schedule.budget.footprint import Footprint
 from kvreclaim.schedule.preemption_cost import PreemptionCostModel
 from kvreclaim.schedule.rates import Rates
@@ -55,7 +55,7 @@ class Settings:
     extents: bool = True
     spread: bool = False
     by_prompt: Callable[[int], Footprint] | None = None
-    states: StateSlots | None = None
+    states: StateSizes | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens"):
@@ -112,7 +112,7 @@ class Settings:
             links,
             enable_prefix_caching=self.enable_prefix_caching,
             eviction_policy=self.eviction_policy,
-            offload=slots if self.host_blocks else NoOffload,
+            offload=slots if self.host_blocks else OffloadSlots,
             states=self.states,
         )
 

@@ -25,7 +25,7 @@ from kvreclaim.compression import registry
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.compression.policy import LayerView
-from kvreclaim.engine.offload.offloaded_states import OffloadedStates
+from kvreclaim.engine.offload.states import OffloadedStates
 from kvreclaim.engine.request.request import Request
 from kvreclaim.model_paths import STATS_FILE
 from kvreclaim.ops.formats import kv_format

@@ -159,14 +159,14 @@ class ChunkedPrompts(Extension):
         for number, source in enumerate(reuse.sources):
             missing = (source.stop - source.origin - 1) // self.memory.block_size
             match = self.memory.match_prefix(source.keys)
-            self.memory.refresh(match)
+            self.memory.prefix.refresh(match)
             if len(match.entries) < missing:
                 name = f"{request.request_id}/chunk-{number}"
                 self.add(name, alone(tokens, source), BEFORE, request, None)
         yield
         yield from self._choose(request, reuse, how)
         for source in reuse.sources:  # what the trial has left free goes first
-            self.memory.refresh(self.memory.match_prefix(source.keys))
+            self.memory.prefix.refresh(self.memory.match_prefix(source.keys))
 
     def _choose(self, request: Request, reuse: Reuse, how: ChunkReuse) -> Iterator[None]:
         """Mark what is computed anew though it could be reused. It may pause once, for a trial."""

@@ -21,11 +21,11 @@ from kvreclaim.engine.request.footprints import footprint_of
 from kvreclaim.engine.request.snapshot_recipe import PASS_SEMANTICS, VERSION, snapshot_key
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.offload.store.session_file import SessionFile
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.blocks_io import write_blocks
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.schedule.snapshot_key import SnapshotKey
-from kvreclaim.tiers.session_file import SessionFile
 
 BEYOND = 0
 """A token behind those of a session: a hit leaves one to be computed."""
@@ -79,7 +79,7 @@ class CompressedSessions:
             image = image_of_parked(seq, parked, aside, self.cache, tiers.moves.slots)
         else:
             image = image_of(seq, self.memory, self.cache, self.store.signals)
-        return self.store.states.with_state(seq.seq_id, image)
+        return self.store.with_state(seq.seq_id, image)
 
     def _on_disk(self, key: SnapshotKey) -> SessionFile | None:
         """The file of a snapshot that lies on disk alone."""
@@ -100,7 +100,7 @@ class CompressedSessions:
             tokens = file.tensors["tokens"]
             if tokens.dtype != torch.int64 or len(tokens) != file.facts["num_tokens"]:
                 raise UnfitError("its tokens do not fit")
-            image = image_from(file.facts, file.tensors, self.cache, self.store.states.num_bytes)
+            image = image_from(file.facts, file.tensors, self.cache, self.store.state_bytes)
             key = SnapshotKey(
                 salt,
                 str(file.facts["recipe"]),
@@ -160,7 +160,7 @@ class CompressedSessions:
             )
         self.store.held[seq.seq_id] = seq
         try:
-            self.store.states.enter(seq.seq_id, image)
+            self.store.enter_state(seq.seq_id, image)
             self._fill(seq.seq_id, image, blocks)
             seq.state = moved(image.state, self.cache.device)
             if seq.state.cells is not None:

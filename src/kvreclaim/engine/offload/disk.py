@@ -12,19 +12,19 @@ import torch
 
 from kvreclaim.checks import require
 from kvreclaim.config import EngineConfig
-from kvreclaim.memory.tiers.transfers import TransferOutcome, Transfers
 from kvreclaim.model.config_fields import config_fields
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.model.quantized.layers import products_of
+from kvreclaim.offload.plan.transfers import TransferOutcome, Transfers
+from kvreclaim.offload.store.jobs import DiskCounters
+from kvreclaim.offload.store.jobs import JobOutcome as Ended
+from kvreclaim.offload.store.namespace import Namespace, weights_digest
+from kvreclaim.offload.store.record import VERSION
+from kvreclaim.offload.store.slot_file import SlotFile
+from kvreclaim.offload.store.workers import DiskWorkers
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import KVFormat
 from kvreclaim.schedule.rates import Rates
-from kvreclaim.tiers.jobs import DiskCounters
-from kvreclaim.tiers.jobs import JobOutcome as Ended
-from kvreclaim.tiers.namespace import Namespace, weights_digest
-from kvreclaim.tiers.record import VERSION
-from kvreclaim.tiers.slot_file import SlotFile
-from kvreclaim.tiers.workers import DiskWorkers
 
 KV_SEMANTICS = 1
 """To be raised when a forward pass gives other keys or values for the same weights and tokens."""
@@ -38,7 +38,7 @@ WAIT_S = 0.02
 
 
 def open_disk(config: EngineConfig, loaded: LoadedModel, form: KVFormat, backend: str) -> SlotFile | None:
-    """The file below the host, where one is asked for. Raises: InvalidArgumentError."""
+    """The file below the host; None without kv_offloading_disk_path. Raises: InvalidArgumentError."""
     if config.kv_offloading_disk_path is None:
         return None
     return SlotFile.open(
@@ -116,10 +116,10 @@ def namespace_of(config: EngineConfig, loaded: LoadedModel, form: KVFormat, back
 
 def _rope(loaded: LoadedModel) -> str:
     """The rotation in the config and the one that probing found."""
-    asked = getattr(loaded.model.config, "rope_parameters", None)
+    configured = getattr(loaded.model.config, "rope_parameters", None)
     ropes = (layer.rope for layer in loaded.facts.layers)
     found = [None if rope is None else (rope.style, rope.start, rope.inv_freq.tolist()) for rope in ropes]
-    return f"{asked} {found}"
+    return f"{configured} {found}"
 
 
 class Disk:
@@ -152,7 +152,7 @@ class Disk:
         return self.workers.counters
 
     def submit(self) -> None:
-        """Hand over what the memory wants moved or forgotten."""
+        """Hand the memory's transfers and resets to the workers."""
         if self.tier.take_reset():
             self.workers.clear()
         for each in self.tier.take_transfers():
@@ -164,7 +164,7 @@ class Disk:
                 self.workers.submit_load(each.job_id, each.disk_slot, each.name, data)
 
     def poll(self) -> None:
-        """Tell the memory what has ended. Waits for nothing."""
+        """Finish the memory's transfers that have ended. Waits for nothing."""
         if self._loads:
             self.workers.overdue()
         for done in self.workers.poll():

@@ -17,12 +17,12 @@ from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.offload import Parked
 from kvreclaim.memory.prefix.keys import BlockKeys
+from kvreclaim.offload.store.host import HostSlots
 from kvreclaim.ops.blocks_io import bytes_per_block, read_blocks
 from kvreclaim.ops.cell_tables import CellTable
 from kvreclaim.ops.cells import blocks_of
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.schedule.budget.account import EvictionCounters
-from kvreclaim.tiers.host import HostSlots
 
 HOST = torch.device("cpu")
 
@@ -115,7 +115,7 @@ def _image(
 
 
 def moved(state: CompressionState, device: torch.device) -> CompressionState:
-    """The same on a device."""
+    """A copy of the state on a device."""
 
     def there(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.to(device)
@@ -126,7 +126,7 @@ def moved(state: CompressionState, device: torch.device) -> CompressionState:
 def renamed(
     cells: CellTable, old: ListLike[int | None], new: ListLike[int | None], cache: KVCache
 ) -> CellTable:
-    """The same cells of other blocks."""
+    """The cells with their blocks renamed, old ids to new."""
     names = np.zeros(cache.num_blocks, dtype=np.int64)
     for before, after in zip(old[: cells.num_blocks], new, strict=False):
         assert before is not None, "cells have no holes"

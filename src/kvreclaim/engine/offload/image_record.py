@@ -40,7 +40,7 @@ def key_facts(key: SnapshotKey) -> dict[str, Any]:
 
 
 def record_of(image: Image, key: SnapshotKey, cache: KVCache) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Facts as JSON has them, and tensors on the host that nobody changes."""
+    """Facts for JSON, and tensors on the host that do not change any more."""
     state, aside = image.state, image.aside
     facts = key_facts(key) | {
         "physical_len": image.physical_len,

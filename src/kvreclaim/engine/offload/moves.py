@@ -1,4 +1,4 @@
-"""Carries out what the memory asks to be moved between blocks and host slots, and measures it."""
+"""Copies between blocks and host slots, planned by the memory and measured here."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.memory.offload import Move, OffloadSlots
+from kvreclaim.offload.store.host import HostSlots
 from kvreclaim.schedule.rates import Rates
-from kvreclaim.tiers.host import HostSlots
 
 PROBE_BYTES = 4 << 20
 

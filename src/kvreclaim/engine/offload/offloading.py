@@ -8,24 +8,24 @@ from dataclasses import replace
 from kvreclaim.engine.extension import Extension
 from kvreclaim.engine.offload.disk import WAIT_S, Disk
 from kvreclaim.engine.offload.moves import Moves
-from kvreclaim.engine.offload.offloaded_states import OffloadedStates
 from kvreclaim.engine.offload.parking import Parking
 from kvreclaim.engine.offload.prefixes import Prefixes
+from kvreclaim.engine.offload.states import OffloadedStates
 from kvreclaim.engine.offload.stats import DiskStateStats, DiskStats, HostStateStats, SlotStats, TierStats
 from kvreclaim.engine.request.outputs import EngineTotals, StepStats
 from kvreclaim.engine.request.request import Sequence
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.prefix.keys import BlockKeys
-from kvreclaim.memory.tiers.tiered_offload import TieredOffload
+from kvreclaim.offload.plan.tiered_offload import TieredOffload
+from kvreclaim.offload.store.host import HostSlots
+from kvreclaim.offload.store.slot_file import SlotFile
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.schedule import Admitted, StepPlan
 from kvreclaim.schedule.preemption_cost import PreemptionCostModel
-from kvreclaim.tiers.host import HostSlots
-from kvreclaim.tiers.slot_file import SlotFile
 
-WANTED = -2
-"""Id under which something is read from disk for no sequence."""
+NO_SEQUENCE = -2
+"""Id under which blocks are read from disk for no sequence."""
 
 logger = logging.getLogger(__name__)
 
@@ -81,14 +81,14 @@ class Offload(Extension):
         self.submit()
 
     def submit(self) -> None:
-        """Begin to read from disk what a new request would hit there."""
+        """Begin to read blocks that a new request would hit on disk."""
         for disk in self.disks:
             disk.submit()
         if self.prefixes is not None:
             self.prefixes.submit()
 
     def begin_step(self) -> None:
-        """Take in what has come from disk."""
+        """Take in finished reads from disk."""
         self._poll()
         if self.prefixes is not None:
             self.prefixes.poll()
@@ -96,7 +96,8 @@ class Offload(Extension):
     def _poll(self) -> None:
         for disk in self.disks:
             disk.poll()
-        self.below.on_disk.settle()
+        if self.below.on_disk is not None:
+            self.below.on_disk.settle()
 
     def prepare(self, plan: StepPlan) -> None:
         """Move the plan's blocks out and in."""
@@ -138,21 +139,21 @@ class Offload(Extension):
         return False
 
     def load_now(self) -> None:
-        """Load what the memory has asked for outside of a step."""
+        """Carry out the memory's loads outside of a step."""
         self.moves.load(self.below.pop_swap_ins())
 
     def bring_up(self, keys: BlockKeys) -> None:
-        """Read from disk what it has of these keys and the host has not, and wait for it."""
+        """Read the blocks of these keys that only the disk has, and wait for them."""
         if self.disk is None:
             return
-        self.below.prefetch(WANTED, keys, keys.num_tokens - 1)
+        self.below.prefetch(NO_SEQUENCE, keys, keys.num_tokens - 1)
         self.submit()
-        while self.below.must_wait(WANTED):
+        while self.below.must_wait(NO_SEQUENCE):
             for disk in self.disks:
                 if disk.tier.num_loading:
                     disk.wait()
             self._poll()
-        self.below.end_loading(WANTED)
+        self.below.end_loading(NO_SEQUENCE)
 
     def computed(self, sequences: list[Sequence]) -> None:
         self.store()
@@ -162,7 +163,7 @@ class Offload(Extension):
         try:
             self.moves.store()
         except Exception:
-            logger.exception("storing blocks on the host failed; who wants them computes them again")
+            logger.exception("storing blocks on the host failed; later requests compute them again")
         if self.disk is not None and self.disk.workers.takes_stores:
             self.below.stored()
         if self.prefixes is not None:
@@ -179,7 +180,7 @@ class Offload(Extension):
 
     def stats(self) -> TierStats:
         """Counts of every tier now, and since the start."""
-        self.begin_step()  # an engine without work would go on telling of transfers that are done
+        self.begin_step()  # an idle engine takes in no finished transfers otherwise
         below, prefixes = self.below, self.prefixes
         parking, counts = below.parking, below.counts
         return TierStats(
@@ -189,7 +190,7 @@ class Offload(Extension):
             parked_slots=parking.num_parked_slots,
             swaps=self.totals.swaps,
             swap_in_bytes=parking.num_resumed_blocks * self.preemption.bytes_per_block,
-            deferred_seqs=below.on_disk.num_deferred
+            deferred_seqs=(0 if below.on_disk is None else below.on_disk.num_deferred)
             + (0 if prefixes is None else prefixes.below.num_deferred),
             asked_tokens=counts.asked,
             host_hit_tokens=counts.from_host,

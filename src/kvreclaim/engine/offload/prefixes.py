@@ -19,25 +19,25 @@ from kvreclaim.engine.offload.snapshot_state import SnapshotStore
 from kvreclaim.engine.offload.stats import PrefixStats
 from kvreclaim.engine.request.request import Sequence
 from kvreclaim.engine.request.sizing import load_wait, prefix_worth
+from kvreclaim.offload.store.jobs import JobOutcome
+from kvreclaim.offload.store.namespace import Namespace
+from kvreclaim.offload.store.prefix_files import PrefixFiles
+from kvreclaim.offload.store.prefix_workers import Loaded, PrefixWorkers, Stored
+from kvreclaim.offload.store.session_file import SessionFile
 from kvreclaim.schedule.disk_prefixes import DiskPrefixIndex
 from kvreclaim.schedule.snapshot_key import SnapshotKey
-from kvreclaim.tiers.jobs import JobOutcome
-from kvreclaim.tiers.namespace import Namespace
-from kvreclaim.tiers.prefix_files import PrefixFiles
-from kvreclaim.tiers.prefix_workers import Loaded, PrefixWorkers, Stored
-from kvreclaim.tiers.session_file import SessionFile
 
 logger = logging.getLogger(__name__)
 
 TOUCH_S = 60.0
-"""A file whose content is used on the device is said to be used no more often."""
+"""Least time between two notes that a file's content is used on the device."""
 
 
 class Prefixes:
-    """Writes snapshots through to files, and brings them to the host when a request asks for them. close: at
+    """Writes snapshots through to files, and brings them to the host when a request needs them. close: at
     the latest when the object goes or the process ends.
 
-    store_after: times that one must have been asked for, 1 for at once
+    store_after: uses before a snapshot is written, 1 for at once
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Prefixes:
             return
         try:
             image = image_of(snapshot, self.memory, self.cache, self.signals)
-            facts, tensors = record_of(self.store.states.with_state(snapshot.seq_id, image), key, self.cache)
+            facts, tensors = record_of(self.store.with_state(snapshot.seq_id, image), key, self.cache)
         except Exception:
             logger.exception("a compressed prefix could not be copied to the host; it is not stored")
             return
@@ -124,13 +124,13 @@ class Prefixes:
         self.workers.store(key.name, SessionFile(self.files.namespace.fields, facts, tensors))
 
     def submit(self) -> None:
-        """Have what is wanted read."""
+        """Read the files that waiting requests need."""
         for key in self.below.take_wanted():
             self._reading[key.name] = key
             self.workers.load(key.name, partial(is_file_of, key))
 
     def poll(self) -> None:
-        """Take in what has been read and written. Waits for nothing."""
+        """Take in finished reads and writes. Waits for nothing."""
         for done in self.workers.poll():
             if isinstance(done, Stored):
                 self._storing.discard(done.name)
@@ -149,7 +149,7 @@ class Prefixes:
             return
         try:
             self._enter(
-                key, image_from(done.file.facts, done.file.tensors, self.cache, self.store.states.num_bytes)
+                key, image_from(done.file.facts, done.file.tensors, self.cache, self.store.state_bytes)
             )
         except UnfitError as error:
             logger.warning("a compressed prefix on disk is of no use: %s", error)
@@ -165,7 +165,7 @@ class Prefixes:
             return
         self.slots.fill([slot for slot in slots if slot is not None], image.blocks, image.beside)
         self.parking.enter(seq.seq_id, image.aside)
-        self.store.states.enter(seq.seq_id, image)
+        self.store.enter_state(seq.seq_id, image)
         self.store.held[seq.seq_id] = seq
         self._fresh.add(seq.seq_id)
 

@@ -13,14 +13,14 @@ from torch import Tensor
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.engine.offload.compressed_session import BEYOND, CompressedSessions, is_compressed
 from kvreclaim.engine.offload.offloading import Offload
-from kvreclaim.engine.offload.session_states import NAME, SessionStates
+from kvreclaim.engine.offload.states import NAME, StateCopies
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.prefix.keys import BlockKeys
+from kvreclaim.offload.store.session_file import SessionFile
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.blocks_io import bytes_per_block, read_blocks, write_blocks
 from kvreclaim.ops.kv_cache import KVCache
-from kvreclaim.tiers.session_file import SessionFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Sessions:
         tiers: Offload | None,
         fields: Mapping[str, str],
         compressed: CompressedSessions,
-        states: SessionStates | None,
+        states: StateCopies | None,
     ) -> None:
         self.compressed, self.states = compressed, states
         self.memory, self.cache, self.backend, self.tiers = memory, cache, backend, tiers
@@ -110,7 +110,7 @@ class Sessions:
             found[len(blocks) :] = self.tiers.moves.slots.bytes[torch.tensor(slots)]
         tensors = {"blocks": found}
         if self.states is not None and len(found):
-            tensors[NAME] = self.states.of(match)
+            tensors[NAME] = self.states.of_match(match)
         return tensors
 
     def _enter(self, keys: BlockKeys, blocks: Tensor, state: Tensor | None) -> None:

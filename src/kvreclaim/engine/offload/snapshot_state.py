@@ -11,9 +11,10 @@ from typing import Protocol
 from torch import Tensor
 
 from kvreclaim.engine.extension import Extension
+from kvreclaim.engine.offload.image import Image
 from kvreclaim.engine.offload.moves import Moves
 from kvreclaim.engine.offload.parking import Parking
-from kvreclaim.engine.offload.snapshot_recurrent import NoSnapshotStates
+from kvreclaim.engine.offload.states import StateCopies
 from kvreclaim.engine.request.compression_state import CompressionState
 from kvreclaim.engine.request.request import Request, Sequence
 from kvreclaim.engine.request.spec import RequestSpec
@@ -40,7 +41,7 @@ class SnapshotStore(Extension):
     """The sequences that hold compressed prefixes.
 
     held: by id; parking, moves: where there is a host; files: where there is a disk
-    states: of recurrent layers
+    states: of recurrent layers; None: the model has none
     """
 
     rank = 25
@@ -52,7 +53,7 @@ class SnapshotStore(Extension):
         new_id: Callable[[], int],
         parking: Parking | None,
         moves: Moves | None,
-        states: NoSnapshotStates,
+        states: StateCopies | None,
     ) -> None:
         self.scheduler, self.signals, self._new_id = scheduler, signals, new_id
         self.held: dict[int, Sequence] = {}
@@ -94,7 +95,7 @@ class SnapshotStore(Extension):
             self.scheduler.snapshots.give_way(seq.lineage.of_first(at))
 
     def _keep_left(self, seq: Sequence) -> bool:
-        """Keep what is left of a sequence, unless exact blocks serve whoever begins so. Returns: whether it
+        """Keep what is left of a sequence, unless exact blocks serve the same requests. Returns: whether it
         takes the place of what was kept before."""
         account = seq.account
         live, room = seq.num_computed - account.num_evicted, self.signals.room
@@ -180,12 +181,29 @@ class SnapshotStore(Extension):
             num_computed=len(tokens),
         )
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a snapshot's state of recurrent layers; 0: the model has none."""
+        return 0 if self.states is None else self.states.num_bytes
+
+    def with_state(self, seq_id: int, image: Image) -> Image:
+        """The image of a snapshot with its state of recurrent layers."""
+        if self.states is None:
+            return image
+        return replace(image, recurrent=self.states.of_snapshot(seq_id))
+
+    def enter_state(self, seq_id: int, image: Image) -> None:
+        """Fill the state of a snapshot that comes from elsewhere."""
+        if self.states is not None:
+            self.states.enter_snapshot(seq_id, image.recurrent)
+
     def begin(self, seq: Sequence, snapshot_id: int, unparked: bool) -> None:
         """A sequence begins as the fork of one."""
         snapshot = self.held[snapshot_id]
         if unparked and self.parking is not None:
             self.parking.resume(snapshot)
-            self.states.resume(snapshot_id)
+            if self.states is not None:
+                self.states.resume(snapshot_id)
         seq.state = snapshot.state.fork()
         if (cells := seq.state.cells) is not None:  # all of it is the prompt now
             slots = cells.counts * seq.footprint.block_size
@@ -193,7 +211,7 @@ class SnapshotStore(Extension):
         self.signals.fork(snapshot.seq_id, seq.seq_id)
 
     def used(self, snapshot_id: int) -> bool:
-        """To be told when a sequence has begun with one. Returns: whether it came from disk for it."""
+        """Note that a sequence has begun with a snapshot. Returns: whether it came from disk for it."""
         return self.files is not None and self.files.used(self.held[snapshot_id])
 
     def park(self, seq_ids: Iterable[int]) -> None:
@@ -201,7 +219,8 @@ class SnapshotStore(Extension):
         for seq_id in seq_ids:
             assert self.parking is not None, "only a memory with host slots parks anything"
             self.parking.park(self.held[seq_id])
-            self.states.park(seq_id)
+            if self.states is not None:
+                self.states.park(seq_id)
 
     def drop(self, seq_ids: Iterable[int]) -> None:
         """The memory has forgotten them."""
@@ -212,7 +231,7 @@ class SnapshotStore(Extension):
                 self.parking.drop(seq_id)
 
     def forget(self, seq_ids: Iterable[int]) -> None:
-        """Their bytes may not have arrived where they were to go."""
+        """Forget snapshots that may not have arrived."""
         for seq_id in seq_ids:
             if seq_id in self.held:
                 self.scheduler.snapshots.drop(self.held[seq_id].snapshot_key)

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 from kvreclaim.engine.offload.moves import MoveTotals
 from kvreclaim.memory.pool import BlockPool
-from kvreclaim.memory.tiers.disk import DiskTier
-from kvreclaim.memory.tiers.disk_states import DiskStates
-from kvreclaim.memory.tiers.host_states import HostStates
-from kvreclaim.tiers.jobs import DiskCounters
-from kvreclaim.tiers.prefix_workers import PrefixCounters
+from kvreclaim.offload.plan.disk import DiskTier
+from kvreclaim.offload.plan.states import DiskStates, HostStates
+from kvreclaim.offload.store.jobs import DiskCounters
+from kvreclaim.offload.store.prefix_workers import PrefixCounters
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class DiskStateStats:
         return cls(
             counters,
             states.slots.num_slots,
-            states.num_kept,
+            len(states.slots),
             recovered,
             states.num_stored,
             states.num_loaded,
@@ -147,7 +146,7 @@ class HostStateStats:
     @classmethod
     def of(cls, states: HostStates) -> HostStateStats:
         counts = states.counts
-        return cls(states.num_slots, states.num_kept, counts.stored, counts.loaded, counts.failed)
+        return cls(states.slots.num_slots, states.slots.num_live, counts.stored, counts.loaded, counts.failed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +160,7 @@ class TierStats:
     deferred_seqs:   that wait for what is being read from disk for them
     asked_tokens:    tokens in full blocks that the pool did not have, at each admission
     host_hit_tokens: of these, tokens that came from the host alone
-    disk_hit_tokens: tokens that had been read from disk for who asked
+    disk_hit_tokens: tokens that had been read from disk for the waiting request
     refused:         times that a full block found no slot on the host
     bytes_per_block: that a move of one moves
     disk:            None without a file

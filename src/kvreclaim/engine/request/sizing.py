@@ -16,9 +16,9 @@ from kvreclaim.config import EngineConfig
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.free_memory import free_host_memory_bytes
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.memory.groups.state_slots import StateSlots, most_sequences
+from kvreclaim.memory.groups.state_slots import StateSizes, most_sequences
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.memory.tiers.tiered_offload import NEVER, TieredOffload
+from kvreclaim.offload.plan.tiered_offload import NEVER, TieredOffload
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import kv_format
 from kvreclaim.ops.groups import layer_groups
@@ -86,16 +86,16 @@ def choose_limits(config: EngineConfig, facts: ModelFacts, spoken_for: int = 0) 
     return replace(config, max_model_len=max_model_len, num_blocks=num_blocks, max_signal_bytes=signal_bytes)
 
 
-def state_slots(config: EngineConfig, facts: ModelFacts) -> StateSlots | None:
+def state_slots(config: EngineConfig, facts: ModelFacts) -> StateSizes | None:
     """Slots for the states of recurrent layers; None for a model without."""
     return state_slots_of(config, facts) if facts.states else None
 
 
-def state_slots_of(config: EngineConfig, facts: ModelFacts) -> StateSlots:
+def state_slots_of(config: EngineConfig, facts: ModelFacts) -> StateSizes:
     """Two for each running sequence, one more for each draft, one more where it may be parked in the step in
     which others begin, and the checkpoints."""
     each, checkpoints = _slots_of_each(config)
-    return StateSlots.of(
+    return StateSizes.of(
         config.max_num_seqs, each, checkpoints, config.state_checkpoint_interval, _drafts_of_each(config)
     )
 

@@ -19,11 +19,10 @@ from kvreclaim.engine.execute.runner import ModelRunner
 from kvreclaim.engine.extension import Extensions
 from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
 from kvreclaim.engine.offload.disk import open_disk, open_states, share_bytes
-from kvreclaim.engine.offload.offloaded_states import OffloadedStates
 from kvreclaim.engine.offload.offloading import Offload
 from kvreclaim.engine.offload.prefixes import make_prefixes
-from kvreclaim.engine.offload.snapshot_recurrent import NoSnapshotStates
 from kvreclaim.engine.offload.snapshot_state import SnapshotStore
+from kvreclaim.engine.offload.states import OffloadedStates, StateCopies
 from kvreclaim.engine.request.outputs import EngineTotals
 from kvreclaim.engine.request.request import Sequence as Seq
 from kvreclaim.engine.request.sizing import make_memory, state_slots
@@ -32,8 +31,9 @@ from kvreclaim.engine.step.full_cache import full_cache, streamed_layers
 from kvreclaim.engine.step.validation import check_sparse_prefill
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.memory.tiers.tiered_offload import TieredOffload
 from kvreclaim.model.loader import LoadedModel
+from kvreclaim.offload.plan.tiered_offload import TieredOffload
+from kvreclaim.offload.store.slot_file import SlotFile
 from kvreclaim.ops.backend import Backend, Choice, Need, choose_backend
 from kvreclaim.ops.facts import KeyStats, ModelFacts
 from kvreclaim.ops.formats import KVFormat, kv_format, plain_format
@@ -45,7 +45,6 @@ from kvreclaim.refusals import Feature, refuse
 from kvreclaim.schedule import Scheduler
 from kvreclaim.schedule.preemption_cost import PreemptionCostModel
 from kvreclaim.schedule.rates import Rates
-from kvreclaim.tiers.slot_file import SlotFile
 
 
 def stored_facts(
@@ -219,7 +218,7 @@ def make_snapshots(
     storage: Storage,
     lifecycle: Lifecycle,
     offload: Offload | None,
-    states: NoSnapshotStates,
+    states: StateCopies | None,
 ) -> SnapshotStore:
     """Keeps compressed prefixes, on the host and on disk, too, where these are there."""
     parking, moves = (None, None) if offload is None else (offload.parking, offload.moves)

@@ -24,9 +24,8 @@ from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
 from kvreclaim.engine.offload.compressed_session import CompressedSessions
 from kvreclaim.engine.offload.disk import namespace_of
 from kvreclaim.engine.offload.session import Sessions
-from kvreclaim.engine.offload.session_states import SessionStates
-from kvreclaim.engine.offload.snapshot_recurrent import NoSnapshotStates, SnapshotStates
 from kvreclaim.engine.offload.snapshot_state import SnapshotStore
+from kvreclaim.engine.offload.states import StateCopies
 from kvreclaim.engine.offload.stats import TierStats
 from kvreclaim.engine.request.chunk_reuse import Reuse
 from kvreclaim.engine.request.footprints import footprint_of
@@ -203,16 +202,14 @@ class Engine:
     def snapshots(self) -> SnapshotStore:
         """Keeps compressed prefixes, from the first request on that asks for one."""
         return self.extensions.add(
-            make_snapshots(self.config, self.storage, self.lifecycle, self.tiers, self._snapshot_states)
+            make_snapshots(self.config, self.storage, self.lifecycle, self.tiers, self._state_copies)
         )
 
     @property
-    def _snapshot_states(self) -> NoSnapshotStates:
+    def _state_copies(self) -> StateCopies | None:
         if self.states is None:
-            return NoSnapshotStates()
-        return SnapshotStates(
-            self.states.group, self.states.store, self.memory.offload.parking, self._on_host
-        )
+            return None
+        return StateCopies(self.states.group, self.states.store, self.memory.offload.parking, self._on_host)
 
     @cached_property
     def chunked(self) -> ChunkedPrompts:
@@ -277,11 +274,14 @@ class Engine:
         namespace = namespace_of(self.config, self.loaded, self.kv_format, self.backend.NAME)
         snapshots, config = self.snapshots, self.config
         compressed = CompressedSessions(snapshots, self.memory, self.cache, self.backend, self.tiers, config)
-        states = None
-        if self.states is not None:
-            states = SessionStates(self.states.group, self.states.store, self._on_host)
         return Sessions(
-            self.memory, self.cache, self.backend, self.tiers, namespace.fields, compressed, states
+            self.memory,
+            self.cache,
+            self.backend,
+            self.tiers,
+            namespace.fields,
+            compressed,
+            snapshots.states,
         )
 
     @on_own_device

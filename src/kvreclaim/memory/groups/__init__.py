@@ -1,1 +1,1 @@
-"""Group managers: who holds which blocks in the layers of one kind, all over one pool."""
+"""Group managers: the blocks that sequences hold in layers of one kind, all over one pool."""

@@ -7,8 +7,8 @@ from collections.abc import Container, Iterable, Sequence
 
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
 from kvreclaim.memory.block_table import BlockTable
-from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.memory.changes import CompactionPlan, Shrunk
+from kvreclaim.memory.blocks import INDEXED, blocks_for
+from kvreclaim.memory.changes import CompactionPlan, Shrunk, TableState
 from kvreclaim.memory.check import check_plan, check_table
 from kvreclaim.memory.groups.group import GroupManager
 from kvreclaim.memory.pool import BlockPool
@@ -126,6 +126,15 @@ class FullAttentionGroup(GroupManager):
 
     # Compression.
 
+    def table_state(self, table: BlockTable) -> TableState:
+        """The table as a compaction is planned from it."""
+        ids, refs, marks = table.block_ids, self.pool.refs, self.pool.marks
+        return TableState(
+            ids,
+            tuple(0 if block is None else refs[block] for block in ids),
+            tuple(block is not None and marks[block] & INDEXED > 0 for block in ids),
+        )
+
     def first_lacking(self, passes: Iterable[tuple[int, int]], unsure: Container[int] = ()) -> int | None:
         """Like MemoryManager's."""
         refs, held = self.pool.refs, self._held
@@ -169,7 +178,7 @@ class FullAttentionGroup(GroupManager):
         return freed
 
     def _dropped(self, blocks: Sequence[int]) -> int:
-        """Release what a pass drops. Returns: how many nobody holds now but idle sequences."""
+        """Release blocks that a pass drops. Returns: how many only idle sequences, or none, hold now."""
         num_idle = self.pool.num_idle
         freed = self.pool.release(blocks)
         return freed + self.pool.num_idle - num_idle

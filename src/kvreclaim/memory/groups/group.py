@@ -14,11 +14,11 @@ from kvreclaim.memory.prefix_cache import PrefixMatch
 
 
 class GroupManager(ABC):
-    """What sequences hold in layers of one kind: full attention, one window, or recurrent layers.
+    """The blocks or states of sequences in layers of one kind: full attention, one window, or recurrent.
 
-    All that take blocks share one pool. The manager asks every group before it changes one, and the group of
-    full attention comes first. `table` is the sequence's table there: it has the lengths and the entries of
-    the prefix index.
+    All that take blocks share one pool. The manager checks every group before it changes one, and the group
+    of full attention comes first. `table` is the sequence's table there, which has the lengths and the
+    entries of the prefix index.
 
     Args:
         held: references to sources of copies that have not been made yet; all groups share the counter

@@ -79,7 +79,7 @@ class WindowGroup(GroupManager):
         return self.window.fit(lambda i: self._row(entries[i]) is not None, most, self.block_size)
 
     def hits(self, entries: Sequence[Entry]) -> tuple[Row, ...]:
-        """The rows that a sequence which begins with these entries sees; fit has said yes."""
+        """The rows that a sequence which begins with these entries sees; fit allows all of them."""
         first = self.window.first_entry(len(entries), self.block_size)
         rows = [self._row(entry) for entry in entries[first:]]
         assert None not in rows, f"window {self.number} lacks a row behind {len(entries)} entries"
@@ -94,8 +94,7 @@ class WindowGroup(GroupManager):
         self._supersede(match.entries, end)
 
     def _supersede(self, entries: Sequence[Entry], end: int) -> None:
-        """Earlier turns of what a sequence goes on with end near its own: who comes next goes on behind that,
-        and the rows before theirs are no longer worth more than others."""
+        """Demote the rows of earlier turns that end near this sequence's own end, where the next begins."""
         first = max(0, end - TURN_TOKENS // self.block_size)
         for i in range(len(entries) - 1, first - 1, -1):
             if entries[i].serial not in self._turns:

@@ -12,7 +12,7 @@ from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.changes import NO_GROWTH, Growth, Shrunk, TableState
 from kvreclaim.memory.groups.recurrent import RecurrentGroup
-from kvreclaim.memory.offload import NoOffload, OffloadSlots
+from kvreclaim.memory.offload import OffloadSlots
 from kvreclaim.memory.prefix.index import INELIGIBLE, MISS_REASONS, SUB_BLOCK
 from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.memory.stats import MemoryStats
@@ -44,7 +44,7 @@ class ExtentMemory:
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise NotImplementedError("blocks that are only counted have no names; simulate with extents=False")
 
-    ref_count = blocks = num_blocks = fork = num_to_fork = adopt = rest = wake = _refuse
+    ref_count = blocks = num_blocks = fork = num_to_fork = adopt = mark_idle = mark_active = _refuse
     shrink = release_out_of_window = drop_blocks = _refuse
 
     def __init__(
@@ -52,7 +52,7 @@ class ExtentMemory:
     ) -> None:
         self.block_size = block_size
         self.pool = ExtentPool(num_blocks)
-        self.offload: OffloadSlots = NoOffload()
+        self.offload: OffloadSlots = OffloadSlots()
         self.recurrent: RecurrentGroup | None = None
         self._links = links
         self.num_idle, self.max_idle = 0, None

@@ -1,1 +1,0 @@
-"""Storage below the pool: slots in host memory, a file of slots on disk."""
