@@ -1,8 +1,9 @@
 """Settings of an engine and a request that the loss curve of max_loss covers.
 
 Every engine option and every field of a request is in one of two tables. `*_FREE` change no answer beyond
-rounding, or which tokens are sampled but not what the cache holds. `*_MEASURED` change what compression
-loses; the curve is measured under the listed values, and max_loss refuses any other.
+rounding, or which tokens are sampled but not what the cache holds. `*_MEASURED`, and `measured` of a
+feature (engine/feature.py), change what compression loses; the curve is measured under the listed values,
+and max_loss refuses any other.
 """
 
 from __future__ import annotations
@@ -64,12 +65,6 @@ ENGINE_FREE = frozenset(
         "enforce_eager",
     }
 )
-REQUEST_MEASURED: Mapping[str, tuple[Any, ...]] = {
-    "conversation_snapshots": (None, False),
-    "drop_spans": (None, (), []),
-    "sparse_prefill": (None, "dense"),
-    "chunks": (None,),
-}
 REQUEST_CHECKED = frozenset({"compression", "compress_prompt_at"})
 """compression: CompressionConfig checks it. compress_prompt_at: only before as much text as was measured."""
 REQUEST_FREE = frozenset(
@@ -82,11 +77,11 @@ REQUEST_FREE = frozenset(
         "priority",
         "retention",
         "tenant",
-        "is_rewritten",  # about snapshots, which are off
-        "drop_at",  # about drop_spans, of which there are none
+        "is_rewritten",  # matters to snapshots alone, which are off
+        "drop_at",  # matters with drop_spans alone, of which there are none
         "beams",
         "cache_salt",
-        "thinking",
+        "options",  # RequestFeature.measured names the fields that matter
         "may_end_early",
     }
 )

@@ -155,7 +155,7 @@ class World:
                 beams=question.beams,
                 drop_spans=question.drop_spans,
                 drop_at=question.drop_at,
-                chunks=chunks,
+                options={} if chunks is None else {Chunks: chunks},
             )
         except KVReclaimError:
             self.counts["refused"] += 1

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from kvreclaim.beams import BeamSearchParams
 from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.compressor import Compressor
-from kvreclaim.compression.prefill.method import SparsePrefill
-from kvreclaim.compression.prefill.registry import make_method
 from kvreclaim.compression.refusals import format_features, model_features, policy_features
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.compact.recalls import Recalls
-from kvreclaim.engine.request.chunk_reuse import Reuse
+from kvreclaim.engine.feature import RequestDraft, RequestFeature
 from kvreclaim.engine.request.footprints import footprint_of
 from kvreclaim.engine.request.request import Beams, Request, Scores
 from kvreclaim.engine.request.spec import RequestSpec
@@ -27,10 +25,7 @@ from kvreclaim.engine.step.validation import (
     check_prompt,
     check_recall,
     check_salt,
-    check_sparse_prefill,
-    check_thinking,
     checked_bad_words,
-    checked_drops,
     output_limit,
 )
 from kvreclaim.engine.step.verified import divided, verify_of
@@ -45,11 +40,12 @@ UNSEEDED = 1 << 40
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewRequest:
-    """A request that has been checked. tokens: of its prompt, and of a continuation to be scored"""
+    """A checked request. tokens: its prompt and a continuation to be scored; queued: at once"""
 
     request: Request
     tokens: list[int]
     footprint: Footprint
+    queued: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,27 +53,22 @@ class RequestFactory:
     """Makes requests for one engine, or refuses them; nothing else has changed then.
 
     config:   its limits are those of a request
-    features: of the engine, for the compatibility table
-    prefill:  sparse prefill of requests that say nothing
+    engine:   features of the engine, for the compatibility table
+    features: that requests may have, in the order in which a request passes them
     """
 
     loaded: LoadedModel
     config: EngineConfig
     groups: LayerGroups
-    features: Mapping[Feature, str]
+    engine: Mapping[Feature, str]
     signals: Signals
     recalls: Recalls | None
-    prefill: SparsePrefill | None
+    features: tuple[RequestFeature, ...]
 
     def make(
-        self,
-        spec: RequestSpec,
-        compressor: Compressor | None,
-        number: int,
-        reuse_of: Callable[[], Reuse | None],
-        parent: Request | None,
+        self, spec: RequestSpec, compressor: Compressor | None, number: int, parent: Request | None
     ) -> NewRequest:
-        """A request. number: of those that the engine has had; reuse_of: what of its chunks is reused.
+        """A request. number: of requests that the engine has had
 
         Raises: InvalidArgumentError, RequestTooLongError.
         """
@@ -86,23 +77,17 @@ class RequestFactory:
         lengths = len(prompt), len(tokens) - (spec.continuation is not None)  # its last token is not computed
         check_prompt(tokens, params, config, self.loaded)
         bad_words = checked_bad_words(params, self.loaded)
-        check_thinking(params, spec.thinking, self.loaded)
         check_salt(spec.cache_salt)
         check_priority(spec.priority, config)
-        method, sparse = self._prefill_method(spec), None
-        assert config.max_model_len is not None, "the engine's limits are set"
-        if asked := request_features(spec, compressor, method, config.max_model_len):
-            refuse({**self.features, **asked})
-        if method is not None:
-            sparse = check_sparse_prefill(method, config, self.groups.facts)
-            method = None if sparse is None else method
+        features = tuple(each for each in self.features if each.is_on(spec, is_child=parent is not None))
+        if conditions := request_conditions(spec, compressor, features):
+            refuse({**self.engine, **conditions})
         verified, compressor = (None, None) if compressor is None else divided(compressor)
         verify = None if verified is None else self._verify(spec, verified, len(tokens))
-        footprint = footprint_of(compressor, config, prompt, spec.compress_prompt_at, self.groups, sparse)
-        if (drops := checked_drops(spec)) is not None:
-            footprint = footprint.dropping(drops)
-        if (reuse := reuse_of()) is not None:
-            footprint = replace(footprint, shareable_until=reuse.sources[0].start)
+        draft = RequestDraft(spec, compressor, footprint_of(compressor, config, prompt, self.groups), parent)
+        for feature in features:
+            feature.claim(draft)
+        footprint = draft.footprint
         policy = "full" if compressor is None else compressor.policy.name
         check_length(*lengths, footprint, config, policy=policy)
         if compressor is not None:
@@ -123,26 +108,21 @@ class RequestFactory:
             max_len,
             seed,
             beams=beams,
-            sparse_prefill=method,
-            reuse=reuse,
+            features=features,
+            state=draft.state,
             verify=verify,
             bad_words=bad_words,
             parent=parent,
             scores=scores,
             prompt_logprobs=[None] if params.prompt_logprobs is not None else None,
         )
-        return NewRequest(request, list(tokens), footprint)
+        return NewRequest(request, list(tokens), footprint, draft.queued)
 
     def check_compression(self, compressor: Compressor, *, scored: bool) -> None:
         """Raise InvalidArgumentError where this engine cannot serve the compression. scored: its text is
         given whole"""
-        refuse({**self.features, **compression_features(compressor, scored=scored)})
+        refuse({**self.engine, **compression_features(compressor, scored=scored)})
         self.signals.check(compressor)
-
-    def _prefill_method(self, spec: RequestSpec) -> SparsePrefill | None:
-        """The prompt's sparse-prefill method: the request's, else the engine's."""
-        said = self.prefill if spec.sparse_prefill is None else spec.sparse_prefill
-        return make_method(said) if isinstance(said, str) else said
 
     def _verify(self, spec: RequestSpec, verified: Compressor, num_tokens: int) -> Verify:
         """Settings of verify mode for the request. Raises: InvalidArgumentError."""
@@ -173,24 +153,19 @@ def engine_features(config: EngineConfig, form: KVFormat, groups: LayerGroups) -
     return found
 
 
-def request_features(
-    spec: RequestSpec, compressor: Compressor | None, method: SparsePrefill | None, max_model_len: int
+def request_conditions(
+    spec: RequestSpec, compressor: Compressor | None, features: tuple[RequestFeature, ...]
 ) -> dict[Feature, str]:
-    """Features of a request. compressor: what compresses it, or drafts for it; method: its sparse prefill"""
-    asked = {
-        Feature.CHUNK_REUSE: spec.chunks is not None,
-        Feature.COMPRESS_AT: spec.compress_prompt_at is not None,
-        Feature.DROPS: bool(spec.drop_spans),
+    """Features of a request, for the compatibility table. compressor: compresses it, or drafts for it"""
+    on = {
         Feature.BEAM_SEARCH: spec.beams is not None,
         Feature.SEVERAL_OUTPUTS: spec.params.n > 1,
         Feature.PROMPT_LOGPROBS: spec.params.prompt_logprobs is not None,
         Feature.SCORING: spec.continuation is not None,
     }
-    found = {feature: "" for feature, is_asked in asked.items() if is_asked}
-    if method is not None:
-        found[Feature.SPARSE_PREFILL] = method.name
-        if not method.reads_all(max_model_len):
-            found[Feature.SKIPS_BLOCKS] = method.name
+    found = {feature: "" for feature, is_on in on.items() if is_on}
+    for each in features:
+        found |= each.conditions(spec)
     if compressor is None:
         return found
     return found | compression_features(compressor, scored=spec.continuation is not None)

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import logging
 
-from kvreclaim.checks import check_int, check_text, is_int, require
+from kvreclaim.checks import check_text, is_int, require
 from kvreclaim.compression.compressor import Compressor
-from kvreclaim.compression.prefill.method import SparsePrefill
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.compact.recalls import Recalls
-from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.sampling.beam_search import BeamSearch
 from kvreclaim.engine.sampling.processors import word_ids
-from kvreclaim.engine.sampling.thinking import FIELD, closing_ids
 from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
 from kvreclaim.model.loader import LoadedModel
-from kvreclaim.ops.facts import ModelFacts
-from kvreclaim.parsers.thinking import ThinkSpan
 from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.schedule.budget.check import check_blocks
-from kvreclaim.schedule.budget.drops import Drops, joined
 from kvreclaim.schedule.budget.footprint import Footprint
 from kvreclaim.schedule.budget.lengths import excess_slots, longest_sequence, most_blocks
-from kvreclaim.schedule.budget.sparse import SparseRows
 
 logger = logging.getLogger(__name__)
 
@@ -77,20 +70,6 @@ def checked_bad_words(params: SamplingParams, loaded: LoadedModel) -> tuple[tupl
     return tuple(found)
 
 
-def check_thinking(params: SamplingParams, span: ThinkSpan | None, loaded: LoadedModel) -> None:
-    """Raise InvalidArgumentError for a budget of reasoning that cannot be ended."""
-    if params.thinking_token_budget is None:
-        return
-    require(
-        span is not None,
-        f"{FIELD} is set, but nothing says how this model writes its reasoning (its chat template shows "
-        "none, or no reasoning parser is on); leave it out.",
-        FIELD,
-    )
-    if span is not None:
-        closing_ids(span, loaded.tokenizer)
-
-
 def check_salt(cache_salt: str | None) -> None:
     """Raise InvalidArgumentError for a cache salt that is no text, or that holds what sets caches apart."""
     require(
@@ -103,42 +82,6 @@ def check_salt(cache_salt: str | None) -> None:
         "cache_salt holds the character NUL, which is reserved; remove it.",
         "cache_salt",
     )
-
-
-def checked_drops(spec: RequestSpec) -> Drops | None:
-    """The spans that a request drops. Raises: InvalidArgumentError for some that are not in its prompt."""
-    spans, at, num_prompt = spec.drop_spans, spec.drop_at, len(spec.prompt_token_ids)
-    if not spans:
-        require(
-            at is None,
-            f"drop_at is {at}, but there are no drop_spans; pass some, or leave it out.",
-            "drop_at",
-        )
-        return None
-    require(
-        isinstance(spans, (list, tuple)),
-        f"drop_spans is {spans!r}; pass a list of (first, last + 1) of prompt tokens.",
-        "drop_spans",
-    )
-    if at is None:
-        at = num_prompt - 1
-    else:
-        check_int("drop_at", at, 1)
-    require(
-        at < num_prompt,
-        f"drop_at is {at}, but the prompt has {num_prompt} tokens; lower it, so that at least one token "
-        "follows.",
-        "drop_at",
-    )
-    for span in spans:
-        is_pair = isinstance(span, (list, tuple)) and len(span) == 2 and all(map(is_int, span))
-        require(
-            is_pair and 0 <= span[0] < span[1] <= at,
-            f"drop_spans has {span!r}; a span is (first, last + 1) of prompt tokens before drop_at, {at}; "
-            "correct or remove it.",
-            "drop_spans",
-        )
-    return Drops(joined(spans), at)
 
 
 def check_priority(priority: int, config: EngineConfig) -> None:
@@ -154,27 +97,6 @@ def check_priority(priority: int, config: EngineConfig) -> None:
             "'cache'.",
             field="priority",
         )
-
-
-def check_sparse_prefill(method: SparsePrefill, config: EngineConfig, facts: ModelFacts) -> SparseRows | None:
-    """The rows of the method that the scheduler plans by; None where it leaves out nothing.
-
-    Raises: InvalidArgumentError where it does not go with the model or the engine's limits.
-    """
-    method.check(facts, config.block_size)
-    assert config.max_model_len is not None, "the engine's limits are set"
-    if method.reads_all(config.max_model_len):
-        return None
-    rows = method.sparse_rows(facts.layers[0], config.block_size)
-    least = rows.span + config.max_num_seqs
-    require(
-        config.max_num_batched_tokens >= least,
-        f"sparse prefill {method.name} decides on {rows.span} tokens at once, and max_num_batched_tokens "
-        f"{config.max_num_batched_tokens} may leave fewer beside {config.max_num_seqs} running sequences; "
-        f"raise it to {least}, or lower max_num_seqs.",
-        "sparse_prefill",
-    )
-    return rows
 
 
 def check_recall(compressor: Compressor, config: EngineConfig, recalls: Recalls | None) -> None:
