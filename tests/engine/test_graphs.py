@@ -23,7 +23,14 @@ from kvreclaim.config import EngineConfig
 from kvreclaim.engine.attend.cell_tables import grown_cells, head_lengths
 from kvreclaim.engine.execute import graph_buffers
 from kvreclaim.engine.execute.graph_buffers import SentCells, TableRows
-from kvreclaim.engine.execute.graphs import Capture, CudaCapture, DecodeGraphs, DecodeStep, padded_sizes
+from kvreclaim.engine.execute.graphs import (
+    Capture,
+    CudaCapture,
+    DecodeGraphs,
+    DecodeStep,
+    GraphKind,
+    padded_sizes,
+)
 from kvreclaim.model.loader import LoadedModel, load_model
 from kvreclaim.ops import reference
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
@@ -219,7 +226,28 @@ def test_every_decode_step_of_an_engine_is_replayed(family: str, policy: str | N
     assert_same(answers(llm, policy), want)
     assert not graphs.refusals
     assert capture.replays > 25
-    assert any(unequal for _, unequal in graphs._replays) == (policy in UNEQUAL)
+    assert any(kind.unequal for _, kind in graphs._replays) == (policy in UNEQUAL)
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "h2o", "tova", "ada_kv(snapkv)"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("drafted", [False, True])
+def test_steps_whose_policies_keep_queries_are_replayed(
+    family: str, policy: str, drafted: bool, make_llm
+) -> None:
+    """Passes while decoding choose by queries and attention of every step: one that missed some would keep
+    other tokens."""
+    given = {"enable_prefix_caching": False, "block_size": 8, "max_num_batched_tokens": 128}
+    want = answers(make_llm(family, **given), policy)
+    drafts = {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}'} if drafted else {}
+    llm = make_llm(family, **given, **drafts)
+    if drafted:
+        draft_answers(llm, want, tiny.prompts((70, 9, 45), seed=3))
+    graphs, capture = use_graphs(llm, 3 if drafted else 0)
+    assert_same(answers(llm, policy), want)
+    assert not graphs.refusals
+    assert any(kind.queries for _, kind in graphs._replays)
+    assert capture.replays == llm.engine.totals.steps - 1, "all but the one with the prompts"
 
 
 @pytest.mark.parametrize("policy", [None, "knorm", "ada_kv(knorm)"])
@@ -288,15 +316,17 @@ def test_cells_beyond_the_tables_are_refused(make_llm, monkeypatch) -> None:
     assert list(graphs.refusals) == ["a head has more than 1 blocks"]
 
 
-def test_graphs_for_unequal_heads_are_captured_when_the_first_such_request_comes(make_llm) -> None:
+def test_graphs_of_a_kind_are_captured_when_the_first_such_request_comes(make_llm) -> None:
     llm = make_llm("llama", max_num_seqs=4)
     graphs, _ = use_graphs(llm)
     graphs.capture()
     params = SamplingParams(max_tokens=1)
     llm.engine.add_request("equal", [1, 2, 3], params, llm.compressor(small("knorm")))
-    assert {unequal for _, unequal in graphs._replays} == {False}
+    assert {kind for _, kind in graphs._replays} == {GraphKind()}
     llm.engine.add_request("unequal", [1, 2, 3], params, llm.compressor(small("ada_kv(knorm)", interval=16)))
-    assert [size for size, unequal in graphs._replays if unequal] == [4, 2, 1]
+    assert [size for size, kind in graphs._replays if kind.unequal] == [4, 2, 1]
+    llm.engine.add_request("queries", [1, 2, 3], params, llm.compressor(small("h2o")))
+    assert [size for size, kind in graphs._replays if kind == GraphKind(queries=True)] == [4, 2, 1]
 
 
 @pytest.mark.gpu
@@ -377,7 +407,7 @@ def test_verification_is_replayed(policy: str, make_llm) -> None:
     assert (before[-1], graphs.sizes[-1]) == (4, 36)
     assert llm.engine.totals.steps < GREEDY.max_tokens, "drafts were accepted"
     if policy == "snapkv":
-        assert list(graphs.refusals) == ["a policy keeps queries, attention or scores of tokens"]
+        assert list(graphs.refusals) == ["a companion's policy keeps queries, attention or scores of tokens"]
     else:
         assert not graphs.refusals
         assert any(size > len(PROMPTS) for size, _ in graphs._replays)
@@ -387,11 +417,13 @@ def test_graphs_are_captured_anew_where_requests_bring_more_drafts(world) -> Non
     w, capture = world(), Replayed()
     graphs = w.graphs(capture, max_num_seqs=4)
     graphs.capture()
-    graphs.capture(unequal=True)
+    graphs.capture(GraphKind(unequal=True))
     assert graphs.sizes == (1, 2, 4)
     graphs.expect_drafts(3)
     assert graphs.sizes == (1, 2, 4, 5, 10, 20)
-    assert graphs._replays.keys() == {(size, unequal) for size in graphs.sizes for unequal in (False, True)}
+    assert graphs._replays.keys() == {
+        (size, GraphKind(unequal)) for size in graphs.sizes for unequal in (False, True)
+    }
     tried = len(capture.tried)
     graphs.expect_drafts(4)
     assert len(capture.tried) == tried

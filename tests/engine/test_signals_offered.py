@@ -100,41 +100,26 @@ def test_signals_that_would_not_fit_are_refused(policy, want, reason, make_llm):
     assert_idle(llm)
 
 
-class Graphs:
-    """In place of engine.graphs: counts what is asked of it and replays nothing."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.refusals: list[str] = []
-
-    def forward(self, step):
-        self.steps += 1
-
-    def expect_drafts(self, most: int) -> None:
-        assert most == 0
-
-    def refuse(self, reason: str) -> None:
-        self.refusals.append(reason)
-
-
 @pytest.mark.parametrize("want", [name for name in NEEDS if name not in ("future", "again")])
-def test_steps_that_are_watched_run_without_a_graph(want, make_llm):
+def test_decode_steps_are_replayed_and_hand_out_queries_where_policies_keep_some(want, make_llm):
     llm = make_llm()
-    llm.engine.runner.graphs = graphs = Graphs()
+    graphs, capture = use_graphs(llm)
     llm.generate(tiny.prompts((30,)), GREEDY, config(want))
-    watched = want in ("queries", "mass", "observed", "all")
-    assert graphs.steps == (0 if watched else 39)
-    assert len(graphs.refusals) == (39 if watched else 0)
-    assert set(graphs.refusals) <= {"a policy keeps queries, attention or scores of tokens"}
+    assert capture.replays == 39
+    assert not graphs.refusals
+    kept = want in ("queries", "mass", "observed", "all")
+    assert {kind.queries for _, kind in graphs._replays} == {kept}
 
 
-def test_the_reason_is_said_once(make_llm, caplog):
-    llm = make_llm()
-    graphs, _ = use_graphs(llm)
+def test_steps_that_recall_run_without_a_graph_and_the_reason_is_logged_once(make_llm, caplog):
+    llm = make_llm(block_size=4, kv_recall_size=0.01)
+    graphs, capture = use_graphs(llm)
+    recalling = small("snapkv", budget=32, interval=32, recall="query(blocks=2)")
     with caplog.at_level(logging.INFO, "kvreclaim.engine.execute.graphs"):
-        llm.generate(tiny.prompts((30,)), GREEDY, config("mass"))
-    assert graphs.refusals.total() == 39
-    assert [record.message for record in caplog.records] == [
-        "decode graphs: a step runs without a graph, because a policy keeps queries, attention or scores of "
-        "tokens"
+        (out,) = llm.generate(tiny.prompts((50,)), GREEDY, recalling)
+    assert out.error is None
+    assert (capture.replays, graphs.refusals.total()) == (0, 39)
+    logged = [record.message for record in caplog.records if record.message.startswith("decode graphs")]
+    assert logged == [
+        "decode graphs: a step runs without a graph, because a policy keeps scores of tokens, or recalls some"
     ]

@@ -19,7 +19,7 @@ from triton.runtime.interpreter import GridExecutor
 from kvreclaim import LLM, CompressionConfig, SamplingParams
 from kvreclaim.calibrate import calibration
 from kvreclaim.engine.api import model_engine
-from kvreclaim.engine.execute.graphs import DecodeGraphs
+from kvreclaim.engine.execute.graphs import DecodeGraphs, GraphKind
 from kvreclaim.model import loader
 from kvreclaim.ops import reference
 from kvreclaim.ops import triton as kernels
@@ -89,10 +89,10 @@ def test_kernels_of_every_format(name: str, launches: list[str]) -> None:
     assert "decode_kernel" in launches
 
 
-@pytest.mark.parametrize("unequal", [False, True])
+@pytest.mark.parametrize("kind", [GraphKind(), GraphKind(unequal=True), GraphKind(queries=True)])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_decode_steps_of_every_family(
-    tiny_dir: Callable[[str], Any], family: str, unequal: bool, launches: list[str]
+    tiny_dir: Callable[[str], Any], family: str, kind: GraphKind, launches: list[str]
 ) -> None:
     given = {"dtype": "float32", "device": "cpu", "kernels": "triton", "max_model_len": 64}
     engine = LLM(tiny_dir(family), num_blocks=40, **given).engine
@@ -101,7 +101,7 @@ def test_decode_steps_of_every_family(
         engine.loaded.model, engine.cache, engine.backend, engine.groups, **limits, capture=captured
     )
     with torch.inference_mode():
-        assert graphs._prepare(2, unequal=unequal) is None
+        assert graphs._prepare(2, kind) is None
     assert "decode_kernel" in launches
 
 

@@ -24,7 +24,7 @@ from test_triton_capture import captured
 from torch import Tensor
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams
-from kvreclaim.engine.execute.graphs import DecodeGraphs
+from kvreclaim.engine.execute.graphs import DecodeGraphs, GraphKind
 from kvreclaim.engine.step import assembly
 from kvreclaim.ops import reference
 from kvreclaim.ops import triton as kernels
@@ -294,7 +294,7 @@ def test_a_decode_step_can_be_captured(tiny_dir, installed, auto_is_triton: None
         engine.loaded.model, engine.cache, engine.backend, engine.groups, **limits, capture=captured
     )
     with torch.inference_mode():
-        assert graphs._prepare(2, unequal=unequal) is None
+        assert graphs._prepare(2, GraphKind(unequal)) is None
     assert {len(call["cache_seqlens"]) for call in calls.made} == {4 if unequal else 2}
 
 

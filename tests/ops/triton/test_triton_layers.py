@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from triton_pair import DEVICE
 
 from kvreclaim import LLM, SamplingParams
-from kvreclaim.engine.execute.graphs import DecodeGraphs
+from kvreclaim.engine.execute.graphs import DecodeGraphs, GraphKind
 from kvreclaim.model.decoder import NativeLayer, use_fast_layers
 from kvreclaim.model.inputs import inputs_handed_out
 from kvreclaim.model.loader import LoadedModel, load_model
@@ -113,7 +113,7 @@ def step_of(directory: Path) -> tuple[Launches, str]:
     model, cache = engine.loaded.model, engine.cache
     graphs = DecodeGraphs(model, cache, engine.backend, engine.groups, **limits, capture=capture)
     with torch.inference_mode():
-        assert graphs._prepare(2, unequal=False) is None
+        assert graphs._prepare(2, GraphKind()) is None
     return found[0], engine.loaded.modules
 
 

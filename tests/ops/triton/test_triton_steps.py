@@ -46,7 +46,7 @@ def steps(llm: LLM, compression: CompressionConfig | None, **params: Any) -> lis
     return found
 
 
-@pytest.mark.parametrize("policy", [None, "ada_kv(knorm)"])
+@pytest.mark.parametrize("policy", [None, "ada_kv(knorm)", "snapkv"])
 @pytest.mark.parametrize(("temperature", "waits", "most"), [(0.0, 1, 10), (1.0, 2, 90)])
 def test_a_replayed_step_waits_once_and_once_more_for_draws(
     tiny_dir: Callable[[str], Any], temperature: float, waits: int, most: int, policy: str | None

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -92,6 +92,17 @@ def padded_sizes(max_num_seqs: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
 
 
+class GraphKind(NamedTuple):
+    """Kinds of steps that have graphs of their own.
+
+    unequal: heads hold unequal numbers of tokens
+    queries: the step hands out its queries, for policies that keep some of them
+    """
+
+    unequal: bool = False
+    queries: bool = False
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Attended:
     """One table of a graph: slots [R] int64 of the step's tokens, and the back-end's tables."""
@@ -107,6 +118,7 @@ class _ReplayedKVBatch:
     layers, places: as of PagedKVBatch; attended: each block table of the step
     cells: of a step with unequal heads: the layers of the cell view and the back-end's tables, each for all
            layers of the cache
+    queries: [L, R, H, D] where the queries of each layer of full attention go, if the step hands them out
     """
 
     ops: GraphBackend
@@ -114,10 +126,13 @@ class _ReplayedKVBatch:
     places: tuple[Place, ...]
     attended: tuple[_Attended, ...]
     cells: tuple[tuple[LayerCache, Any], ...] = ()
+    queries: Tensor | None = None
 
     def attend(self, call: AttentionCall) -> Tensor:
         layer, place = call.served_by(self.layers[call.layer]), self.places[call.layer]
         own = self.attended[place.table]
+        if self.queries is not None and not place.table:
+            self.queries[place.layer].copy_(call.q)
         self.ops.write_kv(layer, call.k, call.v, own.slots)
         if place.table or not self.cells:
             return self.ops.decode_attention(call.q, layer, own.tables)
@@ -134,17 +149,24 @@ class DecodeStep:
     tokens:    one for each row; positions: [N] int64
     tables:    the rows in the table of full attention and in that of each group of windows
     cells:     where passes have put those of each row, if the heads of some hold unequal numbers of tokens
+    hands_out_queries: DecodeGraphs.queries are needed when it has run
     """
 
     tokens: Sequence[int]
     positions: np.ndarray
     tables: Sequence[TableRows]
     cells: Sequence[CellTable | None] | None = None
+    hands_out_queries: bool = False
+
+    @property
+    def kind(self) -> GraphKind:
+        """The kind of graph that it needs."""
+        return GraphKind(self.cells is not None, self.hands_out_queries)
 
 
 class DecodeGraphs:
-    """Runs decode steps by replay: one graph per padded number of rows, and another one for steps with
-    unequal heads, captured by `capture` or at its first use.
+    """Runs decode steps by replay: one graph per padded number of rows and kind, captured by `capture` or
+    at its first use.
 
     A step that cannot be replayed is refused with None, for the caller to run as usual; `refusals`
     counts the reasons, each of which is logged once.
@@ -186,10 +208,11 @@ class DecodeGraphs:
         self.num_drafts, plain = num_drafts, padded_sizes(self._max_num_seqs)
         drafted = {size for n in plain if (size := n * (num_drafts + 1)) <= MOST_DRAFTED}
         self.sizes = tuple(sorted({*plain, *drafted}))
-        self._replays: dict[tuple[int, bool], Callable[[], Tensor]] = {}
-        self._failed: dict[tuple[int, bool], str] = {}
+        self._replays: dict[tuple[int, GraphKind], Callable[[], Tensor]] = {}
+        self._failed: dict[tuple[int, GraphKind], str] = {}
         self._buffers = StepBuffers.allocate(self.sizes[-1], self._widths, self.cache.device)
         self._cells: SentCells | None = None
+        self._queries: Tensor | None = None
 
     def expect_drafts(self, num_drafts: int) -> None:
         """Let steps be replayed in which each sequence brings up to so many drafts, too. If that takes larger
@@ -198,20 +221,19 @@ class DecodeGraphs:
             return
         before = self._replays  # CUDA's memory pool stays with its graphs until there are new ones
         self._begin(1 << (num_drafts - 1).bit_length())
-        for unequal in sorted({unequal for _, unequal in before}):
-            self.capture(unequal=unequal)
+        for kind in sorted({kind for _, kind in before}):
+            self.capture(kind)
 
     @torch.inference_mode()
-    def capture(self, *, unequal: bool = False) -> None:
-        """Capture all sizes that have not been, the largest first: the others reuse its memory. unequal: for
-        steps with unequal heads"""
+    def capture(self, kind: GraphKind = GraphKind()) -> None:  # noqa: B008, frozen
+        """Capture all sizes that have not been, the largest first: the others reuse its memory."""
         done = self._replays.keys() | self._failed.keys()
-        missing = [size for size in self.sizes[::-1] if (size, unequal) not in done]
+        missing = [size for size in self.sizes[::-1] if (size, kind) not in done]
         if not missing:
             return
-        name = "capturing CUDA graphs" + (" for unequal heads" if unequal else "")
+        name = "capturing CUDA graphs" + (" for unequal heads" if kind.unequal else "")
         for size in tqdm(missing, desc=name, disable=None, leave=False):
-            self._prepare(size, unequal=unequal)
+            self._prepare(size, kind)
 
     @torch.inference_mode()
     def forward(self, step: DecodeStep) -> Tensor | None:
@@ -219,18 +241,28 @@ class DecodeGraphs:
 
         Returns: logits [N, V], valid until the next call; None if the step cannot be replayed.
         """
-        num_rows, unequal = len(step.tokens), step.cells is not None
+        num_rows = len(step.tokens)
         reason = self._obstacle(step)
         if reason is None:
             size = next(size for size in self.sizes if size >= num_rows)
-            reason = self._prepare(size, unequal=unequal)
+            reason = self._prepare(size, step.kind)
         if reason is not None:
             self.refuse(reason)
             return None
         self._buffers.fill(size, step.tokens, step.positions, step.tables)
         if step.cells is not None:
             self._cell_tables().send(step.cells, step.tables[0].block_ids)
-        return self._replays[size, unequal]()[:num_rows]
+        return self._replays[size, step.kind]()[:num_rows]
+
+    @property
+    def queries(self) -> Tensor:
+        """The queries [L, rows, H, D] of the last step that handed them out, in the layers of full attention.
+        Valid until the next such step. Rows beyond its own are padding."""
+        if self._queries is None:
+            layers = self.groups.facts.layers
+            shape = (len(layers), self.sizes[-1], layers[0].num_heads, layers[0].head_dim)
+            self._queries = torch.zeros(shape, dtype=self.groups.facts.dtype, device=self.cache.device)
+        return self._queries
 
     def _obstacle(self, step: DecodeStep) -> str | None:
         if not step.tokens:
@@ -252,22 +284,23 @@ class DecodeGraphs:
             self._cells = SentCells(self.sizes[-1], self._buffers.tables[0].width, self.cache)
         return self._cells
 
-    def _prepare(self, size: int, *, unequal: bool = False) -> str | None:
+    def _prepare(self, size: int, kind: GraphKind) -> str | None:
         """Capture the graph of a padded size, once; the reason if that fails. Other sizes are still tried."""
-        key = size, unequal
+        key = size, kind
         if key in self._replays or key in self._failed:
             return self._failed.get(key)
         nothing = np.zeros(0, dtype=np.int64)
         empty = TableRows((), nothing, nothing)
         self._buffers.fill(size, [], nothing, [empty] * len(self._buffers.tables))
+        queries = self.queries[:, :size] if kind.queries else None  # made outside of the capture
         try:
-            self._replays[key] = self._capture(lambda: self._run(size, unequal=unequal))
+            self._replays[key] = self._capture(lambda: self._run(size, kind.unequal, queries))
         except RuntimeError as error:
             first_line = str(error).strip().splitlines()[:1]
             self._failed[key] = f"its capture failed: {type(error).__name__}: {''.join(first_line)}"
         return self._failed.get(key)
 
-    def _run(self, size: int, *, unequal: bool = False) -> Tensor:
+    def _run(self, size: int, unequal: bool = False, queries: Tensor | None = None) -> Tensor:
         """The forward pass over the first rows of the buffers: what is captured."""
         numbers, buffers, heads = self._buffers.numbers[:size], self._buffers, self.cache.num_kv_heads
         attended = []
@@ -281,7 +314,9 @@ class DecodeGraphs:
             position_ids=numbers[:, POSITION][None].contiguous(),
             use_cache=False,
             logits_to_keep=0,
-            kv_batch=_ReplayedKVBatch(self.ops, self.layers, self.groups.places, tuple(attended), cells),
+            kv_batch=_ReplayedKVBatch(
+                self.ops, self.layers, self.groups.places, tuple(attended), cells, queries
+            ),
         )
         return output.logits[0]
 

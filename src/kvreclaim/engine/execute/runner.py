@@ -16,11 +16,11 @@ from kvreclaim.engine.attend.split import reads_part, split
 from kvreclaim.engine.attend.streamed import StreamedBatches
 from kvreclaim.engine.attend.windows import window_batches
 from kvreclaim.engine.execute.decode_rows import decode_positions, decode_step
-from kvreclaim.engine.execute.graphs import DecodeGraphs
-from kvreclaim.engine.extension import AttentionHook, Extensions
+from kvreclaim.engine.execute.graphs import DecodeGraphs, GraphKind
+from kvreclaim.engine.extension import AttentionHook, Extension, Extensions
 from kvreclaim.engine.request.request import Scheduled, Sequence, wanted_positions
 from kvreclaim.engine.signals.late import LateSignals
-from kvreclaim.engine.signals.needs import feeds_companion, is_watched
+from kvreclaim.engine.signals.needs import feeds_companion, follow_from_queries, is_watched, keeps_queries
 from kvreclaim.engine.signals.observer import Observer
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.memory.changes import Growth
@@ -109,8 +109,9 @@ class ModelRunner:
         if self.graphs is None:
             return
         self.graphs.expect_drafts(num_drafts)
-        if compressor is not None and compressor.eviction_method is EvictionMethod.CELLS:
-            self.graphs.capture(unequal=True)
+        if compressor is not None:
+            unequal = compressor.eviction_method is EvictionMethod.CELLS
+            self.graphs.capture(GraphKind(unequal, keeps_queries(compressor)))
 
     def prepare(self, plan: StepPlan) -> None:
         """Make a plan's blocks ready to be written; to be called once for each plan, before forward."""
@@ -147,26 +148,8 @@ class ModelRunner:
         runs = step
         for extension in extensions:
             runs = extension.expand(runs)
-        special = [item for item in step if not item.seq.request.is_plain]
-        watched = observed and any(map(is_watched, [item.seq for item in special]))
-        logits, wanted = None, None if self.graphs is None else decode_positions(step)
-        if self.graphs is not None and wanted is not None:
-            logits = self._replay(self.graphs, step, special, watched)
-        if logits is None:
-            inputs = self._inputs(step, runs)
-            wanted = inputs.wanted
-        if logits is None and self.streamed is not None:
-            hooks = [hook for each in extensions for hook in each.attend(runs, None)]
-            logits = self._stream(self.streamed, inputs, hooks)
         try:
-            if logits is None:
-                batch = AttentionBatch.build(tuple(inputs.slots), self.cache.block_size, self.device)
-                observer = self.signals.observe(runs, batch) if watched else None
-                parts: tuple[AttentionPart, ...] = ()
-                if special:
-                    parts = split(runs, batch, self.memory, self.cache, self.ops, self.signals.digests)
-                hooks = [hook for each in extensions for hook in each.attend(runs, batch)]
-                logits = self._paged(step, inputs, batch, observer, hooks, parts)
+            found = self._compute(step, runs, extensions, observed)
             for extension in extensions:
                 extension.attended(step)
         except Exception:
@@ -174,8 +157,34 @@ class ModelRunner:
             for extension in extensions:
                 extension.abandoned()
             raise
-        assert wanted is not None, "a step that was not replayed has inputs"
-        return logits, wanted
+        return found
+
+    def _compute(
+        self,
+        step: list[Scheduled],
+        runs: list[Scheduled],
+        extensions: tuple[Extension, ...],
+        observed: bool,
+    ) -> tuple[Tensor, list[range]]:
+        """Replay the step if there is a graph for it, else run it over the pool or the streamed cache."""
+        special = [item for item in step if not item.seq.request.is_plain]
+        watched = observed and any(map(is_watched, [item.seq for item in special]))
+        wanted = None if self.graphs is None else decode_positions(step)
+        if self.graphs is not None and wanted is not None:
+            logits = self._replay(self.graphs, step, special, watched)
+            if logits is not None:
+                return logits, wanted
+        inputs = self._inputs(step, runs)
+        if self.streamed is not None:
+            hooks = [hook for each in extensions for hook in each.attend(runs, None)]
+            return self._stream(self.streamed, inputs, hooks), inputs.wanted
+        batch = AttentionBatch.build(tuple(inputs.slots), self.cache.block_size, self.device)
+        observer = self.signals.observe(runs, batch) if watched else None
+        parts: tuple[AttentionPart, ...] = ()
+        if special:
+            parts = split(runs, batch, self.memory, self.cache, self.ops, self.signals.digests)
+        hooks = [hook for each in extensions for hook in each.attend(runs, batch)]
+        return self._paged(step, inputs, batch, observer, hooks, parts), inputs.wanted
 
     def _paged(
         self,
@@ -201,10 +210,13 @@ class ModelRunner:
         kv_batch = PagedKVBatch(self.ops, self.cache, self.layers, places, (batch, *others), observer, parts)
         logits = self._logits(inputs, kv_batch)
         if observer is not None:
-            observer.commit()
-            if observer.late is not None:
-                self._late.append(observer.late)
+            self._observed(observer)
         return logits
+
+    def _observed(self, observer: Observer) -> None:
+        observer.commit()
+        if observer.late is not None:
+            self._late.append(observer.late)
 
     def _stream(self, streamed: StreamedBatches, inputs: _Inputs, hooks: list[AttentionHook]) -> Tensor:
         """The logits over a cache in host memory, which is written when all went well."""
@@ -266,8 +278,11 @@ class ModelRunner:
         watched: bool,
     ) -> Tensor | None:
         """The logits of a decode step from a CUDA graph; None if there is none for it."""
-        if watched or any(map(feeds_companion, {item.seq.request.verify for item in special})):
-            graphs.refuse("a policy keeps queries, attention or scores of tokens")
+        if any(map(feeds_companion, {item.seq.request.verify for item in special})):
+            graphs.refuse("a companion's policy keeps queries, attention or scores of tokens")
+            return None
+        if watched and not all(follow_from_queries(item.seq.request.compressor) for item in special):
+            graphs.refuse("a policy keeps scores of tokens, or recalls some")
             return None
         if any(map(reads_part, special)):
             graphs.refuse("a policy reads some of the blocks")
@@ -275,7 +290,16 @@ class ModelRunner:
         if self._has_windows and any(self._slot_positions(item.seq) is not None for item in special):
             graphs.refuse("heads hold other positions")
             return None
-        return graphs.forward(decode_step(step, self.groups, self.memory))
+        rows = decode_step(step, self.groups, self.memory)
+        if not watched:
+            return graphs.forward(rows)
+        batch = AttentionBatch.build(tuple(map(self.slots, step)), self.cache.block_size, self.device)
+        observer = self.signals.observe(step, batch)
+        logits = graphs.forward(replace(rows, hands_out_queries=True))
+        if logits is not None:
+            observer.see_queries(graphs.queries[:, : len(logits)])
+            self._observed(observer)
+        return logits
 
     def slots(self, item: Scheduled) -> SequenceSlots:
         """Where a sequence's keys lie when an item of it has been computed."""

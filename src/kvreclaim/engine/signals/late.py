@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kvreclaim.engine.signals.store import MassStore, QueryStore
-from kvreclaim.model.attention import AttentionCall
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.kv_cache import KVCache
@@ -42,9 +41,10 @@ class LateSignals:
     backend: Backend
     _seen: dict[int, Tensor] = field(default_factory=dict)
 
-    def see(self, call: AttentionCall) -> None:
-        """A layer's queries."""
-        self._seen[call.layer] = call.q[torch.cat([item.rows for item in self.items])]
+    def see(self, layers: slice, queries: Tensor) -> None:
+        """Take in the queries [layers, T, H, D] of consecutive layers."""
+        rows = queries[:, torch.cat([item.rows for item in self.items])]
+        self._seen.update(zip(range(len(self.cache.layers))[layers], rows, strict=True))
 
     @torch.inference_mode()
     def record(self, stand: Mapping[int, int]) -> None:

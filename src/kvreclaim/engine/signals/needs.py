@@ -53,6 +53,17 @@ def is_watched(seq: Sequence) -> bool:
     return not (compressor.policy.prompt_only and over)
 
 
+def follow_from_queries(compressor: Compressor | None) -> bool:
+    """Whether the signals that a step adds for a request follow from its queries and the cache."""
+    return compressor is None or (compressor.recall is None and Signal.TOKEN_SCORES not in compressor.needs)
+
+
+def keeps_queries(compressor: Compressor) -> bool:
+    """Whether decode steps are replayed with their queries handed out for requests with this compressor."""
+    watched = compressor.needs & WATCHED and not compressor.policy.prompt_only
+    return bool(watched) and follow_from_queries(compressor)
+
+
 def feeds_companion(verify: Verify | None) -> bool:
     """Whether the policy of a companion keeps signals of every step of its target."""
     return verify is not None and bool(verify.compressor.needs & WATCHED)

@@ -18,24 +18,37 @@ from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.kv_cache import KVCache
 
 Write = Callable[[AttentionCall], None]
+QueryWrite = Callable[[slice, Tensor], None]
+"""Is given consecutive layers and their queries [layers, T, H, D] of a step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Observer:
     """Sees the attention calls of one step, after their keys have been written.
 
-    commit: to be called when all layers have been computed. Queries and scores are written as they come, to
-            places that are written again if the step is; sums of attention wait for this
-    late:   of rows with drafts: to be recorded when it is known which of them stand
+    queries: hooks that need nothing but queries, which a replayed step hands out when it is over
+    commit:  to be called when all layers have been computed. Queries and scores are written as they come, to
+             places that are written again if the step is; sums of attention wait for this
+    late:    of rows with drafts: to be recorded when it is known which of them stand
     """
 
     writes: tuple[Write, ...]
+    queries: tuple[QueryWrite, ...] = ()
     commit: Callable[[], None] = lambda: None
     late: LateSignals | None = None
 
     def see(self, call: AttentionCall) -> None:
+        """Take in one layer."""
         for write in self.writes:
             write(call)
+        for write_queries in self.queries:
+            write_queries(slice(call.layer, call.layer + 1), call.q[None])
+
+    def see_queries(self, queries: Tensor) -> None:
+        """Take in all layers at once, of a step that needs no other hook: queries [L, T, H, D]."""
+        assert not self.writes, "some hooks need more than queries"
+        for write_queries in self.queries:
+            write_queries(slice(None), queries)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,11 +75,13 @@ class StepMass:
         store.reserve(max(seq.seq_len for seq in batch.sequences))
         return cls(store, rows, batch, members)
 
-    def see(self, cache: KVCache, backend: Backend) -> Write:
-        def write(call: AttentionCall) -> None:
-            queries = call.q if self.members is None else call.q[self.members]
-            sums = backend.column_sums(queries, cache.layers[call.layer], self.batch)
-            self._found.append((call.layer, sums))
+    def see(self, cache: KVCache, backend: Backend) -> QueryWrite:
+        """Return the hook that sums what queries attend to in this cache."""
+
+        def write(layers: slice, queries: Tensor) -> None:
+            queries = queries if self.members is None else queries[:, self.members]
+            for layer, own in zip(range(len(cache.layers))[layers], queries, strict=True):
+                self._found.append((layer, backend.column_sums(own, cache.layers[layer], self.batch)))
 
         return write
 

@@ -18,7 +18,7 @@ from kvreclaim.engine.request.request import Scheduled, Sequence
 from kvreclaim.engine.signals.extra_passes import ExtraPasses
 from kvreclaim.engine.signals.late import LateRows, LateSignals
 from kvreclaim.engine.signals.needs import is_watched, signal_bytes, window_of, windows_of
-from kvreclaim.engine.signals.observer import Observer, StepMass, as_last, score_write
+from kvreclaim.engine.signals.observer import Observer, QueryWrite, StepMass, as_last, score_write
 from kvreclaim.engine.signals.slot_scores import SlotScores, score_bytes
 from kvreclaim.engine.signals.store import ByteBudget, DigestStore, MassStore, QueryStore
 from kvreclaim.model.attention import AttentionCall
@@ -120,20 +120,20 @@ class Signals:
         writes = self._score_writes(step, asking, batch)
         guessed = [i for i in asking if step[i].row.num_drafts]
         late = self._late([(step[i], batch.sequences[i], starts[i]) for i in guessed])
-        if late is not None:
-            writes.append(late.see)
+        queries: list[QueryWrite] = [] if late is None else [late.see]
         asking = [i for i in asking if not step[i].row.num_drafts]
         by_window: dict[int, list[int]] = {}
         for i in asking:
             for window in windows_of(step[i].seq):
                 by_window.setdefault(window, []).append(i)
         for window, members in by_window.items():
-            writes.append(self._query_write(window, [(step[i], starts[i]) for i in members]))
+            queries.append(self._query_write(window, [(step[i], starts[i]) for i in members]))
         summed = [i for i in asking if Signal.ATTENTION_MASS in needs_of(step[i].seq.request.compressor)]
         if not summed:
-            return Observer(tuple(writes), late=late)
+            return Observer(tuple(writes), tuple(queries), late=late)
         sums = StepMass.begin(self._mass, [step[i].seq.seq_id for i in summed], summed, batch)
-        return Observer((*writes, sums.see(self.cache, self.backend)), sums.commit, late)
+        queries.append(sums.see(self.cache, self.backend))
+        return Observer(tuple(writes), tuple(queries), sums.commit, late)
 
     @torch.inference_mode()
     def note(
@@ -277,14 +277,10 @@ class Signals:
             found.append(LateRows(seq_id, item.row.first, rows, queries, mass, partial(as_last, slots)))
         return LateSignals(found, self.cache, self.backend) if found else None
 
-    def _query_write(
-        self, window: int, items: list[tuple[Scheduled, int]]
-    ) -> Callable[[AttentionCall], None]:
+    def _query_write(self, window: int, items: list[tuple[Scheduled, int]]) -> QueryWrite:
         """Stores the last queries of each sequence's chunk; items: (scheduled, first row in the step)."""
-        step = self._query_store(window).of_step(
-            [(item.seq.seq_id, item.seq.num_computed, item.num_tokens, row) for item, row in items]
-        )
-        return lambda call: step.write(call.layer, call.q)
+        chunks = [(item.seq.seq_id, item.seq.num_computed, item.num_tokens, row) for item, row in items]
+        return self._query_store(window).of_step(chunks).write
 
     def _score_writes(
         self, step: list[Scheduled], asking: list[int], batch: AttentionBatch

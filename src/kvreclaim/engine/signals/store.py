@@ -62,7 +62,7 @@ class RowStore:
 
     def index(self, seq_ids: Sequence[Hashable]) -> Tensor:
         """[len(seq_ids)] int64 rows of sequences that have one."""
-        return torch.tensor([self._rows[seq_id] for seq_id in seq_ids], device=self.tensor.device)
+        return move(np.array([self._rows[seq_id] for seq_id in seq_ids]), self.tensor.device)
 
     def take(self, seq_id: Hashable) -> None:
         """Give the sequence a row of zeros unless it has one."""
@@ -184,10 +184,10 @@ class StepQueries:
     sequences: Tensor
     places: Tensor
 
-    def write(self, layer: int, queries: Tensor) -> None:
-        """queries: [T, H, D] of the step."""
-        target = self.store.tensor[:, layer]
-        target.index_put_((self.sequences, self.places), queries[self.rows].to(target.dtype))
+    def write(self, layers: slice, queries: Tensor) -> None:
+        """Keep the queries [layers, T, H, D] of the step in consecutive layers."""
+        target = self.store.tensor.transpose(0, 1)[layers]
+        target[:, self.sequences, self.places] = queries[:, self.rows].to(target.dtype)
 
 
 class MassStore(RowStore):

@@ -68,7 +68,8 @@ class KeptSignals:
     def see_queries(self, layer: int, queries: Tensor) -> None:
         """queries: [>= T, H * D] or [>= T, H, D], rotated."""
         assert self._step is not None, f"layer {layer}: queries outside of a step"
-        self._step.write(layer, queries.unflatten(-1, self._heads) if queries.ndim == 2 else queries)
+        rows = queries.unflatten(-1, self._heads) if queries.ndim == 2 else queries
+        self._step.write(slice(layer, layer + 1), rows[None])
 
     def see_hidden(self, layer: int, hidden: Tensor) -> None:
         """hidden: [>= T, M], what the layer was given."""
