@@ -76,7 +76,7 @@ def test_a_feature_of_requests_is_one_folder_and_one_line():
         "400: answer_prefix has 3 tokens, but max_tokens is 3; shorten it or raise max_tokens.",
         'kvreclaim:answer_prefix_tokens_total{engine="0",model_name="demo"} 6.0',
     ]
-    assert (folder / "try_it.py").read_text().count("FEATURES.append(") == 1
+    assert (folder / "try_it.py").read_text().count("FEATURES += (") == 1
 
 
 def test_a_policy_object_needs_no_package():

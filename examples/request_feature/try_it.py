@@ -6,12 +6,12 @@ python try_it.py
 from answer_prefix.feature import AnswerPrefixes
 from fastapi.testclient import TestClient
 
-from kvreclaim import LLM, SamplingParams, demo_model
-from kvreclaim.engine.features import FEATURES
+from kvreclaim.engine import features
 
-FEATURES.append(AnswerPrefixes)  # the line that it takes in engine/features/__init__.py
+features.FEATURES += (AnswerPrefixes,)  # the line that it takes in engine/features/__init__.py
 
-from kvreclaim.engine.serving.thread import AsyncEngine  # noqa: E402  (bodies take the features' fields)
+from kvreclaim import LLM, SamplingParams, demo_model  # noqa: E402  (takes the features)
+from kvreclaim.engine.serving.thread import AsyncEngine  # noqa: E402
 from kvreclaim.server.base.config import ServerConfig  # noqa: E402
 from kvreclaim.server.entry.app import create_app  # noqa: E402
 from kvreclaim.server.shared.service import Service  # noqa: E402

@@ -13,7 +13,7 @@ from chunk_shadow import shadow_logits, with_chunks
 from settings import assert_idle, small
 
 from kvreclaim import Chunk, ChunkReuse, SamplingParams
-from kvreclaim.chunks import SELECTIONS, Chunks
+from kvreclaim.chunks import SELECTIONS
 from kvreclaim.engine.api.prompts import laid_out
 from kvreclaim.engine.features.chunks import prompts as chunked
 from kvreclaim.engine.features.chunks.feature import ReusedChunks
@@ -35,7 +35,7 @@ def reusing(how, prompt=PROMPT):
 def run(llm, how, prompt=PROMPT, params=GREEDY, until=lambda request: request.finished):
     """The request of a prompt with chunks, run as far as said."""
     ids, chunks = laid_out(prompt, how, lambda text, begins: [])
-    request = llm.engine.add_request("r", ids, params, options={Chunks: chunks})
+    request = llm.engine.add_request("r", ids, params, options=[chunks])
     while not until(request):
         llm.engine.step()
     return request

@@ -13,6 +13,7 @@ A request meets the feature in this order:
    `option_of` makes the option from them.
 2. `Engine.add` calls `is_on`, then `conditions` for the compatibility table, then `claim`: the feature checks
    its option, raises an InvalidArgumentError that names the remedy, or changes what the request may hold.
+   `limited` follows when the lengths have been checked.
 3. `begin`: the request has its first sequence, which is not queued yet.
 4. While it runs: `reader` for each of its outputs, `before_pass` in each step that computes it.
 5. `report`: the feature writes its figures into the request's metrics.
@@ -63,13 +64,11 @@ class RequestDraft:
     footprint:  the KV memory that the request may hold; features replace it
     state:      becomes `Request.state`: what features keep with the request, by type
     queued:     whether the request is queued at once; else the feature queues it later
-    parent:     the request on whose behalf it is computed; None: a caller's own
     """
 
     spec: RequestSpec
     compressor: Compressor | None
     footprint: Footprint
-    parent: Request | None = None
     state: dict[type, Any] = field(default_factory=dict)
     queued: bool = True
 
@@ -77,8 +76,8 @@ class RequestDraft:
 class RequestFeature:
     """A feature that requests may have; made with the Engine. Methods that are not overridden do nothing.
 
-    `claim` may raise an InvalidArgumentError; the request is then refused. An exception of before_pass ends
-    the request with reason "error". The other methods must not raise.
+    `claim` and `limited` may raise an InvalidArgumentError; the request is then refused. An exception of
+    before_pass ends the request with reason "error". The other methods must not raise.
 
     option:      type of the option, a frozen dataclass
     is_made:     front ends make the option; callers cannot give its fields
@@ -124,21 +123,26 @@ class RequestFeature:
         return self.parameter is not None and getattr(spec.params, self.parameter) is not None
 
     def conditions(self, spec: RequestSpec) -> Mapping[Feature, str]:
-        """Rows of the compatibility table that concern the request, with what it asks for."""
+        """Rows of the compatibility table that concern the request, with the values in messages."""
         return {}
 
     def claim(self, draft: RequestDraft) -> None:
         """Check the option, and change the draft. Lengths are checked afterwards."""
 
+    def limited(self, draft: RequestDraft, max_len: int) -> None:
+        """Lengths have been checked. max_len: tokens at which every output ends, prompt included"""
+
     def begin(self, seq: Sequence) -> None:
-        """The request has been accepted; seq is its first sequence, which is not queued yet."""
+        """The request has been accepted; seq is its first sequence. It is not queued yet, and may be changed:
+        its footprint, the longest prefix hit."""
 
     def reader(self, request: Request) -> TokenReader | None:
         """Follow a new output of the request; at most one of its features does."""
         return None
 
     def before_pass(self, seq: Sequence) -> None:
-        """Tokens of the sequence have been computed. It is compressed afterwards, if that is due."""
+        """Tokens of the sequence have been computed. It is compressed afterwards, if that is due. This is
+        called twice in a step in which others fork from the sequence."""
 
     def report(self, request: Request, metrics: RequestMetrics) -> None:
         """Write the feature's figures."""

@@ -79,7 +79,6 @@ REQUEST_FREE = frozenset(
         "tenant",
         "is_rewritten",  # matters to snapshots alone, which are off
         "drop_at",  # matters with drop_spans alone, of which there are none
-        "beams",
         "cache_salt",
         "options",  # RequestFeature.measured names the fields that matter
         "may_end_early",

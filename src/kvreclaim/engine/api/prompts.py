@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvreclaim.chunks import Chunk, ChunkReuse, Chunks
@@ -46,13 +46,17 @@ def as_list(prompts: Any) -> list[Prompt]:
     )
 
 
-def request_of(prompt: Prompt, encode: Encode, **fields: Any) -> RequestSpec:
-    """The request for a prompt. fields: RequestSpec's other fields. Raises: InvalidArgumentError."""
+def request_of(prompt: Prompt, encode: Encode, options: Iterable[object] = (), **fields: Any) -> RequestSpec:
+    """The request for a prompt. options: further ones; fields: other fields of RequestSpec.
+
+    Raises: InvalidArgumentError.
+    """
     content, given = _divided(prompt)
-    reuse, options = given.pop("chunk_reuse", None), take_options(FEATURES, given)
+    reuse = given.pop("chunk_reuse", None)
+    found = take_options(FEATURES, given) | {type(each): each for each in options}
     if _has_chunks(content):
         tokens, chunks = laid_out(content, ChunkReuse() if reuse is None else reuse, encode)
-        options[Chunks] = chunks
+        found[Chunks] = chunks
     elif reuse is not None:
         raise InvalidArgumentError(
             "chunk_reuse is given, but the prompt has no chunks; pass pieces such as [Chunk(text), question] "
@@ -62,7 +66,7 @@ def request_of(prompt: Prompt, encode: Encode, **fields: Any) -> RequestSpec:
     else:
         tokens = encode(content, True) if isinstance(content, str) else list(content)
     text = content if isinstance(content, str) else None
-    return RequestSpec(prompt_token_ids=tokens, prompt=text, options=options, **given, **fields)
+    return RequestSpec(prompt_token_ids=tokens, prompt=text, options=found, **given, **fields)
 
 
 def laid_out(pieces: Sequence[Piece], how: ChunkReuse, encode: Encode) -> tuple[list[int], Chunks]:

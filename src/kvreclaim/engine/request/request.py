@@ -239,7 +239,6 @@ class Request:
     scores:    None for generation; else the given continuation is scored and nothing is drawn
     prompt_logprobs: of the prompt tokens computed so far; None: not asked for
     prompt_done: the whole prompt has been computed, maybe before a preemption
-    beams:     None unless it is a beam search
     features:  that the request has, in their order; state: what they keep with it, by type
     verify:    None unless a compressed cache drafts for it; compressor is None then
     bad_words: token ids of each of its params' bad_words
@@ -262,7 +261,6 @@ class Request:
     error: str | None = None
     refusal: InvalidArgumentError | None = None
     prompt_done: bool = False
-    beams: Beams | None = None
     features: tuple[RequestFeature, ...] = ()
     state: Mapping[type, Any] = field(default_factory=dict)
     verify: Verify | None = None
@@ -282,6 +280,11 @@ class Request:
     def sparse_prefill(self) -> SparsePrefill | None:
         """How its prompt is computed; None: by full attention."""
         return self.state.get(SparsePrefill)
+
+    @property
+    def beams(self) -> Beams | None:
+        """Its beam search; None: outputs are drawn."""
+        return self.state.get(Beams)
 
     @property
     def reuse(self) -> Reuse | None:

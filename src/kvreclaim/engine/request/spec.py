@@ -24,10 +24,10 @@ class RequestSpec:
     priority:     lower runs first, under scheduling_policy "priority"; else 0
     retention:    pins of leading tokens, of the answer, too, if they reach as far
     tenant:       tenants get fair shares of the engine
-    beams:        a beam search; params are then its `sampling`
     cache_salt:   prefix blocks are shared only among requests with the same salt
     may_end_early: if the pool cannot hold max_tokens, end the outputs where it ends; False: refuse
-    options:      of features, by their types (engine/features/)
+    options:      of features, by their types (engine/features/); with a BeamSearchParams, params are its
+                  `sampling`
     """
 
     request_id: str = ""
@@ -39,7 +39,6 @@ class RequestSpec:
     priority: int = 0
     retention: tuple[Retention, ...] = ()
     tenant: str | None = None
-    beams: BeamSearchParams | None = None
     cache_salt: str | None = None
     may_end_early: bool = False
     options: Mapping[type, Any] = field(default_factory=dict)
@@ -55,4 +54,5 @@ class RequestSpec:
     @property
     def num_sequences(self) -> int:
         """Sequences that run at once for the request."""
-        return self.params.n if self.beams is None else self.beams.beam_width
+        beams = self.option(BeamSearchParams)
+        return self.params.n if beams is None else beams.beam_width

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial, wraps
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -310,16 +309,16 @@ class Engine:
         prompt_token_ids: list[int],
         params: SamplingParams,
         compressor: Compressor | None = None,
-        options: Mapping[type, Any] = MappingProxyType({}),
+        options: Iterable[object] = (),
         **given: Any,
     ) -> Request:
-        """`add` of a RequestSpec. given: its other fields, and fields of options by name"""
+        """`add` of a RequestSpec. given: its other fields, and fields of further options by name"""
         more = take_options(map(type, self.factory.features), given)
         spec = RequestSpec(
             request_id=request_id,
             prompt_token_ids=list(prompt_token_ids),
             params=params,
-            options={**options, **more},
+            options={type(each): each for each in options} | more,
             **given,
         )
         return self.add(spec, compressor)

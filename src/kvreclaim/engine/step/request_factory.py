@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvreclaim.beams import BeamSearchParams
 from kvreclaim.compatibility import Feature, refuse
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.refusals import format_features, model_features, policy_features
@@ -13,13 +12,11 @@ from kvreclaim.config import EngineConfig
 from kvreclaim.engine.compact.recalls import Recalls
 from kvreclaim.engine.feature import RequestDraft, RequestFeature
 from kvreclaim.engine.request.footprints import footprint_of
-from kvreclaim.engine.request.request import Beams, Request, Scores
+from kvreclaim.engine.request.request import Request, Scores
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.request.verify import Verify
-from kvreclaim.engine.sampling.beam_search import BeamSearch
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.engine.step.validation import (
-    check_beams,
     check_length,
     check_priority,
     check_prompt,
@@ -84,7 +81,7 @@ class RequestFactory:
             refuse({**self.engine, **conditions})
         verified, compressor = (None, None) if compressor is None else divided(compressor)
         verify = None if verified is None else self._verify(spec, verified, len(tokens))
-        draft = RequestDraft(spec, compressor, footprint_of(compressor, config, prompt, self.groups), parent)
+        draft = RequestDraft(spec, compressor, footprint_of(compressor, config, prompt, self.groups))
         for feature in features:
             feature.claim(draft)
         footprint = draft.footprint
@@ -96,7 +93,8 @@ class RequestFactory:
         max_len = output_limit(
             *lengths, params.max_tokens, footprint, config, may_end_early=spec.may_end_early
         )
-        beams = None if spec.beams is None else self._beams(spec.beams, prompt, max_len, footprint)
+        for feature in features:
+            feature.limited(draft, max_len)
         seed = UNSEEDED + config.seed * 1_000_003 + number if params.seed is None else params.seed
         scores = None
         if spec.continuation is not None:
@@ -107,7 +105,6 @@ class RequestFactory:
             compressor,
             max_len,
             seed,
-            beams=beams,
             features=features,
             state=draft.state,
             verify=verify,
@@ -131,15 +128,6 @@ class RequestFactory:
         self.signals.check(verified)
         return verify
 
-    def _beams(
-        self, params: BeamSearchParams, prompt: list[int], max_len: int, footprint: Footprint
-    ) -> Beams:
-        """The request's beam search. Raises: InvalidArgumentError, RequestTooLongError."""
-        eos = frozenset() if params.ignore_eos else self.loaded.eos_token_ids
-        search = BeamSearch(params, max_len - len(prompt), eos)
-        check_beams(search, len(prompt), footprint, self.config, self.loaded.vocab_size)
-        return Beams(search)
-
 
 def engine_features(config: EngineConfig, form: KVFormat, groups: LayerGroups) -> dict[Feature, str]:
     """Features of an engine and its model."""
@@ -158,7 +146,6 @@ def request_conditions(
 ) -> dict[Feature, str]:
     """Features of a request, for the compatibility table. compressor: compresses it, or drafts for it"""
     on = {
-        Feature.BEAM_SEARCH: spec.beams is not None,
         Feature.SEVERAL_OUTPUTS: spec.params.n > 1,
         Feature.PROMPT_LOGPROBS: spec.params.prompt_logprobs is not None,
         Feature.SCORING: spec.continuation is not None,

@@ -8,14 +8,13 @@ from kvreclaim.checks import check_text, is_int, require
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.compact.recalls import Recalls
-from kvreclaim.engine.sampling.beam_search import BeamSearch
 from kvreclaim.engine.sampling.processors import word_ids
 from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.schedule.budget.check import check_blocks
 from kvreclaim.schedule.budget.footprint import Footprint
-from kvreclaim.schedule.budget.lengths import excess_slots, longest_sequence, most_blocks
+from kvreclaim.schedule.budget.lengths import excess_slots, longest_sequence
 
 logger = logging.getLogger(__name__)
 
@@ -113,37 +112,6 @@ def check_recall(compressor: Compressor, config: EngineConfig, recalls: Recalls 
         )
     if problem is not None:
         raise InvalidArgumentError(f"recall {recall.mode!r} is refused: {problem}.", field="compression")
-
-
-def check_beams(
-    search: BeamSearch, num_prompt: int, footprint: Footprint, config: EngineConfig, vocab_size: int
-) -> None:
-    """Raise InvalidArgumentError or RequestTooLongError for a beam search that can never run to its end: all
-    its beams run at once."""
-    width = search.params.beam_width
-    for name in ("max_num_seqs", "max_num_batched_tokens"):
-        require(
-            width <= getattr(config, name),
-            f"beam_width is {width}, but {name} is {getattr(config, name)}, and all beams run at once; lower "
-            f"beam_width or raise {name}.",
-            "beam_width",
-        )
-    candidates = search.num_candidates(width, len(search.eos))
-    require(
-        candidates <= width * vocab_size,
-        f"beam_width is {width}: its steps choose from {candidates} candidates, but the vocabulary has "
-        f"{vocab_size} tokens a beam; use a model with more, or ignore_eos.",
-        "beam_width",
-    )
-    assert config.num_blocks is not None, "the engine's limits are set"
-    needed = most_blocks(width, num_prompt, num_prompt + search.max_tokens, footprint)
-    if needed > config.num_blocks:
-        raise RequestTooLongError(
-            f"{width} beams of a prompt of {num_prompt} tokens and {search.max_tokens} more need {needed} "
-            f"blocks, but the pool has {config.num_blocks}; lower beam_width or max_tokens, shorten the "
-            f"prompt, or raise {'full_cache_host_size' if config.full_cache_host_size else 'num_blocks'}.",
-            field="beam_width",
-        )
 
 
 def bounded_by_pool(footprint: Footprint, config: EngineConfig, *, said: int | None, longest: int) -> int:

@@ -36,7 +36,7 @@ def with_usage(schema: type[T]) -> type[T]:
 
 
 def http_options(body: BaseModel) -> dict[type, Any]:
-    """The options that a body asks for, by their types. Raises: InvalidArgumentError."""
+    """The options in a body, by their types. Raises: InvalidArgumentError."""
     found: dict[type, Any] = {}
     for feature in FEATURES:
         option = feature.option_of({name: getattr(body, name) for name in feature.http_fields()})

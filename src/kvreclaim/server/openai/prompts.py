@@ -94,7 +94,7 @@ def engine_prompt(
     else:
         priority = checked_priority(priority, fields.nvext, tenant, service)
     limits = [getattr(fields, name, None) for name in LIMITS]
-    return RequestSpec(
+    spec = RequestSpec(
         prompt_token_ids=token_ids,
         params=params,
         compression=compression,
@@ -102,10 +102,10 @@ def engine_prompt(
         retention=_retention(fields, len(token_ids), service),
         tenant=tenant.name,
         cache_salt=tenant.salt(fields.cache_salt),
-        beams=beams,
         may_end_early=limits == [None] * len(limits),
         options=http_options(fields),
-    ).having(chunks)
+    )
+    return spec.having(chunks).having(beams)
 
 
 def beams_of(fields: GenerationFields, max_tokens: int) -> BeamSearchParams | None:

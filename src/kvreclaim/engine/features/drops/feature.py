@@ -10,12 +10,13 @@ from typing import ClassVar
 from kvreclaim.checks import check_int, is_int, require
 from kvreclaim.compatibility import Feature
 from kvreclaim.engine.feature import RequestDraft, RequestFeature
+from kvreclaim.engine.features.drops.follow import follow_drop
 from kvreclaim.engine.request.outputs import RequestMetrics
 from kvreclaim.engine.request.request import Request
 from kvreclaim.engine.request.request import Sequence as Seq
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.step.engine import Engine
-from kvreclaim.schedule.budget.drops import Drops, joined
+from kvreclaim.schedule.budget.drops import Drop, Drops, joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,11 @@ class SpanDrops(RequestFeature):
         totals = self._engine.totals
         totals.tokens_evicted += len(done.entries) * self._engine.memory.block_size
         totals.blocks_perfect += len(done.entries)
-        self._engine.compression.drop(seq, done)
+        self.follow(seq, done)
+
+    def follow(self, seq: Seq, done: Drop) -> None:
+        """Positions and signals follow the table."""
+        follow_drop(self._engine.compression.context, seq, done)
 
     def report(self, request: Request, metrics: RequestMetrics) -> None:
         numbers = [seq.account.num_dropped for seq in request.sequences]
