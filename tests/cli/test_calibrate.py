@@ -220,7 +220,7 @@ def test_a_loss_curve_is_shown_over_bytes(tmp_path, tiny_dir):
         (["--curve", "500"], "below the model's limit of 512; change the length"),
         (["--curve", "352", "--curve-documents", "9999"], "curve needs 9999 documents of 480 tokens that"),
         (["--curve-documents", "18"], "curve_documents is 18; it must be an integer >= 19"),
-        (["--stats", "a.safetensors"], "none is asked for; pass --curve"),
+        (["--stats", "a.safetensors"], "none is measured; pass --curve"),
         (["--curve", "192", "--curve-formats", "int7"], "kv_cache_dtype is 'int7'; it must be one of auto, "),
     ],
 )

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
 from kvreclaim import LLM, SamplingParams
 from kvreclaim.errors import FetchError
-from kvreclaim.model import checkpoint_file, gguf_weights
+from kvreclaim.model import checkpoint_file
+from kvreclaim.model import gguf as reading
 from kvreclaim.model.gguf import convert_gguf
 from kvreclaim.model.loader import load_model
 
@@ -120,7 +121,7 @@ def test_a_scaled_rotation_is_kept(tmp_path: Path) -> None:
 
 
 def test_without_its_package(monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("kvreclaim.model.gguf.find_spec", {}.get)
+    monkeypatch.setattr("kvreclaim.model.gguf_index.find_spec", {}.get)
     with pytest.raises(FetchError, match=r"needs gguf, .*pip install 'kvreclaim\[gguf\]'"):
         convert_gguf(tmp_path / "tiny.gguf", tmp_path / "made", print)
 
@@ -143,7 +144,7 @@ def test_the_bytes_are_those_that_transformers_writes(
 ) -> None:
     monkeypatch.setattr(checkpoint_file, "MOST_BYTES", most_bytes)
     monkeypatch.setattr(checkpoint_file, "AT_ONCE", 1000)
-    monkeypatch.setattr(gguf_weights, "AT_ONCE", 1000)
+    monkeypatch.setattr(reading, "AT_ONCE", 1000)
     tiny_gguf.write(tmp_path / "tiny.gguf", without=without)
     convert_gguf(tmp_path / "tiny.gguf", tmp_path / "made", print)
     want = written_by_transformers(tmp_path / "tiny.gguf", tmp_path / "want", max_shard_size=most_bytes)
@@ -152,7 +153,7 @@ def test_the_bytes_are_those_that_transformers_writes(
 
 
 def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(gguf_weights, "AT_ONCE", 1000)
+    monkeypatch.setattr(reading, "AT_ONCE", 1000)
     source, dequantize = tiny_gguf.write(tmp_path / "tiny.gguf"), gguf.dequantize
     pieces: list[tuple[int, weakref.ref]] = []
     gc.freeze()  # what is there already is not among gc.get_objects()

@@ -10,7 +10,7 @@ import pytest
 import tiny_gguf
 from transformers import AutoTokenizer
 
-from kvreclaim.model.gguf_tokenizer import as_in_llama_cpp
+from kvreclaim.model.gguf import as_in_llama_cpp
 from kvreclaim.model.loader import load_model
 from kvreclaim.model.quantized.gguf_file import GgufSource, gguf_parts
 from kvreclaim.ops import extension

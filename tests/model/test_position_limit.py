@@ -13,7 +13,7 @@ import tiny_gguf
 from kvreclaim import LLM
 from kvreclaim.cli.local_models import local_models
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
-from kvreclaim.model.gguf_rotation import rope_scaling
+from kvreclaim.model.gguf_index import rope_scaling
 from kvreclaim.model.loader import load_model
 from kvreclaim.model.position_limit import position_limit
 from kvreclaim.plan.configs import load_shape

@@ -15,10 +15,11 @@ from kvreclaim.compression.spec.traits import footprint
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.kv_bytes import KV_BYTES
 from kvreclaim.plan.cards import all_cards, find_card
-from kvreclaim.plan.choose import Chooser, Slo, parse_slo
+from kvreclaim.plan.choose import MEASURES, Chooser
 from kvreclaim.plan.configs import load_shape
 from kvreclaim.plan.demand import Cache
 from kvreclaim.plan.lengths import Lengths, read_lengths
+from kvreclaim.plan.targets import Targets, parse_targets
 from kvreclaim.plan.weights import WEIGHTS
 from kvreclaim.schedule.budget.footprint import Footprint
 
@@ -40,7 +41,7 @@ def chooser(compression: str | None = None, **changes: object) -> Chooser:
         cache,
         WEIGHTS["bf16"],
         like_azure(),
-        Slo(2.0, 0.06),
+        Targets(2.0, 0.06),
         utilization=0.9,
         other_bytes=None,
         max_num_seqs=256,
@@ -79,29 +80,31 @@ def test_memory_binds_where_it_is_short_and_a_budget_helps() -> None:
     """Long answers on a card with little left: what is held is more than the pool."""
     long = Lengths(np.full(400, 2000), np.full(400, 6000), np.linspace(0, 400, 400))
     memory = 20 << 30
-    whole = chooser(lengths=long, slo=Slo()).bound(find_card("H100"), memory)
-    cut = chooser("snapkv:budget=1024", lengths=long, slo=Slo()).bound(find_card("H100"), memory)
+    whole = chooser(lengths=long, slo=Targets()).bound(find_card("H100"), memory)
+    cut = chooser("snapkv:budget=1024", lengths=long, slo=Targets()).bound(find_card("H100"), memory)
     assert (whole.binds, cut.shares["compute"]) == ("memory", whole.shares["compute"])
     assert cut.replicas < whole.replicas
 
 
 def test_several_cards_hold_what_one_does_not() -> None:
     cache = Cache(load_shape("Llama-3.1-70B"), KV_BYTES["bf16"], Footprint())
-    assert chooser(cache=cache, slo=Slo()).bound(find_card("H100")).per_replica == 2
-    assert chooser(cache=cache, slo=Slo()).bound(find_card("A100"), 70 << 30).per_replica == 4
-    none = chooser(cache=cache, slo=Slo()).bound(find_card("L4"), 12 << 30)
+    assert chooser(cache=cache, slo=Targets()).bound(find_card("H100")).per_replica == 2
+    assert chooser(cache=cache, slo=Targets()).bound(find_card("A100"), 70 << 30).per_replica == 4
+    none = chooser(cache=cache, slo=Targets()).bound(find_card("L4"), 12 << 30)
     assert (none.replicas, none.binds, none.per_replica) == (None, "memory", 8)
-    slow = chooser(slo=Slo(ttft=0.05)).bound(find_card("4090"))
+    slow = chooser(slo=Targets(ttft_s=0.05)).bound(find_card("4090"))
     assert slow.replicas is None
     assert slow.why.startswith("computing the p99 prompt of")
 
 
-@pytest.mark.parametrize("text", ["ttft", "ttft=fast", "latency=2s", "ttft=2s,ttft=3s", "tpot=-1ms"])
+@pytest.mark.parametrize("text", ["ttft", "ttft=fast", "wait=2s", "ttft=2s,ttft=3s", "ttft=0s", "e2e=3s"])
 def test_targets_are_read_or_refused(text: str) -> None:
-    assert parse_slo("ttft=2s, tpot=60ms") == Slo(2.0, 0.06)
-    assert parse_slo("TPOT=0.5") == Slo(None, 0.5)
-    with pytest.raises(InvalidArgumentError, match=r"--slo is .* write ttft=2s,tpot=60ms"):
-        parse_slo(text)
+    assert parse_targets("ttft=2s, tpot=60ms") == Targets(2.0, 0.06)
+    assert parse_targets("TPOT=0.5") == Targets(None, 0.5)
+    with pytest.raises(
+        InvalidArgumentError, match=r"--slo is .* write ttft=2s,tpot=60ms, with any of ttft, tpot, each once"
+    ):
+        parse_targets(text, MEASURES)
 
 
 def test_traces_are_read_in_every_form(tmp_path: Path) -> None:
@@ -129,10 +132,10 @@ def test_traces_are_read_in_every_form(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("", "no request with an answer"),
-        ('{"input_length": 3}\n', r"request 1 has no lengths"),
-        ('{"input_length": 3, "output_length": -1}\n', r"request 1 has no lengths"),
-        ("{nonsense\n", "cannot be read"),
-        ("a,b\n1,2\n", "request 1 has no lengths"),
+        ('{"input_length": 3}\n', r"line 1 has no lengths"),
+        ('{"input_length": 3, "output_length": -1}\n', r"line 1 has no lengths"),
+        ("{nonsense\n", "line 1 is no JSON"),
+        ("a,b\n1,2\n", "line 2 has no lengths"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -10,7 +10,8 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.plan.cost import Linear
 from kvreclaim.schedule import Footprint
 from kvreclaim.sim.fit_log import fit_log, simulate_log
-from kvreclaim.sim.log import Logged, read_log
+from kvreclaim.sim.log import read_log
+from kvreclaim.sim.request import RequestRecord, SimRequest
 from kvreclaim.sim.settings import Settings
 
 ROWS = [
@@ -25,7 +26,10 @@ DETAILED = {
     "itls": [[1.0, 1.5], [], []],
     "errors": ["", "", "refused"],
 }
-FOUND = [Logged(0.0, 7, 1, 4.0, 4.0), Logged(2.0, 5, 3, 3.0, 5.5)]
+FOUND = [
+    RequestRecord(0, 0, 0.0, 7, 1, first_token_s=4.0, end_s=4.0),
+    RequestRecord(1, 0, 2.0, 5, 3, first_token_s=3.0, end_s=5.5),
+]
 
 
 def written(tmp_path, rows):
@@ -70,11 +74,8 @@ def test_what_a_simulation_wrote_is_found_again():
     """Terms twice and half as large as those from which the fit begins."""
     start = Linear(base=10e-3, beyond=50e-6, knee=200, kv=1e-7, pair=1e-9)
     made = Linear(base=20e-3, beyond=100e-6, knee=200, kv=0.5e-7, pair=1e-9)
-    asked = [Logged(0.15 * i, 30 + 97 * i % 800, 40 + 31 * i % 300, 0, 0).asked for i in range(60)]
-    log = [
-        Logged(r.arrival_s, r.num_prompt, r.num_output, r.first_token_s, r.end_s)
-        for r in simulate_log(asked, ENGINE, made)
-    ]
+    requests = [SimRequest(0.15 * i, 30 + 97 * i % 800, 40 + 31 * i % 300) for i in range(60)]
+    log = simulate_log(requests, ENGINE, made)
     fitted = fit_log(log, ENGINE, start, device="a card")
     assert fitted.error < 0.02
     assert fitted.cost.base == pytest.approx(made.base, rel=0.05)
@@ -83,8 +84,9 @@ def test_what_a_simulation_wrote_is_found_again():
 
 
 def test_a_log_that_is_too_short_or_too_large():
-    log = [Logged(0.0, 10, 10, 1.0, 2.0)]
+    log = [RequestRecord(0, 0, 0.0, 10, 10, first_token_s=1.0, end_s=2.0)]
     with pytest.raises(InvalidArgumentError, match="a fit needs 8; take more"):
         fit_log(log, ENGINE, Linear(1e-2, beyond=1e-5))
+    large = RequestRecord(0, 0, 0.0, 9000, 10, first_token_s=1.0, end_s=2.0)
     with pytest.raises(InvalidArgumentError, match=r"8 requests of the log fit into no pool of 400 blocks"):
-        fit_log([Logged(0.0, 9000, 10, 1.0, 2.0)] * 8, ENGINE, Linear(1e-2, beyond=1e-5))
+        fit_log([large] * 8, ENGINE, Linear(1e-2, beyond=1e-5))

@@ -111,7 +111,7 @@ def test_each_prompt_of_a_simulation_has_its_own_budget(tmp_path) -> None:
             for at, length in requests
         ]
         trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        options = ("--trace", str(trace), "--format", "mooncake", "--compression", f"knorm:budget={budget}")
+        options = ("--trace", str(trace), "--compression", f"knorm:budget={budget}")
         report = run(tmp_path, *SIMULATE, *options, "--no-spread-compression")
         return [report["passes"], report["blocks_freed"]]
 

@@ -128,7 +128,6 @@ def test_a_conversation_finds_all_that_was_said_in_full_blocks() -> None:
     [
         ({"trace": Path("x"), "prompt": 5}, "--prompt has no effect beside a file of requests"),
         ({"trace": Path("x"), "arrivals": "even"}, "--arrivals has no effect beside the file's own times"),
-        ({"requests": 5, "rate": 1.0, "piece": 16}, "--piece has no effect without a file of requests"),
     ],
 )
 def test_options_without_effect_are_refused(given, words):

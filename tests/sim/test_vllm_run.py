@@ -35,7 +35,7 @@ ENGINE = Settings(
 def errors(cost: Linear) -> dict[str, float]:
     """Of the means over all requests, relative."""
     log = read_log(DATA)
-    records = simulate_log([each.asked for each in log], ENGINE, cost)
+    records = simulate_log([each.request for each in log], ENGINE, cost)
     found = {}
     for name in ("ttft_s", "e2e_s", "tpot_s"):
         said, made = ([getattr(each, name) for each in rows] for rows in (log, records))

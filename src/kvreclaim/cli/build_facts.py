@@ -20,7 +20,7 @@ class NativeFacts:
     compiled_isas: tuple[str, ...]
     """Instruction sets that it has kernels for, simplest first."""
     isa: str
-    """The one whose kernels run here."""
+    """Instruction set of the kernels that run here."""
 
 
 @dataclass(frozen=True)
@@ -77,5 +77,5 @@ def build_facts() -> BuildFacts:
 
 
 def _packed_commit() -> str:
-    """The commit that the release wrote beside this file; empty in a checkout."""
+    """Commit in the release's build file; empty in a checkout."""
     return str(json.loads(_BUILD_FILE.read_text())["commit"]) if _BUILD_FILE.exists() else ""

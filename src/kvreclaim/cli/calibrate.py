@@ -96,9 +96,7 @@ def calibrate(
     llm = LLM(path, dtype=dtype, device=device, **FOR_CALIBRATION)
     output = output or _kept(llm)
     if stats_file is not None:
-        require(
-            bool(reading.curve), "--stats is where a curve is added, and none is asked for; pass --curve."
-        )
+        require(bool(reading.curve), "--stats takes a curve, and none is measured; pass --curve.")
         stats = QueryStats.load(stats_file)
         stats.check_model(llm.loaded.facts)
         stats = curve_of(llm, text, reading, stats.metadata.read, console.print)(stats)
@@ -113,7 +111,7 @@ def calibrate(
 
 
 def _kept(llm: LLM) -> Path:
-    """The model's file in the cache directory. Raises: InvalidArgumentError if nobody would read it."""
+    """The model's file in the cache directory. Raises: InvalidArgumentError if it would not be read."""
     from kvreclaim.calibrate.statistics import check_keeps
 
     file = llm.stats_file

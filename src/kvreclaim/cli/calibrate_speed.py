@@ -96,14 +96,11 @@ def _from_engine(plan: SpeedPlan) -> tuple[Linear, str]:
 
 
 def _from_log(log: Path, given: LogPlan) -> tuple[Linear, str]:
-    from kvreclaim.kv_bytes import kv_bytes
     from kvreclaim.plan.cards import find_card
-    from kvreclaim.plan.configs import load_shape
-    from kvreclaim.plan.roofline import roofline
-    from kvreclaim.plan.weights import dtype_of, weight_format
     from kvreclaim.schedule import Footprint
     from kvreclaim.sim.fit_log import fit_log
     from kvreclaim.sim.log import read_log
+    from kvreclaim.sim.options import ReplicaOptions
     from kvreclaim.sim.settings import Settings
 
     lacking = [name for name in ("shape", "gpu", "num_gpu_blocks") if getattr(given, name) is None]
@@ -112,9 +109,10 @@ def _from_log(log: Path, given: LogPlan) -> tuple[Linear, str]:
     assert given.shape is not None
     assert given.gpu is not None
     assert given.num_gpu_blocks is not None
-    shape, card = load_shape(given.shape), find_card(given.gpu)
-    weights, form = weight_format(given.weights, shape), kv_bytes(given.kv_cache_dtype, dtype_of(shape))
-    start = roofline(shape, card, weights, form, block_size=given.block_size)
+    engine = ReplicaOptions(
+        model=given.shape, gpu=given.gpu, weights=given.weights, kv_cache_dtype=given.kv_cache_dtype
+    )
+    start = engine.cost(given.block_size)
     settings = Settings(
         num_blocks=given.num_gpu_blocks,
         block_size=given.block_size,
@@ -124,8 +122,8 @@ def _from_log(log: Path, given: LogPlan) -> tuple[Linear, str]:
     )
     facts = {
         "kind": "a log of requests",
-        "model": shape.name,
-        "device": card.name,
+        "model": engine.shape.name,
+        "device": find_card(given.gpu).name,
         "share_of_log": given.share,
     }
     found = fit_log(read_log(log), settings, start, given.share, **facts)

@@ -21,16 +21,16 @@ MANY = 60
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigOptions:
-    """Beside a parameter's type, in Annotated: stands for the options of a config.
+    """Metadata of a parameter in Annotated: the options of a config.
 
-    config:   whose fields they are
+    config:   class of the fields
     panel:    of the help text; None: the command's own
-    only:     these fields; all that are offered where empty
-    without:  but these
-    defaults: of this command, where they are not the config's
-    unset:    no default is shown or passed on: what is not given is not there
-    own_names: by the fields' names, whatever flags they have elsewhere
-    build:    what the parameter becomes, of the fields that have a value; the config where None
+    only:     these fields; empty: all with a help text
+    without:  excluded fields
+    defaults: defaults of this command that differ from the config's
+    unset:    no default is shown or passed on, so fields without an option are missing
+    own_names: flags are the fields' names, whatever flags they have elsewhere
+    build:    makes the parameter of the fields with a value; None: the config
     """
 
     config: type
@@ -53,7 +53,7 @@ class ConfigOptions:
         return (not self.own_names and setting.spec.flags) or (f"--{setting.name.replace('_', '-')}",)
 
     def parameter(self, name: str, setting: Setting) -> inspect.Parameter:
-        """The option as typer wants it; name: of the parameter that it is part of."""
+        """Return typer's option. name: of the parameter that it belongs to."""
         spec, kind = setting.spec, setting.spec.typed_as or setting.type
         default = self.defaults.get(setting.name, setting.default)
         flags = self.flags(setting)
@@ -106,8 +106,8 @@ def _several(setting: Setting) -> bool:
 
 
 def with_config(function: Callable[..., None]) -> Callable[..., None]:
-    """A command of typer with the options of every parameter that has ConfigOptions beside its type; the
-    function is called with what these build, and a caller's mistake is one sentence."""
+    """Make a typer command with the options of every parameter with ConfigOptions in its annotation. The
+    function gets the built values, and a caller's mistake is printed as one sentence."""
     parameters: list[inspect.Parameter] = []
     groups: dict[str, ConfigOptions] = {}
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():

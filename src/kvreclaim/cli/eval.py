@@ -70,7 +70,7 @@ class EvalOutputs:
             check_writable(self.out / "report.json", "--out")
 
     def of(self, kind: str) -> Iterator[Path]:
-        """The file that was asked for, and one in --out."""
+        """Yield the named file, and one in --out."""
         named = getattr(self, kind)
         yield from (path for path in (self.out and self.out / f"report.{kind}", named) if path is not None)
 

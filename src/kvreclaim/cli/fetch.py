@@ -33,7 +33,7 @@ def fetch(
 
 
 def fetched(source: str | None, output: Path | None) -> Path:
-    """The model's directory, fetched if it is not there, which is said. Raises: FetchError."""
+    """Return the model's directory. Fetch the model with messages if it is missing. Raises: FetchError."""
     from kvreclaim.model.fetch import fetch_model, source_from
 
     return fetch_model(source_from(source), output, say=lambda line: typer.echo(printable(line), err=True))

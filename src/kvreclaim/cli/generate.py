@@ -87,13 +87,13 @@ def generate(
         options = asdict(engine) | {"max_num_seqs": 1, "calibrate": at_start, "compression": chosen}
         started = LLM(path, dtype=dtype, device=device, **options)
     with closing(started) as llm, llm.compressed(None):  # the request names it; a session is saved whole
-        asked: dict[str, Any] = {"prompt": prompt, "compress_prompt_at": compress_prompt_at}
+        request: dict[str, Any] = {"prompt": prompt, "compress_prompt_at": compress_prompt_at}
         if chat:
-            messages = [{"role": "user", "content": asked.pop("prompt")}]
-            asked["prompt_token_ids"] = render_chat(llm.loaded, messages)
+            messages = [{"role": "user", "content": request.pop("prompt")}]
+            request["prompt_token_ids"] = render_chat(llm.loaded, messages)
         if session is not None and session.exists():
             typer.echo(f"{llm.load_session(session).num_tokens} tokens are restored", err=True)
-        answered = _stream(llm, asked, params, chosen, as_json=as_json)
+        answered = _stream(llm, request, params, chosen, as_json=as_json)
         if session is not None:
             kept = {"prompt_token_ids": answered, "compress_prompt_at": compress_prompt_at}
             config = None if compress_prompt_at is None else chosen

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvreclaim.checks import is_int
 from kvreclaim.errors import KVReclaimError
-from kvreclaim.model.gguf_rotation import rope_scaling
+from kvreclaim.model.gguf_index import rope_scaling
 from kvreclaim.model.position_limit import position_limit
 from kvreclaim.model.quantized.copy_file import CopyFile, copy_files
 from kvreclaim.model_paths import (
@@ -59,17 +59,17 @@ class LocalModel:
 
 
 def local_models() -> list[LocalModel]:
-    """All of them, by name; GGUF files in a directory follow it. Copies and left-overs are last."""
+    """Return all models by name; GGUF files in a directory follow it. Copies and left-overs are last."""
     home = models_home()
     entries = sorted(home.iterdir()) if home.is_dir() else []
     found = []
     for entry in entries:
         if entry.is_dir() and not entry.name.startswith("."):
             if source_of(entry) is not None and (file := only_gguf(entry)) is not None:
-                told = _gguf(file)
-                wrong = lacks(entry) or told.wrong
+                model = _gguf(file)
+                wrong = lacks(entry) or model.wrong
                 own = not entry.is_symlink()
-                found.append(replace(told, name=entry.name, path=entry, is_fetched=own, wrong=wrong))
+                found.append(replace(model, name=entry.name, path=entry, is_fetched=own, wrong=wrong))
                 continue
             if (entry / "config.json").is_file() or source_of(entry) is not None:
                 found.append(_directory(entry))
@@ -111,8 +111,8 @@ def _gguf(file: Path) -> LocalModel:
             kinds[tensor.kind] += tensor.num_bytes
         weights = kinds.most_common(1)[0][0] if kinds else UNKNOWN
         kind = index.fields.get("general.architecture")
-        said = {"model_type": kind, "max_position_embeddings": index.fields.get(f"{kind}.context_length")}
-        context = _context(said, partial(rope_scaling, index.fields))
+        config = {"model_type": kind, "max_position_embeddings": index.fields.get(f"{kind}.context_length")}
+        context = _context(config, partial(rope_scaling, index.fields))
     about = file.stat()
     return LocalModel(
         name=str(file.relative_to(models_home())),
@@ -172,12 +172,14 @@ def _config(file: Path) -> Mapping[str, Any]:
 
 
 def _weights(config: Mapping[str, Any]) -> str:
-    """How the weights are stored, as the config says it."""
+    """Storage of the weights by the config."""
     packed = config.get("quantization_config")
     if isinstance(packed, Mapping):
         bits = packed.get("bits") or (4 if packed.get("load_in_4bit") else None)
         return f"{packed.get('quant_method', UNKNOWN)}{f' {bits} bits' if bits else ''}"
-    return str(_said(config, "dtype") or _said(config, "torch_dtype") or UNKNOWN).removeprefix("torch.")
+    return str(_text_value(config, "dtype") or _text_value(config, "torch_dtype") or UNKNOWN).removeprefix(
+        "torch."
+    )
 
 
 def _context(config: Mapping[str, Any], rotation: Callable[[], object] | None = None) -> str:
@@ -192,7 +194,7 @@ def _context(config: Mapping[str, Any], rotation: Callable[[], object] | None = 
         return str(known)
 
 
-def _said(config: Mapping[str, Any], key: str) -> Any:
+def _text_value(config: Mapping[str, Any], key: str) -> Any:
     """A field of the config, or of the language model's within it."""
     inner = config.get("text_config")
     return config.get(key) or (inner.get(key) if isinstance(inner, Mapping) else None)

@@ -35,11 +35,11 @@ COMMANDS = {
     "demo": "demo.demo",
     "bench": "bench.bench_app",
 }
-"""Where in this package each command is: a function, or an app with commands of its own."""
+"""Module and function of each command, or its app with commands of its own."""
 
 
 class CommandTable(Mapping[str, Any]):
-    """Typer's commands by name. Each is imported when it is asked for: one starts without the others."""
+    """Typer's commands by name, each imported at its first use."""
 
     def __init__(self) -> None:
         self._made: dict[str, Any] = {}
@@ -132,11 +132,7 @@ def _leave(code: int) -> None:
     try:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-    except (
-        AttributeError,
-        OSError,
-        ValueError,
-    ):  # closed, or nobody reads: as the interpreter says it
+    except (AttributeError, OSError, ValueError):  # closed, or without a reader: the interpreter reports it
         sys.exit(code)
     os._exit(code)
 

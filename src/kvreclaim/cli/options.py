@@ -41,7 +41,7 @@ Device = Annotated[str, typer.Option(help="Device: auto, cpu or cuda.")]
 
 
 def writable(path: Path | None) -> Path | None:
-    """For options that name a file to write: refuse it before anything has run, not after hours."""
+    """Refuse a file that cannot be written before anything has run."""
     try:
         if path is not None:
             check_writable(path)
@@ -79,7 +79,7 @@ def starting(calibrates: bool) -> AbstractContextManager[None]:
 
 
 def compression_of(**settings: Any) -> CompressionConfig | None:
-    """None where nothing is said, which imports no torch; with a budget, say, but no policy, that is auto."""
+    """Return the config of these settings; None without any, which imports no torch."""
     if not settings:
         return None
     with uncollected():
@@ -89,10 +89,10 @@ def compression_of(**settings: Any) -> CompressionConfig | None:
 
 
 def with_calibration(
-    compression: CompressionConfig | None, asked: bool, say: Callable[[str], object] = tell
+    compression: CompressionConfig | None, calibrates: bool, say: Callable[[str], object] = tell
 ) -> tuple[CompressionConfig | None, Callable[[LLM], object] | None]:
-    """LLM's `compression`, which is auto where only calibration is asked for, and its `calibrate`."""
-    if not asked:
+    """Return LLM's `compression`, which is auto for calibration alone, and its `calibrate`."""
+    if not calibrates:
         return compression, None
     from kvreclaim import CompressionConfig
     from kvreclaim.calibrate.statistics import calibrate_at_start
@@ -111,5 +111,5 @@ Calibrate = Annotated[
 ]
 Compression = ConfigOptions(config=CompressionSettings, panel=COMPRESSION, unset=True, build=compression_of)
 THREADS = {"threads": 0}
-"""Default of commands that decode for somebody who waits."""
+"""Default of interactive commands."""
 KVCacheDType = ConfigOptions(config=EngineConfig, only=("kv_cache_dtype",))

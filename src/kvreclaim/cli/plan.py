@@ -18,7 +18,7 @@ from kvreclaim.plan.plan_request import PlanRequest
 
 @with_config
 def plan(
-    asked: Annotated[PlanRequest, ConfigOptions(config=PlanRequest)],
+    request: Annotated[PlanRequest, ConfigOptions(config=PlanRequest)],
     file: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Same as --model.")] = None,
     model: Annotated[
         str | None,
@@ -38,7 +38,7 @@ def plan(
     require(file is None or model is None, "the model is named twice; leave out --model.", "model")
     named = model if file is None else file
     is_path = named in (None, DEMO) or os.path.exists(str(named))
-    answer = answer_of(model_of(named) if is_path else local_model(str(named)) or str(named), asked)
+    answer = answer_of(model_of(named) if is_path else local_model(str(named)) or str(named), request)
     if json_file is not None:
         write_json(json_file, answer.values)
     typer.echo("\n".join(map(printable, lines(answer, explain=explain))))

@@ -21,7 +21,7 @@ def rm(
     name: Annotated[str, typer.Argument(help="Name that `kvreclaim ls` prints, or the fetched hub id.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Delete a model that `kvreclaim fetch` wrote, with the statistics beside it and the copies of its packed
+    """Delete a model that `kvreclaim fetch` wrote, with its statistics and the copies of its packed
     weights, or such a copy, or a GGUF file that cannot be read, or what a killed command left over."""
     model = deletable(name)
     size = f"{model.num_bytes / 1e6:,.0f} MB"

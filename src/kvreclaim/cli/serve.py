@@ -91,7 +91,7 @@ def serve(
 
 
 def _launched(spec: EngineSpec, started: StartedProcess | None) -> EngineClient:
-    """The engine in this process, or in its own, beside which this one imports what serves."""
+    """Start the engine in this process, or in its own while this one imports the server."""
     if started is None:
         from kvreclaim.engine.serving.thread import AsyncEngine
 

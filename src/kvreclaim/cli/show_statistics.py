@@ -25,7 +25,7 @@ _JUDGED = {"asked": "answers to questions", "again": "repeated parts"}
 
 
 def show_statistics(console: Console, stats: QueryStats) -> None:
-    """What a statistics file holds: its parts, the trial and the loss curve."""
+    """Print the parts of a statistics file, its trial and its loss curve."""
     found = stats.metadata
     owner = "KV head" if found.shared_centers else "head"
     extra = ", with covariance" if found.covariance else ""

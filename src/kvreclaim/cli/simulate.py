@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,11 +15,17 @@ from rich.table import Table
 from kvreclaim.cli.config_options import ConfigOptions, with_config
 from kvreclaim.cli.options import Figures, picture
 from kvreclaim.outputs import write_json
+from kvreclaim.plan.targets import parse_targets
 from kvreclaim.sim.options import ENGINE, LOAD, MACHINE, ReplicaOptions, Serving, Traffic, without_compression
 from kvreclaim.sim.routers import ROUTERS
-from kvreclaim.sim.scenario import AXES, parse_targets
+from kvreclaim.sim.scenario import AXES
+
+if TYPE_CHECKING:
+    from kvreclaim.sim.scenario import Scenario
+    from kvreclaim.sim.traces.trace import Trace
 
 WIDTH = 110
+WHOLE = "whole cache"
 UNDEFINED = "–"
 
 
@@ -53,52 +60,54 @@ def simulate(
 ) -> None:
     """Simulate serving a trace: latencies, hits, preemptions, blocks and cost. Or search for what meets
     latency targets."""
-    from kvreclaim.sim.report import report
-    from kvreclaim.sim.scenario import Scenario
     from kvreclaim.sim.search import Search
 
-    named = machine
-    if (promise := serving.promise_on(machine)) is not None:
-        machine = replace(machine, kv_cache_dtype=promise.kv_cache_dtype)
-    cost = machine.cost(serving.block_size)
-    scenario = Scenario(
-        traffic.requested(),
-        serving.settings(machine, cost),
-        cost,
-        num_replicas=replicas,
-        router=router,
-        scrape_s=scrape,
-        targets=parse_targets(slo),
-        price=machine.hourly(),
-    )
+    facts = {"num_replicas": replicas, "router": router, "scrape_s": scrape, "targets": parse_targets(slo)}
+    build = partial(_scenario, traffic.requested(), facts)
+    promise = serving.promise_on(machine)
+    chosen = machine if promise is None else replace(machine, kv_cache_dtype=promise.kv_cache_dtype)
+    scenario = build(chosen, serving)
     console = Console(markup=False)
     console = console if console.is_terminal else Console(markup=False, width=WIDTH)
     if search is not None:
         found = Search(scenario, search).run()
         _show_search(found, console)
-        _write(found, json_file)
-        return
-    reports: dict[str, dict[str, Any]] = {}
-    if compare:
-        whole = named.cost(serving.block_size)
-        plain = without_compression(serving).settings(named, whole)
-        reports["whole cache"] = report(replace(scenario, settings=plain, cost=whole))
-    name = serving.compression or "whole cache"
+    else:
+        plain = build(machine, without_compression(serving)) if compare else None
+        found = _report(scenario, plain, _name(serving), chart, console)
+    if json_file is not None:
+        write_json(json_file, found)
+
+
+def _scenario(trace: Trace, facts: dict[str, Any], machine: ReplicaOptions, serving: Serving) -> Scenario:
+    from kvreclaim.sim.scenario import Scenario
+
+    cost = machine.cost(serving.block_size)
+    return Scenario(trace, serving.settings(machine, cost), cost, price=machine.hourly(), **facts)
+
+
+def _name(serving: Serving) -> str:
+    """Name of the run in tables and charts."""
     if serving.max_loss is not None:
-        name = f"max loss {serving.max_loss:g}"
+        return f"max loss {serving.max_loss:g}"
+    return serving.compression or WHOLE
+
+
+def _report(
+    scenario: Scenario, plain: Scenario | None, name: str, chart: Path | None, console: Console
+) -> dict[str, Any]:
+    """Run and show a scenario, next to a plain one if there is one."""
+    from kvreclaim.sim.report import report
+
+    reports = {} if plain is None else {WHOLE: report(plain)}
     reports[name] = report(scenario)
     _show(reports, console)
     if chart is not None:
         from kvreclaim.sim.chart import chart as draw
 
         draw(reports, chart)
-    others = {each: report for each, report in reports.items() if each != name}
-    _write(reports[name] | ({"beside": others} if others else {}), json_file)
-
-
-def _write(found: dict[str, Any], path: Path | None) -> None:
-    if path is not None:
-        write_json(path, found)
+    others = {each: found for each, found in reports.items() if each != name}
+    return reports[name] | ({"beside": others} if others else {})
 
 
 def _show(reports: dict[str, dict[str, Any]], console: Console) -> None:

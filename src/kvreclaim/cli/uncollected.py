@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """What is imported or loaded within this stays. Afterwards garbage is collected as before."""
+    """Keep what is imported or loaded in the block. Garbage is collected as before afterwards."""
     is_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Where everything lies in a GGUF file (llama.cpp's format, versions 2 and 3), read without its arrays.
+"""The header of a GGUF file (llama.cpp's format, versions 2 and 3), read without its arrays.
 
 gguf's own GGUFReader makes objects of every word of a vocabulary: 155 MB and 2 s for 49,152 words, more
 than the packed weights of such a model themselves.
@@ -12,18 +12,19 @@ from __future__ import annotations
 import hashlib
 import math
 import mmap
+import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from kvreclaim.checks import is_int, require
+from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
 
-from kvreclaim.checks import require
-from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.model.gguf_checks import EMBEDDING, SIZES, check_fields, quoted
+if TYPE_CHECKING:
+    import numpy as np
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -32,7 +33,7 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 BYTES = {kind: struct.calcsize(f"<{letter}") for kind, letter in SCALARS.items()}
 STRING, ARRAY = 8, 9
 ALIGNMENT = 32
-"""Alignment of tensors where the file does not say."""
+"""Default alignment of tensors."""
 MAX_HEADER = 1 << 27
 """Bytes before the tensors' data; vocabularies of 260,000 tokens take 20 MB."""
 MAX_FIELDS, MAX_TENSORS = 1 << 16, 1 << 17
@@ -43,6 +44,31 @@ MAX_DEPTH = 4
 MAX_NAME, MAX_TEXT, MAX_WORD = (1 << 16) - 1, 1 << 24, 1 << 16
 """Bytes of a key or tensor name, of a string, and of a string in an array."""
 MAX_DIMS = 4
+EMBEDDING = "token_embd.weight"
+MAX_NUMBER = (1 << 31) - 1
+SHOWN = 60
+"""Characters of the file's text that an error quotes."""
+TEXTS = frozenset({"general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.pre", "rope.scaling.type"})
+SIZES = frozenset(
+    {
+        *("embedding_length", "feed_forward_length", "vocab_size", "block_count", "rope.dimension_count"),
+        *(f"attention.{key}" for key in ("head_count", "head_count_kv", "key_length", "value_length")),
+    }
+)
+COUNTS = SIZES | {
+    *("context_length", "attention.sliding_window", "rope.scaling.original_context_length"),
+    *("expert_count", "expert_used_count", "expert_feed_forward_length"),
+}
+NUMBERS = frozenset(
+    {
+        *("rope.freq_base", "rope.freq_base_swa", "rope.scale_linear", "attention.layer_norm_rms_epsilon"),
+        *("attn_logit_softcapping", "final_logit_softcapping", "rope.scaling.factor"),
+        *("rope.scaling.attn_factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
+    }
+)
+"""Fields of an architecture that are integers (COUNTS) or numbers: finite, not negative."""
+TEMPLATE_NAME = re.compile(r"tokenizer\.chat_template\.[\w-]{1,64}", re.ASCII)
+BETAS = ("beta_fast", "beta_slow")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +88,7 @@ def has_gguf() -> bool:
 
 
 def read_index(file: Path) -> GgufIndex:
-    """The header of a GGUF file. Raises: InvalidArgumentError where it cannot be read."""
+    """Read the header of a GGUF file. Raises: InvalidArgumentError if it cannot be read."""
     require(
         has_gguf(),
         "reading GGUF files needs gguf, which this environment lacks; run pip install 'kvreclaim[gguf]'.",
@@ -83,7 +109,7 @@ class GgufIndex:
     fields:  by key; strings and numbers
     lengths: of arrays, by key
     tensors: by name
-    digest:  sha256 of what stands before the tensors' data: config, tokenizer, names and types
+    digest:  sha256 of the header: config, tokenizer, names and types
 
     Raises: OSError; ValueError for what is no such file, ends too early, or is larger than any model needs.
     """
@@ -96,14 +122,23 @@ class GgufIndex:
 
     @property
     def architecture(self) -> str:
-        """llama.cpp's name of the architecture. Raises: ValueError where the file does not say it."""
+        """llama.cpp's name of the architecture. Raises: ValueError without one."""
         return str(self.value("general.architecture"))
 
     def value(self, key: str) -> Any:
-        """Raises: ValueError where the file does not say it."""
+        """Return a field. Raises: ValueError if the file lacks it."""
         if key not in self.fields:
             raise ValueError(f"the file does not say {quoted(key)}")
         return self.fields[key]
+
+    @property
+    def weights(self) -> list[GgufTensor]:
+        """All tensors but those that scale rotary positions."""
+        return [tensor for name, tensor in self.tensors.items() if not name.startswith("rope_")]
+
+    @property
+    def num_weights(self) -> int:
+        return sum(math.prod(tensor.shape) for tensor in self.weights)
 
     def num_layers(self) -> int:
         """The number of layers. Sizes that memory is allocated by are compared with the tensors.
@@ -240,12 +275,14 @@ class GgufIndex:
             yield GgufTensor(name, shape, names[kind].name, start + offset, size * num_bytes)
 
     def rows(self, tensor: GgufTensor) -> np.ndarray:
-        """Its bytes, uint8 [slowest dimension, bytes of a row]: pages of the file until forgotten."""
+        """Return its bytes, uint8 [slowest dimension, bytes of a row]: pages of the file until forgotten."""
+        import numpy as np
+
         found = np.frombuffer(self._mapped, np.uint8, tensor.num_bytes, tensor.offset)
         return found.reshape(tensor.shape[0] if tensor.shape else 1, -1)
 
     def forget(self, tensor: GgufTensor) -> None:
-        """Let its pages go, which count as this process's memory as long as they are mapped."""
+        """Release the tensor's pages, which count as this process's memory while they are mapped."""
         first = tensor.offset // mmap.PAGESIZE * mmap.PAGESIZE
         self._mapped.madvise(mmap.MADV_DONTNEED, first, tensor.offset + tensor.num_bytes - first)
 
@@ -253,3 +290,75 @@ class GgufIndex:
 def _check_count(what: str, count: int, most: int) -> None:
     if count > most:
         raise ValueError(f"it has {count:,} {what}; at most {most:,} are read")
+
+
+def quoted(text: str) -> str:
+    """Quote text of a file for an error: its beginning, on one line, without control characters."""
+    return repr(text if len(text) <= SHOWN else f"{text[:SHOWN]}...")
+
+
+def check_fields(fields: Mapping[str, Any]) -> None:
+    """Raises: ValueError for a field that is of another type than its readers need."""
+    own = f"{fields.get('general.architecture')}."
+    for key, value in fields.items():
+        needed = _needed(key.replace(own, "", 1) if key.startswith(own) else key, value, key.startswith(own))
+        if needed is not None:
+            shown = quoted(value) if isinstance(value, str) else value
+            raise ValueError(f"{quoted(key)} is {shown}; it must be {needed}")
+
+
+def _needed(key: str, value: object, is_own: bool) -> str | None:
+    """Return what a field has to be if its value is something else. is_own: a field of the architecture"""
+    if is_own and isinstance(value, float) and key not in COUNTS:
+        fits = math.isfinite(value) and (value >= 0 or key not in NUMBERS)
+        return None if fits else "a finite number"
+    if is_own and is_int(value):
+        return None if 0 <= int(value) <= MAX_NUMBER else f"from 0 to {MAX_NUMBER}"  # type: ignore[call-overload]
+    if is_own and (key in COUNTS or key in NUMBERS):
+        return "an integer" if key in COUNTS else "a number"
+    if key.startswith("tokenizer.chat_template.") and not TEMPLATE_NAME.fullmatch(key):
+        return "under a name of letters, digits, _ and -"  # files are named so
+    if key in TEXTS or key.startswith("tokenizer.chat_template"):
+        return None if isinstance(value, str) else "text"
+    if key.startswith("tokenizer.ggml.add_"):
+        return None if isinstance(value, bool) else "true or false"
+    number = value if isinstance(value, int) and is_int(value) else -1
+    if key == "general.alignment":
+        return None if 0 < number <= MAX_NUMBER and number & number - 1 == 0 else "a power of two"
+    if key.startswith("tokenizer.ggml.") and key.endswith("_token_id"):
+        return None if 0 <= number <= MAX_NUMBER else "a token id"
+    return None
+
+
+def rope_scaling(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the scaling as entries of transformers' rope_parameters; empty where positions are not scaled.
+
+    As in llama.cpp a factor without a type is linear, and a factor of 0 or 1 is none.
+
+    Raises: UnsupportedModelError for a scaling that transformers does not have.
+    """
+    own = f"{fields.get('general.architecture')}."
+    scaling = {
+        key.removeprefix(f"{own}rope.scaling."): value for key, value in fields.items() if key.startswith(own)
+    }
+    kind = scaling.get("type", "linear")
+    factor = float(scaling.get("factor", scaling.get(f"{own}rope.scale_linear", 0.0)))
+    original = scaling.get("original_context_length", scaling.get(f"{own}context_length"))
+    if kind == "longrope":
+        return {"rope_type": kind, "original_max_position_embeddings": original}
+    if kind == "none" or factor in (0.0, 1.0):
+        return {}
+    if kind == "linear":
+        return {"rope_type": kind, "factor": factor}
+    unread = [key for key in ("yarn_ext_factor", "yarn_attn_factor") if scaling.get(key, 1.0) != 1.0]
+    unread += ["yarn_log_multiplier"] if scaling.get("yarn_log_multiplier") else []
+    if kind != "yarn" or unread:
+        raise UnsupportedModelError(
+            f"the file scales rotary positions by {' '.join([quoted(kind), *unread])}, which is not read "
+            "from GGUF; pass the model's hub id, or another file."
+        )
+    found = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
+    found |= {beta: float(scaling[f"yarn_{beta}"]) for beta in BETAS if f"yarn_{beta}" in scaling}
+    if scaling.get("attn_factor", 1.0) != 1.0:
+        found["attention_factor"] = scaling["attn_factor"] * (0.1 * math.log(factor) + 1.0)
+    return found

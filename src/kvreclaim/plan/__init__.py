@@ -1,1 +1,1 @@
-"""How much memory and time a model takes, from its config alone: no weights, no torch, no GPU."""
+"""Memory and time of a model from its config alone, without weights, torch or a GPU."""

@@ -76,7 +76,7 @@ def _in_tokens(request: PlanRequest, compression: str, density: Fraction) -> str
     InvalidArgumentError where it has another number of lengths."""
     require(
         request.trace is None and (request.context is None) != (request.sequences is None),
-        f"compression is {compression!r}, whose budget is a share of each prompt, and a plan has one budget; "
+        f"compression is {compression!r}, its budget is a share of each prompt, and a plan has one budget; "
         "pass --context or --sequences, or a number of tokens, and for a trace use `kvreclaim simulate`.",
         "compression",
     )
@@ -101,7 +101,7 @@ def check_fits(cache: Cache, compression: str | None) -> None:
         Feature.RECURRENT: cache.shape.name if cache.shape.has_states else None,
         Feature.QUANTISED: None if cache.form.is_plain else cache.form.name,
     }
-    refuse({feature: said for feature, said in found.items() if said is not None})
+    refuse({feature: name for feature, name in found.items() if name is not None})
 
 
 def _turns_keys(value: Value) -> bool:

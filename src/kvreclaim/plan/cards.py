@@ -45,17 +45,14 @@ class Card:
         """Bytes a second between two cards."""
         return self.nvlink or self.pcie
 
-    def overridden(self, *, memory_bytes: int | None = None, price: float | None = None) -> Card:
-        """With what the caller knows better."""
-        card = self
-        if memory_bytes is not None:
-            card = replace(card, memory_bytes=memory_bytes, reported_bytes=memory_bytes, reported_by="given")
-        return card if price is None else replace(card, price=(price, price))
+    def priced(self, price: float | None) -> Card:
+        """Return the card at this price; None: at its own."""
+        return self if price is None else replace(self, price=(price, price))
 
 
 @cache
 def all_cards() -> tuple[Card, ...]:
-    """In the order of the file."""
+    """Return all cards in the order of the file."""
     data = tomllib.loads(DATA.read_text(encoding="utf-8"))
     return tuple(_card(row, data["date"]) for row in data["cards"])
 
@@ -66,7 +63,7 @@ def _card(row: dict[str, Any], date: str) -> Card:
 
 
 def find_card(name: str) -> Card:
-    """By name or alias, whatever the case, a vendor's word before it or not. Raises: InvalidArgumentError."""
+    """Find a card by name or alias, in any case, with or without the vendor. Raises: InvalidArgumentError."""
     wanted = name.lower().removeprefix("nvidia ").removeprefix("geforce ").removeprefix("amd ").strip()
     for card in all_cards():
         if wanted in (card.name.lower(), *card.aliases):

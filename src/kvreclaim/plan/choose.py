@@ -1,7 +1,7 @@
-"""Which cards a trace needs at least under targets, and why others will not do.
+"""Lower bounds on the cards that serve a trace under targets.
 
-Lower bounds only: what no scheduler can beat with these step times. How many replicas really serve the trace
-is for a simulation to find, from the bound on.
+No scheduler can do with fewer at these step times. A simulation finds how many replicas really serve the
+trace, from the bound on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Literal
 
 import numpy as np
 
-from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.plan.cards import Card, all_cards, find_card
 from kvreclaim.plan.cost import Linear, StepLoad
 from kvreclaim.plan.demand import Cache
@@ -25,49 +24,23 @@ from kvreclaim.plan.pool import CardPool, Seats, make_pool
 from kvreclaim.plan.recompute import blocks_while_decoding, prefill_seconds
 from kvreclaim.plan.roofline import BASE_S, ERROR, roofline
 from kvreclaim.plan.sections import PlanReport
+from kvreclaim.plan.targets import Targets, parse_targets
 from kvreclaim.plan.weights import WeightFormat, weight_format
 
 MOST_CARDS = 8
-"""Most cards of one replica."""
+"""Maximum number of cards per replica."""
+MEASURES = ("ttft", "tpot")
 Resource = Literal["memory", "bandwidth", "compute"]
 
 
 @dataclass(frozen=True, slots=True)
-class Slo:
-    """Targets at p99, seconds; None: none."""
-
-    ttft: float | None = None
-    tpot: float | None = None
-
-
-def parse_slo(text: str) -> Slo:
-    """`ttft=2s,tpot=60ms`. Raises: InvalidArgumentError."""
-    found: dict[str, float] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, _, value = (word.strip().lower() for word in part.partition("="))
-        unit, scale = ("ms", 1e-3) if value.endswith("ms") else ("s", 1.0)
-        try:
-            seconds = float(value.removesuffix(unit)) * scale
-        except ValueError:
-            seconds = 0.0
-        if name not in ("ttft", "tpot") or not 0 < seconds < 1e6 or name in found:
-            raise InvalidArgumentError(
-                f"--slo is {text!r}, of which {part!r} cannot be read; write ttft=2s,tpot=60ms, or "
-                "one of them.",
-                field="slo",
-            )
-        found[name] = seconds
-    return Slo(**found)
-
-
-@dataclass(frozen=True, slots=True)
 class Bound:
-    """One kind of card.
+    """Lower bound for one kind of card.
 
-    replicas:  at least; None: none will do, and `why` says why
-    shares:    of one replica's time and memory that the trace takes, by resource; replicas is the largest of
-               them, rounded up
-    per_replica: cards of one, tensor parallel
+    replicas:  minimum; None: no number is enough, for the reason in `why`
+    shares:    share of one replica's time and memory that the trace takes, by resource; replicas is the
+               largest one, rounded up
+    per_replica: cards of one replica, tensor parallel
     """
 
     card: Card
@@ -80,7 +53,7 @@ class Bound:
 
     @property
     def price(self) -> float | None:
-        """Dollars an hour at the lowest price of as many cards as it takes at least."""
+        """Dollars an hour of the minimum number of cards at their lowest price."""
         if self.replicas is None or self.card.price is None:
             return None
         return self.replicas * self.per_replica * self.card.price[0]
@@ -88,12 +61,12 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Chooser:
-    """Everything but the card."""
+    """Model, trace, targets and engine: everything except the card."""
 
     cache: Cache
     weights: WeightFormat
     lengths: Lengths
-    slo: Slo
+    slo: Targets
     utilization: float
     other_bytes: int | None
     max_num_seqs: int
@@ -102,8 +75,8 @@ class Chooser:
     speed: float = 1.0
 
     def bound(self, card: Card, memory_bytes: int | None = None) -> Bound:
-        """The least number of replicas, each of the fewest cards that hold the weights and the longest
-        request."""
+        """Return the minimum number of replicas, each of the fewest cards that hold the weights and the
+        longest request."""
         needed = self._most_blocks()
         num, pool = 1, self._pool(card, memory_bytes, 1)
         while pool.num_blocks < needed and num < MOST_CARDS:
@@ -147,7 +120,7 @@ class Chooser:
         )
 
     def _most_blocks(self) -> int:
-        """Blocks of the request that takes most, in its prompt or at its end."""
+        """Blocks of the largest request, in its prompt or at its end."""
         footprint, lengths = self.cache.footprint, self.lengths
         ends = lengths.prompts + lengths.outputs
         at = {int(ends.argmax()), int(lengths.prompts.argmax())}
@@ -159,28 +132,31 @@ class Chooser:
         return int(np.average(lengths.prompts + lengths.outputs / 2, weights=lengths.outputs))
 
     def _too_slow(self, time: Linear) -> tuple[str, Resource] | None:
-        """A target that one request alone in the machine misses."""
+        """Return the target that a request misses even alone on the replica, and what binds."""
         slo, reading = self.slo, time.step_s(StepLoad(1, 1, 0)) - BASE_S
-        if slo.tpot is not None and reading > slo.tpot:
+        if slo.tpot_s is not None and reading > slo.tpot_s:
             return (
-                f"reading the weights alone takes {reading * 1e3:.1f} ms a step, and {slo.tpot * 1e3:g} are "
-                "allowed",
+                f"reading the weights alone takes {reading * 1e3:.1f} ms a step, and "
+                f"{slo.tpot_s * 1e3:g} are allowed",
                 "bandwidth",
             )
         longest = int(np.percentile(self.lengths.prompts, 99, method="lower"))
         prefill = prefill_seconds(time, longest, self.cache.footprint.max_chunk)
-        if slo.ttft is not None and prefill > slo.ttft:
+        if slo.ttft_s is not None and prefill > slo.ttft_s:
             return (
-                f"computing the p99 prompt of {longest:,} tokens takes {prefill:.2f} s, and {slo.ttft:g} "
+                f"computing the p99 prompt of {longest:,} tokens takes {prefill:.2f} s, and {slo.ttft_s:g} "
                 "are allowed",
                 "compute",
             )
         return None
 
     def _shares(self, time: Linear, pool: CardPool) -> dict[Resource, float]:
-        """Least share of one replica's seconds that each resource needs. compute: the products of all tokens.
-        bandwidth: keys of every decoded token, and weights once a step of max_num_seqs sequences. memory: the
-        same, with only as many sequences to a step as the pool holds."""
+        """Return the minimum share of one replica's time by resource.
+
+        compute:   products of all tokens
+        bandwidth: keys of every decoded token, and weights once per step of max_num_seqs sequences
+        memory:    bandwidth with only as many sequences per step as the pool holds
+        """
         lengths, footprint = self.lengths, self.cache.footprint
         prompts, outputs = lengths.prompts.astype(float), lengths.outputs.astype(float)
         seconds = lengths.duration_s / self.speed
@@ -200,23 +176,23 @@ class Chooser:
         }
 
 
-def on_cards(answer: PlanReport, cache: Cache, asked: PlanRequest) -> None:
-    """Lower bounds of every card, the cheapest first; those that will not do, with the reason."""
-    assert asked.trace is not None
-    assert asked.slo is not None
+def on_cards(answer: PlanReport, cache: Cache, request: PlanRequest) -> None:
+    """Report lower bounds of every card, the cheapest first, and reasons against the others."""
+    assert request.trace is not None
+    assert request.slo is not None
     chooser = Chooser(
         cache,
-        weight_format(asked.weights, cache.shape),
-        read_lengths(Path(asked.trace), asked.first),
-        parse_slo(asked.slo),
-        utilization=asked.utilization,
-        other_bytes=None if asked.other_gib is None else round(asked.other_gib * GIB),
-        max_num_seqs=asked.max_num_seqs,
-        bandwidth_share=asked.bandwidth_share,
-        flops_share=asked.flops_share,
+        weight_format(request.weights, cache.shape),
+        read_lengths(Path(request.trace), request.first),
+        parse_targets(request.slo, MEASURES),
+        utilization=request.utilization,
+        other_bytes=None if request.other_gib is None else round(request.other_gib * GIB),
+        max_num_seqs=request.max_num_seqs,
+        bandwidth_share=request.bandwidth_share,
+        flops_share=request.flops_share,
     )
-    bounds = sorted(map(chooser.bound, _wanted(asked)), key=_order)
-    section = answer.section(f"cards for {Path(asked.trace).name} at p99 {asked.slo}, at least")
+    bounds = sorted(map(chooser.bound, _chosen_cards(request)), key=_order)
+    section = answer.section(f"cards for {Path(request.trace).name} at p99 {request.slo}, at least")
     for bound in bounds:
         section.row(bound.card.name, _text(bound))
     section.row("note", f"lower bounds by data sheets ({ERROR}); bursts and queues need more")
@@ -227,10 +203,10 @@ def on_cards(answer: PlanReport, cache: Cache, asked: PlanRequest) -> None:
     answer.set(cards=[_values(bound) for bound in bounds])
 
 
-def _wanted(asked: PlanRequest) -> list[Card]:
-    assert asked.cards is not None
-    named = asked.cards.strip().lower() != "all"
-    found = [find_card(name) for name in asked.cards.split(",")] if named else list(all_cards())
+def _chosen_cards(request: PlanRequest) -> list[Card]:
+    assert request.cards is not None
+    named = request.cards.strip().lower() != "all"
+    found = [find_card(name) for name in request.cards.split(",")] if named else list(all_cards())
     return found
 
 

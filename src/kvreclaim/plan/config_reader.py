@@ -1,4 +1,4 @@
-"""The layers that a config of a known family describes."""
+"""The layers of a config of a known family."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class ConfigReader:
             )
         if found is None:
             raise UnsupportedModelError(
-                f"config.json of {self.name} is of model_type {self.config.get('model_type')!r}, whose "
+                f"config.json of {self.name} is of model_type {self.config.get('model_type')!r}, and its "
                 f"layers are not known here; known are {', '.join((*FAMILIES, *COMPOSITE))}."
             )
         return found
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The file's value, else the default of transformers' class; null is an answer, too."""
+        """Return the file's value, which may be null, or the default of transformers' class."""
         defaults = DEFAULTS[self.kind]
         others = (ALIASES.get(self.kind, {}), defaults.get(OTHER_NAMES, {}), {key: key})
         names = [str(each[key]) for each in others if key in each]
@@ -71,44 +71,39 @@ class ConfigReader:
         return default
 
     def number(self, key: str, default: int | None = None) -> int:
-        """A positive integer of sense. Raises: InvalidArgumentError if it is missing or another thing."""
+        """Return a positive integer. Raises: InvalidArgumentError if it is missing or anything else."""
         value: Any = self.get(key)
         value = default if value is None else value
         require(value is not None, f"config.json of {self.name} ({self.kind}) lacks {key}; add it.", "model")
-        require(
-            is_int(value) and 0 < value <= _LARGEST,
-            f"config.json of {self.name}: {key} is {_short(value)}; it must be an integer from 1 to "
-            f"{_LARGEST}.",
-            "model",
-        )
+        right = is_int(value) and 0 < value <= _LARGEST
+        self._require(right, f"{key} is {_short(value)}; it must be an integer from 1 to {_LARGEST}.")
         return int(value)
 
     def count(self, key: str) -> int:
-        """A number, or 0 for null or nothing."""
+        """Return a positive integer; 0 for null or a missing key."""
         return self.number(key) if self.get(key) else 0
 
     def integer(self, key: str, default: int | None) -> int:
-        """An integer of any sign; 0 for null or nothing. Raises: InvalidArgumentError."""
+        """Return an integer of any sign; 0 for null or a missing key. Raises: InvalidArgumentError."""
         value: Any = self.get(key, default) or 0
-        require(
-            is_int(value),
-            f"config.json of {self.name}: {key} is {_short(value)}; it must be an integer.",
-            "model",
-        )
+        self._require(is_int(value), f"{key} is {_short(value)}; it must be an integer.")
         return int(value)
 
     def numbers(self, key: str) -> list[int] | None:
-        """A list of integers; None where there is none. Raises: InvalidArgumentError."""
+        """Return a list of integers; None without one. Raises: InvalidArgumentError."""
         value = self.get(key)
-        require(
-            value is None or (isinstance(value, list) and all(map(is_int, value))),
-            f"config.json of {self.name}: {key} is {_short(value)}; it must be a list of integers.",
-            "model",
-        )
+        right = value is None or (isinstance(value, list) and all(map(is_int, value)))
+        self._require(right, f"{key} is {_short(value)}; it must be a list of integers.")
         return value
 
-    def says(self, switch: Switch) -> bool:
+    def has(self, switch: Switch) -> bool:
         return bool(self.get(switch)) if isinstance(switch, str) else switch
+
+    def _require(self, condition: bool, what: str) -> None:
+        require(condition, f"config.json of {self.name}: {what}", "model")
+
+    def _unsupported(self, what: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"config.json of {self.name}: {what}")
 
     def layers(self) -> tuple[LayerShape, ...]:
         self._refuse_strange()
@@ -119,20 +114,20 @@ class ConfigReader:
         return tuple(self._layer(n, windows[n], attention) for n in range(count))
 
     def max_position(self) -> int:
-        """Positions of the model; without such a field (ALiBi), those that it was trained with."""
+        """Positions of the model; those of its training if there is no such field (ALiBi)."""
         return self.number("max_position_embeddings", self.family.trained_positions)
 
     def final_plain(self) -> int:
         """Norms outside the layers, biases of the head, a table of positions."""
         family, hidden = self.family, self.number("hidden_size")
         found = hidden * (family.final + family.table_norms)
-        found += self.number("vocab_size") * self.says(family.head_bias)
+        found += self.number("vocab_size") * self.has(family.head_bias)
         if family.positions is not None:
             found += hidden * (self.number("max_position_embeddings") + family.positions)
         return found
 
     def _require_few(self, count: int) -> None:
-        require(count <= _MOST_LAYERS, f"config.json of {self.name}: {count} layers are too many.", "model")
+        self._require(count <= _MOST_LAYERS, f"{count} layers are too many.")
 
     def _refuse_strange(self) -> None:
         family = self.family
@@ -143,9 +138,8 @@ class ConfigReader:
         read |= _OF_MIXERS.get(family.mixer, set())
         types = self.config.get("layer_types")
         if isinstance(types, list) and len(types) != (count := self.number("num_hidden_layers")):
-            raise UnsupportedModelError(
-                f"config.json of {self.name}: layer_types has {len(types)} entries for {count} layers; "
-                "transformers refuses such a model."
+            raise self._unsupported(
+                f"layer_types has {len(types)} entries for {count} layers; transformers refuses such a model."
             )
         for key in TELLING:
             value = self.config.get(key)
@@ -157,7 +151,7 @@ class ConfigReader:
                 )
 
     def _windows(self, count: int) -> list[int | None]:
-        """Tokens that a layer's queries see at most."""
+        """Maximum number of tokens that the queries of each layer see."""
         how = self.family.windows
         key, narrow = ("attention_chunk_size", _CHUNKED) if how == "chunks" else ("sliding_window", _SLIDING)
         size = self.get(key)
@@ -171,9 +165,9 @@ class ConfigReader:
             types = self._default_types(count)
         known = isinstance(types, list) and all(kind in (_FULL, narrow) for kind in types)
         if not known or len(types) != count:
-            raise UnsupportedModelError(
-                f"config.json of {self.name}: layer_types is {_short(types)}; for {count} layers it must "
-                f"have as many entries, each {_FULL} or {narrow}."
+            raise self._unsupported(
+                f"layer_types is {_short(types)}; for {count} layers it must have as many entries, each "
+                f"{_FULL} or {narrow}."
             )
         window = self.number(key)
         return [window if kind == narrow else None for kind in types]
@@ -188,31 +182,27 @@ class ConfigReader:
         if how in ("types_if_used", "chunks"):
             every = self.number("no_rope_layer_interval")
             rotated = self.numbers("no_rope_layers") or [(n + 1) % every for n in range(count)]
-            turned, still = (_CHUNKED, _FULL) if how == "chunks" else (_FULL, _SLIDING)
-            return [turned if each else still for each in rotated]
+            with_rope, without = (_CHUNKED, _FULL) if how == "chunks" else (_FULL, _SLIDING)
+            return [with_rope if each else without for each in rotated]
         if isinstance(pattern, int) and pattern < 0:
             return [_SLIDING if n % -pattern else _FULL for n in range(count)]
         pattern = self.number(*pattern) if isinstance(pattern, tuple) else pattern or count + 1
         return [_SLIDING if (n + 1) % pattern else _FULL for n in range(count)]
 
     def _heads(self) -> LayerShape:
-        """Attention of every layer: its cache, and its weights."""
+        """Attention of one layer: cache and weights."""
         family, hidden, heads = self.family, self.number("hidden_size"), self.number("num_attention_heads")
         kv_heads = heads if family.one_kv else self.number("num_key_value_heads", heads)
-        kv_heads = 1 if self.says(family.one_kv) else kv_heads
+        kv_heads = 1 if self.has(family.one_kv) else kv_heads
         dim = self.number("head_dim", hidden // heads)
-        require(
-            heads % kv_heads == 0,
-            f"config.json of {self.name}: {heads} heads do not share {kv_heads} KV heads evenly.",
-            "model",
-        )
+        self._require(heads % kv_heads == 0, f"{heads} heads do not share {kv_heads} KV heads evenly.")
         queries, keys = heads * dim, kv_heads * dim
-        asked = queries * (1 + family.gated)
-        linear = hidden * (asked + 2 * keys) + queries * hidden
-        biased = asked if family.gate_bias else queries
-        plain = (biased + 2 * keys) * self.says(family.qkv_bias) + hidden * self.says(family.o_bias)
+        gated = queries * (1 + family.gated)
+        linear = hidden * (gated + 2 * keys) + queries * hidden
+        biased = gated if family.gate_bias else queries
+        plain = (biased + 2 * keys) * self.has(family.qkv_bias) + hidden * self.has(family.o_bias)
         norms = {"": 0, "head": 2 * dim, "full": queries + keys, "head_bias": 4 * dim}
-        plain += norms[family.qk_norm] * self.says(family.qk_norm_if)
+        plain += norms[family.qk_norm] * self.has(family.qk_norm_if)
         plain += heads * family.sinks + dim * family.head_vectors
         return LayerShape(heads, kv_heads, dim, dim, dim, linear, plain, sinks=family.sinks, attention=linear)
 
@@ -221,7 +211,7 @@ class ConfigReader:
         hidden, heads = self.number("hidden_size"), self.number("num_attention_heads")
         rank, rotary = self.number("kv_lora_rank"), self.number("qk_rope_head_dim")
         nope, value = self.number("qk_nope_head_dim"), self.number("v_head_dim", hidden // heads)
-        bias = self.says(self.family.o_bias)
+        bias = self.has(self.family.o_bias)
         queries = heads * (nope + rotary)
         if self.get("q_lora_rank") is None:
             linear, plain = hidden * queries, 0
@@ -241,14 +231,14 @@ class ConfigReader:
         if experts is None:
             size = self._dense_size() if family.dense else 0
             linear += (3 - family.ungated) * hidden * size
-            plain += ((2 - family.ungated) * size + hidden) * self.says(family.mlp_bias)
+            plain += ((2 - family.ungated) * size + hidden) * self.has(family.mlp_bias)
             plain += family.scalars + size * family.inner_norm
         else:
             plain += experts.count * (hidden + family.router_bias)
             if shared := self.count(family.shared) if isinstance(family.shared, str) else family.shared:
                 size = shared * self.number("moe_intermediate_size", self.get("intermediate_size"))
                 linear += 3 * hidden * size
-                plain += (2 * size + hidden) * self.says(family.mlp_bias)
+                plain += (2 * size + hidden) * self.has(family.mlp_bias)
         if family.beside and (experts is not None or not family.dense):
             linear += 3 * hidden * self.count(family.beside)
             plain += hidden * family.beside_gate
@@ -276,9 +266,9 @@ class ConfigReader:
     def _experts(self) -> Experts:
         hidden = self.number("hidden_size")
         size = self.number("moe_intermediate_size", self.get("intermediate_size"))
-        said = next((key for key in EXPERTS if self.config.get(key)), None)
+        written = next((key for key in EXPERTS if self.config.get(key)), None)
         return Experts(
-            count=self.number(said or next(filter(self.get, EXPERTS), EXPERTS[0])),
+            count=self.number(written or next(filter(self.get, EXPERTS), EXPERTS[0])),
             per_token=self.number("num_experts_per_tok"),
             linear=3 * hidden * size,
             plain=(2 * size + hidden) * self.family.expert_bias,
@@ -286,6 +276,6 @@ class ConfigReader:
 
 
 def _short(value: Any) -> str:
-    """A value short enough for a message."""
+    """Shorten a value for a message."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."

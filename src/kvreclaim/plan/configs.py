@@ -54,16 +54,16 @@ def load_shape(model: str | Path) -> ModelShape:
     require(
         isinstance(config, dict), f"--model: {str(path)!r} holds no JSON object; name a config.json.", "model"
     )
-    beside = path.with_name("hf_quant_config.json")
-    if "quantization_config" not in config and beside.is_file():
-        config["quantization_config"] = {"quant_method": "modelopt", **_quantization(beside)}
+    modelopt = path.with_name("hf_quant_config.json")
+    if "quantization_config" not in config and modelopt.is_file():
+        config["quantization_config"] = {"quant_method": "modelopt", **_quantization(modelopt)}
     if path.parent == BUNDLED:
         return shape_of(config, config[ABOUT]["names"][0])
     return shape_of(config, path.parent.name if path.name == "config.json" else path.stem)
 
 
 def _quantization(file: Path) -> dict[str, Any]:
-    """NVIDIA ModelOpt's file beside the config. Raises: InvalidArgumentError."""
+    """Read NVIDIA ModelOpt's file next to the config. Raises: InvalidArgumentError."""
     try:
         return dict(parse_json(file.read_text(encoding="utf-8"))["quantization"])
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -163,6 +163,6 @@ def _further_tokens(*configs: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def _dtype(said: object) -> str | None:
-    text = str(said).removeprefix("torch.") if said else None
+def _dtype(name: object) -> str | None:
+    text = str(name).removeprefix("torch.") if name else None
     return KV_CACHE_DTYPE_ALIASES.get(text, text) if text else None

@@ -1,4 +1,4 @@
-"""How long a step takes, from what it does."""
+"""The time of a step, by its work."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """A step.
+    """The work of a step.
 
-    num_tokens:    that are computed
-    num_seqs:      that compute some
+    num_tokens:    computed tokens
+    num_seqs:      sequences with computed tokens
     kv_tokens:     keys that decoding sequences read, summed up
     prefill_pairs: (query, key) pairs of prompts, summed up
-    decodes:       sequences that compute their newest token alone
+    decodes:       sequences that compute only their newest token
     """
 
     num_tokens: int = 0
@@ -60,7 +60,7 @@ class Linear:
     A roofline is one, too: reading the weights takes `base`, computing T tokens beyond·T, and where the two
     meet is the knee.
 
-    facts: where it comes from, for people: device, model, versions, error
+    facts: origin: device, model, versions, error
     """
 
     base: float
@@ -153,9 +153,9 @@ class WithExperts(Linear):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stepped(Linear):
-    """Linear, and what a number of tokens costs beside that: kernels change with it, and pad to it.
+    """Linear, plus a time by the number of tokens: kernels change with it, and pad to it.
 
-    knots, more: at so many tokens (ascending) so many seconds more; between them along a line
+    knots, more: numbers of tokens (ascending) and the seconds added there; linear between them
     """
 
     knots: tuple[float, ...]
@@ -209,5 +209,5 @@ def load_of(rows: Iterable[Row], sequences: Mapping[int, ScheduledSequence], mem
 
 
 def keys_read(seq: ScheduledSequence, held: int) -> int:
-    """By one query of a sequence that holds so many."""
+    """Keys that one query reads in a sequence with `held` slots."""
     return min(held, seq.footprint.budget) if seq.reads_sparsely else held

@@ -1,4 +1,4 @@
-"""Blocks and bytes that sequences take: alone, over a shared prefix, under a budget."""
+"""Blocks and bytes of sequences: alone, over a shared prefix, under a budget."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvreclaim.schedule.budget.footprint import Footprint
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """A model's keys and values as one engine keeps them. footprint: has the block size, and the budget."""
+    """A model's keys and values in one engine. footprint: has block size and budget."""
 
     shape: ModelShape
     form: KVBytes
@@ -29,12 +29,12 @@ class Cache:
 
     @property
     def token_bytes(self) -> float:
-        """Bytes per token, with its part of what a block has as a whole."""
+        """Bytes per token, with its share of the block's own bytes."""
         return self.block_bytes / self.block_size
 
     @property
     def state_bytes(self) -> int:
-        """What recurrent layers keep of a sequence, whatever its length; 0 for a model without."""
+        """Bytes of recurrent states per sequence of any length; 0 without recurrent layers."""
         return self.shape.state_bytes(PLAIN_BITS[dtype_of(self.shape)]) if self.shape.has_states else 0
 
     def held(self, num_tokens: int) -> int:
@@ -46,11 +46,11 @@ class Cache:
         return blocks_for(self.held(num_tokens), self.block_size)
 
     def prompt_blocks(self, num_tokens: int) -> int:
-        """At most while a prompt of this length is computed, chunk by chunk."""
+        """Maximum number of blocks while a prompt of this length is computed in chunks."""
         return blocks_for(self.footprint.slots_needed(num_tokens, num_tokens), self.block_size)
 
     def expanded_token_bytes(self) -> int | None:
-        """For a latent cache the bytes per token in 16 bits if every head's keys and values were stored."""
+        """Bytes per token of a latent cache in 16 bits if keys and values of every head were stored."""
         if not any(layer.latent for layer in self.shape.layers):
             return None
         return 2 * sum(layer.expanded for layer in self.shape.layers)

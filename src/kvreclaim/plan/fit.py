@@ -16,7 +16,7 @@ Array = NDArray[np.float64]
 
 TERMS = ("base", "token", "beyond", "kv", "pair", "seq")
 FREE = "seq"
-"""May be negative: it makes up for what the others say of small batches."""
+"""May be negative: it corrects the other terms for small batches."""
 KNEES = (16, 32, 64, 128, 256, 512, 1024)
 KNOTS = (
     1.0,
@@ -37,16 +37,16 @@ KNOTS = (
     1024.0,
     2048.0,
 )
-"""Tokens at which kernels tend to change: behind powers of two."""
+"""Numbers of tokens at which kernels tend to change: after powers of two."""
 WEIGHT = 4.0
 """Weight of "nothing more" at a knot, in steps that were seen there."""
 TURNS = 3
 MIN_STEPS = 50
 REWEIGHTED = 4
-"""Times: the first fit divides by the measured times, whose noise makes it too fast; the others by those that
-the one before expects."""
+"""Number of fits. The first one divides by the measured times, and their noise makes it too fast; each later
+one divides by the times that the previous fit expects."""
 EVERY = 5
-"""One step of so many is held out to tell the error."""
+"""One step in this many is held out to measure the error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +65,13 @@ class Fitted:
 
 
 def fit_steps(loads: Sequence[StepLoad], seconds: Sequence[float], **facts: Any) -> Fitted:
-    """Least squares of relative errors, no term but `seq` below zero; of KNEES the one that fits best. What
-    that leaves is told at KNOTS, as far as steps of so many tokens were seen.
+    """Fit terms by least squares of relative errors, none but `seq` below zero, at the best of KNEES. The
+    rest is fitted at KNOTS, as far as steps of that many tokens were measured.
 
-    loads, seconds: of at least MIN_STEPS steps, seconds > 0; facts: that the result is to carry. Raises:
-    InvalidArgumentError for fewer.
+    loads, seconds: at least MIN_STEPS steps, seconds > 0
+    facts:          facts of the result
+
+    Raises: InvalidArgumentError for fewer steps.
     """
     require(
         len(loads) == len(seconds) >= MIN_STEPS,
@@ -84,12 +86,12 @@ def fit_steps(loads: Sequence[StepLoad], seconds: Sequence[float], **facts: Any)
     predicted = np.array([guess.step_s(load) for load in others])
     mape = float(np.mean(np.abs(predicted / times[held] - 1)))
     sum_error = float(predicted.sum() / times[held].sum() - 1)
-    told = {**facts, "steps": len(loads), "mape": mape, "sum_error": sum_error}
-    return Fitted(_fitted(loads, times, told), mape, sum_error, len(loads))
+    facts = {**facts, "steps": len(loads), "mape": mape, "sum_error": sum_error}
+    return Fitted(_fitted(loads, times, facts), mape, sum_error, len(loads))
 
 
 def _fitted(loads: Sequence[StepLoad], times: Array, facts: dict[str, Any]) -> Stepped:
-    """In turns: the terms to what the knots leave, the knots to what the terms leave."""
+    """Fit in turns the terms to the rest of the knots, and the knots to the rest of the terms."""
     tables = {knee: _table(loads, knee) for knee in KNEES}
     hats = _hats(np.array([load.num_tokens for load in loads]))
     more = np.zeros(len(KNOTS))

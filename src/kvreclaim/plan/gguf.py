@@ -1,21 +1,18 @@
-"""The header of a GGUF file (llama.cpp's format) as a config.json says it, and what its tensors measure."""
+"""The header of a GGUF file (llama.cpp's format) as a config, and the sizes of its tensors."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from kvreclaim.checks import require
 from kvreclaim.errors import UnsupportedModelError
-from kvreclaim.model.gguf_checks import EMBEDDING, quoted
-from kvreclaim.model.gguf_index import GgufIndex, GgufTensor
+from kvreclaim.model.gguf_index import EMBEDDING, GgufIndex, GgufTensor, quoted, rope_scaling
 from kvreclaim.model.gguf_index import read_index as read_index
-from kvreclaim.model.gguf_rotation import rope_scaling
 from kvreclaim.plan.shapes import ModelShape, StoredWeights
 
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
@@ -66,7 +63,7 @@ def config_of(index: GgufIndex, file: Path) -> dict[str, Any]:
     kind = str(fields.get("general.architecture"))
     if kind not in ARCHITECTURES:
         raise UnsupportedModelError(
-            f"{file.name} is of the architecture {quoted(kind)}, whose GGUF is not read here; known are "
+            f"{file.name} is of the architecture {quoted(kind)}, which is not read from GGUF here; known are "
             f"{', '.join(ARCHITECTURES)}."
         )
     lacking = [key for key in NEEDED if f"{kind}.{key}" not in fields]
@@ -76,10 +73,10 @@ def config_of(index: GgufIndex, file: Path) -> dict[str, Any]:
         "config.json of the model it was made of.",
         "model",
     )
-    said = {name: fields.get(f"{kind}.{key}") for key, name in (NEEDED | OPTIONAL).items()}
-    model_type = "mixtral" if kind == "llama" and said["num_experts"] else ARCHITECTURES[kind]
+    config = {name: fields.get(f"{kind}.{key}") for key, name in (NEEDED | OPTIONAL).items()}
+    model_type = "mixtral" if kind == "llama" and config["num_experts"] else ARCHITECTURES[kind]
     names = index.tensors.keys()
-    return said | {
+    return config | {
         "model_type": model_type,
         "dtype": "bfloat16",
         "rope_parameters": rope_scaling(fields),
@@ -92,16 +89,15 @@ def config_of(index: GgufIndex, file: Path) -> dict[str, Any]:
 
 
 def weighed(shape: ModelShape, index: GgufIndex, file: Path) -> ModelShape:
-    """The shape that the header describes, with what the tensors measure. Raises: UnsupportedModelError where
-    they are others."""
-    tensors = [tensor for name, tensor in index.tensors.items() if not name.startswith("rope_")]
-    held = sum(prod(tensor.shape) for tensor in tensors)
-    if held != shape.num_params:
+    """Return the shape with the sizes of the file's tensors. Raises: UnsupportedModelError if they are not
+    those of the shape."""
+    if index.num_weights != shape.num_params:
         raise UnsupportedModelError(
-            f"{file.name} holds {held:,} weights, where its header describes a {shape.model_type} of "
-            f"{shape.num_params:,}; a plan would be wrong: name the config.json of the model it was made of."
+            f"{file.name} holds {index.num_weights:,} weights, where its header describes a "
+            f"{shape.model_type} of {shape.num_params:,}; a plan would be wrong: name the config.json of the "
+            "model it was made of."
         )
-    return replace(shape, stored=_stored(tensors))
+    return replace(shape, stored=_stored(index.weights))
 
 
 def _stored(tensors: Iterable[GgufTensor]) -> StoredWeights:

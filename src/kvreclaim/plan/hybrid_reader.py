@@ -1,11 +1,10 @@
-"""The layers that a config of a family with recurrent layers describes."""
+"""The layers of a config of a family with recurrent layers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvreclaim.checks import require
 from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.plan.config_reader import ConfigReader
 from kvreclaim.plan.shapes import Experts, LayerShape
@@ -42,8 +41,6 @@ class HybridReader(ConfigReader):
             return tuple(self._block(parts.get(kind, _NOTHING), kind) for kind in kinds)
         return tuple(self._layer(n, None, parts[kind]) for n, kind in enumerate(kinds))
 
-    # Which layers are what.
-
     def _kinds(self) -> list[str]:
         if self.kind == "nemotron_h":
             pattern = self.get("hybrid_override_pattern")
@@ -72,11 +69,8 @@ class HybridReader(ConfigReader):
     def _in_turn(self, number: int, what: str) -> bool:
         period = self.number(f"{what}_period")
         offset = self.count(f"{what}_offset")
-        require(
-            offset < period,
-            f"config.json of {self.name}: {what}_offset is {offset}; it must be below {what}_period, "
-            f"{period}.",
-            "model",
+        self._require(
+            offset < period, f"{what}_offset is {offset}; it must be below {what}_period, {period}."
         )
         return number % period == offset
 
@@ -90,12 +84,10 @@ class HybridReader(ConfigReader):
 
     def _require_kinds(self, right: bool, key: str, value: Any, names: dict[str, str]) -> None:
         if not right:
-            raise UnsupportedModelError(
-                f"config.json of {self.name}: {key} is {repr(value)[:60]}; it must have an entry for each "
-                f"layer, one of {', '.join(names)}."
+            raise self._unsupported(
+                f"{key} is {repr(value)[:60]}; it must have an entry for each layer, one of "
+                f"{', '.join(names)}."
             )
-
-    # What they have.
 
     def _mixer(self) -> LayerShape:
         mixers = {"delta": self._delta, "conv": self._conv, "mamba": self._mamba, "mamba2": self._mamba2}
@@ -115,18 +107,18 @@ class HybridReader(ConfigReader):
     def _conv(self) -> LayerShape:
         """A short convolution."""
         hidden, kernel = self.number("hidden_size"), self.number("conv_L_cache")
-        plain = hidden * kernel + 5 * hidden * self.says("conv_bias")
+        plain = hidden * kernel + 5 * hidden * self.has("conv_bias")
         return _recurrent(4 * hidden * hidden, plain, hidden * kernel, 0)
 
     def _mamba(self) -> LayerShape:
-        """Mamba-1 with norms, as Jamba has it."""
+        """Jamba's Mamba-1, with norms."""
         hidden, kernel, state = (self.number(key) for key in ("hidden_size", "mamba_d_conv", "mamba_d_state"))
         inner = self.number("mamba_expand") * hidden
-        said = self.get("mamba_dt_rank")
-        rank = -(-hidden // 16) if said in (None, "auto") else self.number("mamba_dt_rank")
+        given = self.get("mamba_dt_rank")
+        rank = -(-hidden // 16) if given in (None, "auto") else self.number("mamba_dt_rank")
         linear = hidden * 2 * inner + inner * (rank + 2 * state) + rank * inner + inner * hidden
-        plain = inner * (kernel + self.says("mamba_conv_bias")) + inner * (state + 2) + rank + 2 * state
-        plain += (2 * inner + hidden) * self.says("mamba_proj_bias")
+        plain = inner * (kernel + self.has("mamba_conv_bias")) + inner * (state + 2) + rank + 2 * state
+        plain += (2 * inner + hidden) * self.has("mamba_proj_bias")
         return _recurrent(linear, plain, inner * kernel, inner * state)
 
     def _mamba2(self) -> LayerShape:
@@ -134,15 +126,15 @@ class HybridReader(ConfigReader):
         if self.kind == "nemotron_h":
             heads, groups = self.number("mamba_num_heads"), self.number("n_groups")
             inner, kernel = heads * self.number("mamba_head_dim"), self.number("conv_kernel")
-            state, conv_bias = self.number("ssm_state_size"), self.says("use_conv_bias")
-            in_bias = out_bias = self.says("use_bias")
+            state, conv_bias = self.number("ssm_state_size"), self.has("use_conv_bias")
+            in_bias = out_bias = self.has("use_bias")
         else:
             heads, groups = self.number("mamba_n_heads"), self.number("mamba_n_groups")
             inner, kernel = self._inner(heads), self.number("mamba_d_conv")
-            state, conv_bias = self.number("mamba_d_state"), self.says("mamba_conv_bias")
-            in_bias = out_bias = self.says("mamba_proj_bias")
+            state, conv_bias = self.number("mamba_d_state"), self.has("mamba_conv_bias")
+            in_bias = out_bias = self.has("mamba_proj_bias")
             if self.kind == "falcon_h1":
-                out_bias, has_norm = self.says("projectors_bias"), self.says("mamba_rms_norm")
+                out_bias, has_norm = self.has("projectors_bias"), self.has("mamba_rms_norm")
         conv = inner + 2 * groups * state
         into = inner + conv + heads
         plain = (
@@ -153,19 +145,16 @@ class HybridReader(ConfigReader):
     def _inner(self, heads: int) -> int:
         inner = self.number("mamba_d_ssm") if self.get("mamba_d_ssm") is not None else None
         inner = inner or self.number("mamba_expand") * self.number("hidden_size")
-        said = self.get("mamba_d_head")
-        dim = inner // heads if said in (None, "auto") else self.number("mamba_d_head")
-        require(
-            dim * heads == inner,
-            f"config.json of {self.name}: {heads} heads of {dim} do not make {inner} channels of its mamba "
-            "layers.",
-            "model",
+        given = self.get("mamba_d_head")
+        dim = inner // heads if given in (None, "auto") else self.number("mamba_d_head")
+        self._require(
+            dim * heads == inner, f"{heads} heads of {dim} do not make {inner} channels of its mamba layers."
         )
         return inner
 
     def _dense_size(self) -> int:
         size = self.number(self.family.dense)
-        if self.kind == "lfm2" and self.says("block_auto_adjust_ff_dim"):
+        if self.kind == "lfm2" and self.has("block_auto_adjust_ff_dim"):
             size = int(2 * size / 3)
             factor = self.get("block_ffn_dim_multiplier", 1.0)
             if factor is not None:
@@ -180,8 +169,8 @@ class HybridReader(ConfigReader):
         return self.count(key) > 0 and super(HybridReader, self)._has_experts(number)
 
     def _block(self, mixer: LayerShape, kind: str) -> LayerShape:
-        """A layer of Nemotron-H: a norm, and one of these: a mixer, an MLP without a gate, experts."""
-        hidden, bias = self.number("hidden_size"), self.says(self.family.mlp_bias)
+        """A layer of Nemotron-H: a norm with a mixer, an MLP without a gate, or experts."""
+        hidden, bias = self.number("hidden_size"), self.has(self.family.mlp_bias)
         linear, plain, experts = mixer.linear, mixer.plain + hidden, None
         if kind == MLP:
             size = self.number("intermediate_size")
@@ -203,7 +192,7 @@ def _recurrent(linear: int, plain: int, conv: int, summed: int) -> LayerShape:
 
 
 def _joined(heads: LayerShape, mixer: LayerShape) -> LayerShape:
-    """A layer with both."""
+    """A layer with attention and a mixer."""
     return replace(
         heads,
         linear=heads.linear + mixer.linear,

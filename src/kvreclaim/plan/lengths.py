@@ -6,53 +6,79 @@ import csv
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import islice
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from kvreclaim.checks import parse_json
+from kvreclaim.checks import parse_json, require
 from kvreclaim.errors import InvalidArgumentError
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 PROMPT = ("input_length", "ContextTokens", "input_toks", "input_tokens", "prompt_tokens")
-OUTPUT = (
-    "output_length",
-    "GeneratedTokens",
-    "output_toks",
-    "output_tokens",
-    "completion_tokens",
-)
-SECONDS, MILLISECONDS, DATES = ("arrival_s", "arrival_time"), ("timestamp",), ("TIMESTAMP",)
+OUTPUT = ("output_length", "GeneratedTokens", "output_toks", "output_tokens", "completion_tokens")
+SECONDS, MILLISECONDS, DATE = ("arrival_s", "arrival_time"), "timestamp", "TIMESTAMP"
 LONGEST = 1 << 40
-Integers = NDArray[np.int64]
+
+
+def trace_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the requests of a file with their line numbers: JSON objects, one a line, or the rows of a CSV
+    table, which are text. Blank lines are not counted. Raises: InvalidArgumentError."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        lines = [line for line in text.splitlines() if line.strip()]
+        if lines and not lines[0].lstrip().startswith("{"):
+            yield from enumerate(csv.DictReader(lines), 2)
+            return
+    except (OSError, ValueError, csv.Error) as error:
+        raise InvalidArgumentError(
+            f"--trace {str(path)!r} cannot be read ({error}); pass Azure's CSV, or JSON lines with "
+            f"{PROMPT[0]} and {OUTPUT[0]}.",
+            field="trace",
+        ) from error
+    for number, line in enumerate(lines, 1):
+        try:
+            row = parse_json(line)
+        except ValueError as error:
+            raise InvalidArgumentError(f"line {number} is no JSON: {error}.", field="trace") from None
+        require(isinstance(row, dict), f"line {number} is no JSON object; write one a line.", "trace")
+        yield number, row
+
+
+def date_s(text: str) -> float:
+    """Seconds of a date like Azure's, 2023-11-16 18:17:03.9799600, in UTC. Raises: ValueError."""
+    whole, _, fraction = text.partition(".")
+    return datetime.fromisoformat(whole + "+00:00").timestamp() + float(f"0.{fraction or 0}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lengths:
-    """Lengths of N requests in order: prompts and outputs [N] tokens, arrivals [N] seconds since the first,
-    or None where the file does not say when they came. Requests without an answer are left out."""
+    """Lengths of N requests in order, without those that have no answer.
 
-    prompts: Integers
-    outputs: Integers
+    prompts, outputs: [N] tokens
+    arrivals: [N] seconds since the first; None if the file has no times
+    """
+
+    prompts: NDArray[np.int64]
+    outputs: NDArray[np.int64]
     arrivals: NDArray[np.float64] | None = None
 
     @property
     def duration_s(self) -> float:
-        """From the first arrival to the last. Raises: InvalidArgumentError where none are known."""
+        """Time from the first arrival to the last. Raises: InvalidArgumentError if it is not known."""
         if self.arrivals is None or len(self.arrivals) < 2 or self.arrivals.max() <= 0:
             raise InvalidArgumentError("the trace does not say when its requests came, so it offers no load.")
         return float(self.arrivals.max())
 
 
 def read_lengths(path: Path, first: int | None = None) -> Lengths:
-    """first: only so many requests of the file. Raises: InvalidArgumentError."""
-    rows = []
-    for number, row in enumerate(_rows(path), 1):
-        rows.append(_row(path, number, row))
-        if first is not None and number == first:
-            break
+    """Read the first requests of a file, or all. Raises: InvalidArgumentError."""
+    import numpy as np
+
+    rows = [_row(path, number, row) for number, row in islice(trace_rows(path), first)]
     answered = [row for row in rows if row[1] > 0]
     if not answered:
         raise InvalidArgumentError(f"--trace {str(path)!r} has no request with an answer.", field="trace")
@@ -63,23 +89,6 @@ def read_lengths(path: Path, first: int | None = None) -> Lengths:
     return Lengths(prompts, outputs, arrivals)
 
 
-def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            start = file.readline()
-            file.seek(0)
-            if start.lstrip().startswith("{"):
-                yield from (parse_json(line) for line in file if line.strip())
-            else:
-                yield from csv.DictReader(file)
-    except (OSError, ValueError, csv.Error) as error:
-        raise InvalidArgumentError(
-            f"--trace {str(path)!r} cannot be read ({error}); pass Azure's CSV, or JSON lines with "
-            f"{PROMPT[0]} and {OUTPUT[0]}.",
-            field="trace",
-        ) from error
-
-
 def _row(path: Path, number: int, row: Mapping[str, Any]) -> tuple[int, int, float | None]:
     try:
         prompt, output = (int(next(row[key] for key in keys if key in row)) for keys in (PROMPT, OUTPUT))
@@ -88,7 +97,7 @@ def _row(path: Path, number: int, row: Mapping[str, Any]) -> tuple[int, int, flo
         return prompt, output, _time(row)
     except (StopIteration, RuntimeError, TypeError, ValueError, OverflowError) as error:
         raise InvalidArgumentError(
-            f"--trace {str(path)!r}, request {number} has no lengths ({str(row)[:80]}); write "
+            f"--trace {str(path)!r}, line {number} has no lengths ({str(row)[:80]}); write "
             f"{PROMPT[0]} and {OUTPUT[0]}, or the columns of Azure's traces.",
             field="trace",
         ) from error
@@ -101,11 +110,9 @@ def _finite(value: float) -> float:
 
 
 def _time(row: Mapping[str, Any]) -> float | None:
-    for keys, scale in ((SECONDS, 1.0), (MILLISECONDS, 1e-3)):
-        for key in keys:
-            if row.get(key) is not None:
-                return _finite(float(row[key])) * scale
-    for key in DATES:
-        if row.get(key):
-            return datetime.fromisoformat(str(row[key])[:26]).timestamp()
-    return None
+    for key in SECONDS:
+        if row.get(key) is not None:
+            return _finite(float(row[key]))
+    if row.get(MILLISECONDS) is not None:
+        return _finite(float(row[MILLISECONDS])) * 1e-3
+    return date_s(str(row[DATE])) if row.get(DATE) else None

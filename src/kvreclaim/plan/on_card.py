@@ -30,46 +30,46 @@ from kvreclaim.plan.weights import WeightBytes, WeightFormat, weight_bytes, weig
 GIB = 1 << 30
 
 
-def on_card(answer: PlanReport, cache: Cache, asked: PlanRequest) -> None:
+def on_card(answer: PlanReport, cache: Cache, request: PlanRequest) -> None:
     """Blocks, the longest context, sequences at once, what binds; then what a trace's lengths say."""
-    card = None if asked.gpu is None else find_card(asked.gpu).overridden(price=asked.price)
+    card = None if request.gpu is None else find_card(request.gpu).priced(request.price)
     require(
-        asked.calibration is None or os.path.isfile(asked.calibration),
-        f"--calibration {asked.calibration!r} is no file; make one with `kvreclaim calibrate-speed`.",
+        request.calibration is None or os.path.isfile(request.calibration),
+        f"--calibration {request.calibration!r} is no file; make one with `kvreclaim calibrate-speed`.",
         "calibration",
     )
-    weights = weight_format(asked.weights, cache.shape)
-    memory = card_memory(card, asked.memory_bytes)
+    weights = weight_format(request.weights, cache.shape)
+    memory = card_memory(card, request.memory_bytes)
     what = f"{memory / GIB:.3f} GiB" if card is None else card.name
     pool = roomy_pool(
         what,
         cache.shape,
-        asked.tensor_parallel_size,
-        lambda size: pool_of(cache, replace(asked, tensor_parallel_size=size), memory, weights),
-        cache.prompt_blocks(asked.context or asked.prefix + asked.own or 1),
+        request.tensor_parallel_size,
+        lambda size: pool_of(cache, replace(request, tensor_parallel_size=size), memory, weights),
+        cache.prompt_blocks(request.context or request.prefix + request.own or 1),
     )
-    section = answer.section(_title(cache, asked, what, weights))
-    _memory(section, cache, asked, card, pool, weights)
-    each = _length(cache, asked)
-    found = fit(cache, pool, each, prefix=asked.prefix)
-    _sequences(section, cache, asked, pool, found)
-    balanced = _balanced(cache, asked, pool, found)
+    section = answer.section(_title(cache, request, what, weights))
+    _memory(section, cache, request, card, pool, weights)
+    each = _length(cache, request)
+    found = fit(cache, pool, each, prefix=request.prefix)
+    _sequences(section, cache, request, pool, found)
+    balanced = _balanced(cache, request, pool, found)
     if balanced is not None:
         section.row("more fit", f"{balanced:,} with --max-num-seqs {balanced}, which takes fewer states")
-    time = step_time(cache, asked, card, weights)
+    time = step_time(cache, request, card, weights)
     bound = "memory" if time is None else binds(time, found, cache.held(each))
     section.row("what binds", f"{bound}{_because(time, found, cache.held(each), cache.shape.has_states)}")
     if card is not None and card.price is not None:
-        low, high = (price * asked.tensor_parallel_size for price in card.price)
-        when = "given" if asked.price is not None else f"table of {card.date}"
+        low, high = (price * request.tensor_parallel_size for price in card.price)
+        when = "given" if request.price is not None else f"table of {card.date}"
         section.row("price", f"${low:.2f}" + (f" to {high:.2f}" if high > low else "") + f" an hour, {when}")
     answer.set(
         gpu=None if card is None else card.name,
         memory_bytes=memory,
-        utilization=asked.utilization,
+        utilization=request.utilization,
         card_weight_bytes=pool.weight_bytes,
         other_bytes=pool.other_bytes,
-        other_is_estimated=asked.other_gib is None,
+        other_is_estimated=request.other_gib is None,
         pool_kv_bytes=pool.kv_bytes,
         pool_blocks=pool.num_blocks,
         state_slots=pool.states.num_slots if pool.states else None,
@@ -85,47 +85,47 @@ def on_card(answer: PlanReport, cache: Cache, asked: PlanRequest) -> None:
         binds=bound,
         price_per_hour=None if card is None or card.price is None else card.price[0],
     )
-    if asked.recompute_p99_ms is not None:
+    if request.recompute_p99_ms is not None:
         from kvreclaim.plan.preempted import preempted
 
-        preempted(answer, cache, asked, time, pool)
+        preempted(answer, cache, request, time, pool)
 
 
-def _balanced(cache: Cache, asked: PlanRequest, pool: CardPool, found: Fit) -> int | None:
+def _balanced(cache: Cache, request: PlanRequest, pool: CardPool, found: Fit) -> int | None:
     """The most sequences that have room for their blocks and their states alike; None where that is what the
     pool has."""
     if pool.states is None or found.max_sequences >= pool.num_seqs:
         return None
 
     def fits(num_seqs: int) -> bool:
-        smaller = replace(pool, num_seqs=num_seqs, states=_seats(asked).slots(num_seqs))
-        return fit(cache, smaller, found.each, prefix=asked.prefix).max_sequences >= num_seqs
+        smaller = replace(pool, num_seqs=num_seqs, states=_seats(request).slots(num_seqs))
+        return fit(cache, smaller, found.each, prefix=request.prefix).max_sequences >= num_seqs
 
     return next(filter(fits, range(pool.num_seqs, 0, -1)), None)
 
 
-def _seats(asked: PlanRequest) -> Seats:
-    drafts = asked.state_drafts
-    return Seats(asked.max_num_seqs, each=2 + drafts, checkpoints=asked.state_checkpoints, drafts=drafts)
+def _seats(request: PlanRequest) -> Seats:
+    drafts = request.state_drafts
+    return Seats(request.max_num_seqs, each=2 + drafts, checkpoints=request.state_checkpoints, drafts=drafts)
 
 
-def pool_of(cache: Cache, asked: PlanRequest, memory_bytes: int, weights: WeightFormat) -> CardPool:
-    other = None if asked.other_gib is None else round(asked.other_gib * GIB)
+def pool_of(cache: Cache, request: PlanRequest, memory_bytes: int, weights: WeightFormat) -> CardPool:
+    other = None if request.other_gib is None else round(request.other_gib * GIB)
     return make_pool(
         cache,
         memory_bytes,
         weights,
-        utilization=asked.utilization,
+        utilization=request.utilization,
         other_bytes=other,
-        num_cards=asked.tensor_parallel_size,
-        seats=_seats(asked),
+        num_cards=request.tensor_parallel_size,
+        seats=_seats(request),
     )
 
 
-def step_time(cache: Cache, asked: PlanRequest, card: Card | None, weights: WeightFormat) -> Linear | None:
+def step_time(cache: Cache, request: PlanRequest, card: Card | None, weights: WeightFormat) -> Linear | None:
     """Calibrated, or by the data sheet; None where there is neither."""
-    if asked.calibration is not None:
-        return Linear.load(Path(asked.calibration))
+    if request.calibration is not None:
+        return Linear.load(Path(request.calibration))
     if card is None:
         return None
     return roofline(
@@ -133,36 +133,36 @@ def step_time(cache: Cache, asked: PlanRequest, card: Card | None, weights: Weig
         card,
         weights,
         cache.form,
-        num_cards=asked.tensor_parallel_size,
-        bandwidth_share=asked.bandwidth_share,
-        flops_share=asked.flops_share,
+        num_cards=request.tensor_parallel_size,
+        bandwidth_share=request.bandwidth_share,
+        flops_share=request.flops_share,
         block_size=cache.block_size,
-        read_share=cache.shape.read_share(_length(cache, asked)),
+        read_share=cache.shape.read_share(_length(cache, request)),
     )
 
 
-def _title(cache: Cache, asked: PlanRequest, what: str, weights: WeightFormat) -> str:
-    many = "" if asked.tensor_parallel_size == 1 else f"{asked.tensor_parallel_size} x "
-    cut = "" if asked.compression is None else f", {asked.compression}"
+def _title(cache: Cache, request: PlanRequest, what: str, weights: WeightFormat) -> str:
+    many = "" if request.tensor_parallel_size == 1 else f"{request.tensor_parallel_size} x "
+    cut = "" if request.compression is None else f", {request.compression}"
     return f"{many}{what}, weights in {weights.name}, cache in {cache.form.name}{cut}"
 
 
-def _length(cache: Cache, asked: PlanRequest) -> int:
+def _length(cache: Cache, request: PlanRequest) -> int:
     """Length of the sequences that are counted: the one asked about, else the longest that the model has
     positions for."""
-    return asked.context or asked.prefix + asked.own or cache.shape.max_position
+    return request.context or request.prefix + request.own or cache.shape.max_position
 
 
 def _memory(
     section: Section,
     cache: Cache,
-    asked: PlanRequest,
+    request: PlanRequest,
     card: Card | None,
     pool: CardPool,
     weights: WeightFormat,
 ) -> None:
     sizes = weight_bytes(cache.shape, weights)
-    estimated = " (estimated)" if asked.other_gib is None else ""
+    estimated = " (estimated)" if request.other_gib is None else ""
     section.row("memory", f"{words.size(pool.memory_bytes)}, of which {pool.utilization:g} are used")
     section.row("weights", words.size(pool.weight_bytes))
     section.row("other", f"{words.size(pool.other_bytes)}{estimated}")
@@ -174,14 +174,14 @@ def _memory(
             f"{words.size(pool.states_bytes)}: {pool.states.num_slots:,} slots for {running} and {kept}",
         )
     section.row("blocks", f"{pool.num_blocks:,}, {words.size(pool.num_blocks * pool.block_bytes)}")
-    if card is not None and asked.memory_bytes is None:
-        who = f"reported by {card.reported_by}" if card.reported_bytes else "the data sheet's"
-        section.step(f"memory of {card.name}: {card.usable_bytes:,} bytes, {who}; table of {card.date}")
-    divided = "" if asked.tensor_parallel_size == 1 else f", / {asked.tensor_parallel_size}"
+    if card is not None and request.memory_bytes is None:
+        source = f"reported by {card.reported_by}" if card.reported_bytes else "the data sheet's"
+        section.step(f"memory of {card.name}: {card.usable_bytes:,} bytes, {source}; table of {card.date}")
+    divided = "" if request.tensor_parallel_size == 1 else f", / {request.tensor_parallel_size}"
     section.step(f"weights: {_counted(sizes, weights)} = {sizes.total:,} bytes{divided}")
-    if asked.other_gib is None:
+    if request.other_gib is None:
         section.step(
-            f"other: activations of {asked.max_num_batched_tokens:,} tokens, {activation_bytes(cache):,} "
+            f"other: activations of {request.max_num_batched_tokens:,} tokens, {activation_bytes(cache):,} "
             "bytes, and 0.95 GiB for runtime and graphs; give --other-gib where it is known"
         )
     states = ""
@@ -208,7 +208,7 @@ def _counted(sizes: WeightBytes, weights: WeightFormat) -> str:
     )
 
 
-def _sequences(section: Section, cache: Cache, asked: PlanRequest, pool: CardPool, found: Fit) -> None:
+def _sequences(section: Section, cache: Cache, request: PlanRequest, pool: CardPool, found: Fit) -> None:
     limit = cache.shape.max_position
     if found.max_tokens is None:
         section.row("longest sequence", f"as long as it likes; the model has {limit:,} positions")

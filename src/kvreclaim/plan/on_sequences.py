@@ -17,7 +17,7 @@ RESERVED = 4096
 """Tokens that a server without paging is taken to reserve for each sequence."""
 
 
-def on_model(answer: PlanReport, cache: Cache, asked: PlanRequest) -> None:
+def on_model(answer: PlanReport, cache: Cache, request: PlanRequest) -> None:
     shape = cache.shape
     section = answer.section(shape.name)
     section.row("layers", ", ".join(f"{count} x {_layer(kind)}" for kind, count in shape.kinds()))
@@ -30,7 +30,7 @@ def on_model(answer: PlanReport, cache: Cache, asked: PlanRequest) -> None:
     )
     if shape.has_states:
         section.row("a sequence", f"{words.size(cache.state_bytes)} of states, whatever its length")
-    weights = weight_format(asked.weights, shape)
+    weights = weight_format(request.weights, shape)
     section.row("weights", f"{words.size(weight_bytes(shape, weights).total)} in {weights.name}")
     for note in shape.notes:
         section.row("note", note)
@@ -62,7 +62,7 @@ def on_model(answer: PlanReport, cache: Cache, asked: PlanRequest) -> None:
         kv_bytes_per_token=_whole(cache.token_bytes),
         kv_bytes_per_token_expanded=expanded,
         state_bytes_per_sequence=cache.state_bytes or None,
-        compression=asked.compression,
+        compression=request.compression,
         notes=list(shape.notes),
     )
 
@@ -104,11 +104,11 @@ def _unit(kind: LayerShape, count: int, form: KVBytes, size: int) -> str:
     )
 
 
-def on_request(answer: PlanReport, cache: Cache, asked: PlanRequest, context: int) -> None:
+def on_request(answer: PlanReport, cache: Cache, request: PlanRequest, context: int) -> None:
     size, held = cache.block_size, cache.held(context)
     blocks, prompt = cache.blocks(context), cache.prompt_blocks(context)
     slots = blocks * size
-    reserved = _reserved(cache.shape, asked, context)
+    reserved = _reserved(cache.shape, request, context)
     section = answer.section(f"one sequence of {context:,} tokens")
     section.row("holds", f"{words.count(blocks, 'block')}, {words.size(blocks * cache.block_bytes)}")
     section.row("used", f"{words.per_cent(held / slots)} of {slots:,} slots")
@@ -133,7 +133,7 @@ def on_request(answer: PlanReport, cache: Cache, asked: PlanRequest, context: in
         section.step(f"{whole:,} / ({whole:,} + {RUNNING_SLOTS} x {cache.state_bytes:,})")
     windowed = None
     if cache.shape.has_windows:
-        windowed = cache.shape.windowed_bytes(cache.form, context, size, asked.max_num_batched_tokens)
+        windowed = cache.shape.windowed_bytes(cache.form, context, size, request.max_num_batched_tokens)
         section.row(
             "with windows given back",
             f"{words.size(windowed)}, a chunk's included; all else here is of one table for all layers",
@@ -173,19 +173,19 @@ def _budget(section: Section, cache: Cache, context: int) -> None:
     section.step(f"in a prompt of {context:,} at most {peak_slots:,} tokens: {peak:,} blocks")
 
 
-def _reserved(shape: ModelShape, asked: PlanRequest, longest: int) -> int:
+def _reserved(shape: ModelShape, request: PlanRequest, longest: int) -> int:
     """Tokens that are set aside for each sequence where there is no paging."""
-    if asked.max_model_len is not None:
-        return asked.max_model_len
+    if request.max_model_len is not None:
+        return request.max_model_len
     usual = min(RESERVED, shape.max_position)
     return usual if longest <= usual else max(longest, shape.max_position)
 
 
-def on_load(answer: PlanReport, cache: Cache, asked: PlanRequest, sequences: int) -> None:
-    prefix, own, size = asked.prefix, asked.own, cache.block_size
+def on_load(answer: PlanReport, cache: Cache, request: PlanRequest, sequences: int) -> None:
+    prefix, own, size = request.prefix, request.own, cache.block_size
     load = shared_load(cache, sequences, prefix, own)
     each = cache.block_bytes
-    reserved = sequences * _reserved(cache.shape, asked, prefix + own)
+    reserved = sequences * _reserved(cache.shape, request, prefix + own)
     section = answer.section(
         f"{words.count(sequences, 'sequence')} of {prefix:,} shared and {own:,} own tokens"
     )

@@ -144,10 +144,14 @@ class PlanRequest(PromiseOptions):
             )
         require(
             self.trace is None or self.recompute_p99_ms is not None or self.cards is not None,
-            "trace is named, but nothing is asked of it; pass --recompute-p99-ms, or --cards with --slo.",
+            "trace is named, but no option uses it; pass --recompute-p99-ms, or --cards with --slo.",
             "trace",
         )
-        require(self.first is None or self.trace is not None, "first is said, but no trace is.", "first")
+        require(
+            self.first is None or self.trace is not None,
+            "first limits a trace, and none is named; pass --trace, or leave first out.",
+            "first",
+        )
         require(
             (self.cards is None) == (self.slo is None),
             "cards are compared under targets; pass --cards and --slo together.",

@@ -43,7 +43,7 @@ class Seats:
     drafts: int = 0
 
     def slots(self, num_seqs: int) -> StateSlots:
-        """Where so many run."""
+        """Slots for num_seqs running sequences."""
         return StateSlots.of(num_seqs, self.each, self.checkpoints, self.interval, self.drafts)
 
 
@@ -52,7 +52,7 @@ class CardPool:
     """Memory of one card (of each, where there are several), and its blocks.
 
     block_bytes: of this card's part of a block
-    num_seqs:    that may run: as asked, or as many as have room for their states
+    num_seqs:    that may run: max_num_seqs, or as many as have room for their states
     states:      slots of recurrent layers, each of state_bytes on this card; None: the model has none
     """
 
@@ -68,7 +68,7 @@ class CardPool:
 
     @property
     def cache_bytes(self) -> int:
-        """For blocks and states. May be below 0, where the weights alone do not fit."""
+        """Bytes for blocks and states; below 0 if the weights alone do not fit."""
         taken = self.weight_bytes + self.other_bytes
         return int(self.memory_bytes * self.utilization) - taken
 
@@ -79,7 +79,7 @@ class CardPool:
 
     @property
     def kv_bytes(self) -> int:
-        """For blocks."""
+        """Bytes for blocks."""
         return self.cache_bytes - self.states_bytes
 
     @property
@@ -141,13 +141,13 @@ def roomy_pool(
 
 
 def activation_bytes(cache: Cache) -> int:
-    """Estimate of what one step of max_chunk tokens takes beside weights and blocks."""
+    """Estimate the bytes of one step of max_chunk tokens without weights and blocks."""
     factor = EXPERT_FACTOR if cache.shape.has_experts else ACTIVATION_FACTOR
     return max(LEAST_ACTIVATION, 2 * cache.footprint.max_chunk * cache.shape.hidden_size * factor)
 
 
 def other_estimate(cache: Cache) -> int:
-    """Bytes beside weights and blocks, where the caller does not know better."""
+    """Estimate the bytes without weights and blocks."""
     return OTHER_BYTES + activation_bytes(cache)
 
 
@@ -219,7 +219,7 @@ def fit(cache: Cache, pool: CardPool, each: int, *, prefix: int = 0) -> Fit:
 
 
 def binds(time: Linear, found: Fit, held: int) -> Binds:
-    """What limits tokens per second while as many sequences decode as fit.
+    """Return what limits tokens per second while as many sequences decode as fit.
 
     compute: their products take longer than reading weights and keys. bandwidth: reading their keys takes
     longer than reading the weights, so another sequence adds to the time what it adds to the tokens. memory:
@@ -242,5 +242,5 @@ def card_memory(card: Card | None, memory_bytes: int | None) -> int:
     if memory_bytes is not None:
         return memory_bytes
     if card is None:
-        raise InvalidArgumentError("how much memory there is is not said; pass --gpu or --memory-bytes.")
+        raise InvalidArgumentError("the size of the memory is not known; pass --gpu or --memory-bytes.")
     return card.usable_bytes

@@ -1,12 +1,12 @@
-"""How many sequences may run at once, if computing a preempted one again is to stay below a time.
+"""Sequences that may run at once if recomputing a preempted one has a time limit.
 
-A preempted sequence is computed again over its whole length, also where a budget had made it short.
+A preempted sequence is recomputed over its whole length, even if a budget had compressed it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from math import sqrt
 
 import numpy as np
@@ -21,17 +21,17 @@ from kvreclaim.schedule.budget.footprint import Footprint
 
 SHARE = 0.99
 _NORMAL = 2.3263478740408408
-"""So many standard deviations have 99 % of a normal distribution below them."""
+"""Standard deviations below which 99 % of a normal distribution lie."""
 Counts = NDArray[np.float64]
 
 
 def per_token(time: Linear) -> float:
-    """Seconds of computing one token among many, attention apart."""
+    """Seconds per token of a large step, without attention."""
     return time.token + (time.flop if isinstance(time, WithExperts) else time.beyond)
 
 
 def prefill_seconds(time: Linear, num_tokens: int, chunk: int) -> float:
-    """Seconds of a prompt alone, chunk by chunk."""
+    """Seconds of a prompt alone, in chunks."""
     total = 0.0
     for start in range(0, num_tokens, chunk):
         size = min(chunk, num_tokens - start)
@@ -40,8 +40,8 @@ def prefill_seconds(time: Linear, num_tokens: int, chunk: int) -> float:
 
 
 def longest_recompute(time: Linear, seconds: float, chunk: int) -> int:
-    """Most tokens that are computed again in this time. By a data sheet (2 P n + 2 L H D n^2) / FLOP/s, P
-    without the head; by a calibration step for step."""
+    """Return the maximum number of tokens that are recomputed in this time. By a data sheet
+    it is (2 P n + 2 L H D n^2) / FLOP/s, P without the head; by a calibration the sum of steps."""
     if time.facts.get("kind") == DATA_SHEET:
         return most_tokens(per_token(time) / 2, time.pair / 2, seconds)
     low, high = 0, 1
@@ -56,8 +56,7 @@ def most_tokens(params: float, square: float, products: float) -> int:
 
 
 def blocks_while_decoding(lengths: Lengths, footprint: Footprint) -> Counts:
-    """[b + 1] weights: the tokens that are decoded while a sequence holds b blocks. A request weighs as much
-    as its answer is long."""
+    """[b + 1] tokens that are decoded while their sequence holds b blocks."""
     if footprint.bounded:
         held = _held_under_budget(lengths, footprint)
     else:
@@ -67,7 +66,7 @@ def blocks_while_decoding(lengths: Lengths, footprint: Footprint) -> Counts:
 
 
 def _spread(first: NDArray[np.int64], last: NDArray[np.int64]) -> Counts:
-    """How many of the ranges first ... last, both included, hold each number."""
+    """Count for each number the ranges first ... last, both included, that contain it."""
     change = np.zeros(int(last.max(initial=0)) + 2)
     np.add.at(change, first, 1.0)
     np.add.at(change, last + 1, -1.0)
@@ -75,7 +74,7 @@ def _spread(first: NDArray[np.int64], last: NDArray[np.int64]) -> Counts:
 
 
 def _held_under_budget(lengths: Lengths, footprint: Footprint) -> Counts:
-    """Slots before each pass: from what the prompt left up to the cap, then in teeth budget + 1 ... cap."""
+    """Slots before each pass: from the prompt's up to the cap, then in teeth budget + 1 ... cap."""
     budget, cap = footprint.budget, footprint.decode_cap
     start = np.array([_after_prompt(int(n), footprint) for n in lengths.prompts], dtype=np.int64)
     first = np.minimum(lengths.outputs, np.maximum(0, cap - start))
@@ -90,7 +89,7 @@ def _held_under_budget(lengths: Lengths, footprint: Footprint) -> Counts:
 
 
 def _after_prompt(num_prompt: int, footprint: Footprint) -> int:
-    """Slots that a prompt leaves once it is computed, in chunks, with a pass wherever one is due."""
+    """Slots of a computed prompt, in chunks, with a pass wherever one is due."""
     computed, account = 0, EvictionCounters()
     while computed < num_prompt:
         most = footprint.tokens_until_pass(computed, num_prompt, account)
@@ -106,9 +105,9 @@ def _after_prompt(num_prompt: int, footprint: Footprint) -> int:
 class AtOnce:
     """Sequences at once.
 
-    p99, normal: so that at a random moment the pool is too small for them at most once in a hundred; exact,
-                 and as a normal distribution has it
-    worst, mean: by the longest request of the trace (under a budget: none is ever preempted), and by the mean
+    p99, normal: the pool is too small for them at a random moment at most once in a hundred; exact, and by a
+                 normal distribution
+    worst, mean: by the longest request of the trace (without any preemption under a budget), and by the mean
     """
 
     p99: int
@@ -118,9 +117,23 @@ class AtOnce:
     mean_blocks: float
     sd_blocks: float
 
+    def steps(self, num_blocks: int) -> tuple[str, str]:
+        """Lines of the arithmetic for a pool of num_blocks."""
+        return (
+            f"at a random moment of decoding a request holds {self.mean_blocks:.1f} blocks, standard "
+            f"deviation {self.sd_blocks:.1f}",
+            f"P(sum of N > {num_blocks:,}) <= 1 % up to N = {self.p99:,}, by exact convolution; as a normal "
+            f"distribution {self.normal:,}",
+        )
+
+    def values(self) -> dict[str, float]:
+        """Figures by their names in an answer."""
+        names = ("max_num_seqs", *(f"max_num_seqs_{name}" for name in ("normal", "worst", "mean")))
+        return dict(zip((*names, "mean_blocks", "sd_blocks"), astuple(self), strict=True))
+
 
 def sequences_at_once(weights: Counts, num_blocks: int, longest_blocks: int) -> AtOnce:
-    """weights: of blocks_while_decoding; longest_blocks: of the largest request at its end."""
+    """weights: of blocks_while_decoding; longest_blocks: blocks of the largest request at its end."""
     share = weights / weights.sum()
     blocks = np.arange(len(share))
     mean = float(share @ blocks)
@@ -139,7 +152,7 @@ def sequences_at_once(weights: Counts, num_blocks: int, longest_blocks: int) -> 
 
 def _most_that_fit(share: Counts, num_blocks: int) -> int:
     """Largest N with P(b_1 + ... + b_N <= num_blocks) >= SHARE. Sums above num_blocks are cut off, which
-    changes none below; powers of two of the distribution are tried from the largest down."""
+    changes none below. Powers of two of the distribution are tried from the largest down."""
     size = num_blocks + 1
     power = _cut(share, size)
     powers = []

@@ -1,5 +1,5 @@
 """The time of a step from a card's data sheet: bytes over a share of the bandwidth, products over a share of
-the FLOP/s. Without calibration that is wrong by tens of percent, and says so."""
+the FLOP/s. Without calibration that is wrong by tens of percent, and the answer has a note of it."""
 
 from __future__ import annotations
 

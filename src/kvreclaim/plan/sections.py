@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class Section:
-    """rows: what is said, label and text; steps: how it was computed, a line each."""
+    """rows: label and text; steps: lines of the arithmetic."""
 
     title: str
     rows: list[tuple[str, str]] = field(default_factory=list)
@@ -23,7 +23,7 @@ class Section:
 
 @dataclass(slots=True)
 class PlanReport:
-    """values: everything by name, for programs; sections: for people."""
+    """values: all figures by name; sections: printed text."""
 
     values: dict[str, Any] = field(default_factory=dict)
     sections: list[Section] = field(default_factory=list)

@@ -38,7 +38,7 @@ class LayerShape:
 
     head_dim, value_dim: numbers of a query's product with a key, and of a weighted value, as attention over
                 the cache computes them (of a latent: 576 and 512, absorbed)
-    key_dims:   stored beside the value; of a latent cache the rotary part alone
+    key_dims:   stored next to the value; of a latent cache the rotary part alone
     window:     tokens that are attended to at most; None: all
     chunked:    those of the query's chunk of so many, instead of the last ones
     sinks:      learned logits in the softmax's denominator
@@ -198,7 +198,7 @@ class ModelShape:
         return any(layer.window is not None for layer in self.layers)
 
     def kinds(self) -> Iterator[tuple[LayerShape, int]]:
-        """Layers that are alike for the cache, and how many there are of each, in order of first sight."""
+        """Yield layers with different caches, and the number of each, in order of appearance."""
         keys = [replace(layer, linear=0, plain=0, attention=0, kept=0, experts=None) for layer in self.layers]
         for key in dict.fromkeys(keys):
             yield key, keys.count(key)

@@ -19,11 +19,11 @@ PLAIN_BITS: Mapping[str, int] = MappingProxyType({"fp32": 32, "bf16": 16, "fp16"
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How a checkpoint stores its weights.
+    """Storage of a checkpoint's weights.
 
     bits:  of a linear weight, with its share of scales and zero points
-    scope: what is stored so: linear weights and experts, experts alone, everything; file: as the tensors of
-           the file are, whose bits differ
+    scope: weights in these bits: linear weights and experts, experts alone, all; file: as its tensors,
+           in different bits
     """
 
     name: str
@@ -59,14 +59,14 @@ WEIGHTS: Mapping[str, WeightFormat] = MappingProxyType(
 )
 
 
-def weight_format(said: str, shape: ModelShape) -> WeightFormat:
-    """Parse --weights: auto (what the config says), a name of WEIGHTS, or bits per linear weight.
+def weight_format(given: str, shape: ModelShape) -> WeightFormat:
+    """Parse --weights: auto (by the config), a name of WEIGHTS, or bits per linear weight.
 
     Raises: InvalidArgumentError.
     """
-    if said == "auto" and shape.quantization is not None and any(layer.kept for layer in shape.layers):
+    if given == "auto" and shape.quantization is not None and any(layer.kept for layer in shape.layers):
         return replace(weight_format(shape.quantization, shape), leaves_out=True)
-    name = KV_CACHE_DTYPE_ALIASES.get(said, said) if said != "fp8" else said
+    name = KV_CACHE_DTYPE_ALIASES.get(given, given) if given != "fp8" else given
     if name == "auto" and shape.stored is not None:
         return _as_in_file(shape.stored)
     if name == "auto":
@@ -90,7 +90,7 @@ def weight_format(said: str, shape: ModelShape) -> WeightFormat:
         bits = 0.0
     require(
         1 <= bits <= 32,
-        f"--weights is {said!r}; pass auto, {', '.join(WEIGHTS)}, or the bits of a linear weight with its "
+        f"--weights is {given!r}; pass auto, {', '.join(WEIGHTS)}, or the bits of a linear weight with its "
         "scales, from 1 to 32, such as 4.15625.",
         "weights",
     )

@@ -1,10 +1,10 @@
-"""Numbers as people read them."""
+"""Formats of numbers."""
 
 from __future__ import annotations
 
 
 def size(num_bytes: float) -> str:
-    """In the largest binary unit of which there is one: 40 GiB, 68.625 KiB, 12 bytes."""
+    """Format bytes in the largest binary unit of at least one: 40 GiB, 68.625 KiB, 12 bytes."""
     for unit, each in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= each:
             return f"{trim(num_bytes / each)} {unit}"
@@ -12,7 +12,7 @@ def size(num_bytes: float) -> str:
 
 
 def trim(number: float) -> str:
-    """At most three places, thousands apart."""
+    """Format a number with at most three decimal places and separated thousands."""
     text = f"{number:,.3f}"
     return text.rstrip("0").rstrip(".")
 

@@ -1,4 +1,4 @@
-"""Pool, queue and hits over simulated time, runs beside each other."""
+"""Pool, queue and hits over simulated time, one line per run."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ Follow = Callable[[SimRequest, RequestRecord], SimRequest | None]
 
 @dataclass(frozen=True, slots=True)
 class ClusterSample:
-    """All replicas together at a moment: blocks in use, requests that run and that wait; prompt tokens found,
-    and asked for, since the beginning."""
+    """All replicas together at a moment: blocks in use, running and waiting requests, and prompt tokens found
+    and looked up since the beginning."""
 
     time_s: float
     blocks: int
@@ -36,8 +36,11 @@ class ClusterSample:
 
 @dataclass(slots=True)
 class SimulationResult:
-    """Results of a simulation. refused: requests that no replica could ever run; why: how many of them, by
-    the reason."""
+    """Results of a simulation.
+
+    refused: requests that no replica could ever run
+    why:     their number by reason
+    """
 
     records: list[RequestRecord]
     refused: list[SimRequest]
@@ -59,7 +62,7 @@ class Cluster:
         num_replicas: >= 1, each with `settings`
         router:       name; scrape_s: how old what it knows may be, 0: not at all
         sample_s:     between samples
-        follow:       for conversations, whose next request depends on the answer
+        follow:       the next turn of a conversation, given the answer
     """
 
     def __init__(
@@ -122,7 +125,7 @@ class Cluster:
         return self._earlier(found) if self._later else found
 
     def _earlier(self, upcoming: SimRequest | None) -> SimRequest | None:
-        """The earlier one of the next request from outside and of those that answers have led to."""
+        """Return the earliest of the next request from outside and the turns that follow on answers."""
         if upcoming is None:
             return heappop(self._later)[2] if self._later else None
         if self._later and self._later[0][0] < upcoming.arrival_s:
@@ -131,17 +134,17 @@ class Cluster:
             return found
         return upcoming
 
-    def _arrive(self, asked: SimRequest) -> None:
-        number, now = next(self._numbers), asked.arrival_s
+    def _arrive(self, request: SimRequest) -> None:
+        number, now = next(self._numbers), request.arrival_s
         known: list[int] = []
         if self.needs_prefix:
-            numbers, counts = self.links.walk(asked.tokens(number))
-            known = numbers[: len(counts) + (asked.tail is not None)]
+            numbers, counts = self.links.walk(request.tokens(number))
+            known = numbers[: len(counts) + (request.tail is not None)]
         chosen = self.router.choose(known)
         replica = self.replicas[chosen]
-        seq = replica.sequence(number, asked, now)
+        seq = replica.sequence(number, request, now)
         if isinstance(seq, str):
-            self._out.refused.append(asked)
+            self._out.refused.append(request)
             self._out.why[seq] += 1
             return
         self.router.loads[chosen] += 1
@@ -156,7 +159,7 @@ class Cluster:
             self._push(now, replica)
 
     def _push(self, time_s: float, replica: Replica) -> None:
-        """Its next event, in place of any other."""
+        """Set the next event of a replica."""
         replica.version += 1
         heappush(self._events, (time_s, next(self._order), replica.number, replica.version))
 
@@ -166,9 +169,9 @@ class Cluster:
             self._loads[replica.number] -= len(ended)
             if self.follow is not None and ended:
                 for seq in ended:
-                    asked = self.follow(seq.asked, seq.record)
-                    if asked is not None:
-                        heappush(self._later, (asked.arrival_s, next(self._order), asked))
+                    request = self.follow(seq.request, seq.record)
+                    if request is not None:
+                        heappush(self._later, (request.arrival_s, next(self._order), request))
                 self._push(now, replica)  # what comes at this very moment comes first
                 return
         end = replica.begin(now)
@@ -176,7 +179,7 @@ class Cluster:
             self._push(end, replica)
 
     def _tick(self, now: float) -> None:
-        """Let the router look, and take a sample, if it is time; nothing has changed since the last event."""
+        """Update the router and take a sample when they are due; nothing has changed since the last event."""
         if self.scrape_s and now >= self._next_look_s:
             self.router.loads[:] = self._loads
             self._next_look_s = (floor(now / self.scrape_s) + 1) * self.scrape_s

@@ -15,7 +15,7 @@ _KEY = Struct("<qq")
 
 
 class TraceTokens(bytearray):
-    """So many tokens, none of which anybody reads, and what names their content.
+    """Tokens of a prompt, of which only the number matters, and names of their content.
 
     ids:      of the prompt's pieces of `piece` tokens, the last one maybe not full; equal ids, equal tokens
     tail:     names what follows the last whole block of these: its own, or that of a conversation
@@ -64,7 +64,7 @@ class Links:
 
 class TraceKeys(BlockKeys):
     """The keys of a simulated sequence's blocks: numbers of Links, no hash. The same tokens in the same place
-    have the same key, those of the tail are found by whoever has the same tail."""
+    have the same key, and sequences with one tail find each other's."""
 
     __slots__ = ("_counts", "_numbers", "_size", "_tokens")
 
@@ -81,7 +81,7 @@ class TraceKeys(BlockKeys):
 
     @property
     def has_own_tail(self) -> bool:
-        """Whether nobody else can know what follows the prompt."""
+        """No other request has the tokens after the prompt."""
         return self._tokens.is_own
 
     @property

@@ -1,4 +1,4 @@
-"""Several steps at once, where nothing happens in them but that everybody who runs computes a token.
+"""Several steps at once, if all running sequences decode one token in each and nothing else happens.
 
 Exact: counts, lengths, blocks and what can be hit afterwards are those of the single steps.
 """
@@ -10,12 +10,12 @@ from kvreclaim.schedule.scheduler import Scheduler
 
 
 def leap_length(scheduler: Scheduler[Seq], *, blocked: bool, by_block: bool = False) -> int:
-    """How many next steps only decode, whoever begins apart: up to the one after which somebody has ended or
-    is compressed, and before one that lacks blocks. 0: none, or not known.
+    """Return the number of next steps that only decode: up to the one after which a sequence ends or is
+    compressed, and before one that lacks blocks. 0: none, or not known.
 
-    by_block: no further than where somebody fills a block: recurrent layers may keep a state there
-    blocked: the step before this one has let nobody begin, and since then no block has come back, so whoever
-             waits goes on waiting, unless whose turn it is depends on what is cached
+    by_block: stop where a sequence fills a block, because recurrent layers may keep a state there
+    blocked:  the previous step admitted no sequence and no block has been freed since, so waiting sequences
+              go on waiting, unless the queue order depends on the cache
     """
     memory, running = scheduler.memory, scheduler.running
     if len(scheduler.waiting) and (not blocked or scheduler.policy == "cache"):
@@ -29,7 +29,7 @@ def leap_length(scheduler: Scheduler[Seq], *, blocked: bool, by_block: bool = Fa
             return 0
         until = seq.footprint.tokens_until_pass(seq.num_computed, seq.num_prompt, seq.account)
         if seq.footprint.eviction_method.moves and memory.num_shared_of(seq.seq_id):
-            until -= 1  # its pass takes blocks, and somebody may have to give them
+            until -= 1  # its pass takes blocks, and a sequence may be preempted for them
         table = memory.table(seq.seq_id)
         if by_block:
             most = min(most, size - table.physical_len % size)
@@ -41,7 +41,8 @@ def leap_length(scheduler: Scheduler[Seq], *, blocked: bool, by_block: bool = Fa
 
 
 def _affordable(room: list[int], most: int, size: int, num_free: int) -> int:
-    """Most steps, up to `most`, for which the free blocks do; room: slots that each sequence has left."""
+    """Return the number of steps, up to `most`, for which the free blocks suffice. room: free slots of each
+    sequence."""
 
     def needed(steps: int) -> int:
         return sum(-(-(steps - left) // size) for left in room if steps > left)
@@ -56,7 +57,7 @@ def _affordable(room: list[int], most: int, size: int, num_free: int) -> int:
 
 
 def leap(scheduler: Scheduler[Seq], num_steps: int) -> list[Seq]:
-    """Take so many steps, leap_length at most; whoever draws appends as many tokens to all who run.
+    """Take num_steps steps, leap_length at most. The caller appends as many tokens to each running sequence.
 
     Returns: these, in the order of the rows of each step.
     """

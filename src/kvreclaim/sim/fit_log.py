@@ -1,5 +1,5 @@
-"""The terms of a step's time, from a log that has no steps: those with which the simulator's requests get
-their first and last tokens when the log says."""
+"""Fit the terms of a step's time to a log of requests: simulated first and last tokens come at the logged
+times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from kvreclaim.checks import require
 from kvreclaim.plan.cost import Linear
 from kvreclaim.sim.cluster import Cluster
-from kvreclaim.sim.log import Logged
 from kvreclaim.sim.request import RequestRecord, SimRequest
 from kvreclaim.sim.settings import Settings
 
@@ -29,8 +28,8 @@ FITTED = {
 """Terms of a roofline: reading weights, computing tokens, reading keys, attention of prompts; one factor
 each."""
 PRIOR = 0.3
-"""Weight of a factor's logarithm, less their mean, beside relative errors of times: what the log says nothing
-of changes as the others do."""
+"""Weight of a factor's logarithm, less their mean, relative to errors of times: factors that the log does not
+determine change as the others do."""
 STEP = 0.05
 LONGEST = 1.0
 """Step of a logarithm: slopes far away are others."""
@@ -58,8 +57,10 @@ class FittedLog:
 class _Problem:
     """Residuals of a vector of the terms' logarithms, over the start's."""
 
-    def __init__(self, log: Sequence[Logged], settings: Settings, start: Linear, until_s: float) -> None:
-        self.asked = [each.asked for each in log]
+    def __init__(
+        self, log: Sequence[RequestRecord], settings: Settings, start: Linear, until_s: float
+    ) -> None:
+        self.requests = [each.request for each in log]
         self.settings, self.start, self.until_s = settings, start, LATEST * until_s
         arrival, first, last = (
             np.array([getattr(each, name) for each in log])
@@ -83,8 +84,8 @@ class _Problem:
 
     def errors(self, logs: Array) -> Array:
         """Relative, of all times."""
-        records = simulate_log(self.asked, self.settings, self.cost(logs), until_s=self.until_s)
-        first, last = np.full(len(self.asked), self.until_s), np.full(len(self.asked), self.until_s)
+        records = simulate_log(self.requests, self.settings, self.cost(logs), until_s=self.until_s)
+        first, last = np.full(len(self.requests), self.until_s), np.full(len(self.requests), self.until_s)
         for each in records:  # what has not come by then comes then: late enough
             first[each.number] = self.until_s if each.first_token_s is None else each.first_token_s
             last[each.number] = self.until_s if each.end_s is None else each.end_s
@@ -96,11 +97,11 @@ class _Problem:
 
 
 def simulate_log(
-    asked: Sequence[SimRequest], settings: Settings, cost: Linear, until_s: float = inf
+    requests: Sequence[SimRequest], settings: Settings, cost: Linear, until_s: float = inf
 ) -> list[RequestRecord]:
     """All requests on one engine, or what came of them by until_s. Raises: InvalidArgumentError if one of
     them can never run there."""
-    out = Cluster(settings, cost).run(asked, until_s=until_s)
+    out = Cluster(settings, cost).run(requests, until_s=until_s)
     require(
         not out.refused,
         f"{len(out.refused)} requests of the log fit into no pool of {settings.num_blocks} blocks of "
@@ -111,7 +112,7 @@ def simulate_log(
 
 
 def fit_log(
-    log: Sequence[Logged], settings: Settings, start: Linear, share: float = 1.0, **facts: Any
+    log: Sequence[RequestRecord], settings: Settings, start: Linear, share: float = 1.0, **facts: Any
 ) -> FittedLog:
     """Gauss-Newton over the logarithms of FITTED, from a roofline: first all together, then each.
 
@@ -122,7 +123,7 @@ def fit_log(
 
     Raises: InvalidArgumentError for too few times, and for requests that no such engine can run.
     """
-    until_s = share * max(each.end_s for each in log)
+    until_s = share * max(each.end_s for each in log if each.end_s is not None)
     problem = _Problem(log, settings, start, until_s)
     num_times = len(problem.scales)
     require(
@@ -141,9 +142,9 @@ def fit_log(
                 break
             at, residuals = moved
     cost, error = problem.cost(at), float(np.abs(residuals[:num_times]).mean())
-    told = {**facts, "times": num_times, "error": error}
+    facts = {**facts, "times": num_times, "error": error}
     factors = dict(zip(FITTED, map(float, np.exp(at)), strict=True))
-    return FittedLog(replace(cost, facts=told), error, factors, num_times)
+    return FittedLog(replace(cost, facts=facts), error, factors, num_times)
 
 
 def _improved(problem: _Problem, at: Array, residuals: Array, axes: Array) -> tuple[Array, Array] | None:

@@ -1,16 +1,16 @@
-"""Requests from a server's log: when they arrived, got their first token, and ended."""
+"""Requests of a server's log: arrivals, first tokens and ends."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from kvreclaim.checks import parse_json
+from kvreclaim.checks import parse_json, require
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.sim.request import SimRequest
+from kvreclaim.sim.request import RequestRecord
 
 LINES = ("input_toks", "output_toks", "queued_ts", "first_token_ts", "last_token_ts")
 LISTS = ("input_lens", "output_lens", "start_times", "ttfts", "itls")
@@ -20,36 +20,8 @@ FORMATS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Logged:
-    """A request that a server has answered. Times in seconds since the first one came."""
-
-    arrival_s: float
-    num_prompt: int
-    num_output: int
-    first_token_s: float
-    end_s: float
-
-    @property
-    def asked(self) -> SimRequest:
-        return SimRequest(self.arrival_s, self.num_prompt, self.num_output)
-
-    @property
-    def ttft_s(self) -> float:
-        return self.first_token_s - self.arrival_s
-
-    @property
-    def e2e_s(self) -> float:
-        return self.end_s - self.arrival_s
-
-    @property
-    def tpot_s(self) -> float | None:
-        """Mean time between tokens behind the first; None: there is only one."""
-        return (self.end_s - self.first_token_s) / (self.num_output - 1) if self.num_output > 1 else None
-
-
-def read_log(path: Path) -> list[Logged]:
-    """In the order of their arrival. Raises: InvalidArgumentError for what is none of FORMATS."""
+def read_log(path: Path) -> list[RequestRecord]:
+    """Read a log, by arrival. Raises: InvalidArgumentError for a file of no known format."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -71,46 +43,47 @@ def read_log(path: Path) -> list[Logged]:
     return _checked(rows, path)
 
 
-def _of_line(row: Mapping[str, Any]) -> Logged:
+def _of_line(row: Mapping[str, Any]) -> RequestRecord:
     prompt, output, queued, first, last = (row[name] for name in LINES)
-    return Logged(float(queued), int(prompt), int(output), float(first), float(last))
+    return _record(float(queued), int(prompt), int(output), float(first), float(last))
 
 
-def _of_lists(whole: Mapping[str, Any]) -> list[Logged]:
+def _of_lists(whole: Mapping[str, Any]) -> list[RequestRecord]:
     columns = zip(*(whole[name] for name in LISTS), strict=True)
     return [
-        Logged(float(start), int(prompt), int(output), start + ttft, start + ttft + sum(gaps))
+        _record(float(start), int(prompt), int(output), start + ttft, start + ttft + sum(gaps))
         for prompt, output, start, ttft, gaps in columns
         if output
     ]
 
 
-def _checked(rows: Iterable[Logged], path: Path) -> list[Logged]:
-    found = sorted(rows, key=lambda row: row.arrival_s)
-    if not found:
+def _record(arrival_s: float, prompt: int, output: int, first_s: float, end_s: float) -> RequestRecord:
+    return RequestRecord(0, 0, arrival_s, prompt, output, first_token_s=first_s, end_s=end_s)
+
+
+def _checked(rows: list[RequestRecord], path: Path) -> list[RequestRecord]:
+    """Sort the requests and shift their times, so that the first one arrives at 0."""
+    found = []
+    start = min((row.arrival_s for row in rows), default=None)
+    if start is None:
         raise InvalidArgumentError(f"{path} has no requests; pass {FORMATS}.", field="log")
-    start = found[0].arrival_s
-    for row in found:
-        times = (row.arrival_s, row.first_token_s, row.end_s)
-        if not all(map(isfinite, times)) or not row.arrival_s <= row.first_token_s <= row.end_s:
-            raise InvalidArgumentError(
-                f"{path}: a request that came at {row.arrival_s} got its first token at {row.first_token_s} "
-                f"and its last at {row.end_s}; times must be seconds of one clock, in this order.",
-                field="log",
-            )
-        if row.num_prompt < 1 or row.num_output < 1:
-            raise InvalidArgumentError(
-                f"{path}: a request has {row.num_prompt} tokens in and {row.num_output} out; leave out those "
-                "that were not answered.",
-                field="log",
-            )
-    return [
-        Logged(
-            row.arrival_s - start,
-            row.num_prompt,
-            row.num_output,
-            row.first_token_s - start,
-            row.end_s - start,
+    for number, row in enumerate(sorted(rows, key=lambda row: row.arrival_s)):
+        first_s, end_s = row.first_token_s, row.end_s
+        assert first_s is not None
+        assert end_s is not None
+        times = (row.arrival_s, first_s, end_s)
+        require(
+            all(map(isfinite, times)) and row.arrival_s <= first_s <= end_s,
+            f"{path}: a request that came at {row.arrival_s} got its first token at {first_s} and its last "
+            f"at {end_s}; times must be seconds of one clock, in this order.",
+            "log",
         )
-        for row in found
-    ]
+        require(
+            row.num_prompt >= 1 and row.num_output >= 1,
+            f"{path}: a request has {row.num_prompt} tokens in and {row.num_output} out; leave out those "
+            "that were not answered.",
+            "log",
+        )
+        arrival_s, first_s, end_s = (each - start for each in times)
+        found.append(replace(row, number=number, arrival_s=arrival_s, first_token_s=first_s, end_s=end_s))
+    return found

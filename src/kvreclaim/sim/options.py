@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 from kvreclaim.checks import require
@@ -27,8 +27,8 @@ from kvreclaim.schedule.budget.lengths import longest_sequence
 from kvreclaim.schedule.rates import Rates
 from kvreclaim.schedule.scheduler import POLICIES
 from kvreclaim.sim.settings import Settings
-from kvreclaim.sim.traces.drawn import ARRIVALS, Arrivals, TrafficShape
-from kvreclaim.sim.traces.files import FORMATS, read_trace
+from kvreclaim.sim.traces.drawn import ARRIVALS, PREFIX_PIECE, Arrivals, TrafficShape
+from kvreclaim.sim.traces.files import read_trace
 from kvreclaim.sim.traces.trace import Trace
 
 MACHINE, LOAD, ENGINE = "Machine", "Load", "Engine"
@@ -46,16 +46,12 @@ class ReplicaOptions:
     tensor_parallel_size: int = option(1, "Number of cards per replica.", low=1, high=64)
     weights: str = option("auto", "Weight format: auto (the checkpoint's), bf16, fp8, awq4 and so on.")
     kv_cache_dtype: str = option("auto", "KV cache format.")
-    memory_bytes: int | None = option(None, "Memory of a card in bytes. Default: the data sheet's.", low=1)
     utilization: float = option(
         0.92,
         "Share of the memory that the engine may use.",
         low=0.01,
         high=1.0,
         flags=("--utilization", "--utilisation", "--gpu-memory-utilization"),
-    )
-    other_gib: float | None = option(
-        None, "GiB per card for activations, graphs and the like. Default: an estimate.", low=0.0, high=1e6
     )
     num_blocks: int | None = option(
         None,
@@ -78,56 +74,58 @@ class ReplicaOptions:
             "gpu",
         )
 
+    @cached_property
+    def shape(self) -> ModelShape:
+        return load_shape(self.model)
+
     def cost(self, block_size: int) -> Linear:
         """The cost model of a step."""
         if self.calibration is not None:
             return Linear.load(self.calibration)
         assert self.gpu is not None, "checked"
-        shape = load_shape(self.model)
-        card, stored = find_card(self.gpu), weight_format(self.weights, shape)
+        card, stored = find_card(self.gpu), weight_format(self.weights, self.shape)
         parts = self.tensor_parallel_size
-        return roofline(shape, card, stored, self.form(shape), num_cards=parts, block_size=block_size)
+        return roofline(self.shape, card, stored, self.form, num_cards=parts, block_size=block_size)
 
-    def form(self, shape: ModelShape) -> KVBytes:
+    @property
+    def form(self) -> KVBytes:
         """The format of keys and values."""
-        return kv_bytes(self.kv_cache_dtype, dtype_of(shape))
+        return kv_bytes(self.kv_cache_dtype, dtype_of(self.shape))
 
     @property
     def density(self) -> Fraction:
-        """How many tokens take the bytes of one in the model's dtype."""
-        shape = load_shape(self.model)
-        return self.form(shape).density(kv_bytes("auto", dtype_of(shape)), shape.attention)
+        """Number of tokens in the bytes of one in the model's dtype."""
+        return self.form.density(kv_bytes("auto", dtype_of(self.shape)), self.shape.attention)
 
     def bytes_per_block(self, block_size: int) -> int:
-        """On all cards together."""
-        shape = load_shape(self.model)
-        return shape.block_bytes(self.form(shape), block_size)
+        """Bytes of a block on all cards together."""
+        return self.shape.block_bytes(self.form, block_size)
 
     @property
     def state_bytes(self) -> int:
         """Bytes of the states of one sequence, on all cards together; 0 without recurrent layers."""
-        shape = load_shape(self.model)
-        return shape.state_bytes(PLAIN_BITS[dtype_of(shape)]) if shape.has_states else 0
+        return self.shape.state_bytes(PLAIN_BITS[dtype_of(self.shape)]) if self.shape.has_states else 0
 
     def pool(self, footprint: Footprint, seats: Seats) -> tuple[int, int, StateSlots | None]:
         """Blocks, sequences and slots of recurrent layers, as `kvreclaim plan` counts them; with num_blocks,
-        slots for as many sequences as asked. Raises: InvalidArgumentError if there is no room."""
-        shape = load_shape(self.model)
+        slots for max_num_seqs sequences. Raises: InvalidArgumentError if there is no room."""
         if self.num_blocks is not None:
-            states = seats.slots(seats.max_num_seqs) if shape.has_states else None
+            states = seats.slots(seats.max_num_seqs) if self.shape.has_states else None
             return self.num_blocks, seats.max_num_seqs, states
         assert self.gpu is not None, "checked"
-        card, form = find_card(self.gpu), self.form(shape)
+        card, form = find_card(self.gpu), self.form
         build = partial(
             make_pool,
-            Cache(shape, form, footprint),
-            card.overridden(memory_bytes=self.memory_bytes).usable_bytes,
-            weight_format(self.weights, shape),
+            Cache(self.shape, form, footprint),
+            card.usable_bytes,
+            weight_format(self.weights, self.shape),
             utilization=self.utilization,
-            other_bytes=None if self.other_gib is None else int(self.other_gib * GIB),
+            other_bytes=None,
             seats=seats,
         )
-        found = roomy_pool(card.name, shape, self.tensor_parallel_size, lambda size: build(num_cards=size))
+        found = roomy_pool(
+            card.name, self.shape, self.tensor_parallel_size, lambda size: build(num_cards=size)
+        )
         return found.num_blocks, found.num_seqs, found.states
 
     def hourly(self) -> float | None:
@@ -145,7 +143,7 @@ class ReplicaOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Serving(PromiseOptions):
-    """The engine's settings, as `kvreclaim serve` has them. Raises: InvalidArgumentError."""
+    """Settings of the engine, as in `kvreclaim serve`. Raises: InvalidArgumentError."""
 
     block_size: int = option(16, "Tokens per block.", low=1)
     max_num_seqs: int = option(256, "Maximum number of sequences in one step.", low=1)
@@ -170,13 +168,6 @@ class Serving(PromiseOptions):
         "Models with recurrent layers: keep a state every so many tokens of a prompt, a multiple of "
         "--block-size, too. 0: only where prompts end or part, and where answers end.",
         low=0,
-    )
-    state_drafts: int = option(
-        0,
-        "Models with recurrent layers: states kept for drafts, so many for each of --max-num-seqs. Drafts "
-        "themselves are not simulated.",
-        low=0,
-        high=64,
     )
     scheduling_policy: str = option("fcfs", "Queue order: fcfs, priority or cache.", choices=POLICIES)
     eviction_policy: str = option("lru", "Eviction order of cached blocks.")
@@ -217,8 +208,8 @@ class Serving(PromiseOptions):
         return footprint(self.compression, block_size=size, max_chunk=chunk)
 
     def promise_on(self, machine: ReplicaOptions) -> Promise | None:
-        """What max_loss promises in the machine's KV cache dtype, or chooses; None without it."""
-        return self.promise(self.compression, machine.kv_cache_dtype, dtype_of(load_shape(machine.model)))
+        """Return the promise of max_loss in the machine's KV cache dtype; None without max_loss."""
+        return self.promise(self.compression, machine.kv_cache_dtype, dtype_of(machine.shape))
 
     def by_prompt(self, machine: ReplicaOptions) -> Callable[[int], Footprint] | None:
         """Footprints by the length of the prompt, with max_loss or a share; None: all have one."""
@@ -230,13 +221,12 @@ class Serving(PromiseOptions):
         return partial(footprint_of_prompt, self.compression, density=machine.density, **lengths)
 
     def seats(self) -> Seats:
-        """What takes slots of recurrent layers, as the engine counts them."""
+        """Sequences that take slots of recurrent layers, as in the engine."""
         return Seats(
             self.max_num_seqs,
-            each=2 + self.state_drafts + (self.kv_offloading_size > 0),
+            each=2 + (self.kv_offloading_size > 0),
             checkpoints=self.state_checkpoints if self.enable_prefix_caching else 0,
             interval=self.state_checkpoint_interval,
-            drafts=self.state_drafts,
         )
 
     def settings(self, machine: ReplicaOptions, cost: Linear) -> Settings:
@@ -244,17 +234,17 @@ class Serving(PromiseOptions):
         per_block, footprint = machine.bytes_per_block(self.block_size), self.footprint()
         by_prompt = self.by_prompt(machine)
         num_blocks, num_seqs, states = machine.pool(footprint, self.seats())
-        longest, limit = self.max_model_len, load_shape(machine.model).max_position
+        longest, limit = self.max_model_len, machine.shape.max_position
         require(
             longest is None or longest <= limit,
             f"max_model_len is {longest}, but {machine.model} was made for {limit} positions; lower it, or "
             "leave it out.",
             "max_model_len",
         )
-        given = self.state_checkpoints is not None or self.state_checkpoint_interval or self.state_drafts
+        given = self.state_checkpoints is not None or self.state_checkpoint_interval
         require(
             states is not None or not given,
-            "state_checkpoints, state_checkpoint_interval and state_drafts are about recurrent layers, and "
+            "state_checkpoints and state_checkpoint_interval are about recurrent layers, and "
             f"{machine.model} has none; leave them out.",
             "state_checkpoints",
         )
@@ -292,13 +282,9 @@ class Serving(PromiseOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Requests: a file's, or drawn. Raises: InvalidArgumentError."""
+    """Requests of a file, or random ones. Raises: InvalidArgumentError."""
 
     trace: Path | None = option(None, "File of requests. Default: random requests.")
-    format: str = option(
-        "auto", f"Format of the file: auto, {', '.join(FORMATS)}.", choices=("auto", *FORMATS)
-    )
-    piece: int = option(512, "Tokens per hash id in the file.", low=1)
     requests: int | None = option(None, "Number of requests; of a file, the first ones.", low=1)
     speed: float = option(1.0, "Speed-up factor of the arrivals.", low=1e-6, high=1e6)
     rate: float | None = option(None, "Requests per second, instead of the file's times.", low=1e-9, high=1e9)
@@ -308,7 +294,7 @@ class Traffic:
     burstiness: float = option(2.0, "Burstiness of gamma arrivals; 1 is poisson.", low=0.01, high=100.0)
     prompt: int = option(1024, "Tokens of a random prompt, or of each turn's question.", low=1)
     output: int = option(256, "Tokens of a random answer.", low=1)
-    prefix: int = option(0, "Tokens of a prefix that all random prompts share.", low=0)
+    prefix: int = option(0, "Tokens of a prefix that all random prompts share.", low=0, high=PREFIX_PIECE)
     vary: float = option(0.0, "Coefficient of variation of random lengths.", low=0.0, high=10.0)
     turns: int = option(1, "Turns per random conversation.", low=1)
     think: float = option(0.0, "Mean seconds from an answer to the next question.", low=0.0, high=1e9)
@@ -322,24 +308,24 @@ class Traffic:
             "trace",
         )
         drawn = ("prompt", "output", "prefix", "vary", "turns", "think")
-        self._refuse(drawn if self.trace is not None else ("format", "piece"), "a file of requests")
+        if self.trace is not None:
+            self._refuse(drawn, "a file of requests")
         if self.rate is None:
             self._refuse(("arrivals", "burstiness"), "the file's own times, which --rate replaces")
 
-    def _refuse(self, names: tuple[str, ...], beside: str) -> None:
+    def _refuse(self, names: tuple[str, ...], source: str) -> None:
         """Refuse options that would have no effect."""
         given = {each.name: each.default for each in fields(self)}
         useless = [f"--{name}" for name in names if getattr(self, name) != given[name]]
-        lack = "without" if self.trace is None else "beside"
-        require(not useless, f"{', '.join(useless)} has no effect {lack} {beside}; leave it out.", "trace")
+        require(not useless, f"{', '.join(useless)} has no effect beside {source}; leave it out.", "trace")
 
     def requested(self) -> Trace:
-        """All of them."""
+        """Return all requests."""
         times = None
         if self.rate is not None:
             times = Arrivals(self.rate, self.arrivals, self.burstiness, self.seed)
         if self.trace is not None:
-            trace = read_trace(self.trace, self.format, piece=self.piece).first(self.requests)
+            trace = read_trace(self.trace).first(self.requests)
             return (trace if times is None else times.over(trace)).sped(self.speed)
         assert times is not None, "checked"
         assert self.requests is not None, "checked"
@@ -357,5 +343,5 @@ class Traffic:
 
 
 def without_compression(serving: Serving) -> Serving:
-    """The same engine that evicts nothing."""
+    """Return the settings without compression."""
     return replace(serving, compression=None, max_loss=None, content=None, stats=None)

@@ -53,7 +53,7 @@ class Leap:
 class Replica:
     """Steps as Engine.step takes them. A step's tokens are there at its end, its passes delay the next one.
 
-    begin says when the step, or several at once, will be over; finish takes in what came of it.
+    begin returns the end of the step, or of several at once; finish applies its results.
 
     running_steps: running sequences, summed up over steps; crowded_steps: in which some waited, with
     running_crowded of these sums
@@ -84,12 +84,12 @@ class Replica:
     def is_busy(self) -> bool:
         return self.leap is not None or self._plan is not None
 
-    def sequence(self, number: int, asked: SimRequest, arrival_s: float) -> Simulated | str:
-        """A request as this engine would take it, or why it can never run here."""
-        settings, footprint = self.settings, self._footprint(number, asked.num_prompt)
-        prompt, blocks = asked.num_prompt, settings.num_blocks
+    def sequence(self, number: int, request: SimRequest, arrival_s: float) -> Simulated | str:
+        """Return the request's sequence, or the reason why it can never run here."""
+        settings, footprint = self.settings, self._footprint(number, request.num_prompt)
+        prompt, blocks = request.num_prompt, settings.num_blocks
         longest = settings.max_model_len or 1 << 40
-        limit = min(longest, prompt + asked.num_output)
+        limit = min(longest, prompt + request.num_output)
         if prompt >= longest:
             return PAST_LIMIT
         if excess_slots(prompt, limit, footprint, blocks) > 0:
@@ -97,15 +97,15 @@ class Replica:
         return Simulated(
             seq_id=number,
             request_id=str(number),
-            token_ids=asked.tokens(number),
+            token_ids=request.tokens(number),
             num_prompt=prompt,
             max_len=limit,
             first_id=number,
             footprint=footprint,
-            priority=asked.priority,
-            asked=asked,
+            priority=request.priority,
+            request=request,
             record=RequestRecord(
-                number, self.number, arrival_s, prompt, limit - prompt, session=asked.session
+                number, self.number, arrival_s, prompt, limit - prompt, session=request.session
             ),
         )
 
@@ -117,11 +117,11 @@ class Replica:
         return replace(footprint, offset=number * SCATTER % 2**32 % choices)
 
     def send(self, seq: Simulated) -> None:
-        """A request has come; the next step sees it."""
+        """Add a request to the next step."""
         self.inbox.append(seq)
 
     def begin(self, now: float) -> float | None:
-        """Begin the next step, or several. Returns: when it is over; None: there is nothing to do."""
+        """Begin the next step, or several. Returns: its end; None without work."""
         while self.inbox:
             seq = self.inbox.popleft()
             self.sequences[seq.seq_id] = seq
@@ -198,7 +198,7 @@ class Replica:
         )
 
     def finish(self, now: float) -> list[Simulated]:
-        """The step is over, or the leap. Returns: those that have ended."""
+        """Finish the step, or the run of fast-forwarded steps. Returns: sequences that ended in it."""
         if self.leap is not None:
             return self._finish_leap(self.leap, now)
         plan, self._plan = self._plan, None
@@ -271,15 +271,15 @@ class Replica:
             self._count_tail(seq, -1)
 
     def _count_running(self, num_steps: int) -> None:
-        """So many steps have ended like this."""
+        """Add steps to the counters."""
         self.running_steps += len(self.scheduler.running) * num_steps
         if len(self.scheduler.waiting):
             self.crowded_steps += num_steps
             self.running_crowded += len(self.scheduler.running) * num_steps
 
     def _count_tail(self, seq: Simulated, change: int) -> None:
-        """Two that go on with the same tokens may find each other's blocks: steps are taken one by one."""
-        tail = seq.asked.tail
+        """Count sequences by tail. Two with one tail may find each other's blocks, so no step is skipped."""
+        tail = seq.request.tail
         if tail is not None:
             self._num_alike -= self._tails[tail] > 1
             self._tails[tail] += change

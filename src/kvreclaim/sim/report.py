@@ -21,7 +21,7 @@ OFF = 0.1
 
 
 def report(scenario: Scenario, *, sampled: bool = True) -> dict[str, Any]:
-    """Run it. Returns: all figures, ready for JSON."""
+    """Run a scenario. Returns: all figures, ready for JSON."""
     outcome, wall_s = scenario.run(sampled=sampled)
     load = scenario.utilisation(outcome)
     bands = _bands(scenario) if load > NEAR else None
@@ -29,7 +29,7 @@ def report(scenario: Scenario, *, sampled: bool = True) -> dict[str, Any]:
 
 
 def _bands(scenario: Scenario) -> dict[str, Any]:
-    """The same with steps that begin later or earlier, and keys that are read faster or slower."""
+    """Return ranges of latencies with a step's base and key reads 10 % faster and slower."""
     runs = []
     for factor in (1 - OFF, 1.0, 1 + OFF):
         cost = scenario.cost
@@ -68,7 +68,7 @@ def spread(records: Sequence[RequestRecord]) -> dict[str, dict[str, float]]:
 
 
 def describe(scenario: Scenario, outcome: SimulationResult, wall_s: float) -> dict[str, Any]:
-    """Everything that was counted."""
+    """Return all counts and times."""
     records, settings, trace = outcome.records, scenario.settings, scenario.trace
     replicas = outcome.replicas
     steps = sum(each.num_steps for each in replicas)
@@ -129,15 +129,14 @@ def _preemptions(outcome: SimulationResult) -> dict[str, Any]:
 
 
 def _hits(outcome: SimulationResult, *, knows: bool) -> dict[str, Any]:
-    """hit_rate: of all prompt tokens, those that need not be computed; None where the trace does not tell
-    which prompts are alike."""
-    asked = sum(each.prefix_query_tokens for each in outcome.memory)
+    """hit_rate: share of prompt tokens found in the cache; None if the trace does not know equal prompts."""
+    queried = sum(each.prefix_query_tokens for each in outcome.memory)
     found = sum(each.prefix_hit_tokens for each in outcome.memory)
     misses = {name: sum(each.misses[name] for each in outcome.memory) for name in MISS_REASONS}
     return {
-        "hit_rate": found / asked if asked and knows else None,
+        "hit_rate": found / queried if queried and knows else None,
         "hit_tokens": found,
-        "prompt_tokens": asked,
+        "prompt_tokens": queried,
         "misses": {name: count for name, count in misses.items() if count},
         "prefix_evictions": sum(each.prefix_evictions for each in outcome.memory),
     }
@@ -148,7 +147,7 @@ def goodput(scenario: Scenario, outcome: SimulationResult) -> dict[str, Any] | N
     targets = scenario.targets
     if not targets:
         return None
-    kept = sum(targets.kept_by(record) for record in outcome.records)
+    kept = sum(record.keeps(targets) for record in outcome.records)
     count = len(outcome.records) + len(outcome.refused)
     return {
         "targets": str(targets),
@@ -173,14 +172,14 @@ def money(scenario: Scenario, outcome: SimulationResult) -> dict[str, Any] | Non
 
 
 def timeline(outcome: SimulationResult) -> dict[str, Sequence[float | None]]:
-    """All replicas together: blocks in use, running and waiting requests; of the prompt tokens asked for in
-    the last 16 samples, the share that was found."""
+    """All replicas together: blocks in use, running and waiting requests, and the hit rate over the last
+    WINDOW samples."""
     samples, rates = outcome.samples, []
     for i, sample in enumerate(samples):
         before = samples[i - WINDOW] if i >= WINDOW else None
         hit = sample.hit_tokens - (0 if before is None else before.hit_tokens)
-        asked = sample.query_tokens - (0 if before is None else before.query_tokens)
-        rates.append(hit / asked if asked else None)
+        queried = sample.query_tokens - (0 if before is None else before.query_tokens)
+        rates.append(hit / queried if queried else None)
     return {
         "at_s": [sample.time_s for sample in samples],
         "blocks": [sample.blocks for sample in samples],

@@ -1,4 +1,4 @@
-"""A request of a simulation: what is known of it beforehand, and what became of it."""
+"""A request of a simulation, and its record."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from kvreclaim import schedule
+from kvreclaim.plan.targets import Targets
 from kvreclaim.sim.content import TraceTokens
 
 
@@ -17,8 +18,8 @@ class SimRequest:
     num_prompt, num_output: tokens
     ids, piece: what the prompt begins with, as names of pieces of so many tokens each, the last maybe partial
     num_ids:    leading tokens of the prompt that ids name; the others, and the answer, are the tail's
-    tail:       None: its own, which no other request has
-    session:    number of the conversation that it belongs to; None: of none
+    tail:       name of these tokens; None: no other request has them
+    session:    number of its conversation; None without one
     """
 
     arrival_s: float
@@ -63,6 +64,10 @@ class RequestRecord:
     session: int | None = None
 
     @property
+    def request(self) -> SimRequest:
+        return SimRequest(self.arrival_s, self.num_prompt, self.num_output)
+
+    @property
     def ttft_s(self) -> float:
         assert self.first_token_s is not None, f"request {self.number} has no token"
         return self.first_token_s - self.arrival_s
@@ -77,11 +82,19 @@ class RequestRecord:
         """Mean time between tokens behind the first; None: there is only one."""
         return (self.e2e_s - self.ttft_s) / (self.num_output - 1) if self.num_output > 1 else None
 
+    def keeps(self, targets: Targets) -> bool:
+        """Whether a request that has ended met all targets."""
+        return (
+            (targets.ttft_s is None or self.ttft_s <= targets.ttft_s)
+            and (targets.e2e_s is None or self.e2e_s <= targets.e2e_s)
+            and (targets.tpot_s is None or (self.tpot_s or 0.0) <= targets.tpot_s)
+        )
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Simulated(schedule.ScheduledSequence):
-    """A request's only output, while it waits or runs. computed: tokens computed since it began anew last."""
+    """The only output of a request while it waits or runs. most_computed: maximum of num_computed."""
 
-    asked: SimRequest
+    request: SimRequest
     record: RequestRecord
     most_computed: int = field(default=0)

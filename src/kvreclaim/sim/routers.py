@@ -1,4 +1,4 @@
-"""Which replica gets a request: from what a router knows, which is as old as its last look."""
+"""Routers: they choose a replica by loads as old as their last update."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Router(ABC):
 
     @abstractmethod
     def choose(self, numbers: list[int]) -> int:
-        """A replica for a prompt. numbers: of its pieces, and of its conversation (Links.walk)."""
+        """Choose a replica for a prompt. numbers: its pieces and its conversation (Links.walk)."""
 
 
 class RoundRobin(Router):
-    """One after another, whatever they do."""
+    """Round robin."""
 
     def __init__(self, num_replicas: int, pieces_per_replica: int) -> None:
         super().__init__(num_replicas, pieces_per_replica)

@@ -1,4 +1,4 @@
-"""The least, or the most, of something with which the targets are kept."""
+"""Search for the smallest or largest setting that meets the targets."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvreclaim.sim.request import SimRequest
 from kvreclaim.sim.scenario import AXES, Scenario
 
 PREEMPTED = 0.01
-"""Share of the requests that may be preempted where max_num_seqs is sought."""
+"""Maximum share of preempted requests in a search for max_num_seqs."""
 MOST_SPEED = 1024.0
 PRECISION = 1.02
 
 
 @dataclass(frozen=True, slots=True)
 class SearchPoint:
-    """One value and what came of it. why: the first target that was not kept; empty: all were."""
+    """One value and its latencies. why: the first target that was missed; empty: none."""
 
     value: float
     why: str
@@ -31,8 +31,8 @@ class SearchPoint:
 
 
 class Search:
-    """Bisects one axis. What it says rests on more of it being better (replicas, rate downwards) or worse,
-    which holds but for the scheduler's whims near the border; all values tried are in `tried`."""
+    """Bisects one axis. It assumes that targets are monotonic along it, which holds except near the border,
+    where scheduling is irregular. `tried` has all values."""
 
     def __init__(self, scenario: Scenario, axis: str) -> None:
         check_choice("search", axis, AXES)
@@ -52,7 +52,7 @@ class Search:
             )
 
     def run(self) -> dict[str, Any]:
-        """Returns: the value that is best, None if none does, and all that were tried."""
+        """Returns: the best value, None if no value meets the targets, and all values tried."""
         found = {
             "replicas": self._replicas,
             "rate": self._rate,
@@ -77,8 +77,8 @@ class Search:
         return self._least(count // 2, count)
 
     def why_never(self) -> str | None:
-        """Why no number of replicas is enough: more than 1 of 100 requests would miss a target even alone. Of
-        the first token only where no prompt can be found in a cache."""
+        """Return why no number of replicas is enough: more than 1 of 100 requests would miss a target even
+        alone. The time to first token counts only without prefix hits."""
         scenario = self.scenario
         targets, requests = scenario.targets, scenario.trace.requests
         for name, most, least in (
@@ -95,17 +95,18 @@ class Search:
                 )
         return None
 
-    def _least_tpot_s(self, asked: SimRequest) -> float:
+    def _least_tpot_s(self, request: SimRequest) -> float:
         """Seconds of a step that decodes this request alone."""
         keys = min(
-            asked.num_prompt, self.scenario.settings.footprint_of(asked.num_prompt).budget or asked.num_prompt
+            request.num_prompt,
+            self.scenario.settings.footprint_of(request.num_prompt).budget or request.num_prompt,
         )
-        return self.scenario.cost.step_s(StepLoad(1, 1, keys, 0.0, 1)) if asked.num_output > 1 else 0.0
+        return self.scenario.cost.step_s(StepLoad(1, 1, keys, 0.0, 1)) if request.num_output > 1 else 0.0
 
-    def _least_ttft_s(self, asked: SimRequest) -> float:
+    def _least_ttft_s(self, request: SimRequest) -> float:
         """Seconds to compute its prompt in whole chunks."""
         cost, chunk = self.scenario.cost, self.scenario.settings.max_num_batched_tokens
-        whole, rest = divmod(asked.num_prompt, chunk)
+        whole, rest = divmod(request.num_prompt, chunk)
         seconds = whole * cost.step_s(StepLoad(chunk, 1))
         return seconds + (cost.step_s(StepLoad(rest, 1)) if rest else 0.0)
 
@@ -140,7 +141,7 @@ class Search:
     def _budget(self) -> int | None:
         """Most, in blocks, up to the longest sequence."""
         size, trace = self.scenario.settings.block_size, self.scenario.trace
-        longest = max(asked.num_prompt + asked.num_output for asked in trace.requests)
+        longest = max(request.num_prompt + request.num_output for request in trace.requests)
         least = max(1, -(-self.scenario.settings.footprint.least_budget // size))
         found = self._most(least, max(least, longest // size), lambda blocks: blocks * size)
         return None if found is None else found * size

@@ -23,7 +23,7 @@ from kvreclaim.sim.request import Simulated
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """One engine, all replicas alike. As in EngineConfig, and:
+    """Settings of every replica. As in EngineConfig, and:
 
     footprint:       of every request; its block_size and max_chunk are set here
     by_prompt:       a request's footprint by the length of its prompt, instead of footprint

@@ -1,4 +1,4 @@
-"""What begins with / in a chat."""
+"""Commands of a chat, which begin with /."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A conversation with an engine: what was said, and what each answer cost."""
+"""A conversation with an engine: its turns, and the costs of each answer."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Message = dict[str, Any]
 class AnswerFigures:
     """Costs of an answer, and of the conversation that it ends.
 
-    finish_reason: "abort" if the user ended it; error: why it failed
-    ending:        what ended it, in words
-    num_tokens:    of the whole conversation, as its last prompt has it, and the answer
-    blocks_held:   that the answer held before its last step
-    blocks_freed:  by compression, in all turns whose cache the answer goes on from
+    finish_reason: "abort" if the user ended it; error: reason of a failure
+    ending:        reason of the end, in words
+    num_tokens:    tokens of the last prompt and the answer
+    blocks_held:   blocks of the answer before its last step
+    blocks_freed:  blocks freed by compression in all turns of the cache that the answer continues
     """
 
     metrics: RequestMetrics
@@ -74,12 +74,12 @@ class Dialogue:
         """Yield the parts of the answer to a message as they come; then `turns` has both and `last` its
         figures. An answer that failed, or has no text, is forgotten together with the message.
 
-        stopped: asked before each step; true ends the answer, and what it has stays
+        stopped: called before each step; true ends the answer, and its text stays
 
         Raises: InvalidArgumentError, RequestTooLongError before anything has run.
         """
-        said = {"role": "user", "content": text}
-        request, engine = self._begin([*self.messages, said]), self.llm.engine
+        message = {"role": "user", "content": text}
+        request, engine = self._begin([*self.messages, message]), self.llm.engine
         splitter = self.form.splitter(request.prompt_token_ids, None, one_call=False)
         pieces: list[Piece] = []
         held = num_taken = 0
@@ -102,7 +102,7 @@ class Dialogue:
                 engine.abort(request.request_id)
         yield from new()
         self._count(request.output(), held)
-        self._remember(said, merged(pieces))
+        self._remember(message, merged(pieces))
 
     def _begin(self, messages: Sequence[Message]) -> Request:
         llm, form = self.llm, self.form
@@ -152,10 +152,10 @@ class Dialogue:
             return f"cut off: the context of {limit:,} tokens is full"
         return f"cut off: the pool of {self.llm.stats().memory.num_blocks:,} blocks is full"
 
-    def _remember(self, said: Message, parts: Sequence[Piece | ToolCall]) -> None:
+    def _remember(self, message: Message, parts: Sequence[Piece | ToolCall]) -> None:
         assert self.last is not None, "an answer is counted before it is remembered"
         text = "".join(part.text for part in parts if isinstance(part, Text))
         thought = "".join(part.text for part in parts if isinstance(part, Reasoning))
         if self.last.error is None and (text or thought):
-            spoken = {"role": "assistant", "content": text}
-            self.turns += [said, spoken | ({"reasoning_content": thought} if thought else {})]
+            reply = {"role": "assistant", "content": text}
+            self.turns += [message, reply | ({"reasoning_content": thought} if thought else {})]

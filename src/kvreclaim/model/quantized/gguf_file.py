@@ -23,11 +23,8 @@ from kvreclaim.errors import (
     UnsupportedModelError,
     reason_of,
 )
-from kvreclaim.model.gguf import GgufHeader, header_of, refuse_rotation
-from kvreclaim.model.gguf_checks import quoted
-from kvreclaim.model.gguf_index import GgufTensor, read_index
-from kvreclaim.model.gguf_tokenizer import as_in_llama_cpp
-from kvreclaim.model.quantized.gguf_fields import gguf_fields
+from kvreclaim.model.gguf import as_in_llama_cpp, gguf_fields, refuse_rotation
+from kvreclaim.model.gguf_index import GgufTensor, quoted, read_index
 from kvreclaim.model.quantized.source import in_pieces
 from kvreclaim.model_paths import gguf_home, moved
 from kvreclaim.ops.packed import Each, PackedMatrix
@@ -79,9 +76,6 @@ class GgufSource:
     @property
     def packs_every_matrix(self) -> bool:
         return not any(len(x.shape) > 1 and x.kind in PLAIN for x in self.index.tensors.values())
-
-    def header(self) -> GgufHeader:
-        return header_of(self.index)
 
     def packed(
         self, name: str, shape: tuple[int, int], each: Each, through: Through | None = None
@@ -203,11 +197,11 @@ def _read_faster(parts: Path) -> None:
     """What transformers saved, read sooner at every start: with no indent before every word of a vocabulary,
     twice the bytes, and with the added tokens in the config, for which it parses the vocabulary once more."""
     file, config = parts / "tokenizer.json", parts / "tokenizer_config.json"
-    said, about = (json.loads(each.read_text(encoding="utf-8")) for each in (file, config))
+    words, about = (json.loads(each.read_text(encoding="utf-8")) for each in (file, config))
     if "added_tokens_decoder" not in about:
-        tokens = [dict(token) for token in said["added_tokens"]]
+        tokens = [dict(token) for token in words["added_tokens"]]
         about["added_tokens_decoder"] = {str(token.pop("id")): token for token in tokens}
-    for each, content in ((file, said), (config, about)):
+    for each, content in ((file, words), (config, about)):
         text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
         each.write_text(text, encoding="utf-8")
 
@@ -226,7 +220,7 @@ def gguf_config(source: GgufSource) -> Any:
             "another file."
         ) from error
     try:
-        refuse_rotation(source.file.name, source.header(), config)
+        refuse_rotation(source.file.name, source.index, config)
     except FetchError as error:
         raise UnsupportedModelError(str(error)) from error
     return config

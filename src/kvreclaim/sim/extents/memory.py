@@ -204,8 +204,8 @@ class ExtentMemory:
         return TableState(range(count), (1,) * count, (False,) * count)
 
     def compact(self, seq_id: int, keep: int) -> Shrunk | None:
-        """Choose targets as plan_compaction does: own blocks that nobody finds, then fresh ones, or, where
-        these lack, own ones that are stripped, from the end."""
+        """Choose targets as plan_compaction does: own blocks outside the index, then fresh ones, or, where
+        these lack, own ones that leave the index, from the end."""
         table, pool = self._tables[seq_id], self.pool
         needed = blocks_for(keep, self.block_size)
         mine = [run for run in table.runs if len(run.holders) == 1]
@@ -225,8 +225,8 @@ class ExtentMemory:
         return Shrunk((), freed)
 
     def _drop_all_but(self, table: RunTable, own: int, strip: int) -> int:
-        """Give back, last first, what is neither of the first `own` blocks of this table alone that nobody
-        finds, nor of the last `strip` that somebody could find. Returns: blocks that nobody holds now."""
+        """Free all blocks, the last first, except the first `own` ones of this table outside the index and
+        the last `strip` ones in it. Returns: blocks without a holder now."""
         pool, runs, kept = self.pool, table.runs, []
         table.runs = []
         for run in runs:

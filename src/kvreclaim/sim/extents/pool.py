@@ -10,8 +10,8 @@ from kvreclaim.sim.extents.run import ROOT, Link, Node, Run, RunQueue, RunTable
 
 
 class Evicted:
-    """Which entries made way lately, as PrefixIndex remembers them: the last `remembered` at least, twice as
-    many at most. A bit for each place of a node."""
+    """Entries that were evicted lately, as in PrefixIndex: the last `remembered` at least, twice as many at
+    most. A bit for each place of a node."""
 
     def __init__(self, remembered: int) -> None:
         self.remembered = remembered
@@ -60,7 +60,7 @@ class ExtentPool:
         return self.num_blocks - self.num_free
 
     def allocate(self, n: int) -> None:
-        """Take the n blocks whose turn it is; what they cached is forgotten."""
+        """Take the next n blocks of the queue and remove them from the index."""
         assert 0 <= n <= self.num_free, f"{n} blocks wanted, {self.num_free} free"
         self.num_free -= n
         queue = self.queue
@@ -96,7 +96,7 @@ class ExtentPool:
         table.runs.append(run)
 
     def drop(self, run: Run, table: RunTable) -> int:
-        """A table holds a run no more. Returns: blocks that nobody holds now."""
+        """Remove a run from a table. Returns: blocks without a holder now."""
         run.holders.remove(table)
         if run.holders:
             return 0
@@ -109,17 +109,17 @@ class ExtentPool:
         return run.count
 
     def drop_blank(self, num_blocks: int) -> int:
-        """Blocks of one table alone, which nobody finds. Returns: as drop."""
+        """Drop blocks of one table outside the index. Returns: as drop."""
         if num_blocks:
             self.queue.push_blank(num_blocks)
             self.num_free += num_blocks
         return num_blocks
 
     def split(self, run: Run, num_blocks: int) -> Run:
-        """Cut a run that can be found. Returns: its first num_blocks, which stay beside the rest wherever it
-        is: in tables before it, in the queue behind it."""
+        """Cut a run that can be found. Returns: its first num_blocks, which stay next to the rest: before
+        it in tables, behind it in the queue."""
         node = run.node
-        assert node is not None, "a run that nobody finds is cut"
+        assert node is not None, "a run outside the index is cut"
         if run.holders:
             rest = Run(node, run.start + num_blocks, run.count - num_blocks, run.epoch)
             rest.parent = run.link(rest.start - 1)
@@ -142,7 +142,7 @@ class ExtentPool:
         self.version += 1
         first = self.split(run, num_blocks) if num_blocks < run.count else run
         node = first.node
-        assert node is not None, "a run is stripped that nobody finds"
+        assert node is not None, "a run outside the index is stripped"
         node.runs.remove(first)
         first.node = None
         if not first.holders:

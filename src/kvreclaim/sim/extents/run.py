@@ -17,7 +17,7 @@ class Run:
     """Blocks that are held, queued and found together. In a table they follow each other in this order; in
     the queue the last one is reused first.
 
-    node:    whose places start .. start + count - 1 they hold; None: no hit finds them
+    node:    they hold its places start .. start + count - 1; None: no hit finds them
     epoch:   with a place it names an entry
     parent:  what the first one follows
     holders: tables that have it; none: it is queued
@@ -37,7 +37,7 @@ class Run:
         return self.start + self.count
 
     def link(self, place: int) -> Link:
-        assert self.node is not None, "a run that nobody finds has no entries"
+        assert self.node is not None, "a run outside the index has no entries"
         return self.node.number, self.epoch, place
 
 
@@ -108,7 +108,7 @@ class RunTable:
 
 
 class RunQueue:
-    """Runs that nobody holds, in the order of reuse: a ring."""
+    """Runs without holders in the order of reuse: a ring."""
 
     def __init__(self, num_blocks: int) -> None:
         self.end = Run(None, 0, 0)
@@ -124,7 +124,7 @@ class RunQueue:
         self.insert(self.end.before, run)
 
     def push_blank(self, count: int) -> None:
-        """Blocks that nobody finds; which of them is which makes no difference."""
+        """Push blocks outside the index, which are interchangeable."""
         last = self.end.before
         if last.node is None and last is not self.end:
             last.count += count
@@ -132,7 +132,7 @@ class RunQueue:
             self.push(Run(None, 0, count))
 
     def insert(self, before: Run, run: Run) -> None:
-        """Behind another one."""
+        """Insert a run behind another one."""
         after = before.after
         run.before, run.after = before, after
         before.after = after.before = run

@@ -1,11 +1,10 @@
-"""Requests that are drawn: arrivals by a distribution, conversations with think times."""
+"""Random requests: arrivals by a distribution, conversations with think times."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from random import Random
 
-from kvreclaim.checks import check_choice, check_int, check_number
 from kvreclaim.sim.request import SimRequest
 from kvreclaim.sim.traces.trace import Trace
 
@@ -28,11 +27,6 @@ class Arrivals:
     burstiness: float = 2.0
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        check_choice("arrivals", self.how, ARRIVALS)
-        check_number("rate", self.rate, 1e-9, 1e9)
-        check_number("burstiness", self.burstiness, 0.01, 100.0)
-
     def times(self, count: int) -> list[float]:
         """Ascending, the first at 0."""
         random, now, found = Random(self.seed), 0.0, []
@@ -51,17 +45,17 @@ class Arrivals:
         """A trace's requests in their order at these times."""
         times = self.times(len(trace.requests))
         pairs = zip(trace.requests, times, strict=True)
-        return replace(trace, requests=[replace(asked, arrival_s=time) for asked, time in pairs])
+        return replace(trace, requests=[replace(request, arrival_s=time) for request, time in pairs])
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficShape:
-    """Requests or conversations, all alike.
+    """Requests or conversations of one distribution.
 
-    count:      of them
-    prompt, output: tokens of each turn's question and answer; the first one's comes behind `prefix` tokens
-                that all share
-    turns:      of a conversation, 1 for requests that stand alone; each prompt has all that was said before
+    count:      number of conversations
+    prompt, output: tokens of each turn's question and answer; the first question follows `prefix` tokens that
+                all share
+    turns:      turns per conversation, 1 for single requests; each prompt begins with all turns before it
     think_s:    mean time from an answer to the next question, exponential
     vary:       coefficient of variation of prompt and output lengths, gamma; 0: none
     """
@@ -75,13 +69,6 @@ class TrafficShape:
     vary: float = 0.0
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        for name in ("count", "prompt", "output", "turns"):
-            check_int(name, getattr(self, name), 1)
-        check_int("prefix", self.prefix, 0, maximum=PREFIX_PIECE)
-        check_number("think_s", self.think_s, 0.0, 1e9)
-        check_number("vary", self.vary, 0.0, 10.0)
-
     def trace(self, arrivals: Arrivals) -> Trace:
         """Conversations begin at these arrivals."""
         random, firsts = Random(self.seed), []
@@ -93,17 +80,17 @@ class TrafficShape:
         return Trace(firsts, knows_content=True, later=later if self.turns > 1 else {}, name="drawn")
 
     def _turns(self, session: int, random: Random) -> list[SimRequest]:
-        said, found = self.prefix, []
+        length, found = self.prefix, []
         ids: tuple[str, ...] = ("prefix",) if self.prefix else ()
         for _ in range(self.turns):
-            said += self._length(self.prompt, random)
+            length += self._length(self.prompt, random)
             output = self._length(self.output, random)
             think = random.expovariate(1 / self.think_s) if self.think_s else 0.0
             tail = ("session", session) if self.turns > 1 else None
             found.append(
                 SimRequest(
                     think,
-                    said,
+                    length,
                     output,
                     ids,
                     PREFIX_PIECE,
@@ -112,7 +99,7 @@ class TrafficShape:
                     session if self.turns > 1 else None,
                 )
             )
-            said += output
+            length += output
         return found
 
     def _length(self, mean: int, random: Random) -> int:

@@ -1,191 +1,154 @@
-"""Requests from files: what each format says, and what it leaves open."""
+"""Traces from files of four formats."""
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from kvreclaim.checks import check_choice, is_int, parse_json, require
+from kvreclaim.checks import is_int, require
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.plan.lengths import LONGEST, date_s, trace_rows
 from kvreclaim.sim.request import SimRequest
 from kvreclaim.sim.traces.trace import Trace
 
-MOONCAKE_PIECE = 512
-LONGEST, LATEST = 1 << 40, 1e12
-"""Tokens, and seconds or milliseconds, beyond which a number is none of a request."""
+PIECE = 512
+"""Tokens per hash id of Mooncake's and AIPerf's files."""
+LATEST = 1e12
+"""Maximum of a time, in seconds or milliseconds."""
+Rows = list[tuple[int, dict[str, Any]]]
+"""Requests of a file, with their line numbers."""
+Turn = tuple[int | str | None, SimRequest, float]
+"""Name of the session, request, and seconds from the previous answer of the session."""
+AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+OWN = ("arrival_s", "prompt_tokens", "output_tokens", "ids", "piece", "session", "think_s", "priority")
 
 
-def read_trace(path: Path, form: str = "auto", *, piece: int = MOONCAKE_PIECE) -> Trace:
-    """All requests of a file in the order of their arrival, the first one at 0.
-
-    form:  mooncake, azure, aiperf, jsonl (our own); auto: as the first line looks
-    piece: tokens that a hash id of mooncake and aiperf stands for
+def read_trace(path: Path) -> Trace:
+    """Read all requests of a file, by arrival, the first one at 0. The first line decides on the format.
 
     Raises: InvalidArgumentError.
     """
-    check_choice("format", form, ("auto", *FORMATS))
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:
-        raise InvalidArgumentError(f"--trace {path} cannot be read: {error}.", field="trace") from error
-    lines = [line for line in text.splitlines() if line.strip()]
-    require(bool(lines), f"--trace {path} is empty; it must hold a request a line.", "trace")
-    form = _guess(lines[0]) if form == "auto" else form
-    trace = FORMATS[form](lines, piece)
-    require(bool(trace.requests), f"--trace {path} holds no request.", "trace")
-    first = min(asked.arrival_s for asked in trace.requests)
-    requests = [replace(asked, arrival_s=asked.arrival_s - first) for asked in trace.requests]
-    requests.sort(key=lambda asked: asked.arrival_s)
+    rows = list(trace_rows(path))
+    require(bool(rows), f"--trace {path} is empty; it must hold a request a line.", "trace")
+    form = _format(rows[0][1])
+    trace = FORMATS[form](rows)
+    first = min(request.arrival_s for request in trace.requests)
+    requests = [replace(request, arrival_s=request.arrival_s - first) for request in trace.requests]
+    requests.sort(key=lambda request: request.arrival_s)
     return replace(trace, requests=requests, name=path.name, form=form)
 
 
-def _guess(line: str) -> str:
-    if not line.lstrip().startswith("{"):
+def _format(row: Mapping[str, Any]) -> str:
+    if all(isinstance(value, str | None) for value in row.values()):
         return "azure"
-    row = _object(line, 1)
     if "prompt_tokens" in row:
         return "jsonl"
     return "aiperf" if row.keys() & {"session_id", "delay", "turns"} else "mooncake"
 
 
-def _mooncake(lines: list[str], piece: int) -> Trace:
-    """timestamp (ms), input_length, output_length, hash_ids: each of `piece` tokens, the last maybe fewer."""
-    return Trace([_hashed(row, number, piece) for number, row in _objects(lines)], knows_content=True)
+def _mooncake(rows: Rows) -> Trace:
+    """timestamp (ms), input_length, output_length, hash_ids: PIECE tokens each, the last maybe fewer."""
+    return Trace([_hashed(row, number) for number, row in rows], knows_content=True)
 
 
-def _hashed(row: Mapping[str, Any], number: int, piece: int) -> SimRequest:
+def _hashed(row: Mapping[str, Any], number: int) -> SimRequest:
     prompt, ids = _count(row, "input_length", number), _ids(row, "hash_ids", number)
+    num_ids = -(-prompt // PIECE)
     require(
-        len(ids) in (0, -(-prompt // piece)),
-        f"line {number}: hash_ids has {len(ids)} entries for "
-        f"{prompt} tokens; ids of {piece} tokens each would be {-(-prompt // piece)}; pass --piece.",
+        len(ids) in (0, num_ids),
+        f"line {number}: hash_ids has {len(ids)} entries for {prompt} tokens; ids of {PIECE} tokens each "
+        f"would be {num_ids}. Write prompt_tokens, output_tokens, ids and piece for ids of another size.",
         "trace",
     )
     output = max(1, _count(row, "output_length", number, least=0))
     arrival = _number(row, "timestamp", number) / 1000
-    return SimRequest(arrival, prompt, output, ids, piece, prompt if ids else 0)
+    return SimRequest(arrival, prompt, output, ids, PIECE, prompt if ids else 0)
 
 
-def _azure(lines: list[str], piece: int) -> Trace:
+def _azure(rows: Rows) -> Trace:
     """TIMESTAMP, ContextTokens, GeneratedTokens; nothing about content."""
-    asked = []
-    for number, row in enumerate(_csv_rows(lines), 2):
+    requests = []
+    for number, row in rows:
         require(
-            row.keys() >= {"TIMESTAMP", "ContextTokens", "GeneratedTokens"},
-            f"line 1: the columns are {', '.join(map(str, row))}; needed are TIMESTAMP, ContextTokens and "
-            "GeneratedTokens.",
+            row.keys() >= {*AZURE},
+            f"line 1: the columns are {', '.join(map(str, row))}; needed are {', '.join(AZURE)}.",
             "trace",
         )
-        prompt, output = (_digits(row[name], name, number) for name in ("ContextTokens", "GeneratedTokens"))
-        asked.append(SimRequest(_date_s(row["TIMESTAMP"], number), max(1, prompt), max(1, output)))
-    return Trace(asked, knows_content=False)
+        prompt, output = (_digits(row[name], name, number) for name in AZURE[1:])
+        requests.append(SimRequest(_arrival(row["TIMESTAMP"], number), max(1, prompt), max(1, output)))
+    return Trace(requests, knows_content=False)
 
 
-def _csv_rows(lines: list[str]) -> Iterator[dict[str, Any]]:
+def _arrival(text: object, number: int) -> float:
     try:
-        yield from csv.DictReader(lines)
-    except csv.Error as error:
-        raise InvalidArgumentError(f"--trace is no CSV: {error}.", field="trace") from None
-
-
-def _date_s(text: str, number: int) -> float:
-    whole, _, fraction = text.partition(".")
-    try:
-        return datetime.fromisoformat(whole + "+00:00").timestamp() + float(f"0.{fraction or 0}")
+        return date_s(str(text))
     except ValueError:
         raise InvalidArgumentError(
             f"line {number}: TIMESTAMP is {text!r}; write 2023-11-16 18:17:03.979.", field="trace"
         ) from None
 
 
-def _aiperf(lines: list[str], piece: int) -> Trace:
-    """Like mooncake, with session_id and delay (ms): a session's next turn comes so long after the answer."""
-    turns: dict[Any, list[SimRequest]] = {}
-    alone = []
-    for number, row in _objects(lines):
+def _aiperf(rows: Rows) -> Trace:
+    """Mooncake's fields, session_id, and delay (ms) from the session's previous answer."""
+    turns: list[Turn] = []
+    for number, row in rows:
         require(
             "input_length" in row,
             f"line {number} has no input_length; texts are not counted here: write the lengths in tokens.",
             "trace",
         )
-        asked = _hashed({"timestamp": 0, **row}, number, piece)
-        if "session_id" not in row:
-            alone.append(asked)
-            continue
-        session = turns.setdefault(_name(row, "session_id", number), [])
-        if session:
-            asked = replace(asked, arrival_s=_number({"delay": 0, **row}, "delay", number) / 1000)
-        session.append(replace(asked, session=list(turns).index(row["session_id"])))
-    firsts = [session[0] for session in turns.values()]
-    later = {session[0].session: session[1:] for session in turns.values()}
-    return Trace([*alone, *firsts], knows_content=True, later=later)
+        delay_s = _number({"delay": 0, **row}, "delay", number) / 1000
+        turns.append((_name(row, "session_id", number), _hashed({"timestamp": 0, **row}, number), delay_s))
+    return _conversations(turns, knows_content=True)
 
 
-def _own(lines: list[str], piece: int) -> Trace:
-    """prompt_tokens, output_tokens, arrival_s; optional: ids and piece (what the prompt begins with), session
-    (turns of one share their text; each comes think_s after the last answer), priority."""
-    turns: dict[Any, list[SimRequest]] = {}
-    alone, knows = [], False
-    for number, row in _objects(lines):
-        strange = sorted(row.keys() - _OWN)
-        require(not strange, f"line {number} has {', '.join(strange)}; known are {', '.join(_OWN)}.", "trace")
+def _own(rows: Rows) -> Trace:
+    """prompt_tokens, output_tokens, arrival_s; optional: ids and piece (the beginning of the prompt), session
+    (its turns share their text; each arrives think_s after the previous answer), priority."""
+    turns: list[Turn] = []
+    for number, row in rows:
+        strange = sorted(row.keys() - {*OWN})
+        require(not strange, f"line {number} has {', '.join(strange)}; known are {', '.join(OWN)}.", "trace")
         prompt = _count(row, "prompt_tokens", number)
-        size = _count({"piece": piece, **row}, "piece", number)
+        piece = _count({"piece": PIECE, **row}, "piece", number)
         ids, session = _ids(row, "ids", number), _name(row, "session", number)
-        asked = SimRequest(
-            _number(row, "arrival_s", number) if "arrival_s" in row else 0.0,
+        request = SimRequest(
+            _number({"arrival_s": 0.0, **row}, "arrival_s", number),
             prompt,
             _count(row, "output_tokens", number),
             ids,
-            size,
-            min(prompt, len(ids) * size),
+            piece,
+            min(prompt, len(ids) * piece),
             tail=None if session is None else ("session", session),
             priority=_priority(row, number),
         )
-        knows = knows or bool(ids) or session is not None
-        if session is None:
-            alone.append(asked)
+        turns.append((session, request, _number({"think_s": 0, **row}, "think_s", number)))
+    knows = any(request.ids or session is not None for session, request, _ in turns)
+    return _conversations(turns, knows_content=knows)
+
+
+def _conversations(turns: Iterable[Turn], *, knows_content: bool) -> Trace:
+    """Separate the first turn of each session, which arrives by itself, from the later ones."""
+    alone: list[SimRequest] = []
+    sessions: dict[int | str, list[SimRequest]] = {}
+    for name, request, wait_s in turns:
+        if name is None:
+            alone.append(request)
             continue
-        before = turns.setdefault(session, [])
-        if before:
-            asked = replace(asked, arrival_s=_number({"think_s": 0, **row}, "think_s", number))
-        before.append(replace(asked, session=list(turns).index(session)))
-    later = {each[0].session: each[1:] for each in turns.values()}
-    return Trace([*alone, *(each[0] for each in turns.values())], knows_content=knows, later=later)
+        before = sessions.setdefault(name, [])
+        arrival_s = wait_s if before else request.arrival_s
+        number = before[0].session if before else len(sessions) - 1
+        before.append(replace(request, arrival_s=arrival_s, session=number))
+    later = {each[0].session: each[1:] for each in sessions.values()}
+    return Trace([*alone, *(each[0] for each in sessions.values())], knows_content, later)
 
 
-_OWN = (
-    "arrival_s",
-    "prompt_tokens",
-    "output_tokens",
-    "ids",
-    "piece",
-    "session",
-    "think_s",
-    "priority",
-)
-FORMATS: Mapping[str, Callable[[list[str], int], Trace]] = MappingProxyType(
+FORMATS: Mapping[str, Callable[[Rows], Trace]] = MappingProxyType(
     {"mooncake": _mooncake, "azure": _azure, "aiperf": _aiperf, "jsonl": _own}
 )
-
-
-def _objects(lines: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in enumerate(lines, 1):
-        yield number, _object(line, number)
-
-
-def _object(line: str, number: int) -> dict[str, Any]:
-    try:
-        row = parse_json(line)
-    except ValueError as error:
-        raise InvalidArgumentError(f"line {number} is no JSON: {error}.", field="trace") from None
-    require(isinstance(row, dict), f"line {number} is no JSON object; write one a line.", "trace")
-    return dict(row)
 
 
 def _number(row: Mapping[str, Any], name: str, number: int) -> float:

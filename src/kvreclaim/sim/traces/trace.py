@@ -1,4 +1,4 @@
-"""Requests that are sent, and what follows on answers."""
+"""A trace: requests by arrival, and turns that follow on answers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from kvreclaim.sim.request import RequestRecord, SimRequest
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """requests:      by arrival
-    knows_content: whether equal prompts can be told; else every prompt is new, and hit rates say nothing
-    later:         by session, its further turns in their order; arrival_s: seconds after the answer before
+    """Requests to simulate.
+
+    requests:      by arrival
+    knows_content: equal prompts are known; else every prompt is new, and hit rates mean nothing
+    later:         later turns of each session; arrival_s: seconds after the previous answer
     """
 
     requests: list[SimRequest]
@@ -32,16 +34,16 @@ class Trace:
         return self.requests[-1].arrival_s - self.requests[0].arrival_s
 
     def sped(self, speed: float) -> Trace:
-        """So many times as many requests a second; think times stay."""
+        """Multiply the request rate; think times stay."""
         require(speed > 0, f"speed is {speed}; it must be above 0, 2 for twice as many a second.", "speed")
         return replace(self, requests=[replace(x, arrival_s=x.arrival_s / speed) for x in self.requests])
 
     def first(self, count: int | None) -> Trace:
-        """Only the first so many from outside, with all that follows on them."""
+        """Return the first requests from outside, with all that follow on them."""
         return self if count is None else replace(self, requests=self.requests[:count])
 
     def follow(self) -> Follower | None:
-        """A source of the next turns, one per run; None: there are none."""
+        """Return a source of later turns, one per run; None without any."""
         return Follower(self) if any(self.later.values()) else None
 
 
@@ -51,8 +53,8 @@ class Follower:
     def __init__(self, trace: Trace) -> None:
         self._left = {session: list(reversed(turns)) for session, turns in trace.later.items()}
 
-    def __call__(self, asked: SimRequest, record: RequestRecord) -> SimRequest | None:
-        left = self._left.get(asked.session) if asked.session is not None else None
+    def __call__(self, request: SimRequest, record: RequestRecord) -> SimRequest | None:
+        left = self._left.get(request.session) if request.session is not None else None
         if not left:
             return None
         assert record.end_s is not None, f"request {record.number} has not ended"
