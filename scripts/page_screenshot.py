@@ -1,8 +1,9 @@
-"""Draw docs/page.png: the page while several requests run, most of them compressed.
+"""Draw docs/page.png or, with --vllm, docs/vllm_page.png: the live page while several requests run.
 
-    OMP_NUM_THREADS=1 .venv/bin/python scripts/page_screenshot.py [--theme dark] [--out FILE]
+    OMP_NUM_THREADS=1 .venv/bin/python scripts/page_screenshot.py [--vllm] [--theme dark] [--out FILE]
 
-Serves the demo model on a free port and opens it in the Chromium that is on the path.
+Serves the demo model on a free port; with --vllm, the language model of `make real-model` in vLLM's
+environment (`make vllm-env`). Opens the page in the Chromium that is on the path.
 """
 
 from __future__ import annotations
@@ -11,87 +12,156 @@ import argparse
 import asyncio
 import json
 import random
+import re
 import shutil
+import tempfile
 import threading
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from playwright.sync_api import Page, sync_playwright
 
-from kvreclaim import LLM, demo_model
+from kvreclaim import LLM, demo_model, real_model
+from kvreclaim.bench.systems.vllm_server import NAME, VllmServer
+from kvreclaim.bench.vllm_plugin import link_model
 from kvreclaim.engine.serving.thread import AsyncEngine
 from kvreclaim.server.base.config import ServerConfig
 from kvreclaim.server.entry.run import Server
 from kvreclaim.server.http.listener import bind
 from kvreclaim.server.shared.service import Service
 
-TARGET = Path(__file__).parents[1] / "docs" / "page.png"
 MODEL = "kvreclaim-demo"
-NUM_BLOCKS, NUM_CLIENTS, SECONDS = 1024, 6, 15
-VIEWPORT = {"width": 1280, "height": 1500}
+DOCS = Path(__file__).parents[1] / "docs"
+NUM_BLOCKS, NUM_CLIENTS = 1024, {False: 6, True: 7}
+SECONDS, HEIGHT = {False: 15, True: 40}, {False: 1500, True: 860}
+"""Before the picture, and of it; by whether vLLM serves."""
 COMPRESSED = {"policy": "query_mixture", "budget": 512, "recent": 64, "interval": 256}
 EXAMPLES = json.loads((files("kvreclaim.server.page") / "examples.json").read_bytes())["demo"]
+WORDS = ("how", "many", "blocks", "stay", "and", "which", "tokens", "of", "its", "own", "heads", "go")
+Body = dict[str, Any]
 
 
-def ask(base_url: str, client: int, stop: threading.Event) -> None:
-    """One client: a prompt after the other; some share their beginning, one keeps its whole cache."""
-    rng = random.Random(client)
-    while not stop.is_set():
-        words = EXAMPLES[client % len(EXAMPLES)]["prompt"].split()
-        body = {
-            "model": MODEL,
-            "prompt": " ".join(words[: rng.randrange(400, 1200)]),
-            "max_tokens": rng.randrange(300, 1400),
-            "temperature": 0.8,
-            "ignore_eos": True,
-            "n": 2 if client == 1 else 1,
-            "kv_compression": {"policy": "full"} if client == 0 else COMPRESSED,
-        }
-        if client == 2:
-            body["prompt_cache_retention"] = "24h"
-        headers = {"content-type": "application/json"}
-        url = f"{base_url}/v1/completions"
-        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-        urllib.request.urlopen(request).read()
+def our_body(rng: random.Random, client: int) -> Body:
+    """Some prompts share their beginning, and one client keeps its whole cache."""
+    words = EXAMPLES[client % len(EXAMPLES)]["prompt"].split()
+    return {
+        "model": MODEL,
+        "prompt": " ".join(words[: rng.randrange(400, 1200)]),
+        "max_tokens": rng.randrange(300, 1400),
+        "temperature": 0.8,
+        "ignore_eos": True,
+        "n": 2 if client == 1 else 1,
+        "kv_compression": {"policy": "full"} if client == 0 else COMPRESSED,
+        **({"prompt_cache_retention": "24h"} if client == 2 else {}),
+    }
 
 
-def serve(box: dict[str, Any], started: threading.Event) -> None:
+def vllm_body(rng: random.Random, client: int) -> Body:
+    common = " ".join(random.Random(0).choices(WORDS, k=200))
+    return {
+        "model": NAME,
+        "prompt": f"{common} {' '.join(rng.choices(WORDS, k=rng.randrange(100, 300)))}",
+        "max_tokens": rng.randrange(200, 900),
+        "ignore_eos": True,
+        "vllm_xargs": {"kv_compression": "off" if client == 0 else "on"},
+    }
+
+
+@contextmanager
+def our_server(tiers: Path | None) -> Iterator[tuple[str, str]]:
+    """Serve the demo model. Returns: addresses of the server and of the page."""
+    sizes = {"kv_offloading_size": 2**-4, "kv_offloading_disk_size": 2**-3}
+    options = {} if tiers is None else {"kv_offloading_disk_path": str(tiers), **sizes}
+    listener, started, box = bind("127.0.0.1", 0), threading.Event(), {}
+
     async def main() -> None:
-        listener = bind("127.0.0.1", 0)
-        llm = LLM(demo_model(), num_blocks=NUM_BLOCKS, **box["tiers"])
-        server = Server(Service(AsyncEngine(llm), ServerConfig(served_model_name=(MODEL,))))
-        box.update(url=f"http://127.0.0.1:{listener.getsockname()[1]}", server=server)
-        task = asyncio.ensure_future(server.serve(sockets=[listener]))
-        while not server.started and not task.done():
+        llm = LLM(demo_model(), num_blocks=NUM_BLOCKS, **options)
+        box["server"] = Server(Service(AsyncEngine(llm), ServerConfig(served_model_name=(MODEL,))))
+        task = asyncio.ensure_future(box["server"].serve(sockets=[listener]))
+        while not box["server"].started and not task.done():
             await asyncio.sleep(0.05)
         started.set()
         await task
 
-    asyncio.run(main())
+    thread = threading.Thread(target=lambda: asyncio.run(main()))
+    thread.start()
+    started.wait()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        yield url, url
+    finally:
+        box["server"].should_exit = True
+        thread.join()
+
+
+@contextmanager
+def vllm_server(python: Path, model: Path) -> Iterator[tuple[str, str]]:
+    """Serve the model in vLLM with the plugin. Returns: addresses of the server and of the page."""
+    settings = {"policy": "knorm", "budget": 384, "interval": 128, "page_port": 0}
+    options = {
+        "dtype": "bfloat16",
+        "block-size": 32,
+        "num-gpu-blocks-override": 241,
+        "max-model-len": 4096,
+        "max-num-batched-tokens": 512,
+        "additional-config": json.dumps({"kv_compression": settings}),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        link_model(model, linked := Path(folder, "model"))
+        with closing(VllmServer(python, 1, 2**30, linked, options, plugin=True)) as server:
+            server.wait()
+            [page] = re.findall(r"the block pool is shown at (http://\S+)", server.log.read_text())
+            yield server.url, page
+
+
+@contextmanager
+def clients(url: str, count: int, make: Callable[[random.Random, int], Body]) -> Iterator[None]:
+    """Run clients that send one request after another during the block."""
+    stop = threading.Event()
+
+    def run(client: int) -> None:
+        rng = random.Random(client)
+        while not stop.is_set():
+            headers = {"content-type": "application/json"}
+            body = json.dumps(make(rng, client)).encode()
+            urllib.request.urlopen(urllib.request.Request(f"{url}/v1/completions", body, headers)).read()
+
+    threads = [threading.Thread(target=run, args=(client,)) for client in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
 
 
 def wait_until(page: Page, condition: Callable[[], bool]) -> None:
-    """Playwright's own waiting evaluates text in the page, which its policy forbids."""
+    """Wait without Playwright's own means, which evaluate text in the page; its policy forbids that."""
     while not condition():
         page.wait_for_timeout(20)
 
 
-def shoot(base_url: str, theme: str, out: Path) -> None:
+def shoot(url: str, theme: str, out: Path, *, is_vllm: bool) -> None:
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport=VIEWPORT, color_scheme=theme)
-        page.goto(base_url)
-        page.click("#example")
-        wait_until(page, lambda: page.input_value("#prompt") != "")
-        page.wait_for_timeout(SECONDS * 1000)
-        page.click("#send")
-        tokens = page.locator("#compressed [data-tokens]")
-        wait_until(page, lambda: tokens.inner_text().isdigit() and int(tokens.inner_text()) > 120)
-        page.evaluate("document.activeElement.blur()")
+        page = browser.new_page(viewport={"width": 1280, "height": HEIGHT[is_vllm]}, color_scheme=theme)
+        page.goto(url)
+        if not is_vllm:
+            page.click("#example")
+            wait_until(page, lambda: page.input_value("#prompt") != "")
+        page.wait_for_timeout(SECONDS[is_vllm] * 1000)
+        if not is_vllm:
+            page.click("#send")
+            tokens = page.locator("#compressed [data-tokens]")
+            wait_until(page, lambda: tokens.inner_text().isdigit() and int(tokens.inner_text()) > 120)
+            page.evaluate("document.activeElement.blur()")
         seen = page.locator("#passes").inner_text()
         wait_until(page, lambda: page.locator("#passes").inner_text() != seen)
         page.screenshot(path=out)
@@ -100,30 +170,21 @@ def shoot(base_url: str, theme: str, out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--vllm", action="store_true")
     parser.add_argument("--theme", choices=("light", "dark"), default="light")
-    parser.add_argument("--out", type=Path, default=TARGET)
-    parser.add_argument("--tiers", type=Path, help="Directory of a disk tier, under 64 MiB of host memory.")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--tiers", type=Path, help="directory of a disk tier, under 64 MiB of host memory")
+    parser.add_argument("--vllm-python", type=Path, default=Path(".vllm-env/bin/python"))
+    parser.add_argument("--model", type=Path, default=real_model(), help="what vLLM serves")
     given = parser.parse_args()
-    box: dict[str, Any] = {"tiers": {}}
-    if given.tiers is not None:
-        sizes = {"kv_offloading_size": 2**-4, "kv_offloading_disk_size": 2**-3}
-        box["tiers"] = {"kv_offloading_disk_path": str(given.tiers), **sizes}
-    started, stop = threading.Event(), threading.Event()
-    thread = threading.Thread(target=serve, args=(box, started))
-    thread.start()
-    started.wait()
-    clients = [threading.Thread(target=ask, args=(box["url"], i, stop)) for i in range(NUM_CLIENTS)]
-    for client in clients:
-        client.start()
-    try:
-        shoot(box["url"], given.theme, given.out)
-    finally:
-        stop.set()
-        for client in clients:
-            client.join()
-        box["server"].should_exit = True
-        thread.join()
-    print(f"{given.out}: {given.out.stat().st_size:,} bytes")
+    if given.vllm and given.model is None:
+        parser.error("no language model is here; run `make real-model`, or pass --model")
+    out = given.out or DOCS / ("vllm_page.png" if given.vllm else "page.png")
+    server = vllm_server(given.vllm_python, given.model) if given.vllm else our_server(given.tiers)
+    body = vllm_body if given.vllm else our_body
+    with server as (url, page), clients(url, NUM_CLIENTS[given.vllm], body):
+        shoot(page, given.theme, out, is_vllm=given.vllm)
+    print(f"{out}: {out.stat().st_size:,} bytes")
 
 
 if __name__ == "__main__":

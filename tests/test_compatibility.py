@@ -33,5 +33,5 @@ def test_every_feature_is_in_a_row_and_no_row_is_there_twice():
 
 
 def test_the_page_is_the_table():
-    script = runpy.run_path(str(Path(__file__).parent.parent / "scripts" / "compatibility_page.py"))
-    assert script["PAGE"].read_text() == script["page"]()
+    script = runpy.run_path(str(Path(__file__).parent.parent / "scripts" / "docs.py"))
+    assert script["COMPATIBILITY"].read_text() == script["compatibility_page"]()

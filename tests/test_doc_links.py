@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("examples/*/*.md"))]
+PAGES = sorted(page for folder in ("*.md", "docs/*.md", "examples/*/*.md") for page in ROOT.glob(folder))
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 
 
@@ -30,7 +30,7 @@ def anchors(page: Path) -> set[str]:
 def is_broken(page: Path, link: str) -> bool:
     path, _, anchor = link.partition("#")
     target = (page.parent / path).resolve() if path else page
-    return not target.exists() or bool(anchor) and anchor not in anchors(target)
+    return not target.exists() or (bool(anchor) and anchor not in anchors(target))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -93,8 +93,8 @@ def write(
     model = tiny.build(family, eos_token_id=EOS, **(FAMILIES[family] | overrides))
     architecture = architecture or family
     writer = gguf.GGUFWriter(file, architecture)
-    _write_config(writer, model.config)
-    _write_rotation(writer, model.config, scaling)
+    write_config(writer, model.config)
+    write_rotation(writer, model.config, scaling)
     if is_sentencepiece:
         _write_pieces(writer)
     else:
@@ -123,7 +123,7 @@ def write(
     return model
 
 
-def _write_config(writer: gguf.GGUFWriter, config) -> None:
+def write_config(writer: gguf.GGUFWriter, config) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -136,13 +136,14 @@ def _write_config(writer: gguf.GGUFWriter, config) -> None:
         writer.add_sliding_window(config.sliding_window)
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
     if getattr(config, "attn_logit_softcapping", None):
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
     if getattr(config, "final_logit_softcapping", None):
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
 
 
-def _write_rotation(writer: gguf.GGUFWriter, config, scaling: str) -> None:
+def write_rotation(writer: gguf.GGUFWriter, config, scaling: str) -> None:
     rotation = config.rope_parameters.get("full_attention", config.rope_parameters)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_rope_freq_base(rotation["rope_theta"])

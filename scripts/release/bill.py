@@ -32,7 +32,7 @@ PARTS = (
         "Apache-2.0",
         "by `kvreclaim calibrate`; no weights",
     ),
-    ("model-defaults", "data", "Apache-2.0", "read from transformers by scripts/plan_defaults.py"),
+    ("model-defaults", "data", "Apache-2.0", "read from transformers by scripts/docs.py"),
     ("nanobind", "library", "BSD-3-Clause", f"nanobind {version('nanobind')}"),
     ("robin-map", "library", "MIT", f"nanobind {version('nanobind')}"),
     ("libc++", "library", "Apache-2.0 WITH LLVM-exception", f"ziglang {version('ziglang')}"),

@@ -1,7 +1,7 @@
 """Which features do not work together, and why: one table for engine, server, CLI, planner, vLLM and docs.
 
 Callers say which features are on, each with what a message calls it; `refuse` raises for the first row of
-the table whose features are all on. scripts/compatibility_page.py writes docs/compatibility.md from it.
+the table whose features are all on. scripts/docs.py writes docs/compatibility.md from it.
 """
 
 from __future__ import annotations

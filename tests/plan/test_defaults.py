@@ -21,7 +21,7 @@ from kvreclaim.plan.configs import load_shape, shape_of
 from kvreclaim.plan.families import COMPOSITE, DEFAULTS, FAMILIES
 from kvreclaim.plan.shapes import ModelShape
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "plan_defaults.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "docs.py"
 NEEDED = {
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2},
     "hunyuan_v1_dense": {"head_dim": 128},
@@ -162,4 +162,4 @@ def test_as_published(tmp_path: Path) -> None:
 
 
 def test_the_file_of_defaults_is_what_the_script_finds() -> None:
-    assert runpy.run_path(str(SCRIPT))["all_defaults"]() == DEFAULTS
+    assert runpy.run_path(str(SCRIPT))["plan_defaults"]() == DEFAULTS

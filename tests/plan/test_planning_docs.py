@@ -21,7 +21,7 @@ BLOCKS = re.findall(r"```console\n\$ kvreclaim (plan .*)\n((?:(?!```)(?:.*\n))*)
 
 @pytest.mark.parametrize(("command", "printed"), BLOCKS, ids=[str(n) for n in range(len(BLOCKS))])
 def test_a_command_prints_what_stands_there(command: str, printed: str, monkeypatch) -> None:
-    """`python scripts/planning_docs.py` writes it anew."""
+    """`python scripts/docs.py planning` writes it anew."""
     monkeypatch.chdir(ROOT)
     result = CliRunner().invoke(app, shlex.split(command))
     assert result.exit_code == 0, result.output

@@ -24,7 +24,7 @@ LLAMACPP = {"llamacpp": "f16", "llamacpp:q8_0": "q8_0", "llamacpp:q4_0": "q4_0"}
 """Type of keys and values by the peer's name."""
 ACTIVATIONS = (AUTO, "int16", "int8", "exact")
 VLLM_PYTHON = "Interpreter of vLLM's environment (`make vllm-env`)."
-VLLM_CASES = ("small", "large", "cost", "serve", "plenty")
+VLLM_CASES = ("small", "large", "serve", "plenty")
 OBJECTIVES = ("ttft", "tpot", "e2el")
 PROMPTS = ("random", "text", "lookups")
 DEMO = "demo"
@@ -219,7 +219,7 @@ class ServePlan(PolicyPlan):
 class VllmPlan(ModelPlan):
     """vLLM with and without the plugin. stats: of the model's queries; None takes its own file."""
 
-    cases: tuple[str, ...] = option(VLLM_CASES, "small, large, cost, serve, plenty; comma-separated.")
+    cases: tuple[str, ...] = option(VLLM_CASES, "small, large, serve, plenty; comma-separated.")
     policy: str = option("query_mixture", "Compression policy of the side with the plugin.")
     budget: int = option(256, "Tokens that it keeps in cases serve and plenty.", low=1, typed_as=str)
     interval: int = option(
@@ -227,30 +227,31 @@ class VllmPlan(ModelPlan):
     )
     stats: Path | None = option(None, "File of query statistics. Default: the model's own.")
     python: Path = option(Path(".vllm-env/bin/python"), VLLM_PYTHON, flags=("--vllm-python",))
-    starts: int = option(3, "Processes started per side in case cost.", low=1)
-    rounds: int = option(24, "Rounds per start in case cost, after a warm-up.", low=1)
     threads: int = option(1, THREADS, low=1, high=1024)
-    plot: Path | None = option(None, "Write the pool over time to this image.")
+    plot: Path | None = option(None, "Write blocks in use and running requests over time to this image.")
     rate: float = option(4.0, "Requests per second in cases serve and plenty.", low=0.001, high=1000.0)
-    turns: int = option(2, "Runs per side in cases serve and plenty.", low=1)
+    turns: int = option(2, "Runs per side.", low=1)
     prompts: str = option(
         "random",
-        "Prompts in cases serve and plenty: random tokens, text, or lookups, whose answers are judged.",
+        "Prompts of case serve: random tokens, text, or lookups, which have answers to judge.",
         choices=PROMPTS,
     )
     goodput: tuple[str, ...] = option(
         ("ttft:10000", "tpot:200"),
-        "Latency targets in case serve, comma-separated: ttft:MS, tpot:MS, e2el:MS.",
+        "Latency targets, comma-separated: ttft:MS, tpot:MS, e2el:MS.",
     )
-    seed: int = option(
-        0, "Seed of the first run in cases serve and plenty; each further run takes the next.", low=0
-    )
+    seed: int = option(0, "Seed of the first run; each further run takes the next.", low=0)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", budget_in_tokens(self.budget, ()))
         super().__post_init__()
         for name in self.cases:
             check_choice("--cases", name, VLLM_CASES)
+        require(
+            self.python.is_file(),
+            f"--vllm-python is {str(self.python)!r}, which is no file; run `make vllm-env`, or pass the "
+            "interpreter of an environment with vLLM and kvreclaim.",
+        )
         for objective in self.goodput:
             name, _, limit = objective.partition(":")
             require(

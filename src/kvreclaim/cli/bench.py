@@ -132,27 +132,14 @@ def serve(plan: Annotated[ServePlan, ConfigOptions(config=ServePlan)], json_file
 @bench_app.command("vllm")
 @with_config
 def vllm(plan: Annotated[VllmPlan, ConfigOptions(config=VllmPlan)], json_file: Json = None) -> None:
-    """Run vLLM with and without the plugin: pool, `vllm bench serve`, and the cost when used or not."""
+    """Run vLLM with and without the plugin: `vllm bench serve` against servers with equal pools."""
     with ready(plan.threads):
-        from kvreclaim.bench import common, vllm_cost, vllm_plenty, vllm_pool, vllm_serve
+        from kvreclaim.bench import common, vllm_plugin
 
-        console = common.wide_console(stderr=True)
-        rows, versions = vllm_pool.run(plan, console)
-        if rows:
-            typer.echo(vllm_pool.pool_table(rows))
-            typer.echo("\n" + "\n".join(vllm_pool.block_lines(rows)))
-            if plan.plot is not None:
-                vllm_pool.pool_chart(rows, plan.plot)
-        # These take long: what is known so far outlives a run that is stopped.
-        cases = {
-            "serve": (vllm_serve.run, vllm_serve.serve_table),
-            "plenty": (vllm_plenty.run, vllm_plenty.plenty_table),
-            "cost": (vllm_cost.run, vllm_cost.cost_table),
-        }
-        parts: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}
-        publish(rows, [], json_file, peer_versions=versions, **parts)
-        for name, (measure, table) in cases.items():
-            if name in plan.cases:
-                parts[name] = measure(plan, console)
-                typer.echo("\n" + table(parts[name]))
-                publish(rows, [], json_file, peer_versions=versions, **parts)
+        console, rows = common.wide_console(stderr=True), list[dict[str, Any]]()
+        for case in plan.cases:  # long: the results up to here outlive a run that is stopped
+            rows += vllm_plugin.run(plan, case, console)
+            typer.echo(vllm_plugin.plugin_table(rows[-2:]) + "\n")
+            publish(rows, [], json_file)
+        if plan.plot is not None:
+            vllm_plugin.pool_chart(rows, plan.plot)

@@ -77,9 +77,9 @@ def loss_chart(report: EvalReport, task: str) -> str | None:
     each tenth of the sequence with the share of wrong verdicts; blank: no verdicts."""
     rows = [row for row in report.rows if row.task == task and row.status == "ok" and any(row.asked_at)]
     found = {(row.fraction or row.tokens or 0, row.keeps) for row in rows if row.fraction != 1}
-    budgets = [budget for _, budget in sorted(found, reverse=True)] or ["100%"]
     if not rows:
         return None
+    budgets = [budget for _, budget in sorted(found, reverse=True)] or [rows[0].keeps]
     most = max(len([row for row in rows if row.keeps in (budget, "100%")]) for budget in budgets)
     figure, axes = _figure(len(budgets), (PANEL_INCHES[0], 1.2 + 0.26 * most))
     for axis, budget in zip(axes, budgets, strict=False):

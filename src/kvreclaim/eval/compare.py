@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import kvreclaim
+from kvreclaim.compression_settings import AUTO
 from kvreclaim.engine.api.llm import LLM
-from kvreclaim.eval.grid import EvalGrid, OnEstimate, OnProgress
+from kvreclaim.eval.fingerprint import code_digest, run_identity
+from kvreclaim.eval.grid import EvalGrid, OnEstimate, OnProgress, Runner
 from kvreclaim.eval.journal import Journal
 from kvreclaim.eval.plan import EvalPlan, TaskOptions
-from kvreclaim.eval.report import EvalReport, FormatFacts, ReportHeader
+from kvreclaim.eval.remote import RemoteRunner, RemoteServer
+from kvreclaim.eval.report import EvalReport, EvalRow, FormatFacts, ReportHeader
 from kvreclaim.eval.rows import make_rows
+from kvreclaim.eval.runner import BatchRunner, open_runners
 from kvreclaim.eval.task import Task
 from kvreclaim.eval.tasks import make_tasks
 
@@ -68,21 +72,64 @@ def run_plan(
     on_estimate: called with the remaining seconds, after the first example
     """
     plan = plan.resolved(llm)
+    runners = open_runners(llm, plan)
+    identities = {name: run_identity(each.llm, plan, each.stats) for name, each in runners.items()}
+    rows = _rows(runners, identities, plan, tasks, out, on_start, on_estimate)
+    return EvalReport(header=_header(llm, runners, plan, tasks, command), rows=rows)
+
+
+def run_server(
+    server: RemoteServer,
+    plan: EvalPlan,
+    tasks: Sequence[Task],
+    *,
+    out: Path | None = None,
+    command: str = "kvreclaim.eval.compare.run_server",
+    on_start: OnStart | None = None,
+    on_estimate: OnEstimate | None = None,
+) -> EvalReport:
+    """Run what is missing in the journal on a server, as run_plan does. tasks: of remote_tasks"""
+    runner = RemoteRunner(server, plan)
+    identity = {"version": kvreclaim.__version__, "code": code_digest(), **runner.identity}
+    rows = _rows({AUTO: runner}, {AUTO: identity}, plan, tasks, out, on_start, on_estimate)
+    return EvalReport(
+        header=ReportHeader(
+            command=command,
+            version=kvreclaim.__version__,
+            model=server.model,
+            url=server.url,
+            seeds=list(plan.seeds),
+            num_examples=plan.num_examples,
+            tasks={task.name: dict(task.identity) for task in tasks},
+        ),
+        rows=rows,
+    )
+
+
+def _rows(
+    runners: Mapping[str, Runner],
+    identities: Mapping[str, dict[str, Any]],
+    plan: EvalPlan,
+    tasks: Sequence[Task],
+    out: Path | None,
+    on_start: OnStart | None,
+    on_estimate: OnEstimate | None,
+) -> list[EvalRow]:
     with Journal(out) as journal:
-        grid = EvalGrid(llm, plan, tasks, journal)
+        grid = EvalGrid(runners, identities, plan, tasks, journal)
         if on_start is not None:
             grid.on_progress = on_start(grid.num_examples)
         if on_estimate is not None:
             grid.on_estimate = on_estimate
         grid.run()
-        storages = {name: runner.storage for name, runner in grid.runners.items()}
-        rows = make_rows(plan, tasks, grid.cells(), grid.problems(), storages)
-    return EvalReport(header=_header(grid, command), rows=rows)
+        storages = {name: runner.storage for name, runner in runners.items()}
+        return make_rows(plan, tasks, grid.cells(), grid.problems(), storages)
 
 
-def _header(grid: EvalGrid, command: str) -> ReportHeader:
-    llm, plan, first = grid.llm, grid.plan, next(iter(grid.runners.values()))
-    facts = llm.loaded.facts
+def _header(
+    llm: LLM, runners: Mapping[str, BatchRunner], plan: EvalPlan, tasks: Sequence[Task], command: str
+) -> ReportHeader:
+    facts, first = llm.loaded.facts, next(iter(runners.values()))
     return ReportHeader(
         command=command,
         version=kvreclaim.__version__,
@@ -99,10 +146,10 @@ def _header(grid: EvalGrid, command: str) -> ReportHeader:
                 bytes_per_token=runner.storage.token_bytes,
                 kernels=runner.llm.engine.kernels,
             )
-            for runner in grid.runners.values()
+            for runner in runners.values()
         ],
         seeds=list(plan.seeds),
         num_examples=plan.num_examples,
-        tasks={task.name: dict(task.identity) for task in grid.tasks},
+        tasks={task.name: dict(task.identity) for task in tasks},
         **plan.shared,
     )

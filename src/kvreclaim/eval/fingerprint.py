@@ -18,7 +18,7 @@ from kvreclaim.compression.policy import CompressionPolicy
 from kvreclaim.compression.registry import make_policy
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.engine.api.llm import LLM
-from kvreclaim.eval.plan import EvalPlan, GridColumn
+from kvreclaim.eval.plan import SERVER, EvalPlan, GridColumn
 from kvreclaim.eval.task import Task
 
 SAMPLES_PER_TENSOR = 1024
@@ -47,7 +47,7 @@ def run_identity(llm: LLM, plan: EvalPlan, stats: QueryStats | None) -> dict[str
 
 
 def cell_identity(
-    run: Mapping[str, Any],
+    run: dict[str, Any],
     first: Mapping[str, Any],
     plan: EvalPlan,
     setting: GridColumn,
@@ -58,12 +58,15 @@ def cell_identity(
 
     run, first: run_identity of the cell's engine, and of the baseline's engine
     """
+    if setting.policy != SERVER:
+        run = run | {
+            "policy": repr(make_policy(setting.policy)),
+            "policy_code": policy_digest(setting.policy),
+        }
     return {
         **run,
         "compared_with": [first["kv_format"], first["kernels"]] if task.compares else None,
-        "policy": repr(make_policy(setting.policy)),
         "spec": setting.policy,
-        "policy_code": policy_digest(setting.policy),
         "budget": setting.budget,
         "max_loss": [setting.max_loss, plan.content],
         "sparse_prefill": setting.sparse_prefill,

@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from kvreclaim.compression_settings import FULL
-from kvreclaim.engine.api.llm import LLM
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
-from kvreclaim.eval.fingerprint import cell_identity, run_identity
+from kvreclaim.eval.budget import FormatStorage
+from kvreclaim.eval.fingerprint import cell_identity
 from kvreclaim.eval.journal import Journal, cell_key
 from kvreclaim.eval.plan import EvalPlan, GridColumn
 from kvreclaim.eval.requests import CellError
 from kvreclaim.eval.results import Result
 from kvreclaim.eval.rows import Cells, Problem
-from kvreclaim.eval.runner import BatchRunner, open_runners
 from kvreclaim.eval.task import Item, Task
+
+
+class Runner(Protocol):
+    """Runs batches of examples on one engine."""
+
+    @property
+    def storage(self) -> FormatStorage | None:
+        """None if the bytes are unknown."""
+        ...
+
+    def batch_size(self, task: Task, items: Sequence[Item]) -> int:
+        """Examples of these that run at once."""
+        ...
+
+    def run(self, task: Task, items: Sequence[Item], setting: GridColumn) -> list[Result]:
+        """Judge every item. Raises: KVReclaimError; CellError if a request failed."""
+        ...
+
 
 OnProgress = Callable[[str, int], None]
 OnEstimate = Callable[[float], None]
@@ -27,11 +44,14 @@ OnEstimate = Callable[[float], None]
 class EvalGrid:
     """A plan on a model, in progress or finished.
 
+    runners:     by KV format
+    identities:  likewise: the parts of cells' identities that a run shares
     on_progress: called with (current work, finished examples)
     on_estimate: called with the remaining seconds, after the first example under all settings
     """
 
-    llm: LLM
+    runners: Mapping[str, Runner]
+    identities: Mapping[str, dict[str, Any]]
     plan: EvalPlan
     tasks: Sequence[Task]
     journal: Journal
@@ -44,10 +64,6 @@ class EvalGrid:
         names = [task.name for task in self.tasks]
         if not names or len(set(names)) < len(names):
             raise InvalidArgumentError(f"tasks are {', '.join(names) or 'none'}; name each task once.")
-        self.runners: dict[str, BatchRunner] = open_runners(self.llm, self.plan)
-        self.identities = {
-            name: run_identity(runner.llm, self.plan, runner.stats) for name, runner in self.runners.items()
-        }
 
     @property
     def num_examples(self) -> int:
@@ -97,7 +113,8 @@ class EvalGrid:
     def _as_run(self, setting: GridColumn) -> GridColumn:
         """Replace a policy that would never compress, because the format alone meets the budget, by the full
         cache."""
-        alone = self.runners[setting.kv_cache_dtype].storage.meets(setting.fraction)
+        storage = self.runners[setting.kv_cache_dtype].storage
+        alone = storage is not None and storage.meets(setting.fraction)
         return replace(setting, policy=FULL, budget=1.0) if alone else setting
 
     def _wanted(self, task: Task) -> range:

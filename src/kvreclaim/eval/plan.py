@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 DIALECTS = ("auto", "demo", "text")
 KNOWN, UNKNOWN = "known", "unknown"
+SERVER = "server"
+"""The policy of a grid on a server: whatever its cache does."""
 RULER = "ruler"
 UNSHARED = ("policy", "budget", "max_loss", "content", "stats", "verify", "verify_tokens", "protect_system")
 """Fields of CompressionSettings that differ between cells, or do not apply to a given prompt."""
@@ -30,7 +32,7 @@ def is_full(policy: str) -> bool:
     """Whether a policy is the full cache. Raises: InvalidArgumentError for an unknown policy."""
     from kvreclaim.compression.registry import make_policy
 
-    return policy != AUTO and make_policy(policy).name == FULL
+    return policy not in (AUTO, SERVER) and make_policy(policy).name == FULL
 
 
 def keeps(fraction: float | None, tokens: int | None, max_loss: float | None = None) -> str:
@@ -86,10 +88,10 @@ class GridColumn:
 
     @property
     def evicts(self) -> bool:
-        """Whether the policy evicts tokens."""
+        """Whether the policy evicts tokens, as far as its engine counts them."""
         from kvreclaim.compression.registry import make_policy
 
-        return make_policy(self.policy).eviction_method.evicts
+        return self.policy != SERVER and make_policy(self.policy).eviction_method.evicts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +200,10 @@ class EvalPlan:
         name none."""
         from kvreclaim.compression.config import CompressionConfig
 
+        require(
+            SERVER not in self.policies,
+            f"policy {SERVER!r} stands for a server's cache; pass --url, or name a policy.",
+        )
         if AUTO not in self.policies:
             return self
         best = llm.resolved(CompressionConfig(stats=self.stats)).policy

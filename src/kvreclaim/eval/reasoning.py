@@ -89,8 +89,7 @@ class ReasoningTask(PlainTask):
         )
 
     def judge(self, item: Item, answer: Answer) -> TaskScore:
-        length = len(answer.token_ids)
-        extra = {TRACE: float(length), "ended": float(length < item.max_new_tokens)}
+        extra = {TRACE: float(answer.num_tokens), "ended": float(answer.num_tokens < item.max_new_tokens)}
         return TaskScore(self.points(item.payload, answer), 1, extra=extra)
 
 

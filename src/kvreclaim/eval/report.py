@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from kvreclaim.chunks import WHOLE
 from kvreclaim.compression_settings import AUTO
 from kvreclaim.config import DENSE
-from kvreclaim.eval.plan import keeps, policy_label
+from kvreclaim.eval.plan import SERVER, keeps, policy_label
 from kvreclaim.eval.task import Metric
 from kvreclaim.outputs import write_json, writing
 
@@ -114,8 +114,8 @@ class EvalRow(BaseModel):
 
     @property
     def keeps(self) -> str:
-        """The share in per cent, or tokens."""
-        return keeps(self.fraction, self.tokens, self.max_loss)
+        """The share in per cent, or tokens; "-" for a server's cache."""
+        return "-" if self.policy == SERVER else keeps(self.fraction, self.tokens, self.max_loss)
 
     @property
     def bytes_per_token(self) -> float | None:
@@ -132,23 +132,24 @@ class FormatFacts(BaseModel):
 
 
 class ReportHeader(BaseModel):
-    """The measured setup."""
+    """The measured setup. url: of a server, instead of the engine's facts"""
 
     command: str
     version: str
     model: str
-    fingerprint: str
-    dtype: str
-    device: str
-    kernels: str
-    block_size: int
-    kv_bytes_per_token: int
+    url: str | None = None
+    fingerprint: str = ""
+    dtype: str = ""
+    device: str = ""
+    kernels: str = ""
+    block_size: int | None = None
+    kv_bytes_per_token: int = 0
     kv_formats: list[FormatFacts] = []
-    interval: int
-    sinks: int
-    recent: int
-    protect_prompt: bool
-    mode: str | None
+    interval: int | None = None
+    sinks: int | None = None
+    recent: int | None = None
+    protect_prompt: bool = False
+    mode: str | None = None
     seeds: list[int]
     num_examples: int
     tasks: dict[str, dict[str, Any]]

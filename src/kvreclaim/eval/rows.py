@@ -37,11 +37,11 @@ def make_rows(
     tasks: Sequence[Task],
     cells: Cells,
     problems: Mapping[tuple[GridColumn, str], Problem],
-    storages: Mapping[str, FormatStorage],
+    storages: Mapping[str, FormatStorage | None],
 ) -> list[EvalRow]:
     """Make a row for each setting on each task, in the order of the plan, then of each suite's mean.
 
-    storages: by KV format
+    storages: by KV format; None if the blocks are unknown, as on a server
     """
     rows: list[EvalRow] = []
     judged: Cells = {}
@@ -70,11 +70,11 @@ def _row(
     runs: Mapping[GridColumn, BySeed],
     judged: Mapping[GridColumn, BySeed],
     problem: Problem | None,
-    storages: Mapping[str, FormatStorage],
+    storages: Mapping[str, FormatStorage | None],
 ) -> EvalRow:
     """runs, judged: results for costs and for values."""
     by_seed, storage = runs[setting], storages[setting.kv_cache_dtype]
-    alone = not setting.is_full and storage.meets(setting.fraction)
+    alone = storage is not None and not setting.is_full and storage.meets(setting.fraction)
     problem = problem or _distrust(plan, setting, by_seed, storage, alone=alone)
     fields = _costs(setting, by_seed, storage)
     if problem is None:
@@ -152,7 +152,7 @@ def _flat(by_seed: BySeed) -> list[Result]:
 
 
 def _distrust(
-    plan: EvalPlan, setting: GridColumn, by_seed: BySeed, storage: FormatStorage, *, alone: bool
+    plan: EvalPlan, setting: GridColumn, by_seed: BySeed, storage: FormatStorage | None, *, alone: bool
 ) -> Problem | None:
     """Reason why figures are invalid: a policy that never ran (though the format alone was not enough), or a
     sequence that was recomputed."""
@@ -162,6 +162,7 @@ def _distrust(
     never = alone or setting.max_loss is not None
     if not never and setting.evicts and not any(r.compactions for r in results):
         longest = max(results, key=lambda r: r.full_blocks)
+        assert storage is not None, "a server's policy counts no evictions"
         most = min(longest.num_tokens, longest.full_blocks * storage.block_size)
         return Problem(
             "error",
@@ -192,17 +193,11 @@ def _note(setting: GridColumn, by_seed: BySeed) -> str | None:
     return "; ".join(notes) or None
 
 
-def _costs(setting: GridColumn, by_seed: BySeed, storage: FormatStorage) -> dict[str, Any]:
-    results = _flat(by_seed)
-    if not results:
-        return {}
+def _blocks(setting: GridColumn, results: Sequence[Result], storage: FormatStorage) -> dict[str, Any]:
     mean = {name: float(np.mean([getattr(r, name) for r in results])) for name in _MEANS}
     total = {name: sum(getattr(r, name) for r in results) for name in _SUMS}
-    elapsed_s = sum(r.elapsed_s for r in results)
-    extras = sorted({name for r in results for name in r.extra})
     return {
         "budget": round(mean["budget"]),
-        "num_tokens": mean["num_tokens"],
         "kv_bytes": storage.held_bytes(mean["answer_blocks"]),
         "kv_bytes_peak": storage.held_bytes(mean["peak_blocks"]),
         "kv_bytes_full": mean["full_blocks"] * storage.block_size * storage.reference_bytes,
@@ -214,6 +209,18 @@ def _costs(setting: GridColumn, by_seed: BySeed, storage: FormatStorage) -> dict
         if total["blocks_perfect"]
         else None,
         "examples_compressed": sum(r.compactions > 0 for r in results),
+    }
+
+
+def _costs(setting: GridColumn, by_seed: BySeed, storage: FormatStorage | None) -> dict[str, Any]:
+    results = _flat(by_seed)
+    if not results:
+        return {}
+    elapsed_s = sum(r.elapsed_s for r in results)
+    extras = sorted({name for r in results for name in r.extra})
+    return {
+        **({} if storage is None else _blocks(setting, results, storage)),
+        "num_tokens": float(np.mean([r.num_tokens for r in results])),
         "num_examples": len(results),
         "num_judged": sum(r.out_of for r in results),
         "tokens_per_s": sum(r.timed_tokens for r in results) / elapsed_s,

@@ -53,11 +53,9 @@ def show_estimate(console: Console, seconds: float) -> None:
 def show_report(console: Console, report: EvalReport) -> None:
     """Print a table for each task, then refusals and failures with their reasons."""
     head = report.header
-    console.print(
-        f"{head.model}, {head.dtype} on {head.device}; interval {head.interval}, {head.sinks} sinks, "
-        f"{head.recent} recent tokens; seeds {', '.join(map(str, head.seeds))}",
-        style="bold",
-    )
+    window = f"interval {head.interval}, {head.sinks} sinks, {head.recent} recent tokens"
+    setup = head.url or f"{head.dtype} on {head.device}; {window}"
+    console.print(f"{head.model}, {setup}; seeds {', '.join(map(str, head.seeds))}", style="bold")
     for task in report.tasks:
         console.print(task_table(report, task))
     for task in mixes(report):

@@ -60,6 +60,7 @@ class Answer:
 
     predicted, logprobs: per continuation token, the most likely token and the given one's log-probability
     text, token_ids:     of a generated answer
+    length:              its number of tokens, if a server counted them
     compared:            sums against the full cache, for a task that compares (agreement.Divergence)
     turns:               of a session: `compared` of each turn, and tokens of its prompt: "prompt", "cached"
     texts:               of a conversation: the answers by turn
@@ -70,10 +71,16 @@ class Answer:
     logprobs: tuple[float, ...] = ()
     text: str = ""
     token_ids: tuple[int, ...] = ()
+    length: int | None = None
     compared: Mapping[str, float] = field(default_factory=dict)
     turns: tuple[Mapping[str, float], ...] = ()
     texts: tuple[tuple[str, ...], ...] = ()
     full: Answer | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a generated answer."""
+        return len(self.token_ids) if self.length is None else self.length
 
 
 @dataclass(frozen=True, slots=True)

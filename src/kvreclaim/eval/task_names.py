@@ -74,6 +74,38 @@ TASK_KINDS: Mapping[str, TaskKind] = MappingProxyType(
 )
 
 
+GENERATED = (
+    "recall",
+    "multi_query",
+    "variable_tracking",
+    "rsq",
+    "jsonl",
+    "jsonl-exact",
+    RULER,
+    GSM8K,
+    "ifeval",
+)
+"""Kinds with generated answers, each judged alone; also those of reasoning-gym."""
+
+
+def check_generated(names: Sequence[str], options: TaskOptions) -> None:
+    """Raises: InvalidArgumentError for a task that a server cannot answer."""
+    kinds = (*GENERATED, REASONING_GYM)
+    for name in names:
+        require(
+            name.partition(":")[0] in kinds,
+            f"task {name!r} scores given answers, or compares with the full cache, which no server offers; "
+            f"run it without --url, or take {', '.join(kinds)}.",
+            field="tasks",
+        )
+        require(
+            not name.startswith(RULER) or options.question == KNOWN,
+            f"task {name!r} compresses the document before its question is known, which no server offers; "
+            "pass --question known.",
+            field="question",
+        )
+
+
 def check_tasks(names: Sequence[str], options: TaskOptions) -> list[str]:
     """Check names, and the files and packages that they need. Return them with "ruler" replaced by RULER's 13
     tasks.

@@ -276,7 +276,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 """Why models of a type are not planned."""
 DEFAULTS_FILE = Path(__file__).parent / "data" / "defaults.json"
 DEFAULTS: Mapping[str, Mapping[str, Any]] = json.loads(DEFAULTS_FILE.read_text(encoding="utf-8"))
-"""Defaults of transformers' config classes by model_type, written by scripts/plan_defaults.py."""
+"""Defaults of transformers' config classes by model_type, written by scripts/docs.py."""
 
 OTHER_NAMES = "attribute_map"
 """Key of the class's own names of fields."""

@@ -29,7 +29,7 @@ from kvreclaim.page.view import IN_USE
 from kvreclaim.page.viewer import MAX_PENDING, MAX_VIEWERS, Viewer
 from kvreclaim.server.page.snapshot import CompactionRecorder
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "page_examples.py"
+SCRIPT = Path(__file__).parents[3] / "scripts" / "docs.py"
 EXAMPLES = json.loads((files("kvreclaim.server.page") / "examples.json").read_bytes())
 COMPRESSION = {"policy": "query_mixture", "budget": 256, "recent": 64, "interval": 64}
 
@@ -254,7 +254,7 @@ def test_every_policy_that_is_offered_runs(page_server: Running) -> None:
 
 
 def test_examples_are_those_of_their_script() -> None:
-    assert runpy.run_path(str(SCRIPT))["build"]() == EXAMPLES
+    assert runpy.run_path(str(SCRIPT))["page_examples"]() == EXAMPLES
 
 
 def test_each_example_is_answered_with_and_without_compression() -> None:

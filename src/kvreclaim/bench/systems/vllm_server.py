@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from threading import Event, Thread
+from time import monotonic
 from types import TracebackType
 from urllib.request import urlopen
 
@@ -89,11 +90,12 @@ class VllmServer(ServerProcess):
 
 class Gauges:
     """Reads gauges of a server twice a second during its block. values: by name, at moments with a running
-    request."""
+    request; at_s: these moments, in seconds since the first"""
 
     def __init__(self, server: VllmServer, running: str, names: Sequence[str]) -> None:
         self.server, self.running, self.names = server, running, names
         self.values: dict[str, list[float]] = {name: [] for name in names}
+        self.at_s: list[float] = []
         self._stop = Event()
         self._thread = Thread(target=self._read)
 
@@ -108,8 +110,11 @@ class Gauges:
         self._thread.join()
 
     def _read(self) -> None:
+        started: float | None = None
         while not self._stop.wait(SAMPLE_S):
             found = self.server.metrics()
             if found[self.running]:
+                started = started or monotonic()
+                self.at_s.append(monotonic() - started)
                 for name in self.names:
                     self.values[name].append(found[name])

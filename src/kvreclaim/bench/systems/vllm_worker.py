@@ -6,9 +6,6 @@ kvreclaim.
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
 import os
 import sys
 import time
@@ -28,13 +25,11 @@ Prompts = list[list[int]]
 class Worker:
     """Holds one vLLM engine and the requests of the open point."""
 
-    def load(self, forced: bool = False, **options: Any) -> Answer:
+    def load(self, **options: Any) -> Answer:
         """Start the engine with vLLM's own options. Answers versions, threads, the pool, whether our plugin
-        was loaded, and the scheduler. forced: requests can be forced to generate given tokens, see score."""
+        was loaded, and the scheduler."""
         from vllm import LLM
 
-        if forced:
-            options["logits_processors"] = [_forced_processor()]
         self.llm: Any = LLM(disable_log_stats=True, **options)
         self.engine = self.llm.llm_engine
         core = self.engine.engine_core.engine_core
@@ -84,12 +79,10 @@ class Worker:
         elapsed_s = time.perf_counter() - started
         return {"elapsed_s": elapsed_s, "tokens": sum(self.count.values()) - before}
 
-    def _step(self) -> list[Any]:
-        """Run one step. Returns: outputs of requests that got a token, with their counts."""
-        outputs: list[Any] = self.engine.step()
-        for output in outputs:
+    def _step(self) -> None:
+        """Run one step and count the tokens of each request."""
+        for output in self.engine.step():
             self.count[output.request_id] = len(output.outputs[0].token_ids)
-        return outputs
 
     def close(self) -> Answer:
         """Abort the point's remaining requests and reset the prefix cache."""
@@ -110,55 +103,19 @@ class Worker:
         return {"tokens": [outputs[i] for i in range(len(prompts))]}
 
     def serve(self, *, prompts: Prompts, max_tokens: int) -> Answer:
-        """Serve all requests to their ends in the pool. Answers, step by step, seconds since the start,
-        running and waiting requests, blocks in use; overall: seconds of wall and processor, preemptions, a
-        digest of the tokens, and figures of compression and drafts."""
+        """Serve all requests to their ends in the pool. Answers, step by step, running and waiting requests
+        and blocks in use; overall: seconds and preemptions."""
         log = _ServeLog(self.scheduler)
         self.count = {}
-        tokens: dict[str, Any] = {}
-        names = [f"serve-{time.time_ns()}-{i}" for i in range(len(prompts))]
-        for name, prompt in zip(names, prompts, strict=True):
-            self._add(name, prompt, max_tokens)
-        started, cpu_started = time.perf_counter(), time.process_time()
+        for i, prompt in enumerate(prompts):
+            self._add(f"serve-{time.time_ns()}-{i}", prompt, max_tokens)
+        started = time.perf_counter()
         while self.engine.has_unfinished_requests():
-            for output in self._step():
-                tokens[output.request_id] = output.outputs[0].token_ids
-                log.answers += 1
-            log.note(time.perf_counter() - started)
-        elapsed_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
+            self._step()
+            log.note()
+        elapsed_s = time.perf_counter() - started
         self.engine.reset_prefix_cache()
-        drawn = json.dumps([list(tokens[name]) for name in names])
-        digest = hashlib.sha256(drawn.encode()).hexdigest()[:16]
-        return {"elapsed_s": elapsed_s, "cpu_s": cpu_s, "digest": digest, **log.stop()}
-
-    def score(self, *, prompts: Prompts, continuations: Prompts, settings: Any) -> Answer:
-        """Score given continuations: the most likely ids, log-probabilities of the given tokens, and the most
-        blocks of a request at its end. settings: of compression."""
-        from vllm import SamplingParams
-
-        tables = self.scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
-        held: dict[str, int] = {}
-        outputs: dict[str, Any] = {}
-        for i, (prompt, tokens) in enumerate(zip(prompts, continuations, strict=True)):
-            extra = {"forced": tokens, "kv_compression": settings}
-            params = SamplingParams(
-                temperature=0.0, max_tokens=len(tokens), ignore_eos=True, logprobs=1, extra_args=extra
-            )
-            self.engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
-        while self.engine.has_unfinished_requests():
-            for name, blocks in tables.items():
-                held[name] = sum(not block.is_null for block in blocks)
-            for output in self.engine.step():
-                if output.finished:
-                    outputs[output.request_id] = output.outputs[0]
-        self.engine.reset_prefix_cache()
-        results = [outputs[str(i)] for i in range(len(prompts))]
-        best = [[_best_of(at) for at in output.logprobs] for output in results]
-        given = [
-            [at[token].logprob for at, token in zip(output.logprobs, tokens, strict=True)]
-            for output, tokens in zip(results, continuations, strict=True)
-        ]
-        return {"predicted": best, "logprobs": given, "blocks": max(held.values())}
+        return {"elapsed_s": elapsed_s, **log.stop()}
 
     def prompt_logprobs(self, *, prompts: Prompts) -> Answer:
         """Log-probabilities of all tokens of the prompts but their first, one prompt after the other."""
@@ -211,90 +168,28 @@ class Worker:
         return self.noise[:tokens]
 
 
-def _best_of(logprobs: Any) -> int:
-    """The likeliest token of a position."""
-    return next(token for token, each in logprobs.items() if each.rank == 1)
-
-
-def _forced_processor() -> type:
-    """A logits processor that forces the tokens of extra_args["forced"]."""
-    from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
-
-    class Forced(AdapterLogitsProcessor):
-        def is_argmax_invariant(self) -> bool:
-            return False
-
-        def new_req_logits_processor(self, params: Any) -> Any:
-            tokens = (params.extra_args or {}).get("forced")
-            if tokens is None:
-                return None
-
-            def force(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-                logits.fill_(-torch.inf)
-                logits[tokens[len(output_ids)]] = 0.0
-                return logits
-
-            return force
-
-    return Forced
-
-
 class _ServeLog:
     """Records the scheduler's and the pool's work in each step."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
         self.pool = scheduler.kv_cache_manager.block_pool
-        self.tables = scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
-        self.preemptions = self.after_pass = self.decoding = 0
-        self.answers = self.drafted = self.accepted = 0
-        self.steps: dict[str, list[float]] = {"at_s": [], "running": [], "waiting": [], "blocks": []}
-        self.before = self._totals()
-        self.preempt, self.schedule = scheduler._preempt_request, scheduler.schedule
-        scheduler._preempt_request, scheduler.schedule = self._counted, self._watched
-        self.verify = scheduler.make_spec_decoding_stats
-        scheduler.make_spec_decoding_stats = self._verified
-
-    def _totals(self) -> Answer:
-        reclaim = getattr(self.scheduler, "reclaim", None)
-        return {} if reclaim is None else dataclasses.asdict(reclaim.totals)
+        self.preemptions = 0
+        self.steps: dict[str, list[int]] = {"running": [], "waiting": [], "blocks": []}
+        self.preempt = scheduler._preempt_request
+        scheduler._preempt_request = self._counted
 
     def _counted(self, *args: Any, **kwargs: Any) -> Any:
         self.preemptions += 1
         return self.preempt(*args, **kwargs)
 
-    def _verified(self, stats: Any, num_draft_tokens: int, num_accepted_tokens: int, **more: Any) -> Any:
-        """Count drafts of one request that a step has verified."""
-        self.drafted += num_draft_tokens
-        self.accepted += num_accepted_tokens
-        return self.verify(stats, num_draft_tokens, num_accepted_tokens, **more)
-
-    def _watched(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the scheduler's own result; record the most blocks of a request after its compression."""
-        output = self.schedule(*args, **kwargs)
-        message = getattr(output, "kvreclaim", None)
-        for done in message.passes if message else ():
-            self.after_pass = max(self.after_pass, len(done.target_ids))
-        return output
-
-    def note(self, at_s: float) -> None:
-        """Record the end of a step. A request with more than its first token was scheduled, and so compressed
-        if due, after its prompt was complete."""
-        self.steps["at_s"].append(at_s)
+    def note(self) -> None:
+        """Record the end of a step."""
         self.steps["running"].append(len(self.scheduler.running))
         self.steps["waiting"].append(len(self.scheduler.waiting))
         self.steps["blocks"].append(self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks())
-        for request in self.scheduler.running:
-            if request.num_output_tokens > 1:
-                held = sum(not block.is_null for block in self.tables[request.request_id])
-                self.decoding = max(self.decoding, held)
 
     def stop(self) -> Answer:
-        """Return the record. decoding, after_pass: most blocks of one request while it decodes, and after a
-        pass; answers: steps that gave a request tokens, of all requests."""
-        del self.scheduler._preempt_request, self.scheduler.schedule, self.scheduler.make_spec_decoding_stats
-        done = {name: value - self.before[name] for name, value in self._totals().items()}
-        left = self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks()
-        figures = {"preemptions": self.preemptions, "after_pass": self.after_pass, "decoding": self.decoding}
-        figures |= {"answers": self.answers, "drafted": self.drafted, "accepted": self.accepted}
-        return {**self.steps, **figures, "left": left, "reclaim": done}
+        """Return the record."""
+        del self.scheduler._preempt_request
+        return {**self.steps, "preemptions": self.preemptions}
