@@ -240,6 +240,7 @@ class Request:
     prompt_logprobs: of the prompt tokens computed so far; None: not asked for
     prompt_done: the whole prompt has been computed, maybe before a preemption
     features:  that the request has, in their order; state: what they keep with it, by type
+    beams, sparse_prefill, reuse: of the state; None: no beam search, full attention, no chunks
     verify:    None unless a compressed cache drafts for it; compressor is None then
     bad_words: token ids of each of its params' bad_words
     grammar:   of its structured outputs, at the beginning of each
@@ -268,28 +269,18 @@ class Request:
     grammar: Matcher | None = None
     parent: Request | None = None
     children: list[Request] = field(default_factory=list)
+    beams: Beams | None = field(init=False)
+    sparse_prefill: SparsePrefill | None = field(init=False)
+    reuse: Reuse | None = field(init=False)
     is_plain: bool = field(init=False)
     takes_argmax: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        self.beams, self.reuse = self.state.get(Beams), self.state.get(Reuse)
+        self.sparse_prefill = self.state.get(SparsePrefill)
         special = (self.compressor, self.verify, self.sparse_prefill, self.reuse)
         self.is_plain = all(each is None for each in special)
         self.takes_argmax = not self.bad_words and SampleRow(self.params, [], [0], (), None).takes(0)
-
-    @property
-    def sparse_prefill(self) -> SparsePrefill | None:
-        """How its prompt is computed; None: by full attention."""
-        return self.state.get(SparsePrefill)
-
-    @property
-    def beams(self) -> Beams | None:
-        """Its beam search; None: outputs are drawn."""
-        return self.state.get(Beams)
-
-    @property
-    def reuse(self) -> Reuse | None:
-        """Reuse of its prompt's chunks; None: it has none."""
-        return self.state.get(Reuse)
 
     @property
     def reader(self) -> TokenReader | None:
