@@ -26,6 +26,7 @@ OFF = (
     "engine/compact",
     "engine/execute/graphs.py",
     "engine/extension.py",
+    "engine/features",
     "engine/offload",
     "engine/request/verify.py",
     "engine/sampling/beam_search.py",

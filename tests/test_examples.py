@@ -67,6 +67,18 @@ def test_an_extension_counts_tokens():
     assert run("examples/count_tokens.py", cwd=ROOT) == "12 tokens computed\n"
 
 
+def test_a_feature_of_requests_is_one_folder_and_one_line():
+    folder = ROOT / "examples" / "request_feature"
+    assert run("try_it.py", cwd=folder).splitlines() == [
+        "Python: as after the longer prompt: True",
+        "HTTP: the same: True",
+        "usage: 3 tokens",
+        "400: answer_prefix has 3 tokens, but max_tokens is 3; shorten it or raise max_tokens.",
+        'kvreclaim:answer_prefix_tokens_total{engine="0",model_name="demo"} 6.0',
+    ]
+    assert (folder / "try_it.py").read_text().count("FEATURES += (") == 1
+
+
 def test_a_policy_object_needs_no_package():
     short, full = run("examples/own_policy.py", cwd=ROOT).splitlines()
     assert int(short.removeprefix("loud_values: ").split()[0]) > 0

@@ -16,6 +16,7 @@ from torch import Tensor
 from kvreclaim import LLM
 from kvreclaim.engine.compact.job import CompactionResult
 from kvreclaim.engine.execute import runner as runner_module
+from kvreclaim.engine.features.drops.feature import SpanDrops
 from kvreclaim.engine.request.request import Scheduled, Sequence
 from kvreclaim.model.attention import AttentionCall, LatentCall
 from kvreclaim.ops.facts import KeyTransform
@@ -212,13 +213,14 @@ class Shadow:
         monkeypatch.setattr(llm.engine.compression, "run", watched_run)
 
     def _watch_drops(self, llm: LLM, monkeypatch) -> None:
-        drop = llm.engine.compression.drop
+        drops = llm.engine.feature(SpanDrops)
+        follow = drops.follow
 
-        def watched_drop(seq, done):
-            drop(seq, done)
+        def watched_follow(seq, done):
+            follow(seq, done)
             self._follow_drop(self.histories[seq.seq_id], done, seq.num_computed)
 
-        monkeypatch.setattr(llm.engine.compression, "drop", watched_drop)
+        monkeypatch.setattr(drops, "follow", watched_follow)
 
     def _follow(self, history: History, done: CompactionResult) -> None:
         assert history.live is not None

@@ -139,7 +139,7 @@ def test_blocks_and_copies_of_two_beams(make_llm, monkeypatch):
     params = BeamSearchParams(beam_width=2, max_tokens=9)
     lifecycle, branches = llm.engine.lifecycle, llm.engine.output_processor.branches
     monkeypatch.setattr(branches, "conclude", lambda request: lifecycle.end_request(request, "length"))
-    request = llm.engine.add_request("r", [1, 2, 3, 4, 5], params.sampling, beams=params)
+    request = llm.engine.add_request("r", [1, 2, 3, 4, 5], params.sampling, options=[params])
     while not request.finished:
         llm.engine.step()
         note("chosen")
@@ -197,7 +197,7 @@ def test_a_search_that_gave_way_and_is_aborted_leaves_nothing(make_llm, monkeypa
     llm = make_llm()
     engine, scheduler = llm.engine, llm.engine.scheduler
     other = engine.add_request("other", tiny.prompts((9,))[0], SamplingParams(temperature=0.0, max_tokens=20))
-    request = engine.add_request("r", tiny.prompts((40,))[0], WIDE.sampling, beams=WIDE)
+    request = engine.add_request("r", tiny.prompts((40,))[0], WIDE.sampling, options=[WIDE])
     decide = scheduler._decide
 
     def preempting(step):
@@ -223,7 +223,7 @@ def test_a_beam_that_cannot_be_computed_ends_its_search_alone(make_llm, monkeypa
     llm = make_llm()
     engine = llm.engine
     other = engine.add_request("other", tiny.prompts((9,))[0], SamplingParams(temperature=0.0, max_tokens=20))
-    request = engine.add_request("r", tiny.prompts((40,))[0], WIDE.sampling, beams=WIDE)
+    request = engine.add_request("r", tiny.prompts((40,))[0], WIDE.sampling, options=[WIDE])
     while not (request.beams.begun and len(request.sequences) == 4):
         engine.step()
     bad, forward = request.sequences[2].seq_id, engine.runner.forward

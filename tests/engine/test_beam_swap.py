@@ -50,7 +50,7 @@ def test_searches_in_a_pool_that_holds_hardly_one(make_llm, victims, how):
     engine = llm.engine
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     others = [engine.add_request(f"o{i}", p, params) for i, p in enumerate(tiny.prompts((40, 60), seed=3))]
-    requests = [engine.add_request(f"r{i}", p, WIDE.sampling, beams=WIDE) for i, p in enumerate(prompts)]
+    requests = [engine.add_request(f"r{i}", p, WIDE.sampling, options=[WIDE]) for i, p in enumerate(prompts)]
     while engine.has_unfinished:
         engine.step()
         engine.memory.check()
@@ -82,7 +82,7 @@ def test_searches_of_two_tenants(make_llm):
     llm = make_llm(num_blocks=14, max_num_seqs=10, max_num_batched_tokens=8, **SWAP)
     engine = llm.engine
     requests = [
-        engine.add_request(f"r{i}", prompt, WIDE.sampling, beams=WIDE, tenant="ab"[i % 2])
+        engine.add_request(f"r{i}", prompt, WIDE.sampling, options=[WIDE], tenant="ab"[i % 2])
         for i, prompt in enumerate(prompts)
     ]
     while engine.has_unfinished:
@@ -119,7 +119,7 @@ def test_what_beams_share_is_parked_once(make_llm, monkeypatch):
     want = answers([make_llm(**how).beam_search(PROMPTS[0], WIDE)[0]])
     llm = make_llm(**how, **SWAP)
     llm.engine.tiers.moves.slots.bytes.fill_(0xFF)  # nothing but NaN comes back of blocks that were not moved
-    request = llm.engine.add_request("r", PROMPTS[0], WIDE.sampling, beams=WIDE)
+    request = llm.engine.add_request("r", PROMPTS[0], WIDE.sampling, options=[WIDE])
     held = give_way_once(llm, monkeypatch, request)
     while not held:
         llm.engine.step()
@@ -139,7 +139,7 @@ def test_what_beams_share_is_parked_once(make_llm, monkeypatch):
 
 def test_an_abort_while_they_are_parked_leaves_nothing(make_llm, monkeypatch):
     llm = make_llm(**SWAP)
-    request = llm.engine.add_request("r", PROMPTS[0], WIDE.sampling, beams=WIDE)
+    request = llm.engine.add_request("r", PROMPTS[0], WIDE.sampling, options=[WIDE])
     held = give_way_once(llm, monkeypatch, request)
     while not held:
         llm.engine.step()

@@ -15,8 +15,9 @@ from settings import assert_idle, small
 from kvreclaim import Chunk, ChunkReuse, SamplingParams
 from kvreclaim.chunks import SELECTIONS
 from kvreclaim.engine.api.prompts import laid_out
-from kvreclaim.engine.lifecycle import chunk_requests as chunked
-from kvreclaim.engine.lifecycle.chunk_requests import squared_change
+from kvreclaim.engine.features.chunks import prompts as chunked
+from kvreclaim.engine.features.chunks.feature import ReusedChunks
+from kvreclaim.engine.features.chunks.prompts import squared_change
 from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
 from kvreclaim.ops.rope import rotate
 
@@ -34,7 +35,7 @@ def reusing(how, prompt=PROMPT):
 def run(llm, how, prompt=PROMPT, params=GREEDY, until=lambda request: request.finished):
     """The request of a prompt with chunks, run as far as said."""
     ids, chunks = laid_out(prompt, how, lambda text, begins: [])
-    request = llm.engine.add_request("r", ids, params, chunks=chunks)
+    request = llm.engine.add_request("r", ids, params, options=[chunks])
     while not until(request):
         llm.engine.step()
     return request
@@ -85,13 +86,13 @@ def test_every_token_sees_what_it_should(head, family, select, make_llm):
 def test_what_the_question_attends_to(budget, make_llm):
     """The scores are sums of attention over chunks as they are; however the prompt is cut."""
     llm = make_llm("qwen3", **SMALL | {"max_num_batched_tokens": budget})
-    tried, add = [], llm.engine.chunked.add
+    tried, add = [], llm.engine.feature(ReusedChunks).prompts.add
 
     def spy(name, tokens, params, parent, trial):
         tried.append(trial)
         return add(name, tokens, params, parent, trial)
 
-    llm.engine.chunked.add = spy
+    llm.engine.feature(ReusedChunks).prompts.add = spy
     request = run(llm, ChunkReuse(select="question", share=0.2), [HEAD, *PROMPT])
     trial, ids = tried[-1], request.prompt_token_ids
     oracle = with_chunks(llm.loaded.model, ids, trial.sources, asked_from=len(ids) - len(ASKED))

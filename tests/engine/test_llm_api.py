@@ -13,7 +13,7 @@ import torch
 import kvreclaim
 from kvreclaim import Chunk, ChunkReuse, CompressionConfig, InvalidArgumentError, SamplingParams
 from kvreclaim.compression.policy import CompressionPolicy
-from kvreclaim.engine.api.prompts import PROMPT_OPTIONS
+from kvreclaim.engine.api.prompts import prompt_keys
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
 
@@ -118,7 +118,7 @@ def test_the_page_names_every_option() -> None:
     assert named[0] == [each.name for each in fields(SamplingParams) if each.init]
     derived = {"auto_budget", "budget_share", "policy_object"}
     assert {*named[1]} == {each.name for each in fields(CompressionConfig)} - derived
-    assert {*named[2]} == {"prompt", "prompt_token_ids", *PROMPT_OPTIONS}
+    assert {*named[2]} == {"prompt", "prompt_token_ids", *prompt_keys()}
 
 
 def test_the_pages_example_runs(capsys) -> None:

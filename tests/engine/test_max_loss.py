@@ -18,10 +18,12 @@ from kvreclaim.compression.loss_curve import CONTINUED
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.compression_settings import CONTENTS
 from kvreclaim.config import EngineConfig
+from kvreclaim.engine.feature import take_options
+from kvreclaim.engine.features import FEATURES
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model_paths import STATS_FILE
-from kvreclaim.refusals.max_loss import ENGINE_MEASURED, REQUEST_MEASURED
+from kvreclaim.refusals.max_loss import ENGINE_MEASURED
 
 ENGINE_CHECKED = frozenset({"kv_cache_dtype", "max_num_batched_tokens"})
 """Compared with the curve or the model itself (Compressors)."""
@@ -81,9 +83,8 @@ REQUEST_FREE = frozenset(
         "tenant",
         "is_rewritten",  # about snapshots, which are off
         "drop_at",  # about drop_spans, of which there are none
-        "beams",
         "cache_salt",
-        "thinking",
+        "options",  # RequestFeature.measured names the fields that matter
         "may_end_early",
     }
 )
@@ -245,27 +246,32 @@ class TestRefused:
             ("drop_spans", {"drop_spans": [(0, 100)], "drop_at": 120}),
             ("sparse_prefill", {"sparse_prefill": "pooled"}),
             ("conversation_snapshots", {"conversation_snapshots": True}),
-            ("chunks", {"chunks": Chunks(((0, 100),))}),
+            ("chunks", {"options": {Chunks: Chunks(((0, 100),))}}),
             ("compress_prompt_at", {"compress_prompt_at": 250 - CONTINUED - 1}),
         ],
     )
     def test_in_a_request_as_it_was_not_measured(self, llm, stats, name, given) -> None:
+        options = take_options(FEATURES, given)
         spec = RequestSpec(
-            prompt_token_ids=PROMPTS[250], params=GREEDY, compression=promising(stats), **given
+            prompt_token_ids=PROMPTS[250],
+            params=GREEDY,
+            compression=promising(stats),
+            **({"options": options} | given),
         )
         with pytest.raises(InvalidArgumentError, match="but losses are measured") as caught:
             llm.promised(spec)
         assert caught.value.field == name
 
     def test_every_option_is_classified(self) -> None:
-        """Each option changes what compression loses (MEASURED), is compared (CHECKED), or changes no answer
-        beyond rounding (FREE)."""
-        for settings, tables in (
-            (EngineConfig, (ENGINE_MEASURED, ENGINE_CHECKED, ENGINE_FREE)),
-            (RequestSpec, (REQUEST_MEASURED, REQUEST_CHECKED, REQUEST_FREE)),
+        """A new option must be put into one of the tables: does it change what compression loses?"""
+        measured = [name for feature in FEATURES for name in feature.measured if not feature.is_made]
+        of_options = [name for feature in FEATURES for name in feature.field_names()]
+        own = [field.name for field in fields(RequestSpec)]
+        for names, tables in (
+            ([field.name for field in fields(EngineConfig)], (ENGINE_MEASURED, ENGINE_CHECKED, ENGINE_FREE)),
+            (own + of_options, (measured, REQUEST_CHECKED, REQUEST_FREE)),
         ):
-            names = [name for table in tables for name in table]
-            assert sorted(names) == sorted(field.name for field in fields(settings))
+            assert sorted(name for table in tables for name in table) == sorted(names)
         config = EngineConfig()
         assert all(getattr(config, name) == values[0] for name, values in ENGINE_MEASURED.items())
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from settings import assert_idle, small
 
 from kvreclaim import LLM, SamplingParams
+from kvreclaim.engine.features.thinking.tracker import ThinkTracker
 from kvreclaim.engine.sampling.detokenizer import Detokenizer
-from kvreclaim.engine.sampling.thinking import ThinkTracker
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.parsers.formats import Splitter, think_format
 from kvreclaim.parsers.pieces import Reasoning, merged

@@ -1,7 +1,8 @@
 """Settings of an engine and a request that the loss curve of max_loss covers.
 
-Those in `*_MEASURED` change what compression loses; the curve is measured under the listed values, and
-max_loss refuses any other. tests/engine/test_max_loss.py lists the settings that change nothing.
+Those in ENGINE_MEASURED, and in `measured` of a request's features (engine/feature.py), change what
+compression loses; the curve is measured under the listed values, and max_loss refuses any other.
+tests/engine/test_max_loss.py lists the settings that change nothing.
 """
 
 from __future__ import annotations
@@ -18,12 +19,6 @@ ENGINE_MEASURED: Mapping[str, tuple[Any, ...]] = {
     "hf_overrides": (None,),
     "kv_cache_dtype_skip_layers": ((),),
     "sparse_prefill": ("dense",),
-}
-REQUEST_MEASURED: Mapping[str, tuple[Any, ...]] = {
-    "conversation_snapshots": (None, False),
-    "drop_spans": (None, (), []),
-    "sparse_prefill": (None, "dense"),
-    "chunks": (None,),
 }
 REMEDY = "or give a budget instead of max_loss"
 

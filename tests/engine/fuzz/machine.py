@@ -276,7 +276,7 @@ class Machine:
             compress_prompt_at=question.compress_prompt_at,
             cache_salt=question.salt,
             sparse_prefill=question.sparse,
-            beams=question.beams,
+            options=[] if question.beams is None else [question.beams],
             drop_spans=question.drop_spans,
             drop_at=question.drop_at,
         )

@@ -152,10 +152,9 @@ class World:
                 cache_salt=question.salt,
                 is_rewritten=self.setup.conversations and ask.seed == 1,
                 sparse_prefill=question.sparse,
-                beams=question.beams,
                 drop_spans=question.drop_spans,
                 drop_at=question.drop_at,
-                chunks=chunks,
+                options=[each for each in (chunks, question.beams) if each is not None],
             )
         except KVReclaimError:
             self.counts["refused"] += 1

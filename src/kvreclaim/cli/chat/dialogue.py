@@ -9,6 +9,7 @@ from typing import Any
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams
 from kvreclaim.engine.api.chat import num_system_tokens, render_chat
+from kvreclaim.engine.features.snapshots.feature import rewritten
 from kvreclaim.engine.request.outputs import FinishReason, RequestMetrics, RequestOutput
 from kvreclaim.engine.request.request import Request
 from kvreclaim.engine.request.spec import RequestSpec
@@ -116,11 +117,9 @@ class Dialogue:
             prompt_token_ids=ids,
             params=params,
             compression=config,
-            is_rewritten=form.takes_apart(with_tools=False),
-            thinking=form.thinking(ids, with_tools=False),
             may_end_early=True,
-        )
-        spec = llm.promised(spec)
+        ).having(form.thinking(ids, with_tools=False))
+        spec = llm.promised(rewritten(spec, is_rewritten=form.takes_apart(with_tools=False)))
         return llm.engine.add(spec, None if spec.compression is None else llm.compressor(spec.compression))
 
     def _prompt(self, messages: Sequence[Message]) -> list[int]:

@@ -136,9 +136,12 @@ class LLM(ModelEngine):
         beams = _one_each("params", given, len(batch))
         for each in beams:
             check_type("params", each, BeamSearchParams)
-        sampling = [each.sampling for each in beams]
         requests = self._add_all(
-            batch, sampling_params=sampling, compression=compression, priority=priority, beams=beams
+            batch,
+            sampling_params=[each.sampling for each in beams],
+            compression=compression,
+            priority=priority,
+            options=[(each,) for each in beams],
         )
         self._run(requests, use_tqdm, on_step)
         return [request.output() for request in requests]

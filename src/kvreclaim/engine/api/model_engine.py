@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 from kvreclaim.checks import check_int, require
@@ -21,7 +22,9 @@ from kvreclaim.config import EngineConfig
 from kvreclaim.engine.api.compressors import Compressors
 from kvreclaim.engine.api.kept_statistics import in_best_format, stats_source
 from kvreclaim.engine.api.prompts import Prompt, check_type, request_of
-from kvreclaim.engine.api.thinking import span_by_template
+from kvreclaim.engine.features import FEATURES
+from kvreclaim.engine.features.snapshots.feature import SnapshotUse
+from kvreclaim.engine.features.thinking.spans import span_by_template
 from kvreclaim.engine.offload.session import SessionInfo
 from kvreclaim.engine.offload.stats import TierStats
 from kvreclaim.engine.request.outputs import EngineTotals
@@ -35,7 +38,7 @@ from kvreclaim.memory.prefix.tree import PrefixNode, prefix_tree
 from kvreclaim.memory.stats import MemoryStats
 from kvreclaim.model.loader import LoadedModel, Tokenizer
 from kvreclaim.ops.moving import on_device
-from kvreclaim.refusals.max_loss import REQUEST_MEASURED, refuse_tail, refuse_unmeasured
+from kvreclaim.refusals.max_loss import refuse_tail, refuse_unmeasured
 from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.structured_outputs import StructuredOutputsParams
 
@@ -93,7 +96,8 @@ class ModelEngine:
             stats = stats_source(compression, stats_file)
         config = in_best_format(config, compression, stats)
         with on_device(loaded.facts.device):
-            self.engine = Engine(loaded, choose_limits(config, loaded.facts, spoken_for), self.draft, stats)
+            limits = choose_limits(config, loaded.facts, spoken_for)
+            self.engine = Engine(loaded, limits, FEATURES, self.draft, stats)
         backend, kv_format = self.engine.backend, self.engine.kv_format
         self.compressors = Compressors(
             self.engine.groups.facts, stats_file, backend, kv_format, self.engine.config
@@ -187,7 +191,7 @@ class ModelEngine:
             )
         )
         if params.thinking_token_budget is not None:
-            spec = replace(spec, thinking=span_by_template(self.loaded.tokenizer, spec.prompt_token_ids))
+            spec = spec.having(span_by_template(self.loaded.tokenizer, spec.prompt_token_ids))
         compressor = None if spec.compression is None else self.compressor(spec.compression)
         return self.engine.add(spec, compressor)
 
@@ -206,7 +210,8 @@ class ModelEngine:
         """The request with its compression, or else this LLM's, at the budget that a share or max_loss gives
         for its prompt, or for what is compressed of it. Where everything must stay, compress_prompt_at has no
         use."""
-        config, at = spec.compression or self.compression, spec.compress_prompt_at
+        config, snapshots = spec.compression or self.compression, spec.option(SnapshotUse)
+        at = None if snapshots is None else snapshots.compress_prompt_at
         if config is None or (config.max_loss is None and config.budget_share is None):
             return spec if spec.compression is config else replace(spec, compression=config)
         length = len(spec.prompt_token_ids)
@@ -214,11 +219,16 @@ class ModelEngine:
             check_int("compress_prompt_at", at, 1)
         if config.max_loss is None:
             return replace(spec, compression=self.compressors.promised(config, at or length))
-        refuse_unmeasured(config.max_loss, spec, REQUEST_MEASURED)
+        for feature in FEATURES:
+            if (option := spec.option(feature.option)) is not None:
+                values = {name: getattr(option, name, option) for name in feature.measured}
+                refuse_unmeasured(config.max_loss, SimpleNamespace(**values), feature.measured)
         if at is not None:
             refuse_tail(config.max_loss, at, length, CONTINUED)
         config = self.compressors.promised(config, at or length)
-        return replace(spec, compression=config, compress_prompt_at=None if config.policy == FULL else at)
+        if snapshots is not None and config.policy == FULL:
+            spec = spec.having(replace(snapshots, compress_prompt_at=None))
+        return replace(spec, compression=config)
 
     def compressor(self, config: CompressionConfig) -> Compressor:
         """A compressor for this model; reads the model's statistics if the config names none."""
@@ -269,7 +279,8 @@ class ModelEngine:
             request_of(prompt, self._encode, params=SamplingParams(), compression=compression)
         )
         tokens, salt, config = spec.prompt_token_ids, spec.cache_salt, spec.compression
-        if spec.compress_prompt_at is None:
+        snapshots = spec.option(SnapshotUse)
+        if snapshots is None or snapshots.compress_prompt_at is None:
             require(
                 compression is None,
                 "compression is given without compress_prompt_at, and only a prefix compressed there can be "
@@ -278,7 +289,8 @@ class ModelEngine:
             )
             return self.engine.sessions.save(tokens, path, salt)
         compressor = None if config is None else self.compressor(config)
-        return self.engine.sessions.save_compressed(tokens, path, salt, compressor, spec.compress_prompt_at)
+        at = snapshots.compress_prompt_at
+        return self.engine.sessions.save_compressed(tokens, path, salt, compressor, at)
 
     def load_session(self, path: str | os.PathLike[str], *, cache_salt: str | None = None) -> SessionInfo:
         """Read a file of save_session into the prefix cache: prompts with this beginning and salt hit it. A

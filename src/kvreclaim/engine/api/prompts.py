@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvreclaim.chunks import Chunk, ChunkReuse, Chunks
+from kvreclaim.engine.feature import take_options
+from kvreclaim.engine.features import FEATURES
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.errors import InvalidArgumentError
 
 Piece = Chunk | str | list[int]
 Prompt = str | list[int] | Sequence[Piece] | Mapping[str, Any]
 """Text, token ids, a list of pieces with chunks ([Chunk(text), question]), or a mapping: text or pieces as
-"prompt", or ids as "prompt_token_ids", and PROMPT_OPTIONS."""
-PROMPT_OPTIONS = (
-    "cache_salt",
-    "compress_prompt_at",
-    "conversation_snapshots",
-    "drop_spans",
-    "drop_at",
-    "chunk_reuse",
-    "sparse_prefill",
-)
-"""Further keys of a mapping, with RequestSpec's meanings; chunk_reuse is a ChunkReuse."""
+"prompt", or ids as "prompt_token_ids", and prompt_keys()."""
+
+
+def prompt_keys() -> dict[str, type]:
+    """Further keys of a mapping: cache_salt, and fields of the features' options, with their types."""
+    return {"cache_salt": object} | {
+        name: kind for feature in FEATURES for name, kind in feature.prompt_keys.items()
+    }
+
+
 Encode = Callable[[str, bool], list[int]]
 """(text, whether the prompt begins with it) to tokens."""
 
@@ -45,12 +46,17 @@ def as_list(prompts: Any) -> list[Prompt]:
     )
 
 
-def request_of(prompt: Prompt, encode: Encode, **asked: Any) -> RequestSpec:
-    """The request for a prompt. asked: RequestSpec's other fields. Raises: InvalidArgumentError."""
-    content, options = _divided(prompt)
-    reuse, chunks = options.pop("chunk_reuse", None), None
+def request_of(prompt: Prompt, encode: Encode, options: Iterable[object] = (), **fields: Any) -> RequestSpec:
+    """The request for a prompt. options: further ones; fields: other fields of RequestSpec.
+
+    Raises: InvalidArgumentError.
+    """
+    content, given = _divided(prompt)
+    reuse = given.pop("chunk_reuse", None)
+    found = take_options(FEATURES, given) | {type(each): each for each in options}
     if _has_chunks(content):
         tokens, chunks = laid_out(content, ChunkReuse() if reuse is None else reuse, encode)
+        found[Chunks] = chunks
     elif reuse is not None:
         raise InvalidArgumentError(
             "chunk_reuse is given, but the prompt has no chunks; pass pieces such as [Chunk(text), question] "
@@ -60,7 +66,7 @@ def request_of(prompt: Prompt, encode: Encode, **asked: Any) -> RequestSpec:
     else:
         tokens = encode(content, True) if isinstance(content, str) else list(content)
     text = content if isinstance(content, str) else None
-    return RequestSpec(prompt_token_ids=tokens, prompt=text, chunks=chunks, **options, **asked)
+    return RequestSpec(prompt_token_ids=tokens, prompt=text, options=found, **given, **fields)
 
 
 def laid_out(pieces: Sequence[Piece], how: ChunkReuse, encode: Encode) -> tuple[list[int], Chunks]:
@@ -94,13 +100,13 @@ def _divided(prompt: Prompt) -> tuple[Any, dict[str, Any]]:
     """A prompt's content, and what a mapping says beside it. Raises: InvalidArgumentError."""
     if not isinstance(prompt, Mapping):
         return prompt, {}
-    options = dict(prompt)
+    options, keys = dict(prompt), prompt_keys()
     contents = [name for name in ("prompt", "prompt_token_ids") if name in options]
-    unknown = [name for name in options if name not in (*contents, *PROMPT_OPTIONS)]
+    unknown = [name for name in options if name not in (*contents, *keys)]
     if len(contents) != 1 or unknown:
         raise InvalidArgumentError(
             f"a prompt has the keys {', '.join(map(repr, prompt)) or 'of nothing'}; pass one of 'prompt' or "
-            f"'prompt_token_ids', and beside it only {', '.join(PROMPT_OPTIONS)}.",
+            f"'prompt_token_ids', and beside it only {', '.join(keys)}.",
             field="prompt",
         )
     [name] = contents
@@ -108,11 +114,7 @@ def _divided(prompt: Prompt) -> tuple[Any, dict[str, Any]]:
     allowed = "token ids" if name == "prompt_token_ids" else "text, or a list of pieces with chunks"
     if not (isinstance(content, (list, tuple)) if name == "prompt_token_ids" else _is_prompt(content)):
         raise InvalidArgumentError(f"{name} is a {type(content).__name__}; pass {allowed}.", field="prompt")
-    for option, kind in (
-        ("chunk_reuse", ChunkReuse),
-        ("sparse_prefill", str),
-        ("conversation_snapshots", bool),
-    ):
+    for option, kind in keys.items():
         if not isinstance(options.get(option), kind | None):
             raise InvalidArgumentError(
                 f"{option} is {options[option]!r}; pass a {kind.__name__}, or leave it out.", field=option

@@ -10,14 +10,11 @@ from kvreclaim.compression.compressor import Compressor
 from kvreclaim.engine.compact.blocks import Blocks
 from kvreclaim.engine.compact.cells import UnevenPass
 from kvreclaim.engine.compact.compact import Compact
-from kvreclaim.engine.compact.drops import follow_drop
 from kvreclaim.engine.compact.job import CompactionJob, CompactionResult, PassMethod
 from kvreclaim.engine.compact.pass_context import PassContext
 from kvreclaim.engine.compact.recall_pass import RecallPass
 from kvreclaim.engine.compact.recalls import Recalls
 from kvreclaim.engine.request.outputs import EngineTotals
-from kvreclaim.engine.request.request import Sequence
-from kvreclaim.schedule.budget.drops import Drop
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 
@@ -57,10 +54,6 @@ class CompressionPass:
         self.totals.score_s += scored - started
         self.totals.compact_s += time.perf_counter() - scored
         return outcomes
-
-    def drop(self, seq: Sequence, done: Drop) -> None:
-        """Let what goes by slots follow a table that has dropped some."""
-        follow_drop(self.context, seq, done)
 
     def _way(self, compressor: Compressor) -> PassMethod:
         if compressor.recall is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvreclaim.engine.lifecycle.lifecycle import Lifecycle, tracker_of
+from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
 from kvreclaim.engine.request.request import Request, Sequence
 from kvreclaim.engine.sampling.beam_search import Hypothesis
 from kvreclaim.engine.sampling.detokenizer import Detokenizer
@@ -98,8 +98,8 @@ class Branches:
             for token in found.token_ids:
                 seq.detokenizer.append(token, may_stop=False)
             seq.detokenizer.finish()
-        if (tracker := tracker_of(request, loaded)) is not None:
-            seq.thinking = tracker
+        if (reader := request.reader) is not None:
+            seq.reader = reader
             for token in found.token_ids:
-                tracker.take(token)
+                reader.take(token)
         return seq

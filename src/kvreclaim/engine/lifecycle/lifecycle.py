@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 
@@ -17,9 +16,7 @@ from kvreclaim.compression.signal_needs import needs_of
 from kvreclaim.engine.extension import Extensions, HitLostError
 from kvreclaim.engine.request.outputs import EngineTotals, FinishReason
 from kvreclaim.engine.request.request import Request, Scheduled, Sequence
-from kvreclaim.engine.request.snapshot_recipe import snapshot_key
 from kvreclaim.engine.sampling.detokenizer import Detokenizer
-from kvreclaim.engine.sampling.thinking import ThinkTracker
 from kvreclaim.engine.signals.needs import chunk_salt, prefix_salt
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.errors import InvalidArgumentError
@@ -63,29 +60,21 @@ class Lifecycle:
         *,
         queued: bool = True,
         max_prefix_hit: int | None = None,
-        has_turns: bool = False,
     ) -> None:
         """Take the request in, with its first sequence.
 
         queued:   at once, or when `queue` is called
         max_prefix_hit: leading tokens that a prefix hit may cover; None: any number
-        has_turns: it goes on from what earlier turns of its conversation have kept, and keeps it
         """
         seq = self.new_sequence(request, 0, token_ids, footprint)
-        seq.seats = request.num_seats
-        if (at := footprint.compress_prompt_at) or has_turns:
-            salt = prefix_salt(request.spec.cache_salt, None, request.sparse_prefill)
-            if at:
-                seq.snapshot_key = snapshot_key(token_ids[:at], salt, request.compressor, footprint)
-            if has_turns:
-                known = snapshot_key(request.prompt_token_ids[:-1], salt, request.compressor, footprint)
-                seq.lineage = replace(known, has_past=True)
-        seq.max_prefix_hit = max_prefix_hit
+        seq.seats, seq.max_prefix_hit = request.num_seats, max_prefix_hit
         if request.lacks_prompt_logprobs:
             seq.max_prefix_hit = 0
         elif request.scores is not None:
             seq.max_prefix_hit = seq.num_prompt - 1
         self.requests[request.request_id] = request
+        for feature in request.features:
+            feature.begin(seq)
         if queued:
             self.queue(request)
 
@@ -290,7 +279,7 @@ class Lifecycle:
             detokenizer=detokenizer,
             gang=request.beams is not None,
             matcher=None if request.grammar is None else request.grammar.deep_copy(),
-            thinking=None if request.beams is not None else tracker_of(request, self.loaded),
+            reader=None if request.beams is not None else request.reader,
         )
         self.sequences[seq_id] = seq
         request.sequences.append(seq)
@@ -308,11 +297,3 @@ def salt_of(request: Request) -> str | None:
 def compressor_of(request: Request) -> Compressor | None:
     """The compressor of the request, or of its companions."""
     return request.compressor if request.verify is None else request.verify.compressor
-
-
-def tracker_of(request: Request, loaded: LoadedModel) -> ThinkTracker | None:
-    """What follows an output's reasoning; None: nobody asks about it."""
-    span = request.spec.thinking
-    if span is None:
-        return None
-    return ThinkTracker(span, loaded.tokenizer, request.params.thinking_token_budget)

@@ -17,7 +17,7 @@ from kvreclaim.engine.offload.image_record import KIND, UnfitError, image_from, 
 from kvreclaim.engine.offload.offloading import Offload
 from kvreclaim.engine.offload.prefixes import is_file_of
 from kvreclaim.engine.offload.snapshot_state import SnapshotStore
-from kvreclaim.engine.request.footprints import footprint_of
+from kvreclaim.engine.request.footprints import compressing_prompt, footprint_of
 from kvreclaim.engine.request.snapshot_recipe import PASS_SEMANTICS, VERSION, snapshot_key
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.manager import MemoryManager
@@ -52,8 +52,9 @@ class CompressedSessions:
         self, token_ids: list[int], salt: str | None, compressor: Compressor | None, compress_prompt_at: int
     ) -> SnapshotKey:
         """The key of what compression leaves of such a prompt. Raises: InvalidArgumentError."""
-        footprint = footprint_of(compressor, self.config, [*token_ids, BEYOND], compress_prompt_at)
-        assert compressor is not None, "footprint_of refuses a place without a policy that evicts"
+        plain = footprint_of(compressor, self.config, [*token_ids, BEYOND])
+        footprint = compressing_prompt(plain, compress_prompt_at, compressor, len(token_ids) + 1)
+        assert compressor is not None, "compressing_prompt refuses a place without a policy that evicts"
         return snapshot_key(token_ids[:compress_prompt_at], salt, compressor, footprint)
 
     def file_of(self, key: SnapshotKey, fields: Mapping[str, str]) -> SessionFile:

@@ -13,26 +13,22 @@ from kvreclaim.config import EngineConfig
 from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.refusals import Feature, refuse
 from kvreclaim.schedule.budget.footprint import Footprint
-from kvreclaim.schedule.budget.sparse import SparseRows
 
 
 def footprint_of(
     compressor: Compressor | None,
     config: EngineConfig,
     prompt: list[int],
-    compress_prompt_at: int | None = None,
     groups: LayerGroups | None = None,
-    sparse: SparseRows | None = None,
 ) -> Footprint:
     """The footprint of a request in this engine.
 
     With spread_compression its due points are shifted by less than the interval, by a hash of its prompt: a
     function of the request alone, so that a preempted one makes the same choices again.
     """
-    plain = Footprint(block_size=config.block_size, max_chunk=config.max_num_batched_tokens, sparse=sparse)
+    plain = Footprint(block_size=config.block_size, max_chunk=config.max_num_batched_tokens)
     if groups is not None:
         plain = replace(plain, windows=groups.windows, trailing=groups.trailing)
-    _check_compress_prompt_at(compress_prompt_at, compressor, len(prompt))
     if compressor is None:
         return plain
     settings, recall, least = compressor.config, compressor.recall, config.block_size
@@ -46,21 +42,23 @@ def footprint_of(
         settings.footprint(plain),
         window=window,
         offset=crc32(array("q", prompt).tobytes()) % choices,
-        compress_prompt_at=compress_prompt_at or 0,
     )
 
 
-def _check_compress_prompt_at(
-    compress_prompt_at: int | None, compressor: Compressor | None, num_prompt: int
-) -> None:
-    if compress_prompt_at is None:
-        return
-    check_int("compress_prompt_at", compress_prompt_at, 1)
+def compressing_prompt(
+    footprint: Footprint, at: int, compressor: Compressor | None, num_prompt: int
+) -> Footprint:
+    """The footprint of a request whose first tokens, so many, are compressed at once.
+
+    Raises: InvalidArgumentError.
+    """
+    check_int("compress_prompt_at", at, 1)
     evicts = compressor is not None and compressor.eviction_method.evicts
-    refuse({Feature.COMPRESS_AT: compress_prompt_at, Feature.NO_EVICTION: not evicts})
+    refuse({Feature.COMPRESS_AT: at, Feature.NO_EVICTION: not evicts})
     require(
-        compress_prompt_at < num_prompt,
-        f"compress_prompt_at is {compress_prompt_at}, but the prompt has {num_prompt} tokens; "
+        at < num_prompt,
+        f"compress_prompt_at is {at}, but the prompt has {num_prompt} tokens; "
         "lower it, so that at least one token follows.",
         "compress_prompt_at",
     )
+    return replace(footprint, compress_prompt_at=at)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Generic, Literal, TypeVar, get_args
@@ -93,8 +94,10 @@ class RequestMetrics:
     prefill_tokens_seen: tokens that dense attention would have read for sparsely computed prompt tokens,
                     summed over rows, layers and KV heads; prefill_tokens_read: of these, those read
     num_reused_tokens: prompt tokens whose keys and values come from chunks computed alone
-    num_reasoning_tokens: generated tokens of reasoning, its markers not among them; None: nobody asked
+    num_reasoning_tokens: generated tokens of reasoning, its markers not among them; None: they are not
+                    counted
     num_gone_tokens: prompt tokens that were to be reused but had left the cache, and were computed
+    counts:         figures of further features, by name
     queue_s:        seconds from arrival to the first step that computes a token; None while it waits
     ttft_s, e2e_s:  seconds from arrival to the first and the last token; None until then
     """
@@ -128,6 +131,7 @@ class RequestMetrics:
     queue_s: float | None = None
     ttft_s: float | None = None
     e2e_s: float | None = None
+    counts: dict[str, int] = field(default_factory=dict)
 
     @property
     def prefill_share(self) -> float | None:
@@ -229,6 +233,7 @@ class EngineTotals:
     preemptions: sequences that lost their blocks, by reason (all reasons are always there)
     swaps:       of these, sequences whose blocks' bytes were kept on the host
     finished:    sequences by finish reason
+    counts:      counters of features, by the names of their metrics
     recall_pages: pages of one (layer, KV head) that came back into recall blocks; recall_bytes: theirs
     recall_hits: of pages that were back at a pass, those of which a token stayed for good
     cold_dropped: pages that went for lack of cold memory
@@ -256,6 +261,7 @@ class EngineTotals:
     stream_buffer_bytes: int = 0
     preemptions: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(PreemptionReason), 0))
     finished: dict[str, int] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
 
     @property
     def num_preemptions(self) -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,13 +29,13 @@ from kvreclaim.engine.sampling.beam_search import BeamSearch, Hypothesis
 from kvreclaim.engine.sampling.detokenizer import Detokenizer
 from kvreclaim.engine.sampling.logprobs import Logprob, PromptLogprobs
 from kvreclaim.engine.sampling.processors import SampleRow, completing
-from kvreclaim.engine.sampling.thinking import ThinkTracker
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.schedule.budget.account import EvictionCounters
 
 if TYPE_CHECKING:
+    from kvreclaim.engine.feature import RequestFeature, TokenReader
     from kvreclaim.engine.sampling.grammar import Matcher
 
 
@@ -49,7 +49,7 @@ class Sequence(schedule.ScheduledSequence):
     window_cache: of each window (version, block ids of each group of layers)
     hypothesis: that it says, where it is what a beam search has come to
     matcher:    where it stands in its request's grammar
-    thinking:   where it stands in its reasoning
+    reader:     a feature's view of its text so far
     """
 
     token_ids: list[int]
@@ -68,7 +68,7 @@ class Sequence(schedule.ScheduledSequence):
     window_cache: dict[int, tuple[int, tuple[np.ndarray, ...]]] = field(default_factory=dict)
     hypothesis: Hypothesis | None = None
     matcher: Matcher | None = None
-    thinking: ThinkTracker | None = None
+    reader: TokenReader | None = None
 
     @property
     def waits_for_fork(self) -> bool:
@@ -114,7 +114,7 @@ class Sequence(schedule.ScheduledSequence):
     def takes_argmax(self) -> bool:
         """Whether the next token is the argmax of its row of logits, whatever that is."""
         request = self.request
-        if not request.takes_argmax or self.matcher is not None or self.thinking is not None:
+        if not request.takes_argmax or self.matcher is not None or self.reader is not None:
             return False
         return len(self.token_ids) - self.num_prompt >= request.spec.params.min_tokens
 
@@ -128,7 +128,7 @@ class Sequence(schedule.ScheduledSequence):
         generated = self.token_ids[self.num_prompt :] if penalizes or words else []
         if words:
             forbidden += completing(words, generated)
-        forced = None if self.thinking is None else self.thinking.forced
+        forced = None if self.reader is None else self.reader.forced
         return SampleRow(
             params, self.request.prompt_token_ids, generated, forbidden, self.generator, self.matcher, forced
         )
@@ -239,9 +239,8 @@ class Request:
     scores:    None for generation; else the given continuation is scored and nothing is drawn
     prompt_logprobs: of the prompt tokens computed so far; None: not asked for
     prompt_done: the whole prompt has been computed, maybe before a preemption
-    beams:     None unless it is a beam search
-    sparse_prefill: how its prompt is computed; None: by full attention
-    reuse:     of its prompt's chunks; None: it has none
+    features:  that the request has, in their order; state: what they keep with it, by type
+    beams, sparse_prefill, reuse: of the state; None: no beam search, full attention, no chunks
     verify:    None unless a compressed cache drafts for it; compressor is None then
     bad_words: token ids of each of its params' bad_words
     grammar:   of its structured outputs, at the beginning of each
@@ -263,21 +262,30 @@ class Request:
     error: str | None = None
     refusal: InvalidArgumentError | None = None
     prompt_done: bool = False
-    beams: Beams | None = None
-    sparse_prefill: SparsePrefill | None = None
-    reuse: Reuse | None = None
+    features: tuple[RequestFeature, ...] = ()
+    state: Mapping[type, Any] = field(default_factory=dict)
     verify: Verify | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: Matcher | None = None
     parent: Request | None = None
     children: list[Request] = field(default_factory=list)
+    beams: Beams | None = field(init=False)
+    sparse_prefill: SparsePrefill | None = field(init=False)
+    reuse: Reuse | None = field(init=False)
     is_plain: bool = field(init=False)
     takes_argmax: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        self.beams, self.reuse = self.state.get(Beams), self.state.get(Reuse)
+        self.sparse_prefill = self.state.get(SparsePrefill)
         special = (self.compressor, self.verify, self.sparse_prefill, self.reuse)
         self.is_plain = all(each is None for each in special)
         self.takes_argmax = not self.bad_words and SampleRow(self.params, [], [0], (), None).takes(0)
+
+    @property
+    def reader(self) -> TokenReader | None:
+        """A reader of a new output; None: no feature follows outputs."""
+        return next((reader for feature in self.features if (reader := feature.reader(self))), None)
 
     @property
     def request_id(self) -> str:
@@ -319,11 +327,7 @@ class Request:
             keeps_all = compressor.eviction_method.keeps_all
             m.policy, m.budget, m.sinks = config.policy, None if keeps_all else config.budget, config.sinks
         m.num_prompt_tokens = len(self.prompt_token_ids)
-        if self.reuse is not None:
-            m.num_reused_tokens, m.num_gone_tokens = int((~self.reuse.anew).sum()), self.reuse.num_gone
         m.num_generated_tokens = sum(seq.num_generated for seq in self.sequences)
-        tracked = [seq.thinking.num_tokens for seq in self.sequences if seq.thinking is not None]
-        m.num_reasoning_tokens = sum(tracked) if self.spec.thinking is not None else None
         accounts = [seq.account for seq in self.sequences]
         peaks = [(seq.peak_blocks, seq.answer_blocks) for seq in self.sequences]
         m.tokens_lost_to_rounding = sum(seq.state.rounded for seq in self.sequences)
@@ -332,14 +336,15 @@ class Request:
             peaks.append((self.beams.peak_blocks, self.beams.answer_blocks))
             m.tokens_lost_to_rounding += self.beams.rounded
         m.tokens_evicted = sum(a.num_evicted - a.inherited_evicted for a in accounts)
-        m.num_dropped_tokens = max((a.num_dropped for a in accounts), default=0)
         m.blocks_freed = sum(a.blocks_freed for a in accounts)
         m.blocks_perfect = sum(a.blocks_perfect for a in accounts)
         m.compactions = sum(a.compactions for a in accounts)
         m.peak_blocks = max((peak for peak, _ in peaks), default=0)
         m.answer_blocks = max((peak for _, peak in peaks), default=0)
         m.final_blocks = sum(seq.final_blocks for seq in self.sequences)
-        return replace(m)
+        for feature in self.features:
+            feature.report(self, m)
+        return replace(m, counts=dict(m.counts))
 
     def output(self) -> RequestOutput:
         return RequestOutput(

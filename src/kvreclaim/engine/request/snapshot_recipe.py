@@ -9,13 +9,9 @@ from dataclasses import asdict, replace
 from importlib.metadata import version
 
 from kvreclaim.compression.compressor import Compressor
-from kvreclaim.config import EngineConfig
-from kvreclaim.engine.request.request import Request
-from kvreclaim.schedule import EvictionMethod, Footprint
+from kvreclaim.schedule import Footprint
 from kvreclaim.schedule.snapshot_key import SnapshotKey
 
-MOST_OPENING = 16
-"""Tokens that a chat template writes at most to open an answer."""
 PASS_SEMANTICS = 2
 """To be raised when a pass with the same settings keeps something else, or leaves it elsewhere."""
 
@@ -45,24 +41,6 @@ def recipe_of(compressor: Compressor | None, footprint: Footprint) -> str:
         },
     }
     return json.dumps(told, sort_keys=True)
-
-
-def has_snapshots(request: Request, footprint: Footprint, config: EngineConfig, max_blocks: int) -> bool:
-    """Whether a request that asks for it goes on from what earlier turns of its conversation have kept, and
-    keeps it: one that evicts tokens again and again, or drops some, and of whose prompt every token is
-    computed as any other. max_blocks: of all snapshots"""
-    special = (request.beams, request.reuse, request.parent, request.sparse_prefill)
-    return (
-        config.enable_prefix_caching
-        and max_blocks > 0
-        and (footprint.bounded or _only_drops(footprint))
-        and footprint.recall is None
-        and all(each is None for each in special)
-    )
-
-
-def _only_drops(footprint: Footprint) -> bool:
-    return footprint.drops is not None and footprint.eviction_method is EvictionMethod.KEEP
 
 
 def snapshot_key(

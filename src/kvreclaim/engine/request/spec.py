@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from kvreclaim.beams import BeamSearchParams
-from kvreclaim.chunks import Chunks
 from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.compression.prefill.method import SparsePrefill
 from kvreclaim.memory.pins import Retention
-from kvreclaim.parsers.thinking import ThinkSpan
 from kvreclaim.sampling_params import SamplingParams
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,20 +24,10 @@ class RequestSpec:
     priority:     lower runs first, under scheduling_policy "priority"; else 0
     retention:    pins of leading tokens, of the answer, too, if they reach as far
     tenant:       tenants get fair shares of the engine
-    compress_prompt_at: n: compress the first n prompt tokens at once, and keep the result for requests with
-                  the same tokens, compression and n
-    conversation_snapshots: whether it goes on from what earlier turns of its conversation have kept after
-                  compression, and keeps it for the next one; None: as the engine is set
-    is_rewritten: the next turn's prompt may say the answer in other tokens; what is left of this prompt is
-                  kept as well then
-    drop_spans:   (first, last + 1) of prompt tokens whose keys and values leave the cache before the token at
-                  drop_at is computed; None: before the last one of the prompt
-    beams:        a beam search; params are then its `sampling`
     cache_salt:   prefix blocks are shared only among requests with the same salt
-    sparse_prefill: method of the prompt, by name or as an object; None: the engine's own
-    chunks:       parts of the prompt that are computed alone once and reused
-    thinking:     where its outputs have reasoning, whose tokens are counted; None: nobody asks
     may_end_early: if the pool cannot hold max_tokens, end the outputs where it ends; False: refuse
+    options:      of features, by their types (engine/features/); with a BeamSearchParams, params are its
+                  `sampling`
     """
 
     request_id: str = ""
@@ -49,19 +39,20 @@ class RequestSpec:
     priority: int = 0
     retention: tuple[Retention, ...] = ()
     tenant: str | None = None
-    compress_prompt_at: int | None = None
-    conversation_snapshots: bool | None = None
-    is_rewritten: bool = False
-    drop_spans: Sequence[tuple[int, int]] | None = None
-    drop_at: int | None = None
-    beams: BeamSearchParams | None = None
     cache_salt: str | None = None
-    sparse_prefill: str | SparsePrefill | None = None
-    chunks: Chunks | None = None
-    thinking: ThinkSpan | None = None
     may_end_early: bool = False
+    options: Mapping[type, Any] = field(default_factory=dict)
+
+    def option(self, kind: type[T]) -> T | None:
+        """The request's option of a type; None: it has none."""
+        return self.options.get(kind)
+
+    def having(self, option: object) -> RequestSpec:
+        """The request with this option, too; None: as it is."""
+        return self if option is None else replace(self, options={**self.options, type(option): option})
 
     @property
     def num_sequences(self) -> int:
         """Sequences that run at once for the request."""
-        return self.params.n if self.beams is None else self.beams.beam_width
+        beams = self.option(BeamSearchParams)
+        return self.params.n if beams is None else beams.beam_width

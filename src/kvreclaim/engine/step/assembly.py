@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from kvreclaim.compression.config import StatsSource
-from kvreclaim.compression.prefill.method import SparsePrefill
-from kvreclaim.compression.prefill.registry import make_method
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.compact.pass_context import PassContext
@@ -28,8 +25,6 @@ from kvreclaim.engine.request.request import Sequence as Seq
 from kvreclaim.engine.request.sizing import make_memory, state_slots
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.engine.step.full_cache import full_cache, streamed_layers
-from kvreclaim.engine.step.validation import check_sparse_prefill
-from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.offload.plan.tiered_offload import TieredOffload
@@ -41,7 +36,6 @@ from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.states import StateStore
 from kvreclaim.ops.streamed import StreamedLayers
-from kvreclaim.refusals import Feature, refuse
 from kvreclaim.schedule import Scheduler
 from kvreclaim.schedule.preemption_cost import PreemptionCostModel
 from kvreclaim.schedule.rates import Rates
@@ -72,25 +66,6 @@ def _key_stats(facts: ModelFacts, source: StatsSource | None) -> list[KeyStats] 
     stats = source if isinstance(source, QueryStats) else QueryStats.load(source)
     stats.check_model(facts)
     return stats.keys()
-
-
-def default_prefill(
-    config: EngineConfig, groups: LayerGroups, features: Mapping[Feature, object]
-) -> SparsePrefill | None:
-    """The engine's method of sparse prefill; None: dense. Raises: InvalidArgumentError."""
-    method = make_method(config.sparse_prefill)
-    if method is None:
-        return None
-    if method.slow:
-        raise InvalidArgumentError(
-            f"sparse prefill {method.name} takes about as long as dense attention does "
-            "(docs/prompts.md); use pooled, a_shape or block_sparse, or compare it with them through "
-            "a prompt's sparse_prefill, or `kvreclaim eval`.",
-            field="sparse_prefill",
-        )
-    refuse({**features, Feature.SPARSE_PREFILL: method.name})
-    check_sparse_prefill(method, config, groups.facts)
-    return method
 
 
 def chosen_backend(config: EngineConfig, loaded: LoadedModel, groups: LayerGroups, form: KVFormat) -> Choice:

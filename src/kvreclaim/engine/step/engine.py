@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial, wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -14,12 +14,12 @@ import torch
 
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.config import StatsSource
-from kvreclaim.config import DENSE, EngineConfig
+from kvreclaim.config import EngineConfig
 from kvreclaim.engine.compact.pass_context import PassContext
 from kvreclaim.engine.compact.passes import CompressionPass
 from kvreclaim.engine.compact.recall_refresh import RecallExtension
 from kvreclaim.engine.extension import Extensions
-from kvreclaim.engine.lifecycle.chunk_requests import ChunkedPrompts
+from kvreclaim.engine.feature import RequestFeature, take_options
 from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
 from kvreclaim.engine.offload.compressed_session import CompressedSessions
 from kvreclaim.engine.offload.disk import namespace_of
@@ -27,12 +27,10 @@ from kvreclaim.engine.offload.session import Sessions
 from kvreclaim.engine.offload.snapshot_state import SnapshotStore
 from kvreclaim.engine.offload.states import StateCopies
 from kvreclaim.engine.offload.stats import TierStats
-from kvreclaim.engine.request.chunk_reuse import Reuse
 from kvreclaim.engine.request.footprints import footprint_of
 from kvreclaim.engine.request.outputs import EngineTotals, StepStats
 from kvreclaim.engine.request.request import Request
 from kvreclaim.engine.request.request import Sequence as Seq
-from kvreclaim.engine.request.snapshot_recipe import MOST_OPENING, has_snapshots
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.engine.speculative.companion_copier import CompanionCache, CompanionCopier
@@ -42,7 +40,6 @@ from kvreclaim.engine.speculative.make import make_drafter
 from kvreclaim.engine.speculative.verifier import Verifier
 from kvreclaim.engine.step.assembly import (
     chosen_backend,
-    default_prefill,
     describe,
     keeps_snapshots_on_disk,
     make_host_states,
@@ -60,7 +57,7 @@ from kvreclaim.engine.step.executor import StepExecutor
 from kvreclaim.engine.step.full_cache import admitting
 from kvreclaim.engine.step.output_processor import OutputProcessor
 from kvreclaim.engine.step.request_factory import RequestFactory, engine_features
-from kvreclaim.engine.step.validation import bounded_by_pool, check_length
+from kvreclaim.engine.step.validation import bounded_by_pool
 from kvreclaim.engine.step.verified import divided
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
 from kvreclaim.model.loader import LoadedModel
@@ -89,6 +86,7 @@ class StepResult:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+F = TypeVar("F", bound=RequestFeature)
 
 
 def on_own_device(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
@@ -106,6 +104,7 @@ class Engine:
     """Continuous batching over a paged cache whose compression gives blocks back.
 
     config.num_blocks and config.max_model_len must be set (LLM derives them from the machine).
+    features: classes of the features that requests may have (engine/features/)
     draft: the model that config.speculative_config names, if it names one
     stats: of the model, from which a coded cache knows how to store keys; None: from the weights
 
@@ -117,6 +116,7 @@ class Engine:
         self,
         loaded: LoadedModel,
         config: EngineConfig,
+        features: Iterable[Callable[[Engine], RequestFeature]],
         draft: DraftModel | None = None,
         stats: StatsSource | None = None,
     ) -> None:
@@ -132,14 +132,13 @@ class Engine:
         self.groups = groups = layer_groups(facts, config)
         self.features = engine_features(config, loaded, form, groups)
         refuse(self.features)
-        prefill = default_prefill(config, groups, self.features)
         choice = chosen_backend(config, loaded, groups, form)
         self.backend = backend = choice.backend
         self.totals = totals = EngineTotals()
         self.extensions = Extensions()
         self.storage = storage = make_storage(loaded, config, groups, form, backend, totals)
         self.memory, self.cache, self.device_cache = storage.memory, storage.cache, storage.device
-        self._admitting = admitting(config, self.memory.pool.num_blocks)
+        self.limits = admitting(config, self.memory.pool.num_blocks)
         self.states = states = make_states(loaded, self.memory)
         self.signals = Signals(
             loaded,
@@ -176,8 +175,9 @@ class Engine:
             self.extensions.add(self.drafter)
         self.kernels = describe(loaded, groups, form, choice, self.extensions)
         logger.log(logging.WARNING if choice.why_not else logging.INFO, self.kernels)
+        on = tuple(make(self) for make in features)
         self.factory = RequestFactory(
-            loaded, self._admitting, groups, self.features, self.signals, self.recalls, prefill
+            loaded, self.limits, groups, self.features, self.signals, self.recalls, on
         )
         self._num_added = 0
 
@@ -212,15 +212,6 @@ class Engine:
         return StateCopies(self.states.group, self.states.store, self.memory.offload.parking, self._on_host)
 
     @cached_property
-    def chunked(self) -> ChunkedPrompts:
-        """Reuses chunks of prompts, from the first request on that has some."""
-        facts = self.groups.facts
-        chunked = ChunkedPrompts(
-            self.loaded, facts, self.cache, self.backend, self.lifecycle, self._add_child
-        )
-        return self.extensions.add(chunked)
-
-    @cached_property
     def verifier(self) -> Verifier:
         """Drafts from compressed caches, from the first request on that asks for it. Its companions share the
         pool with everybody, or have it for themselves, where full caches lie in host memory."""
@@ -244,6 +235,10 @@ class Engine:
         following = CompanionTracker(self.lifecycle, runner, compression, companions, feeding)
         return self.extensions.add(Verifier(self.lifecycle, following, self.states))
 
+    def feature(self, kind: type[F]) -> F:
+        """The engine's object of a feature of requests."""
+        return next(each for each in self.factory.features if isinstance(each, kind))
+
     @on_own_device
     def bound(self, compressor: Compressor | None, said: int | None) -> None:
         """Lower max_model_len to what the pool holds of every sequence under this compression, which requests
@@ -251,9 +246,9 @@ class Engine:
 
         Raises: InvalidArgumentError if the pool cannot hold what was said, or not a single token.
         """
-        footprint = footprint_of(divided(compressor)[1], self.config, [], groups=self.groups)
+        footprint = footprint_of(divided(compressor)[1], self.config, [], self.groups)
         longest = self.loaded.facts.max_position
-        self.max_model_len = bounded_by_pool(footprint, self._admitting, given=said, longest=longest)
+        self.max_model_len = bounded_by_pool(footprint, self.limits, given=said, longest=longest)
         self.runner.expect(compressor)
 
     def cold_bytes(self) -> int:
@@ -314,93 +309,47 @@ class Engine:
         prompt_token_ids: list[int],
         params: SamplingParams,
         compressor: Compressor | None = None,
-        **options: Any,
+        options: Iterable[object] = (),
+        **given: Any,
     ) -> Request:
-        """`add` of a RequestSpec with these options."""
+        """`add` of a RequestSpec. given: its other fields, and fields of further options by name"""
+        more = take_options(map(type, self.factory.features), given)
         spec = RequestSpec(
-            request_id=request_id, prompt_token_ids=list(prompt_token_ids), params=params, **options
+            request_id=request_id,
+            prompt_token_ids=list(prompt_token_ids),
+            params=params,
+            options={type(each): each for each in options} | more,
+            **given,
         )
         return self.add(spec, compressor)
 
     @on_own_device
     def add(
-        self,
-        spec: RequestSpec,
-        compressor: Compressor | None = None,
-        *,
-        parent: Request | None = None,
-        trial: Reuse | None = None,
+        self, spec: RequestSpec, compressor: Compressor | None = None, *, parent: Request | None = None
     ) -> Request:
         """Queue a request.
 
         compressor: what spec.compression stands for
-        parent:     on whose behalf a chunk is computed, or a prompt whose reuse is only tried: `trial`
+        parent:     the request on whose behalf this one is computed
 
         Raises: InvalidArgumentError, RequestTooLongError. A refused request leaves no trace.
         """
         if spec.request_id in self.requests:
             raise InvalidArgumentError(f"request id {spec.request_id!r} is in use; pass another one.")
-
-        def reuse_of() -> Reuse | None:
-            return trial if spec.chunks is None else self._reuse(spec)
-
-        made = self.factory.make(spec, compressor, self._num_added, reuse_of, parent)
-        request, footprint = made.request, made.footprint
-        self.runner.expect(compressor, 0 if request.verify is None else request.verify.num_tokens)
+        made = self.factory.make(spec, compressor, self._num_added, parent)
+        request, verify = made.request, made.request.verify
+        self.runner.expect(compressor, 0 if verify is None else verify.num_tokens)
         if spec.params.structured_outputs is not None:
             request.grammar = self.grammars.matcher(spec.params.structured_outputs)
             self.grammars.check(request.grammar, spec.params, request.bad_words)
-        asks = spec.conversation_snapshots
-        if asks is None:
-            asks = self.config.conversation_snapshots and request.scores is None
-        most = self.scheduler.snapshots.max_blocks
-        has_turns = asks and has_snapshots(request, footprint, self.config, most)
-        if footprint.compress_prompt_at or has_turns:
-            _ = self.snapshots  # from now on
-        if has_turns and spec.is_rewritten:
-            least = 0 if footprint.drops is None else footprint.drops.at
-            footprint = replace(footprint, keep_at=max(least, len(spec.prompt_token_ids) - MOST_OPENING))
-        is_chunked = spec.chunks is not None and request.reuse is not None
-        most_hit = None if request.verify is None else self.verifier.max_prefix_hit(request.verify)
+        most_hit = None if verify is None else self.verifier.max_prefix_hit(verify)
         self.lifecycle.begin(
-            request,
-            made.tokens,
-            footprint,
-            queued=not is_chunked,
-            max_prefix_hit=most_hit,
-            has_turns=has_turns,
+            request, made.tokens, made.footprint, queued=made.queued, max_prefix_hit=most_hit
         )
-        if spec.chunks is not None and is_chunked:
-            self.chunked.begin(request, spec.chunks.reuse)
         for extension in self.extensions.ordered:
             extension.added()
         self._num_added += 1
         return request
-
-    def _reuse(self, spec: RequestSpec) -> Reuse | None:
-        """The reuse of the prompt's chunks; None: none. Raises: RequestTooLongError."""
-        chunks, prompt = spec.chunks, spec.prompt_token_ids
-        assert chunks is not None, f"request {spec.request_id} has no chunks"
-        reuse = self.chunked.reuse_of(list(prompt), chunks, spec.cache_salt)
-        if reuse is not None and chunks.reuse.tries:
-            whole = footprint_of(None, self.config, prompt, None, self.groups)
-            check_length(len(prompt), len(prompt), whole, self._admitting, policy="full")
-        return reuse
-
-    def _add_child(
-        self, name: str, tokens: list[int], params: SamplingParams, parent: Request, trial: Reuse | None
-    ) -> Request:
-        """Queue what a request waits for, as urgently as that, for the same tenant."""
-        spec = replace(
-            RequestSpec(request_id=name, prompt_token_ids=tokens, params=params),
-            priority=parent.spec.priority,
-            tenant=parent.spec.tenant,
-            cache_salt=parent.spec.cache_salt,
-            sparse_prefill=DENSE,
-        )
-        child = self.add(spec, parent=parent, trial=trial)
-        parent.children.append(child)
-        return child
 
     @on_own_device
     def abort(self, request_id: str) -> None:

@@ -215,12 +215,12 @@ class OutputProcessor:
             self.branches.conclude(request)
 
     def compress(self, sequences: list[Sequence]) -> None:
-        """Let dropped spans go, and bring those that are due back to their budgets."""
+        """Bring sequences that are due back to their budgets."""
         jobs, scheduler = [], self.lifecycle.scheduler
         for seq in sequences:
-            if seq.footprint.drops is not None:
-                with self.lifecycle.contained(seq.request, "dropping spans of"):
-                    self._drop(seq)
+            for feature in seq.request.features:
+                with self.lifecycle.contained(seq.request, "running the features of"):
+                    feature.before_pass(seq)
             if seq.request.compressor is None:
                 continue
             try:
@@ -245,12 +245,6 @@ class OutputProcessor:
                 self.passes.append((job.seq.request, plan))
                 for extension in self.lifecycle.extensions.ordered:
                     extension.compressed(job.seq, plan, outcome.kept)
-
-    def _drop(self, seq: Sequence) -> None:
-        if (done := self.lifecycle.scheduler.drop(seq)) is not None:
-            self.totals.tokens_evicted += len(done.entries) * self.lifecycle.memory.block_size
-            self.totals.blocks_perfect += len(done.entries)
-            self.compression.drop(seq, done)
 
     def _job(self, plan: Pass[int]) -> CompactionJob:
         seq, size = self.lifecycle.sequences[plan.seq_id], self.lifecycle.memory.block_size
@@ -334,8 +328,8 @@ class OutputProcessor:
             request.metrics.ttft_s = time.perf_counter() - request.arrival_s
         seq.token_ids.append(token)
         complete = seq.matcher is not None and follow(seq.matcher, token)
-        if seq.thinking is not None:
-            seq.thinking.take(token)
+        if seq.reader is not None:
+            seq.reader.take(token)
         self.totals.generation_tokens += 1
         may_stop = len(seq.token_ids) - seq.num_prompt >= params.min_tokens
         is_eos = token in self._eos_token_ids and not params.ignore_eos
@@ -345,8 +339,8 @@ class OutputProcessor:
             stop = seq.detokenizer.append(
                 token,
                 may_stop=may_stop and not ends,
-                num_answer=None if seq.thinking is None else seq.thinking.num_answer,
-                is_unsure=seq.thinking is not None and seq.thinking.is_unsure,
+                num_answer=None if seq.reader is None else seq.reader.num_answer,
+                is_unsure=seq.reader is not None and seq.reader.is_unsure,
             )
         if ends or stop is not None:
             seq.stop_reason = stop if stop is not None else (token if is_stop and not is_eos else None)

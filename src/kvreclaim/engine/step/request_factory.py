@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from kvreclaim.beams import BeamSearchParams
 from kvreclaim.compression.compressor import Compressor
-from kvreclaim.compression.prefill.method import SparsePrefill
-from kvreclaim.compression.prefill.registry import make_method
 from kvreclaim.compression.refusals import format_features, model_features, policy_features
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.compact.recalls import Recalls
-from kvreclaim.engine.request.chunk_reuse import Reuse
+from kvreclaim.engine.feature import RequestDraft, RequestFeature
 from kvreclaim.engine.request.footprints import footprint_of
-from kvreclaim.engine.request.request import Beams, Request, Scores
+from kvreclaim.engine.request.request import Request, Scores
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.request.verify import Verify
-from kvreclaim.engine.sampling.beam_search import BeamSearch
-from kvreclaim.engine.sampling.thinking import closing_ids
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.engine.step.validation import (
-    check_beams,
     check_length,
     check_prompt,
     check_recall,
     check_salt_and_priority,
-    check_sparse_prefill,
     checked_bad_words,
-    checked_drops,
     output_limit,
 )
 from kvreclaim.engine.step.verified import divided, verify_of
@@ -44,11 +36,12 @@ UNSEEDED = 1 << 40
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewRequest:
-    """A request that has been checked. tokens: of its prompt, and of a continuation to be scored"""
+    """A checked request. tokens: its prompt and a continuation to be scored; queued: at once"""
 
     request: Request
     tokens: list[int]
     footprint: Footprint
+    queued: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,27 +49,22 @@ class RequestFactory:
     """Makes requests for one engine, or refuses them; nothing else has changed then.
 
     config:   its limits are those of a request
-    features: of the engine, for the table of refusals
-    prefill:  sparse prefill of requests without their own
+    engine:   features of the engine, for the table of refusals
+    features: that requests may have, in the order in which a request passes them
     """
 
     loaded: LoadedModel
     config: EngineConfig
     groups: LayerGroups
-    features: Mapping[Feature, object]
+    engine: Mapping[Feature, object]
     signals: Signals
     recalls: Recalls | None
-    prefill: SparsePrefill | None
+    features: tuple[RequestFeature, ...]
 
     def make(
-        self,
-        spec: RequestSpec,
-        compressor: Compressor | None,
-        number: int,
-        reuse_of: Callable[[], Reuse | None],
-        parent: Request | None,
+        self, spec: RequestSpec, compressor: Compressor | None, number: int, parent: Request | None
     ) -> NewRequest:
-        """A request. number: of those that the engine has had; reuse_of: what of its chunks is reused.
+        """A request. number: of requests that the engine has had
 
         Raises: InvalidArgumentError, RequestTooLongError.
         """
@@ -85,22 +73,15 @@ class RequestFactory:
         lengths = len(prompt), len(tokens) - (spec.continuation is not None)  # its last token is not computed
         check_prompt(tokens, params, config, self.loaded)
         check_salt_and_priority(spec.cache_salt, spec.priority)
-        method, sparse = self._prefill_method(spec), None
-        assert config.max_model_len is not None, "the engine's limits are set"
-        refuse({**self.features, **request_features(spec, compressor, method, config.max_model_len)})
+        features = tuple(each for each in self.features if each.is_on(spec, is_child=parent is not None))
+        refuse({**self.engine, **request_conditions(spec, compressor, features)})
         bad_words = checked_bad_words(params, self.loaded)
-        if params.thinking_token_budget is not None and spec.thinking is not None:
-            closing_ids(spec.thinking, self.loaded.tokenizer)
-        if method is not None:
-            sparse = check_sparse_prefill(method, config, self.groups.facts)
-            method = None if sparse is None else method
         verified, compressor = (None, None) if compressor is None else divided(compressor)
         verify = None if verified is None else self._verify(spec, verified, len(tokens))
-        footprint = footprint_of(compressor, config, prompt, spec.compress_prompt_at, self.groups, sparse)
-        if (drops := checked_drops(spec)) is not None:
-            footprint = footprint.dropping(drops)
-        if (reuse := reuse_of()) is not None:
-            footprint = replace(footprint, shareable_until=reuse.sources[0].start)
+        draft = RequestDraft(spec, compressor, footprint_of(compressor, config, prompt, self.groups))
+        for feature in features:
+            feature.claim(draft)
+        footprint = draft.footprint
         policy = "full" if compressor is None else compressor.policy.name
         check_length(*lengths, footprint, config, policy=policy)
         if compressor is not None:
@@ -109,7 +90,8 @@ class RequestFactory:
         max_len = output_limit(
             *lengths, params.max_tokens, footprint, config, may_end_early=spec.may_end_early
         )
-        beams = None if spec.beams is None else self._beams(spec.beams, prompt, max_len, footprint)
+        for feature in features:
+            feature.limited(draft, max_len)
         seed = UNSEEDED + config.seed * 1_000_003 + number if params.seed is None else params.seed
         scores = None
         if spec.continuation is not None:
@@ -120,27 +102,21 @@ class RequestFactory:
             compressor,
             max_len,
             seed,
-            beams=beams,
-            sparse_prefill=method,
-            reuse=reuse,
+            features=features,
+            state=draft.state,
             verify=verify,
             bad_words=bad_words,
             parent=parent,
             scores=scores,
             prompt_logprobs=[None] if params.prompt_logprobs is not None else None,
         )
-        return NewRequest(request, list(tokens), footprint)
+        return NewRequest(request, list(tokens), footprint, draft.queued)
 
     def check_compression(self, compressor: Compressor, *, scored: bool) -> None:
         """Raise InvalidArgumentError where this engine cannot serve the compression. scored: its text is
         given whole"""
-        refuse({**self.features, **compression_features(compressor, scored=scored)})
+        refuse({**self.engine, **compression_features(compressor, scored=scored)})
         self.signals.check(compressor)
-
-    def _prefill_method(self, spec: RequestSpec) -> SparsePrefill | None:
-        """Return the request's method of sparse prefill, else the engine's."""
-        method = self.prefill if spec.sparse_prefill is None else spec.sparse_prefill
-        return make_method(method) if isinstance(method, str) else method
 
     def _verify(self, spec: RequestSpec, verified: Compressor, num_tokens: int) -> Verify:
         """Settings of verify mode for the request. Raises: InvalidArgumentError."""
@@ -148,15 +124,6 @@ class RequestFactory:
         verify = verify_of(verified, self.groups, self.config, spec.prompt_token_ids, most)
         self.signals.check(verified)
         return verify
-
-    def _beams(
-        self, params: BeamSearchParams, prompt: list[int], max_len: int, footprint: Footprint
-    ) -> Beams:
-        """The request's beam search. Raises: InvalidArgumentError, RequestTooLongError."""
-        eos = frozenset() if params.ignore_eos else self.loaded.eos_token_ids
-        search = BeamSearch(params, max_len - len(prompt), eos)
-        check_beams(search, len(prompt), footprint, self.config, self.loaded.vocab_size)
-        return Beams(search)
 
 
 def engine_features(
@@ -173,32 +140,22 @@ def engine_features(
     return config.features() | format_features(form) | model_features(groups.facts) | own
 
 
-def request_features(
-    spec: RequestSpec, compressor: Compressor | None, method: SparsePrefill | None, max_model_len: int
+def request_conditions(
+    spec: RequestSpec, compressor: Compressor | None, features: tuple[RequestFeature, ...]
 ) -> dict[Feature, object]:
-    """Return features of a request; None and False: off.
-
-    compressor: of the request or of its drafts; method: its sparse prefill
-    """
+    """Return conditions of a request for the table of refusals; None and False: off. compressor: of the
+    request or of its drafts"""
     params = spec.params
     own: dict[Feature, object] = {
-        Feature.CHUNK_REUSE: spec.chunks is not None,
-        Feature.COMPRESS_AT: spec.compress_prompt_at is not None,
-        Feature.DROPS: bool(spec.drop_spans),
-        Feature.DROP_AT: spec.drop_at,
-        Feature.NO_DROPS: not spec.drop_spans,
-        Feature.BEAM_SEARCH: spec.beams is not None,
         Feature.SEVERAL_OUTPUTS: params.n > 1,
         Feature.PROMPT_LOGPROBS: params.prompt_logprobs is not None,
         Feature.SCORING: spec.continuation is not None,
         Feature.PRIORITY: spec.priority or None,
         Feature.STOP_STRINGS: bool(params.stop_strings),
         Feature.BAD_WORDS: bool(params.bad_words),
-        Feature.THINKING_BUDGET: params.thinking_token_budget is not None,
-        Feature.UNKNOWN_REASONING: spec.thinking is None,
-        Feature.SPARSE_PREFILL: None if method is None else method.name,
-        Feature.SKIPS_BLOCKS: None if method is None or method.reads_all(max_model_len) else method.name,
     }
+    for each in features:
+        own |= each.conditions(spec)
     if compressor is None:
         return own
     return own | compression_features(compressor, scored=spec.continuation is not None)

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import logging
 
-from kvreclaim.checks import check_int, check_text, is_int, require
+from kvreclaim.checks import check_text, is_int, require
 from kvreclaim.compression.compressor import Compressor
-from kvreclaim.compression.prefill.method import SparsePrefill
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.compact.recalls import Recalls
-from kvreclaim.engine.request.spec import RequestSpec
-from kvreclaim.engine.sampling.beam_search import BeamSearch
 from kvreclaim.engine.sampling.processors import word_ids
 from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
 from kvreclaim.model.loader import LoadedModel
-from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.schedule.budget.check import check_blocks
-from kvreclaim.schedule.budget.drops import Drops, joined
 from kvreclaim.schedule.budget.footprint import Footprint
-from kvreclaim.schedule.budget.lengths import excess_slots, longest_sequence, most_blocks
-from kvreclaim.schedule.budget.sparse import SparseRows
+from kvreclaim.schedule.budget.lengths import excess_slots, longest_sequence
 
 logger = logging.getLogger(__name__)
 
@@ -85,58 +79,6 @@ def check_salt_and_priority(cache_salt: str | None, priority: object) -> None:
     )
 
 
-def checked_drops(spec: RequestSpec) -> Drops | None:
-    """Return the spans that a request drops. Raises: InvalidArgumentError for a span outside its prompt."""
-    spans, at, num_prompt = spec.drop_spans, spec.drop_at, len(spec.prompt_token_ids)
-    if not spans:
-        return None
-    require(
-        isinstance(spans, (list, tuple)),
-        f"drop_spans is {spans!r}; pass a list of (first, last + 1) of prompt tokens.",
-        "drop_spans",
-    )
-    if at is None:
-        at = num_prompt - 1
-    else:
-        check_int("drop_at", at, 1)
-    require(
-        at < num_prompt,
-        f"drop_at is {at}, but the prompt has {num_prompt} tokens; lower it, so that at least one token "
-        "follows.",
-        "drop_at",
-    )
-    for span in spans:
-        is_pair = isinstance(span, (list, tuple)) and len(span) == 2 and all(map(is_int, span))
-        require(
-            is_pair and 0 <= span[0] < span[1] <= at,
-            f"drop_spans has {span!r}; a span is (first, last + 1) of prompt tokens before drop_at, {at}; "
-            "correct or remove it.",
-            "drop_spans",
-        )
-    return Drops(joined(spans), at)
-
-
-def check_sparse_prefill(method: SparsePrefill, config: EngineConfig, facts: ModelFacts) -> SparseRows | None:
-    """The rows of the method that the scheduler plans by; None where it leaves out nothing.
-
-    Raises: InvalidArgumentError where it does not go with the model or the engine's limits.
-    """
-    method.check(facts, config.block_size)
-    assert config.max_model_len is not None, "the engine's limits are set"
-    if method.reads_all(config.max_model_len):
-        return None
-    rows = method.sparse_rows(facts.layers[0], config.block_size)
-    least = rows.span + config.max_num_seqs
-    require(
-        config.max_num_batched_tokens >= least,
-        f"sparse prefill {method.name} decides on {rows.span} tokens at once, and max_num_batched_tokens "
-        f"{config.max_num_batched_tokens} may leave fewer beside {config.max_num_seqs} running sequences; "
-        f"raise it to {least}, or lower max_num_seqs.",
-        "sparse_prefill",
-    )
-    return rows
-
-
 def check_recall(compressor: Compressor, config: EngineConfig, recalls: Recalls | None) -> None:
     """Raise InvalidArgumentError if host memory is too small for the recall of one sequence."""
     if recalls is not None and (recall := compressor.recall) is not None:
@@ -146,37 +88,6 @@ def check_recall(compressor: Compressor, config: EngineConfig, recalls: Recalls 
             f"recall {recall.mode!r} is refused: kv_recall_size {config.kv_recall_size} GiB holds {num_rows} "
             f"pages, and one sequence needs {least}; raise it.",
             "compression",
-        )
-
-
-def check_beams(
-    search: BeamSearch, num_prompt: int, footprint: Footprint, config: EngineConfig, vocab_size: int
-) -> None:
-    """Raise InvalidArgumentError or RequestTooLongError for a beam search that can never run to its end: all
-    its beams run at once."""
-    width = search.params.beam_width
-    for name in ("max_num_seqs", "max_num_batched_tokens"):
-        require(
-            width <= getattr(config, name),
-            f"beam_width is {width}, but {name} is {getattr(config, name)}, and all beams run at once; lower "
-            f"beam_width or raise {name}.",
-            "beam_width",
-        )
-    candidates = search.num_candidates(width, len(search.eos))
-    require(
-        candidates <= width * vocab_size,
-        f"beam_width is {width}: its steps choose from {candidates} candidates, but the vocabulary has "
-        f"{vocab_size} tokens a beam; use a model with more, or ignore_eos.",
-        "beam_width",
-    )
-    assert config.num_blocks is not None, "the engine's limits are set"
-    needed = most_blocks(width, num_prompt, num_prompt + search.max_tokens, footprint)
-    if needed > config.num_blocks:
-        raise RequestTooLongError(
-            f"{width} beams of a prompt of {num_prompt} tokens and {search.max_tokens} more need {needed} "
-            f"blocks, but the pool has {config.num_blocks}; lower beam_width or max_tokens, shorten the "
-            f"prompt, or raise {'full_cache_host_size' if config.full_cache_host_size else 'num_blocks'}.",
-            field="beam_width",
         )
 
 

@@ -27,7 +27,7 @@ def verify_of(
 ) -> Verify:
     """Settings of verify mode for a request. num_tokens: most tokens it will have. Raises:
     InvalidArgumentError."""
-    footprint = footprint_of(drafting, config, prompt, None, groups)
+    footprint = footprint_of(drafting, config, prompt, groups)
     check_blocks(footprint, drafting.policy.name)
     return Verify(drafting, footprint, drafting.config.verify_tokens, budgets_of(drafting, num_tokens))
 

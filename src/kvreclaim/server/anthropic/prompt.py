@@ -17,6 +17,7 @@ from typing import Any
 
 from kvreclaim.engine.api.chat import Change, num_leading_tokens, num_shared
 from kvreclaim.engine.api.exports import Retention
+from kvreclaim.engine.features.drops.feature import DroppedSpans
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.anthropic.conversation import ALTERED, Mark, Writer, check_drops, first_new
 from kvreclaim.server.anthropic.fields import (
@@ -30,7 +31,7 @@ from kvreclaim.server.anthropic.fields import (
 from kvreclaim.server.base.errors import ApiError
 from kvreclaim.server.shared.bodies import num_chars
 from kvreclaim.server.shared.calls import check_unique
-from kvreclaim.server.shared.drops import DropMarks, Dropped
+from kvreclaim.server.shared.drops import DropMarks
 from kvreclaim.server.shared.service import Service, text_of
 
 MAX_BREAKPOINTS = 4
@@ -45,7 +46,7 @@ class Rendered:
     token_ids: list[int]
     breakpoints: tuple[Retention, ...]
     num_system: Callable[[], int] | None = None
-    dropped: Dropped | None = None
+    dropped: DroppedSpans | None = None
 
 
 def check_size(body: ConversationFields, service: Service) -> None:
@@ -95,7 +96,7 @@ def render(body: ConversationFields, service: Service) -> Rendered:
     return _counted(Rendered(token_ids, tuple(points), dropped=dropped), body, service)
 
 
-def _dropped(body: ConversationFields, service: Service, text: str) -> Dropped:
+def _dropped(body: ConversationFields, service: Service, text: str) -> DroppedSpans:
     """Tokens of texts that leave the cache. text: the prompt. Raises: ApiError."""
     drops = DropMarks()
     writer = Writer(body, drops=drops, new=first_new(body))

@@ -9,11 +9,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from kvreclaim.compression.config import CompressionConfig
+from kvreclaim.engine.features.snapshots.feature import SnapshotUse, rewritten
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.server.anthropic.answer import AnthropicResponse
 from kvreclaim.server.anthropic.fields import ConversationFields, MessageRequest
 from kvreclaim.server.anthropic.prompt import Rendered, check_size, render
 from kvreclaim.server.anthropic.schemas import ERRORS, STREAMED, TokensCount
+from kvreclaim.server.base.features import http_options
 from kvreclaim.server.base.ids import request_id_of
 from kvreclaim.server.base.tenants import Tenant
 from kvreclaim.server.http.events import answer_json, stream_events
@@ -25,7 +27,6 @@ from kvreclaim.server.shared.calls import (
     format_of,
     with_grammar,
 )
-from kvreclaim.server.shared.drops import spec_fields
 from kvreclaim.server.shared.output_format import OutputFormat
 from kvreclaim.server.shared.sampling import SHARED, check_priority, sampling_of
 from kvreclaim.server.shared.service import Service, ServiceDep, TenantDep
@@ -62,15 +63,11 @@ async def create_message(
         retention=rendered.breakpoints,
         tenant=tenant.name,
         cache_salt=tenant.salt(body.cache_salt),
-        sparse_prefill=body.sparse_prefill,
-        compress_prompt_at=_compress_prompt_at(
-            body, rendered, compression or service.engine.served.compression
-        ),
-        conversation_snapshots=body.conversation_snapshots,
-        is_rewritten=form.takes_apart(with_tools=body.offered is not None),
         may_end_early=True,
-        **spec_fields(rendered.dropped),
-    )
+        options=http_options(body),
+    ).having(rendered.dropped)
+    prompt = rewritten(prompt, is_rewritten=form.takes_apart(with_tools=body.offered is not None))
+    prompt = _compressing_prompt(prompt, rendered, compression or service.engine.served.compression)
     prompt = await _with_grammar(body, form, service, tenant, prompt)
     answer = AnthropicResponse(body, service, request_id_of(request.scope), prompt)
     if body.stream:
@@ -104,21 +101,22 @@ async def _with_grammar(
     return await run(partial(with_grammar, form, offer, structured, prompt, continues=continues))
 
 
-def _compress_prompt_at(
-    body: MessageRequest, rendered: Rendered, compression: CompressionConfig | None
-) -> int | None:
-    """Return the request's own value, else the last cache breakpoint if the cache is compressed: the prefix
-    is reused, so it is compressed once for all. None if tokens of it leave the cache."""
+def _compressing_prompt(
+    prompt: RequestSpec, rendered: Rendered, compression: CompressionConfig | None
+) -> RequestSpec:
+    """Without compress_prompt_at, compress up to the last cache breakpoint if the cache is compressed: the
+    prefix is reused, so it is compressed once for all. Not if tokens of it leave the cache."""
+    snapshots = prompt.option(SnapshotUse) or SnapshotUse()
     if (
-        body.compress_prompt_at is not None
+        snapshots.compress_prompt_at is not None
         or compression is None
         or compression.max_loss is not None  # covers only short texts after the prefix
         or rendered.dropped is not None
         or not compression.make_policy().eviction_method.evicts
     ):
-        return body.compress_prompt_at
+        return prompt
     ends = [point.num_tokens for point in rendered.breakpoints if point.num_tokens < len(rendered.token_ids)]
-    return max(ends, default=0) or None
+    return prompt.having(replace(snapshots, compress_prompt_at=max(ends, default=0) or None))
 
 
 def _note(body: ConversationFields, request: Request, service: Service) -> None:

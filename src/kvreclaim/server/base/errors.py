@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from kvreclaim.errors import EngineDeadError, KVReclaimError, RequestTooLongError
+from kvreclaim.server.base.features import feature_fields
 from kvreclaim.server.base.ids import request_id_of
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ ENGINE_FIELDS = {"compression": "kv_compression", "drop_spans": "kv_drop"} | {
         "bad_words",
         "prompt_logprobs",
         "cache_salt",
-        "compress_prompt_at",
+        *feature_fields(),
         "beam_width",
         "thinking_token_budget",
     )

@@ -22,6 +22,7 @@ from kvreclaim.compression_settings import CompressionSettings
 from kvreclaim.options import settings_of
 from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.server.base.config import MAX_INT32
+from kvreclaim.server.base.features import with_features
 
 MAX_POLICY_LENGTH = 1024
 MAX_STOP_STRINGS = 16
@@ -166,6 +167,7 @@ SAMPLING = (
 """Settings of SamplingParams that both dialects share."""
 
 
+@with_features
 @mirrors(SamplingParams, SAMPLING)
 class GeneratingFields(Fields):
     """Fields of every generating request, in both dialects."""
@@ -175,9 +177,6 @@ class GeneratingFields(Fields):
     cache_salt: str | None = Field(None, min_length=1)
     priority: int = Field(0, ge=-MAX_INT32 - 1, le=MAX_INT32)
     kv_compression: PolicyOrSettings | None = None
-    compress_prompt_at: int | None = Field(None, ge=1, le=MAX_INT32)
-    conversation_snapshots: bool | None = None
-    sparse_prefill: Literal["dense"] | None = None
 
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]

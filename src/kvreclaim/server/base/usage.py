@@ -7,7 +7,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from kvreclaim.engine.features import FEATURES
 from kvreclaim.engine.request.outputs import RequestMetrics
+from kvreclaim.server.base.features import with_usage
 
 
 def kv_cache_usage(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
@@ -25,10 +27,7 @@ def kv_cache_usage(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
         "peak_blocks": max(m.peak_blocks for m in metrics),
         "final_blocks": sum(m.final_blocks for m in metrics),
         "reclaim_efficiency": freed / perfect if perfect else None,
-        "reused_tokens": sum(m.num_reused_tokens for m in metrics),
-        "snapshot_tokens": sum(m.num_snapshot_tokens for m in metrics),
-        "dropped_tokens": sum(m.num_dropped_tokens for m in metrics),
-    }
+    } | {name: sum(map(figure, metrics)) for feature in FEATURES for name, figure in feature.usage.items()}
 
 
 def usage_of(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
@@ -76,6 +75,7 @@ class ResponseSchema(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+@with_usage
 class KVCacheUsage(ResponseSchema):
     policy: str | None
     budget: int | None
@@ -85,9 +85,6 @@ class KVCacheUsage(ResponseSchema):
     peak_blocks: int
     final_blocks: int
     reclaim_efficiency: float | None
-    reused_tokens: int
-    snapshot_tokens: int
-    dropped_tokens: int
 
 
 def errors_of(model: type[BaseModel]) -> Responses:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from kvreclaim.engine.features import FEATURES
+
 ENGINE_LABELS = ("model_name", "engine")
 HTTP_LABELS = ("handler", "method", "status")
 
@@ -225,6 +227,7 @@ COUNTERS = (
     _counter("kvreclaim:compressed_prefix_evictions", "Files of compressed prefixes evicted to make room."),
     _counter("kvreclaim:streamed_bytes", "Bytes of a full cache in host memory brought to the device."),
     _counter("kvreclaim:written_bytes", "Bytes of its updated blocks written back to host memory."),
+    *(_counter(name, text) for feature in FEATURES for name, text in feature.counters.items()),
 )
 
 HTTP_COUNTERS = (

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvreclaim.engine.api.exports import MemoryStats
+from kvreclaim.engine.features import FEATURES
 from kvreclaim.engine.request.request import Request, Sequence
 from kvreclaim.engine.serving.core import EngineCore
 from kvreclaim.engine.step.engine import Engine, StepResult
@@ -231,7 +232,10 @@ def engine_values(seen: MetricsObserver) -> dict[str, Values]:
     stats, memory = seen.tier_stats(), seen.figures.memory
     below = tier_values(stats, memory.prefix_hit_tokens)
     deferred = 0 if stats is None else min(stats.deferred_seqs, seen.figures.num_waiting)
-    return _request_values(seen, deferred) | _cache_values(memory) | _compression_values(seen) | below
+    counts = {name: seen.totals.counts[name] for feature in FEATURES for name in feature.counters}
+    return (
+        _request_values(seen, deferred) | _cache_values(memory) | _compression_values(seen) | below | counts
+    )
 
 
 def _request_values(seen: MetricsObserver, deferred: int) -> dict[str, Values]:

@@ -14,6 +14,8 @@ from starlette.responses import Response
 from kvreclaim.chunks import Chunks
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.engine.api.chat import Change
+from kvreclaim.engine.features.drops.feature import DroppedSpans
+from kvreclaim.engine.features.snapshots.feature import rewritten
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.serving.stream import OutputDelta, RequestStream
 from kvreclaim.parsers.formats import Splitter
@@ -41,7 +43,6 @@ from kvreclaim.server.openai.structured import ResponseFormat, structured_of
 from kvreclaim.server.openai.tool_choice import ToolChoice, offer_of
 from kvreclaim.server.shared.bodies import BodyRoute
 from kvreclaim.server.shared.calls import ToolOffer, check_offer, format_of, is_structured_only, with_grammar
-from kvreclaim.server.shared.drops import Dropped, spec_fields
 from kvreclaim.server.shared.service import Service, ServiceDep, TenantDep
 from kvreclaim.structured_outputs import StructuredOutputsParams
 
@@ -130,9 +131,7 @@ async def prompt_of(body: ChatRequest, service: Service, tenant: Tenant) -> Requ
         params = replace(params, skip_special_tokens=False)
     prompt = engine_prompt(ids, params, body, service, tenant, compression, beams=beams, chunks=chunks)
     is_rewritten = form.takes_apart(with_tools=with_tools)
-    prompt = replace(prompt, is_rewritten=is_rewritten)
-    if dropped is not None:
-        prompt = replace(prompt, **spec_fields(dropped))
+    prompt = rewritten(prompt.having(dropped), is_rewritten=is_rewritten)
     follow = partial(with_grammar, form, offer, structured, continues=bool(body.continue_final_message))
     return bounded([await service.workers.run(tenant.name, partial(follow, prompt))], service)[0]
 
@@ -154,7 +153,7 @@ def _check_no_grammar(
 
 def _encoded(
     body: ChatRequest, service: Service, *, with_tools: bool
-) -> tuple[list[int], Chunks | None, Dropped | None, CompressionConfig | None]:
+) -> tuple[list[int], Chunks | None, DroppedSpans | None, CompressionConfig | None]:
     """Return the prompt's tokens, its documents or dropped texts, and its compression."""
     chunks = dropped = None
     if body.documents is None:

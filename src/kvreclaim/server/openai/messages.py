@@ -10,13 +10,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from kvreclaim.engine.api.chat import SYSTEM_ROLES, Change, num_leading_tokens
+from kvreclaim.engine.features.drops.feature import DroppedSpans
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.parsers.json_value import json_object
 from kvreclaim.server.base.errors import ApiError
 from kvreclaim.server.base.fields import MAX_TOOLS, Fields, Listed, described
 from kvreclaim.server.shared.bodies import num_chars
 from kvreclaim.server.shared.calls import check_unique
-from kvreclaim.server.shared.drops import PLACEHOLDER, DropMarks, Dropped, KVDrop, check_place
+from kvreclaim.server.shared.drops import PLACEHOLDER, DropMarks, KVDrop, check_place
 from kvreclaim.server.shared.service import Service, text_of
 from kvreclaim.server.shared.tool_prompt import broken_call
 
@@ -255,7 +256,7 @@ def _call(call: ToolCallMessage, arguments: dict[str, Any]) -> dict[str, Any]:
 
 def with_drops(
     messages: Sequence[RequestMessage], write: Callable[[Change], str], service: Service
-) -> tuple[list[int], Dropped | None]:
+) -> tuple[list[int], DroppedSpans | None]:
     """Return the prompt's tokens, and those that leave the cache. write: renders changed messages. Raises:
     ApiError."""
     text = write(list)

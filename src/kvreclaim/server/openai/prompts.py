@@ -15,6 +15,7 @@ from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.server.base.errors import ApiError
+from kvreclaim.server.base.features import http_options
 from kvreclaim.server.base.tenants import Tenant
 from kvreclaim.server.openai.fields import RETENTION_S, GenerationFields
 from kvreclaim.server.openai.hints import checked_priority, hinted_retention
@@ -93,7 +94,7 @@ def engine_prompt(
     else:
         priority = checked_priority(priority, fields.nvext, tenant, service)
     limits = [getattr(fields, name, None) for name in LIMITS]
-    return RequestSpec(
+    spec = RequestSpec(
         prompt_token_ids=token_ids,
         params=params,
         compression=compression,
@@ -101,13 +102,10 @@ def engine_prompt(
         retention=_retention(fields, len(token_ids), service),
         tenant=tenant.name,
         cache_salt=tenant.salt(fields.cache_salt),
-        sparse_prefill=fields.sparse_prefill,
-        compress_prompt_at=fields.compress_prompt_at,
-        conversation_snapshots=fields.conversation_snapshots,
-        beams=beams,
-        chunks=chunks,
         may_end_early=limits == [None] * len(limits),
+        options=http_options(fields),
     )
+    return spec.having(chunks).having(beams)
 
 
 def beams_of(fields: GenerationFields, max_tokens: int) -> BeamSearchParams | None:

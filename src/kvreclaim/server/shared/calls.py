@@ -180,7 +180,7 @@ def with_grammar(
     may_think = span is not None and (span.begun or not (continues or span.over))
     has_grammar = offer is not None and offer.field is not None
     if structured is None and not has_grammar:
-        return replace(prompt, thinking=span)
+        return prompt.having(span)
     calls = None if offer is None or form.tool_parser is None else offer.calls(form.tool_parser)
     if form.is_harmony and continues:
         if has_grammar:
@@ -201,9 +201,8 @@ def with_grammar(
     if form.is_harmony and calls is not None and calls.forced:
         _check_budget(params, "a forced call in the format harmony")
     whole = _grammar(form, calls, span if may_think and not form.is_harmony else None, structured)
-    return replace(
-        prompt, params=replace(params, structured_outputs=whole), thinking=span if may_think else None
-    )
+    prompt = replace(prompt, params=replace(params, structured_outputs=whole))
+    return prompt.having(span if may_think else None)
 
 
 def is_structured_only(prompt: RequestSpec) -> bool:

@@ -6,10 +6,11 @@ import re
 import secrets
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
+from kvreclaim.engine.features.drops.feature import DroppedSpans
 from kvreclaim.server.base.errors import ApiError
 from kvreclaim.server.base.fields import described
 from kvreclaim.server.shared.service import Service
@@ -25,14 +26,6 @@ KVDrop = Annotated[
     ),
     described('"lossy" (or true) or "exact"'),
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """Dropped tokens of a prompt: RequestSpec's drop_spans and drop_at."""
-
-    spans: tuple[tuple[int, int], ...]
-    at: int
 
 
 def check_place(drop: str | None, text: str, field_name: str, *, is_system: bool, is_last: bool) -> None:
@@ -74,7 +67,7 @@ class DropMarks:
         inner = text.lstrip()
         return f"{text[: len(text) - len(inner)]}{self._point}{inner}"
 
-    def read(self, text: str, marked: str, service: Service) -> tuple[list[int], Dropped]:
+    def read(self, text: str, marked: str, service: Service) -> tuple[list[int], DroppedSpans]:
         """Return the prompt's tokens, and the dropped ones. text: the prompt; marked: the prompt with marks.
 
         Raises: ApiError if the template has changed more than the marks.
@@ -104,8 +97,4 @@ class DropMarks:
         )
         found = tuple((start, end) for start, end in spans if start < end)
         at = max(bisect_right(ends, points[0]), *(end for _, end in found), 1)
-        return ids, Dropped(found, min(at, len(ids) - 1))
-
-
-def spec_fields(dropped: Dropped | None) -> dict[str, Any]:
-    return {} if dropped is None else {"drop_spans": dropped.spans, "drop_at": dropped.at}
+        return ids, DroppedSpans(found, min(at, len(ids) - 1))

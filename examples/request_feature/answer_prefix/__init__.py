@@ -1,0 +1,1 @@
+"""Outputs begin with given tokens."""

@@ -1,0 +1,21 @@
+"""The features of requests. To add one, write its folder (`engine/feature.py` says how) and add its line."""
+
+from __future__ import annotations
+
+from kvreclaim.engine.feature import RequestFeature
+from kvreclaim.engine.features.beams.feature import BeamSearches
+from kvreclaim.engine.features.chunks.feature import ReusedChunks
+from kvreclaim.engine.features.drops.feature import SpanDrops
+from kvreclaim.engine.features.snapshots.feature import PromptSnapshots
+from kvreclaim.engine.features.sparse_prefill.feature import SparsePrefills
+from kvreclaim.engine.features.thinking.feature import ThinkingBudgets
+
+FEATURES: tuple[type[RequestFeature], ...] = (
+    BeamSearches,
+    ThinkingBudgets,
+    SparsePrefills,
+    ReusedChunks,
+    PromptSnapshots,
+    SpanDrops,
+)
+"""In the order in which a new request passes them."""

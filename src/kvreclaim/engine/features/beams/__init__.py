@@ -1,0 +1,1 @@
+"""Outputs are searched for by beams."""

@@ -1,0 +1,1 @@
+"""Chunks of a prompt are computed once and reused at other positions."""

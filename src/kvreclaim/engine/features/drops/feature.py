@@ -1,0 +1,109 @@
+"""Drops spans of a prompt from the cache before a later token of it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import ClassVar
+
+from kvreclaim.checks import check_int, is_int, require
+from kvreclaim.engine.feature import RequestDraft, RequestFeature
+from kvreclaim.engine.features.drops.follow import follow_drop
+from kvreclaim.engine.request.outputs import RequestMetrics
+from kvreclaim.engine.request.request import Request
+from kvreclaim.engine.request.request import Sequence as Seq
+from kvreclaim.engine.request.spec import RequestSpec
+from kvreclaim.engine.step.engine import Engine
+from kvreclaim.refusals import Feature
+from kvreclaim.schedule.budget.drops import Drop, Drops, joined
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedSpans:
+    """Spans to drop.
+
+    drop_spans: (first, last + 1) of prompt tokens whose keys and values leave the cache
+    drop_at:    they leave before the token at this position is computed; None: before the prompt's last one
+    """
+
+    drop_spans: Sequence[tuple[int, int]] | None = None
+    drop_at: int | None = None
+
+
+class SpanDrops(RequestFeature):
+    """Whole blocks within the spans return to the pool."""
+
+    option = DroppedSpans
+    prompt_keys: ClassVar = {"drop_spans": object, "drop_at": object}
+    usage: ClassVar = {"dropped_tokens": attrgetter("num_dropped_tokens")}
+    measured: ClassVar = {"drop_spans": (None, (), [])}
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def conditions(self, spec: RequestSpec) -> Mapping[Feature, object]:
+        option = spec.option(DroppedSpans)
+        assert option is not None, "the feature is on"
+        has_spans = bool(option.drop_spans)
+        return {
+            Feature.DROPS: has_spans,
+            Feature.NO_DROPS: not has_spans,
+            Feature.DROP_AT: option.drop_at,
+        }
+
+    def claim(self, draft: RequestDraft) -> None:
+        option = draft.spec.option(DroppedSpans)
+        assert option is not None, "the feature is on"
+        drops = checked(option, len(draft.spec.prompt_token_ids))
+        if drops is not None:
+            draft.footprint = draft.footprint.dropping(drops)
+
+    def before_pass(self, seq: Seq) -> None:
+        if seq.footprint.drops is None or (done := self._engine.scheduler.drop(seq)) is None:
+            return
+        totals = self._engine.totals
+        totals.tokens_evicted += len(done.entries) * self._engine.memory.block_size
+        totals.blocks_perfect += len(done.entries)
+        self.follow(seq, done)
+
+    def follow(self, seq: Seq, done: Drop) -> None:
+        """Positions and signals follow the table."""
+        follow_drop(self._engine.compression.context, seq, done)
+
+    def report(self, request: Request, metrics: RequestMetrics) -> None:
+        numbers = [seq.account.num_dropped for seq in request.sequences]
+        if request.beams is not None:
+            numbers.append(request.beams.spent.num_dropped)
+        metrics.num_dropped_tokens = max(numbers, default=0)
+
+
+def checked(option: DroppedSpans, num_prompt: int) -> Drops | None:
+    """The spans to drop, merged; None: none are given. Raises: InvalidArgumentError."""
+    spans, at = option.drop_spans, option.drop_at
+    if not spans:
+        return None
+    require(
+        isinstance(spans, (list, tuple)),
+        f"drop_spans is {spans!r}; pass a list of (first, last + 1) of prompt tokens.",
+        "drop_spans",
+    )
+    if at is None:
+        at = num_prompt - 1
+    else:
+        check_int("drop_at", at, 1)
+    require(
+        at < num_prompt,
+        f"drop_at is {at}, but the prompt has {num_prompt} tokens; lower it, so that at least one token "
+        "follows.",
+        "drop_at",
+    )
+    for span in spans:
+        is_pair = isinstance(span, (list, tuple)) and len(span) == 2 and all(map(is_int, span))
+        require(
+            is_pair and 0 <= span[0] < span[1] <= at,
+            f"drop_spans has {span!r}; a span is (first, last + 1) of prompt tokens before drop_at, {at}; "
+            "correct or remove it.",
+            "drop_spans",
+        )
+    return Drops(joined(spans), at)

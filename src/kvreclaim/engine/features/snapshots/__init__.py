@@ -1,0 +1,1 @@
+"""Compressed prefixes that later requests begin with."""

@@ -1,0 +1,109 @@
+"""Compressed prefixes that later requests begin with: of a prompt (compress_prompt_at), of a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any, ClassVar
+
+from kvreclaim.engine.feature import RequestDraft, RequestFeature
+from kvreclaim.engine.request.footprints import compressing_prompt
+from kvreclaim.engine.request.request import Request
+from kvreclaim.engine.request.request import Sequence as Seq
+from kvreclaim.engine.request.snapshot_recipe import snapshot_key
+from kvreclaim.engine.request.spec import RequestSpec
+from kvreclaim.engine.signals.needs import prefix_salt
+from kvreclaim.engine.step.engine import Engine
+from kvreclaim.refusals import Feature
+from kvreclaim.schedule import EvictionMethod, Footprint
+
+MOST_OPENING = 16
+"""Tokens that a chat template writes at most to open an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotUse:
+    """Which compressed prefixes a request keeps and begins with.
+
+    compress_prompt_at: n: compress the first n prompt tokens at once, and keep the result for requests with
+                  the same tokens, compression and n
+    conversation_snapshots: whether the request begins with what earlier turns of its conversation have left
+                  after compression, and keeps what it leaves for the next turn; None: as the engine is set
+    is_rewritten: the next turn's prompt may have the answer in other tokens; what is left of this prompt is
+                  kept as well then
+    """
+
+    compress_prompt_at: int | None = None
+    conversation_snapshots: bool | None = None
+    is_rewritten: bool = False
+
+
+class PromptSnapshots(RequestFeature):
+    """Sets which snapshots a sequence begins with and keeps; `Engine.snapshots` stores them."""
+
+    option = SnapshotUse
+    prompt_keys: ClassVar = {"compress_prompt_at": object, "conversation_snapshots": bool}
+    usage: ClassVar = {"snapshot_tokens": attrgetter("num_snapshot_tokens")}
+    measured: ClassVar = {"conversation_snapshots": (None, False)}
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.is_default = engine.config.conversation_snapshots
+
+    @classmethod
+    def http_fields(cls) -> dict[str, tuple[Any, Any]]:
+        from pydantic import Field
+
+        at = Field(None, ge=1, le=(1 << 31) - 1)
+        return {"compress_prompt_at": (int | None, at), "conversation_snapshots": (bool | None, None)}
+
+    def conditions(self, spec: RequestSpec) -> Mapping[Feature, object]:
+        option = spec.option(SnapshotUse)
+        return {Feature.COMPRESS_AT: option is not None and option.compress_prompt_at is not None}
+
+    def claim(self, draft: RequestDraft) -> None:
+        option, num_prompt = draft.spec.option(SnapshotUse), len(draft.spec.prompt_token_ids)
+        if option is not None and (at := option.compress_prompt_at) is not None:
+            draft.footprint = compressing_prompt(draft.footprint, at, draft.compressor, num_prompt)
+
+    def begin(self, seq: Seq) -> None:
+        request, at = seq.request, seq.footprint.compress_prompt_at
+        option = request.spec.option(SnapshotUse) or SnapshotUse()
+        has_turns = self._has_turns(request, option, seq.footprint)
+        if not at and not has_turns:
+            return
+        _ = self._engine.snapshots  # from now on
+        salt = prefix_salt(request.spec.cache_salt, None, request.sparse_prefill)
+        if has_turns and option.is_rewritten:
+            least = 0 if seq.footprint.drops is None else seq.footprint.drops.at
+            seq.footprint = replace(seq.footprint, keep_at=max(least, seq.num_prompt - MOST_OPENING))
+        if at:
+            tokens = request.prompt_token_ids[:at]
+            seq.snapshot_key = snapshot_key(tokens, salt, request.compressor, seq.footprint)
+        if has_turns:
+            known = snapshot_key(request.prompt_token_ids[:-1], salt, request.compressor, seq.footprint)
+            seq.lineage = replace(known, has_past=True)
+
+    def _has_turns(self, request: Request, option: SnapshotUse, footprint: Footprint) -> bool:
+        """Whether a request begins with what earlier turns of its conversation have left, and keeps what it
+        leaves: one that evicts tokens again and again, or drops some, and computes every token of its prompt
+        in the usual way."""
+        is_wanted, config = option.conversation_snapshots, self._engine.config
+        if is_wanted is None:
+            is_wanted = config.conversation_snapshots and request.scores is None
+        only_drops = footprint.drops is not None and footprint.eviction_method is EvictionMethod.KEEP
+        special = (request.beams, request.reuse, request.parent, request.sparse_prefill)
+        return (
+            is_wanted
+            and config.enable_prefix_caching
+            and self._engine.scheduler.snapshots.max_blocks > 0
+            and (footprint.bounded or only_drops)
+            and footprint.recall is None
+            and all(each is None for each in special)
+        )
+
+
+def rewritten(spec: RequestSpec, *, is_rewritten: bool) -> RequestSpec:
+    """The request with this is_rewritten."""
+    return spec.having(replace(spec.option(SnapshotUse) or SnapshotUse(), is_rewritten=is_rewritten))

@@ -1,0 +1,1 @@
+"""Prompts are computed with sparse attention."""

@@ -1,0 +1,1 @@
+"""Reasoning of outputs: its tokens are counted, and a budget ends it."""
