@@ -59,7 +59,7 @@ class ChunkReuse:
 
     @property
     def tries(self) -> bool:
-        """Whether the question is first computed over the chunks as they are, uncompressed."""
+        """Return whether the question is first computed over the chunks as they are, uncompressed."""
         return self.select in ("change", "question")
 
 

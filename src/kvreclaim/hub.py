@@ -16,12 +16,12 @@ _ABSENT = (401, 403, 404)
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether it may be owner/name, or one of the few ids without an owner."""
+    """Return whether it may be owner/name, or one of the few ids without an owner."""
     return re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name) is not None
 
 
 def is_cached(repo: str) -> bool:
-    """Whether files of a model are in the hub's cache on this machine."""
+    """Return whether files of a model are in the hub's cache on this machine."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     snapshots = Path(HF_HUB_CACHE, f"models--{repo.replace('/', '--')}", "snapshots")

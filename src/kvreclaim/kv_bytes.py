@@ -87,7 +87,7 @@ class KVBytes:
 
     @property
     def is_rotated(self) -> bool:
-        """Whether the codes of keys or of values are of rotated vectors."""
+        """Return whether the codes of keys or of values are of rotated vectors."""
         return self.keys.is_rotated or self.values.is_rotated
 
     def slot_params(self, k_dim: int, v_dim: int) -> int:

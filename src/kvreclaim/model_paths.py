@@ -67,7 +67,7 @@ def history_file() -> Path:
 
 
 def is_hub_gguf(name: str) -> bool:
-    """Whether it is owner/name:TYPE, the GGUF file of that type in a model of the hub."""
+    """Return whether it is owner/name:TYPE, the GGUF file of that type in a model of the hub."""
     return re.fullmatch(r"[\w.-]+/[\w.-]+:\w+", name) is not None
 
 

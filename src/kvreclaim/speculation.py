@@ -12,14 +12,14 @@ from kvreclaim.options import check_options, option
 
 METHODS = ("ngram", "draft_model")
 MOST_DRAFTS = 64
-"""Most drafts of a sequence in a step; more cost more to verify than they can gain."""
+"""Limit of drafts per sequence and step; more cost more to verify than they can gain."""
 LEAST_LOOKUP = 2
 WHERE = "speculative_config"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """Speculative decoding: drafts that the model verifies, several in one forward pass. The output does not
+    """Speculative decoding: the model verifies several drafts in one forward pass. The output does not
     change. Raises: InvalidArgumentError.
 
     method:             ngram: drafts copy what followed an earlier occurrence of the last tokens;
@@ -60,22 +60,22 @@ class SpeculativeConfig:
         )
 
 
-def as_json(said: object) -> str | None:
-    """Canonical JSON of a config, a dict or JSON; None if there is none.
+def as_json(value: object) -> str | None:
+    """Return the canonical JSON of a config, a dict or JSON; None for None and "".
 
     Raises: InvalidArgumentError.
     """
-    if said is None or said == "":
+    if value is None or value == "":
         return None
-    if isinstance(said, SpeculativeConfig):
-        return json.dumps(asdict(said), sort_keys=True)
+    if isinstance(value, SpeculativeConfig):
+        return json.dumps(asdict(value), sort_keys=True)
     try:
-        given = parse_json(said) if isinstance(said, str) else said
+        given = parse_json(value) if isinstance(value, str) else value
     except ValueError:
         given = None
     require(
         isinstance(given, Mapping),
-        f'{WHERE} is {said!r}; pass a dict, or JSON of one, such as \'{{"method": "ngram", '
+        f'{WHERE} is {value!r}; pass a dict, or JSON of one, such as \'{{"method": "ngram", '
         '"num_speculative_tokens": 8}}\'.',
         WHERE,
     )
@@ -95,6 +95,6 @@ def as_json(said: object) -> str | None:
     return as_json(SpeculativeConfig(**chosen))
 
 
-def from_json(said: str | None) -> SpeculativeConfig | None:
-    """The config in the JSON of as_json."""
-    return None if said is None else SpeculativeConfig(**parse_json(said))
+def from_json(value: str | None) -> SpeculativeConfig | None:
+    """Return the config in the JSON of as_json."""
+    return None if value is None else SpeculativeConfig(**parse_json(value))

@@ -1,4 +1,4 @@
-"""From a text to query statistics: the model shows its queries, compression summarises them."""
+"""Calibration of query statistics from a text: the model's queries, summarised by compression."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ def calibrate(
     kvzap: str | os.PathLike[str] | None = None,
     show_progress: bool = False,
 ) -> QueryStats:
-    """All that one forward pass over the documents tells, each said twice where the model has positions for
-    it: statistics of the queries before rotation (of first copies), a surrogate, and shares of heads.
+    """Calibrate on one forward pass over the documents, each repeated once where the model's positions allow:
+    statistics of the first copies' queries before rotation, a surrogate, and head shares.
 
     Serves triattention (moments), query_mixture (centres), expected_attention (covariance), surrogate, kvzap
     and shares. Only one layer's queries are held at a time, and where kvzap is fitted its hidden states.
@@ -126,11 +126,11 @@ def calibrate(
 
     num_centers, seed, shared_centers, min_weight, min_distance, max_points: see compression.Clustering
     covariance: None keeps it where it takes at most stats_builder.MAX_COVARIANCE_BYTES
-    surrogate:  True cuts documents to half of what the model has positions for, so that they can be said
-                twice (if they are not too short: capture.can_say_twice); where none can be, and with False,
+    surrogate:  True cuts documents to half of what the model has positions for, so that they can be
+                repeated (if they are long enough: capture.can_say_twice). If none can, and with False,
                 surrogate and shares are left out
-    kvzap:      "linear" or "mlp" fits weights of hidden states to the same documents; anything else is where
-                published ones lie (public_kvzap.py)
+    kvzap:      "linear" or "mlp" fits weights of hidden states to the same documents; any other value is the
+                path of published ones (public_kvzap.py)
     Raises: InvalidArgumentError; StatsMismatchError for published weights of another model.
     """
     fitted = kvzap in FITTED
@@ -161,8 +161,8 @@ def calibrate(
 
 
 class _Learnt:
-    """Results of repeated documents: a surrogate of a token's worth, the shares of heads, and where
-    that is asked for weights of hidden states (kvzap_units: KVzapFit's)."""
+    """Results of repeated documents: a surrogate of a token's importance, head shares and, with kvzap_units,
+    weights of hidden states (KVzapFit's units)."""
 
     def __init__(self, loaded: LoadedModel, kvzap_units: int | None) -> None:
         facts = loaded.facts
@@ -191,7 +191,7 @@ class _Learnt:
             self._kvzap.add(layer, hidden, ever)
 
     def added_to(self, stats: QueryStats) -> QueryStats:
-        """The statistics as they are if no document was said twice."""
+        """Add the results to the statistics. Without a repeated document, return them unchanged."""
         if self._shares.is_empty:
             require(
                 self._kvzap is None,

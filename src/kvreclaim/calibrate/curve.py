@@ -33,15 +33,14 @@ logger = logging.getLogger(__name__)
 
 PROSE, LOOKUPS = CONTENTS
 ASKED = 2
-"""Questions of each kind of fact."""
+"""Questions per kind of fact."""
 STEPS = 8
-"""Budgets are multiples of this part of a document."""
+"""Budgets are multiples of one STEPS-th of a document."""
 
 
 @dataclass(frozen=True)
 class CurveDocument:
-    """prompt: in the cache when it is compressed; answers: places in the continuation, each said or not as a
-    whole"""
+    """prompt: tokens cached at compression; answers: ranges in the continuation, each scored whole"""
 
     content: str
     prompt: list[int]
@@ -49,13 +48,13 @@ class CurveDocument:
     answers: list[range]
 
     def num_computed(self, block_size: int) -> int:
-        """Tokens that are computed for it: the prompt once, the continuation under each budget."""
+        """Return the number of computed tokens: the prompt once, the continuation under each budget."""
         count = 1 + len(budgets(len(self.prompt), block_size))
         return len(self.prompt) + count * len(self.continuation)
 
 
 def budgets(num_tokens: int, block_size: int) -> list[int]:
-    """Budgets of a document in whole blocks, rising: those that leave a choice under the default settings."""
+    """Return ascending budgets in whole blocks that exceed the default sinks and recent tokens."""
     default = CompressionConfig("full")
     steps = {num_tokens * n // STEPS // block_size * block_size for n in range(1, STEPS)}
     return sorted(budget for budget in steps if budget > default.sinks + default.recent)
@@ -64,7 +63,7 @@ def budgets(num_tokens: int, block_size: int) -> list[int]:
 def curve_documents(
     llm: LLM, path: str | os.PathLike[str] | None, reading: Reading, read: Collection[str] | None = None
 ) -> list[CurveDocument]:
-    """Documents of each content and length, from the end of the text, without any that calibration has read.
+    """Return documents of each content and length from the text's end, without text that calibration read.
 
     read: digests of that text (held_out.read_pieces); None, as in statistics that record none, is refused
 
@@ -111,10 +110,10 @@ def _lookups(llm: LLM, texts: Sequence[Sequence[int]], length: int) -> list[Curv
         (made,) = lookup_documents(llm.tokenizer, text, count=1, num_tokens=length, seed=seed, asked=ASKED)
         continuation: list[int] = []
         answers: list[range] = []
-        for asked in made.questions:
-            continuation += asked.question
-            answers.append(range(len(continuation), len(continuation) + len(asked.answer)))
-            continuation += asked.answer
+        for each in made.questions:
+            continuation += each.question
+            answers.append(range(len(continuation), len(continuation) + len(each.answer)))
+            continuation += each.answer
         documents.append(CurveDocument(LOOKUPS, made.prompt, continuation, answers))
     return documents
 
@@ -127,12 +126,12 @@ def measure_curve(
     *,
     show_progress: bool = False,
 ) -> LossCurve:
-    """Score what follows each document with the full cache, and under the policy auto at each budget.
+    """Score each document's continuation with the full cache, and under the policy auto at each budget.
 
-    Settings of the compression are the defaults, and passes run as in serving: at the prompt's end, and as
-    the continuation grows.
+    Compression uses the default settings. Passes run as in serving: at the prompt's end, and as the
+    continuation grows.
 
-    formats: KV cache dtypes besides the model's own; those that the model cannot have are left out
+    formats: KV cache dtypes other than the model's own; those that the model does not support are skipped
 
     Raises: InvalidArgumentError where the statistics hold no trial, or a request fails.
     """

@@ -38,7 +38,7 @@ def candidates(budget: int, span: int) -> tuple[SparsePrefill, ...]:
 class _Search(SparsePrefill):
     """Computes a prompt densely, and sums up what each candidate would have read of the attention.
 
-    budget: tokens; tiles that have fewer before them tell nothing
+    budget: tokens; tiles with fewer tokens before them are not measured
     found:  by layer [K, candidates] fp64 shares of the attention, summed over tiles
     """
 
@@ -85,9 +85,9 @@ def _masses(tiles: Tiles) -> Tensor:
 def find_patterns(
     llm: LLM, documents: Sequence[list[int]], *, budget: int = 2048, span: int = 1024
 ) -> Patterns:
-    """For each KV head the pattern that reads most of its attention, of those that read `budget` tokens.
+    """Choose for each KV head the pattern that covers most of its attention, at `budget` tokens read.
 
-    documents: computed one by one; what lies before the budget tells nothing
+    documents: computed one by one; tokens before the budget are not measured
     span:      tokens that look for columns and distances together
 
     Raises: InvalidArgumentError where no document is longer than the budget.

@@ -14,7 +14,7 @@ from kvreclaim.options import check_options, option
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How much of the text is read."""
+    """Amount of text that calibration reads."""
 
     max_tokens: int = option(6144, "Maximum number of tokens to read from the text.", low=1)
     trial: int = option(1, "Windows of text to hold out for the trial of the candidates; 0: no trial.", low=0)

@@ -63,12 +63,12 @@ def measure(
     *,
     show_progress: bool = True,
 ) -> QueryStats:
-    """Statistics of one part of the text, and a trial on another.
+    """Calibrate statistics on one part of the text, and try candidates on another.
 
     llm:       an engine with llm.FOR_CALIBRATION
     text:      a file; None: text that every machine has
     measuring: arguments of `calibrate`
-    say:       told how long it takes, before it does
+    say:       called with the estimated duration before the work starts
 
     Raises: InvalidArgumentError for a model without tokenizer, and a text that it does not know.
     """
@@ -78,8 +78,8 @@ def measure(
     rest, kept = held_out(found, reading.trial)
     tried = [document for text in kept for document in trial_documents(llm, text)]
     documents = pieces(rest)
-    asked = ("shares(kvzap)",) if measuring.get("kvzap") else ()
-    candidates = tuple(dict.fromkeys((*CANDIDATES, *asked, *reading.candidates)))
+    extra = ("shares(kvzap)",) if measuring.get("kvzap") else ()
+    candidates = tuple(dict.fromkeys((*CANDIDATES, *extra, *reading.candidates)))
     require(
         not reading.curve or bool(tried),
         "a curve is of the policy that the trial finds best, and there is no trial; pass a longer text, or "
@@ -105,11 +105,10 @@ def curve_of(
     *,
     show_progress: bool = True,
 ) -> Callable[[QueryStats], QueryStats]:
-    """Make what adds a loss curve to statistics, if one is asked for: its documents are checked now.
+    """Return a function that adds the loss curve of reading.curve to statistics. Documents are checked now.
 
     read: digests of the text that the statistics were fitted to; None: they do not record it
-
-    Raises: what read_documents and curve_documents raise; later what measure_curve raises.
+    Raises: errors of read_documents and curve_documents; the returned function those of measure_curve.
     """
     if not reading.curve:
         return lambda stats: stats
@@ -128,7 +127,7 @@ def curve_of(
 
 
 def trial_documents(llm: LLM, text: Sequence[int]) -> list[LookupDocument]:
-    """A text of a trial as it is, and facts strewn in it."""
+    """Return a trial's text as prose, and with inserted facts."""
     prose = trial.prose_document(text)
     return [prose, *lookup_documents(llm.tokenizer, text, count=1, num_tokens=len(prose.prompt))]
 
@@ -136,7 +135,7 @@ def trial_documents(llm: LLM, text: Sequence[int]) -> list[LookupDocument]:
 def _announce(
     llm: LLM, documents: Sequence[list[int]], tried: Sequence[LookupDocument], num_settings: int, say: Say
 ) -> None:
-    """Say an estimate of the duration."""
+    """Report an estimate of the duration."""
     fitted = sum(map(len, documents))
     tokens = 3 * fitted + sum(trial.num_tokens(document, num_settings) for document in tried)
     say(

@@ -1,4 +1,4 @@
-"""Candidate policies on held-out documents, through the engine that will serve them."""
+"""Trial of candidate policies on held-out documents, in the engine that serves them."""
 
 from __future__ import annotations
 
@@ -35,48 +35,48 @@ logger = logging.getLogger(__name__)
 
 SINKS, RECENT, INTERVAL = 4, 64, 128
 AT_ONCE = 4
-"""Policies in one batch: larger products are faster ones, and the pool holds all of their caches."""
+"""Policies in one batch. Larger products are faster, but the pool holds all of their caches."""
 STRETCH, SAID_AGAIN = 32, 16
-"""Tokens of a stretch that is said again, and one in how many tokens is in one."""
+"""Tokens of a repeated stretch, and the inverse share of tokens in repeated stretches."""
 ANSWERED = 0.5
-"""Share of an answer's tokens that the full cache says, of a question that counts."""
+"""Least share of an answer's tokens that the full cache must predict for its question to count."""
 LEAST_TOKENS, MOST_TOKENS = 320, 2048
-"""Bounds of a document's length: a tenth of less has no room beside sinks and recent tokens, and more tells
-little more."""
+"""Bounds of a document's length. A tenth of a shorter one leaves no room after sinks and recent tokens; a
+longer one adds little information."""
 
 
 _Setting = tuple[str, float]
 """Policy and fraction."""
 _ONCE, _AGAIN = "once", "again"
-"""Kinds of what follows prose; all others are kinds of look-ups."""
+"""Kinds of continuations of prose; all other kinds are look-ups."""
 
 
 @dataclass(frozen=True)
-class _Said:
-    """Score of one answer: nats below certainty, mean over its tokens; share that the model said itself."""
+class _AnswerScore:
+    """Score of one answer: nats below certainty, mean over its tokens; share of greedily predicted tokens."""
 
     nats: float
     right: float
 
 
-_Row = tuple[int, list[_Said]]
-"""Budget, and what was said to each question of a document."""
+_Row = tuple[int, list[_AnswerScore]]
+"""Budget, and the answers' scores for each question of a document."""
 
 
 def window(facts: ModelFacts) -> int:
-    """Tokens of a document of a trial at most: what the model has positions for, with what is said again."""
+    """Return the longest document of a trial in tokens: the model's positions less one repeated stretch."""
     return min(MOST_TOKENS, facts.max_position - STRETCH)
 
 
 def num_tokens(document: LookupDocument, num_settings: int) -> int:
-    """Tokens that a trial computes for a document: the document once, what follows it under every setting."""
+    """Return the tokens that a trial computes: the document once, its continuations under every setting."""
     return len(document.prompt) + num_settings * sum(
         len(each.question) + len(each.answer) for each in document.questions
     )
 
 
 def prose_document(document: Sequence[int]) -> LookupDocument:
-    """A document of prose cut for the trial: behind its first part it goes on, or is said again."""
+    """Cut prose for the trial: its first part is continued by the rest, or by repeated stretches."""
     require(
         len(document) >= LEAST_TOKENS,
         f"a trial needs documents of {LEAST_TOKENS} tokens and more; pass a longer text, or no trial.",
@@ -99,20 +99,20 @@ def try_candidates(
     formats: Sequence[str] = FORMATS,
     show_progress: bool = False,
 ) -> Trial:
-    """Compress each document under every candidate to every fraction, and score what follows it.
+    """Compress each document under every candidate to every fraction, and score its continuations.
 
-    Prose goes on: that asks what the text itself needs. Each question of a look-up document is asked alone,
-    and its answer's tokens are scored: that asks what anyone may ask of it. A question counts if the full
-    cache says at least half of them. If it answers none, stretches of the prose are said again instead.
-    Passes run as in serving: at the document's end, and as what follows grows.
+    The rest of the prose measures what the text itself needs. Questions on a look-up document, each scored
+    alone by its answer's tokens, measure what later requests may need. A question counts if the full cache
+    predicts at least half of its answer. If none counts, repeated stretches of the prose replace them.
+    Passes run as in serving: at the document's end, and as the continuation grows.
 
-    llm:        its weights, KV format and kernels are used, in an engine of the trial's own
-    stats:      that the candidates read
-    documents:  of prose_document and, after it, of lookup_documents; nothing in stats was fitted to them
-    candidates: policies as they are written everywhere; those that the model cannot have are left out
-    fractions:  of a document, rounded to blocks
-    formats:    KV cache dtypes in which the best candidate is then tried at equal bytes; those that the model
-                cannot have are left out
+    llm:        source of weights, KV format and kernels; the trial runs in an engine of its own
+    stats:      statistics that the candidates read
+    documents:  from prose_document, then from lookup_documents; stats must not be fitted to them
+    candidates: policy specs; those that the model does not support are skipped
+    fractions:  fractions of a document that stay, rounded to blocks
+    formats:    KV cache dtypes for a trial of the best candidate at equal bytes; those that the model does
+                not support are skipped
 
     Raises: InvalidArgumentError without a document, or without a candidate that can run.
     """
@@ -123,7 +123,7 @@ def try_candidates(
     full = [_full(engine, document) for document in documents]
     places = _counted(documents, full)
     full_score = _mean(places, full)
-    if places["asked"]:  # repetition only stands in for answers
+    if places["asked"]:  # repetition only replaces missing answers
         places[_AGAIN] = []
         documents = [
             replace(document, questions=[each for each in document.questions if each.kind != _AGAIN])
@@ -147,9 +147,9 @@ def try_candidates(
         questions=len(places["asked"]),
         full=full_score,
         outcomes=tuple(
-            TrialOutcome(policy=policy, fraction=fraction, budget=mean(budgets), **dict(_mean(places, said)))
+            TrialOutcome(policy=policy, fraction=fraction, budget=mean(budgets), **dict(_mean(places, own)))
             for (policy, fraction), row in rows.items()
-            for budgets, said in [zip(*row, strict=True)]
+            for budgets, own in [zip(*row, strict=True)]
         ),
         refused=refused,
     )
@@ -168,7 +168,7 @@ def _in_format(
     places: Mapping[str, Sequence[tuple[int, int]]],
     policy: str,
 ) -> list[FormatOutcome]:
-    """Outcomes of the policy over a cache in this KV cache dtype; none where the model cannot have it."""
+    """Return the policy's outcomes with this KV cache dtype; none if the model does not support it."""
     refused: dict[str, str] = {}
     found: dict[_Setting, list[_Row]] = {}
     try:
@@ -192,7 +192,7 @@ def _in_format(
 
 
 def _engine_for(llm: LLM, documents: Sequence[LookupDocument], **options: Any) -> LLM:
-    """Big enough that a document is computed in one step, and that a batch of candidates finds it there."""
+    """Return an engine that computes a document in one step, and holds it for a batch of candidates."""
     longest = max(
         len(document.prompt) + len(each.question) + len(each.answer)
         for document in documents
@@ -212,7 +212,7 @@ def _engine_for(llm: LLM, documents: Sequence[LookupDocument], **options: Any) -
 def _served(
     engine: LLM, stats: QueryStats, candidates: Sequence[str]
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The policies that the model can serve, each once, and why not the others."""
+    """Return the policies that the model can serve, without duplicates, and the errors of the others."""
     served, refused = [], {}
     for policy in dict.fromkeys(candidates):
         config = CompressionConfig(policy, stats=stats)
@@ -230,18 +230,18 @@ def _budget(engine: LLM, document: LookupDocument, fraction: float) -> int:
 
 
 def _config(policy: str, budget: int, stats: QueryStats) -> CompressionConfig:
-    recent = min(RECENT, budget // 4)  # of a budget that is mostly recent tokens no score chooses much
+    recent = min(RECENT, budget // 4)  # leaves most of the budget to the scores
     return CompressionConfig(policy, budget, INTERVAL, SINKS, recent, stats=stats)
 
 
-def _full(engine: LLM, document: LookupDocument) -> list[_Said]:
-    """What the full cache says."""
+def _full(engine: LLM, document: LookupDocument) -> list[_AnswerScore]:
+    """Score a document with the full cache."""
     _compute(engine, document)
-    return _said(document, _score(engine, document, [None]))
+    return _answer_scores(document, _score(engine, document, [None]))
 
 
 def _compute(engine: LLM, document: LookupDocument) -> None:
-    """Compute a document alone, so that all its questions find it."""
+    """Compute a document alone, so that all of its questions hit the prefix cache."""
     engine.score([document.prompt], [document.questions[0].question])
 
 
@@ -252,12 +252,12 @@ def _tried(
     stats: QueryStats,
     refused: dict[str, str],
 ) -> Iterator[tuple[_Setting, _Row]]:
-    """Outcome of each setting, all in one batch; refused gets policies that fail, and why."""
+    """Yield the outcome of each setting, all in one batch. Failing policies are added to `refused`."""
     budgets = [_budget(engine, document, fraction) for _, fraction in settings]
     policies = [policy for policy, _ in settings]
     try:
         outputs = _score(engine, document, list(map(_config, policies, budgets, itertools.repeat(stats))))
-    except KVReclaimError as error:  # of one of them, before anything has run
+    except KVReclaimError as error:  # raised for one policy, before any request ran
         alone = {name: [setting for setting in settings if setting[0] == name] for name in policies}
         if len(alone) == 1:
             refused[policies[0]] = str(error)
@@ -268,7 +268,7 @@ def _tried(
     count = len(document.questions)
     for number, (setting, budget) in enumerate(zip(settings, budgets, strict=True)):
         try:
-            yield setting, (budget, _said(document, outputs[number * count : (number + 1) * count]))
+            yield setting, (budget, _answer_scores(document, outputs[number * count : (number + 1) * count]))
         except KVReclaimError as error:
             refused[setting[0]] = str(error)
 
@@ -277,34 +277,34 @@ def _score(
     engine: LLM, document: LookupDocument, configs: Sequence[CompressionConfig | None]
 ) -> list[ScoreOutput]:
     """Score all questions under each setting; they share the document's cache, compressed once."""
-    asked = list(itertools.product(configs, document.questions))
+    requests = list(itertools.product(configs, document.questions))
     return engine.score(
         [
             {
                 "prompt_token_ids": document.prompt + each.question,
                 "compress_prompt_at": config and len(document.prompt),
             }
-            for config, each in asked
+            for config, each in requests
         ],
-        [each.answer for _, each in asked],
-        [config for config, _ in asked],
+        [each.answer for _, each in requests],
+        [config for config, _ in requests],
     )
 
 
-def _said(document: LookupDocument, outputs: Sequence[ScoreOutput]) -> list[_Said]:
-    said = []
+def _answer_scores(document: LookupDocument, outputs: Sequence[ScoreOutput]) -> list[_AnswerScore]:
+    scores = []
     for each, output in zip(document.questions, outputs, strict=True):
         if output.error is not None:
             raise InvalidArgumentError(f"the trial failed: {output.error}")
         right = mean(float(a == b) for a, b in zip(output.predicted, each.answer, strict=True))
-        said.append(_Said(-mean(output.logprobs), right))
-    return said
+        scores.append(_AnswerScore(-mean(output.logprobs), right))
+    return scores
 
 
 def _counted(
-    documents: Sequence[LookupDocument], full: Sequence[list[_Said]]
+    documents: Sequence[LookupDocument], full: Sequence[list[_AnswerScore]]
 ) -> dict[str, list[tuple[int, int]]]:
-    """Where the answers stand that count: of going on, of saying again, and of the questions that the full
+    """Return the indices of the scores that count: continuations, repetitions, and questions that the full
     cache answers."""
     places: dict[str, list[tuple[int, int]]] = {_ONCE: [], _AGAIN: [], "asked": []}
     for n, document in enumerate(documents):
@@ -316,10 +316,10 @@ def _counted(
     return places
 
 
-def _mean(places: Mapping[str, Sequence[tuple[int, int]]], said: Sequence[list[_Said]]) -> TrialScore:
+def _mean(places: Mapping[str, Sequence[tuple[int, int]]], rows: Sequence[list[_AnswerScore]]) -> TrialScore:
     found: dict[str, float] = {}
     for name, own in places.items():
         if own:
-            found[name] = mean(said[n][m].nats for n, m in own)
-            found[f"{name}_right"] = mean(said[n][m].right for n, m in own)
+            found[name] = mean(rows[n][m].nats for n, m in own)
+            found[f"{name}_right"] = mean(rows[n][m].right for n, m in own)
     return TrialScore(**found)

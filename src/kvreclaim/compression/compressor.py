@@ -45,16 +45,16 @@ SignalSource = Callable[[int], LayerSignals]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassQuestion:
-    """Asks what to keep of one sequence.
+    """Input of a compression pass over one sequence.
 
-    source:           layer -> its keys and values in token order; asked once per layer that votes
+    source:           layer -> its keys and values in token order; called once per voting layer
     num_tokens:       T, the live tokens
     num_prompt_slots: leading slots that hold prompt tokens
     logical_len:      position of the next query; >= T
     positions:        [L, K, T] logical positions of the slots (or broadcastable), for models with sliding
                       layers; without it a slot counts as out of a window only if it must be
-    signals:          layer -> what the policy's needs name besides statistics
-    first:            nothing has been evicted yet
+    signals:          layer -> the policy's signals, except statistics
+    first:            True if nothing has been evicted yet
     """
 
     source: LayerSource
@@ -67,22 +67,22 @@ class PassQuestion:
 
 
 class Compressor:
-    """Chooses what a compression keeps. Holds the statistics on the model's device; otherwise
-    stateless: every method is a function of its arguments.
+    """Selects the tokens that a compression keeps. Holds the statistics on the model's device and is
+    otherwise stateless: every method is a function of its arguments.
 
     Args:
-        config: checked already
+        config: a checked config
         facts:  the model
-        stats:  of the model's queries; None takes config.stats (read here if it is a path). A tuple holds
-                one for each layer, checked against the model and on its device already
-        backend: finds the best of scores (Backend.select_top, select_runs)
+        stats:  statistics of the model's queries; None takes config.stats (read here if it is a path). A
+                tuple holds one entry per layer, on the model's device and checked against the model
+        backend: selects the highest scores (Backend.select_top, select_runs)
 
-    eviction_method: ask choose under COMPACT, choose_blocks under BLOCKS, choose_uneven under CELLS,
-                     block_scores under READS
-    needs:           signals of the policy, if it ever evicts
+    eviction_method: COMPACT uses choose, BLOCKS choose_blocks, CELLS choose_uneven and READS
+                     block_scores
+    needs:           signals of the policy; empty if it never evicts
 
     Raises:
-        InvalidArgumentError: the policy needs statistics, centres or a rotation that are not there
+        InvalidArgumentError: the policy needs statistics, centres or a rotation that are missing
         StatsMismatchError:   the statistics are malformed or of another model
     """
 
@@ -125,14 +125,14 @@ class Compressor:
         return self.config.budget
 
     def with_budget(self, budget: int, block_size: int) -> Compressor:
-        """The same with another budget, in blocks of this size; made once."""
+        """Return a cached compressor with another budget, rounded to blocks of this size."""
         if budget not in self._siblings:
             config = replace(self.config, budget=budget).in_blocks(block_size)
             self._siblings[budget] = Compressor(config, self.facts, self.stats, self.backend)
         return self._siblings[budget]
 
     def tiers(self, num_tokens: int, num_prompt_slots: int) -> np.ndarray:
-        """Protection of each slot, [T] int64: 2 sinks and recent tokens, 1 prompt, 0 free.
+        """Return the protection of each slot, [T] int64: 2 sinks and recent tokens, 1 prompt, 0 free.
 
         num_prompt_slots: leading slots that hold prompt tokens; read only with protect_prompt
         """
@@ -156,7 +156,7 @@ class Compressor:
         keep: int | None = None,
         check: Callable[[Tensor], None] = refuse_nan,
     ) -> Tensor:
-        """choose_all of one sequence. first: None: if logical_len is num_tokens."""
+        """Run choose_all on one sequence. first: None stands for logical_len == num_tokens."""
         first = logical_len == num_tokens if first is None else first
         question = PassQuestion(
             layer_source, num_tokens, num_prompt_slots, logical_len, positions, signals, first
@@ -171,11 +171,11 @@ class Compressor:
         keep: int | None = None,
         check: Callable[[Tensor], None] = refuse_nan,
     ) -> list[Tensor]:
-        """The slots that stay of each of several sequences, as if it were asked about alone.
+        """Return the slots that each of several sequences keeps, independently of the other sequences.
 
         Args:
-            keep:  tokens kept; None: the budget, below which it must not be without recall
-            check: as for select: what becomes of a NaN
+            keep:  tokens kept; None: the budget, which is the minimum without recall
+            check: handles NaN scores, as in select
 
         Returns: [L | 1, K | 1, min(keep, T)] int64 ascending each, by mode. Sliding layers do not vote in
             union and per_head mode unless all layers slide.
@@ -186,12 +186,12 @@ class Compressor:
         assert keep >= at_least, f"{keep} tokens to keep, below the budget of {self.budget}"
         over = [i for i, q in enumerate(questions) if q.num_tokens > keep and self.eviction_method.evicts]
         votes = dict(zip(over, self._votes([questions[i] for i in over], keep), strict=True))
-        alike: dict[tuple[int, int], list[int]] = {}
+        groups: dict[tuple[int, int], list[int]] = {}
         for i in over:
             prompt = questions[i].num_prompt_slots if self.config.protect_prompt else 0
-            alike.setdefault((questions[i].num_tokens, prompt), []).append(i)
+            groups.setdefault((questions[i].num_tokens, prompt), []).append(i)
         found: dict[int, Tensor] = {}
-        for (num_tokens, prompt), places in alike.items():
+        for (num_tokens, prompt), places in groups.items():
             tiers, scores = self.tiers(num_tokens, prompt), [votes.pop(i) for i in places]
             kept = select_each(scores, keep, tiers, self.mode, self.backend.select_top, check)
             found.update(zip(places, kept, strict=True))
@@ -199,10 +199,10 @@ class Compressor:
 
     @torch.no_grad()
     def choose_blocks(self, questions: Sequence[PassQuestion], block_size: int) -> list[list[int]]:
-        """The full blocks that go of each of several sequences under a policy of whole blocks.
+        """Return the full blocks that each of several sequences frees under a policy of whole blocks.
 
-        Returns: ceil((T - budget) / block_size) ascending indices; blocks with a protected prompt token go
-            after all others, those with a sink or a recent token never.
+        Returns: ceil((T - budget) / block_size) ascending indices. Blocks with a protected prompt token are
+            freed after all others, blocks with a sink or a recent token never.
         Raises: as choose_all.
         """
         over = [q for q in questions if q.num_tokens > self.budget]
@@ -216,7 +216,7 @@ class Compressor:
 
     @cached_property
     def weights_digest(self) -> str:
-        """sha256 of the weights that score tokens when they are computed; of a policy that needs them."""
+        """sha256 of the weights that score tokens during the forward pass, if the policy needs them."""
         digest = sha256()
         for layer in self.stats or ():
             for weights in (layer.kvzap_in, layer.kvzap_out):
@@ -226,15 +226,15 @@ class Compressor:
 
     @cached_property
     def stats_digest(self) -> str | None:
-        """sha256 of all statistics that the policy may look at; None where it needs none."""
+        """sha256 of all statistics that the policy may read; None if it needs none."""
         return None if self.stats is None else stats_digest(self.stats)
 
     def stats_of(self, layer: int) -> LayerStats | None:
-        """The statistics of one layer, if the policy needs any."""
+        """Return the statistics of one layer, if the policy needs any."""
         return None if self.stats is None else self.stats[layer]
 
     def of_head(self, layer: int, head: int) -> tuple[LayerFacts, LayerStats | None]:
-        """Facts and statistics of one KV head and its query heads, made once."""
+        """Return cached facts and statistics of one KV head and its query heads."""
         if (layer, head) not in self._heads:
             facts, stats = self.facts.layers[layer], self.stats_of(layer)
             own = None if stats is None else stats.kv_head(head, facts.num_kv_heads)
@@ -242,7 +242,7 @@ class Compressor:
         return self._heads[layer, head]
 
     def score(self, views: Sequence[LayerView]) -> list[Tensor]:
-        """The policy's scores [K, T] of one layer of each sequence.
+        """Return the policy's scores [K, T] of one layer of each sequence.
 
         Raises: InvalidArgumentError if they are of a wrong shape or dtype.
         """
@@ -257,7 +257,7 @@ class Compressor:
 
     @torch.no_grad()
     def block_scores(self, queries: Tensor, low: Tensor, high: Tensor) -> Tensor:
-        """The policy's scores of blocks. Raises: InvalidArgumentError if they have a wrong shape or dtype."""
+        """Return the policy's block scores. Raises: InvalidArgumentError for a wrong shape or dtype."""
         scores = self.policy.block_scores(queries, low, high)
         if scores.shape != low.shape[:-1] or scores.dtype != torch.float32:
             raise InvalidArgumentError(
@@ -267,7 +267,7 @@ class Compressor:
         return scores
 
     def _votes(self, questions: Sequence[PassQuestion], keep: int) -> list[Tensor]:
-        """[voters, K, T] fp32 of each sequence; every layer is scored for all of them at once."""
+        """Return scores [voters, K, T] fp32 of each sequence; a layer is scored for all sequences at once."""
         if not questions:
             return []
         layers = [self._scores(layer, questions, keep) for layer in self._voters]
@@ -279,7 +279,7 @@ class Compressor:
         return torch.arange(num_tokens, device=self.facts.device).repeat(layers, heads, 1)
 
     def _scores(self, layer: int, questions: Sequence[PassQuestion], keep: int) -> list[Tensor]:
-        """[K, T] fp32 of one layer of each; -inf for tokens that none of its future queries can see."""
+        """Return scores [K, T] fp32 of one layer; -inf for tokens that no future query of the layer sees."""
         views = [self._view(layer, question, keep) for question in questions]
         found = self.score(views)
         if self.policy.reranks:
@@ -307,7 +307,7 @@ class Compressor:
         )
 
     def _signals(self, layer: int, question: PassQuestion) -> LayerSignals:
-        """Signals that the engine kept, and the positions wherever they are known."""
+        """Return the engine's signals, with positions where they are known."""
         signals = question.signals(layer)
         positions = self._positions(layer, question)
         if signals.positions is not None or positions is None:
@@ -315,7 +315,7 @@ class Compressor:
         return replace(signals, positions=positions)
 
     def _positions(self, layer: int, question: PassQuestion) -> Tensor | None:
-        """[K, T] of one layer."""
+        """Return positions [K, T] of one layer; None if unknown."""
         if question.positions is None:
             return None
         heads = self.facts.layers[layer].num_kv_heads
@@ -323,8 +323,8 @@ class Compressor:
         return table[layer].to(self.facts.device)
 
     def _unseen(self, layer: int, window: int, question: PassQuestion) -> Tensor:
-        """Slots whose position is at most L - window: [K, T] or [T] bool. Unknown positions are at most
-        L - T + slot, since they ascend up to L - 1; exact as long as nothing has been evicted."""
+        """Return a mask [K, T] or [T] of slots with a position of at most L - window. Unknown positions are
+        at most L - T + slot, since they ascend up to L - 1; exact while nothing has been evicted."""
         oldest = question.logical_len - window
         positions = self._positions(layer, question)
         if positions is not None:

@@ -53,7 +53,7 @@ class SharesFit:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was added."""
+        """Return whether nothing was added."""
         return not (self._reached or self._documents)
 
     def build(self) -> Tensor:

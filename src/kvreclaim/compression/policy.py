@@ -23,55 +23,55 @@ from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 
 class Signal(Enum):
-    """Inputs of a policy besides keys and values, which the engine must have at hand."""
+    """Inputs of a policy other than keys and values. The engine provides them."""
 
     QUERY_STATS = auto()
-    """Moments of the queries before rotation, and with them a verified rotation of every layer."""
+    """Moments of the queries before rotation, and a verified rotation of every layer."""
     QUERY_CENTERS = auto()
-    """Statistics with several centres per query head (calibrated by us; public files hold none)."""
+    """Statistics with several centres per query head. Only kvreclaim's calibration makes them."""
     QUERY_COVARIANCE = auto()
-    """Statistics with the covariance of the queries (calibrated by us; public files hold none)."""
+    """Statistics with the covariance of the queries. Only kvreclaim's calibration makes them."""
     SURROGATE = auto()
-    """Statistics with learned weights of cached keys and values (calibrated by us; likewise)."""
+    """Statistics with learned weights of cached keys and values. Only kvreclaim's calibration makes them."""
     HEAD_SHARES = auto()
-    """Statistics with the shares of its tokens that each head keeps (calibrated by us; likewise)."""
+    """Statistics with each head's share of kept tokens. Only kvreclaim's calibration makes them."""
     RECENT_QUERIES = auto()
-    """The last query_window queries of each layer, as attention saw them."""
+    """Last query_window queries of each layer, rotated."""
     ATTENTION_MASS = auto()
-    """The attention that each slot has received from all queries so far."""
+    """Attention that each slot has received from all queries so far."""
     POSITIONS = auto()
-    """The logical position of the token in each slot."""
+    """Logical position of the token in each slot."""
     OUTPUT_PROJECTION = auto()
-    """The weights that carry each head's output into the residual stream."""
+    """Output projection of each head into the residual stream."""
     FUTURE_QUERIES = auto()
-    """The queries still to come: only where the whole text is given (LLM.score)."""
+    """Future queries; available only for a given text (LLM.score)."""
     TOKEN_SCORES = auto()
-    """Statistics with weights of hidden states, and the score that they give a token when it is computed."""
+    """Statistics with weights of hidden states, and each token's score by them during its forward pass."""
     READ_AGAIN = auto()
     """Attention to the prompt's tokens while the model repeats it; only with prompt_only."""
 
 
 class Mode(StrEnum):
-    """Which heads share one kept set. Every (layer, KV head) keeps the same number of tokens in all modes."""
+    """Heads that share one kept set. Every (layer, KV head) keeps the same number of tokens in all modes."""
 
     UNION = "union"
     """All layers and heads: top tokens of the maximum over both."""
     PER_HEAD = "per_head"
     """A KV head in all layers: top tokens of the mean over layers."""
     PER_LAYER_HEAD = "per_layer_head"
-    """None: each (layer, KV head) keeps its own top tokens."""
+    """No sharing: each (layer, KV head) keeps its own top tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerSignals:
-    """Signals of one layer of one sequence; None for what the policy does not need.
+    """Signals of one layer of one sequence; None for signals that the policy does not need.
 
     queries:           [H, w, D] rotated, oldest first, w <= query_window (less early in a sequence)
     mass:              [K, T] fp32, attention probabilities summed over all queries so far and the query
                        heads of the KV head
     positions:         [K, T] int32 logical positions, ascending
     output_projection: [H, Dv, M] the layer's W_o by query head; M the model's hidden size
-    future_queries:    [H, N, D] rotated, of the tokens from the next one on, N >= 0
+    future_queries:    [H, N, D] rotated queries of the tokens from the next one on, N >= 0
     read_again:        [K, T] fp32, maximum attention to each token while the model repeats the prompt
     token_scores:      [K, T] fp32, score of each token's hidden state by the statistics' weights
     """
@@ -90,13 +90,13 @@ NO_SIGNALS = LayerSignals()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerView:
-    """One layer of one live sequence, valid during the call of score; nothing in it may be changed.
+    """One layer of one live sequence. Valid during the call of score; read-only.
 
-    source:      its T keys (rotated) and values in token order; scores them in place
+    source:      T keys (rotated) and values in token order; can score them inside the cache
     logical_len: position of the next query, in tokens; above T if tokens have been evicted
-    stats:       of this layer's queries; None unless the policy needs them
+    stats:       statistics of this layer's queries; None unless the policy needs them
     candidates:  tokens that may be evicted; the rest are protected sinks or recent tokens
-    signals:     the signals that the policy needs, besides statistics
+    signals:     the signals that the policy needs, except statistics
     first:       True if nothing has been evicted yet: neighbouring slots hold neighbouring tokens
     budget:      tokens that each head keeps, protected ones included; with unequal heads the average while
                  they are scored, and each head's own number when it is reranked
@@ -129,8 +129,8 @@ class LayerView:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CountsQuestion:
-    """Input of `counts`: how many tokens does each head of one sequence keep? All but the scores lies on the
-    host.
+    """Input of `counts`, the number of tokens that each head of one sequence keeps. All fields except scores
+    lie on the host.
 
     scores:      scores[layer][head] [T] fp32 of the tokens that may be evicted; T may differ
     protected:   [L, K] float64 tokens that each head keeps in addition: sinks, recent and protected ones; or
@@ -147,12 +147,12 @@ class CountsQuestion:
     stats: Sequence[LayerStats] | None = None
 
     def protected_on(self, device: torch.device) -> Tensor | int:
-        """`protected` for sums with counts on this device."""
+        """Return `protected` on this device, for sums with counts."""
         return move(self.protected, device) if isinstance(self.protected, Tensor) else self.protected
 
     @property
     def free(self) -> float:
-        """Tokens per head on average, besides protected ones."""
+        """Average number of unprotected tokens that a head keeps."""
         return self.budget - float(np.asarray(self.protected, dtype=np.float64).mean())
 
     @property
@@ -162,21 +162,21 @@ class CountsQuestion:
 
 
 class CompressionPolicy(ABC):
-    """Ranks the tokens of one layer. Subclasses are frozen dataclasses whose fields are their
-    parameters (CompressionConfig.options): those declared by options.option are checked by their type and
-    bounds, all others in __post_init__, with InvalidArgumentError.
+    """Ranks the tokens of one layer. A subclass is a frozen dataclass; its fields are the policy's parameters
+    (CompressionConfig.options). Fields declared with options.option are checked by type and bounds, all
+    others in __post_init__, with InvalidArgumentError.
 
     Class attributes or properties of a subclass:
 
-    name:           its name in policy texts
-    eviction_method: what it does to memory. KEEP and READS never ask for scores. Under BLOCKS a block's score
-                    is the mean over its tokens, layers and heads. CELLS asks for counts, too. READS asks for
-                    block_scores, and budget is the tokens read per head
+    name:           the policy's name in specs
+    eviction_method: effect on memory. KEEP and READS never call score. Under BLOCKS a block's score is the
+                    mean over its tokens, layers and heads. CELLS also calls counts. READS calls block_scores,
+                    and budget is the tokens read per head
     query_window:   queries kept for Signal.RECENT_QUERIES
     prompt_only:    True if it compresses only once, at the end of the prompt
     cache_relative: True if a token's position is its slot: keys are rotated again when they move
-    reranks:        True if it changes the order of a head's tokens by how many that head keeps, or protects
-                    some: override rerank, or protects
+    reranks:        True if the order of a head's tokens depends on how many the head keeps, or if some are
+                    protected; then override rerank, or protects
     any_heads:      True if score_many takes views of one KV head each, from any layers
     """
 
@@ -212,41 +212,41 @@ class CompressionPolicy(ABC):
 
     @property
     def needs(self) -> frozenset[Signal]:
-        """Signals that the policy needs; a subclass overrides this with a plain class attribute."""
+        """Signals that the policy needs. A subclass overrides this with a plain class attribute."""
         return frozenset()
 
     @property
     def default_mode(self) -> Mode:
-        """The mode if the caller names none; a subclass overrides it likewise."""
+        """Default mode. A subclass overrides this with a plain class attribute."""
         return Mode.PER_LAYER_HEAD
 
     @abstractmethod
     def score(self, view: LayerView) -> Tensor:
-        """[K, T] fp32 on the device of the keys, higher = keep; every entry finite if keys and values
-        are. Pure: no state, clock, log or I/O; depends on nothing but the view."""
+        """Return scores [K, T] fp32 on the keys' device, higher = keep; finite if keys and values are. Pure:
+        no state, clock, log or I/O; the result depends only on the view."""
 
     def score_many(self, views: Sequence[LayerView]) -> list[Tensor]:
-        """Scores of the same layer of several sequences, or (any_heads) of several KV heads. Each must equal
-        `score` of its view alone, bit for bit. Override it if work can be shared (see score_all)."""
+        """Score the same layer of several sequences, or (any_heads) several KV heads. Each result must equal
+        `score` of its view alone, bit for bit. Override it to share work (see score_all)."""
         return [self.score(view) for view in views]
 
     def rerank(self, view: LayerView, scores: Tensor) -> Tensor:
-        """[K, T] fp32 to select by within each head, from the view's scores. By these heads do not compare:
-        counts are asked for by the scores alone. Pure as `score`."""
+        """Return scores [K, T] fp32 for the selection within each head. They do not compare between heads:
+        `counts` uses the original scores. Pure, like `score`."""
         return scores
 
     def protects(self, logical_len: int) -> tuple[tuple[int, int], ...]:
-        """Spans (a, b) of positions a <= p < b whose tokens go after all others; needs has POSITIONS."""
+        """Return spans (a, b) of positions a <= p < b to evict last; `needs` must have POSITIONS."""
         return ()
 
     def counts(self, question: CountsQuestion) -> Tensor:
-        """CELLS only: tokens that each head keeps, [L, K] float, before rounding to blocks. Their
-        mean is the budget; a head keeps at least the protected ones. On the host or where the scores are;
-        best without a wait for them."""
+        """Return the tokens that each head keeps, [L, K] float, before rounding to blocks; CELLS only. The
+        mean is the budget; a head keeps at least its protected tokens. The result is on the host or on the
+        scores' device; avoid a synchronisation."""
         raise NotImplementedError(f"{self.name} keeps equal counts")
 
     def block_scores(self, queries: Tensor, low: Tensor, high: Tensor) -> Tensor:
-        """READS only: [..., K, N] fp32, higher = read.
+        """Return block scores [..., K, N] fp32, higher = read; READS only.
 
         Args:
             queries:   [..., H, D] of one decode step, rotated
@@ -256,23 +256,23 @@ class CompressionPolicy(ABC):
 
 
 def traits(policy: CompressionPolicy) -> frozenset[Trait]:
-    """Traits for which wrappers may refuse the policy."""
+    """Return the traits for which wrappers may refuse the policy."""
     own = unfit_to_wrap(policy.eviction_method)
     return frozenset({own} if own else ()) | ({Trait.CACHE_RELATIVE} if policy.cache_relative else set())
 
 
 def _of_inner(name: str) -> Any:
-    """A wrapper's property that returns the inner policy's."""
+    """Make a wrapper's property that returns the inner policy's value."""
     return property(lambda wrapper: getattr(wrapper.inner, name))
 
 
 @dataclass(frozen=True)
 class Wrapper(CompressionPolicy):
-    """A policy around another one, `inner`, whose methods it keeps unless it overrides them. Raises:
+    """A policy around another one, `inner`. Methods that are not overridden delegate to it. Raises:
     InvalidArgumentError for an inner policy with a trait in `unfit`.
 
-    default_inner: name of the policy that is wrapped if none is named
-    unfit, remedy: traits that an inner policy must not have, and what to write instead; overridden by plain
+    default_inner: name of the inner policy by default
+    unfit, remedy: traits that an inner policy must not have, and what to use instead; overridden by plain
                    class attributes
     """
 
@@ -320,7 +320,7 @@ class Wrapper(CompressionPolicy):
 
 
 def score_all(policy: CompressionPolicy, views: Sequence[LayerView]) -> list[Tensor]:
-    """score_many; or `score` per view, if a subclass overrides only that."""
+    """Call score_many, or `score` per view if a subclass overrides only that."""
     for owner in type(policy).__mro__:
         if "score_many" in vars(owner):
             return policy.score_many(views)

@@ -83,7 +83,7 @@ def _head_grid(path: object, metadata: Mapping[str, object], heads: Mapping[str,
 
 
 def _same_heads(sampled: object, found: set[tuple[int, int]]) -> bool:
-    """Whether sampled is a list of [layer, head] that names each found head, and no other."""
+    """Return whether sampled is a list of [layer, head] that names each found head, and no other."""
     if not isinstance(sampled, list | tuple):
         return False
     pairs = [list(pair) for pair in sampled if isinstance(pair, list | tuple)]

@@ -1,8 +1,8 @@
-"""Unequal counts: how many tokens each (layer, KV head) keeps, rounded so that whole blocks come free.
+"""Unequal counts: the tokens that each (layer, KV head) keeps, rounded so that whole blocks are freed.
 
 A head keeps a whole number of blocks' worth of tokens, at least one, all heads together exactly `budget`
 tokens on average. So every head's last block is full at the same moment, and a sequence holds budget / S
-blocks after a pass: nothing is lost to rounding but that a head has a few tokens more or less than its policy
+blocks after a pass. Rounding frees no fewer blocks; a head only has a few tokens more or less than its policy
 counted.
 """
 
@@ -35,8 +35,8 @@ from kvreclaim.ops.moving import fetch, move
 def round_to_blocks(
     counts: np.ndarray, block_size: int, protected: np.ndarray, most: np.ndarray, total: int
 ) -> np.ndarray:
-    """Blocks that each head keeps: counts / S by largest remainder, with a fixed sum. Every head keeps those
-    of its protected tokens, and at least one: a head that attends to nothing has no answer.
+    """Return the blocks that each head keeps: counts / S by largest remainder, with a fixed sum. Every head
+    keeps the blocks of its protected tokens, and at least one: attention over no token is undefined.
 
     Args:
         counts:    [L, K] float, tokens
@@ -47,26 +47,25 @@ def round_to_blocks(
     Returns: [L, K] int64, the nearest such numbers in the sum of squares.
     Ties: the lowest (layer, head) gains, the highest loses.
     """
-    wanted = counts.ravel() / block_size
+    exact = counts.ravel() / block_size
     room = most.ravel().astype(np.int64)
     least = np.minimum(np.maximum(1, -(-protected.ravel() // block_size)), room)
     assert least.sum() <= total <= room.sum(), f"{total} blocks, {least.sum()} to {room.sum()}"
-    blocks = np.clip(np.floor(wanted).astype(np.int64), least, room)
+    blocks = np.clip(np.floor(exact).astype(np.int64), least, room)
     while (missing := total - int(blocks.sum())) != 0:
         step = 1 if missing > 0 else -1
         able = np.flatnonzero(blocks < room if step > 0 else blocks > least)[::step]
-        blocks[able[np.argmax(step * (wanted[able] - blocks[able]))]] += step
+        blocks[able[np.argmax(step * (exact[able] - blocks[able]))]] += step
     return blocks.reshape(counts.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnevenChoice:
-    """What each head of a sequence keeps.
+    """Tokens that each head of a sequence keeps.
 
-    kept:         ascending slots, int64; of each head a multiple of the block size
-    prompt_slots: [L, K] int64, how many of them are among the question's prompt_slots
-    moved:        tokens over all heads that rounding to blocks took from those that the policy gave them to,
-                  and gave to others
+    kept:         ascending slots, int64; per head a multiple of the block size
+    prompt_slots: [L, K] int64, kept slots among the question's prompt_slots
+    moved:        tokens that rounding to blocks has moved between heads
     """
 
     kept: HeadRows
@@ -81,10 +80,10 @@ def choose_uneven(
     block_size: int,
     check: NanCheck = refuse_nan,
 ) -> list[UnevenChoice]:
-    """The slots that each head of several sequences keeps, budget tokens on average over those of a sequence;
-    budget must be a multiple of block_size. The result is the same as for each one alone.
+    """Return the slots that each head of several sequences keeps, budget tokens on average over a sequence's
+    heads. budget must be a multiple of block_size. Sequences do not affect each other's result.
 
-    check: as for select: what becomes of a NaN; where it returns, NaN is the least of all scores
+    check: handles NaN scores, as in select; if it returns, NaN is the lowest score
 
     Raises: InvalidArgumentError if the policy gives scores or counts of a wrong shape, NaN, or counts
         that are not `budget` on average.
@@ -103,10 +102,10 @@ def select_heads(
     block_size: int,
     check: NanCheck,
 ) -> list[UnevenChoice]:
-    """From scores to what stays of each head. The host waits for the policy's counts and for how much of each
-    prompt stays, of all sequences at once.
+    """Select the tokens of each head from their scores. The host waits once for the policy's counts, and once
+    for the kept prompt tokens, of all sequences together.
 
-    firsts: the first slot of each sequence that may go
+    firsts: first evictable slot of each sequence
     scores: fp32 of all tokens of all heads, sequence by sequence, as HeadRows.flat
     """
     rows = HeadRows(_numbers(scores), np.concatenate([question.tokens for question in questions]))
@@ -130,11 +129,10 @@ def select_heads(
 
 
 class _Selection:
-    """One sequence between its scores, [T] of each layer and head, and the number of tokens that each head
-    keeps.
+    """Selection of one sequence. scores: [T] per layer and head.
 
-    protected: [L, K] int64, tokens of each head that stay in any case
-    counts:    what the policy gives each head, [L, K] float, where it has computed them
+    protected: [L, K] int64, protected tokens of each head
+    counts:    the policy's counts, [L, K] float, on the policy's device
     """
 
     def __init__(
@@ -155,8 +153,7 @@ class _Selection:
             raise InvalidArgumentError(_wrong_counts(policy, self.counts.shape, tokens.shape))
 
     def rounded(self, counts: np.ndarray, block_size: int) -> np.ndarray:
-        """Tokens that each head keeps: the policy's counts [L, K] float64 in whole blocks. Raises:
-        InvalidArgumentError."""
+        """Round the policy's counts [L, K] float64 to tokens in whole blocks. Raises: InvalidArgumentError."""
         compressor, tokens = self.compressor, self.question.tokens
         policy, budget = compressor.policy, compressor.budget
         if not np.isfinite(counts).all():
@@ -171,7 +168,7 @@ class _Selection:
         return round_to_blocks(counts, block_size, self.protected, tokens // block_size, total) * block_size
 
     def ranks(self, keep: np.ndarray) -> Tensor:
-        """The scores to select by within each head, which keeps so many tokens [L, K]; as HeadRows.flat."""
+        """Return reranked scores for the selection within heads, as HeadRows.flat. keep: [L, K]"""
         policy = self.compressor.policy
         return torch.cat(
             [
@@ -182,12 +179,12 @@ class _Selection:
         )
 
 
-def _wrong_counts(policy: CompressionPolicy, found: Sequence[int], wanted: Sequence[int]) -> str:
-    return f"policy {policy.name} counted {list(found)} tokens; it must give {list(wanted)} finite numbers."
+def _wrong_counts(policy: CompressionPolicy, found: Sequence[int], expected: Sequence[int]) -> str:
+    return f"policy {policy.name} counted {list(found)} tokens; it must give {list(expected)} finite numbers."
 
 
 def _numbers(scores: Tensor) -> Tensor:
-    """The scores, where NaN is the least."""
+    """Replace NaN by the lowest score."""
     return scores.nan_to_num(-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 
@@ -198,8 +195,8 @@ def _set_apart(
     free: list[list[Tensor]],
     protected: np.ndarray,
 ) -> tuple[list[list[Tensor]], np.ndarray]:
-    """The scores of each head that compete, and its tokens that do not: those of the spans stay in every
-    head; of more than fit its budget the best."""
+    """Return each head's competing scores, and its number of protected tokens. Tokens of the spans stay in
+    every head, the best of them if they exceed its budget."""
     others, counts = [], protected.copy()
     for layer, rows in enumerate(free):
         others.append(rows[:])
@@ -214,8 +211,8 @@ def _set_apart(
 
 
 def _first_free(compressor: Compressor, question: HeadsQuestion) -> int:
-    """The first slot of each head that may go. A protected prompt may not go where it fits, with all heads
-    alike; else its tokens outrank others but may go."""
+    """Return the first evictable slot of each head. A protected prompt is not evictable if it fits the budget
+    and all heads hold the same part of it; else its tokens outrank others."""
     config, prompts = compressor.config, question.prompt_slots
     if config.protect_prompt and (prompts == prompts.flat[0]).all():
         prompt = max(config.sinks, int(prompts.flat[0]))
@@ -224,10 +221,10 @@ def _first_free(compressor: Compressor, question: HeadsQuestion) -> int:
 
 
 def _scores(compressor: Compressor, questions: Sequence[HeadsQuestion], firsts: Sequence[int]) -> Tensor:
-    """fp32, sequence by sequence as HeadRows.flat: all heads of all at once, if the policy can; else whole
-    layers while all heads hold the same tokens, else head by head, each for all sequences at once.
+    """Return fp32 scores, sequence by sequence as HeadRows.flat. Policies with any_heads
+    score all heads at once, others whole layers while all heads hold the same tokens, else single heads.
 
-    firsts: the first slot of each that may go
+    firsts: first evictable slot of each sequence
     """
     num_layers, num_heads = questions[0].tokens.shape
     found: list[dict[tuple[int, int], Tensor]] = [{} for _ in questions]
@@ -252,10 +249,10 @@ def _scores(compressor: Compressor, questions: Sequence[HeadsQuestion], firsts: 
 def _kept(
     compressor: Compressor, questions: Sequence[HeadsQuestion], scores: HeadRows, keep: np.ndarray
 ) -> HeadRows:
-    """The slots that stay, ascending, so many of each head [N L, K] of N sequences.
+    """Return the kept slots, ascending. keep: slots per head [N L, K] of N sequences.
 
-    Protected tokens make a head's slots three runs: those before the rivals stay, and so do those from the
-    recent ones on; the places left go to the best of the rivals between them.
+    Protected tokens divide a head's slots into three runs. The first and the last run stay; the
+    remaining places go to the highest scores of the run between them.
     """
     config, tokens, device = compressor.config, scores.counts, scores.flat.device
     places = keep - config.sinks - config.recent
@@ -278,7 +275,7 @@ def _kept(
 
 
 def _prompt_left(kept: HeadRows, prompt_slots: np.ndarray) -> np.ndarray:
-    """[L, K] how many kept slots of each head lie among its first prompt_slots [L, K]."""
+    """Count the kept slots of each head among its first prompt_slots [L, K]; returns [L, K]."""
     inside = kept.flat < spread(prompt_slots, kept.counts, kept.flat.device)
     ends = move(kept.starts + kept.counts - 1, inside.device)
     [found] = fetch([inside.cumsum(0, dtype=torch.int32)[ends]])

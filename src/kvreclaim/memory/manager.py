@@ -142,7 +142,7 @@ class MemoryManager:
         return len(self._tables[seq_id].entries) * self.block_size
 
     def publishes(self, seq_id: int) -> bool:
-        """Whether the next full block of the sequence enters the prefix index."""
+        """Return whether the next full block of the sequence enters the prefix index."""
         return self._tables[seq_id].chain is not None
 
     def follows_itself(self, seq_id: int) -> bool:
@@ -196,7 +196,7 @@ class MemoryManager:
         return self.offload.with_lower(found, match, max_tokens)
 
     def can_admit(self, match: PrefixMatch, num_tokens: int) -> bool:
-        """Whether admit and then grow(num_tokens) would succeed."""
+        """Return whether admit and then grow(num_tokens) would succeed."""
         return blocks_for(num_tokens, self.block_size) <= self.num_spare(match)
 
     def num_spare(self, match: PrefixMatch) -> int:
@@ -234,7 +234,7 @@ class MemoryManager:
         return all(group.has_room(seq_id, table, num_tokens) for group in self.groups)
 
     def can_grow(self, seq_id: int, num_tokens: int) -> bool:
-        """Whether grow would succeed."""
+        """Return whether grow would succeed."""
         table = self._tables[seq_id]
         return sum([group.missing(seq_id, table, num_tokens) for group in self.groups]) <= self.pool.num_free
 

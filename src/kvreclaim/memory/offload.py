@@ -53,7 +53,7 @@ class ParkingSlots:
         raise AssertionError("nothing can be parked without slots")
 
     def can_park(self, seq_ids: Sequence[int]) -> bool:
-        """Whether there are slots to park all of these, one after the other."""
+        """Return whether there are slots to park all of these, one after the other."""
         return False
 
     def park(self, seq_id: int) -> bool:
@@ -169,7 +169,7 @@ class OffloadSlots:
         """Begin to load blocks that a waiting sequence would hit on disk alone."""
 
     def must_wait(self, seq_id: int) -> bool:
-        """Whether a waiting sequence goes on waiting for a load."""
+        """Return whether a waiting sequence goes on waiting for a load."""
         return False
 
     def end_loading(self, seq_id: int) -> None:

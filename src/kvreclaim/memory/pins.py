@@ -106,7 +106,7 @@ class Pins:
         return True
 
     def _make_room(self, owner: str | None) -> bool:
-        """Whether there is room for a pin of this owner, if need be in place of another one's."""
+        """Return whether there is room for a pin of this owner, if need be in place of another one's."""
         if len(self.ttl_s) < self.limit:
             return True
         owners = self._owned.keys() | {owner}

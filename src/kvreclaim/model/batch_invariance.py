@@ -31,7 +31,7 @@ def check_batch_invariant(model: PreTrainedModel, name: str, attention: str, mod
 
 
 def has_independent_rows(model: PreTrainedModel) -> bool:
-    """Whether all that mixes the numbers of a row is native: layers, norms and the head."""
+    """Return whether all that mixes the numbers of a row is native: layers, norms and the head."""
     body = model.base_model
     norm = getattr(body, "norm", None)
     return (

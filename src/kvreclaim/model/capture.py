@@ -1,5 +1,5 @@
-"""Forward passes beside the engine's own: they show each layer's queries, or what these pay attention to, and
-store nothing."""
+"""Forward passes outside the engine's steps: they pass each layer's queries or attention weights to a
+callback, and store nothing."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ OnQueries = Callable[[int, Tensor], None]
 OnReached = Callable[[int, int, Tensor, Tensor, Tensor, Tensor | None], None]
 OnCached = Callable[[int], tuple[Tensor, Tensor]]
 NEAR = 64
-"""Tokens back; what a query pays those is not asked for: every text reads what it has just said."""
+"""Distance in tokens within which attention is ignored: every text attends to its most recent tokens."""
 NOW = 3 / 4
-"""Share of a first copy behind which a compression is imagined, so that the rest of it goes on from there."""
+"""Share of a first copy after which compression is assumed; the rest of the copy is its continuation."""
 _TILE, _LEAST_ROWS = 1 << 21, 32
-"""Logits at once on a CPU, whose 8 MiB stay near the core; rows of them that are worth a product."""
+"""Logits of one tile on a CPU, 8 MiB that stay in cache; fewest rows that are worth a product."""
 REREAD_TOKENS = 1024
 _WHOLE = "\n\nRepeat the previous context:\n"
 _PART = "\n\nRepeat the part of the previous context starting with: "
@@ -39,11 +39,11 @@ _CUE_TOKENS = 8
 class _Capture:
     """A KVBatch over whole documents: causal attention inside each, no cache.
 
-    Queries reach an attention function after q_norm and rotation, at known positions; turning them
-    back gives the pre-RoPE query exactly, for every model that the probe has understood.
+    Queries reach an attention function after q_norm and rotation, at known positions. The inverse rotation
+    gives the pre-RoPE query exactly, for every model that the probe supports.
 
-    lengths: of the documents; spans: of what is computed of them, twice a length where one is said twice
-    first:   rows of first copies, where not all are
+    lengths: of the documents; spans: computed tokens per document, 2 * length for a repeated one
+    first:   mask of the rows in first copies; None if all rows are
     """
 
     facts: ModelFacts
@@ -90,12 +90,12 @@ class _Capture:
 
 
 def can_say_twice(facts: ModelFacts, document: Sequence[int]) -> bool:
-    """Whether a document is long enough for what is far away to matter, and short enough for the model."""
+    """Return whether a document has tokens more than NEAR apart, and fits the model's positions twice."""
     return 2 * NEAR < len(document) <= facts.max_position // 2
 
 
 def now(length: int) -> int:
-    """Tokens of a first copy that are there when it is imagined to be compressed."""
+    """Return the tokens of a first copy that precede its assumed compression."""
     return int(length * NOW)
 
 
@@ -115,15 +115,15 @@ def capture_queries(
         documents:  token ids; each starts at position 0 and sees itself only
         on_queries: (layer, queries [H, T, D] fp32 before rotation, T = tokens of all documents);
                     called in the order of the layers; queries are not kept
-        rotated:    hand them over as attention sees them instead, in the model's dtype
-        on_keys:    where given, is handed each layer's keys [K, T, D] in the same way
-        on_reached: where given, each document that can be (can_say_twice) is said twice, without a word
-                    between; on_queries gets what the first copy asks, and this, for each such document of a
-                    layer, (layer, document, keys [K, n, D] rotated, values [K, n, Dv], reached [3, K, n]
-                    fp32, hidden [n, M] or None) of its first copy: reached is the most that a query more than
-                    NEAR tokens later pays a token, over the query heads of its KV head, by queries of the
-                    first copy before now(n), from there on, and of the second copy; hidden is what the layer
-                    was given, where it hands that out (inputs.py). Nothing is kept
+        rotated:    pass rotated queries instead, in the model's dtype
+        on_keys:    if given, gets each layer's keys [K, T, D] in the same way
+        on_reached: if given, each document for which can_say_twice holds is repeated, without a separator.
+                    on_queries then gets the first copy's queries. Per layer and repeated document, this
+                    gets (layer, document, keys [K, n, D] rotated, values [K, n, Dv], reached [3, K, n]
+                    fp32, hidden [n, M] or None) of the first copy. reached is the largest attention weight
+                    of a token for queries more than NEAR tokens later, over the query heads of its KV head:
+                    queries of the first copy before now(n), those after it, and of the second copy. hidden
+                    is the layer's input, where inputs.py hands it out. Nothing is kept
 
     Memory: activations of T tokens and the queries of one layer.
     Raises: InvalidArgumentError if there is no document, or one of them is empty.
@@ -133,11 +133,11 @@ def capture_queries(
             "a document is empty, or there is none; pass some of at least one token each."
         )
     twice = [on_reached is not None and can_say_twice(loaded.facts, document) for document in documents]
-    said = [list(d) * 2 if again else list(d) for d, again in zip(documents, twice, strict=True)]
+    texts = [list(d) * 2 if again else list(d) for d, again in zip(documents, twice, strict=True)]
     device = loaded.facts.device
-    positions = torch.cat([torch.arange(len(text)) for text in said]).to(device)
-    firsts = [torch.arange(len(text)) < len(d) for text, d in zip(said, documents, strict=True)]
-    lengths = [len(text) for text in said]
+    positions = torch.cat([torch.arange(len(text)) for text in texts]).to(device)
+    firsts = [torch.arange(len(text)) < len(d) for text, d in zip(texts, documents, strict=True)]
+    lengths = [len(text) for text in texts]
     batch = _Capture(
         loaded.facts,
         [len(document) for document in documents],
@@ -151,7 +151,7 @@ def capture_queries(
     )
     with nullcontext() if loaded.recurrent is None else loaded.recurrent.beginning(lengths):
         loaded.model(
-            input_ids=torch.tensor([[token for text in said for token in text]], device=device),
+            input_ids=torch.tensor([[token for text in texts for token in text]], device=device),
             position_ids=positions[None],
             use_cache=False,
             logits_to_keep=1,
@@ -161,9 +161,9 @@ def capture_queries(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Again:
-    """A KVBatch over tokens behind a context whose keys and values are cached; its own are not stored.
+    """A KVBatch over tokens after a cached context. Their own keys and values are not stored.
 
-    best: of each layer, the most that the context's tokens have been paid so far, if anything
+    best: layer -> the largest attention weight of each context token so far
     """
 
     facts: ModelFacts
@@ -191,10 +191,10 @@ def _attend_and_watch(
     near: int,
     parts: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """q [N, H, D] of the last N of T tokens, keys [K, T, D], values [K, T, Dv]: what they attend to,
-    [N, H, Dv] in q's dtype, and [P, K, watched] fp32 the most that a query more than `near` tokens later pays
-    each of the first tokens, by queries before each of the P ascending `parts`, the last of them N. Logits
-    and their softmax are fp32; values are weighed in their own dtype."""
+    """Attend q [N, H, D] of the last N of T tokens to keys [K, T, D] and values [K, T, Dv]. Returns: the
+    output [N, H, Dv] in q's dtype, and [P, K, watched] fp32, the largest weight of each of the first tokens
+    for queries more than `near` tokens later, by queries before each of the P ascending `parts`, the last of
+    them N. Logits and softmax are fp32; values are weighed in their own dtype."""
     keys = keys.float()
     heads, group, num_keys = len(keys), q.shape[1] // len(keys), keys.shape[1]
     before, size = num_keys - len(q), _rows_at_once(q.shape[1] * num_keys, q.device)
@@ -209,7 +209,7 @@ def _attend_and_watch(
             out = (paid.to(values.dtype) @ values[:, :seen]).unflatten(1, (group, -1))
             outs.append(out.permute(2, 0, 1, 3).flatten(1, 2))
             width, close = min(watched, seen), max(0, first - near)
-            if close < width:  # columns that some of the rows are not far from
+            if close < width:  # columns within `near` of some rows
                 paid[..., close:width] *= (ahead[:, close:width] > near).repeat(group, 1)
             own = reached[part, :, :width]
             torch.maximum(own, paid[..., :width].amax(dim=1), out=own)
@@ -217,14 +217,14 @@ def _attend_and_watch(
 
 
 def _rows_at_once(logits: int, device: torch.device) -> int:
-    """Queries whose logits, so many of each, are computed together."""
+    """Return the number of queries per tile. logits: logits of one query."""
     near = max(_LEAST_ROWS, _TILE // logits) if device.type == "cpu" else MAX_LOGITS
     return max(1, min(near, MAX_LOGITS // logits))
 
 
 def _probabilities(q: Tensor, k: Tensor, ahead: Tensor, first: int, softmax: Softmax) -> Tensor:
-    """q [K, R, D], k [K, C, D], ahead [R, C] how far a row is behind a column: [K, R, C], all fp32. Columns
-    before `first` are before every row."""
+    """Return softmax weights [K, R, C] of q [K, R, D] and k [K, C, D], all fp32. ahead: [R, C] rows' distance
+    from earlier columns. Columns before `first` precede every row."""
     scores = (q * softmax.scale) @ k.transpose(1, 2)
     if softmax.softcap is not None:
         scores = softmax.softcap * torch.tanh(scores / softmax.softcap)
@@ -244,19 +244,19 @@ def _probabilities(q: Tensor, k: Tensor, ahead: Tensor, first: int, softmax: Sof
 def read_again(
     loaded: LoadedModel, context: list[int], cached: OnCached, states: StateStep | None = None
 ) -> list[Tensor]:
-    """Have the model repeat a context of which it holds keys and values: what is looked at for that is what a
-    question that is not known yet may need.
+    """Have the model repeat a cached context, and record the attention to its tokens, as an estimate of what
+    later questions need.
 
-    Behind the context stand an instruction and the context itself, REREAD_TOKENS at a time, each time at the
-    position where the context ends. A model without a tokenizer gets no instruction.
+    An instruction and the context follow the context, REREAD_TOKENS at a time, each time at the position
+    where the context ends. A model without a tokenizer gets no instruction.
 
     Args:
         context: T token ids
         cached:  layer -> the context's keys [K, T, D], rotated, and values [K, T, Dv]
-        states:  where layers are recurrent: a pass behind the context's state
+        states:  for recurrent layers, a step that starts from the context's state
 
-    Returns: per layer [K, T] fp32, the most that any of these queries pays a token of the context, over the
-        query heads of its KV head. Memory: activations of REREAD_TOKENS tokens.
+    Returns: per layer [K, T] fp32, the largest attention weight of each context token, over these queries and
+        the query heads of its KV head. Memory: activations of REREAD_TOKENS tokens.
     Raises: InvalidArgumentError if the model has no position left behind the context.
     Source: arXiv 2505.23416, with softmax over the whole context instead of a part of it.
     """
@@ -282,22 +282,22 @@ def _going_on(loaded: LoadedModel, states: StateStep | None) -> AbstractContextM
 
 
 def _repetitions(loaded: LoadedModel, context: list[int]) -> Iterator[list[int]]:
-    """The instruction and a part of the context, each time as much as there are positions for."""
+    """Yield the instruction and a part of the context, as much as the positions allow."""
     start, most = 0, loaded.facts.max_position
     while start < len(context):
-        asked = _instruction(loaded, context[max(0, start - _CUE_TOKENS) : start])
-        size = min(REREAD_TOKENS, most - len(context) - len(asked))
+        instruction = _instruction(loaded, context[max(0, start - _CUE_TOKENS) : start])
+        size = min(REREAD_TOKENS, most - len(context) - len(instruction))
         if size < 1:
             raise InvalidArgumentError(
                 f"a prompt of {len(context)} tokens cannot be repeated by {loaded.facts.name!r}, which has "
                 f"{most} positions; shorten it, or use another policy than kvzip."
             )
-        yield asked + context[start : start + size]
+        yield instruction + context[start : start + size]
         start += size
 
 
 def _instruction(loaded: LoadedModel, cue: list[int]) -> list[int]:
-    """The instruction to repeat a part of the context. cue: the tokens before it; empty at the beginning."""
+    """Encode the instruction to repeat a part of the context. cue: the tokens before it, if any."""
     tokenizer = loaded.tokenizer
     if tokenizer is None:
         return []

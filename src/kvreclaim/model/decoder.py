@@ -131,7 +131,7 @@ class NativeModel:
         return self.output(last_hidden_state=module.norm(states))
 
     def takes(self, kwargs: dict[str, Any]) -> bool:
-        """Whether the layers alone compute this call."""
+        """Return whether the layers alone compute this call."""
         return (
             kwargs.get("kv_batch") is not None
             and kwargs.get("position_ids") is not None
@@ -213,7 +213,7 @@ def gate_of(seen: LayerTrial, ops: ModuleType) -> Gate | None:
 
 
 def are_alike(found: LayerModules) -> bool:
-    """Whether linear layers of the same input are packed or not, and have biases or none, together."""
+    """Return whether linear layers of the same input are packed or not, and have biases or none, together."""
     return all(
         len({(type(each) is PackedLinear, each.bias is None) for each in group}) == 1
         for group in filter(None, (found.qkv, found.gate_up))
@@ -237,7 +237,7 @@ def distance(got: Tensor, want: Tensor) -> float:
 
 
 def agree(got: Tensor, want: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Whether they are the same within the rounding of a dtype, by default theirs."""
+    """Return whether they are the same within the rounding of a dtype, by default theirs."""
     if got.shape != want.shape or got.dtype is not want.dtype:
         return False
     largest = float(want.float().abs().max())
@@ -255,7 +255,7 @@ def weight_dtype(linear: Any) -> torch.dtype:
 
 
 def is_taken(linear: Any, ops: ModuleType = native_layers) -> bool:
-    """Whether the kernels multiply with its weight."""
+    """Return whether the kernels multiply with its weight."""
     if isinstance(linear, PackedLinear):
         return linear.dtype in ops.DTYPES and linear.products.kernels == ops.NAME
     return linear.weight.dtype in ops.DTYPES and bool(ops.runs_on(linear.weight.device))

@@ -52,7 +52,7 @@ def _restore(layers: list[nn.Module]) -> None:
 
 
 def _looks_known(module: nn.Module, ops: ModuleType) -> bool:
-    """Whether it has attention and an MLP of linear layers that the kernels take, and RMS norms."""
+    """Return whether it has attention and an MLP of linear layers that the kernels take, and RMS norms."""
     parts = [getattr(module, name, None) for name in ("self_attn", "mlp")]
     if "forward" in vars(module) or not all(isinstance(part, nn.Module) for part in parts):
         return False

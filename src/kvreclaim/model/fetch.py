@@ -280,7 +280,7 @@ def fetch_model(source: ModelSource = SMOLLM2, output: Path | None = None, say: 
 
 
 def _is_there(target: Path, source: ModelSource) -> bool:
-    """Whether the model need not be made. Raises: FetchError where something else is in its place."""
+    """Return whether the model need not be made. Raises: FetchError where something else is in its place."""
     if not os.path.lexists(target) or (target.is_dir() and not any(target.iterdir())):
         return False
     reason = lacks(target)

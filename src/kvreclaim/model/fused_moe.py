@@ -36,7 +36,7 @@ class FusedMoe:
         self.is_wide = router.module.weight.dtype is not self.dtype
 
     def takes(self, x: Tensor) -> bool:
-        """Whether the kernels compute rows like x [T, M], and no hook sees them."""
+        """Return whether the kernels compute rows like x [T, M], and no hook sees them."""
         return (
             0 < x.shape[0] <= self.experts.ops.MOST_ROWS
             and x.dtype is self.dtype

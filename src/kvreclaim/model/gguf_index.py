@@ -83,7 +83,7 @@ class GgufTensor:
 
 
 def has_gguf() -> bool:
-    """Whether the package that knows ggml's types is installed."""
+    """Return whether the package that knows ggml's types is installed."""
     return find_spec("gguf") is not None
 
 

@@ -36,7 +36,7 @@ def inputs_handed_out(model: nn.Module) -> Iterator[None]:
 
 
 def hands_out_input(module: nn.Module) -> bool:
-    """Whether this attention layer does."""
+    """Return whether this attention layer does."""
     return _with_input in module._forward_pre_hooks.values()
 
 

@@ -45,13 +45,13 @@ def use_latent_cache(model: nn.Module) -> str:
 
 
 def _has_latents(module: nn.Module) -> bool:
-    """Whether it is the attention of a layer that makes keys and values of latents."""
+    """Return whether it is the attention of a layer that makes keys and values of latents."""
     ranked = getattr(module, "kv_lora_rank", None) is not None
     return ranked and isinstance(getattr(module, "layer_idx", None), int)
 
 
 def hands_out_latents(module: nn.Module) -> bool:
-    """Whether the module gives its attention function latents in place of keys and values."""
+    """Return whether the module gives its attention function latents in place of keys and values."""
     return vars(module).get(EXPAND) is _latents
 
 

@@ -110,7 +110,7 @@ def is_linear(module: Any) -> bool:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether it is an RMS norm that runs on kernels."""
+    """Return whether it is an RMS norm that runs on kernels."""
     return isinstance(vars(module).get("forward"), NativeNorm)
 
 
@@ -186,11 +186,11 @@ def _latent_places(part: _Run, linears: list[_Run], norms: list[_Run]) -> dict[s
 
 
 def _begins(given: Tensor, made: Tensor) -> bool:
-    """Whether a tensor is the first columns of another, in its memory, and not all of them."""
+    """Return whether a tensor is the first columns of another, in its memory, and not all of them."""
     return given.data_ptr() == made.data_ptr() and given.shape[-1] < made.shape[-1]
 
 
 def _has_no_other_weights(module: nn.Module, linears: list[_Run]) -> bool:
-    """Whether all tensors of a module are those of its linear layers."""
+    """Return whether all tensors of a module are those of its linear layers."""
     own = {id(each) for run in linears for each in (*run.module.parameters(), *run.module.buffers())}
     return all(id(each) in own for each in (*module.parameters(), *module.buffers()))

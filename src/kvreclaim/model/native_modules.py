@@ -123,7 +123,7 @@ def _eps(module: nn.Module, ops: ModuleType) -> float | None:
 
 @torch.inference_mode()
 def _computes_rms_norm(module: nn.Module, eps: float, from_one: bool, ops: ModuleType) -> bool:
-    """Whether module and kernel agree within rounding on trial rows."""
+    """Return whether module and kernel agree within rounding on trial rows."""
     weight = module._parameters["weight"]
     assert weight is not None
     if from_one and not ops.has_norm_from_one():

@@ -178,7 +178,7 @@ class Mixer:
 
 
 def is_hybrid(config: Any, model_class: Any) -> bool:
-    """Whether a config says that some layers are recurrent."""
+    """Return whether a config says that some layers are recurrent."""
     types = set(getattr(config.get_text_config(), "layer_types", None) or ())
     return bool(types - ATTENTION_LAYER_TYPES) or bool(getattr(model_class, "_is_stateful", False))
 

@@ -106,7 +106,7 @@ class AttentionBatch(Memo):
 
     @cached_property
     def has_positions(self) -> bool:
-        """Whether some sequence has slots at positions of their own."""
+        """Return whether some sequence has slots at positions of their own."""
         return any(seq.slot_positions is not None for seq in self.sequences)
 
     @cached_property

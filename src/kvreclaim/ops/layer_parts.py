@@ -31,7 +31,7 @@ class Norm:
 
 
 def is_alike(norm: Norm | None, other: Norm | None) -> bool:
-    """Whether two norms, if there are two, differ in their weights alone."""
+    """Return whether two norms, if there are two, differ in their weights alone."""
     if norm is None or other is None:
         return True
     return (norm.eps, norm.from_one) == (other.eps, other.from_one)

@@ -20,7 +20,7 @@ def _check(method: SparsePrefill, *names: str, low: int = 0) -> None:
 
 @dataclass(frozen=True)
 class AShape(SparsePrefill):
-    """The first `sinks` and the last `local` tokens, in whole blocks, of every head: costs nothing to choose.
+    """Reads the first `sinks` and the last `local` tokens of every head, in whole blocks. Choosing is free.
 
     Paper: MInference, arXiv 2407.02490, section 3.2.
     """
@@ -43,8 +43,8 @@ class AShape(SparsePrefill):
 
 @dataclass(frozen=True)
 class BlockSparse(SparsePrefill):
-    """The `top` blocks of 64 tokens whose mean key has most of the attention of a tile's mean query, summed
-    over the query heads of a KV head.
+    """Reads the `top` blocks of 64 tokens by the attention of a tile's mean query to a block's mean key,
+    summed over the query heads of a KV head.
 
     Paper: MInference, arXiv 2407.02490, section 3.2, algorithm 3: top 100.
     """
@@ -77,13 +77,13 @@ class BlockSparse(SparsePrefill):
 
 @dataclass(frozen=True)
 class VerticalSlash(SparsePrefill):
-    """The columns and the diagonals of the attention that matter to the last `queries` of every `every`
-    tokens: `vertical` tokens by the sums of their columns, the first 30 always, and `slash` distances by the
-    sums of their diagonals, the last 100 always. Whole blocks are chosen, by the sums of what lies in them,
-    and a KV head adds up its query heads.
+    """Reads the columns and diagonals with most attention of the last `queries` of every `every` tokens:
+    `vertical` tokens by their columns' sums, the first 30 always, and `slash` distances by their diagonals'
+    sums, the last 100 always. The choice is by whole blocks, with sums over a block and over the query heads
+    of a KV head.
 
-    Paper: MInference, arXiv 2407.02490, algorithms 1 and 2, which looks at the prompt's last 64 queries; each
-    span looks at its own here, so that a prompt may be computed in chunks.
+    Paper: MInference, arXiv 2407.02490, algorithms 1 and 2, which use the prompt's last 64 queries. Here each
+    span uses its own last queries, so that a prompt may be computed in chunks.
     """
 
     name = "vertical_slash"
@@ -119,8 +119,8 @@ class VerticalSlash(SparsePrefill):
         return kept
 
     def sums(self, tiles: Tiles, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """[K, C] and [K, C] fp32: attention of the last queries of these tiles, which are one span, to every
-        slot, and to every distance. keys: [K, C or more, D]"""
+        """Return the attention [K, C] fp32 of one span's last queries to every slot, and [K, C] to every
+        distance. keys: [K, C or more, D]"""
         rows = tiles.is_row.flatten().nonzero()[-self.queries :, 0]
         queries = tiles.queries.flatten(0, 1)[rows].float()  # [q, H, D]
         heads, num_keys = tiles.past.shape[1], int(tiles.ends[-1].max())
@@ -133,15 +133,15 @@ class VerticalSlash(SparsePrefill):
         return weights.sum(1), _diagonals(weights, tiles.ends[-1])
 
     def _columns(self, tiles: Tiles, sums: Tensor) -> Tensor:
-        """[n, K, N] bool."""
-        num_slots = tiles.num_blocks * self.block  # some of which lie behind the span
+        """Return a mask [n, K, N] of the vertical blocks."""
+        num_slots = tiles.num_blocks * self.block  # may exceed the span
         known = torch.nn.functional.pad(sums, (0, max(0, num_slots - sums.shape[1])))[:, :num_slots]
         in_blocks = known.unflatten(1, (-1, self.block)).sum(-1)
         kept = _top(in_blocks, self.vertical // self.block, blocks_for(30, self.block))
         return kept.expand(len(tiles.lengths), -1, -1)
 
     def _distances(self, tiles: Tiles, sums: Tensor) -> Tensor:
-        """[n, K, N] bool: distance bins d cover [d x B, (d + 1) x B)."""
+        """Return a mask [n, K, N] of the slash blocks. A distance bin d covers [d x B, (d + 1) x B)."""
         missing = -sums.shape[1] % self.block
         in_bins = torch.nn.functional.pad(sums, (0, missing)).unflatten(1, (-1, self.block)).sum(-1)
         near = _top(in_bins, self.slash // self.block, blocks_for(100, self.block)).float()  # [K, bins]
@@ -156,7 +156,7 @@ class VerticalSlash(SparsePrefill):
 
 
 def _spans(positions: tuple[int, ...], span: int) -> Iterator[slice]:
-    """Tiles that are decided on together."""
+    """Yield runs of tiles with a common choice of blocks."""
     first = 0
     for at in range(1, len(positions) + 1):
         if at == len(positions) or positions[at] // span != positions[first] // span:
@@ -165,8 +165,8 @@ def _spans(positions: tuple[int, ...], span: int) -> Iterator[slice]:
 
 
 def _diagonals(weights: Tensor, ends: Tensor) -> Tensor:
-    """[K, C] fp32: the sums of weights [K, q, C] at each distance between query and key; the last query of a
-    head is its slot ends - 1."""
+    """Return the sums [K, C] fp32 of weights [K, q, C] at each distance between query and key. A head's last
+    query is in slot ends - 1."""
     _, queries, columns = weights.shape
     wide = torch.nn.functional.pad(weights.flip(1), (0, queries)).flatten(1)[:, :-queries]
     sums = wide.unflatten(1, (queries, columns + queries - 1)).sum(1)  # [j]: key + the last query - query
@@ -175,7 +175,7 @@ def _diagonals(weights: Tensor, ends: Tensor) -> Tensor:
 
 
 def _top(scores: Tensor, count: int, first: int) -> Tensor:
-    """[K, N] bool: the first of each row, and the highest beside them, `count` in all."""
+    """Return a mask [K, N] of `count` entries: the `first` leading ones per row, and the highest others."""
     kept = torch.arange(scores.shape[-1], device=scores.device).expand_as(scores) < first
     left = min(max(0, count - first), scores.shape[-1])
     order = scores.masked_fill(kept, -torch.inf).topk(left, -1).indices

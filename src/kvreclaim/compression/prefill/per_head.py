@@ -1,4 +1,4 @@
-"""MInference: a pattern for each head, found on a text beforehand."""
+"""MInference: a calibrated pattern for each head."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ PATTERNS = {cls.name: cls for cls in (AShape, VerticalSlash, BlockSparse)}
 
 @dataclass(frozen=True)
 class Patterns:
-    """Patterns found by calibration. model: its fingerprint; methods: the patterns, options and all; heads:
-    [L][K] places in them."""
+    """Calibrated patterns. model: the model's fingerprint; methods: patterns with their options; heads:
+    indices into methods, [L][K]."""
 
     model: str
     methods: tuple[SparsePrefill, ...]
@@ -35,20 +35,20 @@ class Patterns:
     def save(self, path: str | Path) -> None:
         """Write them as JSON. Raises: InvalidArgumentError."""
         methods = [{"name": method.name, **_own(method)} for method in self.methods]
-        told = {"format": FORMAT, "model": self.model, "methods": methods, "heads": self.heads}
-        write_text(Path(path), json.dumps(told) + "\n")
+        content = {"format": FORMAT, "model": self.model, "methods": methods, "heads": self.heads}
+        write_text(Path(path), json.dumps(content) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Patterns:
-        """Raises: InvalidArgumentError for a file that is none of these."""
+        """Read them from JSON. Raises: InvalidArgumentError for any other file."""
         try:
-            told = parse_json(Path(path).read_text(encoding="utf-8"))
-            require(told.pop("format") == FORMAT, "it is of another format")
-            methods = tuple(PATTERNS[each.pop("name")](**each) for each in told["methods"])
-            heads = tuple(tuple(map(int, layer)) for layer in told["heads"])
+            content = parse_json(Path(path).read_text(encoding="utf-8"))
+            require(content.pop("format") == FORMAT, "it is of another format")
+            methods = tuple(PATTERNS[each.pop("name")](**each) for each in content["methods"])
+            heads = tuple(tuple(map(int, layer)) for layer in content["heads"])
             require(bool(heads) and all(len(layer) == len(heads[0]) for layer in heads), "layers differ")
             require(all(0 <= n < len(methods) for layer in heads for n in layer), "a head has no pattern")
-            return cls(str(told["model"]), methods, heads)
+            return cls(str(content["model"]), methods, heads)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, InvalidArgumentError) as error:
             raise InvalidArgumentError(
                 f"{str(path)!r} holds no patterns of heads ({type(error).__name__}: {error}); write it anew "
@@ -57,7 +57,7 @@ class Patterns:
 
 
 def _own(method: SparsePrefill) -> dict[str, int]:
-    """Its options but those that all methods have; blocks are the file's, not the method's."""
+    """Return the options that are specific to a method, and its block."""
     common = SparsePrefill.__dataclass_fields__
     names = [name for name in type(method).__dataclass_fields__ if name not in common]
     return {name: getattr(method, name) for name in (*names, "block")}
@@ -70,10 +70,10 @@ def _patterns(path: str) -> Patterns:
 
 @dataclass(frozen=True)
 class MInference(SparsePrefill):
-    """Each KV head reads by the pattern that served it best on a text, at about the same number of blocks:
+    """Each KV head reads by its best pattern on a calibration text, at about the same number of blocks:
     a_shape, vertical_slash or block_sparse (`kvreclaim calibrate --sparse-prefill`).
 
-    heads: the file, read once
+    heads: the file of patterns, read once
 
     Paper: MInference, arXiv 2407.02490, section 3.3 (kernel-aware search).
     """

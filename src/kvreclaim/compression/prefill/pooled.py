@@ -1,4 +1,4 @@
-"""Blocks whose mean key meets the queries of a tile."""
+"""Sparse prefill by the attention of a tile's queries to each block's mean key."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from kvreclaim.compression.prefill.method import SparsePrefill, Tiles, check_sha
 
 @dataclass(frozen=True)
 class Pooled(SparsePrefill):
-    """Scores a block for a tile of queries, those of all heads that share a KV head,
+    """Scores a block for a tile of queries of all heads that share a KV head,
 
         E_b = sum over the rows r of exp(s_rb - M),  s_rb = q_r . mean(K_b) x scale,  M the tile's largest,
 
     and reads those with E_b >= alpha x the largest E_b, the first `sinks` and the last `local` blocks.
-    `rows` query rows of a KV head make a tile. alpha = 0 reads everything, to the bit as without it. Nothing
-    is kept between chunks: means are of keys as the cache holds them, whatever its format.
+    `rows` query rows of a KV head make a tile. alpha = 0 reads everything, bit-identical to dense attention.
+    No state is kept between chunks: means are of cached keys in any format.
 
-    Paper: FlashPrefill-V2, arXiv 2608.19758, whose alpha is .18 for Llama-3.1-8B and .08 for Qwen2.5-7B; read
+    Paper: FlashPrefill-V2, arXiv 2608.19758, with alpha .18 for Llama-3.1-8B and .08 for Qwen2.5-7B; read
     through a table per KV head and tile, as CompactAttention (arXiv 2605.16839) does for whole chunks.
     """
 
@@ -51,7 +51,7 @@ class Pooled(SparsePrefill):
         return (scores >= self.alpha * best) | nearest(tiles, self.sinks, self.local)
 
     def scores(self, tiles: Tiles) -> Tensor:
-        """[n, K, N] fp32 E_b; 0 for blocks that are not visible."""
+        """Return E_b, [n, K, N] fp32; 0 for invisible blocks."""
         queries = tiles.by_head()
         logits = tiles.scaled(queries.flatten(2, 3) @ tiles.means.mT)
         own = tiles.is_row[:, None, :, None].expand(*queries.shape[:4]).flatten(2, 3)

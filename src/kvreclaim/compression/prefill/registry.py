@@ -1,4 +1,4 @@
-"""From the name of a method of sparse prefill to the method, and back. Third parties add theirs as entry
+"""Registry of sparse-prefill methods by name. Third parties add theirs as entry
 points of the group `kvreclaim.sparse_prefill` (name = "package.module:Class")."""
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def traits(policy: str) -> Footprint:
 
 
 def is_share(text: str) -> bool:
-    """Whether the budget is a share of the prompt's bytes. Raises: InvalidArgumentError."""
+    """Return whether the budget is a share of the prompt's bytes. Raises: InvalidArgumentError."""
     return _split(text)[1].budget_share is not None
 
 

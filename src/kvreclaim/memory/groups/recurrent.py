@@ -151,7 +151,7 @@ class RecurrentGroup(GroupManager):
         return self.slots.find(entry)
 
     def is_rolling(self, seq_id: int, entry: Entry) -> bool:
-        """Whether the sequence's next checkpoint replaces this one."""
+        """Return whether the sequence's next checkpoint replaces this one."""
         return seq_id not in self._targets and self._of[seq_id].rolling is entry
 
     def keep_begun(self, seq_id: int, table: BlockTable) -> None:

@@ -107,11 +107,11 @@ class PrefixIndex:
 
     @staticmethod
     def follows(entry: Entry, parent: Link, key: BlockKey) -> bool:
-        """Whether the entry holds the key's tokens after this prefix: compared, not hashed."""
+        """Return whether the entry holds the key's tokens after this prefix: compared, not hashed."""
         return entry.parent == parent.serial and entry.tokens == key.tokens and entry.salt == parent.salt
 
     def is_live(self, link: Link) -> bool:
-        """Whether a walk can still come through this link's own entry (or root)."""
+        """Return whether a walk can still come through this link's own entry (or root)."""
         if isinstance(link, Entry):
             return self._by_digest.get(link.digest) is link
         return link.serial == self._root_serial

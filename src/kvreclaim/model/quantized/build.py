@@ -29,12 +29,12 @@ def build(
     products: Products,
     device: torch.device,
 ) -> PreTrainedModel:
-    """The causal model of a config with the weights of a source.
+    """Build the causal model of a config with the weights of a source.
 
-    config:   of the model, whose own words about quantisation are ignored
-    name:     as messages call the model
-    dtype:    of what is not packed, and of the activations
-    device:   of packed weights, which go there one by one; the rest stays in the CPU's memory
+    config:   config of the model; its quantization_config is ignored
+    name:     the model's name in error messages
+    dtype:    dtype of unpacked weights and of activations
+    device:   device of packed weights, copied one by one; unpacked weights stay in CPU memory
 
     Raises: InvalidArgumentError for weights that are missing or of another shape; UnsupportedModelError for
         packed weights of something that is neither a linear layer nor an embedding, such as experts.
@@ -49,12 +49,12 @@ def build(
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
             )
-    except Exception as error:  # sizes that do not go together: every family raises what comes of it
+    except Exception as error:  # inconsistent sizes: each model family raises its own type
         raise InvalidArgumentError(
             f"the config of {name} makes no model ({reason_of(error)}); download or convert the checkpoint "
             "again."
         ) from error
-    model.tie_weights()  # which no_init_weights leaves out, too
+    model.tie_weights()  # no_init_weights skips it
     own_head = _pack(model, source, dtype, products, device)
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     if config.tie_word_embeddings and not own_head and isinstance(embeddings, PackedEmbedding):
@@ -78,7 +78,7 @@ def _pack(
     products: Products,
     device: torch.device,
 ) -> bool:
-    """Replace every module whose weight the source packs. Returns: whether the output layer was one."""
+    """Replace every module that has a packed weight. Returns: True if the output layer was one."""
     head, was_head = model.get_output_embeddings(), False
     found = [pair for pair in model.named_modules() if isinstance(pair[1], nn.Linear | nn.Embedding)]
     with packing(sum(module.weight.numel() for _, module in found)) as (each, done):
@@ -102,7 +102,7 @@ def _packed_module(
 
 
 def _give_back() -> None:
-    """glibc keeps what was freed between tensors that stay; all that a load has unpacked would add up."""
+    """Return freed memory to the system: glibc keeps it, and it adds up over a load."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)

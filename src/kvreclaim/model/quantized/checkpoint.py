@@ -1,4 +1,4 @@
-"""Packed weights of a directory of safetensors, by what its config says of their quantisation."""
+"""Packed weights in a directory of safetensors files, read by the config's quantisation scheme."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ Rows = Callable[[int, int], PackedRows]
 
 
 class SafetensorsFiles:
-    """The tensors of a directory's safetensors files, by name. A file is open only while it is read, so that
-    what was read of it leaves the memory."""
+    """Tensors of a directory's safetensors files, by name. A file is open only while it is read, so that its
+    pages leave memory afterwards."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -46,7 +46,7 @@ class SafetensorsFiles:
 
     @contextmanager
     def reading(self, name: str) -> Iterator[Any]:
-        """A tensor as something that is sliced. Raises: InvalidArgumentError."""
+        """Open a tensor for slicing. Raises: InvalidArgumentError."""
         try:
             with safe_open(self.directory / self.places[name], framework="pt") as opened:
                 yield opened.get_slice(name)
@@ -68,7 +68,7 @@ class SafetensorsFiles:
 
 @dataclass(frozen=True)
 class _Slices:
-    """One tensor; slicing it reads the file."""
+    """A tensor that is read from its file when it is sliced."""
 
     files: SafetensorsFiles
     name: str
@@ -88,7 +88,7 @@ class Layer:
     shape: tuple[int, int]
 
     def read(self, end: str) -> _Slices:
-        """Raises: InvalidArgumentError where the layer lacks the tensor."""
+        """Return one of the layer's tensors. Raises: InvalidArgumentError if it is missing."""
         name = f"{self.stem}.{end}"
         if name not in self.files.places:
             raise InvalidArgumentError(
@@ -98,7 +98,7 @@ class Layer:
         return _Slices(self.files, name)
 
     def check(self, end: str, want: tuple[int, ...]) -> None:
-        """Raises: InvalidArgumentError unless a tensor has that shape."""
+        """Check the shape of a tensor. Raises: InvalidArgumentError."""
         found = self.files.shape(self.read(end).name)
         if found != want:
             raise InvalidArgumentError(
@@ -120,13 +120,13 @@ class Layer:
 
 
 class Scheme:
-    """One way of packing: which tensor shows that a layer is packed, and what reads its rows."""
+    """A packing scheme. mark: the tensor that identifies a packed layer."""
 
     label: str
     mark: str
 
     def rows(self, layer: Layer) -> Rows:
-        """read(first, last) of a layer. Raises: InvalidArgumentError, UnsupportedModelError."""
+        """Return read(first, last) of a layer. Raises: InvalidArgumentError, UnsupportedModelError."""
         raise NotImplementedError
 
 
@@ -192,10 +192,10 @@ class BitsAndBytes(Scheme):
 
 
 def scheme_of(settings: Mapping[str, Any], name: str) -> Scheme:
-    """The scheme in a config's quantization_config.
+    """Return the scheme of a config's quantization_config.
 
-    Raises: UnsupportedModelError, by name, for what is not among AWQ, GPTQ, compressed-tensors'
-        pack-quantized and bitsandbytes' 4 bits, or is a variant of them that kvreclaim does not read.
+    Raises: UnsupportedModelError for schemes other than AWQ, GPTQ, compressed-tensors' pack-quantized and
+        bitsandbytes' 4 bits, and for variants of them that kvreclaim does not read.
     """
     method = str(settings.get("quant_method", "not named"))
     makers = {
@@ -258,7 +258,7 @@ def _check_bits(bits: Any, name: str) -> None:
 
 
 def _check_group(group: int) -> None:
-    """-1: a whole row. Raises: UnsupportedModelError."""
+    """Check a group size; -1 is a whole row. Raises: UnsupportedModelError."""
     if group > 0 and group % LEAST_GROUP:
         raise UnsupportedModelError(
             f"the checkpoint has groups of {group} columns; kvreclaim reads groups of {LEAST_GROUP} and its "
@@ -267,7 +267,7 @@ def _check_group(group: int) -> None:
 
 
 def _check_order(layer: Layer, end: str, group: int) -> None:
-    """Columns have to be in their own order. Raises: UnsupportedModelError."""
+    """Check that columns are in ascending order. Raises: UnsupportedModelError."""
     if f"{layer.stem}.{end}" not in layer.files.places:
         return
     places = layer.read(end)[:]
@@ -298,7 +298,7 @@ class CheckpointSource:
 
     @property
     def packs_every_matrix(self) -> bool:
-        return False  # no such method packs embeddings
+        return False  # none of the schemes packs embeddings
 
     def packed(self, name: str, shape: tuple[int, int], each: Each) -> PackedMatrix | None:
         stem = name.removesuffix(".weight")
@@ -326,7 +326,7 @@ class CheckpointSource:
 
 
 def checkpoint_source(name: str, settings: Mapping[str, Any]) -> CheckpointSource:
-    """name: a directory, or a hub id whose files are in the local cache.
+    """Open a checkpoint. name: a directory, or a hub id with its files in the local cache.
 
     Raises: UnsupportedModelError, InvalidArgumentError.
     """

@@ -1,7 +1,7 @@
-"""Files with copies of packed weights: where they are, what each says of itself, how many bytes they take.
+"""Files that hold copies of packed weights: their paths, their headers and the bytes that they take.
 
-A file has the matrices' bytes, each part on a page of its own, then JSON, then a trailer: the JSON's sha256
-and length, and MAGIC.
+A file holds the matrices' bytes, each part on a page of its own, then JSON, then a trailer of the JSON's
+sha256, its length and MAGIC.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from kvreclaim.temporary import PREFIX, remove_left_over
 MAGIC = b"kvreclaim packed"
 TRAILER = struct.Struct(f"<32sQ{len(MAGIC)}s")
 END, MAKING = ".packed", f"{PREFIX}packed-"
-"""How copies end, and how those that are being written begin."""
+"""Suffix of finished copies, and prefix of copies that are being written."""
 LONGEST_STEM = 100
 MOST_BYTES = 64 << 30
-"""Bytes of all copies together; those that were not used for longest go first."""
+"""Limit of all copies together; the least recently used ones are deleted first."""
 SPARE_BYTES = 1 << 30
-"""Bytes of the disk that no copy takes."""
+"""Disk space that copies leave free."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyFile:
     """A copy on the disk.
 
-    source: the model file that it was made of
-    used:   seconds since 1970, when it was last read or written
+    source: the model file that was copied
+    used:   time of the last read or write, in seconds since 1970
     """
 
     path: Path
@@ -44,39 +44,39 @@ class CopyFile:
 
     @property
     def name(self) -> str:
-        """By which `ls` and `rm` know it."""
+        """Name in `kvreclaim ls` and `kvreclaim rm`."""
         return f"packed/{self.path.name.removesuffix(END)}"
 
 
 def copy_path(source: Path) -> Path:
-    """Where the copy of a model file is: one for each path."""
+    """Return the path of a model file's copy."""
     real = os.path.realpath(source)
     digest = hashlib.sha256(os.fsencode(real)).hexdigest()
     return packed_home() / f"{os.path.basename(real)[:LONGEST_STEM]}-{digest[:8]}{END}"
 
 
 def copy_files() -> list[CopyFile]:
-    """All that say what they are of, by name."""
+    """Return the copies with a readable header, sorted by name."""
     found = []
     for path in sorted(packed_home().glob(f"*{END}")):
         try:
             with path.open("rb") as file:
-                said, _ = read_contents(file)
+                contents, _ = read_contents(file)
             about = path.stat()
-            found.append(CopyFile(path, Path(said["origin"]["path"]), about.st_size, about.st_mtime))
+            found.append(CopyFile(path, Path(contents["origin"]["path"]), about.st_size, about.st_mtime))
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue
     return found
 
 
-def write_contents(file: IO[bytes], said: dict[str, Any]) -> None:
-    """Append JSON and trailer."""
-    text = json.dumps(said).encode()
+def write_contents(file: IO[bytes], contents: dict[str, Any]) -> None:
+    """Append the JSON and the trailer."""
+    text = json.dumps(contents).encode()
     file.write(text + TRAILER.pack(hashlib.sha256(text).digest(), len(text), MAGIC))
 
 
 def read_contents(file: IO[bytes]) -> tuple[dict[str, Any], int]:
-    """The JSON, and the bytes before it. Raises: ValueError where it is damaged, or another file; OSError."""
+    """Return the JSON and the size of the bytes before it. Raises: OSError; ValueError if it is damaged."""
     size = file.seek(0, os.SEEK_END)
     if size < TRAILER.size:
         raise ValueError("it is too short")
@@ -89,15 +89,15 @@ def read_contents(file: IO[bytes]) -> tuple[dict[str, Any], int]:
     text = file.read(length)
     if hashlib.sha256(text).digest() != digest:
         raise ValueError("what it says of itself is damaged")
-    said = json.loads(text)
-    if not isinstance(said, dict):
+    contents = json.loads(text)
+    if not isinstance(contents, dict):
         raise ValueError("what it says of itself is no object")
-    return said, start
+    return contents, start
 
 
 def make_room(target: Path, num_bytes: int) -> None:
-    """Delete what nobody needs, or what was not used for longest, so that num_bytes more are within the
-    limits. Raises: OSError where the disk has no room."""
+    """Delete copies without a source, then the least recently used ones, until num_bytes more fit.
+    Raises: OSError if the disk has no room."""
     remove_left_over(target.parent)
     others = sorted((each for each in copy_files() if each.path != target), key=lambda each: each.used)
     total = num_bytes + sum(each.num_bytes for each in others)

@@ -1,4 +1,4 @@
-"""Packed weights of a GGUF file, as they lie in it."""
+"""Packed weights of a GGUF file, in the file's own layout."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from kvreclaim.weights.ggml import FORMATS, ggml_rows
 from kvreclaim.weights.packed import PackedRows
 
 ARCHITECTURES = frozenset({"llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"})
-"""Their tensors are transformers' weights, but for the order of rows in llama's queries and keys, and norms
-that hold one more."""
+"""Architectures with the tensors of transformers, except for llama's row order of queries and keys, and
+for norms that hold weight + 1."""
 NORMS_PLUS_ONE = frozenset({"gemma2", "gemma3"})
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 Through = Callable[[str, Callable[[], PackedMatrix]], PackedMatrix]
 PARTS_LAYOUT = 4
-"""Version of the files that gguf_parts writes."""
+"""Version of the layout that gguf_parts writes."""
 REMEDY = "`kvreclaim fetch FILE` makes a bf16 model of it, where transformers can."
 
 
@@ -51,7 +51,7 @@ class GgufSource:
     """A WeightSource over a GGUF file of llama.cpp."""
 
     def __init__(self, file: Path) -> None:
-        """Raises: InvalidArgumentError, UnsupportedModelError."""
+        """Read the file's header. Raises: InvalidArgumentError, UnsupportedModelError."""
         self.file, self.index = file, read_index(file)
         try:
             self.architecture, layers = self.index.architecture, self.index.num_layers()
@@ -80,7 +80,7 @@ class GgufSource:
     def packed(
         self, name: str, shape: tuple[int, int], each: Each, through: Through | None = None
     ) -> PackedMatrix | None:
-        """WeightSource.packed. through: hands out the matrix of a tensor, which it can have made"""
+        """WeightSource.packed. through: returns a tensor's matrix, from a cache or from the given maker"""
         tensor = self._find(name)
         if tensor is None or tensor.kind in PLAIN:
             return None
@@ -134,7 +134,7 @@ class GgufSource:
         return tensor
 
     def _order(self, name: str, rows: int) -> np.ndarray:
-        """Which rows of the file are those of transformers: llama.cpp has (x, y) of a head side by side."""
+        """Return the file's rows in transformers' order: llama.cpp interleaves (x, y) of a head."""
         order = np.arange(rows)
         kind = name.split(".")[-2]
         if self.architecture != "llama" or kind not in ("attn_q", "attn_k"):
@@ -154,9 +154,8 @@ def _copied(data: np.ndarray, rows: np.ndarray) -> Tensor:
 
 
 def gguf_parts(source: GgufSource) -> Path:
-    """The directory with transformers' config and tokenizer of a file, in the user's cache: made once,
-    which takes seconds and hundreds of MB, and found again by the digest of the file's header.
-
+    """Return the directory with transformers' config and tokenizer of a file, in the user's cache. It
+    is made once, which takes seconds and hundreds of MB. Its name is the digest of the file's header.
     Raises: InvalidArgumentError where transformers does not read the header, or the cache cannot be written.
     """
     made_by = f"{source.index.digest} {transformers.__version__} {PARTS_LAYOUT}"
@@ -178,7 +177,7 @@ def gguf_parts(source: GgufSource) -> Path:
 
 
 def _write_parts(source: GgufSource, work: Path, parts: Path) -> None:
-    alone = work / source.file.name  # with nothing beside it that transformers might read instead
+    alone = work / source.file.name  # transformers might read other files next to it
     alone.symlink_to(source.file.resolve())
     where: Any = {"pretrained_model_name_or_path": os.fspath(work), "gguf_file": source.file.name}
     try:
@@ -187,15 +186,15 @@ def _write_parts(source: GgufSource, work: Path, parts: Path) -> None:
         _read_faster(parts)
     except OSError:
         raise
-    except Exception as error:  # foreign files, parsed by foreign code, which raises whatever comes of it
+    except Exception as error:  # foreign code on foreign files raises any type
         raise InvalidArgumentError(
             f"{source.file.name} cannot be read as GGUF ({reason_of(error)}); download it again."
         ) from error
 
 
 def _read_faster(parts: Path) -> None:
-    """What transformers saved, read sooner at every start: with no indent before every word of a vocabulary,
-    twice the bytes, and with the added tokens in the config, for which it parses the vocabulary once more."""
+    """Rewrite transformers' files so that they load faster: without indentation, which doubles the bytes, and
+    with the added tokens in the config, which saves transformers a second parse of the vocabulary."""
     file, config = parts / "tokenizer.json", parts / "tokenizer_config.json"
     words, about = (json.loads(each.read_text(encoding="utf-8")) for each in (file, config))
     if "added_tokens_decoder" not in about:
@@ -207,14 +206,14 @@ def _read_faster(parts: Path) -> None:
 
 
 def gguf_config(source: GgufSource) -> Any:
-    """transformers' config of a GGUF file. Raises: UnsupportedModelError, InvalidArgumentError."""
+    """Return transformers' config of a GGUF file. Raises: UnsupportedModelError, InvalidArgumentError."""
     parts = gguf_parts(source)
     try:
         config = AutoConfig.from_pretrained(parts)
         config = type(config).from_dict({**config.to_dict(), **gguf_fields(source.index, config)})
     except KVReclaimError:
         raise
-    except Exception as error:  # every family checks its fields in its own way
+    except Exception as error:  # each model family raises its own type
         raise InvalidArgumentError(
             f"the header of {source.file.name} makes no {source.architecture} ({reason_of(error)}); download "
             "another file."
@@ -227,7 +226,7 @@ def gguf_config(source: GgufSource) -> Any:
 
 
 def gguf_tokenizer(source: GgufSource, say: Any) -> Any:
-    """The tokenizer of a GGUF file. Raises: InvalidArgumentError."""
+    """Return the tokenizer of a GGUF file. Raises: InvalidArgumentError."""
     tokenizer = AutoTokenizer.from_pretrained(gguf_parts(source))
     as_in_llama_cpp(tokenizer, source.index.fields, say)
     return tokenizer

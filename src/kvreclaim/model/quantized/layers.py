@@ -12,11 +12,11 @@ from kvreclaim.model.quantized.products import Products
 from kvreclaim.ops.packed import PackedMatrix
 
 ROWS_AT_ONCE = 4096
-"""Rows of an embedding that are searched at once."""
+"""Rows of a packed embedding that embeddings_of unpacks at most."""
 
 
 class _PackedModule(nn.Module):
-    """A module with a packed matrix; its bytes are buffers, for readers of a model's tensors."""
+    """A module with a packed matrix. Its bytes are registered as buffers, so model tensors include them."""
 
     def __init__(self, matrix: PackedMatrix, dtype: torch.dtype, products: Products) -> None:
         super().__init__()
@@ -45,9 +45,9 @@ class PackedLinear(_PackedModule):
 
 
 class PackedEmbedding(_PackedModule):
-    """nn.Embedding over a packed weight [N, K]: rows become numbers when they are asked for.
+    """nn.Embedding over a packed weight [N, K]. The forward pass unpacks the rows that it looks up.
 
-    scale: multiplies rows, a number, of models that have it (Gemma)
+    scale: factor of the rows, in models that have one (Gemma)
     """
 
     scale: Tensor | None
@@ -66,7 +66,7 @@ class PackedEmbedding(_PackedModule):
 
 
 def embeddings_of(module: nn.Module) -> Tensor:
-    """[N, K] of an embedding, of a packed one as many rows as are looked through at once."""
+    """Return an embedding's weight [N, K]; of a packed one, the first ROWS_AT_ONCE rows."""
     if not isinstance(module, PackedEmbedding):
         weight: Tensor = module.weight  # type: ignore[assignment]
         return weight
@@ -89,7 +89,7 @@ def products_of(model: nn.Module) -> str:
 
 
 def describe_packed(model: nn.Module) -> str | None:
-    """One line that says what of a model is packed, and how it is multiplied; None of a model without."""
+    """Describe a model's packed weights and their kernels in one line; None for a model without."""
     found = [module for module in model.modules() if isinstance(module, _PackedModule)]
     linears = [module for module in found if isinstance(module, PackedLinear)]
     if not found:

@@ -1,4 +1,4 @@
-"""A copy of a GGUF file's packed weights as the kernels read them, in the cache directory: the next start
+"""A copy of a GGUF file's packed weights, in the kernels' layout and in the cache directory. The next start
 maps it instead of packing the weights again."""
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from kvreclaim.weights.packed import CodeRule
 
 PAGE = 4096
 STRIDE = 4 << 20
-"""Every change of twice as many bytes is noticed, wherever it is."""
+"""Distance of sampled pages: any change of twice as many bytes is noticed."""
 GROWTH = 1.25
-"""Bytes that a copy may take, as a multiple of its source's."""
+"""Largest size of a copy, as a multiple of its source's size."""
 FIELDS = ("in_features", "out_features", "bits", "group")
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.uint8, torch.float16, torch.float32)}
 logger = logging.getLogger(__name__)
 
 
 class CopiedSource:
-    """A WeightSource: a GGUF file's, whose matrices come from the copy, or else go there. A context manager
-    that puts the new copy in its place, if all went well.
+    """A WeightSource over a GGUF file that reads its matrices from the copy, or writes them there.
 
-    mapped_bytes: of the copy that the matrices lie in; 0 where they were packed
+    A context manager; a successful exit publishes the new copy. A thread writes one matrix while the next is
+    packed.
 
-    A thread writes one matrix while the next is packed.
+    mapped_bytes: size of the mapped copy; 0 if the weights were packed
     """
 
     def __init__(self, source: GgufSource) -> None:
@@ -55,7 +55,7 @@ class CopiedSource:
             self._kept, self.mapped_bytes = found
 
     def _give_up(self, error: OSError) -> None:
-        """The model loads all the same."""
+        """Stop writing the copy, with a warning. The model loads without it."""
         logger.warning(
             "no copy of the packed weights of %s is kept in %s (%s): every start packs them again; free the "
             "disk, set KVRECLAIM_HOME to another directory, or pass --no-cache-packed-weights",
@@ -94,7 +94,7 @@ class CopiedSource:
             self._give_up(failed)
 
     def _wait(self) -> None:
-        """Until the last matrix is written. Raises: OSError."""
+        """Wait until the last matrix is written. Raises: OSError."""
         written, self._written = self._written, None
         if written is not None:
             written.result()
@@ -130,7 +130,7 @@ class CopiedSource:
 
 
 def _origin(source: GgufSource) -> dict[str, Any]:
-    """What a copy has to be of."""
+    """Return the identity of a source, which its copy must match."""
     about = source.file.stat()
     return {
         "layout": PACKED_LAYOUT,
@@ -145,9 +145,9 @@ def _origin(source: GgufSource) -> dict[str, Any]:
 
 
 def _sample(source: GgufSource) -> str:
-    """Digest of the first and the last page of each tensor, and of one page in STRIDE bytes of the file.
+    """Return a digest of each tensor's first and last page, and of one page in STRIDE bytes of the file.
 
-    Times can be set back, and some file systems keep coarse ones or none of changes.
+    Modification times alone do not suffice: they can be set back, and some file systems round them.
     """
     places = set(range(0, source.file.stat().st_size, STRIDE))
     for tensor in source.index.tensors.values():
@@ -160,10 +160,10 @@ def _sample(source: GgufSource) -> str:
 
 
 class _Writer:
-    """Writes matrices one by one into a file that gets its name when it is whole."""
+    """Writes matrices one by one into a temporary file. `finish` renames it to its final name."""
 
     def __init__(self, target: Path, origin: dict[str, Any]) -> None:
-        """Raises: OSError."""
+        """Open the temporary file. Raises: OSError."""
         target.parent.mkdir(parents=True, exist_ok=True)
         make_room(target, int(origin["num_bytes"] * GROWTH))
         made: IO[bytes] = NamedTemporaryFile(prefix=MAKING, dir=target.parent, delete=False)  # noqa: SIM115
@@ -172,18 +172,18 @@ class _Writer:
         self._matrices: dict[str, Any] = {}
 
     def add(self, name: str, matrix: PackedMatrix) -> None:
-        """Raises: OSError."""
+        """Append a matrix. Raises: OSError."""
         parts = {}
         for part, tensor in matrix.parts.items():
             parts[part] = [self._file.tell(), str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
             self._file.write(tensor.view(torch.uint8).flatten().numpy().data)
             self._file.write(bytes(-self._file.tell() % PAGE))
         table = None if matrix.table is None else matrix.table.tolist()
-        said = {field: getattr(matrix, field) for field in FIELDS}
-        self._matrices[name] = said | {"rule": matrix.grid.value, "table": table, "parts": parts}
+        sizes = {field: getattr(matrix, field) for field in FIELDS}
+        self._matrices[name] = sizes | {"rule": matrix.grid.value, "table": table, "parts": parts}
 
     def finish(self) -> None:
-        """Raises: OSError."""
+        """Append the header and publish the file. Raises: OSError."""
         size = self._file.tell()
         if size == 0:  # nothing is packed
             self.abandon()
@@ -197,41 +197,41 @@ class _Writer:
         self._file.close()
 
     def abandon(self) -> None:
-        """No copy is made; whatever was written goes."""
+        """Delete the temporary file."""
         try:
             self._file.close()
-        except OSError:  # what was still to be written finds no room either
+        except OSError:  # the disk is full: the remaining bytes do not fit either
             pass
         finally:
             Path(self._file.name).unlink(missing_ok=True)
 
 
 def _read(path: Path, origin: dict[str, Any]) -> tuple[dict[str, PackedMatrix], int] | None:
-    """The matrices of a copy, mapped, and its bytes; None where there is no whole one of that origin."""
+    """Map a copy's matrices and return them with its size; None if there is no intact copy of that origin."""
     try:
         with path.open("rb") as file:
-            said, size = read_contents(file)
-            if said["origin"] != origin:
+            contents, size = read_contents(file)
+            if contents["origin"] != origin:
                 return None
             data = _mapped(file, size)
-        if _checksum(data) != said["checksum"]:
+        if _checksum(data) != contents["checksum"]:
             raise ValueError("its bytes are others than were written")
-        found = {name: _matrix(data, each) for name, each in said["matrices"].items()}
+        found = {name: _matrix(data, each) for name, each in contents["matrices"].items()}
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         logger.warning("%s is no copy that can be used (%s), and is made again", path, error)
         return None
     try:
-        os.utime(path)  # used now; the oldest one goes first
+        os.utime(path)  # make_room deletes the oldest one first
     except OSError:
         logger.debug("%s cannot be marked as used", path)
     return found, size
 
 
 def _forget(file: IO[bytes]) -> None:
-    """Take what was written out of the system's memory, where it lies in small pages, as it was written piece
-    by piece: read again, it comes in huge ones where the file system has them."""
+    """Drop a written file from the page cache, where it lies in small pages. The next read brings it back in
+    huge pages where the file system has them."""
     file.flush()
     if hasattr(os, "posix_fadvise"):
         os.fsync(file.fileno())
@@ -239,7 +239,7 @@ def _forget(file: IO[bytes]) -> None:
 
 
 def _mapped(file: IO[bytes], size: int) -> Tensor:
-    """The first bytes of a file: pages that it shares with others as long as nobody writes to them."""
+    """Map the first bytes of a file copy-on-write."""
     if size == 0 or size % PAGE:
         raise ValueError("its matrices do not end with a page")
     mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
@@ -250,18 +250,18 @@ def _mapped(file: IO[bytes], size: int) -> Tensor:
 
 
 def _checksum(data: Tensor) -> str:
-    """Digest of the sums of all pages: as fast as memory is read, and products need the pages anyway."""
+    """Return a digest of all pages' sums. Runs at memory speed, on pages that products need anyway."""
     sums = data.view(torch.int64).view(-1, PAGE // 8).sum(1)
     return hashlib.sha256(sums.numpy().tobytes()).hexdigest()
 
 
-def _matrix(data: Tensor, said: dict[str, Any]) -> PackedMatrix:
+def _matrix(data: Tensor, header: dict[str, Any]) -> PackedMatrix:
     parts = {}
-    for name, (first, dtype, shape) in said["parts"].items():
+    for name, (first, dtype, shape) in header["parts"].items():
         kind = DTYPES[dtype]
         size = torch.Size(shape).numel() * kind.itemsize
         parts[name] = data[first : first + size].view(kind).view(shape)
-    table = None if said["table"] is None else torch.tensor(said["table"])
+    table = None if header["table"] is None else torch.tensor(header["table"])
     return PackedMatrix.of_parts(
-        parts, grid=CodeRule(said["rule"]), table=table, **{field: said[field] for field in FIELDS}
+        parts, grid=CodeRule(header["rule"]), table=table, **{field: header[field] for field in FIELDS}
     )

@@ -1,4 +1,4 @@
-"""Threads that pack a model's weights, and how far they are, on a terminal."""
+"""Threads that pack a model's weights, with a progress bar."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from tqdm import tqdm
 from kvreclaim.ops.packed import Each
 
 MOST_THREADS = 4
-"""Each has a piece of a matrix unpacked, some MB."""
+"""Bounds memory: each thread holds a piece of an unpacked matrix, some MB."""
 SHOWN_AFTER_S = 1.0
 _one_at_a_time = Lock()
-"""torch's number of threads is the process's: a second load would keep the first one's."""
+"""Serialises loads: torch's thread count is global, so a second load would inherit the first one's count."""
 
 
 @contextmanager
 def packing(num_weights: int) -> Iterator[tuple[Each, Callable[[int], object]]]:
     """Start as many threads as torch has, at most MOST_THREADS, to pack num_weights in all.
 
-    Gives: map over the threads, and what is told how many weights are done. Where stderr is a terminal, and
-        it takes longer than SHOWN_AFTER_S, the share that is done stands there meanwhile.
+    Yields: a map over the threads, and a callback for the number of finished weights. On a terminal, a
+        progress bar appears after SHOWN_AFTER_S.
     """
     with _one_at_a_time:
         yield from _packing(num_weights)
@@ -37,10 +37,10 @@ def _packing(num_weights: int) -> Iterator[tuple[Each, Callable[[int], object]]]
         desc="Packing weights",
         bar_format="{desc} {percentage:3.0f} %",
         delay=SHOWN_AFTER_S,
-        disable=None,  # unless it is a terminal
+        disable=None,  # shown only on a terminal
         leave=False,
     )
-    torch.set_num_threads(1)  # threads take it over as they begin: each does its pieces alone
+    torch.set_num_threads(1)  # inherited by the pool's threads
     try:
         with bar, ThreadPoolExecutor(min(threads, MOST_THREADS), "kvreclaim-packing") as pool:
             yield pool.map, bar.update

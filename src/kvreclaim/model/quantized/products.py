@@ -1,4 +1,4 @@
-"""Which kernels multiply packed weights, and how."""
+"""The choice of kernels for products with packed weights."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kvreclaim.ops.packed import DTYPES
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """How packed weights are multiplied.
+    """Kernels for products with packed weights.
 
     kernels:     "native" or "triton", a back-end of ops/
-    activations: as of packed_linear there
+    activations: the argument of that back-end's packed_linear
     """
 
     kernels: str
@@ -36,12 +36,12 @@ def _triton() -> Any:
 
 
 def choose_products(
-    name: str, source: WeightSource, device: torch.device, kernels: str, asked: str
+    name: str, source: WeightSource, device: torch.device, kernels: str, activations: str
 ) -> Products:
-    """Choose the products of a model on a device. asked: the engine's quantized_activations.
+    """Choose the products of a model on a device. activations: the engine's quantized_activations.
 
-    Raises: UnsupportedModelError where no kernel multiplies packed weights; InvalidArgumentError for a way
-    that the kernels do not know.
+    Raises: UnsupportedModelError if no kernel multiplies packed weights; InvalidArgumentError for activations
+    that the kernels do not support.
     """
     on_gpu = device.type == "cuda" or kernels == "triton"
     problem = _triton().unavailable_reason() if on_gpu else native_reason()
@@ -52,32 +52,32 @@ def choose_products(
             f"{name} has packed weights ({source.label}), which need the {'Triton' if on_gpu else 'native'} "
             f"kernels ({problem}); pass a checkpoint that is not quantised, or another device."
         )
-    if asked == "auto":
+    if activations == "auto":
         return Products("triton", "dtype") if on_gpu else Products("native", "int16")
-    if on_gpu and asked != "exact":
+    if on_gpu and activations != "exact":
         raise InvalidArgumentError(
-            f"quantized_activations is {asked!r}, which CPUs do; pass 'auto' or 'exact' on a GPU."
+            f"quantized_activations is {activations!r}, which CPUs do; pass 'auto' or 'exact' on a GPU."
         )
-    return Products("triton" if on_gpu else "native", asked)
+    return Products("triton" if on_gpu else "native", activations)
 
 
 def packed_dtypes(
     config: Any, name: str, dtype: torch.dtype | str, products: Products, source: WeightSource
 ) -> tuple[torch.dtype, torch.dtype]:
-    """Dtype of hidden states and of what is not packed, and that of queries, keys and values.
+    """Return the dtype of hidden states and unpacked weights, and that of queries, keys and values.
 
-    "auto" has fp32 hidden states on a CPU where every matrix is packed: a step reads matrices, which stay the
-    same, and logits are closer to the exact ones than with bf16 (`python -m benchmarks rounding`).
+    "auto" uses fp32 hidden states on a CPU if every matrix is packed. A step reads the same bytes, and logits
+    are closer to the exact ones than with bf16 (`python -m benchmarks rounding`).
 
     Raises: InvalidArgumentError.
     """
-    said: torch.dtype = getattr(config.get_text_config(), "dtype", None) or torch.bfloat16
+    own_dtype: torch.dtype = getattr(config.get_text_config(), "dtype", None) or torch.bfloat16
     is_auto = isinstance(dtype, str)
-    chosen = said if isinstance(dtype, str) else dtype
+    chosen = own_dtype if isinstance(dtype, str) else dtype
     if products.kernels == "triton" and chosen in _triton().DTYPES:
         return chosen, chosen
     if chosen is torch.float16 and is_auto:
-        chosen = torch.bfloat16  # what CPUs have instructions for; weights stay as they are packed
+        chosen = torch.bfloat16  # CPUs have instructions for it; packed weights do not change
     if chosen not in DTYPES:
         raise InvalidArgumentError(
             f"dtype is {str(chosen).removeprefix('torch.')!r}, and {name} has packed weights; allowed are "

@@ -1,4 +1,4 @@
-"""Where packed weights come from, and the pieces in which they are read."""
+"""Sources of packed weights."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from kvreclaim.ops.packed import BLOCK_ROWS, Each, PackedMatrix
 from kvreclaim.weights.packed import PackedRows
 
 CODES_AT_ONCE = 2**20
-"""Codes that a thread unpacks at a time, to a byte each."""
+"""Codes that a thread unpacks at a time, one byte each."""
 
 
 class WeightSource(Protocol):
-    """The weights of one model by transformers' names. What was given out leaves the source's memory."""
+    """Weights of one model by transformers' names. A returned weight leaves the source's memory."""
 
     @property
     def label(self) -> str:
-        """The way of packing, as in a fingerprint."""
+        """Packing scheme, as it appears in fingerprints."""
 
     @property
     def packs_every_matrix(self) -> bool:
-        """Whether embedding, output layer and all linear layers are packed."""
+        """Return whether embedding, output layer and all linear layers are packed."""
 
     def packed(self, name: str, shape: tuple[int, int], each: Each) -> PackedMatrix | None:
-        """The weight `name` [N, K]; None where it is not packed, or not there. each: does its pieces
+        """Return the weight `name` [N, K]; None if it is not packed, or missing. each: maps over its pieces
 
         Raises: InvalidArgumentError, UnsupportedModelError.
         """
 
     def dense(self, name: str) -> Tensor | None:
-        """A tensor that is not packed, in any dtype; None where it is not there."""
+        """Return an unpacked tensor in any dtype; None if it is missing."""
 
     def unread(self) -> list[str]:
-        """Tensors that no name asked for, and that would be lost."""
+        """Return the names of tensors that were never read."""
 
 
 def in_pieces(shape: tuple[int, int], read: Callable[[int, int], PackedRows], each: Each) -> PackedMatrix:
-    """A matrix [N, K] of read(first, last), the rows first to last - 1."""
+    """Pack a matrix [N, K] piece by piece. read(first, last) returns the rows first to last - 1."""
     out, columns = shape
     step = max(1, CODES_AT_ONCE // columns // BLOCK_ROWS) * BLOCK_ROWS
     return PackedMatrix.read(read, out, step, each)

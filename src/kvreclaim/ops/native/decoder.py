@@ -32,12 +32,12 @@ MOST_ROWS = 64
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether the kernels run on tensors of this device."""
+    """Return whether the kernels run on tensors of this device."""
     return device.type == "cpu"
 
 
 def takes_form(form: LayerForm) -> bool:
-    """Whether DecoderLayer computes it: norms are before the products alone, and of single heads."""
+    """Return whether DecoderLayer computes it: norms are before the products alone, and of single heads."""
     own = (form.heads.q_norm, form.heads.k_norm)
     is_single = all(norm is None or norm.weight.shape[0] == form.heads.dim for norm in own)
     return form.gate is not None and form.after == (None, None) and is_single and is_alike(*own)

@@ -46,7 +46,7 @@ def exact_rows(num_leading: int = UNLIMITED) -> Iterator[None]:
 
 
 def all_rows_are_exact() -> bool:
-    """Whether exact_rows() is in force without a number."""
+    """Return whether exact_rows() is in force without a number."""
     return _leading.get() == UNLIMITED
 
 
@@ -93,7 +93,7 @@ def max_rows(dtype: torch.dtype) -> int:
 
 @cache
 def has_bf16_hardware() -> bool:
-    """Whether torch multiplies bf16 by instructions of this CPU (AVX512-BF16, AMX).
+    """Return whether torch multiplies bf16 by instructions of this CPU (AVX512-BF16, AMX).
 
     Assumed of what is no x86, and of a torch that can't tell.
     """

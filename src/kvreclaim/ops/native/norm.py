@@ -22,12 +22,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, from_one: bool = False) -
 
 
 def has_norm_from_one() -> bool:
-    """Whether the extension is new enough for it."""
+    """Return whether the extension is new enough for it."""
     return hasattr(KERNELS, "rms_norm_from_one")
 
 
 def takes_norm(x: Tensor, weight: Tensor) -> bool:
-    """Whether rms_norm can run: fp32 or bf16 on the CPU, x contiguous, no gradient wanted."""
+    """Return whether rms_norm can run: fp32 or bf16 on the CPU, x contiguous, no gradient wanted."""
     return (
         x.dtype is weight.dtype
         and x.dtype in DTYPES

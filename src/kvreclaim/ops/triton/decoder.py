@@ -35,12 +35,12 @@ INTERPRETED_TILE = 1 << 16
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether the kernels run on tensors of this device."""
+    """Return whether the kernels run on tensors of this device."""
     return device.type == "cuda" or is_interpreted()
 
 
 def takes_norm(x: Tensor, weight: Tensor) -> bool:
-    """Whether rms_norm can run: fp32, fp16 or bf16, no gradient wanted."""
+    """Return whether rms_norm can run: fp32, fp16 or bf16, no gradient wanted."""
     return (
         x.dtype is weight.dtype
         and x.dtype in DTYPES
@@ -54,7 +54,7 @@ def has_norm_from_one() -> bool:
 
 
 def takes_form(form: LayerForm) -> bool:
-    """Whether DecoderLayer computes it: two norms in one kernel differ in their weights alone."""
+    """Return whether DecoderLayer computes it: two norms in one kernel differ in their weights alone."""
     return is_alike(form.before[1], form.after[0]) and is_alike(form.heads.q_norm, form.heads.k_norm)
 
 

@@ -50,7 +50,7 @@ def unsupported_reason(need: Need) -> str | None:
 
 
 def _is_wide_fp32(need: Need, widest: int) -> bool:
-    """Whether attention multiplies fp32 rows of a latent cache that is wider than any other."""
+    """Return whether attention multiplies fp32 rows of a latent cache that is wider than any other."""
     form = need.kv_format
     operands = need.dtype if not form.is_plain or form.dtype == need.dtype else torch.float32
     return widest > MAX_HEAD_DIM and operands == torch.float32
@@ -67,7 +67,7 @@ def is_interpreted() -> bool:
 
 
 def keeps_16_bits(dtype: torch.dtype) -> bool:
-    """Whether tl.dot takes its operands as they lie in the cache. The interpreter computes bf16 on raw
+    """Return whether tl.dot takes its operands as they lie in the cache. The interpreter computes bf16 on raw
     words and must be given fp32."""
     return dtype != torch.float32 and not is_interpreted()
 
