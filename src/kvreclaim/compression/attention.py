@@ -13,14 +13,14 @@ from kvreclaim.ops.key_source import PagedSource, column_sums
 
 
 def attention(view: LayerView, keys: Tensor, queries: Tensor, first: int) -> Tensor:
-    """Attention of some queries to each live key: rows of softmax(scale * q.K) in fp32.
+    """Compute the attention of queries to each live key: rows of softmax(scale * q.K) in fp32.
 
     Args:
         keys:    [K, T, D] of the view, any float dtype
         queries: [H, R, D] rotated, at the consecutive positions first, first + 1, ...
 
     Returns: [H, R, T]; soft-capping, attention sinks and a sliding window as the layer has them. A query
-        does not see keys behind it; a row without any visible key is zero. Positions of keys are those of
+        does not see later keys; a row without any visible key is zero. Positions of keys are those of
         the signals, else slots count back from the end, which is exact for the tokens since the last
         compression and for all of them before the first.
     """
@@ -48,7 +48,7 @@ def window_attention(view: LayerView) -> Tensor:
 
 def window_sums(views: Sequence[LayerView]) -> list[Tensor]:
     """[K, T] fp32 of each: window_attention summed over the queries, the mean over the query heads of a KV
-    head. In one call of the back-end for all that it can read where they lie."""
+    head. Views that the back-end can read inside the cache share one call."""
     blocks, found = {i: view for i, view in enumerate(views) if _fits_kernel(view)}, {}
     if blocks:
         sources = [view.source for view in blocks.values() if isinstance(view.source, PagedSource)]
@@ -62,8 +62,8 @@ def window_sums(views: Sequence[LayerView]) -> list[Tensor]:
 
 
 def _fits_kernel(view: LayerView) -> bool:
-    """Whether column_sums can read the view: its slots tell their positions, and the kernels are the native
-    ones, whose sums depend on their own sequence alone, to the last bit, and whose block tables are here."""
+    """Return whether column_sums can read the view: positions follow from slots, and the kernels are native.
+    Native sums are bit-exact per sequence, and native block tables are on this device."""
     source, count = view.source, _queries(view).shape[1]
     native = isinstance(source, PagedSource) and source.backend.NAME == "native"
     return native and view.signals.positions is None and 1 <= count <= source.shape[1]
@@ -81,14 +81,14 @@ def over_group(scores: Tensor, num_kv_heads: int, how: str) -> Tensor:
 
 
 def with_window(scores: Tensor, num_window: int, bound: float) -> Tensor:
-    """Scores [K, n], all <= bound, and behind them the window's tokens: above all others, the newest
-    highest. [K, n + num_window]."""
+    """Append scores of the window's tokens to scores [K, n], all <= bound: above all others, the newest
+    highest. Returns: [K, n + num_window]."""
     steps = torch.arange(1, num_window + 1, dtype=torch.float32, device=scores.device)
     return torch.cat([scores, (bound + steps).expand(len(scores), -1)], dim=1)
 
 
 def _positions(view: LayerView, device: torch.device) -> Tensor:
-    """[K | 1, T] int64 logical positions of the keys."""
+    """Return the keys' logical positions, [K | 1, T] int64."""
     if view.signals.positions is not None:
         return view.signals.positions.to(device, torch.int64)
     num_tokens = view.source.shape[1]

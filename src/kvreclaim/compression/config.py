@@ -39,11 +39,11 @@ StatsSource = str | os.PathLike[str] | QueryStats
 
 @dataclass(frozen=True)
 class CompressionConfig(CompressionSettings):
-    """How the KV cache of a sequence is compressed.
+    """Compression settings of one sequence.
 
-    policy:         which tokens stay, written as in docs/policies.md: "knorm", "segments(snapkv, n=4)";
+    policy:         which tokens stay, in the syntax of docs/policies.md: "knorm", "segments(snapkv, n=4)";
                     "auto": the best policy of the trial in the statistics (see resolved); or a
-                    CompressionPolicy, whose text the field then holds
+                    CompressionPolicy, which the field then holds as text
     budget:         tokens that a compression leaves per layer and KV head; more than sinks + recent. If heads
                     keep unequal numbers, it is the average, rounded to blocks (footprint.budget_in_blocks);
                     RequestMetrics.budget is the one used. "auto" (with verify): starts with the smallest of
@@ -51,7 +51,7 @@ class CompressionConfig(CompressionSettings):
                     0.2 or "20%" is a share of the bytes that the prompt takes in the model's dtype (see
                     for_prompt)
     max_loss:       instead of a budget: that of the loss curve in the statistics (see promised)
-    content:        what the prompt is, one of CONTENTS; None: whichever needs the larger budget
+    content:        kind of the prompt, one of CONTENTS; None: the kind that needs the larger budget
     interval:       tokens over the budget at which the next compression runs
     sinks:          first tokens of the sequence, never evicted
     recent:         last tokens of the sequence, never evicted
@@ -59,8 +59,8 @@ class CompressionConfig(CompressionSettings):
     protect_system: a chat's system prompt and tools are sinks, too (see protecting)
     mode:           "union" | "per_head" | "per_layer_head"; None takes the policy's own. Policies that evict
                     whole blocks, keep unequal numbers or read sparsely accept no other
-    recall:         "pass" | "tokens:N" | "query": evicted tokens wait in pages on the host and come back when
-                    queries want them (docs/recall.md); None: they are dropped
+    recall:         "pass" | "tokens:N" | "query": evicted tokens are kept in pages on the host and come back
+                    when queries need them (docs/recall.md); None: they are dropped
     verify:         the compressed cache only drafts; the full cache is kept and verifies, so the output is
                     that of a request without compression (docs/lossless.md)
     verify_tokens:  most drafts between two verifications
@@ -117,7 +117,7 @@ class CompressionConfig(CompressionSettings):
             )
 
     def _take_policy(self) -> None:
-        """Set the text of a policy object, and keep the object where its text makes no equal one."""
+        """Store a policy object's text, and the object if its text does not rebuild an equal one."""
         given: object = self.policy
         if isinstance(given, CompressionPolicy):
             text, kept = object_spec(given)
@@ -138,13 +138,13 @@ class CompressionConfig(CompressionSettings):
 
     @property
     def recalled(self) -> Recall | None:
-        """The parsed recall setting; None: evicted tokens are dropped."""
+        """Parsed recall setting; None: evicted tokens are dropped."""
         return None if self.recall is None else parse_recall(self.recall)
 
-    def resolved(self, stats: QueryStats | None, whose: str) -> CompressionConfig:
-        """The config with "auto" replaced by the policy that the statistics name; else itself.
+    def resolved(self, stats: QueryStats | None, model: str) -> CompressionConfig:
+        """Replace "auto" by the policy that the statistics name; other configs are returned unchanged.
 
-        stats: the model's; whose: the model's name for errors
+        stats: the model's statistics; model: its name in errors
 
         Raises: InvalidArgumentError if there are no statistics, or they hold no trial.
         """
@@ -155,7 +155,7 @@ class CompressionConfig(CompressionSettings):
             lack = "there are no statistics" if stats is None else "the statistics hold no trial"
             start = ", start with --kv-compression-calibrate" if stats is None else ""
             raise InvalidArgumentError(
-                f"policy auto is what calibration finds best, and {lack} of {whose}; {RECALIBRATE}{start}, "
+                f"policy auto is what calibration finds best, and {lack} of {model}; {RECALIBRATE}{start}, "
                 "or name a policy, such as streaming_llm."
             )
         return replace(self, policy=trial.best)
@@ -163,10 +163,10 @@ class CompressionConfig(CompressionSettings):
     def promised(
         self, curve: LossCurve, kv_cache_dtype: str, num_tokens: int, block_size: int
     ) -> CompressionConfig:
-        """The config with the budget that keeps the loss of a prompt of this length within max_loss, in whole
-        blocks, or with policy "full" where only that does; itself without max_loss.
+        """Replace max_loss by the budget that keeps a prompt of this length within it, in whole blocks, or by
+        policy "full" if no budget does. Without max_loss, return the config.
 
-        Raises: InvalidArgumentError if the curve is of another policy, and what LossCurve.promised raises.
+        Raises: InvalidArgumentError if the curve is of another policy; errors of LossCurve.promised.
         """
         if self.max_loss is None:
             return self
@@ -186,8 +186,8 @@ class CompressionConfig(CompressionSettings):
         return found if sinks == self.sinks else found._covering(self.sinks, block_size)
 
     def for_prompt(self, num_tokens: int, block_size: int, density: Fraction = SAME) -> CompressionConfig:
-        """The config with its share of the prompt's bytes as a budget in tokens, in whole blocks: at least
-        one token more than sinks, recent tokens and recalled pages take. Itself with a budget in tokens.
+        """Convert a budget given as a share of the prompt's bytes into tokens, in whole blocks: at least one
+        more than sinks, recent tokens and recalled pages take. Other budgets do not change.
 
         density: KVBytes.density of the cache's format
         """
@@ -201,10 +201,10 @@ class CompressionConfig(CompressionSettings):
         return found if sinks == self.sinks else found._covering(self.sinks, block_size)
 
     def protecting(self, num_tokens: int, block_size: int) -> CompressionConfig:
-        """The config for a prompt whose first num_tokens are system prompt and tools. Its sinks cover them,
-        in whole blocks, up to half of what recent tokens and recalled pages leave of the budget.
+        """Extend the sinks to cover the first num_tokens of a prompt, its system prompt and tools, in whole
+        blocks, up to half of the budget that recent tokens and recalled pages leave.
 
-        The same with protect_system off, and with verify, which loses nothing.
+        Returns the config unchanged with protect_system off, and with verify, which is lossless.
         """
         if not self.protect_system or self.verify:
             return self
@@ -221,13 +221,13 @@ class CompressionConfig(CompressionSettings):
         return self if sinks <= self.sinks else replace(self, sinks=sinks)
 
     def make_policy(self) -> CompressionPolicy:
-        """The policy with its options. Raises: InvalidArgumentError for "auto", which must be resolved."""
+        """Build the policy with its options. Raises: InvalidArgumentError for an unresolved "auto"."""
         if self.policy_object is not None:
             return self.policy_object
         return make_policy(self.policy, self.options)
 
     def in_blocks(self, block_size: int) -> CompressionConfig:
-        """The config with its budget rounded to blocks of this size, if heads keep unequal numbers."""
+        """Round the budget to blocks of this size, if heads keep unequal numbers."""
         unknown = self.max_loss is not None or self.budget_share is not None
         if unknown or not self.make_policy().eviction_method.uneven:
             return self
@@ -235,7 +235,7 @@ class CompressionConfig(CompressionSettings):
         return self if budget == self.budget else replace(self, budget=budget)
 
     def footprint(self, plain: Footprint) -> Footprint:
-        """The footprint of a sequence with this compression; `plain`: without any."""
+        """Return the footprint of a sequence with this compression; `plain`: without compression."""
         policy = self.make_policy()
         return replace(
             plain,

@@ -1,7 +1,7 @@
-"""What a further value, drawn like given ones, does not exceed: split conformal prediction.
+"""Split conformal prediction: an upper bound of a further value drawn from the same distribution.
 
-Values drawn alike are exchangeable, so a further one is at most the ceil((n + 1) · 0.95)-th smallest of n
-with a probability of 95 %, whatever their distribution. arXiv 2107.07511 §1.
+Such values are exchangeable, so a further one is at most the ceil((n + 1) · 0.95)-th smallest of n with a
+probability of 95 %, for any distribution. arXiv 2107.07511 §1.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,6 @@ Value = TypeVar("Value", int, float)
 
 
 def conformal_quantile(values: Sequence[Value]) -> Value:
-    """The smallest of the values that a further one does not exceed with a probability of CONFIDENCE."""
+    """Return the smallest value that a further one does not exceed with a probability of CONFIDENCE."""
     assert len(values) >= LEAST_VALUES, f"{len(values)} values bound nothing"
     return sorted(values)[-(-(len(values) + 1) * CONFIDENCE // 100) - 1]

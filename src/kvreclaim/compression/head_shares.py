@@ -1,8 +1,8 @@
-"""How much of a text each KV head needs: found once by calibration, kept in the statistics file.
+"""Share of a text that each KV head needs. Calibration measures it once and stores it in the statistics.
 
-Which heads get the memory matters more than which tokens each of them keeps: where no question is known, a
-head that retrieves needs nearly all that it has seen, and most others need sinks and recent tokens. It is a
-trait of the model rather than of the text, so it can be measured beforehand, on documents said twice
+The split of memory between heads matters more than the choice of tokens within a head. Without a known
+question, a retrieval head needs nearly all tokens, and most others need sinks and recent tokens. The share
+is a property of the model rather than of the text, so it can be measured beforehand, on repeated documents
 (surrogate.py).
 """
 
@@ -22,8 +22,8 @@ FRACTIONS = (0.4, 0.2, 0.1, 0.05)
 
 
 class SharesFit:
-    """Mean shares over documents: one threshold over all layers and heads keeps a fraction of a document's
-    tokens, and a head's share is the part of its own above it."""
+    """Mean shares over documents. One threshold over all layers and heads keeps a fraction of a document's
+    tokens; a head's share is the fraction of its tokens above it."""
 
     def __init__(self, facts: ModelFacts) -> None:
         self._shape = (facts.num_layers, facts.layers[0].num_kv_heads)
@@ -32,10 +32,9 @@ class SharesFit:
         self._documents = 0
 
     def add(self, layer: int, document: int, reached: Tensor) -> None:
-        """One layer of a document, whatever else was added before; its scores are held until all layers are
-        there.
+        """Add one layer of a document, in any order. Its scores are held until all layers have been added.
 
-        reached: [K, T] the most that a later query has paid each token
+        reached: [K, T] largest attention weight of each token for a later query
         """
         held = self._reached.setdefault(document, {})
         assert layer not in held, f"layer {layer} of document {document} was added twice"
@@ -57,7 +56,7 @@ class SharesFit:
         return not (self._reached or self._documents)
 
     def build(self) -> Tensor:
-        """[L, K, S] fp32 shares at FRACTIONS, 0 to 1. Raises: InvalidArgumentError without a document."""
+        """Return [L, K, S] fp32 shares at FRACTIONS, 0 to 1. Raises: InvalidArgumentError if empty."""
         if self._reached or not self._documents:
             raise InvalidArgumentError(
                 "shares of heads are the mean over whole documents; add every layer of one."
@@ -66,10 +65,10 @@ class SharesFit:
 
 
 def share_at(shares: Tensor, fractions: Sequence[float], fraction: float) -> Tensor:
-    """Shares of heads where `fraction` of a text is kept, from those that were measured.
+    """Interpolate the heads' shares at `fraction` of a text kept.
 
-    Linear in the logarithm of the fraction between two of them, and from the largest up to 1 where everything
-    is kept; below the smallest in proportion to it.
+    Linear in the logarithm of the fraction between two measured fractions, and from the largest up to 1,
+    where everything is kept. Proportional to the fraction below the smallest.
 
     Args:
         shares:    [..., S] at `fractions`, which fall

@@ -1,4 +1,4 @@
-"""What is asked about a sequence whose heads may be uneven, and the views of its layers and heads."""
+"""Input of a compression pass over a sequence with uneven heads, and the views of its layers and heads."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ HeadSource = Callable[[int, int | None], KeySource]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadsQuestion:
-    """Asks what to keep of one sequence whose heads may be uneven.
+    """Input of a compression pass over one sequence with uneven heads.
 
-    source:       (layer, head) -> one head's keys and values, or (layer, None) -> all heads', asked only at
-                  the first pass
-    signals:      layer -> what the policy's needs name besides statistics, of all heads
+    source:       (layer, head) -> one head's keys and values, or (layer, None) -> all heads', called only
+                  at the first pass
+    signals:      layer -> the policy's signals of all heads, except statistics
     tokens:       [L, K] int64, live tokens of each head
-    prompt_slots: [L, K] int64, how many of them, from the first on, are of the prompt
+    prompt_slots: [L, K] int64, leading ones that are prompt tokens
     logical_len:  position of the next query
-    first:        nothing has been evicted yet: all heads hold the same tokens
-    own:          (layer, head) -> fields of LayerSignals, of its own tokens [1, T], that lie where these do
+    first:        True if nothing has been evicted yet: all heads hold the same tokens
+    own:          (layer, head) -> fields of LayerSignals stored with the head's own tokens, [1, T]
     """
 
     source: HeadSource
@@ -39,12 +39,12 @@ class HeadsQuestion:
 
 
 def free_slots(first: int, num_tokens: int, recent: int) -> slice:
-    """The slots between those that always stay."""
+    """Return the slots between the protected ones."""
     return slice(first, max(first, num_tokens - recent))
 
 
 def view_of_layer(compressor: Compressor, layer: int, question: HeadsQuestion, first: int) -> LayerView:
-    """The view of all heads of a layer."""
+    """Return the view of all heads of a layer."""
     return LayerView(
         layer,
         question.source(layer, None),
@@ -61,7 +61,7 @@ def view_of_layer(compressor: Compressor, layer: int, question: HeadsQuestion, f
 def view_of_head(
     compressor: Compressor, layer: int, head: int, question: HeadsQuestion, first: int, signals: LayerSignals
 ) -> LayerView:
-    """The view of one head. signals: of all heads of the layer"""
+    """Return the view of one head. signals: of all heads of the layer"""
     source = question.source(layer, head)
     known = head_signals(signals, head, compressor.facts.layers[layer].num_kv_heads)
     facts, stats = compressor.of_head(layer, head)
@@ -81,7 +81,7 @@ def view_of_head(
 
 
 def views_of_heads(compressor: Compressor, question: HeadsQuestion, first: int) -> list[list[LayerView]]:
-    """The views of every head."""
+    """Return the views of all heads."""
     num_layers, num_heads = question.tokens.shape
     return [
         [view_of_head(compressor, layer, head, question, first, signals) for head in range(num_heads)]
@@ -91,7 +91,7 @@ def views_of_heads(compressor: Compressor, question: HeadsQuestion, first: int) 
 
 
 def head_signals(signals: LayerSignals, head: int, num_kv_heads: int) -> LayerSignals:
-    """The signals of one KV head and its query heads; sliced, not copied."""
+    """Slice the signals of one KV head and its query heads, without a copy."""
     own = {
         field.name: tensor.unflatten(0, (num_kv_heads, -1))[head]
         for field in fields(signals)
@@ -101,7 +101,7 @@ def head_signals(signals: LayerSignals, head: int, num_kv_heads: int) -> LayerSi
 
 
 def head_view(view: LayerView, head: int, source: KeySource, candidates: slice) -> LayerView:
-    """A view of one KV head and its query heads.
+    """Return a view of one KV head and its query heads.
 
     source: of this head, K = 1
     """

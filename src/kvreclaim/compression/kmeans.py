@@ -32,7 +32,7 @@ def kmeans(points: Tensor, num_clusters: int, seed: int, *, rounds: int = 15) ->
     Args:
         points:       [H, T, D] float, T >= 1; fewer distinct points than clusters leave some empty
         num_clusters: C >= 1
-        seed:         equal seeds give equal clusters, whatever the device's own generator
+        seed:         equal seeds give equal clusters, independent of the device's generator
         rounds:       assignments; empty clusters move to the farthest points in all but the last
 
     Beyond the points: one chunk in fp32 and a few [H, T] arrays. Mutates nothing.

@@ -1,9 +1,9 @@
-"""The importance of a token, predicted from its hidden state when it is computed.
+"""Prediction of a token's importance from its hidden state, during its forward pass.
 
-The target is KVzip's score: the logarithm of the most that any later query pays the token in a document said
-twice. (The surrogate knows a token's age and learns what is needed from one moment on: surrogate.py.) A
-hidden state says more about the token than the cached key and value do, but is gone when a cache is
-compressed, so the score is kept beside the token's slots.
+The target is KVzip's score: the logarithm of the largest attention weight of the token for any later query
+in a repeated document. (The surrogate also uses a token's age, and learns which tokens are needed after a
+given moment: surrogate.py.) A hidden state predicts more than the cached key and value, but no longer exists
+when a cache is compressed, so the score is stored per slot.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STEPS, _BATCH, _RATE, _DECAY = 300, 512, 3e-3, 0.1
 
 
 def token_scores(hidden: Tensor, stats: LayerStats) -> Tensor:
-    """Scores of tokens from what their layer was given, [T, M] of any float dtype: [T, K] fp32."""
+    """Score tokens from their layer's input [T, M] of any float dtype. Returns: [T, K] fp32."""
     assert stats.kvzap_out is not None, "needs has TOKEN_SCORES"
     rows = hidden.float()
     if stats.kvzap_in is not None:
@@ -36,12 +36,12 @@ def token_scores(hidden: Tensor, stats: LayerStats) -> Tensor:
 
 
 def _affine(rows: Tensor, weights: Tensor) -> Tensor:
-    """rows [T, M], weights [N, M + 1], the bias last: [T, N]."""
+    """Apply weights [N, M + 1], the bias last, to rows [T, M]. Returns: [T, N]."""
     return torch.addmm(weights[:, -1], rows, weights[:, :-1].T)
 
 
 class KVzapFit:
-    """Fits one layer after the other; the documents of one alone are held.
+    """Fits one layer after the other. Holds the documents of one layer at a time.
 
     units: hidden units of a layer, which all its heads share; 0: scores are linear
     """
@@ -58,12 +58,12 @@ class KVzapFit:
         self._held: list[tuple[Tensor, Tensor]] = []
 
     def add(self, layer: int, hidden: Tensor, reached: Tensor) -> None:
-        """One layer of the first copy of a document, layers in their order: all documents of one, then all of
+        """Add one layer of a document's first copy. Layers come in order: all documents of one, then all of
         the next.
 
         Args:
-            hidden:  [T, M] what the layer was given, any float dtype; kept until the next layer comes
-            reached: [K, T] the most that a later query has paid each token, 0 to 1
+            hidden:  [T, M] input of the layer, any float dtype; kept until the next layer
+            reached: [K, T] largest attention weight of each token for a later query, 0 to 1
         """
         if layer > len(self._outer):
             self._fit()
@@ -71,7 +71,7 @@ class KVzapFit:
         self._held.append((hidden, reached.clamp_min(LEAST_PROBABILITY).log().T))
 
     def build(self) -> KVzapWeights:
-        """On the CPU. Raises: InvalidArgumentError if a layer has no token."""
+        """Return the weights on the CPU. Raises: InvalidArgumentError if a layer has no token."""
         if self._held:
             self._fit()
         if len(self._outer) < self._num_layers:
@@ -81,39 +81,39 @@ class KVzapFit:
         return KVzapWeights(torch.stack(self._inner) if self._inner else None, torch.stack(self._outer))
 
     def _fit(self) -> None:
-        hidden, wanted = (torch.cat(rows).float() for rows in zip(*self._held, strict=True))
+        hidden, targets = (torch.cat(rows).float() for rows in zip(*self._held, strict=True))
         self._held.clear()
         if self.units:
-            inner, outer = _units(hidden, wanted, self.units, len(self._outer))
+            inner, outer = _units(hidden, targets, self.units, len(self._outer))
             self._inner.append(inner.cpu())
         else:
-            outer = _ridge(hidden, wanted)
+            outer = _ridge(hidden, targets)
         self._outer.append(outer.cpu())
 
 
-def _ridge(rows: Tensor, wanted: Tensor) -> Tensor:
-    """[K, M + 1] of rows [T, M] and wanted [T, K]; the bias is not drawn to zero."""
-    mean, middle = rows.mean(0), wanted.mean(0)
+def _ridge(rows: Tensor, targets: Tensor) -> Tensor:
+    """Fit weights [K, M + 1] from rows [T, M] to targets [T, K]; the bias is not regularised."""
+    mean, middle = rows.mean(0), targets.mean(0)
     away = rows - mean
-    moments, products = (away.T @ away).double(), (away.T @ (wanted - middle)).double()
+    moments, products = (away.T @ away).double(), (away.T @ (targets - middle)).double()
     moments.diagonal().add_(_RIDGE * moments.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny))
     solved = torch.cholesky_solve(products, torch.linalg.cholesky(moments))
     return _folded(solved.T.float(), mean, middle)
 
 
 def _folded(weights: Tensor, mean: Tensor, middle: Tensor) -> Tensor:
-    """weights [N, M] of what is `mean` [M] away, and a result that is `middle` [N] off, with their bias."""
+    """Append the bias to weights [N, M] of centred inputs and outputs. mean: [M]; middle: [N]"""
     return torch.cat([weights, (middle - weights @ mean)[:, None]], dim=1)
 
 
-def _units(rows: Tensor, wanted: Tensor, units: int, seed: int) -> tuple[Tensor, Tensor]:
-    """[U, M + 1] and [K, U + 1], by Adam on inputs and targets of mean 0 and variance 1."""
+def _units(rows: Tensor, targets: Tensor, units: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Fit [U, M + 1] and [K, U + 1] with Adam, on inputs and targets of mean 0 and variance 1."""
     generator = torch.Generator().manual_seed(seed)
     tiny = torch.finfo(torch.float32).tiny
     mean, spread = rows.mean(0), rows.std(0, correction=0).clamp_min(tiny)
-    middle, width = wanted.mean(0), wanted.std(0, correction=0).clamp_min(tiny)
+    middle, width = targets.mean(0), targets.std(0, correction=0).clamp_min(tiny)
     with torch.inference_mode(False), torch.enable_grad():
-        x, y = ((rows - mean) / spread).clone(), ((wanted - middle) / width).clone()
+        x, y = ((rows - mean) / spread).clone(), ((targets - middle) / width).clone()
         shapes = (units, x.shape[1]), (units,), (y.shape[1], units), (y.shape[1],)
         weights = [
             nn.Parameter(_uniform(shape, fan, generator).to(x.device))

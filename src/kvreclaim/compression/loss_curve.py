@@ -1,8 +1,8 @@
-"""What compression lost on held-out documents, by KV cache dtype, length and content, and the budgets that it
-promises.
+"""Loss of compression on held-out documents, by KV cache dtype, length and content, and the budgets that
+follow from it.
 
 A document's need is the smallest measured budget at and above which it loses no more than allowed. The
-budget promised is the conformal quantile of the needs: 95 % of further documents like these need no more.
+promised budget is the conformal quantile of the needs: 95 % of further similar documents need no more.
 Losses are against the full cache in the model's dtype, so the rounding of a coded cache counts.
 """
 
@@ -46,7 +46,7 @@ class LossCell(_Frozen):
     density:        tokens that take the bytes of one in the model's dtype (KVBytes.density)
     budgets:        tokens per layer and KV head, rising; the last is num_tokens, all of them, but in the
                     model's dtype, which loses nothing there
-    losses:         by document and budget, by how much that probability falls; 0 where it rises
+    losses:         by document and budget, the fall of that probability; 0 where it rises
     """
 
     content: str
@@ -69,8 +69,8 @@ class LossCell(_Frozen):
         return self
 
     def need(self, losses: Sequence[float], max_loss: float) -> float:
-        """The smallest budget at and above which a document with these losses loses no more; math.inf: even
-        all tokens in this format lose more."""
+        """Return the smallest budget at and above which a document with these losses loses no more; math.inf
+        if even all tokens in this format lose more."""
         need = self.num_tokens if self.kv_cache_dtype == AUTO else math.inf
         for budget, loss in zip(reversed(self.budgets), reversed(losses), strict=True):
             if loss > max_loss:
@@ -79,24 +79,24 @@ class LossCell(_Frozen):
         return need
 
     def promised(self, max_loss: float) -> float:
-        """The budget at which 95 % of further documents lose no more; num_tokens: all tokens; math.inf: no
-        budget in this format."""
+        """Return the budget at which 95 % of further documents lose no more; num_tokens: all tokens;
+        math.inf: no budget in this format."""
         return conformal_quantile([self.need(losses, max_loss) for losses in self.losses])
 
     def share(self, budget: float) -> float:
-        """The share of the document's bytes in the model's dtype that a budget takes."""
+        """Return a budget's share of the document's bytes in the model's dtype."""
         return budget / self.num_tokens / self.density
 
     def bound_within(self, share: float) -> float | None:
-        """What 95 % of further documents do not lose more than at the largest budget in this share of the
-        bytes; None: none is so small."""
+        """Return the loss that 95 % of further documents do not exceed, at the largest budget within this
+        share of the bytes; None if no budget is that small."""
         fits = [at for at, budget in enumerate(self.budgets) if self.share(budget) <= share]
         return conformal_quantile([row[fits[-1]] for row in self.losses]) if fits else None
 
 
 class LossCurve(_Frozen):
-    """Every content at every length in every KV cache dtype, under one policy and the default settings of a
-    compression."""
+    """Cells of every content at every length in every KV cache dtype, under one policy and the default
+    compression settings."""
 
     policy: str
     cells: tuple[LossCell, ...] = Field(min_length=1)
@@ -113,23 +113,23 @@ class LossCurve(_Frozen):
 
     @property
     def contents(self) -> tuple[str, ...]:
-        """In the order in which they were measured."""
+        """Contents in the order of measurement."""
         return tuple(dict.fromkeys(cell.content for cell in self.cells))
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Rising."""
+        """Ascending lengths."""
         return tuple(sorted({cell.num_tokens for cell in self.cells}))
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """KV cache dtypes, in the order in which they were measured."""
+        """KV cache dtypes in the order of measurement."""
         return tuple(dict.fromkeys(cell.kv_cache_dtype for cell in self.cells))
 
     def promised(
         self, kv_cache_dtype: str, max_loss: float, num_tokens: int, content: str | None = None
     ) -> int | None:
-        """The budget of a prompt of this length in this format; None: everything must stay.
+        """Return the budget of a prompt of this length in this format; None: all tokens must stay.
 
         Between two lengths it is the budget of the longer one, which is safe if longer documents need no
         fewer tokens. Nothing is promised beyond the longest: everything stays there.
@@ -156,8 +156,8 @@ class LossCurve(_Frozen):
         return None if length is None or budgets[length] == length else int(budgets[length])
 
     def best_format(self, max_loss: float, content: str | None) -> tuple[str, float]:
-        """The KV cache dtype in which the budgets promised take the fewest bytes, and their share of the
-        prompt's bytes in the model's dtype, mean over the lengths; of equal ones the widest."""
+        """Return the KV cache dtype with the fewest bytes for the promised budgets, and their share of the
+        prompt's bytes in the model's dtype, mean over the lengths; ties take the widest dtype."""
         densities = {cell.kv_cache_dtype: cell.density for cell in self.cells}
 
         def cost(form: str) -> tuple[float, float]:
@@ -169,7 +169,7 @@ class LossCurve(_Frozen):
         return found, cost(found)[0]
 
     def _budgets(self, kv_cache_dtype: str, max_loss: float, content: str | None) -> dict[int, float]:
-        """By length, rising, what LossCell.promised has for the strictest content."""
+        """Return LossCell.promised for the strictest content, by ascending length."""
         require(
             content is None or content in self.contents,
             f"content is {content!r}, and the loss was measured on {', '.join(self.contents)}; name one "
@@ -184,7 +184,7 @@ class LossCurve(_Frozen):
 
 
 def read_curve(path: str | os.PathLike[str]) -> LossCurve:
-    """The curve in a statistics file, without its tensors. Raises: InvalidArgumentError."""
+    """Read the curve of a statistics file, without its tensors. Raises: InvalidArgumentError."""
     try:
         with safe_open(path, framework="numpy") as file:
             found = json.loads((file.metadata() or {})[STATS_HEADER])["curve"]

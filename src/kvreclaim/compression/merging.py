@@ -9,9 +9,9 @@ from kvreclaim.compression.kmeans import Clusters
 
 
 def merge_clusters(clusters: Clusters, min_weight: float, min_distance: float) -> Clusters:
-    """Drop clusters that hold few queries and pool those that lie close together, in every head alone.
+    """Drop clusters with few queries and pool clusters that lie close together, separately in every head.
 
-    A cluster whose weight is below min_weight is dropped; its weight goes to the nearest one that stays.
+    A cluster with a weight below min_weight is dropped; its weight is added to the nearest remaining one.
     Then, as long as two centres are closer than min_distance times the root mean square distance of
     the head's queries from their mean, the closest two become one: the mean of both and the variances
     about it, weighted. The heaviest cluster always stays.

@@ -31,7 +31,7 @@ def read_public_stats(path: str | os.PathLike[str]) -> PublicStats:
     """Read a torch.save dict {"metadata": {...}, "stats": {"layer00_head00": {...}, ...}}.
 
     Raises: StatsMismatchError if the file is corrupt, incomplete, holds other than plain tensors, or
-        describes a partially rotated head (such files say nothing of the dims without position).
+        describes a partially rotated head (such files lack the dims without position).
     """
     try:
         data = torch.load(path, map_location="cpu", weights_only=True)
@@ -83,7 +83,7 @@ def _head_grid(path: object, metadata: Mapping[str, object], heads: Mapping[str,
 
 
 def _same_heads(sampled: object, found: set[tuple[int, int]]) -> bool:
-    """Return whether sampled is a list of [layer, head] that names each found head, and no other."""
+    """Return whether sampled is a list of [layer, head] that holds exactly the found heads."""
     if not isinstance(sampled, list | tuple):
         return False
     pairs = [list(pair) for pair in sampled if isinstance(pair, list | tuple)]

@@ -1,4 +1,4 @@
-"""From the name of a policy to the policy, and back. Third parties add theirs as entry points of the
+"""Registry of policies by name. Third parties add theirs as entry points of the
 group `kvreclaim.policies` (name = "package.module:Class"); a built-in name cannot be taken over."""
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _BUILT_IN: Mapping[str, type[CompressionPolicy]] = MappingProxyType(
 
 
 def built_in() -> Mapping[str, type[CompressionPolicy]]:
-    """The policies that ship with the package, by name."""
+    """Return the built-in policies by name."""
     return _BUILT_IN
 
 
@@ -86,7 +86,7 @@ def policy_names() -> tuple[str, ...]:
 
 
 def policy_class(name: str) -> type[CompressionPolicy]:
-    """Raises InvalidArgumentError for a name that is not known or whose entry point is no policy."""
+    """Return a policy's class. Raises: InvalidArgumentError for an unknown name or a wrong entry point."""
     if name == AUTO:
         raise InvalidArgumentError(
             "policy auto stands for a policy that a model's statistics name, and cannot be used here; name "
@@ -113,10 +113,10 @@ def make_policy(spec: str, options: Mapping[str, object] | None = None) -> Compr
 
 
 def policy_spec(policy: CompressionPolicy) -> str:
-    """The policy's canonical text, with the options that are not at their default:
+    """Return the policy's canonical text, with the options that are not at their default:
     make_policy(policy_spec(policy)) == policy.
 
-    Raises: InvalidArgumentError for an option whose value has no written form.
+    Raises: InvalidArgumentError for an option value without a written form.
     """
     parts = []
     for field in _init_fields(type(policy)):
@@ -129,7 +129,7 @@ def policy_spec(policy: CompressionPolicy) -> str:
 
 
 def object_spec(policy: CompressionPolicy) -> tuple[str, CompressionPolicy | None]:
-    """The text of a policy object, and the object itself unless the text makes an equal one.
+    """Return the text of a policy object, and the object itself unless the text makes an equal one.
 
     Raises: InvalidArgumentError if it is no frozen dataclass, an option has no written form, or its name is
     that of another policy.
@@ -151,7 +151,7 @@ def object_spec(policy: CompressionPolicy) -> tuple[str, CompressionPolicy | Non
 
 
 def policy_classes(policy: CompressionPolicy) -> list[type[CompressionPolicy]]:
-    """The policy's class, then those of the policies inside a wrapper."""
+    """Return the policy's class, then those of the policies inside a wrapper."""
     inner = getattr(policy, WRAPPED, None)
     return [type(policy), *(policy_classes(inner) if isinstance(inner, CompressionPolicy) else ())]
 

@@ -1,4 +1,4 @@
-"""How many tokens stay, and which: from scores to kept slots."""
+"""Selection of kept slots from scores."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def select(
     select_top: Callable[[Tensor, int], Tensor] = reference.select_top,
     check: NanCheck = refuse_nan,
 ) -> Tensor:
-    """The kept slots of every (layer, KV head), equal in number.
+    """Select equally many slots of every (layer, KV head).
 
     Args:
         scores: [L, K, T] float, higher = keep; -inf is allowed, NaN is not
         budget: tokens kept, >= 0
         tiers:  [T] int; a token of a higher tier always beats one of a lower tier (FREE, PROMPT, ALWAYS)
-        mode:   who shares a set: union takes the maximum over layers and heads, per_head the mean
+        mode:   heads that share a set: union takes the maximum over layers and heads, per_head the mean
                 over layers, per_layer_head the scores as they are
-        select_top: the op that finds the best of each row (Backend.select_top)
-        check:  is given a bool scalar on the device of the scores: whether a score is NaN. By default it
-                raises. One that keeps the scalar for later leaves nothing here that waits for the device;
-                NaN is then the least of all scores
+        select_top: the op that selects the highest scores of each row (Backend.select_top)
+        check:  called with a bool scalar on the scores' device that is true if a score is NaN. The default
+                raises. A check that stores the scalar avoids a synchronisation here; NaN is then the lowest
+                score
 
     Returns: [L | 1, K | 1, min(budget, T)] int64 ascending, on the device of the scores. Ties: the
         lowest slot wins. Mutates nothing.
@@ -81,18 +81,17 @@ def select_each(
     select_top: Callable[[Tensor, int], Tensor] = reference.select_top,
     check: NanCheck = refuse_nan,
 ) -> list[Tensor]:
-    """select of several sequences [L, K, T] with the same T and tiers, the rows of all of them at once."""
+    """Run select on several sequences [L, K, T] with the same T and tiers, in one batch of rows."""
     rows = [_shared_scores(each, mode) for each in scores]
     kept = select(torch.cat(rows), budget, tiers, Mode.PER_LAYER_HEAD, select_top, check)
     return list(kept.chunk(len(rows)))
 
 
 def lowest_blocks(scores: Tensor, budget: int, tiers: np.ndarray, block_size: int) -> list[int]:
-    """Which full blocks go so that at most `budget` tokens are left, all layers and heads alike.
+    """Select full blocks to free so that at most `budget` tokens are left, the same in all layers and heads.
 
-    A block's score is the mean of its tokens' over layers, heads and those tokens that are not -inf; its
-    tier is the highest among its tokens. Lower tiers go first, and none of the highest, which must leave
-    enough others.
+    A block's score is the mean over layers, heads and its tokens that are not -inf. Its tier is the highest
+    of its tokens. Lower tiers are freed first, the highest tier never; enough other blocks must exist.
 
     Args:
         scores: [L, K, T] float, higher = keep; -inf is allowed, NaN is not
@@ -105,7 +104,7 @@ def lowest_blocks(scores: Tensor, budget: int, tiers: np.ndarray, block_size: in
     num_tokens = scores.shape[-1]
     assert tiers.shape == (num_tokens,), f"{tuple(tiers.shape)} tiers for {num_tokens} tokens"
     full = num_tokens // block_size
-    wanted = blocks_for(num_tokens - budget, block_size)
+    num_evicted = blocks_for(num_tokens - budget, block_size)
     refuse_nan(_holds_nan(scores.flatten(0, 1)))
     blocks = scores[..., : full * block_size].unflatten(-1, (full, block_size))
     seen = blocks > -torch.inf
@@ -115,8 +114,8 @@ def lowest_blocks(scores: Tensor, budget: int, tiers: np.ndarray, block_size: in
     highest = tiers[: full * block_size].reshape(full, block_size).max(axis=-1).tolist()
     order = sorted(range(full), key=lambda block: (highest[block], means[block], -block))
     droppable = sum(1 for tier in highest if tier < ALWAYS)
-    assert wanted <= droppable, f"{wanted} of {full} blocks must go, {droppable} may"
-    return sorted(order[:wanted])
+    assert num_evicted <= droppable, f"{num_evicted} of {full} blocks must go, {droppable} may"
+    return sorted(order[:num_evicted])
 
 
 def _holds_nan(rows: Tensor) -> Tensor:
@@ -125,7 +124,7 @@ def _holds_nan(rows: Tensor) -> Tensor:
 
 
 def _around(forced: np.ndarray, rivals: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool]:
-    """The forced slots before the first rival and those after it; whether none lies between rivals."""
+    """Count the forced slots before and after the rivals, and return whether none lies between rivals."""
     if not len(rivals):
         return forced, rivals, True
     cut = int(np.searchsorted(forced, rivals[0]))
@@ -140,8 +139,8 @@ def _shared_scores(scores: Tensor, mode: Mode) -> Tensor:
 
 
 def _split_tiers(tiers: np.ndarray, places: int) -> tuple[np.ndarray, np.ndarray]:
-    """Slots that are kept whatever their score, and those that compete for the places left: all of
-    one tier, the highest that does not fit whole. Lower tiers are out. Both ascending."""
+    """Return the slots that are kept regardless of their score, and the slots of one tier that compete for
+    the remaining places: the highest tier that does not fit whole. Both ascending."""
     forced = np.empty(0, dtype=np.int64)
     for tier in np.unique(tiers)[::-1]:
         members = np.flatnonzero(tiers == tier)

@@ -19,7 +19,7 @@ FILE = Path(__file__).parent / "spec" / "policies.json"
 
 
 def rows() -> dict[str, dict[str, Any]]:
-    """By name, what spec/traits.py reads: options in their order, and
+    """Return the rows of spec/traits.py by policy name: options in their order, and
 
     of a policy that ranks:  eviction_method, window, prompt_only by default; the option that sets the
                              window; the option and value that make it prompt_only

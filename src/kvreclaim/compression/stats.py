@@ -35,7 +35,7 @@ TENSORS = ("q_mean", "q_abs_mean", *CENTER_TENSORS, "q_cov", *KV_TENSORS, "kvzap
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StatsTensors:
-    """Statistics of queries, and what is fitted to them. None: they are not there."""
+    """Statistics of queries, and weights fitted to them. None: absent."""
 
     q_mean: Tensor
     q_abs_mean: Tensor
@@ -53,11 +53,11 @@ class StatsTensors:
     q_energy: Tensor | None = None
 
     def present(self) -> dict[str, Tensor]:
-        """The tensors that are there, by name."""
+        """Return the present tensors by name."""
         return {name: tensor for name in TENSORS if (tensor := getattr(self, name)) is not None}
 
     def to(self, device: torch.device) -> Self:
-        """The same on a device; tensors that are there already stay."""
+        """Return a copy on a device; tensors that are on it already are shared."""
         return replace(self, **{name: tensor.to(device) for name, tensor in self.present().items()})
 
 
@@ -72,7 +72,7 @@ class LayerStats(StatsTensors):
     fractions: tuple[float, ...] = ()
 
     def kv_head(self, head: int, num_kv_heads: int) -> LayerStats:
-        """Views of what belongs to one KV head: its group of query heads, its centres."""
+        """Return views of one KV head: its group of query heads and its centres."""
         own = {
             name: tensor.unflatten(0, (num_kv_heads, -1))[head]
             for name, tensor in self.present().items()
@@ -101,7 +101,7 @@ class QueryStats(StatsTensors):
     k_energy:      [L, K, D] | None, mean of their squares
     q_energy:      [L, K, D] | None, mean of the squares of the queries of a KV head's query heads
 
-    Raises: StatsMismatchError if a tensor is missing, not finite or of another shape than metadata says.
+    Raises: StatsMismatchError if a tensor is missing, not finite or of another shape than in metadata.
     """
 
     metadata: StatsMetadata = field(kw_only=True)
@@ -112,9 +112,9 @@ class QueryStats(StatsTensors):
             check_tensor(name, getattr(self, name), shapes.get(name))
 
     def shard(self, heads: slice, kv_heads: slice) -> QueryStats:
-        """Statistics of some query heads and the KV heads that they read: views.
+        """Return views of some query heads and their KV heads.
 
-        kv_heads: may hold a KV head whose query heads are not all in `heads`
+        kv_heads: may hold a KV head with only some of its query heads in `heads`
         """
         meta = self.metadata
         num_heads = len(range(meta.num_heads)[heads])
@@ -128,32 +128,32 @@ class QueryStats(StatsTensors):
         )
 
     def with_trial(self, trial: Trial) -> QueryStats:
-        """The same, with what a trial has found."""
+        """Return a copy with the results of a trial."""
         return replace(self, metadata=self.metadata.model_copy(update={"trial": trial}))
 
     def with_curve(self, curve: LossCurve) -> QueryStats:
-        """The same, with what the policy of the curve lost."""
+        """Return a copy with a loss curve."""
         return replace(self, metadata=self.metadata.model_copy(update={"curve": curve}))
 
     def with_read(self, read: tuple[str, ...]) -> QueryStats:
-        """The same, with digests of the text that was read."""
+        """Return a copy with digests of the calibration text."""
         return replace(self, metadata=self.metadata.model_copy(update={"read": read}))
 
     def keys(self) -> list[KeyStats] | None:
-        """What is known of the keys of each layer; None: nothing."""
+        """Key statistics of each layer; None if absent."""
         if self.k_mean is None or self.k_energy is None or self.q_energy is None:
             return None
         rows = zip(self.k_mean, self.k_energy, self.q_energy, strict=True)
         return [KeyStats(*row) for row in rows]
 
     def with_kvzap(self, weights: KVzapWeights) -> QueryStats:
-        """The same, with weights of hidden states."""
+        """Return a copy with weights of hidden states."""
         sizes = {"kvzap_inputs": weights.num_inputs, "kvzap_units": weights.num_units}
         metadata = self.metadata.model_copy(update=sizes)
         return replace(self, metadata=metadata, kvzap_in=weights.inner, kvzap_out=weights.outer)
 
     def layer(self, layer: int) -> LayerStats:
-        """Views of one layer."""
+        """Return views of one layer."""
         tensors = {name: tensor[layer] for name, tensor in self.present().items()}
         return LayerStats(**tensors, fractions=self.metadata.fractions)
 
@@ -173,7 +173,7 @@ class QueryStats(StatsTensors):
         return self.concentration(layouts).sum(dim=(1, 2)) / (self.metadata.num_heads * bands).clamp_min(1)
 
     def check_model(self, facts: ModelFacts) -> None:
-        """Raises StatsMismatchError, saying what differs, if these are statistics of another model."""
+        """Check the model. Raises: StatsMismatchError with the differences to another model."""
         meta, first = self.metadata, facts.layers[0]
         layouts = [layer.rope for layer in facts.layers if layer.rope is not None and layer.rope.num_bands]
         pairs: list[tuple[str, object, object]] = [

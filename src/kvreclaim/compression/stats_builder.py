@@ -1,4 +1,4 @@
-"""From the queries of a calibration text to query statistics, one layer at a time."""
+"""Query statistics from the queries of a calibration text, one layer at a time."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ MAX_COVARIANCE_BYTES = 128 << 20
 
 @dataclass(frozen=True)
 class Clustering:
-    """How the queries of a layer are divided into kinds.
+    """Settings of the clustering of a layer's queries.
 
     num_centers:  C per query head, or per KV head where they are shared; 0 for none
     shared:       one set of centres for all query heads of a KV head, from the queries of all of them
     seed:         of the k-means start
     min_weight:   clusters with a smaller share of the queries are dropped (merging.merge_clusters)
-    min_distance: clusters closer than this, in spreads of the head, are pooled (likewise)
-    max_points:   queries of a head, evenly over the text, that are divided; None: all
+    min_distance: clusters closer than this, in spreads of the head, are pooled (same function)
+    max_points:   queries of a head, evenly over the text, that are clustered; None: all
 
     Raises: InvalidArgumentError.
     """

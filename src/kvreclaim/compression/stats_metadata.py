@@ -1,4 +1,4 @@
-"""What a file of query statistics says of itself, and the tensors that it promises."""
+"""Metadata of a file of query statistics, and the shapes of its tensors."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ REMEASURE = "leave hf_overrides out, or name no statistics and start with --kv-c
 
 
 class StatsMetadata(BaseModel):
-    """The model whose queries these are. None: the source does not say, and it is not checked.
+    """Model and contents of query statistics. None: not recorded in the source, and not checked.
 
     shared_centers: the centres are those of a KV head's whole group of query heads
-    covariance:     the covariance of the queries is there
-    keys:           means and energies of the keys are there
-    features:       numbers of a cached token that the surrogate weighs; 0: it is not there
-    ages:           numbers of a token's age that it weighs
-    kvzap_inputs:   numbers of a hidden state that kvzap weighs; 0: its weights are not there
-    kvzap_units:    hidden units between them and the scores; 0: the scores are linear
-    fractions:      of a text, falling, for which shares of heads are there; empty: they are not
+    covariance:     True if the covariance of the queries is present
+    keys:           True if means and energies of the keys are present
+    features:       number of a cached token's features that the surrogate weighs; 0: no surrogate
+    ages:           number of age features that it weighs
+    kvzap_inputs:   size of the hidden state that kvzap weighs; 0: no kvzap weights
+    kvzap_units:    hidden units of kvzap; 0: scores are linear
+    fractions:      descending fractions of a text with measured head shares; empty: no shares
     config:         fields of the model's config that its queries depend on (model/config_fields.py)
-    trial:          what candidate policies have made of held-out documents; the policy "auto" is its best
-    curve:          what the best lost at several budgets, from which max_loss chooses one
-    read:           digests of the text that was read, by pieces (calibrate/held_out.py); None: not recorded
+    trial:          results of candidate policies on held-out documents; "auto" is the best of them
+    curve:          loss of the best policy at several budgets, from which max_loss chooses one
+    read:           digests of the calibration text, by pieces (calibrate/held_out.py); None: not recorded
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
@@ -65,7 +65,7 @@ class StatsMetadata(BaseModel):
         """Return what differs between this config and the model's. A file without a config was measured
         without hf_overrides.
 
-        A field that only one of them has is new or gone in another version of transformers, whose default
+        A field in only one of them was added or removed by another version of transformers; its default
         computes the same.
         """
         if facts.config is None:
@@ -78,11 +78,11 @@ class StatsMetadata(BaseModel):
 
     @property
     def center_heads(self) -> int:
-        """Rows of the centres: KV heads where they are shared, else query heads."""
+        """Return the rows of the centres: KV heads if shared, else query heads."""
         return (self.num_kv_heads or 0) if self.shared_centers else self.num_heads
 
     def shapes(self, num_bands: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors of queries with so many bands; one that is not named must be absent. Raises:
+        """Return the tensors' shapes for queries with this many bands; other tensors must be absent. Raises:
         StatsMismatchError."""
         heads = (self.num_layers, self.num_heads)
         kv_heads = (self.num_layers, self.num_kv_heads or 0)
@@ -133,9 +133,9 @@ def check_tensor(name: str, tensor: Tensor | None, shape: tuple[int, ...] | None
     if tensor is None:
         raise StatsMismatchError(f"query statistics lack {name} {list(shape or ())}; {RECALIBRATE}.")
     if shape is None or tensor.shape != shape or tensor.dtype != torch.float32:
-        wanted = "absent (metadata says it is)" if shape is None else f"float32 {list(shape)}"
+        expected = "absent (metadata says it is)" if shape is None else f"float32 {list(shape)}"
         raise StatsMismatchError(
-            f"{name} in the query statistics is {tensor.dtype} {list(tensor.shape)}; it must be {wanted}."
+            f"{name} in the query statistics is {tensor.dtype} {list(tensor.shape)}; it must be {expected}."
         )
     if not bool(tensor.isfinite().all()):
         raise StatsMismatchError(

@@ -1,16 +1,16 @@
-"""The importance of a token, predicted from its cached key and value and from its age.
+"""Prediction of a token's importance from its cached key and value and from its age.
 
-The teacher is a document said twice, without words between, and compressed, in thought, when three quarters
-of it have been said once. The rest of it is the text going on: the most that any of its queries pays a token
-tells what is needed soon. Whoever writes the document the second time reads the first copy: that tells what
-may be asked of it (KVzip's score, arXiv 2505.23416, without its instruction). What is needed soon counts
-e^SOON times as much, since it is sure to come. Attention is weighed by what the token's value then adds to
-the residual stream, |W_o v| (as in KVzap's KVzip+, arXiv 2601.07891): much attention to a small value
-changes little.
+The teacher is a repeated document, with compression assumed after three quarters of the first copy. The
+largest attention weight of a token for queries in the rest of that copy measures what the continuation
+needs. The largest weight for queries of the second copy measures what a question may need (KVzip's score,
+arXiv 2505.23416, without its instruction). The continuation counts e^SOON times as much, since it is certain
+to come. Attention is multiplied by the value's contribution to the residual stream, |W_o v| (as in KVzap's
+KVzip+, arXiv 2601.07891), because high attention to a small value changes little.
 
-The logarithm of the larger of the two is fitted, for each (layer, KV head), by ridge regression on numbers
-that the cache holds anyway and that do not depend on the token's position, and on its age. So the score can
-be had at any time, and prefix hits, preemption and chunks do not change it.
+
+The logarithm of the larger of the two is fitted, for each (layer, KV head), by ridge regression on features
+of the cached key and value that do not depend on the token's position, and on its age. So the score is
+available at any time, and prefix hits, preemption and chunks do not change it.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ RIDGE = 1e-3
 
 
 def num_features(facts: LayerFacts) -> int:
-    """P of one layer."""
+    """Return P of one layer."""
     bands = 0 if facts.rope is None else facts.rope.num_bands
     return (facts.head_dim - bands) + facts.v_head_dim + 3
 
 
 def age_features(ages: Tensor) -> Tensor:
-    """[..., A] fp64: 1 at each of the KNOTS but the last, falling to 0 at its neighbours.
+    """Return age features [..., A] fp64: 1 at each of the KNOTS but the last, falling to 0 at its neighbours.
 
     ages: [...] tokens since, any integers
     """
@@ -52,16 +52,16 @@ def age_features(ages: Tensor) -> Tensor:
 
 
 def age_scores(weights: Tensor) -> Tensor:
-    """Score added by each age, heads with weights [N, A]: [N, KNOTS[-1] - KNOTS[0] + 1] fp32, from the first
+    """Return the score of each age for weights [N, A]: [N, KNOTS[-1] - KNOTS[0] + 1] fp32, from the first
     knot to the last."""
     ages = torch.arange(KNOTS[0], KNOTS[-1] + 1, device=weights.device)
     return (weights.double() @ age_features(ages).T).float()
 
 
 def weighed(reached: Tensor, values: Tensor, gram: Tensor) -> Tensor:
-    """Attention times the most that a query head's projection makes of the value: [P, K, T] fp32.
+    """Multiply attention by the value's largest norm after a query head's projection: [P, K, T] fp32.
 
-    reached: [P, K, T] the most that queries pay each token
+    reached: [P, K, T] largest attention weight of each token
     values:  [K, T, Dv] any float dtype; gram: [K, G, Dv, Dv] (model.projection.value_grams)
     """
     rows = values.float()[:, None]
@@ -70,16 +70,16 @@ def weighed(reached: Tensor, values: Tensor, gram: Tensor) -> Tensor:
 
 
 def needed(reached: Tensor, now: int) -> Tensor:
-    """The teacher's score of the tokens before `now`: [K, now], >= 0.
+    """Return the teacher's scores of the tokens before `now`: [K, now], >= 0.
 
-    reached: [3, K, T] worth of each token to queries before now, from now on, the second time (weighed)
+    reached: [3, K, T] worth of each token (weighed) for queries before now, after it, of the second copy
     """
-    soon, asked = reached[1:, :, :now]
-    return torch.maximum(soon * math.exp(SOON), asked)
+    soon, repeated = reached[1:, :, :now]
+    return torch.maximum(soon * math.exp(SOON), repeated)
 
 
 class SurrogateFit:
-    """Sums of the regressions of all layers and heads; documents are added, none is kept."""
+    """Sums of the regressions of all layers and heads. Documents are added, not kept."""
 
     def __init__(self, facts: ModelFacts) -> None:
         self.facts = facts
@@ -91,26 +91,26 @@ class SurrogateFit:
         self._products = torch.zeros(shape, dtype=torch.float64)
         self._count = torch.zeros(facts.num_layers, dtype=torch.int64)
 
-    def add(self, layer: int, keys: Tensor, values: Tensor, wanted: Tensor) -> None:
-        """One layer of the beginning of a document, up to where it is compressed.
+    def add(self, layer: int, keys: Tensor, values: Tensor, worth: Tensor) -> None:
+        """Add one layer of the part of a document before its compression.
 
         Args:
             keys, values: as for ops.scoring.surrogate_features
-            wanted:       [K, T] what each token will be needed for, >= 0 (needed)
+            worth:        [K, T] the teacher's scores, >= 0 (needed)
         """
         features = surrogate_features(keys, values, self.facts.layers[layer].rope).double().cpu()
         heads, tokens, width = features.shape
         ages = age_features(torch.arange(tokens, 0, -1)).expand(heads, -1, -1)
         rows = features.new_zeros(heads, tokens, self._products.shape[-1])
         rows[..., :width], rows[..., self.num_features :] = features, ages
-        target = wanted.double().cpu().clamp_min(LEAST_PROBABILITY).log()
+        target = worth.double().cpu().clamp_min(LEAST_PROBABILITY).log()
         self._moments[layer] += rows.transpose(1, 2) @ rows
         self._products[layer] += (target[:, None] @ rows)[:, 0]
         self._count[layer] += tokens
 
     def build(self) -> tuple[Tensor, Tensor]:
-        """[L, K, P] and [L, K, A] fp32: weights of the features, 0 for those that a layer lacks, and of the
-        age.
+        """Return weights [L, K, P] of the features, 0 for those that a layer lacks, and [L, K, A] of the age,
+        both fp32.
 
         Raises: InvalidArgumentError if a layer has no token.
         """

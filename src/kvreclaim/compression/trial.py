@@ -1,7 +1,7 @@
 """Results of candidate policies on a model's held-out documents, and the best policy.
 
-Neither of equal and unequal heads, neither of learned scores and mixtures of queries is right for all models,
-so calibration tries them and the statistics file holds what it has found.
+No choice between equal and unequal heads, or learned scores and query mixtures, is right for all models, so
+calibration tries them and stores the results in the statistics file.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ CANDIDATES = (
     "query_mixture",
     "triattention",
 )
-"""Default candidates; of equals the first is taken. The last two keep equal heads: what a server without
-unequal ones, or a model without shares, can have. StreamingLLM is not one of them: it keeps no token of the
-middle, whatever is asked, yet on a model that answers nothing from a compressed cache it loses the least."""
+"""Default candidates; ties take the first. The last two keep equal heads, for servers without unequal ones
+and models without shares. StreamingLLM is left out: it keeps no token of the middle for any question, yet on
+a model that answers nothing from a compressed cache it loses the least."""
 FRACTIONS = (0.2, 0.1)
 """Fractions of a document that stay."""
 
@@ -38,10 +38,10 @@ class _Frozen(BaseModel):
 
 
 class TrialScore(_Frozen):
-    """Score of given tokens: nats below certainty, mean over them; share of them it said itself.
-
-    A document goes on (`once`), questions about facts in it are answered (`asked`; None if the full cache
-    answers none of them), and stretches of it are said again (`again`; None under a policy with `asked`).
+    """Mean nats below certainty of given tokens, and the share of greedily predicted ones.
+    once:  the document's continuation
+    asked: answers to questions about its facts; None if the full cache answers none of them
+    again: repeated stretches of it; None under a policy with `asked`
     """
 
     once: FiniteFloat
@@ -53,7 +53,7 @@ class TrialScore(_Frozen):
 
 
 class TrialOutcome(TrialScore):
-    """The same under a policy that keeps a fraction of the document; budget in tokens, mean."""
+    """Score under a policy that keeps a fraction of the document. budget: mean, in tokens"""
 
     policy: str
     fraction: float = Field(gt=0, lt=1)
@@ -61,8 +61,8 @@ class TrialOutcome(TrialScore):
 
 
 class FormatOutcome(TrialScore):
-    """The same under the best policy over a cache in another KV cache dtype; share of the bytes of the full
-    cache in the model's dtype, budget in tokens, mean."""
+    """Score under the best policy in another KV cache dtype. share: of the full cache's bytes in the model's
+    dtype; budget: mean, in tokens"""
 
     kv_cache_dtype: str
     share: float = Field(gt=0, lt=1)
@@ -70,12 +70,12 @@ class FormatOutcome(TrialScore):
 
 
 class Trial(_Frozen):
-    """All outcomes beside the full cache's; every policy was tried at every fraction.
+    """Outcomes of every policy at every fraction, and the full cache's score.
 
-    version:   of how documents are cut and what is counted
-    documents: held out from everything that was fitted
-    questions: about them that the full cache answers
-    tokens:    of them, those that stood in the cache when it was compressed
+    version:   version of the documents' layout and of the scores
+    documents: number of held-out documents
+    questions: number of questions that the full cache answers
+    tokens:    tokens in the cache at compression
     refused:   candidates that the model, its engine or its statistics cannot serve, and why
     formats:   of the best policy, at equal bytes; empty: none were tried
     """
@@ -98,7 +98,7 @@ class Trial(_Frozen):
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """In the order in which they were tried."""
+        """Policies in the order of the trial."""
         return tuple(dict.fromkeys(outcome.policy for outcome in self.outcomes))
 
     @property
@@ -107,29 +107,29 @@ class Trial(_Frozen):
 
     @property
     def reads_back(self) -> bool:
-        """Whether the model says what stands in its cache better than what it has not read; one that cannot
-        do so with all of the cache is not judged by it."""
+        """Whether the model predicts cached text better than new text. If it does not with the full cache,
+        repetitions do not count."""
         return self.full.again is not None and self.full.again < self.full.once
 
     @property
     def judged(self) -> Literal["asked", "again"]:
-        """What stands for look-ups: answers, or saying again where the full cache answers no question."""
+        """Score used for look-ups: answers, or repetitions if the full cache answers no question."""
         return "asked" if self.questions else "again"
 
     def lost(self, outcome: TrialScore) -> float:
-        """Nats per token against the full cache: going on and, if the model can do it at all, looking up."""
+        """Loss in nats per token against the full cache: continuation and, if possible, look-ups."""
         once = outcome.once - self.full.once
         if not self.questions and not self.reads_back:
             return once
         return once + float(getattr(outcome, self.judged) - getattr(self.full, self.judged))
 
     def loss(self, policy: str) -> float:
-        """The figure that decides: nats per token lost, mean over the fractions."""
+        """Return the figure of merit: nats per token lost, mean over the fractions."""
         return mean(self.lost(outcome) for outcome in self.outcomes if outcome.policy == policy)
 
     @property
     def ranked(self) -> tuple[str, ...]:
-        """The policies, the one with the smallest loss first; equals in the order of the trial."""
+        """Policies by ascending loss; ties in the order of the trial."""
         return tuple(sorted(self.policies, key=self.loss))
 
     @property
@@ -137,8 +137,8 @@ class Trial(_Frozen):
         return self.ranked[0]
 
     def format_at(self, share: float) -> str | None:
-        """The KV cache dtype that lost least at the measured share that is nearest to this one by its
-        logarithm; None: formats were not tried."""
+        """Return the KV cache dtype with the least loss at the measured share with the nearest logarithm;
+        None if formats were not tried."""
         if not self.formats:
             return None
         nearest = min((outcome.share for outcome in self.formats), key=lambda own: abs(log(own / share)))

@@ -153,7 +153,7 @@ class _Selection:
             raise InvalidArgumentError(_wrong_counts(policy, self.counts.shape, tokens.shape))
 
     def rounded(self, counts: np.ndarray, block_size: int) -> np.ndarray:
-        """Round the policy's counts [L, K] float64 to tokens in whole blocks. Raises: InvalidArgumentError."""
+        """Round the policy's counts [L, K] float64 to whole blocks. Raises: InvalidArgumentError."""
         compressor, tokens = self.compressor, self.question.tokens
         policy, budget = compressor.policy, compressor.budget
         if not np.isfinite(counts).all():
@@ -168,7 +168,7 @@ class _Selection:
         return round_to_blocks(counts, block_size, self.protected, tokens // block_size, total) * block_size
 
     def ranks(self, keep: np.ndarray) -> Tensor:
-        """Return reranked scores for the selection within heads, as HeadRows.flat. keep: [L, K]"""
+        """Return reranked scores for selection within heads, as HeadRows.flat. keep: [L, K]"""
         policy = self.compressor.policy
         return torch.cat(
             [

@@ -20,8 +20,8 @@ _STEPS = 100
 
 @dataclass(frozen=True)
 class Uneven(Wrapper):
-    """Another policy's ranking within each head, and counts of its own. Memory: a block table per (layer, KV
-    head)."""
+    """A wrapper that ranks tokens by another policy and sets its own counts per head. Memory: a block table
+    per (layer, KV head)."""
 
     default_inner = "snapkv"
     eviction_method = EvictionMethod.CELLS
@@ -35,9 +35,9 @@ class Uneven(Wrapper):
 
 
 def top_counts(groups: Sequence[Sequence[Tensor]], safe: int, places: np.ndarray) -> Tensor:
-    """How many of the best `places` scores of each of N groups of K heads belong to each head, after its own
-    best `safe`: [N, K] float64, where the scores are, without a wait for them. Ties: the first head, the
-    first token. No sort: the last score that has a place is found, and all are compared with it.
+    """Count the highest `places` scores of each of N groups of K heads by head, after each head's `safe` best
+    ones: [N, K] float64 on the scores' device, without a synchronisation. Ties: the first head, the first
+    token. No sort: all scores are compared with the lowest one that has a place.
 
     groups: [T] of each head, no NaN; T may differ
     places: [N] int64
@@ -66,7 +66,7 @@ def top_counts(groups: Sequence[Sequence[Tensor]], safe: int, places: np.ndarray
 
 
 def _with_safe(groups: Sequence[Sequence[Tensor]], safe: int) -> list[list[Tensor]]:
-    """The scores of all heads, the best `safe` ones of each above everything."""
+    """Raise each head's best `safe` scores above all others."""
     heads = [head for group in groups for head in group]
     width = max(map(len, heads))
     low = heads[0].new_full((width,), -torch.inf)
@@ -77,7 +77,7 @@ def _with_safe(groups: Sequence[Sequence[Tensor]], safe: int) -> list[list[Tenso
 
 
 def ranked(policy: CompressionPolicy, view: LayerView, scores: Tensor) -> Tensor:
-    """[K, T] fp32 to select by within each head, from the view's scores: reranked, protected tokens first."""
+    """Return scores [K, T] fp32 for the selection within each head: reranked, protected tokens first."""
     scores = policy.rerank(view, scores)
     if not (spans := policy.protects(view.logical_len)):
         return scores
@@ -87,7 +87,7 @@ def ranked(policy: CompressionPolicy, view: LayerView, scores: Tensor) -> Tensor
 
 
 def within(view: LayerView, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """[K, T] bool: tokens whose positions lie in one of the spans."""
+    """Return a mask [K, T] of the tokens with a position in one of the spans."""
     positions = view.signals.positions
     assert positions is not None, f"layer {view.layer}: no positions"
     inside = [(positions >= start) & (positions < end) for start, end in spans]
@@ -95,7 +95,7 @@ def within(view: LayerView, spans: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def lift(scores: Tensor, chosen: Tensor, factor: float = 1.0) -> Tensor:
-    """The scores, with every chosen token above every other one and both groups in their old order.
+    """Raise every chosen token above every other one; both groups keep their order.
 
     Args:
         scores: [K, T] fp32, finite
@@ -108,30 +108,30 @@ def lift(scores: Tensor, chosen: Tensor, factor: float = 1.0) -> Tensor:
 
 
 def lift_step(scores: Tensor) -> Tensor:
-    """A little more than the span of each head's scores: [K, 1] fp32, > 0 also where all are equal."""
+    """Return slightly more than the span of each head's scores: [K, 1] fp32, > 0 even if all are equal."""
     low, high = scores.aminmax(dim=1, keepdim=True)
     step = (high - low) * (1 + _MARGIN) + torch.maximum(low.abs(), high.abs()) * _MARGIN
     return step.where(step > torch.finfo(step.dtype).tiny, torch.ones_like(step))
 
 
-def fill(wanted: Tensor, limit: Tensor, total: float, step: Tensor | None = None) -> Tensor:
-    """Counts that add up to a total: wanted plus one common multiple of `step`, each within [0, limit].
+def fill(ideal: Tensor, limit: Tensor, total: float, step: Tensor | None = None) -> Tensor:
+    """Return counts that add up to a total: ideal plus one common multiple of `step`, each within [0, limit].
 
     Args:
-        wanted, limit: any one shape, float64; limit >= 0
+        ideal, limit:  any one shape, float64; limit >= 0
         total:         the sum; no more than all limits together are given out
         step:          their shape, > 0; None: 1, so that all gain or lose the same
 
-    Returns: their shape, float64; equal to `wanted` where that fits already.
+    Returns: their shape, float64; equal to `ideal` where that fits already.
     """
     total = min(total, float(limit.sum()))
     step = torch.ones_like(limit) if step is None else step
-    counts = wanted.clamp(min=0.0).minimum(limit)
-    if torch.equal(counts, wanted) and abs(float(counts.sum()) - total) < 1e-6:
+    counts = ideal.clamp(min=0.0).minimum(limit)
+    if torch.equal(counts, ideal) and abs(float(counts.sum()) - total) < 1e-6:
         return counts
-    low, high = -float((wanted / step).max()), float(((limit - wanted) / step).max())
+    low, high = -float((ideal / step).max()), float(((limit - ideal) / step).max())
     for _ in range(_STEPS):
         middle = (low + high) / 2
-        counts = (wanted + middle * step).clamp(min=0.0).minimum(limit)
+        counts = (ideal + middle * step).clamp(min=0.0).minimum(limit)
         low, high = (middle, high) if float(counts.sum()) < total else (low, middle)
     return counts

@@ -14,17 +14,17 @@ from kvreclaim.options import option
 
 @dataclass(frozen=True)
 class AdaKV(Uneven):
-    """Another policy's scores, with counts that go to the heads whose scores are high.
+    """Another policy's scores, with higher counts for heads with high scores.
 
     Each layer has K n places for K heads, n = budget - protected tokens. Every head first gets its own
-    top floor(alpha n); the places left go to the highest scores of the layer, whatever their head.
+    top floor(alpha n); the remaining places go to the highest scores of the layer, in any head.
 
     Paper: arXiv 2407.11550.
 
-    inner: gives the scores, which must mean the same in all heads of a layer; snapkv, as published,
-           where none is named
-    alpha: share of the budget that is safe in every head; .2 as published
-    Cost: that of inner and one sort per layer.
+    inner: policy that scores; scores must be comparable between the heads of a layer. Default: snapkv,
+           as published
+    alpha: share of the budget that every head keeps; .2 as published
+    Cost: inner's cost and one sort per layer.
     """
 
     alpha: float = option(0.2, low=0, high=1)

@@ -1,4 +1,4 @@
-"""Critical KV: weigh each token by what its value does to the output."""
+"""Critical KV: tokens weighed by their value's effect on the output."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ TINY = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True)
 class Critical(Wrapper):
-    """Ranks the tokens of another policy again by the output that they can change.
+    """Reranks the tokens of another policy by their largest effect on the output.
 
         first half of the budget: the top tokens by the inner score A
         the rest:                 the top ones by (A - min(0, min A)) * mean_h ||W_o,h v||_1
 
-    over the tokens that may go, per layer and KV head, the mean over the query heads of the KV head. An
+    over the evictable tokens, per layer and KV head, the mean over the query heads of the KV head. An
     inner score that can be negative (a z-score, a negated norm) is shifted up to a least value of 0;
-    attention is left as it is. Scores: 2 down to more than 1 by rank for the first half; the products of
+    attention scores are unchanged. Scores: 2 down to more than 1 by rank for the first half; the products of
     the rest relative to their greatest one, 0 to 1.
 
     Paper: arXiv 2502.03805. Best around a policy that does not weigh with ||v|| itself.
 
-    inner:       the policy that is ranked again; with unequal heads the halves are those of what each head
-                 keeps
-    first_stage: share of the budget that goes by the inner score alone; .5 as published
-    Cost: that of inner and a product of [T, Dv] by [Dv, M] per query head, M the model's hidden size;
-    state: that of inner.
+    inner:       the reranked policy; with unequal heads the halves are of each head's own
+                 budget
+    first_stage: share of the budget that is chosen by the inner score alone; .5 as published
+    Cost: inner's cost and a product of [T, Dv] by [Dv, M] per query head, M the model's hidden size;
+    state: inner's state.
     """
 
     first_stage: float = option(0.5, low=0, high=1)
@@ -62,7 +62,7 @@ class Critical(Wrapper):
 
     @staticmethod
     def _output_norms(view: LayerView) -> Tensor:
-        """mean_h ||W_o,h v||_1 of the candidates: [K, n] fp32."""
+        """Return mean_h ||W_o,h v||_1 of the candidates: [K, n] fp32."""
         projection = view.signals.output_projection
         assert projection is not None, f"layer {view.layer}: no output projection"
         values = view.values[:, view.candidates]
@@ -72,7 +72,7 @@ class Critical(Wrapper):
 
 
 def _mean_norms(values: Tensor, heads: Tensor, step: int) -> Tensor:
-    """values [n, Dv], heads [G, Dv, M] -> [n] fp32, `step` tokens of one query head at a time."""
+    """Return [n] fp32 of values [n, Dv] and heads [G, Dv, M], `step` tokens of one query head at a time."""
     chunks = values.float().split(step)
     norms = [torch.cat([(chunk @ head.float()).abs().sum(dim=-1) for chunk in chunks]) for head in heads]
     return torch.stack(norms).mean(dim=0)

@@ -1,4 +1,4 @@
-"""Expected Attention: what a Gaussian query of the near future attends to."""
+"""Expected Attention: expected attention of Gaussian queries in the near future."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_HORIZON = 1 << 16
 
 @dataclass(frozen=True)
 class ExpectedAttention(CompressionPolicy):
-    """Ranks a key by the attention that queries drawn from a normal distribution will pay it.
+    """Ranks a key by its expected attention from queries drawn from a normal distribution.
 
         l(j) = s mu.K_j + s^2/2 K_j^T C K_j,   S(j) = mean over query heads of softmax_j(l) * ||v_j||
 
@@ -65,8 +65,8 @@ class ExpectedAttention(CompressionPolicy):
 
 
 def _quadratic_forms(keys: Tensor, matrices: Tensor) -> Tensor:
-    """K_j^T C_h K_j of each query head and the keys [K, T, D] of its KV head: [H, T]. The query heads of
-    a KV head go one after the other, so that no more than a copy of the keys is made at a time."""
+    """Return K_j^T C_h K_j of each query head and the keys [K, T, D] of its KV head: [H, T]. The query heads
+    of a KV head are processed in turn, so that only one copy of the keys exists at a time."""
     kv_heads, tokens, dim = keys.shape
     grouped = matrices.view(kv_heads, -1, dim, dim)
     forms = [((keys @ each) * keys).sum(dim=-1) for each in grouped.unbind(1)]

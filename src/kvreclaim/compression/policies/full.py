@@ -1,4 +1,4 @@
-"""Keep everything."""
+"""Full cache: no eviction."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 class Full(CompressionPolicy):
     """Keeps every token: the uncompressed baseline. Budget, interval and protection have no effect.
 
-    Cost: none; score exists for the contract and gives zeros.
+    Cost: none; score returns zeros.
     """
 
     name = "full"

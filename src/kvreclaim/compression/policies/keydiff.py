@@ -1,4 +1,4 @@
-"""KeyDiff: keys that are unlike the others."""
+"""KeyDiff: keys that differ from the mean key."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class KeyDiff(CompressionPolicy):
 
         score_j = -cos(k_j, mean_i k_i / |k_i|)
 
-    with keys as they lie in the cache (rotated), per KV head. No queries are needed: keys that stand
-    apart are the ones that attract attention of their own.
+    with cached (rotated) keys, per KV head. It needs no queries: distinct keys tend to attract
+    attention.
 
     Paper: arXiv 2504.15364.
 

@@ -1,4 +1,4 @@
-"""The norm of the key alone."""
+"""Key norm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvreclaim.options import option
 class Knorm(CompressionPolicy):
     """Ranks tokens by the norm of their key: score = -||k|| ("small") or +||k|| ("large").
 
-    Paper: arXiv 2406.11430, where keys of small norm are the ones attended to.
+    Paper: arXiv 2406.11430, in which keys of small norm receive the attention.
 
     keep: "small" as published and by default. On our small demo models the opposite holds: every
           "key norm" figure measured there keeps the keys of large norm, so name it to reproduce one.
@@ -40,7 +40,7 @@ class Knorm(CompressionPolicy):
 
 
 def _round(norm: Tensor) -> Tensor:
-    """To 14 bits of mantissa: the same token's key has one norm at every position in the first layer,
-    and such ties must not be broken by the rounding noise of the rotation."""
+    """Round to 14 bits of mantissa. A token's key has the same norm at every position in the first layer, and
+    rotation's rounding noise must not break such ties."""
     mantissa, exponent = torch.frexp(norm)
     return torch.ldexp((mantissa * 2**14).round() / 2**14, exponent)

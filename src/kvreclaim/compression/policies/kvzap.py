@@ -15,9 +15,9 @@ class KVzap(CompressionPolicy):
 
         score = W h + b   or   W2 gelu(W1 h + b1) + b2
 
-    of the layer's input for the token, about the logarithm of the most attention that a later query pays it.
-    Scores compare between layers and heads, so let heads compete: shares(kvzap). As published, a token stays
-    if its score is above a threshold; here the budget decides, and the published window is
+    of the layer's input for the token; it estimates the logarithm of the largest later attention weight.
+    Scores are comparable between layers and heads, so let heads compete: shares(kvzap). As published, a
+    token stays if its score is above a threshold; here the budget decides, and the published window is
     CompressionConfig.recent.
 
     Paper: arXiv 2601.07891.

@@ -1,4 +1,4 @@
-"""KVzip: what the model looks at to repeat its context."""
+"""KVzip: attention while the model repeats its context."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvreclaim.compression.policy import CompressionPolicy, LayerView, Signal
 
 @dataclass(frozen=True)
 class KVzip(CompressionPolicy):
-    """Keeps what the model attends to when it is asked to repeat the prompt, which serves questions that are
+    """Keeps the tokens that the model attends to while it repeats the prompt. They serve questions that are
     not known yet:
 
         score_j = max over the repetition's queries, and the query heads of the KV head, of softmax_j(s q.K)
 
     The softmax runs over the whole prompt and the repetition so far (as published: over a part of the prompt
-    at a time). Scores compare between layers and heads, so let heads compete: shares(kvzip).
+    at a time). Scores are comparable between layers and heads: use shares(kvzip).
 
     Paper: arXiv 2505.23416.
 

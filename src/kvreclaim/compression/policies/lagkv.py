@@ -1,4 +1,4 @@
-"""LagKV: tokens that spread unlike those that follow."""
+"""LagKV: spread of a token relative to the next partition."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class LagKV(CompressionPolicy):
         score(x) = softmax over P_i of spread(key) + softmax over P_i of spread(value)
 
     and then its rank within P_i, so that every partition gives up the same share of its tokens. The
-    last whole partition and what follows it have no next one: they stay, the newest first. A channel
-    that is constant in the next partition says nothing and counts as 0.
+    last whole partition and the tokens after it have no next one: they stay, the newest first. A
+    channel that is constant in the next partition counts as 0.
 
     Paper: arXiv 2504.04704.
 
@@ -57,7 +57,7 @@ class LagKV(CompressionPolicy):
 
 
 def _spread(parts: Tensor) -> Tensor:
-    """[K, P, lag, D] -> [K, P - 1, lag], fp32."""
+    """Return the spread [K, P - 1, lag] fp32 of [K, P, lag, D]."""
     following = parts[:, 1:]
     low = following.amin(dim=2, keepdim=True)
     extent = following.amax(dim=2, keepdim=True) - low

@@ -1,4 +1,4 @@
-"""The attention that the future will really pay: for evaluation, where the future is given."""
+"""Oracle: attention of the actual future queries, for evaluation on a given text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvreclaim.options import option
 
 @dataclass(frozen=True)
 class Oracle(CompressionPolicy):
-    """Keeps what the queries still to come attend to most: an upper bound, for evaluation alone.
+    """Keeps the tokens that future queries attend to most: an upper bound, for evaluation alone.
 
         S(j) = max over query heads of aggregate over the coming queries q of softmax_j(s q.K)
 

@@ -1,4 +1,4 @@
-"""PagedEviction: whole blocks of little weight."""
+"""PagedEviction: eviction of whole blocks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _SMALLEST = 1e-6
 
 @dataclass(frozen=True)
 class PagedEviction(CompressionPolicy):
-    """Evicts the blocks whose tokens have, on average, large keys and small values:
+    """Evicts the blocks with large keys and small values on average:
 
         score = |v| / |k|
 
-    and the blocks with the least mean over their tokens, layers and KV heads go. A block that goes is
-    free in every layer, so memory comes back without moving a byte; in exchange a good token in a bad
-    block is lost, and what is kept is a whole number of blocks.
+    The blocks with the lowest mean over their tokens, layers and KV heads are evicted. An evicted block
+    is free in every layer, so no bytes move. In exchange a good token in a bad block is lost, and the
+    kept tokens fill a whole number of blocks.
 
     Paper: arXiv 2509.04377, which drops one block whenever a new one has filled: here an interval of
     one block's tokens. Longer intervals drop several at once. Of a prompt the paper drops single tokens

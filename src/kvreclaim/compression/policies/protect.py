@@ -1,4 +1,4 @@
-"""Tokens that never go before others."""
+"""Protection of tokens at given positions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvreclaim.options import option
 
 @dataclass(frozen=True)
 class Protect(Wrapper):
-    """Another policy's ranking, with the tokens at certain logical positions before all others.
+    """Another policy's ranking, with the tokens at given logical positions ranked first.
 
     A token at position p of L is protected if p < first, p >= L - last, or a <= p < b for a span
-    (a, b). Protected tokens go only when no other one is left to go, the worst of them first. With unequal
-    heads each head keeps all of them, and its other tokens by its count; of more than the budget each head
-    keeps as many as the budget, the best of them.
+    (a, b). Protected tokens are evicted only after all others, the worst of them first. With unequal heads
+    each head keeps all of them, and its other tokens by its count; if they exceed the budget, each head
+    keeps the best of them, up to the budget.
 
     Three things differ from CompressionConfig. Its `sinks` and `recent` count live slots and hold
     absolutely: they must fit into the budget. Its `protect_prompt` covers the prompt, whole, and ranks
@@ -26,11 +26,11 @@ class Protect(Wrapper):
     protected tokens are no error: they compete with each other.
 
     inner: ranks the tokens; with a policy that evicts whole blocks, a block that holds a protected
-           token goes after all that hold none
+           token is evicted after all that hold none
     first: leading tokens of the text
     last:  tokens of the text before the next one
-    spans: pairs (a, b), b excluded; with nothing named the ranking is that of inner
-    Cost: that of inner and O(T) per span; state: logical positions of the slots.
+    spans: pairs (a, b), b excluded; without any of the three the ranking is inner's
+    Cost: inner's cost and O(T) per span; state: logical positions of the slots.
     """
 
     first: int = option(0, low=0, unit=" tokens")

@@ -15,21 +15,21 @@ from kvreclaim.options import option
 
 @dataclass(frozen=True)
 class PyramidKV(Uneven):
-    """Another policy's scores, with counts that fall linearly with depth.
+    """Another policy's scores, with counts that decrease linearly with depth.
 
-    With C = budget - protected tokens and T tokens that may go, per head,
+    With C = budget - protected tokens and T evictable tokens per head,
 
         last = C / beta,  first = 2 C - last;  if first >= T:  first = T,  last = 2 C - T
         count_l = protected + first - l (first - last) / (L - 1)
 
-    so that the mean is the budget. Where heads hold fewer tokens than that (after earlier passes), the
-    difference goes to all others alike.
+    so that the mean is the budget. If heads hold fewer tokens than that (after earlier passes), the
+    difference is divided equally among the others.
 
     Paper: arXiv 2406.02069.
 
-    inner: ranks the tokens within a head; snapkv, as published, where none is named
+    inner: ranks the tokens within a head; snapkv by default, as published
     beta:  steepness: C over the last layer's count; 20 as published, 1 is flat
-    Cost: that of inner.
+    Cost: inner's cost.
     """
 
     beta: float = option(20.0, low=1, high=math.inf)

@@ -1,4 +1,4 @@
-"""Query mixture: several centres per head, each turned to future positions."""
+"""Query mixture: several query centres per head, rotated to future positions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvreclaim.options import option
 
 @dataclass(frozen=True)
 class QueryMixture(CompressionPolicy):
-    """Ranks a key by the attention it expects from the kind of query that wants it most.
+    """Ranks a key by its largest expected attention over kinds of queries.
 
         l_{c,d}(j) = s Re sum_f mu_{c,f} e^{i w_f (L + d)} conj(K_{j,f}) + s^2/2 sum_f v_{c,f} |K_{j,f}|^2
         S(j) = ||v_j|| max_c mean_d softmax_j l_{c,d}(j)
@@ -26,11 +26,11 @@ class QueryMixture(CompressionPolicy):
     softmax scale over a temperature; then the maximum over the query heads of a KV head. Dims without
     position are plain products. The maximum over centres, not their weighted sum: rare kinds of queries
     are the ones that look far back. Ours, not published; arXiv 2604.04921 is the case of one centre.
-    docs/evidence.md explains it and says what it was measured to do.
+    docs/evidence.md explains it and gives measurements.
 
     offsets:     future distances d, tokens; these five lose nothing against 2^0 ... 2^16, one loses
-    value_norm:  multiply by ||v||: what a token contributes is its weight times its value
-    normalise:   softmax over "all" live tokens or over the "candidates" alone, whose others score 0
+    value_norm:  multiply by ||v||: a token contributes its weight times its value
+    normalise:   softmax over "all" live tokens or over the "candidates" alone; other tokens then score 0
     form:        "expected" as above; "collapsed": the logits averaged over the offsets first, which makes one
                  product per centre, then z-scores over the candidates instead of the softmax, moved to start
                  at 0; "sum": centres summed by their weight instead of the maximum (an ablation)
@@ -63,7 +63,7 @@ class QueryMixture(CompressionPolicy):
         return [score * norm for score, norm in zip(scores, norms, strict=True)]
 
     def _centers(self, views: Sequence[LayerView]) -> Tensor:
-        """[views, H, C, O, D] centres, turned to the offsets from where each sequence is."""
+        """Return centres [views, H, C, O, D], rotated to the offsets from each sequence's next position."""
         view = views[0]
         assert view.stats is not None, f"layer {view.layer}: no query statistics"
         assert view.stats.centers is not None, f"layer {view.layer}: no centres"

@@ -1,4 +1,4 @@
-"""R-KV: important, and not said again."""
+"""R-KV: importance and redundancy."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ MAX_BLOCK = 1024
 
 @dataclass(frozen=True)
 class RKV(CompressionPolicy):
-    """Keeps tokens that are attended to and whose keys are not repeated by newer ones.
+    """Keeps tokens with high attention and without newer tokens of a similar key.
 
         Z = weight I - (1 - weight) R
         I = max-pool_kernel(mean over the last w queries of softmax_j(s q.K)), tokens before the window
         R = softmax_j(mean over the other keys i of cos(K_i, K_j)), where a pair counts for nothing if
             j is the most recent of the keys with cos(K_i, K_j) > threshold
 
-    so that of keys that say the same the most recent one is exempt. The window's own tokens rank above
-    all others. Keys are compared as they lie in the cache, rotated.
+    so that the most recent of similar keys is exempt. The window's own tokens rank above all others.
+    Cached, rotated keys are compared.
 
     Paper: arXiv 2505.24133 (weight is its lambda).
 
@@ -41,7 +41,7 @@ class RKV(CompressionPolicy):
     similarity: "full" compares all keys with each other, O(T^2 D) per KV head; "block" compares inside
                 runs of `block` neighbouring tokens, O(T block D)
     block:      tokens of such a run; read only by similarity "block"
-    Cost: as said, a band of MAX_LOGITS similarities in memory at a time; state: w queries per layer.
+    Cost: see similarity; a band of MAX_LOGITS similarities in memory at a time; state: w queries per layer.
     """
 
     weight: float = option(0.1, low=0, high=1)
@@ -71,7 +71,7 @@ class RKV(CompressionPolicy):
         return with_window(self.weight * importance - (1 - self.weight) * redundancy, size, bound=1.0)
 
     def _similarity(self, keys: Tensor) -> Tensor:
-        """[K, T]: mean cosine similarity of each key to the other keys, or to those of its block."""
+        """Return the mean cosine similarity [K, T] of each key to the others, or to those of its block."""
         heads, tokens, _ = keys.shape
         directions = F.normalize(keys, dim=-1)
         if self.similarity == "full":

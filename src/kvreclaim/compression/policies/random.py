@@ -1,4 +1,4 @@
-"""Chance: the control."""
+"""Random eviction: the control."""
 
 from __future__ import annotations
 

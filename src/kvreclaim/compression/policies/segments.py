@@ -1,4 +1,4 @@
-"""A quota for every segment of the trace."""
+"""Quotas for segments of the text."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ MAX_SEGMENTS = 1 << 20
 
 @dataclass(frozen=True)
 class Segments(Wrapper):
-    """Another policy's ranking, with some places of every region of the trace set aside for it.
+    """Another policy's ranking, with places reserved for every region of the text.
 
     The logical positions [0, L) are cut into n equal segments. Of the free places (budget - protected
-    tokens) a share is handed out in turns: each segment's best token, then each one's second best, and
-    so on, until the share is spent; a segment with no token left is passed over. The other places go
-    to the best tokens left, wherever they are. So no region of the trace dies out as long as it holds
-    a token that may go, and a token keeps its place by its rank among its neighbours.
+    tokens) a share is assigned round robin: each segment's best token, then each one's second best, and
+    so on, until the share is spent; a segment without tokens left is skipped. The other places go to the
+    best remaining tokens of all segments. So every region with evictable tokens keeps some of them, and
+    a token keeps its place by its rank among its neighbours.
 
-    The quota holds in each head that has a set of its own (per_layer_head); with unequal heads the budget is
-    what that head keeps. In the modes that share a set it is the heads' vote.
+    The quota applies to each head with a set of its own (per_layer_head); with unequal heads the budget is
+    that head's count. In modes with a shared set it applies to the heads' vote.
 
     inner: ranks the tokens
     n:     segments; 8 keeps a needle among an eighth of its rivals
-    share: of the free places that is handed out in turns, 0 to 1; .5 leaves half to the best overall
-    Cost: that of inner and three sorts of [K, T]; state: logical positions of the slots.
+    share: share of the free places that is assigned round robin, 0 to 1; .5 leaves half to the best overall
+    Cost: inner's cost and three sorts of [K, T]; state: logical positions of the slots.
     """
 
     n: int = option(8, low=1, high=MAX_SEGMENTS, unit=" segments")
@@ -63,7 +63,7 @@ class Segments(Wrapper):
 
 
 def in_turns(scores: Tensor, segment: Tensor) -> Tensor:
-    """The order in which tokens are taken: each segment's best, best score first, then each one's second.
+    """Return the order of selection: each segment's best token, by descending score, then each one's second.
 
     Args:
         scores:  [K, T] float

@@ -1,4 +1,4 @@
-"""SnapKV: what the last queries attend to, pooled over neighbours."""
+"""SnapKV: attention of the last queries, pooled over neighbours."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class SnapKV(CompressionPolicy):
         return self.score_many([view])[0]
 
     def score_many(self, views: Sequence[LayerView]) -> list[Tensor]:
-        """If both are averages, average over query heads first: less is left to pool."""
+        """Score views together. If both steps average, query heads come first, which leaves less to pool."""
         if self.group == "mean" and self.pooling == "average":
             every = window_sums(views)
         else:
@@ -74,7 +74,7 @@ class SnapKV(CompressionPolicy):
         return [self._scores(view, sums) for view, sums in zip(views, every, strict=True)]
 
     def _scores(self, view: LayerView, sums: Tensor) -> Tensor:
-        """sums: [H | K, T]."""
+        """Return the scores of column sums [H | K, T]."""
         assert view.signals.queries is not None, f"layer {view.layer}: no recent queries"
         num_kv_heads, num_tokens = view.source.shape
         size = min(view.signals.queries.shape[1], num_tokens)
@@ -85,12 +85,12 @@ class SnapKV(CompressionPolicy):
 
 
 def check_odd(name: str, value: int) -> None:
-    """Raises InvalidArgumentError."""
+    """Check an odd kernel size. Raises: InvalidArgumentError."""
     require(value % 2 == 1, f"{name} is {value!r}; it must be odd.")
 
 
 def pool(scores: Tensor, kernel: int, pooling: str) -> Tensor:
-    """Scores [R, n] pooled over kernel neighbours, same length; the average counts zeros beyond the ends."""
+    """Pool scores [R, n] over kernel neighbours, same length; the average counts zeros beyond the ends."""
     if scores.shape[-1] == 0 or kernel == 1:
         return scores
     operation = F.max_pool1d if pooling == "max" else F.avg_pool1d

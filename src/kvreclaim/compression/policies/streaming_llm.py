@@ -1,4 +1,4 @@
-"""Sinks and a recent window."""
+"""StreamingLLM: sinks and a recent window."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from kvreclaim.options import option
 @dataclass(frozen=True)
 class StreamingLLM(CompressionPolicy):
     """Keeps the first `sinks` and the last `budget - sinks` tokens: score = index of the token, or its
-    position, where recalled tokens stand behind later ones.
+    position, if recalled tokens lie after later ones.
 
     The sinks are protected by CompressionConfig.sinks (4, as published), not by the score.
 
     Paper: arXiv 2309.17453.
 
-    positions: "original", the default: keys stay rotated to where their tokens stood in the text.
-               "cache", as published: the key in slot i is rotated to i, and the next token stands at
-               the number of tokens kept. Keys turn by the difference whenever they move, in fp32, and
-               are rounded to the cache's dtype at each pass.
-    Cost: O(T), no state; with "cache" each pass also reads, turns and writes what it keeps. All modes give
-    the same set; union stores it once.
+    positions: "original", the default: keys stay rotated to their tokens' positions in the text.
+               "cache", as published: the key in slot i is rotated to i, and the next token's position is
+               the number of tokens kept. Keys are rotated by the difference whenever they move, in
+               fp32, and rounded to the cache's dtype at each pass.
+    Cost: O(T), no state; with "cache" each pass also reads, rotates and writes the kept keys. All modes
+    keep the same set; union stores it once.
     """
 
     positions: Literal["original", "cache"] = option("original")

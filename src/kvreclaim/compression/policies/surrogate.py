@@ -20,16 +20,16 @@ GRAIN = 2**-8
 
 @dataclass(frozen=True)
 class Surrogate(CompressionPolicy):
-    """Ranks tokens by a score that calibration learned from a document and a copy of it:
+    """Ranks tokens by a score that calibration learned from repeated documents:
 
         score = w . features(k, v) + r(age)
 
-    It predicts about the logarithm of the most attention that a later query pays the token, while the text
-    goes on or when it is asked about. Scores compare between layers and heads, so let heads compete:
-    shares(surrogate). With equal heads it is much weaker. Scores are whole GRAINs: the same token at two
-    places has nearly the same key, at least in the first layer, and rounding must not decide which one stays.
+    It estimates the logarithm of the token's largest attention weight for later queries, of the continuation
+    or of a question. Scores are comparable between layers and heads, so let heads compete: shares(surrogate).
+    With equal heads it is much weaker. Scores are whole GRAINs: the same token at two positions has nearly
+    the same key, at least in the first layer, and rounding must not decide which one stays.
 
-    Source: ours; the target is that of KVzip, arXiv 2505.23416, and of what the text itself reads next.
+    Source: ours; the target combines KVzip's, arXiv 2505.23416, with the continuation's attention.
 
     Cost: reads keys and values once. State: logical positions of the slots.
     """
@@ -56,7 +56,7 @@ class Surrogate(CompressionPolicy):
 
 
 def _aged(views: Sequence[LayerView], scores: Sequence[Tensor]) -> list[Tensor]:
-    """The scores [K, T] of each with what the tokens' ages add, in whole GRAINs."""
+    """Add the score of the tokens' ages to each [K, T], in whole GRAINs."""
     flat = torch.cat([rows.flatten() for rows in scores])
     heads = np.array([len(rows) for rows in scores])
     lengths = np.array([rows.shape[1] for rows in scores]).repeat(heads)
@@ -74,13 +74,13 @@ def _aged(views: Sequence[LayerView], scores: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _positions(view: LayerView) -> Tensor:
-    """[K | 1, T] int32."""
+    """Return logical positions [K | 1, T] int32."""
     assert view.signals.positions is not None, f"layer {view.layer}: no positions"
     return view.signals.positions
 
 
 def _stats(view: LayerView) -> tuple[Tensor, Tensor]:
-    """[K, P] and [K, A]."""
+    """Return weights [K, P] and [K, A]."""
     assert view.stats is not None, "needs has SURROGATE"
     weights, age = view.stats.surrogate, view.stats.surrogate_age
     assert weights is not None, "refusals.layer_stats has checked it"
@@ -89,7 +89,7 @@ def _stats(view: LayerView) -> tuple[Tensor, Tensor]:
 
 
 def _weights(views: Sequence[LayerView]) -> list[Tensor]:
-    """[K, P] of each; the same tensor for views with the same statistics."""
+    """Return weights [K, P] of each view; views with the same statistics share a tensor."""
     rows: dict[int, Tensor] = {}
     for view in views:
         rows.setdefault(id(view.stats), _stats(view)[0][:, : num_features(view.facts)])

@@ -1,4 +1,4 @@
-"""TOVA: the attention of the last query, one choice for the whole layer."""
+"""TOVA: attention of the last query, with one choice per layer."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class TOVA(CompressionPolicy):
 
         S(j) = mean over all query heads of the layer of softmax_j(s q.K), q the last query
 
-    All KV heads get this one score, so that each layer keeps one set in the default mode.
+    All KV heads share this score, so that each layer keeps one set in the default mode.
 
-    Paper: arXiv 2401.06104, which drops one token per step; here all that exceed the budget go at each
-    compression. Published without sinks or recent tokens: CompressionConfig.sinks = recent = 0.
+    Paper: arXiv 2401.06104, which drops one token per step; here each compression evicts all tokens
+    over the budget. Published without sinks or recent tokens: CompressionConfig.sinks = recent = 0.
 
     Cost: one product of [H, D] by [D, T]; state: one query per layer.
     """

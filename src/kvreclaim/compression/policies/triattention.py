@@ -1,4 +1,4 @@
-"""TriAttention: one mean query per head, turned to future positions."""
+"""TriAttention: one mean query per head, rotated to future positions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Aggregate = Literal["mean", "max"]
 
 @dataclass(frozen=True)
 class TriAttention(CompressionPolicy):
-    """Ranks a key by the attention that the head's mean query will pay it at future distances.
+    """Ranks a key by the attention of the head's mean query at future distances.
 
         S(K) = mean_d Re sum_f c_f e^{i w_f (L + d)} conj(K_f) + sum_f (a_f - |c_f|) |K_f|
 
@@ -65,15 +65,15 @@ class TriAttention(CompressionPolicy):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadQueries:
-    """The statistics of a layer's queries: mean [H, D], abs_mean [H, >= F]."""
+    """Statistics of a layer's queries: mean [H, D], abs_mean [H, >= F]."""
 
     mean: Tensor
     abs_mean: Tensor
     layout: RopeLayout
 
     def scores(self, places: Sequence[tuple[KeySource, int]], policy: TriAttention) -> list[Tensor]:
-        """[H, T] each, before the z-score, of keys at a logical length. The mean over offsets is taken over
-        their phases first, which collapses them into one product per head."""
+        """Return [H, T] scores before the z-score, of keys at a logical length. Phases are averaged over the
+        offsets first, which leaves one product per head."""
         turns = offset_phases([logical_len for _, logical_len in places], OFFSETS, self.layout)
         if policy.aggregate == "mean":
             turns = turns.mean(dim=1, keepdim=True)

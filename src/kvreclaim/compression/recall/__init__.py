@@ -1,1 +1,1 @@
-"""Which evicted tokens share a page, what is known of a page, and what queries make of it: no bytes."""
+"""Pages of evicted tokens: their packing, their digests and their scores. Moves no bytes."""

@@ -101,8 +101,8 @@ def live_mass(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
 
 
 def benefit(queries: Tensor, digests: Digests, live: Tensor, scale: float) -> Tensor:
-    """[K, P] fp32: of each page the logarithm of the most that a query may gain by it, times its longest
-    value; live: [K, N]."""
+    """Return [K, P] fp32, per page the logarithm of the largest gain of a query, times its longest value;
+    live: [K, N]."""
     gain = (page_scores(queries, digests) * scale - live[..., None]).amax(1)
     return gain + digests.value.clamp(min=1e-30).log()
 
@@ -110,7 +110,7 @@ def benefit(queries: Tensor, digests: Digests, live: Tensor, scale: float) -> Te
 def mixture_benefit(
     stats: LayerStats, facts: LayerFacts, logical_len: int, digests: Digests, keys: Tensor
 ) -> Tensor:
-    """[K, P]: the same for the queries that the statistics expect, at distances OFFSETS; keys: live ones."""
+    """Return `benefit` [K, P] for the queries of the statistics, at distances OFFSETS; keys: live ones."""
     assert stats.centers is not None, "checked with the policy"
     assert stats.center_var is not None, "checked with the policy"
     assert facts.rope is not None, "checked with the policy"

@@ -1,6 +1,6 @@
-"""Which evicted tokens share a page.
+"""Packing of evicted tokens into pages.
 
-Evicted tokens owe nobody an order: their keys are rotated already, and a softmax is a sum.
+Their order is free: keys are rotated already, and a softmax is a sum.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ CLUSTER_ROUNDS = 3
 
 
 def order_of(kind: str, keys: Tensor, positions: Tensor, packed: Tensor, size: int) -> Tensor:
-    """An order in which every `size` of the packed tokens, from the first on, share a page.
+    """Order the packed tokens so that each run of `size`, from the first on, shares a page.
 
     Args:
         kind:      "time", "pca" or "kmeans" (schedule.recall.PACKINGS)

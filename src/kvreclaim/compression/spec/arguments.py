@@ -1,4 +1,4 @@
-"""Arguments of a policy as it is written, by its options: equal refusals with its class and without."""
+"""Arguments of a policy spec by option, with the same errors with and without the policy's class."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ WRAPPED = "inner"
 
 
 def named_arguments(spec: Spec, names: Sequence[str]) -> dict[str, Value]:
-    """Every argument under the name of its option.
+    """Return every argument under the name of its option.
 
-    names: the policy's options in their order; WRAPPED among them makes it a wrapper, whose arguments may
+    names: the policy's options in their order; WRAPPED among them makes it a wrapper; its arguments may
            stand without names, the policy first
 
     Raises: InvalidArgumentError for one out of place, given twice, or a policy where a value must stand.
@@ -44,7 +44,7 @@ def named_arguments(spec: Spec, names: Sequence[str]) -> dict[str, Value]:
 
 
 def refuse_unknown(policy: str, names: Sequence[str], given: Iterable[str]) -> None:
-    """Raises: InvalidArgumentError for an option that the policy has not."""
+    """Check option names. Raises: InvalidArgumentError for one that the policy lacks."""
     for option in given:
         if option not in names:
             listed = [name for name in names if name != WRAPPED]
@@ -53,7 +53,7 @@ def refuse_unknown(policy: str, names: Sequence[str], given: Iterable[str]) -> N
 
 
 def wrapped(policy: str, value: object) -> Spec:
-    """The policy under WRAPPED. Raises: InvalidArgumentError where that is no policy."""
+    """Return the policy under WRAPPED. Raises: InvalidArgumentError if it is no policy."""
     if isinstance(value, str):
         value = Spec(value)
     if not isinstance(value, Spec):

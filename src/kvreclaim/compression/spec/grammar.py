@@ -1,4 +1,4 @@
-"""How a policy is written: name, name(option=value), wrapper(policy, option=value), nested at will.
+"""Grammar of policy specs: name, name(option=value), wrapper(policy, option=value), nested at will.
 
 spec  := name [ "(" [ arg { "," arg } ] ")" ]
 arg   := [ option "=" ] value
@@ -27,7 +27,7 @@ _FORMS = "write name, name(option=value) or wrapper(name, option=value)"
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A policy as written: what it is called, and its arguments with the option they name, if any."""
+    """A parsed policy: its name, and its arguments with their option names, if any."""
 
     name: str
     args: tuple[tuple[str | None, Value], ...] = ()

@@ -1,4 +1,4 @@
-"""Budgets that a loss curve promises, for those who plan and simulate, without torch."""
+"""Budgets that a loss curve promises, for planning and simulation without torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ cached_footprint = lru_cache(maxsize=1024)(footprint)
 def footprint_of_prompt(
     text: str, num_prompt: int, *, block_size: int, max_chunk: int, density: Fraction
 ) -> Footprint:
-    """The footprint of a prompt of this length, of which the text's budget is a share."""
+    """Return the footprint of a prompt of this length, for a budget given as a share."""
     in_tokens = for_prompt(text, num_prompt, block_size, density)
     return cached_footprint(in_tokens, block_size=block_size, max_chunk=max_chunk)
 
@@ -35,14 +35,14 @@ class Promise:
     budgets: tuple[tuple[int, int | None], ...]
 
     def compression(self, num_prompt: int, block_size: int) -> str | None:
-        """Policy and budget of a prompt of this length, as CompressionConfig.promised finds them."""
+        """Return policy and budget of a prompt of this length, like CompressionConfig.promised."""
         budget = next((budget for length, budget in self.budgets if length >= num_prompt), None)
         return (
             None if budget is None else f"{self.policy}:budget={blocks_for(budget, block_size) * block_size}"
         )
 
     def footprint(self, num_prompt: int, block_size: int, max_chunk: int) -> Footprint:
-        """The footprint of a prompt of this length."""
+        """Return the footprint of a prompt of this length."""
         text = self.compression(num_prompt, block_size)
         if text is None:
             return Footprint(block_size=block_size, max_chunk=max_chunk)
@@ -51,7 +51,7 @@ class Promise:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromiseOptions:
-    """max_loss in place of a policy with a budget. Raises: InvalidArgumentError."""
+    """Options with max_loss instead of a policy with a budget. Raises: InvalidArgumentError."""
 
     max_loss: float | None = option(
         None,
@@ -74,10 +74,10 @@ class PromiseOptions:
     )
 
     def promise(self, compression: str | None, kv_cache_dtype: str, dtype: str) -> Promise | None:
-        """None without max_loss.
+        """Return the promise; None without max_loss.
 
-        compression, kv_cache_dtype: what was given besides
-        dtype:                       the model's
+        compression, kv_cache_dtype: the other given options
+        dtype:                       the model's dtype
 
         Raises: InvalidArgumentError.
         """

@@ -1,4 +1,4 @@
-"""How recall is written.
+"""Syntax of recall settings.
 
 pass               pages are chosen at passes alone
 tokens:16          also behind the prompt, at every multiple of 16 tokens

@@ -3,9 +3,9 @@
     query_mixture                          the defaults
     triattention:budget=512,interval=128   a policy, then settings of the budget
     snapkv:budget=20%                      a share of the prompt's bytes
-    ada_kv(snapkv, alpha=0.1):budget=1024  policies as they are written everywhere (grammar.py)
+    ada_kv(snapkv, alpha=0.1):budget=1024  policy specs (grammar.py)
 
-What the built-in policies do to memory stands in policies.json, generated from their classes.
+policies.json holds the built-in policies' effects on memory, generated from their classes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Trait(StrEnum):
 
 
 def unfit_to_wrap(method: EvictionMethod) -> Trait | None:
-    """Why a policy of this method may be unfit; None: it ranks tokens, and equally many of each head stay."""
+    """Return why wrappers may refuse a policy of this method; None if it ranks tokens with equal counts."""
     if not method.evicts:
         return Trait.KEEPS_ALL
     if method.whole_blocks:
@@ -63,8 +63,8 @@ SETTINGS = ("budget", "interval", "sinks", "recent")
 
 
 def traits(policy: str) -> Footprint:
-    """Eviction method, prompt_only and window of a policy as it is written, whatever the budget. Raises:
-    InvalidArgumentError if it is not to be read or not built in."""
+    """Return eviction method, prompt_only and window of a policy spec, for any budget. Raises:
+    InvalidArgumentError if it does not parse or is not built in."""
     return _traits(parse_spec(policy))
 
 
@@ -74,8 +74,8 @@ def is_share(text: str) -> bool:
 
 
 def for_prompt(text: str, num_prompt: int, block_size: int, density: Fraction) -> str:
-    """The text with a share of the prompt's bytes as a number of tokens, as CompressionConfig.for_prompt has
-    it. Itself with a budget in tokens. Raises: InvalidArgumentError."""
+    """Convert a budget given as a share of the prompt's bytes into tokens, like CompressionConfig.for_prompt.
+    Other texts do not change. Raises: InvalidArgumentError."""
     policy, settings = _split(text)
     if settings.budget_share is None:
         return text
@@ -90,8 +90,8 @@ def for_prompt(text: str, num_prompt: int, block_size: int, density: Fraction) -
 
 
 def footprint(text: str, *, block_size: int = 16, max_chunk: int = 2048) -> Footprint:
-    """The footprint of `policy[:setting=value,…]`; with a share as its budget, that of a prompt that is not
-    known. Raises: InvalidArgumentError."""
+    """Return the footprint of `policy[:setting=value,…]`; for a budget given as a share, that of an unknown
+    prompt. Raises: InvalidArgumentError."""
     policy, settings = _split(text)
     lengths = {name: getattr(settings, name) for name in SETTINGS}
     found = replace(traits(policy), block_size=block_size, max_chunk=max_chunk, **lengths)
@@ -103,7 +103,7 @@ def footprint(text: str, *, block_size: int = 16, max_chunk: int = 2048) -> Foot
 
 
 def _split(text: str) -> tuple[str, CompressionSettings]:
-    """The policy, and the settings behind the colon that follows it."""
+    """Split a text into the policy and the settings after its colon."""
     policy, colon, rest = text.rpartition(":")
     if not colon or ")" in rest:
         policy, rest = text, ""
@@ -149,7 +149,7 @@ def _traits(spec: Spec) -> Footprint:
 
 
 def _wrapper_traits(name: str, row: Mapping[str, Any], given: Mapping[str, Value]) -> Footprint:
-    """The wrapped policy's traits, with the wrapper's own eviction method if it has one."""
+    """Return the wrapped policy's traits, with the wrapper's own eviction method if it has one."""
     what = wrapped(name, given.get(WRAPPED, row["wraps"]))
     inner = _traits(what)
     unfit = unfit_to_wrap(inner.eviction_method)
