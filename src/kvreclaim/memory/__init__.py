@@ -1,4 +1,4 @@
-"""Which sequence owns which block: ids, reference counts, prefix index, tables, lengths. Integers only."""
+"""Ownership of blocks: ids, reference counts, prefix index, tables, lengths. Integers only."""
 
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.changes import CompactionPlan, Growth, Shrunk, TableState

@@ -14,7 +14,7 @@ class BlockHeap(Generic[Key]):
     """Each block at most once, the smallest key first; any block can leave.
 
     A block that leaves or changes its key stays behind in the heap as a dead item, which is skipped
-    when its turn comes. As soon as more items are dead than alive, the heap is built anew: every
+    when it is popped. As soon as more items are dead than alive, the heap is rebuilt: every
     operation is O(log n) amortised, and the heap never holds more than 2 n + 64 items.
     """
 
@@ -31,11 +31,11 @@ class BlockHeap(Generic[Key]):
         return block in self._keys
 
     def __iter__(self) -> Iterator[int]:
-        """By ascending key, O(n log n). Valid only while nothing changes."""
+        """Iterate by ascending key, O(n log n). Valid only while nothing changes."""
         return iter(block for _, block in sorted((key, block) for block, key in self._keys.items()))
 
     def key(self, block: int) -> Key:
-        """The key of a block that is in it."""
+        """Return the key of a block in the heap."""
         return self._keys[block]
 
     def push(self, block: int, key: Key) -> None:
@@ -45,12 +45,12 @@ class BlockHeap(Generic[Key]):
         self._tidy()
 
     def remove(self, block: int) -> None:
-        """Take out a block that is in it."""
+        """Remove a block in the heap."""
         del self._keys[block]
         self._tidy()
 
     def first(self) -> tuple[Key, int] | None:
-        """The smallest key and its block; None if it is empty."""
+        """Return the smallest key and its block; None if the heap is empty."""
         while self._items:
             key, block = self._items[0]
             if self._keys.get(block) == key:
@@ -59,7 +59,7 @@ class BlockHeap(Generic[Key]):
         return None
 
     def pop(self) -> int:
-        """Take the block with the smallest key. The heap must not be empty."""
+        """Remove the block with the smallest key. The heap must not be empty."""
         while True:
             key, block = heappop(self._items)
             if self._keys.get(block) == key:
@@ -72,7 +72,7 @@ class BlockHeap(Generic[Key]):
             heapify(self._items)
 
     def check(self) -> None:
-        """Every block's key is in the heap, and few others are. Raises AssertionError."""
+        """Check that every block's key is in the heap, and few others are. Raises: AssertionError."""
         items = set(self._items)
         missing = [block for block, key in self._keys.items() if (key, block) not in items]
         assert not missing, f"block {missing[0]} is not in the heap under its key"

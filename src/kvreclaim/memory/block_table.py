@@ -1,4 +1,4 @@
-"""Where one sequence's tokens lie, and its lengths. Only this file changes the lengths."""
+"""Block table of one sequence, and its lengths. Only this file changes the lengths."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class BlockTable:
                   the window and was given back. May exceed what physical_len needs (room)
     logical_len:  tokens processed: positions, stop rules, usage
     physical_len: slots written: attention length, next slot
-    exact:        nothing lossy has happened; once False never True again, and never indexed again
-    exact_len:    leading slots that hold what full attention would; ends with exact
+    exact:        True until something lossy happens; then False for ever, and never indexed again
+    exact_len:    leading slots with the KV of full attention; ends with exact
     version:      changes whenever block_ids change
-    keys:         of its full blocks
-    chain:        what its next full block follows in the prefix index; None: its blocks enter no more
-    entries:      of the leading full blocks, those that they were served from or entered as, whatever
-                  became of the blocks since: of an equal block of another sequence, too
-    repeated_len: tokens computed although the index had them by the time they were entered
-    priority:     of the request; a lower number is more important
+    keys:         keys of its full blocks
+    chain:        parent of its next full block in the prefix index; None: its blocks enter no more
+    entries:      prefix-index entries that the leading full blocks were served from or entered as, also
+                  after eviction; an entry may be an equal block of another sequence
+    repeated_len: tokens that were computed although the index had them when they were entered
+    priority:     priority of the request; a lower number is more important
     """
 
     keys: BlockKeys
@@ -53,14 +53,14 @@ class BlockTable:
         physical_len: int,
         exact_len: int,
     ) -> BlockTable:
-        """The table of a sequence that something lossy has happened to elsewhere."""
+        """Make the table of a sequence that became inexact elsewhere."""
         table = cls(keys, None, list(block_ids), logical_len, physical_len, exact=False)
         table._exact_len, table._num_holes = exact_len, table.block_ids.count(None)
         return table
 
     @property
     def num_blocks(self) -> int:
-        """Blocks held: entries that are no holes."""
+        """Number of blocks held, without the holes."""
         return len(self.block_ids) - self._num_holes
 
     @property
@@ -72,7 +72,7 @@ class BlockTable:
         return self.physical_len if self.exact else self._exact_len
 
     def blocks(self) -> list[int]:
-        """The blocks held, in slot order, without the holes."""
+        """Blocks held, in slot order, without the holes."""
         return [block for block in self.block_ids if block is not None]
 
     def append(self, blocks: Sequence[int]) -> None:
@@ -81,12 +81,12 @@ class BlockTable:
         self.version += 1
 
     def trim(self, num_blocks: int) -> list[int]:
-        """Only the first so many entries stay. Returns: the blocks behind them."""
-        gone = [block for block in self.block_ids[num_blocks:] if block is not None]
-        if gone:
+        """Keep only the first entries. Returns: the blocks after them."""
+        dropped = [block for block in self.block_ids[num_blocks:] if block is not None]
+        if dropped:
             del self.block_ids[num_blocks:]
             self.version += 1
-        return gone
+        return dropped
 
     def replace(self, index: int, block: int) -> None:
         """Point one entry to another block with the same content."""
@@ -94,23 +94,23 @@ class BlockTable:
         self.version += 1
 
     def advance(self, num_tokens: int) -> None:
-        """The next num_tokens slots have been written."""
+        """Count the next num_tokens slots as written."""
         self.logical_len += num_tokens
         self.physical_len += num_tokens
 
     def fork(self, num_blocks: int, keys: BlockKeys) -> BlockTable:
-        """A copy with the first num_blocks entries."""
+        """Return a copy with the first num_blocks entries."""
         blocks, entries = self.block_ids[:num_blocks], self.entries.copy()
         return dataclasses.replace(self, keys=keys, block_ids=blocks, entries=entries, version=0)
 
     def mark_inexact(self) -> None:
-        """From here on the content is not what full attention would give."""
+        """Mark everything written from here on as different from full attention."""
         self._exact_len = self.exact_len
         self.exact = False
         self.chain = None
 
     def shrink(self, block_ids: Sequence[int], num_tokens: int) -> None:
-        """Survivors were compacted into num_tokens slots of these blocks; no token is unprocessed."""
+        """Set the table to these blocks, which hold num_tokens compacted slots; no token is unprocessed."""
         self.mark_inexact()
         self._exact_len = 0
         self.block_ids, self._num_holes = list(block_ids), 0
@@ -118,7 +118,7 @@ class BlockTable:
         self.version += 1
 
     def release_out_of_window(self, end: int) -> list[int]:
-        """Leave holes before entry `end`, whose slots no later token sees: what is computed stays exact.
+        """Leave holes before entry `end`; later tokens do not see those slots, so the sequence stays exact.
         Returns: the blocks that were there."""
         first = self._first
         if end <= first:
@@ -132,14 +132,14 @@ class BlockTable:
 
     def drop(self, indices: Sequence[int], block_size: int) -> list[int]:
         """Remove these full entries, ascending; later ones move up. Returns: the blocks that were there."""
-        gone = set(indices)
+        dropped = set(indices)
         blocks = [block for block in map(self.block_ids.__getitem__, indices) if block is not None]
-        assert len(gone) == len(blocks) == len(indices), f"entries {indices}: a hole, or named twice"
+        assert len(dropped) == len(blocks) == len(indices), f"entries {indices}: a hole, or named twice"
         exact_len = self.exact_len
         self.mark_inexact()
         lost = (min(max(exact_len - index * block_size, 0), block_size) for index in indices)
         self._exact_len = exact_len - sum(lost)
-        self.block_ids = [block for index, block in enumerate(self.block_ids) if index not in gone]
-        self.physical_len -= len(gone) * block_size
+        self.block_ids = [block for index, block in enumerate(self.block_ids) if index not in dropped]
+        self.physical_len -= len(dropped) * block_size
         self.version += 1
         return blocks

@@ -1,4 +1,4 @@
-"""Tokens counted in blocks, and the byte of marks that the pool keeps for each block."""
+"""Conversion of tokens to blocks, and the byte of marks that the pool keeps for each block."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Final
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that this many tokens begin: none for none or fewer, the last one maybe not full."""
+    """Return the number of blocks for num_tokens; 0 for no or negative tokens."""
     return max(0, -(-num_tokens // block_size))
 
 

@@ -14,7 +14,7 @@ class Growth:
     """The changes that grow made.
 
     new_blocks: appended to the table
-    copies:     (source, destination) blocks whose bytes the caller copies before it writes
+    copies:     (source, destination) blocks; the caller copies their bytes before it writes
     """
 
     new_blocks: tuple[int, ...]
@@ -26,11 +26,11 @@ NO_GROWTH = Growth((), ())
 
 @dataclass(frozen=True, slots=True)
 class TableState:
-    """A sequence's block table as a compaction is planned from it, in table order.
+    """A sequence's block table, in table order, as input of a compaction plan.
 
     block_ids:  ids; None is a hole
     ref_counts: references to each block, this sequence's included; a hole has 0
-    indexed:    whether each block stands in the prefix index; a hole doesn't
+    indexed:    whether each block is in the prefix index; a hole isn't
     """
 
     block_ids: Sequence[int | None]
@@ -40,7 +40,7 @@ class TableState:
 
 @dataclass(frozen=True, slots=True)
 class CompactionPlan(Generic[Id]):
-    """The memory manager's work to put a sequence's survivors into whole private blocks.
+    """The memory manager's part of moving a sequence's kept tokens into whole private blocks.
 
     seq_id:     owner of the table
     num_tokens: tokens kept: the new physical length
@@ -57,7 +57,7 @@ class CompactionPlan(Generic[Id]):
 
 @dataclass(frozen=True, slots=True)
 class Shrunk:
-    """A plan carried out.
+    """Result of a plan.
 
     block_ids:    the new table
     blocks_freed: blocks that went back to the pool, less the fresh ones; not positive when other

@@ -1,4 +1,4 @@
-"""The invariants that hold between any two operations, and what must hold before a shrink."""
+"""Invariants between any two operations, and preconditions of a shrink."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvreclaim.memory.pool import BlockPool
 
 
 def check_plan(plan: CompactionPlan[int], table: BlockTable, pool: BlockPool, block_size: int) -> None:
-    """Raise AssertionError unless the plan can be carried out as a whole. Changes nothing."""
+    """Check that the plan can be applied as a whole. Changes nothing. Raises: AssertionError."""
     seq_id, targets = plan.seq_id, plan.targets
     assert 0 <= plan.num_tokens <= table.physical_len, (
         f"sequence {seq_id}: {plan.num_tokens} slots planned, it has {table.physical_len}"
@@ -36,7 +36,7 @@ def check_plan(plan: CompactionPlan[int], table: BlockTable, pool: BlockPool, bl
 
 
 def check_counts(pool: BlockPool, held: Counter[int]) -> None:
-    """Every block has as many references as held says. Raises AssertionError with the numbers."""
+    """Check every block's references against `held`. Raises: AssertionError with the numbers."""
     references = {block: refs for block, refs in enumerate(pool.refs) if refs}
     assert held.total() == sum(references.values()), (
         f"{held.total()} table entries, {sum(references.values())} references"
@@ -45,7 +45,7 @@ def check_counts(pool: BlockPool, held: Counter[int]) -> None:
 
 
 def check_table(seq_id: int, table: BlockTable, pool: BlockPool, block_size: int) -> None:
-    """A table of full attention is sound. Raises AssertionError."""
+    """Check a table of full attention. Raises: AssertionError."""
     name, blocks = f"sequence {seq_id}", table.blocks()
     assert table.num_blocks == len(blocks), f"{name}: {len(blocks)} blocks held, {table.num_blocks} counted"
     assert len(set(blocks)) == len(blocks), f"{name}: a block occurs twice in {table.block_ids}"

@@ -36,7 +36,7 @@ class FreeQueue:
         return self._next[block] != block
 
     def __iter__(self) -> Iterator[int]:
-        """From head to tail. Valid only while the queue is not changed."""
+        """Iterate from head to tail. Valid only while the queue is not changed."""
         block = self._next[self._num_blocks]
         while block != self._num_blocks:
             yield block
@@ -70,7 +70,7 @@ class FreeQueue:
         return block
 
     def remove(self, block: int) -> None:
-        """Take a queued block out, wherever it stands."""
+        """Remove a queued block from any place."""
         after, before = self._next[block], self._prev[block]
         assert after != block, f"block {block} is not queued; {self._size} blocks are"
         self._next[before] = after

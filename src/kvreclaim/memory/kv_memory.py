@@ -1,4 +1,4 @@
-"""The memory as the scheduler and the simulator see it: the question first, then the change."""
+"""Interface of the memory for scheduler and simulator: first the query, then the change."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvreclaim.memory.stats import MemoryStats
 
 
 class KVMemory(Protocol):
-    """Which sequence holds how many blocks. MemoryManager names every block; sim's ExtentMemory only counts
-    them, and refuses what needs names. MemoryManager has the docstrings.
+    """Blocks that sequences hold. MemoryManager names every block; sim's ExtentMemory only counts them, and
+    refuses operations that need ids. MemoryManager has the docstrings.
 
-    A can_* method answers without changing anything; what follows a yes in the same step succeeds.
+    A can_* method changes nothing; the change that it allows succeeds in the same step.
     """
 
     block_size: int

@@ -1,4 +1,4 @@
-"""The memory as the scheduler sees it: which sequence holds which blocks."""
+"""The memory manager: ownership of blocks by sequences."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from kvreclaim.memory.windows.window import Window
 
 
 class MemoryManager:
-    """Which sequence holds which blocks, in all groups of layers. Integers only: the caller moves every byte.
+    """Blocks that sequences hold, in all groups of layers. Integers only: the caller moves every byte.
 
-    A can_* method changes nothing; the change that it allows succeeds in the same step. A sequence id that is
-    not known raises UnknownRequestError. Not thread-safe.
+    A can_* method changes nothing; the change that it allows succeeds in the same step. An unknown sequence
+    id raises UnknownRequestError. Not thread-safe.
 
     Args:
         num_blocks:            blocks in the pool, >= 1
         block_size:            slots per block, >= 1
-        enable_prefix_caching: off: nothing is hashed, every match is empty
-        fingerprint:           what the K/V depend on besides the tokens (model, dtype, KV format)
-        hash_function:         of the prefix chain; tests inject one that collides
-        eviction_policy:       in which order cached blocks are reused: a name, or an order of its own
-        max_pinned_fraction:   most of the pool that may be pinned at a time, 0 to 1
+        enable_prefix_caching: False hashes nothing and makes every match empty
+        fingerprint:           other inputs of the KV than the tokens (model, dtype, KV format)
+        hash_function:         hash of the prefix chain; tests inject one that collides
+        eviction_policy:       order in which cached blocks are reused: a name or an object
+        max_pinned_fraction:   largest share of the pool that may be pinned at a time, 0 to 1
         residency_sample:      share of the cached blocks that pool.residency measures, 0 to 1
-        clock:                 seconds, never backwards; of pins and residency
-        windows:               of layers that see the last tokens only; each has a group of its own (groups/)
+        clock:                 monotonic seconds, for pins and residency
+        windows:               windows of layers that see the last tokens only; each has a group in groups/
         window_group:          the class of these groups
         states:                slots of recurrent layers; None: the model has none
-        offload:               makes what lies below the pool: `partial(TieredOffload, num_host_slots=...)`
+        offload:               makes the tiers below the pool: `partial(TieredOffload, num_host_slots=...)`
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class MemoryManager:
     # Reads: these change nothing.
 
     def table(self, seq_id: int) -> BlockTable:
-        """Its live table, which callers only read."""
+        """Return the sequence's live table; read-only for callers."""
         return self._tables[seq_id]
 
     @property
@@ -134,11 +134,11 @@ class MemoryManager:
         return self.pool.refs[block]
 
     def table_state(self, seq_id: int) -> TableState:
-        """Its table as a compaction is planned from it."""
+        """Return the sequence's table as input of a compaction plan."""
         return self.full.table_state(self._tables[seq_id])
 
     def indexed_len(self, seq_id: int) -> int:
-        """Leading tokens of the sequence that ever were in the prefix index, evicted ones included."""
+        """Return the leading tokens that were ever in the prefix index, evicted ones included."""
         return len(self._tables[seq_id].entries) * self.block_size
 
     def publishes(self, seq_id: int) -> bool:
@@ -146,9 +146,9 @@ class MemoryManager:
         return self._tables[seq_id].chain is not None
 
     def follows_itself(self, seq_id: int) -> bool:
-        """Whether the next full block of the sequence, if it is entered, follows one that the sequence holds.
-        Then the fate of other blocks before it makes no difference, provided that no other sequence draws the
-        same tokens."""
+        """Return whether the next full block of the sequence, if entered, follows one that the sequence
+        holds. Evictions of other blocks before it then make no difference, unless another sequence samples
+        the same tokens."""
         table = self._tables[seq_id]
         if not isinstance(table.chain, Entry):
             return True
@@ -156,29 +156,29 @@ class MemoryManager:
 
     @property
     def index_version(self) -> int:
-        """Grows whenever a match may have changed."""
+        """Counter that increases whenever a match may have changed."""
         states = 0 if self.recurrent is None else self.recurrent.version
         return self.pool.index.version + self.offload.index_version + states
 
     def blocks(self, seq_id: int) -> list[int]:
-        """All blocks that a sequence holds."""
+        """Return all blocks that a sequence holds."""
         table = self._tables[seq_id]
         return [block for group in self.groups for block in group.blocks(seq_id, table)]
 
     def num_blocks(self, seq_id: int) -> int:
-        """Number of these blocks."""
+        """Return the number of blocks that a sequence holds."""
         table = self._tables[seq_id]
         return sum([group.num_blocks(seq_id, table) for group in self.groups])
 
     def keys(
         self, token_ids: Sequence[int], cache_salt: str | None = None, *, lasting: bool = True
     ) -> BlockKeys:
-        """The keys of a new sequence's blocks, made once for its whole life. token_ids: its own list, which
-        only grows at its end"""
+        """Make the keys of a new sequence's blocks, for its whole life. token_ids: the sequence's own list,
+        which only grows at its end"""
         return BlockKeys(self._hashing, token_ids, cache_salt, lasting=lasting)
 
     def match_prefix(self, keys: BlockKeys, *, max_tokens: int | None = None) -> PrefixMatch:
-        """The longest run of indexed full blocks that begins these keys' prompt, all its tokens.
+        """Return the longest indexed run of full blocks at the beginning of these keys' prompt.
 
         At least one token of the prompt is left to compute, and max_tokens is not exceeded. No order, count
         or statistic changes.
@@ -200,36 +200,36 @@ class MemoryManager:
         return blocks_for(num_tokens, self.block_size) <= self.num_spare(match)
 
     def num_spare(self, match: PrefixMatch) -> int:
-        """Blocks that could be taken besides those of a match: a queued hit is no longer free."""
+        """Return the blocks that are free besides those of a match: a queued hit is no longer free."""
         refs = self.pool.refs
         queued = sum(not refs[block] for block in match.window_blocks)
         return self.pool.num_free - (len(match.entries) - self.num_shared(match)) - queued
 
     def num_shared(self, match: PrefixMatch) -> int:
-        """Blocks of a match that other sequences hold now."""
+        """Return the blocks of a match that other sequences hold now."""
         return sum(1 for entry in match.entries if self.pool.refs[entry.block])
 
     def num_shared_of(self, seq_id: int) -> int:
-        """Blocks of a sequence's table that other sequences also hold."""
+        """Return the blocks of a sequence's table that other sequences also hold."""
         refs = self.pool.refs
         return sum(block is not None and refs[block] > 1 for block in self._tables[seq_id].block_ids)
 
     def num_to_fork(self, parent: BlockTable, num_tokens: int) -> int:
-        """Blocks that a fork of this table takes to grow by num_tokens, with a copy of the last one."""
+        """Return the blocks that a fork needs to grow by num_tokens, with a copy of the last one."""
         end = blocks_for(parent.physical_len + num_tokens, self.block_size)
         return end - parent.physical_len // self.block_size
 
     def first_lacking(self, passes: Iterable[tuple[int, int]], unsure: Container[int] = ()) -> int | None:
-        """Which of these passes would lack blocks; None: none.
+        """Return the index of the first pass that would lack blocks; None if none would.
 
-        passes: (sequence, tokens that it keeps), carried out in this order once the copies of this step have
-                been made. One may take blocks that an earlier one has freed.
-        unsure: sequences that may have no pass: the blocks that it would free are not counted
+        passes: (sequence, tokens that it keeps), applied in this order after the copies of this step. A pass
+                may take blocks that an earlier one has freed.
+        unsure: sequences that may have no pass; the blocks that they would free are not counted
         """
         return self.full.first_lacking(passes, unsure)
 
     def has_room(self, seq_id: int, num_tokens: int) -> bool:
-        """Whether its blocks take num_tokens more, so that grow would change nothing; else maybe False."""
+        """Return whether the blocks hold num_tokens more without grow. May be False although they do."""
         table = self._tables[seq_id]
         return all(group.has_room(seq_id, table, num_tokens) for group in self.groups)
 
@@ -239,29 +239,28 @@ class MemoryManager:
         return sum([group.missing(seq_id, table, num_tokens) for group in self.groups]) <= self.pool.num_free
 
     def stops(self, seq_id: int) -> tuple[int, ...]:
-        """Lengths at which a sequence's steps must end, so that its recurrent state there can be kept."""
+        """Return the lengths at which a sequence's steps must end to keep its recurrent state there."""
         return () if self.recurrent is None else self.recurrent.stops(seq_id)
 
     # Changes.
 
     def admit(self, seq_id: int, match: PrefixMatch, *, priority: int = 0) -> None:
-        """Begin a sequence with the blocks of a match that was made in this step. Pins of these blocks begin
-        anew. priority: of the request, lower is more important; the eviction order may look at it"""
+        """Begin a sequence with the blocks of a match that was made in this step. Renews the pins of these
+        blocks. priority: of the request, lower is more important; an input of the eviction order"""
         self.full.refuse_known(seq_id)
         for group in self.groups:
             group.begin(seq_id, match, priority)
         self.offload.admitted(seq_id, self._tables[seq_id], match)
 
     def pin(self, seq_id: int, retention: Sequence[Retention], owner: str | None = None) -> None:
-        """Keep the full blocks of this sequence's beginning when others are reused, as long as
-        max_pinned_fraction allows: the last blocks, beyond it, are refused and counted, unless another owner
-        has more pins than this one and loses some. Only indexed blocks are pinned, so call this once these
-        tokens have been computed."""
+        """Pin the full blocks of this sequence's beginning against reuse, up to max_pinned_fraction. Blocks
+        beyond it are refused and counted, unless another owner has more pins than this one and loses some.
+        Only indexed blocks are pinned, so call this once these tokens have been computed."""
         self.prefix.pin(self._tables[seq_id], retention, owner)
 
     def fork(self, parent_id: int, child_id: int, keys: BlockKeys) -> None:
-        """Begin a sequence that shares every written block of another; room past them is not shared. keys: of
-        the child, a fork of its parent's"""
+        """Begin a sequence that shares every written block of another; room past them is not shared. keys:
+        the child's, a fork of its parent's"""
         parent = self._tables[parent_id]
         self.full.refuse_known(child_id)
         child = parent.fork(blocks_for(parent.physical_len, self.block_size), keys)
@@ -270,8 +269,8 @@ class MemoryManager:
         self.offload.forked(parent_id, child_id)
 
     def adopt(self, seq_id: int, table: BlockTable) -> list[int]:
-        """Begin an inexact sequence from elsewhere; its table has as many block ids as blocks are to be
-        taken, and they are free. Returns: its blocks, for the caller to fill."""
+        """Begin an inexact sequence from elsewhere. Its table has one block id per block to allocate; they
+        must be free. Returns: the new blocks, for the caller to fill."""
         self.full.refuse_known(seq_id)
         assert table.chain is None, "what is exact is found by its prefix"
         assert not self.windows, "nothing that comes from elsewhere has windows"
@@ -305,10 +304,10 @@ class MemoryManager:
 
     def grow(self, seq_id: int, num_tokens: int, num_drafts: int = 0) -> Growth:
         """Make room to write num_tokens slots after physical_len; a shared tail block is replaced.
-        num_drafts: the last ones of these tokens, which are only guessed.
+        num_drafts: the number of drafts at the end of these tokens.
 
         Changes no length. Growing again before commit adds only what is still missing. can_grow must hold.
-        The source of a copy is not handed out before `release_copy_sources`.
+        The source of a copy is not reused before `release_copy_sources`.
         """
         table = self._tables[seq_id]
         blocks: list[int] = []
@@ -321,20 +320,20 @@ class MemoryManager:
         return Growth(tuple(blocks), tuple(copies)) if blocks or copies else NO_GROWTH
 
     def release_copy_sources(self) -> None:
-        """The copies of grow have been made: their sources are no longer held for them."""
+        """Release the sources of grow's copies, once the copies have been made."""
         if self._held:
             self.pool.release(self._held.elements())
             self._held.clear()
         self.offload.release_copy_sources()
 
     def trim(self, seq_id: int) -> int:
-        """Free a sequence's blocks behind what it has written. Returns: how many."""
+        """Free a sequence's blocks after its written slots. Returns: how many."""
         table = self._tables[seq_id]
         return self.pool.release(table.trim(blocks_for(table.physical_len, self.block_size)))
 
     def commit(self, seq_id: int, num_tokens: int, *, exact: bool = True) -> None:
-        """The K/V of the next num_tokens tokens have been written; full blocks become hits, unless these
-        tokens, and so all later ones, differ from the result of full attention."""
+        """Record the next num_tokens tokens as written. Full blocks become hits, unless these tokens, and so
+        all later ones, differ from the result of full attention."""
         table = self._tables[seq_id]
         if not exact and table.exact:
             table.mark_inexact()
@@ -343,7 +342,7 @@ class MemoryManager:
         self.offload.committed(seq_id, table)
 
     def shrink(self, plan: CompactionPlan[int]) -> Shrunk:
-        """Give a sequence its planned table and release the other blocks, tail first: all or nothing.
+        """Apply a planned table and release the other blocks, tail first: all or nothing.
 
         Fresh blocks are taken before any is released, so no source is a target by accident. The caller moves
         the bytes before anything else is allocated. The logical length stays.
@@ -351,8 +350,8 @@ class MemoryManager:
         return self.full.shrink(plan, self._tables[plan.seq_id])
 
     def release_out_of_window(self, seq_id: int, num_tokens: int) -> int:
-        """Free the full blocks of a sequence's first tokens, which no layer sees any more; they stay hits. It
-        must not be compressed later. Returns: blocks that went back to the pool."""
+        """Free the full blocks of a sequence's first tokens, which no layer sees any more; they stay hits.
+        The sequence must not be compressed later. Returns: blocks that went back to the pool."""
         return self.pool.release(self._tables[seq_id].release_out_of_window(num_tokens // self.block_size))
 
     def drop_blocks(self, seq_id: int, indices: Sequence[int]) -> int:
@@ -367,12 +366,12 @@ class MemoryManager:
         self.offload.invalidated(seq_id, self._tables[seq_id])
 
     def mark_inexact(self, seq_id: int) -> None:
-        """Index nothing that is written from here on, because something lossy happened."""
+        """Stop indexing the sequence, because it is no longer exact."""
         self._tables[seq_id].mark_inexact()
 
     def reset_prefix_cache(self, *, external: bool = True) -> None:
         """Forget every indexed prefix; running sequences keep their blocks and are not indexed again.
-        external: those below the pool, too"""
+        external: also those below the pool"""
         self.pool.clear_index()
         self.offload.reset(external=external)
 

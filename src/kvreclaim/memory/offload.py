@@ -1,4 +1,4 @@
-"""The interface of the slots below the pool, for memory manager and scheduler."""
+"""Interface of the slots below the pool, for memory manager and scheduler."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Move = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parked:
-    """The record that brings a parked sequence back: it has given up its blocks, not what they held.
+    """Record of a parked sequence: its blocks are freed, and their content is in host slots.
 
-    table: of the sequence; its block ids are no longer its own
+    table: the sequence's table; its block ids are no longer valid
     slots: host slots of the table's entries that hold tokens, in order; None is a hole
-    num_below: of these, leading ones that stand in the host's index; the others were filled for it, or for
+    num_below: leading slots that are in the host's index; the others were filled for this sequence, or for
            sequences that shared the block and were parked in the same step
-    root:  serial of the root that its chain began at, so that a prefix cache that was reset stays so
+    root:  serial of its chain's root, so that a reset of the prefix cache stays in effect
     """
 
     table: BlockTable
@@ -33,23 +33,23 @@ class Parked:
 
     @property
     def held(self) -> list[int]:
-        """Its slots, without the holes; they may be other sequences', too."""
+        """Slots without the holes; other sequences may share them."""
         return [slot for slot in self.slots if slot is not None]
 
     @property
     def own(self) -> list[int]:
-        """Slots that only parked sequences have."""
+        """Slots that only parked sequences hold."""
         return [slot for slot in self.slots[self.num_below :] if slot is not None]
 
 
 class ParkingSlots:
-    """Slots for sequences that give their blocks back. These methods park none."""
+    """Slots for preempted sequences. These methods park none."""
 
     def is_parked(self, seq_id: int) -> bool:
         return False
 
     def num_to_park(self, seq_ids: Iterable[int]) -> int:
-        """Slots to fill to park these sequences: blocks that no slot holds yet."""
+        """Return the slots needed to park these sequences: their blocks that no slot holds yet."""
         raise AssertionError("nothing can be parked without slots")
 
     def can_park(self, seq_ids: Sequence[int]) -> bool:
@@ -57,8 +57,8 @@ class ParkingSlots:
         return False
 
     def park(self, seq_id: int) -> bool:
-        """Free a sequence's blocks and keep what they hold. Returns: whether there were slots; nothing has
-        changed if not."""
+        """Free a sequence's blocks and keep their content. Returns: False, with nothing changed, if slots are
+        missing."""
         return False
 
     def park_idle(self, seq_id: int) -> bool:
@@ -67,7 +67,7 @@ class ParkingSlots:
         return False
 
     def state_slot(self, seq_id: int) -> int:
-        """The host's slot of the state of a sequence parked by park_idle, or resumed in this step."""
+        """Return the host slot of the state of a sequence parked by park_idle, or resumed in this step."""
         raise AssertionError(f"sequence {seq_id} is not parked")
 
     def enter_parked(self, seq_id: int, table: BlockTable) -> tuple[int | None, ...] | None:
@@ -78,30 +78,30 @@ class ParkingSlots:
         return None
 
     def parked(self, seq_id: int) -> Parked:
-        """A sequence that is parked, or was until this step."""
+        """Return the record of a sequence that is parked, or was until this step."""
         raise AssertionError(f"sequence {seq_id} is not parked")
 
     def match_parked(self, seq_id: int) -> PrefixMatch:
-        """Match what the pool still has of a parked sequence, to the bit."""
+        """Match the blocks of a parked sequence that the pool still has, bit for bit."""
         raise AssertionError(f"sequence {seq_id} is not parked")
 
     def num_to_resume(self, seq_id: int, match: PrefixMatch, others: Sequence[int] = ()) -> int:
-        """Blocks it takes to come back besides the match, with `others`, which share its full blocks."""
+        """Return the blocks needed to resume, besides the match, with `others` that share its full blocks."""
         raise AssertionError(f"sequence {seq_id} is not parked")
 
     def num_coming(self, seq_id: int, match: PrefixMatch) -> int:
-        """Blocks it would share with others that come back in this step, besides the match."""
+        """Return the blocks shared with others that resume in this step, besides the match."""
         raise AssertionError(f"sequence {seq_id} is not parked")
 
     def resume(self, seq_id: int, match: PrefixMatch) -> None:
-        """Bring a parked sequence back, as it was, in other blocks, with a match made in this step."""
+        """Resume a parked sequence unchanged in new blocks, with a match made in this step."""
         raise AssertionError(f"sequence {seq_id} is not parked")
 
     def drop_parked(self, seq_id: int) -> None:
-        """A sequence that may be parked has ended, or is to be computed again."""
+        """Drop a sequence that may be parked, because it has ended or will be recomputed."""
 
     def pop_swap_outs(self) -> list[Move]:
-        """(block, slot) of sequences that were parked since the last call."""
+        """Return (block, slot) of sequences that were parked since the last call."""
         return []
 
 
@@ -109,7 +109,7 @@ class OffloadSlots:
     """Slots below the pool. These methods do nothing, as if there were none.
 
     num_slots: slots on the host
-    parking:   where sequences that give way keep what they hold
+    parking:   slots of preempted sequences
     """
 
     num_slots = 0
@@ -120,26 +120,26 @@ class OffloadSlots:
 
     @property
     def index_version(self) -> int:
-        """Grows whenever with_lower may have changed."""
+        """Counter that increases whenever with_lower may have changed."""
         return 0
 
     # Called by the memory manager.
 
     def with_lower(self, match: PrefixMatch, whole: PrefixMatch, max_tokens: int | None) -> PrefixMatch:
-        """The match with the slots that hold the blocks behind it. whole: what the pool has of full
-        attention, also where the other groups lack something. Changes nothing."""
+        """Extend the match by slots that hold the next blocks. whole: the pool's match in full attention,
+        also if the other groups lack blocks. Changes nothing."""
         return match
 
     def admitted(self, seq_id: int, table: BlockTable, match: PrefixMatch) -> None:
-        """A sequence has begun with the pool's blocks of a match: bring the match's slots up."""
+        """Load the slots of a match; the sequence has begun with the match's blocks in the pool."""
 
     def forked(self, parent_id: int, child_id: int) -> None: ...
 
     def copied(self, copies: Sequence[Move]) -> None:
-        """Tokens of these sources are to be copied to these targets in this step."""
+        """Note that tokens of these sources are copied to these targets in this step."""
 
     def committed(self, seq_id: int, table: BlockTable) -> None:
-        """A sequence's lengths have advanced."""
+        """Note that a sequence's lengths have advanced."""
 
     def freed(self, seq_id: int) -> None: ...
 
@@ -147,44 +147,44 @@ class OffloadSlots:
         """Forget a sequence's blocks, which may hold wrong numbers."""
 
     def reset(self, *, external: bool) -> None:
-        """The pool's prefixes are forgotten; external: those below, too."""
+        """Follow a reset of the pool's prefix cache. external: also forget the prefixes below."""
 
     def release_copy_sources(self) -> None:
-        """The step's copies and loads have been made."""
+        """Release the sources of the step's finished copies and loads."""
 
     def check(self) -> None:
-        """Raises AssertionError unless slots and sequences agree."""
+        """Check that slots and sequences agree. Raises: AssertionError."""
 
     # Called by the scheduler.
 
     def num_below(self, seq_id: int) -> int:
-        """Leading blocks of a running sequence that the host holds under their prefix."""
+        """Return the leading blocks of a running sequence that the host holds under their prefix."""
         return 0
 
     def extend(self, seq_id: int, max_tokens: int) -> int:
-        """Let a prompt go on behind blocks that have come to the host. Returns: tokens not to compute."""
+        """Extend a prompt by blocks that have arrived on the host. Returns: tokens not to compute."""
         return 0
 
     def prefetch(self, seq_id: int, keys: BlockKeys, max_tokens: int) -> None:
-        """Begin to load blocks that a waiting sequence would hit on disk alone."""
+        """Start loading blocks of a waiting sequence that are only on disk."""
 
     def must_wait(self, seq_id: int) -> bool:
-        """Return whether a waiting sequence goes on waiting for a load."""
+        """Return whether a waiting sequence must wait for a load."""
         return False
 
     def end_loading(self, seq_id: int) -> None:
-        """A sequence has begun, or will not."""
+        """End the loads of a sequence that has begun, or will not begin."""
 
     def pop_swap_ins(self) -> list[Move]:
-        """(slot, block), to be moved before anything is computed."""
+        """Return (slot, block) pairs to move before anything is computed."""
         return []
 
     def pop_stores(self) -> list[Move]:
-        """(block, slot), to be moved behind the step's commits."""
+        """Return (block, slot) pairs to move after the step's commits."""
         return []
 
     def forget_slots(self, slots: Sequence[int]) -> None:
-        """Forget slots that could not be written: nothing finds them any more."""
+        """Forget slots that could not be written, so that no lookup finds them."""
 
     def stored(self) -> None:
-        """All slots that pop_stores named are filled or forgotten."""
+        """Note that all slots of pop_stores are filled or forgotten."""

@@ -1,4 +1,4 @@
-"""Pins: cached blocks that are reused later than others, bounded in blocks and in time; never a lock."""
+"""Pins: cached blocks with delayed reuse, bounded in blocks and in time; never a lock."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Retention:
 
 
 def ttls(retention: Sequence[Retention], block_size: int) -> Iterator[float]:
-    """Per leading full block that a retention covers, the longest time that one keeps it."""
+    """Return per leading full block the longest time of the retentions that cover it."""
     ends = sorted((kept.num_tokens // block_size, kept.ttl_s) for kept in retention)
     begin = 0
     for i, (end, _) in enumerate(ends):
@@ -44,21 +44,21 @@ def ttls(retention: Sequence[Retention], block_size: int) -> Iterator[float]:
 
 
 class Pins:
-    """Which blocks are pinned, until when, and which of them have been passed over.
+    """Pinned blocks, their expiry times, and the pinned blocks that were skipped for reuse.
 
-    A pinned block stands in the eviction order like any other. When its turn comes it is put aside
-    with the number of its turn. If the pin ends first, the block's turn is the very next one, as it
-    would have been; if nothing else is left to reuse, the blocks put aside go in the order of their
-    turns. So a pin costs its place to nobody, no pool is ever scanned, and a pool is never stuck.
+    A pinned block is in the eviction order like any other. When it is next for reuse, it is skipped and
+    kept aside with a sequence number. If its pin ends first, it is reused next, as without a pin. If no
+    other block is left, skipped blocks are reused in the order of their numbers. So a pin never delays
+    other blocks, no operation scans the pool, and the pool never blocks.
 
-    Every owner may use all of the limit while nobody else wants it. One that finds it used up, and has less
-    than an equal part, gets the place of the last pin of the owner that has most.
+    An owner may use the whole limit while no other owner needs it. If the limit is reached, an owner with
+    less than an equal share replaces the last pin of the owner with most pins.
 
-    Passing a block over is paid by the release that queued it: everything is O(log pins) amortised, and
-    O(owners) for a pin beyond the limit.
+    The cost of skipping a block is amortised by the release that queued it: everything is O(log pins)
+    amortised, and O(owners) for a pin beyond the limit.
 
     Args:
-        marks: the pool's; PINNED is kept here
+        marks: the pool's marks; this class sets PINNED
         limit: most blocks with a live pin, in use or not
         clock: seconds, never backwards
     """
@@ -82,11 +82,11 @@ class Pins:
         return len(self.ttl_s)
 
     def pin(self, block: int, ttl_s: float, now: float, owner: str | None = None) -> bool:
-        """Pin an indexed block for this long from now on; of two pins of a block the longer one holds, and
-        the first one's owner.
+        """Pin an indexed block for ttl_s from now on. Of two pins of a block the later expiry and the first
+        owner hold.
 
-        now: what expire said, once for all blocks of a chain, so that no pin of one outlives that of
-        the block before it. Returns: whether it is pinned; if not, there were limit others.
+        now: the result of expire, the same for all blocks of a chain, so that no pin outlives the pin of
+        the block before it. Returns: whether it is pinned; False if the limit is reached.
         """
         ends, longest = now + ttl_s, ttl_s
         if block in self.ttl_s:
@@ -106,7 +106,7 @@ class Pins:
         return True
 
     def _make_room(self, owner: str | None) -> bool:
-        """Return whether there is room for a pin of this owner, if need be in place of another one's."""
+        """Return whether there is room for a pin of this owner, if need be by ending another owner's pin."""
         if len(self.ttl_s) < self.limit:
             return True
         owners = self._owned.keys() | {owner}
@@ -118,7 +118,7 @@ class Pins:
         return True
 
     def refresh(self, blocks: Iterable[int]) -> None:
-        """These blocks have been hit: the pins that still hold begin anew."""
+        """Renew the live pins of blocks that were hit."""
         now = self.expire()
         for block in blocks:
             ttl_s = self.ttl_s.get(block)
@@ -126,7 +126,7 @@ class Pins:
                 self._ends.push(block, max(now + ttl_s, self._ends.key(block)))
 
     def expire(self) -> float:
-        """End the pins whose time is over. Returns: the time."""
+        """End expired pins. Returns: the current time."""
         now = self._clock()
         while (first := self._ends.first()) is not None and first[0] <= now:
             self.drop(first[1])
@@ -151,12 +151,12 @@ class Pins:
             self.drop(block)
 
     def take_back(self, block: int) -> None:
-        """A block that was put aside is referenced again."""
+        """Remove a skipped block that is referenced again."""
         del self.aside[block]
         (self._kept if block in self._kept else self._due).remove(block)
 
     def take(self, order: EvictionOrder) -> int:
-        """The block to be reused next, of those put aside and those in the order; there is one."""
+        """Take the next block for reuse, from the skipped ones and the eviction order. One must exist."""
         if not self._due:
             while len(order):
                 block = order.pop()
@@ -169,7 +169,7 @@ class Pins:
         return block
 
     def check(self) -> None:
-        """Marks, times and what was put aside agree. Raises AssertionError."""
+        """Check that marks, times and skipped blocks agree. Raises: AssertionError."""
         for heap in (self._ends, self._kept, self._due):
             heap.check()
         marked = {block for block, mark in enumerate(self._marks) if mark & PINNED}

@@ -1,4 +1,4 @@
-"""The pool of physical blocks: reference counts, reuse order, and the index of what they hold."""
+"""The pool of physical blocks: reference counts, reuse order and prefix index."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class BlockPool:
     """Every block is in use, held by idle sequences alone (which can be evicted), or queued for reuse; a
     queued block that is still indexed is cached: a prefix hit can take it back until it is reused.
 
-    Every operation costs O(blocks it names), whatever the size of the pool, times what the eviction
-    order takes for one.
+    An operation costs O(blocks it names), independent of the pool's size, times the eviction order's
+    cost per block.
 
     Args:
         order:            of reuse; least recently used by default
         max_pinned:       blocks that may be pinned at a time
-        residency_sample: share of the cached blocks whose residency is measured
-        clock:            seconds, of pins and residency
+        residency_sample: share of the cached blocks with measured residency
+        clock:            seconds, for pins and residency
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class BlockPool:
         self.refs[block] += 1
 
     def hit(self, blocks: Sequence[int], priority: int) -> None:
-        """Add a reference to indexed blocks that a request was found in."""
+        """Add a reference to indexed blocks that a request hits."""
         for block in blocks:
             self.touch(block)
         if self.free_queue.watches:
@@ -172,13 +172,13 @@ class BlockPool:
         return freed
 
     def enter(self, block: int, parent: Link, key: BlockKey, priority: int = 0) -> Entry | None:
-        """Index a full block that is in use, whose content will not change any more.
+        """Index a full block that is in use. Its content must not change any more.
 
         If an equal prefix is indexed already, that entry stays and this block is not indexed.
-        An entry that has the same digest but is not the same prefix makes way.
+        An entry with the same digest but another prefix is replaced.
 
-        Returns: the entry that the chain goes on from; None if the parent is gone, because
-        nothing after it could be reached.
+        Returns: the entry that the next block follows; None if the parent was evicted, because
+        no later block could be reached.
         """
         assert self.refs[block] > 0, f"block {block} is indexed but not in use"
         if not self.index.is_live(parent):
@@ -208,7 +208,7 @@ class BlockPool:
                 self.leaving.push_back(block)
 
     def enter_row(self, key: RowKey, row: Row, priority: int) -> None:
-        """Let these blocks, which are in use and full, be hit as a part of a window, unless others are."""
+        """Index these full blocks in use as part of a window, unless equal ones are indexed."""
         if key in self.rows or self.marks[row[0]]:
             return
         self.rows.add(key, row)
@@ -219,7 +219,7 @@ class BlockPool:
                 self.free_queue.entered(block, priority)
 
     def _unindex_row(self, block: int) -> None:
-        """Nothing finds the row any more that this block is in."""
+        """Remove this block's row from the window index."""
         self.index.version += 1
         for each in self.rows.remove(block):
             self.marks[each] = 0
@@ -259,7 +259,7 @@ class BlockPool:
         return self.pins.take(self.free_queue)
 
     def _pop_leaving(self) -> int:
-        """A block that caches nothing, if it is its turn; else one that goes before those that do."""
+        """Pop a block that caches nothing, if it is next; else a block that is reused before cached ones."""
         if not len(self.leaving):
             return self._pop_sparing()
         if len(self.free_queue):
@@ -270,7 +270,7 @@ class BlockPool:
         return self.leaving.pop_front()
 
     def _evict(self, blocks: list[int]) -> None:
-        """Forget what these blocks cache, which are being reused."""
+        """Forget the cached content of blocks that are being reused."""
         marks = self.marks
         self.num_evictions += len(blocks)
         if self.rows:
@@ -309,7 +309,7 @@ class BlockPool:
             self.peak_in_use = in_use
 
     def check(self) -> None:
-        """Counts, queue, marks and index agree. Raises AssertionError."""
+        """Check that counts, queue, marks and index agree. Raises: AssertionError."""
         self.free_queue.check()
         self.leaving.check()
         self.index.check()

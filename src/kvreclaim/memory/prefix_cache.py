@@ -17,13 +17,13 @@ from kvreclaim.memory.windows.index import Row
 class PrefixMatch:
     """Full blocks that hold a prompt's beginning. Valid until blocks are next allocated.
 
-    keys:    of the prompt
-    entries: of these blocks, in order
-    miss:    the reason why the next full block is not among them, which stands for all behind it; says
-             nothing if there is none
-    lower:   entries of the host's slots that hold the blocks behind these, in order
-    windows: of each window the rows that a sequence sees which begins with these entries
-    num_indexed: leading full blocks that are indexed, also behind the entries that a sequence can begin with
+    keys:    keys of the prompt
+    entries: entries of these blocks, in order
+    miss:    reason why the next full block is missing, counted for all later ones too; meaningless if there
+             is none
+    lower:   entries of the host's slots that hold the following blocks, in order
+    windows: per window, the rows that a sequence beginning with these entries sees
+    num_indexed: leading indexed full blocks, including those after the entries that a sequence can begin with
     state:   the last one's entry on the host, if its state of the recurrent layers comes from there
     """
 
@@ -37,7 +37,7 @@ class PrefixMatch:
 
     @property
     def window_blocks(self) -> list[int]:
-        """Blocks of these rows."""
+        """Return the blocks of these rows."""
         return [block for rows in self.windows for row in rows for block in row]
 
     @property
@@ -46,12 +46,12 @@ class PrefixMatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that need not be computed."""
+        """Number of tokens that need not be computed."""
         return (len(self.entries) + len(self.lower)) * self.keys.block_size
 
 
 class PrefixCache:
-    """The pool's index as sequences use it, with counts. enabled: off: nothing is hashed or found."""
+    """Lookups in the pool's index, with counts. enabled: False hashes and finds nothing."""
 
     def __init__(self, pool: BlockPool, block_size: int, *, enabled: bool) -> None:
         self.enabled = enabled
@@ -62,9 +62,9 @@ class PrefixCache:
         self._size = block_size
 
     def match(self, keys: BlockKeys, max_tokens: int | None) -> PrefixMatch:
-        """The longest run of indexed full blocks that begins this prompt, less than all of it.
+        """Return the longest indexed run of full blocks at this prompt's beginning, less than all of it.
 
-        Asks for one key more than it finds. Changes nothing.
+        Reads one key more than it finds. Changes nothing.
         """
         if not self.enabled:
             return PrefixMatch(keys, (), INELIGIBLE)
@@ -89,7 +89,7 @@ class PrefixCache:
         self._pool.release(reversed(match.block_ids))
 
     def begin(self, match: PrefixMatch, priority: int) -> BlockTable:
-        """The table of a sequence that begins with the pool's blocks of a match, which it now references."""
+        """Make the table of a sequence that begins with a match's blocks in the pool, and reference them."""
         keys, index, entries = match.keys, self._pool.index, match.entries
         for i, entry in enumerate(entries):
             assert index.is_live(entry), f"block {entry.block}, number {i} of the match, was reused"
@@ -102,7 +102,7 @@ class PrefixCache:
         return table
 
     def _count(self, match: PrefixMatch) -> None:
-        """Every token of the prompt is a hit or a miss of one reason."""
+        """Count every token of the prompt as a hit, or as a miss of one reason."""
         num_tokens = match.keys.num_tokens
         in_full_blocks = max(0, num_tokens - 1) // self._size * self._size
         self.query_tokens += num_tokens

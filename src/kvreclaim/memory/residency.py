@@ -1,4 +1,4 @@
-"""How long cached blocks stay, and how they are used meanwhile: a sample of them."""
+"""Lifetimes and reuse of a sample of cached blocks."""
 
 from __future__ import annotations
 
@@ -55,31 +55,31 @@ class Residency:
         return len(self.lives)
 
     def begin(self, block: int) -> None:
-        """Measure this block, and draw the next."""
+        """Measure this block, and draw the next one."""
         now = self._clock()
         self.lives[block] = _Life(now, now)
         self._marks[block] |= SAMPLED
         self.until_next = self._draw()
 
     def use(self, block: int) -> None:
-        """A measured block has been hit."""
+        """Record a hit of a measured block."""
         life, now = self.lives[block], self._clock()
         life.gaps.append(now - life.last_used)
         life.last_used = now
 
     def end(self, block: int) -> None:
-        """A measured block is reused."""
+        """Record the reuse of a measured block."""
         life, now = self.lives[block], self._clock()
         self._ended.append(BlockResidency(now - life.begun, now - life.last_used, tuple(life.gaps)))
         self.forget(block)
 
     def forget(self, block: int) -> None:
-        """Drop the record of a measured block whose content went for another reason."""
+        """Drop the record of a measured block that lost its content for another reason."""
         del self.lives[block]
         self._marks[block] &= ~SAMPLED
 
     def drain(self) -> list[BlockResidency]:
-        """The results since the last call."""
+        """Return the results since the last call."""
         ended = list(self._ended)
         self._ended.clear()
         return ended

@@ -48,7 +48,7 @@ class MemoryStats:
 def memory_stats(
     pool: BlockPool, prefix: PrefixCache, freed: int, cow_copies: int, states: StateCounts
 ) -> MemoryStats:
-    """The snapshot; freed: blocks freed by compression."""
+    """Return a snapshot. freed: blocks freed by compression"""
     if pool.pins.ttl_s:
         pool.pins.expire()
     return MemoryStats(

@@ -16,7 +16,7 @@ class EvictionOrder(ABC):
     it. Given that, no order reuses a block while one behind it in its chain is still queued: a child is
     worth nothing without its parent.
 
-    watches: whether the pool must tell what happens to cached blocks (entered, used, forgot)
+    watches: whether the pool must call entered, used and forgot
     """
 
     __slots__ = ()
@@ -29,10 +29,10 @@ class EvictionOrder(ABC):
 
     @abstractmethod
     def push(self, block: int) -> None:
-        """The last reference to this block has gone. It is not queued."""
+        """Queue a block that has lost its last reference. It is not queued yet."""
 
     def push_first(self, block: int) -> None:
-        """A block that is not queued is to be reused before all others, if the order knows such a place."""
+        """Queue a block for reuse before all others, if the order supports it. It is not queued yet."""
         self.push(block)
 
     @abstractmethod
@@ -41,7 +41,7 @@ class EvictionOrder(ABC):
 
     @abstractmethod
     def remove(self, block: int) -> None:
-        """A queued block is referenced again."""
+        """Remove a queued block that is referenced again."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -51,22 +51,22 @@ class EvictionOrder(ABC):
 
     @abstractmethod
     def __iter__(self) -> Iterator[int]:
-        """In the order of reuse. Valid only while the order is not changed; for checks."""
+        """Iterate in the order of reuse. Valid only while the order is not changed; for checks."""
 
     @abstractmethod
     def check(self) -> None:
-        """The structure is sound. Raises AssertionError."""
+        """Check the structure. Raises: AssertionError."""
 
     @abstractmethod
     def entered(self, block: int, priority: int) -> None:
-        """A block in use can be hit from now on. priority: of the request that computed it; a lower number
-        is more important"""
+        """Note that a block in use can be hit from now on. priority: of the request that computed it; a lower
+        number is more important"""
 
     @abstractmethod
     def used(self, block: int, priority: int) -> None:
-        """A request came upon what a block caches: it was found, or computed the same. If the block is
-        queued it keeps its place until it is next released."""
+        """Note that a request found a block's content, or computed the same. A queued block keeps its place
+        until it is next released."""
 
     @abstractmethod
     def forgot(self, block: int) -> None:
-        """A block, queued, popped or in use, caches nothing any more."""
+        """Note that a block, queued, popped or in use, caches nothing any more."""

@@ -9,10 +9,10 @@ from kvreclaim.memory.free_queue import FreeQueue
 
 
 class LRU(FreeQueue, EvictionOrder):
-    """Blocks go in the order in which they were released, whether they cache something or not.
+    """Blocks are reused in the order of release, whether they cache something or not.
 
-    Nothing is remembered of a block but its place, so nothing can go stale: the order to have unless a
-    measurement of your traffic says otherwise. A scan of prompts that never come back pushes out
+    A block has no state but its place, so none can become stale. Use this order unless a measurement of your
+    traffic favours another one. A scan of prompts that never come back pushes out
     everything else.
 
     Source: vLLM's free block queue (arXiv 2309.06180). Cost: O(1) per operation, 8 bytes per block.
@@ -33,4 +33,4 @@ class LRU(FreeQueue, EvictionOrder):
         """Makes no difference."""
 
     def forgot(self, block: int) -> None:
-        """Makes no difference: the block keeps its place."""
+        """Do nothing: the block keeps its place."""

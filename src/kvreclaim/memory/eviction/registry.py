@@ -1,4 +1,4 @@
-"""From the name of an eviction order to the order. Third parties add theirs as entry points of the group
+"""Registry of eviction orders by name. Third parties add theirs as entry points of the group
 `kvreclaim.eviction_orders`; a built-in name cannot be taken over."""
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _BUILT_IN: Mapping[str, type[EvictionOrder]] = MappingProxyType(
 
 
 def eviction_orders() -> tuple[str, ...]:
-    """The built-in names, the default first, then those of third parties in alphabetical order."""
+    """Return the built-in names, the default first, then those of third parties in alphabetical order."""
     return names(_BUILT_IN, ENTRY_POINT_GROUP)
 
 
 def make_order(name: str, num_blocks: int) -> EvictionOrder:
-    """An order of this many blocks, all of them queued.
+    """Make an order of this many blocks, all of them queued.
 
-    Raises: InvalidArgumentError for a name that is not known, or whose entry point is no eviction order.
+    Raises: InvalidArgumentError for an unknown name, or an entry point of no eviction order.
     """
     cls = find(_BUILT_IN, ENTRY_POINT_GROUP, name, "eviction order", EvictionOrder, is_data=False)
     if cls is None:

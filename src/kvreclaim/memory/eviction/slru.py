@@ -77,7 +77,7 @@ class SLRU(EvictionOrder):
             yield from segment
 
     def _segments(self) -> tuple[FreeQueue, FreeQueue, FreeQueue]:
-        """In the order in which they are drawn upon."""
+        """Segments in the order of reuse."""
         return self._blank, self._probation, self._protected
 
     def check(self) -> None:

@@ -26,9 +26,9 @@ class BlockTables(dict[int, BlockTable]):
 
 
 class FullAttentionGroup(GroupManager):
-    """The only group whose tokens are compressed, found by their prefix and moved to slots below the pool.
+    """The group of full attention. Only its tokens are compressed, found by prefix and offloaded.
 
-    tables: of every sequence; others read them
+    tables: every sequence's table; read-only for others
     """
 
     def __init__(self, pool: BlockPool, block_size: int, held: Counter[int], prefix: PrefixCache) -> None:
@@ -38,12 +38,12 @@ class FullAttentionGroup(GroupManager):
         self.freed_by_compression = 0
 
     def add(self, seq_id: int, table: BlockTable) -> None:
-        """A sequence begins with a table whose blocks are referenced already."""
+        """Begin a sequence with a table of blocks that are referenced already."""
         self.refuse_known(seq_id)
         self.tables[seq_id] = table
 
     def refuse_known(self, seq_id: int) -> None:
-        """Raises: InvalidArgumentError for a sequence that is here."""
+        """Check that a sequence is new. Raises: InvalidArgumentError."""
         if seq_id in self.tables:
             raise InvalidArgumentError(
                 f"sequence {seq_id} exists already; an id names one live sequence; free it or use another"
@@ -93,7 +93,7 @@ class FullAttentionGroup(GroupManager):
         blocks += new
 
     def _shared_tail(self, table: BlockTable) -> int | None:
-        """The begun block that the next slot lies in, if other sequences hold it, too."""
+        """Return the partly written block of the next slot, if other sequences hold it too."""
         index, used = divmod(table.physical_len, self.block_size)
         if not used:
             return None
@@ -127,7 +127,7 @@ class FullAttentionGroup(GroupManager):
     # Compression.
 
     def table_state(self, table: BlockTable) -> TableState:
-        """The table as a compaction is planned from it."""
+        """Return the table as input of a compaction plan."""
         ids, refs, marks = table.block_ids, self.pool.refs, self.pool.marks
         return TableState(
             ids,
@@ -178,7 +178,7 @@ class FullAttentionGroup(GroupManager):
         return freed
 
     def _dropped(self, blocks: Sequence[int]) -> int:
-        """Release blocks that a pass drops. Returns: how many only idle sequences, or none, hold now."""
+        """Release blocks that a pass drops. Returns: the number now held by idle sequences only, or none."""
         num_idle = self.pool.num_idle
         freed = self.pool.release(blocks)
         return freed + self.pool.num_idle - num_idle

@@ -34,24 +34,24 @@ class GroupManager(ABC):
 
     @abstractmethod
     def fit(self, entries: Sequence[Entry], most: int) -> int:
-        """Number of the first `most` entries that a sequence can begin with. Changes nothing."""
+        """Return how many of the first `most` entries a sequence can begin with. Changes nothing."""
 
     @abstractmethod
     def begin(self, seq_id: int, match: PrefixMatch, priority: int) -> None:
-        """A sequence begins with the blocks of a match."""
+        """Begin a sequence with the blocks of a match."""
 
     @abstractmethod
     def fork(self, parent_id: int, child_id: int, child: BlockTable) -> None:
-        """The child shares what holds its tokens."""
+        """Let the child share the blocks that hold its tokens."""
 
     def has_room(self, seq_id: int, table: BlockTable, num_tokens: int) -> bool:
-        """Whether the blocks held here take num_tokens more, and no other sequence holds the one that is
-        written next. False: `missing` and `grow` find out."""
+        """Return whether the blocks held here take num_tokens more, and the next written one is not shared.
+        If False, call `missing` and `grow`."""
         return False
 
     @abstractmethod
     def missing(self, seq_id: int, table: BlockTable, num_tokens: int) -> int:
-        """Blocks to take before num_tokens more are written. Changes nothing."""
+        """Return the blocks to take before num_tokens more are written. Changes nothing."""
 
     @abstractmethod
     def grow(
@@ -63,15 +63,15 @@ class GroupManager(ABC):
         copies: list[tuple[int, int]],
         num_drafts: int = 0,
     ) -> None:
-        """Take them. Adds new blocks to `blocks`, and to `copies` (source, destination) of a begun block that
-        others hold, too; its source is released, but held.
+        """Take these blocks. Adds them to `blocks`, and (source, destination) of a shared, partly written
+        block to `copies`; the source is released, but held.
 
-        num_drafts: the last ones of these tokens, which are only guessed
+        num_drafts: number of drafts at the end of these tokens
         """
 
     @abstractmethod
     def commit(self, seq_id: int, table: BlockTable, num_tokens: int) -> None:
-        """The next num_tokens tokens are written: full blocks can be hit, blocks out of the window go."""
+        """Record num_tokens tokens as written: full blocks can be hit, blocks out of the window are freed."""
 
     @abstractmethod
     def free(self, seq_id: int, table: BlockTable) -> int:
@@ -87,4 +87,4 @@ class GroupManager(ABC):
 
     @abstractmethod
     def check(self, seq_id: int, table: BlockTable) -> None:
-        """The sequence holds what its next token needs. Raises AssertionError."""
+        """Check that the sequence holds all that its next token needs. Raises: AssertionError."""

@@ -1,8 +1,8 @@
 """Recurrent layers (Mamba, linear attention, short convolutions): one state for each sequence.
 
-A state has the same size whatever the length, and lies in a slot. A step never writes the slot that it reads:
-each sequence gets another one, which replaces the old one when the step is committed. So a failed step
-changes nothing, forks share a slot until they go on, and a slot that is kept is a checkpoint at no cost.
+A state has the same size at every length, and lies in a slot. A step never writes the slot that it reads:
+each sequence gets another one, which replaces the old one at commit. So a failed step changes nothing, forks
+share a slot until they continue, and a kept slot is a checkpoint at no cost.
 
 A prefix hit must end at a checkpoint. These are kept behind full blocks: at the end of a prompt, where two
 prompts were seen to part, at the end of an answer, and every `interval` tokens of a prompt if that is set
@@ -44,7 +44,7 @@ class HeldState:
 
     @property
     def held(self) -> list[int]:
-        """Slots that it references."""
+        """Return the slots that a sequence references."""
         return [*(self.pending or ()), *([] if self.slot is None else [self.slot])]
 
 
@@ -70,7 +70,7 @@ class RecurrentGroup(GroupManager):
 
     @property
     def version(self) -> int:
-        """Grows whenever fit may have changed."""
+        """Counter that increases whenever fit may have changed."""
         return self.slots.version
 
     @property
@@ -101,7 +101,7 @@ class RecurrentGroup(GroupManager):
         return found
 
     def _take(self) -> int:
-        """A slot with one reference; checkpoints are evicted if none is free."""
+        """Take a slot with one reference; checkpoints are evicted if none is free."""
         while not self.slots.num_free:
             self.slots.drop_oldest()
         slot = self.slots.take()
@@ -147,7 +147,7 @@ class RecurrentGroup(GroupManager):
         held.stops = tuple(sorted({*held.stops, *lengths}))
 
     def checkpoint(self, entry: Entry) -> int | None:
-        """The slot of the state that is kept behind this block."""
+        """Return the slot of the state that is kept after this block."""
         return self.slots.find(entry)
 
     def is_rolling(self, seq_id: int, entry: Entry) -> bool:
@@ -207,7 +207,7 @@ class RecurrentGroup(GroupManager):
         held.pending, held.num_known = [self._take() for _ in range(1 + num_drafts)], num_known
 
     def commit(self, seq_id: int, table: BlockTable, num_tokens: int) -> None:
-        """The state behind these tokens replaces the sequence's old one."""
+        """Replace the sequence's state by the state after these tokens."""
         if seq_id in self._targets:
             return
         held = self._of[seq_id]
@@ -236,7 +236,7 @@ class RecurrentGroup(GroupManager):
             self._release(held)
 
     def _release(self, held: HeldState) -> None:
-        """Give its slots back."""
+        """Release a sequence's slots."""
         self.slots.release(*held.held)
         held.pending = held.slot = None
 
@@ -280,19 +280,19 @@ class RecurrentGroup(GroupManager):
             self.saved(seq_id)
 
     def leaving(self, seq_id: int) -> int | None:
-        """The slot of a state that is to be saved."""
+        """Return the slot of a state that is to be saved."""
         return self._leaving.get(seq_id)
 
     def saved(self, seq_id: int) -> None:
-        """Its state has been saved."""
+        """Record that the state has been saved."""
         self.slots.release(self._leaving.pop(seq_id))
 
     def coming(self, seq_id: int) -> int | None:
-        """The slot that a state is to be loaded into."""
+        """Return the slot that a state is to be loaded into."""
         return self._of[seq_id].slot if seq_id in self._coming else None
 
     def loaded(self, seq_id: int) -> None:
-        """Its state has been loaded."""
+        """Record that the state has been loaded."""
         self._coming.remove(seq_id)
 
     def blocks(self, seq_id: int, table: BlockTable) -> list[int]:
@@ -307,6 +307,6 @@ class RecurrentGroup(GroupManager):
             assert (slot is None) == (table.logical_len == 0), f"{table.logical_len} tokens: {slot}"
 
     def check_slots(self) -> None:
-        """Raises AssertionError unless references agree with sequences and checkpoints."""
+        """Check references against sequences and checkpoints. Raises: AssertionError."""
         held = (slot for held in self._of.values() for slot in held.held)
         self.slots.check([*self._leaving.values(), *held])

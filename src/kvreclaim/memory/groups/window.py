@@ -1,4 +1,4 @@
-"""Layers that see the last tokens only: what each sequence still sees, and what has left its window."""
+"""Layers that see the last tokens only: blocks inside each sequence's window, and those that left it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class WindowTable:
 
     first:   blocks of tokens before those of rows
     tails:   ends, in blocks of tokens, of windows that later requests may go on behind
-    entered: entries of the prefix index whose rows have been offered for hits
+    entered: entries of the prefix index with rows that were offered for hits
     version: changes whenever first or rows change
     """
 
@@ -44,7 +44,7 @@ class WindowTable:
 
 
 class WindowGroup(GroupManager):
-    """One window, sliding or in chunks. Positions are those in the text, whatever was evicted elsewhere.
+    """One window, sliding or in chunks. Positions are those in the text, independent of evictions elsewhere.
 
     A block that has left the window of its sequence may still be hit: the ones behind which a turn of a
     conversation ends wait for their reuse like any other cached block, all others are reused before those
@@ -67,7 +67,7 @@ class WindowGroup(GroupManager):
         """Serials of entries behind which a turn has ended, while they may be live; the oldest first."""
 
     def table(self, seq_id: int) -> WindowTable:
-        """Its live table: read it, don't change it."""
+        """Return the sequence's live table; read-only."""
         return self._tables[seq_id]
 
     def _row(self, entry: Entry) -> Row | None:
@@ -105,7 +105,7 @@ class WindowGroup(GroupManager):
                     self.pool.demote(row)
 
     def _note_turn(self, main: BlockTable, end: int) -> None:
-        """A turn ends behind so many blocks of tokens of this sequence."""
+        """Note that a turn ends after this many blocks of tokens of this sequence."""
         if 0 < end <= len(main.entries):
             self._turns[main.entries[end - 1].serial] = None
             if len(self._turns) > self.pool.num_blocks:

@@ -1,1 +1,1 @@
-"""Blocks found again by what they hold: keys, the index of them, what prompts hit and why not."""
+"""Prefix caching: block keys, their index, hits of prompts and reasons of misses."""

@@ -1,4 +1,4 @@
-"""Which block holds the K/V of which exact prefix: a hash chain over full blocks."""
+"""Prefix index: a hash chain over full blocks that maps exact prefixes to blocks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MISS_REASONS: Final = (COLD, EVICTED, SALT, SUB_BLOCK, INELIGIBLE, CORRUPT, WIND
 class Link:
     """A point in a chain that a block can be appended to; the root of a salt is one.
 
-    serial is never given twice, so equal serials mean the very same entry (or the same root epoch).
+    serial is unique, so equal serials mean the same entry (or the same root epoch).
     """
 
     serial: int
@@ -50,7 +50,7 @@ class Link:
 class Entry(Link):
     """A full block that can be hit.
 
-    digest, tokens: its key; parent: serial of the link that it follows.
+    digest, tokens: the block's key; parent: serial of the link before it.
     """
 
     digest: bytes
@@ -63,12 +63,12 @@ class PrefixIndex:
     """Digest to entry, and block to entry: a bijection.
 
     The digest only finds a candidate. A hit must also have the same tokens, the same salt and,
-    as its parent, the very entry that the walk came through, so by induction the whole prefix is
-    equal whatever the hash function does. An entry whose parent is gone can't be reached.
+    as its parent, the entry that the walk came through, so by induction the whole prefix is equal
+    for any hash function. An entry with an evicted parent can't be reached.
 
     Args:
-        remembered: digests of evicted blocks that are remembered: the last ones, at least so many and
-                    at most twice as many
+        remembered: most recent digests of evicted blocks that are remembered, at least this many and at
+                    most twice as many
     """
 
     def __init__(self, remembered: int = NUM_REMEMBERED) -> None:
@@ -93,15 +93,15 @@ class PrefixIndex:
         return iter(self._by_digest.values())
 
     def root(self, salt: str | None) -> Link:
-        """The root of this salt's chains."""
+        """Return the root of this salt's chains."""
         return Link(self._root_serial, salt)
 
     def at(self, digest: bytes) -> Entry | None:
-        """The entry under this digest, unverified."""
+        """Return the entry under this digest, unverified."""
         return self._by_digest.get(digest)
 
     def find(self, parent: Link, key: BlockKey) -> Entry | None:
-        """The entry that holds exactly this key's tokens after exactly this prefix."""
+        """Return the entry with exactly this key's tokens after exactly this prefix."""
         entry = self._by_digest.get(key.digest)
         return entry if entry is not None and self.follows(entry, parent, key) else None
 
@@ -139,7 +139,7 @@ class PrefixIndex:
             self._drop_first(entry)
 
     def evict(self, blocks: Iterable[int]) -> None:
-        """Forget blocks that are indexed, but remember for a while that they were there."""
+        """Forget blocks that are indexed, but remember their digests for a while."""
         self.version += 1
         by_block, by_digest, root = self._by_block, self._by_digest, self._root_serial
         for block in blocks:
@@ -159,7 +159,7 @@ class PrefixIndex:
             del self._firsts[entry.tokens]
 
     def why_missing(self, parent: Link, key: BlockKey) -> str:
-        """The reason why find(parent, key) is None. Changes nothing."""
+        """Return the reason why find(parent, key) is None. Changes nothing."""
         digest, tokens = key
         entry = self._by_digest.get(digest)
         if entry is not None and (entry.tokens != tokens or entry.salt != parent.salt):
@@ -171,7 +171,7 @@ class PrefixIndex:
         return COLD
 
     def clear(self) -> None:
-        """Forget everything, and let no chain that began before go on."""
+        """Forget everything. Chains that began before cannot continue."""
         self.version += 1
         self._by_digest.clear()
         self._by_block.clear()
@@ -181,7 +181,7 @@ class PrefixIndex:
         self._root_serial = next(self._serials)
 
     def check(self) -> None:
-        """The two directions agree. Raises AssertionError."""
+        """Check that the two directions agree. Raises: AssertionError."""
         assert len(self._by_digest) == len(self._by_block), f"{len(self._by_digest)} != {len(self._by_block)}"
         for digest, entry in self._by_digest.items():
             assert digest == entry.digest, f"block {entry.block} lies under another digest than its own"

@@ -1,4 +1,4 @@
-"""The keys of a sequence's full blocks: what the prefix index finds them by. Each is hashed once."""
+"""Keys of a sequence's full blocks for the prefix index. Each block is hashed once."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ def sha256(message: bytes) -> bytes:
 
 
 def _field(tag: bytes, payload: bytes) -> bytes:
-    """One typed, length-prefixed field: no two lists of fields give the same bytes."""
+    """Encode a typed, length-prefixed field: no two lists of fields give the same bytes."""
     return tag + len(payload).to_bytes(8, "little") + payload
 
 
 class BlockKey(NamedTuple):
-    """digest: finds a candidate; tokens: what must be equal besides, the block's packed token ids."""
+    """digest: finds a candidate; tokens: the block's packed token ids, which a hit must equal."""
 
     digest: bytes
     tokens: bytes
 
 
 class BlockName(NamedTuple):
-    """The name of a block where it outlives the process that computed it, and so the serials of its index.
+    """Name of a block in storage that outlives the process, and so the serials of its index.
 
-    key, parent:     digests of it and of the block before it
-    uid, parent_uid: the same by a second hash, which no other hash function's collisions meet
+    key, parent:     digests of the block and of the block before it
+    uid, parent_uid: the same by a second hash, independent of the first one's collisions
     depth:           blocks before it
     tokens:          its packed token ids
     """
@@ -45,23 +45,23 @@ class BlockName(NamedTuple):
 
 
 def uid_of(parent: bytes, tokens: bytes) -> bytes:
-    """blake2b of 16 bytes over the block's tokens behind those before it."""
+    """Return blake2b of 16 bytes over the previous uid and the block's tokens."""
     return hashlib.blake2b(parent + tokens, digest_size=16).digest()
 
 
 def root_uid(salt: str | None) -> bytes:
-    """The root of the uids of this salt."""
+    """Return the root of the uids of this salt."""
     name = b"n" if salt is None else b"s" + salt.encode("utf-8", "surrogatepass")
     return hashlib.blake2b(name, digest_size=16, person=b"kvreclaim root").digest()
 
 
 class BlockHash:
-    """How tokens become keys. A block's digest depends on the digest before it and on its own tokens; the
-    first one follows a root that depends on the salt and on what else the K/V depend on.
+    """Hashing of tokens into keys. A block's digest depends on the digest before it and on its own tokens;
+    the first one follows a root that depends on the salt and the fingerprint.
 
     Args:
         block_size:  tokens per block
-        fingerprint: what else the K/V depend on (model, dtype, KV format)
+        fingerprint: other inputs of the KV than the tokens (model, dtype, KV format)
         function:    bytes to digest; tests inject one that collides
     """
 
@@ -72,28 +72,28 @@ class BlockHash:
         self._packer = Struct(f"<{block_size}q")
 
     def root(self, salt: str | None) -> bytes:
-        """The digest that the first block of this salt follows; None and "" are different salts."""
+        """Return the root digest of this salt; None and "" are different salts."""
         field = _field(b"n", b"") if salt is None else _field(b"s", salt.encode("utf-8", "surrogatepass"))
         return self._function(self._fingerprint + field)
 
     def key(self, parent: bytes, token_ids: Sequence[int]) -> BlockKey:
-        """The key of one full block after the digest of the block before it, 8 bytes a token."""
+        """Return the key of one full block after the previous block's digest, 8 bytes per token."""
         tokens = self._packer.pack(*token_ids)
         return BlockKey(self._function(_field(b"p", parent) + _field(b"t", tokens)), tokens)
 
 
 class BlockKeys:
-    """The keys of one sequence, made when they are first asked for and kept for its whole life: whatever
-    becomes of its blocks, of the index or of the sequence's place in the queue, nothing is hashed again.
+    """Keys of one sequence, computed on first use and kept for its whole life. Eviction, an index reset or
+    preemption do not hash anything again.
 
-    The memory asks for block_size, num_tokens, salt and keys[i], and never for a token, so keys may
-    as well come from a trace that has digests only.
+    The memory reads block_size, num_tokens, salt and keys[i], and never a token, so keys may also come
+    from a trace that has digests only.
 
     Args:
-        hashing:   makes them
+        hashing:   computes the keys
         token_ids: the sequence's own list, which from now on only grows at its end
-        salt:      blocks are found by sequences of the same salt alone
-        lasting:   whether a block's bytes are all that belongs to it, so that they may outlive the process
+        salt:      only sequences of the same salt share blocks
+        lasting:   whether a block's bytes are its whole state, so that they may outlive the process
     """
 
     __slots__ = ("_hashing", "_known", "_token_ids", "_uids", "lasting", "salt")
@@ -118,11 +118,11 @@ class BlockKeys:
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens of the sequence, computed or not."""
+        """Number of known tokens of the sequence, computed or not."""
         return len(self._token_ids)
 
     def __getitem__(self, index: int) -> BlockKey:
-        """The key of a block whose tokens are all known; index >= 0."""
+        """Return the key of a full block of known tokens; index >= 0."""
         known, size = self._known, self._hashing.block_size
         for i in range(len(known), index + 1):
             parent = known[-1].digest if known else self._hashing.root(self.salt)
@@ -130,13 +130,13 @@ class BlockKeys:
         return known[index]
 
     def num_shared(self, other: BlockKeys, most: int) -> int:
-        """Leading blocks, of `most` that both know all tokens of, whose keys are those of another sequence,
-        too. A key stands for all before it: O(log most), once they are made."""
+        """Return how many of the first `most` blocks, with all tokens known to both, have the same keys in
+        another sequence. A key covers all blocks before it: O(log most), once keys are computed."""
         places = range(most)
         return bisect_left(places, True, key=lambda index: self[index] != other[index])
 
     def name(self, index: int) -> BlockName:
-        """The block's name on disk."""
+        """Return the block's name on disk."""
         key, uids = self[index], self._uids
         for i in range(len(uids) - 1, index + 1):
             uids.append(uid_of(uids[i], self[i].tokens))
@@ -144,7 +144,7 @@ class BlockKeys:
         return BlockName(key.digest, parent, uids[index + 1], uids[index], index, key.tokens)
 
     def fork(self, token_ids: Sequence[int]) -> BlockKeys:
-        """The keys of another sequence that has the same tokens so far."""
+        """Return the keys of another sequence with the same tokens so far."""
         child = BlockKeys(self._hashing, token_ids, self.salt, lasting=self.lasting)
         child._known, child._uids = self._known.copy(), self._uids.copy()
         return child

@@ -1,4 +1,4 @@
-"""The prefix index as a radix tree: which beginnings are there, and who holds them."""
+"""The prefix index as a radix tree: cached prefixes and the sequences that hold them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvreclaim.memory.prefix.index import Entry, PrefixIndex
 
 @dataclass(frozen=True, slots=True)
 class PrefixNode:
-    """Blocks that follow each other wherever they are found, and whoever holds one of them holds all.
+    """A run of consecutive blocks without a branch; its holders hold all of them.
 
-    salt:      under which it is found
-    token_ids: that these blocks hold; those of a prompt are its nodes' from the top down
-    blocks:    their ids, in order
-    holders:   who holds them now, by the name that the caller has given; none: they are only cached
-    children:  what goes on behind them, the most held first, then the longest
+    salt:      salt of the prefix
+    token_ids: tokens in these blocks; a prompt is the concatenation of its nodes from the top down
+    blocks:    block ids, in order
+    holders:   caller's names of the sequences that hold the blocks; empty: only cached
+    children:  continuations, the most held first, then the longest
     """
 
     salt: str | None
@@ -32,11 +32,11 @@ class PrefixNode:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that hold these blocks."""
+        """Number of sequences that hold these blocks."""
         return len(self.holders)
 
     def lines(self, level: int = 0) -> list[str]:
-        """It and all below it, a line each, indented."""
+        """Return the node and its descendants, one indented line each."""
         found: list[str] = []
         stack = [(level, self)]
         while stack:
@@ -48,10 +48,10 @@ class PrefixNode:
 
 
 def prefix_tree(index: PrefixIndex, holders: Mapping[int, tuple[str, ...]]) -> tuple[PrefixNode, ...]:
-    """The prefix index as trees, one or more nodes for each salt. O(blocks in the index).
+    """Return the prefix index as trees, one or more nodes for each salt. O(blocks in the index).
 
-    holders: who holds a block; of those that nobody holds nothing is said. Entries that no walk reaches any
-    more are left out.
+    holders: block -> names of its holders; blocks without a holder are absent. Unreachable entries are left
+    out.
     """
     children: dict[int, list[Entry]] = {}
     for entry in index:
@@ -73,7 +73,7 @@ def prefix_tree(index: PrefixIndex, holders: Mapping[int, tuple[str, ...]]) -> t
 def _nodes(
     runs: list[tuple[list[Entry], int]], holders: Mapping[int, tuple[str, ...]]
 ) -> tuple[PrefixNode, ...]:
-    """Build nodes from runs, each of which comes behind the one that it follows."""
+    """Build nodes from runs; a run comes after its parent."""
     below: dict[int, list[PrefixNode]] = {}
     for place in range(len(runs) - 1, -1, -1):
         run, above = runs[place]

@@ -1,4 +1,4 @@
-"""Which blocks hold a window's part of which exact prefix."""
+"""Index of the blocks that hold a window's part of an exact prefix."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ Row = tuple[int, ...]
 
 
 class RowKey(NamedTuple):
-    """serial: of the entry that holds the same tokens in the layers with full attention, which a walk through
-    the prefix index has come to, so that all tokens before are equal, too; window: which one"""
+    """serial: of the entry with the same tokens in the full-attention layers; a walk through the prefix index
+    has reached it, so that all tokens before are equal too; window: index of the window"""
 
     serial: int
     window: int
 
 
 class WindowIndex:
-    """Key to row, and block to key. An entry's serial is never given twice, so that a row whose entry is gone
-    is only never asked for again."""
+    """Maps keys to rows, and blocks to keys. Serials are unique, so a row with an evicted entry is never
+    found again."""
 
     def __init__(self) -> None:
         self._rows: dict[RowKey, Row] = {}
@@ -38,11 +38,11 @@ class WindowIndex:
         return self._rows.get(key)
 
     def find_of(self, block: int) -> Row:
-        """The row that a block is in."""
+        """Return the row of a block."""
         return self._rows[self._keys[block]]
 
     def add(self, key: RowKey, row: Row) -> None:
-        """The key leads nowhere yet, and the blocks are in no row."""
+        """Add a row. Its key must be new, and its blocks in no row."""
         assert key not in self._rows, f"{key} leads to {self._rows[key]} already"
         self._rows[key] = row
         for block in row:
@@ -50,7 +50,7 @@ class WindowIndex:
             self._keys[block] = key
 
     def remove(self, block: int) -> Row:
-        """Forget the row that a block is in. Returns: the row."""
+        """Forget the row of a block. Returns: the row."""
         row = self._rows.pop(self._keys[block])
         for each in row:
             del self._keys[each]
@@ -61,6 +61,6 @@ class WindowIndex:
         self._keys.clear()
 
     def check(self) -> None:
-        """The two directions agree. Raises AssertionError."""
+        """Check that the two directions agree. Raises: AssertionError."""
         blocks = {block: key for key, row in self._rows.items() for block in row}
         assert blocks == self._keys, f"{len(blocks)} blocks in rows, {len(self._keys)} with keys"

@@ -25,7 +25,7 @@ class Window:
         return f"window {self.num_tokens}"
 
     def first_seen(self, position: int) -> int:
-        """The first position that a query at this one sees."""
+        """Return the first position that a query at this one sees."""
         return max(0, position - self.num_tokens + 1)
 
     def first_entry(self, end: int, block_size: int) -> int:
@@ -71,8 +71,8 @@ class ChunkedWindow(Window):
 
 
 class Place(NamedTuple):
-    """Where a layer's keys and values lie: in the blocks of a table, there as their n-th layer. Table 0 is
-    that of the layers with full attention; those of the windows' groups follow."""
+    """Place of a layer's keys and values: a table, and the layer's index inside that table's blocks. Table 0
+    is for the layers with full attention; the windows' groups follow."""
 
     table: int
     layer: int
@@ -88,9 +88,9 @@ class Grouping:
 
 
 def grouping(windows: Sequence[Window | None]) -> Grouping | None:
-    """How layers with these windows (None: full attention) are put into groups: those of one window into as
-    many groups as it takes, each of as many layers as have full attention, the last maybe of fewer. None
-    where there are not both kinds: all layers share one table.
+    """Group layers with these windows (None: full attention). Layers of one window form as many groups as
+    needed, each with as many layers as have full attention; the last group may have fewer. Returns None
+    without both kinds: all layers share one table.
 
     Source: vLLM, v1/core/kv_cache_utils.py (groups of equally many layers over one pool).
     """
